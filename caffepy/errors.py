@@ -1,0 +1,64 @@
+"""One exception family. Every class carries the exit code with which the command line ends."""
+
+
+class CaffeError(RuntimeError):
+    """Base of all errors that a user can cause or meet.
+
+    `where` is the place that the message speaks of, such as `net.prototxt:57:3: layer "conv2" (Convolution)`; the code
+    that knows it sets it, by `at`, on the error that a deeper layer raised.
+    """
+
+    exit_code = 70
+
+    def __init__(self, message: str, where: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.where = where
+
+    def at(self, where: str) -> "CaffeError":
+        """Prefix the message with the place, unless a deeper one named it already; returns the error itself."""
+        self.where = self.where or where
+        return self
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.message}" if self.where else self.message
+
+
+class UsageError(CaffeError):
+    """A command line that cannot be carried out as typed."""
+
+    exit_code = 2
+
+
+class ConfigError(CaffeError):
+    """A prototxt, weights or state file that does not fit: syntax, names, shapes, values."""
+
+    exit_code = 3
+
+
+class DataError(CaffeError):
+    """Training data that is missing, damaged or of the wrong shape."""
+
+    exit_code = 4
+
+
+class DivergenceError(CaffeError):
+    """A loss that is no longer finite."""
+
+    exit_code = 5
+
+
+class DeviceError(CaffeError):
+    """A device that is missing, unsupported or out of memory."""
+
+    exit_code = 6
+
+
+class SyncError(CaffeError):
+    """Synchronization between solvers that failed or timed out."""
+
+    exit_code = 7
+
+
+STOPPED = 75
+"""Exit code of a run that a signal stopped after it wrote its snapshot."""

@@ -1,0 +1,163 @@
+"""The layer contract, the same for built-in and for user-written layers, and the registry of types.
+
+`forward` writes the tops' data. `backward` writes bottom diffs and adds to parameter diffs. Arrays are allocated in
+`reshape` and stay where they are until shapes change.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from caffepy import ops
+from caffepy.blob import Blob
+from caffepy.device import Device
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import LayerParameter
+from caffepy.registry import Registry
+
+Blobs = Sequence[Blob]
+
+
+class Layer:
+    """One layer of a net.
+
+    A subclass states how many blobs it takes (`bottoms`, `tops`: a number, or (least, most) with None for no bound)
+    and overrides `setup` (once), `reshape` (whenever a bottom's shape changed), `forward` and `backward`.
+
+    `blobs` are the learnable parameters, `param_propagate_down[i]` says whether parameter i wants its gradient,
+    `loss_weights[i]` is the weight of top i in the net's loss.
+    """
+
+    bottoms: ClassVar[int | tuple[int, int | None]] = 1
+    tops: ClassVar[int | tuple[int, int | None]] = 1
+    same_count: ClassVar[bool] = False  # as many tops as bottoms
+    auto_top_blobs: ClassVar[bool] = False  # missing tops are made up to the least number
+    share_in_parallel: bool = False  # workers use the root net's instance, under its forward_lock
+    always_reshape: ClassVar[bool] = False  # reshape before every forward, not only when bottom shapes change
+    is_data: ClassVar[bool] = False  # feeds the net from outside; runs before the captured part of a step
+    in_place: ClassVar[bool] = True  # top may be the bottom itself
+
+    def __init__(
+        self,
+        param: LayerParameter,
+        phase: int,
+        device: Device,
+        dtype: DTypeLike = np.float32,
+        path: str | None = None,
+    ) -> None:
+        self.param = param
+        self.phase = phase
+        self.device = device
+        self.dtype = np.dtype(dtype)
+        self.path = path  # the file that defines the layer; relative names may lie beside it
+        self.ops = ops.backend(device)
+        self.blobs: list[Blob] = []
+        self.param_propagate_down: list[bool] = []
+        self.loss_weights: list[float] = []
+        self.forward_lock = threading.Lock()
+
+    @property
+    def type(self) -> str:
+        """The type string of the prototxt."""
+        return self.param.type
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read and check the parameters, create `blobs`; called once, before the first reshape."""
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Shape the tops and buffers from the bottoms' shapes; ConfigError where they do not fit."""
+        raise NotImplementedError
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Compute the tops' data from the bottoms'."""
+        raise NotImplementedError
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Write the diff of each bottom with propagate_down, add to the diffs of the parameters that want theirs."""
+        raise ConfigError(f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false")
+
+    def allow_force_backward(self, index: int) -> bool:
+        """Whether `force_backward` of the net reaches bottom `index`."""
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """What must be kept so that a resumed run goes on exactly: numbers, strings, lists, numpy arrays."""
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Take up a state that `state` gave."""
+
+    def close(self) -> None:
+        """Stop threads and release files."""
+
+    def add_blob(self, shape: Sequence[int]) -> Blob:
+        """Append a learnable parameter of this shape, zero-filled, and return it."""
+        blob = Blob(shape, self.dtype)
+        self.blobs.append(blob)
+        return blob
+
+
+registry: Registry[Callable[..., Layer]] = Registry("layer type")
+
+
+def layer(*types: str) -> Callable[[type[Layer]], type[Layer]]:
+    """Class decorator that registers a layer under its type strings."""
+
+    def register(cls: type[Layer]) -> type[Layer]:
+        registry(*types)(cls)
+        return cls
+
+    return register
+
+
+def create_layer(
+    param: LayerParameter, phase: int, device: Device, dtype: DTypeLike = np.float32, path: str | None = None
+) -> Layer:
+    """A layer of `param.type`; ConfigError names the nearest known type if it is unknown."""
+    return registry[param.type](param, phase, device, dtype, path)
+
+
+def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
+    """ConfigError unless the layer takes this many bottoms and tops."""
+    for what, have, want in (("bottom", bottoms, layer.bottoms), ("top", tops, layer.tops)):
+        least, most = want if isinstance(want, tuple) else (want, want)
+        if have < least or (most is not None and have > most):
+            wanted = f"{least}" if least == most else f"{least} or more" if most is None else f"{least} to {most}"
+            raise ConfigError(f"{layer.type} takes {wanted} {what} blob(s), not {have}")
+    if layer.same_count and bottoms != tops:
+        raise ConfigError(f"{layer.type} takes as many tops as bottoms, not {tops} for {bottoms}")
+
+
+class LossLayer(Layer):
+    """Base of the losses: two bottoms (predictions, labels), a scalar top, loss weight 1 unless given."""
+
+    bottoms = 2
+    tops = 1
+    auto_top_blobs = True
+    in_place = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not self.param.loss_weight:
+            self.param.loss_weight.append(1)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Scalar top; both bottoms must have the same first axis."""
+        first = [b.shape[:1] for b in bottom[:2]]
+        if first[0] != first[1]:
+            raise ConfigError(
+                f"predictions and labels must agree in their first axis: {list(bottom[0].shape)} and {list(bottom[1].shape)}"
+            )
+        top[0].reshape(())
+
+    def allow_force_backward(self, index: int) -> bool:
+        """Labels get no gradient."""
+        return index != 1
+
+    def refuse_label_gradient(self, propagate_down: Sequence[bool]) -> None:
+        """ConfigError if the labels are asked for a gradient."""
+        if len(propagate_down) > 1 and propagate_down[1]:
+            raise ConfigError(f"{self.type} cannot differentiate its labels; the layer that makes them needs no gradient")
