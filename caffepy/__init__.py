@@ -1,0 +1,51 @@
+"""Caffe's training for today's machines: `import caffepy as caffe` gives pycaffe's names.
+
+Names are imported when first used, so that `import caffepy` and the command line start at once.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from caffepy.pycaffe.mode import set_mode_cpu, set_random_seed
+    from caffepy.pycaffe.net import Net
+    from caffepy.pycaffe.solver import SGDSolver, get_solver
+
+__version__ = "0.1.0"
+TRAIN = 0
+TEST = 1
+
+_homes = {
+    "Net": "caffepy.pycaffe.net",
+    "SGDSolver": "caffepy.pycaffe.solver",
+    "get_solver": "caffepy.pycaffe.solver",
+    "set_mode_cpu": "caffepy.pycaffe.mode",
+    "set_random_seed": "caffepy.pycaffe.mode",
+}
+
+__all__ = [
+    "TEST",
+    "TRAIN",
+    "Net",
+    "SGDSolver",
+    "__version__",
+    "get_solver",
+    "layer_type_list",
+    "set_mode_cpu",
+    "set_random_seed",
+]
+
+
+def layer_type_list() -> list[str]:
+    """The type strings of all layers, sorted."""
+    from caffepy.layer import registry
+
+    return list(registry)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _homes:
+        return getattr(import_module(_homes[name]), name)
+    if name == "proto":
+        return import_module("caffepy.proto")
+    raise AttributeError(f"module 'caffepy' has no attribute {name!r}")

@@ -1,0 +1,33 @@
+"""Files that are whole or absent."""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """Give a temporary name beside `path`; once the block wrote it, flush it to the disk and rename it to `path`.
+
+    If the block raises, the temporary file goes and whatever stood at `path` stays as it was.
+    """
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        yield temporary
+        _flush(temporary)
+        os.replace(temporary, path)
+    except BaseException:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+        raise
+    _flush(folder or ".")
+
+
+def _flush(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

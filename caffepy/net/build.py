@@ -1,0 +1,143 @@
+"""Pure rewrites of a NetParameter on its way to a net: choose the layers of a state, split what has several readers."""
+
+import logging
+from collections import defaultdict
+
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, NetState, NetStateRule
+from caffepy.proto.text import locate_layer
+from caffepy.registry import nearest
+
+log = logging.getLogger(__name__)
+
+
+def where(path: str | None, layer: LayerParameter) -> str:
+    """`file:line:col: layer "name" (Type)`, or without the file if the net has none."""
+    name = f'layer "{layer.name}" ({layer.type})'
+    return f"{locate_layer(path, layer)}: {name}" if path else name
+
+
+def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
+    """A copy with the layers whose include and exclude rules admit `param.state` (phase, level, stages)."""
+    kept = NetParameter()
+    kept.CopyFrom(param)
+    del kept.layer[:]
+    for layer in param.layer:
+        if layer.include and layer.exclude:
+            raise ConfigError("give either include rules or exclude rules, not both", where(path, layer))
+        if layer.include:
+            included = any(meets_rule(param.state, rule, layer.name) for rule in layer.include)
+        else:
+            included = not any(meets_rule(param.state, rule, layer.name) for rule in layer.exclude)
+        if included:
+            kept.layer.add().CopyFrom(layer)
+    return kept
+
+
+def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
+    """Whether every part of the rule that is set holds for the state; the first that does not is logged."""
+    if rule.HasField("phase") and rule.phase != state.phase:
+        log.info(
+            "The NetState phase (%d) differed from the phase (%d) specified by a rule in layer %s",
+            state.phase,
+            rule.phase,
+            name,
+        )
+        return False
+    if rule.HasField("min_level") and state.level < rule.min_level:
+        log.info(
+            "The NetState level (%d) is below the min_level (%d) specified by a rule in layer %s",
+            state.level,
+            rule.min_level,
+            name,
+        )
+        return False
+    if rule.HasField("max_level") and state.level > rule.max_level:
+        log.info(
+            "The NetState level (%d) is above the max_level (%d) specified by a rule in layer %s",
+            state.level,
+            rule.max_level,
+            name,
+        )
+        return False
+    for stage in rule.stage:
+        if stage not in state.stage:
+            log.info("The NetState did not contain stage '%s' specified by a rule in layer %s", stage, name)
+            return False
+    for stage in rule.not_stage:
+        if stage in state.stage:
+            log.info("The NetState contained a not_stage '%s' specified by a rule in layer %s", stage, name)
+            return False
+    return True
+
+
+Top = tuple[int, int]  # layer index, top index
+
+
+def insert_splits(param: NetParameter, path: str | None = None) -> NetParameter:
+    """A copy in which every top with several readers feeds a Split layer that has one top a reader.
+
+    A non-zero loss weight of a top counts as a reader and moves to the split's first top.
+    """
+    producer_of, readers = _readers(param, path)
+    split = NetParameter()
+    split.CopyFrom(param)
+    del split.layer[:]
+    given: dict[Top, int] = defaultdict(int)  # how many split tops are spoken for
+    for i, layer in enumerate(param.layer):
+        new = split.layer.add()
+        new.CopyFrom(layer)
+        for j in range(len(layer.bottom)):
+            top = producer_of[i, j]
+            if readers[top] > 1:
+                new.bottom[j] = _split_top(param, top, given[top])
+                given[top] += 1
+        for j in range(len(layer.top)):
+            if readers[i, j] > 1:
+                weight = layer.loss_weight[j] if j < len(layer.loss_weight) else 0.0
+                split.layer.add().CopyFrom(_split_layer(param, (i, j), readers[i, j], weight))
+                if weight:
+                    del new.loss_weight[:]
+                    given[i, j] += 1
+    return split
+
+
+def _readers(param: NetParameter, path: str | None) -> tuple[dict[tuple[int, int], Top], dict[Top, int]]:
+    """The top behind each (layer, bottom index), and how many readers each top has."""
+    last_writer: dict[str, Top] = {}
+    producer_of: dict[tuple[int, int], Top] = {}
+    readers: dict[Top, int] = defaultdict(int)
+    for i, layer in enumerate(param.layer):
+        for j, name in enumerate(layer.bottom):
+            if name not in last_writer:
+                raise ConfigError(
+                    f"Unknown bottom blob '{name}' (layer '{layer.name}', bottom index {j})"
+                    f"{_hint(name, list(last_writer))}",
+                    where(path, layer),
+                )
+            producer_of[i, j] = last_writer[name]
+            readers[last_writer[name]] += 1
+        for j, name in enumerate(layer.top):
+            last_writer[name] = (i, j)
+            if j < len(layer.loss_weight) and layer.loss_weight[j]:
+                readers[i, j] += 1
+    return producer_of, readers
+
+
+def _hint(name: str, known: list[str]) -> str:
+    return nearest(name, known) or (f"; blobs so far: {', '.join(known)}" if known else "; no layer before it has a top")
+
+
+def _split_top(param: NetParameter, top: Top, index: int) -> str:
+    layer = param.layer[top[0]]
+    return f"{layer.top[top[1]]}_{layer.name}_{top[1]}_split_{index}"
+
+
+def _split_layer(param: NetParameter, top: Top, count: int, weight: float) -> LayerParameter:
+    layer = param.layer[top[0]]
+    blob = layer.top[top[1]]
+    split = LayerParameter(name=f"{blob}_{layer.name}_{top[1]}_split", type="Split", bottom=[blob])
+    split.top.extend(_split_top(param, top, k) for k in range(count))
+    if weight:
+        split.loss_weight.extend([weight] + [0.0] * (count - 1))
+    return split

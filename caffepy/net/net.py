@@ -1,0 +1,394 @@
+"""Net: layers wired by blob names, and the two loops over them.
+
+A net reads no files, updates no weights, knows no rank and prints nothing. Wiring follows Caffe's Net::Init: layers in
+order, each takes its bottoms from the blobs still available, and what is never taken is an output.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from caffepy import ops
+from caffepy.blob import Blob, shape_string
+from caffepy.device import Device
+from caffepy.errors import CaffeError, ConfigError
+from caffepy.layer import Layer, check_counts, create_layer
+from caffepy.net import debug
+from caffepy.net.build import filter_state, insert_splits, where
+from caffepy.net.backprop import prune_backward
+from caffepy.proto.binary import blob_to_array
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
+from caffepy.proto.text import format as format_text
+
+log = logging.getLogger(__name__)
+
+Callback = Callable[[int], object]
+AUTOMATIC = "(automatic)"
+
+
+class Net:
+    """The net that an upgraded NetParameter describes for its own `state` (phase, level, stages).
+
+    `path` is the file that defines it, for messages and for data lying beside it. `root_net`: layers that are shared in
+    parallel are the root's own objects. ConfigError and DataError name file, line and layer.
+    """
+
+    def __init__(
+        self,
+        param: NetParameter,
+        *,
+        device: Device | None = None,
+        dtype: DTypeLike = np.float32,
+        path: str | None = None,
+        root_net: "Net | None" = None,
+    ) -> None:
+        self.device = device or Device()
+        self.dtype = np.dtype(dtype)
+        self.path = path
+        self.ops = ops.backend(self.device)
+        param = insert_splits(filter_state(param, path), path)
+        if log.isEnabledFor(logging.INFO):
+            log.info("Initializing net from parameters: \n%s", format_text(param).rstrip("\n"))
+        self.param = param
+        self.name: str = param.name
+        self.phase: int = param.state.phase
+        self.debug_info: bool = param.debug_info
+
+        self.layers: list[Layer] = []
+        self.layer_names: list[str] = [layer.name for layer in param.layer]
+        self.bottoms: list[list[Blob]] = []
+        self.tops: list[list[Blob]] = []
+        self.bottom_names: list[list[str]] = []
+        self.top_names: list[list[str]] = []
+        self.blobs: dict[str, Blob] = {}
+        self.inputs: list[str] = []
+        self.layer_need_backward: list[bool] = []
+        self.bottom_need_backward: list[list[bool]] = []
+
+        self.params: list[Blob] = []  # every parameter blob, in layer order
+        self.param_display_names: list[str] = []
+        self.learnable_params: list[Blob] = []  # owners only
+        self.learnable_owner: list[tuple[int, int]] = []  # (layer, parameter index) of each learnable parameter
+        self._specs: list[ParamSpec] = []  # of the learnable parameters
+        self._owner_of: dict[str, int] = {}  # shared name -> index into learnable_params
+
+        self.before_forward: list[Callback] = []
+        self.after_forward: list[Callback] = []
+        self.before_backward: list[Callback] = []
+        self.after_backward: list[Callback] = []
+        self._seen_shapes: list[list[tuple[int, ...]]] = []
+
+        self._wire(root_net)
+        self._weighted = [
+            (i, top)
+            for i, layer in enumerate(self.layers)
+            for top, weight in zip(self.tops[i], layer.loss_weights, strict=True)
+            if weight
+        ]
+
+    # construction
+
+    def _wire(self, root_net: "Net | None") -> None:
+        available: dict[str, bool] = {}  # blob name -> needs backward
+        memory = 0
+        for index, layer_param in enumerate(self.param.layer):
+            with self._located(layer_param):
+                if not layer_param.HasField("phase"):
+                    layer_param.phase = self.param.state.phase
+                layer = self._make_layer(layer_param, root_net)
+                need = self._take_bottoms(layer_param, available)
+                self._make_tops(layer, layer_param)
+                self._set_up(index, layer, layer_param)
+                memory += sum(top.count for top in self.tops[index]) * self.dtype.itemsize
+                log.info("Memory required for data: %d", memory)
+                need |= self._append_params(index, layer, layer_param)
+            self.layer_need_backward.append(need)
+            available.update((name, need) for name in self.top_names[index])
+        self.outputs: list[str] = sorted((n for n in available if n != AUTOMATIC), key=str.encode)
+        prune_backward(self)
+        for name in self.outputs:
+            log.info("This network produces output %s", name)
+        log.info("Network initialization done.")
+
+    def _make_layer(self, layer_param: LayerParameter, root_net: "Net | None") -> Layer:
+        shared = root_net and root_net.shared_layer(layer_param.name)
+        if shared:
+            log.info("Sharing layer %s from root net", layer_param.name)
+            return shared
+        own = LayerParameter()
+        own.CopyFrom(layer_param)
+        layer = create_layer(own, own.phase, self.device, self.dtype, self.path)
+        log.info("Creating Layer %s", layer_param.name)
+        return layer
+
+    def shared_layer(self, name: str) -> Layer | None:
+        """The layer of this name if it may be shared with worker nets."""
+        found = (layer for layer in self.layers if layer.param.name == name and layer.share_in_parallel)
+        return next(found, None)
+
+    def _take_bottoms(self, layer_param: LayerParameter, available: dict[str, bool]) -> bool:
+        names = list(layer_param.bottom)
+        given = list(layer_param.propagate_down)
+        if given and len(given) != len(names):
+            raise ConfigError(f"propagate_down must be given once per bottom: {len(given)} for {len(names)} bottom(s)")
+        need = [available.pop(name) for name in names]
+        self.bottom_names.append(names)
+        self.bottoms.append([self.blobs[name] for name in names])
+        self.bottom_need_backward.append([bool(b) for b in given] or need)
+        for name in names:
+            log.info("%s <- %s", layer_param.name, name)
+        return any(need)
+
+    def _make_tops(self, layer: Layer, layer_param: LayerParameter) -> None:
+        bottom_names = self.bottom_names[-1]
+        names, tops = list(layer_param.top), []
+        for i, name in enumerate(names):
+            if i < len(bottom_names) and name == bottom_names[i]:
+                if not layer.in_place:
+                    raise ConfigError(f"{layer.type} cannot work in place; give its top another name than {name!r}")
+                log.info("%s -> %s (in-place)", layer_param.name, name)
+            elif name in self.blobs:
+                raise ConfigError(f"Top blob '{name}' produced by multiple sources.")
+            else:
+                log.info("%s -> %s", layer_param.name, name)
+                self.blobs[name] = Blob(dtype=self.dtype)
+            tops.append(self.blobs[name])
+            if layer_param.type == "Input":
+                self.inputs.append(name)
+        if layer.auto_top_blobs:
+            least = layer.tops if isinstance(layer.tops, int) else layer.tops[0]
+            while len(tops) < least:
+                log.info("%s -> %s", layer_param.name, AUTOMATIC)
+                names.append(AUTOMATIC)
+                tops.append(Blob(dtype=self.dtype))
+                self.blobs.setdefault(AUTOMATIC, tops[-1])
+        self.top_names.append(names)
+        self.tops.append(tops)
+
+    def _set_up(self, index: int, layer: Layer, layer_param: LayerParameter) -> None:
+        bottom, top = self.bottoms[index], self.tops[index]
+        if any(known is layer for known in self.layers):
+            raise ConfigError("the same layer object stands twice in this net")
+        self.layers.append(layer)
+        check_counts(layer, len(bottom), len(top))
+        log.info("Setting up %s", layer_param.name)
+        if layer.param.blobs and not layer.blobs:
+            for blob in layer.param.blobs:
+                array = blob_to_array(blob)
+                layer.add_blob(array.shape).data[...] = array
+            log.info("Skipping parameter initialization")
+        layer.setup(bottom, top)
+        layer.reshape(bottom, top)
+        self._seen_shapes.append([b.shape for b in bottom + top])
+        weights = list(layer.param.loss_weight)
+        if weights and len(weights) != len(top):
+            raise ConfigError(f"loss_weight must be given once per top: {len(weights)} for {len(top)} top(s)")
+        layer.loss_weights = weights or [0.0] * len(top)
+        for blob, weight in zip(top, layer.loss_weights, strict=True):
+            log.info("Top shape: %s", shape_string(blob.shape))
+            if weight:
+                blob.diff[...] = weight
+                log.info("    with loss weight %g", weight)
+
+    def _append_params(self, index: int, layer: Layer, layer_param: LayerParameter) -> bool:
+        given = list(layer_param.param)
+        if len(given) > len(layer.blobs):
+            raise ConfigError(
+                f"Too many params specified for layer {layer_param.name}: {len(given)} for {len(layer.blobs)} parameter(s)"
+            )
+        wants = [i >= len(given) or given[i].lr_mult != 0 for i in range(len(layer.blobs))]
+        layer.param_propagate_down = wants
+        for i in range(len(layer.blobs)):
+            self._append_param(index, i)
+        return any(wants)
+
+    def _append_param(self, layer_index: int, param_index: int) -> None:
+        layer = self.layers[layer_index]
+        specs = layer.param.param
+        spec = specs[param_index] if param_index < len(specs) else ParamSpec()
+        blob = layer.blobs[param_index]
+        self.params.append(blob)
+        self.param_display_names.append(spec.name or str(param_index))
+        if spec.name in self._owner_of and spec.name:
+            self._share_param(self._owner_of[spec.name], layer_index, param_index, spec)
+            return
+        if spec.name:
+            self._owner_of[spec.name] = len(self.learnable_params)
+        self.learnable_params.append(blob)
+        self.learnable_owner.append((layer_index, param_index))
+        own = ParamSpec()
+        own.CopyFrom(spec)
+        self._specs.append(own)
+
+    def _share_param(self, owner: int, layer_index: int, param_index: int, spec: ParamSpec) -> None:
+        owner_layer, owner_index = self.learnable_owner[owner]
+        names = self.layer_names
+        log.info(
+            "Sharing parameters '%s' owned by layer '%s', param index %d", spec.name, names[owner_layer], owner_index
+        )
+        mine, theirs = self.layers[layer_index].blobs[param_index], self.learnable_params[owner]
+        permissive = spec.share_mode == ParamSpec.PERMISSIVE
+        if mine.count != theirs.count if permissive else mine.shape != theirs.shape:
+            raise ConfigError(
+                f"Cannot share param '{spec.name}' owned by layer '{names[owner_layer]}' with layer '{names[layer_index]}'; "
+                f"{'count' if permissive else 'shape'} mismatch.  Owner layer param shape is {shape_string(theirs.shape)}; "
+                f"sharing layer expects shape {shape_string(mine.shape)}"
+            )
+        mine.share_data(theirs)
+        mine.share_diff(theirs)
+        known = self._specs[owner]
+        for field in ("lr_mult", "decay_mult"):
+            if not spec.HasField(field):  # type: ignore[arg-type]
+                continue
+            if known.HasField(field) and getattr(known, field) != getattr(spec, field):  # type: ignore[arg-type]
+                raise ConfigError(
+                    f"Shared param '{spec.name}' has mismatched {field}: {getattr(known, field):g} in layer "
+                    f"'{names[owner_layer]}', {getattr(spec, field):g} here"
+                )
+            setattr(known, field, getattr(spec, field))
+
+    # what a solver needs to know of the parameters
+
+    @property
+    def params_lr(self) -> list[float]:
+        """lr_mult of each learnable parameter."""
+        return [spec.lr_mult for spec in self._specs]
+
+    @property
+    def params_weight_decay(self) -> list[float]:
+        """decay_mult of each learnable parameter."""
+        return [spec.decay_mult for spec in self._specs]
+
+    @property
+    def blob_loss_weights(self) -> dict[str, float]:
+        """Loss weight of each blob by name, 0 for most."""
+        weights = dict.fromkeys(self.blobs, 0.0)
+        for layer, names in zip(self.layers, self.top_names, strict=True):
+            weights.update((n, w) for n, w in zip(names, layer.loss_weights, strict=True) if w)
+        return weights
+
+    # the two loops
+
+    def forward(self, start: int = 0, end: int | None = None) -> None:
+        """Run layers `start` to `end` (inclusive; default: all)."""
+        index = start
+        try:
+            with self.ops.blas_scope():
+                for index in range(start, len(self.layers) if end is None else end + 1):  # noqa: B007
+                    self._forward_layer(index)
+        except CaffeError as error:
+            raise error.at(where(self.path, self.param.layer[index])) from None
+
+    def _forward_layer(self, index: int) -> None:
+        layer, bottom, top = self.layers[index], self.bottoms[index], self.tops[index]
+        for callback in self.before_forward:
+            callback(index)
+        if layer.share_in_parallel:
+            with layer.forward_lock:
+                self._reshape_layer(index)
+                layer.forward(bottom, top)
+        else:
+            self._reshape_layer(index)
+            layer.forward(bottom, top)
+        if self.debug_info:
+            debug.forward(self, index)
+        for callback in self.after_forward:
+            callback(index)
+
+    def _reshape_layer(self, index: int) -> None:
+        layer, bottom, top = self.layers[index], self.bottoms[index], self.tops[index]
+        shapes = [b.shape for b in bottom]
+        shapes += [b.shape for b in top]
+        if layer.always_reshape or shapes != self._seen_shapes[index]:
+            layer.reshape(bottom, top)
+            self._seen_shapes[index] = [b.shape for b in bottom + top]
+
+    def backward(self, start: int | None = None, end: int = 0) -> None:
+        """Run the backward passes of layers `start` (default: the last) down to `end`, of those that need one."""
+        index = start = len(self.layers) - 1 if start is None else start
+        try:
+            with self.ops.blas_scope():
+                for index in range(start, end - 1, -1):  # noqa: B007
+                    self._backward_layer(index)
+        except CaffeError as error:
+            raise error.at(where(self.path, self.param.layer[index])) from None
+        if self.debug_info:
+            debug.norms(self)
+
+    def _backward_layer(self, index: int) -> None:
+        for callback in self.before_backward:
+            callback(index)
+        if self.layer_need_backward[index]:
+            self.layers[index].backward(self.tops[index], self.bottom_need_backward[index], self.bottoms[index])
+            if self.debug_info:
+                debug.backward(self, index)
+        for callback in self.after_backward:
+            callback(index)
+
+    def loss(self, start: int = 0, end: int | None = None) -> float:
+        """The loss of the last forward: the sum of data times diff over the tops with a loss weight."""
+        last = len(self.layers) - 1 if end is None else end
+        return float(
+            sum(np.dot(top.data.reshape(-1), top.diff.reshape(-1)) for i, top in self._weighted if start <= i <= last)
+        )
+
+    def reshape(self) -> None:
+        """Propagate the shapes of the inputs through all layers without computing anything."""
+        for index, layer in enumerate(self.layers):
+            with self._located(self.param.layer[index]):
+                layer.reshape(self.bottoms[index], self.tops[index])
+                self._seen_shapes[index] = [b.shape for b in self.bottoms[index] + self.tops[index]]
+
+    def clear_param_diffs(self) -> None:
+        """Set the diffs of all learnable parameters to zero."""
+        for blob in self.learnable_params:
+            blob.diff[...] = 0
+
+    def share_trained_layers_with(self, other: "Net") -> None:
+        """Use the parameter data (not the diffs) of the other net's layers of the same names; shapes must be equal."""
+        targets = {name: i for i, name in reversed(list(enumerate(self.layer_names)))}
+        for name, source in zip(other.layer_names, other.layers, strict=True):
+            if name not in targets:
+                log.debug("Ignoring source layer %s", name)
+                continue
+            target = self.layers[targets[name]]
+            if len(target.blobs) != len(source.blobs):
+                raise ConfigError(
+                    f"Incompatible number of blobs for layer {name}: {len(source.blobs)} in the source, "
+                    f"{len(target.blobs)} here"
+                )
+            for j, (mine, theirs) in enumerate(zip(target.blobs, source.blobs, strict=True)):
+                if mine.shape != theirs.shape:
+                    raise ConfigError(
+                        f"Cannot share param {j} weights from layer '{name}'; shape mismatch.  Source param shape is "
+                        f"{shape_string(theirs.shape)}; target param shape is {shape_string(mine.shape)}"
+                    )
+                mine.share_data(theirs)
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """The states of all layers that have one, by `index/name`."""
+        states = {f"{i}/{layer.param.name}": layer.state() for i, layer in enumerate(self.layers)}
+        return {key: state for key, state in states.items() if state}
+
+    def set_state(self, states: dict[str, dict[str, Any]]) -> None:
+        """Take up what `state` of a net of the same definition gave."""
+        for i, layer in enumerate(self.layers):
+            key = f"{i}/{layer.param.name}"
+            if key in states:
+                layer.set_state(states[key])
+
+    def close(self) -> None:
+        """Stop the threads of data layers and release files."""
+        for layer in self.layers:
+            layer.close()
+
+    @contextmanager
+    def _located(self, layer_param: LayerParameter) -> Iterator[None]:
+        try:
+            yield
+        except CaffeError as error:
+            raise error.at(where(self.path, layer_param)) from None

@@ -1,0 +1,1 @@
+"""The Python face: pycaffe's names over nets and solvers."""

@@ -1,0 +1,94 @@
+"""pycaffe's view of a blob."""
+
+from collections.abc import Sequence
+from typing import overload
+
+from caffepy.blob import Array
+from caffepy.blob import Blob as Inner
+
+
+class Blob:
+    """A blob as scripts and Python layers see it: numpy arrays `data` and `diff` that may be read and written."""
+
+    __slots__ = ("_inner",)
+
+    def __init__(self, inner: Inner) -> None:
+        self._inner = inner
+
+    @property
+    def data(self) -> Array:
+        """The values, a writable view."""
+        return self._inner.data
+
+    @property
+    def diff(self) -> Array:
+        """The gradients, a writable view."""
+        return self._inner.diff
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of all axes."""
+        return self._inner.shape
+
+    @property
+    def count(self) -> int:
+        """The number of elements."""
+        return self._inner.count
+
+    @property
+    def num(self) -> int:
+        """Size of axis 0, 1 if there is none; blobs of up to 4 axes only, like the next three."""
+        return self._inner.legacy_shape()[0]
+
+    @property
+    def channels(self) -> int:
+        """Size of axis 1, 1 if there is none."""
+        return self._inner.legacy_shape()[1]
+
+    @property
+    def height(self) -> int:
+        """Size of axis 2, 1 if there is none."""
+        return self._inner.legacy_shape()[2]
+
+    @property
+    def width(self) -> int:
+        """Size of axis 3, 1 if there is none."""
+        return self._inner.legacy_shape()[3]
+
+    def reshape(self, *shape: int) -> None:
+        """Take this shape: `blob.reshape(10, 3, 227, 227)`; the net's layers follow at the next forward or reshape."""
+        self._inner.reshape(shape)
+
+    def __repr__(self) -> str:
+        return repr(self._inner)
+
+
+class BlobVec(Sequence[Blob]):
+    """The parameters of a layer, in order."""
+
+    def __init__(self, inner: list[Inner]) -> None:
+        self._inner = inner
+
+    @overload
+    def __getitem__(self, index: int) -> Blob: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Blob]: ...
+    def __getitem__(self, index: int | slice) -> Blob | list[Blob]:
+        return wrap_all(self._inner[index]) if isinstance(index, slice) else wrap(self._inner[index])
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def add_blob(self, *shape: int) -> None:
+        """Append a zero-filled parameter of this shape."""
+        self._inner.append(Inner(shape, self._inner[0].dtype if self._inner else "f4"))
+
+
+def wrap(inner: Inner) -> Blob:
+    """pycaffe's view of the blob."""
+    return Blob(inner)
+
+
+def wrap_all(inner: Sequence[Inner]) -> list[Blob]:
+    """pycaffe's views of the blobs."""
+    return [wrap(b) for b in inner]

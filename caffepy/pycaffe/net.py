@@ -1,0 +1,262 @@
+"""pycaffe's Net: a net built from a file, with blobs and parameters by name."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from caffepy.blob import Array
+from caffepy.device import Device
+from caffepy.errors import CaffeError
+from caffepy.layer import Layer as InnerLayer
+from caffepy.net import Net as Inner
+from caffepy.net import weights
+from caffepy.proto import text
+from caffepy.pycaffe import mode
+from caffepy.pycaffe.blob import Blob, BlobVec, wrap
+
+
+class Layer:
+    """A layer of a net: its type and parameter blobs."""
+
+    def __init__(self, inner: InnerLayer) -> None:
+        self._inner = inner
+
+    @property
+    def type(self) -> str:
+        """The type string of the prototxt."""
+        return self._inner.type
+
+    @property
+    def blobs(self) -> BlobVec:
+        """The parameters."""
+        return BlobVec(self._inner.blobs)
+
+
+class Net:
+    """A net in one phase: `Net("net.prototxt", caffe.TEST, weights="net.caffemodel")`.
+
+    `level` and `stages` join the net's state; the older `Net("net.prototxt", "net.caffemodel", caffe.TEST)` works too.
+    RuntimeError (a CaffeError) for files that are missing or do not fit.
+    """
+
+    def __init__(
+        self,
+        network_file: str | os.PathLike[str],
+        phase: int | str | os.PathLike[str],
+        level: int = 0,
+        stages: Sequence[str] | None = None,
+        weights: str | os.PathLike[str] | None = None,
+    ) -> None:
+        if isinstance(phase, (str, os.PathLike)):
+            phase, weights, level = level, phase, 0
+        path = os.fspath(network_file)
+        if not os.path.isfile(path):
+            raise CaffeError(f"Could not open file {path}")
+        if weights is not None and not os.path.isfile(weights):
+            raise CaffeError(f"Could not open file {os.fspath(weights)}")
+        param = text.read_net(path)
+        param.state.phase = phase  # type: ignore[assignment]
+        param.state.level = level
+        param.state.stage.extend(stages or ())
+        self._attach(Inner(param, device=Device(seed=mode.device().draw_seed()), path=path))
+        if weights is not None:
+            self.copy_from(weights)
+
+    @classmethod
+    def of(cls, inner: Inner) -> "Net":
+        """The face of an existing net (of a solver)."""
+        net = cls.__new__(cls)
+        net._attach(inner)
+        return net
+
+    def _attach(self, inner: Inner) -> None:
+        self._net = inner
+        self._blobs = OrderedDict((name, wrap(blob)) for name, blob in inner.blobs.items())
+        pairs = zip(inner.layer_names, inner.layers, strict=True)
+        self._params = OrderedDict((name, BlobVec(layer.blobs)) for name, layer in pairs if layer.blobs)
+
+    @property
+    def blobs(self) -> "OrderedDict[str, Blob]":
+        """Blobs by name, in the order in which layers make them."""
+        return self._blobs
+
+    @property
+    def params(self) -> "OrderedDict[str, BlobVec]":
+        """Parameter blobs by layer name, of the layers that have any."""
+        return self._params
+
+    @property
+    def blob_loss_weights(self) -> "OrderedDict[str, float]":
+        """Loss weights by blob name."""
+        return OrderedDict(self._net.blob_loss_weights)
+
+    @property
+    def layers(self) -> list[Layer]:
+        """All layers in order."""
+        return [Layer(layer) for layer in self._net.layers]
+
+    @property
+    def layer_dict(self) -> "OrderedDict[str, Layer]":
+        """Layers by name."""
+        return OrderedDict(zip(self._net.layer_names, self.layers, strict=True))
+
+    @property
+    def inputs(self) -> list[str]:
+        """Names of the tops of Input layers."""
+        return list(self._net.inputs)
+
+    @property
+    def outputs(self) -> list[str]:
+        """Names of the blobs that no layer consumes, sorted."""
+        return list(self._net.outputs)
+
+    @property
+    def top_names(self) -> "OrderedDict[str, list[str]]":
+        """Names of each layer's tops."""
+        return OrderedDict(zip(self._net.layer_names, self._net.top_names, strict=True))
+
+    @property
+    def bottom_names(self) -> "OrderedDict[str, list[str]]":
+        """Names of each layer's bottoms."""
+        return OrderedDict(zip(self._net.layer_names, self._net.bottom_names, strict=True))
+
+    @property
+    def _layer_names(self) -> list[str]:
+        return list(self._net.layer_names)
+
+    @property
+    def _blob_names(self) -> list[str]:
+        return list(self._net.blobs)
+
+    def forward(
+        self, blobs: Sequence[str] | None = None, start: str | None = None, end: str | None = None, **inputs: Any
+    ) -> dict[str, Array]:
+        """Run the net, or the layers from `start` to `end` (names, inclusive).
+
+        Keyword arguments are arrays for exactly the net's inputs. Returns views of the outputs (or of the tops of
+        `end`) and of the blobs named in `blobs`.
+        """
+        names = self._net.layer_names
+        first = names.index(start) if start is not None else 0
+        last = names.index(end) if end is not None else len(names) - 1
+        outputs = set(self._net.top_names[last] if end is not None else self.outputs) | set(blobs or ())
+        if inputs:
+            if set(inputs) != set(self.inputs):
+                raise Exception("Input blob arguments do not match net inputs.")
+            for name, array in inputs.items():
+                if array.shape[0] != self.blobs[name].shape[0]:
+                    raise Exception("Input is not batch sized")
+                self.blobs[name].data[...] = array
+        self._net.forward(first, last)
+        return {name: self.blobs[name].data for name in outputs}
+
+    def backward(
+        self, diffs: Sequence[str] | None = None, start: str | None = None, end: str | None = None, **tops: Any
+    ) -> dict[str, Array]:
+        """Run the net backward, or the layers from `start` down to `end` (names, inclusive).
+
+        Keyword arguments are diffs for exactly the net's outputs. Returns views of the diffs of the inputs (or of the
+        bottoms of `end`) and of the blobs named in `diffs`.
+        """
+        names = self._net.layer_names
+        first = names.index(start) if start is not None else len(names) - 1
+        last = names.index(end) if end is not None else 0
+        wanted = set(self._net.bottom_names[last] if end is not None else self.inputs) | set(diffs or ())
+        if tops:
+            if set(tops) != set(self.outputs):
+                raise Exception("Top diff arguments do not match net outputs.")
+            for name, array in tops.items():
+                if array.shape[0] != self.blobs[name].shape[0]:
+                    raise Exception("Diff is not batch sized")
+                self.blobs[name].diff[...] = array
+        self._net.backward(first, last)
+        return {name: self.blobs[name].diff for name in wanted}
+
+    def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
+        """Run any number of items in batches; returns arrays of as many items for the outputs and `blobs`."""
+        collected: dict[str, list[Array]] = {name: [] for name in set(self.outputs) | set(blobs or ())}
+        for batch in self._batches(inputs):
+            for name, out in self.forward(blobs=blobs, **batch).items():
+                collected[name].extend(out.copy())
+        return _joined(collected, len(next(iter(inputs.values()))))
+
+    def forward_backward_all(
+        self, blobs: Sequence[str] | None = None, diffs: Sequence[str] | None = None, **inputs: Any
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """Run any number of items forward and backward in batches; `inputs` may hold diffs of outputs as well."""
+        outs: dict[str, list[Array]] = {name: [] for name in set(self.outputs) | set(blobs or ())}
+        grads: dict[str, list[Array]] = {name: [] for name in set(self.inputs) | set(diffs or ())}
+        forward_batches = self._batches({k: v for k, v in inputs.items() if k in self.inputs})
+        backward_batches = self._batches({k: v for k, v in inputs.items() if k in self.outputs})
+        for forward_batch, backward_batch in zip_longest(forward_batches, backward_batches, fillvalue={}):
+            for name, out in self.forward(blobs=blobs, **forward_batch).items():
+                outs[name].extend(out.copy())
+            for name, grad in self.backward(diffs=diffs, **backward_batch).items():
+                grads[name].extend(grad.copy())
+        count = len(next(iter(inputs.values())))
+        return _joined(outs, count), _joined(grads, count)
+
+    def _batches(self, arrays: dict[str, Any]) -> Iterable[dict[str, Array]]:
+        if not arrays:
+            return
+        count = len(next(iter(arrays.values())))
+        size = next(iter(self.blobs.values())).shape[0]
+        for start in range(0, count, size):
+            batch = {name: np.asarray(array[start : start + size]) for name, array in arrays.items()}
+            short = size - len(next(iter(batch.values())))
+            yield {
+                name: np.concatenate([array, np.zeros((short, *array.shape[1:]), array.dtype)]) if short else array
+                for name, array in batch.items()
+            }
+
+    def reshape(self) -> None:
+        """Propagate the shapes of reshaped inputs through the net."""
+        self._net.reshape()
+
+    def clear_param_diffs(self) -> None:
+        """Set all parameter diffs to zero."""
+        self._net.clear_param_diffs()
+
+    def copy_from(self, path: str | os.PathLike[str]) -> None:
+        """Load the weights of a caffemodel (binary or HDF5) by layer name."""
+        weights.load_weights(self._net, os.fspath(path))
+
+    def share_with(self, other: "Net") -> None:
+        """Use the parameter data of the other net's layers of the same names."""
+        self._net.share_trained_layers_with(other._net)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a binary caffemodel."""
+        weights.save_binary(self._net, os.fspath(path))
+
+    def save_hdf5(self, path: str | os.PathLike[str]) -> None:
+        """Write an HDF5 caffemodel."""
+        weights.save_hdf5(self._net, os.fspath(path))
+
+    def load_hdf5(self, path: str | os.PathLike[str]) -> None:
+        """Load an HDF5 caffemodel."""
+        weights.load_hdf5(self._net, os.fspath(path))
+
+    def before_forward(self, callback: Callable[[int], object]) -> None:
+        """Call `callback(layer index)` before each layer's forward."""
+        self._net.before_forward.append(callback)
+
+    def after_forward(self, callback: Callable[[int], object]) -> None:
+        """Call `callback(layer index)` after each layer's forward."""
+        self._net.after_forward.append(callback)
+
+    def before_backward(self, callback: Callable[[int], object]) -> None:
+        """Call `callback(layer index)` before each layer's backward."""
+        self._net.before_backward.append(callback)
+
+    def after_backward(self, callback: Callable[[int], object]) -> None:
+        """Call `callback(layer index)` after each layer's backward."""
+        self._net.after_backward.append(callback)
+
+
+def _joined(collected: dict[str, list[Array]], count: int) -> dict[str, Array]:
+    return {name: np.asarray(items[:count]) for name, items in collected.items()}
