@@ -1,0 +1,35 @@
+"""How the loops of this back end are compiled: numba, without the GIL, cached on disk, at the first call.
+
+Kernels work on a range [lo, hi) of their outer index, so that `threads.parallel` can share them out.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numba
+from numba.core import event
+
+log = logging.getLogger(__name__)
+
+# Everything of fastmath except the licence to assume that there are no NaNs and infinities: they must be seen.
+FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
+
+
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile a loop at its first call with a set of types; later processes load it from the cache."""
+    return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FASTMATH)(function)
+
+
+class _FirstCompilation(event.Listener):  # type: ignore[misc]  # numba is untyped
+    """Says once why the first iteration takes its time."""
+
+    def on_start(self, event_: Any) -> None:
+        event.unregister("numba:compile", self)
+        log.info("Compiling CPU kernels (once per machine)")
+
+    def on_end(self, event_: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _FirstCompilation())

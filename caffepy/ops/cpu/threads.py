@@ -1,0 +1,159 @@
+"""A pool of persistent threads that share out index ranges, and the scope in which BLAS keeps to one thread.
+
+Work runs without the GIL (numba kernels, BLAS calls); several Python threads may use the pool at the same time.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from queue import SimpleQueue
+from typing import Any
+
+from threadpoolctl import ThreadpoolController
+
+Piece = Callable[[int, int], Any]
+
+
+class _Call:
+    """One `parallel` call: pieces are taken in order by whoever is free; the last one done says so."""
+
+    __slots__ = ("bounds", "done", "error", "finished", "function", "taken")
+
+    def __init__(self, function: Piece, bounds: list[int]) -> None:
+        self.function = function
+        self.bounds = bounds
+        self.taken = count()
+        self.done = count(1)
+        self.finished = threading.Lock()
+        self.finished.acquire()
+        self.error: BaseException | None = None
+
+    def work(self) -> None:
+        bounds = self.bounds
+        pieces = len(bounds) - 1
+        while (i := next(self.taken)) < pieces:
+            try:
+                self.function(bounds[i], bounds[i + 1])
+            except BaseException as error:  # raised again in the caller
+                self.error = error
+            if next(self.done) == pieces:
+                self.finished.release()
+
+
+class _Pool:
+    """Threads that wait for calls; they are daemons and end with the process."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.queue: SimpleQueue[_Call | None] = SimpleQueue()
+        for i in range(size - 1):
+            threading.Thread(target=self._serve, name=f"caffepy-{i + 1}", daemon=True).start()
+
+    def _serve(self) -> None:
+        _inside.yes = True
+        while (call := self.queue.get()) is not None:
+            call.work()
+
+    def stop(self) -> None:
+        for _ in range(self.size - 1):
+            self.queue.put(None)
+
+
+_inside = threading.local()  # .yes is set in a thread that runs a piece
+_lock = threading.Lock()
+_pool: _Pool | None = None
+_threads = 0
+
+
+def _available() -> int:
+    """CAFFEPY_NUM_THREADS, or as many as the process may use cores."""
+    wanted = os.environ.get("CAFFEPY_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        return int(wanted)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def num_threads() -> int:
+    """How many threads, the calling one included, work on one `parallel` call."""
+    global _threads
+    if not _threads:
+        _threads = _available()
+    return _threads
+
+
+def set_num_threads(n: int) -> None:
+    """Use n threads from the next call on."""
+    global _threads, _pool
+    assert n > 0
+    with _lock:
+        _threads = n
+        if _pool is not None:
+            _pool.stop()
+            _pool = None
+
+
+def _forget_pool() -> None:
+    """A forked child has none of its parent's threads."""
+    global _pool, _lock
+    _pool, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_pool)
+
+
+def _get_pool() -> _Pool:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = _Pool(num_threads())
+        return _pool
+
+
+def parallel(function: Piece, n: int, grain: int = 1) -> None:
+    """Call function(lo, hi) on consecutive ranges that make up range(n), at least `grain` long, on all threads.
+
+    Returns when all are done; an exception in one is raised here. A call from inside a piece runs at once.
+    """
+    pieces = min(_threads or num_threads(), n // grain)
+    if pieces <= 1 or getattr(_inside, "yes", False):
+        if n > 0:
+            function(0, n)
+        return
+    call = _Call(function, [n * i // pieces for i in range(pieces + 1)])
+    queue = (_pool or _get_pool()).queue
+    for _ in range(pieces - 1):
+        queue.put(call)
+    _inside.yes = True
+    try:
+        call.work()
+    finally:
+        _inside.yes = False
+    call.finished.acquire()
+    if call.error is not None:
+        raise call.error
+
+
+_blas: ThreadpoolController | None = None
+_blas_depth = 0
+_blas_before: Any = None
+
+
+@contextmanager
+def blas_scope() -> Iterator[None]:
+    """BLAS keeps to the calling thread inside; scopes nest and overlap, the last one out restores the setting."""
+    global _blas, _blas_depth, _blas_before
+    with _lock:
+        _blas_depth += 1
+        if _blas_depth == 1:
+            _blas = _blas or ThreadpoolController().select(user_api="blas")
+            _blas_before = _blas.limit(limits=1)
+    try:
+        yield
+    finally:
+        with _lock:
+            _blas_depth -= 1
+            if _blas_depth == 0:
+                _blas_before.restore_original_limits()

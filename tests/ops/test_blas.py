@@ -1,0 +1,42 @@
+"""Matrix products and biases against numpy."""
+
+import numpy as np
+import pytest
+
+from caffepy.ops import cpu
+
+SHAPES = [(1, 1, 1), (3, 5, 4), (64, 500, 10), (10, 64, 500), (300, 70, 200), (2, 3000, 2), (5, 0, 4), (0, 3, 4)]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_matmul(shape, transposed, dtype):
+    m, k, n = shape
+    rng = np.random.default_rng(0)
+    a, b, start = (rng.standard_normal(s).astype(dtype) for s in ((m, k), (k, n), (m, n)))
+    want = a.astype(np.float64) @ b.astype(np.float64)
+    if "a" in transposed:
+        a = a.T.copy().T
+    if "b" in transposed:
+        b = b.T.copy().T
+    out = np.full((m, n), np.nan, dtype)
+    cpu.matmul(a, b, out)
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-3)
+    out[...] = start
+    cpu.matmul(a, b, out, accumulate=True)
+    np.testing.assert_allclose(out, want + start, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (2, 5, 7), (64, 32, 100), (0, 3, 4), (500, 7)])
+def test_bias(shape, dtype):
+    rng = np.random.default_rng(0)
+    y, b = rng.standard_normal(shape).astype(dtype), rng.standard_normal(shape[1]).astype(dtype)
+    want_y = y + b.reshape(-1, *[1] * (y.ndim - 2))
+    want_db = b + y.sum(axis=(0, *range(2, y.ndim)), dtype=np.float64)
+    db = b.copy()
+    cpu.bias_gradient(y, db)
+    cpu.add_bias(y, b)
+    np.testing.assert_array_equal(y, want_y)
+    np.testing.assert_allclose(db, want_db, rtol=1e-4, atol=1e-4)

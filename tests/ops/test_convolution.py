@@ -1,0 +1,122 @@
+"""Convolution against a loop over the definition, for random shapes."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from caffepy.ops import cpu
+
+
+def naive(x, w, stride, pad, dilation, group):
+    """Every product (output element, weight element, input element) of a convolution, as index arrays."""
+    n, o, c = x[0], w[0], w[1]
+    axes = len(x) - 2
+    out = [(x[2 + a] + 2 * pad[a] - dilation[a] * (w[2 + a] - 1) - 1) // stride[a] + 1 for a in range(axes)]
+    for q in product(*map(range, out)):
+        for k in product(*map(range, w[2:])):
+            at = tuple(q[a] * stride[a] - pad[a] + k[a] * dilation[a] for a in range(axes))
+            if all(0 <= at[a] < x[2 + a] for a in range(axes)):
+                for g in range(group):
+                    yield q, k, at, slice(g * o // group, (g + 1) * o // group), slice(g * c, (g + 1) * c)
+
+
+def reference(x, w, b, dy, stride, pad, dilation, group):
+    y = np.zeros(dy.shape) + b.reshape(-1, *[1] * (x.ndim - 2))
+    dx, dw = np.zeros(x.shape), np.zeros(w.shape)
+    for q, k, at, o, c in naive(x.shape, w.shape, stride, pad, dilation, group):
+        xs, ws, ds = x[(slice(None), c, *at)], w[(o, slice(None), *k)], dy[(slice(None), o, *q)]
+        y[(slice(None), o, *q)] += xs @ ws.T
+        dx[(slice(None), c, *at)] += ds @ ws
+        dw[(o, slice(None), *k)] += ds.T @ xs
+    return y, dx, dw, dy.sum(axis=(0, *range(2, x.ndim)))
+
+
+def check(x_shape, w_shape, stride, pad, dilation, group, dtype=np.float64):
+    rng = np.random.default_rng(0)
+    conv = cpu.Convolution(x_shape, w_shape, stride, pad, dilation, group, dtype)
+    x, w, b, dy, dw0, db0 = (
+        rng.standard_normal(s) for s in (x_shape, w_shape, w_shape[:1], conv.y_shape, w_shape, w_shape[:1])
+    )
+    y, dx, dw, db = reference(x, w, b, dy, stride, pad, dilation, group)
+    x, w, b, dy, have_dw, have_db = (a.astype(dtype) for a in (x, w, b, dy, dw0, db0))
+    have_y, have_dx = np.full(y.shape, np.nan, dtype), np.full(dx.shape, np.nan, dtype)
+    conv.forward(x, w, b, have_y)
+    conv.backward_data(dy, w, have_dx)
+    conv.backward_weight(x, dy, have_dw, have_db)
+    tolerance = 1e-10 if dtype == np.float64 else 1e-5
+    for name, have, want in (
+        ("y", have_y, y),
+        ("dx", have_dx, dx),
+        ("dw", have_dw, dw0 + dw),
+        ("db", have_db, db0 + db),
+    ):
+        error = np.abs(have - want).max(initial=0) / max(1, np.abs(want).max(initial=0))
+        assert error < tolerance, f"{name}: {error}"
+    conv.forward(x, w, None, have_y)
+    assert np.abs(have_y + b.reshape(-1, *[1] * (x.ndim - 2)) - y).max(initial=0) < tolerance * max(
+        1, np.abs(y).max(initial=0)
+    )
+    conv.backward_weight(x, dy, None, have_db)
+    conv.backward_weight(x, dy, have_dw, None)
+    assert np.abs(have_dw - dw0 - 2 * dw).max() < 2 * tolerance * max(1, np.abs(dw).max())
+
+
+CASES = {
+    "basic": ((2, 3, 9, 8), (4, 3, 3, 3), (1, 1), (0, 0), (1, 1), 1),
+    "1x1": ((3, 5, 7, 7), (6, 5, 1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "1x1 stride": ((3, 5, 7, 7), (6, 5, 1, 1), (2, 2), (0, 0), (1, 1), 1),
+    "1x1 pad": ((3, 5, 7, 7), (6, 5, 1, 1), (1, 1), (1, 1), (1, 1), 1),
+    "1x1 group": ((3, 6, 5, 5), (4, 3, 1, 1), (1, 1), (0, 0), (1, 1), 2),
+    "stride pad": ((2, 3, 11, 10), (4, 3, 5, 5), (3, 2), (2, 1), (1, 1), 1),
+    "dilation": ((2, 3, 12, 11), (4, 3, 3, 3), (1, 1), (2, 2), (2, 2), 1),
+    "group": ((3, 6, 7, 7), (9, 2, 3, 3), (1, 1), (1, 1), (1, 1), 3),
+    "depthwise": ((2, 6, 7, 7), (6, 1, 3, 3), (1, 1), (1, 1), (1, 1), 6),
+    "whole plane": ((4, 3, 5, 5), (7, 3, 5, 5), (1, 1), (0, 0), (1, 1), 1),
+    "pad beyond kernel": ((2, 2, 3, 3), (2, 2, 2, 2), (1, 1), (3, 4), (1, 1), 1),
+    "stride beyond kernel": ((2, 2, 11, 11), (2, 2, 2, 2), (4, 3), (0, 0), (1, 1), 1),
+    "one axis": ((2, 3, 17), (4, 3, 5), (2,), (2,), (1,), 1),
+    "three axes": ((2, 2, 5, 6, 7), (3, 2, 3, 3, 3), (1, 2, 1), (1, 1, 1), (1, 1, 1), 1),
+    "one image": ((1, 3, 20, 20), (4, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "many images": ((37, 2, 4, 4), (5, 2, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "no image": ((0, 2, 4, 4), (5, 2, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_as_the_definition(case):
+    check(*CASES[case])
+    check(*CASES[case], dtype=np.float32)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_shapes(seed):
+    rng = np.random.default_rng(seed)
+    axes = int(rng.integers(1, 4))
+    group = int(rng.choice([1, 1, 2, 3]))
+    kernel, stride, pad, dilation = (tuple(rng.integers(lo, hi, axes)) for lo, hi in ((1, 5), (1, 4), (0, 4), (1, 3)))
+    span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    size = [max(1, s - 2 * p) + int(rng.integers(0, 9 if axes < 3 else 4)) for s, p in zip(span, pad, strict=True)]
+    x_shape = (int(rng.integers(1, 6)), group * int(rng.integers(1, 5)), *size)
+    w_shape = (group * int(rng.integers(1, 8)), x_shape[1] // group, *kernel)
+    for dtype in (np.float32, np.float64):
+        check(x_shape, w_shape, stride, pad, dilation, group, dtype)
+
+
+@pytest.mark.parametrize("case", ["basic", "group", "many images", "1x1", "stride pad"])
+def test_the_number_of_threads_changes_no_bit(case):
+    x_shape, w_shape, *rest = CASES[case]
+    rng = np.random.default_rng(1)
+    conv = cpu.Convolution(x_shape, w_shape, *rest, np.float32)
+    x, w, b, dy = (rng.standard_normal(s, np.float32) for s in (x_shape, w_shape, w_shape[:1], conv.y_shape))
+    before, results = cpu.num_threads(), []
+    with cpu.blas_scope():
+        for n in (1, 2, 5):
+            cpu.set_num_threads(n)
+            y, dx, dw, db = np.empty_like(dy), np.empty_like(x), np.zeros_like(w), np.zeros_like(b)
+            conv.forward(x, w, b, y)
+            conv.backward_data(dy, w, dx)
+            conv.backward_weight(x, dy, dw, db)
+            results.append(b"".join(a.tobytes() for a in (y, dx, dw, db)))
+    cpu.set_num_threads(before)
+    assert len(set(results)) == 1

@@ -1,0 +1,89 @@
+"""Pooling against loops over the definition."""
+
+import numpy as np
+import pytest
+
+from caffepy.ops import cpu
+
+CASES = {
+    "2x2": ((2, 3, 8, 8), (2, 2), (2, 2), (0, 0), (4, 4)),
+    "overhang": ((2, 3, 8, 7), (3, 3), (2, 2), (0, 0), (4, 3)),
+    "pad": ((2, 2, 7, 6), (3, 3), (2, 2), (1, 1), (4, 4)),
+    "pad and overhang": ((1, 2, 6, 6), (3, 3), (2, 2), (1, 1), (4, 4)),
+    "stride 1": ((2, 3, 7, 7), (3, 3), (1, 1), (1, 1), (7, 7)),
+    "stride beyond kernel": ((2, 3, 9, 9), (2, 2), (3, 3), (0, 0), (3, 3)),
+    "uneven": ((2, 3, 9, 8), (3, 2), (2, 3), (1, 0), (5, 3)),
+    "whole plane": ((3, 4, 5, 6), (5, 6), (1, 1), (0, 0), (1, 1)),
+    "3x3 stride 2, wide": ((2, 3, 33, 40), (3, 3), (2, 2), (0, 0), (16, 20)),
+    "no image": ((0, 3, 8, 8), (2, 2), (2, 2), (0, 0), (4, 4)),
+}
+
+
+def windows(h, w, kernel, stride, pad, out):
+    for i in range(out[0]):
+        for j in range(out[1]):
+            top, left = i * stride[0] - pad[0], j * stride[1] - pad[1]
+            bottom, right = min(top + kernel[0], h + pad[0]), min(left + kernel[1], w + pad[1])
+            yield (
+                i,
+                j,
+                slice(max(top, 0), min(bottom, h)),
+                slice(max(left, 0), min(right, w)),
+                (bottom - top) * (right - left),
+            )
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_max(case, dtype):
+    shape, kernel, stride, pad, out = CASES[case]
+    rng = np.random.default_rng(0)
+    x = rng.integers(-4, 4, shape).astype(dtype)  # many ties: the first maximum wins
+    y, index = np.empty((*shape[:2], *out), dtype), np.empty((*shape[:2], *out), np.int32)
+    dy, dx = rng.standard_normal(y.shape).astype(dtype), np.full(shape, np.nan, dtype)
+    cpu.max_pool_forward(x, y, index, kernel, stride, pad)
+    cpu.max_pool_backward(dy, index, dx)
+    want = np.zeros(shape, dtype)
+    for i, j, rows, columns, _ in windows(*shape[2:], kernel, stride, pad, out):
+        for n, c in np.ndindex(shape[:2]):
+            window = x[n, c, rows, columns]
+            a, b = divmod(int(window.argmax()), window.shape[1])
+            assert y[n, c, i, j] == window.max()
+            assert index[n, c, i, j] == (rows.start + a) * shape[3] + columns.start + b
+            want[n, c, rows.start + a, columns.start + b] += dy[n, c, i, j]
+    np.testing.assert_allclose(dx, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("case", ["2x2", "pad", "3x3 stride 2, wide"])
+def test_a_window_without_a_maximum_keeps_its_first_element(case, value):
+    shape, kernel, stride, pad, out = CASES[case]
+    x = np.full(shape, value, np.float32)
+    y, index = np.empty((*shape[:2], *out), np.float32), np.empty((*shape[:2], *out), np.int32)
+    cpu.max_pool_forward(x, y, index, kernel, stride, pad)
+    for i, j, rows, columns, _ in windows(*shape[2:], kernel, stride, pad, out):
+        assert (index[:, :, i, j] == rows.start * shape[3] + columns.start).all()
+    np.testing.assert_array_equal(y, np.full(y.shape, value, np.float32))
+
+
+def test_nan_does_not_hide_the_maximum_after_it():
+    x = np.array([[[[1, np.nan, 3, 2]]]], np.float32)
+    y, index = np.empty((1, 1, 1, 1), np.float32), np.empty((1, 1, 1, 1), np.int32)
+    cpu.max_pool_forward(x, y, index, (1, 4), (1, 1), (0, 0))
+    assert (y.item(), index.item()) == (3, 2)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_average(case, dtype):
+    shape, kernel, stride, pad, out = CASES[case]
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal(shape).astype(dtype), rng.standard_normal((*shape[:2], *out)).astype(dtype)
+    y, dx = np.full(dy.shape, np.nan, dtype), np.full(shape, np.nan, dtype)
+    cpu.ave_pool_forward(x, y, kernel, stride, pad)
+    cpu.ave_pool_backward(dy, dx, kernel, stride, pad)
+    want = np.zeros(shape)
+    for i, j, rows, columns, area in windows(*shape[2:], kernel, stride, pad, out):
+        np.testing.assert_allclose(y[:, :, i, j], x[:, :, rows, columns].sum((2, 3)) / area, rtol=1e-4, atol=1e-5)
+        want[:, :, rows, columns] += dy[:, :, i : i + 1, j : j + 1] / area
+    np.testing.assert_allclose(dx, want, rtol=1e-4, atol=1e-5)
