@@ -1,0 +1,36 @@
+"""Building nets from text in tests."""
+
+import numpy as np
+from google.protobuf import text_format
+
+from caffepy.device import Device
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
+
+
+def definition(text: str) -> NetParameter:
+    """The NetParameter of this text, in phase TRAIN unless it says otherwise."""
+    param = text_format.Parse(text, NetParameter())
+    if not param.state.HasField("phase"):
+        param.state.phase = TRAIN
+    return param
+
+
+def net_of(text: str, dtype: type = np.float32, **kwargs: object) -> Net:
+    """The net of this text, seeded."""
+    return Net(definition(text), device=Device(seed=1), dtype=dtype, **kwargs)  # type: ignore[arg-type]
+
+
+INPUT = 'layer { name: "in" type: "Input" top: "x" top: "y" input_param { shape { dim: 4 dim: 3 } shape { dim: 4 } } } '
+IP = """
+layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s" %s
+  inner_product_param { num_output: 5 weight_filler { type: "gaussian" } } }
+"""
+
+
+def ip(name: str, bottom: str, top: str, extra: str = "") -> str:
+    """An InnerProduct layer with 5 outputs."""
+    return IP % (name, bottom, top, extra)
+
+
+LOSS = 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "%s" bottom: "y" top: "loss" } '

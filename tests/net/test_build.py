@@ -1,0 +1,95 @@
+import logging
+
+import pytest
+
+from caffepy.errors import ConfigError
+from caffepy.net import filter_state, insert_splits
+from tests.net.nets import definition
+
+RULES = {
+    "no rule": ("", True),
+    "empty include": ("include {}", True),
+    "phase met": ("include { phase: TRAIN }", True),
+    "phase not met": ("include { phase: TEST }", False),
+    "one of two includes": ("include { phase: TEST } include { stage: 'a' }", True),
+    "all parts of a rule": ("include { phase: TRAIN stage: 'missing' }", False),
+    "min_level met": ("include { min_level: 2 }", True),
+    "min_level not met": ("include { min_level: 3 }", False),
+    "max_level not met": ("include { max_level: 1 }", False),
+    "not_stage": ("include { not_stage: 'a' }", False),
+    "every stage": ("include { stage: 'a' stage: 'b' }", True),
+    "excluded": ("exclude { stage: 'b' }", False),
+    "no exclude met": ("exclude { phase: TEST } exclude { min_level: 3 }", True),
+}
+
+
+@pytest.mark.parametrize(("rules", "kept"), RULES.values(), ids=RULES)
+def test_filter(rules: str, kept: bool) -> None:
+    param = definition("state { phase: TRAIN level: 2 stage: 'a' stage: 'b' } layer { name: 'l' %s }" % rules)
+    assert bool(filter_state(param).layer) is kept
+    assert len(param.layer) == 1  # the definition itself stays
+
+
+def test_filter_logs_the_part_that_failed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "caffepy"):
+        filter_state(definition("layer { name: 'l' include { phase: TEST } }"))
+    assert caplog.messages == ["The NetState phase (0) differed from the phase (1) specified by a rule in layer l"]
+
+
+def test_include_and_exclude() -> None:
+    with pytest.raises(ConfigError, match='layer "l" .*not both'):
+        filter_state(definition("layer { name: 'l' include {} exclude {} }"))
+
+
+def split(text: str) -> list[tuple[str, list[str], list[str]]]:
+    return [(layer.name, list(layer.bottom), list(layer.top)) for layer in insert_splits(definition(text)).layer]
+
+
+def test_split_of_a_blob_with_two_readers() -> None:
+    assert split(
+        """layer { name: "in" top: "x" } layer { name: "a" bottom: "x" top: "a" } layer { name: "b" bottom: "x" top: "b" }"""
+    ) == [
+        ("in", [], ["x"]),
+        ("x_in_0_split", ["x"], ["x_in_0_split_0", "x_in_0_split_1"]),
+        ("a", ["x_in_0_split_0"], ["a"]),
+        ("b", ["x_in_0_split_1"], ["b"]),
+    ]
+
+
+def test_split_after_an_in_place_layer_is_named_after_it() -> None:
+    names = split(
+        """layer { name: "conv1" top: "conv1" } layer { name: "relu1" bottom: "conv1" top: "conv1" }
+        layer { name: "a" bottom: "conv1" top: "a" } layer { name: "b" bottom: "conv1" top: "b" }"""
+    )
+    assert names[1][1:] == (["conv1"], ["conv1"])
+    assert names[2][0] == "conv1_relu1_0_split"
+
+
+def test_one_layer_reading_a_blob_twice() -> None:
+    names = split('layer { name: "in" top: "x" } layer { name: "s" bottom: "x" bottom: "x" top: "s" }')
+    assert names[2] == ("s", ["x_in_0_split_0", "x_in_0_split_1"], ["s"])
+
+
+def test_explicit_loss_weight_takes_the_first_split_top() -> None:
+    param = insert_splits(
+        definition('layer { name: "l" top: "l" loss_weight: 2 } layer { name: "r" bottom: "l" top: "r" }')
+    )
+    producer, split_layer, reader = param.layer
+    assert list(producer.loss_weight) == []
+    assert list(split_layer.loss_weight) == [2, 0]
+    assert list(reader.bottom) == ["l_l_0_split_1"]
+
+
+def test_one_reader_gets_no_split() -> None:
+    text = 'layer { name: "in" top: "x" } layer { name: "a" bottom: "x" top: "a" }'
+    assert len(split(text)) == 2
+
+
+def test_unknown_bottom() -> None:
+    with pytest.raises(ConfigError, match=r"Unknown bottom blob 'dta' \(layer 'a', bottom index 0\), did you mean \"data\""):
+        split('layer { name: "in" top: "data" } layer { name: "a" bottom: "dta" top: "a" }')
+
+
+def test_a_layer_cannot_read_what_a_later_one_writes() -> None:
+    with pytest.raises(ConfigError, match="Unknown bottom blob 'b'"):
+        split('layer { name: "a" bottom: "b" top: "a" } layer { name: "b" top: "b" }')

@@ -1,0 +1,153 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from caffepy.errors import ConfigError
+from caffepy.net import Net, weights
+from caffepy.proto.caffe_pb2 import NetParameter
+from tests.net.nets import INPUT, LOSS, ip, net_of
+
+TEXT = 'name: "n" ' + INPUT + ip("a", "x", "a") + ip("b", "a", "b") + LOSS % "b"
+SHARED = INPUT + ip("a", "x", "a", 'param { name: "w" }') + ip("b", "x", "b", 'param { name: "w" }') + LOSS % "b"
+
+
+def filled(text: str = TEXT, start: float = 1) -> Net:
+    """A net whose parameters (and diffs) count upwards, so that no two agree."""
+    net = net_of(text)
+    for i, blob in enumerate(net.learnable_params):
+        blob.data[...] = np.arange(blob.count).reshape(blob.shape) + 100 * i + start
+        blob.diff[...] = -blob.data
+    return net
+
+
+def save_binary(net: Net, path: Path) -> None:
+    weights.save_binary(net, str(path))
+
+
+def save_hdf5(net: Net, path: Path) -> None:
+    weights.save_hdf5(net, str(path))
+
+
+FORMATS = {"binary": save_binary, "hdf5": save_hdf5}
+
+
+@pytest.mark.parametrize("save", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("text", [TEXT, SHARED], ids=["plain", "shared"])
+def test_there_and_back(save: Callable[[Net, Path], None], text: str, tmp_path: Path) -> None:
+    net, other = filled(text), net_of(text)
+    save(net, tmp_path / "w")
+    weights.load_weights(other, str(tmp_path / "w"))
+    for mine, theirs in zip(other.params, net.params, strict=True):
+        np.testing.assert_array_equal(mine.data, theirs.data)
+        assert not mine.diff.any()
+
+
+def test_binary_holds_layers_as_used(tmp_path: Path) -> None:
+    net = filled(INPUT + ip("a", "x", "a") + ip("b", "x", "b"))
+    save_binary(net, tmp_path / "w")
+    proto = NetParameter.FromString((tmp_path / "w").read_bytes())
+    assert [layer.type for layer in proto.layer] == ["Input", "Split", "InnerProduct", "InnerProduct"]
+    assert list(proto.layer[2].blobs[0].shape.dim) == [5, 3]
+    assert list(proto.layer[2].blobs[0].data) == list(range(1, 16))
+    assert not proto.layer[2].blobs[0].diff
+    assert not proto.HasField("state")
+
+
+def test_diffs_are_stored_and_loaded_on_request(tmp_path: Path) -> None:
+    net, other = filled(), net_of(TEXT)
+    weights.save_binary(net, str(tmp_path / "w"), diff=True)
+    weights.load_weights(other, str(tmp_path / "w"))
+    np.testing.assert_array_equal(other.params[0].diff, net.params[0].diff)
+
+
+def test_hdf5_layout(tmp_path: Path) -> None:
+    weights.save_hdf5(filled(SHARED), str(tmp_path / "w.h5"), diff=True)
+    with h5py.File(tmp_path / "w.h5") as file:
+        assert sorted(file["data"]) == ["a", "b", "in", "loss", "x_in_0_split"]
+        assert sorted(file["data/a"]) == ["0", "1"]
+        assert sorted(file["data/b"]) == ["1"]  # parameter 0 belongs to layer a
+        assert sorted(file["diff/b"]) == ["0", "1"]
+        assert file["data/a/0"].dtype == np.float32
+        assert file["data/a/0"].shape == (5, 3)
+
+
+def test_hdf5_takes_layer_names_with_slashes(tmp_path: Path) -> None:
+    text = INPUT + ip("inception/1x1", "x", "a") + LOSS % "a"
+    net, other = filled(text), net_of(text)
+    save_hdf5(net, tmp_path / "w.h5")
+    weights.load_weights(other, str(tmp_path / "w.h5"))
+    np.testing.assert_array_equal(other.params[0].data, net.params[0].data)
+
+
+def test_layers_are_matched_by_name() -> None:
+    source = filled(INPUT + ip("other", "x", "other") + ip("b", "other", "b"))
+    net = filled(start=0)
+    kept = net.params[0].data.copy()
+    weights.copy_trained(net, weights.to_proto(source))
+    np.testing.assert_array_equal(net.params[0].data, kept)
+    np.testing.assert_array_equal(net.params[2].data, source.params[2].data)
+
+
+def test_shapes_that_differ() -> None:
+    proto = weights.to_proto(filled())
+    proto.layer[1].blobs[0].shape.dim[:] = [3, 5]
+    with pytest.raises(ConfigError, match="Cannot copy param 0 weights from layer 'a'; shape mismatch.*rename the layer"):
+        weights.copy_trained(net_of(TEXT), proto)
+
+
+def test_numbers_of_blobs_that_differ() -> None:
+    proto = weights.to_proto(filled())
+    del proto.layer[1].blobs[1]
+    with pytest.raises(ConfigError, match="Incompatible number of blobs for layer a: 1 in the file, 2 in the net"):
+        weights.copy_trained(net_of(TEXT), proto)
+
+
+@pytest.mark.parametrize(("legacy", "fits"), [((1, 1, 5, 3), True), ((1, 5, 3, 1), False), ((1, 1, 3, 5), False)])
+def test_legacy_shapes_are_right_aligned(legacy: tuple[int, ...], fits: bool) -> None:
+    net, proto = net_of(TEXT), weights.to_proto(filled())
+    blob = proto.layer[1].blobs[0]
+    blob.ClearField("shape")
+    blob.num, blob.channels, blob.height, blob.width = legacy
+    if fits:
+        weights.copy_trained(net, proto)
+        assert net.params[0].data[0, 1] == 2
+    else:
+        with pytest.raises(ConfigError, match="shape mismatch"):
+            weights.copy_trained(net, proto)
+
+
+def test_hdf5_with_a_missing_or_wrong_dataset(tmp_path: Path) -> None:
+    save_hdf5(filled(), tmp_path / "w.h5")
+    with h5py.File(tmp_path / "w.h5", "r+") as file:
+        del file["data/a/1"]
+    with pytest.raises(ConfigError, match=r"w\.h5.*layer a: param 1 is not in the file"):
+        weights.load_weights(net_of(TEXT), str(tmp_path / "w.h5"))
+    with h5py.File(tmp_path / "w.h5", "r+") as file:
+        file["data/a/1"] = np.zeros(7, "f4")
+    with pytest.raises(ConfigError, match=r"param 1 of layer 'a'.*7 \(7\).*5 \(5\)"):
+        weights.load_weights(net_of(TEXT), str(tmp_path / "w.h5"))
+
+
+def test_test_nets_share_the_data_not_the_diffs() -> None:
+    train, test = filled(), net_of(TEXT)
+    test.share_trained_layers_with(train)
+    train.params[0].data[0, 0] = 42
+    assert test.params[0].data[0, 0] == 42
+    assert not test.params[0].diff.any()
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "w"
+    path.write_bytes(b"old")
+
+    def no_space(net: Net, diff: bool) -> NetParameter:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "to_proto", no_space)
+    with pytest.raises(OSError, match="No space"):
+        weights.save_binary(net_of(TEXT), str(path))
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]

@@ -1,0 +1,147 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import caffepy as caffe
+from tests.net.nets import INPUT, LOSS, ip
+
+TEXT = "force_backward: true " + INPUT + ip("a", "x", "a") + 'layer { name: "r" type: "ReLU" bottom: "a" top: "a" } ' + ip(
+    "b", "a", "b"
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "net.prototxt"
+    file.write_text(TEXT)
+    return file
+
+
+@pytest.fixture
+def net(path: Path) -> "caffe.Net":
+    caffe.set_random_seed(3)
+    return caffe.Net(str(path), caffe.TRAIN)
+
+
+def test_names(net: "caffe.Net") -> None:
+    assert net.inputs == ["x", "y"]
+    assert net.outputs == ["b", "y"]
+    assert list(net.blobs) == ["x", "y", "a", "b"]
+    assert list(net.params) == ["a", "b"]
+    assert list(net.layer_dict) == ["in", "a", "r", "b"]
+    assert net.layer_dict["a"].type == "InnerProduct"
+    assert net.top_names["r"] == net.bottom_names["r"] == ["a"]
+    assert [len(layer.blobs) for layer in net.layers] == [0, 2, 0, 2]
+    assert list(net.params["a"][0].shape) == [5, 3]
+    assert net.blobs["x"].count == 12
+    assert net.blobs["y"].num == 4
+    assert net.blobs["y"].width == 1
+
+
+def test_forward_and_backward(net: "caffe.Net") -> None:
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    out = net.forward(x=x, y=np.zeros(4), blobs=["a"])
+    assert sorted(out) == ["a", "b", "y"]
+    (wa, ba), (wb, bb) = ([p.data for p in net.params[name]] for name in "ab")
+    hidden = np.maximum(x @ wa.T + ba, 0)
+    np.testing.assert_allclose(out["b"], hidden @ wb.T + bb, rtol=1e-5, atol=1e-6)
+    net.clear_param_diffs()
+    dy = np.ones((4, 5))
+    grads = net.backward(b=dy, y=np.zeros(4))
+    assert sorted(grads) == ["x", "y"]
+    np.testing.assert_allclose(grads["x"], ((dy @ wb) * (hidden > 0)) @ wa, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(net.params["b"][0].diff, dy.T @ hidden, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_the_net(net: "caffe.Net") -> None:
+    net.blobs["x"].data[...] = 1
+    assert list(net.forward(end="a")) == ["a"]
+    before = net.blobs["b"].data.copy()
+    net.forward(start="r", end="r")
+    assert (net.blobs["b"].data == before).all()
+    net.blobs["b"].diff[...] = 1
+    assert list(net.backward(end="b")) == ["a"]
+
+
+def test_inputs_are_checked(net: "caffe.Net") -> None:
+    with pytest.raises(Exception, match="do not match net inputs"):
+        net.forward(x=np.zeros((4, 3)))
+    with pytest.raises(Exception, match="not batch sized"):
+        net.forward(x=np.zeros((5, 3)), y=np.zeros(5))
+    with pytest.raises(Exception, match="do not match net outputs"):
+        net.backward(a=np.zeros((4, 5)))
+
+
+def test_forward_all_pads_the_last_batch(net: "caffe.Net") -> None:
+    x = np.random.default_rng(0).standard_normal((10, 3))
+    out = net.forward_all(x=x, y=np.zeros(10))
+    assert out["b"].shape == (10, 5)
+    np.testing.assert_allclose(out["b"][9], net.forward_all(x=x[9:], y=np.zeros(1))["b"][0], rtol=1e-5)
+
+
+def test_save_and_load(net: "caffe.Net", path: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "w.caffemodel")
+    net.save(file)
+    again = caffe.Net(str(path), caffe.TEST, weights=file)
+    np.testing.assert_array_equal(again.params["a"][0].data, net.params["a"][0].data)
+    old_style = caffe.Net(str(path), file, caffe.TEST)
+    np.testing.assert_array_equal(old_style.params["a"][0].data, net.params["a"][0].data)
+    net.save_hdf5(str(tmp_path / "w.h5"))
+    fresh = caffe.Net(str(path), caffe.TEST)
+    fresh.load_hdf5(str(tmp_path / "w.h5"))
+    np.testing.assert_array_equal(fresh.params["b"][0].data, net.params["b"][0].data)
+
+
+def test_share_with(net: "caffe.Net", path: Path) -> None:
+    other = caffe.Net(str(path), caffe.TEST)
+    other.share_with(net)
+    net.params["a"][0].data[...] = 5
+    assert (other.params["a"][0].data == 5).all()
+
+
+def test_missing_files(tmp_path: Path, path: Path) -> None:
+    with pytest.raises(RuntimeError, match="Could not open file"):
+        caffe.Net(str(tmp_path / "no.prototxt"), caffe.TEST)
+    with pytest.raises(RuntimeError, match="Could not open file"):
+        caffe.Net(str(path), caffe.TEST, weights=str(tmp_path / "no.caffemodel"))
+
+
+def test_phase_level_and_stages(tmp_path: Path) -> None:
+    file = tmp_path / "net.prototxt"
+    file.write_text(
+        INPUT
+        + ip("train", "x", "t", "include { phase: TRAIN }")
+        + ip("high", "x", "h", "include { min_level: 2 }")
+        + ip("staged", "x", "s", 'include { stage: "deploy" }')
+    )
+    assert list(caffe.Net(str(file), caffe.TRAIN).params) == ["train"]
+    assert list(caffe.Net(str(file), caffe.TEST, level=2, stages=["deploy"]).params) == ["high", "staged"]
+
+
+def test_the_same_seed_gives_the_same_weights(path: Path) -> None:
+    weights = []
+    for _ in range(2):
+        caffe.set_random_seed(11)
+        weights.append(caffe.Net(str(path), caffe.TRAIN).params["a"][0].data.copy())
+    np.testing.assert_array_equal(*weights)
+
+
+def test_blobs_reshape(net: "caffe.Net") -> None:
+    net.blobs["x"].reshape(2, 3)
+    net.reshape()
+    assert net.blobs["b"].data.shape == (2, 5)
+
+
+def test_loss_weights(tmp_path: Path) -> None:
+    file = tmp_path / "net.prototxt"
+    file.write_text(INPUT + ip("a", "x", "a") + LOSS % "a")
+    net = caffe.Net(str(file), caffe.TRAIN)
+    assert net.blob_loss_weights["loss"] == 1
+    assert net.blob_loss_weights["a"] == 0
+
+
+def test_layer_type_list() -> None:
+    types = caffe.layer_type_list()
+    assert types == sorted(types)
+    assert {"Data", "Convolution", "SoftmaxWithLoss"} <= set(types)
