@@ -10,7 +10,7 @@ from caffepy.ops import cpu
 
 def naive(x, w, stride, pad, dilation, group):
     """Every product (output element, weight element, input element) of a convolution, as index arrays."""
-    n, o, c = x[0], w[0], w[1]
+    o, c = w[0], w[1]
     axes = len(x) - 2
     out = [(x[2 + a] + 2 * pad[a] - dilation[a] * (w[2 + a] - 1) - 1) // stride[a] + 1 for a in range(axes)]
     for q in product(*map(range, out)):

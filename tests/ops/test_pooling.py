@@ -66,6 +66,15 @@ def test_a_window_without_a_maximum_keeps_its_first_element(case, value):
     np.testing.assert_array_equal(y, np.full(y.shape, value, np.float32))
 
 
+def test_a_window_beyond_the_plane_takes_the_nearest_element():
+    x = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
+    y, index = np.empty((1, 1, 2, 3), np.float32), np.empty((1, 1, 2, 3), np.int32)
+    cpu.max_pool_forward(x, y, index, (1, 1), (3, 3), (0, 0))
+    assert index.ravel().tolist() == y.ravel().tolist() == [0, 3, 3, 12, 15, 15]
+    cpu.ave_pool_forward(x, y, (1, 1), (3, 3), (0, 0))
+    assert y.ravel().tolist() == [0, 3, 0, 12, 15, 0]
+
+
 def test_nan_does_not_hide_the_maximum_after_it():
     x = np.array([[[[1, np.nan, 3, 2]]]], np.float32)
     y, index = np.empty((1, 1, 1, 1), np.float32), np.empty((1, 1, 1, 1), np.int32)

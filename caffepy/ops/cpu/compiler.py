@@ -21,15 +21,15 @@ def kernel(function: Callable[..., Any]) -> Any:
     return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FASTMATH)(function)
 
 
-class _FirstCompilation(event.Listener):  # type: ignore[misc]  # numba is untyped
+class _FirstCompilation(event.Listener):
     """Says once why the first iteration takes its time."""
 
     def on_start(self, event_: Any) -> None:
-        event.unregister("numba:compile", self)
+        event.unregister("numba:compile", self)  # type: ignore[no-untyped-call]
         log.info("Compiling CPU kernels (once per machine)")
 
     def on_end(self, event_: Any) -> None:
         pass
 
 
-event.register("numba:compile", _FirstCompilation())
+event.register("numba:compile", _FirstCompilation())  # type: ignore[no-untyped-call]

@@ -29,8 +29,9 @@ def _max_forward(
                         v = x[n, a, b]
                         if v > best:
                             best, at = v, a * w + b
-                if at < 0:  # nothing but NaN or -inf
-                    best, at = x[n, top, left], top * w + left
+                if at < 0:  # nothing but NaN or -inf, or strides beyond the kernel led out of the plane
+                    at = min(top, h - 1) * w + min(left, w - 1)
+                    best = x[n, at // w, at % w]
                 y[n, i, j] = best
                 index[n, i, j] = at
 
@@ -58,7 +59,7 @@ def _ave_forward(x: Array, y: Array, kh: int, kw: int, sh: int, sw: int, ph: int
                 for a in range(max(top, 0), min(bottom, h)):
                     for b in range(max(left, 0), min(right, w)):
                         total += x[n, a, b]
-                y[n, i, j] = total / x.dtype.type((bottom - top) * (right - left))
+                y[n, i, j] = total / x.dtype.type(max(bottom - top, 1) * max(right - left, 1))
 
 
 @kernel
@@ -71,7 +72,7 @@ def _ave_backward(dy: Array, dx: Array, kh: int, kw: int, sh: int, sw: int, ph: 
             top, bottom = i * sh - ph, min(i * sh - ph + kh, h + ph)
             for j in range(wo):
                 left, right = j * sw - pw, min(j * sw - pw + kw, w + pw)
-                share = dy[n, i, j] / dx.dtype.type((bottom - top) * (right - left))
+                share = dy[n, i, j] / dx.dtype.type(max(bottom - top, 1) * max(right - left, 1))
                 for a in range(max(top, 0), min(bottom, h)):
                     for b in range(max(left, 0), min(right, w)):
                         dx[n, a, b] += share
@@ -84,7 +85,8 @@ def _planes(a: Array) -> Array:
 
 def _grain(a: Array) -> int:
     """Planes that make a piece worth a thread."""
-    return max(1, 20_000 // max(1, a.shape[1] * a.shape[2]))
+    plane: int = a.shape[1] * a.shape[2]
+    return max(1, 20_000 // max(1, plane))
 
 
 def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:

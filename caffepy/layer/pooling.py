@@ -1,0 +1,112 @@
+"""Pooling over windows of height and width."""
+
+from collections.abc import Sequence
+from math import ceil, floor
+
+import numpy as np
+
+from caffepy.errors import ConfigError
+from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.proto.caffe_pb2 import PoolingParameter
+
+Pair = tuple[int, int]
+
+
+def read_pair(param: PoolingParameter, name: str, pair: str) -> Pair:
+    """Height and width of `name`: one number for both, or `pair`_h and `pair`_w."""
+    h, w = (param.HasField(f"{pair}_{side}") for side in "hw")
+    if h != w:
+        raise ConfigError(f"{pair}_h and {pair}_w must be given together, or {name} alone")
+    if h and param.HasField(name):
+        raise ConfigError(f"{name} and {pair}_h/{pair}_w exclude each other")
+    return (getattr(param, f"{pair}_h"), getattr(param, f"{pair}_w")) if h else (getattr(param, name),) * 2
+
+
+def pooled_size(size: int, kernel: int, stride: int, pad: int, any_pad: bool, up: bool) -> int:
+    """Number of windows along an axis; the last one must begin inside the input or the padding before it.
+
+    The quotient is a 32-bit float, as in Caffe.
+    """
+    steps = np.float32(size + 2 * pad - kernel) / np.float32(stride)
+    out = (ceil(steps) if up else floor(steps)) + 1
+    return out - 1 if any_pad and (out - 1) * stride >= size + pad else out
+
+
+@layer("Pooling")
+class Pooling(Layer):
+    """(N, C, H, W) -> (N, C, Ho, Wo); a second top of MAX is the index h*W + w of each maximum.
+
+    Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode. AVE counts padding in its divisor.
+    """
+
+    tops = (1, 2)
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read and check the window."""
+        param = self.param.pooling_param
+        self.method = param.pool
+        self.whole = param.global_pooling
+        if self.method == PoolingParameter.STOCHASTIC:
+            raise ConfigError("STOCHASTIC pooling needs a GPU; use MAX or AVE on the CPU")
+        if len(top) > 1 and self.method != PoolingParameter.MAX:
+            raise ConfigError("only MAX pooling has a second top")
+        has_kernel = any(param.HasField(name) for name in ("kernel_size", "kernel_h", "kernel_w"))
+        if self.whole and has_kernel:
+            raise ConfigError("global_pooling takes the whole image as its kernel; give no kernel size")
+        if not self.whole and not has_kernel:
+            raise ConfigError("kernel_size, or kernel_h and kernel_w, is needed")
+        self.kernel = read_pair(param, "kernel_size", "kernel")
+        self.stride = read_pair(param, "stride", "stride")
+        self.pad = read_pair(param, "pad", "pad")
+        if not self.whole and min(self.kernel) < 1:
+            raise ConfigError("kernel sizes must be 1 or more")
+        if min(self.stride) < 1:
+            raise ConfigError("strides must be 1 or more")
+        if self.whole and (self.pad != (0, 0) or self.stride != (1, 1)):
+            raise ConfigError("global_pooling needs pad 0 and stride 1")
+        if not self.whole and any(p >= k for p, k in zip(self.pad, self.kernel, strict=True)):
+            raise ConfigError(f"pad {_by(self.pad)} must be smaller than the kernel {_by(self.kernel)}")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Count the windows."""
+        if len(bottom[0].shape) != 4:
+            raise ConfigError(f"pooling needs an input with 4 axes (N, C, H, W), not {len(bottom[0].shape)}")
+        n, c, *size = bottom[0].shape
+        if self.whole:
+            self.kernel = size[0], size[1]
+        up = self.param.pooling_param.round_mode == PoolingParameter.CEIL
+        out = [
+            pooled_size(*axis, any_pad=any(self.pad), up=up)
+            for axis in zip(size, self.kernel, self.stride, self.pad, strict=True)
+        ]
+        if min(out) < 1:
+            raise ConfigError(f"kernel {_by(self.kernel)} does not fit its {_by(size)} input (pad {_by(self.pad)})")
+        for t in top:
+            t.reshape((n, c, *out))
+        if self.method == PoolingParameter.MAX:
+            self.index = np.zeros(top[0].shape, np.int32)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Maximum or mean of each window."""
+        x, y = bottom[0].data, top[0].data
+        if self.method == PoolingParameter.MAX:
+            self.ops.max_pool_forward(x, y, self.index, self.kernel, self.stride, self.pad)
+            if len(top) > 1:
+                top[1].data[...] = self.index
+        else:
+            self.ops.ave_pool_forward(x, y, self.kernel, self.stride, self.pad)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """To the maximum, or shared evenly."""
+        if not propagate_down[0]:
+            return
+        dy, dx = top[0].diff, bottom[0].diff
+        if self.method == PoolingParameter.MAX:
+            self.ops.max_pool_backward(dy, self.index, dx)
+        else:
+            self.ops.ave_pool_backward(dy, dx, self.kernel, self.stride, self.pad)
+
+
+def _by(pair: Sequence[int]) -> str:
+    return f"{pair[0]}x{pair[1]}"

@@ -1,0 +1,114 @@
+import numpy as np
+import pytest
+
+from caffepy.errors import ConfigError
+from caffepy.layer.pooling import pooled_size
+
+from .harness import Single, check_golden, check_gradient, random, seeded
+
+GOLDEN = [
+    "pool_ave_ceil",
+    "pool_ave_pad",
+    "pool_global_ave",
+    "pool_max_ceil",
+    "pool_max_mask",
+    "pool_max_pad",
+    "pool_overlap_stride1",
+]
+
+CASES = {
+    "2x2": "kernel_size: 2 stride: 2",
+    "overhang": "kernel_size: 3 stride: 2",
+    "pad": "kernel_size: 3 stride: 2 pad: 1",
+    "h and w": "kernel_h: 3 kernel_w: 2 stride_h: 1 stride_w: 2 pad_h: 2 pad_w: 1",
+    "floor": "kernel_size: 3 stride: 2 round_mode: FLOOR",
+    "global": "global_pooling: true",
+    "gaps": "kernel_size: 1 stride: 3",
+}
+
+
+def text(param):
+    return f'name: "pool" type: "Pooling" pooling_param {{ {param} }}'
+
+
+def distinct(*shape):
+    """Values far enough apart that a small step changes no maximum."""
+    return seeded().permutation(int(np.prod(shape))).reshape(shape) / 10
+
+
+@pytest.mark.parametrize("method", ["MAX", "AVE"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradient(case, method):
+    check_gradient(text(f"{CASES[case]} pool: {method}"), distinct(2, 2, 5, 6))
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_as_caffe(case):
+    check_golden(case)
+
+
+def test_the_second_top_tells_where():
+    single = Single(text("kernel_size: 2 stride: 2"), distinct(1, 2, 4, 4), tops=2, dtype=np.float32)
+    y, index = single.forward()
+    assert index.dtype == np.float32
+    x = single.inputs[0].reshape(2, 16)
+    np.testing.assert_array_equal(np.take_along_axis(x, index.reshape(2, 4).astype(int), 1), y.reshape(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "pad", "up", "out"),
+    [
+        (8, 3, 2, 0, True, 4),
+        (8, 3, 2, 0, False, 3),
+        (6, 3, 2, 1, True, 4),
+        (5, 2, 2, 1, True, 3),  # a fourth window would begin beyond the input
+        (4, 2, 2, 1, True, 3),
+        (3, 5, 3, 0, True, 1),
+        (3, 5, 1, 0, True, -1),
+    ],
+)
+def test_number_of_windows(size, kernel, stride, pad, up, out):
+    assert pooled_size(size, kernel, stride, pad, pad > 0, up) == out
+
+
+def test_global_pooling_follows_its_input():
+    single = Single(text("global_pooling: true pool: AVE"), random(2, 3, 4, 5))
+    single.bottom[0].reshape((2, 3, 6, 6))
+    single.layer.reshape(single.bottom, single.top)
+    assert single.top[0].shape == (2, 3, 1, 1)
+    single.bottom[0].data[...] = 2
+    single.layer.forward(single.bottom, single.top)
+    np.testing.assert_allclose(single.top[0].data, 2)
+
+
+ERRORS = {
+    "no kernel": ("", "kernel_size, or kernel_h and kernel_w, is needed"),
+    "half a kernel": ("kernel_h: 2", "kernel_h and kernel_w must be given together"),
+    "kernel twice": ("kernel_size: 2 kernel_h: 2 kernel_w: 2", "kernel_size and kernel_h/kernel_w exclude each other"),
+    "half a pad": ("kernel_size: 3 pad_w: 1", "pad_h and pad_w must be given together"),
+    "half a stride": ("kernel_size: 3 stride_w: 1", "stride_h and stride_w must be given together"),
+    "zero kernel": ("kernel_size: 0", "kernel sizes must be 1 or more"),
+    "zero stride": ("kernel_size: 1 stride: 0", "strides must be 1 or more"),
+    "global with kernel": ("global_pooling: true kernel_size: 2", "give no kernel size"),
+    "global with pad": ("global_pooling: true pad: 1", "global_pooling needs pad 0 and stride 1"),
+    "pad": ("kernel_size: 2 pad: 2", "pad 2x2 must be smaller than the kernel 2x2"),
+    "stochastic": ("kernel_size: 2 pool: STOCHASTIC", "STOCHASTIC pooling needs a GPU"),
+    "kernel beyond input": ("kernel_size: 9", "kernel 9x9 does not fit its 4x4 input"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_what_does_not_fit_is_refused(case):
+    param, message = ERRORS[case]
+    with pytest.raises(ConfigError, match=message):
+        Single(text(param), random(2, 3, 4, 4))
+
+
+def test_four_axes_are_needed():
+    with pytest.raises(ConfigError, match="pooling needs an input with 4 axes"):
+        Single(text("kernel_size: 2"), random(2, 3, 4))
+
+
+def test_only_max_has_a_second_top():
+    with pytest.raises(ConfigError, match="only MAX pooling has a second top"):
+        Single(text("kernel_size: 2 pool: AVE"), random(2, 3, 4, 4), tops=2)
