@@ -28,7 +28,7 @@ def synthetic(net: NetParameter, batch: int | None = None, image: Sequence[int] 
                 if len(shape) > 1:
                     dummy.data_filler.add(type="gaussian", std=1)
                 else:
-                    dummy.data_filler.add(type="uniform", min=0, max=_classes(net, top) - 0.5)
+                    dummy.data_filler.add(type="uniform", min=0, max=_classes(net, top) - 0.01)
             layer.type = "DummyData"
             layer.dummy_data_param.CopyFrom(dummy)
             for field in ("transform_param", "data_param", "image_data_param"):
@@ -56,7 +56,9 @@ def _image(layer: LayerParameter) -> list[int]:
     grey = transform.force_gray or not files.is_color
     height, width = (transform.crop_size,) * 2 if transform.crop_size else (files.new_height, files.new_width)
     if not (height and width):
-        raise ConfigError(f'layer "{layer.name}" has no crop_size: give the shape of its images (channels, height, width)')
+        raise ConfigError(
+            f'layer "{layer.name}" has no crop_size: give the shape of its images (channels, height, width)'
+        )
     return [1 if grey else 3, height, width]
 
 
