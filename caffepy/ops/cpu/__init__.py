@@ -5,6 +5,7 @@ from caffepy.ops.cpu.convolution import Convolution
 from caffepy.ops.cpu.lrn import lrn_backward, lrn_forward
 from caffepy.ops.cpu.pooling import ave_pool_backward, ave_pool_forward, max_pool_backward, max_pool_forward
 from caffepy.ops.cpu.threads import blas_scope, num_threads, parallel, set_num_threads
+from caffepy.ops.cpu.transform import transform_batch
 
 __all__ = [
     "Convolution",
@@ -21,4 +22,5 @@ __all__ = [
     "num_threads",
     "parallel",
     "set_num_threads",
+    "transform_batch",
 ]

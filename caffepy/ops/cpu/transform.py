@@ -1,0 +1,58 @@
+"""Transformation of a batch of images: crop, subtract a mean, scale, mirror.
+
+y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts from the right
+where the image is mirrored.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.threads import parallel
+
+Array = NDArray[Any]
+GRAIN = 1 << 16  # values worth a thread of their own
+
+
+@kernel
+def _transform(
+    x: Array, y: Array, h_off: Array, w_off: Array, mirror: Array, mean: Array, scale: Any, lo: int, hi: int
+) -> None:
+    channels, height, width = y.shape[1:]
+    for n in range(lo, hi):
+        left = w_off[n]
+        for c in range(channels):
+            for h in range(height):
+                row = h_off[n] + h
+                v = x[n, c, row, left : left + width]
+                m = mean[c, row if mean.shape[1] > 1 else 0, left : left + width]
+                u = y[n, c, h]
+                if mirror[n]:
+                    for w in range(width):
+                        u[width - 1 - w] = (y.dtype.type(v[w]) - m[w]) * scale
+                else:
+                    for w in range(width):
+                        u[w] = (y.dtype.type(v[w]) - m[w]) * scale
+
+
+def transform_batch(
+    records: Array, out: Array, h_off: Array, w_off: Array, mirror: Array, mean: Array | None, scale: float
+) -> None:
+    """Write out (N, C, h, w) from records (N, C, H, W), uint8 or float32.
+
+    h_off, w_off and mirror hold one value an image; mean is None, (C, H, W) or (C, 1, 1).
+    """
+    channels, width = records.shape[1], records.shape[3]
+    if mean is None:
+        mean = np.zeros((channels, 1, width), out.dtype)
+    elif mean.shape[1:] == (1, 1):
+        mean = np.repeat(mean.astype(out.dtype), width, 2)  # one row a channel, for every row of the image
+    mean = np.ascontiguousarray(mean, out.dtype)
+    factor = out.dtype.type(scale)
+    parallel(
+        lambda lo, hi: _transform(records, out, h_off, w_off, mirror, mean, factor, lo, hi),
+        len(out),
+        max(1, GRAIN // max(1, out[0].size)) if len(out) else 1,
+    )
