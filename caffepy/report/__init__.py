@@ -1,0 +1,22 @@
+"""What a person sees of a run: Caffe's log lines, the progress bar, the metrics file and its curve."""
+
+from caffepy.report.glog import logging_to
+from caffepy.report.lines import LogReporter
+from caffepy.report.metrics import Metrics
+from caffepy.report.progress import Progress, wanted
+from caffepy.report.reporter import Reporter, Reporters
+
+__all__ = ["LogReporter", "Metrics", "Progress", "Reporter", "Reporters", "logging_to", "open_report"]
+
+
+def open_report(prefix: str | None, iterations: int, progress: bool | None = None) -> Reporters:
+    """The reporter of a run that ends at `iterations`: Caffe's log lines, metrics under `prefix`, a progress bar.
+
+    `prefix` None writes no files; `progress` None draws the bar if stderr is a terminal that can.
+    """
+    reporters: list[Reporter] = [LogReporter()]
+    if prefix is not None:
+        reporters.append(Metrics(prefix))
+    if wanted(progress):
+        reporters.append(Progress(iterations))
+    return Reporters(*reporters)

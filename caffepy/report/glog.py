@@ -1,0 +1,111 @@
+"""Log records framed as glog frames them, on stderr and in files.
+
+A line is `Lmmdd hh:mm:ss.uuuuuu tid file.py:line] message` with L one of I, W, E, F. The year is left out, as in the
+glog that Caffe was built with: the known log parsers read the month from the second and third character.
+"""
+
+import getpass
+import logging
+import os
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from caffepy.errors import CaffeError, UsageError
+from caffepy.report.progress import write_line
+
+PROGRAM = "caffepy"
+LETTERS = ((logging.CRITICAL, "F"), (logging.ERROR, "E"), (logging.WARNING, "W"))
+
+
+class Formatter(logging.Formatter):
+    """The glog prefix, then the message; the further lines of a message have no prefix."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The framed record; must run in the thread that logged, whose id it shows."""
+        letter = next((letter for level, letter in LETTERS if record.levelno >= level), "I")
+        stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
+        micros = int(record.created % 1 * 1e6)
+        place = f"{record.filename}:{record.lineno}".replace(" ", "_")
+        text = f"{letter}{stamp}.{micros:06d} {threading.get_native_id():5d} {place}] {record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class Stderr(logging.Handler):
+    """Writes to what `sys.stderr` is at that moment, above a progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write the record."""
+        try:
+            write_line(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
+def log_file(folder: str) -> logging.FileHandler:
+    """Writes `FOLDER/caffepy.HOST.USER.log.INFO.DATE-TIME.PID`; the link `FOLDER/caffepy.INFO` leads to it."""
+    host, now = socket.gethostname(), time.localtime()
+    name = f"{PROGRAM}.{host}.{_user()}.log.INFO.{time.strftime('%Y%m%d-%H%M%S', now)}.{os.getpid()}"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
+            file.write(
+                f"Log file created at: {time.strftime('%Y/%m/%d %H:%M:%S', now)}\n"
+                f"Running on machine: {host}\n"
+                "Log line format: [IWEF]mmdd hh:mm:ss.uuuuuu threadid file:line] msg\n"
+            )
+    except OSError as error:
+        raise UsageError(f"cannot write log files in {folder!r}: {error.strerror}") from None
+    link = os.path.join(folder, f"{PROGRAM}.INFO")
+    with suppress(OSError):  # a file system without links loses the link only
+        os.symlink(name, f"{link}.{os.getpid()}")
+        os.replace(f"{link}.{os.getpid()}", link)
+    return logging.FileHandler(os.path.join(folder, name), encoding="utf-8")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "invalid-user"
+
+
+@contextmanager
+def logging_to(*, stderr: bool = True, log_dir: str | None = None, level: int = logging.INFO) -> Iterator[None]:
+    """Send what caffepy logs from `level` on to stderr and to a file in `log_dir` while the block runs.
+
+    An error that ends the block is the last thing written to the file. UsageError if the file cannot be written.
+    """
+    logger = logging.getLogger("caffepy")
+    before = logger.level, logger.propagate
+    handlers: list[logging.Handler] = [Stderr()] if stderr else []
+    if log_dir:
+        handlers.append(log_file(log_dir))
+    for handler in handlers:
+        handler.setFormatter(Formatter())
+        handler.setLevel(level)
+        logger.addHandler(handler)
+    logger.setLevel(level)
+    logger.propagate = logger.propagate and not stderr
+    try:
+        yield
+    except Exception as error:
+        if log_dir:
+            handlers[-1].handle(_fatal(error))
+        raise
+    finally:
+        for handler in handlers:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(before[0])
+        logger.propagate = before[1]
+
+
+def _fatal(error: Exception) -> logging.LogRecord:
+    """A record of what ended the run, at the place where it was raised; with its traceback if it is not the user's."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    bug = None if isinstance(error, CaffeError) else (type(error), error, error.__traceback__)
+    return logging.LogRecord(PROGRAM, logging.CRITICAL, place.filename, place.lineno or 0, str(error), (), bug)

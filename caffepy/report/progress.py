@@ -1,0 +1,116 @@
+"""One line that shows how far a run is, on terminals only."""
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from caffepy.report.reporter import Reporter
+from caffepy.report.speed import Speed
+from caffepy.report.text import Output, number
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+REDRAW_S = 0.1
+SPEED_S = 1.0
+FORMAT = "Iteration {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}, {remaining} left"
+
+
+def wanted(progress: bool | None) -> bool:
+    """Whether to draw: never unless stderr is a terminal; None means unless TERM says that it is a dumb one."""
+    capable = os.environ.get("TERM") != "dumb" if progress is None else progress
+    return capable and sys.stderr is not None and sys.stderr.isatty()
+
+
+def write_line(line: str) -> None:
+    """Write a line to stderr, above the progress bar if one is drawn."""
+    if sys.stderr is None:
+        return
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        tqdm.write(line, file=sys.stderr)
+    else:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+
+def _size() -> dict[str, Any]:
+    """tqdm's settings: follow the terminal's size, unless it says 0 as some without a window do."""
+    try:
+        known = all(os.get_terminal_size(sys.stderr.fileno()))
+    except (OSError, ValueError):
+        known = False
+    return {"dynamic_ncols": True} if known else {"ncols": 79, "nrows": 24}
+
+
+class Progress(Reporter):
+    """Iteration, loss, learning rate, images a second and time left, redrawn ten times a second at most.
+
+    `iterations` is the number of iterations at which the run ends.
+    """
+
+    def __init__(self, iterations: int) -> None:
+        self.iterations = iterations
+        self._bar: tqdm[None] | None = None
+        self._speed = Speed()
+        self._images_per_s = ""
+        self._due = 0.0
+
+    def solving(self, net_name: str, lr_policy: str) -> None:
+        """Training time begins."""
+        self._speed.read()
+
+    def test_started(self, iteration: int, k: int) -> None:
+        """Say what takes time now."""
+        self._speed.pause()
+        self._open(iteration).set_postfix_str(f"testing net #{k}")
+
+    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+        """Training goes on."""
+        self._speed.resume()
+
+    def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
+        """Redraw if it is time."""
+        self._speed.add(images)
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + REDRAW_S
+        bar = self._open(iteration)
+        if self._speed.seconds >= SPEED_S or not self._images_per_s:
+            images_per_s = self._speed.read()
+            self._images_per_s = f", {images_per_s:.0f} images/s" if images_per_s else ""
+        bar.set_postfix_str(f"loss {number(loss)}, lr {number(rate)}{self._images_per_s}", refresh=False)
+        bar.update(iteration + 1 - bar.n)
+
+    def finished(self, iteration: int, loss: float | None) -> None:
+        """Show the last iteration."""
+        bar = self._open(iteration)
+        bar.update(iteration - bar.n)
+
+    def close(self, complete: bool = True) -> None:
+        """Leave the line as it is and go to the next."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _open(self, iteration: int) -> "tqdm[None]":
+        if self._bar is None:
+            from tqdm import tqdm
+
+            class Bar(tqdm):  # type: ignore[type-arg]
+                monitor_interval = 0  # no thread that watches the bar
+
+            self._bar = Bar(
+                initial=iteration,
+                total=self.iterations,
+                bar_format=FORMAT,
+                mininterval=0,
+                miniters=1,
+                smoothing=0.1,
+                **_size(),
+                file=sys.stderr,
+            )
+        return self._bar

@@ -1,0 +1,38 @@
+"""How fast images are used."""
+
+import time
+
+
+class Speed:
+    """Images a second of training time since the last reading; time between `pause` and `resume` does not count."""
+
+    def __init__(self) -> None:
+        self._images = 0
+        self._since = self._paused_at = time.monotonic()
+        self._paused = False
+
+    def add(self, images: int) -> None:
+        """Count images."""
+        self._images += images
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        if not self._paused:
+            self._paused, self._paused_at = True, time.monotonic()
+
+    def resume(self) -> None:
+        """Let the clock go on."""
+        if self._paused:
+            self._paused = False
+            self._since += time.monotonic() - self._paused_at
+
+    @property
+    def seconds(self) -> float:
+        """Training time since the last reading."""
+        return (self._paused_at if self._paused else time.monotonic()) - self._since
+
+    def read(self) -> float | None:
+        """Images a second since the last reading, None if no images were counted; starts anew."""
+        rate = self._images / max(self.seconds, 1e-9) if self._images else None
+        self._images, self._since = 0, self._since + self.seconds
+        return rate

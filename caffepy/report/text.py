@@ -1,0 +1,27 @@
+"""Numbers and outputs as Caffe prints them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Output = tuple[str, NDArray[Any], float]
+"""An output blob: name, values, loss weight."""
+
+
+def number(value: Any) -> str:
+    """The six significant digits that a C++ stream gives of the float32 value: `2.30259`, `1e-05`, `-nan`, `inf`."""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    if np.isnan(single):
+        return "-nan" if np.signbit(single) else "nan"
+    return f"{float(single):.6g}"
+
+
+def scalars(outputs: Sequence[Output]) -> Iterator[str]:
+    """`name = v` for each element of each output, with ` (* w = w*v loss)` if the output has a loss weight."""
+    for name, values, weight in outputs:
+        for value in np.asarray(values, np.float32).reshape(-1):
+            loss = f" (* {number(weight)} = {number(np.float32(weight) * value)} loss)" if weight else ""
+            yield f"{name} = {number(value)}{loss}"

@@ -1,0 +1,30 @@
+import numpy as np
+import pytest
+
+from caffepy.report.text import number, scalars
+
+NUMBERS = {
+    "six digits": (2.302585093, "2.30259"),
+    "small": (1e-5, "1e-05"),
+    "not so small": (1e-4, "0.0001"),
+    "large": (1234567, "1.23457e+06"),
+    "whole": (1, "1"),
+    "log of the least float": (87.33654, "87.3365"),
+    "nan": (float("nan"), "nan"),
+    "negative nan": (np.copysign(np.float32("nan"), -1), "-nan"),
+    "infinite": (float("inf"), "inf"),
+    "negative infinite": (float("-inf"), "-inf"),
+    "beyond float32": (1e300, "inf"),
+    "rounded to float32 first": (0.00992565049999, "0.00992565"),
+    "negative zero": (-0.0, "-0"),
+}
+
+
+@pytest.mark.parametrize(("value", "text"), NUMBERS.values(), ids=NUMBERS.keys())
+def test_number(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_scalars_count_over_all_outputs_and_name_the_weight() -> None:
+    outputs = [("accuracy", np.float32(0.5), 0.0), ("loss", np.array([[2.0, 3.0]]), 0.3)]
+    assert list(scalars(outputs)) == ["accuracy = 0.5", "loss = 2 (* 0.3 = 0.6 loss)", "loss = 3 (* 0.3 = 0.9 loss)"]
