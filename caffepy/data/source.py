@@ -1,0 +1,266 @@
+"""Databases of records, read in key order and around again. What a path holds decides how it is opened."""
+
+import logging
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakValueDictionary
+
+import lmdb
+
+from caffepy.errors import DataError
+
+log = logging.getLogger(__name__)
+
+Record = tuple[memoryview | bytes, memoryview | bytes]
+
+LMDB_MAGIC = 0xBEEFC0DE
+META_SIZE = 152  # page header and meta struct of a 64-bit LMDB
+
+
+class Source:
+    """The records of one database. Reading wraps at the end; a record is valid until `close`."""
+
+    kind = ""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._index = 0
+        self._first()
+        log.info("Opened %s %s", self.kind.lower(), path)
+
+    def __len__(self) -> int:
+        """Number of records."""
+        raise NotImplementedError
+
+    def read(self) -> Record:
+        """Key and value of the next record; the last one is followed by the first."""
+        record = self._item()
+        self._index += 1
+        if not self._next():
+            log.info("Restarting data prefetching from start.")
+            self._first()
+            self._index = 0
+        return record
+
+    def peek(self) -> Record:
+        """Key and value of the record that `read` will give."""
+        return self._item()
+
+    @property
+    def position(self) -> tuple[int, bytes]:
+        """Number and key of the record that `read` will give."""
+        return self._index, bytes(self._item()[0])
+
+    def seek(self, index: int, key: bytes | None = None) -> None:
+        """Go to record `index`, directly if its key is given; a key that is not there is looked for by number."""
+        if key is not None and self._find(key):
+            self._index = index
+            return
+        if key is not None:
+            log.warning("%s no longer holds the record %s; going on at record %d", self.path, printable(key), index)
+        self._first()
+        self._index = index % len(self)
+        for _ in range(self._index):
+            self._next()
+
+    def close(self) -> None:
+        """Release the database; no record may be used any more."""
+
+    def _item(self) -> Record:
+        raise NotImplementedError
+
+    def _first(self) -> None:
+        raise NotImplementedError
+
+    def _next(self) -> bool:
+        raise NotImplementedError
+
+    def _find(self, key: bytes) -> bool:
+        raise NotImplementedError
+
+
+class LMDB(Source):
+    """The unnamed database of an LMDB environment: read-only, without locks, hence also on read-only media."""
+
+    kind = "LMDB"
+
+    def __init__(self, path: str, file: str) -> None:
+        check_lmdb(path, file)
+        try:
+            self._handle = _shared(file, _open_lmdb)
+            self._cursor = self._handle.database.begin(buffers=True).cursor()
+            super().__init__(path)
+        except lmdb.Error as error:
+            raise DataError(f"{path} cannot be read as an LMDB: {error}") from None
+
+    def __len__(self) -> int:
+        """Number of records."""
+        return int(self._handle.database.stat()["entries"])
+
+    def close(self) -> None:
+        """Release the database; no record may be used any more."""
+        del self._cursor, self._handle
+
+    def _item(self) -> Record:
+        try:
+            key, value = self._cursor.item()
+        except lmdb.Error as error:
+            raise DataError(f"{self.path} is damaged at record {self._index}: {error}") from None
+        return key, value
+
+    def _first(self) -> None:
+        if not self._cursor.first():
+            raise DataError(f"{self.path} is an LMDB without records")
+
+    def _next(self) -> bool:
+        try:
+            return bool(self._cursor.next())
+        except lmdb.Error as error:
+            raise DataError(f"{self.path} is damaged after record {self._index - 1}: {error}") from None
+
+    def _find(self, key: bytes) -> bool:
+        return bool(self._cursor.set_key(key))
+
+
+class LevelDB(Source):
+    """A LevelDB folder. LevelDB locks it against other processes even for reading."""
+
+    kind = "LevelDB"
+
+    def __init__(self, path: str) -> None:
+        try:
+            import plyvel
+        except ImportError:
+            raise DataError(
+                f"{path} is a LevelDB; reading one needs plyvel: pip install caffepy[leveldb], or convert it to an LMDB"
+            ) from None
+        try:
+            self._handle = _shared(path, lambda path: plyvel.DB(path, create_if_missing=False))
+            self._cursor = self._handle.database.raw_iterator()
+            super().__init__(path)
+        except (plyvel.Error, OSError) as error:
+            raise DataError(f"{path} cannot be read as a LevelDB: {error}") from None
+
+    def __len__(self) -> int:
+        """Number of records, counted by reading all keys."""
+        return sum(1 for _ in self._handle.database.iterator(include_value=False))
+
+    def close(self) -> None:
+        """Release the database; no record may be used any more."""
+        self._cursor.close()
+        del self._cursor, self._handle
+
+    def _item(self) -> Record:
+        key, value = self._cursor.item()
+        return key, value
+
+    def _first(self) -> None:
+        self._cursor.seek_to_first()
+        if not self._cursor.valid():
+            raise DataError(f"{self.path} is a LevelDB without records")
+
+    def _next(self) -> bool:
+        self._cursor.next()
+        return bool(self._cursor.valid())
+
+    def _find(self, key: bytes) -> bool:
+        self._cursor.seek(key)
+        return bool(self._cursor.valid() and self._cursor.key() == key)
+
+
+class _Handle:
+    """The process's one open database of a file; both libraries refuse to open it twice."""
+
+    def __init__(self, database: Any) -> None:
+        self.database = database
+
+
+_open: WeakValueDictionary[tuple[int, ...], _Handle] = WeakValueDictionary()
+_open_lock = threading.Lock()
+
+
+def _shared(path: str, opener: Callable[[str], Any]) -> _Handle:
+    status = os.stat(path)
+    identity = (os.getpid(), status.st_dev, status.st_ino)
+    with _open_lock:
+        handle = _open.get(identity)
+        if handle is None:
+            handle = _open[identity] = _Handle(opener(path))
+        return handle
+
+
+def _open_lmdb(file: str) -> Any:
+    return lmdb.open(file, subdir=False, readonly=True, lock=False, create=False)
+
+
+def printable(key: bytes | memoryview) -> str:
+    """A key as it stands in messages."""
+    return f'"{bytes(key).decode(errors="backslashreplace")}"'
+
+
+def _metas(file: str) -> Iterator[tuple[int, int, int]]:
+    """(transaction, page size, last page) of each of the two meta pages that a file can hold."""
+    with open(file, "rb") as f:
+        page_size = 0
+        for _ in range(2):
+            f.seek(page_size)
+            meta = f.read(META_SIZE)
+            if len(meta) < META_SIZE or struct.unpack_from("<I", meta, 16)[0] != LMDB_MAGIC:
+                return
+            (page_size,) = struct.unpack_from("<I", meta, 40)
+            last_page, transaction = struct.unpack_from("<QQ", meta, 136)
+            yield transaction, page_size, last_page
+
+
+def check_lmdb(path: str, file: str) -> None:
+    """DataError unless the file is an LMDB that has all its pages: LMDB itself would crash on the missing ones."""
+    size = os.path.getsize(file)
+    if not size:
+        raise DataError(f"{path} is not an LMDB: {os.path.basename(file)} is empty")
+    metas = list(_metas(file))
+    if not metas:
+        raise DataError(f"{path} is not an LMDB: {file} lacks LMDB's mark")
+    _, page_size, last_page = max(metas)
+    needed = (last_page + 1) * page_size
+    if len(metas) < 2 or size < needed:
+        raise DataError(
+            f"{path} is a truncated LMDB: {file} has {size} of at least {needed} bytes; copy or create it anew"
+        )
+
+
+def _look(path: str) -> str:
+    """The file data.mdb if `path` is an LMDB, "" if it is a LevelDB; DataError says what else it is."""
+    if not os.path.exists(path):
+        beside = "" if os.path.isabs(path) else f" (the working directory is {os.getcwd()})"
+        raise DataError(f'source "{path}" does not exist{beside}')
+    if not os.access(path, os.R_OK):
+        raise DataError(f'source "{path}" may not be read')
+    if os.path.isfile(path):
+        return path
+    if os.path.exists(file := os.path.join(path, "data.mdb")):
+        return file
+    if os.path.exists(os.path.join(path, "CURRENT")):
+        return ""
+    raise DataError(f"{path} is no database: the folder holds neither data.mdb (LMDB) nor CURRENT (LevelDB)")
+
+
+_warned: set[tuple[str, str]] = set()
+
+
+def open_source(path: str, backend: str | None = None) -> Source:
+    """Open the database at `path`, a folder or a data.mdb, by what it is; warn once if `backend` says otherwise.
+
+    DataError: nothing there, not a database, truncated, without records, or a LevelDB while plyvel is missing.
+    """
+    if not path:
+        raise DataError("no source is given; name a database: data_param { source: ... }")
+    file = _look(path)
+    is_kind = "LMDB" if file else "LEVELDB"
+    source = LMDB(path, file) if file else LevelDB(path)
+    if backend is not None and backend != is_kind and (path, backend) not in _warned:
+        _warned.add((path, backend))
+        log.warning("%s is opened as the %s it is; write backend: %s", path, source.kind, is_kind)
+    return source

@@ -1,0 +1,204 @@
+"""Databases: order, wrapping, positions, sharing, and everything that can be wrong with a path."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from caffepy.data.source import open_source
+from caffepy.data.write import write_lmdb
+from caffepy.errors import DataError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "data"
+KEYS = [f"0000000{i}_im{i}.{'png' if i % 2 else 'jpg'}".encode() for i in range(10)]
+
+
+def make(path, count, size=20):
+    with write_lmdb(str(path)) as writer:
+        for i in range(count):
+            writer.put(f"{i:08d}", bytes([i % 256]) * size)
+    return str(path)
+
+
+def keys(source, count):
+    return [bytes(source.read()[0]) for _ in range(count)]
+
+
+@pytest.fixture(params=["folder", "file", "LevelDB"])
+def source(request, tmp_path):
+    if request.param == "LevelDB":
+        pytest.importorskip("plyvel", reason="plyvel is not installed")
+        path = shutil.copytree(GOLDEN / "raw_leveldb", tmp_path / "db")
+    else:
+        path = GOLDEN / "raw_lmdb" / ("data.mdb" if request.param == "file" else "")
+    source = open_source(str(path))
+    yield source
+    source.close()
+
+
+def test_key_order_and_around_again(source, caplog):
+    caplog.set_level(logging.INFO, "caffepy")
+    assert len(source) == 10
+    assert keys(source, 23) == KEYS + KEYS + KEYS[:3]
+    assert [r.message for r in caplog.records].count("Restarting data prefetching from start.") == 2
+
+
+def test_peek_consumes_nothing(source):
+    key, value = source.peek()
+    assert source.read() == (key, value)
+    assert bytes(source.read()[0]) == KEYS[1]
+
+
+@pytest.mark.parametrize("read", [0, 4, 9, 10, 17])
+def test_position_and_seek(source, read):
+    keys(source, read)
+    index, key = source.position
+    assert (index, key) == (read % 10, KEYS[read % 10])
+    source.seek(0)
+    assert keys(source, 1) == KEYS[:1]
+    source.seek(index, key)
+    assert source.position == (index, key)
+    source.seek(index)
+    assert source.position == (index, key)
+    assert keys(source, 2) == (KEYS + KEYS)[index : index + 2]
+
+
+def test_seek_to_a_key_that_is_gone_goes_by_number(source, caplog):
+    source.seek(3, b"no such key")
+    assert source.position == (3, KEYS[3])
+    assert 'no longer holds the record "no such key"' in caplog.text
+
+
+def test_several_sources_of_one_environment():
+    first, second = (open_source(str(GOLDEN / "raw_lmdb")) for _ in range(2))
+    third = open_source(str(GOLDEN / "raw_lmdb" / "data.mdb"))
+    assert keys(first, 3) == KEYS[:3]
+    first.close()
+    assert keys(second, 2) == KEYS[:2]
+    assert keys(third, 1) == KEYS[:1]
+    second.close()
+    third.close()
+
+
+def test_a_new_database_under_an_old_name(tmp_path):
+    old = open_source(make(tmp_path / "db", 3))
+    os.rename(tmp_path / "db", tmp_path / "old")
+    new = open_source(make(tmp_path / "db", 5))
+    assert (len(old), len(new)) == (3, 5)
+
+
+def test_read_only_folder(tmp_path):
+    shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / "db")
+    os.chmod(tmp_path / "db" / "data.mdb", 0o444)
+    os.chmod(tmp_path / "db", 0o555)
+    source = open_source(str(tmp_path / "db"))
+    assert keys(source, 10) == KEYS
+    source.close()
+    os.chmod(tmp_path / "db", 0o755)
+    assert os.listdir(tmp_path / "db") == ["data.mdb"]
+
+
+def test_larger_than_the_default_map(tmp_path):
+    source = open_source(make(tmp_path / "db", 300, 100_000))
+    assert len(source) == 300
+    assert bytes(source.read()[1]) == bytes(100_000)
+
+
+def test_backend_of_the_wrong_name_warns_once(tmp_path, caplog):
+    path = make(tmp_path / "db", 1)
+    for _ in range(2):
+        open_source(path, "LEVELDB")
+    open_source(path, "LMDB")
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        f"{path} is opened as the LMDB it is; write backend: LMDB"
+    ]
+
+
+def test_opened_line(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "caffepy")
+    path = make(tmp_path / "db", 1)
+    open_source(path, "LMDB")
+    assert f"Opened lmdb {path}" in caplog.messages
+
+
+def test_leveldb_without_plyvel_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plyvel", None)
+    with pytest.raises(DataError, match=r"raw_leveldb is a LevelDB; .* pip install caffepy\[leveldb\]"):
+        open_source(str(GOLDEN / "raw_leveldb"), "LMDB")
+
+
+def damaged(tmp_path, content):
+    (tmp_path / "db").mkdir()
+    (tmp_path / "db" / "data.mdb").write_bytes(content)
+    return str(tmp_path / "db")
+
+
+BYTES = (GOLDEN / "raw_lmdb" / "data.mdb").read_bytes()
+DAMAGED = {
+    "empty": (b"", "is not an LMDB: data.mdb is empty"),
+    "text": (b"name: 'lenet'\n" * 1000, "lacks LMDB's mark"),
+    "short text": (b"hello", "lacks LMDB's mark"),
+    "zeros": (bytes(20000), "lacks LMDB's mark"),
+    "within the first page": (BYTES[:1000], "truncated LMDB: .* has 1000 of at least 8192 bytes"),
+    "one page": (BYTES[:4096], "truncated LMDB: .* has 4096 of at least 8192 bytes"),
+    "two pages": (BYTES[:8192], "truncated LMDB: .* has 8192 of at least 24576 bytes"),
+    "within a page": (BYTES[:12000], "truncated LMDB: .* has 12000 of at least 24576 bytes"),
+    "last byte": (BYTES[:-1], "truncated LMDB: .* has 24575 of at least 24576 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_file(case, tmp_path):
+    content, message = DAMAGED[case]
+    with pytest.raises(DataError, match=message) as raised:
+        open_source(damaged(tmp_path, content))
+    assert raised.value.exit_code == 4
+
+
+def test_missing_and_foreign_paths(tmp_path):
+    with pytest.raises(DataError, match=r'source "nowhere_lmdb" does not exist \(the working directory is /'):
+        open_source("nowhere_lmdb")
+    with pytest.raises(DataError, match=r"neither data.mdb \(LMDB\) nor CURRENT \(LevelDB\)"):
+        open_source(str(tmp_path))
+    with pytest.raises(DataError, match="no source is given"):
+        open_source("")
+
+
+def test_database_without_records(tmp_path):
+    with pytest.raises(DataError, match="is an LMDB without records"):
+        open_source(make(tmp_path / "db", 0))
+
+
+def test_writer_leaves_nothing_when_the_block_raises(tmp_path):
+    def stop_in_the_middle():
+        with write_lmdb(str(tmp_path / "db")) as writer:
+            writer.put("a", b"x")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stop_in_the_middle()
+    assert os.listdir(tmp_path) == []
+
+
+def test_writer_refuses_what_exists(tmp_path):
+    make(tmp_path / "db", 1)
+    with pytest.raises(DataError, match="exists already"):
+        make(tmp_path / "db", 1)
+
+
+def test_writer_names_an_impossible_key(tmp_path):
+    with pytest.raises(DataError, match="cannot be written"), write_lmdb(str(tmp_path / "db")) as writer:
+        writer.put("k" * 600, b"x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_process_reads_at_the_same_time(tmp_path):
+    path = make(tmp_path / "db", 4)
+    source = open_source(path)
+    program = f"from caffepy.data.source import open_source; assert len(open_source({path!r})) == 4"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    assert len(source) == 4
