@@ -21,6 +21,7 @@ def _transform(
     x: Array, y: Array, h_off: Array, w_off: Array, mirror: Array, mean: Array, scale: Any, lo: int, hi: int
 ) -> None:
     channels, height, width = y.shape[1:]
+    last = np.uint64(width - 1)  # unsigned: no index counts from the end, so the loops become vector code
     for n in range(lo, hi):
         left = w_off[n]
         for c in range(channels):
@@ -31,7 +32,7 @@ def _transform(
                 u = y[n, c, h]
                 if mirror[n]:
                     for w in range(width):
-                        u[width - 1 - w] = (y.dtype.type(v[w]) - m[w]) * scale
+                        u[last - np.uint64(w)] = (y.dtype.type(v[w]) - m[w]) * scale
                 else:
                     for w in range(width):
                         u[w] = (y.dtype.type(v[w]) - m[w]) * scale
