@@ -1,0 +1,114 @@
+"""Transformer: what transform_param does to images, with a random stream of its own."""
+
+import logging
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy import ops
+from caffepy.blob import shape_string
+from caffepy.data import datum
+from caffepy.device import Device
+from caffepy.errors import ConfigError, DataError
+from caffepy.paths import locate
+from caffepy.proto import binary
+from caffepy.proto.caffe_pb2 import TRAIN, TransformationParameter
+
+log = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+Shape = tuple[int, ...]
+
+
+class Transformer:
+    """y[c, h, w'] = (x[c, h_off + h, w_off + w] - mean) * scale, w' = w or mirrored.
+
+    Each image draws, where they are wanted: mirror, then in TRAIN h_off and w_off of the crop; TEST crops the centre.
+    The stream is a Mersenne twister and a draw below n is its output modulo n, as in Caffe.
+    """
+
+    def __init__(self, param: TransformationParameter, phase: int, device: Device, path: str | None = None) -> None:
+        self.param = param
+        self.crop = param.crop_size
+        self.random_crop = phase == TRAIN and self.crop > 0
+        self._ops = ops.backend(device)
+        self._draws = int(param.mirror) + 2 * self.random_crop  # numbers that one image takes
+        self._twister = np.random.MT19937()
+        if self._draws:
+            seeded: Any = np.random.RandomState(device.draw_seed())  # seeds a twister as Caffe does
+            self._twister.state = seeded.get_state(legacy=False)
+        self.decode_mode = self._decode_mode()
+        self._mean = self._load_mean(path)
+
+    def _decode_mode(self) -> int:
+        if self.param.force_color and self.param.force_gray:
+            raise ConfigError("force_color and force_gray cannot both be set")
+        return datum.COLOR if self.param.force_color else datum.GRAY if self.param.force_gray else datum.NATIVE
+
+    def _load_mean(self, path: str | None) -> Array | None:
+        """(C, H, W), (1 or C, 1, 1) or None."""
+        param = self.param
+        if param.mean_file and param.mean_value:
+            raise ConfigError("mean_file and mean_value cannot both be given")
+        if param.mean_value:
+            return np.array(param.mean_value, np.float32)[:, None, None]
+        return load_mean(locate(param.mean_file, path)) if param.mean_file else None
+
+    def output_shape(self, shape: Shape) -> Shape:
+        """(C, h, w) of what an image (C, H, W) becomes; ConfigError or DataError where the sizes do not fit."""
+        channels, height, width = shape
+        param, mean, crop = self.param, self._mean, self.crop
+        if param.mean_value and len(param.mean_value) not in (1, channels):
+            raise ConfigError(f"{len(param.mean_value)} mean_value for {channels} channels; give 1 or {channels}")
+        if param.mean_file and mean is not None and mean.shape != shape:
+            raise DataError(
+                f"the mean in {param.mean_file} has shape {shape_string(mean.shape)}, the image {shape_string(shape)};"
+                " it must be of the size of the whole image, before any crop"
+            )
+        if crop > min(height, width):
+            raise ConfigError(f"crop_size {crop} is larger than the image, {height} x {width}")
+        return (channels, crop, crop) if crop else shape
+
+    def draw(self, count: int) -> Array:
+        """The random numbers of `count` images, a row each; `apply` uses them up."""
+        return np.reshape(self._twister.random_raw(count * self._draws), (count, self._draws))
+
+    def apply(self, images: Array, out: Array, draws: Array) -> None:
+        """Write out (N, C, h, w) from images (N, C, H, W) of sizes that `output_shape` accepted."""
+        n, channels = images.shape[:2]
+        mirror = draws[:, 0] % 2 if self.param.mirror else np.zeros(n, np.uint64)
+        room = [size - self.crop if self.crop else 0 for size in images.shape[2:]]  # offsets are 0 to room
+        if self.random_crop:
+            offsets = [(d % (r + 1)).astype(np.intp) for d, r in zip(draws.T[-2:], room, strict=True)]
+        else:
+            offsets = [np.full(n, r // 2, np.intp) for r in room]
+        mean = self._mean
+        if mean is not None and len(mean) < channels:
+            mean = np.repeat(mean, channels, 0)
+        self._ops.transform_batch(images, out, *offsets, mirror.astype(np.bool_), mean, self.param.scale)
+
+    def state(self) -> dict[str, Any]:
+        """Where the random stream stands; empty if nothing is drawn."""
+        if not self._draws:
+            return {}
+        state = self._twister.state["state"]
+        return {"twister": np.array(state["key"], np.uint32), "twister_position": int(state["pos"])}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Put the random stream where `state` was taken; a state without one leaves it as it is."""
+        if self._draws and "twister" in state:
+            key = np.asarray(state["twister"], np.uint32)
+            position = int(state["twister_position"])
+            self._twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
+
+
+def load_mean(path: str) -> Array:
+    """The mean image (C, H, W), float32, of a .binaryproto file."""
+    log.info("Loading mean file from: %s", path)
+    mean = binary.blob_to_array(binary.read_blob(path))
+    if mean.ndim == 4 and mean.shape[0] == 1:
+        mean = mean[0]
+    if mean.ndim != 3:
+        raise DataError(f"{path} is no mean image: its shape is {shape_string(mean.shape)}, not 1 C H W")
+    return mean

@@ -1,0 +1,240 @@
+"""Batches made ahead: always the same batches, exact states, errors at the consumer, threads that end."""
+
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.data.reader import Loader, Reader
+from caffepy.data.source import open_source
+from caffepy.data.transformer import Transformer
+from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.device import Device
+from caffepy.errors import DataError
+from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
+
+SHAPE = (2, 4, 5)
+
+
+def images(count, shape=SHAPE):
+    return np.random.default_rng(0).integers(0, 256, (count, *shape), np.uint8)
+
+
+def write(folder, records):
+    with write_lmdb(str(folder / "db")) as writer:
+        for i, record in enumerate(records):
+            writer.put(f"{i:04d}", record)
+    return str(folder / "db")
+
+
+@pytest.fixture
+def ten(tmp_path):
+    return write(tmp_path, [array_to_datum(image, i) for i, image in enumerate(images(10))])
+
+
+def reader(path, batch_size=3, depth=2, transform="", seed=5, phase=TRAIN):
+    transformer = Transformer(text_format.Parse(transform, TransformationParameter()), phase, Device(seed=seed))
+    return Reader(Loader(open_source(path), transformer, batch_size), depth, np.float32)
+
+
+def take(reader, count=1):
+    batches = []
+    for _ in range(count):
+        batch = reader.take()
+        batches.append((batch.data.copy(), batch.label.copy()))
+        reader.give_back(batch)
+    return batches
+
+
+def same(a, b):
+    assert len(a) == len(b)
+    for (data, label), (data_b, label_b) in zip(a, b, strict=True):
+        np.testing.assert_array_equal(data, data_b)
+        np.testing.assert_array_equal(label, label_b)
+
+
+def data_threads():
+    return [t for t in threading.enumerate() if t.name == "caffepy-data"]
+
+
+def test_batches_in_order_and_around_again(ten):
+    r = reader(ten)
+    for k, (data, label) in enumerate(take(r, 7)):
+        records = [(3 * k + i) % 10 for i in range(3)]
+        np.testing.assert_array_equal(label, records)
+        np.testing.assert_array_equal(data, images(10)[records])
+    r.close()
+
+
+@pytest.mark.parametrize("depth", [1, 2, 9])
+@pytest.mark.parametrize("consumed", [0, 1, 5])
+def test_resume_is_exact(ten, consumed, depth):
+    transform = "crop_size: 3 mirror: true"
+    r = reader(ten, depth=depth, transform=transform)
+    take(r, consumed)
+    state = r.state()
+    other = reader(ten, transform=transform, seed=77)
+    other.set_state(state)
+    expected = take(r, 6)
+    same(take(other, 6), expected)
+    r.set_state(state)
+    same(take(r, 6), expected)
+    r.close()
+    other.close()
+
+
+def test_stopping_drops_nothing(ten):
+    r, whole = reader(ten, transform="mirror: true"), reader(ten, transform="mirror: true")
+    parts = []
+    for _ in range(4):
+        parts += take(r, 2)
+        r.stop()
+    same(parts, take(whole, 8))
+    r.close()
+    whole.close()
+
+
+def test_the_thread_starts_at_the_first_batch_and_ends_at_close(ten):
+    before = data_threads()
+    r = reader(ten)
+    assert data_threads() == before
+    take(r)
+    (thread,) = set(data_threads()) - set(before)
+    assert thread.daemon
+    r.close()
+    assert not thread.is_alive()
+
+
+def test_a_forgotten_reader_ends_its_thread(ten):
+    before = data_threads()
+    r = reader(ten)
+    take(r)
+    (thread,) = set(data_threads()) - set(before)
+    gone = weakref.ref(r)
+    del r
+    gc.collect()
+    assert gone() is None
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_waiting_is_logged(ten, caplog, monkeypatch):
+    monkeypatch.setattr("caffepy.data.reader._waits", iter([0, 1, 1000]))
+    caplog.set_level(logging.INFO, "caffepy")
+    r = reader(ten)
+    load = r._loader.load
+
+    def slow(batch):
+        time.sleep(0.2)
+        load(batch)
+
+    monkeypatch.setattr(r._loader, "load", slow)
+    take(r, 3)
+    assert caplog.messages.count("Waiting for data") == 2
+    r.close()
+
+
+def datum(shape, label=0):
+    return array_to_datum(images(1, shape)[0], label).SerializeToString()
+
+
+def png(shape, **fields):
+    _, data = cv2.imencode(".png", np.ascontiguousarray(images(1, shape)[0].transpose(1, 2, 0)))
+    return Datum(data=data.tobytes(), encoded=True, **fields).SerializeToString()
+
+
+BAD = {
+    "other shape": (
+        datum((2, 4, 6)),
+        "",
+        r'record "0005" has shape 2 4 6 \(48\) in a batch that starts with 2 4 5 \(40\)',
+    ),
+    "other channels": (
+        datum((3, 4, 5)),
+        "crop_size: 3",
+        r"shape 3 4 5 \(60\) in a batch that starts with 2 4 5 \(40\)",
+    ),
+    "too small to crop": (
+        datum((2, 2, 5)),
+        "crop_size: 3",
+        'record "0005": crop_size 3 is larger than the image, 2 x 5',
+    ),
+    "not a Datum": (b"\xff\xff", "", 'record "0005": not a Datum'),
+    "no image": (Datum(encoded=True, data=b"x").SerializeToString(), "", 'record "0005": its image cannot be decoded'),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_record_is_named_after_the_good_batches(case, tmp_path):
+    record, transform, message = BAD[case]
+    path = write(tmp_path, [datum(SHAPE)] * 5 + [record])
+    r = reader(path, batch_size=2, transform=transform)
+    take(r, 2)
+    for _ in range(2):
+        with pytest.raises(DataError, match=message) as raised:
+            take(r, 2)
+        assert path in str(raised.value)
+        assert raised.value.exit_code == 4
+    r.close()
+
+
+def test_a_bad_first_record_is_named_each_time(tmp_path):
+    r = reader(write(tmp_path, [datum(SHAPE), datum((2, 2, 2))]), batch_size=1, transform="crop_size: 3")
+    take(r)
+    for _ in range(3):
+        with pytest.raises(DataError, match='record "0001": crop_size 3 is larger than the image, 2 x 2'):
+            take(r)
+    r.close()
+
+
+def test_the_first_record_of_a_batch_decides_its_shape(tmp_path):
+    path = write(tmp_path, [datum((1, 2, 2), 1), datum((1, 3, 3), 2), datum((2, 3, 3), 3)])
+    r = reader(path, batch_size=1)
+    assert [data.shape for data, _ in take(r, 4)] == [(1, 1, 2, 2), (1, 1, 3, 3), (1, 2, 3, 3), (1, 1, 2, 2)]
+    r.close()
+
+
+def test_images_of_any_size_are_cropped_to_one(tmp_path):
+    shapes = [(3, 6, 7), (3, 5, 5), (3, 9, 6), (3, 6, 7)]
+    r = reader(write(tmp_path, [png(s, label=i) for i, s in enumerate(shapes)]), 4, transform="crop_size: 4", phase=1)
+    ((data, label),) = take(r)
+    np.testing.assert_array_equal(label, range(4))
+    for result, (c, h, w) in zip(data, shapes, strict=True):
+        top, left = (h - 4) // 2, (w - 4) // 2
+        np.testing.assert_array_equal(result, images(1, (c, h, w))[0][:, top : top + 4, left : left + 4])
+    r.close()
+
+
+def test_float_records_and_raw_ones_mix(tmp_path):
+    values = np.linspace(-1, 1, 40, dtype=np.float32).reshape(SHAPE)
+    path = write(tmp_path, [array_to_datum(values, 1), datum(SHAPE, 2), array_to_datum(values, 3)])
+    ((data, label),) = take(reader(path, 3))
+    np.testing.assert_array_equal(data, [values, images(1)[0], values])
+    np.testing.assert_array_equal(label, [1, 2, 3])
+
+
+def test_force_flags_on_raw_records_are_said_once(ten, caplog):
+    r = reader(ten, transform="force_gray: true")
+    take(r, 3)
+    r.close()
+    assert caplog.messages == ["force_color and force_gray only for encoded datum"]
+
+
+def test_a_process_ends_with_a_reader_at_work(ten):
+    program = f"""
+import tests.data.test_reader as t
+r = t.reader({ten!r}, depth=4)
+t.take(r, 3)
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
