@@ -36,7 +36,8 @@ class Memory:
 
     def bind(self, array: Array) -> None:
         """Use this flat array from now on (a slice of a solver's flat parameters)."""
-        assert array.ndim == 1 and array.dtype == self.dtype
+        assert array.ndim == 1
+        assert array.dtype == self.dtype
         self._array, self.capacity = array, array.size
 
     @property
@@ -118,7 +119,9 @@ class Blob:
             raise ConfigError(f"a blob has at most {MAX_AXES} axes, not {len(shape)}")
         count = prod(shape)
         if count > MAX_COUNT or min(shape, default=0) < 0:
-            raise ConfigError(f"blob shape {shape_string(shape)} is not possible: sizes are 0 or more, the count below 2^31")
+            raise ConfigError(
+                f"blob shape {shape_string(shape)} is not possible: sizes are 0 or more, the count below 2^31"
+            )
         self.shape, self.count = shape, count
         for view in (self._data, self._diff):
             view.memory.reserve(count)

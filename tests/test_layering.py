@@ -1,4 +1,4 @@
-"""Packages import only from rows below them (ARCHITECTURE.md, "The house"); packages on one row do not know each other."""
+"""Packages import only from rows below them, as ARCHITECTURE.md draws the house; neighbours do not know each other."""
 
 import ast
 from pathlib import Path
@@ -31,9 +31,7 @@ ROWS = {
     "files": 1,
     "models": 4,
 }
-# data files with a finder, and a rewrite of NetParameters: it sits beside data/
-SAME_ROW = {("blob", "device"), ("pycaffe", "__init__"), ("registry", "errors"), ("layer", "filler"), ("data", "filler")}
-SAME_ROW |= {("pycaffe", name) for name in ("train", "score", "timing", "inspect_net")}
+SAME_ROW = {("pycaffe", "__init__"), ("__init__", "pycaffe"), ("registry", "errors")}
 
 
 def sources() -> dict[Path, str]:

@@ -146,11 +146,9 @@ class LossLayer(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Scalar top; both bottoms must have the same first axis."""
-        first = [b.shape[:1] for b in bottom[:2]]
-        if first[0] != first[1]:
-            raise ConfigError(
-                f"predictions and labels must agree in their first axis: {list(bottom[0].shape)} and {list(bottom[1].shape)}"
-            )
+        x, label = bottom[0].shape, bottom[1].shape
+        if x[:1] != label[:1]:
+            raise ConfigError(f"predictions and labels must agree in their first axis: {list(x)} and {list(label)}")
         top[0].reshape(())
 
     def allow_force_backward(self, index: int) -> bool:
@@ -160,4 +158,6 @@ class LossLayer(Layer):
     def refuse_label_gradient(self, propagate_down: Sequence[bool]) -> None:
         """ConfigError if the labels are asked for a gradient."""
         if len(propagate_down) > 1 and propagate_down[1]:
-            raise ConfigError(f"{self.type} cannot differentiate its labels; the layer that makes them needs no gradient")
+            raise ConfigError(
+                f"{self.type} cannot differentiate its labels; the layer that makes them needs no gradient"
+            )

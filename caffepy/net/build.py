@@ -125,7 +125,9 @@ def _readers(param: NetParameter, path: str | None) -> tuple[dict[tuple[int, int
 
 
 def _hint(name: str, known: list[str]) -> str:
-    return nearest(name, known) or (f"; blobs so far: {', '.join(known)}" if known else "; no layer before it has a top")
+    return nearest(name, known) or (
+        f"; blobs so far: {', '.join(known)}" if known else "; no layer before it has a top"
+    )
 
 
 def _split_top(param: NetParameter, top: Top, index: int) -> str:

@@ -18,8 +18,8 @@ from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError
 from caffepy.layer import Layer, check_counts, create_layer
 from caffepy.net import debug
-from caffepy.net.build import filter_state, insert_splits, where
 from caffepy.net.backprop import prune_backward
+from caffepy.net.build import filter_state, insert_splits, where
 from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
 from caffepy.proto.text import format as format_text
@@ -177,8 +177,8 @@ class Net:
         check_counts(layer, len(bottom), len(top))
         log.info("Setting up %s", layer_param.name)
         if layer.param.blobs and not layer.blobs:
-            for blob in layer.param.blobs:
-                array = blob_to_array(blob)
+            for proto in layer.param.blobs:
+                array = blob_to_array(proto)
                 layer.add_blob(array.shape).data[...] = array
             log.info("Skipping parameter initialization")
         layer.setup(bottom, top)
@@ -198,7 +198,7 @@ class Net:
         given = list(layer_param.param)
         if len(given) > len(layer.blobs):
             raise ConfigError(
-                f"Too many params specified for layer {layer_param.name}: {len(given)} for {len(layer.blobs)} parameter(s)"
+                f"Too many params specified for layer {layer_param.name}: {len(given)} for {len(layer.blobs)} blob(s)"
             )
         wants = [i >= len(given) or given[i].lr_mult != 0 for i in range(len(layer.blobs))]
         layer.param_propagate_down = wants
@@ -234,17 +234,18 @@ class Net:
         permissive = spec.share_mode == ParamSpec.PERMISSIVE
         if mine.count != theirs.count if permissive else mine.shape != theirs.shape:
             raise ConfigError(
-                f"Cannot share param '{spec.name}' owned by layer '{names[owner_layer]}' with layer '{names[layer_index]}'; "
-                f"{'count' if permissive else 'shape'} mismatch.  Owner layer param shape is {shape_string(theirs.shape)}; "
+                f"Cannot share param '{spec.name}' owned by layer '{names[owner_layer]}' with layer "
+                f"'{names[layer_index]}'; {'count' if permissive else 'shape'} mismatch.  "
+                f"Owner layer param shape is {shape_string(theirs.shape)}; "
                 f"sharing layer expects shape {shape_string(mine.shape)}"
             )
         mine.share_data(theirs)
         mine.share_diff(theirs)
         known = self._specs[owner]
         for field in ("lr_mult", "decay_mult"):
-            if not spec.HasField(field):  # type: ignore[arg-type]
+            if not spec.HasField(field):
                 continue
-            if known.HasField(field) and getattr(known, field) != getattr(spec, field):  # type: ignore[arg-type]
+            if known.HasField(field) and getattr(known, field) != getattr(spec, field):
                 raise ConfigError(
                     f"Shared param '{spec.name}' has mismatched {field}: {getattr(known, field):g} in layer "
                     f"'{names[owner_layer]}', {getattr(spec, field):g} here"
@@ -278,7 +279,7 @@ class Net:
         index = start
         try:
             with self.ops.blas_scope():
-                for index in range(start, len(self.layers) if end is None else end + 1):  # noqa: B007
+                for index in range(start, len(self.layers) if end is None else end + 1):
                     self._forward_layer(index)
         except CaffeError as error:
             raise error.at(where(self.path, self.param.layer[index])) from None
@@ -312,7 +313,7 @@ class Net:
         index = start = len(self.layers) - 1 if start is None else start
         try:
             with self.ops.blas_scope():
-                for index in range(start, end - 1, -1):  # noqa: B007
+                for index in range(start, end - 1, -1):
                     self._backward_layer(index)
         except CaffeError as error:
             raise error.at(where(self.path, self.param.layer[index])) from None

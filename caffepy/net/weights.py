@@ -42,7 +42,8 @@ def copy_trained(net: Net, source: NetParameter) -> None:
         blobs = net.layers[targets[layer.name]].blobs
         if len(blobs) != len(layer.blobs):
             raise ConfigError(
-                f"Incompatible number of blobs for layer {layer.name}: {len(layer.blobs)} in the file, {len(blobs)} in the net"
+                f"Incompatible number of blobs for layer {layer.name}: {len(layer.blobs)} in the file, "
+                f"{len(blobs)} in the net"
             )
         for j, (blob, proto) in enumerate(zip(blobs, layer.blobs, strict=True)):
             _copy_blob(blob, proto, layer.name, j)

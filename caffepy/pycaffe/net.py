@@ -52,14 +52,14 @@ class Net:
         weights: str | os.PathLike[str] | None = None,
     ) -> None:
         if isinstance(phase, (str, os.PathLike)):
-            phase, weights, level = level, phase, 0
+            weights, phase, level = phase, level, 0
         path = os.fspath(network_file)
         if not os.path.isfile(path):
             raise CaffeError(f"Could not open file {path}")
         if weights is not None and not os.path.isfile(weights):
             raise CaffeError(f"Could not open file {os.fspath(weights)}")
         param = text.read_net(path)
-        param.state.phase = phase  # type: ignore[assignment]
+        param.state.phase = phase
         param.state.level = level
         param.state.stage.extend(stages or ())
         self._attach(Inner(param, device=Device(seed=mode.device().draw_seed()), path=path))
@@ -180,7 +180,7 @@ class Net:
         """Run any number of items in batches; returns arrays of as many items for the outputs and `blobs`."""
         collected: dict[str, list[Array]] = {name: [] for name in set(self.outputs) | set(blobs or ())}
         for batch in self._batches(inputs):
-            for name, out in self.forward(blobs=blobs, **batch).items():
+            for name, out in self.forward(blobs, **batch).items():
                 collected[name].extend(out.copy())
         return _joined(collected, len(next(iter(inputs.values()))))
 
@@ -192,15 +192,15 @@ class Net:
         grads: dict[str, list[Array]] = {name: [] for name in set(self.inputs) | set(diffs or ())}
         forward_batches = self._batches({k: v for k, v in inputs.items() if k in self.inputs})
         backward_batches = self._batches({k: v for k, v in inputs.items() if k in self.outputs})
-        for forward_batch, backward_batch in zip_longest(forward_batches, backward_batches, fillvalue={}):
-            for name, out in self.forward(blobs=blobs, **forward_batch).items():
+        for data, tops in zip_longest(forward_batches, backward_batches):
+            for name, out in self.forward(blobs, **(data or {})).items():
                 outs[name].extend(out.copy())
-            for name, grad in self.backward(diffs=diffs, **backward_batch).items():
+            for name, grad in self.backward(diffs, **(tops or {})).items():
                 grads[name].extend(grad.copy())
         count = len(next(iter(inputs.values())))
         return _joined(outs, count), _joined(grads, count)
 
-    def _batches(self, arrays: dict[str, Any]) -> Iterable[dict[str, Array]]:
+    def _batches(self, arrays: dict[str, Any]) -> Iterable[dict[str, Any]]:
         if not arrays:
             return
         count = len(next(iter(arrays.values())))

@@ -55,6 +55,7 @@ def caffepy_step(param: NetParameter) -> Callable[[], None]:
 def torch_step(param: NetParameter) -> Callable[[], None]:
     """The same of PyTorch: each layer of the prototxt as its module, tops by name."""
     import torch
+
     from caffepy.net import Net, filter_state
 
     param = filter_state(param)
@@ -147,13 +148,24 @@ def main() -> None:
     if args.measure:
         name, batch = args.nets.split(":")
         return measure(args.measure, name, int(batch), args.seconds)
-    sys.stdout.write("| net | batch | caffepy ms | PyTorch ms | ratio | caffepy MiB | PyTorch MiB |\n|---|---|---|---|---|---|---|\n")
+    sys.stdout.write(
+        "| net | batch | caffepy ms | PyTorch ms | ratio | caffepy MiB | PyTorch MiB |\n|---|---|---|---|---|---|---|\n"
+    )
     for net in args.nets.split(","):
         times: dict[str, list[float]] = {"caffepy": [], "torch": []}
         peaks = {}
         for _ in range(args.rounds):
             for framework in times:
-                command = [sys.executable, __file__, "--measure", framework, "--nets", net, "--seconds", str(args.seconds)]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--measure",
+                    framework,
+                    "--nets",
+                    net,
+                    "--seconds",
+                    str(args.seconds),
+                ]
                 result = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
                 times[framework].append(median(result["ms"]))
                 peaks[framework] = result["peak"]

@@ -37,7 +37,7 @@ def test_filter_logs_the_part_that_failed(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_include_and_exclude() -> None:
-    with pytest.raises(ConfigError, match='layer "l" .*not both'):
+    with pytest.raises(ConfigError, match=r'layer "l" .*not both'):
         filter_state(definition("layer { name: 'l' include {} exclude {} }"))
 
 
@@ -47,7 +47,8 @@ def split(text: str) -> list[tuple[str, list[str], list[str]]]:
 
 def test_split_of_a_blob_with_two_readers() -> None:
     assert split(
-        """layer { name: "in" top: "x" } layer { name: "a" bottom: "x" top: "a" } layer { name: "b" bottom: "x" top: "b" }"""
+        """layer { name: "in" top: "x" } layer { name: "a" bottom: "x" top: "a" }
+        layer { name: "b" bottom: "x" top: "b" }"""
     ) == [
         ("in", [], ["x"]),
         ("x_in_0_split", ["x"], ["x_in_0_split_0", "x_in_0_split_1"]),
@@ -86,10 +87,12 @@ def test_one_reader_gets_no_split() -> None:
 
 
 def test_unknown_bottom() -> None:
-    with pytest.raises(ConfigError, match=r"Unknown bottom blob 'dta' \(layer 'a', bottom index 0\), did you mean \"data\""):
+    with pytest.raises(
+        ConfigError, match=r"Unknown bottom blob 'dta' \(layer 'a', bottom index 0\), did you mean \"data\""
+    ):
         split('layer { name: "in" top: "data" } layer { name: "a" bottom: "dta" top: "a" }')
 
 
 def test_a_layer_cannot_read_what_a_later_one_writes() -> None:
-    with pytest.raises(ConfigError, match="Unknown bottom blob 'b'"):
+    with pytest.raises(ConfigError, match=r"Unknown bottom blob 'b'"):
         split('layer { name: "a" bottom: "b" top: "a" } layer { name: "b" top: "b" }')

@@ -67,7 +67,9 @@ def test_arrays_stay_where_they_are() -> None:
 
 
 def test_in_place_layers_share_the_blob() -> None:
-    net = net_of(INPUT + ip("ip1", "x", "ip1") + 'layer { name: "r" type: "ReLU" bottom: "ip1" top: "ip1" } ' + LOSS % "ip1")
+    net = net_of(
+        INPUT + ip("ip1", "x", "ip1") + 'layer { name: "r" type: "ReLU" bottom: "ip1" top: "ip1" } ' + LOSS % "ip1"
+    )
     feed(net)
     net.forward()
     assert (net.blobs["ip1"].data >= 0).all()
@@ -80,7 +82,7 @@ def test_top_made_twice() -> None:
 
 
 def test_unknown_layer_type_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match='layer "c".*unknown layer type "Convolutoin", did you mean "Convolution"'):
+    with pytest.raises(ConfigError, match=r'layer "c".*unknown layer type "Convolutoin", did you mean "Convolution"'):
         net_of(INPUT + 'layer { name: "c" type: "Convolutoin" bottom: "x" top: "c" }')
 
 
@@ -139,7 +141,7 @@ def test_propagate_down_false_cuts_the_gradient() -> None:
 
 
 def test_propagate_down_must_be_given_per_bottom() -> None:
-    with pytest.raises(ConfigError, match="once per bottom: 2 for 1"):
+    with pytest.raises(ConfigError, match=r"once per bottom: 2 for 1"):
         net_of(INPUT + ip("a", "x", "a", "propagate_down: false propagate_down: true"))
 
 
@@ -170,7 +172,7 @@ def test_loss_is_the_weighted_sum() -> None:
 
 
 def test_loss_weight_must_be_given_per_top() -> None:
-    with pytest.raises(ConfigError, match="once per top: 2 for 1"):
+    with pytest.raises(ConfigError, match=r"once per top: 2 for 1"):
         net_of(INPUT + ip("a", "x", "a", "loss_weight: 1 loss_weight: 1"))
 
 
@@ -204,33 +206,38 @@ def test_the_sharer_may_set_the_multiplier() -> None:
 
 
 def test_multipliers_that_differ() -> None:
-    with pytest.raises(ConfigError, match="Shared param 'w' has mismatched lr_mult"):
+    with pytest.raises(ConfigError, match=r"Shared param 'w' has mismatched lr_mult"):
         net_of(INPUT + ip("a", "x", "a", SHARE % "lr_mult: 2") + ip("b", "x", "b", SHARE % "lr_mult: 3"))
 
 
 def test_shapes_that_differ() -> None:
     wide = INPUT + ip("a", "x", "a", SHARE % "") + ip("b", "a", "b", SHARE % "")
-    with pytest.raises(ConfigError, match=r"Cannot share param 'w' owned by layer 'a' with layer 'b'; shape mismatch.*5 3 \(15\)"):
+    with pytest.raises(
+        ConfigError, match=r"Cannot share param 'w' owned by layer 'a' with layer 'b'; shape mismatch.*5 3 \(15\)"
+    ):
         net_of(wide)
 
 
 def test_permissive_sharing_wants_equal_counts() -> None:
-    other = 'layer { name: "b" type: "InnerProduct" bottom: "z" top: "b" param { name: "w" share_mode: PERMISSIVE } '
-    text = (
-        'layer { name: "in" type: "Input" top: "x" top: "z" input_param { shape { dim: 4 dim: 6 } shape { dim: 4 dim: 3 } } } '
-        'layer { name: "a" type: "InnerProduct" bottom: "x" top: "a" param { name: "w" } inner_product_param { num_output: 2 } }'
-        + other
-        + "inner_product_param { num_output: %d } }"
-    )
+    text = """
+    layer { name: "in" type: "Input" top: "x" top: "z" input_param { shape { dim: 4 dim: 6 } shape { dim: 4 dim: 3 } } }
+    layer { name: "a" type: "InnerProduct" bottom: "x" top: "a" param { name: "w" }
+            inner_product_param { num_output: 2 } }
+    layer { name: "b" type: "InnerProduct" bottom: "z" top: "b" param { name: "w" share_mode: PERMISSIVE }
+            inner_product_param { num_output: %d } }
+    """
     net = net_of(text % 4)
     assert net.layers[1].blobs[0].data.base is net.layers[2].blobs[0].data.base
-    with pytest.raises(ConfigError, match="count mismatch"):
+    with pytest.raises(ConfigError, match=r"count mismatch"):
         net_of(text % 5)
 
 
 # worker nets
 
-DUMMY = 'layer { name: "d" type: "DummyData" top: "x" dummy_data_param { shape { dim: 2 dim: 3 } data_filler { type: "gaussian" } } } '
+DUMMY = """
+layer { name: "d" type: "DummyData" top: "x"
+        dummy_data_param { shape { dim: 2 dim: 3 } data_filler { type: "gaussian" } } }
+"""
 
 
 def test_a_worker_takes_shared_layers_from_the_root(caplog: pytest.LogCaptureFixture) -> None:

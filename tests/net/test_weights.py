@@ -94,14 +94,16 @@ def test_layers_are_matched_by_name() -> None:
 def test_shapes_that_differ() -> None:
     proto = weights.to_proto(filled())
     proto.layer[1].blobs[0].shape.dim[:] = [3, 5]
-    with pytest.raises(ConfigError, match="Cannot copy param 0 weights from layer 'a'; shape mismatch.*rename the layer"):
+    with pytest.raises(
+        ConfigError, match=r"Cannot copy param 0 weights from layer 'a'; shape mismatch.*rename the layer"
+    ):
         weights.copy_trained(net_of(TEXT), proto)
 
 
 def test_numbers_of_blobs_that_differ() -> None:
     proto = weights.to_proto(filled())
     del proto.layer[1].blobs[1]
-    with pytest.raises(ConfigError, match="Incompatible number of blobs for layer a: 1 in the file, 2 in the net"):
+    with pytest.raises(ConfigError, match=r"Incompatible number of blobs for layer a: 1 in the file, 2 in the net"):
         weights.copy_trained(net_of(TEXT), proto)
 
 
@@ -115,7 +117,7 @@ def test_legacy_shapes_are_right_aligned(legacy: tuple[int, ...], fits: bool) ->
         weights.copy_trained(net, proto)
         assert net.params[0].data[0, 1] == 2
     else:
-        with pytest.raises(ConfigError, match="shape mismatch"):
+        with pytest.raises(ConfigError, match=r"shape mismatch"):
             weights.copy_trained(net, proto)
 
 
@@ -147,7 +149,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights, "to_proto", no_space)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(OSError, match=r"No space"):
         weights.save_binary(net_of(TEXT), str(path))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]

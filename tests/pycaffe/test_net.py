@@ -6,8 +6,12 @@ import pytest
 import caffepy as caffe
 from tests.net.nets import INPUT, LOSS, ip
 
-TEXT = "force_backward: true " + INPUT + ip("a", "x", "a") + 'layer { name: "r" type: "ReLU" bottom: "a" top: "a" } ' + ip(
-    "b", "a", "b"
+TEXT = (
+    "force_backward: true "
+    + INPUT
+    + ip("a", "x", "a")
+    + 'layer { name: "r" type: "ReLU" bottom: "a" top: "a" } '
+    + ip("b", "a", "b")
 )
 
 
