@@ -178,7 +178,7 @@ class Reader:
         """The next batch; hand it back with `give_back` when it was used. Raises what went wrong in making it."""
         if self._thread is None:
             self._start()
-        if self._ring.full.empty() and next(_waits) % WAITS_PER_LINE == 0:
+        elif self._ring.full.empty() and next(_waits) % WAITS_PER_LINE == 0:
             log.info("Waiting for data")
         batch = self._ring.full.get()
         if isinstance(batch, BaseException):

@@ -11,6 +11,8 @@ from weakref import WeakValueDictionary
 import lmdb
 
 from caffepy.errors import DataError
+from caffepy.proto.sniff import sniff
+from caffepy.registry import nearest
 
 log = logging.getLogger(__name__)
 
@@ -88,12 +90,12 @@ class LMDB(Source):
     kind = "LMDB"
 
     def __init__(self, path: str, file: str) -> None:
-        check_lmdb(path, file)
         try:
+            check_lmdb(path, file)
             self._handle = _shared(file, _open_lmdb)
             self._cursor = self._handle.database.begin(buffers=True).cursor()
             super().__init__(path)
-        except lmdb.Error as error:
+        except (lmdb.Error, OSError) as error:
             raise DataError(f"{path} cannot be read as an LMDB: {error}") from None
 
     def __len__(self) -> int:
@@ -218,12 +220,10 @@ def _metas(file: str) -> Iterator[tuple[int, int, int]]:
 def check_lmdb(path: str, file: str) -> None:
     """DataError unless the file is an LMDB that has all its pages: LMDB itself would crash on the missing ones."""
     size = os.path.getsize(file)
-    if not size:
-        raise DataError(f"{path} is not an LMDB: {os.path.basename(file)} is empty")
     metas = list(_metas(file))
-    if not metas:
-        raise DataError(f"{path} is not an LMDB: {file} lacks LMDB's mark")
-    _, page_size, last_page = max(metas)
+    if not metas and (kind := sniff(file)) != "LMDB":
+        raise DataError(f"{path} is not an LMDB: {file} {'is' if kind == 'empty' else 'looks like'} {kind}")
+    _, page_size, last_page = max(metas, default=(0, 4096, 1))
     needed = (last_page + 1) * page_size
     if len(metas) < 2 or size < needed:
         raise DataError(
@@ -234,10 +234,10 @@ def check_lmdb(path: str, file: str) -> None:
 def _look(path: str) -> str:
     """The file data.mdb if `path` is an LMDB, "" if it is a LevelDB; DataError says what else it is."""
     if not os.path.exists(path):
+        folder, name = os.path.split(path.rstrip(os.sep))
+        hint = nearest(name, os.listdir(folder or ".")) if os.path.isdir(folder or ".") else ""
         beside = "" if os.path.isabs(path) else f" (the working directory is {os.getcwd()})"
-        raise DataError(f'source "{path}" does not exist{beside}')
-    if not os.access(path, os.R_OK):
-        raise DataError(f'source "{path}" may not be read')
+        raise DataError(f'source "{path}" does not exist{hint}{beside}')
     if os.path.isfile(path):
         return path
     if os.path.exists(file := os.path.join(path, "data.mdb")):

@@ -5,7 +5,6 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -127,19 +126,23 @@ def test_a_forgotten_reader_ends_its_thread(ten):
     assert not thread.is_alive()
 
 
-def test_waiting_is_logged(ten, caplog, monkeypatch):
-    monkeypatch.setattr("caffepy.data.reader._waits", iter([0, 1, 1000]))
+def test_every_thousandth_wait_is_logged(ten, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "caffepy")
+    gate = threading.Semaphore(1)  # a batch is made only once the consumer waits for it; the first one before
+
+    def waits():
+        for number in (0, 1, 1000):
+            gate.release()
+            yield number
+
+    monkeypatch.setattr("caffepy.data.reader._waits", waits())
     r = reader(ten)
     load = r._loader.load
-
-    def slow(batch):
-        time.sleep(0.2)
-        load(batch)
-
-    monkeypatch.setattr(r._loader, "load", slow)
-    take(r, 3)
+    monkeypatch.setattr(r._loader, "load", lambda batch: (gate.acquire(), load(batch)))
+    take(r, 4)
     assert caplog.messages.count("Waiting for data") == 2
+    gate.release()
+    gate.release()
     r.close()
 
 

@@ -139,10 +139,11 @@ def damaged(tmp_path, content):
 
 BYTES = (GOLDEN / "raw_lmdb" / "data.mdb").read_bytes()
 DAMAGED = {
-    "empty": (b"", "is not an LMDB: data.mdb is empty"),
-    "text": (b"name: 'lenet'\n" * 1000, "lacks LMDB's mark"),
-    "short text": (b"hello", "lacks LMDB's mark"),
-    "zeros": (bytes(20000), "lacks LMDB's mark"),
+    "empty": (b"", "is not an LMDB: .*data.mdb is empty"),
+    "text": (b"name: 'lenet'\n" * 1000, "is not an LMDB: .*data.mdb looks like text"),
+    "short text": (b"hello", "is not an LMDB: .*data.mdb looks like text"),
+    "zeros": (bytes(20000), "is not an LMDB: .*data.mdb looks like zero bytes"),
+    "within the first lines": (BYTES[:100], "truncated LMDB: .* has 100 of at least 8192 bytes"),
     "within the first page": (BYTES[:1000], "truncated LMDB: .* has 1000 of at least 8192 bytes"),
     "one page": (BYTES[:4096], "truncated LMDB: .* has 4096 of at least 8192 bytes"),
     "two pages": (BYTES[:8192], "truncated LMDB: .* has 8192 of at least 24576 bytes"),
@@ -164,6 +165,9 @@ def test_missing_and_foreign_paths(tmp_path):
         open_source("nowhere_lmdb")
     with pytest.raises(DataError, match=r"neither data.mdb \(LMDB\) nor CURRENT \(LevelDB\)"):
         open_source(str(tmp_path))
+    (tmp_path / "train_lmdb").touch()
+    with pytest.raises(DataError, match='train_lmbd" does not exist, did you mean "train_lmdb"'):
+        open_source(f"{tmp_path}/train_lmbd")
     with pytest.raises(DataError, match="no source is given"):
         open_source("")
 
