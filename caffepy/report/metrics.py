@@ -131,7 +131,7 @@ class Metrics(Reporter):
 
     def _write_row(self) -> None:
         row, self._row = self._row, {}
-        if not row or self._failed:
+        if row.keys() <= {"iteration"} or self._failed:  # nothing to tell, as of a test that was interrupted
             return
         images_per_s = self._speed.read()
         row |= {

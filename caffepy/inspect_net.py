@@ -1,0 +1,184 @@
+"""`caffepy check`: the layers of a net, or of a solver's nets, without running them."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from caffepy.blob import shape_string
+from caffepy.device import Device
+from caffepy.layer import Layer
+from caffepy.models.synthetic import synthetic as without_data
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
+from caffepy.proto.text import read_net, read_solver
+from caffepy.solver.check import check_param
+from caffepy.solver.nets import net_sources
+
+TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer: shapes of its tops, number of parameters, bytes that its tops add, operations of a forward pass."""
+
+    name: str
+    type: str
+    tops: dict[str, tuple[int, ...]]
+    parameters: int
+    memory: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class NetInfo:
+    """One net. Layers that share parameters list them each; `parameters` of the net counts them once."""
+
+    role: str
+    name: str
+    layers: Sequence[LayerInfo]
+    parameters: int
+
+    @property
+    def memory(self) -> int:
+        """Bytes that all blobs between the layers take for their data; training takes as many again for their diffs."""
+        return sum(layer.memory for layer in self.layers)
+
+    @property
+    def flops(self) -> int:
+        """Operations of a forward pass of the batch."""
+        return sum(layer.flops for layer in self.layers)
+
+    def table(self) -> str:
+        """A line a layer and the totals."""
+        rows = [("layer", "type", "top shapes", "parameters", "memory", "FLOPs")]
+        for layer in self.layers:
+            shapes = ", ".join(shape_string(shape) for shape in layer.tops.values())
+            rows.append(
+                (layer.name, layer.type, shapes, f"{layer.parameters:,}", _bytes(layer.memory), _si(layer.flops))
+            )
+        rows.append(("all", "", "", f"{self.parameters:,}", _bytes(self.memory), _si(self.flops)))
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [f"{self.role}{f' of {self.name!r}' if self.name else ''}"]
+        for row in rows:
+            left = (f"{cell:{width}}" for cell, width in zip(row[:3], widths[:3], strict=True))
+            right = (f"{cell:>{width}}" for cell, width in zip(row[3:], widths[3:], strict=True))
+            lines.append("  ".join((*left, *right)))
+        return "\n".join(lines)
+
+
+def as_json(nets: Sequence[NetInfo]) -> str:
+    """A list with an object for each net, and in it one for each layer; memory in bytes."""
+    return json.dumps([asdict(net) | {"memory": net.memory, "flops": net.flops} for net in nets])
+
+
+def inspect(
+    path: str,
+    *,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    synthetic: bool = False,
+    image: Sequence[int] | None = None,
+) -> list[NetInfo]:
+    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers speak of.
+
+    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
+    ConfigError and DataError say what is wrong.
+    """
+    infos = []
+    for role, param, origin in _solver_nets(path) if is_solver(path) else _phases(path, level, stages):
+        net = Net(without_data(param, image=image) if synthetic else param, device=Device(seed=0), path=origin)
+        try:
+            infos.append(NetInfo(role, net.name, list(_layers(net)), sum(blob.count for blob in net.learnable_params)))
+        finally:
+            net.close()
+    return infos
+
+
+def is_solver(path: str) -> bool:
+    """Whether the outermost fields of a text file are those of a solver rather than those of a net."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            names = set(outer_fields(file.read()))
+    except OSError:
+        return False  # reading it will tell what is wrong
+    solver, net = SolverParameter.DESCRIPTOR.fields_by_name, NetParameter.DESCRIPTOR.fields_by_name
+    return len(names & solver.keys()) > len(names & net.keys())
+
+
+def outer_fields(text: str) -> Iterator[str]:
+    """The names of the outermost fields, and unquoted values, of a text in protobuf's text format."""
+    depth = 0
+    for token in TOKEN.findall(text):
+        if token in "{<":
+            depth += 1
+        elif token in "}>":
+            depth -= 1
+        elif depth == 0 and token[0] not in "#\"'":
+            yield token
+
+
+def _solver_nets(path: str) -> Iterator[tuple[str, NetParameter, str | None]]:
+    param = read_solver(path)
+    check_param(param, path)
+    train, tests = net_sources(param, path)
+    yield "train net", train.param, train.path
+    for k, test in enumerate(tests):
+        yield f"test net #{k}", test.param, test.path
+
+
+def _phases(path: str, level: int, stages: Sequence[str]) -> Iterator[tuple[str, NetParameter, str | None]]:
+    param = read_net(path)
+    rules = [rule for layer in param.layer for rule in (*layer.include, *layer.exclude)]
+    param.state.level = level
+    param.state.stage.extend(stages)
+    for phase in (TRAIN, TEST) if any(rule.HasField("phase") for rule in rules) else (TEST,):
+        in_phase = NetParameter()
+        in_phase.CopyFrom(param)
+        in_phase.state.phase = phase
+        yield f"{'TRAIN' if phase == TRAIN else 'TEST'} net", in_phase, path
+
+
+def _layers(net: Net) -> Iterator[LayerInfo]:
+    seen: set[int] = set()
+    for i, layer in enumerate(net.layers):
+        memory = 0
+        for top in net.tops[i]:
+            if id(top.data_memory) not in seen:
+                seen.add(id(top.data_memory))
+                memory += top.count * top.dtype.itemsize
+        yield LayerInfo(
+            net.layer_names[i],
+            layer.type,
+            dict(zip(net.top_names[i], (top.shape for top in net.tops[i]), strict=True)),
+            sum(blob.count for blob in layer.blobs),
+            memory,
+            flops(layer, [b.count for b in net.bottoms[i]], [t.count for t in net.tops[i]]),
+        )
+
+
+def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+    """Operations of a forward pass on bottoms and tops of these counts: two for each multiplication with its addition.
+
+    Convolution, Deconvolution and InnerProduct are counted, with one operation more a value for the bias; what other
+    layers do is small beside that and counts nothing. A backward pass takes about twice as many.
+    """
+    if layer.type not in ("Convolution", "Deconvolution", "InnerProduct"):
+        return 0
+    weight = layer.blobs[0]
+    bias = sum(tops) if len(layer.blobs) > 1 else 0
+    if layer.type == "InnerProduct":
+        return 2 * weight.count * tops[0] // layer.param.inner_product_param.num_output + bias
+    positions = sum(bottoms if layer.type == "Deconvolution" else tops) // weight.shape[0]
+    return 2 * weight.count * positions + bias
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
+
+
+def _si(count: int) -> str:
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return str(count)

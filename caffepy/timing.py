@@ -1,0 +1,155 @@
+"""`caffe time`: how long each layer takes, forward and backward."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+
+from caffepy.device import Device
+from caffepy.layer.base import Layer
+from caffepy.models.synthetic import synthetic as without_data
+from caffepy.net import Net
+from caffepy.ops.cpu import set_num_threads
+from caffepy.proto.caffe_pb2 import TEST, TRAIN
+from caffepy.proto.text import read_net
+from caffepy.report.text import number
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class LayerTime:
+    """Mean milliseconds of one layer."""
+
+    name: str
+    type: str
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Mean milliseconds of each layer and of whole passes over `iterations` batches of `batch` images (0: unknown)."""
+
+    layers: Sequence[LayerTime]
+    forward: float
+    backward: float
+    total: float
+    iterations: int
+    batch: int
+
+    @property
+    def images_per_s(self) -> float:
+        """Images a second, forward and backward."""
+        return self.batch * self.iterations / self.total * 1000
+
+    def table(self) -> str:
+        """A line a layer: name, type, milliseconds forward and backward, share of the sum."""
+        width = max(len(layer.name) for layer in self.layers)
+        kind = max(len(layer.type) for layer in self.layers)
+        whole = sum(layer.forward + layer.backward for layer in self.layers)
+        lines = [f"{'layer':{width}}  {'type':{kind}}  forward ms  backward ms  share"]
+        for t in self.layers:
+            share = (t.forward + t.backward) / whole
+            lines.append(f"{t.name:{width}}  {t.type:{kind}}  {t.forward:10.3f}  {t.backward:11.3f}  {share:5.1%}")
+        lines.append(f"{'all':{width}}  {'':{kind}}  {self.forward:10.3f}  {self.backward:11.3f}")
+        if self.batch:
+            lines.append(f"{self.images_per_s:.0f} images/s")
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """An object of the same fields; times in milliseconds."""
+        return json.dumps(asdict(self) | {"images_per_s": self.images_per_s})
+
+
+def time_net(
+    model: str,
+    *,
+    iterations: int = 50,
+    phase: str = "TRAIN",
+    device: Device | None = None,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    threads: int | None = None,
+    synthetic: bool = False,
+    image: Sequence[int] | None = None,
+) -> Timing:
+    """Time the net of the file `model`, after one pass to warm up; logs Caffe's lines.
+
+    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
+    """
+    if threads:
+        set_num_threads(threads)
+    log.info("Use CPU.")
+    param = read_net(model)
+    param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
+    param.state.stage.extend(stages)
+    net = Net(without_data(param, image=image) if synthetic else param, device=device, path=model)
+    try:
+        return _time(net, iterations)
+    finally:
+        net.close()
+
+
+def _time(net: Net, iterations: int) -> Timing:
+    layers = [LayerTime(name, layer.type) for name, layer in zip(net.layer_names, net.layers, strict=True)]
+    with net.ops.blas_scope():
+        log.info("Performing Forward")
+        _forward(net, layers)
+        log.info("Initial loss: %s", number(net.loss()))
+        log.info("Performing Backward")
+        _backward(net, layers)
+        for layer in layers:
+            layer.forward = layer.backward = 0.0
+        log.info("*** Benchmark begins ***")
+        log.info("Testing for %d iterations.", iterations)
+        begin = perf_counter()
+        forward = backward = 0.0
+        for j in range(iterations):
+            ahead, back = _forward(net, layers), _backward(net, layers)
+            forward, backward = forward + ahead, backward + back
+            log.info("Iteration: %d forward-backward time: %s ms.", j + 1, number(ahead + back))
+        total = (perf_counter() - begin) * 1000
+    for layer in layers:
+        layer.forward, layer.backward = layer.forward / iterations, layer.backward / iterations
+    first = net.tops[0][0].shape if net.tops and net.tops[0] else ()
+    timing = Timing(layers, forward / iterations, backward / iterations, total, iterations, first[0] if first else 0)
+    _log(timing)
+    return timing
+
+
+def _forward(net: Net, layers: Sequence[LayerTime]) -> float:
+    """One forward pass: adds each layer's milliseconds, returns those of the pass."""
+    begin = since = perf_counter()
+    for i, layer in enumerate(layers):
+        net.forward(i, i)
+        now = perf_counter()
+        layer.forward += (now - since) * 1000
+        since = now
+    return (since - begin) * 1000
+
+
+def _backward(net: Net, layers: Sequence[LayerTime]) -> float:
+    """One backward pass; as in Caffe all layers that can are asked, also those whose gradients nobody needs."""
+    begin = since = perf_counter()
+    for i in reversed(range(len(layers))):
+        layer = net.layers[i]
+        if type(layer).backward is not Layer.backward:
+            layer.backward(net.tops[i], net.bottom_need_backward[i], net.bottoms[i])
+        now = perf_counter()
+        layers[i].backward += (now - since) * 1000
+        since = now
+    return (since - begin) * 1000
+
+
+def _log(timing: Timing) -> None:
+    log.info("Average time per layer: ")
+    for layer in timing.layers:
+        log.info("%10s\tforward: %s ms.", layer.name, number(layer.forward))
+        log.info("%10s\tbackward: %s ms.", layer.name, number(layer.backward))
+    log.info("Average Forward pass: %s ms.", number(timing.forward))
+    log.info("Average Backward pass: %s ms.", number(timing.backward))
+    log.info("Average Forward-Backward: %s ms.", number(timing.total / timing.iterations))
+    log.info("Total Time: %s ms.", number(timing.total))
+    log.info("*** Benchmark ends ***")

@@ -1,0 +1,1 @@
+"""The command line: one file a command. Strings become values here; what is done with them is elsewhere."""

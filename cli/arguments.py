@@ -1,0 +1,46 @@
+"""Caffe's ways to write a command line, turned into the one that click reads.
+
+Caffe's flags come as `-solver x`, `-solver=x`, `--solver x` and `--solver=x`, booleans as `-flag`, `-noflag` and
+`-flag=false`, and may stand before the command; dashes and underscores are the same.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+TRUE = ("1", "t", "true", "y", "yes")
+FALSE = ("0", "f", "false", "n", "no")
+
+
+def normalize(arguments: Sequence[str], takes_value: Mapping[str, bool]) -> list[str]:
+    """The command first, then `--name=value` and `--flag`; `takes_value` has the names of all flags, without dashes.
+
+    Unknown flags go through, so that click can speak of them. Nothing after `--` is touched.
+    """
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    flags: list[str] = []
+    words: list[str] = []
+    rest = iter(arguments[:cut])
+    for argument in rest:
+        if argument.startswith("-") and len(argument) > 1:
+            flags.append(_flag(argument, rest, takes_value))
+        else:
+            words.append(argument)
+    command = [word.replace("_", "-") for word in words[:1]]
+    return [*command, *flags, *words[1:], *arguments[cut:]]
+
+
+def _flag(argument: str, rest: Iterator[str], takes_value: Mapping[str, bool]) -> str:
+    name, equals, value = argument.lstrip("-").partition("=")
+    name = name.replace("_", "-")
+    if name == "h":
+        name = "help"
+    if takes_value.get(name):
+        if not equals:
+            given = next(rest, None)
+            return f"--{name}" if given is None else f"--{name}={given}"
+        return f"--{name}={value}"
+    negated = name.removeprefix("no")
+    if name not in takes_value and negated != name and f"no-{negated}" in takes_value:
+        return f"--no-{negated}"
+    if equals and f"no-{name}" in takes_value and value.lower() in TRUE + FALSE:
+        return f"--{name}" if value.lower() in TRUE else f"--no-{name}"
+    return f"--{name}{equals}{value}"

@@ -1,0 +1,52 @@
+"""caffepy check"""
+
+import click
+
+from caffepy.cli import options
+
+
+@click.command(short_help="Read a solver or a net and show its layers, without running it.")
+@click.argument("file", default="", metavar="[FILE|NAME]")
+@options.solver
+@options.model
+@options.level
+@options.stage
+@options.synthetic
+@options.as_json
+@options.logged(least=1)
+def check(
+    file: str,
+    solver: options.Definition | None,
+    model: options.Definition | None,
+    level: int,
+    stages: tuple[str, ...],
+    synthetic: bool,
+    image: tuple[int, ...] | None,
+    as_json: bool,
+) -> None:
+    """Build the nets of a solver, or a net in its phases, and print a table of their layers to stdout.
+
+    For each layer: name, type, shapes of its tops, parameters, memory of the tops, operations of a forward pass
+    (convolutions and inner products only). Whether FILE is a solver or a net shows from its fields.
+
+    \b
+    Examples:
+      caffepy check solver.prototxt
+      caffepy check --model vgg16 --synthetic
+    """
+    given = [definition for definition in (solver, model) if definition is not None]
+    if file:
+        given.append(options.find_definition(file, "solver"))
+    if len(given) != 1:
+        raise click.UsageError("Need one definition to check: FILE, --solver FILE or --model FILE.")
+    from caffepy.inspect_net import as_json as to_json
+    from caffepy.inspect_net import inspect
+
+    nets = inspect(
+        given[0].path,
+        level=level,
+        stages=stages,
+        synthetic=synthetic or image is not None,
+        image=image or options.image_of(given[0], synthetic),
+    )
+    click.echo(to_json(nets) if as_json else "\n\n".join(net.table() for net in nets))

@@ -1,0 +1,115 @@
+"""The `caffepy` command: its subcommands, and the one place where errors become messages and exit codes."""
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from caffepy import __version__
+from caffepy.cli.arguments import normalize
+from caffepy.cli.check import check
+from caffepy.cli.device_query import device_query
+from caffepy.cli.test import test
+from caffepy.cli.time import time
+from caffepy.cli.train import INTERRUPTED, train
+from caffepy.errors import CaffeError, DataError
+from caffepy.registry import nearest
+
+BUG = 70
+
+EPILOG = """
+\b
+Flags may be written -flag value, -flag=value, --flag value or --flag=value.
+\b
+Exit codes: 0 done, 2 usage, 3 configuration, 4 data, 5 diverged, 6 device, 7 synchronization,
+75 stopped by a signal after a snapshot, 130 interrupted, 70 a bug of caffepy.
+\b
+Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_source caffepy)"
+"""
+
+
+class Commands(click.Group):
+    """The group of commands; an unknown one comes with the nearest known name."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """The command that the first argument names; UsageError if there is none."""
+        name = args[0]
+        if self.get_command(ctx, name) is None and not name.startswith("-"):
+            known = self.list_commands(ctx)
+            ctx.fail(f'no such command "{name}"{nearest(name, known)} (commands: {", ".join(known)})')
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=Commands,
+    epilog=EPILOG,
+    invoke_without_command=True,
+    commands=(train, test, time, check, device_query),
+    context_settings={"max_content_width": 110},
+)
+@click.version_option(__version__, message="%(version)s")
+@click.pass_context
+def caffepy(context: click.Context) -> None:
+    """Train Caffe nets: solver and net prototxts in, Caffe's log lines, weights and snapshots out.
+
+    \b
+    caffepy train --solver digits                    train a bundled net on its data
+    caffepy train --solver solver.prototxt           train your own
+    caffepy COMMAND --help                           what a command can do, with examples
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def main() -> None:
+    """Run the command line of this process and end it."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line; messages go to stderr. Returns the exit code."""
+    try:
+        return caffepy.main(normalize(arguments, flags()), prog_name="caffepy", standalone_mode=False) or 0
+    except click.UsageError as error:
+        _say(_unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message())
+        if error.ctx is not None:
+            click.echo(error.ctx.get_usage(), err=True)
+        return error.exit_code
+    except CaffeError as error:
+        _say(str(error), hint(error, arguments))
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        _say("this is a bug of caffepy, not yours; please report it with the lines above")
+        return BUG
+
+
+def flags() -> dict[str, bool]:
+    """The names of the flags of all commands, without dashes, and whether each takes a value."""
+    parameters = [p for command in (caffepy, *caffepy.commands.values()) for p in command.params]
+    return {
+        name.lstrip("-"): not parameter.is_flag
+        for parameter in parameters
+        if isinstance(parameter, click.Option)
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
+
+
+def _unknown_option(error: click.NoSuchOption) -> str:
+    known = [name for p in error.ctx.command.get_params(error.ctx) for name in p.opts] if error.ctx else []
+    return f'no such option "{error.option_name}"{nearest(error.option_name, known)}'
+
+
+def hint(error: CaffeError, arguments: Sequence[str]) -> str:
+    """What to try next, where the command line has a way out."""
+    if isinstance(error, DataError) and {"time", "check"} & set(arguments):
+        return "to go without the data, add --synthetic"
+    return ""
+
+
+def _say(message: str, further: str = "") -> None:
+    click.echo(f"caffepy: error: {message}" + (f"\n({further})" if further else ""), err=True)

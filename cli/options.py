@@ -1,0 +1,165 @@
+"""Options that several commands share, and how their strings become values."""
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import click
+
+from caffepy import models
+from caffepy.errors import ConfigError, DeviceError
+from caffepy.registry import nearest
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+
+
+class Definition(NamedTuple):
+    """A prototxt file, and the name of the bundled model that it belongs to, if it was given by that name."""
+
+    path: str
+    bundled: str | None = None
+
+
+def find_definition(name: str, kind: str) -> Definition:
+    """The file of this name, else the bundled model's prototxt of this kind; ConfigError if there is neither."""
+    if os.path.exists(name):
+        return Definition(name)
+    path = models.path(name, kind)
+    if path is None:
+        known = models.names()
+        hint = nearest(name, known) if os.path.basename(name) == name else ""
+        raise ConfigError(f'no file "{name}", and no bundled model of that name{hint} (bundled: {", ".join(known)})')
+    return Definition(path, name)
+
+
+def _definition(kind: str) -> Callable[[click.Context, click.Parameter, str], Definition | None]:
+    return lambda context, parameter, value: find_definition(value, kind) if value else None
+
+
+def _devices(context: click.Context, parameter: click.Parameter, value: str) -> str | None:
+    if value and value != "all" and not all(token.strip().isdigit() for token in value.split(",")):
+        raise click.BadParameter(f'{value!r} is neither "all" nor device numbers separated by commas')
+    return value or None
+
+
+def _split(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(value.split(","))
+
+
+def _files(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in value.split(",") if name.strip())
+
+
+solver: Decorator = click.option(
+    "--solver",
+    type=click.Path(),
+    default="",
+    callback=_definition("solver"),
+    help="Solver prototxt, or the name of a bundled model.",
+)
+model: Decorator = click.option(
+    "--model",
+    type=click.Path(),
+    default="",
+    callback=_definition("train_val"),
+    help="Net prototxt, or the name of a bundled model.",
+)
+weights: Decorator = click.option(
+    "--weights",
+    type=click.Path(),
+    default="",
+    callback=_files,
+    help="Trained weights (.caffemodel or .h5), several separated by commas; layers are matched by name.",
+)
+gpu: Decorator = click.option(
+    "--gpu",
+    default="",
+    callback=_devices,
+    metavar="IDS|all",
+    help="Devices to run on: numbers separated by commas, or all. Default: the CPU.",
+)
+iterations: Decorator = click.option(
+    "--iterations", type=click.IntRange(min=1), default=50, show_default=True, help="How many batches."
+)
+level: Decorator = click.option("--level", type=int, default=0, show_default=True, help="Level of the net's state.")
+stage: Decorator = click.option(
+    "--stage", "stages", default="", callback=_split, help="Stages of the net's state, separated by commas."
+)
+threads: Decorator = click.option(
+    "--threads", type=click.IntRange(min=1), help="CPU threads to compute with. Default: one a core."
+)
+as_json: Decorator = click.option("--json", "as_json", is_flag=True, help="Print the result to stdout as JSON.")
+
+
+def synthetic(command: Command) -> Command:
+    """--synthetic and --image, which replace the data layers of a net."""
+    flag = click.option("--synthetic", is_flag=True, help="Put random images and labels in the place of the data.")
+    image = click.option(
+        "--image",
+        callback=_shape,
+        metavar="C,H,W",
+        help="Shape of the random images, where the net does not tell it. Implies --synthetic.",
+    )
+    return flag(image(command))
+
+
+def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    sizes = value.split(",")
+    if len(sizes) != 3 or not all(size.strip().isdigit() for size in sizes):
+        raise click.BadParameter(f"{value!r} is not three sizes: channels,height,width")
+    return tuple(map(int, sizes))
+
+
+def logged(least: int = 0) -> Decorator:
+    """glog's flags, and what is logged goes where they say while the command runs; `least` is the default level."""
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def run(*, log_dir: str, minloglevel: int, logtostderr: bool, v: int, **values: Any) -> Any:
+            from caffepy.report import logging_to
+
+            lowest = logging.DEBUG if v > 0 and minloglevel == 0 else LEVELS[minloglevel]
+            with logging_to(log_dir=None if logtostderr else log_dir, level=lowest):
+                return command(**values)
+
+        for option in (
+            click.option(
+                "--log-dir", type=click.Path(), default="", envvar="GLOG_log_dir", help="Folder for a log file."
+            ),
+            click.option(
+                "--minloglevel",
+                type=click.IntRange(0, 3),
+                default=least,
+                show_default=True,
+                envvar="GLOG_minloglevel",
+                help="Least severity to log: 0 information, 1 warnings, 2 errors, 3 fatal errors.",
+            ),
+            click.option("--logtostderr/--no-logtostderr", envvar="GLOG_logtostderr", help="Log to stderr only."),
+            click.option("--alsologtostderr/--no-alsologtostderr", default=True, hidden=True, expose_value=False),
+            click.option("--v", type=int, default=0, envvar="GLOG_v", help="1: log more."),
+        ):
+            run = option(run)
+        return run
+
+    return decorate
+
+
+def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
+    """The shape of a bundled model's images, if they are to be synthetic."""
+    if not (synthetic and definition.bundled):
+        return None
+    from caffepy.models.synthetic import image_shape
+
+    return image_shape(definition.bundled)
+
+
+def refuse_gpu(devices: str | None) -> None:
+    """DeviceError if devices are asked for."""
+    if devices:
+        raise DeviceError(f'no CUDA device for --gpu "{devices}": this version computes on the CPU; leave out --gpu')

@@ -1,0 +1,43 @@
+"""caffepy test"""
+
+import click
+
+from caffepy.cli import options
+
+
+@click.command(short_help="Score trained weights on a net's test data.")
+@options.model
+@options.weights
+@options.gpu
+@options.iterations
+@options.level
+@options.stage
+@options.threads
+@options.as_json
+@options.logged()
+def test(
+    model: options.Definition | None,
+    weights: tuple[str, ...],
+    gpu: str | None,
+    iterations: int,
+    level: int,
+    stages: tuple[str, ...],
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Run a net in its TEST phase and print the means of its outputs to stdout.
+
+    \b
+    Examples:
+      caffepy test --model digits --weights digits_iter_500.caffemodel --iterations 3
+      caffepy test --model train_val.prototxt --weights net.caffemodel --json
+    """
+    if model is None:
+        raise click.UsageError("Need a model definition to score: give --model FILE or the name of a bundled model.")
+    if not weights:
+        raise click.UsageError("Need model weights to score: give --weights FILE.")
+    options.refuse_gpu(gpu)
+    from caffepy.score import score
+
+    result = score(model.path, weights, iterations=iterations, level=level, stages=stages, threads=threads)
+    click.echo(result.json() if as_json else result.table())

@@ -1,0 +1,55 @@
+"""caffepy time"""
+
+import click
+
+from caffepy.cli import options
+
+PHASES = click.Choice(["TRAIN", "TEST"])
+
+
+@click.command(short_help="Time the layers of a net.")
+@options.model
+@options.gpu
+@options.iterations
+@click.option("--phase", type=PHASES, default="TRAIN", show_default=True, help="Phase of the net.")
+@options.level
+@options.stage
+@options.threads
+@options.synthetic
+@options.as_json
+@options.logged()
+def time(
+    model: options.Definition | None,
+    gpu: str | None,
+    iterations: int,
+    phase: str,
+    level: int,
+    stages: tuple[str, ...],
+    threads: int | None,
+    synthetic: bool,
+    image: tuple[int, ...] | None,
+    as_json: bool,
+) -> None:
+    """Time forward and backward of each layer, means over the iterations, and print a table to stdout.
+
+    \b
+    Examples:
+      caffepy time --model lenet --synthetic
+      caffepy time --model train_val.prototxt --iterations 20
+    """
+    if model is None:
+        raise click.UsageError("Need a model definition to time: give --model FILE or the name of a bundled model.")
+    options.refuse_gpu(gpu)
+    from caffepy.timing import time_net
+
+    result = time_net(
+        model.path,
+        iterations=iterations,
+        phase=phase,
+        level=level,
+        stages=stages,
+        threads=threads,
+        synthetic=synthetic or image is not None,
+        image=image or options.image_of(model, synthetic),
+    )
+    click.echo(result.json() if as_json else result.table())

@@ -1,0 +1,67 @@
+"""caffepy train"""
+
+import click
+
+from caffepy.cli import options
+
+INTERRUPTED = 130
+EFFECTS = click.Choice(["stop", "snapshot", "none"])
+
+
+@click.command(short_help="Train a net, from the start or from a snapshot.")
+@options.solver
+@options.weights
+@click.option(
+    "--snapshot",
+    type=click.Path(),
+    default="",
+    help="Solver state to resume from; auto: the newest good one of the solver's prefix, if there is one.",
+)
+@options.gpu
+@options.level
+@options.stage
+@click.option("--sigint-effect", type=EFFECTS, default="stop", show_default=True, help="What Ctrl-C does.")
+@click.option("--sighup-effect", type=EFFECTS, default="snapshot", show_default=True, help="What SIGHUP does.")
+@click.option("--progress/--no-progress", default=None, help="The progress line. Default: on a terminal.")
+@options.threads
+@options.logged()
+def train(
+    solver: options.Definition | None,
+    weights: tuple[str, ...],
+    snapshot: str,
+    gpu: str | None,
+    level: int,
+    stages: tuple[str, ...],
+    sigint_effect: str,
+    sighup_effect: str,
+    progress: bool | None,
+    threads: int | None,
+) -> int:
+    """Train the net of a solver prototxt, or of a bundled model.
+
+    SIGTERM takes a snapshot and stops. A stopped run ends with exit code 75; --snapshot auto goes on from there.
+    Besides the snapshots a run leaves PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png.
+
+    \b
+    Examples:
+      caffepy train --solver digits
+      caffepy train --solver solver.prototxt --weights caffenet.caffemodel
+      caffepy train --solver solver.prototxt --snapshot auto --log-dir logs
+    """
+    if solver is None:
+        raise click.UsageError("Need a solver definition to train: give --solver FILE or the name of a bundled model.")
+    from caffepy.train import train as run
+
+    result = run(
+        solver.path,
+        weights=weights,
+        snapshot=snapshot or None,
+        gpu=gpu,
+        level=level,
+        stages=stages,
+        sigint_effect=sigint_effect,
+        sighup_effect=sighup_effect,
+        progress=progress,
+        threads=threads,
+    )
+    return result.exit_code or (INTERRUPTED if result.stopped else 0)

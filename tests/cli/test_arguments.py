@@ -1,0 +1,37 @@
+import pytest
+
+from caffepy.cli.arguments import normalize
+from caffepy.cli.main import flags
+
+CASES = {
+    "one dash": ("train -solver s.prototxt", "train --solver=s.prototxt"),
+    "one dash, equals": ("train -solver=s.prototxt", "train --solver=s.prototxt"),
+    "two dashes": ("train --solver s.prototxt", "train --solver=s.prototxt"),
+    "two dashes, equals": ("train --solver=s.prototxt", "train --solver=s.prototxt"),
+    "underscores": ("train --sigint_effect none -log_dir x", "train --sigint-effect=none --log-dir=x"),
+    "command with underscore": ("device_query -gpu all", "device-query --gpu=all"),
+    "flags before the command": ("-gpu 0 train --no-progress -solver s", "train --gpu=0 --no-progress --solver=s"),
+    "value that looks like a flag": ("test -weights -w", "test --weights=-w"),
+    "value with equals": ("train -solver=a=b", "train --solver=a=b"),
+    "flag without its value": ("train -solver", "train --solver"),
+    "boolean": ("time -synthetic --json", "time --synthetic --json"),
+    "negated as gflags do": ("train -noprogress -nologtostderr", "train --no-progress --no-logtostderr"),
+    "boolean with value": ("train -logtostderr=1 -progress=false", "train --logtostderr --no-progress"),
+    "verbosity": ("train -v=1 -minloglevel 2", "train --v=1 --minloglevel=2"),
+    "help": ("train -h", "train --help"),
+    "unknown flag": ("train -slover x", "train --slover x"),
+    "unknown flag with a no": ("train -nothing", "train --nothing"),
+    "argument": ("check -level 1 net.prototxt", "check --level=1 net.prototxt"),
+    "after two dashes": ("check -- -net.prototxt", "check -- -net.prototxt"),
+    "a lone dash": ("check -", "check -"),
+    "nothing": ("", ""),
+}
+
+
+@pytest.mark.parametrize(("typed", "understood"), CASES.values(), ids=CASES.keys())
+def test_normalize(typed: str, understood: str) -> None:
+    assert normalize(typed.split(), flags()) == understood.split()
+
+
+def test_an_empty_value_stays() -> None:
+    assert normalize(["train", "-gpu", "", "-stage="], flags()) == ["train", "--gpu=", "--stage="]

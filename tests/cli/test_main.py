@@ -1,0 +1,191 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from caffepy import __version__
+from caffepy.cli import main
+from caffepy.errors import (
+    ConfigError,
+    DataError,
+    DeviceError,
+    DivergenceError,
+    SyncError,
+    UsageError,
+)
+
+Captured = pytest.CaptureFixture[str]
+CAFFE_FLAGS = {
+    "train": ["solver", "weights", "snapshot", "gpu", "level", "stage", "sigint_effect", "sighup_effect"],
+    "test": ["model", "weights", "gpu", "iterations", "level", "stage"],
+    "time": ["model", "gpu", "iterations", "phase", "level", "stage"],
+    "device_query": ["gpu"],
+}
+CAFFE_DEFAULTS = {"iterations": 50, "level": 0, "sigint_effect": "stop", "sighup_effect": "snapshot", "phase": "TRAIN"}
+GLOG_FLAGS = ["log_dir", "minloglevel", "logtostderr", "alsologtostderr", "v"]
+ERRORS = {
+    2: UsageError,
+    3: ConfigError,
+    4: DataError,
+    5: DivergenceError,
+    6: DeviceError,
+    7: SyncError,
+}
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that makes `caffepy device-query` raise."""
+
+    def install(error: BaseException) -> None:
+        def raise_it(**_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr(main.device_query, "callback", raise_it)
+
+    return install
+
+
+@pytest.mark.parametrize("command", CAFFE_FLAGS)
+def test_every_flag_of_caffe_is_there_with_its_default(command: str) -> None:
+    parameters = {
+        name.lstrip("-"): p for p in main.caffepy.commands[command.replace("_", "-")].params for name in p.opts
+    }
+    for flag in CAFFE_FLAGS[command] + GLOG_FLAGS:
+        parameter = parameters[flag.replace("_", "-")]
+        if flag in CAFFE_DEFAULTS:
+            assert parameter.default == CAFFE_DEFAULTS[flag]
+
+
+@pytest.mark.parametrize("command", ["", *main.caffepy.commands])
+def test_help_has_an_example(command: str, capsys: Captured) -> None:
+    assert main.run([*command.split(), "--help"]) == 0
+    assert f"  caffepy {command}" in capsys.readouterr().out
+
+
+def test_no_command_shows_the_help(capsys: Captured) -> None:
+    assert main.run([]) == 0
+    assert capsys.readouterr().out.startswith("Usage: caffepy")
+
+
+def test_version(capsys: Captured) -> None:
+    assert main.run(["-version"]) == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
+TYPOS = {
+    "command": ("trian", 'caffepy: error: no such command "trian", did you mean "train"?'),
+    "flag": ("train -slover x", 'caffepy: error: no such option "--slover", did you mean "--solver"?'),
+    "choice": ("train -sigint_effect stpo", "Invalid value for '--sigint-effect': 'stpo' is not one of"),
+    "number": ("test -iterations few", "Invalid value for '--iterations': 'few' is not a valid integer range"),
+    "no iterations": ("time -iterations 0", "Invalid value for '--iterations': 0 is not in the range x>=1"),
+    "device": ("test -gpu 0,x", "'0,x' is neither \"all\" nor device numbers separated by commas"),
+    "image": ("time -image 3,32", "'3,32' is not three sizes: channels,height,width"),
+    "no solver": ("train", "Need a solver definition to train"),
+    "no model": ("test", "Need a model definition to score"),
+    "no model to time": ("time", "Need a model definition to time"),
+    "no weights": ("test -model digits", "Need model weights to score"),
+    "nothing to check": ("check", "Need one definition to check"),
+    "argument": ("train digits", "Got unexpected extra argument (digits)"),
+}
+
+
+@pytest.mark.parametrize(("typed", "message"), TYPOS.values(), ids=TYPOS.keys())
+def test_usage_errors(typed: str, message: str, capsys: Captured) -> None:
+    assert main.run(typed.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "\nUsage: caffepy" in error
+
+
+@pytest.mark.parametrize("code", ERRORS)
+def test_known_errors_are_one_message_and_their_exit_code(code: int, failing: Any, capsys: Captured) -> None:
+    failing(ERRORS[code]("what is wrong\n  x: 1\n  ^", "net.prototxt:3:1"))
+    assert main.run(["device-query"]) == code
+    assert capsys.readouterr().err == "caffepy: error: net.prototxt:3:1: what is wrong\n  x: 1\n  ^\n"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()], ids=["ctrl-c", "abort"])
+def test_interrupted(error: BaseException, failing: Any, capsys: Captured) -> None:
+    failing(error)
+    assert main.run(["device-query"]) == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_bug_keeps_its_traceback(failing: Any, capsys: Captured) -> None:
+    failing(ZeroDivisionError("oh"))
+    assert main.run(["device-query"]) == 70
+    error = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in error
+    assert error.splitlines()[-1].startswith("caffepy: error: this is a bug of caffepy")
+
+
+def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main.device_query, "callback", lambda **_: 75)
+    assert main.run(["device-query"]) == 75
+
+
+def test_neither_file_nor_bundled_model(capsys: Captured) -> None:
+    assert main.run(["train", "-solver", "digitss"]) == 3
+    assert 'no file "digitss", and no bundled model of that name, did you mean "digits"?' in capsys.readouterr().err
+
+
+def test_device_query(capsys: Captured) -> None:
+    assert main.run(["device_query"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.startswith("CPU: ")
+    assert "no CUDA device" in shown.out
+    assert "Querying GPUs" in shown.err
+    assert main.run(["device-query", "--json", "-minloglevel=1"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["gpus"] == []
+    assert shown.err == ""
+
+
+@pytest.mark.parametrize("command", ["device_query", "test -model digits -weights w", "time -model digits"])
+def test_asking_for_a_gpu_where_none_can_be_used(command: str, capsys: Captured) -> None:
+    assert main.run([*command.split(), "-gpu", "all"]) == 6
+    assert 'no CUDA device for --gpu "all"' in capsys.readouterr().err
+
+
+def test_glogs_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    monkeypatch.setenv("GLOG_log_dir", str(tmp_path))
+    assert main.run(["device-query"]) == 0
+    assert "Querying GPUs" in (tmp_path / "caffepy.INFO").read_text()
+    monkeypatch.setenv("GLOG_minloglevel", "1")
+    capsys.readouterr()
+    assert main.run(["device-query"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def python_m(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "caffepy", *arguments], capture_output=True, text=True, check=False, **settings
+    )
+
+
+def test_as_a_module_and_without_heavy_imports() -> None:
+    code = "import sys; from caffepy.cli.main import run; run(['train', '--help']); print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1]
+    assert not [name for name in ("numpy", "google.protobuf", "numba", "tqdm", "cv2") if f"'{name}'" in loaded]
+    done = python_m("devce-query")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert 'did you mean "device-query"?' in done.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    ours, its = os.pipe()
+    os.close(ours)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "caffepy", "device-query"], stdout=its, stderr=subprocess.PIPE, text=True
+    )
+    os.close(its)
+    _, error = child.communicate()
+    assert "Traceback" not in error
+    assert "BrokenPipe" not in error
