@@ -1,0 +1,140 @@
+"""Binary files of Caffe, read whole: weights, solver states, means; and the arrays inside their blobs."""
+
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState, Type
+from caffepy.proto.sniff import mismatch, sniff
+from caffepy.proto.upgrade import upgrade_net
+
+__all__ = ["array_to_blob", "blob_to_array", "blob_to_diff", "read_blob", "read_net", "read_state", "sniff"]
+
+M = TypeVar("M", bound=Message)
+
+_RAW_TYPES = {Type.DOUBLE: "<f8", Type.FLOAT: "<f4", Type.FLOAT16: "<f2", Type.INT: "<i4", Type.UINT: "<u4"}
+_NVCAFFE_RECURRENT_PARAM = 151
+_DATA_TAG, _DIFF_TAG = b"\x2a", b"\x32"  # fields 5 and 6, length-delimited
+
+
+def read_net(path: str) -> NetParameter:
+    """The net of a .caffemodel, upgraded; ConfigError says what else the file is."""
+    net = _read(path, NetParameter(), "a caffemodel", ConfigError)
+    for layer in net.layer:
+        if not layer.HasField("recurrent_param"):
+            for field in UnknownFieldSet(layer):
+                if field.field_number == _NVCAFFE_RECURRENT_PARAM and isinstance(field.data, bytes):
+                    _merge(layer.recurrent_param, field.data, path, "a caffemodel", ConfigError)
+    return upgrade_net(net, path)
+
+
+def read_state(path: str) -> SolverState:
+    """The state of a .solverstate; ConfigError says what else the file is."""
+    return _read(path, SolverState(), "a solver state", ConfigError)
+
+
+def read_blob(path: str) -> BlobProto:
+    """The blob of a .binaryproto, such as a mean; DataError says what else the file is."""
+    return _read(path, BlobProto(), "a mean file", DataError)
+
+
+def _read(path: str, message: M, kind: str, error: type[CaffeError]) -> M:
+    if sniff(path) != kind:
+        raise mismatch(path, kind, error)
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError:
+        raise mismatch(path, kind, error) from None
+    _merge(message, data, path, kind, error)
+    return message
+
+
+def _merge(message: Message, data: bytes, path: str, kind: str, error: type[CaffeError]) -> None:
+    try:
+        message.MergeFromString(data)
+    except DecodeError:
+        raise mismatch(path, kind, error) from None
+
+
+def blob_to_array(blob: BlobProto) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The values of a blob as float32, in its shape (four axes if a legacy extent is set).
+
+    double_data wins over data; NVCaffe's raw_data is read where neither is set. Raises ConfigError if the number of
+    values is not that of the shape.
+    """
+    return _shaped(blob, _values(blob, "double_data", "data", "raw_data"))
+
+
+def blob_to_diff(blob: BlobProto) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    """The gradient of a blob, like its values, or None if the blob carries none."""
+    values = _values(blob, "double_diff", "diff", "raw_diff")
+    return _shaped(blob, values) if values.size else None
+
+
+def array_to_blob(array: np.ndarray[Any, Any], diff: np.ndarray[Any, Any] | None = None) -> BlobProto:
+    """A BlobProto with the array's shape and, as float32, its values and perhaps its gradient."""
+    blob = BlobProto(shape=BlobShape(dim=array.shape))
+    blob.MergeFromString(_packed(_DATA_TAG, array))
+    if diff is not None:
+        assert diff.shape == array.shape, f"diff {diff.shape} of data {array.shape}"
+        blob.MergeFromString(_packed(_DIFF_TAG, diff))
+    return blob
+
+
+def _packed(tag: bytes, array: np.ndarray[Any, Any]) -> bytes:
+    """A packed float field. Joining bytes takes no time; protobuf's own containers take values one by one."""
+    payload = np.ascontiguousarray(array, "<f4").tobytes()
+    length, prefix = len(payload), bytearray(tag)
+    while length >= 0x80:
+        prefix.append(length & 0x7F | 0x80)
+        length >>= 7
+    prefix.append(length)
+    return bytes(prefix) + payload
+
+
+def _values(blob: BlobProto, double: str, single: str, raw: str) -> np.ndarray[Any, Any]:
+    """The flat values of the first of the three fields that is set."""
+    if getattr(blob, double):
+        return np.fromiter(getattr(blob, double), np.float64, len(getattr(blob, double)))
+    if getattr(blob, single) or not blob.HasField(raw):  # type: ignore[arg-type] # one of two known names
+        return _unpacked(blob, single)
+    stored = getattr(blob, f"{raw}_type")
+    if stored not in _RAW_TYPES:
+        raise ConfigError(f"a blob holds values of type {Type.Name(stored)}, which weights cannot have")
+    data, dtype = getattr(blob, raw), np.dtype(_RAW_TYPES[stored])
+    if len(data) % dtype.itemsize:
+        raise ConfigError(f"a blob holds {len(data)} bytes, which is not a whole number of {Type.Name(stored)} values")
+    return np.frombuffer(data, dtype)
+
+
+def _unpacked(blob: BlobProto, field: str) -> np.ndarray[Any, Any]:
+    """A float field of the blob, by way of its serialized form, which numpy can copy at once."""
+    values = getattr(blob, field)
+    if len(values) < 1000:
+        return np.fromiter(values, np.float32, len(values))
+    alone = BlobProto()
+    getattr(alone, field).MergeFrom(values)
+    return np.frombuffer(alone.SerializeToString(), "<f4", len(values), _header(4 * len(values)))
+
+
+def _header(length: int) -> int:
+    """Bytes of the tag and length in front of a packed field."""
+    return 1 + max(1, -(-length.bit_length() // 7))
+
+
+def _shaped(blob: BlobProto, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    legacy = ("num", "channels", "height", "width")
+    dims = list(blob.shape.dim)
+    if any(blob.HasField(extent) for extent in legacy):
+        dims = [getattr(blob, extent) for extent in legacy]
+    count = 1
+    for dim in dims:
+        count *= dim
+    if count != values.size or any(dim < 0 for dim in dims):
+        shape = " ".join(map(str, dims)) or "of a scalar"
+        raise ConfigError(f"a blob holds {values.size} values, but its shape {shape} has {count}")
+    return values.reshape(dims).astype(np.float32)

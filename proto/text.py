@@ -1,0 +1,448 @@
+"""Protobuf's text format, as prototxt files hold it: read with errors that point at the place, and written.
+
+The grammar is protobuf's own. Positions are character offsets until they are shown; lines and columns start at 1.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Final, NoReturn, TypeVar
+
+from google.protobuf import text_format
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
+from google.protobuf.message import Message
+
+from caffepy.errors import ConfigError
+from caffepy.proto import upgrade
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
+from caffepy.proto.forks import fork_of_field, fork_of_value
+from caffepy.proto.sniff import mismatch, sniff
+from caffepy.registry import nearest
+
+M = TypeVar("M", bound=Message)
+
+_TOKEN = re.compile(
+    r"""(?: \s++ | \#[^\n]*+ )*+
+    (?: (?P<name> [A-Za-z_]\w*+ )
+      | (?P<number> \.?[0-9] (?: [eE][+-]? | [\w.] )*+ )
+      | (?P<string> "(?: [^"\\\n] | \\[^\n] )*+" | '(?: [^'\\\n] | \\[^\n] )*+' )
+      | (?P<symbol> [-{}<>\[\]:;,] )
+      | (?P<end> \Z )
+      | (?P<other> . ) )""",
+    re.VERBOSE | re.ASCII | re.DOTALL,
+)
+_INTEGER = re.compile(r"0[xX][0-9a-fA-F]{1,16}|0[0-7]{0,22}|[1-9][0-9]{0,19}", re.ASCII)
+_FLOAT = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)[fF]?", re.ASCII)
+_ESCAPE = re.compile(
+    rb"\\(?: ([abfnrtv?'\"\\]) | ([0-3]?[0-7]{1,2}) | [xX]([0-9a-fA-F]{1,2}) | u([0-9a-fA-F]{4}) "
+    rb"| U([0-9a-fA-F]{8}) | (.) )",
+    re.VERBOSE | re.DOTALL,
+)
+_ESCAPED = dict(zip(b"abfnrtv?'\"\\", b"\a\b\f\n\r\t\v?'\"\\", strict=True))
+_BOOLEANS = {"true": True, "True": True, "t": True, "1": True, "false": False, "False": False, "f": False, "0": False}
+_RANGES = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
+_CLOSERS = {"{": "}", "<": ">"}
+_WIDTH: Final = 110
+"""Longest part of a source line that a message shows."""
+
+
+def parse(text: str, message: M, path: str = "<text>") -> M:
+    """Read `text` into `message` and return it.
+
+    Raises ConfigError: `path:line:col: what is wrong`, then the source line and a caret.
+    """
+    parser = _Parser(text, path)
+    parser.read_into(message)
+    return message
+
+
+def format(message: Message) -> str:
+    """The message in text format, as Caffe logs it."""
+    return text_format.MessageToString(message)
+
+
+def read_net(path: str) -> NetParameter:
+    """The net of a prototxt file, upgraded; ConfigError if there is no such net."""
+    return upgrade.upgrade_net(_read(path, NetParameter()), path)
+
+
+def read_solver(path: str) -> SolverParameter:
+    """The solver of a prototxt file, upgraded, with a snapshot prefix; the nets it names are not read."""
+    return upgrade.upgrade_solver(_read(path, SolverParameter()), path)
+
+
+def locate_layer(path: str, layer: LayerParameter) -> str:
+    """`path:line:col` of the block that `layer`, perhaps upgraded or made by a rewrite of the net, comes from.
+
+    The file is read anew; `path` alone is returned when the block is not found there.
+    """
+    parser = _reread(path)
+    if parser is None:
+        return path
+    offsets = _block_offsets(parser, layer)
+    return parser.place(offsets[0]) if offsets else path
+
+
+def locate_field(path: str, field: str) -> str:
+    """`path:line:col` of an outermost field of the file, or `path` alone if it is not there."""
+    parser = _reread(path)
+    if parser is None or field not in parser.outer:
+        return path
+    return parser.place(parser.outer[field])
+
+
+def _read_text(path: str) -> str:
+    """The file's text. Bytes that are not UTF-8 become surrogates: in a comment they do no harm."""
+    with open(path, "rb") as file:
+        return file.read().decode("utf-8", "surrogateescape").removeprefix("\ufeff")
+
+
+def _read(path: str, message: M) -> M:
+    try:
+        text = _read_text(path)
+    except (OSError, ValueError):
+        raise mismatch(path, "a prototxt") from None
+    try:
+        parse(text, message, path)
+    except ConfigError:
+        if sniff(path) != "text":
+            raise mismatch(path, "a prototxt") from None
+        raise
+    if not message.ListFields():
+        raise ConfigError(f'"{path}" is empty')
+    return message
+
+
+def _reread(path: str) -> "_Parser | None":
+    """A parser that has read the file as a net or as a solver, or None."""
+    try:
+        text = _read_text(path)
+    except (OSError, ValueError):
+        return None
+    for message in (NetParameter(), SolverParameter()):
+        parser = _Parser(text, path)
+        try:
+            parser.read_into(message)
+        except ConfigError:
+            continue
+        return parser
+    return None
+
+
+def _block_offsets(parser: "_Parser", layer: LayerParameter) -> list[int]:
+    """Where the blocks start that `layer` may come from, the likeliest first."""
+    blocks = [(offset, _as_layer(block)) for offset, block in parser.layers]
+    named = [(offset, block) for offset, block in blocks if block.name == layer.name]
+    if not named and layer.type == "Split":
+        named = [(offset, block) for offset, block in blocks if layer.bottom[0] in block.top][-1:]
+    if not named and layer.type == "Input" and "input" in parser.outer:
+        return [parser.outer["input"]]
+    named.sort(key=lambda entry: _likeness(entry[1], layer), reverse=True)
+    return [offset for offset, _ in named]
+
+
+def _likeness(block: LayerParameter, layer: LayerParameter) -> tuple[bool, ...]:
+    fields = ("type", "include", "exclude", "top", "bottom")
+    return tuple(getattr(block, field) == getattr(layer, field) for field in fields)
+
+
+def _as_layer(block: LayerParameter | V1LayerParameter) -> LayerParameter:
+    if isinstance(block, LayerParameter):
+        return block
+    layer = LayerParameter()
+    upgrade.upgrade_layer(block, layer)
+    if block.HasField("layer"):
+        layer.name = block.layer.name
+        layer.type = upgrade.V1_TYPES.get(upgrade.V0_TYPES.get(block.layer.type, ""), "")
+    return layer
+
+
+class _Field:
+    """What the parser must know of a field, looked up once."""
+
+    def __init__(self, proto: FieldDescriptorProto, descriptor: FieldDescriptor) -> None:
+        self.name = descriptor.name
+        self.descriptor = descriptor
+        self.repeated = proto.label == FieldDescriptorProto.LABEL_REPEATED
+        self.required = proto.label == FieldDescriptorProto.LABEL_REQUIRED
+        self.holds_message = descriptor.message_type is not None
+        self.values = {v.name: v.number for v in descriptor.enum_type.values} if descriptor.enum_type else {}
+        self.read = _READERS.get(descriptor.cpp_type, _Parser.integer)
+
+
+@cache
+def _fields(descriptor: Descriptor) -> dict[str, _Field]:
+    proto = DescriptorProto()
+    descriptor.CopyToProto(proto)
+    return {p.name: _Field(p, d) for p, d in zip(proto.field, descriptor.fields, strict=True)}
+
+
+class _Parser:
+    """One pass over a text: the current token, where it starts, and what was met where."""
+
+    def __init__(self, text: str, path: str) -> None:
+        self.text = text
+        self.path = path
+        self.kind = self.value = ""
+        self.start = self.stop = 0
+        self.outer: dict[str, int] = {}
+        """Where each outermost field first starts."""
+        self.layers: list[tuple[int, LayerParameter | V1LayerParameter]] = []
+        """Every layer block and where it starts, nested ones too."""
+
+    def read_into(self, message: Message) -> None:
+        self.advance()
+        self.block(message, "", 0, self.outer)
+
+    def advance(self) -> None:
+        match = _TOKEN.match(self.text, self.stop)
+        assert match is not None
+        assert match.lastgroup is not None
+        self.kind = match.lastgroup
+        self.value = match[self.kind]
+        self.start, self.stop = match.span(self.kind)
+
+    def take(self, *values: str) -> str:
+        """The current token if it is one of these, else an empty string."""
+        value = self.value
+        if value not in values:
+            return ""
+        self.advance()
+        return value
+
+    # What is wrong, and where.
+
+    def place(self, offset: int) -> str:
+        line = self.text.count("\n", 0, offset) + 1
+        column = offset - self.text.rfind("\n", 0, offset)
+        return f"{self.path}:{line}:{column}"
+
+    def fail(self, message: str, offset: int | None = None) -> NoReturn:
+        offset = self.start if offset is None else offset
+        raise ConfigError(f"{message}\n{self.excerpt(offset)}", self.place(offset))
+
+    def excerpt(self, offset: int) -> str:
+        """The source line and, below, a caret at the offset; of a long line only what is near."""
+        begin = self.text.rfind("\n", 0, offset) + 1
+        end = self.text.find("\n", offset)
+        end = len(self.text) if end < 0 else end
+        begin = max(begin, offset - _WIDTH // 2)
+        line = self.text[begin : min(end, begin + _WIDTH)].rstrip()
+        shown = "".join(c if c.isprintable() else " " if c.isspace() else "?" for c in line)
+        return f"  {shown}\n  {' ' * (offset - begin)}^"
+
+    def unexpected(self, wanted: str) -> NoReturn:
+        if self.kind == "end":
+            self.fail(f"the file ends where {wanted} should be")
+        if self.value in ("'", '"'):
+            self.fail("this string is not closed on its line")
+        found = self.value if self.value.isprintable() else ascii(self.value)
+        self.fail(f"expected {wanted}, not {found[:40]}")
+
+    def unknown_field(self, message: Message) -> NoReturn:
+        name, descriptor = self.value, message.DESCRIPTOR
+        said = f'unknown field "{name}" in {descriptor.name}'
+        fork = fork_of_field(descriptor.name, name)
+        if fork is not None:
+            self.fail(f"{said}: it is a field of {fork}, which caffepy does not have")
+        for mine, other, kind in ((NetParameter, SolverParameter, "solver"), (SolverParameter, NetParameter, "net")):
+            if isinstance(message, mine) and name in _fields(other.DESCRIPTOR):
+                self.fail(f"{said}: it is a field of a {kind}; is this file a {kind}?")
+        homes = [
+            field.name
+            for field in descriptor.fields
+            if field.message_type is not None and name in field.message_type.fields_by_name
+        ]
+        hint = nearest(name, _fields(descriptor))
+        if homes and not hint:
+            hint = f"; it belongs into {', '.join(homes[:4])}{', ...' if len(homes) > 4 else ''}"
+        self.fail(said + hint)
+
+    # What may stand where.
+
+    def block(self, message: Message, closer: str, opened: int, seen: dict[str, int]) -> None:
+        """Fields up to the closing brace, which is left for the caller; the end of the file closes the outermost."""
+        fields = _fields(message.DESCRIPTOR)
+        while self.value != closer:
+            if self.kind != "name":
+                if self.kind == "end":
+                    self.fail(f'this "{self.text[opened]}" is not closed', opened)
+                self.unexpected("a field name")
+            field = fields.get(self.value)
+            if field is None:
+                self.unknown_field(message)
+            if field.name in seen and not field.repeated:
+                line = self.text.count("\n", 0, seen[field.name]) + 1
+                self.fail(f'"{field.name}" is given a second time in {message.DESCRIPTOR.name} (first in line {line})')
+            seen.setdefault(field.name, self.start)
+            self.advance()
+            if field.holds_message:
+                self.messages(message, field, seen)
+            else:
+                self.values(message, field)
+            self.take(",", ";")
+        for field in fields.values():
+            if field.required and field.name not in seen:
+                self.fail(f'{message.DESCRIPTOR.name} needs "{field.name}"')
+
+    def messages(self, message: Message, field: _Field, seen: dict[str, int]) -> None:
+        self.take(":")
+        if field.repeated and self.take("["):
+            self.listed(lambda: self.message(getattr(message, field.name).add(), field, self.start))
+            return
+        child = getattr(message, field.name)
+        if field.repeated:
+            child = child.add()
+        else:
+            child.SetInParent()
+        self.message(child, field, self.start if self.value in _CLOSERS else seen[field.name])
+
+    def message(self, child: Message, field: _Field, start: int) -> None:
+        opened, opener = self.start, self.take(*_CLOSERS)
+        if not opener:
+            self.unexpected(f'"{{" after "{field.name}"')
+        if isinstance(child, (LayerParameter, V1LayerParameter)):
+            self.layers.append((start, child))
+        self.block(child, _CLOSERS[opener], opened, {})
+        self.advance()
+
+    def values(self, message: Message, field: _Field) -> None:
+        if not self.take(":"):
+            self.unexpected(f'":" after "{field.name}"')
+        if not field.repeated:
+            setattr(message, field.name, field.read(self, field))
+            return
+        container = getattr(message, field.name)
+        if self.take("["):
+            self.listed(lambda: container.append(field.read(self, field)))
+        else:
+            container.append(field.read(self, field))
+
+    def listed(self, element: Callable[[], None]) -> None:
+        """Elements with commas between them, up to the closing bracket."""
+        if self.take("]"):
+            return
+        element()
+        while not self.take("]"):
+            if not self.take(","):
+                self.unexpected('"," or "]"')
+            element()
+
+    # Values of one kind each.
+
+    def integer(self, field: _Field) -> int:
+        start = self.start
+        negative = bool(self.take("-"))
+        match = _INTEGER.fullmatch(self.value)
+        low, high = _RANGES[field.descriptor.cpp_type]
+        if match is None:
+            if self.kind != "number":
+                self.unexpected(f'a whole number for "{field.name}"')
+            if self.value.isdigit() and not self.value.startswith("0"):
+                self.fail(f'"{field.name}" must lie between {low} and {high}', start)
+            self.fail(f'"{field.name}" needs a whole number', start)
+        octal = self.value.startswith("0") and self.value.isdigit()
+        value = int(self.value, 8 if octal else 0) * (-1 if negative else 1)
+        if not low <= value <= high:
+            if value < 0 and low == 0:
+                self.fail(f'"{field.name}" must not be negative', start)
+            self.fail(f'"{field.name}" must lie between {low} and {high}', start)
+        self.advance()
+        return value
+
+    def real(self, field: _Field) -> float:
+        sign = -1.0 if self.take("-") else 1.0
+        match = _FLOAT.fullmatch(self.value)
+        if match is not None:
+            value = float(match[1])
+        elif self.kind == "name" and self.value.lower() in ("inf", "infinity", "nan"):
+            value = float(self.value)
+        else:
+            self.unexpected(f'a number for "{field.name}"')
+        self.advance()
+        return sign * value
+
+    def boolean(self, field: _Field) -> bool:
+        if self.value not in _BOOLEANS:
+            self.unexpected(f'true or false for "{field.name}"')
+        return _BOOLEANS[self.take(self.value)]
+
+    def enumerator(self, field: _Field) -> int:
+        start = self.start
+        if self.kind == "number" or self.take("-"):
+            number = int(self.value) if re.fullmatch("[0-9]{1,9}", self.value) else -1
+            if self.text[start] == "-" or number not in field.values.values():
+                self.fail(f'"{field.name}" takes {_known(field)}', start)
+        else:
+            name = self.value.strip("\"'")
+            if self.kind not in ("name", "string"):
+                self.unexpected(f'a value for "{field.name}" ({_known(field)})')
+            if name not in field.values:
+                self.unknown_value(field, name)
+            if self.kind == "string":
+                self.fail(f'"{field.name}" takes {name} without quotes')
+            number = field.values[name]
+        self.advance()
+        return number
+
+    def unknown_value(self, field: _Field, name: str) -> NoReturn:
+        said = f'unknown value "{name}" for "{field.name}"'
+        fork = fork_of_value(name)
+        if fork is not None:
+            self.fail(f"{said}: it is a value of {fork}, which caffepy does not have")
+        if field.descriptor.containing_type is V1LayerParameter.DESCRIPTOR and name in upgrade.V1_TYPES.values():
+            self.fail(f'{said}: a layer whose type is a string is called "layer", not "layers"')
+        self.fail(f"{said}{nearest(name, field.values)} (it takes {_known(field)})")
+
+    def string(self, field: _Field) -> str | bytes:
+        if self.kind != "string":
+            if self.kind == "name":
+                suggestion = upgrade.V1_TYPES.get(self.value, self.value) if field.name == "type" else self.value
+                self.fail(f'"{field.name}" needs a string in quotes: {field.name}: "{suggestion}"')
+            self.unexpected(f'a string in quotes for "{field.name}"')
+        start, data = self.start, b""
+        while self.kind == "string":
+            data += self.value[1:-1].encode("utf-8", "surrogateescape")
+            self.advance()
+        if b"\\" in data:
+            data = _ESCAPE.sub(lambda match: self.unescaped(match, start), data)
+        if field.descriptor.type == FieldDescriptor.TYPE_BYTES:
+            return data
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            self.fail(f'"{field.name}" is not UTF-8', start)
+
+    def unescaped(self, match: re.Match[bytes], start: int) -> bytes:
+        simple, octal, hexadecimal, *points, _ = match.groups()
+        if simple:
+            return bytes([_ESCAPED[simple[0]]])
+        if octal:
+            return bytes([int(octal, 8)])
+        if hexadecimal:
+            return bytes([int(hexadecimal, 16)])
+        point = int(points[0] or points[1] or b"110000", 16)
+        if point > 0x10FFFF:
+            self.fail(f"unknown escape {ascii(match[0].decode('latin-1'))[1:-1]} in this string", start)
+        return chr(point).encode("utf-8", "surrogatepass")
+
+
+_READERS = {
+    FieldDescriptor.CPPTYPE_FLOAT: _Parser.real,
+    FieldDescriptor.CPPTYPE_DOUBLE: _Parser.real,
+    FieldDescriptor.CPPTYPE_BOOL: _Parser.boolean,
+    FieldDescriptor.CPPTYPE_ENUM: _Parser.enumerator,
+    FieldDescriptor.CPPTYPE_STRING: _Parser.string,
+}
+
+
+def _known(field: _Field) -> str:
+    """The first values of an enum, for a message."""
+    names = list(field.values)
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
