@@ -1,0 +1,74 @@
+"""What a net's layers come to by the textbook formulas, computed from the prototxt alone."""
+
+from dataclasses import dataclass, field
+from math import ceil, prod
+
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, Phase
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Sizes:
+    blobs: dict[str, Shape] = field(default_factory=dict)
+    params: dict[str, list[Shape]] = field(default_factory=dict)
+
+    def learned(self) -> int:
+        """Learned numbers; BatchNorm's statistics are kept, not learned, and lie under their own key."""
+        return sum(prod(s) for name, shapes in self.params.items() if not name.endswith("[kept]") for s in shapes)
+
+
+def included(layer: LayerParameter, phase: Phase) -> bool:
+    return not layer.include or any(rule.phase == phase for rule in layer.include)
+
+
+def sizes(net: NetParameter, phase: Phase) -> Sizes:
+    """Shapes of the blobs and parameters of a bundled net whose data are DummyData or Input."""
+    s = Sizes()
+    for layer in net.layer:
+        if included(layer, phase):
+            bottoms = [s.blobs[name] for name in layer.bottom]
+            s.blobs.update(zip(layer.top, tops(layer, bottoms, s), strict=True))
+    return s
+
+
+def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
+    x = bottoms[0] if bottoms else ()
+    match layer.type:
+        case "Input" | "DummyData":
+            shapes = layer.input_param.shape or layer.dummy_data_param.shape
+            return [tuple(shape.dim) for shape in shapes]
+        case "Convolution":
+            p = layer.convolution_param
+            (k,), o = p.kernel_size, p.num_output
+            stride, pad = (p.stride or [1])[0], (p.pad or [0])[0]
+            s.params[layer.name] = [(o, x[1] // p.group, k, k)] + [(o,)] * p.bias_term
+            return [(x[0], o, *((d + 2 * pad - k) // stride + 1 for d in x[2:]))]
+        case "InnerProduct":
+            o = layer.inner_product_param.num_output
+            s.params[layer.name] = [(o, prod(x[1:])), (o,)]
+            return [(x[0], o)]
+        case "Pooling":
+            p = layer.pooling_param
+            return [(*x[:2], *(pooled(d, p.kernel_size, p.stride, p.pad) for d in x[2:]))]
+        case "BatchNorm":
+            s.params[layer.name + "[kept]"] = [(x[1],), (x[1],), (1,)]
+            return [x]
+        case "Scale":
+            s.params[layer.name] = [(x[1],)] * 2
+            return [x]
+        case "Concat":
+            return [(x[0], sum(b[1] for b in bottoms), *x[2:])]
+        case "Eltwise":
+            assert len(set(bottoms)) == 1
+            return [x]
+        case "ReLU" | "LRN" | "Dropout" | "Softmax":
+            return [x]
+        case "SoftmaxWithLoss" | "Accuracy":
+            return [()]
+    raise NotImplementedError(layer.type)
+
+
+def pooled(size: int, kernel: int, stride: int, pad: int) -> int:
+    out = ceil((size + 2 * pad - kernel) / stride) + 1
+    return out - 1 if pad and (out - 1) * stride >= size + pad else out

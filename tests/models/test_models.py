@@ -1,0 +1,187 @@
+"""The bundled nets: files, parameter counts, shapes, fillers, and the digits' data."""
+
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from caffepy import models
+from caffepy.models.synthetic import image_shape, synthetic
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, Datum, NetParameter, Phase, SolverParameter
+from caffepy.proto.text import read_net, read_solver
+
+from .naive import sizes
+
+# Published totals; of googlenet with its auxiliary classifiers, in deployment without them.
+PARAMETERS = {
+    "alexnet": 60_965_224,
+    "caffenet": 60_965_224,
+    "cifar10_quick": 145_578,
+    "digits": 13_706,
+    "googlenet": 13_378_280,
+    "lenet": 431_080,
+    "resnet50": 25_557_032,
+    "vgg16": 138_357_544,
+}
+DEPLOYED = PARAMETERS | {"googlenet": 6_998_552}
+SHAPES = {
+    "alexnet": {
+        "conv1": (96, 55, 55),
+        "norm1": (96, 55, 55),
+        "pool2": (256, 13, 13),
+        "pool5": (256, 6, 6),
+        "fc8": (1000,),
+    },
+    "caffenet": {
+        "conv1": (96, 55, 55),
+        "norm1": (96, 27, 27),
+        "pool2": (256, 13, 13),
+        "pool5": (256, 6, 6),
+        "fc8": (1000,),
+    },
+    "cifar10_quick": {"pool1": (32, 16, 16), "pool2": (32, 8, 8), "pool3": (64, 4, 4), "ip2": (10,)},
+    "digits": {"pool1": (16, 4, 4), "pool2": (32, 2, 2), "ip2": (10,)},
+    "googlenet": {
+        "pool1/norm1": (64, 56, 56),
+        "pool2/3x3_s2": (192, 28, 28),
+        "inception_3b/output": (480, 28, 28),
+        "inception_4e/output": (832, 14, 14),
+        "pool5/7x7_s1": (1024, 1, 1),
+        "loss3/classifier": (1000,),
+    },
+    "lenet": {"pool1": (20, 12, 12), "pool2": (50, 4, 4), "ip2": (10,)},
+    "resnet50": {
+        "pool1": (64, 56, 56),
+        "res2c": (256, 56, 56),
+        "res3a_branch2a": (128, 28, 28),
+        "res4f": (1024, 14, 14),
+        "res5c": (2048, 7, 7),
+        "fc1000": (1000,),
+    },
+    "vgg16": {"pool1": (64, 112, 112), "pool5": (512, 7, 7), "fc8": (1000,)},
+}
+NETS = sorted(PARAMETERS)
+PHASES = {"train": TRAIN, "test": TEST}
+
+
+def read(name: str, kind: str) -> NetParameter:
+    path = models.path(name, kind)
+    assert path is not None
+    return read_net(path)
+
+
+def solver(name: str) -> SolverParameter:
+    path = models.path(name, "solver")
+    assert path is not None
+    return read_solver(path)
+
+
+def training(name: str, phase: Phase) -> NetParameter:
+    """The training net on one synthetic image. Parameters start at zero: filling 138 million takes a while."""
+    net = synthetic(read(name, "train_val"), 1, image_shape(name))
+    net.state.phase = phase
+    return without_fillers(net)
+
+
+def without_fillers(net: NetParameter) -> NetParameter:
+    for layer in net.layer:
+        for param in (layer.convolution_param, layer.inner_product_param):
+            param.ClearField("weight_filler")
+    return net
+
+
+def test_names() -> None:
+    assert models.names() == NETS
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_net_has_its_files(name: str) -> None:
+    for kind in models.KINDS:
+        path = models.path(name, kind)
+        assert path is not None
+        assert Path(path).is_file()
+    assert (Path(path).parent / "README.md").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("lenet", "mean"), ("lent", "solver"), ("../models/lenet", "solver"), ("", "solver")]
+)
+def test_path_of_what_is_not_there(name: str, kind: str) -> None:
+    assert models.path(name, kind) is None
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("name", NETS)
+def test_training_net_builds(name: str, phase: str) -> None:
+    param = training(name, PHASES[phase])
+    expected = sizes(param, PHASES[phase])
+    net = Net(param)
+    learned = [blob for blob, lr in zip(net.learnable_params, net.params_lr, strict=True) if lr]
+    assert sum(blob.count for blob in learned) == expected.learned() == PARAMETERS[name]
+    assert {n: b.shape for n, b in net.blobs.items() if n in expected.blobs} == expected.blobs
+    assert {n: net.blobs[n].shape[1:] for n in SHAPES[name]} == SHAPES[name]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_deployed_net_builds(name: str) -> None:
+    param = without_fillers(read(name, "deploy"))
+    param.layer[0].input_param.shape[0].dim[0] = 1
+    net = Net(param)
+    learned = [blob for blob, lr in zip(net.learnable_params, net.params_lr, strict=True) if lr]
+    assert sum(blob.count for blob in learned) == sizes(param, TEST).learned() == DEPLOYED[name]
+    assert net.inputs == ["data"]
+    assert net.outputs == ["prob"]
+    classes = next(shape for shape in SHAPES[name].values() if len(shape) == 1)
+    assert net.blobs["prob"].shape == (1, *classes)
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_deployed_net_takes_the_trained_weights(name: str) -> None:
+    trained = {layer.name: layer.type for layer in read(name, "train_val").layer}
+    deployed = {
+        layer.name: layer.type for layer in read(name, "deploy").layer if layer.type not in ("Input", "Softmax")
+    }
+    assert deployed.items() <= trained.items()
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_every_weight_has_a_filler(name: str) -> None:
+    for layer in read(name, "train_val").layer:
+        for param in (layer.convolution_param, layer.inner_product_param):
+            if param.num_output:
+                assert param.weight_filler.type != "constant", layer.name
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_solver_and_net_agree(name: str) -> None:
+    param, net = solver(name), read(name, "train_val")
+    assert param.net == "train_val.prototxt"
+    assert param.snapshot_prefix == name
+    test_batch = next(
+        layer.data_param.batch_size for layer in net.layer if layer.include and layer.include[0].phase == TEST
+    )
+    pictures = {"digits": 297, "lenet": 10_000, "cifar10_quick": 10_000}.get(name, 50_000)
+    assert param.test_iter == [pictures // test_batch]
+    assert param.test_iter[0] * test_batch == pictures
+
+
+def test_the_auxiliary_losses_weigh_less() -> None:
+    net = Net(training("googlenet", TRAIN))
+    weights = {"loss1/loss1": 0.3, "loss2/loss1": 0.3, "loss3/loss3": 1.0}
+    assert net.blob_loss_weights == pytest.approx(dict.fromkeys(net.blobs, 0.0) | weights)
+
+
+@pytest.mark.parametrize(("part", "count"), [("train", 1500), ("test", 297)])
+def test_the_digits(part: str, count: int) -> None:
+    folder = Path(str(models.path("digits", "solver"))).parent / f"digits_{part}_lmdb"
+    with lmdb.open(str(folder), readonly=True, lock=False) as env, env.begin() as transaction:
+        records = [(bytes(key), Datum.FromString(value)) for key, value in transaction.cursor()]
+    assert [key for key, _ in records] == [b"%08d" % i for i in range(count)]
+    assert {(d.channels, d.height, d.width, len(d.data)) for _, d in records} == {(1, 8, 8, 64)}
+    pixels = np.frombuffer(b"".join(d.data for _, d in records), np.uint8)
+    assert set(np.unique(pixels)) == set(range(0, 241, 15))
+    per_class = np.bincount([d.label for _, d in records], minlength=10)
+    assert len(per_class) == 10
+    assert per_class.min() > count / 15

@@ -1,0 +1,98 @@
+"""Data layers replaced by random images and labels."""
+
+import numpy as np
+import pytest
+
+from caffepy import models
+from caffepy.errors import ConfigError
+from caffepy.models.synthetic import image_shape, synthetic
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
+from caffepy.proto.text import parse
+
+NET = """
+layer { name: "d" type: "Data" top: "x" top: "y" include { phase: TRAIN }
+  transform_param { %s } data_param { source: "nowhere" batch_size: 4 } }
+layer { name: "c" type: "Convolution" bottom: "x" top: "c" convolution_param { num_output: 7 kernel_size: 1 } }
+layer { name: "r" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "p" type: "Pooling" bottom: "c" top: "p" pooling_param { pool: AVE global_pooling: true } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "p" bottom: "y" top: "loss" }
+"""
+SHAPES = {
+    "alexnet": (3, 227, 227),
+    "caffenet": (3, 227, 227),
+    "cifar10_quick": (3, 32, 32),
+    "digits": (1, 8, 8),
+    "googlenet": (3, 224, 224),
+    "lenet": (1, 28, 28),
+    "resnet50": (3, 224, 224),
+    "vgg16": (3, 224, 224),
+}
+
+
+def net(transform: str) -> NetParameter:
+    return parse(NET % transform, NetParameter(), "net.prototxt")
+
+
+def data_shapes(param: NetParameter) -> list[list[int]]:
+    return [list(shape.dim) for shape in param.layer[0].dummy_data_param.shape]
+
+
+def test_image_shapes() -> None:
+    assert {name: image_shape(name) for name in models.names()} == SHAPES
+
+
+def test_unknown_net_has_no_image_shape() -> None:
+    with pytest.raises(ConfigError, match="no bundled net 'lent'"):
+        image_shape("lent")
+
+
+def test_shape_from_the_layer() -> None:
+    assert data_shapes(synthetic(net("crop_size: 6"))) == [[4, 3, 6, 6], [4]]
+    assert data_shapes(synthetic(net("crop_size: 6 force_gray: true"), batch=2)) == [[2, 1, 6, 6], [2]]
+
+
+def test_shape_as_given() -> None:
+    assert data_shapes(synthetic(net("crop_size: 6"), 5, (2, 3, 4))) == [[5, 2, 3, 4], [5]]
+
+
+def test_shape_of_resized_images() -> None:
+    param = net("")
+    layer = param.layer[0]
+    layer.type = "ImageData"
+    layer.image_data_param.batch_size, layer.image_data_param.new_height, layer.image_data_param.new_width = 3, 5, 6
+    assert data_shapes(synthetic(param)) == [[3, 3, 5, 6], [3]]
+
+
+def test_shape_that_nobody_tells() -> None:
+    with pytest.raises(ConfigError, match='layer "d" has no crop_size'):
+        synthetic(net("mirror: true"))
+
+
+def test_the_rest_of_the_net_stays() -> None:
+    before = net("crop_size: 6")
+    after = synthetic(before)
+    assert before == net("crop_size: 6")
+    assert list(after.layer)[1:] == list(before.layer)[1:]
+    data = after.layer[0]
+    assert (data.name, list(data.top), data.include) == ("d", ["x", "y"], before.layer[0].include)
+    assert not data.HasField("data_param")
+    assert not data.HasField("transform_param")
+
+
+def test_labels_are_of_all_classes() -> None:
+    param = synthetic(net("crop_size: 1"), batch=500)
+    param.state.phase = TRAIN
+    built = Net(param)
+    built.forward()
+    labels = built.blobs["y"].data.astype(int)
+    assert set(np.unique(labels)) == set(range(7))
+    assert np.isfinite(built.blobs["loss"].data)
+
+
+def test_labels_of_untraced_scores_are_zero() -> None:
+    param = net("crop_size: 6")
+    param.layer[1].type = "Slice"
+    param.layer[1].ClearField("convolution_param")
+    labels = synthetic(param).layer[0].dummy_data_param.data_filler[1]
+    assert int(labels.max) == 0
