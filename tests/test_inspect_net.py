@@ -1,0 +1,102 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from caffepy import models
+from caffepy.errors import ConfigError
+from caffepy.inspect_net import as_json, inspect, is_solver, outer_fields
+
+NET = """
+layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "conv" type: "Convolution" bottom: "x" top: "c" %s
+  convolution_param { num_output: 4 kernel_size: 3 group: 1 } }
+layer { name: "relu" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "flat" type: "Flatten" bottom: "c" top: "f" }
+layer { name: "ip" type: "InnerProduct" bottom: "f" top: "y" inner_product_param { num_output: 5 bias_term: false } }
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "file.prototxt"
+    path.write_text(text)
+    return str(path)
+
+
+def test_shapes_parameters_memory_and_operations(tmp_path: Path) -> None:
+    (net,) = inspect(write(tmp_path, NET % ""))
+    assert net.role == "TEST net"
+    rows = {row.name: row for row in net.layers}
+    assert [row.type for row in net.layers] == ["Input", "Convolution", "ReLU", "Flatten", "InnerProduct"]
+    assert rows["conv"].tops == {"c": (2, 4, 6, 6)}
+    assert (rows["conv"].parameters, rows["ip"].parameters, net.parameters) == (112, 720, 832)
+    # nothing for what works in place or looks at the same memory
+    assert [row.memory for row in net.layers] == [4 * 384, 4 * 288, 0, 0, 4 * 10]
+    assert rows["conv"].flops == 2 * (3 * 3 * 3) * 288 + 288
+    assert rows["ip"].flops == 2 * 144 * 10
+    assert net.flops == rows["conv"].flops + rows["ip"].flops
+
+
+def test_table_and_json(tmp_path: Path) -> None:
+    nets = inspect(write(tmp_path, NET % ""))
+    lines = nets[0].table().splitlines()
+    assert lines[0] == "TEST net"
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert lines[3].split() == ["conv", "Convolution", "2", "4", "6", "6", "(288)", "112", "0.00", "MiB", "15.84", "k"]
+    assert lines[-1].split()[:2] == ["all", "832"]
+    (told,) = json.loads(as_json(nets))
+    assert told["memory"] == nets[0].memory
+    assert told["layers"][1]["tops"] == {"c": [2, 4, 6, 6]}
+
+
+def test_a_net_whose_layers_speak_of_phases_is_built_in_both(tmp_path: Path) -> None:
+    train, test = inspect(write(tmp_path, NET % "exclude { phase: TEST stage: 'a' }"))
+    assert (train.role, test.role) == ("TRAIN net", "TEST net")
+    with pytest.raises(ConfigError, match="c"):  # the TEST net of this stage lacks the blob
+        inspect(write(tmp_path, NET % "exclude { phase: TEST stage: 'a' }"), stages=["a"])
+
+
+def test_a_solver_shows_all_its_nets() -> None:
+    path = models.path("digits", "solver")
+    assert path
+    train, test = inspect(path)
+    assert (train.role, test.role) == ("train net", "test net #0")
+    assert (train.name, train.parameters) == ("digits", 13706)
+    assert "accuracy" in [row.name for row in test.layers]
+    assert train.layers[0].tops == {"data": (50, 1, 8, 8), "label": (50,)}
+
+
+def test_random_images_in_the_place_of_data() -> None:
+    path = models.path("cifar10_quick", "train_val")
+    assert path
+    train, _test = inspect(path, synthetic=True, image=(3, 32, 32))
+    assert train.layers[0].tops["data"] == (100, 3, 32, 32)
+
+
+def test_solver_settings_that_cannot_work(tmp_path: Path) -> None:
+    text = f"net: '{models.path('digits', 'train_val')}' base_lr: 0.1 lr_policy: 'fixd' max_iter: 1"
+    with pytest.raises(ConfigError, match='did you mean "fixed"'):
+        inspect(write(tmp_path, text))
+
+
+KINDS = {
+    "solver": ('net: "a.prototxt" base_lr: 0.1 # layer { }\nmax_iter: 3', True),
+    "solver with a net in it": ('net_param { layer { name: "a" } layer { } } base_lr: 1 max_iter: 1', True),
+    "net": ('name: "x" layer { name: "net" type: "base_lr" } # net: "x"', False),
+    "net with angle brackets": ('layer < name: "momentum" > layer < >', False),
+    "old net": ("input: 'data' input_dim: 1 layers { }", False),
+    "empty": ("", False),
+}
+
+
+@pytest.mark.parametrize(("text", "solver"), KINDS.values(), ids=KINDS.keys())
+def test_solver_or_net(text: str, solver: bool, tmp_path: Path) -> None:
+    assert is_solver(write(tmp_path, text)) is solver
+
+
+def test_a_missing_file_is_no_solver() -> None:
+    assert not is_solver("/nowhere/solver.prototxt")
+
+
+def test_outer_fields_skip_blocks_comments_and_strings() -> None:
+    assert list(outer_fields('a: "x { \\" y" b { c: \'d\' } # e: 1\nf <g: 2>')) == ["a", "b", "f"]
