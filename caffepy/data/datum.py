@@ -57,6 +57,7 @@ class RawLayout:
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         channels, height, width = shape
+        self.shape = shape
         self.size = channels * height * width
         whole = Datum(channels=channels, height=height, width=width, data=bytes(self.size)).SerializeToString()
         self.head = whole[: len(whole) - self.size]

@@ -4,7 +4,8 @@ import logging
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from caffepy.data.reader import Loader, Reader
+from caffepy.data.loader import RecordLoader
+from caffepy.data.reader import Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
 from caffepy.errors import ConfigError
@@ -53,7 +54,7 @@ class Data(Feed):
             raise ConfigError("data_param needs a prefetch of 1 or more")
         transformer = Transformer(self.param.transform_param, self.phase, self.device, self.path)
         source = open_source(locate(param.source, self.path), DataParameter.DB.Name(param.backend))
-        loader = Loader(source, transformer, param.batch_size)
+        loader = RecordLoader(source, transformer, param.batch_size)
         top[0].reshape((param.batch_size, *loader.shape()))
         log.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if len(top) > 1:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.data.reader import Loader, Reader
+from caffepy.data.loader import RecordLoader
+from caffepy.data.reader import Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
 from caffepy.data.write import array_to_datum, write_lmdb
@@ -42,7 +43,7 @@ def ten(tmp_path):
 
 def reader(path, batch_size=3, depth=2, transform="", seed=5, phase=TRAIN):
     transformer = Transformer(text_format.Parse(transform, TransformationParameter()), phase, Device(seed=seed))
-    return Reader(Loader(open_source(path), transformer, batch_size), depth, np.float32)
+    return Reader(RecordLoader(open_source(path), transformer, batch_size), depth, np.float32)
 
 
 def take(reader, count=1):
