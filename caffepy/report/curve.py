@@ -43,6 +43,6 @@ def _draw(columns: Sequence[str], rows: Sequence[Mapping[str, str]], path: str) 
             axes = others if name in right else losses
             marker = "." if name.startswith("test") else ""
             lines += axes.plot(*zip(*points, strict=True), color=f"C{i % 10}", marker=marker, label=name)
-    losses.legend(handles=lines, loc="best")
+    losses.legend(handles=lines, loc="center right")
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)

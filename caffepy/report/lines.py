@@ -49,8 +49,7 @@ class LogReporter(Reporter):
 
     def snapshotted(self, kind: str, path: str) -> None:
         """What is written where."""
-        what = "solver state to" if kind == "state" else "to"
-        log.info("Snapshotting %s %s file %s", what, "HDF5" if path.endswith(".h5") else "binary proto", path)
+        log.info("Snapshotting %s file %s", kind, path)
 
     def finished(self, iteration: int, loss: float | None) -> None:
         """The loss of the extra forward pass at the end."""

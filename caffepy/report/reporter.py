@@ -40,7 +40,7 @@ class Reporter:
         """Every iteration, after its update; `images` is how many it used, 0 if that is unknown."""
 
     def snapshotted(self, kind: str, path: str) -> None:
-        """A file is about to be written; `kind` is "model" or "state"."""
+        """A file is about to be written; `kind` as in "solver state to HDF5"."""
 
     def finished(self, iteration: int, loss: float | None) -> None:
         """The iterations are over; `loss` is that of the extra forward pass, if there was one."""

@@ -36,8 +36,8 @@ def replay(reporter: Reporter, lines: list[str]) -> None:
         elif found := re.fullmatch(r"Iteration (\d+), lr = (\S+)", line):
             reporter.lr(int(found[1]), float(found[2]))
             reporter.iterated(int(found[1]), 0.0, float(found[2]), 50)
-        elif found := re.fullmatch(r"Snapshotting (solver state )?to binary proto file (\S+)", line):
-            reporter.snapshotted("state" if found[1] else "model", found[2])
+        elif found := re.fullmatch(r"Snapshotting (.*) file (\S+)", line):
+            reporter.snapshotted(found[1], found[2])
         elif found := re.fullmatch(r"Iteration (\d+), loss = (\S+)", line):
             reporter.finished(int(found[1]), float(found[2]))
     reporter.done(False)

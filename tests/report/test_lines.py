@@ -22,15 +22,13 @@ def test_lines_that_the_digits_run_lacks(caplog: pytest.LogCaptureFixture) -> No
     caplog.set_level(logging.INFO, "caffepy")
     reporter = LogReporter()
     reporter.test_done(0, 0, [("p", np.array([0.25, 0.75]), 0.0)], 1.5)
-    reporter.snapshotted("model", "a_iter_3.caffemodel.h5")
-    reporter.snapshotted("state", "a_iter_3.solverstate.h5")
+    reporter.snapshotted("solver state to HDF5", "a_iter_3.solverstate.h5")
     reporter.finished(3, None)
     reporter.done(True)
     assert logged(caplog) == [
         "Test loss: 1.5",
         "    Test net output #0: p = 0.25",
         "    Test net output #1: p = 0.75",
-        "Snapshotting to HDF5 file a_iter_3.caffemodel.h5",
         "Snapshotting solver state to HDF5 file a_iter_3.solverstate.h5",
         "Optimization stopped early.",
     ]
