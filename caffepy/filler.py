@@ -51,9 +51,7 @@ def gaussian(array: Array, param: FillerParameter, rng: np.random.Generator) -> 
     if param.sparse >= 0:
         outputs = _rows(array)
         if param.sparse > outputs:
-            raise ConfigError(
-                f"sparse {param.sparse} asks for more non-zero weights than there are outputs ({outputs})"
-            )
+            raise ConfigError(f"sparse {param.sparse} asks for more non-zero weights than {outputs} outputs")
         array *= rng.random(array.shape, np.float32) < param.sparse / outputs
 
 

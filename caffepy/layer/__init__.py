@@ -1,6 +1,6 @@
 """Layers: the contract and one module a family."""
 
-from caffepy.layer import convolution, data, eltwise, inner_product, loss, neuron, normalization, pooling, shape
+from caffepy.layer import convolution, data, eltwise, embed, inner_product, loss, neuron, normalization, pooling, shape
 from caffepy.layer.base import Layer, LossLayer, check_counts, create_layer, layer, registry
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "create_layer",
     "data",
     "eltwise",
+    "embed",
     "inner_product",
     "layer",
     "loss",

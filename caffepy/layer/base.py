@@ -77,7 +77,8 @@ class Layer:
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Write the diff of each bottom with propagate_down, add to the diffs of the parameters that want theirs."""
-        raise ConfigError(f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false")
+        if any(propagate_down):
+            raise ConfigError(f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false")
 
     def allow_force_backward(self, index: int) -> bool:
         """Whether `force_backward` of the net reaches bottom `index`."""
@@ -134,8 +135,8 @@ def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
 class LossLayer(Layer):
     """Base of the losses: two bottoms (predictions, labels), a scalar top, loss weight 1 unless given."""
 
-    bottoms = 2
-    tops = 1
+    bottoms: ClassVar[int | tuple[int, int | None]] = 2
+    tops: ClassVar[int | tuple[int, int | None]] = 1
     auto_top_blobs = True
     in_place = False
 

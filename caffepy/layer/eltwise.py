@@ -1,0 +1,74 @@
+"""Eltwise: sums, products and maxima of blobs of one shape."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from caffepy.blob import Blob
+from caffepy.errors import ConfigError
+from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.neuron import is_in_place
+from caffepy.proto.caffe_pb2 import EltwiseParameter
+
+
+@layer("Eltwise")
+class Eltwise(Layer):
+    """y = sum of coeff_i * x_i, product of x_i or maximum of x_i over two or more bottoms of one shape.
+
+    In place, the gradient of bottom 0 is written last, over that of the top. The product cannot be in place. A maximum
+    gives its gradient to the winner alone: of the first two, when they are equal, the second; then the earliest.
+    """
+
+    bottoms = (2, None)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read the operation and the coefficients, 1 unless given."""
+        param = self.param.eltwise_param
+        self.operation = param.operation
+        if param.coeff and self.operation == EltwiseParameter.PROD:
+            raise ConfigError("eltwise_param: coeff is for SUM, not for PROD")
+        if param.coeff and len(param.coeff) != len(bottom):
+            raise ConfigError(f"eltwise_param: {len(param.coeff)} coeff do not fit {len(bottom)} bottoms")
+        self.coefficients = list(param.coeff) or [1.0] * len(bottom)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check that the bottoms agree."""
+        for i, b in enumerate(bottom):
+            if b.shape != bottom[0].shape:
+                raise ConfigError(f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}")
+        top[0].reshape_like(bottom[0])
+        if self.operation == EltwiseParameter.MAX:
+            self.winner = Blob(bottom[0].shape, np.int32)
+        elif self.operation == EltwiseParameter.PROD and any(is_in_place(b, top[0]) for b in bottom):
+            raise ConfigError("a product in place loses what its gradient needs; give the top a name of its own")
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write y."""
+        xs, y = [b.data for b in bottom], top[0].data
+        if self.operation == EltwiseParameter.SUM:
+            self.ops.eltwise_sum(xs, self.coefficients, y)
+        elif self.operation == EltwiseParameter.MAX:
+            self.ops.eltwise_max(xs, y, self.winner.data)
+        else:
+            self.ops.multiply(xs[0], xs[1], y)
+            for x in xs[2:]:
+                self.ops.multiply(y, x, y)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """SUM: dx_i = coeff_i * dy. PROD: dy times the other inputs. MAX: dy where bottom i won, else 0."""
+        dy = top[0].diff
+        for i in reversed(range(len(bottom))):
+            if not propagate_down[i]:
+                continue
+            dx = bottom[i].diff
+            if self.operation == EltwiseParameter.MAX:
+                self.ops.eltwise_select(self.winner.data, i, dy, dx)
+            elif self.operation == EltwiseParameter.PROD:
+                first, *others = (b.data for k, b in enumerate(bottom) if k != i)
+                self.ops.multiply(dy, first, dx)
+                for x in others:
+                    self.ops.multiply(dx, x, dx)
+            elif self.coefficients[i] != 1:
+                self.ops.scaled(self.coefficients[i], dy, dx)
+            elif dx is not dy:
+                self.ops.copy(dy, dx)

@@ -1,0 +1,63 @@
+"""Embed: a table of vectors, looked up by whole numbers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from caffepy.blob import Array
+from caffepy.errors import ConfigError, DataError
+from caffepy.filler import fill
+from caffepy.layer.base import Blobs, Layer, layer
+
+
+@layer("Embed")
+class Embed(Layer):
+    """(...) of whole numbers below K -> (..., O), y = w[x] + b; weight (K, O), bias (O)."""
+
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Fill weight and bias."""
+        param = self.param.embed_param
+        self.inputs, self.outputs = param.input_dim, param.num_output
+        if self.inputs < 1 or self.outputs < 1:
+            raise ConfigError("embed_param: input_dim and num_output must be 1 or more")
+        shapes = [(self.inputs, self.outputs)] + [(self.outputs,)] * param.bias_term
+        if not self.blobs:
+            for shape, filler in zip(shapes, (param.weight_filler, param.bias_filler), strict=False):
+                fill(self.add_blob(shape), filler, self.device.rng)
+        if [b.shape for b in self.blobs] != shapes:
+            raise ConfigError(f"the parameters have shapes {[list(b.shape) for b in self.blobs]}, not {shapes}")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """One more axis."""
+        top[0].reshape([*bottom[0].shape, self.outputs])
+
+    def index(self, bottom: Blobs) -> Array:
+        """The row of each number; DataError where there is none."""
+        x = bottom[0].data.reshape(-1)
+        wrong = ~((x > -1) & (x < self.inputs))
+        if wrong.any():
+            raise DataError(f"input {x[wrong][0]:g} is not one of the {self.inputs} rows 0 to {self.inputs - 1}")
+        return x.astype(np.intp)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Look up, then add the bias."""
+        y = top[0].data.reshape(-1, self.outputs)
+        np.take(self.blobs[0].data, self.index(bottom), axis=0, out=y, mode="clip")
+        if len(self.blobs) > 1:
+            self.ops.add_bias(y, self.blobs[1].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dw[x] += dy, db += column sums of dy."""
+        if propagate_down[0]:
+            raise ConfigError("Embed cannot differentiate its input; give it propagate_down: false")
+        dy = top[0].diff.reshape(-1, self.outputs)
+        if self.param_propagate_down[0]:
+            np.add.at(self.blobs[0].diff, self.index(bottom), dy)
+        if len(self.blobs) > 1 and self.param_propagate_down[1]:
+            self.ops.bias_gradient(dy, self.blobs[1].diff)
+
+    def allow_force_backward(self, index: int) -> bool:
+        """Whole numbers have no gradient."""
+        return False

@@ -1,0 +1,429 @@
+"""Losses, softmax and accuracy.
+
+Predictions are seen as (outer, C, inner) around the axis of the classes, labels as (outer, inner). A loss's backward
+finds its loss weight in the top's diff.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from caffepy.blob import Array, Blob
+from caffepy.errors import ConfigError, DataError
+from caffepy.layer.base import Blobs, Layer, LossLayer, layer
+from caffepy.layer.neuron import SameShape
+from caffepy.paths import locate
+from caffepy.proto import binary
+from caffepy.proto.caffe_pb2 import HingeLossParameter, LossParameter
+
+LOG_THRESHOLD = 1e-20
+
+
+def around(blob: Blob, axis: int) -> tuple[int, int, int]:
+    """(outer, C, inner): the sizes before, of and after the axis."""
+    axis = blob.axis(axis)
+    return prod(blob.shape[:axis]), blob.shape[axis], prod(blob.shape[axis + 1 :])
+
+
+def check_labels(predictions: Blob, labels: Blob, view: tuple[int, int, int]) -> None:
+    """ConfigError unless there is one label for each (outer, inner)."""
+    outer, classes, inner = view
+    if labels.count != outer * inner:
+        raise ConfigError(
+            f"predictions of shape {list(predictions.shape)} with {classes} classes need {outer * inner} labels, "
+            f"not {labels.count} (shape {list(labels.shape)})"
+        )
+
+
+def bad_label(label: float, classes: int) -> DataError:
+    """The error for a label that names no class."""
+    return DataError(f"label {label:g} is not one of the {classes} classes 0 to {classes - 1}")
+
+
+class ClassLoss(LossLayer):
+    """A loss with the `loss_param` that says which label does not count and what the sum is divided by."""
+
+    normalization = LossParameter.VALID  # unless loss_param says otherwise
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read loss_param; a second top carries no loss unless it is given a weight."""
+        param = self.param.loss_param
+        self.ignore = param.ignore_label if param.HasField("ignore_label") else None
+        if param.HasField("normalization"):
+            self.normalization = param.normalization
+        elif param.HasField("normalize"):
+            self.normalization = LossParameter.VALID if param.normalize else LossParameter.BATCH_SIZE
+        if len(self.param.loss_weight) < len(top):
+            self.param.loss_weight.append(0)
+
+    def divisor(self, outer: int, inner: int, valid: int) -> float:
+        """FULL: outer * inner, VALID: the labels that count, BATCH_SIZE: outer, NONE: 1; at least 1."""
+        sizes = {
+            LossParameter.FULL: outer * inner,
+            LossParameter.VALID: valid,
+            LossParameter.BATCH_SIZE: outer,
+            LossParameter.NONE: 1,
+        }
+        return max(1, sizes[self.normalization])
+
+
+@layer("Softmax")
+class Softmax(SameShape):
+    """y = exp(x) / sum of exp(x) along `axis` (1 unless given)."""
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Find the axis."""
+        super().reshape(bottom, top)
+        self.view = around(bottom[0], self.param.softmax_param.axis)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write y."""
+        self.ops.softmax_forward(bottom[0].data.reshape(self.view), top[0].data.reshape(self.view))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = y * (dy - sum of dy * y)."""
+        if propagate_down[0]:
+            y, dy, dx = (a.reshape(self.view) for a in (top[0].data, top[0].diff, bottom[0].diff))
+            self.ops.softmax_backward(y, dy, dx)
+
+
+@layer("SoftmaxWithLoss")
+class SoftmaxWithLoss(ClassLoss):
+    """-sum of log p(label) / divisor, p = softmax of the scores along `axis`; scores (N, C, ...), labels (N, ...).
+
+    p is taken as no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p.
+    """
+
+    tops = (1, 2)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check the labels, allot p."""
+        super().reshape(bottom, top)
+        self.view = around(bottom[0], self.param.softmax_param.axis)
+        check_labels(bottom[0], bottom[1], self.view)
+        self.prob = Blob(self.view, self.dtype)
+        if len(top) > 1:
+            top[1].reshape_like(bottom[0])
+
+    def labels(self, bottom: Blobs) -> Array:
+        """The labels as (outer, inner)."""
+        return bottom[1].data.reshape(self.view[0], self.view[2])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write loss and p; DataError for a label that names no class."""
+        prob, labels = self.prob.data, self.labels(bottom)
+        self.ops.softmax_forward(bottom[0].data.reshape(self.view), prob)
+        loss, count, wrong = self.ops.softmax_loss_forward(prob, labels, self.ignore)
+        if wrong >= 0:
+            raise bad_label(labels.flat[wrong], self.view[1])
+        self.norm = self.divisor(self.view[0], self.view[2], count)
+        top[0].data.fill(loss / self.norm)
+        if len(top) > 1:
+            self.ops.copy(prob, top[1].data.reshape(self.view))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight / divisor * (p - 1 at the label), 0 where the label does not count."""
+        self.refuse_label_gradient(propagate_down)
+        if propagate_down[0]:
+            scale, dx = float(top[0].diff.flat[0]) / self.norm, bottom[0].diff.reshape(self.view)
+            self.ops.softmax_loss_backward(self.prob.data, self.labels(bottom), self.ignore, scale, dx)
+
+
+@layer("EuclideanLoss")
+class EuclideanLoss(LossLayer):
+    """Sum of (a - b)^2 / 2N over two bottoms of one count; both can be differentiated."""
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check the counts, allot a - b."""
+        super().reshape(bottom, top)
+        if bottom[0].count != bottom[1].count:
+            raise ConfigError(
+                f"the bottoms must have one count: {bottom[0].count} of shape {list(bottom[0].shape)}, "
+                f"{bottom[1].count} of shape {list(bottom[1].shape)}"
+            )
+        self.difference = Blob(bottom[0].shape, self.dtype)
+        self.items = max((1, *bottom[0].shape[:1]))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write a - b and the loss."""
+        d = self.difference.data
+        self.ops.eltwise_sum((bottom[0].data, bottom[1].data), (1.0, -1.0), d)
+        top[0].data.fill(self.ops.dot(d, d) / 2 / self.items)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """da = weight / N * (a - b), db = -da."""
+        scale = float(top[0].diff.flat[0]) / self.items
+        for b, wanted, sign in zip(bottom, propagate_down, (1, -1), strict=True):
+            if wanted:
+                self.ops.scaled(sign * scale, self.difference.data, b.diff)
+
+    def allow_force_backward(self, index: int) -> bool:
+        """Both bottoms get a gradient."""
+        return True
+
+
+@layer("SigmoidCrossEntropyLoss")
+class SigmoidCrossEntropyLoss(ClassLoss):
+    """Sum of max(x, 0) - x*t + log(1 + exp(-|x|)) / divisor: -t log s(x) - (1-t) log(1 - s(x)), s the sigmoid.
+
+    Scores x and targets t of one count; the divisor is the batch size unless loss_param says otherwise.
+    """
+
+    normalization = LossParameter.BATCH_SIZE
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check the counts."""
+        super().reshape(bottom, top)
+        if bottom[0].count != bottom[1].count:
+            raise ConfigError(f"{bottom[0].count} predictions need as many targets, not {bottom[1].count}")
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write the loss."""
+        loss, count = self.ops.sigmoid_loss_forward(bottom[0].data, bottom[1].data, self.ignore)
+        outer = bottom[0].shape[0]
+        self.norm = self.divisor(outer, bottom[0].count // max(outer, 1), count)
+        top[0].data.fill(loss / self.norm)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight / divisor * (s(x) - t), 0 where the target does not count."""
+        self.refuse_label_gradient(propagate_down)
+        if propagate_down[0]:
+            scale = float(top[0].diff.flat[0]) / self.norm
+            self.ops.sigmoid_loss_backward(bottom[0].data, bottom[1].data, self.ignore, scale, bottom[0].diff)
+
+
+@layer("Accuracy")
+class Accuracy(Layer):
+    """The share of labels for which fewer than top_k other classes score as high; scores (N, C, ...), labels (N, ...).
+
+    Ties therefore count against the label, and so does NaN. An optional second top (C) has the share of each class.
+    """
+
+    bottoms = 2
+    tops = (1, 2)
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check the labels and top_k, shape the tops."""
+        param = self.param.accuracy_param
+        self.view = around(bottom[0], param.axis)
+        check_labels(bottom[0], bottom[1], self.view)
+        self.ignore = param.ignore_label if param.HasField("ignore_label") else None
+        if not 1 <= param.top_k <= self.view[1]:
+            raise ConfigError(f"accuracy_param: top_k {param.top_k} must lie between 1 and the {self.view[1]} classes")
+        self.hits, self.counts = (Blob([self.view[1]], np.int64) for _ in range(2))
+        for t, shape in zip(top, ((), (self.view[1],)), strict=False):
+            t.reshape(shape)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write the shares; DataError for a label that names no class."""
+        hits, counts = self.hits.data, self.counts.data
+        labels = bottom[1].data.reshape(self.view[0], self.view[2])
+        scores = bottom[0].data.reshape(self.view)
+        wrong = self.ops.accuracy(scores, labels, self.param.accuracy_param.top_k, self.ignore, hits, counts)
+        if wrong >= 0:
+            raise bad_label(labels.flat[wrong], self.view[1])
+        top[0].data.fill(int(hits.sum()) / max(1, int(counts.sum())))
+        if len(top) > 1:
+            np.divide(hits, np.maximum(counts, 1), out=top[1].data, casting="unsafe")
+
+    def allow_force_backward(self, index: int) -> bool:
+        """There is no gradient."""
+        return False
+
+
+@layer("InfogainLoss")
+class InfogainLoss(ClassLoss):
+    """-sum over classes of H[label] * log p / divisor, p = softmax of the scores along `axis`, at least 1e-20.
+
+    H (C, C) is bottom 2 or the BlobProto file `source`. An optional second top is p.
+    """
+
+    bottoms = (2, 3)
+    tops = (1, 2)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read H from its file if it is not a bottom."""
+        super().setup(bottom, top)
+        if self.param.loss_param.HasField("normalize"):
+            raise ConfigError("InfogainLoss does not take the old loss_param normalize; give normalization")
+        self.matrix: Array | None = None
+        if len(bottom) < 3:
+            source = self.param.infogain_loss_param.source
+            if not source:
+                raise ConfigError("infogain_loss_param: give source, or the matrix as a third bottom")
+            self.matrix = binary.blob_to_array(binary.read_blob(locate(source, self.path))).astype(self.dtype)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check labels and H, allot p and the rows of H that the labels name."""
+        super().reshape(bottom, top)
+        self.view = around(bottom[0], self.param.infogain_loss_param.axis)
+        check_labels(bottom[0], bottom[1], self.view)
+        classes = self.view[1]
+        count = bottom[2].count if self.matrix is None else self.matrix.size
+        if count != classes * classes:
+            raise ConfigError(f"{classes} classes need an infogain matrix of {classes * classes} elements, not {count}")
+        self.prob = Blob(self.view, self.dtype)
+        if len(top) > 1:
+            top[1].reshape_like(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write loss and p."""
+        outer, classes, inner = self.view
+        prob = self.prob.data
+        self.ops.softmax_forward(bottom[0].data.reshape(self.view), prob)
+        labels, matrix = (
+            bottom[1].data.reshape(outer, inner),
+            self.matrix if self.matrix is not None else bottom[2].data,
+        )
+        counts = np.ones_like(labels, bool) if self.ignore is None else np.trunc(labels) != self.ignore
+        wrong = counts & ~((labels > -1) & (labels < classes))
+        if wrong.any():
+            raise bad_label(labels[wrong][0], classes)
+        chosen = np.where(counts, labels, 0).astype(np.intp)
+        rows = matrix.reshape(classes, classes)[chosen] * counts[..., None]  # (outer, inner, C)
+        self.rows = np.moveaxis(rows, 2, 1)  # (outer, C, inner)
+        self.norm = self.divisor(outer, inner, int(counts.sum()))
+        loss = -np.sum(self.rows * np.log(np.maximum(prob, LOG_THRESHOLD)), dtype=np.float64)
+        top[0].data.fill(loss / self.norm)
+        if len(top) > 1:
+            self.ops.copy(prob, top[1].data.reshape(self.view))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight / divisor * (p * sum of H[label] - H[label])."""
+        self.refuse_label_gradient(propagate_down)
+        if len(propagate_down) > 2 and propagate_down[2]:
+            raise ConfigError("InfogainLoss cannot differentiate its matrix; give it propagate_down: false")
+        if propagate_down[0]:
+            dx = self.prob.data * self.rows.sum(axis=1, keepdims=True) - self.rows
+            np.multiply(dx, float(top[0].diff.flat[0]) / self.norm, out=bottom[0].diff.reshape(self.view))
+
+    def allow_force_backward(self, index: int) -> bool:
+        """Labels and matrix get no gradient."""
+        return index == 0
+
+
+class ItemLoss(LossLayer):
+    """A loss over items (N, C) with one label each."""
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check the labels."""
+        super().reshape(bottom, top)
+        n = bottom[0].shape[0]
+        self.view = (n, bottom[0].count // max(n, 1))
+        check_labels(bottom[0], bottom[1], (*self.view, 1))
+
+    def labels(self, bottom: Blobs) -> tuple[Array, Array]:
+        """The index of each item's label: (items, labels); DataError for a label that names no class."""
+        labels, classes = bottom[1].data.reshape(-1), self.view[1]
+        wrong = ~((labels > -1) & (labels < classes))
+        if wrong.any():
+            raise bad_label(labels[wrong][0], classes)
+        return np.arange(self.view[0]), labels.astype(np.intp)
+
+
+@layer("MultinomialLogisticLoss")
+class MultinomialLogisticLoss(ItemLoss):
+    """-sum of log(max(p(label), 1e-20)) / N; the bottom holds probabilities (N, C)."""
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write the loss."""
+        likelihood = np.maximum(bottom[0].data.reshape(self.view)[self.labels(bottom)], LOG_THRESHOLD)
+        top[0].data.fill(-np.log(likelihood).sum(dtype=np.float64) / max(1, self.view[0]))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = -weight / N / max(p, 1e-20) at the label, else 0."""
+        self.refuse_label_gradient(propagate_down)
+        if propagate_down[0]:
+            at, dx = self.labels(bottom), bottom[0].diff.reshape(self.view)
+            scale = -float(top[0].diff.flat[0]) / max(1, self.view[0])
+            dx.fill(0)
+            dx[at] = scale / np.maximum(bottom[0].data.reshape(self.view)[at], LOG_THRESHOLD)
+
+
+@layer("HingeLoss")
+class HingeLoss(ItemLoss):
+    """Sum of m / N, or of m^2 / N with norm L2; m = max(0, 1 + x), at the label max(0, 1 - x); scores (N, C)."""
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Allot m."""
+        super().reshape(bottom, top)
+        self.margin = Blob(self.view, self.dtype)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write m and the loss."""
+        m, at = self.margin.data, self.labels(bottom)
+        m[...] = bottom[0].data.reshape(self.view)
+        m[at] *= -1
+        m += 1
+        np.maximum(m, 0, out=m)
+        squares = self.param.hinge_loss_param.norm == HingeLossParameter.L2
+        loss = self.ops.dot(m, m) if squares else float(m.sum(dtype=np.float64))
+        top[0].data.fill(loss / max(1, self.view[0]))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = weight / N * sign(m), with norm L2 times 2m instead; negative at the label."""
+        self.refuse_label_gradient(propagate_down)
+        if propagate_down[0]:
+            dx, scale = bottom[0].diff.reshape(self.view), float(top[0].diff.flat[0]) / max(1, self.view[0])
+            if self.param.hinge_loss_param.norm == HingeLossParameter.L2:
+                np.multiply(self.margin.data, 2 * scale, out=dx)
+            else:
+                np.multiply(np.sign(self.margin.data), scale, out=dx)
+            dx[self.labels(bottom)] *= -1
+
+
+@layer("ContrastiveLoss")
+class ContrastiveLoss(LossLayer):
+    """Sum of d^2 over similar pairs and max(margin - d, 0)^2 over the others / 2N, d = |a - b| (Hadsell et al. 2006).
+
+    Bottoms a, b (N, C) and y (N), 1 for a similar pair. legacy_version takes max(margin - d^2, 0) instead.
+    """
+
+    bottoms = 3
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check the shapes, allot a - b."""
+        super().reshape(bottom, top)
+        a, b, y = bottom
+        if a.count != b.count:
+            raise ConfigError(f"both bottoms must have one count: {list(a.shape)} and {list(b.shape)}")
+        if y.count != a.shape[0]:
+            raise ConfigError(f"{a.shape[0]} pairs need as many labels, not {y.count}")
+        self.view = (a.shape[0], a.count // max(a.shape[0], 1))
+        self.difference = Blob(self.view, self.dtype)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write a - b and the loss."""
+        param, d = self.param.contrastive_loss_param, self.difference.data
+        np.subtract(bottom[0].data.reshape(self.view), bottom[1].data.reshape(self.view), out=d)
+        square = np.einsum("nc,nc->n", d, d)
+        self.distance = np.sqrt(square)
+        self.similar = bottom[2].data.reshape(-1).astype(np.int64) != 0
+        if param.legacy_version:
+            far = np.maximum(param.margin - square, 0)
+        else:
+            far = np.maximum(param.margin - self.distance, 0) ** 2
+        top[0].data.fill(np.where(self.similar, square, far).sum(dtype=np.float64) / 2 / max(1, self.view[0]))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """da = weight / N * (a - b) if similar, else times -(margin - d) / d, legacy -1, where margin is not reached.
+
+        db = -da.
+        """
+        param, distance = self.param.contrastive_loss_param, self.distance
+        if param.legacy_version:
+            far = np.where(param.margin - distance * distance > 0, -1, 0)
+        else:
+            far = -np.maximum(param.margin - distance, 0) / (distance + 1e-4)
+        factor = np.where(self.similar, 1, far) * (float(top[0].diff.flat[0]) / max(1, self.view[0]))
+        for b, wanted, sign in zip(bottom, propagate_down, (1, -1, 0), strict=True):
+            if wanted and not sign:
+                raise ConfigError("ContrastiveLoss cannot differentiate its labels; give them propagate_down: false")
+            if wanted:
+                np.multiply(self.difference.data, sign * factor[:, None], out=b.diff.reshape(self.view))
+
+    def allow_force_backward(self, index: int) -> bool:
+        """Labels get no gradient."""
+        return index != 2

@@ -1,0 +1,306 @@
+"""Layers that normalize by neighbours or statistics, and the scale and bias that go with them."""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from caffepy.blob import Array, Blob
+from caffepy.errors import ConfigError
+from caffepy.filler import fill
+from caffepy.layer.base import Blobs, layer
+from caffepy.layer.neuron import SameShape, is_in_place
+from caffepy.proto.caffe_pb2 import TEST, FillerParameter, LRNParameter
+
+
+@layer("LRN")
+class LRN(SameShape):
+    """Local response normalization, (N, C, H, W) -> the same (Krizhevsky et al. 2012); n = local_size.
+
+    ACROSS_CHANNELS: y = x * s^-beta, s = k + alpha/n * sum of x^2 over the n channels around.
+    WITHIN_CHANNEL: s = 1 + alpha * mean of x^2 over the n x n pixels around, those outside being 0.
+    """
+
+    reads_input = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read and check the window."""
+        param = self.param.lrn_param
+        if param.local_size % 2 == 0:
+            raise ConfigError(f"lrn_param: local_size must be odd, not {param.local_size}")
+        self.size, self.alpha, self.beta, self.k = param.local_size, param.alpha, param.beta, param.k
+        self.across = param.norm_region == LRNParameter.ACROSS_CHANNELS
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Allot s, and for windows of pixels what backward puts together."""
+        if len(bottom[0].shape) != 4:
+            raise ConfigError(f"LRN needs a bottom of 4 axes, not {list(bottom[0].shape)}")
+        super().reshape(bottom, top)
+        self.scale = Blob(bottom[0].shape, self.dtype)
+        self.window = Blob(bottom[0].shape, self.dtype)
+        self.product = Blob(bottom[0].shape, self.dtype)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write s and y."""
+        x, y, s = self.keep_input(bottom), top[0].data, self.scale.data
+        if self.across:
+            self.ops.lrn_forward(x, y, s, self.size, self.alpha, self.beta, self.k)
+            return
+        self.ops.multiply(x, x, self.product.data)
+        self.ops.ave_pool_forward(self.product.data, self.window.data, *self.pooling)
+        self.ops.power_forward(self.window.data, s, 1.0, self.alpha, 1.0)
+        self.ops.power_forward(s, y, -self.beta, 1.0, 0.0)
+        self.ops.multiply(x, y, y)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy * s^-beta - 2 * beta * (alpha / number in the window) * x * sum over the window of dy * y / s."""
+        if not propagate_down[0]:
+            return
+        x, y, dy, dx, s = self.kept.data, top[0].data, top[0].diff, bottom[0].diff, self.scale.data
+        if self.across:
+            self.ops.lrn_backward(x, y, s, dy, dx, self.size, self.alpha, self.beta)
+            return
+        window, product = self.window.data, self.product.data
+        np.multiply(dy, y, out=product)
+        np.divide(product, s, out=product)
+        self.ops.ave_pool_backward(product, window, *self.pooling)
+        self.ops.multiply(x, window, window)
+        self.ops.power_forward(s, product, -self.beta, 1.0, 0.0)
+        self.ops.multiply(dy, product, dx)
+        self.ops.axpy(-2 * self.alpha * self.beta, window, dx)
+
+    @property
+    def pooling(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """Kernel, stride and padding of the window."""
+        return (self.size, self.size), (1, 1), (self.size // 2, self.size // 2)
+
+
+@layer("BatchNorm")
+class BatchNorm(SameShape):
+    """y = (x - mean) / sqrt(variance + eps) per channel of (N, C, ...) (Ioffe and Szegedy 2015).
+
+    Blobs: running sums of mean (C) and variance (C) and the weight of both (1): each batch multiplies them by
+    moving_average_fraction and adds its mean, its variance * m/(m-1) and 1. With use_global_stats (TEST unless given)
+    mean and variance are those sums divided by that weight, else the batch's own.
+    """
+
+    reads_input = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Make the three blobs, which no solver may learn."""
+        param = self.param.batch_norm_param
+        self.fraction, self.eps = param.moving_average_fraction, param.eps
+        self.is_global = param.use_global_stats if param.HasField("use_global_stats") else self.phase == TEST
+        if len(bottom[0].shape) < 2:
+            raise ConfigError(f"BatchNorm needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
+        if not self.blobs:
+            for size in (bottom[0].shape[1], bottom[0].shape[1], 1):
+                self.add_blob([size])
+        for spec in self.param.param:
+            if spec.lr_mult != 0 and spec.HasField("lr_mult"):
+                raise ConfigError("Cannot configure batch normalization statistics as layer parameters.")
+            spec.lr_mult = 0
+        while len(self.param.param) < len(self.blobs):
+            self.param.param.add(lr_mult=0)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check the channels and allot the statistics."""
+        super().reshape(bottom, top)
+        n, c, *rest = bottom[0].shape
+        if c != self.blobs[0].count:
+            raise ConfigError(f"{c} channels do not fit the statistics of {self.blobs[0].count}")
+        self.view = (n, c, prod(rest))
+        self.mean, self.variance, self.inverse = (Blob([c], self.dtype) for _ in range(3))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Find mean and variance, update the running sums in batch mode, write y."""
+        x = self.keep_input(bottom).reshape(self.view)
+        mean, variance, inverse = self.mean.data, self.variance.data, self.inverse.data
+        sum_of_means, sum_of_variances, weight = (b.data for b in self.blobs)
+        if self.is_global:
+            factor = 0 if weight[0] == 0 else 1 / weight[0]
+            np.multiply(sum_of_means, factor, out=mean)
+            np.multiply(sum_of_variances, factor, out=variance)
+        else:
+            self.ops.batch_norm_statistics(x, mean, variance)
+            m = self.view[0] * self.view[2]
+            for total, value in ((sum_of_means, mean), (sum_of_variances, variance * (m / (m - 1) if m > 1 else 1))):
+                np.multiply(total, self.fraction, out=total)
+                np.add(total, value, out=total)
+            weight *= self.fraction
+            weight += 1
+        np.add(variance, self.eps, out=inverse)
+        np.sqrt(inverse, out=inverse)
+        np.divide(1, inverse, out=inverse)
+        self.ops.batch_norm_forward(x, mean, inverse, top[0].data.reshape(self.view))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = (dy - mean(dy) - y * mean(dy * y)) / sqrt(variance + eps); with global statistics without the means."""
+        if not propagate_down[0]:
+            return
+        dy = top[0].diff.reshape(self.view)
+        dx = dy if top[0].diff is bottom[0].diff else bottom[0].diff.reshape(self.view)
+        if self.is_global:
+            self.ops.scale_forward(dy, self.inverse.data, None, dx)
+        else:
+            x = self.kept.data.reshape(self.view)
+            self.ops.batch_norm_backward(x, self.mean.data, self.inverse.data, dy, dx)
+
+
+@layer("MVN")
+class MVN(SameShape):
+    """y = (x - mean) / (sqrt(variance) + eps), over each plane of (N, C, H, W) or, across_channels, over each item."""
+
+    reads_input = True
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """View the bottom as rows that are normalized each by itself."""
+        super().reshape(bottom, top)
+        param = self.param.mvn_param
+        self.eps, self.normalizes = param.eps, param.normalize_variance
+        n, c, h, w = bottom[0].legacy_shape()
+        self.view = (1, n, c * h * w) if param.across_channels else (1, n * c, h * w)
+        self.mean, self.variance, self.inverse = (Blob([self.view[1]], self.dtype) for _ in range(3))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write y."""
+        x = self.keep_input(bottom).reshape(self.view)
+        inverse = self.inverse.data
+        self.ops.batch_norm_statistics(x, self.mean.data, self.variance.data)
+        if self.normalizes:
+            np.sqrt(self.variance.data, out=inverse)
+            np.add(inverse, self.eps, out=inverse)
+            np.divide(1, inverse, out=inverse)
+        else:
+            inverse.fill(1)
+        self.ops.batch_norm_forward(x, self.mean.data, inverse, top[0].data.reshape(self.view))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = (dy - mean(dy) - y * mean(dy * y)) / (sqrt(variance) + eps), or dy - mean(dy)."""
+        if not propagate_down[0]:
+            return
+        dy, dx = top[0].diff.reshape(self.view), bottom[0].diff.reshape(self.view)
+        if self.normalizes:
+            x = self.kept.data.reshape(self.view)
+            self.ops.batch_norm_backward(x, self.mean.data, self.inverse.data, dy, dx)
+        else:
+            np.subtract(dy, dy.mean(axis=2, keepdims=True), out=dx)
+
+
+class Broadcast(SameShape):
+    """A layer whose parameter, or bottom 1, goes along some axes of bottom 0: from `axis` on, `num_axes` of them."""
+
+    bottoms = (1, 2)
+
+    def make_blobs(self, bottom: Blobs, axis: int, num_axes: int, fillers: Sequence[FillerParameter]) -> None:
+        """Add and fill blobs of the shape of the axes, one a filler."""
+        shape = bottom[-1].shape
+        if len(bottom) == 1:
+            start = bottom[0].axis(axis)
+            end = len(shape) if num_axes == -1 else start + num_axes
+            if num_axes < -1 or end > len(shape):
+                raise ConfigError(f"axis {axis} and num_axes {num_axes} do not lie within {list(shape)}")
+            shape = shape[start:end]
+        if not self.blobs:
+            for filler in fillers:
+                fill(self.add_blob(shape), filler, self.device.rng)
+        if len(self.blobs) != len(fillers):
+            raise ConfigError(f"incorrect number of parameters: {len(self.blobs)}, not {len(fillers)}")
+
+    def find_view(self, bottom: Blobs, axis: int, operand: Blob) -> None:
+        """Set `view`, (outer, C, inner) with C the count of the operand, and check that it fits."""
+        shape = bottom[0].shape
+        start = 0 if not operand.shape else bottom[0].axis(axis)
+        end = start + len(operand.shape)
+        if shape[start:end] != operand.shape:
+            raise ConfigError(f"shape {list(operand.shape)} does not fit {list(shape)} from axis {start} on")
+        self.view = (prod(shape[:start]), operand.count, prod(shape[end:]))
+
+    def gradients(self, top: Blobs, bottom: Blobs, wanted: bool) -> tuple[Array, Array | None]:
+        """dy and dx as (outer, C, inner); dx is dy itself in place, None if it is not wanted."""
+        dy = top[0].diff.reshape(self.view)
+        if not wanted:
+            return dy, None
+        return dy, dy if top[0].diff is bottom[0].diff else bottom[0].diff.reshape(self.view)
+
+
+def _start_from_zero(blob: Blob) -> Array:
+    blob.diff.fill(0)
+    return blob.diff.reshape(-1)
+
+
+@layer("Scale")
+class Scale(Broadcast):
+    """y = x * scale + bias, both broadcast over the other axes.
+
+    The scale is bottom 1 or a parameter (filled with 1), the bias (bias_term) the last parameter (filled with 0).
+    """
+
+    reads_input = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Make scale and bias."""
+        param = self.param.scale_param
+        fillers = [param.filler if param.HasField("filler") else FillerParameter(value=1)] * (len(bottom) == 1)
+        fillers += [param.bias_filler] * param.bias_term
+        self.make_blobs(bottom, param.axis, param.num_axes, fillers)
+        self.bias = self.blobs[-1] if param.bias_term else None
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Find the axes."""
+        super().reshape(bottom, top)
+        self.scale = bottom[1] if len(bottom) > 1 else self.blobs[0]
+        self.find_view(bottom, self.param.scale_param.axis, self.scale)
+        if self.bias is not None and self.bias.count != self.scale.count:
+            raise ConfigError(f"{self.bias.count} biases do not fit a scale of {self.scale.count}")
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write y."""
+        x = self.keep_input(bottom).reshape(self.view)
+        bias = None if self.bias is None else self.bias.data.reshape(-1)
+        self.ops.scale_forward(x, self.scale.data.reshape(-1), bias, top[0].data.reshape(self.view))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy * scale; dscale is the sum of dy * x, dbias += the sum of dy."""
+        dy, dx = self.gradients(top, bottom, propagate_down[0])
+        dscale = dbias = None
+        if len(bottom) > 1:
+            dscale = _start_from_zero(bottom[1]) if propagate_down[1] else None
+        elif self.param_propagate_down[0]:
+            dscale = self.blobs[0].diff.reshape(-1)
+        if self.bias is not None and self.param_propagate_down[-1]:
+            dbias = self.bias.diff.reshape(-1)
+        x = self.kept.data.reshape(self.view)
+        self.ops.scale_backward(x, self.scale.data.reshape(-1), dy, dx, dscale, dbias)
+
+
+@layer("Bias")
+class Bias(Broadcast):
+    """y = x + bias, broadcast over the other axes; the bias is bottom 1 or a parameter (filled with 0)."""
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Make the bias."""
+        param = self.param.bias_param
+        self.make_blobs(bottom, param.axis, param.num_axes, [param.filler] * (len(bottom) == 1))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Find the axes."""
+        super().reshape(bottom, top)
+        self.bias = bottom[1] if len(bottom) > 1 else self.blobs[0]
+        self.find_view(bottom, self.param.bias_param.axis, self.bias)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy, then add."""
+        if not is_in_place(bottom[0], top[0]):
+            self.ops.copy(bottom[0].data, top[0].data)
+        self.ops.add_bias(top[0].data.reshape(self.view), self.bias.data.reshape(-1))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy; dbias is the sum of dy over the other axes."""
+        dy, dx = self.gradients(top, bottom, propagate_down[0])
+        if len(bottom) > 1 and propagate_down[1]:
+            self.ops.bias_gradient(dy, _start_from_zero(bottom[1]))
+        elif len(bottom) == 1 and self.param_propagate_down[0]:
+            self.ops.bias_gradient(dy, self.blobs[0].diff.reshape(-1))
+        if dx is not None and dx is not dy:
+            self.ops.copy(dy, dx)

@@ -1,0 +1,520 @@
+"""Layers that move, join, share or drop blobs without arithmetic on their values, and sources of given shape."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+
+from caffepy.blob import Array, Blob, shape_string
+from caffepy.errors import ConfigError, DataError
+from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.proto.caffe_pb2 import ReductionParameter
+
+
+def rows(array: Array, outer: int) -> Array:
+    """The array as `outer` rows, of which there may be none."""
+    return array.reshape(outer, array.size // max(outer, 1))
+
+
+@layer("Concat")
+class Concat(Layer):
+    """Bottoms joined along `axis` (1 unless given); all other axes agree. One bottom is shared, not copied."""
+
+    bottoms = (1, None)
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Refuse both names of the axis at once."""
+        param = self.param.concat_param
+        if param.HasField("axis") and param.HasField("concat_dim"):
+            raise ConfigError("concat_param has both axis and concat_dim; give axis only")
+        self.given_axis = param.concat_dim if param.HasField("concat_dim") else param.axis
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Add up the sizes along the axis."""
+        axis = bottom[0].axis(self.given_axis)
+        shape = list(bottom[0].shape)
+        for i, b in enumerate(bottom[1:], 1):
+            if len(b.shape) != len(shape) or any(b.shape[k] != shape[k] for k in range(len(shape)) if k != axis):
+                raise ConfigError(
+                    f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}: "
+                    f"they may differ in axis {axis} only"
+                )
+        shape[axis] = sum(b.shape[axis] for b in bottom)
+        top[0].reshape(shape)
+        self.outer = prod(shape[:axis])
+        ends = np.cumsum([0] + [b.count // max(self.outer, 1) for b in bottom])
+        self.columns = [slice(int(a), int(b)) for a, b in pairwise(ends)]
+        if len(bottom) == 1:
+            top[0].share_data(bottom[0])
+            top[0].share_diff(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the bottoms' values to their places."""
+        if len(bottom) > 1:
+            y = rows(top[0].data, self.outer)
+            for b, columns in zip(bottom, self.columns, strict=True):
+                self.ops.copy(rows(b.data, self.outer), y[:, columns])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Copy the gradients back."""
+        if len(bottom) > 1:
+            dy = rows(top[0].diff, self.outer)
+            for b, columns, wanted in zip(bottom, self.columns, propagate_down, strict=True):
+                if wanted:
+                    self.ops.copy(dy[:, columns], rows(b.diff, self.outer))
+
+
+@layer("Slice")
+class Slice(Layer):
+    """The bottom cut along `axis` (1 unless given) at the slice points, or into equal parts. One top is shared."""
+
+    tops = (1, None)
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Refuse both names of the axis at once; count the slice points."""
+        param = self.param.slice_param
+        if param.HasField("axis") and param.HasField("slice_dim"):
+            raise ConfigError("slice_param has both axis and slice_dim; give axis only")
+        self.given_axis = param.slice_dim if param.HasField("slice_dim") else param.axis
+        self.points = list(param.slice_point)
+        if self.points and len(self.points) != len(top) - 1:
+            raise ConfigError(f"{len(top)} tops need {len(top) - 1} slice_point, not {len(self.points)}")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check the cuts and shape the tops."""
+        axis = bottom[0].axis(self.given_axis)
+        shape = list(bottom[0].shape)
+        size, parts = shape[axis], len(top)
+        if not self.points and size % parts:
+            raise ConfigError(f"axis {axis} of size {size} cannot be cut into {parts} equal parts; give slice_point")
+        cuts = [0, *(self.points or [size // parts * i for i in range(1, parts)]), size]
+        if any(a >= b for a, b in pairwise(cuts)):
+            raise ConfigError(f"slice_point {self.points} must rise and lie within the {size} of axis {axis}")
+        self.outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :])
+        self.columns = [slice(a * inner, b * inner) for a, b in pairwise(cuts)]
+        for t, (a, b) in zip(top, pairwise(cuts), strict=True):
+            t.reshape([*shape[:axis], b - a, *shape[axis + 1 :]])
+        if parts == 1:
+            top[0].share_data(bottom[0])
+            top[0].share_diff(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy each part."""
+        if len(top) > 1:
+            x = rows(bottom[0].data, self.outer)
+            for t, columns in zip(top, self.columns, strict=True):
+                self.ops.copy(x[:, columns], rows(t.data, self.outer))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Copy the parts' gradients back."""
+        if len(top) > 1 and propagate_down[0]:
+            dx = rows(bottom[0].diff, self.outer)
+            for t, columns in zip(top, self.columns, strict=True):
+                self.ops.copy(rows(t.diff, self.outer), dx[:, columns])
+
+
+@layer("Split")
+class Split(Layer):
+    """Every top is the bottom: data are shared, dx = sum of dy_i."""
+
+    tops = (1, None)
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Share the data."""
+        for t in top:
+            t.reshape_like(bottom[0])
+            t.share_data(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Nothing to do."""
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Add up the gradients of those tops that ever got one."""
+        if not propagate_down[0]:
+            return
+        diffs, dx = [t.diff for t in top if t.diff_memory.touched], bottom[0].diff
+        if len(diffs) > 1:
+            self.ops.eltwise_sum(diffs, [1.0] * len(diffs), dx)
+        elif diffs:
+            self.ops.copy(diffs[0], dx)
+        else:
+            dx.fill(0)
+
+
+class View(Layer):
+    """The bottom's values in another shape; data and diff are shared."""
+
+    in_place = False
+
+    def shape(self, bottom: Blob) -> list[int]:
+        """The top's shape."""
+        raise NotImplementedError
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Shape the top and share."""
+        top[0].reshape(self.shape(bottom[0]))
+        if top[0].count != bottom[0].count:
+            raise ConfigError(
+                f"shape {shape_string(top[0].shape)} does not hold the bottom's {shape_string(bottom[0].shape)}"
+            )
+        top[0].share_data(bottom[0])
+        top[0].share_diff(bottom[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Nothing to do."""
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Nothing to do."""
+
+
+@layer("Flatten")
+class Flatten(View):
+    """Axes `axis` to `end_axis` (1 to the last unless given) become one."""
+
+    def shape(self, bottom: Blob) -> list[int]:
+        """(a, b, c, d) -> (a, b * c, d) for axes 1 to 2."""
+        param = self.param.flatten_param
+        start, end = bottom.axis(param.axis), bottom.axis(param.end_axis)
+        if start > end:
+            raise ConfigError(f"flatten_param: axis {start} comes after end_axis {end}")
+        return [*bottom.shape[:start], prod(bottom.shape[start : end + 1]), *bottom.shape[end + 1 :]]
+
+
+@layer("Reshape")
+class Reshape(View):
+    """Axes `axis` to `axis + num_axes - 1` (all unless given) take the given shape.
+
+    In it 0 copies the bottom's axis at that place and one -1 takes what is left.
+    """
+
+    def shape(self, bottom: Blob) -> list[int]:
+        """(a, b, c) -> (a, b * c) for the dims 0 and -1."""
+        param = self.param.reshape_param
+        n, old = len(bottom.shape), bottom.shape
+        start = param.axis if param.axis >= 0 else n + param.axis + 1
+        end = n if param.num_axes == -1 else start + param.num_axes
+        if not 0 <= start <= end <= n or param.num_axes < -1:
+            raise ConfigError(
+                f"reshape_param: axis {param.axis} and num_axes {param.num_axes} do not lie within {shape_string(old)}"
+            )
+        dims = list(param.shape.dim)
+        if any(d < -1 for d in dims) or dims.count(-1) > 1:
+            raise ConfigError(f"reshape_param: dims {dims} must be 0 or more, but for one -1")
+        for i, d in enumerate(dims):
+            if d == 0:
+                if start + i >= n:
+                    raise ConfigError(f"reshape_param: dim {i} copies axis {start + i} of {shape_string(old)}")
+                dims[i] = old[start + i]
+        if -1 in dims:
+            known, count = prod(d for d in dims if d != -1), prod(old[start:end])
+            if known == 0 or count % known:
+                raise ConfigError(f"reshape_param: {count} elements cannot be divided into the dims' {known}")
+            dims[dims.index(-1)] = count // known
+        return [*old[:start], *dims, *old[end:]]
+
+
+@layer("Silence")
+class Silence(Layer):
+    """Takes blobs that nobody else wants; their gradient is 0."""
+
+    bottoms = (1, None)
+    tops = 0
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Nothing to do."""
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Nothing to do."""
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = 0."""
+        for b, wanted in zip(bottom, propagate_down, strict=True):
+            if wanted:
+                b.diff.fill(0)
+
+
+@layer("Input")
+class Input(Layer):
+    """Tops of the given shapes (none, one for all or one each), filled from outside: the net's inputs."""
+
+    bottoms = 0
+    tops = (1, None)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Shape the tops, once: a user may reshape them afterwards."""
+        shapes = self.param.input_param.shape
+        if len(shapes) not in (0, 1, len(top)):
+            raise ConfigError(f"input_param has {len(shapes)} shapes for {len(top)} tops; give one, or one a top")
+        for i, t in enumerate(top):
+            if shapes:
+                t.reshape(shapes[i if len(shapes) > 1 else 0].dim)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Nothing to do."""
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Nothing to do."""
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Nothing to do."""
+
+
+@layer("Parameter")
+class Parameter(Layer):
+    """The top is the learnable parameter itself, of the given shape, 0 at first."""
+
+    bottoms = 0
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Make the parameter."""
+        if not self.blobs:
+            self.add_blob(self.param.parameter_param.shape.dim)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Share the data; the diff is the top's own, so that it can be added."""
+        top[0].reshape_like(self.blobs[0])
+        top[0].share_data(self.blobs[0])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Take up the parameter's memory, should it have moved since."""
+        top[0].share_data(self.blobs[0])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Add the top's gradient to the parameter's."""
+        if self.param_propagate_down[0]:
+            self.ops.add(top[0].diff, self.blobs[0].diff)
+
+
+@layer("Tile")
+class Tile(Layer):
+    """The bottom `tiles` times in a row along `axis`: (..., c, ...) -> (..., tiles * c, ...)."""
+
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Multiply the axis."""
+        param = self.param.tile_param
+        axis, shape = bottom[0].axis(param.axis), list(bottom[0].shape)
+        if param.tiles < 1:
+            raise ConfigError(f"tile_param: tiles must be 1 or more, not {param.tiles}")
+        shape[axis] *= param.tiles
+        top[0].reshape(shape)
+        outer = prod(shape[:axis])
+        self.view = (outer, param.tiles, bottom[0].count // max(outer, 1))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy."""
+        top[0].data.reshape(self.view)[...] = bottom[0].data.reshape(self.view[0], 1, self.view[2])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Add up the copies' gradients."""
+        if propagate_down[0]:
+            np.sum(top[0].diff.reshape(self.view), axis=1, out=bottom[0].diff.reshape(self.view[0], self.view[2]))
+
+
+@layer("Reduction")
+class Reduction(Layer):
+    """(a, b, c, ...) -> (a, b): the axes from `axis` on become coeff times their sum, mean, sum of |x| or of x^2."""
+
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Cut off the axes that are reduced."""
+        param = self.param.reduction_param
+        axis = bottom[0].axis(param.axis)
+        top[0].reshape(bottom[0].shape[:axis])
+        self.view = (top[0].count, bottom[0].count // max(top[0].count, 1))
+        self.operation, self.coeff = param.operation, param.coeff
+        if self.operation == ReductionParameter.MEAN:
+            self.coeff /= max(self.view[1], 1)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write the sums."""
+        x = bottom[0].data.reshape(self.view)
+        if self.operation == ReductionParameter.ASUM:
+            x = np.abs(x)
+        elif self.operation == ReductionParameter.SUMSQ:
+            x = x * x
+        y = top[0].data.reshape(-1)
+        np.sum(x, axis=1, out=y)
+        np.multiply(y, self.coeff, out=y)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = coeff * dy, for ASUM times sign(x), for SUMSQ times 2x."""
+        if not propagate_down[0]:
+            return
+        x, dx = bottom[0].data.reshape(self.view), bottom[0].diff.reshape(self.view)
+        dy = top[0].diff.reshape(-1, 1) * self.coeff
+        if self.operation == ReductionParameter.ASUM:
+            np.multiply(np.sign(x), dy, out=dx)
+        elif self.operation == ReductionParameter.SUMSQ:
+            np.multiply(x, 2 * dy, out=dx)
+        else:
+            dx[...] = dy
+
+
+@layer("ArgMax")
+class ArgMax(Layer):
+    """The places of the top_k largest values, largest first, ties to the larger place; no gradient.
+
+    With `axis`: (..., c, ...) -> (..., top_k, ...), places, or values with out_max_val. Without: (N, ...) ->
+    (N, 1, top_k), or (N, 2, top_k), places and values, with out_max_val.
+    """
+
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check top_k and shape the top."""
+        param, shape = self.param.argmax_param, bottom[0].shape
+        self.axis = bottom[0].axis(param.axis) if param.HasField("axis") else None
+        candidates = prod(shape[1:]) if self.axis is None else shape[self.axis]
+        if not 1 <= param.top_k <= candidates:
+            raise ConfigError(f"argmax_param: top_k {param.top_k} must lie between 1 and {candidates}")
+        if self.axis is None:
+            top[0].reshape([shape[0], 1 + param.out_max_val, param.top_k] + [1] * (len(shape) - 3))
+        else:
+            top[0].reshape([*shape[: self.axis], param.top_k, *shape[self.axis + 1 :]])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Sort by value, then by place."""
+        param, x, y = self.param.argmax_param, bottom[0].data, top[0].data
+        rows = x.reshape(x.shape[0], -1) if self.axis is None else np.moveaxis(x, self.axis, -1)
+        order = np.argsort(rows, axis=-1, kind="stable")[..., : -param.top_k - 1 : -1]
+        values = np.take_along_axis(rows, order, axis=-1)
+        if self.axis is not None:
+            y[...] = np.moveaxis(values if param.out_max_val else order, -1, self.axis)
+            return
+        y = y.reshape(x.shape[0], -1, param.top_k)
+        y[:, 0] = order
+        if param.out_max_val:
+            y[:, 1] = values
+
+    def allow_force_backward(self, index: int) -> bool:
+        """There is no gradient."""
+        return False
+
+
+@layer("Crop")
+class Crop(Layer):
+    """Cuts bottom 0, from the offsets on, to the size of bottom 1 in the axes from `axis` (2 unless given)."""
+
+    bottoms = 2
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check that the window lies inside."""
+        param, axis = self.param.crop_param, bottom[0].axis(self.param.crop_param.axis)
+        shape, wanted = bottom[0].shape, bottom[1].shape
+        if len(shape) != len(wanted):
+            raise ConfigError(f"the bottoms must have equally many axes: {list(shape)} and {list(wanted)}")
+        offsets: list[int] = list(param.offset)
+        cropped = len(shape) - axis
+        if len(offsets) not in (0, 1, cropped):
+            raise ConfigError(f"crop_param: {len(offsets)} offsets for {cropped} axes; give one, or one an axis")
+        if len(offsets) < cropped:
+            offsets = (offsets or [0]) * cropped
+        window = [slice(None)] * axis
+        for i, offset in enumerate(offsets, axis):
+            if offset + wanted[i] > shape[i]:
+                raise ConfigError(f"axis {i}: offset {offset} and size {wanted[i]} exceed the bottom's size {shape[i]}")
+            window.append(slice(offset, offset + wanted[i]))
+        self.window = tuple(window)
+        top[0].reshape([*shape[:axis], *wanted[axis:]])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the window."""
+        self.ops.copy(bottom[0].data[self.window], top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy inside the window, 0 outside; bottom 1 gives only its size: 0."""
+        if propagate_down[0]:
+            bottom[0].diff.fill(0)
+            self.ops.copy(top[0].diff, bottom[0].diff[self.window])
+        if propagate_down[1]:
+            bottom[1].diff.fill(0)
+
+
+@layer("BatchReindex")
+class BatchReindex(Layer):
+    """y[i] = x[index[i]]; x (N, ...), index (M) of whole numbers, y (M, ...)."""
+
+    bottoms = 2
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Shape the top."""
+        if len(bottom[1].shape) != 1:
+            raise ConfigError(f"the indices must have one axis, not {list(bottom[1].shape)}")
+        top[0].reshape([bottom[1].shape[0], *bottom[0].shape[1:]])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the items; DataError for an index outside."""
+        x, index = bottom[0].data, bottom[1].data
+        wrong = ~((index >= 0) & (index < x.shape[0]))
+        if wrong.any():
+            raise DataError(f"index {index[wrong][0]:g} is not one of the {x.shape[0]} items 0 to {x.shape[0] - 1}")
+        np.take(x, index.astype(np.intp), axis=0, out=top[0].data, mode="clip")
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx[index[i]] += dy[i], from 0."""
+        if propagate_down[1]:
+            raise ConfigError("BatchReindex cannot differentiate its indices; give them propagate_down: false")
+        if propagate_down[0]:
+            bottom[0].diff.fill(0)
+            np.add.at(bottom[0].diff, bottom[1].data.astype(np.intp), top[0].diff)
+
+    def allow_force_backward(self, index: int) -> bool:
+        """Indices get no gradient."""
+        return index == 0
+
+
+@layer("Filter")
+class Filter(Layer):
+    """Of each bottom but the last the items whose selector, in the last bottom (N), is not 0: (N, ...) -> (M, ...).
+
+    The tops have the bottoms' shapes until the first forward; M may be 0.
+    """
+
+    bottoms = (2, None)
+    tops = (1, None)
+    in_place = False
+    always_reshape = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Count the tops."""
+        if len(top) != len(bottom) - 1:
+            raise ConfigError(f"Filter has a top for each bottom but the selector: {len(bottom) - 1}, not {len(top)}")
+        self.started = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Count the items, but not at the net's construction, when the selector holds nothing yet."""
+        n = bottom[0].shape[0]
+        selector = bottom[-1]
+        if selector.shape[0] != n or selector.count != n:
+            raise ConfigError(f"the selector must have shape [{n}] for {n} items, not {list(selector.shape)}")
+        for i, b in enumerate(bottom[:-1]):
+            if b.shape[0] != n:
+                raise ConfigError(f"bottom {i} has {b.shape[0]} items, the selector {n}")
+        self.chosen = np.flatnonzero(selector.data) if self.started else np.arange(n)
+        self.started = True
+        for b, t in zip(bottom, top, strict=False):
+            t.reshape([len(self.chosen), *b.shape[1:]])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the chosen items."""
+        for b, t in zip(bottom, top, strict=False):
+            np.take(b.data, self.chosen, axis=0, out=t.data, mode="clip")
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy of the chosen items, 0 of the others."""
+        if propagate_down[-1]:
+            raise ConfigError("Filter cannot differentiate its selector; give it propagate_down: false")
+        for b, t, wanted in zip(bottom, top, propagate_down, strict=False):
+            if wanted:
+                b.diff.fill(0)
+                b.diff[self.chosen] = t.diff

@@ -1,0 +1,221 @@
+"""Softmax, losses over labels, accuracy. Labels are integers as floating-point numbers, cut off as C does."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.elementwise import GRAIN
+from caffepy.ops.cpu.threads import parallel
+
+Array = NDArray[Any]
+
+FLT_MIN = float(np.finfo(np.float32).tiny)  # log(FLT_MIN) = -87.3365 is the largest loss that Caffe reports
+
+
+def _grain(x: Array) -> int:
+    return GRAIN // 4 * int(x.shape[0]) // (x.size + 1) + 1
+
+
+@kernel
+def _subtract_max_planes(x: Array, y: Array, lo: int, hi: int) -> None:
+    most = np.empty(x.shape[2], x.dtype)
+    for n in range(lo, hi):
+        most[:] = x[n, 0]
+        for c in range(1, x.shape[1]):
+            u = x[n, c]
+            for p in range(u.size):
+                most[p] = most[p] if most[p] > u[p] else u[p]
+        for c in range(x.shape[1]):
+            u, v = x[n, c], y[n, c]
+            for p in range(u.size):
+                v[p] = u[p] - most[p]
+
+
+@kernel
+def _divide_by_sum_planes(y: Array, lo: int, hi: int) -> None:
+    total = np.empty(y.shape[2], y.dtype)
+    for n in range(lo, hi):
+        total[:] = 0
+        for c in range(y.shape[1]):
+            v = y[n, c]
+            for p in range(v.size):
+                total[p] += v[p]
+        for c in range(y.shape[1]):
+            v = y[n, c]
+            for p in range(v.size):
+                v[p] /= total[p]
+
+
+@kernel
+def _subtract_max_rows(x: Array, y: Array, lo: int, hi: int) -> None:
+    for n in range(lo, hi):
+        u, v = x[n], y[n]
+        most = u[0]
+        for c in range(u.size):
+            most = most if most > u[c] else u[c]
+        for c in range(u.size):
+            v[c] = u[c] - most
+
+
+@kernel
+def _divide_by_sum_rows(y: Array, lo: int, hi: int) -> None:
+    for n in range(lo, hi):
+        v = y[n]
+        total = v[0] - v[0]
+        for c in range(v.size):
+            total += v[c]
+        for c in range(v.size):
+            v[c] /= total
+
+
+def softmax_forward(x: Array, y: Array) -> None:
+    """y = exp(x - max) / sum of that over the channels; x and y (outer, C, inner)."""
+    first, last = _subtract_max_planes, _divide_by_sum_planes
+    if x.shape[2] == 1:
+        first, last, x, y = _subtract_max_rows, _divide_by_sum_rows, x[:, :, 0], y[:, :, 0]
+
+    def piece(lo: int, hi: int) -> None:
+        first(x, y, lo, hi)
+        with np.errstate(all="ignore"):
+            np.exp(y[lo:hi], out=y[lo:hi])
+        last(y, lo, hi)
+
+    parallel(piece, x.shape[0], _grain(x))
+
+
+@kernel
+def _softmax_gradient(y: Array, dy: Array, dx: Array, lo: int, hi: int) -> None:
+    product = np.empty(y.shape[2], y.dtype)
+    for n in range(lo, hi):
+        product[:] = 0
+        for c in range(y.shape[1]):
+            t, u = y[n, c], dy[n, c]
+            for p in range(t.size):
+                product[p] += t[p] * u[p]
+        for c in range(y.shape[1]):
+            t, u, v = y[n, c], dy[n, c], dx[n, c]
+            for p in range(t.size):
+                v[p] = (u[p] - product[p]) * t[p]
+
+
+def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
+    """dx = y * (dy - sum of dy * y over the channels); dx may be dy."""
+    parallel(lambda lo, hi: _softmax_gradient(y, dy, dx, lo, hi), y.shape[0], _grain(y))
+
+
+@kernel
+def _softmax_loss(prob: Array, label: Array, skip: bool, ignore: int) -> tuple[float, int, int]:
+    loss, count, wrong = 0.0, 0, -1
+    for n in range(label.shape[0]):
+        for p in range(label.shape[1]):
+            t = label[n, p]
+            if skip and int(t) == ignore:
+                continue
+            if not (t > -1 and t < prob.shape[1]):
+                if wrong < 0:
+                    wrong = n * label.shape[1] + p
+                continue
+            likelihood = np.float64(prob[n, int(t), p])
+            loss -= np.log(FLT_MIN if likelihood < FLT_MIN else likelihood)
+            count += 1
+    return loss, count, wrong
+
+
+def softmax_loss_forward(prob: Array, label: Array, ignore: int | None) -> tuple[float, int, int]:
+    """Sum of -log(max(probability of the label, FLT_MIN)), how many labels counted, where the first wrong label is.
+
+    prob (outer, C, inner), label (outer, inner). A label `ignore` does not count; -1 says that no label was wrong.
+    """
+    loss, count, wrong = _softmax_loss(prob, label, ignore is not None, ignore or 0)
+    return float(loss), int(count), int(wrong)
+
+
+@kernel
+def _softmax_loss_gradient(
+    prob: Array, label: Array, skip: bool, ignore: int, scale: float, dx: Array, lo: int, hi: int
+) -> None:
+    s = prob.dtype.type(scale)
+    for n in range(lo, hi):
+        for c in range(prob.shape[1]):
+            u, v = prob[n, c], dx[n, c]
+            for p in range(u.size):
+                v[p] = u[p] * s
+        for p in range(label.shape[1]):
+            t = int(label[n, p])
+            if skip and t == ignore:
+                dx[n, :, p] = 0
+            else:
+                dx[n, t, p] -= s
+
+
+def softmax_loss_backward(prob: Array, label: Array, ignore: int | None, scale: float, dx: Array) -> None:
+    """dx = scale * (prob - 1 at the label), 0 where the label is `ignore`."""
+    skip, t = ignore is not None, ignore or 0
+    parallel(
+        lambda lo, hi: _softmax_loss_gradient(prob, label, skip, t, scale, dx, lo, hi), prob.shape[0], _grain(prob)
+    )
+
+
+@kernel
+def _sigmoid_loss(x: Array, target: Array, skip: bool, ignore: int) -> tuple[float, int]:
+    loss, count = 0.0, 0
+    for i in range(x.size):
+        if skip and int(target[i]) == ignore:
+            continue
+        v = np.float64(x[i])
+        loss += max(v, 0.0) - v * np.float64(target[i]) + np.log1p(np.exp(-abs(v)))
+        count += 1
+    return loss, count
+
+
+def sigmoid_loss_forward(x: Array, target: Array, ignore: int | None) -> tuple[float, int]:
+    """Sum of max(x, 0) - x * target + log(1 + exp(-|x|)) and how many targets counted (those not `ignore`)."""
+    loss, count = _sigmoid_loss(x.reshape(-1), target.reshape(-1), ignore is not None, ignore or 0)
+    return float(loss), int(count)
+
+
+@kernel
+def _sigmoid_loss_gradient(
+    x: Array, target: Array, skip: bool, ignore: int, scale: float, dx: Array, lo: int, hi: int
+) -> None:
+    for i in range(lo, hi):
+        if skip and int(target[i]) == ignore:
+            dx[i] = 0
+        else:
+            dx[i] = scale * (0.5 * np.tanh(0.5 * x[i]) + 0.5 - target[i])
+
+
+def sigmoid_loss_backward(x: Array, target: Array, ignore: int | None, scale: float, dx: Array) -> None:
+    """dx = scale * (sigmoid(x) - target), 0 where the target is `ignore`."""
+    x, target, dx = x.reshape(-1), target.reshape(-1), dx.reshape(-1)
+    skip, t = ignore is not None, ignore or 0
+    parallel(lambda lo, hi: _sigmoid_loss_gradient(x, target, skip, t, scale, dx, lo, hi), x.size, GRAIN // 8)
+
+
+@kernel
+def _accuracy(x: Array, label: Array, top_k: int, skip: bool, ignore: int, hits: Array, counts: Array) -> int:
+    for n in range(label.shape[0]):
+        for p in range(label.shape[1]):
+            if skip and int(label[n, p]) == ignore:
+                continue
+            if not (label[n, p] > -1 and label[n, p] < x.shape[1]):
+                return n * int(label.shape[1]) + p
+            t = int(label[n, p])
+            better = -1  # the label itself is not below its own score
+            for c in range(x.shape[1]):
+                better += 0 if x[n, c, p] < x[n, t, p] else 1
+            counts[t] += 1
+            hits[t] += 1 if better < top_k else 0
+    return -1
+
+
+def accuracy(x: Array, label: Array, top_k: int, ignore: int | None, hits: Array, counts: Array) -> int:
+    """Count into `counts` the labels of each class, into `hits` those with fewer than top_k other scores not below.
+
+    x (outer, C, inner), label (outer, inner), hits and counts (C). Returns where the first wrong label is, or -1.
+    """
+    hits.fill(0)
+    counts.fill(0)
+    return int(_accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts))
