@@ -1,0 +1,260 @@
+"""Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
+
+`w` are the values, `g` the accumulated gradient; `ends`, `rates`, `decays` describe the segments of the flat arrays
+(where each ends, its learning rate, its weight decay). The gradient that a rule sees is `scale*g + decay*w`, with `l1`
+`scale*g + decay*sign(w)`. Each writes `w` and its history in place and leaves in `g` what it subtracted from `w`.
+"""
+
+from math import sqrt
+from typing import Any
+
+from numpy.typing import NDArray
+
+from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.threads import parallel
+
+Array = NDArray[Any]
+GRAIN = 1 << 16  # elements that are worth a thread
+
+
+@kernel
+def _regularized(w: Any, g: Any, scale: Any, decay: Any, l1: bool) -> Any:
+    one, zero = type(w)(1), type(w)(0)
+    sign = (one if w > 0 else zero) - (one if w < 0 else zero)
+    return scale * g + decay * (sign if l1 else w)
+
+
+@kernel
+def _sgd(
+    w: Array,
+    g: Array,
+    h: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: Any,
+    l1: bool,
+    momentum: Any,
+    lo: int,
+    hi: int,
+) -> None:
+    for s in range(ends.size):
+        end, rate, decay = min(ends[s], hi), rates[s], decays[s]
+        for i in range(lo, end):
+            h[i] = momentum * h[i] + rate * _regularized(w[i], g[i], scale, decay, l1)
+            g[i] = h[i]
+            w[i] -= h[i]
+        lo = max(lo, end)
+
+
+@kernel
+def _nesterov(
+    w: Array,
+    g: Array,
+    h: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: Any,
+    l1: bool,
+    momentum: Any,
+    lo: int,
+    hi: int,
+) -> None:
+    one = w.dtype.type(1)
+    for s in range(ends.size):
+        end, rate, decay = min(ends[s], hi), rates[s], decays[s]
+        for i in range(lo, end):
+            before = h[i]
+            h[i] = momentum * before + rate * _regularized(w[i], g[i], scale, decay, l1)
+            g[i] = (one + momentum) * h[i] - momentum * before
+            w[i] -= g[i]
+        lo = max(lo, end)
+
+
+@kernel
+def _rms(
+    w: Array,
+    g: Array,
+    h: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: Any,
+    l1: bool,
+    keep: Any,
+    take: Any,
+    delta: Any,
+    lo: int,
+    hi: int,
+) -> None:
+    for s in range(ends.size):
+        end, rate, decay = min(ends[s], hi), rates[s], decays[s]
+        for i in range(lo, end):
+            d = _regularized(w[i], g[i], scale, decay, l1)
+            h[i] = keep * h[i] + take * d * d
+            g[i] = rate * d / (sqrt(h[i]) + delta)
+            w[i] -= g[i]
+        lo = max(lo, end)
+
+
+@kernel
+def _adadelta(
+    w: Array,
+    g: Array,
+    h: Array,
+    u: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: Any,
+    l1: bool,
+    momentum: Any,
+    delta: Any,
+    lo: int,
+    hi: int,
+) -> None:
+    take = w.dtype.type(1) - momentum
+    for s in range(ends.size):
+        end, rate, decay = min(ends[s], hi), rates[s], decays[s]
+        for i in range(lo, end):
+            d = _regularized(w[i], g[i], scale, decay, l1)
+            h[i] = momentum * h[i] + take * d * d
+            v = d * sqrt((u[i] + delta) / (h[i] + delta))
+            u[i] = momentum * u[i] + take * v * v
+            g[i] = rate * v
+            w[i] -= g[i]
+        lo = max(lo, end)
+
+
+@kernel
+def _adam(
+    w: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: Any,
+    l1: bool,
+    beta1: Any,
+    beta2: Any,
+    delta: Any,
+    correction: Any,
+    lo: int,
+    hi: int,
+) -> None:
+    one = w.dtype.type(1)
+    for s in range(ends.size):
+        end, rate, decay = min(ends[s], hi), rates[s] * correction, decays[s]
+        for i in range(lo, end):
+            d = _regularized(w[i], g[i], scale, decay, l1)
+            m[i] = beta1 * m[i] + (one - beta1) * d
+            v[i] = beta2 * v[i] + (one - beta2) * d * d
+            g[i] = rate * m[i] / (sqrt(v[i]) + delta)
+            w[i] -= g[i]
+        lo = max(lo, end)
+
+
+def _run(function: Any, arrays: tuple[Array, ...], scale: float, l1: bool, *numbers: float) -> None:
+    real = arrays[0].dtype.type
+    constants = (real(scale), l1, *map(real, numbers))
+    parallel(lambda lo, hi: function(*arrays, *constants, lo, hi), arrays[0].size, GRAIN)
+
+
+def sgd_update(
+    w: Array,
+    g: Array,
+    h: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: float,
+    l1: bool,
+    momentum: float,
+) -> None:
+    """h = momentum*h + rate*g; w -= h."""
+    _run(_sgd, (w, g, h, ends, rates, decays), scale, l1, momentum)
+
+
+def nesterov_update(
+    w: Array,
+    g: Array,
+    h: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: float,
+    l1: bool,
+    momentum: float,
+) -> None:
+    """h' = momentum*h + rate*g; w -= (1 + momentum)*h' - momentum*h; h = h'."""
+    _run(_nesterov, (w, g, h, ends, rates, decays), scale, l1, momentum)
+
+
+def adagrad_update(
+    w: Array,
+    g: Array,
+    h: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: float,
+    l1: bool,
+    delta: float,
+) -> None:
+    """h += g^2; w -= rate*g/(sqrt(h) + delta)."""
+    _run(_rms, (w, g, h, ends, rates, decays), scale, l1, 1, 1, delta)
+
+
+def rmsprop_update(
+    w: Array,
+    g: Array,
+    h: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: float,
+    l1: bool,
+    rms_decay: float,
+    delta: float,
+) -> None:
+    """h = rms_decay*h + (1 - rms_decay)*g^2; w -= rate*g/(sqrt(h) + delta)."""
+    _run(_rms, (w, g, h, ends, rates, decays), scale, l1, rms_decay, 1 - rms_decay, delta)
+
+
+def adadelta_update(
+    w: Array,
+    g: Array,
+    h: Array,
+    u: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: float,
+    l1: bool,
+    momentum: float,
+    delta: float,
+) -> None:
+    """h, u are means of g^2 and of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
+    _run(_adadelta, (w, g, h, u, ends, rates, decays), scale, l1, momentum, delta)
+
+
+def adam_update(
+    w: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    ends: Array,
+    rates: Array,
+    decays: Array,
+    scale: float,
+    l1: bool,
+    beta1: float,
+    beta2: float,
+    delta: float,
+    correction: float,
+) -> None:
+    """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) + delta)."""
+    _run(_adam, (w, g, m, v, ends, rates, decays), scale, l1, beta1, beta2, delta, correction)
