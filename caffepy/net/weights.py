@@ -1,7 +1,9 @@
 """Weights in and out of a net: caffemodels in binary and HDF5 form, matched by layer name."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from io import BytesIO
 
 import h5py
 import numpy as np
@@ -89,13 +91,26 @@ def save_binary(net: Net, path: str, diff: bool = False) -> None:
         file.write(proto.SerializeToString())
 
 
+@contextmanager
+def new_hdf5(path: str) -> Iterator[h5py.File]:
+    """An HDF5 file to fill, written whole or not at all when the block ends.
+
+    It grows in memory: the HDF5 library can crash the process when the disk is full.
+    """
+    content = BytesIO()
+    with h5py.File(content, "w") as file:
+        yield file
+    with replacing(path) as temporary, open(temporary, "wb") as target:
+        target.write(content.getbuffer())
+
+
 def save_hdf5(net: Net, path: str, diff: bool = False) -> None:
     """Write an HDF5 caffemodel (`/data/<layer>/<index>`, with `diff` also `/diff/...`), whole or not at all.
 
     Parameters that a layer shares with an earlier owner are stored with the owner only, as in Caffe.
     """
     owners = set(net.learnable_owner)
-    with replacing(path) as temporary, h5py.File(temporary, "w") as file:
+    with new_hdf5(path) as file:
         for i, (name, layer) in enumerate(zip(net.layer_names, net.layers, strict=True)):
             group = file.require_group(f"data/{name}")
             for j, blob in enumerate(layer.blobs):

@@ -1,0 +1,25 @@
+"""The solver: its loop, learning-rate policies, update rules, snapshots and signals."""
+
+from caffepy.solver.params import Params
+from caffepy.solver.policy import policies
+from caffepy.solver.reporter import Reporter, Silent
+from caffepy.solver.signals import Action, Signals
+from caffepy.solver.snapshot import check_folder, newest_good
+from caffepy.solver.solver import Callback, Solver
+from caffepy.solver.update import Rule, Update, rules
+
+__all__ = [
+    "Action",
+    "Callback",
+    "Params",
+    "Reporter",
+    "Rule",
+    "Signals",
+    "Silent",
+    "Solver",
+    "Update",
+    "check_folder",
+    "newest_good",
+    "policies",
+    "rules",
+]

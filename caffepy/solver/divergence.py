@@ -1,0 +1,46 @@
+"""Says where a run that diverged lost its finite numbers."""
+
+import numpy as np
+
+from caffepy.blob import Blob
+from caffepy.errors import DivergenceError
+from caffepy.net import Net
+
+HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
+
+
+def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
+    """The error for a loss that is not finite: names the first blob, then the first parameter, that is not finite."""
+    blob = _first_blob(net)
+    param = _first_param(net)
+    found = "; ".join(part for part in (blob, param) if part) or "all blobs are finite, their weighted sum is not"
+    return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {found}; {HINT}")
+
+
+def check_params(net: Net, iteration: int) -> None:
+    """DivergenceError if a parameter is not finite, as before a snapshot that would keep it."""
+    if param := _first_param(net):
+        raise DivergenceError(f"iteration {iteration}: {param}, so no snapshot is written; {HINT}")
+
+
+def _first_blob(net: Net) -> str | None:
+    for i, tops in enumerate(net.tops):
+        for name, top in zip(net.top_names[i], tops, strict=True):
+            if not _finite(top):
+                return f'the first blob that is not finite is "{name}" of layer {_layer(net, i)}'
+    return None
+
+
+def _first_param(net: Net) -> str | None:
+    for blob, (i, j) in zip(net.learnable_params, net.learnable_owner, strict=True):
+        if not _finite(blob):
+            return f"parameter {j} of layer {_layer(net, i)} is not finite"
+    return None
+
+
+def _layer(net: Net, index: int) -> str:
+    return f'"{net.layer_names[index]}" ({net.layers[index].type})'
+
+
+def _finite(blob: Blob) -> bool:
+    return bool(np.isfinite(blob.data).all())

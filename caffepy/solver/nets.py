@@ -1,0 +1,109 @@
+"""Where the nets of a solver come from: which fields define the train net and the test nets, in which states."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from caffepy.errors import ConfigError
+from caffepy.paths import locate
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverParameter
+from caffepy.proto.text import read_net
+from caffepy.proto.upgrade import upgrade_net
+from caffepy.solver.check import at_field
+
+TRAIN_FIELDS = ("net", "net_param", "train_net", "train_net_param")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The definition of one net, its state merged in, the file that it stands in, and how log lines call it."""
+
+    param: NetParameter
+    path: str | None
+    origin: str
+
+
+Reader = Callable[[str], tuple[NetParameter, str]]
+
+
+def net_sources(param: SolverParameter, path: str | None) -> tuple[Source, list[Source]]:
+    """The sources of the train net and of the test nets, in Caffe's order; ConfigError if the fields disagree.
+
+    Test nets are all test_net_param, all test_net, then as many copies of net or net_param as test_iter asks for.
+    """
+
+    @cache
+    def read(name: str) -> tuple[NetParameter, str]:
+        file = locate(name, path)
+        return read_net(file), file
+
+    return _train_source(param, path, read), _test_sources(param, path, read)
+
+
+def _train_source(param: SolverParameter, path: str | None, read: Reader) -> Source:
+    given = [field for field in TRAIN_FIELDS if param.HasField(field)]
+    if len(given) != 1:
+        what = f"not {' and '.join(given)} at once" if given else "but none is given"
+        place = at_field(path, given[1]) if given else path
+        raise ConfigError(f"a solver needs exactly one of {', '.join(TRAIN_FIELDS)} for its train net, {what}", place)
+    net, file, origin = _resolve(given[0], getattr(param, given[0]), path, read)
+    return Source(_in_state(net, TRAIN, param.train_state), file, origin)
+
+
+def _test_sources(param: SolverParameter, path: str | None, read: Reader) -> list[Source]:
+    explicit = [("test_net_param", net) for net in param.test_net_param] + [("test_net", n) for n in param.test_net]
+    common = next((field for field in ("net", "net_param") if param.HasField(field)), None)
+    iters, states = len(param.test_iter), list(param.test_state)
+    if iters < len(explicit) or (iters > len(explicit) and common is None):
+        raise ConfigError(
+            f"test_iter must be given once per test net: {iters} given for {len(explicit)} test net(s)",
+            at_field(path, "test_iter"),
+        )
+    if not iters and common and param.test_interval > 0:
+        raise ConfigError(
+            f"test_interval: {param.test_interval} asks for tests, but test_iter (how many batches a test takes) is "
+            "missing",
+            at_field(path, "test_interval"),
+        )
+    if states and len(states) != iters:
+        raise ConfigError(
+            f"test_state must be given once per test net or not at all: {len(states)} given for {iters} test net(s)",
+            at_field(path, "test_state"),
+        )
+    if iters and param.test_interval <= 0:
+        raise ConfigError(
+            f"test_interval must be above 0 where there are test nets, not {param.test_interval}",
+            at_field(path, "test_interval"),
+        )
+    for batches in param.test_iter:
+        if batches < 1:
+            raise ConfigError(f"test_iter must be 1 or more, not {batches}", at_field(path, "test_iter"))
+    fields = explicit + [(common or "", getattr(param, common or "net"))] * (iters - len(explicit))
+    sources = []
+    for i, (field, value) in enumerate(fields):
+        net, file, origin = _resolve(field, value, path, read)
+        sources.append(Source(_in_state(net, TEST, *states[i : i + 1]), file, origin))
+    return sources
+
+
+def _resolve(
+    field: str, value: str | NetParameter, path: str | None, read: Reader
+) -> tuple[NetParameter, str | None, str]:
+    if isinstance(value, str):
+        try:
+            net, file = read(value)
+        except ConfigError as error:
+            raise error.at(at_field(path, field) or field) from None
+        return net, file, f"{field} file: {value}"
+    return upgrade_net(value, path), path, field
+
+
+def _in_state(net: NetParameter, phase: int, *more: NetState) -> NetParameter:
+    """A copy of the net whose state is: the phase, then what the net says, then `more`; later ones win."""
+    state = NetState(phase=phase)  # type: ignore[arg-type]
+    for given in (net.state, *more):
+        state.MergeFrom(given)
+    copy = NetParameter()
+    copy.CopyFrom(net)
+    copy.state.CopyFrom(state)
+    return copy

@@ -1,0 +1,68 @@
+"""The sidecar of a snapshot: what Caffe's files have no room for, as an .npz of one JSON text and the arrays in it."""
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from caffepy.blob import Array
+from caffepy.errors import ConfigError
+
+FORMAT = 1
+ARRAY = "__array__"
+
+
+def checksum(path: str) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write(path: str, content: dict[str, Any]) -> None:
+    """Write a tree of dicts with string keys, lists, numbers, strings and arrays."""
+    arrays: list[Array] = []
+    text = json.dumps({"format": FORMAT, **_pack(content, arrays)})
+    with open(path, "wb") as file:
+        members: dict[str, Any] = {str(i): array for i, array in enumerate(arrays)}
+        np.savez(file, json=np.frombuffer(text.encode(), np.uint8), **members)
+
+
+def read(path: str) -> dict[str, Any] | None:
+    """What `write` wrote; None if there is no such file, ConfigError if it is damaged."""
+    if not os.path.exists(path):
+        return None
+    try:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+            content: dict[str, Any] = _unpack(json.loads(file["json"].tobytes()), file)
+    except Exception as error:  # zip, npy and json fail in many ways
+        raise ConfigError(
+            f"this sidecar of a snapshot is damaged ({error}); without it the run resumes as Caffe does, "
+            "with data and random numbers starting anew",
+            path,
+        ) from None
+    if content.get("format") != FORMAT:
+        raise ConfigError(f"this sidecar has format {content.get('format')}; this version reads {FORMAT}", path)
+    return content
+
+
+def _pack(value: Any, arrays: list[Array]) -> Any:
+    if isinstance(value, np.ndarray):
+        arrays.append(value)
+        return {ARRAY: len(arrays) - 1}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: _pack(item, arrays) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_pack(item, arrays) for item in value]
+    return value
+
+
+def _unpack(value: Any, file: Any) -> Any:
+    if isinstance(value, dict):
+        if ARRAY in value:
+            return file[str(value[ARRAY])]
+        return {key: _unpack(item, file) for key, item in value.items()}
+    return [_unpack(item, file) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,68 @@
+"""What signals ask of a run. Handlers only note the signal; the solver polls at its own pace."""
+
+import signal
+from enum import Flag
+from types import FrameType, TracebackType
+from typing import Any
+
+from caffepy.errors import UsageError
+from caffepy.registry import nearest
+
+
+class Action(Flag):
+    """What the solver is asked to do at its next step boundary; snapshot comes first where both are asked."""
+
+    NONE = 0
+    SNAPSHOT = 1
+    STOP = 2
+
+
+EFFECTS = {"stop": Action.STOP, "snapshot": Action.SNAPSHOT, "none": Action.NONE}
+
+
+def effect(name: str) -> Action:
+    """The action that a --sigint_effect or --sighup_effect names; UsageError for other names."""
+    if name not in EFFECTS:
+        raise UsageError(f'invalid signal effect "{name}"{nearest(name, EFFECTS)} (known: {", ".join(EFFECTS)})')
+    return EFFECTS[name]
+
+
+class Signals:
+    """A context in which SIGINT, SIGHUP and SIGTERM are noted instead of ending the process; main thread only.
+
+    SIGTERM asks for a snapshot and a stop. A second SIGINT or SIGTERM after one that asked to stop raises
+    KeyboardInterrupt at once.
+    """
+
+    def __init__(self, sigint_effect: str = "stop", sighup_effect: str = "snapshot") -> None:
+        self.effects = {signal.SIGINT: effect(sigint_effect), signal.SIGTERM: Action.SNAPSHOT | Action.STOP}
+        if hasattr(signal, "SIGHUP"):
+            self.effects[signal.SIGHUP] = effect(sighup_effect)
+        self.stopping = False
+        self._asked = Action.NONE
+        self._before: dict[int, Any] = {}
+
+    def poll(self) -> Action:
+        """What was asked for since the last poll."""
+        if not self._asked:
+            return Action.NONE
+        asked, self._asked = self._asked, Action.NONE
+        return asked
+
+    def __enter__(self) -> "Signals":
+        for number in self.effects:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        action = self.effects[signal.Signals(number)]
+        if Action.STOP in action and self.stopping:
+            raise KeyboardInterrupt
+        self.stopping |= Action.STOP in action
+        self._asked |= action

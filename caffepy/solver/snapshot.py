@@ -1,0 +1,262 @@
+"""Snapshots: Caffe's model and state files in both formats, and the sidecar that makes a resumed run go on exactly.
+
+A state under its final name implies a whole model and a whole sidecar: they get their names in the order model,
+sidecar, state.
+"""
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from glob import escape as glob_escape
+from glob import glob
+from typing import Any
+
+import h5py
+import numpy as np
+
+from caffepy.blob import Array
+from caffepy.errors import CaffeError, ConfigError
+from caffepy.files import replacing
+from caffepy.net import Net
+from caffepy.net.weights import new_hdf5, save_binary, save_hdf5
+from caffepy.proto import binary
+from caffepy.proto.caffe_pb2 import SolverState
+from caffepy.solver import sidecar
+
+log = logging.getLogger(__name__)
+
+STATE_NAME = re.compile(r"_iter_(\d+)\.solverstate(\.h5)?$")
+MIB = 1 << 20
+
+
+@dataclass
+class State:
+    """What a solverstate holds: updates done, the model's path, history arrays of all parameters, the lr step."""
+
+    iteration: int
+    learned_net: str
+    history: list[Array]
+    current_step: int
+
+
+@dataclass(frozen=True)
+class Files:
+    """The names of one snapshot."""
+
+    prefix: str
+    iteration: int
+    hdf5: bool = False
+
+    @property
+    def model(self) -> str:
+        """The weights."""
+        return self._name("caffemodel") + (".h5" if self.hdf5 else "")
+
+    @property
+    def state(self) -> str:
+        """The solver's state."""
+        return self._name("solverstate") + (".h5" if self.hdf5 else "")
+
+    @property
+    def sidecar(self) -> str:
+        """What only caffepy reads."""
+        return self._name("caffepystate")
+
+    def _name(self, extension: str) -> str:
+        return f"{self.prefix}_iter_{self.iteration}.{extension}"
+
+    @classmethod
+    def of_state(cls, path: str) -> "Files | None":
+        """The names that belong to a state file; None if its name is not one that snapshots have."""
+        match = STATE_NAME.search(path)
+        return cls(path[: match.start()], int(match[1]), bool(match[2])) if match else None
+
+
+def write(
+    files: Files,
+    net: Net,
+    state: State,
+    more: dict[str, Any],
+    diff: bool,
+    announce: Callable[[str, str], None],
+) -> None:
+    """Write a snapshot, every file whole or not at all; `more` goes into the sidecar, `announce` hears of each file.
+
+    ConfigError names the file that cannot be written.
+    """
+    name, save_model, save_state = (
+        ("HDF5", save_hdf5, _write_hdf5) if files.hdf5 else ("binary proto", save_binary, _write_binary)
+    )
+    at_hand = files.model
+    try:
+        with replacing(files.state) as state_file, replacing(files.sidecar) as sidecar_file:
+            with replacing(files.model) as model_file:
+                announce(f"to {name}", files.model)
+                save_model(net, model_file, diff)
+                at_hand = files.state
+                announce(f"solver state to {name}", files.state)
+                save_state(state, state_file)
+                at_hand = files.sidecar
+                sums = {
+                    "model": {"name": os.path.basename(files.model), "sha256": sidecar.checksum(model_file)},
+                    "state": {"name": os.path.basename(files.state), "sha256": sidecar.checksum(state_file)},
+                }
+                sidecar.write(sidecar_file, {**sums, **more})
+                at_hand = files.model
+            at_hand = files.sidecar
+    except CaffeError:
+        raise
+    except (OSError, RuntimeError) as error:  # h5py raises both
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"this file of a snapshot cannot be written: {reason}", at_hand) from None
+
+
+def _write_binary(state: State, path: str) -> None:
+    proto = SolverState(iter=state.iteration, learned_net=state.learned_net, current_step=state.current_step)
+    proto.history.extend(map(binary.array_to_blob, state.history))
+    with open(path, "wb") as file:
+        file.write(proto.SerializeToString())
+
+
+def _write_hdf5(state: State, path: str) -> None:
+    with new_hdf5(path) as file:
+        file["iter"] = np.array([state.iteration], np.int32)
+        file["current_step"] = np.array([state.current_step], np.int32)
+        _write_c_string(file, "learned_net", state.learned_net)
+        history = file.create_group("history")
+        for i, array in enumerate(state.history):
+            history[str(i)] = array
+
+
+def _write_c_string(file: h5py.File, name: str, text: str) -> None:
+    """A fixed-length string that ends with a NUL; Caffe reads up to it."""
+    value = np.bytes_(text.encode() + b"\0")
+    kind = h5py.h5t.C_S1.copy()
+    kind.set_size(len(text.encode()) + 1)
+    data = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR))
+    data.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(value, dtype=f"S{len(text.encode()) + 1}"), mtype=kind)
+
+
+def read_state(path: str) -> State:
+    """A state in either format, told by content; ConfigError says what the file is if it is none."""
+    if binary.sniff(path) == "HDF5":
+        return _read_hdf5(path)
+    try:
+        proto = binary.read_state(path)
+        history = [binary.blob_to_array(blob) for blob in proto.history]
+    except ConfigError as error:
+        raise error.at(path) from None
+    return State(proto.iter, proto.learned_net, history, proto.current_step)
+
+
+def _read_hdf5(path: str) -> State:
+    try:
+        with h5py.File(path, "r") as file:
+            if "iter" not in file or "history" not in file:
+                hint = "; it looks like a caffemodel (weights), did you mean --weights?" if "data" in file else ""
+                raise ConfigError(f"this HDF5 file is not a solver state{hint}", path)
+            history = [file["history"][str(i)][()] for i in range(len(file["history"]))]
+            learned_net = file["learned_net"][()] if "learned_net" in file else b""
+            return State(
+                int(np.ravel(file["iter"][()])[0]),
+                os.fsdecode(learned_net.rstrip(b"\0")),
+                history,
+                int(np.ravel(file["current_step"][()])[0]) if "current_step" in file else 0,
+            )
+    except CaffeError:
+        raise
+    except Exception as error:  # h5py fails in many ways on damaged files
+        raise ConfigError(f"not a whole HDF5 solver state: {error}", path) from None
+
+
+def find_model(learned_net: str, state_path: str) -> str:
+    """Where the model that a state names lies: as named, else beside the state; ConfigError if in neither place."""
+    folder = os.path.dirname(state_path)
+    places = [learned_net, os.path.join(folder, learned_net), os.path.join(folder, os.path.basename(learned_net))]
+    for place in places:
+        if os.path.isfile(place):
+            if place != learned_net:
+                log.info("%s does not exist; using %s", learned_net, place)
+            return place
+    raise ConfigError(f"its model {learned_net} exists neither from the working directory nor beside it", state_path)
+
+
+def read_sidecar(state_path: str) -> dict[str, Any] | None:
+    """The sidecar that was written with this state, None if there is none; ConfigError if it is damaged."""
+    files = Files.of_state(state_path)
+    content = sidecar.read(files.sidecar) if files else None
+    if content and content["state"]["name"] != os.path.basename(state_path):
+        log.warning("%s belongs to %s; resuming without it", files and files.sidecar, content["state"]["name"])
+        return None
+    return content
+
+
+def verify(content: dict[str, Any], state_path: str, model_path: str) -> None:
+    """ConfigError unless state and model are, to the bit, what was written with this sidecar."""
+    for kind, path in (("state", state_path), ("model", model_path)):
+        if sidecar.checksum(path) != content[kind]["sha256"]:
+            raise ConfigError(
+                "this file was damaged or changed after the snapshot was written; if that is on purpose, "
+                "remove the .caffepystate file beside it",
+                path,
+            )
+
+
+def newest_good(prefix: str) -> str | None:
+    """The state file of the newest snapshot under the prefix that is whole; None if there is no snapshot at all.
+
+    Damaged ones are named in the log and passed over; ConfigError if all are.
+    """
+    found = [(files.iteration, os.path.getmtime(path), path) for path, files in _snapshots(prefix)]
+    for _, _, path in sorted(found, reverse=True):
+        try:
+            _check_whole(path)
+        except CaffeError as error:
+            log.warning("%s cannot be resumed from: %s", path, error)
+        else:
+            return path
+    if found:
+        raise ConfigError(
+            f"none of the {len(found)} snapshot(s) under {prefix} is whole; remove them to start from scratch"
+        )
+    return None
+
+
+def _snapshots(prefix: str) -> list[tuple[str, Files]]:
+    paths = [(path, Files.of_state(path)) for path in glob(f"{glob_escape(prefix)}_iter_*.solverstate*")]
+    return [(path, files) for path, files in paths if files and files.prefix == prefix]
+
+
+def _check_whole(path: str) -> None:
+    content = read_sidecar(path)
+    state = read_state(path)
+    model = find_model(state.learned_net, path)
+    if content:
+        verify(content, path, model)
+    elif binary.sniff(model) == "HDF5":
+        with h5py.File(model, "r") as file:
+            file.visititems(lambda name, item: None)
+    else:
+        binary.read_net(model)
+
+
+def check_folder(prefix: str, size: int = 0) -> None:
+    """ConfigError unless files of `size` bytes in all can be written under the prefix."""
+    folder = os.path.dirname(prefix) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"the folder {folder} of snapshot_prefix does not exist; create it or change snapshot_prefix")
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(b"\0")
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} of snapshot_prefix cannot be written: {error.strerror}") from None
+    free = shutil.disk_usage(folder).free
+    if free < size:
+        raise ConfigError(
+            f"a snapshot takes {-(-size // MIB)} MiB, but only {free // MIB} MiB are free in the folder {folder} "
+            "of snapshot_prefix"
+        )

@@ -1,0 +1,97 @@
+"""Update rules: what `type` of a solver names. Each turns the gradient in a flat diff array into an update of the data.
+
+A rule writes w and its history in place and leaves in g what it subtracted from w; the formulas stand with the
+functions of `caffepy.ops`.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import sqrt
+from types import ModuleType
+
+from caffepy.blob import Array
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.registry import Registry
+
+
+@dataclass
+class Update:
+    """One update: the flat arrays, their segments with rate and decay of each, the factor on the gradient."""
+
+    param: SolverParameter
+    iteration: int
+    w: Array
+    g: Array
+    history: list[Array]
+    ends: Array
+    rates: Array
+    decays: Array
+    scale: float
+
+    @property
+    def arguments(self) -> tuple[Array | float | bool, ...]:
+        """What every function of ops takes first."""
+        l1 = self.param.regularization_type == "L1"
+        return self.w, self.g, *self.history, self.ends, self.rates, self.decays, self.scale, l1
+
+
+def _no_problems(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    yield from ()
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule, how many history arrays it keeps, and what is wrong with the settings it reads (field, why)."""
+
+    histories: int
+    apply: Callable[[ModuleType, Update], None]
+    problems: Callable[[SolverParameter], Iterator[tuple[str, str]]] = _no_problems
+
+
+def _sgd(ops: ModuleType, u: Update) -> None:
+    ops.sgd_update(*u.arguments, u.param.momentum)
+
+
+def _nesterov(ops: ModuleType, u: Update) -> None:
+    ops.nesterov_update(*u.arguments, u.param.momentum)
+
+
+def _adagrad(ops: ModuleType, u: Update) -> None:
+    ops.adagrad_update(*u.arguments, u.param.delta)
+
+
+def _rmsprop(ops: ModuleType, u: Update) -> None:
+    ops.rmsprop_update(*u.arguments, u.param.rms_decay, u.param.delta)
+
+
+def _adadelta(ops: ModuleType, u: Update) -> None:
+    ops.adadelta_update(*u.arguments, u.param.momentum, u.param.delta)
+
+
+def _adam(ops: ModuleType, u: Update) -> None:
+    beta1, beta2, t = u.param.momentum, u.param.momentum2, u.iteration + 1
+    correction = sqrt(1 - beta2**t) / (1 - beta1**t)
+    ops.adam_update(*u.arguments, beta1, beta2, u.param.delta, correction)
+
+
+def _without_momentum(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    if param.momentum:
+        yield "momentum", f"momentum cannot be used with {param.type}; remove it or set it to 0"
+    if param.type == "RMSProp" and not 0 <= param.rms_decay < 1:
+        yield "rms_decay", f"rms_decay must lie in [0, 1), not at {param.rms_decay:g}"
+
+
+def _means_below_one(param: SolverParameter) -> Iterator[tuple[str, str]]:
+    for field in ("momentum", "momentum2"):
+        value = getattr(param, field)
+        if not 0 <= value < 1:
+            yield field, f"{field} must lie in [0, 1) for Adam, not at {value:g}"
+
+
+rules: Registry[Rule] = Registry("solver type")
+rules("SGD")(Rule(1, _sgd))
+rules("Nesterov")(Rule(1, _nesterov))
+rules("AdaGrad")(Rule(1, _adagrad, _without_momentum))
+rules("RMSProp")(Rule(1, _rmsprop, _without_momentum))
+rules("AdaDelta")(Rule(2, _adadelta))
+rules("Adam")(Rule(2, _adam, _means_below_one))

@@ -1,0 +1,36 @@
+"""The smoothed loss that is displayed."""
+
+from typing import Any
+
+
+class LossWindow:
+    """Mean of the last `size` losses, updated as Caffe does it; `start` is the iteration of the first."""
+
+    def __init__(self, size: int, start: int) -> None:
+        self.size = size
+        self.start = start
+        self.losses: list[float] = []
+        self.smoothed = 0.0
+
+    def add(self, iteration: int, loss: float) -> None:
+        """Take in the loss of an iteration, in place of the oldest once there are `size`."""
+        count = len(self.losses) + 1
+        if count <= self.size:
+            self.losses.append(loss)
+            self.smoothed = (self.smoothed * (count - 1) + loss) / count
+        else:
+            slot = (iteration - self.start) % self.size
+            self.smoothed += (loss - self.losses[slot]) / self.size
+            self.losses[slot] = loss
+
+    def state(self) -> dict[str, Any]:
+        """What `of` needs to make this window again."""
+        return {"start": self.start, "losses": list(self.losses), "smoothed": self.smoothed}
+
+    @classmethod
+    def of(cls, size: int, state: dict[str, Any]) -> "LossWindow":
+        """The window that `state` describes; a new one if it was of another size."""
+        window = cls(size, state["start"])
+        if len(state["losses"]) <= size:
+            window.losses, window.smoothed = list(state["losses"]), state["smoothed"]
+        return window

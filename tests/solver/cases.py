@@ -1,0 +1,90 @@
+"""Solvers for tests: from text, with a reporter that keeps what it hears."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+
+from caffepy.blob import Array
+from caffepy.device import Device
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Action, Solver
+from caffepy.solver.reporter import Output, Silent
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+DIGITS = GOLDEN / "digits"
+
+# x is random noise, y random zeros and ones
+NOISE = """
+layer { name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param {
+  shape { dim: 4 dim: 3 } shape { dim: 4 dim: 2 } data_filler { type: "gaussian" } data_filler { type: "uniform" } } }
+"""
+NET = (
+    NOISE
+    + """
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "o"
+  inner_product_param { num_output: 2 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
+"""
+)
+SETTINGS = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 '
+
+
+class Recorder(Silent):
+    """Keeps every event as a line and every displayed loss."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.losses: list[float] = []
+        self.rates: list[float] = []
+        self.tests: list[dict[str, Array]] = []
+
+    def solving(self, net_name: str, lr_policy: str) -> None:
+        self.events.append(f"solving {net_name} {lr_policy}")
+
+    def test_started(self, iteration: int, k: int) -> None:
+        self.events.append(f"{iteration} test {k}")
+
+    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+        self.tests.append({name: values for name, values, _ in outputs})
+        self.events.append(f"{iteration} tested {k}" + (" with loss" if loss is not None else ""))
+
+    def displayed(self, iteration: int, loss: float, outputs: Sequence[Output], *speed: Any) -> None:
+        self.losses.append(loss)
+        self.events.append(f"{iteration} displayed {' '.join(name for name, _, _ in outputs)}")
+
+    def lr(self, iteration: int, rate: float) -> None:
+        self.rates.append(rate)
+        self.events.append(f"{iteration} lr")
+
+    def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
+        self.events.append(f"{iteration} done {images}")
+
+    def snapshotted(self, kind: str, path: str) -> None:
+        self.events.append(f"snapshotting {kind} {Path(path).name}")
+
+    def finished(self, iteration: int, loss: float | None) -> None:
+        self.events.append(f"{iteration} finished" + (" with loss" if loss is not None else ""))
+
+    def done(self, stopped_early: bool) -> None:
+        self.events.append("stopped" if stopped_early else "done")
+
+
+def solver_of(settings: str, net: str = NET, **kwargs: Any) -> Solver:
+    """A solver of these settings, on this net where they name none."""
+    if "net" not in settings:
+        settings += f'net_param {{ name: "noise" {net} }}'
+    param = text_format.Merge(settings, text_format.Parse(SETTINGS, SolverParameter()))
+    return Solver(param, device=Device(seed=1), **kwargs)
+
+
+class AskAt:
+    """An `action` that asks for something at its n-th poll (counted from 1)."""
+
+    def __init__(self, n: int, action: Action) -> None:
+        self.n, self.asked, self.polls = n, action, 0
+
+    def __call__(self) -> Action:
+        self.polls += 1
+        return self.asked if self.polls == self.n else Action.NONE

@@ -1,0 +1,87 @@
+"""N + M iterations in one go are N, stop, a new process's solver, M: to the last bit."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caffepy.solver import Action
+from tests.solver.cases import DIGITS, AskAt, Recorder, solver_of
+
+NET = f"""
+layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TRAIN }}
+  transform_param {{ scale: 0.004 crop_size: 7 mirror: true }}
+  data_param {{ source: "{DIGITS}/digits_train_lmdb" batch_size: 7 backend: LMDB }} }}
+layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TEST }}
+  transform_param {{ scale: 0.004 crop_size: 7 mirror: true }}
+  data_param {{ source: "{DIGITS}/digits_test_lmdb" batch_size: 11 backend: LMDB }} }}
+layer {{ name: "ip1" type: "InnerProduct" bottom: "data" top: "ip1"
+  inner_product_param {{ num_output: 20 weight_filler {{ type: "xavier" }} }} }}
+layer {{ name: "relu" type: "ReLU" bottom: "ip1" top: "ip1" }}
+layer {{ name: "drop" type: "Dropout" bottom: "ip1" top: "ip1" }}
+layer {{ name: "noise" type: "DummyData" top: "noise"
+  dummy_data_param {{ shape {{ dim: 1 }} data_filler {{ type: "uniform" max: 0.01 }} }} }}
+layer {{ name: "bias" type: "Bias" bottom: "ip1" bottom: "noise" top: "noisy" bias_param {{ axis: 0 num_axes: 0 }} }}
+layer {{ name: "ip2" type: "InnerProduct" bottom: "noisy" top: "ip2"
+  inner_product_param {{ num_output: 10 weight_filler {{ type: "xavier" }} }} }}
+layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip2" bottom: "label" top: "loss" }}
+"""
+NET = NET.replace("shape { dim: 1 }", "shape { }")
+SETTINGS = "momentum: 0.9 average_loss: 3 display: 2 test_iter: 2 test_interval: 4 weight_decay: 0.001 iter_size: 2 "
+TYPES = ["SGD", "Adam"]
+
+
+def run(folder: Path, settings: str, until: list[int], ask: AskAt | None = None) -> tuple[Recorder, np.ndarray]:
+    """Train up to each of `until` in turn, each part by a solver of its own that goes on from the one before."""
+    recorder, state = Recorder(), None
+    for end in until:
+        text = f'{settings} max_iter: {end} snapshot_prefix: "{folder}/s" '
+        solver = solver_of(text, NET, reporter=recorder)
+        if ask:
+            solver.action, ask = ask, None
+        if state:
+            solver.restore(state)
+            assert solver.iter < end
+        solver.step(end - solver.iter)
+        if not solver.saved_now:
+            solver.snapshot()
+        state = solver.saved_now
+        solver.close()
+    return recorder, np.concatenate([solver.params.data, *solver.history])
+
+
+@pytest.mark.parametrize("form", ["BINARYPROTO", "HDF5"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_stop_and_resume_changes_nothing(kind: str, form: str, tmp_path: Path) -> None:
+    settings = SETTINGS + f'type: "{kind}" snapshot_format: {form} base_lr: 0.01 '
+    whole, weights = run(tmp_path, settings, [13])
+    parts, weights_of_parts = run(tmp_path, settings, [3, 8, 13])
+    np.testing.assert_array_equal(weights, weights_of_parts)
+    assert whole.losses == parts.losses
+    assert whole.rates == parts.rates
+    assert [float(t["loss"]) for t in whole.tests] == [float(t["loss"]) for t in parts.tests]
+
+
+def test_stop_in_a_test_repeats_that_test(tmp_path: Path) -> None:
+    whole, weights = run(tmp_path, SETTINGS, [9])
+    # polls: 2 of the test at 0, 4 iterations, then the second batch of the test at 4
+    parts, weights_of_parts = run(tmp_path, SETTINGS, [9, 9], AskAt(8, Action.STOP | Action.SNAPSHOT))
+    np.testing.assert_array_equal(weights, weights_of_parts)
+    assert whole.losses == parts.losses
+    assert [float(t["loss"]) for t in whole.tests] == [float(t["loss"]) for t in parts.tests]
+
+
+def test_the_case_is_sensitive(tmp_path: Path) -> None:
+    _, weights = run(tmp_path, SETTINGS, [8])
+    parts, state = [], None
+    for end in (3, 8):
+        solver = solver_of(f'{SETTINGS} max_iter: {end} snapshot_prefix: "{tmp_path}/t" ', NET)
+        if state:
+            solver.restore(state)
+        solver.step(end - solver.iter)
+        solver.snapshot()
+        state = solver.saved_now
+        (tmp_path / f"t_iter_{end}.caffepystate").unlink()
+        parts.append(solver)
+        solver.close()
+    assert (np.concatenate([parts[-1].params.data, *parts[-1].history]) != weights).any()

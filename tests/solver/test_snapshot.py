@@ -1,0 +1,345 @@
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import NetParameter, SolverState
+from caffepy.solver import Solver, check_folder, newest_good, sidecar, snapshot
+from tests.solver.cases import GOLDEN, NET, solver_of
+
+FORMATS = {"binary": "", "hdf5": "snapshot_format: HDF5 "}
+SOLVERS = GOLDEN / "solvers"
+
+
+def trained(folder: Path, settings: str = "", steps: int = 3) -> Solver:
+    solver = solver_of(f'snapshot_prefix: "{folder}/s" max_iter: 100 {settings}')
+    solver.step(steps)
+    solver.snapshot()
+    return solver
+
+
+def state_of(folder: Path, iteration: int, settings: str = "") -> str:
+    return str(folder / f"s_iter_{iteration}.solverstate") + (".h5" if "HDF5" in settings else "")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_new_solver_takes_everything_up(form: str, kind: str, tmp_path: Path) -> None:
+    settings = FORMATS[form] + f'type: "{kind}" lr_policy: "step" gamma: 0.5 stepsize: 2 '
+    first = trained(tmp_path, settings)
+    second = solver_of(f'snapshot_prefix: "{tmp_path}/s" random_seed: 77 {settings}')
+    second.restore(state_of(tmp_path, 3, settings))
+    assert (second.iter, second.current_step) == (3, 1)
+    np.testing.assert_array_equal(first.params.data, second.params.data)
+    np.testing.assert_array_equal(first.history, second.history)
+    for solver in (first, second):
+        solver.step(2)
+    np.testing.assert_array_equal(first.params.data, second.params.data)
+
+
+def test_binary_files_hold_what_caffes_hold(tmp_path: Path) -> None:
+    trained(tmp_path, "snapshot_diff: true ")
+    state = SolverState.FromString((tmp_path / "s_iter_3.solverstate").read_bytes())
+    caffe = SolverState.FromString((SOLVERS / "sgd_step_iter_10.solverstate").read_bytes())
+    assert (state.iter, state.learned_net) == (3, f"{tmp_path}/s_iter_3.caffemodel")
+    assert [f.name for f, _ in state.ListFields()] == [f.name for f, _ in caffe.ListFields()]
+    assert [list(h.shape.dim) for h in state.history] == [[2, 3], [2]]
+    net = NetParameter.FromString((tmp_path / "s_iter_3.caffemodel").read_bytes())
+    blob = next(layer for layer in net.layer if layer.name == "ip").blobs[0]
+    assert len(blob.data) == len(blob.diff) == 6
+
+
+def test_hdf5_state_has_caffes_layout(tmp_path: Path) -> None:
+    trained(tmp_path, FORMATS["hdf5"])
+
+    def layout(path: str | Path) -> dict[str, object]:
+        found: dict[str, object] = {}
+        with h5py.File(path) as file:
+            for name in ("iter", "current_step", "learned_net", "history", "history/0"):
+                item = file[name]
+                dataset = isinstance(item, h5py.Dataset)
+                found[name] = (item.dtype.kind, item.ndim, item.id.get_type().get_class()) if dataset else "group"
+            text = file["learned_net"].id
+            found["text"] = text.get_type().get_strpad(), text.get_space().get_simple_extent_npoints()
+            raw = np.zeros((), f"S{text.get_type().get_size()}")
+            text.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, mtype=text.get_type())
+            found["ends with NUL"] = len(raw.item()) < text.get_type().get_size()
+        return found
+
+    assert layout(state_of(tmp_path, 3, "HDF5")) == layout(SOLVERS / "sgd_step_iter_10.solverstate.h5")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_model_beside_the_state_is_found(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a").mkdir()
+    first = solver_of(f'snapshot_prefix: "a/s" {FORMATS[form]}')
+    first.snapshot()
+    (tmp_path / "a").rename(tmp_path / "b")
+    second = solver_of("random_seed: 5 ")
+    second.restore(state_of(tmp_path / "b", 0, FORMATS[form]))
+    np.testing.assert_array_equal(first.params.data, second.params.data)
+
+
+def test_formats_of_state_and_model_may_differ(tmp_path: Path) -> None:
+    first = trained(tmp_path, FORMATS["hdf5"])
+    trained(tmp_path)
+    for path in tmp_path.glob("*.caffepystate"):
+        path.unlink()
+    (tmp_path / "s_iter_3.caffemodel.h5").rename(tmp_path / "s_iter_3.caffemodel")
+    second = solver_of("random_seed: 5 ")
+    second.restore(state_of(tmp_path, 3))
+    np.testing.assert_array_equal(first.params.data, second.params.data)
+
+
+def test_missing_model_is_named(tmp_path: Path) -> None:
+    trained(tmp_path)
+    (tmp_path / "s_iter_3.caffemodel").unlink()
+    with pytest.raises(ConfigError, match=r"its model .*s_iter_3.caffemodel exists neither"):
+        solver_of("").restore(state_of(tmp_path, 3))
+
+
+WRONG = {
+    "weights": ("sgd_step_iter_10.caffemodel", "did you mean --weights"),
+    "weights_hdf5": ("sgd_step_iter_10.caffemodel.h5", "did you mean --weights"),
+    "two_histories": ("adam_iter_10.solverstate", "Incorrect length of history blobs: 8 in the file, 2 in this solver"),
+    "other_net": ("sgd_step_iter_10.solverstate", "Incorrect length of history blobs: 4 in the file, 2 in this solver"),
+    "nothing": ("gone.solverstate", "no such file, did you mean"),
+    "foreign": ("adam.npz", "adam.npz"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_files_that_are_no_state_of_this_net_are_refused(case: str) -> None:
+    name, message = WRONG[case]
+    solver = solver_of("")
+    before = solver.params.data.copy()
+    with pytest.raises(ConfigError) as error:
+        solver.restore(str(SOLVERS / name))
+    assert message in str(error.value)
+    assert str(SOLVERS / name) in str(error.value)
+    np.testing.assert_array_equal(solver.params.data, before)
+
+
+def test_history_of_other_shapes_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path)
+    wide = NET.replace("dim: 3", "dim: 5")
+    with pytest.raises(ConfigError, match=r"history blob 0 has shape 2 3 \(6\) in the file, 2 5 \(10\) in this solver"):
+        solver_of("", wide).restore(state_of(tmp_path, 3))
+
+
+def test_state_of_another_solver_type_is_refused(tmp_path: Path) -> None:
+    trained(tmp_path, 'type: "Nesterov" ')
+    with pytest.raises(ConfigError, match="written by a solver of type Nesterov, but this one is SGD"):
+        solver_of("").restore(state_of(tmp_path, 3))
+
+
+def damage(path: Path, how: str) -> None:
+    content = bytearray(path.read_bytes())
+    if how == "gone":
+        path.unlink()
+        return
+    if how == "flipped":
+        content[len(content) // 2] ^= 1
+    path.write_bytes({"flipped": content, "truncated": content[: len(content) // 2], "empty": b""}[how])
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "gone"])
+@pytest.mark.parametrize("which", ["caffemodel", "solverstate", "caffepystate"])
+@pytest.mark.parametrize("form", FORMATS)
+def test_auto_falls_back_to_the_newest_that_is_whole(
+    form: str, which: str, how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    solver = trained(tmp_path, FORMATS[form])
+    for _ in range(2):
+        solver.step(3)
+        solver.snapshot()
+    suffix = ".h5" if form == "hdf5" and which != "caffepystate" else ""
+    damage(tmp_path / f"s_iter_9.{which}{suffix}", how)
+    expected = 9 if (which, how) == ("caffepystate", "gone") else 6  # without a sidecar it is one of Caffe's snapshots
+    assert newest_good(f"{tmp_path}/s") == state_of(tmp_path, expected, FORMATS[form])
+    if expected == 6 and (which, how) != ("solverstate", "gone"):
+        assert "s_iter_9" in caplog.text
+        assert "cannot be resumed from" in caplog.text
+
+
+def test_explicit_restore_refuses_a_damaged_snapshot(tmp_path: Path) -> None:
+    trained(tmp_path)
+    damage(tmp_path / "s_iter_3.caffemodel", "flipped")
+    with pytest.raises(ConfigError, match=r"s_iter_3\.caffemodel: this file was damaged or changed"):
+        solver_of("").restore(state_of(tmp_path, 3))
+
+
+def test_auto_without_snapshots_starts_fresh_and_without_whole_ones_refuses(tmp_path: Path) -> None:
+    assert newest_good(f"{tmp_path}/s") is None
+    trained(tmp_path)
+    assert newest_good(f"{tmp_path}/other") is None
+    damage(tmp_path / "s_iter_3.solverstate", "empty")
+    with pytest.raises(ConfigError, match="none of the 1 snapshot"):
+        newest_good(f"{tmp_path}/s")
+
+
+def test_auto_takes_caffes_snapshots(tmp_path: Path) -> None:
+    for path in SOLVERS.glob("sgd_step_iter_10.*"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    found = newest_good(f"{tmp_path}/sgd_step")
+    assert found is not None
+    damage(Path(found), "truncated")
+    other = newest_good(f"{tmp_path}/sgd_step")
+    assert other is not None
+    assert {Path(found).suffix, Path(other).suffix} == {".solverstate", ".h5"}
+
+
+def test_sidecar_keeps_trees_and_arrays(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    tree = {"a": [1, 2.5, "t", None, True], "b": {"c": np.arange(6, dtype=np.uint32).reshape(2, 3), "d": 1 << 100}}
+    sidecar.write(path, tree)
+    back = sidecar.read(path)
+    assert back is not None
+    np.testing.assert_array_equal(back["b"].pop("c"), tree["b"].pop("c"))  # type: ignore[attr-defined]
+    assert back == {"format": 1, **tree}
+    assert sidecar.read(str(tmp_path / "y")) is None
+
+
+def test_folder_is_checked(tmp_path: Path) -> None:
+    check_folder(f"{tmp_path}/s", 1 << 10)
+    with pytest.raises(ConfigError, match=r"the folder .*/gone of snapshot_prefix does not exist"):
+        check_folder(f"{tmp_path}/gone/s")
+    with pytest.raises(ConfigError, match="a snapshot takes 1099511627776 MiB, but only"):
+        check_folder(f"{tmp_path}/s", 1 << 60)
+
+
+def test_folder_is_checked_before_training(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="snapshot_prefix: the folder"):
+        solver_of(f'snapshot: 5 snapshot_prefix: "{tmp_path}/gone/s" ')
+    solver = solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/gone/s" ')
+    with pytest.raises(ConfigError, match="does not exist"):
+        solver.solve()
+    assert solver.iter == 0
+
+
+def test_unwritable_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(snapshot.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+        check_folder(f"{tmp_path}/s")
+
+
+def test_failing_snapshot_costs_the_snapshot_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    solver = solver_of(f'max_iter: 6 snapshot: 2 snapshot_prefix: "{tmp_path}/s" ')
+    solver.step(2)
+    whole = {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(snapshot, "_write_binary", full)
+        solver.step(2)
+    assert "No snapshot of iteration 4" in caplog.text
+    assert "s_iter_4.solverstate: this file of a snapshot cannot be written: No space left on device" in caplog.text
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    solver.step(2)
+    assert len(list(tmp_path.iterdir())) == 6
+
+
+def test_failing_last_snapshot_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    solver = solver_of(f'max_iter: 2 snapshot: 2 snapshot_prefix: "{tmp_path}/s" ')
+
+    def full(*args: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(snapshot, "_write_binary", full)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        solver.solve()
+    assert not list(tmp_path.iterdir())
+
+
+FULL = """
+import resource, signal, sys
+from tests.solver.cases import solver_of
+from caffepy.errors import ConfigError
+solver = solver_of(sys.argv[1])
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
+try:
+    solver.snapshot()
+except ConfigError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_full_disk_is_one_message(form: str, tmp_path: Path) -> None:
+    settings = f'snapshot_prefix: "{tmp_path}/s" {FORMATS[form]}'
+    run = subprocess.run([sys.executable, "-c", FULL, settings], capture_output=True, text=True, check=False)
+    assert run.returncode == 1
+    assert "this file of a snapshot cannot be written: " in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+WRITER = """
+import sys
+from tests.solver.cases import solver_of
+solver = solver_of(sys.argv[1])
+print("ready", flush=True)
+while True:
+    solver.step(1)
+    solver.snapshot()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMATS)
+def test_killed_snapshots_are_whole_or_absent(form: str, tmp_path: Path) -> None:
+    """CAFFEPY_KILLS sets the number of kills; every file under its final name must load after each."""
+    settings = f'snapshot_prefix: "{tmp_path}/s" snapshot_diff: true {FORMATS[form]}'
+    rng = np.random.default_rng()
+    for _ in range(int(os.environ.get("CAFFEPY_KILLS", "4"))):
+        writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), settings], stdout=subprocess.PIPE)
+        with writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            try:
+                writer.wait(rng.uniform(0.005, 0.3))
+            except subprocess.TimeoutExpired:
+                writer.kill()
+            assert writer.wait() == -9
+        _check_all(tmp_path, settings)
+
+
+def _check_all(folder: Path, settings: str) -> None:
+    solver = solver_of(settings)
+    for path in folder.glob("s_iter_*"):
+        if ".caffemodel" in path.name:
+            model = solver_of(f'{settings} weights: "{path}" ')
+            assert np.isfinite(model.params.data).all()
+        elif ".solverstate" in path.name:
+            solver.restore(str(path))
+            assert solver.iter == int(path.name.split("_")[2].split(".")[0])
+        else:
+            assert sidecar.read(str(path)) is not None
+        path.unlink()
+    for path in folder.iterdir():
+        assert path.name.endswith(".tmp"), path
+        path.unlink()
+
+
+def test_sidecar_of_another_format_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path)
+    trained(tmp_path, FORMATS["hdf5"])
+    with caplog.at_level(logging.WARNING):
+        solver_of("").restore(state_of(tmp_path, 3))
+    assert "resuming without it" in caplog.text
