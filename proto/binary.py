@@ -1,8 +1,10 @@
 """Binary files of Caffe, read whole: weights, solver states, means; and the arrays inside their blobs."""
 
+import math
 from typing import Any, TypeVar
 
 import numpy as np
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
@@ -24,10 +26,10 @@ def read_net(path: str) -> NetParameter:
     """The net of a .caffemodel, upgraded; ConfigError says what else the file is."""
     net = _read(path, NetParameter(), "a caffemodel", ConfigError)
     for layer in net.layer:
-        if not layer.HasField("recurrent_param"):
-            for field in UnknownFieldSet(layer):
-                if field.field_number == _NVCAFFE_RECURRENT_PARAM and isinstance(field.data, bytes):
-                    _merge(layer.recurrent_param, field.data, path, "a caffemodel", ConfigError)
+        unknown = UnknownFieldSet(layer)
+        for field in (unknown[i] for i in range(len(unknown))):
+            if field.field_number == _NVCAFFE_RECURRENT_PARAM and isinstance(field.data, bytes):
+                _merge(layer.recurrent_param, field.data, path, "a caffemodel", ConfigError)
     return upgrade_net(net, path)
 
 
@@ -58,6 +60,27 @@ def _merge(message: Message, data: bytes, path: str, kind: str, error: type[Caff
         message.MergeFromString(data)
     except DecodeError:
         raise mismatch(path, kind, error) from None
+    _repair_strings(message)
+
+
+def _repair_strings(message: Message) -> None:
+    """Make every string text: C++ writes names and paths of any encoding, and Python shows those as bytes."""
+    for field, value in message.ListFields():
+        repeated = field.default_value == []
+        if field.message_type is BlobProto.DESCRIPTOR:
+            continue
+        if field.message_type is not None:
+            for child in value if repeated else [value]:
+                _repair_strings(child)
+        elif field.type == FieldDescriptor.TYPE_STRING:
+            if repeated:
+                value[:] = map(_as_text, value)
+            else:
+                setattr(message, field.name, _as_text(value))
+
+
+def _as_text(string: str | bytes) -> str:
+    return string.decode("utf-8", "replace") if isinstance(string, bytes) else string
 
 
 def blob_to_array(blob: BlobProto) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -99,8 +122,8 @@ def _packed(tag: bytes, array: np.ndarray[Any, Any]) -> bytes:
 def _values(blob: BlobProto, double: str, single: str, raw: str) -> np.ndarray[Any, Any]:
     """The flat values of the first of the three fields that is set."""
     if getattr(blob, double):
-        return np.fromiter(getattr(blob, double), np.float64, len(getattr(blob, double)))
-    if getattr(blob, single) or not blob.HasField(raw):  # type: ignore[arg-type] # one of two known names
+        return np.array(getattr(blob, double), np.float64)
+    if getattr(blob, single) or not blob.HasField(raw):
         return _unpacked(blob, single)
     stored = getattr(blob, f"{raw}_type")
     if stored not in _RAW_TYPES:
@@ -112,12 +135,15 @@ def _values(blob: BlobProto, double: str, single: str, raw: str) -> np.ndarray[A
 
 
 def _unpacked(blob: BlobProto, field: str) -> np.ndarray[Any, Any]:
-    """A float field of the blob, by way of its serialized form, which numpy can copy at once."""
+    """A float field of the blob; where protobuf (before 7) would hand it over value by value, its serialized form."""
     values = getattr(blob, field)
-    if len(values) < 1000:
-        return np.fromiter(values, np.float32, len(values))
+    if hasattr(values, "__array__") or len(values) < 1000:
+        return np.array(values, np.float32)
     alone = BlobProto()
-    getattr(alone, field).MergeFrom(values)
+    alone.CopyFrom(blob)
+    for other, _ in blob.ListFields():
+        if other.name != field:
+            alone.ClearField(other.name)
     return np.frombuffer(alone.SerializeToString(), "<f4", len(values), _header(4 * len(values)))
 
 
@@ -131,10 +157,8 @@ def _shaped(blob: BlobProto, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np
     dims = list(blob.shape.dim)
     if any(blob.HasField(extent) for extent in legacy):
         dims = [getattr(blob, extent) for extent in legacy]
-    count = 1
-    for dim in dims:
-        count *= dim
-    if count != values.size or any(dim < 0 for dim in dims):
-        shape = " ".join(map(str, dims)) or "of a scalar"
-        raise ConfigError(f"a blob holds {values.size} values, but its shape {shape} has {count}")
+    count = math.prod(dims)
+    if count != values.size or min(dims, default=0) < 0 or max(dims, default=0) > 2**31 - 1 or len(dims) > 32:
+        shape = " ".join(map(str, dims))
+        raise ConfigError(f"a blob holds {values.size} values, but its shape is {shape} ({count})")
     return values.reshape(dims).astype(np.float32)

@@ -246,7 +246,7 @@ class _Parser:
         self.fail(f"expected {wanted}, not {found[:40]}")
 
     def unknown_field(self, message: Message) -> NoReturn:
-        name, descriptor = self.value, message.DESCRIPTOR
+        name, descriptor = self.value[:80], message.DESCRIPTOR
         said = f'unknown field "{name}" in {descriptor.name}'
         fork = fork_of_field(descriptor.name, name)
         if fork is not None:
@@ -261,7 +261,7 @@ class _Parser:
         ]
         hint = nearest(name, _fields(descriptor))
         if homes and not hint:
-            hint = f"; it belongs into {', '.join(homes[:4])}{', ...' if len(homes) > 4 else ''}"
+            hint = f"; it belongs inside {', '.join(homes[:4])}{', ...' if len(homes) > 4 else ''}"
         self.fail(said + hint)
 
     # What may stand where.
@@ -273,6 +273,8 @@ class _Parser:
             if self.kind != "name":
                 if self.kind == "end":
                     self.fail(f'this "{self.text[opened]}" is not closed', opened)
+                if not closer and self.value in _CLOSERS.values():
+                    self.fail(f'this "{self.value}" closes nothing')
                 self.unexpected("a field name")
             field = fields.get(self.value)
             if field is None:
@@ -280,10 +282,11 @@ class _Parser:
             if field.name in seen and not field.repeated:
                 line = self.text.count("\n", 0, seen[field.name]) + 1
                 self.fail(f'"{field.name}" is given a second time in {message.DESCRIPTOR.name} (first in line {line})')
-            seen.setdefault(field.name, self.start)
+            start = self.start
+            seen.setdefault(field.name, start)
             self.advance()
             if field.holds_message:
-                self.messages(message, field, seen)
+                self.messages(message, field, start)
             else:
                 self.values(message, field)
             self.take(",", ";")
@@ -291,17 +294,16 @@ class _Parser:
             if field.required and field.name not in seen:
                 self.fail(f'{message.DESCRIPTOR.name} needs "{field.name}"')
 
-    def messages(self, message: Message, field: _Field, seen: dict[str, int]) -> None:
+    def messages(self, message: Message, field: _Field, start: int) -> None:
         self.take(":")
-        if field.repeated and self.take("["):
-            self.listed(lambda: self.message(getattr(message, field.name).add(), field, self.start))
-            return
         child = getattr(message, field.name)
-        if field.repeated:
-            child = child.add()
-        else:
+        if not field.repeated:
             child.SetInParent()
-        self.message(child, field, self.start if self.value in _CLOSERS else seen[field.name])
+            self.message(child, field, start)
+        elif self.take("["):
+            self.listed(lambda: self.message(child.add(), field, self.start))
+        else:
+            self.message(child.add(), field, start)
 
     def message(self, child: Message, field: _Field, start: int) -> None:
         opened, opener = self.start, self.take(*_CLOSERS)
@@ -380,7 +382,7 @@ class _Parser:
             if self.text[start] == "-" or number not in field.values.values():
                 self.fail(f'"{field.name}" takes {_known(field)}', start)
         else:
-            name = self.value.strip("\"'")
+            name = self.value.strip("\"'")[:80]
             if self.kind not in ("name", "string"):
                 self.unexpected(f'a value for "{field.name}" ({_known(field)})')
             if name not in field.values:
@@ -404,7 +406,7 @@ class _Parser:
         if self.kind != "string":
             if self.kind == "name":
                 suggestion = upgrade.V1_TYPES.get(self.value, self.value) if field.name == "type" else self.value
-                self.fail(f'"{field.name}" needs a string in quotes: {field.name}: "{suggestion}"')
+                self.fail(f'"{field.name}" needs a string in quotes: {field.name}: "{suggestion[:80]}"')
             self.unexpected(f'a string in quotes for "{field.name}"')
         start, data = self.start, b""
         while self.kind == "string":
@@ -429,7 +431,7 @@ class _Parser:
             return bytes([int(hexadecimal, 16)])
         point = int(points[0] or points[1] or b"110000", 16)
         if point > 0x10FFFF:
-            self.fail(f"unknown escape {ascii(match[0].decode('latin-1'))[1:-1]} in this string", start)
+            self.fail(f"unknown escape {match[0].decode('ascii', 'replace')} in this string", start)
         return chr(point).encode("utf-8", "surrogatepass")
 
 

@@ -416,9 +416,7 @@ def _upgrade_input(net: NetParameter) -> None:
             raise ConfigError(f"{len(net.input)} inputs need as many input_shape entries, not {len(shapes)}")
         layer = LayerParameter(name="input", type="Input", top=net.input)
         layer.input_param.shape.extend(shapes)
-        layers = [layer, *net.layer]
-        del net.layer[:]
-        net.layer.extend(layers)
+        net.layer.insert(0, layer)
     for field in ("input", "input_dim", "input_shape"):
         net.ClearField(field)
 
