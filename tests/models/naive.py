@@ -49,8 +49,8 @@ def tops(layer: LayerParameter, bottoms: list[Shape], s: Sizes) -> list[Shape]:
             s.params[layer.name] = [(o, prod(x[1:])), (o,)]
             return [(x[0], o)]
         case "Pooling":
-            p = layer.pooling_param
-            return [(*x[:2], *(pooled(d, p.kernel_size, p.stride, p.pad) for d in x[2:]))]
+            pool = layer.pooling_param
+            return [(*x[:2], *(pooled(d, pool.kernel_size, pool.stride, pool.pad) for d in x[2:]))]
         case "BatchNorm":
             s.params[layer.name + "[kept]"] = [(x[1],), (x[1],), (1,)]
             return [x]

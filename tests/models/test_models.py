@@ -11,6 +11,7 @@ from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, Datum, NetParameter, Phase, SolverParameter
 from caffepy.proto.text import read_net, read_solver
+from caffepy.solver import Solver
 
 from .naive import sizes
 
@@ -99,10 +100,9 @@ def test_names() -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_every_net_has_its_files(name: str) -> None:
     for kind in models.KINDS:
-        path = models.path(name, kind)
-        assert path is not None
-        assert Path(path).is_file()
-    assert (Path(path).parent / "README.md").is_file()
+        path = Path(str(models.path(name, kind)))
+        assert path.is_file()
+        assert (path.parent / "README.md").is_file()
 
 
 @pytest.mark.parametrize(
@@ -185,3 +185,15 @@ def test_the_digits(part: str, count: int) -> None:
     per_class = np.bincount([d.label for _, d in records], minlength=10)
     assert len(per_class) == 10
     assert per_class.min() > count / 15
+
+
+def test_the_digits_are_learned(tmp_path: Path) -> None:
+    param = solver("digits")
+    param.random_seed = 0
+    param.test_initialization = param.snapshot_after_train = False
+    param.test_interval, param.snapshot, param.snapshot_prefix = param.max_iter, 0, str(tmp_path / "digits")
+    run = Solver(param, path=models.path("digits", "solver"))
+    run.solve()
+    accuracy = {name: float(value) for name, value, _ in run.last_outputs[0]}["accuracy"]
+    run.close()
+    assert accuracy >= 0.97
