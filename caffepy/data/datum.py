@@ -34,8 +34,8 @@ def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
     return values.reshape(shape), datum.label, False
 
 
-def decode_image(data: bytes, mode: int = NATIVE) -> Array:
-    """(C, H, W) uint8 in OpenCV's order of channels (BGR) from an image file's bytes."""
+def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None = None) -> Array:
+    """(C, H, W) uint8, channels in OpenCV's order (BGR), of an image file's bytes, resized to (width, height)."""
     import cv2
 
     image = cv2.imdecode(np.frombuffer(data, np.uint8), mode) if data else None
@@ -43,6 +43,8 @@ def decode_image(data: bytes, mode: int = NATIVE) -> Array:
         raise DataError(f"its image cannot be decoded ({len(data)} bytes)")
     if image.dtype != np.uint8:
         raise DataError(f"its image has {image.dtype.itemsize * 8} bits a channel; only 8 are supported")
+    if size:
+        image = cv2.resize(image, size)
     if image.ndim == 2:
         return np.asarray(image)[None]
     return np.stack(cv2.split(image))  # (H, W, C) -> (C, H, W)

@@ -1,18 +1,24 @@
-"""Layers that feed a net: Data and DummyData. They have no bottoms and nothing to differentiate."""
+"""Layers that feed a net from outside: no bottoms, nothing to differentiate."""
 
 import logging
 from collections.abc import Sequence
+from math import prod
 from typing import Any, TypeVar
 
-from caffepy.data.loader import RecordLoader
+import numpy as np
+
+from caffepy.blob import Array, shape_string
+from caffepy.data.hdf5 import HDF5Rows
+from caffepy.data.image_list import ImageLoader
+from caffepy.data.loader import Loader, RecordLoader
 from caffepy.data.reader import Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, DataError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.paths import locate
-from caffepy.proto.caffe_pb2 import DataParameter, FillerParameter
+from caffepy.proto.caffe_pb2 import DataParameter, FillerParameter, ImageDataParameter
 
 log = logging.getLogger(__name__)
 
@@ -33,37 +39,34 @@ class Feed(Layer):
         """Nothing lies below."""
 
 
-@layer("Data")
-class Data(Feed):
-    """-> (N, C, h, w) and labels (N,): records of an LMDB or LevelDB in key order, transformed.
+class Prefetching(Feed):
+    """-> (N, C, h, w) and labels (N,): images that a thread reads up to `data_param.prefetch` batches ahead.
 
-    A thread reads up to `prefetch` batches ahead; forward copies the next one into the tops. The first record of a
-    batch decides its shape.
+    The first image of a batch decides its shape.
     """
 
     tops = (1, 2)
     _reader: Reader | None = None
 
+    def open(self, transformer: Transformer) -> Loader:
+        """What fills the batches."""
+        raise NotImplementedError
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Open the source and shape the tops by its first record, which is not consumed."""
-        param = self.param.data_param
-        _warn_ignored(param)
-        if not param.batch_size:
-            raise ConfigError("data_param needs a batch_size of 1 or more")
-        if not param.prefetch:
+        """Open the source and shape the tops by its first image, which is not consumed."""
+        prefetch = self.param.data_param.prefetch
+        if not prefetch:
             raise ConfigError("data_param needs a prefetch of 1 or more")
-        transformer = Transformer(self.param.transform_param, self.phase, self.device, self.path)
-        source = open_source(locate(param.source, self.path), DataParameter.DB.Name(param.backend))
-        loader = RecordLoader(source, transformer, param.batch_size)
-        top[0].reshape((param.batch_size, *loader.shape()))
+        loader = self.open(Transformer(self.param.transform_param, self.phase, self.device, self.path))
+        top[0].reshape((loader.batch_size, *loader.shape()))
         log.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if len(top) > 1:
-            top[1].reshape((param.batch_size,))
-        self._reader = Reader(loader, param.prefetch, self.dtype)
+            top[1].reshape((loader.batch_size,))
+        self._reader = Reader(loader, prefetch, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the next batch."""
-        assert self._reader is not None
+        assert self._reader is not None, "the layer is closed"
         batch = self._reader.take()
         try:
             top[0].reshape(batch.data.shape)
@@ -83,20 +86,132 @@ class Data(Feed):
             self._reader.set_state(state)
 
     def close(self) -> None:
-        """Stop the thread and release the database."""
+        """Stop the thread and release the source."""
         if self._reader:
             self._reader.close()
         self._reader = None
 
 
-def _warn_ignored(param: DataParameter) -> None:
-    """Name the fields of data_param that Caffe reads and ignores."""
-    names = "scale", "mean_file", "crop_size", "mirror", "rand_skip", "force_encoded_color"
-    moved = [n for n in names[:4] if param.HasField(n)]
-    ignored = [n for n in names if param.HasField(n)]
+@layer("Data")
+class Data(Prefetching):
+    """-> (N, C, h, w) and labels (N,): records of an LMDB or LevelDB in key order, transformed."""
+
+    def open(self, transformer: Transformer) -> Loader:
+        """What fills the batches."""
+        param = self.param.data_param
+        _need_batch_size(param.batch_size, "data_param")
+        _warn_ignored(param, "data_param", ("rand_skip", "force_encoded_color"))
+        source = open_source(locate(param.source, self.path), DataParameter.DB.Name(param.backend))
+        return RecordLoader(source, transformer, param.batch_size)
+
+
+@layer("ImageData")
+class ImageData(Prefetching):
+    """-> (N, C, h, w) and labels (N,): image files of a list, in its order or shuffled, transformed."""
+
+    tops = (2, 2)
+
+    def open(self, transformer: Transformer) -> Loader:
+        """What fills the batches."""
+        param = self.param.image_data_param
+        _need_batch_size(param.batch_size, "image_data_param")
+        _warn_ignored(param, "image_data_param")
+        return ImageLoader(param, transformer, self.device, self.path)
+
+
+def _need_batch_size(batch_size: int, name: str) -> None:
+    if not batch_size:
+        raise ConfigError(f"{name} needs a batch_size of 1 or more")
+
+
+def _warn_ignored(param: DataParameter | ImageDataParameter, name: str, unused: tuple[str, ...] = ()) -> None:
+    """Name the given fields that Caffe reads and ignores."""
+    moved = [n for n in ("scale", "mean_file", "crop_size", "mirror") if param.HasField(n)]
+    ignored = moved + [n for n in unused if param.HasField(n)]
     if ignored:
         remedy = f"; {', '.join(moved)} belong in transform_param" if moved else ""
-        log.warning("data_param's %s are ignored, as in Caffe%s", ", ".join(ignored), remedy)
+        log.warning("%s's %s are ignored, as in Caffe%s", name, ", ".join(ignored), remedy)
+
+
+@layer("HDF5Data")
+class HDF5Data(Feed):
+    """-> one top a dataset of the top's name: N rows of the HDF5 files that the source lists, as they are."""
+
+    tops = (1, None)
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Load the first file and shape the tops."""
+        param = self.param.hdf5_data_param
+        if self.param.HasField("transform_param"):
+            raise ConfigError("HDF5Data does not transform data; remove transform_param")
+        _need_batch_size(param.batch_size, "hdf5_data_param")
+        seed = self.device.draw_seed() if param.shuffle else None
+        self._rows = HDF5Rows(locate(param.source, self.path), self.param.top, self.dtype, seed)
+        for blob, shape in zip(top, self._rows.row_shapes, strict=True):
+            blob.reshape((param.batch_size, *shape))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the next rows."""
+        self._rows.read([t.data for t in top])
+
+    def state(self) -> dict[str, Any]:
+        """Position after the last batch."""
+        return self._rows.state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there."""
+        self._rows.set_state(state)
+
+
+@layer("MemoryData")
+class MemoryData(Feed):
+    """-> (N, C, H, W) and labels (N, 1, 1, 1): arrays given by `reset`, around and around, or images given by `add`."""
+
+    tops = 2
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Shape the tops."""
+        param = self.param.memory_data_param
+        self._shape = param.channels, param.height, param.width
+        self.batch_size = param.batch_size
+        if not self.batch_size * prod(self._shape):
+            raise ConfigError("memory_data_param needs batch_size, channels, height and width of 1 or more")
+        self._transformer = Transformer(self.param.transform_param, self.phase, self.device, self.path)
+        self._data: Array | None = None
+        self._unread = False
+        top[0].reshape((self.batch_size, *self._shape))
+        top[1].reshape((self.batch_size,))
+
+    def reset(self, data: Array, labels: Array) -> None:
+        """Take arrays (n, C, H, W) and (n, ...) as they are; n must be a multiple of the batch size."""
+        n = len(data)
+        if data.shape[1:] != self._shape:
+            raise DataError(
+                f"arrays of shape {shape_string(data.shape[1:])} for a layer of {shape_string(self._shape)}"
+            )
+        if not n or n % self.batch_size or len(labels) != n:
+            raise DataError(f"{n} arrays and {len(labels)} labels; give a multiple of the batch size {self.batch_size}")
+        self._data, self._labels = data, np.reshape(labels, (n, -1))[:, 0]
+        self._position, self._unread = 0, True
+
+    def add(self, images: Array, labels: Array) -> None:
+        """Take images (n, C, H, W), which are transformed; those given before must have been used up."""
+        if self._unread:
+            raise DataError("images cannot be added before those given earlier were used up")
+        out = np.empty((len(images), *self._transformer.output_shape(images.shape[1:])), self.dtype)
+        self._transformer.apply(images, out, self._transformer.draw(len(images)))
+        self.reset(out, labels)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the next batch."""
+        if self._data is None:
+            raise DataError("MemoryData needs data before forward; call set_input_arrays")
+        here = slice(self._position, self._position + self.batch_size)
+        top[1].reshape((self.batch_size, 1, 1, 1))
+        top[0].data[...] = self._data[here]
+        top[1].data[:, 0, 0, 0] = self._labels[here]
+        self._position = here.stop % len(self._data)
+        self._unread = self._position > 0
 
 
 @layer("DummyData")

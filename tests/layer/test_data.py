@@ -1,8 +1,10 @@
-"""Data and DummyData: what Caffe put on the tops, states, messages, fillers."""
+"""Data layers: what Caffe put on the tops, states, messages, fillers."""
 
 import logging
 from pathlib import Path
 
+import cv2
+import h5py
 import numpy as np
 import pytest
 from google.protobuf import text_format
@@ -15,7 +17,7 @@ from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
-CASES = sorted(p.stem for p in GOLDEN.glob("lmdb_*.npz"))
+CASES = sorted(p.stem for p in GOLDEN.glob("*.npz"))
 
 
 class Feed:
@@ -219,3 +221,199 @@ def test_dummy_refused(case):
     params, message = DUMMY_REFUSED[case]
     with pytest.raises(CaffeError, match=message):
         dummy(params, tops=3).forward()
+
+
+def hdf5(params, folder, tops=2, **kwargs):
+    names = 'top: "data" top: "label"'
+    return Feed(f'layer {{ type: "HDF5Data" {names} {params} }}', tops, path=str(folder / "net.prototxt"), **kwargs)
+
+
+def write_hdf5(folder, **files):
+    for name, datasets in files.items():
+        with h5py.File(folder / f"{name}.h5", "w") as f:
+            for key, value in datasets.items():
+                f[key] = value
+    (folder / "list.txt").write_text("\n".join(f"{name}.h5" for name in files))
+
+
+def numbers(start, count):
+    """Datasets of which each row is its number."""
+    rows = np.arange(start, start + count)
+    return {"data": np.repeat(rows[:, None], 2, 1), "label": rows.astype(np.float64)}
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"]])
+def test_hdf5_shuffles_every_round_anew_and_resumes(names, tmp_path):
+    write_hdf5(tmp_path, **{name: numbers(5 * i, 5) for i, name in enumerate(names)})
+    params = 'hdf5_data_param { source: "list.txt" batch_size: 2 shuffle: true }'
+    feed, again = hdf5(params, tmp_path), hdf5(params, tmp_path, seed=9)
+    rounds = [np.concatenate([feed.forward()[1] for _ in range(5 * len(names))]) for _ in range(2)]
+    for labels in np.reshape(rounds, (4, -1)):
+        np.testing.assert_array_equal(np.sort(labels), np.arange(5 * len(names)))
+    assert not np.array_equal(*rounds)
+    again.layer.set_state(feed.layer.state())
+    for _ in range(20):
+        for a, b in zip(feed.forward(), again.forward(), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+HDF5_REFUSED = {
+    "transform": ("transform_param { scale: 2 }", ConfigError, "HDF5Data does not transform data"),
+    "no batch_size": ("hdf5_data_param { source: 'list.txt' }", ConfigError, "needs a batch_size"),
+    "missing list": (
+        "hdf5_data_param { source: 'no.txt' batch_size: 1 }",
+        DataError,
+        '"no.txt" cannot be read: no such',
+    ),
+    "empty list": ("hdf5_data_param { source: 'empty.txt' batch_size: 1 }", DataError, "names no HDF5 files"),
+    "missing file": ("hdf5_data_param { source: 'other.txt' batch_size: 1 }", DataError, '"x.h5", .* is missing'),
+}
+
+
+@pytest.mark.parametrize("case", HDF5_REFUSED)
+def test_hdf5_refused(case, tmp_path):
+    write_hdf5(tmp_path, a=numbers(0, 3))
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "other.txt").write_text("x.h5")
+    params, error, message = HDF5_REFUSED[case]
+    with pytest.raises(error, match=message):
+        hdf5(params, tmp_path)
+
+
+HDF5_DAMAGED = {
+    "no dataset": ({"data": np.zeros(3), "labels": np.zeros(3)}, 'no dataset "label", did you mean "labels"'),
+    "rows differ": (
+        {"data": np.zeros(3), "label": np.zeros(2)},
+        'same number of rows, at least 1: "data" 3, "label" 2',
+    ),
+    "no rows": ({"data": np.zeros((0, 2)), "label": np.zeros(0)}, 'at least 1: "data" 0, "label" 0'),
+    "scalar": ({"data": 1.0, "label": np.zeros(2)}, '"data" is no dataset of numbers'),
+    "text": ({"data": b"hello", "label": np.zeros(2)}, '"data" is no dataset of numbers'),
+    "other width": ({"data": np.zeros((2, 3)), "label": np.zeros(2)}, r"shape 3 \(3\), those of .*a.h5 2 \(2\)"),
+}
+
+
+@pytest.mark.parametrize("case", HDF5_DAMAGED)
+def test_hdf5_damaged(case, tmp_path):
+    datasets, message = HDF5_DAMAGED[case]
+    write_hdf5(tmp_path, a=numbers(0, 3), b=datasets)
+    feed = hdf5('hdf5_data_param { source: "list.txt" batch_size: 2 }', tmp_path)
+    feed.forward()
+    with pytest.raises(DataError, match=message):
+        feed.forward()
+
+
+@pytest.fixture
+def listed(tmp_path):
+    """The path of a prototxt beside a list of six images whose pixels are their labels."""
+    (tmp_path / "with blanks").mkdir()
+    for i in range(6):
+        cv2.imwrite(f"{tmp_path}/with blanks/{i}.png", np.full((4, 5, 3), i, np.uint8))
+    (tmp_path / "list.txt").write_text("".join(f"with blanks/{i}.png {i}.7\n" for i in range(6)))
+    return str(tmp_path / "net.prototxt")
+
+
+def image_data(params, path, transform="", **kwargs):
+    source = "" if "source" in params else 'source: "list.txt"'
+    params = f"image_data_param {{ {source} {params} }} transform_param {{ {transform} }}"
+    return Feed(f'layer {{ type: "ImageData" {params} }}', path=path, **kwargs)
+
+
+def test_image_list_in_order_with_integer_labels(listed):
+    feed = image_data("batch_size: 4", listed)
+    assert [t.shape for t in feed.top] == [(4, 3, 4, 5), (4,)]
+    for k in range(4):
+        data, label = feed.forward()
+        np.testing.assert_array_equal(label, [(4 * k + i) % 6 for i in range(4)])
+        np.testing.assert_array_equal(data, np.broadcast_to(label[:, None, None, None], data.shape))
+    feed.layer.close()
+
+
+def test_image_list_gray_and_resized(listed):
+    feed = image_data("batch_size: 2 is_color: false new_height: 7 new_width: 3", listed)
+    assert feed.forward()[0].shape == (2, 1, 7, 3)
+    feed.layer.close()
+
+
+def test_image_list_shuffles_every_epoch_anew_and_resumes(listed):
+    feed, again = (image_data("batch_size: 3 shuffle: true", listed, "mirror: true", seed=s) for s in (1, 2))
+    epochs = [np.concatenate([feed.forward()[1] for _ in range(2)]) for _ in range(8)]
+    for labels in epochs:
+        np.testing.assert_array_equal(np.sort(labels), range(6))
+    assert len({tuple(labels) for labels in epochs}) > 1
+    again.layer.set_state(feed.layer.state())
+    for _ in range(9):
+        for a, b in zip(feed.forward(), again.forward(), strict=True):
+            np.testing.assert_array_equal(a, b)
+    feed.layer.close()
+    again.layer.close()
+
+
+def test_image_list_skips_at_random(listed):
+    firsts = set()
+    for seed in range(20):
+        feed = image_data("batch_size: 1 rand_skip: 3", listed, seed=seed)
+        firsts.add(int(feed.forward()[1][0]))
+        feed.layer.close()
+    assert firsts == {0, 1, 2}
+
+
+IMAGES_REFUSED = {
+    "missing list": ('source: "no.txt"', '"no.txt" cannot be read: no such file'),
+    "empty list": ('source: "empty.txt"', "empty.txt lists no images"),
+    "no blank": ('source: "lines.txt"', 'lines.txt:2: "b.png" is not an image path, a blank and a label'),
+    "missing image": ('source: "absent.txt"', "absent.txt: x.png cannot be read: no such file"),
+    "no image": ('source: "text.txt"', r"list.txt: its image cannot be decoded \(\d+ bytes\)"),
+    "one size": ("new_height: 3", "new_height and new_width must both be given or neither"),
+    "skips too many": ("rand_skip: 4000000000", "lists 6 images, not enough to skip"),
+}
+
+
+@pytest.mark.parametrize("case", IMAGES_REFUSED)
+def test_image_list_refused(case, listed):
+    texts = {"empty.txt": "", "lines.txt": "a.png 1\nb.png", "absent.txt": "x.png 0", "text.txt": "list.txt 0"}
+    for name, content in texts.items():
+        (Path(listed).parent / name).write_text(content)
+    params, message = IMAGES_REFUSED[case]
+    with pytest.raises(CaffeError, match=message):
+        image_data(params, listed)
+
+
+def memory(transform=""):
+    params = "memory_data_param { batch_size: 2 channels: 1 height: 2 width: 3 }"
+    return Feed(f'layer {{ type: "MemoryData" {params} transform_param {{ {transform} }} }}')
+
+
+def test_memory_goes_around():
+    feed = memory("scale: 100")
+    data, labels = np.arange(24.0, dtype=np.float32).reshape(4, 1, 2, 3), np.arange(4)
+    feed.layer.reset(data, labels)
+    for k in range(3):
+        values, label = feed.forward()
+        part = slice(0, 2) if k % 2 == 0 else slice(2, 4)
+        np.testing.assert_array_equal(values, data[part])
+        np.testing.assert_array_equal(label, labels[part].reshape(2, 1, 1, 1))
+
+
+def test_memory_transforms_what_is_added():
+    feed = memory("scale: 0.5")
+    images = np.arange(12, dtype=np.uint8).reshape(2, 1, 2, 3)
+    feed.layer.add(images, np.array([3, 4]))
+    with pytest.raises(DataError, match="before those given earlier were used up"):
+        feed.layer.add(images, np.array([3, 4]))
+    values, label = feed.forward()
+    np.testing.assert_array_equal(values, images / 2)
+    np.testing.assert_array_equal(label.ravel(), [3, 4])
+    feed.layer.add(images, np.array([3, 4]))
+
+
+def test_memory_refused():
+    feed = memory()
+    with pytest.raises(DataError, match="needs data before forward"):
+        feed.forward()
+    with pytest.raises(DataError, match=r"arrays of shape 1 3 3 \(9\) for a layer of 1 2 3 \(6\)"):
+        feed.layer.reset(np.zeros((2, 1, 3, 3)), np.zeros(2))
+    with pytest.raises(DataError, match="3 arrays and 3 labels; give a multiple of the batch size 2"):
+        feed.layer.reset(np.zeros((3, 1, 2, 3)), np.zeros(3))
+    with pytest.raises(ConfigError, match="batch_size, channels, height and width of 1 or more"):
+        Feed('layer { type: "MemoryData" memory_data_param { batch_size: 2 channels: 1 height: 2 } }')

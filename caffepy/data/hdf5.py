@@ -1,0 +1,116 @@
+"""Rows of HDF5 files: several datasets of one length a file, a whole file in memory at a time."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from caffepy.blob import shape_string
+from caffepy.data.order import visits
+from caffepy.errors import DataError
+from caffepy.paths import locate
+from caffepy.proto.sniff import sniff
+from caffepy.registry import nearest
+
+log = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+State = dict[str, Any]
+
+
+class HDF5Rows:
+    """The rows of the datasets `names` in the files that the text file `path` names, endlessly.
+
+    With a seed each round visits the files, and each visit the rows of a file, in an order of its own.
+    """
+
+    def __init__(self, path: str, names: Sequence[str], dtype: DTypeLike, seed: int | None = None) -> None:
+        self._path = path
+        self._names = names
+        self._dtype = dtype
+        self._seed = seed
+        self._files = [locate(file, path) for file in _read_names(path)]
+        log.info("Number of HDF5 files: %d", len(self._files))
+        self._file = ""
+        self._arrays: list[Array] = []
+        self._go(0, 0)
+
+    @property
+    def row_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of one row of each dataset."""
+        return [a.shape[1:] for a in self._arrays]
+
+    def read(self, outs: Sequence[Array]) -> None:
+        """Fill the arrays (N, ...), one a dataset, with the next N rows."""
+        filled, wanted = 0, len(outs[0])
+        while filled < wanted:
+            rows = self._rows[self._row : self._row + wanted - filled]
+            for array, out in zip(self._arrays, outs, strict=True):
+                out[filled : filled + len(rows)] = array[rows]
+            filled += len(rows)
+            self._row += len(rows)
+            if self._row == len(self._rows):
+                self._go(self._visit + 1, 0)
+
+    def _go(self, visit: int, row: int) -> None:
+        """Load the file of the given visit, unless it is in memory, and go to a row of that visit's order."""
+        lap, position = divmod(visit, len(self._files))
+        file = self._files[visits(len(self._files), self._seed, lap)[position]]
+        if file != self._file:
+            self._arrays = self._load(file)
+            self._file = file
+        self._rows = visits(len(self._arrays[0]), None if self._seed is None else self._seed + 1, visit)
+        self._visit, self._row = visit, row
+
+    def _load(self, file: str) -> list[Array]:
+        import h5py
+
+        if (kind := sniff(file)) != "HDF5":
+            raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
+        try:
+            with h5py.File(file, "r") as h:
+                arrays = [self._dataset(h, name, file) for name in self._names]
+        except OSError as error:
+            raise DataError(f"{file} cannot be read: {error}") from None
+        lengths = {name: len(a) for name, a in zip(self._names, arrays, strict=True)}
+        if len(set(lengths.values())) > 1 or 0 in lengths.values():
+            rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
+            raise DataError(f"{file}: the datasets must have the same number of rows, at least 1: {rows}")
+        for name, old, new in zip(self._names, self._arrays, arrays, strict=False):
+            if old.shape[1:] != new.shape[1:]:
+                shapes = f"{shape_string(new.shape[1:])}, those of {self._file} {shape_string(old.shape[1:])}"
+                raise DataError(f'{file}: rows of "{name}" have shape {shapes}')
+        return arrays
+
+    def _dataset(self, h: Any, name: str, file: str) -> Array:
+        if name not in h:
+            raise DataError(
+                f'{file} has no dataset "{name}"{nearest(name, h)}; a top is filled from the dataset of its name'
+            )
+        data = h[name]
+        if getattr(data, "ndim", 0) < 1 or data.dtype.kind not in "fiu":
+            raise DataError(f'{file}: "{name}" is no dataset of numbers with at least one axis')
+        return np.asarray(data, self._dtype)
+
+    def state(self) -> State:
+        """Number of the visit to a file, row in its order, seed of the orders."""
+        return {"visit": self._visit, "row": self._row, **({} if self._seed is None else {"seed": self._seed})}
+
+    def set_state(self, state: State) -> None:
+        """Go where `state` was taken."""
+        if self._seed is not None and "seed" in state:
+            self._seed = int(state["seed"])
+        self._go(int(state["visit"]), int(state["row"]))
+
+
+def _read_names(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            names = file.read().split()
+    except OSError as error:
+        raise DataError(f'source "{path}" cannot be read: {(error.strerror or str(error)).lower()}') from None
+    if not names:
+        raise DataError(f"{path} names no HDF5 files")
+    return names

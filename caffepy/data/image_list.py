@@ -1,0 +1,119 @@
+"""Image files named by a list of `path label` lines."""
+
+import logging
+import re
+from typing import Any
+
+from caffepy.data.datum import COLOR, GRAY, Array, decode_image
+from caffepy.data.loader import Loader, State
+from caffepy.data.order import visits
+from caffepy.data.transformer import Transformer
+from caffepy.device import Device
+from caffepy.errors import ConfigError, DataError
+from caffepy.paths import locate
+from caffepy.proto.caffe_pb2 import ImageDataParameter
+
+log = logging.getLogger(__name__)
+
+
+def read_list(path: str) -> list[tuple[str, int]]:
+    """(image path, label) of each line, split at the last blank; a label is the integer that it starts with, else 0.
+
+    DataError: no such file, a line without a blank, no lines.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().splitlines()
+    except OSError as error:
+        raise DataError(f'source "{path}" cannot be read: {(error.strerror or str(error)).lower()}') from None
+    entries = []
+    for number, line in enumerate(lines, 1):
+        name, blank, label = line.rpartition(" ")
+        if blank:
+            digits = re.match(r"\s*[+-]?\d+", label)
+            entries.append((name, int(digits.group()) if digits else 0))
+        elif line:
+            raise DataError(f'{path}:{number}: "{line[:80]}" is not an image path, a blank and a label')
+    if not entries:
+        raise DataError(f"{path} lists no images")
+    return entries
+
+
+class ImageLoader(Loader):
+    """Batches of image files: decoded in colour or grey, resized (bilinear) if new_height and new_width say so."""
+
+    def __init__(
+        self, param: ImageDataParameter, transformer: Transformer, device: Device, beside: str | None = None
+    ) -> None:
+        super().__init__(transformer, param.batch_size)
+        if (param.new_height > 0) != (param.new_width > 0):
+            raise ConfigError("new_height and new_width must both be given or neither")
+        self._param = param
+        self._path = locate(param.source, beside)
+        log.info("Opening file %s", self._path)
+        self._entries = read_list(self._path)
+        self._root = locate(param.root_folder, beside) if param.root_folder else self._folder()
+        self._seed = device.draw_seed() if param.shuffle else None
+        if param.shuffle:
+            log.info("Shuffling data")
+        log.info("A total of %d images.", len(self._entries))
+        self._go(0, self._skip(device))
+
+    def _folder(self) -> str:
+        """What to put before relative names: nothing, or the list's folder if the first image lies only there."""
+        first = self._entries[0][0]
+        return locate(first, self._path).removesuffix(first)
+
+    def _skip(self, device: Device) -> int:
+        """The number of images that the first epoch leaves out."""
+        if not self._param.rand_skip:
+            return 0
+        skip = device.draw_seed() % self._param.rand_skip
+        log.info("Skipping first %d data points.", skip)
+        if skip >= len(self._entries):
+            raise DataError(f"{self._path} lists {len(self._entries)} images, not enough to skip {skip}")
+        return skip
+
+    def _go(self, epoch: int, index: int) -> None:
+        self._epoch, self._index = epoch, index
+        self._order = visits(len(self._entries), self._seed, epoch)
+
+    def peek(self) -> Array:
+        """The next image (C, H, W), which is not consumed."""
+        return self._decode(self._entries[self._order[self._index]][0])
+
+    def read(self, into: Array) -> tuple[Any, Array | None, int]:
+        """Name, image and label of the next entry."""
+        name, label = self._entries[self._order[self._index]]
+        image = self._decode(name)
+        self._index += 1
+        if self._index == len(self._entries):
+            log.info("Restarting data prefetching from start.")
+            self._go(self._epoch + 1, 0)
+        return name, image, label
+
+    def _decode(self, name: str) -> Array:
+        size = (self._param.new_width, self._param.new_height) if self._param.new_width else None
+        try:
+            with open(self._root + name, "rb") as file:
+                return decode_image(file.read(), COLOR if self._param.is_color else GRAY, size)
+        except OSError as error:
+            raise DataError(f"{self.name(name)} cannot be read: {(error.strerror or str(error)).lower()}") from None
+        except DataError as error:
+            raise DataError(f"{self.name(name)}: {error.message}") from None
+
+    def name(self, where: Any) -> str:
+        """An image's name for messages."""
+        return f"{self._path}: {self._root}{where}"
+
+    def state(self) -> State:
+        """Epoch, number in its order, seed of the orders, and the transformer's stream."""
+        seed = {} if self._seed is None else {"seed": self._seed}
+        return {"epoch": self._epoch, "index": self._index, **seed, **self.transformer.state()}
+
+    def set_state(self, state: State) -> None:
+        """Go where `state` was taken."""
+        if self._seed is not None and "seed" in state:
+            self._seed = int(state["seed"])
+        self._go(int(state["epoch"]), int(state["index"]) % len(self._entries))
+        self.transformer.set_state(state)
