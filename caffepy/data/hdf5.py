@@ -99,7 +99,10 @@ class HDF5Rows:
         return {"visit": self._visit, "row": self._row, **({} if self._seed is None else {"seed": self._seed})}
 
     def set_state(self, state: State) -> None:
-        """Go where `state` was taken."""
+        """Go where `state` was taken; a state of another kind of source leaves everything as it is."""
+        if not {"visit", "row"} <= state.keys():
+            log.warning("the saved state does not say where to go on in %s; starting at its first row", self._path)
+            return
         if self._seed is not None and "seed" in state:
             self._seed = int(state["seed"])
         self._go(int(state["visit"]), int(state["row"]))

@@ -42,6 +42,8 @@ def read_list(path: str) -> list[tuple[str, int]]:
 class ImageLoader(Loader):
     """Batches of image files: decoded in colour or grey, resized (bilinear) if new_height and new_width say so."""
 
+    position = frozenset({"epoch", "index"})
+
     def __init__(
         self, param: ImageDataParameter, transformer: Transformer, device: Device, beside: str | None = None
     ) -> None:
@@ -111,9 +113,8 @@ class ImageLoader(Loader):
         seed = {} if self._seed is None else {"seed": self._seed}
         return {"epoch": self._epoch, "index": self._index, **seed, **self.transformer.state()}
 
-    def set_state(self, state: State) -> None:
-        """Go where `state` was taken."""
+    def seek(self, state: State) -> None:
+        """Go to the position in `state`."""
         if self._seed is not None and "seed" in state:
             self._seed = int(state["seed"])
         self._go(int(state["epoch"]), int(state["index"]) % len(self._entries))
-        self.transformer.set_state(state)

@@ -1,7 +1,7 @@
 """Loaders fill batches: they read images one by one into one array and transform all of it at once."""
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -40,6 +40,8 @@ class Loader:
 
     The first image of a batch decides the shape of the batch; others may differ if a crop makes them equal.
     """
+
+    position: ClassVar[frozenset[str]]  # what a state says of the position
 
     def __init__(self, transformer: Transformer, batch_size: int) -> None:
         self.transformer = transformer
@@ -104,7 +106,15 @@ class Loader:
         raise NotImplementedError
 
     def set_state(self, state: State) -> None:
-        """Go where `state` was taken."""
+        """Go where `state` was taken; a state of another kind of source leaves the position as it is."""
+        if self.position <= state.keys():
+            self.seek(state)
+        else:
+            log.warning("the saved state does not say where to go on; starting at the first image")
+        self.transformer.set_state(state)
+
+    def seek(self, state: State) -> None:
+        """Go to the position in `state`."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -113,6 +123,8 @@ class Loader:
 
 class RecordLoader(Loader):
     """Batches of the Datums of a database."""
+
+    position = frozenset({"record", "key"})
 
     def __init__(self, source: Source, transformer: Transformer, batch_size: int) -> None:
         super().__init__(transformer, batch_size)
@@ -154,10 +166,9 @@ class RecordLoader(Loader):
         index, key = self._source.position
         return {"record": index, "key": np.frombuffer(key, np.uint8), **self.transformer.state()}
 
-    def set_state(self, state: State) -> None:
-        """Go where `state` was taken."""
+    def seek(self, state: State) -> None:
+        """Go to the position in `state`."""
         self._source.seek(int(state["record"]), np.asarray(state["key"], np.uint8).tobytes())
-        self.transformer.set_state(state)
 
     def close(self) -> None:
         """Release the database."""

@@ -108,6 +108,19 @@ def test_state_goes_on_exactly(ten):
     second.layer.close()
 
 
+@pytest.mark.parametrize("kind", ["Data", "HDF5Data"])
+def test_a_state_of_another_kind_of_source_starts_anew(kind, ten, tmp_path, caplog):
+    if kind == "Data":
+        feed = Feed(text("batch_size: 3"), path=ten)
+    else:
+        write_hdf5(tmp_path, a=numbers(0, 3))
+        feed = hdf5('hdf5_data_param { source: "list.txt" batch_size: 3 }', tmp_path)
+    feed.layer.set_state({"something": 3})
+    assert "does not say where to go on" in caplog.text
+    np.testing.assert_array_equal(feed.forward()[1], [0, 1, 2])
+    feed.layer.close()
+
+
 def test_state_of_a_closed_layer_is_empty_and_closing_twice_is_fine(ten):
     feed = Feed(text(), path=ten)
     feed.forward()
