@@ -2,6 +2,7 @@
 
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ def caffepy(context: click.Context) -> None:
 
 def main() -> None:
     """Run the command line of this process and end it."""
+    if not sys.warnoptions:  # numbers that grow too large are told of by the solver, with the layer that made them
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"caffepy\.")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -25,14 +25,15 @@ class Definition(NamedTuple):
 
 
 def find_definition(name: str, kind: str) -> Definition:
-    """The file of this name, else the bundled model's prototxt of this kind; ConfigError if there is neither."""
-    if os.path.exists(name):
-        return Definition(name)
+    """The file of this name, else the bundled model's prototxt of this kind; ConfigError if it can be neither."""
     path = models.path(name, kind)
+    if os.path.exists(name) or (path is None and {os.sep, "."} & set(name)):
+        return Definition(name)  # reading it will tell what is wrong
     if path is None:
         known = models.names()
-        hint = nearest(name, known) if os.path.basename(name) == name else ""
-        raise ConfigError(f'no file "{name}", and no bundled model of that name{hint} (bundled: {", ".join(known)})')
+        raise ConfigError(
+            f'no file "{name}", and no bundled model of that name{nearest(name, known)} (bundled: {", ".join(known)})'
+        )
     return Definition(path, name)
 
 

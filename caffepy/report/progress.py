@@ -56,7 +56,7 @@ class Progress(Reporter):
         self.iterations = iterations
         self._bar: tqdm[None] | None = None
         self._speed = Speed()
-        self._images_per_s = ""
+        self._images_per_s = self._status = ""
         self._due = 0.0
 
     def solving(self, net_name: str, lr_policy: str) -> None:
@@ -71,6 +71,7 @@ class Progress(Reporter):
     def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
         """Training goes on."""
         self._speed.resume()
+        self._open(iteration).set_postfix_str(self._status)
 
     def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
         """Redraw if it is time."""
@@ -83,7 +84,8 @@ class Progress(Reporter):
         if self._speed.seconds >= SPEED_S or not self._images_per_s:
             images_per_s = self._speed.read()
             self._images_per_s = f", {images_per_s:.0f} images/s" if images_per_s else ""
-        bar.set_postfix_str(f"loss {number(loss)}, lr {number(rate)}{self._images_per_s}", refresh=False)
+        self._status = f"loss {number(loss)}, lr {number(rate)}{self._images_per_s}"
+        bar.set_postfix_str(self._status, refresh=False)
         bar.update(iteration + 1 - bar.n)
 
     def finished(self, iteration: int, loss: float | None) -> None:
