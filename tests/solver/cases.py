@@ -1,5 +1,6 @@
 """Solvers for tests: from text, with a reporter that keeps what it hears."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from caffepy.solver.reporter import Output, Silent
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DIGITS = GOLDEN / "digits"
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(GOLDEN.parent.parent)}  # for Python processes that tests start
 
 # x is random noise, y random zeros and ones
 NOISE = """

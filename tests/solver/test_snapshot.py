@@ -2,7 +2,6 @@ import logging
 import os
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import h5py
@@ -12,7 +11,7 @@ import pytest
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 from caffepy.solver import Solver, check_folder, newest_good, sidecar, snapshot
-from tests.solver.cases import GOLDEN, NET, solver_of
+from tests.solver.cases import ENVIRONMENT, GOLDEN, NET, solver_of
 
 FORMATS = {"binary": "", "hdf5": "snapshot_format: HDF5 "}
 SOLVERS = GOLDEN / "solvers"
@@ -283,7 +282,8 @@ except ConfigError as error:
 @pytest.mark.parametrize("form", FORMATS)
 def test_full_disk_is_one_message(form: str, tmp_path: Path) -> None:
     settings = f'snapshot_prefix: "{tmp_path}/s" {FORMATS[form]}'
-    run = subprocess.run([sys.executable, "-c", FULL, settings], capture_output=True, text=True, check=False)
+    command = [sys.executable, "-c", FULL, settings]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT)
     assert run.returncode == 1
     assert "this file of a snapshot cannot be written: " in run.stderr
     assert "Traceback" not in run.stderr
@@ -308,8 +308,8 @@ def test_killed_snapshots_are_whole_or_absent(form: str, tmp_path: Path) -> None
     settings = f'snapshot_prefix: "{tmp_path}/s" snapshot_diff: true {FORMATS[form]}'
     rng = np.random.default_rng()
     for _ in range(int(os.environ.get("CAFFEPY_KILLS", "4"))):
-        writer = subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), settings], stdout=subprocess.PIPE)
-        with writer:
+        command = [sys.executable, "-c", WRITER, settings]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT) as writer:
             assert writer.stdout is not None
             writer.stdout.readline()
             try:

@@ -1,0 +1,121 @@
+"""Training from files: what `caffepy train` does."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+from caffepy import ops
+from caffepy.device import Device
+from caffepy.errors import STOPPED, DeviceError, UsageError
+from caffepy.paths import locate
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.text import locate_field, read_solver
+from caffepy.report import logging_to, open_report
+from caffepy.solver import Signals, Solver, newest_good
+from caffepy.solver.reporter import Output
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a training run ended.
+
+    `outputs` are the mean outputs (name, values, loss weight) of each test net's last test, `snapshot` is the state
+    file that holds the run as it ended, None if none was written.
+    """
+
+    iteration: int
+    stopped: bool
+    outputs: list[list[Output]]
+    snapshot: str | None
+
+    @property
+    def exit_code(self) -> int:
+        """0 for a run that ended by itself or left no snapshot, else 75: go on with `--snapshot`."""
+        return STOPPED if self.stopped and self.snapshot else 0
+
+
+def train(
+    solver: str,
+    *,
+    weights: Sequence[str] = (),
+    snapshot: str | None = None,
+    gpu: str | None = None,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    sigint_effect: str = "stop",
+    sighup_effect: str = "snapshot",
+    log_dir: str | None = None,
+    progress: bool | None = None,
+    threads: int | None = None,
+) -> TrainResult:
+    """Train as the solver file says, from the main thread; raises the errors of `caffepy.errors`.
+
+    `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the newest good one under
+    the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). SIGTERM stops with a
+    snapshot; `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file;
+    `progress` False keeps the terminal free of a progress bar; `threads` is the number of CPU threads.
+    """
+    if snapshot and weights and snapshot != AUTO:
+        raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
+    signals = Signals(sigint_effect, sighup_effect)
+    with _logging(log_dir):
+        param = read_solver(solver)
+        device = _device(param, solver, gpu)
+        if threads:
+            ops.backend(device).set_num_threads(threads)
+        param.train_state.level = level
+        param.train_state.stage.extend(stages)
+        if snapshot == AUTO:
+            snapshot = _newest(param)
+        if snapshot:
+            del param.weights[:]
+        elif weights:
+            param.weights[:] = list(weights)
+        with (
+            open_report(param.snapshot_prefix or None, param.max_iter, progress) as reporter,
+            closing(Solver(param, device=device, path=solver, reporter=reporter)) as run,
+            signals,
+        ):
+            run.action = signals.poll
+            if snapshot:
+                snapshot = locate(snapshot, solver)
+                log.info("Resuming from %s", snapshot)
+                run.restore(snapshot)
+            log.info("Starting Optimization")
+            run.solve()
+            log.info("Optimization Done.")
+            return TrainResult(run.iter, run.stopped, run.last_outputs, run.saved_now)
+
+
+@contextmanager
+def _logging(log_dir: str | None) -> Iterator[None]:
+    if log_dir is None:
+        yield
+    else:
+        with logging_to(stderr=False, log_dir=log_dir):
+            yield
+
+
+def _device(param: SolverParameter, path: str, gpu: str | None) -> Device:
+    """The device of the run: the CPU unless `gpu` or an explicit solver_mode asks for another, as in Caffe's tool."""
+    if gpu:
+        raise DeviceError(f"--gpu {gpu}: this version trains on the CPU only; leave out --gpu")
+    if param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU:
+        raise DeviceError(
+            "solver_mode: GPU asks for a GPU, but this version trains on the CPU only; set solver_mode: CPU",
+            locate_field(path, "solver_mode"),
+        )
+    log.info("Use CPU.")
+    return Device("cpu")
+
+
+def _newest(param: SolverParameter) -> str | None:
+    state = newest_good(param.snapshot_prefix)
+    if state is None:
+        log.info("No snapshot under %s; starting from scratch", param.snapshot_prefix)
+    return state
