@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from caffepy import ops
 from caffepy.device import Device
 from caffepy.net import Net
 from caffepy.net.weights import load_weights
-from caffepy.ops.cpu import set_num_threads
 from caffepy.proto.caffe_pb2 import TEST
 from caffepy.proto.text import read_net
 from caffepy.report.text import Output, number, scalars
@@ -50,8 +50,9 @@ def score(
 
     ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
+    device = device or Device()
     if threads:
-        set_num_threads(threads)
+        ops.backend(device).set_num_threads(threads)
     log.info("Use CPU.")
     param = read_net(model)
     param.state.phase, param.state.level = TEST, level

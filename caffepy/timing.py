@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
 
+from caffepy import ops
 from caffepy.device import Device
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
-from caffepy.ops.cpu import set_num_threads
 from caffepy.proto.caffe_pb2 import TEST, TRAIN
 from caffepy.proto.text import read_net
 from caffepy.report.text import number
@@ -79,8 +79,9 @@ def time_net(
 
     `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
     """
+    device = device or Device()
     if threads:
-        set_num_threads(threads)
+        ops.backend(device).set_num_threads(threads)
     log.info("Use CPU.")
     param = read_net(model)
     param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level

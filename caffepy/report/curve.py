@@ -18,7 +18,7 @@ def draw(columns: Sequence[str], rows: Sequence[Mapping[str, str]], path: str) -
         return
     try:
         _draw(columns, rows, path)
-        log.info("Curve written to %s", path)
+        log.info("Curve is in %s", path)
     except Exception as error:
         log.warning("no curve in %s: %s", path, error)
 

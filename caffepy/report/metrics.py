@@ -10,6 +10,7 @@ import csv
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TextIO
 
 from caffepy.files import replacing
@@ -110,6 +111,7 @@ class Metrics(Reporter):
         self._write_row()
         if self._file is not None:
             self._file.close()
+            log.info("Metrics are in %s", self.path)
             if complete:
                 curve.draw(*read_rows(self.path), self.curve_path)
 
@@ -164,6 +166,10 @@ class Metrics(Reporter):
 
     def _give_up(self, error: OSError) -> None:
         self._failed = True
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
         log.warning("cannot write %s (%s); the run goes on without it", self.path, error.strerror)
 
 

@@ -1,4 +1,5 @@
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -108,6 +109,18 @@ def test_disk_trouble_costs_the_file_only(tmp_path: Path, caplog: pytest.LogCapt
         run(metrics, 0, 9)
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
     assert "the run goes on without it" in caplog.text
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_disk_that_fills_up_costs_the_file_only(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Metrics(prefix) as metrics:
+        run(metrics, 0, 3)
+        assert metrics._file is not None
+        metrics._file.close()
+        metrics._file = open("/dev/full", "a")  # noqa: SIM115
+        run(metrics, 3, 9)
+    assert [r.levelno for r in caplog.records] == [logging.WARNING]
+    assert column(prefix, "iteration") == ["0", "2"]
 
 
 def test_the_curve_is_drawn_at_the_end(tmp_path: Path) -> None:
