@@ -1,6 +1,7 @@
 """Binary files of Caffe, read whole: weights, solver states, means; and the arrays inside their blobs."""
 
 import math
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
@@ -157,8 +158,8 @@ def _shaped(blob: BlobProto, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np
     dims = list(blob.shape.dim)
     if any(blob.HasField(extent) for extent in legacy):
         dims = [getattr(blob, extent) for extent in legacy]
-    count = math.prod(dims)
-    if count != values.size or min(dims, default=0) < 0 or max(dims, default=0) > 2**31 - 1 or len(dims) > 32:
-        shape = " ".join(map(str, dims))
-        raise ConfigError(f"a blob holds {values.size} values, but its shape is {shape} ({count})")
-    return values.reshape(dims).astype(np.float32)
+    if len(dims) <= 32 and min(dims, default=0) >= 0 and math.prod(dims) == values.size:
+        with suppress(ValueError):  # numpy bounds what (0, 2^40, 2^40) would take without the 0
+            return values.reshape(dims).astype(np.float32)
+    shape = " ".join(map(str, dims[:32])) + (" ..." if len(dims) > 32 else "")
+    raise ConfigError(f"a blob holds {values.size} values, which does not fit its shape ({shape})")

@@ -1,0 +1,133 @@
+import csv
+import importlib.util
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+)
+
+from caffepy.proto import caffe_pb2
+
+ROOT = Path(__file__).parents[2]
+TABLES = ROOT / "tests" / "golden" / "wire"
+FILE = FileDescriptorProto()
+caffe_pb2.DESCRIPTOR.CopyToProto(FILE)
+
+
+def rows(name: str) -> list[dict[str, str]]:
+    with open(TABLES / name, newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def messages(parent: str, protos: list[DescriptorProto]) -> Iterator[tuple[str, DescriptorProto]]:
+    for proto in protos:
+        yield parent + proto.name, proto
+        yield from messages(f"{parent}{proto.name}.", list(proto.nested_type))
+
+
+MESSAGES = dict(messages("", list(FILE.message_type)))
+FIELDS = {(name, field.name): field for name, proto in MESSAGES.items() for field in proto.field}
+ENUMS: dict[str, EnumDescriptorProto] = {enum.name: enum for enum in FILE.enum_type} | {
+    f"{name}.{enum.name}": enum for name, proto in MESSAGES.items() for enum in proto.enum_type
+}
+
+
+def as_row(message: str, field: FieldDescriptorProto) -> dict[str, str]:
+    """A field in the words of the tables."""
+    label = FieldDescriptorProto.Label.Name(field.label).removeprefix("LABEL_").lower()
+    kind = field.type_name.removeprefix(".caffe.") or (
+        FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_").lower()
+    )
+    default = field.default_value
+    if field.HasField("default_value") and kind == "string" and not default:
+        default = '""'
+    deprecated = field.options.deprecated or MESSAGES[message].options.deprecated
+    return {
+        "message": message,
+        "field": field.name,
+        "number": str(field.number),
+        "label": label,
+        "type": kind,
+        "default": default,
+        "packed": str(int(field.options.packed)),
+        "deprecated": str(int(deprecated)),
+    }
+
+
+def same(ours: dict[str, str], theirs: dict[str, str]) -> bool:
+    default, expected = ours["default"], theirs["default"]
+    return {**theirs, **ours, "default": ""} == {**theirs, "default": ""} and (
+        default == expected or same_number(default, expected)
+    )
+
+
+def same_number(a: str, b: str) -> bool:
+    try:
+        return bool(np.float32(a) == np.float32(b))
+    except ValueError:
+        return False
+
+
+def expected_nvcaffe() -> list[dict[str, str]]:
+    return [
+        row
+        for row in rows("nvcaffe_extra_wire.tsv")
+        if row["change"] in ("added", "new_message") and row["clash"] in ("no", "n/a")
+    ]
+
+
+def test_fields_are_those_of_the_tables() -> None:
+    expected = rows("caffe_wire.tsv") + expected_nvcaffe()
+    assert len(expected) > 600
+    wrong = [
+        (row, ours)
+        for row in expected
+        for ours in [as_row(row["message"], FIELDS.get((row["message"], row["field"]), FieldDescriptorProto()))]
+        if not same(ours, row)
+    ]
+    assert wrong == []
+
+
+def test_there_are_no_other_fields() -> None:
+    expected = {(row["message"], row["field"]) for row in rows("caffe_wire.tsv") + expected_nvcaffe()}
+    assert set(FIELDS) - expected == set()
+
+
+def test_enums_are_those_of_the_tables() -> None:
+    removed = "removed_in_nv"
+    expected = rows("caffe_enums.tsv") + [r for r in rows("nvcaffe_extra_enums.tsv") if r["change"] != removed]
+    ours = {(name, value.name, str(value.number)) for name, enum in ENUMS.items() for value in enum.value}
+    assert ours == {(row["enum"], row["name"], row["number"]) for row in expected}
+
+
+def test_messages_can_be_pickled() -> None:
+    net = caffe_pb2.NetParameter(name="net")
+    assert pickle.loads(pickle.dumps(net)) == net
+
+
+def test_generated_code_is_that_of_the_schema(tmp_path: Path) -> None:
+    if importlib.util.find_spec("grpc_tools") is None:
+        pytest.skip("grpcio-tools is not installed")
+    command = ["-m", "grpc_tools.protoc", "-I.", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
+    subprocess.run([sys.executable, *command, "caffepy/proto/caffe.proto"], cwd=ROOT, check=True)
+    for name in ("caffe_pb2.py", "caffe_pb2.pyi"):
+        generated = (tmp_path / "caffepy" / "proto" / name).read_text()
+        committed = (ROOT / "proto" / name).read_text()
+        if version(generated) != version(committed):
+            pytest.skip(f"grpcio-tools generates for protobuf {version(generated)}, committed is {version(committed)}")
+        assert generated == committed, f"run protoc again: {name} is not what caffe.proto gives"
+
+
+def version(generated: str) -> str | None:
+    found = re.search(r"^# Protobuf Python Version: (.*)$", generated, re.MULTILINE)
+    return found and found[1]

@@ -1,0 +1,204 @@
+import logging
+from pathlib import Path
+
+import pytest
+
+from caffepy.errors import ConfigError
+from caffepy.proto import text, upgrade
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, V1LayerParameter
+
+
+def net(source: str) -> NetParameter:
+    return text.parse(source, NetParameter())
+
+
+V0 = """
+name: "old" input: "data" input_dim: 1 input_dim: 3 input_dim: 8 input_dim: 8 debug_info: true
+layers { layer { name: "d" type: "data" source: "db" batchsize: 4 scale: 0.5 meanfile: "m" cropsize: 6 mirror: true
+  rand_skip: 3 } top: "x" top: "label" }
+layers { layer { name: "p" type: "padding" pad: 2 } bottom: "x" top: "padded" }
+layers { layer { name: "c" type: "conv" num_output: 5 kernelsize: 3 stride: 2 group: 1 biasterm: false
+  weight_filler { type: "xavier" } blobs_lr: 1 blobs_lr: 2 weight_decay: 1 weight_decay: 0 } bottom: "padded" top: "c" }
+layers { layer { name: "m" type: "pool" pool: AVE kernelsize: 3 stride: 2 } bottom: "c" top: "m" }
+layers { layer { name: "n" type: "lrn" local_size: 3 alpha: 2 beta: 0.5 k: 2 } bottom: "m" top: "n" }
+layers { layer { name: "dr" type: "dropout" dropout_ratio: 0.3 } bottom: "n" top: "n" }
+layers { layer { name: "i" type: "innerproduct" num_output: 2 } bottom: "n" top: "i" }
+layers { layer { name: "l" type: "softmax_loss" } bottom: "i" bottom: "label" }
+"""
+V0_NEW = """
+name: "old"
+layer { name: "input" type: "Input" top: "data" input_param { shape { dim: 1 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "d" type: "Data" top: "x" top: "label" data_param { source: "db" batch_size: 4 rand_skip: 3 }
+  transform_param { scale: 0.5 mean_file: "m" crop_size: 6 mirror: true } }
+layer { name: "c" type: "Convolution" bottom: "x" top: "c" param { lr_mult: 1 decay_mult: 1 }
+  param { lr_mult: 2 decay_mult: 0 } convolution_param { num_output: 5 kernel_size: 3 stride: 2 pad: 2 group: 1
+  bias_term: false weight_filler { type: "xavier" } } }
+layer { name: "m" type: "Pooling" bottom: "c" top: "m" pooling_param { pool: AVE kernel_size: 3 stride: 2 } }
+layer { name: "n" type: "LRN" bottom: "m" top: "n" lrn_param { local_size: 3 alpha: 2 beta: 0.5 k: 2 } }
+layer { name: "dr" type: "Dropout" bottom: "n" top: "n" dropout_param { dropout_ratio: 0.3 } }
+layer { name: "i" type: "InnerProduct" bottom: "n" top: "i" inner_product_param { num_output: 2 } }
+layer { name: "l" type: "SoftmaxWithLoss" bottom: "i" bottom: "label" }
+"""
+V1 = """
+name: "old" force_backward: true state { phase: TRAIN }
+layers { name: "d" type: DATA top: "x" data_param { source: "db" scale: 0.5 mean_file: "m" crop_size: 6 mirror: true }
+  include { phase: TRAIN } }
+layers { name: "c" type: CONVOLUTION bottom: "x" top: "c" param: "w" param: "b" blob_share_mode: PERMISSIVE
+  blobs_lr: 1 blobs_lr: 2 weight_decay: 3 loss_weight: 0.25 convolution_param { num_output: 5 kernel_size: 3 }
+  blobs { num: 1 channels: 1 height: 1 width: 2 data: [1, 2] } exclude { stage: "s" } }
+layers { name: "t" type: TANH bottom: "c" top: "c" }
+"""
+V1_NEW = """
+name: "old" force_backward: true state { phase: TRAIN }
+layer { name: "d" type: "Data" top: "x" data_param { source: "db" } include { phase: TRAIN }
+  transform_param { scale: 0.5 mean_file: "m" crop_size: 6 mirror: true } }
+layer { name: "c" type: "Convolution" bottom: "x" top: "c" loss_weight: 0.25
+  param { name: "w" share_mode: PERMISSIVE lr_mult: 1 decay_mult: 3 } param { name: "b" lr_mult: 2 }
+  blobs { num: 1 channels: 1 height: 1 width: 2 data: [1, 2] } exclude { stage: "s" }
+  convolution_param { num_output: 5 kernel_size: 3 } }
+layer { name: "t" type: "TanH" bottom: "c" top: "c" }
+"""
+INPUT = 'input: "a" input: "b" input_shape { dim: 2 } input_shape { dim: 3 dim: 4 } layer { name: "s" type: "Silence" }'
+INPUT_NEW = """
+layer { name: "input" type: "Input" top: "a" top: "b" input_param { shape { dim: 2 } shape { dim: 3 dim: 4 } } }
+layer { name: "s" type: "Silence" }
+"""
+BATCH_NORM = 'layer { type: "BatchNorm" param { lr_mult: 1 } param { } param { name: "c" } }'
+BATCH_NORM_NEW = """layer { type: "BatchNorm" param { lr_mult: 0 decay_mult: 0 } param { lr_mult: 0 decay_mult: 0 }
+  param { name: "c" lr_mult: 0 decay_mult: 0 } }"""
+CASES = {
+    "V0": (V0, V0_NEW),
+    "V1": (V1, V1_NEW),
+    "input_shape": (INPUT, INPUT_NEW),
+    "input_shape wins over input_dim": ("input_dim: 7 " + INPUT, INPUT_NEW),
+    "names of inputs only": ('input: "a" layer { name: "s" }', 'layer { name: "s" }'),
+    "BatchNorm": (BATCH_NORM, BATCH_NORM_NEW),
+    "BatchNorm with two params": ('layer { type: "BatchNorm" param { } param { } }',) * 2,
+    "data_param of a new layer stays": ('layer { type: "Data" data_param { scale: 2 } }',) * 2,
+}
+
+
+@pytest.mark.parametrize(("old", "new"), CASES.values(), ids=CASES)
+def test_upgraded_net(old: str, new: str) -> None:
+    before = net(old)
+    kept = net(old)
+    assert upgrade.upgrade_net(before, "old.prototxt") == net(new)
+    assert before == kept
+
+
+def test_new_net_is_returned_as_it_is() -> None:
+    new = net(V1_NEW)
+    assert upgrade.upgrade_net(new, "new.prototxt") is new
+
+
+def test_upgrade_is_done_once() -> None:
+    once = upgrade.upgrade_net(net(V0), "old.prototxt")
+    assert not upgrade.needs_upgrade(once)
+
+
+def test_every_v1_type_has_a_name() -> None:
+    assert set(upgrade.V1_TYPES) == set(V1LayerParameter.LayerType.keys())
+    assert set(upgrade.V0_TYPES.values()) <= set(upgrade.V1_TYPES)
+
+
+def test_every_v0_field_has_a_home() -> None:
+    for field, (renamed, homes) in upgrade._V0_FIELDS.items():
+        for kind, home in homes.items():
+            old = net(f'layers {{ layer {{ type: "{kind}" }} }}')
+            value = getattr(old.layers[0].layer, field)
+            if isinstance(value, (bool, int, float, str)):
+                setattr(old.layers[0].layer, field, value)
+            else:
+                getattr(old.layers[0].layer, field).type = "gaussian"
+            new = getattr(upgrade.upgrade_net(old, "old").layer[0], home)
+            assert [f.name for f, _ in new.ListFields()] == [renamed]
+
+
+def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        upgrade.upgrade_net(net(V0.replace("blobs_lr: 1", "dropout_ratio: 1 blobs_lr: 1")), "old.prototxt")
+    assert caplog.messages == [
+        "Attempting to upgrade input file specified using deprecated V0LayerParameter: old.prototxt",
+        "Unknown parameter dropout_ratio for layer type conv",
+        "Warning: had one or more problems upgrading V0NetParameter to NetParameter (see above); continuing anyway.",
+        "Attempting to upgrade input file specified using deprecated V1LayerParameter: old.prototxt",
+        "Successfully upgraded file specified using deprecated V1LayerParameter",
+        "Attempting to upgrade input file specified using deprecated input fields: old.prototxt",
+        "Successfully upgraded file specified using deprecated input fields.",
+        "Note that future Caffe releases will only support input layers and not input fields.",
+    ]
+
+
+ERRORS = {
+    "unknown V0 type": (
+        'layers { layer { name: "x" type: "pol" } }',
+        'layer "x": unknown V0 layer type "pol", did you mean "pool"?',
+    ),
+    "padding before something else": (
+        'input: "d" layers { layer { name: "p" type: "padding" } bottom: "d" top: "e" } '
+        'layers { layer { name: "r" type: "relu" } bottom: "e" }',
+        'padding layer "p" leads to layer "r" (relu), but only conv and pool can pad',
+    ),
+    "padding of two blobs": (
+        'input: "d" layers { layer { name: "p" type: "padding" } bottom: "d" bottom: "d" top: "e" } '
+        'layers { layer { name: "c" type: "conv" } bottom: "e" }',
+        'padding layer "p" and layer "c" behind it must have one bottom each',
+    ),
+    "V0 bottom that nobody makes": (
+        'layers { layer { name: "c" type: "conv" } bottom: "e" }',
+        'unknown bottom blob "e" of layer "c"',
+    ),
+    "layers and layer": (
+        'layers { name: "a" } layer { name: "b" }',
+        'the net has both old "layers" and new "layer" entries; use "layer" for all of them',
+    ),
+    "too few input_dim": ('input: "a" input_dim: 1', "1 inputs need 4 input_dim entries, not 1"),
+    "too few input_shape": (
+        'input: "a" input: "b" input_shape { }',
+        "2 inputs need as many input_shape entries, not 1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("source", "message"), ERRORS.values(), ids=ERRORS)
+def test_errors(source: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        upgrade.upgrade_net(net(source), "old.prototxt")
+    assert str(caught.value) == f"old.prototxt: {message}"
+
+
+def solver(source: str) -> SolverParameter:
+    return text.parse(source, SolverParameter())
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("SGD", "SGD"), ("NESTEROV", "Nesterov"), ("ADAGRAD", "AdaGrad"), ("RMSPROP", "RMSProp"), ("ADAM", "Adam")],
+)
+def test_solver_type(old: str, new: str) -> None:
+    upgraded = upgrade.upgrade_solver(solver(f'solver_type: {old} snapshot_prefix: "p"'), "s.prototxt")
+    assert upgraded == solver(f'type: "{new}" snapshot_prefix: "p"')
+
+
+def test_solver_types_are_all_known() -> None:
+    assert set(upgrade._SOLVER_TYPES) == set(SolverParameter.SolverType.keys())
+
+
+def test_both_solver_types() -> None:
+    with pytest.raises(ConfigError, match='give either "type" or the old "solver_type", not both'):
+        upgrade.upgrade_solver(solver('type: "SGD" solver_type: SGD'), "s.prototxt")
+
+
+def test_nets_inside_a_solver() -> None:
+    old, new = 'input: "a" input_dim: [1, 1, 1, 1]', upgrade.upgrade_net(net('input: "a" input_dim: [1, 1, 1, 1]'), "s")
+    source = f"net_param {{ {old} }} train_net_param {{ {old} }} test_net_param {{ {old} }} test_net_param {{ }}"
+    upgraded = upgrade.upgrade_solver(solver(source), "s.prototxt")
+    assert upgraded.net_param == upgraded.train_net_param == upgraded.test_net_param[0] == new
+    assert upgraded.test_net_param[1] == NetParameter()
+
+
+def test_snapshot_prefix(tmp_path: Path) -> None:
+    assert upgrade.upgrade_solver(solver(""), "a.b/my.solver.prototxt").snapshot_prefix == "a.b/my.solver"
+    assert upgrade.upgrade_solver(solver('snapshot_prefix: "x"'), "s.prototxt").snapshot_prefix == "x"
+    folder = solver(f'snapshot_prefix: "{tmp_path}"')
+    assert upgrade.upgrade_solver(folder, "a/s.prototxt").snapshot_prefix == str(tmp_path / "s")
