@@ -4,9 +4,10 @@ import logging
 import os
 import struct
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakValueDictionary
+from weakref import finalize
 
 import lmdb
 
@@ -27,8 +28,11 @@ class Source:
 
     kind = ""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, use: "_Use") -> None:
         self.path = path
+        self._use = use
+        self._database, self._cursor = use.handle.database, use.cursor
+        self._finalizer = finalize(self, _forgotten.append, use)
         self._index = 0
         self._first()
         log.info("Opened %s %s", self.kind.lower(), path)
@@ -70,6 +74,9 @@ class Source:
 
     def close(self) -> None:
         """Release the database; no record may be used any more."""
+        if self._finalizer.detach():
+            del self._database, self._cursor
+            _release(self._use)
 
     def _item(self) -> Record:
         raise NotImplementedError
@@ -92,19 +99,13 @@ class LMDB(Source):
     def __init__(self, path: str, file: str) -> None:
         try:
             check_lmdb(path, file)
-            self._handle = _shared(file, _open_lmdb)
-            self._cursor = self._handle.database.begin(buffers=True).cursor()
-            super().__init__(path)
+            super().__init__(path, _acquire(file, _open_lmdb, lambda database: database.begin(buffers=True).cursor()))
         except (lmdb.Error, OSError) as error:
             raise DataError(f"{path} cannot be read as an LMDB: {error}") from None
 
     def __len__(self) -> int:
         """Number of records."""
-        return int(self._handle.database.stat()["entries"])
-
-    def close(self) -> None:
-        """Release the database; no record may be used any more."""
-        del self._cursor, self._handle
+        return int(self._database.stat()["entries"])
 
     def _item(self) -> Record:
         try:
@@ -140,20 +141,13 @@ class LevelDB(Source):
                 f"{path} is a LevelDB; reading one needs plyvel: pip install caffepy[leveldb], or convert it to an LMDB"
             ) from None
         try:
-            self._handle = _shared(path, lambda path: plyvel.DB(path, create_if_missing=False))
-            self._cursor = self._handle.database.raw_iterator()
-            super().__init__(path)
+            super().__init__(path, _acquire(path, plyvel.DB, lambda database: database.raw_iterator()))
         except (plyvel.Error, OSError) as error:
             raise DataError(f"{path} cannot be read as a LevelDB: {error}") from None
 
     def __len__(self) -> int:
         """Number of records, counted by reading all keys."""
-        return sum(1 for _ in self._handle.database.iterator(include_value=False))
-
-    def close(self) -> None:
-        """Release the database; no record may be used any more."""
-        self._cursor.close()
-        del self._cursor, self._handle
+        return sum(1 for _ in self._database.iterator(include_value=False))
 
     def _item(self) -> Record:
         key, value = self._cursor.item()
@@ -176,22 +170,50 @@ class LevelDB(Source):
 class _Handle:
     """The process's one open database of a file; both libraries refuse to open it twice."""
 
-    def __init__(self, database: Any) -> None:
+    def __init__(self, identity: tuple[int, int], database: Any) -> None:
+        self.identity = identity
         self.database = database
+        self.users = 0
 
 
-_open: WeakValueDictionary[tuple[int, ...], _Handle] = WeakValueDictionary()
+class _Use:
+    """One Source's part in a handle, with its cursor, which must go before the database is closed."""
+
+    def __init__(self, handle: _Handle, cursor: Any) -> None:
+        self.handle = handle
+        self.cursor = cursor
+
+
+_open: dict[tuple[int, int], _Handle] = {}
 _open_lock = threading.Lock()
+_forgotten: deque[_Use] = deque()  # of sources that were not closed; garbage collection must not wait for the lock
 
 
-def _shared(path: str, opener: Callable[[str], Any]) -> _Handle:
+def _acquire(path: str, opener: Callable[[str], Any], cursor_of: Callable[[Any], Any]) -> _Use:
     status = os.stat(path)
-    identity = (os.getpid(), status.st_dev, status.st_ino)
+    identity = status.st_dev, status.st_ino
     with _open_lock:
-        handle = _open.get(identity)
-        if handle is None:
-            handle = _open[identity] = _Handle(opener(path))
-        return handle
+        while _forgotten:
+            _give_up(_forgotten.popleft())
+        handle = _open.get(identity) or _Handle(identity, opener(path))
+        use = _Use(handle, cursor_of(handle.database))
+        handle.users += 1
+        _open[identity] = handle
+        return use
+
+
+def _release(use: _Use) -> None:
+    with _open_lock:
+        _give_up(use)
+
+
+def _give_up(use: _Use) -> None:
+    handle = use.handle
+    use.cursor = None
+    handle.users -= 1
+    if not handle.users:
+        del _open[handle.identity]
+        handle.database.close()
 
 
 def _open_lmdb(file: str) -> Any:

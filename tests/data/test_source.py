@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,35 @@ def test_several_sources_of_one_environment():
     assert keys(third, 1) == KEYS[:1]
     second.close()
     third.close()
+
+
+def test_sources_come_and_go_in_many_threads():
+    path, errors = str(GOLDEN / "raw_lmdb"), []
+
+    def open_and_forget(close):
+        try:
+            for _ in range(100):
+                source = open_source(path)
+                assert keys(source, 2) == KEYS[:2]
+                if close:
+                    source.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_and_forget, args=(i % 2,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_closing_twice_is_fine():
+    source, other = (open_source(str(GOLDEN / "raw_lmdb")) for _ in range(2))
+    source.close()
+    source.close()
+    assert keys(other, 1) == KEYS[:1]
+    other.close()
 
 
 def test_a_new_database_under_an_old_name(tmp_path):
