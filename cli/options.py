@@ -129,7 +129,7 @@ def logged(least: int = 0) -> Decorator:
             with logging_to(log_dir=None if logtostderr else log_dir, level=lowest):
                 return command(**values)
 
-        for option in (
+        flags = (
             click.option(
                 "--log-dir", type=click.Path(), default="", envvar="GLOG_log_dir", help="Folder for a log file."
             ),
@@ -144,7 +144,8 @@ def logged(least: int = 0) -> Decorator:
             click.option("--logtostderr/--no-logtostderr", envvar="GLOG_logtostderr", help="Log to stderr only."),
             click.option("--alsologtostderr/--no-alsologtostderr", default=True, hidden=True, expose_value=False),
             click.option("--v", type=int, default=0, envvar="GLOG_v", help="1: log more."),
-        ):
+        )
+        for option in reversed(flags):
             run = option(run)
         return run
 
