@@ -58,7 +58,11 @@ class LRN(SameShape):
             return
         x, y, dy, dx, s = self.kept.data, top[0].data, top[0].diff, bottom[0].diff, self.scale.data
         if self.across:
-            self.ops.lrn_backward(x, y, s, dy, dx, self.size, self.alpha, self.beta)
+            # Neighbours read a channel's dy, so in place they must not find its dx there.
+            out = self.product.data if dx is dy else dx
+            self.ops.lrn_backward(x, y, s, dy, out, self.size, self.alpha, self.beta)
+            if out is not dx:
+                self.ops.copy(out, dx)
             return
         window, product = self.window.data, self.product.data
         np.multiply(dy, y, out=product)

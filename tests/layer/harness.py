@@ -10,6 +10,7 @@ import caffepy.layer
 from caffepy.blob import Array, Blob
 from caffepy.device import Device
 from caffepy.layer.base import check_counts, create_layer
+from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "layers"
@@ -52,6 +53,8 @@ class Single:
         self.layer = create_layer(param, phase, self.device, dtype)
         check_counts(self.layer, len(self.bottom), tops)
         self.load()
+        for array in map(blob_to_array, self.layer.param.blobs):
+            self.layer.add_blob(array.shape).data[...] = array
         self.layer.setup(self.bottom, self.top)
         self.layer.reshape(self.bottom, self.top)
         self.layer.param_propagate_down = [True] * len(self.layer.blobs)

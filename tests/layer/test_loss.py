@@ -1,0 +1,319 @@
+from math import exp, log
+
+import numpy as np
+import pytest
+
+from caffepy.errors import ConfigError, DataError
+from caffepy.proto.binary import array_to_blob
+
+from .harness import Single, check_golden, check_gradient, random, seeded
+
+GOLDEN = [
+    "accuracy",
+    "accuracy_top3_ignore_perclass",
+    "contrastive",
+    "euclidean",
+    "hinge_l1",
+    "infogain",
+    "multinomial",
+    "sigmoid_ce",
+    "softmax",
+    "softmaxloss",
+    "softmaxloss_batch",
+    "softmaxloss_none",
+    "softmaxloss_spatial_ignore",
+]
+
+
+def labels(*shape, classes=3, seed=5):
+    return seeded(seed).integers(0, classes, shape).astype(float)
+
+
+def probabilities(*shape):
+    p = np.exp(random(*shape))
+    return p / p.sum(1, keepdims=True)
+
+
+FIRST = [True, False]
+# name: prototxt, bottoms, propagate_down
+GRADIENTS = {
+    "Softmax": ('type: "Softmax"', [random(2, 3, 2)], None),
+    "Softmax of vectors": ('type: "Softmax"', [random(2, 5)], None),
+    "Softmax axis": ('type: "Softmax" softmax_param { axis: -1 }', [random(2, 3, 4)], None),
+    "SoftmaxWithLoss": ('type: "SoftmaxWithLoss" loss_weight: 0.7', [random(4, 3), labels(4)], FIRST),
+    "SoftmaxWithLoss spatial": (
+        'type: "SoftmaxWithLoss" loss_param { ignore_label: 1 }',
+        [random(2, 3, 2, 2), labels(2, 1, 2, 2)],
+        FIRST,
+    ),
+    "SoftmaxWithLoss axis": (
+        'type: "SoftmaxWithLoss" softmax_param { axis: 2 } loss_param { normalization: FULL }',
+        [random(2, 2, 3), labels(2, 2)],
+        FIRST,
+    ),
+    "SoftmaxWithLoss legacy": (
+        'type: "SoftmaxWithLoss" loss_param { normalize: false }',
+        [random(2, 3, 2), labels(2, 2)],
+        FIRST,
+    ),
+    "SoftmaxWithLoss nothing counts": (
+        'type: "SoftmaxWithLoss" loss_param { ignore_label: 1 }',
+        [random(2, 3), np.ones(2)],
+        FIRST,
+    ),
+    "EuclideanLoss": ('type: "EuclideanLoss" loss_weight: 2', [random(3, 4), random(3, 4, seed=1)], None),
+    "SigmoidCrossEntropyLoss": (
+        'type: "SigmoidCrossEntropyLoss"',
+        [3 * random(3, 4), seeded(1).random((3, 4))],
+        FIRST,
+    ),
+    "SigmoidCrossEntropyLoss ignore": (
+        'type: "SigmoidCrossEntropyLoss" loss_param { ignore_label: 1 normalization: VALID }',
+        [random(3, 4), labels(3, 4, classes=2)],
+        FIRST,
+    ),
+    "InfogainLoss": (
+        'type: "InfogainLoss" loss_weight: 0.7',
+        [random(4, 3), labels(4), seeded(1).random((1, 1, 3, 3))],
+        [True, False, False],
+    ),
+    "InfogainLoss spatial": (
+        'type: "InfogainLoss" infogain_loss_param { axis: -2 } loss_param { ignore_label: 0 }',
+        [random(2, 3, 4), labels(2, 4), seeded(1).random((3, 3))],
+        [True, False, False],
+    ),
+    "MultinomialLogisticLoss": ('type: "MultinomialLogisticLoss"', [probabilities(4, 3), labels(4)], FIRST),
+    "HingeLoss": ('type: "HingeLoss"', [random(4, 3), labels(4)], FIRST),
+    "HingeLoss L2": ('type: "HingeLoss" hinge_loss_param { norm: L2 }', [random(4, 3), labels(4)], FIRST),
+    "ContrastiveLoss legacy": (
+        'type: "ContrastiveLoss" contrastive_loss_param { margin: 9 legacy_version: true }',
+        [random(4, 3), random(4, 3, seed=1), np.array([0.0, 1, 0, 1])],
+        [True, True, False],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", GRADIENTS)
+def test_gradient(case):
+    text, bottoms, propagate_down = GRADIENTS[case]
+    check_gradient(text, *bottoms, propagate_down=propagate_down)
+
+
+def test_gradient_of_contrastive_loss():
+    # Caffe divides by d + 1e-4 where the derivative has d.
+    a, b, y = random(4, 3), random(4, 3, seed=1), np.array([0.0, 1, 0, 1])
+    text = 'type: "ContrastiveLoss" contrastive_loss_param { margin: 3 }'
+    check_gradient(text, a, b, y, propagate_down=[True, True, False], tolerance=1e-3)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", ["Softmax", "Softmax of vectors", "Softmax axis"])
+def test_gradient_of_softmax_in_place(case, in_place):
+    text, bottoms, _ = GRADIENTS[case]
+    check_gradient(text, *bottoms, in_place=in_place)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_as_caffe(case):
+    check_golden(case)
+
+
+@pytest.mark.parametrize("axis", [1, 2])
+def test_softmax_against_a_loop(axis):
+    x = random(2, 3, 4)
+    (y,) = Single(f'type: "Softmax" softmax_param {{ axis: {axis} }}', x).forward()
+    for index in np.ndindex(x.shape):
+        line = list(index)
+        line[axis] = slice(None)
+        assert y[index] == pytest.approx(exp(x[index]) / sum(exp(v) for v in x[tuple(line)]))
+
+
+def test_softmax_of_large_scores():
+    (y,) = Single('type: "Softmax"', np.array([[1000.0, 0, -1000]]), dtype=np.float32).forward()
+    np.testing.assert_array_equal(y, [[1, 0, 0]])
+
+
+NORMALIZATIONS = {"FULL": 8, "VALID": 5, "BATCH_SIZE": 2, "NONE": 1}
+
+
+@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+def test_softmax_loss_against_a_loop(normalization):
+    x, y = random(2, 3, 2, 2), np.array([0.0, 1, 2, 2, 1, 1, 0, 2]).reshape(2, 2, 2)
+    text = f'type: "SoftmaxWithLoss" loss_param {{ ignore_label: 1 normalization: {normalization} }}'
+    total = 0.0
+    for n, h, w in np.ndindex(2, 2, 2):
+        k = int(y[n, h, w])
+        if k != 1:
+            total -= x[n, k, h, w] - log(sum(exp(v) for v in x[n, :, h, w]))
+    (loss,) = Single(text, x, y).forward()
+    assert loss == pytest.approx(total / NORMALIZATIONS[normalization])
+
+
+def test_softmax_loss_saturates_as_caffes():
+    x = np.array([[1000.0, 0]])
+    (loss,) = Single('type: "SoftmaxWithLoss"', x, np.array([1.0]), dtype=np.float32).forward()
+    assert f"{loss:.6g}" == "87.3365"
+
+
+def test_softmax_loss_shows_what_is_not_a_number():
+    (loss,) = Single('type: "SoftmaxWithLoss"', np.array([[np.nan, 0]]), np.array([1.0])).forward()
+    assert np.isnan(loss)
+
+
+def test_softmax_loss_gives_its_probabilities():
+    x, y = random(4, 3), labels(4)
+    single = Single('type: "SoftmaxWithLoss"', x, y, tops=2)
+    assert single.weights == [1, 0]
+    _, p = single.forward()
+    np.testing.assert_allclose(p, np.exp(x) / np.exp(x).sum(1, keepdims=True))
+
+
+@pytest.mark.parametrize("type_", ["SoftmaxWithLoss", "Accuracy", "HingeLoss", "MultinomialLogisticLoss"])
+@pytest.mark.parametrize("label", [3, -1, np.nan])
+def test_label_outside_is_named(type_, label):
+    single = Single(f'type: "{type_}"', probabilities(2, 3), np.array([0, label]))
+    with pytest.raises(DataError, match=f"label {label:g} is not one of the 3 classes 0 to 2"):
+        single.forward()
+
+
+def test_label_outside_may_be_the_ignored_one():
+    x, y = random(2, 3), np.array([1, 255.0])
+    (loss,) = Single('type: "SoftmaxWithLoss" loss_param { ignore_label: 255 }', x, y).forward()
+    (alone,) = Single('type: "SoftmaxWithLoss"', x[:1], y[:1]).forward()
+    assert loss == pytest.approx(alone)
+
+
+def test_euclidean_loss_against_a_loop():
+    a, b = random(3, 2, 2), random(3, 2, 2, seed=1)
+    (loss,) = Single('type: "EuclideanLoss"', a, b).forward()
+    assert loss == pytest.approx(sum((a[i] - b[i]) ** 2 for i in np.ndindex(a.shape)) / 6)
+
+
+def test_sigmoid_loss_against_a_loop():
+    x, t = random(3, 4), labels(3, 4, classes=2)
+    expected = -sum(log(1 / (1 + exp(-v)) if u else 1 - 1 / (1 + exp(-v))) for v, u in zip(x.flat, t.flat, strict=True))
+    (loss,) = Single('type: "SigmoidCrossEntropyLoss"', x, t).forward()
+    assert loss == pytest.approx(expected / 3)
+    (loss,) = Single('type: "SigmoidCrossEntropyLoss" loss_param { normalization: FULL }', x, t).forward()
+    assert loss == pytest.approx(expected / 12)
+
+
+def test_sigmoid_loss_of_large_scores_is_finite():
+    single = Single('type: "SigmoidCrossEntropyLoss"', np.array([[1e4, -1e4]]), np.array([[0.0, 0]]), dtype=np.float32)
+    assert single.forward()[0] == 1e4
+
+
+def count_correct(x, y, top_k):
+    hits = 0
+    for n in range(len(x)):
+        hits += sum(x[n, c] >= x[n, int(y[n])] for c in range(x.shape[1]) if c != y[n]) < top_k
+    return hits / len(x)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_accuracy_against_a_loop(top_k):
+    x, y = random(20, 5).round(), labels(20, classes=5)
+    (share,) = Single(f'type: "Accuracy" accuracy_param {{ top_k: {top_k} }}', x, y).forward()
+    assert share == pytest.approx(count_correct(x, y, top_k))
+
+
+def test_accuracy_of_each_class():
+    x, y = np.eye(3)[[0, 1, 1, 0]], np.array([0.0, 1, 0, 0])
+    share, each = Single('type: "Accuracy"', x, y, tops=2).forward()
+    assert share == 0.75
+    np.testing.assert_allclose(each, [2 / 3, 1, 0])
+
+
+def test_accuracy_counts_ties_and_nan_as_wrong():
+    y = np.array([2.0])
+    for x in (np.zeros((1, 3)), np.full((1, 3), np.nan), np.array([[0, 0, np.nan]])):
+        assert Single('type: "Accuracy"', x, y).forward()[0] == 0
+
+
+def test_accuracy_of_nothing_is_zero():
+    text = 'type: "Accuracy" accuracy_param { ignore_label: 1 }'
+    assert Single(text, random(2, 3), np.ones(2)).forward()[0] == 0
+
+
+def test_hinge_loss_against_a_loop():
+    x, y = random(4, 3), labels(4)
+    margins = [max(0, 1 + x[n, c] * (-1 if c == y[n] else 1)) for n, c in np.ndindex(4, 3)]
+    (loss,) = Single('type: "HingeLoss"', x, y).forward()
+    assert loss == pytest.approx(sum(margins) / 4)
+    (loss,) = Single('type: "HingeLoss" hinge_loss_param { norm: L2 }', x, y).forward()
+    assert loss == pytest.approx(sum(m * m for m in margins) / 4)
+
+
+def test_contrastive_loss_against_a_loop():
+    a, b, y = random(4, 3), random(4, 3, seed=1), np.array([0.0, 1, 0, 1])
+    for legacy in (False, True):
+        total = 0.0
+        for n in range(4):
+            d2 = sum((a[n] - b[n]) ** 2)
+            total += d2 if y[n] else max(3 - d2, 0) if legacy else max(3 - d2**0.5, 0) ** 2
+        param = f"margin: 3 legacy_version: {str(legacy).lower()}"
+        (loss,) = Single(f'type: "ContrastiveLoss" contrastive_loss_param {{ {param} }}', a, b, y).forward()
+        assert loss == pytest.approx(total / 8)
+
+
+def test_infogain_loss_reads_its_matrix_and_equals_softmax_loss_for_the_identity(tmp_path):
+    x, y = random(4, 3), labels(4)
+    path = tmp_path / "matrix.binaryproto"
+    path.write_bytes(array_to_blob(np.eye(3, dtype=np.float32)).SerializeToString())
+    single = Single(f'type: "InfogainLoss" infogain_loss_param {{ source: "{path}" }}', x, y, tops=2)
+    loss, p = single.forward()
+    assert loss == pytest.approx(Single('type: "SoftmaxWithLoss"', x, y).forward()[0])
+    np.testing.assert_allclose(p.sum(1), 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message"),
+    {
+        "labels": ('type: "SoftmaxWithLoss"', [(4, 3, 2), (4,)], "with 3 classes need 8 labels, not 4"),
+        "items": ('type: "SoftmaxWithLoss"', [(4, 3), (3,)], r"agree in their first axis: \[4, 3\] and \[3\]"),
+        "accuracy labels": ('type: "Accuracy"', [(4, 3), (3,)], "need 4 labels, not 3"),
+        "top_k": (
+            'type: "Accuracy" accuracy_param { top_k: 4 }',
+            [(4, 3), (4,)],
+            "top_k 4.*between 1 and the 3 classes",
+        ),
+        "euclidean": ('type: "EuclideanLoss"', [(4, 3), (4, 2)], "12 of shape.*8 of shape"),
+        "sigmoid": ('type: "SigmoidCrossEntropyLoss"', [(4, 3), (4, 2)], "12 predictions"),
+        "hinge": ('type: "HingeLoss"', [(4, 3), (4, 2)], "need 4 labels, not 8"),
+        "infogain": ('type: "InfogainLoss"', [(4, 3), (4,), (2, 2)], "9 elements, not 4"),
+        "infogain source": ('type: "InfogainLoss"', [(4, 3), (4,)], "give source"),
+        "infogain normalize": (
+            'type: "InfogainLoss" loss_param { normalize: true }',
+            [(4, 3), (4,), (3, 3)],
+            "give normalization",
+        ),
+        "pairs": ('type: "ContrastiveLoss"', [(4, 3), (4, 2), (4,)], "one count"),
+        "pair labels": ('type: "ContrastiveLoss"', [(4, 3), (4, 3), (4, 2)], "4 pairs need as many labels, not 8"),
+    }.values(),
+)
+def test_what_does_not_fit_is_refused(text, shapes, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(text, *(random(*s) for s in shapes))
+
+
+LABELLED = ["SoftmaxWithLoss", "SigmoidCrossEntropyLoss", "InfogainLoss", "MultinomialLogisticLoss", "HingeLoss"]
+
+
+@pytest.mark.parametrize("case", [*LABELLED, "ContrastiveLoss legacy"])
+def test_labels_have_no_gradient(case):
+    text, bottoms, propagate_down = GRADIENTS[case]
+    single = Single(text, *bottoms)
+    single.forward()
+    for i, wanted in enumerate(propagate_down):
+        assert single.layer.allow_force_backward(i) == wanted
+        if not wanted:
+            with pytest.raises(ConfigError, match="cannot differentiate its"):
+                single.backward(None, [k == i for k in range(len(bottoms))])
+
+
+def test_accuracy_has_no_gradient():
+    single = Single('type: "Accuracy"', random(2, 3), labels(2))
+    assert not single.layer.allow_force_backward(0)
+    single.layer.backward(single.top, [False, False], single.bottom)
+    with pytest.raises(ConfigError, match="cannot be differentiated"):
+        single.layer.backward(single.top, [True, False], single.bottom)

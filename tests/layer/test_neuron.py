@@ -1,0 +1,175 @@
+from math import e, exp, log, tanh
+
+import numpy as np
+import pytest
+
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import TEST
+
+from .harness import Single, check_golden, check_gradient, random
+
+# name: prototxt, y of one x
+NEURONS = {
+    "AbsVal": ("", abs),
+    "BNLL": ("", lambda x: log(1 + exp(x))),
+    "Clip": ("clip_param { min: -0.5 max: 0.8 }", lambda x: max(-0.5, min(x, 0.8))),
+    "ELU": ("elu_param { alpha: 0.7 }", lambda x: x if x > 0 else 0.7 * (exp(x) - 1)),
+    "ELU negative": ("elu_param { alpha: -0.7 }", lambda x: x if x > 0 else -0.7 * (exp(x) - 1)),
+    "Exp": ("", exp),
+    "Exp base 2": ("exp_param { base: 2 scale: 0.5 shift: 0.3 }", lambda x: 2 ** (0.3 + 0.5 * x)),
+    "Log": ("log_param { shift: 9 }", lambda x: log(9 + x)),
+    "Log base 10": ("log_param { base: 10 scale: 0.5 shift: 4 }", lambda x: log(4 + 0.5 * x) / log(10)),
+    "Power": ("", lambda x: x),
+    "Power linear": ("power_param { scale: 2 shift: 3 }", lambda x: 3 + 2 * x),
+    "Power square": ("power_param { power: 2 scale: 2 shift: 3 }", lambda x: (3 + 2 * x) ** 2),
+    "Power cube": ("power_param { power: 3 }", lambda x: x**3),
+    "Power root": ("power_param { power: 0.5 shift: 9 }", lambda x: (9 + x) ** 0.5),
+    "Power fraction": ("power_param { power: 2.5 scale: 0.7 shift: 4 }", lambda x: (4 + 0.7 * x) ** 2.5),
+    "Power inverse": ("power_param { power: -1 scale: 0.5 shift: 4 }", lambda x: 1 / (4 + 0.5 * x)),
+    "Power 0": ("power_param { power: 0 }", lambda x: 1),
+    "Power scale 0": ("power_param { power: 2 scale: 0 shift: 3 }", lambda x: 9),
+    "ReLU": ("", lambda x: max(x, 0)),
+    "ReLU leaky": ("relu_param { negative_slope: 0.1 }", lambda x: x if x > 0 else 0.1 * x),
+    "ReLU falling": ("relu_param { negative_slope: -0.3 }", lambda x: x if x > 0 else -0.3 * x),
+    "Sigmoid": ("", lambda x: 1 / (1 + exp(-x))),
+    "Swish": ("swish_param { beta: 1.3 }", lambda x: x / (1 + exp(-1.3 * x))),
+    "TanH": ("", tanh),
+    "PReLU": ("", lambda x: x if x > 0 else 0.25 * x),
+    "PReLU shared": ("prelu_param { channel_shared: true }", lambda x: x if x > 0 else 0.25 * x),
+    "Dropout": ("", None),
+    "Dropout TEST": ("", lambda x: x),
+    "Threshold": ("threshold_param { threshold: 0.2 }", lambda x: x > 0.2),
+}
+GOLDEN = [
+    "bnll_43",
+    "clip_45",
+    "elu_39",
+    "exp_46",
+    "log",
+    "power",
+    "prelu_37",
+    "relu_35",
+    "sigmoid_40",
+    "swish_44",
+    "tanh_41",
+    "threshold_48",
+]
+
+
+def text(case):
+    return f'type: "{case.split()[0]}" {NEURONS[case][0]}'
+
+
+def phase(case):
+    return {"phase": TEST} if "TEST" in case else {}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", [c for c in NEURONS if c != "Threshold"])
+def test_gradient(case, in_place):
+    check_gradient(text(case), random(2, 3, 2, 2), in_place=in_place, **phase(case))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", [c for c in NEURONS if NEURONS[c][1]])
+def test_against_the_formula(case, dtype, in_place):
+    single = Single(text(case), random(2, 3, 4), dtype=dtype, in_place=in_place, **phase(case))
+    (y,) = single.forward()
+    assert y.dtype == dtype
+    expected = np.vectorize(NEURONS[case][1], otypes=[float])(single.inputs[0].astype(float))
+    np.testing.assert_allclose(y, expected, rtol=2e-6, atol=2e-7)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_as_caffe(case):
+    check_golden(case)
+
+
+@pytest.mark.parametrize("case", [c for c in NEURONS if "TEST" not in c])
+def test_empty_and_odd_shapes(case):
+    for shape in ((0, 3), (1, 3), (3, 1, 1)):
+        (y,) = Single(text(case), random(*shape)).forward()
+        assert y.shape == shape
+
+
+def test_power_of_zero_has_a_gradient():
+    single = Single('type: "Power" power_param { power: 3 }', np.zeros((1, 2)))
+    single.forward()
+    (dx,), _ = single.backward([np.ones((1, 2))])
+    np.testing.assert_array_equal(dx, 0)
+
+
+def test_fractional_power_of_a_negative_number_is_nan_without_a_warning():
+    (y,) = Single('type: "Power" power_param { power: 0.3 }', -np.ones((1, 2))).forward()
+    assert np.isnan(y).all()
+
+
+def test_relu_keeps_nan_and_infinity():
+    x = np.array([[np.nan, np.inf, -np.inf, -0.0]])
+    (y,) = Single('type: "ReLU"', x).forward()
+    np.testing.assert_array_equal(y, [[np.nan, np.inf, 0, 0]])
+
+
+def test_prelu_reads_its_filler_and_checks_the_channels():
+    single = Single('type: "PReLU" prelu_param { filler { value: 0.5 } }', random(2, 3, 4))
+    assert single.params[0].shape == (3,)
+    np.testing.assert_array_equal(single.params[0], 0.5)
+    single.bottom[0].reshape((2, 4, 4))
+    with pytest.raises(ConfigError, match="4 channels do not fit the 3 slopes"):
+        single.layer.reshape(single.bottom, single.top)
+    with pytest.raises(ConfigError, match="at least 2 axes"):
+        Single('type: "PReLU"', random(3))
+
+
+@pytest.mark.parametrize("ratio", [0, 0.2, 0.5, 0.9])
+def test_dropout_keeps_the_share_and_the_mean(ratio):
+    x = np.ones((100, 1000))
+    single = Single(f'type: "Dropout" dropout_param {{ dropout_ratio: {ratio} }}', x, dtype=np.float32)
+    (y,) = single.forward()
+    assert set(np.unique(y)) <= {0, np.float32(1 / (1 - np.float32(ratio)))}
+    assert (y > 0).mean() == pytest.approx(1 - ratio, abs=0.01)
+    (dx,), _ = single.backward([x])
+    np.testing.assert_array_equal(dx, y)
+
+
+def test_dropout_draws_a_new_mask_each_time_from_the_device_seed():
+    single = Single('type: "Dropout"', np.ones((50, 50)))
+    (a,) = single.forward()
+    single.layer.forward(single.bottom, single.top)
+    assert (single.tops[0] != a).mean() == pytest.approx(0.5, abs=0.1)
+    (again,) = single.forward()
+    np.testing.assert_array_equal(again, a)
+
+
+def test_dropout_has_no_mask_in_test():
+    x = random(4, 5)
+    (y,) = Single('type: "Dropout"', x, phase=TEST).forward()
+    np.testing.assert_array_equal(y, x)
+
+
+@pytest.mark.parametrize(
+    ("prototxt", "message"),
+    {
+        "dropout": ('type: "Dropout" dropout_param { dropout_ratio: 1 }', "at least 0 and below 1, not 1"),
+        "clip": ('type: "Clip" clip_param { min: 2 max: 1 }', "min 2 and max 1"),
+        "exp": ('type: "Exp" exp_param { base: -2 }', "greater than 0, or -1 for e, not -2"),
+        "log": ('type: "Log" log_param { base: 1 }', "no logarithm to the base 1"),
+    }.values(),
+)
+def test_impossible_numbers_are_refused(prototxt, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(prototxt, random(2, 3))
+
+
+def test_base_e_is_the_default():
+    (y,) = Single('type: "Exp"', np.ones((1, 1))).forward()
+    assert y[0, 0] == pytest.approx(e)
+
+
+def test_threshold_has_no_gradient():
+    single = Single('type: "Threshold"', random(2, 3))
+    single.forward()
+    assert not single.layer.allow_force_backward(0)
+    with pytest.raises(ConfigError, match="cannot be differentiated"):
+        single.backward([np.ones((2, 3))])

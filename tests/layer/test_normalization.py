@@ -1,0 +1,202 @@
+import numpy as np
+import pytest
+
+from caffepy.errors import ConfigError
+from caffepy.proto.caffe_pb2 import TEST
+
+from .harness import Single, check_golden, check_gradient, random
+
+GOLDEN = [
+    "batchnorm_global",
+    "batchnorm_train",
+    "bias_two_bottoms",
+    "lrn_across",
+    "lrn_within",
+    "mvn",
+    "mvn_across",
+    "scale_param_bias",
+    "scale_two_bottoms",
+]
+BLOBS = 'blobs { shape { dim: 3 } data: 1 data: -2 data: 3 } blobs { shape { dim: 3 } data: 4 data: 5 data: 6 } \
+blobs { shape { dim: 1 } data: 2 }'  # fmt: skip
+
+# name: prototxt, shape
+ONE_BOTTOM = {
+    "LRN across": ('type: "LRN" lrn_param { local_size: 3 alpha: 0.7 beta: 0.6 k: 1.5 }', (2, 5, 2, 2)),
+    "LRN within": (
+        'type: "LRN" lrn_param { local_size: 3 alpha: 0.7 beta: 0.6 norm_region: WITHIN_CHANNEL }',
+        (2, 2, 3, 4),
+    ),
+    "BatchNorm": ('type: "BatchNorm"', (3, 2, 2, 3)),
+    "BatchNorm of vectors": ('type: "BatchNorm"', (5, 3)),
+    "BatchNorm global": ('type: "BatchNorm" batch_norm_param { use_global_stats: true }', (2, 3, 2, 2)),
+    "MVN": ('type: "MVN"', (2, 3, 2, 3)),
+    "MVN across": ('type: "MVN" mvn_param { across_channels: true }', (2, 3, 2, 3)),
+    "MVN mean only": ('type: "MVN" mvn_param { normalize_variance: false }', (2, 3, 2, 3)),
+    "Scale": ('type: "Scale"', (2, 3, 2, 2)),
+    "Scale with bias": ('type: "Scale" scale_param { bias_term: true }', (2, 3, 2, 2)),
+    "Scale of vectors": ('type: "Scale" scale_param { bias_term: true }', (4, 3)),
+    "Scale of one item": ('type: "Scale" scale_param { bias_term: true }', (1, 3, 2, 2)),
+    "Scale of two axes": ('type: "Scale" scale_param { axis: -3 num_axes: 2 bias_term: true }', (2, 3, 2, 2)),
+    "Scale of everything": ('type: "Scale" scale_param { axis: 0 num_axes: -1 bias_term: true }', (2, 3, 2)),
+    "Scale by one number": ('type: "Scale" scale_param { num_axes: 0 bias_term: true }', (2, 3, 2)),
+    "Bias": ('type: "Bias"', (2, 3, 2, 2)),
+    "Bias of vectors": ('type: "Bias"', (4, 3)),
+    "Bias of one number": ('type: "Bias" bias_param { num_axes: 0 }', (2, 3, 2)),
+}
+TWO_BOTTOMS = {
+    "Scale": ('type: "Scale" scale_param { bias_term: true }', (2, 3, 2, 2), (3, 2)),
+    "Scale axis 0": ('type: "Scale" scale_param { axis: 0 }', (2, 3, 2), (2,)),
+    "Scale by one number": ('type: "Scale"', (2, 3), ()),
+    "Bias": ('type: "Bias"', (2, 3, 2, 2), (3, 2)),
+    "Bias axis 0": ('type: "Bias" bias_param { axis: 0 }', (2, 3, 2), (2, 3, 2)),
+}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", ONE_BOTTOM)
+def test_gradient(case, in_place):
+    text, shape = ONE_BOTTOM[case]
+    statistics = "BatchNorm" in case
+    if case == "BatchNorm global":
+        text += BLOBS
+    check_gradient(text, random(*shape), params=() if statistics else None, in_place=in_place)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", TWO_BOTTOMS)
+def test_gradient_of_two_bottoms(case, in_place):
+    text, shape, operand = TWO_BOTTOMS[case]
+    check_gradient(text, random(*shape), random(*operand, seed=1), in_place=in_place)
+
+
+@pytest.mark.parametrize("case", GOLDEN)
+def test_as_caffe(case):
+    check_golden(case)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_lrn_within_against_a_loop(in_place):
+    text, shape = ONE_BOTTOM["LRN within"]
+    x = random(*shape)
+    (y,) = Single(text, x, in_place=in_place).forward()
+    squares = np.pad(x * x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    for n, c, h, w in np.ndindex(shape):
+        mean = squares[n, c, h : h + 3, w : w + 3].sum() / 9
+        assert y[n, c, h, w] == pytest.approx(x[n, c, h, w] * (1 + 0.7 * mean) ** -0.6)
+
+
+def test_lrn_across_against_a_loop():
+    text, shape = ONE_BOTTOM["LRN across"]
+    x = random(*shape)
+    (y,) = Single(text, x).forward()
+    for n, c, h, w in np.ndindex(shape):
+        s = 1.5 + 0.7 / 3 * (x[n, max(0, c - 1) : c + 2, h, w] ** 2).sum()
+        assert y[n, c, h, w] == pytest.approx(x[n, c, h, w] * s**-0.6)
+
+
+def test_batch_norm_normalizes_and_collects_statistics():
+    x = random(4, 3, 5)
+    single = Single('type: "BatchNorm" batch_norm_param { moving_average_fraction: 0.5 eps: 1e-4 }' + BLOBS, x)
+    (y,) = single.forward()
+    mean, var = x.mean((0, 2)), x.var((0, 2))
+    np.testing.assert_allclose(y, (x - mean[:, None]) / np.sqrt(var + 1e-4)[:, None])
+    sums = single.params
+    np.testing.assert_allclose(sums[0], 0.5 * np.array([1, -2, 3]) + mean)
+    np.testing.assert_allclose(sums[1], 0.5 * np.array([4, 5, 6]) + var * 20 / 19)
+    np.testing.assert_allclose(sums[2], 2)
+
+
+def test_batch_norm_uses_stored_statistics_in_test():
+    x = random(2, 3, 2)
+    single = Single('type: "BatchNorm"' + BLOBS, x, phase=TEST)
+    (y,) = single.forward()
+    mean, var = np.array([0.5, -1, 1.5])[:, None], np.array([2, 2.5, 3])[:, None]
+    np.testing.assert_allclose(y, (x - mean) / np.sqrt(var + 1e-5))
+    (untrained,) = Single('type: "BatchNorm"', x, phase=TEST).forward()
+    np.testing.assert_allclose(untrained, x / np.sqrt(1e-5), rtol=1e-5)
+
+
+def test_batch_norm_statistics_are_not_learned():
+    single = Single('type: "BatchNorm" param { name: "mean" }', random(2, 3))
+    assert [p.lr_mult for p in single.layer.param.param] == [0, 0, 0]
+    with pytest.raises(ConfigError, match=r"Cannot configure batch normalization statistics as layer parameters\."):
+        Single('type: "BatchNorm" param { lr_mult: 1 }', random(2, 3))
+
+
+def test_large_means_do_not_spoil_the_variance():
+    x = random(8, 2, 50).astype(np.float32) + 1000
+    (y,) = Single('type: "BatchNorm"', x, dtype=np.float32).forward()
+    np.testing.assert_allclose(y.std((0, 2)), 1, rtol=1e-3)
+
+
+def test_mvn_against_numpy():
+    x = random(2, 3, 4, 5)
+    (y,) = Single('type: "MVN"', x).forward()
+    std = x.std((2, 3), keepdims=True)
+    np.testing.assert_allclose(y, (x - x.mean((2, 3), keepdims=True)) / (std + 1e-9))
+
+
+def test_scale_and_bias_start_as_identity():
+    x = random(2, 3, 2)
+    for text in ('type: "Scale" scale_param { bias_term: true }', 'type: "Bias"'):
+        (y,) = Single(text, x).forward()
+        np.testing.assert_array_equal(y, x)
+    (y,) = Single('type: "Scale" scale_param { filler { } }', x).forward()
+    np.testing.assert_array_equal(y, 0)
+
+
+def test_scale_and_bias_against_numpy():
+    x, s, b = random(2, 3, 4), random(3, seed=1), random(3, seed=2)
+    single = Single('type: "Scale" scale_param { bias_term: true }', x)
+    for param, value in zip(single.params, (s, b), strict=True):
+        param[...] = value
+    np.testing.assert_allclose(single.forward()[0], x * s[:, None] + b[:, None])
+    (y,) = Single('type: "Bias"', x, b).forward()
+    np.testing.assert_allclose(y, x + b[:, None])
+
+
+@pytest.mark.parametrize("text", ['type: "Scale"', 'type: "Bias"'])
+def test_operand_bottom_gets_its_gradient_written(text):
+    single = Single(text, random(2, 3), np.ones(3))
+    single.forward()
+    for _ in range(2):
+        (_, gradient), _ = single.backward([np.ones((2, 3))])
+    expected = single.inputs[0].sum(0) if "Scale" in text else [2, 2, 2]
+    np.testing.assert_allclose(gradient, expected)
+
+
+def test_frozen_parameters_keep_their_diff():
+    single = Single('type: "Scale" scale_param { bias_term: true }', random(2, 3, 2))
+    single.forward()
+    single.layer.param_propagate_down = [False, True]
+    _, (scale, bias) = single.backward([np.ones((2, 3, 2))], [False])
+    np.testing.assert_array_equal(scale, 0)
+    np.testing.assert_array_equal(bias, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes", "message"),
+    {
+        "even LRN": ('type: "LRN" lrn_param { local_size: 4 }', [(1, 2, 3, 3)], "must be odd, not 4"),
+        "LRN of vectors": ('type: "LRN"', [(2, 3)], r"4 axes, not \[2, 3\]"),
+        "BatchNorm of numbers": ('type: "BatchNorm"', [(3,)], r"at least 2 axes, not \[3\]"),
+        "BatchNorm blobs": ('type: "BatchNorm"' + BLOBS, [(2, 4)], "4 channels do not fit the statistics of 3"),
+        "Scale axis": ('type: "Scale" scale_param { axis: 3 }', [(2, 3)], "axis 3 is out of range"),
+        "Scale num_axes": ('type: "Scale" scale_param { num_axes: 2 }', [(2, 3)], r"do not lie within \[2, 3\]"),
+        "Scale bottom": ('type: "Scale"', [(2, 3), (2,)], r"shape \[2\] does not fit \[2, 3\] from axis 1 on"),
+        "Bias bottom": ('type: "Bias"', [(2, 3), (3, 1)], r"shape \[3, 1\] does not fit \[2, 3\]"),
+        "MVN": ('type: "MVN"', [(1, 1, 1, 1, 2)], "at most 4 axes"),
+    }.values(),
+)
+def test_what_does_not_fit_is_refused(text, shapes, message):
+    with pytest.raises(ConfigError, match=message):
+        Single(text, *(random(*s) for s in shapes))
+
+
+def test_a_change_of_channels_is_refused():
+    for text in ('type: "BatchNorm"', 'type: "Scale"', 'type: "Bias"'):
+        single = Single(text, random(2, 3))
+        single.bottom[0].reshape((2, 4))
+        with pytest.raises(ConfigError, match="fit"):
+            single.layer.reshape(single.bottom, single.top)
