@@ -15,6 +15,7 @@ from caffepy.layer import Layer as InnerLayer
 from caffepy.net import Net as Inner
 from caffepy.net import weights
 from caffepy.proto import text
+from caffepy.proto.caffe_pb2 import NetState, Phase
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.blob import Blob, BlobVec, wrap
 
@@ -59,9 +60,7 @@ class Net:
         if weights is not None and not os.path.isfile(weights):
             raise CaffeError(f"Could not open file {os.fspath(weights)}")
         param = text.read_net(path)
-        param.state.phase = phase
-        param.state.level = level
-        param.state.stage.extend(stages or ())
+        param.state.MergeFrom(NetState(phase=Phase.Name(phase), level=level, stage=stages))
         self._attach(Inner(param, device=Device(seed=mode.device().draw_seed()), path=path))
         if weights is not None:
             self.copy_from(weights)
