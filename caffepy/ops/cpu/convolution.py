@@ -18,13 +18,13 @@ from numpy.typing import DTypeLike, NDArray
 
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.threads import parallel
-from caffepy.ops.cpu.tile import accumulate, best_shape
+from caffepy.ops.cpu.tile import Schedule, accumulate, best_shape, schedule, transpose
 
 Array = NDArray[Any]
 Sizes = Sequence[int]
 
-ROWS = 480  # of the sums that a thread works on at a time; a multiple of every tile's rows
-REDUCTION = 1024  # steps of a reduction at a time, so that its panel stays in the second-level cache
+ROWS = 768
+"""Output positions, perhaps of several images, that are worked on at a time: what belongs to them stays in cache."""
 
 
 @kernel
@@ -41,7 +41,7 @@ def _pad(
 
 @kernel
 def _pack(w: Array, panels: Array, lo: int, hi: int) -> None:
-    """panels[g, block, i * offsets + j, lane] = w[g, block * lanes + lane, i, j], 0 beyond; units are (g, block)."""
+    """panels[g, block, j * inputs + i, lane] = w[g, block * lanes + lane, i, j], 0 beyond; units are (g, block)."""
     outputs, inputs, offsets = w.shape[1:]
     blocks, lanes = panels.shape[1], panels.shape[3]
     for unit in range(lo, hi):
@@ -50,7 +50,7 @@ def _pack(w: Array, panels: Array, lo: int, hi: int) -> None:
         count = min(lanes, outputs - first)
         for i in range(inputs):
             for j in range(offsets):
-                row = panels[g, block, i * offsets + j]
+                row = panels[g, block, j * inputs + i]
                 for lane in range(count):
                     row[lane] = w[g, first + lane, i, j]
                 row[count:] = 0
@@ -62,8 +62,11 @@ def _forward(
     panels: Array,
     bias: Array,
     y: Array,
+    first: Array,
     place: Array,
-    offset: Array,
+    to: Array,
+    span: Array,
+    steps: Array,
     line: Array,
     channels: int,
     size: int,
@@ -76,63 +79,71 @@ def _forward(
     n_vectors: Any,
     n_lanes: Any,
 ) -> None:
-    """Units [lo, hi), each `images` images of one group for one block of outputs; x flat, y (N, g, O/g, P)."""
-    n, groups, outputs, positions = y.shape
-    blocks, steps, lanes = panels.shape[1:]
-    flat = panels.reshape(-1)
+    """Units [lo, hi), each (images, group, block of outputs); x flat, bias (g, blocks, lanes), y (N, g, O/g, P)."""
+    groups, outputs, positions = y.shape[1:]
+    blocks, depth, lanes = panels.shape[1:]
+    flat_panels, flat_steps, flat_y = panels.reshape(-1), steps.reshape(-1), y.reshape(-1)
     with_pad = padded != size
     buffer = np.zeros(images * channels * padded if with_pad else 0, x.dtype)
-    sums = np.empty((ROWS, lanes), x.dtype)
+    source = buffer if with_pad else x
+    sums = np.empty((min(ROWS, images * positions), lanes), x.dtype)
     flat_sums = sums.reshape(-1)
     inside = -1
+    across = len(n_lanes)
     for unit in range(lo, hi):
-        block, g, first = unit % blocks, unit // blocks % groups, unit // blocks // groups * images
-        last = min(first + images, n)
-        if with_pad and inside != unit // blocks:
-            inside = unit // blocks
-            for i in range(first, last):
-                at = (i * groups + g) * channels * size
-                _pad(x, at, channels, size, line, width, buffer, (i - first) * channels * padded, padded)
-        at = 0 if with_pad else (first * groups + g) * channels * size
-        panel = (g * blocks + block) * steps * lanes
+        block, g, image = unit % blocks, unit // blocks % groups, unit // blocks // groups * images
+        at = (image * groups + g) * channels * size
+        if with_pad:
+            if inside != unit // blocks:
+                inside = unit // blocks
+                for i in range(images):
+                    from_ = at + i * groups * channels * size
+                    _pad(x, from_, channels, size, line, width, buffer, i * channels * padded, padded)
+            at = 0
+        panel = (g * blocks + block) * depth * lanes
         count = min(lanes, outputs - block * lanes)
-        rows = (last - first) * positions
-        for a in range(0, rows, ROWS):
-            b = min(a + ROWS, rows)
-            sums[: b - a] = 0
-            for r in range(0, steps, REDUCTION):
-                e = min(r + REDUCTION, steps)
-                if with_pad:
-                    accumulate(
-                        buffer,
-                        at,
-                        place,
-                        a,
-                        b,
-                        offset,
-                        r,
-                        e,
-                        flat,
-                        panel + r * lanes,
-                        flat_sums,
-                        n_rows,
-                        n_vectors,
-                        n_lanes,
-                    )
-                else:
-                    accumulate(
-                        x, at, place, a, b, offset, r, e, flat, panel + r * lanes, flat_sums, n_rows, n_vectors, n_lanes
-                    )
-            while a < b:  # the rows of one image
-                i, p = a // positions, a % positions
-                m = min(b - a, positions - p)
-                for q in range(0, m, 16):
-                    for o in range(count):
-                        to = y[first + i, g, block * lanes + o]
-                        add = bias[g * outputs + block * lanes + o] if bias.size else x.dtype.type(0)
-                        for s in range(q, min(q + 16, m)):
-                            to[p + s] = sums[a % ROWS + s, o] + add
-                a += m
+        for part in range(first.size - 1):
+            a, b = part * ROWS, min((part + 1) * ROWS, images * positions)
+            for s in range(b - a):
+                sums[s] = bias[g, block]
+            accumulate(
+                source,
+                at,
+                first,
+                place,
+                to,
+                span,
+                flat_steps,
+                part,
+                flat_panels,
+                panel,
+                flat_sums,
+                n_rows,
+                n_vectors,
+                n_lanes,
+            )
+            s = 0
+            while a + s < b:  # the rows of one image
+                i, p = (a + s) // positions, (a + s) % positions
+                m = min(b - a - s, positions - p)
+                to_y = ((image + i) * groups + g) * outputs + block * lanes
+                for q in range(0, m, across):
+                    for o in range(0, count, across):
+                        if q + across <= m and o + across <= count:
+                            transpose(
+                                flat_sums,
+                                (s + q) * lanes + o,
+                                lanes,
+                                flat_y,
+                                (to_y + o) * positions + p + q,
+                                positions,
+                                n_lanes,
+                            )
+                        else:
+                            for u in range(o, min(o + across, count)):
+                                for v in range(q, min(q + across, m)):
+                                    flat_y[(to_y + u) * positions + p + v] = sums[s + v, u]
+                s += m
 
 
 @kernel
@@ -141,170 +152,247 @@ def _backward_weight(
     dy: Array,
     parts: Array,
     bias_parts: Array,
+    first: Array,
     place: Array,
-    offset: Array,
+    to: Array,
+    span: Array,
+    steps: Array,
     line: Array,
     channels: int,
     size: int,
     width: int,
     padded: int,
+    images: int,
     lo: int,
     hi: int,
     n_rows: Any,
     n_vectors: Any,
     n_lanes: Any,
 ) -> None:
-    """Units [lo, hi) of parts (chunk, g, block, K rounded up, lane), each a chunk of images; bias_parts (chunk, O)."""
+    """Units [lo, hi) of parts (chunk, g, block, K, lane), each of some images; bias_parts (chunk, g, block, lane)."""
     n, groups, outputs, positions = dy.shape
     chunks, blocks, lanes = parts.shape[0], parts.shape[2], parts.shape[4]
+    flat_dy, flat_steps = dy.reshape(-1), steps.reshape(-1)
     with_pad = padded != size
-    buffer = np.zeros(channels * padded if with_pad else 0, x.dtype)
-    panel = np.zeros((min(ROWS, positions), lanes), x.dtype)
-    flat = panel.reshape(-1)
+    buffer = np.zeros(images * channels * padded if with_pad else 0, x.dtype)
+    source = buffer if with_pad else x
+    panel = np.zeros((min(ROWS, images * positions), lanes), x.dtype)
+    flat_panel = panel.reshape(-1)
+    across = len(n_lanes)
     for unit in range(lo, hi):
         block, g, chunk = unit % blocks, unit // blocks % groups, unit // blocks // groups
         sums = parts[chunk, g, block]
         sums[:] = 0
         flat_sums = sums.reshape(-1)
-        first = block * lanes
-        count = min(lanes, outputs - first)
+        count = min(lanes, outputs - block * lanes)
         panel[:, count:] = 0
-        bias = bias_parts[chunk, g * outputs + first : g * outputs + first + count]
+        bias = bias_parts[chunk, g, block]
         bias[:] = 0
-        for i in range(n * chunk // chunks, n * (chunk + 1) // chunks):
-            at = (i * groups + g) * channels * size
+        packs = n // images
+        for pack in range(packs * chunk // chunks, packs * (chunk + 1) // chunks):
+            image = pack * images
+            at = (image * groups + g) * channels * size
             if with_pad:
-                _pad(x, at, channels, size, line, width, buffer, 0, padded)
-            for a in range(0, positions, ROWS):
-                m = min(ROWS, positions - a)
-                for q in range(0, m, 16):
-                    for o in range(count):
-                        source = dy[i, g, first + o]
-                        total = bias[o]
-                        for s in range(q, min(q + 16, m)):
-                            v = source[a + s]
-                            panel[s, o] = v
-                            total += v
-                        bias[o] = total
-                if with_pad:
-                    accumulate(
-                        buffer,
-                        0,
-                        offset,
-                        0,
-                        offset.size,
-                        place[a : a + m],
-                        0,
-                        m,
-                        flat,
-                        0,
-                        flat_sums,
-                        n_rows,
-                        n_vectors,
-                        n_lanes,
-                    )
-                else:
-                    accumulate(
-                        x,
-                        at,
-                        offset,
-                        0,
-                        offset.size,
-                        place[a : a + m],
-                        0,
-                        m,
-                        flat,
-                        0,
-                        flat_sums,
-                        n_rows,
-                        n_vectors,
-                        n_lanes,
-                    )
+                for i in range(images):
+                    from_ = at + i * groups * channels * size
+                    _pad(x, from_, channels, size, line, width, buffer, i * channels * padded, padded)
+                at = 0
+            for part in range(first.size - 1):
+                a, b = part * ROWS, min((part + 1) * ROWS, images * positions)
+                s = 0
+                while a + s < b:
+                    i, p = (a + s) // positions, (a + s) % positions
+                    m = min(b - a - s, positions - p)
+                    from_dy = ((image + i) * groups + g) * outputs + block * lanes
+                    for o in range(0, count, across):
+                        for q in range(0, m, across):
+                            if q + across <= m and o + across <= count:
+                                transpose(
+                                    flat_dy,
+                                    (from_dy + o) * positions + p + q,
+                                    positions,
+                                    flat_panel,
+                                    (s + q) * lanes + o,
+                                    lanes,
+                                    n_lanes,
+                                )
+                            else:
+                                for u in range(o, min(o + across, count)):
+                                    for v in range(q, min(q + across, m)):
+                                        panel[s + v, u] = flat_dy[(from_dy + u) * positions + p + v]
+                    s += m
+                for s in range(b - a):
+                    for o in range(lanes):
+                        bias[o] += panel[s, o]
+                accumulate(
+                    source,
+                    at,
+                    first,
+                    place,
+                    to,
+                    span,
+                    flat_steps,
+                    part,
+                    flat_panel,
+                    0,
+                    flat_sums,
+                    n_rows,
+                    n_vectors,
+                    n_lanes,
+                )
 
 
 @kernel
 def _add_parts(parts: Array, dw: Array, lo: int, hi: int) -> None:
-    """dw (g, O/g, K) += sum over chunks of parts, for [lo, hi) of all blocks."""
+    """dw (g, O/g, C/g, offsets) += sum over chunks of parts, whose rows are j * inputs + i; units are (g, block)."""
     chunks, _, blocks, _, lanes = parts.shape
-    outputs, steps = dw.shape[1:]
+    outputs, inputs, offsets = dw.shape[1:]
     for unit in range(lo, hi):
         g, block = unit // blocks, unit % blocks
-        for q in range(0, steps, 16):
-            for o in range(min(lanes, outputs - block * lanes)):
-                to = dw[g, block * lanes + o]
-                for k in range(q, min(q + 16, steps)):
-                    total = parts[0, g, block, k, o]
-                    for chunk in range(1, chunks):
-                        total += parts[chunk, g, block, k, o]
-                    to[k] += total
+        count = min(lanes, outputs - block * lanes)
+        total = np.empty(lanes, dw.dtype)
+        for i in range(inputs):
+            for j in range(offsets):
+                total[:] = parts[0, g, block, j * inputs + i]
+                for chunk in range(1, chunks):
+                    total += parts[chunk, g, block, j * inputs + i]
+                for o in range(count):
+                    dw[g, block * lanes + o, i, j] += total[o]
+
+
+def _places(counts: Sizes, strides: Sizes, start: int = 0) -> Array:
+    """start + i0*strides[0] + i1*strides[1] + ... for all indices below counts, in order."""
+    total = np.full((), start, np.intp)
+    for count, stride in zip(counts, strides, strict=True):
+        total = total[..., None] + np.arange(count, dtype=np.intp) * stride
+    return total.reshape(-1)
+
+
+def _strides(counts: Sizes) -> list[int]:
+    return [prod(counts[a + 1 :]) for a in range(len(counts))]
+
+
+def _dot(a: Any, b: Any) -> int:
+    return sum(int(p) * int(q) for p, q in zip(a, b, strict=True))
 
 
 class _Correlation:
-    """Tables for correlations of (N, g, C/g, *size) with kernels (g, O/g, C/g, *kernel) to (N, g, O/g, *out)."""
+    """Correlation of x (N, g, C/g, *size) with w (g, O/g, C/g, offsets), and its gradients, as schedules of tiles."""
 
     def __init__(
         self, x_shape: Sizes, outputs: int, kernel: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, dtype: DTypeLike
     ) -> None:
         self.n, self.groups, self.channels, *size = x_shape
-        self.outputs, self.dtype = outputs, np.dtype(dtype)
-        self.out = tuple(
-            (n + 2 * p - (d * (k - 1) + 1)) // s + 1
-            for n, k, s, p, d in zip(size, kernel, stride, pad, dilation, strict=True)
-        )
-        self.positions, self.steps = prod(self.out), self.channels * prod(kernel)
-        padded = [n + 2 * p for n, p in zip(size, pad, strict=True)]
-        step = [prod(padded[a + 1 :]) for a in range(len(size))]
-        self.size, self.width, self.padded = prod(size), size[-1], prod(padded)
-
-        def places(counts: Sizes, strides: Sizes, start: int = 0) -> Array:
-            """start + i0*strides[0] + i1*strides[1] + ... for all indices below counts, in order."""
-            total = np.full((), start, np.intp)
-            for count, s in zip(counts, strides, strict=True):
-                total = total[..., None] + np.arange(count, dtype=np.intp) * s
-            return np.ascontiguousarray(total.reshape(-1))
-
-        self.line = places(size[:-1], step[:-1], sum(p * s for p, s in zip(pad, step, strict=True)))
-        self.offset = places(
-            (self.channels, *kernel), (self.padded, *(d * s for d, s in zip(dilation, step, strict=True)))
-        )
-        self.images = max(1, min(ROWS // max(1, self.positions), self.n))
-        image = self.channels * (self.padded if any(pad) else self.groups * self.size)
-        self.place = places((self.images, *self.out), (image, *(a * b for a, b in zip(stride, step, strict=True))))
-        self.geometry = (self.channels, self.size, self.width, self.padded)
+        self.outputs, self.kernel, self.dtype = outputs, kernel, np.dtype(dtype)
+        axes = list(zip(size, kernel, stride, pad, dilation, strict=True))
+        self.out = tuple((n + 2 * p - (d * (k - 1) + 1)) // s + 1 for n, k, s, p, d in axes)
+        self.positions, self.taps = prod(self.out), prod(kernel)
         self.shape = best_shape(outputs, self.dtype.itemsize)
-        lanes = self.shape.columns
-        self.blocks = -(-outputs // lanes)
-        self.panels = np.empty((self.groups, self.blocks, self.steps, lanes), self.dtype)
-        self.units = -(-self.n // self.images) * self.groups * self.blocks
-        self.no_bias = np.empty(0, self.dtype)
-        steps = -(-self.steps // ROWS) * ROWS if self.steps > ROWS else -(-self.steps // 24) * 24
-        chunks = min(-(-16 // (self.groups * self.blocks)), 1 + 2**21 // (self.steps * outputs * self.groups), self.n)
-        self.parts_shape = (chunks, self.groups, self.blocks, steps, lanes)
+        self.lanes = self.shape.columns
+        self.blocks = -(-outputs // self.lanes)
+        if not (self.n and self.positions):
+            return
+        padded = [n + 2 * p for n, p in zip(size, pad, strict=True)]
+        step = _strides(padded)
+        self.padded = prod(padded)
+        self.line = _places(size[:-1], step[:-1], _dot(pad, step))
+        self.images = max(
+            i
+            for i in range(1, self.n + 1)
+            if i == 1 or (self.n % i == 0 and i * max(self.positions, self.channels * self.padded // 128) <= ROWS)
+        )
+        self.geometry = (self.line, self.channels, prod(size), size[-1], self.padded, self.images)
+        self.image = self.channels * (self.padded if any(pad) else self.groups * self.padded)
+        self.position_step = [s * t for s, t in zip(stride, step, strict=True)]
+        self.tap_step = [d * t for d, t in zip(dilation, step, strict=True)]
+        # Along each axis, the taps that each position needs and the positions that need each tap.
+        needs = [_needs(o, s, k, d, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)]
+        needed = [_needs(k, d, o, s, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)]
+        self.skips = prod(float(a[:, 1].sum() - a[:, 0].sum()) for a in needs) < 0.97 * self.positions * self.taps
+        self.forward = self._forward_schedule(needs)
+        self.backward = self._backward_schedule(needed)
+        self.panels = np.empty((self.groups, self.blocks, self.channels * self.taps, self.lanes), self.dtype)
+        self.bias = np.zeros((self.groups, self.blocks, self.lanes), self.dtype)
+        units = self.groups * self.blocks
+        chunks = min(-(-16 // units), 1 + 2**21 // self.panels.size, self.n // self.images)
+        self.parts_shape = (chunks, *self.panels.shape)
+
+    def _ranges(self, needs: list[Array], counts: Sizes) -> Array:
+        """(rows, axes, 2) from what each index of each axis needs; everything where hardly anything can be skipped."""
+        if not self.skips:
+            return np.tile([[0, c] for c in counts], (prod(map(len, needs)), 1, 1))
+        index = np.indices([len(a) for a in needs]).reshape(len(needs), -1)
+        return np.stack([a[i] for a, i in zip(needs, index, strict=True)], 1)
+
+    def _forward_schedule(self, needs: list[Array]) -> Schedule:
+        place = _places((self.images, *self.out), (self.image, *self.position_step))
+        ranges = np.tile(self._ranges(needs, self.kernel), (self.images, 1, 1))
+        tap_row = [t * self.channels * self.lanes for t in _strides(self.kernel)]
+
+        def steps(block: int, lo: Array, hi: Array) -> Array:
+            counts = (*(hi - lo), self.channels)
+            x = _places(counts, (*self.tap_step, self.padded), _dot(lo, self.tap_step))
+            return np.stack([x, _places(counts, (*tap_row, self.lanes), _dot(lo, tap_row))], 1)
+
+        return schedule(
+            (
+                (place[a : a + ROWS], np.arange(len(place[a : a + ROWS])), ranges[a : a + ROWS])
+                for a in range(0, len(place), ROWS)
+            ),
+            steps,
+            self.shape,
+        )
+
+    def _backward_schedule(self, needed: list[Array]) -> Schedule:
+        place = _places((*self.kernel, self.channels), (*self.tap_step, self.padded))
+        ranges = np.repeat(self._ranges(needed, self.out), self.channels, 0)
+        row = _strides(self.out)
+
+        def steps(block: int, lo: Array, hi: Array) -> Array:
+            counts = (self.images, *(hi - lo))
+            x = _places(counts, (self.image, *self.position_step), _dot(lo, self.position_step))
+            position = _places(counts, (self.positions, *row), _dot(lo, row)) - block * ROWS
+            inside = (position >= 0) & (position < ROWS)
+            return np.stack([x, position * self.lanes], 1)[inside]
+
+        blocks = -(-self.images * self.positions // ROWS)
+        return schedule([(place, np.arange(len(place)), ranges)] * blocks, steps, self.shape)
 
     def correlate(self, x: Array, w: Array, bias: Array | None, y: Array) -> None:
-        """Write y; w (g, O/g, C/g, offsets)."""
+        """Write y."""
         panels = self.panels
         parallel(lambda lo, hi: _pack(w, panels, lo, hi), self.groups * self.blocks, 1 + 50_000 * self.blocks // w.size)
-        x, y = x.reshape(-1), y.reshape(self.n, self.groups, self.outputs, self.positions)
-        bias = self.no_bias if bias is None else bias
-        tables = (self.place, self.offset, self.line, *self.geometry, self.images)
-        parallel(lambda lo, hi: _forward(x, panels, bias, y, *tables, lo, hi, *self.shape), self.units)
+        self.bias.reshape(self.groups, -1)[:, : self.outputs] = (
+            0 if bias is None else bias.reshape(self.groups, self.outputs)
+        )
+        x, y, b = x.reshape(-1), y.reshape(self.n, self.groups, self.outputs, self.positions), self.bias
+        tables = (*self.forward, *self.geometry)
+        units = self.n // self.images * self.groups * self.blocks
+        parallel(lambda lo, hi: _forward(x, panels, b, y, *tables, lo, hi, *self.shape), units)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
         parts = np.empty(self.parts_shape, self.dtype)
-        bias_parts = np.empty((self.parts_shape[0], self.groups * self.outputs), self.dtype)
+        bias_parts = np.empty((*self.parts_shape[:3], self.lanes), self.dtype)
         x, dy = x.reshape(-1), dy.reshape(self.n, self.groups, self.outputs, self.positions)
-        tables = (self.place, self.offset, self.line, *self.geometry)
+        tables = (*self.backward, *self.geometry)
         parallel(
             lambda lo, hi: _backward_weight(x, dy, parts, bias_parts, *tables, lo, hi, *self.shape),
             prod(self.parts_shape[:3]),
         )
         if dw is not None:
-            dw = dw.reshape(self.groups, self.outputs, self.steps)
+            dw = dw.reshape(self.groups, self.outputs, self.channels, self.taps)
             parallel(lambda lo, hi: _add_parts(parts, dw, lo, hi), self.groups * self.blocks)
         if db is not None:
-            db += bias_parts.sum(axis=0)
+            sums = bias_parts.sum(axis=0).reshape(self.groups, -1)
+            db += sums[:, : self.outputs].reshape(-1)
+
+
+def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:
+    """(count, 2): the range of j below other with 0 <= i*step - pad + j*other_step < size, for each i below count."""
+    at = np.arange(count) * step - pad
+    lo = np.clip(-(at // other_step), 0, other)
+    return np.stack([lo, np.clip((size - 1 - at) // other_step + 1, lo, other)], 1)
 
 
 class _Windows:

@@ -1,16 +1,19 @@
 """The inner loop of convolutions: a tile of sums that stays in vector registers.
 
-c[i, o] += sum over r of x[rows[i] + offsets[r]] * b[r, o]
+c[i, o] += sum over r of x[place[i] + offset[r]] * b[r, o]
 
-`rows` and `offsets` are places in x, so that a convolution needs no im2col matrix: forward, i is an output position and
+Places and offsets are indices in x, so that a convolution needs no im2col matrix: forward, i is an output position and
 r a weight; for the gradient of the weights it is the other way round. A tile is `Shape.rows` values of i by
 `Shape.vectors` * `Shape.lanes` of o; for each r its vectors of b are loaded once and each x is multiplied into all.
+A Schedule says which rows share a tile and which r a tile needs: those that would only meet padding are left out.
 """
 
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
 import llvmlite.binding
+import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -58,80 +61,127 @@ def best_shape(outputs: int, itemsize: int) -> Shape:
     return min(shapes(itemsize), key=lambda s: -(-outputs // s.columns) * s.columns)
 
 
+class Schedule(NamedTuple):
+    """Tiles of rows in blocks: what `accumulate` walks through."""
+
+    first: Array  # block b has the tiles from first[b] to first[b + 1]
+    place: Array  # of each row of each tile, in x
+    to: Array  # likewise: the row of c, counted from the block's first
+    span: Array  # (tiles, 2): a tile reduces over steps[span[t, 0] : span[t, 1]]
+    steps: Array  # (steps, 2): offset in x, index of the row's first element in b
+
+
+Ranges = Array
+"""(rows, axes, 2): along each axis of the reduction the first index that a row needs and the one after the last."""
+
+
+def schedule(
+    blocks: Iterable[tuple[Array, Array, Ranges]], steps: Callable[[int, Array, Array], Array], shape: Shape
+) -> Schedule:
+    """A schedule for blocks of rows (place, to, ranges).
+
+    Rows of like ranges share a tile, which covers the ranges of all its rows; a row that fills up a tile is computed
+    twice. steps(block, lo, hi) are the steps of a tile with these bounds.
+    """
+    size = len(shape.rows)
+    first, places, rows, spans, chosen = [0], [], [], [], []
+    known: dict[tuple[Any, ...], tuple[int, int]] = {}
+    end = 0
+    for block, (place, to, ranges) in enumerate(blocks):
+        order = np.lexsort(ranges.reshape(len(place), -1).T)
+        tiles = np.append(order, np.repeat(order[-1:], -len(order) % size)).reshape(-1, size)
+        for lo, hi in zip(ranges[tiles, :, 0].min(1), ranges[tiles, :, 1].max(1), strict=True):
+            key = (block, *lo, *hi)
+            if key not in known:
+                found = steps(block, lo, hi)
+                known[key] = end, end + len(found)
+                end += len(found)
+                chosen.append(found)
+            spans.append(known[key])
+        places.append(place[tiles.ravel()])
+        rows.append(to[tiles.ravel()])
+        first.append(first[-1] + len(tiles))
+    table = [np.concatenate(a).astype(np.int32) for a in (places, rows, chosen)]
+    return Schedule(np.array(first), table[0], table[1], np.array(spans), table[2])
+
+
 def _define_tile(
     typing: Any,
     x: Any,
     x_at: Any,
-    rows: Any,
+    place: Any,
+    to: Any,
     row_at: Any,
-    offsets: Any,
+    steps: Any,
     lo: Any,
     hi: Any,
     b: Any,
     b_at: Any,
     c: Any,
-    c_at: Any,
     n_rows: Any,
     n_vectors: Any,
     n_lanes: Any,
 ) -> Any:
-    """One tile for r in [lo, hi); b and c begin at b_at (where r = lo) and c_at, their rows follow each other."""
+    """One tile, its rows from row_at on in place and to, for steps[lo:hi], at least one."""
     i = types.intp
-    signature = types.void(x, i, rows, i, offsets, i, i, b, i, c, i, n_rows, n_vectors, n_lanes)
+    signature = types.void(x, i, place, to, i, steps, i, i, b, i, c, n_rows, n_vectors, n_lanes)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        index = args[1].type
+
         def pointer(array: int, *at: Any) -> Any:
-            place = context.make_array(signature.args[array])(context, builder, args[array]).data
-            for index in at:
-                place = builder.gep(place, [index])
-            return place
+            start = context.make_array(signature.args[array])(context, builder, args[array]).data
+            for a in at:
+                start = builder.gep(start, [a])
+            return start
 
-        def integer(value: int) -> Any:
-            return ir.Constant(args[1].type, value)
+        def load_index(start: Any, at: Any) -> Any:
+            return builder.sext(builder.load(builder.gep(start, [at])), index)
 
-        def vector_at(place: Any, index: int) -> Any:
-            return builder.bitcast(builder.gep(place, [integer(index)]), vector.as_pointer())
+        def vector_at(start: Any, at: int) -> Any:
+            return builder.bitcast(builder.gep(start, [index(at)]), vector.as_pointer())
 
-        rows_n, vectors_n, lanes_n = (signature.args[k].count for k in (11, 12, 13))
-        element = context.get_value_type(signature.args[0].dtype)
-        vector = ir.VectorType(element, lanes_n)
+        rows_n, vectors_n, lanes_n = (t.count for t in signature.args[-3:])
+        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), lanes_n)
         alignment = signature.args[0].dtype.bitwidth // 8
         columns = vectors_n * lanes_n
-        row_table = pointer(2, args[3])
-        bases = [pointer(0, args[1], builder.load(builder.gep(row_table, [integer(k)]))) for k in range(rows_n)]
-        table, start_b, start_c = pointer(4), pointer(7, args[8]), pointer(9, args[10])
-        places = [[vector_at(start_c, k * columns + v * lanes_n) for v in range(vectors_n)] for k in range(rows_n)]
+        bases, places = [], []
+        for k in range(rows_n):
+            row = builder.add(args[4], index(k))
+            bases.append(pointer(0, args[1], load_index(pointer(2), row)))
+            start = pointer(10, builder.mul(load_index(pointer(3), row), index(columns)))
+            places.append([vector_at(start, v * lanes_n) for v in range(vectors_n)])
         first = [[builder.load(place, align=alignment) for place in row] for row in places]
+        table, b_start = pointer(5), pointer(8, args[9])
         fma = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
             builder.module,
             ir.FunctionType(vector, [vector] * 3),
             f"llvm.fmuladd.v{lanes_n}f{8 * alignment}",  # fused where the processor can
         )
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes_n), [0] * lanes_n)
         undefined = ir.Constant(vector, ir.Undefined)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes_n), [0] * lanes_n)
 
-        before, loop = builder.block, builder.append_basic_block("reduce")
+        before, loop, done = builder.block, builder.append_basic_block("reduce"), builder.append_basic_block("reduced")
         builder.branch(loop)
         builder.position_at_end(loop)
-        r, b_row = builder.phi(args[5].type), builder.phi(start_b.type)
+        r = builder.phi(index)
         sums = [[builder.phi(vector) for _ in row] for row in first]
-        offset = builder.load(builder.gep(table, [r]))
+        at = builder.mul(r, index(2))
+        offset, b_row = load_index(table, at), builder.gep(b_start, [load_index(table, builder.add(at, index(1)))])
         right = [builder.load(vector_at(b_row, v * lanes_n), align=alignment) for v in range(vectors_n)]
         added = []
         for base, row in zip(bases, sums, strict=True):
             left = builder.insert_element(undefined, builder.load(builder.gep(base, [offset])), ir.IntType(32)(0))
             left = builder.shuffle_vector(left, undefined, zeros)
             added.append([builder.call(fma, [left, v, s]) for v, s in zip(right, row, strict=True)])
-        r_next, b_next = builder.add(r, integer(1)), builder.gep(b_row, [integer(columns)])
-        for phi, start, after in [(r, args[5], r_next), (b_row, start_b, b_next)] + [
-            (p, f, a)
-            for ps, fs, as_ in zip(sums, first, added, strict=True)
-            for p, f, a in zip(ps, fs, as_, strict=True)
-        ]:
-            phi.add_incoming(start, before)
-            phi.add_incoming(after, loop)
-        done = builder.append_basic_block("reduced")
-        builder.cbranch(builder.icmp_signed("<", r_next, args[6]), loop, done)
+        following = builder.add(r, index(1))
+        r.add_incoming(args[6], before)
+        r.add_incoming(following, loop)
+        for row, first_row, added_row in zip(sums, first, added, strict=True):
+            for phi, start, after in zip(row, first_row, added_row, strict=True):
+                phi.add_incoming(start, before)
+                phi.add_incoming(after, loop)
+        builder.cbranch(builder.icmp_signed("<", following, args[7]), loop, done)
         builder.position_at_end(done)
         for row_places, row in zip(places, added, strict=True):
             for place, value in zip(row_places, row, strict=True):
@@ -141,19 +191,54 @@ def _define_tile(
     return signature, generate
 
 
+def _define_transpose(typing: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, n_lanes: Any) -> Any:
+    """b[j, i] = a[i, j] for lanes x lanes elements; rows begin a_step and b_step elements after each other."""
+    i = types.intp
+    signature = types.void(a, i, i, b, i, i, n_lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        n = signature.args[6].count
+        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), n)
+        alignment = signature.args[0].dtype.bitwidth // 8
+
+        def row(array: int, k: int) -> Any:
+            start = context.make_array(signature.args[array])(context, builder, args[array]).data
+            at = builder.add(args[array + 1], builder.mul(args[array + 2], args[array + 2].type(k)))
+            return builder.bitcast(builder.gep(start, [at]), vector.as_pointer())
+
+        def pick(mask: list[int], k: int, m: int) -> Any:
+            return builder.shuffle_vector(rows[k], rows[m], ir.Constant(ir.VectorType(ir.IntType(32), n), mask))
+
+        rows = [builder.load(row(0, k), align=alignment) for k in range(n)]
+        d = n // 2
+        while d:  # exchange the quarters off the diagonal of each block of 2d x 2d
+            for k in range(n):
+                if not k & d:
+                    upper = [n + j - d if j & d else j for j in range(n)]
+                    lower = [n + j if j & d else j + d for j in range(n)]
+                    rows[k], rows[k + d] = pick(upper, k, k + d), pick(lower, k, k + d)
+            d //= 2
+        for k in range(n):
+            builder.store(rows[k], row(3, k), align=alignment)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
 _tile: Any = intrinsic(_define_tile)
+transpose: Any = intrinsic(_define_transpose)
 
 
 @kernel
 def accumulate(
     x: Array,
     x_at: int,
-    rows: Array,
-    lo: int,
-    hi: int,
-    offsets: Array,
-    r_lo: int,
-    r_hi: int,
+    first: Array,
+    place: Array,
+    to: Array,
+    span: Array,
+    steps: Array,
+    block: int,
     b: Array,
     b_at: int,
     c: Array,
@@ -161,15 +246,8 @@ def accumulate(
     n_vectors: tuple[int, ...],
     n_lanes: tuple[int, ...],
 ) -> None:
-    """The sum for rows [lo, hi) and r in [r_lo, r_hi); c holds their tiles, whole ones, from its beginning."""
-    step = len(n_rows)
-    columns = len(n_vectors) * len(n_lanes)
-    for i in range(lo, hi - step + 1, step):
-        at = (i - lo) * columns
-        _tile(x, x_at, rows, i, offsets, r_lo, r_hi, b, b_at, c, at, n_rows, n_vectors, n_lanes)
-    rest = (hi - lo) % step
-    if rest:
-        last = rows[hi - 1 : hi].repeat(step)
-        last[:rest] = rows[hi - rest : hi]
-        at = (hi - lo - rest) * columns
-        _tile(x, x_at, last, 0, offsets, r_lo, r_hi, b, b_at, c, at, n_rows, n_vectors, n_lanes)
+    """All tiles of a block; places count from x_at, rows of b from b_at; x, b, c and steps flat."""
+    for t in range(first[block], first[block + 1]):
+        lo, hi = span[t, 0], span[t, 1]
+        if lo < hi:
+            _tile(x, x_at, place, to, t * len(n_rows), steps, lo, hi, b, b_at, c, n_rows, n_vectors, n_lanes)
