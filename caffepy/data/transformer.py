@@ -20,6 +20,11 @@ log = logging.getLogger(__name__)
 Array = NDArray[Any]
 Shape = tuple[int, ...]
 
+KNOWN = {
+    *("scale", "mirror", "crop_size", "mean_file", "mean_value", "force_color", "force_gray", "random_seed"),
+    *("use_gpu_transform", "forward_packing", "display"),  # change no values
+}
+
 
 class Transformer:
     """y[c, h, w'] = (x[c, h_off + h, w_off + w] - mean) * scale, w' = w or mirrored.
@@ -36,9 +41,13 @@ class Transformer:
         self._draws = int(param.mirror) + 2 * self.random_crop  # numbers that one image takes
         self._twister = np.random.MT19937()
         if self._draws:
-            seeded: Any = np.random.RandomState(device.draw_seed())  # seeds a twister as Caffe does
+            seed = param.random_seed if param.random_seed >= 0 else device.draw_seed()
+            seeded: Any = np.random.RandomState(seed % 2**32)  # seeds a twister as Caffe does
             self._twister.state = seeded.get_state(legacy=False)
         self.decode_mode = self._decode_mode()
+        without_effect = [f.name for f, _ in param.ListFields() if f.name not in KNOWN]
+        if without_effect:
+            log.warning("transform_param's %s, known to forks of Caffe, have no effect", ", ".join(without_effect))
         self._mean = self._load_mean(path)
 
     def _decode_mode(self) -> int:

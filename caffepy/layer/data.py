@@ -101,6 +101,8 @@ class Data(Prefetching):
         param = self.param.data_param
         _need_batch_size(param.batch_size, "data_param")
         _warn_ignored(param, "data_param", ("rand_skip", "force_encoded_color"))
+        if param.shuffle:
+            log.warning("data_param's shuffle has no effect: records come in the order of their keys")
         source = open_source(locate(param.source, self.path), DataParameter.DB.Name(param.backend))
         return RecordLoader(source, transformer, param.batch_size)
 
@@ -116,6 +118,8 @@ class ImageData(Prefetching):
         param = self.param.image_data_param
         _need_batch_size(param.batch_size, "image_data_param")
         _warn_ignored(param, "image_data_param")
+        if param.short_side:
+            log.warning("image_data_param's short_side has no effect; use new_height and new_width")
         return ImageLoader(param, transformer, self.device, self.path)
 
 

@@ -85,6 +85,18 @@ def test_without_draws_the_device_gives_no_seed():
     assert device.draw_seed() == Device(seed=1).draw_seed()
 
 
+def test_a_seed_of_its_own():
+    first, second = (transformer("mirror: true random_seed: 7", seed=s) for s in (1, 2))
+    np.testing.assert_array_equal(apply(first), apply(second))
+
+
+def test_fields_of_forks_without_effect_are_named(caplog):
+    transformer("scale: 2 use_gpu_transform: true img_rand_resize_lower: 256 crop_h: 5")
+    assert caplog.messages == [
+        "transform_param's img_rand_resize_lower, crop_h, known to forks of Caffe, have no effect"
+    ]
+
+
 def test_mean_file_is_indexed_at_the_crop_before_mirroring(tmp_path):
     mean = mean_file(tmp_path)
     out = apply(transformer("mean_file: 'mean.binaryproto' crop_size: 5", TEST, path=str(tmp_path / "net.prototxt")))

@@ -150,6 +150,13 @@ def test_fields_that_caffe_ignores_are_named(ten, caplog):
     feed.layer.close()
 
 
+def test_a_shuffle_of_records_is_said_to_have_no_effect(ten, caplog):
+    feed = Feed(text("batch_size: 10 shuffle: true"), path=ten)
+    assert caplog.messages == ["data_param's shuffle has no effect: records come in the order of their keys"]
+    np.testing.assert_array_equal(feed.forward()[1], range(10))
+    feed.layer.close()
+
+
 REFUSED = {
     "no batch_size": ("", "", ConfigError, "needs a batch_size of 1 or more"),
     "no prefetch": ("batch_size: 1 prefetch: 0", "", ConfigError, "needs a prefetch of 1 or more"),
