@@ -1,10 +1,12 @@
 """Layers that slide a kernel over any number of spatial axes, those after the channel axis."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from caffepy.blob import Blob, shape_string
+import numpy as np
+
+from caffepy.blob import Array, Blob, shape_string
 from caffepy.errors import ConfigError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
@@ -78,17 +80,20 @@ def check_shape(what: str, blob: Blob, shape: Sequence[int]) -> None:
         )
 
 
-@layer("Convolution")
-class Convolution(Layer):
-    """(..., C, *in) -> (..., O, *out); weight (O, C/group, *kernel), bias (O,).
+class _Filtering(Layer):
+    """What Convolution and its transpose share: the window, weight and bias, how shapes are checked.
 
-    Bottom i gives top i; all share the weights. out = (in + 2*pad - (dilation*(kernel - 1) + 1)) // stride + 1.
+    Bottom i gives top i; all share the weights.
     """
 
     bottoms = (1, None)
     tops = (1, None)
     same_count = True
     in_place = False
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """Of the channels here and there, and the kernel."""
+        raise NotImplementedError
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read the window, fill weight and bias."""
@@ -102,7 +107,7 @@ class Convolution(Layer):
             what = f"{outputs} outputs" if group and channels % group == 0 else f"{channels} input channels"
             raise ConfigError(f"{what} cannot be split into {group} groups")
         self.channels, self.outputs, self.group = channels, outputs, group
-        shapes = [(outputs, channels // group, *self.window.kernel)] + [(outputs,)] * param.bias_term
+        shapes = [self.weight_shape()] + [(outputs,)] * param.bias_term
         if not self.blobs:
             fillers = param.weight_filler, param.bias_filler
             for shape, filler in zip(shapes, fillers, strict=False):
@@ -112,26 +117,60 @@ class Convolution(Layer):
         for what, blob, shape in zip(("weight", "bias"), self.blobs, shapes, strict=False):
             check_shape(what, blob, shape)
 
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Plan the convolution for these shapes."""
-        shape, axis = bottom[0].shape, self.axis
+    def check_bottoms(self, bottom: Blobs) -> tuple[int, ...]:
+        """The spatial sizes, once all bottoms agree with each other and with the weights."""
+        shape = bottom[0].shape
         for b in bottom[1:]:
             if b.shape != shape:
                 raise ConfigError(f"all inputs must have one shape, not {list(shape)} and {list(b.shape)}")
-        spatial = shape[axis + 1 :]
+        spatial = shape[self.axis + 1 :]
         if len(spatial) != len(self.window.kernel):
             raise ConfigError(f"{len(self.window.kernel)} spatial axes are needed, not {len(spatial)}")
-        if shape[axis] != self.channels:
-            raise ConfigError(f"the weights are for {self.channels} input channels, not {shape[axis]}")
-        self.window.check_fits(spatial)
-        images, weight, point = prod(shape[:axis]), self.blobs[0].shape, () if spatial else (1,)
-        window: Any = self.window if spatial else ((1,), (0,), (1,))
-        window = window[-3:]  # stride, pad, dilation
+        if shape[self.axis] != self.channels:
+            raise ConfigError(f"the weights are for {self.channels} input channels, not {shape[self.axis]}")
+        return spatial
+
+    def plan(self, images: int, channels: int, spatial: tuple[int, ...]) -> None:
+        """Plan the convolution of an input of this many channels; without spatial axes it is one of single points."""
+        point = () if spatial else (1,)
+        stride, pad, dilation = self.window[1:] if spatial else ((1,), (0,), (1,))
         self.conv = self.ops.Convolution(
-            (images, self.channels, *spatial, *point), (*weight, *point), *window, self.group, self.dtype
+            (images, channels, *spatial, *point),
+            (*self.weight_shape(), *point),
+            stride,
+            pad,
+            dilation,
+            self.group,
+            self.dtype,
         )
+
+    def gradients(self) -> tuple[Array | None, Array | None]:
+        """The diffs of weight and bias that are wanted."""
+        wanted = self.param_propagate_down
+        dw = self.blobs[0].diff if wanted[0] else None
+        db = self.blobs[1].diff if len(self.blobs) > 1 and wanted[1] else None
+        return dw, db
+
+
+@layer("Convolution")
+class Convolution(_Filtering):
+    """(..., C, *in) -> (..., O, *out); weight (O, C/group, *kernel), bias (O,).
+
+    out = (in + 2*pad - (dilation*(kernel - 1) + 1)) // stride + 1.
+    """
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """(O, C/group, *kernel)."""
+        return (self.outputs, self.channels // self.group, *self.window.kernel)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Plan the convolution for these shapes."""
+        spatial = self.check_bottoms(bottom)
+        self.window.check_fits(spatial)
+        outer = bottom[0].shape[: self.axis]
+        self.plan(prod(outer), self.channels, spatial)
         for t in top:
-            t.reshape((*shape[:axis], self.outputs, *(self.conv.y_shape[2:] if spatial else ())))
+            t.reshape((*outer, self.outputs, *(self.conv.y_shape[2:] if spatial else ())))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Cross-correlation and bias."""
@@ -142,11 +181,112 @@ class Convolution(Layer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Gradients of the parameters that want theirs, then of the bottoms."""
-        wanted = self.param_propagate_down
-        dw = self.blobs[0].diff if wanted[0] else None
-        db = self.blobs[1].diff if len(self.blobs) > 1 and wanted[1] else None
+        dw, db = self.gradients()
         for y, down, x in zip(top, propagate_down, bottom, strict=True):
             if dw is not None or db is not None:
                 self.conv.backward_weight(x.data, y.diff, dw, db)
             if down:
                 self.conv.backward_data(y.diff, self.blobs[0].data, x.diff)
+
+
+@layer("Deconvolution")
+class Deconvolution(_Filtering):
+    """(..., C, *in) -> (..., O, *out), the transpose of Convolution; weight (C, O/group, *kernel), bias (O,).
+
+    out = stride*(in - 1) + dilation*(kernel - 1) + 1 - 2*pad.
+    """
+
+    def weight_shape(self) -> tuple[int, ...]:
+        """(C, O/group, *kernel)."""
+        return (self.channels, self.outputs // self.group, *self.window.kernel)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Plan the convolution that this is the transpose of."""
+        spatial = self.check_bottoms(bottom)
+        out = tuple(s * (n - 1) + d * (k - 1) + 1 - 2 * p for n, k, s, p, d in zip(spatial, *self.window, strict=True))
+        if min(out, default=1) < 1:
+            raise ConfigError(f"pad {by(self.window.pad)} leaves nothing of the {by(spatial, False)} input's output")
+        outer = bottom[0].shape[: self.axis]
+        self.plan(prod(outer), self.outputs, out)
+        self.rows = prod(outer), self.outputs, prod(out)
+        for t in top:
+            t.reshape((*outer, self.outputs, *out))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Every input element spreads its kernel over the output; then the bias."""
+        for x, y in zip(bottom, top, strict=True):
+            self.conv.backward_data(x.data, self.blobs[0].data, y.data)
+            if len(self.blobs) > 1:
+                self.ops.add_bias(y.data.reshape(self.rows), self.blobs[1].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Gradients of the parameters that want theirs, then of the bottoms."""
+        dw, db = self.gradients()
+        for y, down, x in zip(top, propagate_down, bottom, strict=True):
+            if db is not None:
+                self.ops.bias_gradient(y.diff.reshape(self.rows), db)
+            if dw is not None:
+                self.conv.backward_weight(y.diff, x.data, dw, None)
+            if down:
+                self.conv.forward(y.diff, self.blobs[0].data, None, x.diff)
+
+
+@layer("Im2col")
+class Im2col(Layer):
+    """(..., C, *in) -> (..., C * prod(kernel), *out): the window of each output position as a column.
+
+    Rows are ordered by channel, then by position in the kernel.
+    """
+
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read the window."""
+        param = self.param.convolution_param
+        self.axis = bottom[0].axis(param.axis)
+        self.window = read_window(param, len(bottom[0].shape) - self.axis - 1)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Count the windows and make room for the padded input."""
+        shape, axis = bottom[0].shape, self.axis
+        outer, channels, spatial = shape[:axis], shape[axis], shape[axis + 1 :]
+        self.window.check_fits(spatial)
+        kernel, stride, pad, dilation = self.window
+        self.out = tuple(
+            (n + 2 * p - (d * (k - 1) + 1)) // s + 1
+            for n, k, s, p, d in zip(spatial, kernel, stride, pad, dilation, strict=True)
+        )
+        self.padded = np.zeros(
+            (prod(outer), channels, *(n + 2 * p for n, p in zip(spatial, pad, strict=True))), self.dtype
+        )
+        inside: tuple[Any, ...] = (..., *(slice(p, p + n) for n, p in zip(spatial, pad, strict=True)))
+        self.inside = self.padded[inside]
+        self.columns = (prod(outer), channels, *kernel, *self.out)
+        top[0].reshape((*outer, channels * prod(kernel), *self.out))
+
+    def windows(self) -> Iterator[tuple[tuple[Any, ...], Array]]:
+        """For each position in the kernel: its index in the columns, and the padded elements that go there."""
+        _, stride, _, dilation = self.window
+        for at in np.ndindex(*self.window.kernel):
+            where: list[Any] = [
+                slice(a * d, a * d + (n - 1) * s + 1, s)
+                for a, d, n, s in zip(at, dilation, self.out, stride, strict=True)
+            ]
+            yield (slice(None), slice(None), *at), self.padded[(..., *where)]
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy each window into its column."""
+        self.padded[...] = 0
+        self.inside[...] = bottom[0].data.reshape(self.inside.shape)
+        columns = top[0].data.reshape(self.columns)
+        for at, window in self.windows():
+            columns[at] = window
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Add up what was copied."""
+        if propagate_down[0]:
+            columns = top[0].diff.reshape(self.columns)
+            self.padded[...] = 0
+            for at, window in self.windows():
+                window += columns[at]
+            bottom[0].diff[...] = self.inside.reshape(bottom[0].shape)

@@ -5,9 +5,10 @@ from math import ceil, floor
 
 import numpy as np
 
+from caffepy.blob import Blob
 from caffepy.errors import ConfigError
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.proto.caffe_pb2 import PoolingParameter
+from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
 
 Pair = tuple[int, int]
 
@@ -106,6 +107,67 @@ class Pooling(Layer):
             self.ops.max_pool_backward(dy, self.index, dx)
         else:
             self.ops.ave_pool_backward(dy, dx, self.kernel, self.stride, self.pad)
+
+
+@layer("SPP")
+class SPP(Layer):
+    """(N, C, H, W) -> (N, C * (4^0 + 4^1 + ... + 4^(pyramid_height - 1))): spatial pyramid pooling (He et al. 2014).
+
+    Level i has 2^i x 2^i bins. A single level keeps its four axes.
+    """
+
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read the height of the pyramid."""
+        self.height = self.param.spp_param.pyramid_height
+        if self.height < 1:
+            raise ConfigError("pyramid_height must be 1 or more")
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Make the pooling layers of the levels anew for this input size."""
+        n, _, h, w = bottom[0].legacy_shape()
+        self.levels: list[tuple[Pooling, Blob]] = []
+        for level in range(self.height):
+            pooling = Pooling(self._level_param(level, h, w), self.phase, self.device, self.dtype)
+            out = Blob(dtype=self.dtype)
+            pooling.setup(bottom, [out])
+            pooling.reshape(bottom, [out])
+            self.levels.append((pooling, out))
+        self.sum = np.zeros(bottom[0].shape, self.dtype)
+        top[0].reshape(self.levels[0][1].shape if self.height == 1 else (n, sum(o.count for _, o in self.levels) // n))
+
+    def _level_param(self, level: int, h: int, w: int) -> LayerParameter:
+        bins = 1 << level
+        kernel = -(-h // bins), -(-w // bins)
+        pad = [(k * bins - size + 1) // 2 for k, size in zip(kernel, (h, w), strict=True)]
+        pooling = PoolingParameter(pool=PoolingParameter.PoolMethod.Name(self.param.spp_param.pool))
+        pooling.kernel_h, pooling.kernel_w = pooling.stride_h, pooling.stride_w = kernel
+        pooling.pad_h, pooling.pad_w = pad
+        return LayerParameter(type="Pooling", pooling_param=pooling)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Pool at each level and put the results side by side."""
+        y, at = top[0].data.reshape(len(top[0].data), -1), 0
+        for pooling, out in self.levels:
+            pooling.forward(bottom, [out])
+            flat = out.data.reshape(len(y), -1)
+            y[:, at : at + flat.shape[1]] = flat
+            at += flat.shape[1]
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """The sum of what the levels give."""
+        if not propagate_down[0]:
+            return
+        dy, at = top[0].diff.reshape(len(top[0].diff), -1), 0
+        self.sum[...] = 0
+        for pooling, out in self.levels:
+            width = out.count // len(dy)
+            out.diff[...] = dy[:, at : at + width].reshape(out.shape)
+            pooling.backward([out], [True], bottom)
+            self.sum += bottom[0].diff
+            at += width
+        bottom[0].diff[...] = self.sum
 
 
 def _by(pair: Sequence[int]) -> str:

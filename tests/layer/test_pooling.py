@@ -112,3 +112,28 @@ def test_four_axes_are_needed():
 def test_only_max_has_a_second_top():
     with pytest.raises(ConfigError, match="only MAX pooling has a second top"):
         Single(text("kernel_size: 2 pool: AVE"), random(2, 3, 4, 4), tops=2)
+
+
+SPP = 'name: "s" type: "SPP" spp_param { pyramid_height: %d pool: %s }'
+
+
+@pytest.mark.parametrize("pool", ["MAX", "AVE"])
+@pytest.mark.parametrize("height", [1, 2, 3])
+def test_spp_gradient(height, pool):
+    check_gradient(SPP % (height, pool), random(2, 3, 9, 8))
+
+
+def test_spp_levels():
+    (y,) = Single(SPP % (2, "MAX"), x := random(2, 3, 4, 6)).forward()
+    assert y.shape == (2, 3 * 5)
+    np.testing.assert_array_equal(y[:, :3], x.max((2, 3)))
+    np.testing.assert_array_equal(y[0, 3:7], x[0, 0].reshape(2, 2, 2, 3).max((1, 3)).reshape(-1))
+
+
+def test_spp_as_caffe():
+    check_golden("spp")
+
+
+def test_spp_with_more_bins_than_pixels():
+    with pytest.raises(ConfigError, match="must be smaller than the kernel"):
+        Single(SPP % (3, "MAX"), random(1, 1, 3, 3))
