@@ -116,10 +116,12 @@ def write(
 
 
 def _write_binary(state: State, path: str) -> None:
-    proto = SolverState(iter=state.iteration, learned_net=state.learned_net, current_step=state.current_step)
-    proto.history.extend(map(binary.array_to_blob, state.history))
+    """Messages one after the other read as one message, so only one blob at a time is copied."""
     with open(path, "wb") as file:
-        file.write(proto.SerializeToString())
+        file.write(SolverState(iter=state.iteration, learned_net=state.learned_net).SerializeToString())
+        for array in state.history:
+            file.write(SolverState(history=[binary.array_to_blob(array)]).SerializeToString())
+        file.write(SolverState(current_step=state.current_step).SerializeToString())
 
 
 def _write_hdf5(state: State, path: str) -> None:
@@ -145,8 +147,8 @@ def read_state(path: str) -> State:
     """A state in either format, told by content; ConfigError says what the file is if it is none."""
     if binary.sniff(path) == "HDF5":
         return _read_hdf5(path)
+    proto = binary.read_state(path)
     try:
-        proto = binary.read_state(path)
         history = [binary.blob_to_array(blob) for blob in proto.history]
     except ConfigError as error:
         raise error.at(path) from None
@@ -175,6 +177,8 @@ def _read_hdf5(path: str) -> State:
 
 def find_model(learned_net: str, state_path: str) -> str:
     """Where the model that a state names lies: as named, else beside the state; ConfigError if in neither place."""
+    if not learned_net:
+        raise ConfigError("this state names no model, so there are no weights to go on with", state_path)
     folder = os.path.dirname(state_path)
     places = [learned_net, os.path.join(folder, learned_net), os.path.join(folder, os.path.basename(learned_net))]
     for place in places:
@@ -190,7 +194,7 @@ def read_sidecar(state_path: str) -> dict[str, Any] | None:
     files = Files.of_state(state_path)
     content = sidecar.read(files.sidecar) if files else None
     if content and content["state"]["name"] != os.path.basename(state_path):
-        log.warning("%s belongs to %s; resuming without it", files and files.sidecar, content["state"]["name"])
+        log.warning("%s belongs to %s; it is left aside", files and files.sidecar, content["state"]["name"])
         return None
     return content
 

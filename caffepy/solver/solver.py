@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from math import isfinite, sqrt
+from math import isclose, isfinite, sqrt
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +18,7 @@ from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
 from caffepy.solver.check import at_field, check_param
-from caffepy.solver.divergence import check_params, diverged
+from caffepy.solver.divergence import HINT, check_params, diverged
 from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.params import Params
 from caffepy.solver.policy import advance, rate
@@ -31,6 +31,7 @@ from caffepy.solver.window import LossWindow
 log = logging.getLogger(__name__)
 
 PROTOBUF_LIMIT = 1 << 31
+SATURATED = 87.3365  # -log of the smallest float32, the most that SoftmaxWithLoss gives
 SNAPSHOT_SLACK = 4 << 20  # bytes of a snapshot that are neither weights nor history
 
 
@@ -97,6 +98,7 @@ class Solver:
         self._shown: tuple[int, float] | None = None  # iteration and time of the last display
         self._saved: tuple[int, str] | None = None  # iteration and state file of the last snapshot
         self._failed_at = -1
+        self._saturation_explained = False
         self._positions_before_test: dict[str, Any] | None = None
         log.info("Solver scaffolding done.")
 
@@ -174,16 +176,20 @@ class Solver:
         return self.param.test_interval > 0 and self.iter % self.param.test_interval == 0
 
     def _forward_backward(self) -> float:
-        """The mean loss of iter_size passes; DivergenceError before a loss that is not finite can do harm."""
+        """The mean loss of iter_size passes."""
         total = 0.0
         for _ in range(self.param.iter_size):
-            self.net.forward()
-            loss = self.net.loss()
-            if not isfinite(loss):
-                raise diverged(self.net, self.iter, loss)
+            total += self._forward()
             self.net.backward()
-            total += loss
         return total / self.param.iter_size
+
+    def _forward(self) -> float:
+        """The loss of one batch; DivergenceError before one that is not finite can do harm."""
+        self.net.forward()
+        loss = self.net.loss()
+        if not isfinite(loss):
+            raise diverged(self.net, self.iter, loss)
+        return loss
 
     def _display(self, loss: float) -> None:
         assert self._shown
@@ -193,6 +199,9 @@ class Solver:
         outputs = [(name, self.net.blobs[name].data.copy(), self._loss_weights[name]) for name in self.net.outputs]
         speed = (self.iter - last) / max(now - since, 1e-9)
         self.reporter.displayed(self.iter, loss, outputs, speed, now - since, self.param.display)
+        if isclose(loss, SATURATED, abs_tol=1e-3) and not self._saturation_explained:
+            self._saturation_explained = True
+            log.warning("A loss of 87.3365 means probability 0 for every label: the scores overflowed; %s", HINT)
 
     def rate(self) -> float:
         """The learning rate of this iteration; moves the step counter of policies that have one."""
@@ -253,9 +262,7 @@ class Solver:
     def _finish(self) -> None:
         loss = None
         if self.param.display > 0 and self.iter % self.param.display == 0:
-            with self.ops.blas_scope():
-                self.net.forward()
-            self._window.add(self.iter, self.net.loss())
+            self._window.add(self.iter, self._forward())
             loss = self._window.smoothed
         self.reporter.finished(self.iter, loss)
         if self._test_is_due():
@@ -382,6 +389,8 @@ class Solver:
         self._window_restored, self._shown, self._saved = False, None, None
         if content:
             self._take_up(content)
+        else:
+            log.info("No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path)
 
     def _fitting_histories(self, state: State, path: str) -> Sequence[tuple[Array, Array]]:
         """Own history arrays and the file's; ConfigError where they differ in number or in shape."""

@@ -2,6 +2,7 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -342,4 +343,23 @@ def test_sidecar_of_another_format_is_left_alone(tmp_path: Path, caplog: pytest.
     trained(tmp_path, FORMATS["hdf5"])
     with caplog.at_level(logging.WARNING):
         solver_of("").restore(state_of(tmp_path, 3))
-    assert "resuming without it" in caplog.text
+    assert "it is left aside" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["sgd_step_iter_10.solverstate", "sgd_step_iter_10.solverstate.h5", "x.caffepystate"])
+def test_damaged_bytes_give_one_message_or_a_state(name: str, tmp_path: Path) -> None:
+    """Truncated anywhere or with any byte changed, a file loads or is refused; nothing else happens."""
+    path = tmp_path / name
+    if name == "x.caffepystate":
+        sidecar.write(str(path), {"a": np.arange(50), "b": [1, 2, {"c": "d" * 50}]})
+    else:
+        path.write_bytes((SOLVERS / name).read_bytes())
+    content = path.read_bytes()
+    rng = np.random.default_rng(4)
+    for _ in range(150):
+        broken = bytearray(content)
+        for place in rng.integers(len(broken), size=rng.integers(1, 4)):
+            broken[place] = rng.integers(256)
+        path.write_bytes(broken[: rng.integers(len(broken) + 1) if rng.random() < 0.3 else None])
+        with suppress(ConfigError):
+            sidecar.read(str(path)) if name == "x.caffepystate" else snapshot.read_state(str(path))

@@ -268,3 +268,18 @@ def test_debug_info_is_on_in_displayed_iterations_only() -> None:
     solver.step(3)
     assert seen[:: len(solver.net.layers)] == [True, False, True]
     assert solver.test_nets[0].debug_info
+
+
+def test_saturated_loss_is_explained_once(caplog: pytest.LogCaptureFixture) -> None:
+    constant = 'dummy_data_param { shape { } data_filler { type: "constant" value: 87.3365 } } }'
+    net = f'layer {{ name: "in" type: "DummyData" top: "x" {constant}'
+    net += 'layer { name: "r" type: "Power" bottom: "x" top: "loss" loss_weight: 1 } '
+    solver_of("display: 1 ", net).step(3)
+    assert [m for m in caplog.messages if "87.3365" in m] == [caplog.messages[0]]
+
+
+def test_loss_after_the_last_iteration_must_be_finite_too() -> None:
+    solver = solver_of(QUIET + "max_iter: 1 display: 1 ")
+    solver.net.before_forward.append(lambda i: solver.params.data.fill(np.nan) if solver.iter else None)
+    with pytest.raises(DivergenceError, match="iteration 1: the loss is nan"):
+        solver.solve()
