@@ -1,6 +1,18 @@
 """Layers: the contract and one module a family."""
 
-from caffepy.layer import convolution, data, eltwise, embed, inner_product, loss, neuron, normalization, pooling, shape
+from caffepy.layer import (
+    convolution,
+    data,
+    eltwise,
+    embed,
+    inner_product,
+    loss,
+    neuron,
+    normalization,
+    pooling,
+    selection,
+    shape,
+)
 from caffepy.layer.base import Layer, LossLayer, check_counts, create_layer, layer, registry
 
 __all__ = [
@@ -19,5 +31,6 @@ __all__ = [
     "normalization",
     "pooling",
     "registry",
+    "selection",
     "shape",
 ]

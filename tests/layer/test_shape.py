@@ -1,18 +1,13 @@
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError, DataError
+from caffepy.errors import ConfigError
 
 from .harness import Single, check_golden, check_gradient, random
 
 GOLDEN = [
-    "argmax",
-    "argmax_val",
-    "batch_reindex",
     "concat",
     "concat_axis0",
-    "crop",
-    "filter",
     "flatten",
     "reduction_mean",
     "reduction_sum",
@@ -23,144 +18,107 @@ GOLDEN = [
     "split",
     "tile",
 ]
-INDEX = np.array([4.0, 0, 0, 2])
-SELECTOR = np.array([1.0, 0, 0, 2])
 
-# name: prototxt, bottoms, tops, propagate_down, function of the bottoms that gives the tops
+# name: prototxt, bottoms, tops, function of the bottoms that gives the tops
 CASES = {
     "Concat": (
         'type: "Concat"',
         [random(2, 3, 4), random(2, 1, 4), random(2, 2, 4)],
         1,
-        None,
         lambda *x: [np.concatenate(x, 1)],
     ),
     "Concat axis -1": (
         'type: "Concat" concat_param { axis: -1 }',
         [random(2, 3, 4), random(2, 3, 1)],
         1,
-        None,
         lambda *x: [np.concatenate(x, 2)],
     ),
     "Concat concat_dim 0": (
         'type: "Concat" concat_param { concat_dim: 0 }',
         [random(2, 3), random(1, 3)],
         1,
-        None,
         lambda *x: [np.concatenate(x, 0)],
     ),
-    "Concat of one": ('type: "Concat"', [random(2, 3)], 1, None, lambda x: [x]),
-    "Slice": ('type: "Slice"', [random(2, 6, 2)], 3, None, lambda x: np.split(x, 3, 1)),
+    "Concat of one": ('type: "Concat"', [random(2, 3)], 1, lambda x: [x]),
+    "Slice": ('type: "Slice"', [random(2, 6, 2)], 3, lambda x: np.split(x, 3, 1)),
     "Slice points": (
         'type: "Slice" slice_param { axis: 2 slice_point: 1 slice_point: 4 }',
         [random(2, 1, 5)],
         3,
-        None,
         lambda x: np.split(x, [1, 4], 2),
     ),
     "Slice slice_dim 0": (
         'type: "Slice" slice_param { slice_dim: 0 }',
         [random(4, 3)],
         2,
-        None,
         lambda x: np.split(x, 2),
     ),
-    "Slice into one": ('type: "Slice"', [random(2, 3)], 1, None, lambda x: [x]),
-    "Split": ('type: "Split"', [random(2, 3)], 3, None, lambda x: [x, x, x]),
-    "Split into one": ('type: "Split"', [random(2, 3)], 1, None, lambda x: [x]),
-    "Flatten": ('type: "Flatten"', [random(2, 3, 4)], 1, None, lambda x: [x.reshape(2, 12)]),
+    "Slice into one": ('type: "Slice"', [random(2, 3)], 1, lambda x: [x]),
+    "Split": ('type: "Split"', [random(2, 3)], 3, lambda x: [x, x, x]),
+    "Split into one": ('type: "Split"', [random(2, 3)], 1, lambda x: [x]),
+    "Flatten": ('type: "Flatten"', [random(2, 3, 4)], 1, lambda x: [x.reshape(2, 12)]),
     "Flatten the middle": (
         'type: "Flatten" flatten_param { axis: -3 end_axis: 2 }',
         [random(2, 3, 4, 2)],
         1,
-        None,
         lambda x: [x.reshape(2, 12, 2)],
     ),
     "Reshape": (
         'type: "Reshape" reshape_param { shape { dim: 0 dim: -1 dim: 2 } }',
         [random(2, 3, 4)],
         1,
-        None,
         lambda x: [x.reshape(2, 6, 2)],
     ),
     "Reshape appends": (
         'type: "Reshape" reshape_param { shape { dim: 1 dim: 1 } axis: -1 }',
         [random(2, 3)],
         1,
-        None,
         lambda x: [x.reshape(2, 3, 1, 1)],
     ),
     "Reshape inserts": (
         'type: "Reshape" reshape_param { shape { dim: 1 } axis: 1 num_axes: 0 }',
         [random(2, 3)],
         1,
-        None,
         lambda x: [x.reshape(2, 1, 3)],
     ),
-    "Tile": ('type: "Tile" tile_param { tiles: 3 }', [random(2, 3, 2)], 1, None, lambda x: [np.tile(x, (1, 3, 1))]),
+    "Tile": ('type: "Tile" tile_param { tiles: 3 }', [random(2, 3, 2)], 1, lambda x: [np.tile(x, (1, 3, 1))]),
     "Tile axis 0": (
         'type: "Tile" tile_param { axis: 0 tiles: 2 }',
         [random(2, 3)],
         1,
-        None,
         lambda x: [np.tile(x, (2, 1))],
     ),
-    "Reduction": ('type: "Reduction"', [random(2, 3, 4)], 1, None, lambda x: [x.sum()]),
+    "Reduction": ('type: "Reduction"', [random(2, 3, 4)], 1, lambda x: [x.sum()]),
     "Reduction ASUM": (
         'type: "Reduction" reduction_param { operation: ASUM axis: 1 coeff: 2 }',
         [random(2, 3, 4)],
         1,
-        None,
         lambda x: [2 * abs(x).sum((1, 2))],
     ),
     "Reduction SUMSQ": (
         'type: "Reduction" reduction_param { operation: SUMSQ axis: -1 }',
         [random(2, 3, 4)],
         1,
-        None,
         lambda x: [(x * x).sum(2)],
     ),
     "Reduction MEAN": (
         'type: "Reduction" reduction_param { operation: MEAN axis: 1 coeff: 0.5 }',
         [random(2, 3, 4)],
         1,
-        None,
         lambda x: [x.mean((1, 2)) / 2],
-    ),
-    "Crop": (
-        'type: "Crop" crop_param { offset: 1 offset: 2 }',
-        [random(2, 2, 4, 5), random(2, 2, 3, 2)],
-        1,
-        None,
-        lambda x, y: [x[:, :, 1:4, 2:4]],
-    ),
-    "Crop axis 1": (
-        'type: "Crop" crop_param { axis: 1 offset: 1 }',
-        [random(2, 4, 4), random(1, 3, 2)],
-        1,
-        None,
-        lambda x, y: [x[:, 1:4, 1:3]],
-    ),
-    "BatchReindex": ('type: "BatchReindex"', [random(5, 3), INDEX], 1, [True, False], lambda x, i: [x[i.astype(int)]]),
-    "Filter": (
-        'type: "Filter"',
-        [random(4, 3), random(4, 2), SELECTOR],
-        2,
-        [True, True, False],
-        lambda x, y, s: [x[s != 0], y[s != 0]],
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_gradient(case):
-    text, bottoms, tops, propagate_down, _ = CASES[case]
-    check_gradient(text, *bottoms, tops=tops, propagate_down=propagate_down)
+    text, bottoms, tops, _ = CASES[case]
+    check_gradient(text, *bottoms, tops=tops)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_against_numpy(case):
-    text, bottoms, tops, _, function = CASES[case]
+    text, bottoms, tops, function = CASES[case]
     answers = Single(text, *bottoms, tops=tops).forward()
     for answer, expected in zip(answers, function(*bottoms), strict=True):
         np.testing.assert_allclose(answer, expected)
@@ -225,30 +183,9 @@ def test_parameter_is_its_top_and_adds_its_gradient():
         np.testing.assert_array_equal(gradient, 2)
 
 
-def test_argmax_against_sorting():
-    x = np.array([[[3.0, 1, 3, 0], [1, 2, 0, 5]]])
-    (flat,) = Single('type: "ArgMax" argmax_param { top_k: 3 }', x).forward()
-    np.testing.assert_array_equal(flat, [[[7, 2, 0]]])
-    (both,) = Single('type: "ArgMax" argmax_param { top_k: 2 out_max_val: true }', x).forward()
-    np.testing.assert_array_equal(both, [[[7, 2], [5, 3]]])
-    (along,) = Single('type: "ArgMax" argmax_param { axis: 1 }', x).forward()
-    np.testing.assert_array_equal(along, [[[0, 1, 0, 1]]])
-    (values,) = Single('type: "ArgMax" argmax_param { axis: -1 top_k: 2 out_max_val: true }', x).forward()
-    np.testing.assert_array_equal(values, [[[3, 3], [5, 2]]])
-
-
-def test_filter_without_any_item():
-    single = Single('type: "Filter"', random(3, 2), np.zeros(3))
-    (y,) = single.forward()
-    assert y.shape == (0, 2)
-    (dx, _), _ = single.backward([np.zeros((0, 2))], [True, False])
-    np.testing.assert_array_equal(dx, 0)
-
-
 def test_empty_blobs_pass():
     assert Single('type: "Concat"', random(0, 3), random(0, 2)).forward()[0].shape == (0, 5)
     assert [y.shape for y in Single('type: "Slice"', random(0, 4), tops=2).forward()] == [(0, 2), (0, 2)]
-    assert Single('type: "BatchReindex"', random(2, 3), random(0)).forward()[0].shape == (0, 3)
 
 
 @pytest.mark.parametrize(
@@ -310,39 +247,8 @@ def test_empty_blobs_pass():
             "2 shapes for 3 tops",
         ),
         "tile": ('type: "Tile"', [(2, 3)], 1, "tiles must be 1 or more, not 0"),
-        "argmax": ('type: "ArgMax" argmax_param { top_k: 4 }', [(2, 3)], 1, "top_k 4 must lie between 1 and 3"),
-        "crop": ('type: "Crop" crop_param { axis: 1 offset: 2 }', [(2, 3), (2, 2)], 1, "offset 2 and size 2 exceed"),
-        "crop axes": ('type: "Crop" crop_param { axis: 1 }', [(2, 3), (2, 3, 4)], 1, "equally many axes"),
-        "crop offsets": (
-            'type: "Crop" crop_param { axis: 1 offset: 0 offset: 0 }',
-            [(2, 3), (2, 3)],
-            1,
-            "2 offsets for 1 axes",
-        ),
-        "index axes": ('type: "BatchReindex"', [(2, 3), (2, 1)], 1, "one axis"),
-        "selector": ('type: "Filter"', [(2, 3), (3,)], 1, r"shape \[2\] for 2 items"),
-        "filter tops": ('type: "Filter"', [(2, 3), (2,)], 2, "1, not 2"),
     }.values(),
 )
 def test_what_does_not_fit_is_refused(text, shapes, tops, message):
     with pytest.raises(ConfigError, match=message):
         Single(text, *(random(*s) for s in shapes), tops=tops)
-
-
-def test_index_outside_is_named():
-    with pytest.raises(DataError, match="index 5 is not one of the 5 items 0 to 4"):
-        Single('type: "BatchReindex"', random(5, 2), np.array([1.0, 5.0])).forward()
-
-
-@pytest.mark.parametrize(
-    ("text", "bottoms"),
-    {
-        "BatchReindex": ('type: "BatchReindex"', [random(5, 3), INDEX]),
-        "Filter": ('type: "Filter"', [random(4, 3), SELECTOR]),
-    }.values(),
-)
-def test_indices_and_selectors_have_no_gradient(text, bottoms):
-    single = Single(text, *bottoms)
-    single.forward()
-    with pytest.raises(ConfigError, match="propagate_down: false"):
-        single.backward([single.tops[0]])

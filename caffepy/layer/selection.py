@@ -1,0 +1,171 @@
+"""Layers that pick: places of the largest values, windows, items by index or by a selector."""
+
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+
+from caffepy.errors import ConfigError, DataError
+from caffepy.layer.base import Blobs, Layer, layer
+
+
+@layer("ArgMax")
+class ArgMax(Layer):
+    """The places of the top_k largest values, largest first, ties to the larger place; no gradient.
+
+    With `axis`: (..., c, ...) -> (..., top_k, ...), places, or values with out_max_val. Without: (N, ...) ->
+    (N, 1, top_k), or (N, 2, top_k), places and values, with out_max_val.
+    """
+
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check top_k and shape the top."""
+        param, shape = self.param.argmax_param, bottom[0].shape
+        self.axis = bottom[0].axis(param.axis) if param.HasField("axis") else None
+        candidates = prod(shape[1:]) if self.axis is None else shape[self.axis]
+        if not 1 <= param.top_k <= candidates:
+            raise ConfigError(f"argmax_param: top_k {param.top_k} must lie between 1 and {candidates}")
+        if self.axis is None:
+            top[0].reshape([shape[0], 1 + param.out_max_val, param.top_k] + [1] * (len(shape) - 3))
+        else:
+            top[0].reshape([*shape[: self.axis], param.top_k, *shape[self.axis + 1 :]])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Sort by value, then by place."""
+        param, x, y = self.param.argmax_param, bottom[0].data, top[0].data
+        rows = x.reshape(x.shape[0], -1) if self.axis is None else np.moveaxis(x, self.axis, -1)
+        order = np.argsort(rows, axis=-1, kind="stable")[..., : -param.top_k - 1 : -1]
+        values = np.take_along_axis(rows, order, axis=-1)
+        if self.axis is not None:
+            y[...] = np.moveaxis(values if param.out_max_val else order, -1, self.axis)
+            return
+        y = y.reshape(x.shape[0], -1, param.top_k)
+        y[:, 0] = order
+        if param.out_max_val:
+            y[:, 1] = values
+
+    def allow_force_backward(self, index: int) -> bool:
+        """There is no gradient."""
+        return False
+
+
+@layer("Crop")
+class Crop(Layer):
+    """Cuts bottom 0, from the offsets on, to the size of bottom 1 in the axes from `axis` (2 unless given)."""
+
+    bottoms = 2
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check that the window lies inside."""
+        param, axis = self.param.crop_param, bottom[0].axis(self.param.crop_param.axis)
+        shape, wanted = bottom[0].shape, bottom[1].shape
+        if len(shape) != len(wanted):
+            raise ConfigError(f"the bottoms must have equally many axes: {list(shape)} and {list(wanted)}")
+        offsets: list[int] = list(param.offset)
+        cropped = len(shape) - axis
+        if len(offsets) not in (0, 1, cropped):
+            raise ConfigError(f"crop_param: {len(offsets)} offsets for {cropped} axes; give one, or one an axis")
+        if len(offsets) < cropped:
+            offsets = (offsets or [0]) * cropped
+        window = [slice(None)] * axis
+        for i, offset in enumerate(offsets, axis):
+            if offset + wanted[i] > shape[i]:
+                raise ConfigError(f"axis {i}: offset {offset} and size {wanted[i]} exceed the bottom's size {shape[i]}")
+            window.append(slice(offset, offset + wanted[i]))
+        self.window = tuple(window)
+        top[0].reshape([*shape[:axis], *wanted[axis:]])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the window."""
+        self.ops.copy(bottom[0].data[self.window], top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy inside the window, 0 outside; bottom 1 gives only its size: 0."""
+        if propagate_down[0]:
+            bottom[0].diff.fill(0)
+            self.ops.copy(top[0].diff, bottom[0].diff[self.window])
+        if propagate_down[1]:
+            bottom[1].diff.fill(0)
+
+
+@layer("BatchReindex")
+class BatchReindex(Layer):
+    """y[i] = x[index[i]]; x (N, ...), index (M) of whole numbers, y (M, ...)."""
+
+    bottoms = 2
+    in_place = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Shape the top."""
+        if len(bottom[1].shape) != 1:
+            raise ConfigError(f"the indices must have one axis, not {list(bottom[1].shape)}")
+        top[0].reshape([bottom[1].shape[0], *bottom[0].shape[1:]])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the items; DataError for an index outside."""
+        x, index = bottom[0].data, bottom[1].data
+        wrong = ~((index >= 0) & (index < x.shape[0]))
+        if wrong.any():
+            raise DataError(f"index {index[wrong][0]:g} is not one of the {x.shape[0]} items 0 to {x.shape[0] - 1}")
+        np.take(x, index.astype(np.intp), axis=0, out=top[0].data, mode="clip")
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx[index[i]] += dy[i], from 0."""
+        if propagate_down[1]:
+            raise ConfigError("BatchReindex cannot differentiate its indices; give them propagate_down: false")
+        if propagate_down[0]:
+            bottom[0].diff.fill(0)
+            np.add.at(bottom[0].diff, bottom[1].data.astype(np.intp), top[0].diff)
+
+    def allow_force_backward(self, index: int) -> bool:
+        """Indices get no gradient."""
+        return index == 0
+
+
+@layer("Filter")
+class Filter(Layer):
+    """Of each bottom but the last the items whose selector, in the last bottom (N), is not 0: (N, ...) -> (M, ...).
+
+    The tops have the bottoms' shapes until the first forward; M may be 0.
+    """
+
+    bottoms = (2, None)
+    tops = (1, None)
+    in_place = False
+    always_reshape = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Count the tops."""
+        if len(top) != len(bottom) - 1:
+            raise ConfigError(f"Filter has a top for each bottom but the selector: {len(bottom) - 1}, not {len(top)}")
+        self.started = False
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Count the items, but not at the net's construction, when the selector holds nothing yet."""
+        n = bottom[0].shape[0]
+        selector = bottom[-1]
+        if selector.shape[0] != n or selector.count != n:
+            raise ConfigError(f"the selector must have shape [{n}] for {n} items, not {list(selector.shape)}")
+        for i, b in enumerate(bottom[:-1]):
+            if b.shape[0] != n:
+                raise ConfigError(f"bottom {i} has {b.shape[0]} items, the selector {n}")
+        self.chosen = np.flatnonzero(selector.data) if self.started else np.arange(n)
+        self.started = True
+        for b, t in zip(bottom, top, strict=False):
+            t.reshape([len(self.chosen), *b.shape[1:]])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Copy the chosen items."""
+        for b, t in zip(bottom, top, strict=False):
+            np.take(b.data, self.chosen, axis=0, out=t.data, mode="clip")
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dx = dy of the chosen items, 0 of the others."""
+        if propagate_down[-1]:
+            raise ConfigError("Filter cannot differentiate its selector; give it propagate_down: false")
+        for b, t, wanted in zip(bottom, top, propagate_down, strict=False):
+            if wanted:
+                b.diff.fill(0)
+                b.diff[self.chosen] = t.diff
