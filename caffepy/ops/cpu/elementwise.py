@@ -118,11 +118,17 @@ def _weighted_pair(a: float, x: Array, b: float, y: Array, out: Array, lo: int, 
 
 def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) -> None:
     """out = sum of coefficient * x over at least two arrays."""
-    (x, y, *rest), (a, b, *others) = xs, coefficients
-    x, y, flat = x.reshape(-1), y.reshape(-1), out.reshape(-1)
-    parallel(lambda lo, hi: _weighted_pair(a, x, b, y, flat, lo, hi), flat.size, GRAIN)
-    for alpha, z in zip(others, rest, strict=True):
-        axpy(alpha, z, out)
+    (x, y, *rest), flat = (a.reshape(-1) for a in xs), out.reshape(-1)
+    a, b, *others = coefficients
+
+    def piece(lo: int, hi: int) -> None:
+        for i in range(lo, hi, 2 * BLOCK):  # so that a block of sums is still in the cache for the next summand
+            j = min(i + 2 * BLOCK, hi)
+            _weighted_pair(a, x, b, y, flat, i, j)
+            for alpha, z in zip(others, rest, strict=True):
+                _axpy(alpha, z, flat, i, j)
+
+    parallel(piece, flat.size, GRAIN)
 
 
 @kernel
