@@ -115,6 +115,11 @@ def test_messages_can_be_pickled() -> None:
     assert pickle.loads(pickle.dumps(net)) == net
 
 
+def test_import_is_light_and_warns_of_nothing() -> None:
+    code = "import sys, caffepy.proto.text; sys.exit('numpy' in sys.modules)"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], cwd=ROOT, check=True)
+
+
 def test_generated_code_is_that_of_the_schema(tmp_path: Path) -> None:
     if importlib.util.find_spec("grpc_tools") is None:
         pytest.skip("grpcio-tools is not installed")

@@ -42,7 +42,7 @@ SOURCES: dict[str, tuple[str, type[Message]]] = {
     "bytes": (r'raw_data: "\377\000\xfe" data: 1', BlobProto),
     "integers": ("dim: 0 dim: -0 dim: 0x1F dim: 0XfF dim: 017 dim: 00", BlobProto),
     "extreme integers": (f"dim: {2**63 - 1} dim: {-(2**63)} dim: -0x8000000000000000", BlobProto),
-    "floats": ("data: [1, -1, 1., .5, 1e3, 1E-3, 1e+3, 1.5f, 2F, 0.1, 1e-50, 1e40, -1e40, 1e400]", BlobProto),
+    "floats": ("data: [1, -1, 1., .5, 1e3, 1E-3, 1e+3, 1.5f, 0.1, 1e-50, 1e40, -1e40, 1e400]", BlobProto),
     "named floats": ("data: [inf, -inf, nan, Infinity, INF, NaN]", BlobProto),
     "doubles": ("double_data: [0.1, 1e300, -inf]", BlobProto),
     "booleans": ("propagate_down: [true, false, t, f, True, False, 1, 0]", LayerParameter),
@@ -65,7 +65,9 @@ def test_grammar_is_that_of_protobuf(source: str, kind: type[Message]) -> None:
 
 
 def test_grammar_of_protobuf_in_cpp_only() -> None:
-    assert net(r'name: "\?" input_dim: - 5') == NetParameter(name="?", input_dim=[-5])
+    assert net(r'name: "\?" input_dim: - 5 layer { loss_weight: 2F }') == NetParameter(
+        name="?", input_dim=[-5], layer=[LayerParameter(loss_weight=[2])]
+    )
 
 
 def test_real_files() -> None:
@@ -513,7 +515,7 @@ def agree_with_protobuf(source: str) -> None:
         ours = None
     try:
         theirs = text_format.Parse(source, NetParameter()).SerializeToString()
-    except (text_format.ParseError, UnicodeError, ValueError):
+    except (text_format.ParseError, UnicodeError, ValueError, DeprecationWarning):
         theirs = None
     assert ours == theirs
 
