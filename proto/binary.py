@@ -41,7 +41,7 @@ def read_state(path: str) -> SolverState:
 
 def read_blob(path: str) -> BlobProto:
     """The blob of a .binaryproto, such as a mean; DataError says what else the file is."""
-    return _read(path, BlobProto(), "a mean file", DataError)
+    return _read(path, BlobProto(), "a binaryproto", DataError)
 
 
 def _read(path: str, message: M, kind: str, error: type[CaffeError]) -> M:
@@ -160,6 +160,6 @@ def _shaped(blob: BlobProto, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np
         dims = [getattr(blob, extent) for extent in legacy]
     if len(dims) <= 32 and min(dims, default=0) >= 0 and math.prod(dims) == values.size:
         with suppress(ValueError):  # numpy bounds what (0, 2^40, 2^40) would take without the 0
-            return values.reshape(dims).astype(np.float32)
+            return np.require(values.reshape(dims), np.float32, ["C", "W"])
     shape = " ".join(map(str, dims[:32])) + (" ..." if len(dims) > 32 else "")
     raise ConfigError(f"a blob holds {values.size} values, which does not fit its shape ({shape})")

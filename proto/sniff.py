@@ -57,7 +57,7 @@ def _outer_fields(message: type[Message]) -> set[tuple[int, int]]:
 _MESSAGES = {
     "a caffemodel": _outer_fields(caffe_pb2.NetParameter),
     "a solver state": _outer_fields(caffe_pb2.SolverState),
-    "a mean file": _outer_fields(caffe_pb2.BlobProto),
+    "a binaryproto": _outer_fields(caffe_pb2.BlobProto),
     "an ONNX model": {(1, _VARINT), (2, _BYTES), (3, _BYTES), (4, _BYTES), (5, _VARINT), (7, _BYTES), (8, _BYTES)},
 }
 
@@ -76,7 +76,7 @@ _ADVICE = {
 def sniff(path: str) -> str:
     """What the file at `path` looks like, as words for a message; never raises.
 
-    Caffe's own kinds are "a caffemodel", "a solver state", "a mean file", "text", "HDF5", "LMDB" and "LevelDB"; others
+    Caffe's own kinds are "a caffemodel", "a solver state", "a binaryproto", "text", "HDF5", "LMDB" and "LevelDB"; others
     are "empty", "missing", "unreadable", "a directory", "cut short" (protobuf that ends too early: "a caffemodel that
     is cut short"), well-known foreign kinds such as "a PyTorch file", and "unknown binary data".
     """

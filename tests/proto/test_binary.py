@@ -17,7 +17,7 @@ from caffepy.proto.caffe_pb2 import BOOL, DOUBLE, FLOAT, FLOAT16, INT, BlobProto
 GOLDEN = Path(__file__).parents[1] / "golden"
 NET, STATE = GOLDEN / "digits" / "digits_iter_250.caffemodel", GOLDEN / "digits" / "digits_iter_250.solverstate"
 MEAN = GOLDEN / "data" / "mean.binaryproto"
-READERS = {"a caffemodel": binary.read_net, "a solver state": binary.read_state, "a mean file": binary.read_blob}
+READERS = {"a caffemodel": binary.read_net, "a solver state": binary.read_state, "a binaryproto": binary.read_blob}
 FUZZ = settings(
     deadline=None, derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -52,7 +52,7 @@ def test_other_files(wanted: str, path: Path) -> None:
     kind = binary.sniff(str(path))
     if kind == wanted:
         return
-    with pytest.raises(DataError if wanted == "a mean file" else ConfigError) as caught:
+    with pytest.raises(DataError if wanted == "a binaryproto" else ConfigError) as caught:
         READERS[wanted](str(path))
     said = "no such file" if kind == "missing" else f"looks like {kind}, not {wanted}"
     assert said in str(caught.value)

@@ -19,7 +19,7 @@ GOLDEN_KINDS = {
     "digits/digits_test_lmdb": "LMDB",
     "digits/digits_test_lmdb/data.mdb": "LMDB",
     "digits": "a directory",
-    "data/mean.binaryproto": "a mean file",
+    "data/mean.binaryproto": "a binaryproto",
     "data/raw_leveldb": "LevelDB",
     "data/lmdb_plain.npz": "a zip archive",
     "no/such/file": "missing",
@@ -49,9 +49,9 @@ MESSAGES: dict[str, tuple[Message, str]] = {
     "V1 net": (NetParameter(layers=[{"name": "conv"}]), "a caffemodel"),
     "state": (SolverState(iter=3, learned_net="x.caffemodel"), "a solver state"),
     "state of NVCaffe": (SolverState(iter=3, minimum_loss=0.5), "a solver state"),
-    "legacy mean": (BlobProto(num=1, channels=1, height=1, width=1, data=[1]), "a mean file"),
-    "mean": (BlobProto(shape=BlobShape(dim=[2]), data=[1, 2]), "a mean file"),
-    "double mean": (BlobProto(shape=BlobShape(dim=[1]), double_data=[1]), "a mean file"),
+    "legacy mean": (BlobProto(num=1, channels=1, height=1, width=1, data=[1]), "a binaryproto"),
+    "mean": (BlobProto(shape=BlobShape(dim=[2]), data=[1, 2]), "a binaryproto"),
+    "double mean": (BlobProto(shape=BlobShape(dim=[1]), double_data=[1]), "a binaryproto"),
 }
 
 
@@ -107,7 +107,7 @@ def test_words_of_errors(tmp_path: Path) -> None:
     assert str(mismatch(net, "a caffemodel")) == (
         f'"{net}" is damaged: it starts like a caffemodel, but cannot be read'
     )
-    assert isinstance(mismatch(net, "a mean file", DataError), DataError)
+    assert isinstance(mismatch(net, "a binaryproto", DataError), DataError)
     assert str(mismatch(str(GOLDEN / "digits/digits_iter_250.cafemodel"), "a caffemodel")).endswith(
         'no such file, did you mean "digits_iter_250.caffemodel"?'
     )
