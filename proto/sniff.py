@@ -76,9 +76,9 @@ _ADVICE = {
 def sniff(path: str) -> str:
     """What the file at `path` looks like, as words for a message; never raises.
 
-    Caffe's own kinds are "a caffemodel", "a solver state", "a binaryproto", "text", "HDF5", "LMDB" and "LevelDB"; others
-    are "empty", "missing", "unreadable", "a directory", "cut short" (protobuf that ends too early: "a caffemodel that
-    is cut short"), well-known foreign kinds such as "a PyTorch file", and "unknown binary data".
+    Caffe's own kinds are "a caffemodel", "a solver state", "a binaryproto", "text", "HDF5", "LMDB" and "LevelDB"; the
+    first three may be followed by " that is cut short". Others are "empty", "missing", "unreadable", "a directory",
+    "zero bytes", well-known foreign kinds such as "a PyTorch file", and "unknown binary data".
     """
     try:
         if os.path.isdir(path):
