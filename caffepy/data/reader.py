@@ -100,18 +100,23 @@ class Reader:
 
     def stop(self) -> None:
         """End the thread and forget what it made ahead; `take` starts it again after the last batch taken."""
+        if self._end_thread():
+            self._loader.set_state(self._state)
+
+    def close(self) -> None:
+        """End the thread and release what the loader reads."""
+        self._end_thread()
+        self._loader.close()
+
+    def _end_thread(self) -> bool:
+        """Whether there was one."""
         if self._thread is None:
-            return
+            return False
         self._ring.stop()
         self._thread.join()
         self._thread = None
         self._finalizer.detach()
-        self._loader.set_state(self._state)
-
-    def close(self) -> None:
-        """End the thread and release what the loader reads."""
-        self.stop()
-        self._loader.close()
+        return True
 
     def _start(self) -> None:
         self._ring = _Ring(self._batches)

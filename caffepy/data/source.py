@@ -2,31 +2,28 @@
 
 import logging
 import os
-import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from weakref import finalize
 
 import lmdb
 
+from caffepy.data.lmdb_pages import Pages
 from caffepy.errors import DataError
-from caffepy.proto.sniff import sniff
 from caffepy.registry import nearest
 
 log = logging.getLogger(__name__)
 
 Record = tuple[memoryview | bytes, memoryview | bytes]
 
-LMDB_MAGIC = 0xBEEFC0DE
-META_SIZE = 152  # page header and meta struct of a 64-bit LMDB
-
 
 class Source:
     """The records of one database. Reading wraps at the end; a record is valid until `close`."""
 
     kind = ""
+    errors: tuple[type[Exception], ...] = ()  # what the library raises when the database is damaged
 
     def __init__(self, path: str, use: "_Use") -> None:
         self.path = path
@@ -43,12 +40,15 @@ class Source:
 
     def read(self) -> Record:
         """Key and value of the next record; the last one is followed by the first."""
-        record = self._item()
-        self._index += 1
-        if not self._next():
-            log.info("Restarting data prefetching from start.")
-            self._first()
-            self._index = 0
+        try:
+            record = self._item()
+            self._index += 1
+            if not self._next():
+                log.info("Restarting data prefetching from start.")
+                self._first()
+                self._index = 0
+        except self.errors as error:
+            raise DataError(f"{self.path} is damaged near record {self._index}: {error}") from None
         return record
 
     def peek(self) -> Record:
@@ -62,15 +62,18 @@ class Source:
 
     def seek(self, index: int, key: bytes | None = None) -> None:
         """Go to record `index`, directly if its key is given; a key that is not there is looked for by number."""
-        if key is not None and self._find(key):
-            self._index = index
-            return
-        if key is not None:
-            log.warning("%s no longer holds the record %s; going on at record %d", self.path, printable(key), index)
-        self._first()
-        self._index = index % len(self)
-        for _ in range(self._index):
-            self._next()
+        try:
+            if key is not None and self._find(key):
+                self._index = index
+                return
+            if key is not None:
+                log.warning("%s no longer holds record %s; going on at record %d", self.path, printable(key), index)
+            self._first()
+            self._index = index % len(self)
+            for _ in range(self._index):
+                self._next()
+        except self.errors as error:
+            raise DataError(f"{self.path} is damaged before record {index}: {error}") from None
 
     def close(self) -> None:
         """Release the database; no record may be used any more."""
@@ -95,10 +98,11 @@ class LMDB(Source):
     """The unnamed database of an LMDB environment: read-only, without locks, hence also on read-only media."""
 
     kind = "LMDB"
+    errors = (lmdb.Error,)
 
     def __init__(self, path: str, file: str) -> None:
         try:
-            check_lmdb(path, file)
+            self._pages = Pages(path, file)
             super().__init__(path, _acquire(file, _open_lmdb, lambda database: database.begin(buffers=True).cursor()))
         except (lmdb.Error, OSError) as error:
             raise DataError(f"{path} cannot be read as an LMDB: {error}") from None
@@ -108,23 +112,23 @@ class LMDB(Source):
         return int(self._database.stat()["entries"])
 
     def _item(self) -> Record:
-        try:
-            key, value = self._cursor.item()
-        except lmdb.Error as error:
-            raise DataError(f"{self.path} is damaged at record {self._index}: {error}") from None
+        key, value = self._cursor.item()
         return key, value
 
     def _first(self) -> None:
+        if not self._pages.records and not self._pages.whole:
+            self._pages.check_more()
         if not self._cursor.first():
             raise DataError(f"{self.path} is an LMDB without records")
 
     def _next(self) -> bool:
-        try:
-            return bool(self._cursor.next())
-        except lmdb.Error as error:
-            raise DataError(f"{self.path} is damaged after record {self._index - 1}: {error}") from None
+        if self._index >= self._pages.records and not self._pages.whole:
+            self._pages.check_more()
+        return bool(self._cursor.next())
 
     def _find(self, key: bytes) -> bool:
+        while not self._pages.whole:
+            self._pages.check_more()
         return bool(self._cursor.set_key(key))
 
 
@@ -140,6 +144,7 @@ class LevelDB(Source):
             raise DataError(
                 f"{path} is a LevelDB; reading one needs plyvel: pip install caffepy[leveldb], or convert it to an LMDB"
             ) from None
+        self.errors = (plyvel.Error,)
         try:
             super().__init__(path, _acquire(path, plyvel.DB, lambda database: database.raw_iterator()))
         except (plyvel.Error, OSError) as error:
@@ -223,34 +228,6 @@ def _open_lmdb(file: str) -> Any:
 def printable(key: bytes | memoryview) -> str:
     """A key as it stands in messages."""
     return f'"{bytes(key).decode(errors="backslashreplace")}"'
-
-
-def _metas(file: str) -> Iterator[tuple[int, int, int]]:
-    """(transaction, page size, last page) of each of the two meta pages that a file can hold."""
-    with open(file, "rb") as f:
-        page_size = 0
-        for _ in range(2):
-            f.seek(page_size)
-            meta = f.read(META_SIZE)
-            if len(meta) < META_SIZE or struct.unpack_from("<I", meta, 16)[0] != LMDB_MAGIC:
-                return
-            (page_size,) = struct.unpack_from("<I", meta, 40)
-            last_page, transaction = struct.unpack_from("<QQ", meta, 136)
-            yield transaction, page_size, last_page
-
-
-def check_lmdb(path: str, file: str) -> None:
-    """DataError unless the file is an LMDB that has all its pages: LMDB itself would crash on the missing ones."""
-    size = os.path.getsize(file)
-    metas = list(_metas(file))
-    if not metas and (kind := sniff(file)) != "LMDB":
-        raise DataError(f"{path} is not an LMDB: {file} {'is' if kind == 'empty' else 'looks like'} {kind}")
-    _, page_size, last_page = max(metas, default=(0, 4096, 1))
-    needed = (last_page + 1) * page_size
-    if len(metas) < 2 or size < needed:
-        raise DataError(
-            f"{path} is a truncated LMDB: {file} has {size} of at least {needed} bytes; copy or create it anew"
-        )
 
 
 def _look(path: str) -> str:

@@ -71,7 +71,7 @@ def test_position_and_seek(source, read):
 def test_seek_to_a_key_that_is_gone_goes_by_number(source, caplog):
     source.seek(3, b"no such key")
     assert source.position == (3, KEYS[3])
-    assert 'no longer holds the record "no such key"' in caplog.text
+    assert 'no longer holds record "no such key"' in caplog.text
 
 
 def test_several_sources_of_one_environment():
@@ -162,7 +162,7 @@ def test_leveldb_without_plyvel_says_what_to_install(monkeypatch):
 
 
 def damaged(tmp_path, content):
-    (tmp_path / "db").mkdir()
+    (tmp_path / "db").mkdir(parents=True)
     (tmp_path / "db" / "data.mdb").write_bytes(content)
     return str(tmp_path / "db")
 
@@ -188,6 +188,63 @@ def test_damaged_file(case, tmp_path):
     with pytest.raises(DataError, match=message) as raised:
         open_source(damaged(tmp_path, content))
     assert raised.value.exit_code == 4
+
+
+def read_until_error(path):
+    records = 0
+    try:
+        source = open_source(path)
+        while True:
+            source.read()
+            records += 1
+    except DataError as error:
+        return records, error
+
+
+@pytest.mark.parametrize("leaf", [3, 500])
+def test_a_damaged_page_is_met_before_it_is_read(leaf, tmp_path):
+    """LMDB itself would crash on it; the first leaves are checked at once."""
+    make(tmp_path / "db", 20_000, 120)
+    content = bytearray((tmp_path / "db" / "data.mdb").read_bytes())
+    leaves = [p for p in range(2, len(content) // 4096) if content[p * 4096 + 10] == 2]
+    page = leaves[leaf]
+    content[4096 * page : 4096 * (page + 1)] = bytes(4096)
+    path = damaged(tmp_path / "copy", bytes(content))
+    records, error = read_until_error(path)
+    assert f"copy/db is damaged at page {page} of {len(content) // 4096}; copy it anew" in str(error)
+    assert (records > 1000) == (leaf > 100)
+
+
+def test_random_damage_never_crashes(tmp_path):
+    """In a child process, which a crash would end."""
+    make(tmp_path / "small", 500)
+    make(tmp_path / "large", 20, 10_000)
+    program = f"""
+import os, random
+from caffepy.data.source import open_source
+from caffepy.errors import DataError
+random.seed(1)
+for i in range(200):
+    content = bytearray(open(f"{tmp_path}/{{('small', 'large')[i % 2]}}/data.mdb", "rb").read())
+    for _ in range(3):
+        page = random.randrange(len(content) // 4096)
+        content[page * 4096 + random.randrange(150)] = random.randrange(256)
+    os.makedirs(f"{tmp_path}/{{i}}")
+    open(f"{tmp_path}/{{i}}/data.mdb", "wb").write(content)
+    try:
+        source = open_source(f"{tmp_path}/{{i}}")
+        records = [(bytes(k), bytes(v)) for k, v in (source.read() for _ in range(len(source) % 1000))]
+        source.seek(5, b"00000005")
+        print("read")
+    except DataError:
+        print("refused")
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.split()
+    assert len(lines) == 200
+    assert lines.count("refused") > 20
 
 
 def test_missing_and_foreign_paths(tmp_path):
