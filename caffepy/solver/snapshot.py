@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from glob import escape as glob_escape
 from glob import glob
@@ -18,7 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from caffepy.blob import Array
+from caffepy.blob import Array, shape_string
 from caffepy.errors import CaffeError, ConfigError
 from caffepy.files import replacing
 from caffepy.net import Net
@@ -173,6 +173,30 @@ def _read_hdf5(path: str) -> State:
         raise
     except Exception as error:  # h5py fails in many ways on damaged files
         raise ConfigError(f"not a whole HDF5 solver state: {error}", path) from None
+
+
+def check_histories(state: State, own: Sequence[Array], path: str) -> None:
+    """ConfigError unless the state has as many history arrays as there are here, of these shapes."""
+    if len(state.history) != len(own):
+        raise ConfigError(
+            f"Incorrect length of history blobs: {len(state.history)} in the file, {len(own)} in this solver; is it of "
+            "another net or of another solver type?",
+            path,
+        )
+    for i, (mine, read) in enumerate(zip(own, state.history, strict=True)):
+        if mine.size != read.size or _significant(mine.shape) != _significant(read.shape):
+            raise ConfigError(
+                f"history blob {i} has shape {shape_string(read.shape)} in the file, "
+                f"{shape_string(mine.shape)} in this solver",
+                path,
+            )
+
+
+def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape without its leading ones, which old files add."""
+    while shape[:1] == (1,):
+        shape = shape[1:]
+    return shape
 
 
 def find_model(learned_net: str, state_path: str) -> str:

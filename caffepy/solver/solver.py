@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import isclose, isfinite, sqrt
 from typing import Any, Protocol
 
@@ -24,7 +24,17 @@ from caffepy.solver.params import Params
 from caffepy.solver.policy import advance, rate
 from caffepy.solver.reporter import Output, Reporter, Silent
 from caffepy.solver.signals import Action
-from caffepy.solver.snapshot import Files, State, check_folder, find_model, read_sidecar, read_state, verify, write
+from caffepy.solver.snapshot import (
+    Files,
+    State,
+    check_folder,
+    check_histories,
+    find_model,
+    read_sidecar,
+    read_state,
+    verify,
+    write,
+)
 from caffepy.solver.update import Update, rules
 from caffepy.solver.window import LossWindow
 
@@ -377,38 +387,21 @@ class Solver:
                 f'type: "{content["type"]}", or give the model as weights to start anew from it',
                 path,
             )
-        histories = self._fitting_histories(state, path)
+        own = [part for flat in self.history for part in self.params.split(flat)]
+        check_histories(state, own, path)
         model = find_model(state.learned_net, path)
         if content:
             verify(content, path, model)
         load_weights(self.net, model)
         log.info("SGDSolver: restoring history")
-        for own, read in histories:
-            own[...] = read.reshape(own.shape)
+        for mine, read in zip(own, state.history, strict=True):
+            mine[...] = read.reshape(mine.shape)
         self.iter, self.current_step = state.iteration, state.current_step
         self._window_restored, self._shown, self._saved = False, None, None
         if content:
             self._take_up(content)
         else:
             log.info("No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path)
-
-    def _fitting_histories(self, state: State, path: str) -> Sequence[tuple[Array, Array]]:
-        """Own history arrays and the file's; ConfigError where they differ in number or in shape."""
-        own = [part for flat in self.history for part in self.params.split(flat)]
-        if len(state.history) != len(own):
-            raise ConfigError(
-                f"Incorrect length of history blobs: {len(state.history)} in the file, {len(own)} in this solver (type "
-                f"{self.param.type}, {len(self.params.blobs)} parameters); is it of another net or solver type?",
-                path,
-            )
-        for i, (mine, read) in enumerate(zip(own, state.history, strict=True)):
-            if mine.size != read.size or _significant(mine.shape) != _significant(read.shape):
-                raise ConfigError(
-                    f"history blob {i} has shape {shape_string(read.shape)} in the file, "
-                    f"{shape_string(mine.shape)} in this solver",
-                    path,
-                )
-        return list(zip(own, state.history, strict=True))
 
     def _take_up(self, content: dict[str, Any]) -> None:
         positions = content["positions"]
@@ -437,10 +430,3 @@ class Solver:
                 at_field(self.path, "snapshot_format"),
             )
         return model + state + SNAPSHOT_SLACK
-
-
-def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its leading ones, which old files add."""
-    while shape[:1] == (1,):
-        shape = shape[1:]
-    return shape

@@ -332,9 +332,8 @@ def _check_all(folder: Path, settings: str) -> None:
             assert solver.iter == int(path.name.split("_")[2].split(".")[0])
         else:
             assert sidecar.read(str(path)) is not None
-        path.unlink()
     for path in folder.iterdir():
-        assert path.name.endswith(".tmp"), path
+        assert path.name.startswith("s_iter_") or path.name.endswith(".tmp"), path
         path.unlink()
 
 
