@@ -53,7 +53,7 @@ def train(
     progress: bool | None = None,
     threads: int | None = None,
 ) -> TrainResult:
-    """Train as the solver file says, from the main thread; raises the errors of `caffepy.errors`.
+    """Train as the solver file says; raises the errors of `caffepy.errors`.
 
     `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the newest good one under
     the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). SIGTERM stops with a

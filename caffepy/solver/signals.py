@@ -1,6 +1,7 @@
 """What signals ask of a run. Handlers only note the signal; the solver polls at its own pace."""
 
 import signal
+import threading
 from enum import Flag
 from types import FrameType, TracebackType
 from typing import Any
@@ -28,10 +29,10 @@ def effect(name: str) -> Action:
 
 
 class Signals:
-    """A context in which SIGINT, SIGHUP and SIGTERM are noted instead of ending the process; main thread only.
+    """A context in which SIGINT, SIGHUP and SIGTERM are noted instead of ending the process.
 
     SIGTERM asks for a snapshot and a stop. A second SIGINT or SIGTERM after one that asked to stop raises
-    KeyboardInterrupt at once.
+    KeyboardInterrupt at once. Python handles signals in the main thread only; in another, the context does nothing.
     """
 
     def __init__(self, sigint_effect: str = "stop", sighup_effect: str = "snapshot") -> None:
@@ -50,8 +51,9 @@ class Signals:
         return asked
 
     def __enter__(self) -> "Signals":
-        for number in self.effects:
-            self._before[number] = signal.signal(number, self._note)
+        if threading.current_thread() is threading.main_thread():
+            for number in self.effects:
+                self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(

@@ -1,5 +1,6 @@
 import os
 import signal
+import threading
 
 import pytest
 
@@ -44,6 +45,20 @@ def test_handlers_are_put_back() -> None:
     with Signals():
         assert signal.getsignal(signal.SIGINT) not in before
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)] == before
+
+
+def test_other_threads_leave_the_handlers_alone() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def enter() -> None:
+        with Signals() as signals:
+            seen.append((signal.getsignal(signal.SIGTERM), signals.poll()))
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert seen == [(before, Action.NONE)]
 
 
 def test_unknown_effect_is_refused() -> None:
