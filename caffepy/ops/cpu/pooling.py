@@ -1,6 +1,8 @@
 """Max and average pooling over planes of (N, C, H, W). Kernel, stride and pad are (height, width) pairs."""
 
-from typing import Any
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,81 +14,157 @@ Array = NDArray[Any]
 Pair = tuple[int, int]
 
 
+class _Layout(NamedTuple):
+    """Planes taken apart by row and column modulo stride, with their padding.
+
+    In such a buffer element (a, b) of every window lies at its own offset from the window's number i * columns + j, so
+    that a pass over all windows of a plane reads memory in order.
+    """
+
+    size: int  # of the buffer
+    windows: int  # Ho * columns: some numbers stand for no window
+    place: Array  # (H * W): of each element of a plane in the buffer
+    taps: Array  # (kh * kw, 2): offset of an element of a window in the buffer and in the plane
+    number: Array  # (Ho * Wo): of each window
+    start: Array  # (Ho * Wo): where it begins in the plane, perhaps before it
+    corner: Array  # (Ho * Wo): likewise, the nearest element of the plane
+    area: Array  # (Ho * Wo): of its part in the plane or its padding, at least 1
+
+
+@lru_cache(maxsize=256)
+def _layout(plane: Pair, out: Pair, kernel: Pair, stride: Pair, pad: Pair) -> _Layout:
+    (h, w), (ho, wo), (kh, kw), (sh, sw), (ph, pw) = plane, out, kernel, stride, pad
+    rows = max(ho + (kh - 1) // sh + 1, (h + ph - 1) // sh + 1)
+    columns = max(wo + (kw - 1) // sw, (w + pw - 1) // sw + 1)
+
+    def place(r: Array, c: Array) -> Array:
+        """In the buffer, of row r and column c counted from the padding's corner."""
+        return ((r % sh * sw + c % sw) * rows + r // sh) * columns + c // sw
+
+    r, c = np.indices((h, w)).reshape(2, -1)
+    a, b = np.indices((kh, kw)).reshape(2, -1)
+    i, j = np.indices((ho, wo)).reshape(2, -1)
+    top, left = i * sh - ph, j * sw - pw
+    area = np.maximum(np.minimum(top + kh, h + ph) - top, 1) * np.maximum(np.minimum(left + kw, w + pw) - left, 1)
+    return _Layout(
+        rows * columns * sh * sw,
+        ho * columns,
+        place(r + ph, c + pw).astype(np.int32),
+        np.stack([place(a, b), a * w + b], 1).astype(np.int32),
+        (i * columns + j).astype(np.int32),
+        (top * w + left).astype(np.int32),
+        (np.clip(top, 0, h - 1) * w + np.clip(left, 0, w - 1)).astype(np.int32),
+        area.astype(np.int32),
+    )
+
+
 @kernel
 def _max_forward(
-    x: Array, y: Array, index: Array, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, lo: int, hi: int
+    x: Array,
+    y: Array,
+    index: Array,
+    size: int,
+    windows: int,
+    place: Array,
+    taps: Array,
+    number: Array,
+    start: Array,
+    corner: Array,
+    area: Array,
+    lo: int,
+    hi: int,
 ) -> None:
-    h, w = x.shape[1:]
-    ho, wo = y.shape[1:]
+    buffer = np.full(size, -np.inf, x.dtype)
+    best, where = np.empty(windows, x.dtype), np.empty(windows, np.int32)
     for n in range(lo, hi):
-        for i in range(ho):
-            top, bottom = max(i * sh - ph, 0), min(i * sh - ph + kh, h)
-            for j in range(wo):
-                left, right = max(j * sw - pw, 0), min(j * sw - pw + kw, w)
-                best, at = x.dtype.type(-np.inf), -1
-                for a in range(top, bottom):
-                    for b in range(left, right):
-                        v = x[n, a, b]
-                        if v > best:
-                            best, at = v, a * w + b
-                if at < 0:  # nothing but NaN or -inf, or strides beyond the kernel led out of the plane
-                    at = min(top, h - 1) * w + min(left, w - 1)
-                    best = x[n, at // w, at % w]
-                y[n, i, j] = best
-                index[n, i, j] = at
+        for e in range(place.size):
+            buffer[np.uint32(place[e])] = x[n, e]
+        best[:] = -np.inf
+        where[:] = -1
+        for t in range(taps.shape[0]):
+            source, tap = buffer[taps[t, 0] :], taps[t, 1]
+            for q in range(windows):
+                v, old, at = source[q], best[q], where[q]
+                best[q] = v if v > old else old
+                where[q] = tap if v > old else at
+        for o in range(number.size):
+            q = np.uint32(number[o])
+            if where[q] >= 0:
+                y[n, o], index[n, o] = best[q], start[o] + where[q]
+            else:  # nothing but NaN or -inf, or strides beyond the kernel led out of the plane
+                y[n, o], index[n, o] = x[n, corner[o]], corner[o]
 
 
 @kernel
 def _max_backward(dy: Array, index: Array, dx: Array, lo: int, hi: int) -> None:
     for n in range(lo, hi):
-        plane = dx[n].reshape(-1)
+        plane = dx[n]
         plane[:] = 0
-        for i in range(dy.shape[1]):
-            for j in range(dy.shape[2]):
-                plane[index[n, i, j]] += dy[n, i, j]
+        for o in range(dy.shape[1]):
+            plane[np.uint32(index[n, o])] += dy[n, o]
 
 
 @kernel
-def _ave_forward(x: Array, y: Array, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, lo: int, hi: int) -> None:
-    h, w = x.shape[1:]
-    ho, wo = y.shape[1:]
+def _ave_forward(
+    x: Array,
+    y: Array,
+    size: int,
+    windows: int,
+    place: Array,
+    taps: Array,
+    number: Array,
+    start: Array,
+    corner: Array,
+    area: Array,
+    lo: int,
+    hi: int,
+) -> None:
+    buffer, total = np.zeros(size, x.dtype), np.empty(windows, x.dtype)
     for n in range(lo, hi):
-        for i in range(ho):
-            top, bottom = i * sh - ph, min(i * sh - ph + kh, h + ph)
-            for j in range(wo):
-                left, right = j * sw - pw, min(j * sw - pw + kw, w + pw)
-                total = x.dtype.type(0)
-                for a in range(max(top, 0), min(bottom, h)):
-                    for b in range(max(left, 0), min(right, w)):
-                        total += x[n, a, b]
-                y[n, i, j] = total / x.dtype.type(max(bottom - top, 1) * max(right - left, 1))
+        for e in range(place.size):
+            buffer[np.uint32(place[e])] = x[n, e]
+        total[:] = 0
+        for t in range(taps.shape[0]):
+            source = buffer[taps[t, 0] :]
+            for q in range(windows):
+                total[q] += source[q]
+        for o in range(number.size):
+            y[n, o] = total[np.uint32(number[o])] / area[o]
 
 
 @kernel
-def _ave_backward(dy: Array, dx: Array, kh: int, kw: int, sh: int, sw: int, ph: int, pw: int, lo: int, hi: int) -> None:
-    h, w = dx.shape[1:]
-    ho, wo = dy.shape[1:]
+def _ave_backward(
+    dy: Array,
+    dx: Array,
+    size: int,
+    windows: int,
+    place: Array,
+    taps: Array,
+    number: Array,
+    start: Array,
+    corner: Array,
+    area: Array,
+    lo: int,
+    hi: int,
+) -> None:
+    buffer, share = np.empty(size, dy.dtype), np.zeros(windows, dy.dtype)
     for n in range(lo, hi):
-        dx[n] = 0
-        for i in range(ho):
-            top, bottom = i * sh - ph, min(i * sh - ph + kh, h + ph)
-            for j in range(wo):
-                left, right = j * sw - pw, min(j * sw - pw + kw, w + pw)
-                share = dy[n, i, j] / dx.dtype.type(max(bottom - top, 1) * max(right - left, 1))
-                for a in range(max(top, 0), min(bottom, h)):
-                    for b in range(max(left, 0), min(right, w)):
-                        dx[n, a, b] += share
+        for o in range(number.size):
+            share[np.uint32(number[o])] = dy[n, o] / area[o]
+        buffer[:] = 0
+        for t in range(taps.shape[0]):
+            to = buffer[taps[t, 0] :]
+            for q in range(windows):
+                to[q] += share[q]
+        for e in range(place.size):
+            dx[n, e] = buffer[np.uint32(place[e])]
 
 
-def _planes(a: Array) -> Array:
-    n, c, h, w = a.shape
-    return a.reshape(n * c, h, w)
-
-
-def _grain(a: Array) -> int:
-    """Planes that make a piece worth a thread."""
-    plane: int = a.shape[1] * a.shape[2]
-    return max(1, 20_000 // max(1, plane))
+def _share(loop: Any, layout: _Layout, *arrays: Array) -> None:
+    """Call loop on the planes of (N, C, H, W) arrays."""
+    n, c = arrays[0].shape[:2]
+    planes = [a.reshape(n * c, prod(a.shape[2:])) for a in arrays]
+    parallel(lambda lo, hi: loop(*planes, *layout, lo, hi), n * c, 1 + 20_000 // layout.size)
 
 
 def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
@@ -94,23 +172,25 @@ def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pai
 
     A window that holds nothing but NaN keeps its first element.
     """
-    x, y, index = _planes(x), _planes(y), _planes(index)
-    parallel(lambda lo, hi: _max_forward(x, y, index, *kernel, *stride, *pad, lo, hi), x.shape[0], _grain(x))
+    _share(_max_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), x, y, index)
 
 
 def max_pool_backward(dy: Array, index: Array, dx: Array) -> None:
     """Write dx: each dy goes to the element that its index names."""
-    dy, index, dx = _planes(dy), _planes(index), _planes(dx)
-    parallel(lambda lo, hi: _max_backward(dy, index, dx, lo, hi), dx.shape[0], _grain(dx))
+    n, c, *plane = dx.shape
+    dy, index, dx = (
+        dy.reshape(n * c, prod(dy.shape[2:])),
+        index.reshape(n * c, prod(dy.shape[2:])),
+        dx.reshape(n * c, prod(plane)),
+    )
+    parallel(lambda lo, hi: _max_backward(dy, index, dx, lo, hi), n * c, 1 + 20_000 // prod(plane))
 
 
 def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write the mean of each window; padding counts in the divisor, what hangs over it does not."""
-    x, y = _planes(x), _planes(y)
-    parallel(lambda lo, hi: _ave_forward(x, y, *kernel, *stride, *pad, lo, hi), x.shape[0], _grain(x))
+    _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), x, y)
 
 
 def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write dx: each dy shared evenly over its window."""
-    dy, dx = _planes(dy), _planes(dx)
-    parallel(lambda lo, hi: _ave_backward(dy, dx, *kernel, *stride, *pad, lo, hi), dx.shape[0], _grain(dx))
+    _share(_ave_backward, _layout(dx.shape[2:], dy.shape[2:], kernel, stride, pad), dy, dx)
