@@ -2,6 +2,8 @@
 
 s_c = k + alpha/size * sum of x^2 over the `size` channels around c;  y = x * s^-beta;
 dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s.
+
+With the usual beta of 0.75, s^-beta is 1/sqrt(s) times its own square root: vector code, and as exact as a power.
 """
 
 from math import prod
@@ -16,38 +18,76 @@ from caffepy.ops.cpu.threads import parallel
 Array = NDArray[Any]
 
 
+PIXELS = 256  # worked on at a time, for all channels, so that they stay in cache
+
+
 @kernel
-def _forward(x: Array, y: Array, scale: Array, half: int, alpha: Any, beta: Any, k: Any, lo: int, hi: int) -> None:
-    channels, pixels = x.shape[1], x.shape[2]
+def _forward(
+    x: Array, y: Array, scale: Array, half: int, alpha: Any, beta: Any, k: Any, fast: bool, lo: int, hi: int
+) -> None:
+    channels, pixels = x.shape[1:]
+    total = np.empty(PIXELS, x.dtype)
     for n in range(lo, hi):
-        for c in range(channels):
-            s, v, u = scale[n, c], x[n, c], y[n, c]
-            for p in range(pixels):
-                s[p] = x.dtype.type(0)
-            for d in range(max(0, c - half), min(channels, c + half + 1)):
-                w = x[n, d]
-                for p in range(pixels):
-                    s[p] += w[p] * w[p]
-            for p in range(pixels):
-                s[p] = k + alpha * s[p]
-                u[p] = v[p] * s[p] ** -beta
+        for a in range(0, pixels, PIXELS):
+            b = min(a + PIXELS, pixels)
+            for c in range(channels):
+                total[:] = 0
+                for d in range(max(0, c - half), min(channels, c + half + 1)):
+                    v = x[n, d, a:b]
+                    for p in range(v.size):
+                        total[p] += v[p] * v[p]
+                s = scale[n, c, a:b]
+                for p in range(s.size):
+                    s[p] = k + alpha * total[p]
+            for c in range(channels):
+                s, v, u = scale[n, c, a:b], x[n, c, a:b], y[n, c, a:b]
+                if fast:
+                    for p in range(s.size):
+                        root = 1 / np.sqrt(s[p])
+                        u[p] = v[p] * root * np.sqrt(root)
+                else:
+                    for p in range(s.size):
+                        u[p] = v[p] * s[p] ** -beta
 
 
 @kernel
 def _backward(
-    x: Array, y: Array, scale: Array, dy: Array, dx: Array, half: int, factor: Any, beta: Any, lo: int, hi: int
+    x: Array,
+    y: Array,
+    scale: Array,
+    dy: Array,
+    dx: Array,
+    half: int,
+    factor: Any,
+    beta: Any,
+    fast: bool,
+    lo: int,
+    hi: int,
 ) -> None:
-    channels, pixels = x.shape[1], x.shape[2]
-    total = np.empty(pixels, x.dtype)
+    channels, pixels = x.shape[1:]
+    total = np.empty(PIXELS, x.dtype)
+    ratio = np.empty((channels, PIXELS), x.dtype)
     for n in range(lo, hi):
-        for c in range(channels):
-            total[:] = 0
-            for d in range(max(0, c - half), min(channels, c + half + 1)):
-                v, u, s = dy[n, d], y[n, d], scale[n, d]
-                for p in range(pixels):
-                    total[p] += v[p] * u[p] / s[p]
-            for p in range(pixels):
-                dx[n, c, p] = dy[n, c, p] * scale[n, c, p] ** -beta - factor * x[n, c, p] * total[p]
+        for a in range(0, pixels, PIXELS):
+            b = min(a + PIXELS, pixels)
+            for c in range(channels):
+                r, v, u, s = ratio[c], dy[n, c, a:b], y[n, c, a:b], scale[n, c, a:b]
+                for p in range(s.size):
+                    r[p] = v[p] * u[p] / s[p]
+            for c in range(channels):
+                total[:] = 0
+                for d in range(max(0, c - half), min(channels, c + half + 1)):
+                    r = ratio[d]
+                    for p in range(b - a):
+                        total[p] += r[p]
+                s, v, u, w = scale[n, c, a:b], dy[n, c, a:b], x[n, c, a:b], dx[n, c, a:b]
+                if fast:
+                    for p in range(s.size):
+                        root = 1 / np.sqrt(s[p])
+                        w[p] = v[p] * root * np.sqrt(root) - factor * u[p] * total[p]
+                else:
+                    for p in range(s.size):
+                        w[p] = v[p] * s[p] ** -beta - factor * u[p] * total[p]
 
 
 def _planes(a: Array) -> Array:
@@ -58,7 +98,10 @@ def lrn_forward(x: Array, y: Array, scale: Array, size: int, alpha: float, beta:
     """Write scale (s above) and y; all (N, C, ...)."""
     t = x.dtype.type
     x, y, scale = _planes(x), _planes(y), _planes(scale)
-    parallel(lambda lo, hi: _forward(x, y, scale, size // 2, t(alpha / size), t(beta), t(k), lo, hi), x.shape[0])
+    parallel(
+        lambda lo, hi: _forward(x, y, scale, size // 2, t(alpha / size), t(beta), t(k), beta == 0.75, lo, hi),
+        x.shape[0],
+    )
 
 
 def lrn_backward(x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float) -> None:
@@ -66,4 +109,6 @@ def lrn_backward(x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: i
     t = x.dtype.type
     x, y, scale, dy, dx = _planes(x), _planes(y), _planes(scale), _planes(dy), _planes(dx)
     factor = t(2 * alpha * beta / size)
-    parallel(lambda lo, hi: _backward(x, y, scale, dy, dx, size // 2, factor, t(beta), lo, hi), x.shape[0])
+    parallel(
+        lambda lo, hi: _backward(x, y, scale, dy, dx, size // 2, factor, t(beta), beta == 0.75, lo, hi), x.shape[0]
+    )
