@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from caffepy.pycaffe.layer import Layer
     from caffepy.pycaffe.mode import set_mode_cpu, set_random_seed
     from caffepy.pycaffe.net import Net
     from caffepy.pycaffe.solver import SGDSolver, get_solver
@@ -16,6 +17,7 @@ TRAIN = 0
 TEST = 1
 
 _homes = {
+    "Layer": "caffepy.pycaffe.layer",
     "Net": "caffepy.pycaffe.net",
     "SGDSolver": "caffepy.pycaffe.solver",
     "get_solver": "caffepy.pycaffe.solver",
@@ -26,6 +28,7 @@ _homes = {
 __all__ = [
     "TEST",
     "TRAIN",
+    "Layer",
     "Net",
     "SGDSolver",
     "__version__",

@@ -10,6 +10,8 @@ from caffepy.layer import (
     neuron,
     normalization,
     pooling,
+    python,
+    recurrent,
     selection,
     shape,
 )
@@ -30,6 +32,8 @@ __all__ = [
     "neuron",
     "normalization",
     "pooling",
+    "python",
+    "recurrent",
     "registry",
     "selection",
     "shape",

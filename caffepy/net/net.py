@@ -282,7 +282,7 @@ class Net:
                 for index in range(start, len(self.layers) if end is None else end + 1):
                     self._forward_layer(index)
         except CaffeError as error:
-            raise error.at(where(self.path, self.param.layer[index])) from None
+            raise error.at(where(self.path, self.param.layer[index])) from error.__cause__
 
     def _forward_layer(self, index: int) -> None:
         layer, bottom, top = self.layers[index], self.bottoms[index], self.tops[index]
@@ -316,7 +316,7 @@ class Net:
                 for index in range(start, end - 1, -1):
                     self._backward_layer(index)
         except CaffeError as error:
-            raise error.at(where(self.path, self.param.layer[index])) from None
+            raise error.at(where(self.path, self.param.layer[index])) from error.__cause__
         if self.debug_info:
             debug.norms(self)
 
@@ -392,4 +392,4 @@ class Net:
         try:
             yield
         except CaffeError as error:
-            raise error.at(where(self.path, layer_param)) from None
+            raise error.at(where(self.path, layer_param)) from error.__cause__

@@ -12,12 +12,13 @@ from caffepy.blob import Array
 from caffepy.device import Device
 from caffepy.errors import CaffeError
 from caffepy.layer import Layer as InnerLayer
+from caffepy.layer.python import Python
 from caffepy.net import Net as Inner
 from caffepy.net import weights
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import NetState, Phase
+from caffepy.pyblob import Blob, BlobVec, wrap
 from caffepy.pycaffe import mode
-from caffepy.pycaffe.blob import Blob, BlobVec, wrap
 
 
 class Layer:
@@ -34,7 +35,7 @@ class Layer:
     @property
     def blobs(self) -> BlobVec:
         """The parameters."""
-        return BlobVec(self._inner.blobs)
+        return BlobVec(self._inner.blobs, self._inner.dtype)
 
 
 class Net:
@@ -76,7 +77,7 @@ class Net:
         self._net = inner
         self._blobs = OrderedDict((name, wrap(blob)) for name, blob in inner.blobs.items())
         pairs = zip(inner.layer_names, inner.layers, strict=True)
-        self._params = OrderedDict((name, BlobVec(layer.blobs)) for name, layer in pairs if layer.blobs)
+        self._params = OrderedDict((name, BlobVec(layer.blobs, layer.dtype)) for name, layer in pairs if layer.blobs)
 
     @property
     def blobs(self) -> "OrderedDict[str, Blob]":
@@ -94,12 +95,12 @@ class Net:
         return OrderedDict(self._net.blob_loss_weights)
 
     @property
-    def layers(self) -> list[Layer]:
-        """All layers in order."""
-        return [Layer(layer) for layer in self._net.layers]
+    def layers(self) -> list[Any]:
+        """All layers in order; a Python layer is the object of the user's class."""
+        return [layer.instance if isinstance(layer, Python) else Layer(layer) for layer in self._net.layers]
 
     @property
-    def layer_dict(self) -> "OrderedDict[str, Layer]":
+    def layer_dict(self) -> "OrderedDict[str, Any]":
         """Layers by name."""
         return OrderedDict(zip(self._net.layer_names, self.layers, strict=True))
 

@@ -1,7 +1,10 @@
-"""pycaffe's view of a blob."""
+"""Blobs as pycaffe's scripts and Python layers see them."""
 
 from collections.abc import Sequence
 from typing import overload
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from caffepy.blob import Array
 from caffepy.blob import Blob as Inner
@@ -66,8 +69,9 @@ class Blob:
 class BlobVec(Sequence[Blob]):
     """The parameters of a layer, in order."""
 
-    def __init__(self, inner: list[Inner]) -> None:
+    def __init__(self, inner: list[Inner], dtype: DTypeLike = np.float32) -> None:
         self._inner = inner
+        self._dtype = dtype
 
     @overload
     def __getitem__(self, index: int) -> Blob: ...
@@ -81,7 +85,7 @@ class BlobVec(Sequence[Blob]):
 
     def add_blob(self, *shape: int) -> None:
         """Append a zero-filled parameter of this shape."""
-        self._inner.append(Inner(shape, self._inner[0].dtype if self._inner else "f4"))
+        self._inner.append(Inner(shape, self._dtype))
 
 
 def wrap(inner: Inner) -> Blob:

@@ -1,0 +1,72 @@
+"""Layers whose code is the user's."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from caffepy.errors import ConfigError
+from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.pyblob import BlobVec, wrap_all
+from caffepy.user_code import UserCode
+
+
+@layer("Python")
+class Python(Layer):
+    """Any bottoms -> any tops, by the class `layer` of the module `module`.
+
+    Its object, `instance`, gets param_str, phase and blobs, and is called with lists of blobs as pycaffe shows them. It
+    multiplies by its loss weight (`top[0].diff`) and adds to the diffs of its parameters itself. ConfigError names the
+    file and the line of user code that raised.
+    """
+
+    bottoms = (0, None)
+    tops = (0, None)
+    always_reshape = True
+    instance: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.share_in_parallel = self.param.python_param.share_in_parallel
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Find the class and make its object; a layer that several nets share is set up once."""
+        if self.instance is not None:
+            return
+        param = self.param.python_param
+        if not param.module or not param.layer:
+            raise ConfigError('python_param needs "module", the name of a Python module, and "layer", a class in it')
+        self._code = UserCode(param.module, self.path)
+        made_by = self._code.find(param.layer)
+        for method in ("reshape", "forward"):
+            if not callable(getattr(made_by, method, None)) and isinstance(made_by, type):
+                raise ConfigError(f'class "{param.layer}" ({self._code.file}) has no method "{method}"')
+        self.instance = self._code.call(made_by, *([self.param] if _takes_one(made_by) else []))
+        self.instance.param_str = param.param_str
+        self.instance.phase = self.phase
+        self.instance.blobs = BlobVec(self.blobs, self.dtype)
+        if hasattr(self.instance, "setup"):
+            self._code.call(self.instance.setup, wrap_all(bottom), wrap_all(top))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Let the user's code shape the tops."""
+        self._code.call(self.instance.reshape, wrap_all(bottom), wrap_all(top))
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Let the user's code write the tops."""
+        self._code.call(self.instance.forward, wrap_all(bottom), wrap_all(top))
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Let the user's code write bottom diffs and add parameter diffs."""
+        if not hasattr(self.instance, "backward"):
+            super().backward(top, propagate_down, bottom)
+            return
+        self._code.call(self.instance.backward, wrap_all(top), list(propagate_down), wrap_all(bottom))
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether the function, or the class, can be called with one argument."""
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError):
+        return False
+    return True
