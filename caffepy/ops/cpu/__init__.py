@@ -49,6 +49,7 @@ from caffepy.ops.cpu.normalization import (
     batch_norm_statistics,
 )
 from caffepy.ops.cpu.pooling import ave_pool_backward, ave_pool_forward, max_pool_backward, max_pool_forward
+from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cpu.threads import blas_scope, num_threads, parallel, set_num_threads
 from caffepy.ops.cpu.transform import transform_batch
 from caffepy.ops.cpu.update import (
@@ -61,6 +62,8 @@ from caffepy.ops.cpu.update import (
 )
 
 __all__ = [
+    "LSTM",
+    "RNN",
     "Convolution",
     "accuracy",
     "adadelta_update",
@@ -87,6 +90,8 @@ __all__ = [
     "elu_forward",
     "lrn_backward",
     "lrn_forward",
+    "lstm_unit_backward",
+    "lstm_unit_forward",
     "matmul",
     "max_pool_backward",
     "max_pool_forward",

@@ -1,0 +1,334 @@
+"""Recurrent layers: T steps of N independent streams, (T, N, ...), with `cont` (T, N) 0 where a sequence begins.
+
+The state after the last step is where the next batch begins; no gradient crosses from batch to batch. Each layer is a
+matrix product over the inputs of all steps, one loop of the back end, and products for the gradients afterwards.
+"""
+
+import logging
+from collections.abc import Sequence
+from math import prod
+from typing import Any, ClassVar
+
+from caffepy.blob import Array, Blob, shape_string
+from caffepy.errors import ConfigError
+from caffepy.filler import fill
+from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.convolution import check_shape
+
+log = logging.getLogger(__name__)
+
+
+class Recurrent(Layer):
+    """Bottoms x (T, N, ...), cont (T, N), perhaps x_static (N, ...); with expose_hidden then the states (1, N, H).
+
+    Tops (T, N, H) and with expose_hidden the states after the last step. Weights (G, D), bias (G) of the inputs,
+    perhaps weights (G, D_static) of the static input, weights (G, H) of the state, then what the type adds.
+    States get and give no gradient.
+    """
+
+    bottoms: ClassVar[int | tuple[int, int | None]] = (2, 5)
+    tops: ClassVar[int | tuple[int, int | None]] = (1, 3)
+    in_place = False
+    states: ClassVar[int] = 1
+    gates: ClassVar[int] = 1  # G = gates * H
+    input_name: ClassVar[str]
+    added: ClassVar[Sequence[str]] = ()  # names of the further parameters: (H, H) for a W, (H) for a b
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Count the blobs, fill the parameters."""
+        param = self.param.recurrent_param
+        self.exposed = self.states if param.expose_hidden else 0
+        least = 2 + self.exposed
+        if len(bottom) not in (least, least + 1) or len(top) != 1 + self.exposed:
+            raise ConfigError(
+                f"{self.type} with expose_hidden: {str(param.expose_hidden).lower()} takes {least} bottoms, one more "
+                f"for a static input, and {1 + self.exposed} top(s), not {len(bottom)} and {len(top)}"
+            )
+        if param.num_output < 1:
+            raise ConfigError("num_output must be positive")
+        self.static = len(bottom) > least
+        self.check_axes(bottom)
+        self.size, self.steps = param.num_output, bottom[0].shape[0]
+        self.inputs = prod(bottom[0].shape[2:])
+        log.info(
+            "Initializing recurrent layer: assuming input batch contains %d timesteps of %d independent streams.",
+            *bottom[0].shape[:2],
+        )
+        rows = self.gates * self.size
+        shapes = {f"W_{self.input_name}": (rows, self.inputs), f"b_{self.input_name[-1]}": (rows,)}
+        if self.static:
+            self.static_inputs = prod(bottom[2].shape[1:])
+            shapes[f"W_{self.input_name}_static"] = (rows, self.static_inputs)
+        shapes[f"W_h{self.input_name[-1]}"] = (rows, self.size)
+        shapes |= {name: (self.size,) * (2 if name.startswith("W") else 1) for name in self.added}
+        if not self.blobs:
+            for shape in shapes.values():
+                filler = param.weight_filler if len(shape) == 2 else param.bias_filler
+                fill(self.add_blob(shape), filler, self.device.rng)
+        if len(self.blobs) != len(shapes):
+            raise ConfigError(f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}")
+        for i, ((name, shape), blob) in enumerate(zip(shapes.items(), self.blobs, strict=True)):
+            check_shape(name, blob, shape)
+            log.info("Adding parameter %d: %s", i, name)
+        self.state_weight = 2 + self.static  # its index in blobs
+        blobs = [Blob((1, 0, self.size), self.dtype) for _ in range(2 * self.states)]
+        self.first, self.last = blobs[: self.states], blobs[self.states :]
+        self.sums, self.static_sums, self.kept = (Blob(dtype=self.dtype) for _ in range(3))
+
+    def check_axes(self, bottom: Blobs) -> None:
+        """ConfigError where bottoms disagree in steps or streams."""
+        x, cont = bottom[0].shape, bottom[1].shape
+        if len(x) < 2 or x[0] < 1:
+            raise ConfigError(f"bottom[0] must have at least 2 axes -- (#timesteps, #streams, ...), not {list(x)}")
+        if cont != x[:2]:
+            raise ConfigError(
+                "bottom[1] must have exactly 2 axes -- (#timesteps, #streams), those of bottom[0]: "
+                f"{list(cont)} and {list(x)}"
+            )
+        if self.static and bottom[2].shape[:1] != x[1:2]:
+            raise ConfigError(
+                f"the static input must have the {x[1]} streams of bottom[0] as its first axis: {list(bottom[2].shape)}"
+            )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """The number of steps and the inputs' sizes stay what they were at set-up; the number of streams may change."""
+        self.check_axes(bottom)
+        steps, self.streams, *rest = bottom[0].shape
+        if steps != self.steps:
+            raise ConfigError(f"input number of timesteps changed: {steps}, at set-up it was {self.steps}")
+        sizes = [(self.inputs, prod(rest))]
+        if self.static:
+            sizes.append((self.static_inputs, prod(bottom[2].shape[1:])))
+        for before, now in sizes:
+            if before != now:
+                raise ConfigError(f"Input size incompatible with the weights: they are for {before} inputs, not {now}")
+        state = (1, self.streams, self.size)
+        for i in range(len(bottom) - self.exposed, len(bottom)):
+            if bottom[i].shape != state:
+                raise ConfigError(
+                    f"bottom[{i}] shape must match hidden state input shape: {shape_string(state)}, "
+                    f"not {shape_string(bottom[i].shape)}"
+                )
+        for blob in [*self.first, *self.last, *top[1:]]:
+            blob.reshape(state)
+        top[0].reshape((steps, self.streams, self.size))
+        self.sums.reshape((steps, self.streams, self.gates * self.size))
+        self.static_sums.reshape((self.streams, self.gates * self.size))
+        self.kept.reshape((steps, self.streams, self.size))
+
+    def begin(self, bottom: Blobs) -> list[Array]:
+        """The states (N, H) that this batch begins with."""
+        if not self.exposed:
+            for first, last in zip(self.first, self.last, strict=True):
+                self.ops.copy(last.data, first.data)
+        return self.first_states(bottom)
+
+    def first_states(self, bottom: Blobs) -> list[Array]:
+        """What `begin` gave."""
+        return [blob.data[0] for blob in (bottom[-self.exposed :] if self.exposed else self.first)]
+
+    def end(self, top: Blobs, *states: Array) -> None:
+        """Keep the states after the last step, or give them to the tops."""
+        for blob, state in zip(top[1:] if self.exposed else self.last, states, strict=True):
+            self.ops.copy(state, blob.data[0])
+
+    def sum_inputs(self, bottom: Blobs) -> None:
+        """sums = x @ w.T + b, and the static input's product in every step."""
+        sums = self.sums.data
+        flat = sums.reshape(self.steps * self.streams, -1)  # (T N, G)
+        self.ops.matmul(bottom[0].data.reshape(-1, self.inputs), self.blobs[0].data.T, flat)
+        self.ops.add_bias(flat, self.blobs[1].data)
+        if self.static:
+            x = bottom[2].data.reshape(self.streams, self.static_inputs)
+            self.ops.matmul(x, self.blobs[2].data.T, self.static_sums.data)  # (N, D_static) @ (D_static, G)
+            sums += self.static_sums.data
+
+    def spread_gradient(self, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """From the gradient in the sums to the inputs and to the weights of inputs and state."""
+        wanted = self.param_propagate_down
+        dsums = self.sums.diff
+        flat = dsums.reshape(self.steps * self.streams, -1)
+        if wanted[0]:
+            x = bottom[0].data.reshape(-1, self.inputs)
+            self.ops.matmul(flat.T, x, self.blobs[0].diff, accumulate=True)  # (G, T N) @ (T N, D)
+        if wanted[1]:
+            self.ops.bias_gradient(flat, self.blobs[1].diff)
+        if wanted[self.state_weight]:
+            kept = self.kept.data.reshape(-1, self.size)
+            self.ops.matmul(flat.T, kept, self.blobs[self.state_weight].diff, accumulate=True)  # (G, T N) @ (T N, H)
+        if propagate_down[0]:
+            self.ops.matmul(flat, self.blobs[0].data, bottom[0].diff.reshape(-1, self.inputs))  # (T N, G) @ (G, D)
+        if self.static and (wanted[2] or propagate_down[2]):
+            x, dx = (a.reshape(self.streams, self.static_inputs) for a in (bottom[2].data, bottom[2].diff))
+            total = dsums.sum(axis=0, out=self.static_sums.diff)
+            if wanted[2]:
+                self.ops.matmul(total.T, x, self.blobs[2].diff, accumulate=True)  # (G, N) @ (N, D_static)
+            if propagate_down[2]:
+                self.ops.matmul(total, self.blobs[2].data, dx)  # (N, G) @ (G, D_static)
+        for i in range(2 + self.static, len(bottom)):
+            if propagate_down[i]:
+                bottom[i].diff[...] = 0
+
+    def refuse_cont_gradient(self, propagate_down: Sequence[bool]) -> None:
+        """ConfigError if cont is asked for a gradient."""
+        if propagate_down[1]:
+            raise ConfigError("Cannot backpropagate to sequence indicators (bottom 1); they need propagate_down: false")
+
+    def allow_force_backward(self, index: int) -> bool:
+        """cont gets no gradient."""
+        return index != 1
+
+    def state(self) -> dict[str, Any]:
+        """The states after the last batch."""
+        return {} if self.exposed else {"last": [blob.data.copy() for blob in self.last]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Begin the next batch where another run ended one; streams may be fewer or more than in this batch."""
+        for blob, array in zip(self.last, state.get("last", ()), strict=True):
+            shape = blob.shape
+            blob.reshape(array.shape)
+            blob.data[...] = array
+            blob.reshape(shape)
+
+
+@layer("LSTM")
+class LSTM(Recurrent):
+    """i, f, o, g = w_x x_t + b + w_static x_static + w_h (cont_t h_{t-1}); c_t = f c_{t-1} + i g; h_t = o tanh(c_t).
+
+    i, o and f / cont_t are sigmoids, g is tanh. States h, then c. Parameters W_xc (4H, D), b_c (4H), [W_xc_static
+    (4H, D_static),] W_hc (4H, H) (Hochreiter and Schmidhuber 1997).
+    """
+
+    states = 2
+    gates = 4
+    input_name = "xc"
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """A buffer for c of all steps."""
+        super().setup(bottom, top)
+        self.c = Blob(dtype=self.dtype)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """The loop for this many streams."""
+        super().reshape(bottom, top)
+        self.c.reshape(top[0].shape)
+        self.loop = self.ops.LSTM(self.steps, self.streams, self.size, self.dtype)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Input sums, then the loop."""
+        h, c, w = top[0].data, self.c.data, self.blobs[self.state_weight].data
+        h_first, c_first = self.begin(bottom)
+        self.sum_inputs(bottom)
+        self.loop.forward(self.sums.data, w, bottom[1].data, h_first, c_first, self.kept.data, h, c)
+        self.end(top, h[-1], c[-1])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """The loop backwards, then the products."""
+        self.refuse_cont_gradient(propagate_down)
+        w, (_, c_first) = self.blobs[self.state_weight].data, self.first_states(bottom)
+        a, da = self.sums.data, self.sums.diff
+        self.loop.backward(a, w, bottom[1].data, c_first, self.c.data, top[0].diff, da)
+        self.spread_gradient(propagate_down, bottom)
+
+
+@layer("RNN")
+class RNN(Recurrent):
+    """h_t = tanh(w_x x_t + b + w_static x_static + w_h (cont_t h_{t-1})); the top is o_t = tanh(w_o h_t + b_o).
+
+    State h. Parameters W_xh (H, D), b_h (H), [W_xh_static (H, D_static),] W_hh (H, H), W_ho (H, H), b_o (H).
+    """
+
+    input_name = "xh"
+    added = ("W_ho", "b_o")
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """A buffer for o of all steps: what follows may work on the top in place."""
+        super().setup(bottom, top)
+        self.o = Blob(dtype=self.dtype)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """The loop for this many streams."""
+        super().reshape(bottom, top)
+        self.o.reshape(top[0].shape)
+        self.loop = self.ops.RNN(self.steps, self.streams, self.size, self.dtype)
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Input sums, the loop, the outputs of all steps."""
+        w_h, w_o, b_o = (blob.data for blob in self.blobs[self.state_weight :])
+        (h_first,) = self.begin(bottom)
+        self.sum_inputs(bottom)
+        h, o = self.sums.data, self.o.data.reshape(-1, self.size)
+        self.loop.forward(h, w_h, bottom[1].data, h_first, self.kept.data)
+        self.ops.matmul(h.reshape(-1, self.size), w_o.T, o)  # (T N, H) @ (H, H)
+        self.ops.add_bias(o, b_o)
+        self.ops.tanh_forward(o, o)
+        self.ops.copy(self.o.data, top[0].data)
+        self.end(top, h[-1])
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """Through the outputs, the loop backwards, then the products."""
+        self.refuse_cont_gradient(propagate_down)
+        w_h, w_o, b_o = self.blobs[self.state_weight :]
+        wanted = self.param_propagate_down[self.state_weight :]
+        h, dh = (a.reshape(-1, self.size) for a in (self.sums.data, self.sums.diff))
+        do = self.o.diff.reshape(-1, self.size)
+        self.ops.tanh_backward(self.o.data, top[0].diff, self.o.diff)
+        if wanted[1]:
+            self.ops.matmul(do.T, h, w_o.diff, accumulate=True)  # (H, T N) @ (T N, H)
+        if wanted[2]:
+            self.ops.bias_gradient(do, b_o.diff)
+        self.ops.matmul(do, w_o.data, dh)  # (T N, H) @ (H, H)
+        self.loop.backward(self.sums.data, w_h.data, bottom[1].data, self.sums.diff)
+        self.spread_gradient(propagate_down, bottom)
+
+
+@layer("LSTMUnit")
+class LSTMUnit(Layer):
+    """c_prev (1, N, H), gates (1, N, 4H) in the order i, f, o, g, cont (1, N) -> c, h, both (1, N, H).
+
+    c = f c_prev + i g, h = o tanh(c); i, o sigmoids, g tanh, f a sigmoid times cont.
+    """
+
+    bottoms = 3
+    tops = 2
+    in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """A buffer for the activations."""
+        self.activations = Blob(dtype=self.dtype)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Two tops like c_prev."""
+        shapes = [b.shape for b in bottom]
+        if len(shapes[0]) != 3 or shapes[0][0] != 1:
+            raise ConfigError(f"the cell state must be (1, N, H), not {list(shapes[0])}")
+        _, n, size = shapes[0]
+        if shapes[1:] != [(1, n, 4 * size), (1, n)]:
+            raise ConfigError(
+                f"the gates must be {[1, n, 4 * size]} and the sequence indicators {[1, n]}, "
+                f"not {list(shapes[1])} and {list(shapes[2])}"
+            )
+        for blob in top:
+            blob.reshape(shapes[0])
+        self.activations.reshape(shapes[1])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """On a copy of the gates."""
+        c_before, _, cont = (blob.data[0] for blob in bottom)
+        c, h = (blob.data[0] for blob in top)
+        self.ops.copy(bottom[1].data, self.activations.data)
+        self.ops.lstm_unit_forward(self.activations.data[0], c_before, cont, c, h)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """To the cell state and the gates."""
+        if propagate_down[2]:
+            raise ConfigError("Cannot backpropagate to sequence indicators (bottom 2); they need propagate_down: false")
+        if not any(propagate_down):
+            return
+        dc, da = bottom[0].diff[0], bottom[1].diff[0]
+        self.ops.copy(top[0].diff, bottom[0].diff)
+        self.ops.lstm_unit_backward(self.activations.data[0], bottom[0].data[0], top[0].data[0], top[1].diff[0], dc, da)
+
+    def allow_force_backward(self, index: int) -> bool:
+        """cont gets no gradient."""
+        return index != 2
