@@ -5,6 +5,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from caffepy.errors import UsageError
+
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
@@ -23,6 +25,22 @@ def replacing(path: str) -> Iterator[str]:
             os.unlink(temporary)
         raise
     _flush(folder or ".")
+
+
+@contextmanager
+def written(path: str) -> Iterator[str]:
+    """`replacing` for a file that a command line names: UsageError if it cannot be written.
+
+    What is there and is no file, such as /dev/stdout, is written to as it is.
+    """
+    try:
+        if os.path.exists(path) and not os.path.isfile(path):
+            yield path
+        else:
+            with replacing(path) as temporary:
+                yield temporary
+    except OSError as error:
+        raise UsageError(f'cannot write "{path}": {(error.strerror or str(error)).lower()}') from None
 
 
 def _flush(path: str) -> None:

@@ -15,6 +15,8 @@ from caffepy.cli.device_query import device_query
 from caffepy.cli.test import test
 from caffepy.cli.time import time
 from caffepy.cli.train import INTERRUPTED, train
+from caffepy.cli.upgrade_net import upgrade_net
+from caffepy.cli.upgrade_solver import upgrade_solver
 from caffepy.errors import CaffeError, DataError
 from caffepy.registry import nearest
 
@@ -47,7 +49,7 @@ class Commands(click.Group):
     cls=Commands,
     epilog=EPILOG,
     invoke_without_command=True,
-    commands=(train, test, time, check, device_query),
+    commands=(train, test, time, check, upgrade_net, upgrade_solver, device_query),
     context_settings={"max_content_width": 110},
 )
 @click.version_option(__version__, message="%(version)s")

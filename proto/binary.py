@@ -14,7 +14,16 @@ from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverSt
 from caffepy.proto.sniff import mismatch, sniff
 from caffepy.proto.upgrade import upgrade_net
 
-__all__ = ["array_to_blob", "blob_to_array", "blob_to_diff", "read_blob", "read_net", "read_state", "sniff"]
+__all__ = [
+    "array_to_blob",
+    "blob_to_array",
+    "blob_to_diff",
+    "read_blob",
+    "read_net",
+    "read_state",
+    "read_stored_net",
+    "sniff",
+]
 
 M = TypeVar("M", bound=Message)
 
@@ -25,13 +34,18 @@ _DATA_TAG, _DIFF_TAG = b"\x2a", b"\x32"  # fields 5 and 6, length-delimited
 
 def read_net(path: str) -> NetParameter:
     """The net of a .caffemodel, upgraded; ConfigError says what else the file is."""
+    return upgrade_net(read_stored_net(path), path)
+
+
+def read_stored_net(path: str) -> NetParameter:
+    """The net of a .caffemodel as it stands in the file, perhaps in an old format."""
     net = _read(path, NetParameter(), "a caffemodel", ConfigError)
     for layer in net.layer:
         unknown = UnknownFieldSet(layer)
         for field in (unknown[i] for i in range(len(unknown))):
             if field.field_number == _NVCAFFE_RECURRENT_PARAM and isinstance(field.data, bytes):
                 _merge(layer.recurrent_param, field.data, path, "a caffemodel", ConfigError)
-    return upgrade_net(net, path)
+    return net
 
 
 def read_state(path: str) -> SolverState:

@@ -67,14 +67,31 @@ def format(message: Message) -> str:
     return text_format.MessageToString(message)
 
 
+def read_message(path: str, message: M) -> M:
+    """Read a prototxt file as it stands into `message` and return it; ConfigError says what else the file is."""
+    try:
+        text = _read_text(path)
+    except (OSError, ValueError):
+        raise mismatch(path, "a prototxt") from None
+    try:
+        parse(text, message, path)
+    except ConfigError:
+        if sniff(path) != "text":
+            raise mismatch(path, "a prototxt") from None
+        raise
+    if not message.ListFields():
+        raise ConfigError(f'"{path}" is empty')
+    return message
+
+
 def read_net(path: str) -> NetParameter:
     """The net of a prototxt file, upgraded; ConfigError if there is no such net."""
-    return upgrade.upgrade_net(_read(path, NetParameter()), path)
+    return upgrade.upgrade_net(read_message(path, NetParameter()), path)
 
 
 def read_solver(path: str) -> SolverParameter:
     """The solver of a prototxt file, upgraded, with a snapshot prefix; the nets it names are not read."""
-    return upgrade.upgrade_solver(_read(path, SolverParameter()), path)
+    return upgrade.upgrade_solver(read_message(path, SolverParameter()), path)
 
 
 def locate_layer(path: str, layer: LayerParameter) -> str:
@@ -101,22 +118,6 @@ def _read_text(path: str) -> str:
     """The file's text. Bytes that are not UTF-8 become surrogates: in a comment they do no harm."""
     with open(path, "rb") as file:
         return file.read().decode("utf-8", "surrogateescape").removeprefix("\ufeff")
-
-
-def _read(path: str, message: M) -> M:
-    try:
-        text = _read_text(path)
-    except (OSError, ValueError):
-        raise mismatch(path, "a prototxt") from None
-    try:
-        parse(text, message, path)
-    except ConfigError:
-        if sniff(path) != "text":
-            raise mismatch(path, "a prototxt") from None
-        raise
-    if not message.ListFields():
-        raise ConfigError(f'"{path}" is empty')
-    return message
 
 
 def _reread(path: str) -> "_Parser | None":

@@ -1,7 +1,7 @@
 """Old formats made new: V0 and V1 layers, data settings, inputs, BatchNorm's params, the solver's type.
 
-Each `upgrade_*` takes a message, leaves it as it is, and returns the upgraded one (the same object if it is new
-already). Log lines are Caffe's. What Caffe aborts on is a ConfigError; what it only warns of is a logged error.
+Each `upgrade_*` takes a message, leaves it as it is, and returns the upgraded one (of a net, the same object if it is
+new already). Log lines are Caffe's. What Caffe aborts on is a ConfigError; what it only warns of is a logged error.
 """
 
 import logging
@@ -183,6 +183,16 @@ def needs_type_upgrade(solver: SolverParameter) -> bool:
     return solver.HasField("solver_type")
 
 
+def misplaced_fields(net: NetParameter) -> list[str]:
+    """Settings of V0 layers that layers of their types do not have; the upgrade leaves them out."""
+    return [
+        f'{field} of layer "{layer.layer.name}" ({layer.layer.type})'
+        for layer in net.layers
+        for field, (_, homes) in _V0_FIELDS.items()
+        if layer.layer.HasField(field) and layer.layer.type not in (*homes, "padding")
+    ]
+
+
 def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
     """The net in today's format; `path` is the file it was read from, if any, for the log and for errors."""
     if not needs_upgrade(net):
@@ -223,6 +233,13 @@ def upgrade_solver(solver: SolverParameter, path: str) -> SolverParameter:
 
     A missing `snapshot_prefix` is `path` without its extension; one that names a folder gets the stem of `path`.
     """
+    upgraded = upgrade_solver_fields(solver, path)
+    _set_snapshot_prefix(upgraded, path)
+    return upgraded
+
+
+def upgrade_solver_fields(solver: SolverParameter, path: str) -> SolverParameter:
+    """A copy of the solver with its type and the nets inside it in today's format, and nothing else changed."""
     upgraded = SolverParameter()
     upgraded.CopyFrom(solver)
     if needs_type_upgrade(solver):
@@ -240,7 +257,6 @@ def upgrade_solver(solver: SolverParameter, path: str) -> SolverParameter:
             getattr(upgraded, field).CopyFrom(upgrade_net(getattr(solver, field), path))
     for test_net, old in zip(upgraded.test_net_param, solver.test_net_param, strict=True):
         test_net.CopyFrom(upgrade_net(old, path))
-    _set_snapshot_prefix(upgraded, path)
     return upgraded
 
 

@@ -36,7 +36,7 @@ ROWS = {
     "files": 1,
     "models": 4,
 }
-SAME_ROW = {("pycaffe", "__init__"), ("__init__", "pycaffe"), ("registry", "errors")}
+SAME_ROW = {("pycaffe", "__init__"), ("__init__", "pycaffe"), ("registry", "errors"), ("files", "errors")}
 
 
 def sources() -> dict[Path, str]:
