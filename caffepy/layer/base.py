@@ -16,6 +16,7 @@ from caffepy.blob import Blob
 from caffepy.device import Device
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import LayerParameter
+from caffepy.proto.forks import fork_of_layer
 from caffepy.registry import Registry
 
 Blobs = Sequence[Blob]
@@ -117,7 +118,10 @@ def layer(*types: str) -> Callable[[type[Layer]], type[Layer]]:
 def create_layer(
     param: LayerParameter, phase: int, device: Device, dtype: DTypeLike = np.float32, path: str | None = None
 ) -> Layer:
-    """A layer of `param.type`; ConfigError names the nearest known type if it is unknown."""
+    """A layer of `param.type`; ConfigError names the fork that has an unknown type, or the nearest known one."""
+    fork = fork_of_layer(param.type)
+    if fork and param.type not in registry:
+        raise ConfigError(f'layer type "{param.type}" is one of {fork}, which caffepy does not have')
     return registry[param.type](param, phase, device, dtype, path)
 
 

@@ -278,7 +278,7 @@ class Net:
         """Run layers `start` to `end` (inclusive; default: all)."""
         index = start
         try:
-            with self.ops.blas_scope():
+            with self.ops.blas_scope(), np.errstate(all="ignore"):
                 for index in range(start, len(self.layers) if end is None else end + 1):
                     self._forward_layer(index)
         except CaffeError as error:
@@ -312,7 +312,7 @@ class Net:
         """Run the backward passes of layers `start` (default: the last) down to `end`, of those that need one."""
         index = start = len(self.layers) - 1 if start is None else start
         try:
-            with self.ops.blas_scope():
+            with self.ops.blas_scope(), np.errstate(all="ignore"):
                 for index in range(start, end - 1, -1):
                     self._backward_layer(index)
         except CaffeError as error:

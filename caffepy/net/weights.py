@@ -13,7 +13,7 @@ from caffepy.errors import ConfigError
 from caffepy.files import replacing
 from caffepy.net.net import Net
 from caffepy.proto import binary
-from caffepy.proto.caffe_pb2 import BlobProto, NetParameter
+from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +25,12 @@ def load_weights(net: Net, path: str) -> None:
 
     ConfigError names the file and the layer whose blobs do not fit.
     """
+    source = None if binary.sniff(path) == "HDF5" else binary.read_net(path)
     try:
-        if binary.sniff(path) == "HDF5":
+        if source is None:
             load_hdf5(net, path)
         else:
-            copy_trained(net, binary.read_net(path))
+            copy_trained(net, source)
     except ConfigError as error:
         raise error.at(path) from None
 
@@ -73,22 +74,29 @@ def _fits(source: tuple[int, ...], target: tuple[int, ...], legacy: bool) -> boo
 
 def to_proto(net: Net, diff: bool = False) -> NetParameter:
     """The net as Caffe saves it: its name and every layer as used (splits included) with its blobs."""
-    proto = NetParameter(name=net.name)
+    return NetParameter(name=net.name, layer=_layers(net, diff))
+
+
+def _layers(net: Net, diff: bool) -> Iterator[LayerParameter]:
     for layer in net.layers:
-        saved = proto.layer.add()
+        saved = LayerParameter()
         saved.CopyFrom(layer.param)
         del saved.blobs[:]
         saved.blobs.extend(binary.array_to_blob(b.data, b.diff if diff else None) for b in layer.blobs)
-    return proto
+        yield saved
 
 
 def save_binary(net: Net, path: str, diff: bool = False) -> None:
-    """Write a binary caffemodel, whole or not at all."""
-    proto = to_proto(net, diff)
-    if proto.ByteSize() >= 1 << 31:
-        raise ConfigError(f"{path}: a binary caffemodel holds less than 2 GiB; use snapshot_format: HDF5")
+    """Write a binary caffemodel, whole or not at all.
+
+    Messages one after the other read as one message, so only one layer at a time is copied.
+    """
     with replacing(path) as temporary, open(temporary, "wb") as file:
-        file.write(proto.SerializeToString())
+        size = file.write(NetParameter(name=net.name).SerializeToString())
+        for layer in _layers(net, diff):
+            size += file.write(NetParameter(layer=[layer]).SerializeToString())
+            if size >= 1 << 31:
+                raise ConfigError("a binary caffemodel holds less than 2 GiB; use snapshot_format: HDF5", path)
 
 
 @contextmanager

@@ -86,6 +86,19 @@ def test_unknown_layer_type_names_the_nearest() -> None:
         net_of(INPUT + 'layer { name: "c" type: "Convolutoin" bottom: "x" top: "c" }')
 
 
+def test_layer_type_of_a_fork() -> None:
+    with pytest.raises(ConfigError, match=r'layer "p".*layer type "PriorBox" is one of .*SSD'):
+        net_of(INPUT + 'layer { name: "p" type: "PriorBox" bottom: "x" top: "p" }')
+
+
+def test_values_that_overflow_give_no_warning() -> None:
+    net = net_of(INPUT + ip("a", "x", "a"))
+    net.params[0].data[...] = 3e38
+    net.blobs["x"].data[...] = 3e38
+    net.forward()
+    assert np.isinf(net.blobs["a"].data).all()
+
+
 def test_errors_name_file_line_and_column(tmp_path: Path) -> None:
     text = INPUT + "\n\n  " + ip("a", "x", "a", "param {} param {} param {}").strip()
     path = tmp_path / "net.prototxt"

@@ -145,10 +145,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
     path = tmp_path / "w"
     path.write_bytes(b"old")
 
-    def no_space(net: Net, diff: bool) -> NetParameter:
+    def no_space(*arrays: np.ndarray) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(weights, "to_proto", no_space)
+    monkeypatch.setattr(weights.binary, "array_to_blob", no_space)
     with pytest.raises(OSError, match=r"No space"):
         weights.save_binary(net_of(TEXT), str(path))
     assert path.read_bytes() == b"old"

@@ -3,6 +3,7 @@
 `w` are the values, `g` the accumulated gradient; `ends`, `rates`, `decays` describe the segments of the flat arrays
 (where each ends, its learning rate, its weight decay). The gradient that a rule sees is `scale*g + decay*w`, with `l1`
 `scale*g + decay*sign(w)`. Each writes `w` and its history in place and leaves in `g` what it subtracted from `w`.
+Loops run over slices: indices that cannot be negative are what lets the compiler vectorise them.
 """
 
 from math import sqrt
@@ -40,10 +41,11 @@ def _sgd(
 ) -> None:
     for s in range(ends.size):
         end, rate, decay = min(ends[s], hi), rates[s], decays[s]
-        for i in range(lo, end):
-            h[i] = momentum * h[i] + rate * _regularized(w[i], g[i], scale, decay, l1)
-            g[i] = h[i]
-            w[i] -= h[i]
+        w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
+        for i in range(w_.size):
+            h_[i] = momentum * h_[i] + rate * _regularized(w_[i], g_[i], scale, decay, l1)
+            g_[i] = h_[i]
+            w_[i] -= h_[i]
         lo = max(lo, end)
 
 
@@ -64,11 +66,12 @@ def _nesterov(
     one = w.dtype.type(1)
     for s in range(ends.size):
         end, rate, decay = min(ends[s], hi), rates[s], decays[s]
-        for i in range(lo, end):
-            before = h[i]
-            h[i] = momentum * before + rate * _regularized(w[i], g[i], scale, decay, l1)
-            g[i] = (one + momentum) * h[i] - momentum * before
-            w[i] -= g[i]
+        w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
+        for i in range(w_.size):
+            before = h_[i]
+            h_[i] = momentum * before + rate * _regularized(w_[i], g_[i], scale, decay, l1)
+            g_[i] = (one + momentum) * h_[i] - momentum * before
+            w_[i] -= g_[i]
         lo = max(lo, end)
 
 
@@ -90,11 +93,12 @@ def _rms(
 ) -> None:
     for s in range(ends.size):
         end, rate, decay = min(ends[s], hi), rates[s], decays[s]
-        for i in range(lo, end):
-            d = _regularized(w[i], g[i], scale, decay, l1)
-            h[i] = keep * h[i] + take * d * d
-            g[i] = rate * d / (sqrt(h[i]) + delta)
-            w[i] -= g[i]
+        w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
+        for i in range(w_.size):
+            d = _regularized(w_[i], g_[i], scale, decay, l1)
+            h_[i] = keep * h_[i] + take * d * d
+            g_[i] = rate * d / (sqrt(h_[i]) + delta)
+            w_[i] -= g_[i]
         lo = max(lo, end)
 
 
@@ -117,13 +121,14 @@ def _adadelta(
     take = w.dtype.type(1) - momentum
     for s in range(ends.size):
         end, rate, decay = min(ends[s], hi), rates[s], decays[s]
-        for i in range(lo, end):
-            d = _regularized(w[i], g[i], scale, decay, l1)
-            h[i] = momentum * h[i] + take * d * d
-            v = d * sqrt((u[i] + delta) / (h[i] + delta))
-            u[i] = momentum * u[i] + take * v * v
-            g[i] = rate * v
-            w[i] -= g[i]
+        w_, g_, h_, u_ = w[lo:end], g[lo:end], h[lo:end], u[lo:end]
+        for i in range(w_.size):
+            d = _regularized(w_[i], g_[i], scale, decay, l1)
+            h_[i] = momentum * h_[i] + take * d * d
+            v = d * sqrt((u_[i] + delta) / (h_[i] + delta))
+            u_[i] = momentum * u_[i] + take * v * v
+            g_[i] = rate * v
+            w_[i] -= g_[i]
         lo = max(lo, end)
 
 
@@ -148,12 +153,13 @@ def _adam(
     one = w.dtype.type(1)
     for s in range(ends.size):
         end, rate, decay = min(ends[s], hi), rates[s] * correction, decays[s]
-        for i in range(lo, end):
-            d = _regularized(w[i], g[i], scale, decay, l1)
-            m[i] = beta1 * m[i] + (one - beta1) * d
-            v[i] = beta2 * v[i] + (one - beta2) * d * d
-            g[i] = rate * m[i] / (sqrt(v[i]) + delta)
-            w[i] -= g[i]
+        w_, g_, m_, v_ = w[lo:end], g[lo:end], m[lo:end], v[lo:end]
+        for i in range(w_.size):
+            d = _regularized(w_[i], g_[i], scale, decay, l1)
+            m_[i] = beta1 * m_[i] + (one - beta1) * d
+            v_[i] = beta2 * v_[i] + (one - beta2) * d * d
+            g_[i] = rate * m_[i] / (sqrt(v_[i]) + delta)
+            w_[i] -= g_[i]
         lo = max(lo, end)
 
 
