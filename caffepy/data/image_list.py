@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from caffepy.data.datum import COLOR, GRAY, Array, decode_image
-from caffepy.data.loader import Loader, State
+from caffepy.data.loader import SequentialLoader, State
 from caffepy.data.order import visits
 from caffepy.data.transformer import Transformer
 from caffepy.device import Device
@@ -39,7 +39,15 @@ def read_list(path: str) -> list[tuple[str, int]]:
     return entries
 
 
-class ImageLoader(Loader):
+def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
+    """What to put before the image names of the list `path`: `folder` as given or beside the file `beside`.
+
+    Without a folder it is nothing, or the list's own folder if the image `first` lies only there.
+    """
+    return locate(folder, beside) if folder else locate(first, path).removesuffix(first)
+
+
+class ImageLoader(SequentialLoader):
     """Batches of image files: decoded in colour or grey, resized (bilinear) if new_height and new_width say so."""
 
     position = frozenset({"epoch", "index"})
@@ -54,17 +62,12 @@ class ImageLoader(Loader):
         self._path = locate(param.source, beside)
         log.info("Opening file %s", self._path)
         self._entries = read_list(self._path)
-        self._root = locate(param.root_folder, beside) if param.root_folder else self._folder()
+        self._root = find_root(param.root_folder, self._entries[0][0], self._path, beside)
         self._seed = device.draw_seed() if param.shuffle else None
         if param.shuffle:
             log.info("Shuffling data")
         log.info("A total of %d images.", len(self._entries))
         self._go(0, self._skip(device))
-
-    def _folder(self) -> str:
-        """What to put before relative names: nothing, or the list's folder if the first image lies only there."""
-        first = self._entries[0][0]
-        return locate(first, self._path).removesuffix(first)
 
     def _skip(self, device: Device) -> int:
         """The number of images that the first epoch leaves out."""

@@ -1,4 +1,4 @@
-"""Loaders fill batches: they read images one by one into one array and transform all of it at once."""
+"""Loaders fill batches: most read images one by one into one array and transform all of it at once."""
 
 import logging
 from typing import Any, ClassVar
@@ -36,16 +36,49 @@ class Batch:
 
 
 class Loader:
-    """Base of the loaders; a subclass reads one image after the other, endlessly.
+    """Base of the loaders: what a Reader asks of them."""
+
+    position: ClassVar[frozenset[str]]  # what a state says of the position
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def shape(self) -> Shape:
+        """(C, h, w) of the next image of a batch; nothing is consumed."""
+        raise NotImplementedError
+
+    def load(self, batch: Batch) -> None:
+        """Fill the batch with the next images and state what follows it."""
+        raise NotImplementedError
+
+    def state(self) -> State:
+        """Position and random stream: numbers and arrays."""
+        raise NotImplementedError
+
+    def set_state(self, state: State) -> None:
+        """Go where `state` was taken; a state of another kind of source leaves the position as it is."""
+        if self.position <= state.keys():
+            self.seek(state)
+        else:
+            log.warning("the saved state does not say where to go on; starting at the first image")
+
+    def seek(self, state: State) -> None:
+        """Go to the position in `state`."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what is read."""
+
+
+class SequentialLoader(Loader):
+    """Base of the loaders that read one image after the other, endlessly.
 
     The first image of a batch decides the shape of the batch; others may differ if a crop makes them equal.
     """
 
-    position: ClassVar[frozenset[str]]  # what a state says of the position
-
     def __init__(self, transformer: Transformer, batch_size: int) -> None:
+        super().__init__(batch_size)
         self.transformer = transformer
-        self.batch_size = batch_size
         self._images: Array = np.empty((batch_size, 0, 0, 0), np.uint8)
 
     def shape(self) -> Shape:
@@ -101,27 +134,13 @@ class Loader:
         """An image's name for messages."""
         raise NotImplementedError
 
-    def state(self) -> State:
-        """Position and random stream: numbers and arrays."""
-        raise NotImplementedError
-
     def set_state(self, state: State) -> None:
         """Go where `state` was taken; a state of another kind of source leaves the position as it is."""
-        if self.position <= state.keys():
-            self.seek(state)
-        else:
-            log.warning("the saved state does not say where to go on; starting at the first image")
+        super().set_state(state)
         self.transformer.set_state(state)
 
-    def seek(self, state: State) -> None:
-        """Go to the position in `state`."""
-        raise NotImplementedError
 
-    def close(self) -> None:
-        """Release what is read."""
-
-
-class RecordLoader(Loader):
+class RecordLoader(SequentialLoader):
     """Batches of the Datums of a database."""
 
     position = frozenset({"record", "key"})

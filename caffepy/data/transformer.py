@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from caffepy import ops
 from caffepy.blob import shape_string
 from caffepy.data import datum
+from caffepy.data.twister import Twister, new_twister
 from caffepy.device import Device
 from caffepy.errors import ConfigError, DataError
 from caffepy.paths import locate
@@ -39,30 +40,17 @@ class Transformer:
         self.random_crop = phase == TRAIN and self.crop > 0
         self._ops = ops.backend(device)
         self._draws = int(param.mirror) + 2 * self.random_crop  # numbers that one image takes
-        self._twister = np.random.MT19937()
-        if self._draws:
-            seed = param.random_seed if param.random_seed >= 0 else device.draw_seed()
-            seeded: Any = np.random.RandomState(seed % 2**32)  # seeds a twister as Caffe does
-            self._twister.state = seeded.get_state(legacy=False)
+        self._twister = new_twister(param, device) if self._draws else Twister(0)
         self.decode_mode = self._decode_mode()
         without_effect = [f.name for f, _ in param.ListFields() if f.name not in KNOWN]
         if without_effect:
             log.warning("transform_param's %s, known to forks of Caffe, have no effect", ", ".join(without_effect))
-        self._mean = self._load_mean(path)
+        self._mean = read_mean(param, path)
 
     def _decode_mode(self) -> int:
         if self.param.force_color and self.param.force_gray:
             raise ConfigError("force_color and force_gray cannot both be set")
         return datum.COLOR if self.param.force_color else datum.GRAY if self.param.force_gray else datum.NATIVE
-
-    def _load_mean(self, path: str | None) -> Array | None:
-        """(C, H, W), (1 or C, 1, 1) or None."""
-        param = self.param
-        if param.mean_file and param.mean_value:
-            raise ConfigError("mean_file and mean_value cannot both be given")
-        if param.mean_value:
-            return np.array(param.mean_value, np.float32)[:, None, None]
-        return load_mean(locate(param.mean_file, path)) if param.mean_file else None
 
     def output_shape(self, shape: Shape) -> Shape:
         """(C, h, w) of what an image (C, H, W) becomes; ConfigError or DataError where the sizes do not fit."""
@@ -81,7 +69,7 @@ class Transformer:
 
     def draw(self, count: int) -> Array:
         """The random numbers of `count` images, a row each; `apply` uses them up."""
-        return np.reshape(self._twister.random_raw(count * self._draws), (count, self._draws))
+        return self._twister.draw(count * self._draws).reshape(count, self._draws)
 
     def apply(self, images: Array, out: Array, draws: Array) -> None:
         """Write out (N, C, h, w) from images (N, C, H, W) of sizes that `output_shape` accepted."""
@@ -99,17 +87,21 @@ class Transformer:
 
     def state(self) -> dict[str, Any]:
         """Where the random stream stands; empty if nothing is drawn."""
-        if not self._draws:
-            return {}
-        state = self._twister.state["state"]
-        return {"twister": np.array(state["key"], np.uint32), "twister_position": int(state["pos"])}
+        return self._twister.state() if self._draws else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Put the random stream where `state` was taken; a state without one leaves it as it is."""
-        if self._draws and "twister" in state:
-            key = np.asarray(state["twister"], np.uint32)
-            position = int(state["twister_position"])
-            self._twister.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
+        if self._draws:
+            self._twister.set_state(state)
+
+
+def read_mean(param: TransformationParameter, path: str | None = None) -> Array | None:
+    """What `param` subtracts: an image (C, H, W), a value a channel (1 or C, 1, 1) or None."""
+    if param.mean_file and param.mean_value:
+        raise ConfigError("mean_file and mean_value cannot both be given")
+    if param.mean_value:
+        return np.array(param.mean_value, np.float32)[:, None, None]
+    return load_mean(locate(param.mean_file, path)) if param.mean_file else None
 
 
 def load_mean(path: str) -> Array:

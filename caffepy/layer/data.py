@@ -48,16 +48,20 @@ class Prefetching(Feed):
     tops = (1, 2)
     _reader: Reader | None = None
 
-    def open(self, transformer: Transformer) -> Loader:
+    def open(self) -> Loader:
         """What fills the batches."""
         raise NotImplementedError
+
+    def transformer(self) -> Transformer:
+        """What transform_param says."""
+        return Transformer(self.param.transform_param, self.phase, self.device, self.path)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Open the source and shape the tops by its first image, which is not consumed."""
         prefetch = self.param.data_param.prefetch
         if not prefetch:
             raise ConfigError("data_param needs a prefetch of 1 or more")
-        loader = self.open(Transformer(self.param.transform_param, self.phase, self.device, self.path))
+        loader = self.open()
         top[0].reshape((loader.batch_size, *loader.shape()))
         log.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if len(top) > 1:
@@ -96,7 +100,7 @@ class Prefetching(Feed):
 class Data(Prefetching):
     """-> (N, C, h, w) and labels (N,): records of an LMDB or LevelDB in key order, transformed."""
 
-    def open(self, transformer: Transformer) -> Loader:
+    def open(self) -> Loader:
         """What fills the batches."""
         param = self.param.data_param
         _need_batch_size(param.batch_size, "data_param")
@@ -104,7 +108,7 @@ class Data(Prefetching):
         if param.shuffle:
             log.warning("data_param's shuffle has no effect: records come in the order of their keys")
         source = open_source(locate(param.source, self.path), DataParameter.DB.Name(param.backend))
-        return RecordLoader(source, transformer, param.batch_size)
+        return RecordLoader(source, self.transformer(), param.batch_size)
 
 
 @layer("ImageData")
@@ -113,14 +117,14 @@ class ImageData(Prefetching):
 
     tops = (2, 2)
 
-    def open(self, transformer: Transformer) -> Loader:
+    def open(self) -> Loader:
         """What fills the batches."""
         param = self.param.image_data_param
         _need_batch_size(param.batch_size, "image_data_param")
         _warn_ignored(param, "image_data_param")
         if param.short_side:
             log.warning("image_data_param's short_side has no effect; use new_height and new_width")
-        return ImageLoader(param, transformer, self.device, self.path)
+        return ImageLoader(param, self.transformer(), self.device, self.path)
 
 
 def _need_batch_size(batch_size: int, name: str) -> None:

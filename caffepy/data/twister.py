@@ -1,0 +1,41 @@
+"""A stream of random 32-bit numbers as Caffe's layers draw them, which can be saved and taken up again."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.device import Device
+from caffepy.proto.caffe_pb2 import TransformationParameter
+
+Array = NDArray[Any]
+
+
+class Twister:
+    """A Mersenne twister."""
+
+    def __init__(self, seed: int) -> None:
+        self._generator = np.random.MT19937()
+        seeded: Any = np.random.RandomState(seed % 2**32)  # seeds a twister as Caffe does
+        self._generator.state = seeded.get_state(legacy=False)
+
+    def draw(self, count: int) -> Array:
+        """The next `count` numbers."""
+        return np.asarray(self._generator.random_raw(count))
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands."""
+        state = self._generator.state["state"]
+        return {"twister": np.array(state["key"], np.uint32), "twister_position": int(state["pos"])}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go where `state` was taken; a state without a stream changes nothing."""
+        if "twister" in state:
+            key = np.asarray(state["twister"], np.uint32)
+            position = int(state["twister_position"])
+            self._generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
+
+
+def new_twister(param: TransformationParameter, device: Device) -> Twister:
+    """A stream that starts at transform_param's random_seed or, without one, at a number that the device draws."""
+    return Twister(param.random_seed if param.random_seed >= 0 else device.draw_seed())
