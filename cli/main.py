@@ -12,6 +12,7 @@ from caffepy import __version__
 from caffepy.cli.arguments import normalize
 from caffepy.cli.check import check
 from caffepy.cli.device_query import device_query
+from caffepy.cli.draw import draw
 from caffepy.cli.test import test
 from caffepy.cli.time import time
 from caffepy.cli.train import INTERRUPTED, train
@@ -49,7 +50,7 @@ class Commands(click.Group):
     cls=Commands,
     epilog=EPILOG,
     invoke_without_command=True,
-    commands=(train, test, time, check, upgrade_net, upgrade_solver, device_query),
+    commands=(train, test, time, check, draw, upgrade_net, upgrade_solver, device_query),
     context_settings={"max_content_width": 110},
 )
 @click.version_option(__version__, message="%(version)s")

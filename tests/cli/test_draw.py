@@ -1,0 +1,148 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from caffepy import draw
+from caffepy.cli import main
+from caffepy.proto import text
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter
+
+Captured = pytest.CaptureFixture[str]
+NET = r"""
+name: "a \"net\"\\"
+layer { name: "data" type: "Data" top: "x" include { phase: TRAIN } data_param { batch_size: 64 } }
+layer { name: "data" type: "Input" top: "x" include { phase: TEST } }
+layer { name: "conv/1" type: "Convolution" bottom: "x" top: "c" param { lr_mult: 1 } param { lr_mult: 0.5 }
+  convolution_param { num_output: 20 kernel_size: 5 } }
+layer { name: "relu" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "pool" type: "Pooling" bottom: "c" top: "p" pooling_param { kernel_size: 3 stride: 2 pool: AVE } }
+layer { name: "ip" type: "InnerProduct" bottom: "p" top: "y" inner_product_param { num_output: 10 } }
+layer { name: "mine" type: "Python" bottom: "y" top: "z" python_param { module: "m" layer: "Mine" } }
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("net.prototxt").write_text(NET)
+    return tmp_path
+
+
+def lines_of(*arguments: str) -> list[str]:
+    assert main.run(["draw", "net.prototxt", "net.dot", *arguments]) == 0
+    return [line.strip() for line in Path("net.dot").read_text().splitlines()]
+
+
+def test_boxes_octagons_and_arrows(capsys: Captured) -> None:
+    assert lines_of("--phase=TRAIN") == [
+        r'digraph "a \"net\"\\" {',
+        "rankdir=LR;",
+        r'"layer 0 data" [label="data\n(Data)", shape="box", style="filled", fillcolor="#6495ED"];',
+        r'"layer 1 conv/1" [label="conv/1\n(Convolution)\nkernel size: 5\nstride: 1\npad: 0\noutputs: 20", '
+        'shape="box", style="filled", fillcolor="#FF5050"];',
+        r'"layer 2 relu" [label="relu\n(ReLU)", shape="box", style="filled", fillcolor="#90EE90"];',
+        r'"layer 3 pool" [label="pool\n(AVE Pooling)\nkernel size: 3\nstride: 2\npad: 0", '
+        'shape="box", style="filled", fillcolor="#FF9900"];',
+        r'"layer 4 ip" [label="ip\n(InnerProduct)\noutputs: 10", shape="box", style="filled", fillcolor="#CC33FF"];',
+        r'"layer 5 mine" [label="mine\n(Python Mine)", shape="box", style="filled", fillcolor="#6495ED"];',
+        *(f'"blob {b}" [label="{b}", shape="octagon", style="filled", fillcolor="#E0E0E0"];' for b in "xcpyz"),
+        '"layer 0 data" -> "blob x" [label="Batch 64"];',
+        '"blob x" -> "layer 1 conv/1";',
+        '"layer 1 conv/1" -> "blob c" [label="20"];',
+        '"blob c" -> "layer 2 relu";',
+        '"layer 2 relu" -> "blob c";',
+        '"blob c" -> "layer 3 pool";',
+        '"layer 3 pool" -> "blob p";',
+        '"blob p" -> "layer 4 ip";',
+        '"layer 4 ip" -> "blob y" [label="10"];',
+        '"blob y" -> "layer 5 mine";',
+        '"layer 5 mine" -> "blob z";',
+        "}",
+    ]
+    assert capsys.readouterr().err == ""
+
+
+def test_phases() -> None:
+    def data_layers(*arguments: str) -> list[str]:
+        return [line.split("(")[1].split(")")[0] for line in lines_of(*arguments) if 'label="data' in line]
+
+    assert data_layers("-phase", "TRAIN") == ["Data"]
+    assert data_layers("-phase", "TEST") == ["Input"]
+    assert data_layers() == data_layers("-phase=ALL") == ["Data", "Input"]
+
+
+def test_direction_and_multipliers() -> None:
+    lines = lines_of("-rankdir", "TB", "-display_lrm")
+    assert lines[1] == "rankdir=TB;"
+    assert "conv/1 (Convolution) kernel size: 5 stride: 1 pad: 0 outputs: 20 lr mult: 1, 0.5" in lines[4]
+
+
+LABELS = {
+    "sides": (
+        'type: "Convolution" convolution_param { num_output: 2 kernel_h: 3 kernel_w: 5 stride_h: 2 stride_w: 2 }',
+        "(Convolution) kernel size: 3x5 stride: 2 pad: 0 outputs: 2",
+    ),
+    "axes": (
+        'type: "Deconvolution" convolution_param { num_output: 2 kernel_size: [1, 2, 3] dilation: 2 group: 4 }',
+        "(Deconvolution) kernel size: 1x2x3 stride: 1 pad: 0 dilation: 2 group: 4 outputs: 2",
+    ),
+    "pooling": (
+        'type: "Pooling" pooling_param { kernel_h: 2 kernel_w: 4 }',
+        "(MAX Pooling) kernel size: 2x4 stride: 1 pad: 0",
+    ),
+    "global": ('type: "Pooling" pooling_param { global_pooling: true }', "(MAX Pooling) global"),
+    "recurrent": ('type: "LSTM" recurrent_param { num_output: 8 }', "(LSTM) outputs: 8"),
+}
+
+
+@pytest.mark.parametrize("case", LABELS)
+def test_labels(case: str) -> None:
+    source, label = LABELS[case]
+    layer = text.parse(f'name: "it" {source}', LayerParameter())
+    assert draw.layer_label(layer, beside=True) == f"it {label}"
+
+
+def test_as_pycaffe_calls_it() -> None:
+    net = text.parse(NET, NetParameter())
+    draw.draw_net_to_file(net, "net.gv", "LR", TEST)
+    assert Path("net.gv").read_bytes() == draw.draw_net(net, "LR", "dot", phase=TEST)
+    assert "Batch 64" not in draw.dot_text(net, label_edges=False, phase=TRAIN)
+    assert not net.HasField("state")
+
+
+@pytest.mark.skipif(shutil.which("dot") is None, reason="needs graphviz")
+@pytest.mark.parametrize(("name", "start"), [("net.png", b"\x89PNG"), ("net.SVG", b"<?xml")])
+def test_pictures(name: str, start: bytes) -> None:
+    assert main.run(["draw", "net.prototxt", name]) == 0
+    assert Path(name).read_bytes().startswith(start)
+
+
+WRONG = {
+    "no extension": ("net.prototxt net", 2, 'the extension of "net" must tell the format: .png, .svg'),
+    "unknown extension": ("net.prototxt net.doc", 2, 'the extension of "net.doc" must tell the format'),
+    "no net": ("nte.prototxt net.dot", 3, 'could not open "nte.prototxt": no such file, did you mean "net.prototxt"?'),
+    "no folder": ("net.prototxt nowhere/net.dot", 2, 'cannot write "nowhere/net.dot"'),
+    "no graphviz": ("lenet net.png", 2, "install graphviz (apt-get install graphviz, "),
+    "direction": ("lenet net.dot -rankdir=XY", 2, "'XY' is not one of 'LR', 'RL', 'TB', 'BT'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong(case: str, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    line, code, message = WRONG[case]
+    monkeypatch.setenv("PATH", "")
+    assert main.run(["draw", *line.split()]) == code
+    assert message in capsys.readouterr().err
+    assert [path.name for path in Path().iterdir()] == ["net.prototxt"]
+
+
+def test_graphviz_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    program = tmp_path / "bin" / "dot"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho no cairo >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent))
+    assert main.run(["draw", "net.prototxt", "net.png"]) == 2
+    assert capsys.readouterr().err == "caffepy: error: graphviz could not draw PNG: no cairo\n"
+    assert not Path("net.png").exists()
