@@ -135,7 +135,7 @@ class Recurrent(Layer):
     def sum_inputs(self, bottom: Blobs) -> None:
         """sums = x @ w.T + b, and the static input's product in every step."""
         sums = self.sums.data
-        flat = sums.reshape(self.steps * self.streams, -1)  # (T N, G)
+        flat = sums.reshape(-1, self.gates * self.size)  # (T N, G)
         self.ops.matmul(bottom[0].data.reshape(-1, self.inputs), self.blobs[0].data.T, flat)
         self.ops.add_bias(flat, self.blobs[1].data)
         if self.static:
@@ -147,7 +147,7 @@ class Recurrent(Layer):
         """From the gradient in the sums to the inputs and to the weights of inputs and state."""
         wanted = self.param_propagate_down
         dsums = self.sums.diff
-        flat = dsums.reshape(self.steps * self.streams, -1)
+        flat = dsums.reshape(-1, self.gates * self.size)
         if wanted[0]:
             x = bottom[0].data.reshape(-1, self.inputs)
             self.ops.matmul(flat.T, x, self.blobs[0].diff, accumulate=True)  # (G, T N) @ (T N, D)

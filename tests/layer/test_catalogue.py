@@ -31,6 +31,7 @@ NO_FIGURES = {
     "AbsVal": "test_against_the_formula",
     "Dropout": "test_dropout_keeps_the_share_and_the_mean",
     "Input": "test_input_takes_its_shapes_and_keeps_what_a_user_makes_of_them",
+    "LSTMUnit": "test_unit_against_the_formula",
     "Parameter": "test_parameter_is_its_top_and_adds_its_gradient",
     "Silence": "test_silence_gives_zero",
 }
