@@ -1,7 +1,7 @@
 """Rows of HDF5 files: several datasets of one length a file, a whole file in memory at a time."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,3 +117,40 @@ def _read_names(path: str) -> list[str]:
     if not names:
         raise DataError(f"{path} names no HDF5 files")
     return names
+
+
+def new_file(path: str) -> None:
+    """Make an HDF5 file without datasets, in place of whatever `path` was; DataError if that is not possible."""
+    import h5py
+
+    try:
+        h5py.File(path, "w").close()
+    except OSError as error:
+        raise DataError(f"{path} cannot be created: {error}") from None
+
+
+def append_rows(path: str, arrays: Mapping[str, Array]) -> None:
+    """Append arrays (N, ...) to the datasets of these names in an HDF5 file; those that are missing are made.
+
+    DataError if the file cannot be written, or if its rows have another shape.
+    """
+    import h5py
+
+    try:
+        with h5py.File(path, "a") as file:
+            for name, array in arrays.items():
+                if name not in file:
+                    file.create_dataset(name, data=array, maxshape=(None, *array.shape[1:]))
+                else:
+                    _append(file[name], array, path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error}") from None
+
+
+def _append(dataset: Any, array: Array, path: str) -> None:
+    if dataset.shape[1:] != array.shape[1:]:
+        shapes = f"{shape_string(dataset.shape[1:])}, those to be added {shape_string(array.shape[1:])}"
+        raise DataError(f"{path}: rows of {dataset.name} have shape {shapes}")
+    start = len(dataset)
+    dataset.resize(start + len(array), axis=0)
+    dataset[start:] = array

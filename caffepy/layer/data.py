@@ -1,4 +1,4 @@
-"""Layers that feed a net from outside: no bottoms, nothing to differentiate."""
+"""Layers that feed a net from outside, and one that writes to the outside: nothing to differentiate."""
 
 import logging
 from collections.abc import Sequence
@@ -8,17 +8,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from caffepy.blob import Array, shape_string
-from caffepy.data.hdf5 import HDF5Rows
+from caffepy.data.hdf5 import HDF5Rows, append_rows, new_file
 from caffepy.data.image_list import ImageLoader
 from caffepy.data.loader import Loader, RecordLoader
 from caffepy.data.reader import Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
+from caffepy.data.windows import WindowLoader
 from caffepy.errors import ConfigError, DataError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.paths import locate
-from caffepy.proto.caffe_pb2 import DataParameter, FillerParameter, ImageDataParameter
+from caffepy.proto.caffe_pb2 import DataParameter, FillerParameter, ImageDataParameter, WindowDataParameter
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ class Data(Prefetching):
         """What fills the batches."""
         param = self.param.data_param
         _need_batch_size(param.batch_size, "data_param")
-        _warn_ignored(param, "data_param", ("rand_skip", "force_encoded_color"))
+        _warn_ignored(param, "data_param", MOVED, ("rand_skip", "force_encoded_color"))
         if param.shuffle:
             log.warning("data_param's shuffle has no effect: records come in the order of their keys")
         source = open_source(locate(param.source, self.path), DataParameter.DB.Name(param.backend))
@@ -121,10 +122,26 @@ class ImageData(Prefetching):
         """What fills the batches."""
         param = self.param.image_data_param
         _need_batch_size(param.batch_size, "image_data_param")
-        _warn_ignored(param, "image_data_param")
+        _warn_ignored(param, "image_data_param", MOVED)
         if param.short_side:
             log.warning("image_data_param's short_side has no effect; use new_height and new_width")
         return ImageLoader(param, self.transformer(), self.device, self.path)
+
+
+@layer("WindowData")
+class WindowData(Prefetching):
+    """-> (N, 3, crop, crop) and labels (N,): windows of images, background before foreground (Girshick et al. 2014)."""
+
+    tops = (2, 2)
+
+    def open(self) -> Loader:
+        """What fills the batches."""
+        param = self.param.window_data_param
+        _need_batch_size(param.batch_size, "window_data_param")
+        _warn_ignored(param, "window_data_param", MOVED[1:])
+        if self.param.transform_param.HasField("scale"):
+            log.warning("transform_param's scale is ignored, as in Caffe; window_data_param has one")
+        return WindowLoader(self.param, self.device, self.path)
 
 
 def _need_batch_size(batch_size: int, name: str) -> None:
@@ -132,10 +149,18 @@ def _need_batch_size(batch_size: int, name: str) -> None:
         raise ConfigError(f"{name} needs a batch_size of 1 or more")
 
 
-def _warn_ignored(param: DataParameter | ImageDataParameter, name: str, unused: tuple[str, ...] = ()) -> None:
-    """Name the given fields that Caffe reads and ignores."""
-    moved = [n for n in ("scale", "mean_file", "crop_size", "mirror") if param.HasField(n)]
-    ignored = moved + [n for n in unused if param.HasField(n)]
+MOVED = ("scale", "mean_file", "crop_size", "mirror")
+
+
+def _warn_ignored(
+    param: DataParameter | ImageDataParameter | WindowDataParameter,
+    name: str,
+    moved: tuple[str, ...],
+    unused: tuple[str, ...] = (),
+) -> None:
+    """Name the given fields that Caffe ignores: those that transform_param has now and those without any effect."""
+    moved = tuple(n for n in moved if param.HasField(n))
+    ignored = [*moved, *(n for n in unused if param.HasField(n))]
     if ignored:
         remedy = f"; {', '.join(moved)} belong in transform_param" if moved else ""
         log.warning("%s's %s are ignored, as in Caffe%s", name, ", ".join(ignored), remedy)
@@ -169,6 +194,40 @@ class HDF5Data(Feed):
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there."""
         self._rows.set_state(state)
+
+
+@layer("HDF5Output")
+class HDF5Output(Layer):
+    """(N, ...) and (N, ...) -> datasets `data` and `label` of an HDF5 file, with four axes each.
+
+    One forward gives Caffe's file; where Caffe's second one fails, rows are appended. Between forwards the file is
+    whole and closed.
+    """
+
+    bottoms = 2
+    tops = 0
+    share_in_parallel = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Create the file; one of the same name goes."""
+        self._file = self.param.hdf5_output_param.file_name
+        if not self._file:
+            raise ConfigError("hdf5_output_param needs a file_name")
+        new_file(self._file)
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Check that both bottoms have as many rows."""
+        data, label = (b.legacy_shape() for b in bottom)
+        if data[0] != label[0]:
+            raise ConfigError(f"data and labels must have the same number of rows, not {data[0]} and {label[0]}")
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Append the rows."""
+        rows = {name: b.data.reshape(b.legacy_shape()) for name, b in zip(("data", "label"), bottom, strict=True)}
+        append_rows(self._file, rows)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """No loss lies above."""
 
 
 @layer("MemoryData")

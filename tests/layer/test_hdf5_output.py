@@ -1,0 +1,85 @@
+"""HDF5Output: the file it leaves."""
+
+import h5py
+import numpy as np
+import pytest
+
+from caffepy.errors import CaffeError, ConfigError, DataError
+
+from .harness import Single, random
+
+
+def output(path, data, label, dtype=np.float32):
+    text = f'type: "HDF5Output" hdf5_output_param {{ file_name: "{path}" }}'
+    return Single(text, data, label, tops=0, dtype=dtype)
+
+
+def contents(path):
+    with h5py.File(path) as file:
+        return {name: item[()] for name, item in file.items()}
+
+
+def test_the_file_is_there_and_empty_from_the_start(tmp_path):
+    path = tmp_path / "out.h5"
+    path.write_text("what was there goes")
+    output(path, random(2, 3), random(2))
+    assert contents(path) == {}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_one_forward_gives_the_file_of_caffe(dtype, tmp_path):
+    path = tmp_path / "out.h5"
+    data, label = random(4, 3, 2).astype(dtype), random(4).astype(dtype)
+    output(path, data, label, dtype).forward()
+    found = contents(path)
+    assert list(found) == ["data", "label"]
+    assert all(array.dtype == dtype for array in found.values())
+    np.testing.assert_array_equal(found["data"], data[..., None])
+    np.testing.assert_array_equal(found["label"], label[:, None, None, None])
+
+
+def test_later_forwards_append(tmp_path):
+    path = tmp_path / "out.h5"
+    single = output(path, random(2, 3, 4, 5), random(2))
+    batches = [[random(n, 3, 4, 5, seed=n), random(n, seed=n)] for n in (2, 2, 1, 3)]
+    for batch in batches:
+        for blob, array in zip(single.bottom, batch, strict=True):
+            blob.reshape(array.shape)
+            blob.data[...] = array
+        single.layer.reshape(single.bottom, single.top)
+        single.layer.forward(single.bottom, single.top)
+    found = contents(path)
+    for name, arrays in zip(("data", "label"), zip(*batches, strict=True), strict=True):
+        np.testing.assert_array_equal(found[name].squeeze(), np.concatenate(arrays).astype(np.float32))
+
+
+def test_backward_leaves_the_bottoms_alone(tmp_path):
+    single = output(tmp_path / "out.h5", random(2, 3), random(2))
+    single.bottom[0].diff.fill(7)
+    single.layer.backward(single.top, [True, False], single.bottom)
+    assert (single.bottom[0].diff == 7).all()
+
+
+def test_rows_of_another_shape(tmp_path):
+    path = tmp_path / "out.h5"
+    single = output(path, random(2, 3), random(2))
+    single.forward()
+    single.bottom[0].reshape((2, 4))
+    with pytest.raises(DataError, match=r"out.h5: rows of /data have shape 3 1 1 \(3\), those to be added 4 1 1 \(4\)"):
+        single.layer.forward(single.bottom, single.top)
+
+
+REFUSED = {
+    "no name": ("", (2, 3), ConfigError, "hdf5_output_param needs a file_name"),
+    "no folder": ("{}/nowhere/out.h5", (2, 3), DataError, "nowhere/out.h5 cannot be created"),
+    "row counts": ("{}/out.h5", (3, 3), ConfigError, "same number of rows, not 3 and 2"),
+    "axes": ("{}/out.h5", (2, 1, 1, 1, 1), ConfigError, "a blob of at most 4 axes"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, tmp_path):
+    path, shape, error, message = REFUSED[case]
+    with pytest.raises(CaffeError, match=message) as caught:
+        output(path.format(tmp_path), random(*shape), random(2))
+    assert isinstance(caught.value, error)
