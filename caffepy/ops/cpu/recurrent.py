@@ -7,51 +7,47 @@ never meets another one, so results do not depend on the number of threads.
 
 from typing import Any, NamedTuple
 
+import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
+from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.threads import parallel
-from caffepy.ops.cpu.tile import Schedule, Shape, accumulate, shapes
 
 Array = NDArray[Any]
 
+STREAMS = 4  # at least, that a thread takes on
 PACKED = 16  # elements of a cache line, so that packing reads and writes whole ones
 
 
-class _Plan(NamedTuple):
-    """How to add x @ b for some rows of x: b (K, O) lies as panels (blocks, K, columns)."""
+class _Weights(NamedTuple):
+    """A matrix b (K, O) as panels of the columns that two vectors hold, zeros beyond O."""
 
-    panels: Array
-    sums: Array  # (blocks, N, columns)
-    schedule: Schedule  # one block of tiles for each tile of rows
-    shape: Shape
+    panels: Array  # (blocks, K, columns)
+    spare: Array  # (N, columns), for what is computed of the last panel
+    lanes: tuple[int, ...]  # as many as elements in a vector: numba sees the length of a tuple as a type
 
 
-def _make_plan(n: int, k: int, outputs: int, dtype: np.dtype[Any]) -> _Plan:
-    """For (N, K) @ (K, O), in tiles that compute the fewest sums in vain."""
-    shape = min(
-        shapes(dtype.itemsize), key=lambda s: -(-n // len(s.rows)) * len(s.rows) * -(-outputs // s.columns) * s.columns
-    )
-    tiles, columns = -(-n // len(shape.rows)), shape.columns
-    blocks = -(-outputs // columns)
-    rows = np.minimum(np.arange(tiles * len(shape.rows)), n - 1).astype(np.int32)
-    r = np.arange(k, dtype=np.int32)
-    return _Plan(
-        np.zeros((blocks, k, columns), dtype),
-        np.empty((blocks, n, columns), dtype),
-        Schedule(
-            np.arange(tiles + 1),
-            rows * np.int32(k),
-            rows,
-            np.tile(np.array([0, k]), (tiles, 1)),
-            np.stack([r, r * np.int32(columns)], 1),
-        ),
-        shape,
-    )
+def _vector() -> tuple[int, int]:
+    """Bytes of this processor's vectors, and rows of a tile of two vectors each that leaves some registers free."""
+    features = llvmlite.binding.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 64, 8
+    return (32, 4) if features.get("avx") else (16, 4)
+
+
+VECTOR_BYTES, ROWS = _vector()
+
+
+def _make_weights(streams: int, k: int, outputs: int, dtype: np.dtype[Any]) -> _Weights:
+    lanes = VECTOR_BYTES // dtype.itemsize
+    columns = 2 * lanes
+    panels = np.zeros((-(-outputs // columns), k, columns), dtype)
+    return _Weights(panels, np.zeros((streams, columns), dtype), (0,) * lanes)
 
 
 @kernel
@@ -65,45 +61,121 @@ def _pack(b: Array, panels: Array, lo: int, hi: int) -> None:
                     panels[block, j, o] = b[j, first + o]
 
 
-def _pack_into(b: Array, plan: _Plan) -> None:
-    parallel(lambda lo, hi: _pack(b, plan.panels, lo, hi), len(plan.panels))
+def _pack_into(b: Array, weights: _Weights) -> None:
+    parallel(lambda lo, hi: _pack(b, weights.panels, lo, hi), len(weights.panels))
+
+
+def _define_tile(
+    typing: Any,
+    x: Any,
+    x_at: Any,
+    x_step: Any,
+    b: Any,
+    b_at: Any,
+    k: Any,
+    y: Any,
+    y_at: Any,
+    y_step: Any,
+    n: Any,
+    m: Any,
+) -> Any:
+    """y[i, o] += sum over r < k of x[i, r] * b[r, o], the sums in registers; k at least 1.
+
+    n rows (its length) by two vectors of m lanes; x, b, y flat, rows of x and y x_step and y_step apart, b a panel.
+    """
+    i = types.intp
+    signature = types.void(x, i, i, b, i, i, y, i, i, n, m)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        index = args[1].type
+        rows, lanes = signature.args[9].count, signature.args[10].count
+        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), lanes)
+        alignment = signature.args[0].dtype.bitwidth // 8
+
+        def at(array: int, place: Any) -> Any:
+            return builder.gep(context.make_array(signature.args[array])(context, builder, args[array]).data, [place])
+
+        def row(start: Any, step: Any, number: int) -> Any:
+            return builder.gep(start, [builder.mul(step, index(number))])
+
+        def pair(start: Any) -> list[Any]:
+            return [builder.bitcast(builder.gep(start, [index(v * lanes)]), vector.as_pointer()) for v in range(2)]
+
+        sources = [row(at(0, args[1]), args[2], r) for r in range(rows)]
+        targets = [pair(row(at(6, args[7]), args[8], r)) for r in range(rows)]
+        start = [builder.load(p, align=alignment) for pair_ in targets for p in pair_]
+        panel = at(3, args[4])
+        fma = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            builder.module,
+            ir.FunctionType(vector, [vector] * 3),
+            f"llvm.fmuladd.v{lanes}f{8 * alignment}",  # fused where the processor can
+        )
+        undefined = ir.Constant(vector, ir.Undefined)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+
+        before, loop, done = builder.block, builder.append_basic_block("reduce"), builder.append_basic_block("reduced")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        r = builder.phi(index)
+        sums = [builder.phi(vector) for _ in start]
+        right = [builder.load(p, align=alignment) for p in pair(builder.gep(panel, [builder.mul(r, index(2 * lanes))]))]
+        added = []
+        for j, source in enumerate(sources):
+            left = builder.insert_element(undefined, builder.load(builder.gep(source, [r])), ir.IntType(32)(0))
+            left = builder.shuffle_vector(left, undefined, zeros)
+            added += [builder.call(fma, [left, right[v], sums[2 * j + v]]) for v in range(2)]
+        following = builder.add(r, index(1))
+        for phi, first, last in zip([r, *sums], [index(0), *start], [following, *added], strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(last, loop)
+        builder.cbranch(builder.icmp_signed("<", following, args[5]), loop, done)
+        builder.position_at_end(done)
+        for place, value in zip((p for pair_ in targets for p in pair_), added, strict=True):
+            builder.store(value, place, align=alignment)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+_tile: Any = intrinsic(_define_tile)
+_EIGHT, _FOUR, _TWO, _ONE = (0,) * 8, (0,) * 4, (0,) * 2, (0,)
 
 
 @kernel
-def _add_product(x: Array, x_at: int, plan: _Plan, y: Array, lo: int, hi: int) -> None:
-    """y[n] += x[n] @ b for the rows of tiles [lo, hi); x flat, its row 0 at x_at."""
-    panels, sums, schedule, shape = plan
+def _add_block(
+    x: Array, x_at: int, k: int, b: Array, b_at: int, y: Array, y_at: int, y_step: int, rows: int, m: Any
+) -> None:
+    """As many rows as there are, in tiles of at most ROWS."""
+    n = 0
+    while rows - n >= 8 and ROWS == 8:
+        _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _EIGHT, m)
+        n += 8
+    while rows - n >= 4:
+        _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _FOUR, m)
+        n += 4
+    if rows - n >= 2:
+        _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _TWO, m)
+        n += 2
+    if rows - n:
+        _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _ONE, m)
+
+
+@kernel
+def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> None:
+    """y[n] += x[n] @ b for rows [lo, hi)."""
+    panels, spare, lanes = weights
     blocks, k, columns = panels.shape
-    a, b = lo * len(shape.rows), min(hi * len(shape.rows), y.shape[0])
-    weights, steps = panels.reshape(-1), schedule.steps.reshape(-1)
-    for block in range(blocks):
-        first, part = block * columns, sums[block]
-        count = min(columns, y.shape[1] - first)
-        for n in range(a, b):
-            u, v = part[n], y[n, first : first + count]
-            for o in range(v.size):
-                u[o] = v[o]
-        for tile in range(lo, hi):
-            accumulate(
-                x,
-                x_at,
-                schedule.first,
-                schedule.place,
-                schedule.to,
-                schedule.span,
-                steps,
-                tile,
-                weights,
-                block * k * columns,
-                part.reshape(-1),
-                shape.rows,
-                shape.vectors,
-                shape.lanes,
-            )
-        for n in range(a, b):
-            u, v = part[n], y[n, first : first + count]
-            for o in range(v.size):
-                v[o] = u[o]
+    flat_x, flat_b, flat_y, outputs = x.reshape(-1), panels.reshape(-1), y.reshape(-1), y.shape[1]
+    whole = outputs // columns
+    for block in range(whole):
+        to = lo * outputs + block * columns
+        _add_block(flat_x, lo * k, k, flat_b, block * k * columns, flat_y, to, outputs, hi - lo, lanes)
+    if whole < blocks:
+        first = whole * columns
+        spare[lo:hi, : outputs - first] = y[lo:hi, first:]
+        to = lo * columns
+        _add_block(flat_x, lo * k, k, flat_b, whole * k * columns, spare.reshape(-1), to, columns, hi - lo, lanes)
+        y[lo:hi, first:] = spare[lo:hi, : outputs - first]
 
 
 def _define_power_of_two(typing: Any, x: Any) -> Any:
@@ -248,19 +320,17 @@ def _lstm(
     kept: Array,
     h: Array,
     c: Array,
-    plan: _Plan,
+    weights: _Weights,
     lo: int,
     hi: int,
 ) -> None:
-    steps, streams, size = h.shape
-    rows = len(plan.shape.rows)
-    first, end = lo * rows, min(hi * rows, streams)
+    steps = len(h)
     for t in range(steps):
         h_before, c_before = (h[t - 1], c[t - 1]) if t else (h_first, c_first)
-        for n in range(first, end):
+        for n in range(lo, hi):
             _scale(h_before[n], cont[t, n], kept[t, n])
-        _add_product(kept.reshape(-1), t * streams * size, plan, a[t], lo, hi)
-        _units(a[t], c_before, cont[t], c[t], h[t], first, end)
+        _add_product(kept[t], weights, a[t], lo, hi)
+        _units(a[t], c_before, cont[t], c[t], h[t], lo, hi)
 
 
 @kernel
@@ -273,24 +343,22 @@ def _lstm_gradient(
     dh: Array,
     dc: Array,
     da: Array,
-    plan: _Plan,
+    weights: _Weights,
     lo: int,
     hi: int,
 ) -> None:
-    steps, streams, size = dy.shape
-    rows = len(plan.shape.rows)
-    first, end = lo * rows, min(hi * rows, streams)
-    dh[first:end], dc[first:end] = 0, 0
+    steps = len(dy)
+    dh[lo:hi], dc[lo:hi] = 0, 0
     for t in range(steps - 1, -1, -1):
-        for n in range(first, end):
+        for n in range(lo, hi):
             u, v = dh[n], dy[t, n]
             for k in range(u.size):
                 u[k] += v[k]
-        _units_gradient(a[t], c[t - 1] if t else c_first, c[t], dh, dc, da[t], first, end)
-        dh[first:end] = 0
+        _units_gradient(a[t], c[t - 1] if t else c_first, c[t], dh, dc, da[t], lo, hi)
+        dh[lo:hi] = 0
         if t:
-            _add_product(da.reshape(-1), t * streams * 4 * size, plan, dh, lo, hi)
-            for n in range(first, end):
+            _add_product(da[t], weights, dh, lo, hi)
+            for n in range(lo, hi):
                 _scale(dh[n], cont[t, n], dh[n])
 
 
@@ -302,8 +370,8 @@ class LSTM:
 
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         dtype = np.dtype(dtype)
-        self._forward_plan = _make_plan(streams, size, 4 * size, dtype)
-        self._backward_plan = _make_plan(streams, 4 * size, size, dtype)
+        self._packed = _make_weights(streams, size, 4 * size, dtype)
+        self._packed_back = _make_weights(streams, 4 * size, size, dtype)
         self._gradients = np.empty((2, streams, size), dtype)
 
     def forward(
@@ -313,51 +381,47 @@ class LSTM:
 
         kept (T, N, H) becomes cont_t h_{t-1}, which the gradient of w needs.
         """
-        plan = self._forward_plan
-        _pack_into(w.T, plan)
-        parallel(lambda lo, hi: _lstm(a, cont, h_first, c_first, kept, h, c, plan, lo, hi), len(plan.schedule.span))
+        packed = self._packed
+        _pack_into(w.T, packed)
+        parallel(lambda lo, hi: _lstm(a, cont, h_first, c_first, kept, h, c, packed, lo, hi), cont.shape[1], STREAMS)
 
     def backward(self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array) -> None:
         """da (T, N, 4H) = gradient in the sums of the gates, from dy (T, N, H), the gradient in h."""
-        plan, (dh, dc) = self._backward_plan, self._gradients
-        _pack_into(w, plan)
+        packed, (dh, dc) = self._packed_back, self._gradients
+        _pack_into(w, packed)
         parallel(
-            lambda lo, hi: _lstm_gradient(a, cont, c_first, c, dy, dh, dc, da, plan, lo, hi), len(plan.schedule.span)
+            lambda lo, hi: _lstm_gradient(a, cont, c_first, c, dy, dh, dc, da, packed, lo, hi), cont.shape[1], STREAMS
         )
 
 
 @kernel
-def _rnn(h: Array, cont: Array, h_first: Array, kept: Array, plan: _Plan, lo: int, hi: int) -> None:
-    steps, streams, size = h.shape
-    rows = len(plan.shape.rows)
-    first, end = lo * rows, min(hi * rows, streams)
+def _rnn(h: Array, cont: Array, h_first: Array, kept: Array, weights: _Weights, lo: int, hi: int) -> None:
+    steps = len(h)
     for t in range(steps):
         h_before = h[t - 1] if t else h_first
-        for n in range(first, end):
+        for n in range(lo, hi):
             _scale(h_before[n], cont[t, n], kept[t, n])
-        _add_product(kept.reshape(-1), t * streams * size, plan, h[t], lo, hi)
-        for n in range(first, end):
+        _add_product(kept[t], weights, h[t], lo, hi)
+        for n in range(lo, hi):
             u = h[t, n]
             for k in range(u.size):
                 u[k] = _tanh(u[k], u)
 
 
 @kernel
-def _rnn_gradient(h: Array, cont: Array, rest: Array, dh: Array, plan: _Plan, lo: int, hi: int) -> None:
-    steps, streams, size = h.shape
-    rows = len(plan.shape.rows)
-    first, end = lo * rows, min(hi * rows, streams)
+def _rnn_gradient(h: Array, cont: Array, rest: Array, dh: Array, weights: _Weights, lo: int, hi: int) -> None:
+    steps = len(h)
     one = h.dtype.type(1)
-    rest[first:end] = 0
+    rest[lo:hi] = 0
     for t in range(steps - 1, -1, -1):
-        for n in range(first, end):
+        for n in range(lo, hi):
             u, v, w = h[t, n], dh[t, n], rest[n]
             for k in range(v.size):
                 v[k] = (v[k] + w[k]) * (one - u[k] * u[k])
         if t:
-            rest[first:end] = 0
-            _add_product(dh.reshape(-1), t * streams * size, plan, rest, lo, hi)
-            for n in range(first, end):
+            rest[lo:hi] = 0
+            _add_product(dh[t], weights, rest, lo, hi)
+            for n in range(lo, hi):
                 _scale(rest[n], cont[t, n], rest[n])
 
 
@@ -366,18 +430,18 @@ class RNN:
 
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         dtype = np.dtype(dtype)
-        self._forward_plan = _make_plan(streams, size, size, dtype)
-        self._backward_plan = _make_plan(streams, size, size, dtype)
+        self._packed = _make_weights(streams, size, size, dtype)
+        self._packed_back = _make_weights(streams, size, size, dtype)
         self._gradient = np.empty((streams, size), dtype)
 
     def forward(self, h: Array, w: Array, cont: Array, h_first: Array, kept: Array) -> None:
         """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1}; h_first (N, H)."""
-        plan = self._forward_plan
-        _pack_into(w.T, plan)
-        parallel(lambda lo, hi: _rnn(h, cont, h_first, kept, plan, lo, hi), len(plan.schedule.span))
+        packed = self._packed
+        _pack_into(w.T, packed)
+        parallel(lambda lo, hi: _rnn(h, cont, h_first, kept, packed, lo, hi), cont.shape[1], STREAMS)
 
     def backward(self, h: Array, w: Array, cont: Array, dh: Array) -> None:
         """dh (T, N, H), the gradient in h from outside, becomes that in the sums inside tanh."""
-        plan, rest = self._backward_plan, self._gradient
-        _pack_into(w, plan)
-        parallel(lambda lo, hi: _rnn_gradient(h, cont, rest, dh, plan, lo, hi), len(plan.schedule.span))
+        packed, rest = self._packed_back, self._gradient
+        _pack_into(w, packed)
+        parallel(lambda lo, hi: _rnn_gradient(h, cont, rest, dh, packed, lo, hi), cont.shape[1], STREAMS)
