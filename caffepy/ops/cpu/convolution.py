@@ -11,14 +11,14 @@ Work is cut into units that depend on shapes only, so results do not depend on t
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.threads import parallel
-from caffepy.ops.cpu.tile import Schedule, accumulate, best_shape, schedule, transpose
+from caffepy.ops.cpu.tile import Schedule, accumulate_by, best_shape, schedule, shapes, transpose
 
 Array = NDArray[Any]
 Sizes = Sequence[int]
@@ -27,33 +27,50 @@ ROWS = 768
 """Output positions, perhaps of several images, that are worked on at a time: what belongs to them stays in cache."""
 
 
-@kernel
-def _pad(
-    x: Array, at: int, planes: int, size: int, line: Array, width: int, to: Array, to_at: int, to_size: int
-) -> None:
-    """Copy planes of x (from x[at] on) into the middle of padded ones; row i begins at line[i]."""
-    for c in range(planes):
-        for i in range(line.size):
-            a, b = at + c * size + i * width, to_at + c * to_size + line[i]
-            for j in range(width):
-                to[b + j] = x[a + j]
+class _Sizes(NamedTuple):
+    """The numbers that the loops need."""
+
+    images: int  # N
+    together: int  # images worked on at a time
+    groups: int
+    inputs: int  # C / g
+    outputs: int  # O / g
+    plane: int  # elements of a plane of x
+    width: int  # of its last axis
+    padded: int  # elements of a padded plane
+    positions: int  # P, elements of a plane of y
+    taps: int  # elements of a plane of w
+    blocks: int  # panels of outputs of a group
+    lanes: int  # outputs of a panel
+    chunks: int  # parts of the gradient of the weights, each of some images
 
 
 @kernel
-def _pack(w: Array, panels: Array, lo: int, hi: int) -> None:
-    """panels[g, block, j * inputs + i, lane] = w[g, block * lanes + lane, i, j], 0 beyond; units are (g, block)."""
-    outputs, inputs, offsets = w.shape[1:]
-    blocks, lanes = panels.shape[1], panels.shape[3]
+def _pad(x: Array, at: int, together: int, sizes: _Sizes, line: Array, to: Array) -> None:
+    """Copy the planes of a group, from x[at] on, into the middle of padded ones, whose rows begin at line."""
+    for image in range(together):
+        for c in range(sizes.inputs):
+            source = at + (image * sizes.groups * sizes.inputs + c) * sizes.plane
+            start = (image * sizes.inputs + c) * sizes.padded
+            for i in range(line.size):
+                a, b = source + i * sizes.width, start + line[i]
+                for j in range(sizes.width):
+                    to[b + j] = x[a + j]
+
+
+@kernel
+def _pack(w: Array, panels: Array, sizes: _Sizes, lo: int, hi: int) -> None:
+    """panels[unit, tap * inputs + i, lane] = w[g, block * lanes + lane, i, tap], 0 beyond; units are (g, block)."""
     for unit in range(lo, hi):
-        g, block = unit // blocks, unit % blocks
-        first = block * lanes
-        count = min(lanes, outputs - first)
-        for i in range(inputs):
-            for j in range(offsets):
-                row = panels[g, block, j * inputs + i]
+        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.lanes
+        count = min(sizes.lanes, sizes.outputs - first)
+        for i in range(sizes.inputs):
+            for tap in range(sizes.taps):
+                at = ((unit * sizes.taps + tap) * sizes.inputs + i) * sizes.lanes
                 for lane in range(count):
-                    row[lane] = w[g, first + lane, i, j]
-                row[count:] = 0
+                    panels[at + lane] = w[g, first + lane, i, tap]
+                for lane in range(count, sizes.lanes):
+                    panels[at + lane] = 0
 
 
 @kernel
@@ -68,82 +85,53 @@ def _forward(
     span: Array,
     steps: Array,
     line: Array,
-    channels: int,
-    size: int,
-    width: int,
-    padded: int,
-    images: int,
+    sizes: _Sizes,
     lo: int,
     hi: int,
-    n_rows: Any,
-    n_vectors: Any,
-    n_lanes: Any,
+    kind: int,
+    vector: tuple[int, ...],
 ) -> None:
-    """Units [lo, hi), each (images, group, block of outputs); x flat, bias (g, blocks, lanes), y (N, g, O/g, P)."""
-    groups, outputs, positions = y.shape[1:]
-    blocks, depth, lanes = panels.shape[1:]
-    flat_panels, flat_steps, flat_y = panels.reshape(-1), steps.reshape(-1), y.reshape(-1)
-    with_pad = padded != size
-    buffer = np.zeros(images * channels * padded if with_pad else 0, x.dtype)
+    """Units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and bias by unit and lane."""
+    lanes, positions, across = sizes.lanes, sizes.positions, len(vector)
+    rows = sizes.together * positions
+    with_pad = sizes.padded != sizes.plane
+    buffer = np.zeros(sizes.together * sizes.inputs * sizes.padded if with_pad else 0, x.dtype)
     source = buffer if with_pad else x
-    sums = np.empty((min(ROWS, images * positions), lanes), x.dtype)
-    flat_sums = sums.reshape(-1)
+    sums = np.empty(min(ROWS, rows) * lanes, x.dtype)
     inside = -1
-    across = len(n_lanes)
     for unit in range(lo, hi):
-        block, g, image = unit % blocks, unit // blocks % groups, unit // blocks // groups * images
-        at = (image * groups + g) * channels * size
+        block, which = unit % sizes.blocks, unit // sizes.blocks
+        g, image = which % sizes.groups, which // sizes.groups * sizes.together
+        at = (image * sizes.groups + g) * sizes.inputs * sizes.plane
         if with_pad:
-            if inside != unit // blocks:
-                inside = unit // blocks
-                for i in range(images):
-                    from_ = at + i * groups * channels * size
-                    _pad(x, from_, channels, size, line, width, buffer, i * channels * padded, padded)
+            if inside != which:
+                inside = which
+                _pad(x, at, sizes.together, sizes, line, buffer)
             at = 0
-        panel = (g * blocks + block) * depth * lanes
-        count = min(lanes, outputs - block * lanes)
+        panel = g * sizes.blocks + block
+        b_at = panel * sizes.taps * sizes.inputs * lanes
+        count = min(lanes, sizes.outputs - block * lanes)
         for part in range(first.size - 1):
-            a, b = part * ROWS, min((part + 1) * ROWS, images * positions)
-            for s in range(b - a):
-                sums[s] = bias[g, block]
-            accumulate(
-                source,
-                at,
-                first,
-                place,
-                to,
-                span,
-                flat_steps,
-                part,
-                flat_panels,
-                panel,
-                flat_sums,
-                n_rows,
-                n_vectors,
-                n_lanes,
-            )
+            a = part * ROWS
+            m = min(ROWS, rows - a)
+            for s in range(m):
+                for o in range(lanes):
+                    sums[s * lanes + o] = bias[panel * lanes + o]
+            accumulate_by(kind, source, at, first, place, to, span, steps, part, panels, b_at, sums, vector)
             s = 0
-            while a + s < b:  # the rows of one image
+            while s < m:  # the rows of one image
                 i, p = (a + s) // positions, (a + s) % positions
-                m = min(b - a - s, positions - p)
-                to_y = ((image + i) * groups + g) * outputs + block * lanes
-                for q in range(0, m, across):
+                r = min(m - s, positions - p)
+                y_at = (((image + i) * sizes.groups + g) * sizes.outputs + block * lanes) * positions + p
+                for q in range(0, r, across):
                     for o in range(0, count, across):
-                        if q + across <= m and o + across <= count:
-                            transpose(
-                                flat_sums,
-                                (s + q) * lanes + o,
-                                lanes,
-                                flat_y,
-                                (to_y + o) * positions + p + q,
-                                positions,
-                                n_lanes,
-                            )
+                        if q + across <= r and o + across <= count:
+                            transpose(sums, (s + q) * lanes + o, lanes, y, y_at + o * positions + q, positions, vector)
                         else:
                             for u in range(o, min(o + across, count)):
-                                for v in range(q, min(q + across, m)):
-                                    flat_y[(to_y + u) * positions + p + v] = sums[s + v, u]
-                s += m
+                                for v in range(q, min(q + across, r)):
+                                    y[y_at + u * positions + v] = sums[(s + v) * lanes + u]
+                s += r
 
 
 @kernel
@@ -158,106 +146,81 @@ def _backward_weight(
     span: Array,
     steps: Array,
     line: Array,
-    channels: int,
-    size: int,
-    width: int,
-    padded: int,
-    images: int,
+    sizes: _Sizes,
     lo: int,
     hi: int,
-    n_rows: Any,
-    n_vectors: Any,
-    n_lanes: Any,
+    kind: int,
+    vector: tuple[int, ...],
 ) -> None:
-    """Units [lo, hi) of parts (chunk, g, block, K, lane), each of some images; bias_parts (chunk, g, block, lane)."""
-    n, groups, outputs, positions = dy.shape
-    chunks, blocks, lanes = parts.shape[0], parts.shape[2], parts.shape[4]
-    flat_dy, flat_steps = dy.reshape(-1), steps.reshape(-1)
-    with_pad = padded != size
-    buffer = np.zeros(images * channels * padded if with_pad else 0, x.dtype)
+    """Units [lo, hi), each (chunk of images, group, block): parts (units, K * lanes), bias_parts (units, lanes)."""
+    lanes, positions, across = sizes.lanes, sizes.positions, len(vector)
+    rows = sizes.together * positions
+    with_pad = sizes.padded != sizes.plane
+    buffer = np.zeros(sizes.together * sizes.inputs * sizes.padded if with_pad else 0, x.dtype)
     source = buffer if with_pad else x
-    panel = np.zeros((min(ROWS, images * positions), lanes), x.dtype)
-    flat_panel = panel.reshape(-1)
-    across = len(n_lanes)
+    panel = np.zeros(min(ROWS, rows) * lanes, x.dtype)
+    packs = sizes.images // sizes.together
+    origin = np.int64(0)  # a literal 0 would have the tiles compiled once more
     for unit in range(lo, hi):
-        block, g, chunk = unit % blocks, unit // blocks % groups, unit // blocks // groups
-        sums = parts[chunk, g, block]
-        sums[:] = 0
-        flat_sums = sums.reshape(-1)
-        count = min(lanes, outputs - block * lanes)
-        panel[:, count:] = 0
-        bias = bias_parts[chunk, g, block]
-        bias[:] = 0
-        packs = n // images
-        for pack in range(packs * chunk // chunks, packs * (chunk + 1) // chunks):
-            image = pack * images
-            at = (image * groups + g) * channels * size
+        block, which = unit % sizes.blocks, unit // sizes.blocks
+        g, chunk = which % sizes.groups, which // sizes.groups
+        sums, bias = parts[unit], bias_parts[unit]
+        for i in range(sums.size):
+            sums[i] = 0
+        for i in range(lanes):
+            bias[i] = 0
+        count = min(lanes, sizes.outputs - block * lanes)
+        if count < lanes:
+            for i in range(panel.size):
+                panel[i] = 0
+        for pack in range(packs * chunk // sizes.chunks, packs * (chunk + 1) // sizes.chunks):
+            image = pack * sizes.together
+            at = (image * sizes.groups + g) * sizes.inputs * sizes.plane
             if with_pad:
-                for i in range(images):
-                    from_ = at + i * groups * channels * size
-                    _pad(x, from_, channels, size, line, width, buffer, i * channels * padded, padded)
+                _pad(x, at, sizes.together, sizes, line, buffer)
                 at = 0
             for part in range(first.size - 1):
-                a, b = part * ROWS, min((part + 1) * ROWS, images * positions)
+                a = part * ROWS
+                m = min(ROWS, rows - a)
                 s = 0
-                while a + s < b:
+                while s < m:  # the rows of one image
                     i, p = (a + s) // positions, (a + s) % positions
-                    m = min(b - a - s, positions - p)
-                    from_dy = ((image + i) * groups + g) * outputs + block * lanes
+                    r = min(m - s, positions - p)
+                    dy_at = (((image + i) * sizes.groups + g) * sizes.outputs + block * lanes) * positions + p
                     for o in range(0, count, across):
-                        for q in range(0, m, across):
-                            if q + across <= m and o + across <= count:
+                        for q in range(0, r, across):
+                            if q + across <= r and o + across <= count:
                                 transpose(
-                                    flat_dy,
-                                    (from_dy + o) * positions + p + q,
-                                    positions,
-                                    flat_panel,
-                                    (s + q) * lanes + o,
-                                    lanes,
-                                    n_lanes,
+                                    dy, dy_at + o * positions + q, positions, panel, (s + q) * lanes + o, lanes, vector
                                 )
                             else:
                                 for u in range(o, min(o + across, count)):
-                                    for v in range(q, min(q + across, m)):
-                                        panel[s + v, u] = flat_dy[(from_dy + u) * positions + p + v]
-                    s += m
-                for s in range(b - a):
+                                    for v in range(q, min(q + across, r)):
+                                        panel[(s + v) * lanes + u] = dy[dy_at + u * positions + v]
+                    s += r
+                for s in range(m):
                     for o in range(lanes):
-                        bias[o] += panel[s, o]
-                accumulate(
-                    source,
-                    at,
-                    first,
-                    place,
-                    to,
-                    span,
-                    flat_steps,
-                    part,
-                    flat_panel,
-                    0,
-                    flat_sums,
-                    n_rows,
-                    n_vectors,
-                    n_lanes,
-                )
+                        bias[o] += panel[s * lanes + o]
+                accumulate_by(kind, source, at, first, place, to, span, steps, part, panel, origin, sums, vector)
 
 
 @kernel
-def _add_parts(parts: Array, dw: Array, lo: int, hi: int) -> None:
-    """dw (g, O/g, C/g, offsets) += sum over chunks of parts, whose rows are j * inputs + i; units are (g, block)."""
-    chunks, _, blocks, _, lanes = parts.shape
-    outputs, inputs, offsets = dw.shape[1:]
+def _add_parts(parts: Array, dw: Array, sizes: _Sizes, lo: int, hi: int) -> None:
+    """dw[g, block * lanes + lane, i, tap] += sum over chunks of parts[unit, tap * inputs + i, lane]."""
+    units = sizes.groups * sizes.blocks
+    total = np.empty(sizes.lanes, dw.dtype)
     for unit in range(lo, hi):
-        g, block = unit // blocks, unit % blocks
-        count = min(lanes, outputs - block * lanes)
-        total = np.empty(lanes, dw.dtype)
-        for i in range(inputs):
-            for j in range(offsets):
-                total[:] = parts[0, g, block, j * inputs + i]
-                for chunk in range(1, chunks):
-                    total += parts[chunk, g, block, j * inputs + i]
-                for o in range(count):
-                    dw[g, block * lanes + o, i, j] += total[o]
+        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.lanes
+        for i in range(sizes.inputs):
+            for tap in range(sizes.taps):
+                at = (tap * sizes.inputs + i) * sizes.lanes
+                for lane in range(sizes.lanes):
+                    total[lane] = parts[unit, at + lane]
+                for chunk in range(1, sizes.chunks):
+                    for lane in range(sizes.lanes):
+                        total[lane] += parts[chunk * units + unit, at + lane]
+                for lane in range(min(sizes.lanes, sizes.outputs - first)):
+                    dw[g, first + lane, i, tap] += total[lane]
 
 
 def _places(counts: Sizes, strides: Sizes, start: int = 0) -> Array:
@@ -282,40 +245,55 @@ class _Correlation:
     def __init__(
         self, x_shape: Sizes, outputs: int, kernel: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, dtype: DTypeLike
     ) -> None:
-        self.n, self.groups, self.channels, *size = x_shape
-        self.outputs, self.kernel, self.dtype = outputs, kernel, np.dtype(dtype)
+        n, groups, self.channels, *size = x_shape
+        self.kernel, self.dtype = kernel, np.dtype(dtype)
         axes = list(zip(size, kernel, stride, pad, dilation, strict=True))
         self.out = tuple((n + 2 * p - (d * (k - 1) + 1)) // s + 1 for n, k, s, p, d in axes)
-        self.positions, self.taps = prod(self.out), prod(kernel)
-        self.shape = best_shape(outputs, self.dtype.itemsize)
-        self.lanes = self.shape.columns
-        self.blocks = -(-outputs // self.lanes)
-        if not (self.n and self.positions):
+        positions, taps = prod(self.out), prod(kernel)
+        if not (n and positions):
             return
         padded = [n + 2 * p for n, p in zip(size, pad, strict=True)]
         step = _strides(padded)
         self.padded = prod(padded)
-        self.line = _places(size[:-1], step[:-1], _dot(pad, step))
-        self.images = max(
+        together = max(
             i
-            for i in range(1, self.n + 1)
-            if i == 1 or (self.n % i == 0 and i * max(self.positions, self.channels * self.padded // 128) <= ROWS)
+            for i in range(1, n + 1)
+            if i == 1 or (n % i == 0 and i * max(positions, self.channels * self.padded // 128) <= ROWS)
         )
-        self.geometry = (self.line, self.channels, prod(size), size[-1], self.padded, self.images)
-        self.image = self.channels * (self.padded if any(pad) else self.groups * self.padded)
+        kind = best_shape(outputs, self.dtype.itemsize)
+        self.shape = shapes(self.dtype.itemsize)[kind]
+        self.tile = kind, self.shape.lanes
+        lanes = self.shape.columns
+        blocks = -(-outputs // lanes)
+        weights = groups * blocks * taps * self.channels * lanes
+        chunks = min(-(-16 // (groups * blocks)), 1 + 2**21 // weights, n // together)
+        self.sizes = _Sizes(
+            n,
+            together,
+            groups,
+            self.channels,
+            outputs,
+            prod(size),
+            size[-1],
+            self.padded,
+            positions,
+            taps,
+            blocks,
+            lanes,
+            chunks,
+        )
+        self.image = self.channels * (self.padded if any(pad) else groups * self.padded)
         self.position_step = [s * t for s, t in zip(stride, step, strict=True)]
         self.tap_step = [d * t for d, t in zip(dilation, step, strict=True)]
         # Along each axis, the taps that each position needs and the positions that need each tap.
         needs = [_needs(o, s, k, d, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)]
         needed = [_needs(k, d, o, s, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)]
-        self.skips = prod(float(a[:, 1].sum() - a[:, 0].sum()) for a in needs) < 0.97 * self.positions * self.taps
-        self.forward = self._forward_schedule(needs)
-        self.backward = self._backward_schedule(needed)
-        self.panels = np.empty((self.groups, self.blocks, self.channels * self.taps, self.lanes), self.dtype)
-        self.bias = np.zeros((self.groups, self.blocks, self.lanes), self.dtype)
-        units = self.groups * self.blocks
-        chunks = min(-(-16 // units), 1 + 2**21 // self.panels.size, self.n // self.images)
-        self.parts_shape = (chunks, *self.panels.shape)
+        self.skips = prod(float(a[:, 1].sum() - a[:, 0].sum()) for a in needs) < 0.97 * positions * taps
+        line = _places(size[:-1], step[:-1], _dot(pad, step))
+        self.forward = _tables(self._forward_schedule(needs), line, self.sizes)
+        self.backward = _tables(self._backward_schedule(needed), line, self.sizes)
+        self.panels = np.empty(weights, self.dtype)
+        self.bias = np.zeros((groups, blocks * lanes), self.dtype)
 
     def _ranges(self, needs: list[Array], counts: Sizes) -> Array:
         """(rows, axes, 2) from what each index of each axis needs; everything where hardly anything can be skipped."""
@@ -325,14 +303,14 @@ class _Correlation:
         return np.stack([a[i] for a, i in zip(needs, index, strict=True)], 1)
 
     def _forward_schedule(self, needs: list[Array]) -> Schedule:
-        place = _places((self.images, *self.out), (self.image, *self.position_step))
-        ranges = np.tile(self._ranges(needs, self.kernel), (self.images, 1, 1))
-        tap_row = [t * self.channels * self.lanes for t in _strides(self.kernel)]
+        place = _places((self.sizes.together, *self.out), (self.image, *self.position_step))
+        ranges = np.tile(self._ranges(needs, self.kernel), (self.sizes.together, 1, 1))
+        tap_row = [t * self.channels * self.sizes.lanes for t in _strides(self.kernel)]
 
         def steps(block: int, lo: Array, hi: Array) -> Array:
             counts = (*(hi - lo), self.channels)
             x = _places(counts, (*self.tap_step, self.padded), _dot(lo, self.tap_step))
-            return np.stack([x, _places(counts, (*tap_row, self.lanes), _dot(lo, tap_row))], 1)
+            return np.stack([x, _places(counts, (*tap_row, self.sizes.lanes), _dot(lo, tap_row))], 1)
 
         return schedule(
             (
@@ -349,43 +327,48 @@ class _Correlation:
         row = _strides(self.out)
 
         def steps(block: int, lo: Array, hi: Array) -> Array:
-            counts = (self.images, *(hi - lo))
+            counts = (self.sizes.together, *(hi - lo))
             x = _places(counts, (self.image, *self.position_step), _dot(lo, self.position_step))
-            position = _places(counts, (self.positions, *row), _dot(lo, row)) - block * ROWS
+            position = _places(counts, (self.sizes.positions, *row), _dot(lo, row)) - block * ROWS
             inside = (position >= 0) & (position < ROWS)
-            return np.stack([x, position * self.lanes], 1)[inside]
+            return np.stack([x, position * self.sizes.lanes], 1)[inside]
 
-        blocks = -(-self.images * self.positions // ROWS)
+        blocks = -(-self.sizes.together * self.sizes.positions // ROWS)
         return schedule([(place, np.arange(len(place)), ranges)] * blocks, steps, self.shape)
 
     def correlate(self, x: Array, w: Array, bias: Array | None, y: Array) -> None:
-        """Write y."""
-        panels = self.panels
-        parallel(lambda lo, hi: _pack(w, panels, lo, hi), self.groups * self.blocks, 1 + 50_000 * self.blocks // w.size)
-        self.bias.reshape(self.groups, -1)[:, : self.outputs] = (
-            0 if bias is None else bias.reshape(self.groups, self.outputs)
+        """Write y; w (g, O/g, C/g, taps)."""
+        sizes, panels = self.sizes, self.panels
+        units = sizes.groups * sizes.blocks
+        parallel(lambda lo, hi: _pack(w, panels, sizes, lo, hi), units, 1 + 50_000 * units // w.size)
+        self.bias[:, : sizes.outputs] = 0 if bias is None else bias.reshape(sizes.groups, sizes.outputs)
+        x, y, b = x.reshape(-1), y.reshape(-1), self.bias.reshape(-1)
+        parallel(
+            lambda lo, hi: _forward(x, panels, b, y, *self.forward, lo, hi, *self.tile),
+            sizes.images // sizes.together * units,
         )
-        x, y, b = x.reshape(-1), y.reshape(self.n, self.groups, self.outputs, self.positions), self.bias
-        tables = (*self.forward, *self.geometry)
-        units = self.n // self.images * self.groups * self.blocks
-        parallel(lambda lo, hi: _forward(x, panels, b, y, *tables, lo, hi, *self.shape), units)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
-        parts = np.empty(self.parts_shape, self.dtype)
-        bias_parts = np.empty((*self.parts_shape[:3], self.lanes), self.dtype)
-        x, dy = x.reshape(-1), dy.reshape(self.n, self.groups, self.outputs, self.positions)
-        tables = (*self.backward, *self.geometry)
+        sizes = self.sizes
+        units = sizes.groups * sizes.blocks
+        parts = np.empty((sizes.chunks * units, sizes.taps * sizes.inputs * sizes.lanes), self.dtype)
+        bias_parts = np.empty((sizes.chunks * units, sizes.lanes), self.dtype)
+        x, dy = x.reshape(-1), dy.reshape(-1)
         parallel(
-            lambda lo, hi: _backward_weight(x, dy, parts, bias_parts, *tables, lo, hi, *self.shape),
-            prod(self.parts_shape[:3]),
+            lambda lo, hi: _backward_weight(x, dy, parts, bias_parts, *self.backward, lo, hi, *self.tile),
+            sizes.chunks * units,
         )
         if dw is not None:
-            dw = dw.reshape(self.groups, self.outputs, self.channels, self.taps)
-            parallel(lambda lo, hi: _add_parts(parts, dw, lo, hi), self.groups * self.blocks)
+            dw = dw.reshape(sizes.groups, sizes.outputs, sizes.inputs, sizes.taps)
+            parallel(lambda lo, hi: _add_parts(parts, dw, sizes, lo, hi), units)
         if db is not None:
-            sums = bias_parts.sum(axis=0).reshape(self.groups, -1)
-            db += sums[:, : self.outputs].reshape(-1)
+            sums = bias_parts.reshape(sizes.chunks, sizes.groups, -1).sum(axis=0)
+            db += sums[:, : sizes.outputs].reshape(-1)
+
+
+def _tables(plan: Schedule, line: Array, sizes: _Sizes) -> tuple[Any, ...]:
+    return plan.first, plan.place, plan.to, plan.span, plan.steps.reshape(-1), line, sizes
 
 
 def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:

@@ -39,7 +39,8 @@ def _layout(plane: Pair, out: Pair, kernel: Pair, stride: Pair, pad: Pair) -> _L
 
     def place(r: Array, c: Array) -> Array:
         """In the buffer, of row r and column c counted from the padding's corner."""
-        return ((r % sh * sw + c % sw) * rows + r // sh) * columns + c // sw
+        at: Array = ((r % sh * sw + c % sw) * rows + r // sh) * columns + c // sw
+        return at
 
     r, c = np.indices((h, w)).reshape(2, -1)
     a, b = np.indices((kh, kw)).reshape(2, -1)
@@ -88,9 +89,9 @@ def _max_forward(
                 best[q] = v if v > old else old
                 where[q] = tap if v > old else at
         for o in range(number.size):
-            q = np.uint32(number[o])
-            if where[q] >= 0:
-                y[n, o], index[n, o] = best[q], start[o] + where[q]
+            w = np.uint32(number[o])
+            if where[w] >= 0:
+                y[n, o], index[n, o] = best[w], start[o] + where[w]
             else:  # nothing but NaN or -inf, or strides beyond the kernel led out of the plane
                 y[n, o], index[n, o] = x[n, corner[o]], corner[o]
 

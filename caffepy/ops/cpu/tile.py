@@ -46,19 +46,21 @@ def _shape(rows: int, vectors: int, lanes: int) -> Shape:
 
 @cache
 def shapes(itemsize: int) -> list[Shape]:
-    """Tiles that fill this processor's registers: most of them sums, the rest for b and x."""
+    """Four tiles that fill this processor's registers: most of them sums, the rest for b and x."""
     features = llvmlite.binding.get_host_cpu_features()
-    wide, narrow = 64 // itemsize, 32 // itemsize
     if features.get("avx512f"):  # 32 registers of 64 bytes
-        return [_shape(*s) for s in ((6, 4, wide), (8, 3, wide), (8, 2, wide), (8, 1, wide), (8, 3, narrow))]
-    if features.get("avx"):  # 16 registers of 32 bytes
-        return [_shape(6, 2, narrow), _shape(4, 3, narrow)]
-    return [_shape(4, 2, narrow // 2)]
+        size, tiles = 64, ((6, 4), (8, 3), (8, 2), (8, 1))
+    elif features.get("avx"):  # 16 registers of 32 bytes
+        size, tiles = 32, ((4, 3), (6, 2), (6, 2), (8, 1))
+    else:
+        size, tiles = 16, ((8, 2), (8, 2), (8, 2), (8, 1))
+    return [_shape(rows, vectors, size // itemsize) for rows, vectors in tiles]
 
 
-def best_shape(outputs: int, itemsize: int) -> Shape:
-    """The tile that wastes the fewest columns on this many outputs; the first one of equals."""
-    return min(shapes(itemsize), key=lambda s: -(-outputs // s.columns) * s.columns)
+def best_shape(outputs: int, itemsize: int) -> int:
+    """The index among `shapes` of the tile that wastes the fewest columns on this many outputs; the first of equals."""
+    columns = [s.columns for s in shapes(itemsize)]
+    return min(range(len(columns)), key=lambda k: -(-outputs // columns[k]) * columns[k])
 
 
 class Schedule(NamedTuple):
@@ -251,3 +253,33 @@ def accumulate(
         lo, hi = span[t, 0], span[t, 1]
         if lo < hi:
             _tile(x, x_at, place, to, t * len(n_rows), steps, lo, hi, b, b_at, c, n_rows, n_vectors, n_lanes)
+
+
+_FIRST, _SECOND, _THIRD, _FOURTH = (shape[:2] for shape in shapes(4))
+
+
+@kernel
+def accumulate_by(
+    kind: int,
+    x: Array,
+    x_at: int,
+    first: Array,
+    place: Array,
+    to: Array,
+    span: Array,
+    steps: Array,
+    block: int,
+    b: Array,
+    b_at: int,
+    c: Array,
+    n_lanes: tuple[int, ...],
+) -> None:
+    """`accumulate` with tiles of the shape with this index: one compiled caller for all shapes."""
+    if kind == 0:
+        accumulate(x, x_at, first, place, to, span, steps, block, b, b_at, c, _FIRST[0], _FIRST[1], n_lanes)
+    elif kind == 1:
+        accumulate(x, x_at, first, place, to, span, steps, block, b, b_at, c, _SECOND[0], _SECOND[1], n_lanes)
+    elif kind == 2:
+        accumulate(x, x_at, first, place, to, span, steps, block, b, b_at, c, _THIRD[0], _THIRD[1], n_lanes)
+    else:
+        accumulate(x, x_at, first, place, to, span, steps, block, b, b_at, c, _FOURTH[0], _FOURTH[1], n_lanes)
