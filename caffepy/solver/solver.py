@@ -14,6 +14,7 @@ from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError
 from caffepy.net import Net
 from caffepy.net.weights import load_weights
+from caffepy.ops.segments import Segments
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
@@ -224,17 +225,14 @@ class Solver:
         learning_rate = self.rate()
         if param.display > 0 and self.iter % param.display == 0:
             self.reporter.lr(self.iter, learning_rate)
-        update = Update(
-            param,
-            self.iter,
-            self.params.data,
-            self.params.diff,
-            self.history,
+        segments = Segments(
             self._ends,
             np.float32(learning_rate) * self._lr_mult,
             np.float32(param.weight_decay) * self._decay_mult,
             self._clip_factor() / param.iter_size,
+            param.regularization_type == "L1",
         )
+        update = Update(param, self.iter, self.params.data, self.params.diff, self.history, segments)
         self.rule.apply(self.ops, update)
         self.iter += 1
         return learning_rate

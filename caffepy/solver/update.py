@@ -10,29 +10,26 @@ from math import sqrt
 from types import ModuleType
 
 from caffepy.blob import Array
+from caffepy.ops.segments import Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.registry import Registry
 
 
 @dataclass
 class Update:
-    """One update: the flat arrays, their segments with rate and decay of each, the factor on the gradient."""
+    """One update: the flat arrays, and their segments with the rate and decay of each."""
 
     param: SolverParameter
     iteration: int
     w: Array
     g: Array
     history: list[Array]
-    ends: Array
-    rates: Array
-    decays: Array
-    scale: float
+    segments: Segments
 
     @property
-    def arguments(self) -> tuple[Array | float | bool, ...]:
+    def arguments(self) -> tuple[Array | Segments, ...]:
         """What every function of ops takes first."""
-        l1 = self.param.regularization_type == "L1"
-        return self.w, self.g, *self.history, self.ends, self.rates, self.decays, self.scale, l1
+        return self.w, self.g, *self.history, self.segments
 
 
 def _no_problems(param: SolverParameter) -> Iterator[tuple[str, str]]:

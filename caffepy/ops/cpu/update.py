@@ -1,9 +1,8 @@
 """Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
 
-`w` are the values, `g` the accumulated gradient; `ends`, `rates`, `decays` describe the segments of the flat arrays
-(where each ends, its learning rate, its weight decay). The gradient that a rule sees is `scale*g + decay*w`, with `l1`
-`scale*g + decay*sign(w)`. Each writes `w` and its history in place and leaves in `g` what it subtracted from `w`.
-Loops run over slices: indices that cannot be negative are what lets the compiler vectorise them.
+`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w` and its history in
+place and leaves in `g` what it subtracted from `w`. Loops run over slices: indices that cannot be negative are what
+lets the compiler vectorise them.
 """
 
 from math import sqrt
@@ -13,89 +12,52 @@ from numpy.typing import NDArray
 
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.threads import parallel
+from caffepy.ops.segments import Segments
 
 Array = NDArray[Any]
 GRAIN = 1 << 16  # elements that are worth a thread
 
 
 @kernel
-def _regularized(w: Any, g: Any, scale: Any, decay: Any, l1: bool) -> Any:
+def _regularized(w: Any, g: Any, decay: Any, segments: Any) -> Any:
     one, zero = type(w)(1), type(w)(0)
     sign = (one if w > 0 else zero) - (one if w < 0 else zero)
-    return scale * g + decay * (sign if l1 else w)
+    return segments.scale * g + decay * (sign if segments.l1 else w)
 
 
 @kernel
-def _sgd(
-    w: Array,
-    g: Array,
-    h: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: Any,
-    l1: bool,
-    momentum: Any,
-    lo: int,
-    hi: int,
-) -> None:
-    for s in range(ends.size):
-        end, rate, decay = min(ends[s], hi), rates[s], decays[s]
+def _sgd(w: Array, g: Array, h: Array, segments: Any, momentum: Any, lo: int, hi: int) -> None:
+    for s in range(segments.ends.size):
+        end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
         for i in range(w_.size):
-            h_[i] = momentum * h_[i] + rate * _regularized(w_[i], g_[i], scale, decay, l1)
+            h_[i] = momentum * h_[i] + rate * _regularized(w_[i], g_[i], decay, segments)
             g_[i] = h_[i]
             w_[i] -= h_[i]
         lo = max(lo, end)
 
 
 @kernel
-def _nesterov(
-    w: Array,
-    g: Array,
-    h: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: Any,
-    l1: bool,
-    momentum: Any,
-    lo: int,
-    hi: int,
-) -> None:
+def _nesterov(w: Array, g: Array, h: Array, segments: Any, momentum: Any, lo: int, hi: int) -> None:
     one = w.dtype.type(1)
-    for s in range(ends.size):
-        end, rate, decay = min(ends[s], hi), rates[s], decays[s]
+    for s in range(segments.ends.size):
+        end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
         for i in range(w_.size):
             before = h_[i]
-            h_[i] = momentum * before + rate * _regularized(w_[i], g_[i], scale, decay, l1)
+            h_[i] = momentum * before + rate * _regularized(w_[i], g_[i], decay, segments)
             g_[i] = (one + momentum) * h_[i] - momentum * before
             w_[i] -= g_[i]
         lo = max(lo, end)
 
 
 @kernel
-def _rms(
-    w: Array,
-    g: Array,
-    h: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: Any,
-    l1: bool,
-    keep: Any,
-    take: Any,
-    delta: Any,
-    lo: int,
-    hi: int,
-) -> None:
-    for s in range(ends.size):
-        end, rate, decay = min(ends[s], hi), rates[s], decays[s]
+def _rms(w: Array, g: Array, h: Array, segments: Any, keep: Any, take: Any, delta: Any, lo: int, hi: int) -> None:
+    for s in range(segments.ends.size):
+        end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
         for i in range(w_.size):
-            d = _regularized(w_[i], g_[i], scale, decay, l1)
+            d = _regularized(w_[i], g_[i], decay, segments)
             h_[i] = keep * h_[i] + take * d * d
             g_[i] = rate * d / (sqrt(h_[i]) + delta)
             w_[i] -= g_[i]
@@ -104,26 +66,14 @@ def _rms(
 
 @kernel
 def _adadelta(
-    w: Array,
-    g: Array,
-    h: Array,
-    u: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: Any,
-    l1: bool,
-    momentum: Any,
-    delta: Any,
-    lo: int,
-    hi: int,
+    w: Array, g: Array, h: Array, u: Array, segments: Any, momentum: Any, delta: Any, lo: int, hi: int
 ) -> None:
     take = w.dtype.type(1) - momentum
-    for s in range(ends.size):
-        end, rate, decay = min(ends[s], hi), rates[s], decays[s]
+    for s in range(segments.ends.size):
+        end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_, u_ = w[lo:end], g[lo:end], h[lo:end], u[lo:end]
         for i in range(w_.size):
-            d = _regularized(w_[i], g_[i], scale, decay, l1)
+            d = _regularized(w_[i], g_[i], decay, segments)
             h_[i] = momentum * h_[i] + take * d * d
             v = d * sqrt((u_[i] + delta) / (h_[i] + delta))
             u_[i] = momentum * u_[i] + take * v * v
@@ -138,11 +88,7 @@ def _adam(
     g: Array,
     m: Array,
     v: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: Any,
-    l1: bool,
+    segments: Any,
     beta1: Any,
     beta2: Any,
     delta: Any,
@@ -151,11 +97,11 @@ def _adam(
     hi: int,
 ) -> None:
     one = w.dtype.type(1)
-    for s in range(ends.size):
-        end, rate, decay = min(ends[s], hi), rates[s] * correction, decays[s]
+    for s in range(segments.ends.size):
+        end, rate, decay = min(segments.ends[s], hi), segments.rates[s] * correction, segments.decays[s]
         w_, g_, m_, v_ = w[lo:end], g[lo:end], m[lo:end], v[lo:end]
         for i in range(w_.size):
-            d = _regularized(w_[i], g_[i], scale, decay, l1)
+            d = _regularized(w_[i], g_[i], decay, segments)
             m_[i] = beta1 * m_[i] + (one - beta1) * d
             v_[i] = beta2 * v_[i] + (one - beta2) * d * d
             g_[i] = rate * m_[i] / (sqrt(v_[i]) + delta)
@@ -163,88 +109,35 @@ def _adam(
         lo = max(lo, end)
 
 
-def _run(function: Any, arrays: tuple[Array, ...], scale: float, l1: bool, *numbers: float) -> None:
+def _run(function: Any, arrays: tuple[Array, ...], segments: Segments, *numbers: float) -> None:
     real = arrays[0].dtype.type
-    constants = (real(scale), l1, *map(real, numbers))
-    parallel(lambda lo, hi: function(*arrays, *constants, lo, hi), arrays[0].size, GRAIN)
+    typed, constants = segments._replace(scale=real(segments.scale)), tuple(map(real, numbers))
+    parallel(lambda lo, hi: function(*arrays, typed, *constants, lo, hi), arrays[0].size, GRAIN)
 
 
-def sgd_update(
-    w: Array,
-    g: Array,
-    h: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: float,
-    l1: bool,
-    momentum: float,
-) -> None:
+def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
     """h = momentum*h + rate*g; w -= h."""
-    _run(_sgd, (w, g, h, ends, rates, decays), scale, l1, momentum)
+    _run(_sgd, (w, g, h), segments, momentum)
 
 
-def nesterov_update(
-    w: Array,
-    g: Array,
-    h: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: float,
-    l1: bool,
-    momentum: float,
-) -> None:
+def nesterov_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
     """h' = momentum*h + rate*g; w -= (1 + momentum)*h' - momentum*h; h = h'."""
-    _run(_nesterov, (w, g, h, ends, rates, decays), scale, l1, momentum)
+    _run(_nesterov, (w, g, h), segments, momentum)
 
 
-def adagrad_update(
-    w: Array,
-    g: Array,
-    h: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: float,
-    l1: bool,
-    delta: float,
-) -> None:
+def adagrad_update(w: Array, g: Array, h: Array, segments: Segments, delta: float) -> None:
     """h += g^2; w -= rate*g/(sqrt(h) + delta)."""
-    _run(_rms, (w, g, h, ends, rates, decays), scale, l1, 1, 1, delta)
+    _run(_rms, (w, g, h), segments, 1, 1, delta)
 
 
-def rmsprop_update(
-    w: Array,
-    g: Array,
-    h: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: float,
-    l1: bool,
-    rms_decay: float,
-    delta: float,
-) -> None:
+def rmsprop_update(w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float) -> None:
     """h = rms_decay*h + (1 - rms_decay)*g^2; w -= rate*g/(sqrt(h) + delta)."""
-    _run(_rms, (w, g, h, ends, rates, decays), scale, l1, rms_decay, 1 - rms_decay, delta)
+    _run(_rms, (w, g, h), segments, rms_decay, 1 - rms_decay, delta)
 
 
-def adadelta_update(
-    w: Array,
-    g: Array,
-    h: Array,
-    u: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: float,
-    l1: bool,
-    momentum: float,
-    delta: float,
-) -> None:
+def adadelta_update(w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float) -> None:
     """h, u are means of g^2 and of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
-    _run(_adadelta, (w, g, h, u, ends, rates, decays), scale, l1, momentum, delta)
+    _run(_adadelta, (w, g, h, u), segments, momentum, delta)
 
 
 def adam_update(
@@ -252,15 +145,11 @@ def adam_update(
     g: Array,
     m: Array,
     v: Array,
-    ends: Array,
-    rates: Array,
-    decays: Array,
-    scale: float,
-    l1: bool,
+    segments: Segments,
     beta1: float,
     beta2: float,
     delta: float,
     correction: float,
 ) -> None:
     """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) + delta)."""
-    _run(_adam, (w, g, m, v, ends, rates, decays), scale, l1, beta1, beta2, delta, correction)
+    _run(_adam, (w, g, m, v), segments, beta1, beta2, delta, correction)
