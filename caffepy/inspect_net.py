@@ -12,6 +12,7 @@ from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
 from caffepy.proto.text import read_net, read_solver
+from caffepy.report.text import columns
 from caffepy.solver.check import check_param
 from caffepy.solver.nets import net_sources
 
@@ -58,13 +59,8 @@ class NetInfo:
                 (layer.name, layer.type, shapes, f"{layer.parameters:,}", _bytes(layer.memory), _si(layer.flops))
             )
         rows.append(("all", "", "", f"{self.parameters:,}", _bytes(self.memory), _si(self.flops)))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [f"{self.role}{f' of {self.name!r}' if self.name else ''}"]
-        for row in rows:
-            left = (f"{cell:{width}}" for cell, width in zip(row[:3], widths[:3], strict=True))
-            right = (f"{cell:>{width}}" for cell, width in zip(row[3:], widths[3:], strict=True))
-            lines.append("  ".join((*left, *right)))
-        return "\n".join(lines)
+        head = f"{self.role}{f' of {self.name!r}' if self.name else ''}"
+        return "\n".join([head, *columns(rows, left=3)])
 
 
 def as_json(nets: Sequence[NetInfo]) -> str:

@@ -4,15 +4,16 @@ Caffe's flags come as `-solver x`, `-solver=x`, `--solver x` and `--solver=x`, b
 `-flag=false`, and may stand before the command; dashes and underscores are the same.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 TRUE = ("1", "t", "true", "y", "yes")
 FALSE = ("0", "f", "false", "n", "no")
 
 
-def normalize(arguments: Sequence[str], takes_value: Mapping[str, bool]) -> list[str]:
+def normalize(arguments: Sequence[str], takes_value: Mapping[str, bool], groups: Container[str] = ()) -> list[str]:
     """The command first, then `--name=value` and `--flag`; `takes_value` has the names of all flags, without dashes.
 
+    `groups` are the commands that have commands of their own: of theirs the first two words stay in front.
     Unknown flags go through, so that click can speak of them. Nothing after `--` is touched.
     """
     cut = arguments.index("--") if "--" in arguments else len(arguments)
@@ -24,8 +25,9 @@ def normalize(arguments: Sequence[str], takes_value: Mapping[str, bool]) -> list
             flags.append(_flag(argument, rest, takes_value))
         else:
             words.append(argument)
-    command = [word.replace("_", "-") for word in words[:1]]
-    return [*command, *flags, *words[1:], *arguments[cut:]]
+    length = 2 if words and words[0].replace("_", "-") in groups else 1
+    command = [word.replace("_", "-") for word in words[:length]]
+    return [*command, *flags, *words[length:], *arguments[cut:]]
 
 
 def _flag(argument: str, rest: Iterator[str], takes_value: Mapping[str, bool]) -> str:

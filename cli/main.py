@@ -3,8 +3,7 @@
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import click
 
@@ -13,11 +12,13 @@ from caffepy.cli.arguments import normalize
 from caffepy.cli.check import check
 from caffepy.cli.device_query import device_query
 from caffepy.cli.draw import draw
+from caffepy.cli.group import Commands
 from caffepy.cli.test import test
 from caffepy.cli.time import time
 from caffepy.cli.train import INTERRUPTED, train
 from caffepy.cli.upgrade_net import upgrade_net
 from caffepy.cli.upgrade_solver import upgrade_solver
+from caffepy.cli.weights import weights
 from caffepy.errors import CaffeError, DataError
 from caffepy.registry import nearest
 
@@ -34,23 +35,11 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
 """
 
 
-class Commands(click.Group):
-    """The group of commands; an unknown one comes with the nearest known name."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """The command that the first argument names; UsageError if there is none."""
-        name = args[0]
-        if self.get_command(ctx, name) is None and not name.startswith("-"):
-            known = self.list_commands(ctx)
-            ctx.fail(f'no such command "{name}"{nearest(name, known)} (commands: {", ".join(known)})')
-        return super().resolve_command(ctx, args)
-
-
 @click.group(
     cls=Commands,
     epilog=EPILOG,
     invoke_without_command=True,
-    commands=(train, test, time, check, draw, upgrade_net, upgrade_solver, device_query),
+    commands=(train, test, time, check, draw, weights, upgrade_net, upgrade_solver, device_query),
     context_settings={"max_content_width": 110},
 )
 @click.version_option(__version__, message="%(version)s")
@@ -77,7 +66,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; messages go to stderr. Returns the exit code."""
     try:
-        return caffepy.main(normalize(arguments, flags()), prog_name="caffepy", standalone_mode=False) or 0
+        return caffepy.main(normalize(arguments, flags(), groups()), prog_name="caffepy", standalone_mode=False) or 0
     except click.UsageError as error:
         _say(_unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message())
         if error.ctx is not None:
@@ -96,13 +85,25 @@ def run(arguments: Sequence[str]) -> int:
 
 def flags() -> dict[str, bool]:
     """The names of the flags of all commands, without dashes, and whether each takes a value."""
-    parameters = [p for command in (caffepy, *caffepy.commands.values()) for p in command.params]
     return {
         name.lstrip("-"): not parameter.is_flag
-        for parameter in parameters
+        for command in _all_commands(caffepy)
+        for parameter in command.params
         if isinstance(parameter, click.Option)
         for name in (*parameter.opts, *parameter.secondary_opts)
     }
+
+
+def groups() -> list[str]:
+    """The commands that have commands of their own."""
+    return [name for name, command in caffepy.commands.items() if isinstance(command, click.Group)]
+
+
+def _all_commands(command: click.Command) -> Iterator[click.Command]:
+    yield command
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            yield from _all_commands(inner)
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:

@@ -15,7 +15,7 @@ ROWS = {
     "score": 8,
     "timing": 8,
     "inspect_net": 8,
-    "inspect_weights": 8,
+    "weights_file": 8,
     "upgrade_files": 8,
     "draw": 8,
     "solver": 7,

@@ -25,3 +25,12 @@ def scalars(outputs: Sequence[Output]) -> Iterator[str]:
         for value in np.asarray(values, np.float32).reshape(-1):
             loss = f" (* {number(weight)} = {number(np.float32(weight) * value)} loss)" if weight else ""
             yield f"{name} = {number(value)}{loss}"
+
+
+def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """The rows as lines with columns of equal width; the first `left` columns lie to the left, others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]

@@ -1,7 +1,7 @@
 import pytest
 
 from caffepy.cli.arguments import normalize
-from caffepy.cli.main import flags
+from caffepy.cli.main import flags, groups
 
 CASES = {
     "one dash": ("train -solver s.prototxt", "train --solver=s.prototxt"),
@@ -24,13 +24,16 @@ CASES = {
     "argument": ("check -level 1 net.prototxt", "check --level=1 net.prototxt"),
     "after two dashes": ("check -- -net.prototxt", "check -- -net.prototxt"),
     "a lone dash": ("check -", "check -"),
+    "command of a group": ("weights show x --json", "weights show --json x"),
+    "flags before a command of a group": ("-minloglevel 1 weights convert a b", "weights convert --minloglevel=1 a b"),
+    "group alone": ("weights -h", "weights --help"),
     "nothing": ("", ""),
 }
 
 
 @pytest.mark.parametrize(("typed", "understood"), CASES.values(), ids=CASES.keys())
 def test_normalize(typed: str, understood: str) -> None:
-    assert normalize(typed.split(), flags()) == understood.split()
+    assert normalize(typed.split(), flags(), groups()) == understood.split()
 
 
 def test_an_empty_value_stays() -> None:

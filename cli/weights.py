@@ -1,0 +1,65 @@
+"""caffepy weights"""
+
+import click
+
+from caffepy.cli import options
+from caffepy.cli.group import Commands
+
+
+@click.command(short_help="Print what a file of weights holds.")
+@click.argument("file")
+@options.as_json
+@options.logged(least=1)
+def show(file: str, as_json: bool) -> None:
+    """Print names, shapes and figures (of finite values) of the blobs in FILE to stdout.
+
+    FILE is a caffemodel of any age or a solver state, each binary or HDF5, or a mean file; which one shows from its
+    content.
+
+    \b
+    Examples:
+      caffepy weights show digits_iter_500.caffemodel
+      caffepy weights show run_iter_500.solverstate.h5 --json
+    """
+    from caffepy import weights_file
+
+    info = weights_file.show(file)
+    click.echo(info.json() if as_json else info.table())
+
+
+@click.command(short_help="Write weights in the other form, binary or HDF5.")
+@click.argument("source", metavar="IN")
+@click.argument("target", metavar="OUT")
+@options.logged()
+def convert(source: str, target: str) -> None:
+    """Write the weights in IN to OUT: as HDF5 if OUT ends in .h5, else as a binary caffemodel.
+
+    IN is a caffemodel of any age, binary or HDF5; which one shows from its content.
+
+    \b
+    Examples:
+      caffepy weights convert caffenet.caffemodel caffenet.caffemodel.h5
+      caffepy weights convert run_iter_500.caffemodel.h5 run_iter_500.caffemodel
+    """
+    from caffepy import weights_file
+
+    weights_file.convert(source, target)
+
+
+@click.group(
+    cls=Commands,
+    commands=(show, convert),
+    invoke_without_command=True,
+    short_help="Show what a caffemodel holds, or convert it.",
+)
+@click.pass_context
+def weights(context: click.Context) -> None:
+    """Files of weights, without a net.
+
+    \b
+    Examples:
+      caffepy weights show digits_iter_500.caffemodel
+      caffepy weights convert caffenet.caffemodel caffenet.caffemodel.h5
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
