@@ -85,27 +85,36 @@ class BatchNorm(SameShape):
 
     Blobs: running sums of mean (C) and variance (C) and the weight of both (1): each batch multiplies them by
     moving_average_fraction and adds its mean, its variance * m/(m-1) and 1. With use_global_stats (TEST unless given)
-    mean and variance are those sums divided by that weight, else the batch's own.
+    mean and variance are those sums divided by that weight, else the batch's own. With NVCaffe's scale_bias y becomes
+    y * scale + bias, two learnable blobs (C) more.
     """
 
     reads_input = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Make the three blobs, which no solver may learn."""
+        """Make the three blobs, which no solver may learn, and perhaps scale and bias."""
         param = self.param.batch_norm_param
         self.fraction, self.eps = param.moving_average_fraction, param.eps
         self.is_global = param.use_global_stats if param.HasField("use_global_stats") else self.phase == TEST
         if len(bottom[0].shape) < 2:
             raise ConfigError(f"BatchNorm needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
+        c = bottom[0].shape[1]
+        self.scales = param.scale_bias
         if not self.blobs:
-            for size in (bottom[0].shape[1], bottom[0].shape[1], 1):
+            for size in (c, c, 1):
                 self.add_blob([size])
-        for spec in self.param.param:
-            if spec.lr_mult != 0 and spec.HasField("lr_mult"):
-                raise ConfigError("Cannot configure batch normalization statistics as layer parameters.")
-            spec.lr_mult = 0
+            if self.scales:
+                scale_filler = param.scale_filler if param.HasField("scale_filler") else FillerParameter(value=1)
+                for filler in (scale_filler, param.bias_filler):
+                    fill(self.add_blob([c]), filler, self.device.rng)
+        if len(self.blobs) != 3 + 2 * self.scales:
+            raise ConfigError(f"incorrect number of parameters: {len(self.blobs)}, not {3 + 2 * self.scales}")
         while len(self.param.param) < len(self.blobs):
-            self.param.param.add(lr_mult=0)
+            self.param.param.add()
+        for i, spec in enumerate(self.param.param):
+            if not self.scales and spec.lr_mult != 0 and spec.HasField("lr_mult"):
+                raise ConfigError("Cannot configure batch normalization statistics as layer parameters.")
+            spec.lr_mult = float(i >= 3)  # NVCaffe overrides what is given
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check the channels and allot the statistics."""
@@ -115,12 +124,14 @@ class BatchNorm(SameShape):
             raise ConfigError(f"{c} channels do not fit the statistics of {self.blobs[0].count}")
         self.view = (n, c, prod(rest))
         self.mean, self.variance, self.inverse = (Blob([c], self.dtype) for _ in range(3))
+        if self.scales:
+            self.normalized = Blob(bottom[0].shape, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Find mean and variance, update the running sums in batch mode, write y."""
         x = self.keep_input(bottom).reshape(self.view)
         mean, variance, inverse = self.mean.data, self.variance.data, self.inverse.data
-        sum_of_means, sum_of_variances, weight = (b.data for b in self.blobs)
+        sum_of_means, sum_of_variances, weight = (b.data for b in self.blobs[:3])
         if self.is_global:
             factor = 0 if weight[0] == 0 else 1 / weight[0]
             np.multiply(sum_of_means, factor, out=mean)
@@ -136,14 +147,30 @@ class BatchNorm(SameShape):
         np.add(variance, self.eps, out=inverse)
         np.sqrt(inverse, out=inverse)
         np.divide(1, inverse, out=inverse)
-        self.ops.batch_norm_forward(x, mean, inverse, top[0].data.reshape(self.view))
+        y = top[0].data.reshape(self.view)
+        if self.scales:
+            normalized = self.normalized.data.reshape(self.view)
+            self.ops.batch_norm_forward(x, mean, inverse, normalized)
+            self.ops.scale_forward(normalized, self.blobs[3].data, self.blobs[4].data, y)
+        else:
+            self.ops.batch_norm_forward(x, mean, inverse, y)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = (dy - mean(dy) - y * mean(dy * y)) / sqrt(variance + eps); with global statistics without the means."""
-        if not propagate_down[0]:
-            return
+        """dx = (dy - mean(dy) - y * mean(dy * y)) / sqrt(variance + eps); with global statistics without the means.
+
+        With scale_bias y is that before the scaling, dscale += sum of dy * y, dbias += sum of dy, then dy *= scale.
+        """
         dy = top[0].diff.reshape(self.view)
         dx = dy if top[0].diff is bottom[0].diff else bottom[0].diff.reshape(self.view)
+        if self.scales:
+            wanted = zip(self.blobs, self.param_propagate_down, strict=True)
+            *_, dscale, dbias = (blob.diff if want else None for blob, want in wanted)
+            scale = self.blobs[3].data
+            normalized = self.normalized.data.reshape(self.view)
+            self.ops.scale_backward(normalized, scale, dy, dx if propagate_down[0] else None, dscale, dbias)
+            dy = dx
+        if not propagate_down[0]:
+            return
         if self.is_global:
             self.ops.scale_forward(dy, self.inverse.data, None, dx)
         else:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from caffepy.errors import ConfigError
-from caffepy.proto.caffe_pb2 import TEST
+from caffepy.proto.caffe_pb2 import TEST, TRAIN
 
 from .harness import Single, check_golden, check_gradient, random
 
@@ -30,6 +30,7 @@ ONE_BOTTOM = {
     "BatchNorm": ('type: "BatchNorm"', (3, 2, 2, 3)),
     "BatchNorm of vectors": ('type: "BatchNorm"', (5, 3)),
     "BatchNorm global": ('type: "BatchNorm" batch_norm_param { use_global_stats: true }', (2, 3, 2, 2)),
+    "BatchNorm scaled": ('type: "BatchNorm" batch_norm_param { scale_bias: true }', (3, 2, 2, 3)),
     "MVN": ('type: "MVN"', (2, 3, 2, 3)),
     "MVN across": ('type: "MVN" mvn_param { across_channels: true }', (2, 3, 2, 3)),
     "MVN mean only": ('type: "MVN" mvn_param { normalize_variance: false }', (2, 3, 2, 3)),
@@ -57,10 +58,10 @@ TWO_BOTTOMS = {
 @pytest.mark.parametrize("case", ONE_BOTTOM)
 def test_gradient(case, in_place):
     text, shape = ONE_BOTTOM[case]
-    statistics = "BatchNorm" in case
+    params = {"BatchNorm scaled": (3, 4)}.get(case, () if "BatchNorm" in case else None)
     if case == "BatchNorm global":
         text += BLOBS
-    check_gradient(text, random(*shape), params=() if statistics else None, in_place=in_place)
+    check_gradient(text, random(*shape), params=params, in_place=in_place)
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -124,6 +125,51 @@ def test_batch_norm_statistics_are_not_learned():
         Single('type: "BatchNorm" param { lr_mult: 1 }', random(2, 3))
 
 
+SCALED = """
+type: "BatchNorm" batch_norm_param {
+  scale_bias: true scale_filler { value: 3 } bias_filler { value: 4 } moving_average_fraction: 0.5
+}
+"""
+
+
+@pytest.mark.parametrize("phase", [TRAIN, TEST])
+def test_scale_bias_is_batch_norm_before_scale(phase):
+    x, dy = random(4, 3, 2), [random(4, 3, 2, seed=1)]
+    whole = Single(SCALED, x, phase=phase)
+    norm = Single('type: "BatchNorm" batch_norm_param { moving_average_fraction: 0.5 }', x, phase=phase)
+    for single in (whole, norm):
+        single.params[1].fill(2)
+    (y,), (between,) = whole.forward(), norm.forward()
+    scale = Single('type: "Scale" scale_param { bias_term: true }', between)
+    for array, value in zip(scale.params, (3, 4), strict=True):
+        array.fill(value)
+    np.testing.assert_allclose(y, scale.forward()[0])
+    (dbetween,), scale_diffs = scale.backward(dy)
+    (expected,), _ = norm.backward([dbetween])
+    (dx,), diffs = whole.backward(dy)
+    np.testing.assert_allclose(dx, expected, atol=1e-12)
+    for answer, truth in zip(diffs[3:], scale_diffs, strict=True):
+        np.testing.assert_allclose(answer, truth)
+    for answer, truth in zip(whole.params, norm.params, strict=False):
+        np.testing.assert_array_equal(answer, truth)
+
+
+def test_scale_bias_learns_without_a_gradient_below():
+    single = Single(SCALED, random(4, 3, 2))
+    single.forward()
+    _, diffs = single.backward([random(4, 3, 2, seed=1)], propagate_down=[False])
+    assert all(d.all() for d in diffs[3:])
+    single.layer.param_propagate_down[3] = False
+    _, diffs = single.backward([random(4, 3, 2, seed=1)])
+    assert not diffs[3].any()
+
+
+@pytest.mark.parametrize("given", ["", "param { lr_mult: 1 } param { lr_mult: 1 } param { lr_mult: 0 }"])
+def test_scale_bias_is_learned_and_statistics_are_not(given):
+    single = Single(SCALED + given, random(2, 3))
+    assert [p.lr_mult for p in single.layer.param.param] == [0, 0, 0, 1, 1]
+
+
 def test_large_means_do_not_spoil_the_variance():
     x = random(8, 2, 50).astype(np.float32) + 1000
     (y,) = Single('type: "BatchNorm"', x, dtype=np.float32).forward()
@@ -182,6 +228,7 @@ def test_frozen_parameters_keep_their_diff():
         "LRN of vectors": ('type: "LRN"', [(2, 3)], r"4 axes, not \[2, 3\]"),
         "BatchNorm of numbers": ('type: "BatchNorm"', [(3,)], r"at least 2 axes, not \[3\]"),
         "BatchNorm blobs": ('type: "BatchNorm"' + BLOBS, [(2, 4)], "4 channels do not fit the statistics of 3"),
+        "BatchNorm blobs to scale": (SCALED + BLOBS, [(2, 3)], "incorrect number of parameters: 3, not 5"),
         "Scale axis": ('type: "Scale" scale_param { axis: 3 }', [(2, 3)], "axis 3 is out of range"),
         "Scale num_axes": ('type: "Scale" scale_param { num_axes: 2 }', [(2, 3)], r"do not lie within \[2, 3\]"),
         "Scale bottom": ('type: "Scale"', [(2, 3), (2,)], r"shape \[2\] does not fit \[2, 3\] from axis 1 on"),
