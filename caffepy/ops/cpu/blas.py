@@ -10,6 +10,8 @@ from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
 
+ADDED = 1 << 20  # elements of a product that are computed before they are added to what is there
+
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
     """out = a @ b, or out += a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed."""
@@ -30,10 +32,12 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
 
 
 def _multiply(a: Array, b: Array, out: Array, accumulate: bool) -> None:
-    if accumulate:
-        out += a @ b
-    else:
+    if not accumulate:
         np.matmul(a, b, out=out)
+        return
+    rows = 1 + ADDED // max(1, out.shape[1])
+    for i in range(0, len(out), rows):
+        out[i : i + rows] += a[i : i + rows] @ b
 
 
 @kernel
