@@ -11,6 +11,7 @@ import numpy as np
 from caffepy.blob import Array, Blob, shape_string
 from caffepy.errors import ConfigError
 from caffepy.files import replacing
+from caffepy.net import nvcaffe
 from caffepy.net.net import Net
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter
@@ -38,7 +39,7 @@ def load_weights(net: Net, path: str) -> None:
 def copy_trained(net: Net, source: NetParameter) -> None:
     """Copy blobs (and diffs, where stored) of each source layer to the first layer of that name."""
     targets = {name: i for i, name in reversed(list(enumerate(net.layer_names)))}
-    for layer in source.layer:
+    for layer in nvcaffe.adapt(source, net):
         if layer.name not in targets:
             log.info("Ignoring source layer %s", layer.name)
             continue

@@ -1,0 +1,63 @@
+"""BatchNorm blobs of NVCaffe's caffemodels, brought into the form that a net of BVLC Caffe's layers takes.
+
+NVCaffe stores mean and variance themselves, a factor that is always 1, scale and bias; DIGITS' older files hold scale,
+bias, mean, variance and an unused number.
+"""
+
+from collections.abc import Iterator
+
+from caffepy.errors import ConfigError
+from caffepy.net.net import Net
+from caffepy.proto import binary
+from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetParameter
+
+
+def adapt(source: NetParameter, net: Net) -> Iterator[LayerParameter]:
+    """The layers of a caffemodel; BatchNorm layers of five blobs become what the net has under their names.
+
+    That is a BatchNorm with scale_bias, or one without whose scale and bias go to the Scale layer that follows it.
+    ConfigError if there is nowhere to put them.
+    """
+    stored = {layer.name for layer in source.layer if layer.blobs}
+    for layer in source.layer:
+        index = net.layer_names.index(layer.name) if layer.name in net.layer_names else None
+        if len(layer.blobs) != 5 or index is None or {layer.type, net.layers[index].type} != {"BatchNorm"}:
+            yield layer
+            continue
+        blobs = _in_order(layer)
+        if len(net.layers[index].blobs) == 5:
+            yield LayerParameter(name=layer.name, type=layer.type, blobs=blobs)
+            continue
+        scale = _scale_after(net, index)
+        if scale is None or scale in stored:
+            raise ConfigError(
+                f"layer {layer.name} is a BatchNorm of NVCaffe with scale and bias in the file: let a Scale layer with "
+                "bias_term: true, of a name that the file has no weights for, follow it in the net, or set "
+                "batch_norm_param { scale_bias: true }"
+            )
+        yield LayerParameter(name=layer.name, type=layer.type, blobs=blobs[:3])
+        yield LayerParameter(name=scale, type="Scale", blobs=blobs[3:])
+
+
+def _in_order(layer: LayerParameter) -> list[BlobProto]:
+    """Mean, variance, the factor 1, scale, bias, with one axis each."""
+    blobs = [_flat(blob) for blob in layer.blobs]
+    if blobs[4].shape.dim == [1]:
+        scale, bias, mean, variance, _ = blobs
+    else:
+        mean, variance, _, scale, bias = blobs
+    return [mean, variance, BlobProto(shape=BlobShape(dim=[1]), data=[1]), scale, bias]
+
+
+def _flat(blob: BlobProto) -> BlobProto:
+    return binary.array_to_blob(binary.blob_to_array(blob).reshape(-1))
+
+
+def _scale_after(net: Net, index: int) -> str | None:
+    """The name of the layer that takes the top of layer `index`, if it scales and shifts by parameters."""
+    (top,) = net.top_names[index]
+    for i in range(index + 1, len(net.layers)):
+        if top in net.bottom_names[i]:
+            layer = net.layers[i]
+            return net.layer_names[i] if layer.type == "Scale" and len(layer.blobs) == 2 else None
+    return None
