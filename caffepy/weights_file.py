@@ -227,10 +227,7 @@ def _figures(array: Array) -> BlobInfo:
 def _write_binary(path: str, net: NetParameter) -> None:
     """Messages one after the other read as one message, so only one layer at a time is copied."""
     with written(path) as temporary, open(temporary, "wb") as file:
-        rest = NetParameter()
-        rest.CopyFrom(net)
-        del rest.layer[:]
-        size = file.write(rest.SerializeToString())
+        size = file.write(NetParameter(name=net.name).SerializeToString())
         for layer in net.layer:
             size += file.write(NetParameter(layer=[layer]).SerializeToString())
             if size >= MAX_BINARY:

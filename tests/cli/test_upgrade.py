@@ -93,6 +93,13 @@ def test_solver(capsys: Captured) -> None:
     assert Path("out.prototxt").read_text() == Path("in.prototxt").read_text()
 
 
+def test_what_is_no_file_is_written_to_and_not_replaced(folder: Path) -> None:
+    (folder / "in.prototxt").write_text(NEW)
+    (folder / "out").symlink_to(os.devnull)
+    assert main.run(["upgrade-net", "in.prototxt", "out"]) == 0
+    assert os.path.samefile("out", os.devnull)
+
+
 WRONG = {
     "missing": ("upgrade-net nowhere out", 3, 'could not open "nowhere": no such file'),
     "empty": ("upgrade-net empty out", 3, '"empty" is empty'),

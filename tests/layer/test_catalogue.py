@@ -35,6 +35,7 @@ NO_FIGURES = {
     "Input": "test_input_takes_its_shapes_and_keeps_what_a_user_makes_of_them",
     "LSTMUnit": "test_unit_against_the_formula",
     "Parameter": "test_parameter_is_its_top_and_adds_its_gradient",
+    "Python": "test_a_net_with_python_layers_learns",
     "Silence": "test_silence_gives_zero",
 }
 
