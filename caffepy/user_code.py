@@ -38,7 +38,7 @@ class UserCode:
     def __init__(self, module: str, path: str | None) -> None:
         folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(path))] if path else [])
         self._folders = list(dict.fromkeys(folders))
-        self._home: str | None = None
+        self._home = ""
         self._name = self.file = module
         with _loading:
             _let_caffe_be_ours()
@@ -55,10 +55,10 @@ class UserCode:
                     f'no Python module "{name}"{nearest(name, known)} '
                     f"(looked on sys.path and in {' and '.join(self._folders)})"
                 )
-            self._home = spec.origin and os.path.dirname(spec.origin)
+            self._home = os.path.dirname(spec.origin or "")
         module = self.call(importlib.import_module, name)
         self.file = getattr(module, "__file__", None) or name
-        self._home = os.path.dirname(os.path.abspath(self.file))
+        self._home = os.path.dirname(self.file)
         return module
 
     def find(self, name: str) -> Callable[..., Any]:
@@ -93,7 +93,7 @@ class UserCode:
         return f"{frame.f_code.co_filename}:{line}: " + ("" if function == "<module>" else f"in {function}: ")
 
     def _owns(self, names: dict[str, Any], file: str) -> bool:
-        return names.get("__name__") == self._name or os.path.dirname(os.path.abspath(file)) == self._home
+        return names.get("__name__") == self._name or os.path.dirname(file) == self._home != ""
 
 
 def _find(name: str) -> ModuleSpec | None:

@@ -303,6 +303,13 @@ def test_errors_of_the_module_itself(tmp_path: Path) -> None:
         beside(tmp_path / "other", python("A", bottom=""), "\n\nclass A(\n")
 
 
+def test_the_place_is_in_user_code_though_python_goes_deeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "import importlib\nimportlib.import_module('nowhere')"
+    with pytest.raises(ConfigError, match=r"mine.py:2: ModuleNotFoundError: No module named 'nowhere'"):
+        beside(tmp_path, python("A", bottom=""), code)
+
+
 @pytest.mark.parametrize("error", ["KeyError('x')", "RuntimeError('no')", "StopIteration()", "AssertionError()"])
 def test_an_error_while_the_net_runs_keeps_its_cause(error: str, tmp_path: Path) -> None:
     code = f"""
