@@ -79,6 +79,12 @@ CASES = {
     "three axes": ((2, 2, 5, 6, 7), (3, 2, 3, 3, 3), (1, 2, 1), (1, 1, 1), (1, 1, 1), 1),
     "one image": ((1, 3, 20, 20), (4, 3, 3, 3), (1, 1), (1, 1), (1, 1), 1),
     "many images": ((37, 2, 4, 4), (5, 2, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "wide plane": ((2, 2, 33, 37), (20, 2, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "wide plane without pad": ((2, 2, 33, 37), (50, 2, 3, 2), (1, 1), (0, 0), (1, 1), 1),
+    "wide plane with stride": ((2, 3, 67, 65), (7, 3, 5, 5), (2, 2), (2, 2), (1, 1), 1),
+    "wide line": ((1, 2, 2000), (5, 2, 3), (1,), (1,), (1,), 1),
+    "many outputs": ((6, 5, 7, 7), (100, 5, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "many inputs": ((6, 70, 7, 7), (10, 70, 3, 3), (1, 1), (1, 1), (1, 1), 1),
     "no image": ((0, 2, 4, 4), (5, 2, 3, 3), (1, 1), (1, 1), (1, 1), 1),
 }
 
@@ -103,7 +109,7 @@ def test_random_shapes(seed):
         check(x_shape, w_shape, stride, pad, dilation, group, dtype)
 
 
-@pytest.mark.parametrize("case", ["basic", "group", "many images", "1x1", "stride pad"])
+@pytest.mark.parametrize("case", ["basic", "group", "many images", "many outputs", "1x1", "stride pad", "wide plane"])
 def test_the_number_of_threads_changes_no_bit(case):
     x_shape, w_shape, *rest = CASES[case]
     rng = np.random.default_rng(1)

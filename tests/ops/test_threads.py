@@ -1,4 +1,3 @@
-import logging
 import os
 import threading
 
@@ -91,21 +90,3 @@ def test_blas_scope_nests_and_restores():
             assert set(blas_threads()) <= {1}
         assert set(blas_threads()) <= {1}
     assert blas_threads() == before
-
-
-def test_the_first_compilation_is_said_once(caplog):
-    from caffepy.ops.cpu.compiler import _FirstCompilation
-
-    listener = _FirstCompilation()
-    from numba.core import event
-
-    event.register("numba:compile", listener)
-    with caplog.at_level(logging.INFO, "caffepy"):
-        with event.trigger_event("numba:compile"):
-            pass
-        with event.trigger_event("numba:compile"):
-            pass
-    assert [r.getMessage() for r in caplog.records if r.name.endswith("compiler")][-1:] == [
-        "Compiling CPU kernels (once per machine)"
-    ]
-    assert len(caplog.records) <= 2

@@ -5,6 +5,7 @@ Kernels work on a range [lo, hi) of their outer index, so that `threads.parallel
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numba
@@ -17,8 +18,14 @@ FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile a loop at its first call with a set of types; later processes load it from the cache."""
-    return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath=FASTMATH)(function)
+    """Compile a loop at its first call with a set of types; later processes load it from the cache.
+
+    The cache lies beside the module or among the user's files; where neither can be written, each process compiles.
+    """
+    compiled = numba.njit(nogil=True, error_model="numpy", fastmath=FASTMATH)(function)
+    with suppress(RuntimeError):
+        compiled.enable_caching()
+    return compiled
 
 
 class _FirstCompilation(event.Listener):
