@@ -1,7 +1,9 @@
 """Rows of HDF5 files: several datasets of one length a file, a whole file in memory at a time."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -129,22 +131,50 @@ def new_file(path: str) -> None:
         raise DataError(f"{path} cannot be created: {error}") from None
 
 
+CHUNK = 1 << 20  # bytes of rows that are stored together
+OVERHEAD = 1 << 20  # bytes of HDF5's own that an append may add
+
+
 def append_rows(path: str, arrays: Mapping[str, Array]) -> None:
     """Append arrays (N, ...) to the datasets of these names in an HDF5 file; those that are missing are made.
 
-    DataError if the file cannot be written, or if its rows have another shape.
+    DataError if the file cannot be written, which leaves it as it was, or if its rows have another shape.
     """
     import h5py
 
     try:
+        _reserve(
+            path, sum(2 * a.nbytes + CHUNK for a in arrays.values()) + OVERHEAD
+        )  # the last chunk may be partly used
         with h5py.File(path, "a") as file:
             for name, array in arrays.items():
                 if name not in file:
-                    file.create_dataset(name, data=array, maxshape=(None, *array.shape[1:]))
+                    _create(file, name, array)
                 else:
                     _append(file[name], array, path)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error}") from None
+        raise DataError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def _reserve(path: str, count: int) -> None:
+    """Lengthen the file, if the disk has room; what HDF5 does not use it cuts off when it closes the file.
+
+    HDF5 crashes the process if the disk is full when it writes.
+    """
+    with open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            os.posix_fallocate(file.fileno(), size, count)
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def _create(file: Any, name: str, array: Array) -> None:
+    row = array.shape[1:]
+    rows = CHUNK // (prod(row) * array.itemsize or 1)
+    chunk = [max(1, size) for size in (min(rows, len(array)), *row)]
+    file.create_dataset(name, data=array, maxshape=(None, *row), chunks=tuple(chunk))
 
 
 def _append(dataset: Any, array: Array, path: str) -> None:

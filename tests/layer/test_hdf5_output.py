@@ -1,12 +1,20 @@
 """HDF5Output: the file it leaves."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import h5py
 import numpy as np
 import pytest
 
+from caffepy.data.hdf5 import append_rows, new_file
 from caffepy.errors import CaffeError, ConfigError, DataError
 
 from .harness import Single, random
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def output(path, data, label, dtype=np.float32):
@@ -83,3 +91,38 @@ def test_refused(case, tmp_path):
     with pytest.raises(CaffeError, match=message) as caught:
         output(path.format(tmp_path), random(*shape), random(2))
     assert isinstance(caught.value, error)
+
+
+def test_no_rows_and_large_rows(tmp_path):
+    path = tmp_path / "out.h5"
+    new_file(str(path))
+    append_rows(str(path), {"none": np.zeros((0, 3)), "wide": random(1, 200_000)})
+    append_rows(str(path), {"none": random(2, 3), "wide": random(2, 200_000)})
+    assert {name: array.shape for name, array in contents(path).items()} == {"none": (2, 3), "wide": (3, 200_000)}
+
+
+def test_a_full_disk_is_an_error_and_leaves_the_rows_before(tmp_path):
+    path = str(tmp_path / "out.h5")
+    program = """
+import resource, signal, sys
+import numpy as np
+from caffepy.data.hdf5 import append_rows, new_file
+from caffepy.errors import DataError
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))
+new_file(sys.argv[1])
+try:
+    for i in range(100):
+        append_rows(sys.argv[1], {"data": np.full((1000, 100), i, np.float32)})
+except DataError as error:
+    print(i, error)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
+    written, message = run.stdout.split(" ", 1)
+    assert message == f"{path} cannot be written: File too large\n"
+    (rows,) = contents(path).values()
+    assert len(rows) == 1000 * int(written) > 0
+    np.testing.assert_array_equal(rows[:, 0], np.repeat(np.arange(int(written)), 1000))
