@@ -99,10 +99,16 @@ class Net:
             with self._located(layer_param):
                 if not layer_param.HasField("phase"):
                     layer_param.phase = self.param.state.phase
-                layer = self._make_layer(layer_param, root_net)
+                lent = root_net.lend(layer_param.name) if root_net else None
+                layer = lent[0] if lent else self._make_layer(layer_param)
                 need = self._take_bottoms(layer_param, available)
                 self._make_tops(layer, layer_param)
-                self._set_up(index, layer, layer_param)
+                self._add_layer(layer)
+                if lent:
+                    self._take_up(layer_param, lent[1])
+                else:
+                    self._set_up(layer)
+                self._weigh_tops(layer)
                 memory += sum(top.count for top in self.tops[index]) * self.dtype.itemsize
                 log.info("Memory required for data: %d", memory)
                 need |= self._append_params(index, layer, layer_param)
@@ -114,21 +120,19 @@ class Net:
             log.info("This network produces output %s", name)
         log.info("Network initialization done.")
 
-    def _make_layer(self, layer_param: LayerParameter, root_net: "Net | None") -> Layer:
-        shared = root_net and root_net.shared_layer(layer_param.name)
-        if shared:
-            log.info("Sharing layer %s from root net", layer_param.name)
-            return shared
+    def _make_layer(self, layer_param: LayerParameter) -> Layer:
         own = LayerParameter()
         own.CopyFrom(layer_param)
         layer = create_layer(own, own.phase, self.device, self.dtype, self.path)
         log.info("Creating Layer %s", layer_param.name)
         return layer
 
-    def shared_layer(self, name: str) -> Layer | None:
-        """The layer of this name if it may be shared with worker nets."""
-        found = (layer for layer in self.layers if layer.param.name == name and layer.share_in_parallel)
-        return next(found, None)
+    def lend(self, name: str) -> tuple[Layer, list[Blob]] | None:
+        """The layer of this name and its tops, if it may be shared with worker nets."""
+        for layer, tops in zip(self.layers, self.tops, strict=True):
+            if layer.param.name == name and layer.share_in_parallel:
+                return layer, tops
+        return None
 
     def _take_bottoms(self, layer_param: LayerParameter, available: dict[str, bool]) -> bool:
         names = list(layer_param.bottom)
@@ -169,21 +173,33 @@ class Net:
         self.top_names.append(names)
         self.tops.append(tops)
 
-    def _set_up(self, index: int, layer: Layer, layer_param: LayerParameter) -> None:
-        bottom, top = self.bottoms[index], self.tops[index]
+    def _add_layer(self, layer: Layer) -> None:
         if any(known is layer for known in self.layers):
             raise ConfigError("the same layer object stands twice in this net")
         self.layers.append(layer)
-        check_counts(layer, len(bottom), len(top))
-        log.info("Setting up %s", layer_param.name)
+        check_counts(layer, len(self.bottoms[-1]), len(self.tops[-1]))
+
+    def _take_up(self, layer_param: LayerParameter, lent: list[Blob]) -> None:
+        """Give the tops of a layer that the root net has set up the root's shapes and first values."""
+        log.info("Sharing layer %s from root net", layer_param.name)
+        for own, root in zip(self.tops[-1], lent, strict=True):
+            own.reshape_like(root)
+            own.data[...] = root.data
+
+    def _set_up(self, layer: Layer) -> None:
+        log.info("Setting up %s", layer.param.name)
         if layer.param.blobs and not layer.blobs:
             for proto in layer.param.blobs:
                 array = blob_to_array(proto)
                 layer.add_blob(array.shape).data[...] = array
             log.info("Skipping parameter initialization")
-        layer.setup(bottom, top)
-        layer.reshape(bottom, top)
-        self._seen_shapes.append([b.shape for b in bottom + top])
+        layer.setup(self.bottoms[-1], self.tops[-1])
+        layer.reshape(self.bottoms[-1], self.tops[-1])
+
+    def _weigh_tops(self, layer: Layer) -> None:
+        """Put the loss weights into the diffs of the tops, once and for all."""
+        top = self.tops[-1]
+        self._seen_shapes.append([b.shape for b in self.bottoms[-1] + top])
         weights = list(layer.param.loss_weight)
         if weights and len(weights) != len(top):
             raise ConfigError(f"loss_weight must be given once per top: {len(weights)} for {len(top)} top(s)")

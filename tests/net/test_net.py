@@ -253,6 +253,16 @@ layer { name: "d" type: "DummyData" top: "x"
 """
 
 
+def test_a_shared_layer_is_set_up_once() -> None:
+    text = DUMMY.replace("gaussian", "constant").replace('"constant"', '"constant" value: 3')
+    root = net_of(text)
+    root.blobs["x"].data[0, 0] = 7  # constant data is made once, so a user's own stays
+    worker = Net(definition(text), root_net=root)
+    assert worker.blobs["x"].data[0, 0] == 7
+    assert worker.blobs["x"].data[1, 1] == 3
+    assert root.blobs["x"].data[0, 0] == 7
+
+
 def test_a_worker_takes_shared_layers_from_the_root(caplog: pytest.LogCaptureFixture) -> None:
     text = DUMMY + ip("a", "x", "a")
     root = net_of(text)
