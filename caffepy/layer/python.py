@@ -29,9 +29,7 @@ class Python(Layer):
         self.share_in_parallel = self.param.python_param.share_in_parallel
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Find the class and make its object; a layer that several nets share is set up once."""
-        if self.instance is not None:
-            return
+        """Find the class and make its object."""
         param = self.param.python_param
         if not param.module or not param.layer:
             raise ConfigError('python_param needs "module", the name of a Python module, and "layer", a class in it')
