@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 Array = NDArray[Any]
 State = dict[str, Any]
 
+CHUNK = 1 << 20  # bytes of rows that are stored together
+OVERHEAD = 1 << 20  # bytes of HDF5's own that an append may add
+
 
 class HDF5Rows:
     """The rows of the datasets `names` in the files that the text file `path` names, endlessly.
@@ -131,10 +134,6 @@ def new_file(path: str) -> None:
         raise DataError(f"{path} cannot be created: {error}") from None
 
 
-CHUNK = 1 << 20  # bytes of rows that are stored together
-OVERHEAD = 1 << 20  # bytes of HDF5's own that an append may add
-
-
 def append_rows(path: str, arrays: Mapping[str, Array]) -> None:
     """Append arrays (N, ...) to the datasets of these names in an HDF5 file; those that are missing are made.
 
@@ -143,9 +142,8 @@ def append_rows(path: str, arrays: Mapping[str, Array]) -> None:
     import h5py
 
     try:
-        _reserve(
-            path, sum(2 * a.nbytes + CHUNK for a in arrays.values()) + OVERHEAD
-        )  # the last chunk may be partly used
+        chunks = sum(2 * a.nbytes + CHUNK for a in arrays.values())  # the last one may be used in part
+        _reserve(path, chunks + OVERHEAD)
         with h5py.File(path, "a") as file:
             for name, array in arrays.items():
                 if name not in file:
