@@ -95,9 +95,13 @@ class Layer:
     def close(self) -> None:
         """Stop threads and release files."""
 
+    def buffer(self, shape: Sequence[int] = (0,), dtype: DTypeLike | None = None) -> Blob:
+        """A blob of the layer's own, on its device, for what forward keeps for backward; of `self.dtype` by default."""
+        return Blob(shape, dtype or self.dtype)
+
     def add_blob(self, shape: Sequence[int]) -> Blob:
         """Append a learnable parameter of this shape, zero-filled, and return it."""
-        blob = Blob(shape, self.dtype)
+        blob = self.buffer(shape)
         self.blobs.append(blob)
         return blob
 

@@ -256,11 +256,8 @@ class Im2col(Layer):
             (n + 2 * p - (d * (k - 1) + 1)) // s + 1
             for n, k, s, p, d in zip(spatial, kernel, stride, pad, dilation, strict=True)
         )
-        self.padded = np.zeros(
-            (prod(outer), channels, *(n + 2 * p for n, p in zip(spatial, pad, strict=True))), self.dtype
-        )
-        inside: tuple[Any, ...] = (..., *(slice(p, p + n) for n, p in zip(spatial, pad, strict=True)))
-        self.inside = self.padded[inside]
+        self.pad_buffer = self.buffer((prod(outer), channels, *(n + 2 * p for n, p in zip(spatial, pad, strict=True))))
+        self.within: tuple[Any, ...] = (..., *(slice(p, p + n) for n, p in zip(spatial, pad, strict=True)))
         self.columns = (prod(outer), channels, *kernel, *self.out)
         top[0].reshape((*outer, channels * prod(kernel), *self.out))
 
@@ -272,12 +269,14 @@ class Im2col(Layer):
                 slice(a * d, a * d + (n - 1) * s + 1, s)
                 for a, d, n, s in zip(at, dilation, self.out, stride, strict=True)
             ]
-            yield (slice(None), slice(None), *at), self.padded[(..., *where)]
+            yield (slice(None), slice(None), *at), self.pad_buffer.data[(..., *where)]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy each window into its column."""
-        self.padded[...] = 0
-        self.inside[...] = bottom[0].data.reshape(self.inside.shape)
+        padded = self.pad_buffer.data
+        padded[...] = 0
+        inside = padded[self.within]
+        inside[...] = bottom[0].data.reshape(inside.shape)
         columns = top[0].data.reshape(self.columns)
         for at, window in self.windows():
             columns[at] = window
@@ -285,8 +284,8 @@ class Im2col(Layer):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Add up what was copied."""
         if propagate_down[0]:
-            columns = top[0].diff.reshape(self.columns)
-            self.padded[...] = 0
+            columns, padded = top[0].diff.reshape(self.columns), self.pad_buffer.data
+            padded[...] = 0
             for at, window in self.windows():
                 window += columns[at]
-            bottom[0].diff[...] = self.inside.reshape(bottom[0].shape)
+            bottom[0].diff[...] = padded[self.within].reshape(bottom[0].shape)

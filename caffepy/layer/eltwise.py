@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.blob import Blob
 from caffepy.errors import ConfigError
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.neuron import is_in_place
@@ -38,7 +37,7 @@ class Eltwise(Layer):
                 raise ConfigError(f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}")
         top[0].reshape_like(bottom[0])
         if self.operation == EltwiseParameter.MAX:
-            self.winner = Blob(bottom[0].shape, np.int32)
+            self.winner = self.buffer(bottom[0].shape, np.int32)
         elif self.operation == EltwiseParameter.PROD and any(is_in_place(b, top[0]) for b in bottom):
             raise ConfigError("a product in place loses what its gradient needs; give the top a name of its own")
 

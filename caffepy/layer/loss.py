@@ -102,7 +102,7 @@ class SoftmaxWithLoss(ClassLoss):
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.softmax_param.axis)
         check_labels(bottom[0], bottom[1], self.view)
-        self.prob = Blob(self.view, self.dtype)
+        self.prob = self.buffer(self.view)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
 
@@ -142,7 +142,7 @@ class EuclideanLoss(LossLayer):
                 f"the bottoms must have one count: {bottom[0].count} of shape {list(bottom[0].shape)}, "
                 f"{bottom[1].count} of shape {list(bottom[1].shape)}"
             )
-        self.difference = Blob(bottom[0].shape, self.dtype)
+        self.difference = self.buffer(bottom[0].shape)
         self.items = max((1, *bottom[0].shape[:1]))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -212,7 +212,7 @@ class Accuracy(Layer):
         self.ignore = param.ignore_label if param.HasField("ignore_label") else None
         if not 1 <= param.top_k <= self.view[1]:
             raise ConfigError(f"accuracy_param: top_k {param.top_k} must lie between 1 and the {self.view[1]} classes")
-        self.hits, self.counts = (Blob([self.view[1]], np.int64) for _ in range(2))
+        self.hits, self.counts = (self.buffer([self.view[1]], np.int64) for _ in range(2))
         for t, shape in zip(top, ((), (self.view[1],)), strict=False):
             t.reshape(shape)
 
@@ -264,7 +264,7 @@ class InfogainLoss(ClassLoss):
         count = bottom[2].count if self.matrix is None else self.matrix.size
         if count != classes * classes:
             raise ConfigError(f"{classes} classes need an infogain matrix of {classes * classes} elements, not {count}")
-        self.prob = Blob(self.view, self.dtype)
+        self.prob = self.buffer(self.view)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
 
@@ -349,7 +349,7 @@ class HingeLoss(ItemLoss):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Allot m."""
         super().reshape(bottom, top)
-        self.margin = Blob(self.view, self.dtype)
+        self.margin = self.buffer(self.view)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write m and the loss."""
@@ -392,7 +392,7 @@ class ContrastiveLoss(LossLayer):
         if y.count != a.shape[0]:
             raise ConfigError(f"{a.shape[0]} pairs need as many labels, not {y.count}")
         self.view = (a.shape[0], a.count // max(a.shape[0], 1))
-        self.difference = Blob(self.view, self.dtype)
+        self.difference = self.buffer(self.view)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write a - b and the loss."""

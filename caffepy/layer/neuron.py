@@ -29,7 +29,7 @@ class SameShape(Layer):
         """Give the top the bottom's shape and allot the copy of x if it takes one."""
         top[0].reshape_like(bottom[0])
         copies = self.reads_input and is_in_place(bottom[0], top[0])
-        self.kept = Blob(bottom[0].shape, self.dtype) if copies else bottom[0]
+        self.kept = self.buffer(bottom[0].shape) if copies else bottom[0]
 
     def keep_input(self, bottom: Blobs) -> Array:
         """x, as forward reads it and as backward finds it in `kept`."""
@@ -171,7 +171,7 @@ class Dropout(SameShape):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Allot the mask."""
         super().reshape(bottom, top)
-        self.mask = Blob(bottom[0].shape, np.uint8)
+        self.mask = self.buffer(bottom[0].shape, np.uint8)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y with a new mask."""
@@ -219,7 +219,7 @@ class Swish(SameShape):
         """Allot s."""
         super().reshape(bottom, top)
         self.beta = self.param.swish_param.beta
-        self.sigmoid = Blob(bottom[0].shape, self.dtype)
+        self.sigmoid = self.buffer(bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write s and y."""

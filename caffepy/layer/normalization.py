@@ -36,9 +36,9 @@ class LRN(SameShape):
         if len(bottom[0].shape) != 4:
             raise ConfigError(f"LRN needs a bottom of 4 axes, not {list(bottom[0].shape)}")
         super().reshape(bottom, top)
-        self.scale = Blob(bottom[0].shape, self.dtype)
-        self.window = Blob(bottom[0].shape, self.dtype)
-        self.product = Blob(bottom[0].shape, self.dtype)
+        self.scale = self.buffer(bottom[0].shape)
+        self.window = self.buffer(bottom[0].shape)
+        self.product = self.buffer(bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write s and y."""
@@ -123,9 +123,9 @@ class BatchNorm(SameShape):
         if c != self.blobs[0].count:
             raise ConfigError(f"{c} channels do not fit the statistics of {self.blobs[0].count}")
         self.view = (n, c, prod(rest))
-        self.mean, self.variance, self.inverse = (Blob([c], self.dtype) for _ in range(3))
+        self.mean, self.variance, self.inverse = (self.buffer([c]) for _ in range(3))
         if self.scales:
-            self.normalized = Blob(bottom[0].shape, self.dtype)
+            self.normalized = self.buffer(bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Find mean and variance, update the running sums in batch mode, write y."""
@@ -191,7 +191,7 @@ class MVN(SameShape):
         self.eps, self.normalizes = param.eps, param.normalize_variance
         n, c, h, w = bottom[0].legacy_shape()
         self.view = (1, n, c * h * w) if param.across_channels else (1, n * c, h * w)
-        self.mean, self.variance, self.inverse = (Blob([self.view[1]], self.dtype) for _ in range(3))
+        self.mean, self.variance, self.inverse = (self.buffer([self.view[1]]) for _ in range(3))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y."""

@@ -86,15 +86,15 @@ class Pooling(Layer):
         for t in top:
             t.reshape((n, c, *out))
         if self.method == PoolingParameter.MAX:
-            self.index = np.zeros(top[0].shape, np.int32)
+            self.index = self.buffer(top[0].shape, np.int32)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Maximum or mean of each window."""
         x, y = bottom[0].data, top[0].data
         if self.method == PoolingParameter.MAX:
-            self.ops.max_pool_forward(x, y, self.index, self.kernel, self.stride, self.pad)
+            self.ops.max_pool_forward(x, y, self.index.data, self.kernel, self.stride, self.pad)
             if len(top) > 1:
-                top[1].data[...] = self.index
+                top[1].data[...] = self.index.data
         else:
             self.ops.ave_pool_forward(x, y, self.kernel, self.stride, self.pad)
 
@@ -104,7 +104,7 @@ class Pooling(Layer):
             return
         dy, dx = top[0].diff, bottom[0].diff
         if self.method == PoolingParameter.MAX:
-            self.ops.max_pool_backward(dy, self.index, dx)
+            self.ops.max_pool_backward(dy, self.index.data, dx)
         else:
             self.ops.ave_pool_backward(dy, dx, self.kernel, self.stride, self.pad)
 
@@ -130,11 +130,11 @@ class SPP(Layer):
         self.levels: list[tuple[Pooling, Blob]] = []
         for level in range(self.height):
             pooling = Pooling(self._level_param(level, h, w), self.phase, self.device, self.dtype)
-            out = Blob(dtype=self.dtype)
+            out = self.buffer()
             pooling.setup(bottom, [out])
             pooling.reshape(bottom, [out])
             self.levels.append((pooling, out))
-        self.sum = np.zeros(bottom[0].shape, self.dtype)
+        self.sum = self.buffer(bottom[0].shape)
         top[0].reshape(self.levels[0][1].shape if self.height == 1 else (n, sum(o.count for _, o in self.levels) // n))
 
     def _level_param(self, level: int, h: int, w: int) -> LayerParameter:
@@ -160,14 +160,14 @@ class SPP(Layer):
         if not propagate_down[0]:
             return
         dy, at = top[0].diff.reshape(len(top[0].diff), -1), 0
-        self.sum[...] = 0
+        self.sum.data[...] = 0
         for pooling, out in self.levels:
             width = out.count // len(dy)
             out.diff[...] = dy[:, at : at + width].reshape(out.shape)
             pooling.backward([out], [True], bottom)
-            self.sum += bottom[0].diff
+            self.sum.data[...] += bottom[0].diff
             at += width
-        bottom[0].diff[...] = self.sum
+        bottom[0].diff[...] = self.sum.data
 
 
 def _by(pair: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar
 
-from caffepy.blob import Array, Blob, shape_string
+from caffepy.blob import Array, shape_string
 from caffepy.errors import ConfigError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
@@ -71,9 +71,9 @@ class Recurrent(Layer):
             check_shape(name, blob, shape)
             log.info("Adding parameter %d: %s", i, name)
         self.state_weight = 2 + self.static  # its index in blobs
-        blobs = [Blob((1, 0, self.size), self.dtype) for _ in range(2 * self.states)]
+        blobs = [self.buffer((1, 0, self.size)) for _ in range(2 * self.states)]
         self.first, self.last = blobs[: self.states], blobs[self.states :]
-        self.sums, self.static_sums, self.kept = (Blob(dtype=self.dtype) for _ in range(3))
+        self.sums, self.static_sums, self.kept = (self.buffer() for _ in range(3))
 
     def check_axes(self, bottom: Blobs) -> None:
         """ConfigError where bottoms disagree in steps or streams."""
@@ -206,7 +206,7 @@ class LSTM(Recurrent):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """A buffer for c of all steps."""
         super().setup(bottom, top)
-        self.c = Blob(dtype=self.dtype)
+        self.c = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """The loop for this many streams."""
@@ -244,7 +244,7 @@ class RNN(Recurrent):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """A buffer for o of all steps: what follows may work on the top in place."""
         super().setup(bottom, top)
-        self.o = Blob(dtype=self.dtype)
+        self.o = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """The loop for this many streams."""
@@ -295,7 +295,7 @@ class LSTMUnit(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """A buffer for the activations."""
-        self.activations = Blob(dtype=self.dtype)
+        self.activations = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Two tops like c_prev."""
