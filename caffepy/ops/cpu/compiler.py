@@ -31,9 +31,12 @@ def kernel(function: Callable[..., Any]) -> Any:
 class _FirstCompilation(event.Listener):
     """Says once why the first iteration takes its time."""
 
+    said = False
+
     def on_start(self, event_: Any) -> None:
-        event.unregister("numba:compile", self)  # type: ignore[no-untyped-call]
-        log.info("Compiling CPU kernels (once per machine)")
+        if not self.said:
+            self.said = True
+            log.info("Compiling CPU kernels (once per machine)")
 
     def on_end(self, event_: Any) -> None:
         pass
