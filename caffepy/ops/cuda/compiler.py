@@ -1,0 +1,66 @@
+"""How the kernels of this back end are compiled: NVRTC through CuPy, at the first use on a device, cached on disk.
+
+The kernels of kernels/NAME.cu that are `template <typename T>` are compiled together for the type that is asked for;
+every other name expression, such as `foo<float, 4>`, makes a module of its own. `#include "NAME.cuh"` puts in the text
+of a file beside it (so that CuPy's cache, which knows the text of a module only, sees changes of headers).
+
+A kernel's scalar arguments must have the C type that the kernel declares: numpy.int32(n) for int, numpy.float32(x) for
+float; a Python int goes as long long, a Python float as double.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from threading import RLock
+
+import cupy
+
+Kernel = Callable[..., None]  # (grid, block, arguments)
+
+FOLDER = Path(__file__).parent / "kernels"
+OPTIONS = ("-std=c++17",)
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
+_BOUNDS = r"__launch_bounds__\([^)]*\)"
+_TEMPLATE = re.compile(rf"template\s*<(?:typename|class)\s+\w+>\s*__global__\s+(?:(?:void|{_BOUNDS})\s+){{1,2}}(\w+)")
+_ONE_TYPE = re.compile(r"(\w+)<([\w ]+)>")
+
+_kernels: dict[tuple[int, str, str], Kernel] = {}
+_lock = RLock()
+
+
+def kernel(file: str, name: str) -> Kernel:
+    """The kernel of kernels/FILE.cu that a name expression such as `max_pool_forward<float>` means, for this device.
+
+    Called as kernel(grid, block, arguments). Its first use compiles and loads, so it must not be inside a capture.
+    """
+    key = (cupy.cuda.runtime.getDevice(), file, name)
+    found = _kernels.get(key)
+    return found if found is not None else _load(*key)
+
+
+def _load(device: int, file: str, name: str) -> Kernel:
+    with _lock:
+        names = expressions(file, name)
+        module = cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=names)
+        for each in names:
+            _kernels.setdefault((device, file, each), module.get_function(each))
+        return _kernels[device, file, name]
+
+
+def expressions(file: str, name: str) -> list[str]:
+    """The name expressions that are compiled together with this one."""
+    if match := _ONE_TYPE.fullmatch(name):
+        kind = match[2]
+        together = [f"{template}<{kind}>" for template in _TEMPLATE.findall(source(file))]
+        if name in together:
+            return together
+    return [name]
+
+
+@cache
+def source(file: str) -> str:
+    """The text of kernels/FILE.cu with its includes put in."""
+    text = (FOLDER / f"{file}.cu").read_text()
+    return _INCLUDE.sub(lambda match: (FOLDER / match[1]).read_text(), text)
