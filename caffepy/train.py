@@ -1,13 +1,14 @@
 """Training from files: what `caffepy train` does."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from caffepy import ops
 from caffepy.device import Device
-from caffepy.errors import STOPPED, DeviceError, UsageError
+from caffepy.errors import STOPPED, ConfigError, DeviceError, UsageError
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field, read_solver
@@ -72,7 +73,12 @@ def train(
         param.train_state.stage.extend(stages)
         if snapshot == AUTO:
             snapshot = _newest(param)
+            if snapshot and weights:
+                log.info("The snapshot goes before the weights %s", ", ".join(weights))
         if snapshot:
+            snapshot = locate(snapshot, solver)
+            if not os.path.exists(snapshot):
+                raise ConfigError(f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})')
             del param.weights[:]
         elif weights:
             param.weights[:] = list(weights)
@@ -83,7 +89,6 @@ def train(
         ):
             run.action = signals.poll
             if snapshot:
-                snapshot = locate(snapshot, solver)
                 log.info("Resuming from %s", snapshot)
                 run.restore(snapshot)
             log.info("Starting Optimization")

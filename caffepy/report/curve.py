@@ -14,7 +14,10 @@ def draw(columns: Sequence[str], rows: Sequence[Mapping[str, str]], path: str) -
 
     Whatever goes wrong is logged and leaves the old picture.
     """
-    if len(rows) < 2 or importlib.util.find_spec("matplotlib") is None:
+    if len(rows) < 2:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        log.info("For a picture of the curve, pip install matplotlib")
         return
     try:
         _draw(columns, rows, path)

@@ -58,6 +58,7 @@ class Progress(Reporter):
         self._speed = Speed()
         self._images_per_s = self._status = ""
         self._due = 0.0
+        self._begun = False
 
     def solving(self, net_name: str, lr_policy: str) -> None:
         """Training time begins."""
@@ -74,7 +75,10 @@ class Progress(Reporter):
         self._open(iteration).set_postfix_str(self._status)
 
     def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
-        """Redraw if it is time."""
+        """Redraw if it is time. The first iteration, in which kernels may be compiled, says nothing about speed."""
+        if not self._begun:
+            self._begin_anew()
+            return
         self._speed.add(images)
         now = time.monotonic()
         if now < self._due:
@@ -87,6 +91,14 @@ class Progress(Reporter):
         self._status = f"loss {number(loss)}, lr {number(rate)}{self._images_per_s}"
         bar.set_postfix_str(self._status, refresh=False)
         bar.update(iteration + 1 - bar.n)
+
+    def _begin_anew(self) -> None:
+        self._begun = True
+        self._speed.read()
+        if self._bar is not None:
+            self._bar.leave = False
+            self._bar.close()
+            self._bar = None
 
     def finished(self, iteration: int, loss: float | None) -> None:
         """Show the last iteration."""

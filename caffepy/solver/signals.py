@@ -1,5 +1,6 @@
 """What signals ask of a run. Handlers only note the signal; the solver polls at its own pace."""
 
+import logging
 import signal
 import threading
 from enum import Flag
@@ -8,6 +9,8 @@ from typing import Any
 
 from caffepy.errors import UsageError
 from caffepy.registry import nearest
+
+log = logging.getLogger(__name__)
 
 
 class Action(Flag):
@@ -48,6 +51,8 @@ class Signals:
         if not self._asked:
             return Action.NONE
         asked, self._asked = self._asked, Action.NONE
+        if Action.STOP in asked:
+            log.info("Stopping, as a signal asked; once more stops at once. To go on later: --snapshot auto")
         return asked
 
     def __enter__(self) -> "Signals":

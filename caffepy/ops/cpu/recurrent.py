@@ -8,14 +8,13 @@ never meets another one, so results do not depend on the number of threads.
 from typing import Any, NamedTuple
 
 import llvmlite.binding
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
-from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
@@ -197,7 +196,7 @@ _power_of_two: Any = intrinsic(_define_power_of_two)
 
 def _exact(function: Any) -> Any:
     """Compile what is rounded on purpose: terms stay in the order written."""
-    return numba.njit(nogil=True, cache=True, error_model="numpy", fastmath={"contract"})(function)
+    return kernel(function, EXACT)
 
 
 @_exact
