@@ -74,12 +74,15 @@ def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
 Top = tuple[int, int]  # layer index, top index
 
 
-def insert_splits(param: NetParameter, path: str | None = None) -> NetParameter:
+def insert_splits(param: NetParameter, path: str | None = None, whole: NetParameter | None = None) -> NetParameter:
     """A copy in which every top with several readers feeds a Split layer that has one top a reader.
 
-    A non-zero loss weight of a top counts as a reader and moves to the split's first top.
+    A non-zero loss weight of a top counts as a reader and moves to the split's first top. ConfigError for a bottom that
+    no earlier layer makes; `whole` is the net before layers were left out for its state, to tell whether one of them
+    would.
     """
-    producer_of, readers = _readers(param, path)
+    left_out = {top: layer.name for layer in (whole or param).layer for top in layer.top}
+    producer_of, readers = _readers(param, path, left_out)
     split = NetParameter()
     split.CopyFrom(param)
     del split.layer[:]
@@ -102,7 +105,9 @@ def insert_splits(param: NetParameter, path: str | None = None) -> NetParameter:
     return split
 
 
-def _readers(param: NetParameter, path: str | None) -> tuple[dict[tuple[int, int], Top], dict[Top, int]]:
+def _readers(
+    param: NetParameter, path: str | None, left_out: dict[str, str]
+) -> tuple[dict[tuple[int, int], Top], dict[Top, int]]:
     """The top behind each (layer, bottom index), and how many readers each top has."""
     last_writer: dict[str, Top] = {}
     producer_of: dict[tuple[int, int], Top] = {}
@@ -112,7 +117,7 @@ def _readers(param: NetParameter, path: str | None) -> tuple[dict[tuple[int, int
             if name not in last_writer:
                 raise ConfigError(
                     f"Unknown bottom blob '{name}' (layer '{layer.name}', bottom index {j})"
-                    f"{_hint(name, list(last_writer))}",
+                    f"{_hint(name, list(last_writer), left_out)}",
                     where(path, layer),
                 )
             producer_of[i, j] = last_writer[name]
@@ -124,10 +129,12 @@ def _readers(param: NetParameter, path: str | None) -> tuple[dict[tuple[int, int
     return producer_of, readers
 
 
-def _hint(name: str, known: list[str]) -> str:
-    return nearest(name, known) or (
-        f"; blobs so far: {', '.join(known)}" if known else "; no layer before it has a top"
-    )
+def _hint(name: str, known: list[str], left_out: dict[str, str]) -> str:
+    if name in left_out:
+        return f'; layer "{left_out[name]}" makes it, but stands later or is left out in this phase, level and stage'
+    if not known:
+        return "; no layer before it has a top"
+    return nearest(name, known) or f"; blobs so far: {', '.join(known)}"
 
 
 def _split_top(param: NetParameter, top: Top, index: int) -> str:

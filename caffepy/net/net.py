@@ -50,7 +50,7 @@ class Net:
         self.dtype = np.dtype(dtype)
         self.path = path
         self.ops = ops.backend(self.device)
-        param = insert_splits(filter_state(param, path), path)
+        param = insert_splits(filter_state(param, path), path, param)
         if log.isEnabledFor(logging.INFO):
             log.info("Initializing net from parameters: \n%s", format_text(param).rstrip("\n"))
         self.param = param

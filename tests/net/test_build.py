@@ -96,3 +96,9 @@ def test_unknown_bottom() -> None:
 def test_a_layer_cannot_read_what_a_later_one_writes() -> None:
     with pytest.raises(ConfigError, match=r"Unknown bottom blob 'b'"):
         split('layer { name: "a" bottom: "b" top: "a" } layer { name: "b" top: "b" }')
+
+
+def test_bottom_of_a_layer_that_the_state_leaves_out() -> None:
+    whole = definition('layer { name: "d" top: "x" include { stage: "s" } } layer { name: "a" bottom: "x" top: "a" }')
+    with pytest.raises(ConfigError, match=r'Unknown bottom blob \'x\'.*layer "d" makes it, but .*stage'):
+        insert_splits(filter_state(whole), whole=whole)
