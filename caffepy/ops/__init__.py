@@ -12,4 +12,8 @@ def backend(device: Device) -> ModuleType:
         from caffepy.ops import cpu
 
         return cpu
-    raise DeviceError(f'no arithmetic for devices of kind "{device.kind}"; use the CPU')
+    if device.kind == "cuda":
+        from caffepy.ops import cuda
+
+        return cuda
+    raise DeviceError(f'no arithmetic for devices of kind "{device.kind}"; choose cpu or cuda')

@@ -10,3 +10,18 @@ except ImportError as error:
     from caffepy.errors import DeviceError
 
     raise DeviceError(f"no GPU arithmetic without CuPy ({error}): pip install 'caffepy[cuda13]'") from error
+
+from caffepy.ops.cuda.blas import add_bias, bias_gradient, matmul
+from caffepy.ops.cuda.convolution import Convolution
+from caffepy.ops.cuda.threads import blas_scope, num_threads, parallel, set_num_threads
+
+__all__ = [
+    "Convolution",
+    "add_bias",
+    "bias_gradient",
+    "blas_scope",
+    "matmul",
+    "num_threads",
+    "parallel",
+    "set_num_threads",
+]

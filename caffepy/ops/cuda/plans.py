@@ -1,0 +1,319 @@
+"""Plans of cuDNN graphs: found, timed, remembered, run; and what calls into cuDNN and cuBLAS need on each stream.
+
+A plan is made at the first call with its shapes. The backend's heuristics rank the candidates; unless timing is off
+(`autotune`), the first of them are timed with the arrays of that call, and the winner is kept in memory and in
+~/.cache/caffepy/plans-<cuDNN version>-<device>.json. Inside a capture nothing is timed: let a step run once before.
+"""
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from math import prod
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from caffepy.errors import DeviceError
+from caffepy.files import replacing
+from caffepy.ops.cuda import precision
+from caffepy.ops.cuda.compiler import kernel
+
+log = logging.getLogger(__name__)
+
+WORKSPACE = 256 << 20
+"""Plans that need more bytes than this besides their arrays are not taken."""
+
+CANDIDATES = 8
+SECONDS = 0.4
+"""At most so many plans of an operation are timed, and no further one after so long."""
+
+BETTER = 0.95
+"""A plan takes the place of one that the heuristics rank higher if it needs less than this part of its time."""
+
+Build = Callable[[Any, Any], Sequence[Any]]
+"""(cudnn, graph) -> the graph's tensors in the order in which arrays are given to `Plan.run`."""
+
+_autotune = os.environ.get("CAFFEPY_AUTOTUNE", "1") != "0"
+_lock = RLock()
+
+
+def autotune(yes: bool) -> None:
+    """Whether plans made from now on are timed; at first yes unless CAFFEPY_AUTOTUNE is 0."""
+    global _autotune
+    _autotune = yes
+
+
+class Room:
+    """Device memory that grows. What it once gave out stays allocated, since captured graphs know its address."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.kept: list[Any] = []
+
+    def reserve(self, size: int) -> int:
+        """The address of at least `size` bytes."""
+        if size > self.size or not self.kept:
+            size = max(size, 1 << 20)
+            self.kept.append(cupy.cuda.alloc(size))
+            self.size = size
+        return int(self.kept[-1].ptr)
+
+
+class Context:
+    """Handles and memory of one stream of one device; made at the first call on it.
+
+    Calls on a stream run one after the other, so they share memory for what does not outlast them.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self.workspace = Room()
+        self._rooms: dict[str, Room] = {}
+        self._cudnn: Any = None
+        self._cublas = 0
+
+    def array(self, purpose: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """An array in memory that belongs to the purpose; the next call with this purpose gives it out again."""
+        room = self._rooms.get(purpose) or self._rooms.setdefault(purpose, Room())
+        room.reserve(prod(shape) * np.dtype(dtype).itemsize)
+        return cupy.ndarray(shape, dtype, room.kept[-1])
+
+    @property
+    def cudnn(self) -> Any:
+        """The stream's cuDNN handle."""
+        if self._cudnn is None:
+            cudnn = import_cudnn()
+            handle = cudnn.create_handle()
+            cudnn.set_stream(handle=handle, stream=self.stream)
+            self._cudnn = handle
+        return self._cudnn
+
+    def cublas(self, cublas: Any) -> int:
+        """The stream's cuBLAS handle; setting the stream would take the workspace away, so both are set once."""
+        if not self._cublas:
+            handle = cublas.create()
+            cublas.set_stream(handle, self.stream)
+            size = 32 << 20
+            cublas.set_workspace(handle, self.array("cublas", (size,), np.uint8).data.ptr, size)
+            self._cublas = handle
+        return self._cublas
+
+
+_contexts: dict[tuple[int, int], Context] = {}
+
+
+def context() -> Context:
+    """What belongs to the current device and stream."""
+    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+    found = _contexts.get(key)
+    if found is None:
+        with _lock:
+            found = _contexts.setdefault(key, Context(key[1]))
+    return found
+
+
+def import_cudnn() -> Any:
+    """The cuDNN frontend."""
+    try:
+        import cudnn
+    except Exception as error:  # it raises whatever its search for libcudnn ends with
+        raise DeviceError(
+            f"the cuDNN frontend cannot be used ({error}): pip install 'caffepy[cuda13]' (or cuda12)"
+        ) from error
+    return cudnn
+
+
+class Plan:
+    """A graph with one plan chosen."""
+
+    def __init__(self, graph: Any, tensors: Sequence[Any], workspace: int) -> None:
+        self.graph = graph
+        self.tensors = tensors
+        self.workspace = workspace
+
+    def run(self, *arrays: Any) -> None:
+        """Execute on the current stream."""
+        here = context()
+        pointers = {tensor: array.data.ptr for tensor, array in zip(self.tensors, arrays, strict=True)}
+        self.graph.execute(pointers, here.workspace.reserve(self.workspace), handle=here.cudnn)
+
+
+_plans: dict[tuple[int, str], Plan | None] = {}
+
+
+def find(name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any]) -> Plan | None:
+    """The plan for a graph, None if cuDNN has none. The name says all that the graph and its arrays depend on."""
+    exact = f"{name} {np.dtype(dtype).name} {precision.get()}{' deterministic' * precision.deterministic()}"
+    key = (cupy.cuda.runtime.getDevice(), exact)
+    with _lock:
+        if key not in _plans:
+            _plans[key] = _make(exact, np.dtype(dtype), build, arrays)
+        return _plans[key]
+
+
+def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any]) -> Plan | None:
+    cudnn = import_cudnn()
+    timing = may_time()
+    if timing and (known := _winners().get(name)):
+        plan = _replay(cudnn, known, dtype, build)
+        if plan is not None:
+            return plan
+    for mode in (cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK):
+        try:
+            graph, tensors = _graph(cudnn, dtype, build)
+            graph.create_execution_plans([mode])
+            graph.deselect_workspace_greater_than(WORKSPACE)
+            graph.deselect_numeric_notes(_excluded(cudnn, dtype))
+        except _declines(cudnn) as error:
+            log.debug("%s: cuDNN has no plan (%s)", name, error)
+            continue
+        chosen = _choose(cudnn, name, graph, tensors, arrays if timing else None)
+        if chosen is not None:
+            if timing:
+                with suppress(NotImplementedError):  # the backend's own choice has no name
+                    _remember(name, graph.get_engine_and_knobs_at_index(chosen))
+            return Plan(graph, tensors, int(graph.get_workspace_size()))
+    return None
+
+
+def _declines(cudnn: Any) -> tuple[type[BaseException], ...]:
+    """What the frontend raises for graphs and plans that the backend cannot do."""
+    return (cudnn.cudnnGraphNotSupportedError, NotImplementedError, RuntimeError, ValueError)
+
+
+def _graph(cudnn: Any, dtype: np.dtype[Any], build: Build) -> tuple[Any, Sequence[Any]]:
+    kind = {"float32": cudnn.data_type.FLOAT, "float64": cudnn.data_type.DOUBLE}[dtype.name]
+    graph = cudnn.pygraph(
+        handle=context().cudnn, io_data_type=kind, intermediate_data_type=kind, compute_data_type=kind
+    )
+    tensors = build(cudnn, graph)
+    graph.validate()
+    graph.build_operation_graph()
+    return graph, tensors
+
+
+def _excluded(cudnn: Any, dtype: np.dtype[Any]) -> list[Any]:
+    note = cudnn.numerical_note
+    excluded = [note.NONDETERMINISTIC] if precision.deterministic() else []
+    if dtype == np.float32:
+        excluded.append(note.REDUCED_PRECISION_REDUCTION)
+        if precision.get() == "fp32":
+            excluded += [note.TENSOR_CORE, note.DOWN_CONVERT_INPUTS]
+    return excluded
+
+
+def _choose(cudnn: Any, name: str, graph: Any, tensors: Sequence[Any], arrays: Sequence[Any] | None) -> int | None:
+    """Build the plan that is taken, select it and return its index, or None; it is timed if there are arrays."""
+    start = time.perf_counter()
+    best, best_ms, tried = None, float("inf"), 0
+    for i in range(graph.get_execution_plan_count()):
+        if tried and (tried == CANDIDATES or time.perf_counter() - start > SECONDS):
+            break
+        try:
+            graph.build_plan_at_index(i)
+            plan = Plan(graph, tensors, int(graph.get_workspace_size()))
+            context().workspace.reserve(plan.workspace)
+            if arrays is None:
+                return i
+            ms = milliseconds(lambda run=plan.run: run(*arrays), best_ms)  # type: ignore[misc]
+        except (*_declines(cudnn), cupy.cuda.memory.OutOfMemoryError) as error:
+            log.debug("%s: plan %d declined (%s)", name, i, error)
+            continue
+        tried += 1
+        if ms < BETTER * best_ms:
+            best, best_ms = i, ms
+    if best is not None:
+        graph.build_plan_at_index(best)
+        log.debug("%s: plan %d of %d takes %.3f ms", name, best, tried, best_ms)
+    return best
+
+
+def may_time() -> bool:
+    """Whether calls may be timed now: wanted, not deterministic, and no capture under way."""
+    return _autotune and not precision.deterministic() and not cupy.cuda.get_current_stream().is_capturing()
+
+
+def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: int = 5) -> float:
+    """The device's time for a call, after one call to warm up; one call tells enough if it takes twice the limit."""
+    call()
+    stream = cupy.cuda.get_current_stream()
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    taken = 0.0
+    for n in (1, times):
+        kernel("spin", "spin")((1,), (1,), (np.int64(500_000 + 200_000 * n),))
+        start.record(stream)
+        for _ in range(n):
+            call()
+        stop.record(stream)
+        stop.synchronize()
+        taken = cupy.cuda.get_elapsed_time(start, stop) / n
+        if taken > 2 * limit:
+            break
+    return float(taken)
+
+
+def _replay(cudnn: Any, winner: Any, dtype: np.dtype[Any], build: Build) -> Plan | None:
+    """The plan that won before, if it can still be had."""
+    try:
+        engine, knobs = winner
+        graph, tensors = _graph(cudnn, dtype, build)
+        members = cudnn.knob_type.__members__
+        graph.create_execution_plan(int(engine), {members[name]: int(value) for name, value in knobs.items()})
+        graph.build_plan_at_index(0)
+        plan = Plan(graph, tensors, int(graph.get_workspace_size()))
+        context().workspace.reserve(plan.workspace)
+    except (*_declines(cudnn), KeyError, TypeError, cupy.cuda.memory.OutOfMemoryError) as error:
+        log.debug("a plan that won before cannot be had: %s", error)
+        return None
+    return plan
+
+
+_winners_of: dict[Path, dict[str, Any]] = {}
+
+
+@cache
+def _path(device: int) -> Path:
+    name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    version = import_cudnn().backend_version()
+    return Path(root) / "caffepy" / f"plans-{version}-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.json"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _winners() -> dict[str, Any]:
+    """Name of a plan -> [engine, {knob: value}], as the file had it when it was first needed."""
+    path = _path(cupy.cuda.runtime.getDevice())
+    if path not in _winners_of:
+        _winners_of[path] = _read(path)
+    return _winners_of[path]
+
+
+def _remember(name: str, plan: tuple[int, Any]) -> None:
+    """Keep a winner; where nothing can be written, each process times for itself."""
+    engine, knobs = plan
+    winners = _winners()
+    winners[name] = [int(engine), {knob.name: int(value) for knob, value in (knobs or {}).items()}]
+    path = _path(cupy.cuda.runtime.getDevice())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        together = _read(path) | winners
+        with replacing(str(path)) as temporary:
+            Path(temporary).write_text(json.dumps(together, indent=0, sort_keys=True))
+    except OSError as error:
+        log.debug("plans are not kept in %s: %s", path, error)

@@ -1,0 +1,40 @@
+"""How exactly float32 numbers are multiplied, and whether sums may change from run to run: read when a plan is made."""
+
+import os
+
+from caffepy.errors import ConfigError
+
+PRECISIONS = ("fp32", "tf32")
+
+_precision: str | None = None
+_deterministic: bool | None = None
+
+
+def get() -> str:
+    """ "fp32" or "tf32" (factors rounded to 10 bits, sums in float32); at first CAFFEPY_PRECISION, else "tf32"."""
+    if _precision is None:
+        set(os.environ.get("CAFFEPY_PRECISION") or "tf32")
+    assert _precision is not None
+    return _precision
+
+
+def set(precision: str) -> None:
+    """Use this precision for every product that is planned from now on."""
+    global _precision
+    if precision not in PRECISIONS:
+        raise ConfigError(f'unknown precision "{precision}"; choose from {", ".join(PRECISIONS)}')
+    _precision = precision
+
+
+def deterministic() -> bool:
+    """Whether only plans are taken that sum in a fixed order; at first CAFFEPY_DETERMINISTIC (0 or 1), else no."""
+    if _deterministic is None:
+        set_deterministic(os.environ.get("CAFFEPY_DETERMINISTIC", "") not in ("", "0"))
+    assert _deterministic is not None
+    return _deterministic
+
+
+def set_deterministic(yes: bool) -> None:
+    """Keep to plans that sum in a fixed order, chosen without timing, from now on."""
+    global _deterministic
+    _deterministic = yes
