@@ -1,12 +1,13 @@
 """Blob: a shaped pair of arrays, data and diff, that stay where they are between iterations.
 
 Memory is allocated and zeroed on first touch, grows and never shrinks. Blobs that share (`share_data`) hold the same
-Memory object, so whatever one writes, reallocates or binds is seen by all.
+Memory object, so whatever one writes, reallocates or binds is seen by all. On a GPU a Memory has a device array and a
+host array; whoever asks for one of them gets the newest values there, and is taken to change them.
 """
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any
+from typing import Any, Protocol, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,8 +19,21 @@ MAX_AXES = 32
 MAX_COUNT = 2**31 - 1
 
 
+class Store(Protocol):
+    """Where a GPU's arrays come from and go to: a Device of kind "cuda"."""
+
+    def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """A flat device array of zeros."""
+
+    def upload(self, host: Array, array: Array) -> None:
+        """Copy a host array into a device array of the same size."""
+
+    def download(self, array: Array, host: Array) -> None:
+        """Copy a device array into a host array of the same size; returns when it is there."""
+
+
 class Memory:
-    """A flat, lazily allocated, zero-initialised array of at least `capacity` elements."""
+    """A flat, lazily allocated, zero-initialised array of at least `capacity` elements, in the host's memory."""
 
     __slots__ = ("_array", "capacity", "dtype")
 
@@ -42,15 +56,65 @@ class Memory:
 
     @property
     def array(self) -> Array:
-        """The flat array."""
+        """The flat array where layers compute."""
         if self._array is None:
             self._array = np.zeros(self.capacity, self.dtype)
         return self._array
 
     @property
+    def host(self) -> Array:
+        """The flat array as numpy's, to read and to write."""
+        return self.array
+
+    @property
     def touched(self) -> bool:
         """Whether the array exists yet; memory that nobody touched is all zeros."""
         return self._array is not None
+
+
+class SyncedMemory(Memory):
+    """Memory of a GPU with a copy on the host. `array` brings the host's values over if `host` was asked for last."""
+
+    __slots__ = ("_host", "_host_is_newer", "store")
+
+    def __init__(self, dtype: DTypeLike, store: Store) -> None:
+        super().__init__(dtype)
+        self.store = store
+        self._host: Array | None = None
+        self._host_is_newer = False
+
+    def reserve(self, count: int) -> None:
+        """Make room for `count` elements; larger than before means new, zeroed memory."""
+        if count > self.capacity:
+            self._host, self._host_is_newer = None, False
+        super().reserve(count)
+
+    def bind(self, array: Array) -> None:
+        """Use this flat device array from now on."""
+        super().bind(array)
+        self._host, self._host_is_newer = None, False
+
+    @property
+    def array(self) -> Array:
+        """The flat device array, up to date."""
+        if self._array is None:
+            self._array = self.store.zeros(self.capacity, self.dtype)
+        if self._host_is_newer:
+            assert self._host is not None
+            self.store.upload(self._host, self._array)
+            self._host_is_newer = False
+        return self._array
+
+    @property
+    def host(self) -> Array:
+        """The flat host array, up to date; what is written to it reaches the device when a layer asks for `array`."""
+        if self._host is None:
+            self._host = np.zeros(self.capacity, self.dtype)
+        if not self._host_is_newer:
+            if self._array is not None:
+                self.store.download(self._array, self._host)
+            self._host_is_newer = True
+        return self._host
 
 
 class _View:
@@ -64,7 +128,7 @@ class _View:
         self.view: Array | None = None
 
     def get(self, shape: tuple[int, ...], count: int) -> Array:
-        base = self.memory.array
+        base = self.memory.array  # asked for each time: it may have to bring the host's values over
         if self.base is not base or self.view is None:
             self.base, self.view = base, base[:count].reshape(shape)
         return self.view
@@ -74,13 +138,15 @@ class _View:
 
 
 class Blob:
-    """Data and diff of one shape; up to 32 axes, a 0-axis blob is a scalar. Shape sizes are in elements."""
+    """Data and diff of one shape; up to 32 axes, a 0-axis blob is a scalar. Shape sizes are in elements.
+
+    `store` is the GPU that they lie on, None for the host.
+    """
 
     __slots__ = ("_data", "_diff", "count", "shape")
 
-    def __init__(self, shape: Iterable[int] = (0,), dtype: DTypeLike = np.float32) -> None:
-        self._data = _View(Memory(dtype))
-        self._diff = _View(Memory(dtype))
+    def __init__(self, shape: Iterable[int] = (0,), dtype: DTypeLike = np.float32, store: Store | None = None) -> None:
+        self._data, self._diff = (_View(SyncedMemory(dtype, store) if store else Memory(dtype)) for _ in range(2))
         self.shape: tuple[int, ...] = ()
         self.count = 1
         self.reshape(shape)
@@ -99,6 +165,16 @@ class Blob:
     def diff(self) -> Array:
         """The gradient of the loss with respect to `data`, an array of the blob's device."""
         return self._diff.get(self.shape, self.count)
+
+    @property
+    def host_data(self) -> Array:
+        """The values as a numpy array to read and to write; on the CPU `data` itself."""
+        return self._data.memory.host[: self.count].reshape(self.shape)
+
+    @property
+    def host_diff(self) -> Array:
+        """The gradient as a numpy array to read and to write; on the CPU `diff` itself."""
+        return self._diff.memory.host[: self.count].reshape(self.shape)
 
     @property
     def data_memory(self) -> Memory:
@@ -159,6 +235,46 @@ class Blob:
 
     def __repr__(self) -> str:
         return f"Blob({shape_string(self.shape)})"
+
+
+class HostView:
+    """A blob of a GPU as a layer that computes on the host sees it: `data` and `diff` are its host arrays."""
+
+    __slots__ = ("blob",)
+
+    def __init__(self, blob: Blob) -> None:
+        self.blob = blob
+
+    @property
+    def data(self) -> Array:
+        """The blob's host_data."""
+        return self.blob.host_data
+
+    @property
+    def diff(self) -> Array:
+        """The blob's host_diff."""
+        return self.blob.host_diff
+
+    def share_data(self, other: "HostView") -> None:
+        """Use the other's data memory, as Blob.share_data."""
+        self.blob.share_data(other.blob)
+
+    def share_diff(self, other: "HostView") -> None:
+        """Use the other's diff memory, as Blob.share_diff."""
+        self.blob.share_diff(other.blob)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.blob, name)
+
+
+def on_host(blobs: Iterable[Blob]) -> list[Blob]:
+    """The blobs as host views, which do all that a Blob does."""
+    return [cast("Blob", HostView(b)) for b in blobs]
+
+
+def behind(blob: Blob) -> Blob:
+    """The blob itself, whether seen through a host view or not."""
+    return blob.blob if isinstance(blob, HostView) else blob
 
 
 def shape_string(shape: Iterable[int]) -> str:

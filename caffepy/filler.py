@@ -19,7 +19,7 @@ fillers: Registry[Filler] = Registry("filler name")
 
 def fill(target: Blob | Array, param: FillerParameter, rng: np.random.Generator) -> None:
     """Write the first values that `param` describes; ConfigError for an unknown name or impossible values."""
-    array = target.data if isinstance(target, Blob) else target
+    array = target.host_data if isinstance(target, Blob) else target
     filler = fillers[param.type]
     if array.size == 0:
         raise ConfigError(f"a blob of shape {shape_string(array.shape)} has nothing to fill")

@@ -21,12 +21,12 @@ class Blob:
     @property
     def data(self) -> Array:
         """The values, a writable view."""
-        return self._inner.data
+        return self._inner.host_data
 
     @property
     def diff(self) -> Array:
         """The gradients, a writable view."""
-        return self._inner.diff
+        return self._inner.host_diff
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -116,7 +116,7 @@ def _device(param: SolverParameter, path: str, gpu: str | None) -> Device:
             locate_field(path, "solver_mode"),
         )
     log.info("Use CPU.")
-    return Device("cpu")
+    return Device()
 
 
 def _newest(param: SolverParameter) -> str | None:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy import ops
-from caffepy.blob import Blob
+from caffepy.blob import Blob, on_host
 from caffepy.device import Device
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import LayerParameter
@@ -40,6 +40,7 @@ class Layer:
     always_reshape: ClassVar[bool] = False  # reshape before every forward, not only when bottom shapes change
     is_data: ClassVar[bool] = False  # feeds the net from outside; runs before the captured part of a step
     in_place: ClassVar[bool] = True  # top may be the bottom itself
+    on_gpu: ClassVar[bool] = False  # computes with arrays of a GPU too; else on the host, on copies of the blobs
 
     def __init__(
         self,
@@ -51,10 +52,12 @@ class Layer:
     ) -> None:
         self.param = param
         self.phase = phase
-        self.device = device
+        self.on_host = device.store is not None and not self.on_gpu
+        self.device = device.host if self.on_host else device
         self.dtype = np.dtype(dtype)
         self.path = path  # the file that defines the layer; relative names may lie beside it
-        self.ops = ops.backend(device)
+        self.ops = ops.backend(self.device)
+        self._param_store = device.store
         self.blobs: list[Blob] = []
         self.param_propagate_down: list[bool] = []
         self.loss_weights: list[float] = []
@@ -97,11 +100,13 @@ class Layer:
 
     def buffer(self, shape: Sequence[int] = (0,), dtype: DTypeLike | None = None) -> Blob:
         """A blob of the layer's own, on its device, for what forward keeps for backward; of `self.dtype` by default."""
-        return Blob(shape, dtype or self.dtype)
+        return Blob(shape, dtype or self.dtype, self.device.store)
 
     def add_blob(self, shape: Sequence[int]) -> Blob:
         """Append a learnable parameter of this shape, zero-filled, and return it."""
-        blob = self.buffer(shape)
+        blob = Blob(shape, self.dtype, self._param_store)
+        if self.on_host:
+            (blob,) = on_host([blob])
         self.blobs.append(blob)
         return blob
 

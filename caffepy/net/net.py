@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy import ops
-from caffepy.blob import Blob, shape_string
+from caffepy.blob import Blob, behind, on_host, shape_string
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError
 from caffepy.layer import Layer, check_counts, create_layer
@@ -62,6 +62,7 @@ class Net:
         self.layer_names: list[str] = [layer.name for layer in param.layer]
         self.bottoms: list[list[Blob]] = []
         self.tops: list[list[Blob]] = []
+        self._arguments: list[tuple[list[Blob], list[Blob]]] = []  # bottoms and tops as each layer sees them
         self.bottom_names: list[list[str]] = []
         self.top_names: list[list[str]] = []
         self.blobs: dict[str, Blob] = {}
@@ -82,7 +83,8 @@ class Net:
         self.after_backward: list[Callback] = []
         self._seen_shapes: list[list[tuple[int, ...]]] = []
 
-        self._wire(root_net)
+        with self.device.scope():
+            self._wire(root_net)
         self._weighted = [
             (i, top)
             for i, layer in enumerate(self.layers)
@@ -159,7 +161,7 @@ class Net:
                 raise ConfigError(f"Top blob '{name}' produced by multiple sources.")
             else:
                 log.info("%s -> %s", layer_param.name, name)
-                self.blobs[name] = Blob(dtype=self.dtype)
+                self.blobs[name] = Blob(dtype=self.dtype, store=self.device.store)
             tops.append(self.blobs[name])
             if layer_param.type == "Input":
                 self.inputs.append(name)
@@ -168,7 +170,7 @@ class Net:
             while len(tops) < least:
                 log.info("%s -> %s", layer_param.name, AUTOMATIC)
                 names.append(AUTOMATIC)
-                tops.append(Blob(dtype=self.dtype))
+                tops.append(Blob(dtype=self.dtype, store=self.device.store))
                 self.blobs.setdefault(AUTOMATIC, tops[-1])
         self.top_names.append(names)
         self.tops.append(tops)
@@ -177,24 +179,28 @@ class Net:
         if any(known is layer for known in self.layers):
             raise ConfigError("the same layer object stands twice in this net")
         self.layers.append(layer)
-        check_counts(layer, len(self.bottoms[-1]), len(self.tops[-1]))
+        bottom, top = self.bottoms[-1], self.tops[-1]
+        self._arguments.append((on_host(bottom), on_host(top)) if layer.on_host else (bottom, top))
+        if layer.on_host and not layer.is_data:
+            log.info("%s (%s) computes on the host", layer.param.name, layer.type)
+        check_counts(layer, len(bottom), len(top))
 
     def _take_up(self, layer_param: LayerParameter, lent: list[Blob]) -> None:
         """Give the tops of a layer that the root net has set up the root's shapes and first values."""
         log.info("Sharing layer %s from root net", layer_param.name)
         for own, root in zip(self.tops[-1], lent, strict=True):
             own.reshape_like(root)
-            own.data[...] = root.data
+            own.host_data[...] = root.host_data
 
     def _set_up(self, layer: Layer) -> None:
         log.info("Setting up %s", layer.param.name)
         if layer.param.blobs and not layer.blobs:
             for proto in layer.param.blobs:
                 array = blob_to_array(proto)
-                layer.add_blob(array.shape).data[...] = array
+                layer.add_blob(array.shape).host_data[...] = array
             log.info("Skipping parameter initialization")
-        layer.setup(self.bottoms[-1], self.tops[-1])
-        layer.reshape(self.bottoms[-1], self.tops[-1])
+        layer.setup(*self._arguments[-1])
+        layer.reshape(*self._arguments[-1])
 
     def _weigh_tops(self, layer: Layer) -> None:
         """Put the loss weights into the diffs of the tops, once and for all."""
@@ -207,7 +213,7 @@ class Net:
         for blob, weight in zip(top, layer.loss_weights, strict=True):
             log.info("Top shape: %s", shape_string(blob.shape))
             if weight:
-                blob.diff[...] = weight
+                blob.host_diff[...] = weight
                 log.info("    with loss weight %g", weight)
 
     def _append_params(self, index: int, layer: Layer, layer_param: LayerParameter) -> bool:
@@ -226,7 +232,7 @@ class Net:
         layer = self.layers[layer_index]
         specs = layer.param.param
         spec = specs[param_index] if param_index < len(specs) else ParamSpec()
-        blob = layer.blobs[param_index]
+        blob = behind(layer.blobs[param_index])
         self.params.append(blob)
         self.param_display_names.append(spec.name or str(param_index))
         if spec.name in self._owner_of and spec.name:
@@ -246,7 +252,7 @@ class Net:
         log.info(
             "Sharing parameters '%s' owned by layer '%s', param index %d", spec.name, names[owner_layer], owner_index
         )
-        mine, theirs = self.layers[layer_index].blobs[param_index], self.learnable_params[owner]
+        mine, theirs = behind(self.layers[layer_index].blobs[param_index]), self.learnable_params[owner]
         permissive = spec.share_mode == ParamSpec.PERMISSIVE
         if mine.count != theirs.count if permissive else mine.shape != theirs.shape:
             raise ConfigError(
@@ -294,14 +300,14 @@ class Net:
         """Run layers `start` to `end` (inclusive; default: all)."""
         index = start
         try:
-            with self.ops.blas_scope(), np.errstate(all="ignore"):
+            with self.device.scope(), self.ops.blas_scope(), np.errstate(all="ignore"):
                 for index in range(start, len(self.layers) if end is None else end + 1):
                     self._forward_layer(index)
         except CaffeError as error:
             raise error.at(where(self.path, self.param.layer[index])) from error.__cause__
 
     def _forward_layer(self, index: int) -> None:
-        layer, bottom, top = self.layers[index], self.bottoms[index], self.tops[index]
+        layer, (bottom, top) = self.layers[index], self._arguments[index]
         for callback in self.before_forward:
             callback(index)
         if layer.share_in_parallel:
@@ -317,7 +323,7 @@ class Net:
             callback(index)
 
     def _reshape_layer(self, index: int) -> None:
-        layer, bottom, top = self.layers[index], self.bottoms[index], self.tops[index]
+        layer, (bottom, top) = self.layers[index], self._arguments[index]
         shapes = [b.shape for b in bottom]
         shapes += [b.shape for b in top]
         if layer.always_reshape or shapes != self._seen_shapes[index]:
@@ -328,7 +334,7 @@ class Net:
         """Run the backward passes of layers `start` (default: the last) down to `end`, of those that need one."""
         index = start = len(self.layers) - 1 if start is None else start
         try:
-            with self.ops.blas_scope(), np.errstate(all="ignore"):
+            with self.device.scope(), self.ops.blas_scope(), np.errstate(all="ignore"):
                 for index in range(start, end - 1, -1):
                     self._backward_layer(index)
         except CaffeError as error:
@@ -340,7 +346,8 @@ class Net:
         for callback in self.before_backward:
             callback(index)
         if self.layer_need_backward[index]:
-            self.layers[index].backward(self.tops[index], self.bottom_need_backward[index], self.bottoms[index])
+            bottom, top = self._arguments[index]
+            self.layers[index].backward(top, self.bottom_need_backward[index], bottom)
             if self.debug_info:
                 debug.backward(self, index)
         for callback in self.after_backward:
@@ -350,20 +357,26 @@ class Net:
         """The loss of the last forward: the sum of data times diff over the tops with a loss weight."""
         last = len(self.layers) - 1 if end is None else end
         return float(
-            sum(np.dot(top.data.reshape(-1), top.diff.reshape(-1)) for i, top in self._weighted if start <= i <= last)
+            sum(
+                np.dot(top.host_data.reshape(-1), top.host_diff.reshape(-1))
+                for i, top in self._weighted
+                if start <= i <= last
+            )
         )
 
     def reshape(self) -> None:
         """Propagate the shapes of the inputs through all layers without computing anything."""
         for index, layer in enumerate(self.layers):
             with self._located(self.param.layer[index]):
-                layer.reshape(self.bottoms[index], self.tops[index])
-                self._seen_shapes[index] = [b.shape for b in self.bottoms[index] + self.tops[index]]
+                bottom, top = self._arguments[index]
+                layer.reshape(bottom, top)
+                self._seen_shapes[index] = [b.shape for b in bottom + top]
 
     def clear_param_diffs(self) -> None:
         """Set the diffs of all learnable parameters to zero."""
-        for blob in self.learnable_params:
-            blob.diff[...] = 0
+        with self.device.scope():
+            for blob in self.learnable_params:
+                blob.diff.fill(0)
 
     def share_trained_layers_with(self, other: "Net") -> None:
         """Use the parameter data (not the diffs) of the other net's layers of the same names; shapes must be equal."""
@@ -384,7 +397,7 @@ class Net:
                         f"Cannot share param {j} weights from layer '{name}'; shape mismatch.  Source param shape is "
                         f"{shape_string(theirs.shape)}; target param shape is {shape_string(mine.shape)}"
                     )
-                mine.share_data(theirs)
+                behind(mine).share_data(behind(theirs))
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The states of all layers that have one, by `index/name`."""
