@@ -42,11 +42,18 @@ def kernel(file: str, name: str) -> Kernel:
 
 def _load(device: int, file: str, name: str) -> Kernel:
     with _lock:
-        names = expressions(file, name)
-        module = cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=names)
-        for each in names:
-            _kernels.setdefault((device, file, each), module.get_function(each))
+        try:
+            names, functions = _compile(file, expressions(file, name))
+        except cupy.cuda.compiler.CompileException:  # another template of the file is not meant for this type
+            names, functions = _compile(file, [name])
+        for each, function in zip(names, functions, strict=True):
+            _kernels.setdefault((device, file, each), function)
         return _kernels[device, file, name]
+
+
+def _compile(file: str, names: list[str]) -> tuple[list[str], list[Kernel]]:
+    module = cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=tuple(names))
+    return names, [module.get_function(name) for name in names]
 
 
 def expressions(file: str, name: str) -> list[str]:

@@ -33,6 +33,9 @@ class Convolution:
         group: int,
         dtype: DTypeLike,
     ) -> None:
+        x_shape, w_shape, stride, pad, dilation = (
+            [int(n) for n in sizes] for sizes in (x_shape, w_shape, stride, pad, dilation)
+        )
         sizes = list(zip(x_shape[2:], w_shape[2:], stride, pad, dilation, strict=True))
         out = [(n + 2 * p - (d * (k - 1) + 1)) // s + 1 for n, k, s, p, d in sizes]
         self.y_shape = (x_shape[0], w_shape[0], *out)
@@ -40,9 +43,9 @@ class Convolution:
         self._axes = [(*size, o) for size, o in zip(sizes, out, strict=True)]
         while len(self._axes) < 2:  # cuDNN knows no convolution over one axis
             self._axes.insert(0, (1, 1, 1, 0, 1, 1))
-        size, kernel, stride, pad, dilation, out = (list(axis) for axis in zip(*self._axes, strict=True))
+        size, taps, stride, pad, dilation, out = (list(axis) for axis in zip(*self._axes, strict=True))
         self._x = [*x_shape[:2], *size]
-        self._w = [*w_shape[:2], *kernel]
+        self._w = [*w_shape[:2], *taps]
         self._y = [*self.y_shape[:2], *out]
         self._how = {"stride": stride, "padding": pad, "dilation": dilation}
         self._forward: Run | None = None

@@ -281,11 +281,15 @@ _winners_of: dict[Path, dict[str, Any]] = {}
 
 
 @cache
-def _path(device: int) -> Path:
+def _machine(device: int) -> str:
+    """What winners are good for: a version of cuDNN and a kind of device."""
     name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    return f"{import_cudnn().backend_version()}-{re.sub(r'[^A-Za-z0-9]+', '-', name)}"
+
+
+def _path() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    version = import_cudnn().backend_version()
-    return Path(root) / "caffepy" / f"plans-{version}-{re.sub(r'[^A-Za-z0-9]+', '-', name)}.json"
+    return Path(root) / "caffepy" / f"plans-{_machine(cupy.cuda.runtime.getDevice())}.json"
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -298,7 +302,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _winners() -> dict[str, Any]:
     """Name of a plan -> [engine, {knob: value}], as the file had it when it was first needed."""
-    path = _path(cupy.cuda.runtime.getDevice())
+    path = _path()
     if path not in _winners_of:
         _winners_of[path] = _read(path)
     return _winners_of[path]
@@ -309,7 +313,7 @@ def _remember(name: str, plan: tuple[int, Any]) -> None:
     engine, knobs = plan
     winners = _winners()
     winners[name] = [int(engine), {knob.name: int(value) for knob, value in (knobs or {}).items()}]
-    path = _path(cupy.cuda.runtime.getDevice())
+    path = _path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         together = _read(path) | winners
