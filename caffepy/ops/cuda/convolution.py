@@ -1,5 +1,6 @@
 """Convolution by cuDNN graphs; by columns and a matrix product where cuDNN has no plan."""
 
+import logging
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -11,6 +12,8 @@ from caffepy.errors import DeviceError
 from caffepy.ops.cuda import plans
 from caffepy.ops.cuda.blas import BLOCKS, THREADS, add_bias, add_into, bias_gradient, c_type, matmul
 from caffepy.ops.cuda.compiler import kernel
+
+log = logging.getLogger(__name__)
 
 Array = Any  # cupy.ndarray
 Sizes = Sequence[int]
@@ -100,6 +103,7 @@ class Convolution:
         plan = self._find(what, arrays)
         if plan is not None:
             return plan.run
+        log.warning("cuDNN has no plan for %s of %s by %s: it runs image by image", what, self._x, self._w)
         columns = _Columns(self._x, self._w, self._y, self._axes, self.group)
         return {"forward": columns.forward, "backward_data": columns.backward_data}.get(what, columns.backward_weight)
 

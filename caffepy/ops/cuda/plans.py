@@ -32,18 +32,22 @@ log = logging.getLogger(__name__)
 WORKSPACE = 256 << 20
 """Plans that need more bytes than this besides their arrays are not taken."""
 
-CANDIDATES = 8
-SECONDS = 0.4
-"""At most so many plans of an operation are timed, and no further one after so long."""
+CANDIDATES = 6
+SECONDS = 0.2
+SECONDS_IN_ALL = 20.0
+"""At most so many plans of an operation are timed, no further one after so long, and none when a process spent all."""
 
 BETTER = 0.95
 """A plan takes the place of one that the heuristics rank higher if it needs less than this part of its time."""
+
+ALIGNED = 16
 
 Build = Callable[[Any, Any], Sequence[Any]]
 """(cudnn, graph) -> the graph's tensors in the order in which arrays are given to `Plan.run`."""
 
 _autotune = os.environ.get("CAFFEPY_AUTOTUNE", "1") != "0"
 _lock = RLock()
+_spent = 0.0  # seconds that timing took
 
 
 def autotune(yes: bool) -> None:
@@ -62,7 +66,7 @@ class Room:
     def reserve(self, size: int) -> int:
         """The address of at least `size` bytes."""
         if size > self.size or not self.kept:
-            size = max(size, 1 << 20)
+            size = max(size, 1 << 20, min(2 * self.size, WORKSPACE))
             self.kept.append(cupy.cuda.alloc(size))
             self.size = size
         return int(self.kept[-1].ptr)
@@ -87,13 +91,22 @@ class Context:
         room.reserve(prod(shape) * np.dtype(dtype).itemsize)
         return cupy.ndarray(shape, dtype, room.kept[-1])
 
+    def copy(self, source: Any, to: Any) -> None:
+        """Copy a contiguous array to another one, if they are not the same."""
+        if source is not to:
+            runtime = cupy.cuda.runtime
+            runtime.memcpyAsync(to.data.ptr, source.data.ptr, to.nbytes, runtime.memcpyDeviceToDevice, self.stream)
+
     @property
     def cudnn(self) -> Any:
         """The stream's cuDNN handle."""
         if self._cudnn is None:
             cudnn = import_cudnn()
-            handle = cudnn.create_handle()
-            cudnn.set_stream(handle=handle, stream=self.stream)
+            try:
+                handle = cudnn.create_handle()
+                cudnn.set_stream(handle=handle, stream=self.stream)
+            except RuntimeError as error:
+                raise DeviceError(f"cuDNN cannot be used on this GPU ({error})") from error
             self._cudnn = handle
         return self._cudnn
 
@@ -133,7 +146,7 @@ def import_cudnn() -> Any:
 
 
 class Plan:
-    """A graph with one plan chosen."""
+    """A graph with one plan chosen. The last of its tensors is what it writes."""
 
     def __init__(self, graph: Any, tensors: Sequence[Any], workspace: int) -> None:
         self.graph = graph
@@ -142,9 +155,25 @@ class Plan:
 
     def run(self, *arrays: Any) -> None:
         """Execute on the current stream."""
+        pointers = [array.data.ptr for array in arrays]
+        if any(pointer % ALIGNED for pointer in pointers):
+            self._run_on_copies(arrays)
+            return
         here = context()
-        pointers = {tensor: array.data.ptr for tensor, array in zip(self.tensors, arrays, strict=True)}
-        self.graph.execute(pointers, here.workspace.reserve(self.workspace), handle=here.cudnn)
+        to = dict(zip(self.tensors, pointers, strict=True))
+        self.graph.execute(to, here.workspace.reserve(self.workspace), handle=here.cudnn)
+
+    def _run_on_copies(self, arrays: Sequence[Any]) -> None:
+        """For parts of larger arrays: graphs take it that all begin at multiples of 16 bytes, and cannot be told."""
+        here = context()
+        copies = [
+            here.array(f"copy {i}", array.shape, array.dtype) if array.data.ptr % ALIGNED else array
+            for i, array in enumerate(arrays)
+        ]
+        for array, copy in zip(arrays[:-1], copies, strict=False):
+            here.copy(array, copy)
+        self.run(*copies)
+        here.copy(copies[-1], arrays[-1])
 
 
 _plans: dict[tuple[int, str], Plan | None] = {}
@@ -162,8 +191,9 @@ def find(name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any]) -> Pl
 
 def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any]) -> Plan | None:
     cudnn = import_cudnn()
+    _ = context().cudnn  # a library that cannot be used at all is no plan that declines
     timing = may_time()
-    if timing and (known := _winners().get(name)):
+    if _wanted() and (known := _winners().get(name)):
         plan = _replay(cudnn, known, dtype, build)
         if plan is not None:
             return plan
@@ -213,8 +243,11 @@ def _excluded(cudnn: Any, dtype: np.dtype[Any]) -> list[Any]:
 
 def _choose(cudnn: Any, name: str, graph: Any, tensors: Sequence[Any], arrays: Sequence[Any] | None) -> int | None:
     """Build the plan that is taken, select it and return its index, or None; it is timed if there are arrays."""
+    global _spent
     start = time.perf_counter()
     best, best_ms, tried = None, float("inf"), 0
+    if arrays is not None and not _spent:
+        log.info("Timing cuDNN plans (once per shape and machine)")
     for i in range(graph.get_execution_plan_count()):
         if tried and (tried == CANDIDATES or time.perf_counter() - start > SECONDS):
             break
@@ -231,15 +264,20 @@ def _choose(cudnn: Any, name: str, graph: Any, tensors: Sequence[Any], arrays: S
         tried += 1
         if ms < BETTER * best_ms:
             best, best_ms = i, ms
+    _spent += time.perf_counter() - start
     if best is not None:
         graph.build_plan_at_index(best)
         log.debug("%s: plan %d of %d takes %.3f ms", name, best, tried, best_ms)
     return best
 
 
+def _wanted() -> bool:
+    return _autotune and not precision.deterministic()
+
+
 def may_time() -> bool:
-    """Whether calls may be timed now: wanted, not deterministic, and no capture under way."""
-    return _autotune and not precision.deterministic() and not cupy.cuda.get_current_stream().is_capturing()
+    """Whether calls may be timed now: wanted, time left, and no capture under way."""
+    return _wanted() and _spent < SECONDS_IN_ALL and not cupy.cuda.get_current_stream().is_capturing()
 
 
 def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: int = 5) -> float:
@@ -271,7 +309,7 @@ def _replay(cudnn: Any, winner: Any, dtype: np.dtype[Any], build: Build) -> Plan
         graph.build_plan_at_index(0)
         plan = Plan(graph, tensors, int(graph.get_workspace_size()))
         context().workspace.reserve(plan.workspace)
-    except (*_declines(cudnn), KeyError, TypeError, cupy.cuda.memory.OutOfMemoryError) as error:
+    except (*_declines(cudnn), AttributeError, KeyError, TypeError, cupy.cuda.memory.OutOfMemoryError) as error:
         log.debug("a plan that won before cannot be had: %s", error)
         return None
     return plan

@@ -37,14 +37,20 @@ def arrays(dtype, *shapes):
     return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("by", ["cublas", "cudnn"])
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
 @pytest.mark.parametrize("shape", [*SHAPES, (256, 4096, 1000), (33, 129, 65)], ids=str)
-def test_matmul(shape, transposed, by, exactness, monkeypatch):
-    if by == "cudnn":
-        if precision.get() == "fp32":
-            pytest.skip("cuDNN multiplies matrices on tensor cores only")
-        monkeypatch.setattr(blas, "_import_cublas", lambda: None)
+def test_matmul(shape, transposed, exactness):
+    check_matmul(shape, transposed, exactness)
+
+
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("shape", [(256, 4096, 1000), (64, 512, 16)], ids=str)
+def test_matmul_by_cudnn(shape, transposed, monkeypatch):
+    monkeypatch.setattr(blas, "_import_cublas", lambda: None)
+    check_matmul(shape, transposed, TOLERANCE["tf32"])
+
+
+def check_matmul(shape, transposed, tolerance):
     m, k, n = shape
     a, b, start = arrays(np.float32, (m, k), (k, n), (m, n))
     want = a.astype(np.float64) @ b.astype(np.float64)
@@ -52,10 +58,10 @@ def test_matmul(shape, transposed, by, exactness, monkeypatch):
     y = cupy.asarray(b.T.copy()).T if "b" in transposed else cupy.asarray(b)
     out = cupy.full((m, n), np.nan, np.float32)
     cuda.matmul(x, y, out)
-    check(out, want, exactness)
+    check(out, want, tolerance)
     out[...] = cupy.asarray(start)
     cuda.matmul(x, y, out, accumulate=True)
-    check(out, want + start, exactness)
+    check(out, want + start, tolerance)
 
 
 @pytest.mark.parametrize("transposed", ["", "a", "b", "out"])

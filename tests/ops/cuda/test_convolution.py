@@ -134,6 +134,37 @@ def test_random_shapes(seed, exactness):
     check((x_shape, w_shape, stride, pad, dilation, group), exactness)
 
 
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_parts_of_larger_arrays(offset):
+    """Weights are parts of the solver's flat array and begin anywhere in it."""
+
+    class Shifted(cuda.Convolution):
+        def forward(self, x, w, b, y):
+            moved = shift(y)
+            super().forward(shift(x), shift(w), b if b is None else shift(b), moved)
+            y[...] = moved
+
+        def backward_data(self, dy, w, dx):
+            moved = shift(dx)
+            super().backward_data(shift(dy), shift(w), moved)
+            dx[...] = moved
+
+        def backward_weight(self, x, dy, dw, db):
+            moved, sums = (a if a is None else shift(a) for a in (dw, db))
+            super().backward_weight(shift(x), shift(dy), moved, sums)
+            for a, b in ((dw, moved), (db, sums)):
+                if a is not None:
+                    a[...] = b
+
+    def shift(a):
+        larger = cupy.empty(a.size + offset, a.dtype)
+        larger[offset:] = a.ravel()
+        return larger[offset:].reshape(a.shape)
+
+    for case in ("basic", "group", "wide"):
+        check(CASES[case], TOLERANCE["tf32"], make=Shifted)
+
+
 def test_plans_are_timed_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(plans, "_plans", {})
