@@ -234,10 +234,8 @@ def _graph(cudnn: Any, dtype: np.dtype[Any], build: Build) -> tuple[Any, Sequenc
 def _excluded(cudnn: Any, dtype: np.dtype[Any]) -> list[Any]:
     note = cudnn.numerical_note
     excluded = [note.NONDETERMINISTIC] if precision.deterministic() else []
-    if dtype == np.float32:
-        excluded.append(note.REDUCED_PRECISION_REDUCTION)
-        if precision.get() == "fp32":
-            excluded += [note.TENSOR_CORE, note.DOWN_CONVERT_INPUTS]
+    if dtype == np.float32 and precision.get() == "fp32":
+        excluded += [note.TENSOR_CORE, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION]
     return excluded
 
 
