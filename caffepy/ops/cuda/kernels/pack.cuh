@@ -1,0 +1,114 @@
+// Passes over flat arrays in packs of 16 bytes, and numbers that a captured step reads from device memory.
+
+typedef long long i64;
+
+template <typename T> struct WideOf { using type = float; };
+template <> struct WideOf<double> { using type = double; };
+template <typename T> using Wide = typename WideOf<T>::type;  // what elements are computed in
+
+template <typename T, int V> struct alignas(sizeof(T) * V) Pack { T v[V]; };
+
+__device__ inline bool aligned(const void* p, unsigned long long bytes) {
+  return reinterpret_cast<unsigned long long>(p) % bytes == 0;
+}
+
+// How a pass uses an array: reads it, writes it, does both, or writes it unless there is none.
+template <typename T> struct In {
+  using Element = T;
+  const T* p;
+  template <int V> __device__ bool fits() const { return aligned(p, sizeof(T) * V); }
+  template <int V> __device__ Pack<T, V> load(i64 i) const { return reinterpret_cast<const Pack<T, V>*>(p)[i]; }
+  template <int V> __device__ void store(i64, const Pack<T, V>&) const {}
+};
+
+template <typename T> struct Out {
+  using Element = T;
+  T* p;
+  template <int V> __device__ bool fits() const { return aligned(p, sizeof(T) * V); }
+  template <int V> __device__ Pack<T, V> load(i64) const { return Pack<T, V>(); }
+  template <int V> __device__ void store(i64 i, const Pack<T, V>& x) const { reinterpret_cast<Pack<T, V>*>(p)[i] = x; }
+};
+
+template <typename T> struct Both {
+  using Element = T;
+  T* p;
+  template <int V> __device__ bool fits() const { return aligned(p, sizeof(T) * V); }
+  template <int V> __device__ Pack<T, V> load(i64 i) const { return reinterpret_cast<const Pack<T, V>*>(p)[i]; }
+  template <int V> __device__ void store(i64 i, const Pack<T, V>& x) const { reinterpret_cast<Pack<T, V>*>(p)[i] = x; }
+};
+
+template <typename T> struct MaybeOut {
+  using Element = T;
+  T* p;
+  template <int V> __device__ bool fits() const { return aligned(p, sizeof(T) * V); }
+  template <int V> __device__ Pack<T, V> load(i64) const { return Pack<T, V>(); }
+  template <int V> __device__ void store(i64 i, const Pack<T, V>& x) const {
+    if (p) reinterpret_cast<Pack<T, V>*>(p)[i] = x;
+  }
+};
+
+template <typename T> __device__ In<T> in(const T* p) { return {p}; }
+template <typename T> __device__ Out<T> out(T* p) { return {p}; }
+template <typename T> __device__ Both<T> both(T* p) { return {p}; }
+template <typename T> __device__ MaybeOut<T> maybe_out(T* p) { return {p}; }
+
+// f(index, element of each array...) for the V elements of pack i; every pack starts with a copy of f.
+template <int V, typename... A> struct Group {
+  template <typename F>
+  static __device__ void apply(i64 i, F f, const A&... a, Pack<typename A::Element, V>... pack) {
+#pragma unroll
+    for (int v = 0; v < V; ++v) f(i * V + v, pack.v[v]...);
+    (a.template store<V>(i, pack), ...);
+  }
+};
+
+template <int V, typename F, typename... A> __device__ void group(i64 i, F f, A... a) {
+  Group<V, A...>::apply(i, f, a..., a.template load<V>(i)...);
+}
+
+// f for all n elements, by the threads of a whole grid of one dimension.
+template <int V, typename F, typename... A> __device__ void each(i64 n, F f, A... a) {
+  const i64 first = blockIdx.x * i64(blockDim.x) + threadIdx.x, step = gridDim.x * i64(blockDim.x);
+  i64 done = 0;
+  if ((a.template fits<V>() && ...)) {
+    for (i64 i = first; i < n / V; i += step) group<V>(i, f, a...);
+    done = n / V * V;
+  }
+  for (i64 i = done + first; i < n; i += step) group<1>(i, f, a...);
+}
+
+// The channel of consecutive elements of (outer, C, inner): divides once, then counts.
+struct Channel {
+  unsigned channels, inner, c, p;
+  bool started;
+  __device__ Channel(i64 channels, i64 inner)
+      : channels(unsigned(channels)), inner(unsigned(inner)), c(0), p(0), started(false) {}
+  __device__ unsigned at(i64 i) {
+    if (!started) {
+      const unsigned plane = unsigned(i) / inner;
+      p = unsigned(i) - plane * inner;
+      c = plane % channels;
+      started = true;
+    } else if (++p == inner) {
+      p = 0;
+      if (++c == channels) c = 0;
+    }
+    return c;
+  }
+};
+
+// A number that is an argument itself (kind 0) or lies in device memory, as float (1), double (2) or an integer of
+// 4 (3) or 8 bytes (4).
+__device__ inline double number(double value, const void* at, i64 kind) {
+  switch (kind) {
+    case 1: return *static_cast<const float*>(at);
+    case 2: return *static_cast<const double*>(at);
+    case 3: return *static_cast<const int*>(at);
+    case 4: return double(*static_cast<const i64*>(at));
+    default: return value;
+  }
+}
+
+__device__ inline unsigned bits(i64 value, const void* at, i64 kind) {
+  return kind == 0 ? unsigned(value) : *static_cast<const unsigned*>(at);  // the low half of 8 bytes comes first
+}

@@ -1,0 +1,40 @@
+// Sums in a fixed order: a result never hangs on which block came first.
+
+// To all lanes of a warp, the lanes in pairs of ever nearer ones.
+template <typename A> __device__ A warp_sum(A x) {
+#pragma unroll
+  for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+  return x;
+}
+
+template <typename A> __device__ A warp_max(A x) {
+#pragma unroll
+  for (int lane = 16; lane; lane /= 2) {
+    const A other = __shfl_xor_sync(0xffffffffu, x, lane);
+    x = x > other ? x : other;
+  }
+  return x;
+}
+
+// To all threads of a block of whole warps.
+template <typename A> __device__ A block_sum(A x) {
+  __shared__ A parts[32];
+  x = warp_sum(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0;
+  for (int i = 0; i < blockDim.x / 32; ++i) x += parts[i];
+  return x;
+}
+
+template <typename A> __device__ A block_max(A x) {
+  __shared__ A parts[32];
+  x = warp_max(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = parts[0];
+  for (int i = 1; i < blockDim.x / 32; ++i) x = x > parts[i] ? x : parts[i];
+  return x;
+}

@@ -1,0 +1,53 @@
+"""How functions of this back end launch kernels over arrays, and pass numbers that may lie in device memory."""
+
+from typing import Any
+
+import numpy as np
+
+from caffepy.ops.cuda import plans
+from caffepy.ops.cuda.blas import THREADS, c_type
+from caffepy.ops.cuda.compiler import kernel
+
+Array = Any  # cupy.ndarray
+
+MOST = 1 << 13
+"""Blocks of a launch at most; kernels go on in strides of the grid."""
+
+_KINDS = {"float32": 1, "float64": 2, "int32": 3, "uint32": 3, "int64": 4, "uint64": 4}  # as in pack.cuh
+
+
+def launch(file: str, name: str, like: Array, threads: int, *arguments: Any) -> None:
+    """The template `name` for the element type of `like`, with about so many threads; nothing for none."""
+    if threads > 0:
+        blocks = min(-(-threads // THREADS), MOST)
+        kernel(file, f"{name}<{c_type(like)}>")((blocks,), (THREADS,), arguments)
+
+
+def launch_blocks(file: str, name: str, like: Array, blocks: int, *arguments: Any) -> None:
+    """Likewise with exactly so many blocks."""
+    if blocks > 0:
+        kernel(file, f"{name}<{c_type(like)}>")((blocks,), (THREADS,), arguments)
+
+
+def packs(x: Array) -> int:
+    """How many threads take 16 bytes of x each."""
+    return -(-int(x.nbytes) // 16)
+
+
+def scratch(purpose: str, size: int) -> Array:
+    """Room for double-precision sums until the next call with this purpose on this stream."""
+    return plans.context().array(purpose, (size,), np.float64)
+
+
+def number(value: Any) -> tuple[float, int, int]:
+    """Three arguments of a kernel for a Python number, or for an array without axes that is read when it runs."""
+    if hasattr(value, "data") and hasattr(value.data, "ptr"):
+        return 0.0, value.data.ptr, _KINDS[value.dtype.name]
+    return float(value), 0, 0
+
+
+def integer(value: Any) -> tuple[int, int, int]:
+    """Likewise for a whole number."""
+    if hasattr(value, "data") and hasattr(value.data, "ptr"):
+        return 0, value.data.ptr, _KINDS[value.dtype.name]
+    return int(value), 0, 0

@@ -1,0 +1,47 @@
+"""Transformation of a batch of images: crop, subtract a mean, scale, mirror.
+
+y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts from the right
+where the image is mirrored.
+"""
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from caffepy.errors import DeviceError
+from caffepy.ops.cuda.blas import THREADS, c_type
+from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.launch import MOST, Array, packs
+
+RECORDS = {"uint8": "unsigned char", "float32": "float", "float64": "double"}
+
+
+def _on_device(a: Any, dtype: Any) -> Array:
+    """The array, uploaded if it lies on the host; C-contiguous."""
+    if isinstance(a, cupy.ndarray):
+        return cupy.ascontiguousarray(a, dtype)
+    return cupy.asarray(np.ascontiguousarray(a, dtype))
+
+
+def transform_batch(
+    records: Array, out: Array, h_off: Array, w_off: Array, mirror: Array, mean: Array | None, scale: float
+) -> None:
+    """Write out (N, C, h, w) from records (N, C, H, W), uint8 or float32.
+
+    h_off, w_off and mirror hold one value an image; mean is None, (C, H, W) or (C, 1, 1). All may lie on the host or on
+    the device; a mean that is used again is best kept on the device.
+    """
+    if not out.size:
+        return
+    kind = RECORDS.get(records.dtype.name)
+    if kind is None:
+        raise DeviceError(f"no GPU transformation of records of type {records.dtype.name}; uint8 and float32 have one")
+    h, w, flip = _on_device(h_off, np.int64), _on_device(w_off, np.int64), _on_device(mirror, np.bool_)
+    shift, plane = 0, (1, 1)
+    if mean is not None:
+        shift, plane = _on_device(mean, out.dtype), mean.shape[1:]
+    sizes = (*out.shape[:2], *records.shape[2:], *out.shape[2:], *plane)
+    blocks = min(-(-packs(out) // THREADS), MOST)
+    arguments = (_on_device(records, records.dtype), out, h, w, flip, shift, *sizes, float(scale))
+    kernel("transform", f"transform<{kind}, {c_type(out)}>")((blocks,), (THREADS,), arguments)

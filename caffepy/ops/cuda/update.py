@@ -1,0 +1,72 @@
+"""Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
+
+`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w` and its history in
+place and leaves in `g` what it subtracted from `w`. Numbers (`scale` of the segments among them) may be arrays without
+axes and the segments' arrays may lie on the device: a captured step then follows what they hold.
+"""
+
+from typing import Any
+
+import cupy
+import numpy as np
+
+from caffepy.ops.cuda.launch import Array, launch, number, packs
+from caffepy.ops.segments import Segments
+
+
+def _on_device(a: Any, dtype: Any) -> Array:
+    if isinstance(a, cupy.ndarray):
+        return a.astype(dtype, copy=False)
+    return cupy.asarray(np.ascontiguousarray(a, dtype))
+
+
+def _run(name: str, arrays: tuple[Array, ...], segments: Segments, *numbers: Any) -> None:
+    w = arrays[0]
+    count = len(segments.ends)
+    if not w.size or not count:
+        return
+    ends = _on_device(segments.ends, np.int64)
+    rates, decays = (_on_device(a, w.dtype) for a in (segments.rates, segments.decays))
+    constants = (n for value in (*numbers, *[0.0] * (4 - len(numbers))) for n in number(value))
+    arguments = (w.size, ends, rates, decays, count, int(segments.l1), *number(segments.scale), *constants)
+    launch("update", name, w, packs(w), *arrays, *arguments)
+
+
+def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
+    """h = momentum*h + rate*g; w -= h."""
+    _run("sgd", (w, g, h), segments, momentum)
+
+
+def nesterov_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
+    """h' = momentum*h + rate*g; w -= (1 + momentum)*h' - momentum*h; h = h'."""
+    _run("nesterov", (w, g, h), segments, momentum)
+
+
+def adagrad_update(w: Array, g: Array, h: Array, segments: Segments, delta: float) -> None:
+    """h += g^2; w -= rate*g/(sqrt(h) + delta)."""
+    _run("rms", (w, g, h), segments, 1.0, 1.0, delta)
+
+
+def rmsprop_update(w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float) -> None:
+    """h = rms_decay*h + (1 - rms_decay)*g^2; w -= rate*g/(sqrt(h) + delta)."""
+    _run("rms", (w, g, h), segments, rms_decay, 1 - rms_decay, delta)
+
+
+def adadelta_update(w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float) -> None:
+    """h, u are means of g^2 and of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
+    _run("adadelta", (w, g, h, u), segments, momentum, delta)
+
+
+def adam_update(
+    w: Array,
+    g: Array,
+    m: Array,
+    v: Array,
+    segments: Segments,
+    beta1: float,
+    beta2: float,
+    delta: float,
+    correction: float,
+) -> None:
+    """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) + delta)."""
+    _run("adam", (w, g, m, v), segments, beta1, beta2, delta, correction)
