@@ -96,8 +96,11 @@ class Convolution:
             "backward_data": self._build_backward_data,
             "backward_weight": self._build_backward_weight,
         }
+        return plans.find(self._name(what), self.dtype, builds[what], arrays)
+
+    def _name(self, what: str) -> str:
         how = " ".join(f"{name} {value}" for name, value in self._how.items())
-        return plans.find(f"{what} x {self._x} w {self._w} {how}", self.dtype, builds[what], arrays)
+        return f"{what} x {self._x} w {self._w} {how}"
 
     def _plan(self, what: str, arrays: Sequence[Array]) -> Run:
         plan = self._find(what, arrays)
@@ -118,10 +121,9 @@ class Convolution:
 
         if together is None:
             return apart
-        if plans.may_time():
-            limit = plans.milliseconds(lambda: apart(x, w, b, y))
-            if plans.milliseconds(lambda: together.run(x, w, b, y), limit) > limit:
-                return apart
+        name = self._name("bias apart")
+        if plans.second_is_faster(name, self.dtype, lambda: together.run(x, w, b, y), lambda: apart(x, w, b, y)):
+            return apart
         return together.run
 
     def _build_forward(self, cudnn: Any, graph: Any) -> list[Any]:

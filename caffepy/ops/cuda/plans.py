@@ -170,6 +170,7 @@ class Plan:
             here.array(f"copy {i}", array.shape, array.dtype) if array.data.ptr % ALIGNED else array
             for i, array in enumerate(arrays)
         ]
+        assert all(array.flags.forc for array in arrays)
         for array, copy in zip(arrays[:-1], copies, strict=False):
             here.copy(array, copy)
         self.run(*copies)
@@ -179,14 +180,30 @@ class Plan:
 _plans: dict[tuple[int, str], Plan | None] = {}
 
 
+def _exact(name: str, dtype: DTypeLike) -> str:
+    return f"{name} {np.dtype(dtype).name} {precision.get()}{' deterministic' * precision.deterministic()}"
+
+
 def find(name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any]) -> Plan | None:
     """The plan for a graph, None if cuDNN has none. The name says all that the graph and its arrays depend on."""
-    exact = f"{name} {np.dtype(dtype).name} {precision.get()}{' deterministic' * precision.deterministic()}"
+    exact = _exact(name, dtype)
     key = (cupy.cuda.runtime.getDevice(), exact)
     with _lock:
         if key not in _plans:
             _plans[key] = _make(exact, np.dtype(dtype), build, arrays)
         return _plans[key]
+
+
+def second_is_faster(name: str, dtype: DTypeLike, first: Callable[[], None], second: Callable[[], None]) -> bool:
+    """Whether the second of two ways takes less time; no where nothing is timed. Kept as winners are."""
+    exact = _exact(name, dtype)
+    with _lock:
+        if not _wanted():
+            return False
+        if exact not in _winners() and may_time():
+            limit = milliseconds(first)
+            _remember(exact, milliseconds(second, limit) < BETTER * limit)
+        return _winners().get(exact) is True
 
 
 def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any]) -> Plan | None:
@@ -210,7 +227,8 @@ def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any]) 
         if chosen is not None:
             if timing:
                 with suppress(NotImplementedError):  # the backend's own choice has no name
-                    _remember(name, graph.get_engine_and_knobs_at_index(chosen))
+                    engine, knobs = graph.get_engine_and_knobs_at_index(chosen)
+                    _remember(name, [int(engine), {knob.name: int(value) for knob, value in (knobs or {}).items()}])
             return Plan(graph, tensors, int(graph.get_workspace_size()))
     return None
 
@@ -337,18 +355,17 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _winners() -> dict[str, Any]:
-    """Name of a plan -> [engine, {knob: value}], as the file had it when it was first needed."""
+    """Name of a plan -> [engine, {knob: value}], of a choice between two ways -> whether the second won."""
     path = _path()
     if path not in _winners_of:
         _winners_of[path] = _read(path)
     return _winners_of[path]
 
 
-def _remember(name: str, plan: tuple[int, Any]) -> None:
+def _remember(name: str, what: Any) -> None:
     """Keep a winner; where nothing can be written, each process times for itself."""
-    engine, knobs = plan
     winners = _winners()
-    winners[name] = [int(engine), {knob.name: int(value) for knob, value in (knobs or {}).items()}]
+    winners[name] = what
     path = _path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
