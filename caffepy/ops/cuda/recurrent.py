@@ -64,8 +64,9 @@ class LSTM:
         steps = len(dy)
         self._dc.fill(0)
         for t in range(steps - 1, -1, -1):
-            following = (cont[t + 1], self._rest) if t + 1 < steps else (0, 0)
-            _unit_gradient(a[t], c[t - 1] if t else c_first, c[t], dy[t], *following, self._dc, da[t])
+            before = c[t - 1] if t else c_first
+            next_cont, rest = (cont[t + 1], self._rest) if t + 1 < steps else (0, 0)
+            _unit_gradient(a[t], before, c[t], dy[t], next_cont, rest, self._dc, da[t])
             if t:
                 matmul(da[t], w, self._rest)
 
