@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.depthwise import Depthwise, suits
 from caffepy.ops.cpu.threads import parallel
 from caffepy.ops.cpu.tile import Schedule, accumulate_by, best_shape, schedule, shapes, transpose
 
@@ -464,8 +465,8 @@ class _Columns:
         parallel(images, self.n)
 
 
-class Convolution:
-    """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out)."""
+class _General:
+    """A convolution of any shapes, as sums of tiles."""
 
     def __init__(
         self,
@@ -511,3 +512,36 @@ class Convolution:
         """Add to dw and db."""
         if dy.size:
             self.plan.backward_weight(x, dy, dw, db)
+
+
+class Convolution:
+    """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out)."""
+
+    def __init__(
+        self,
+        x_shape: Sizes,
+        w_shape: Sizes,
+        stride: Sizes,
+        pad: Sizes,
+        dilation: Sizes,
+        group: int,
+        dtype: DTypeLike,
+    ) -> None:
+        self.loops: Depthwise | _General
+        if suits(x_shape, w_shape, group):
+            self.loops = Depthwise(x_shape, w_shape, stride, pad, dilation, dtype)
+        else:
+            self.loops = _General(x_shape, w_shape, stride, pad, dilation, group, dtype)
+        self.y_shape = self.loops.y_shape
+
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
+        """Write y = w * x + b."""
+        self.loops.forward(x, w, b, y)
+
+    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
+        """Write dx."""
+        self.loops.backward_data(dy, w, dx)
+
+    def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
+        """Add to dw and db."""
+        self.loops.backward_weight(x, dy, dw, db)

@@ -1,0 +1,438 @@
+"""Depthwise convolution over planes of (N, C, H, W): each channel has m outputs of its own, o = c * m + k.
+
+A plane lies padded and taken apart by row and column modulo stride, its rows `columns` long. There the element that a
+tap of the kernel reads lies at the tap's own offset from the window's number i * columns + j, and rows of y lie as
+long as rows of windows, so every pass is one sum over long vectors:
+
+- forward: y[q] = b + sum over taps of w[tap] * x[offset + q];
+- gradient of the data, for each remainder modulo stride: dx[e] = sum over its taps of w[tap] * dy[e - shift];
+- gradient of the weights: dw[tap] = sum over q of dy[q] * x[offset + q], where dy is 0 between its rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+from numpy.typing import DTypeLike, NDArray
+
+from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.threads import parallel
+from caffepy.ops.cpu.tile import shapes
+
+Array = NDArray[Any]
+Sizes = Sequence[int]
+
+BLOCK = 2048
+"""Elements that all taps pass over before the next ones: they stay in the nearest cache, their sums in float32."""
+
+TAPS = 9
+"""Taps whose gradients are summed at a time, in registers."""
+
+VECTORS = (0,) * 4
+"""Vectors of outputs that are summed at a time; as a tuple, because its length is a type for numba."""
+
+MULTIPLE = 16
+"""Outputs of a channel up to which these loops are worth it: more of them fill vectors side by side."""
+
+
+class _Vectors:
+    """What the loops below share: vectors at elements of arrays."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        self.context, self.builder, self.types, self.args = context, builder, signature.args, args
+        self.lanes, self.real = signature.args[-1].count, signature.args[0].dtype
+        self.vector = ir.VectorType(context.get_value_type(self.real), self.lanes)
+        suffix = f"v{self.lanes}f{self.real.bitwidth}"
+        self.fma = self.declare(f"llvm.fmuladd.{suffix}", self.vector, [self.vector] * 3)
+        self.suffix = suffix
+
+    def declare(self, name: str, result: Any, arguments: list[Any]) -> Any:
+        return cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
+            self.builder.module, ir.FunctionType(result, arguments), name
+        )
+
+    def pointer(self, array: int, *at: Any) -> Any:
+        """To the element of the array with this number among the arguments."""
+        start = self.context.make_array(self.types[array])(self.context, self.builder, self.args[array]).data
+        for a in at:
+            start = self.builder.gep(start, [a])
+        return start
+
+    def at(self, start: Any, vector: int, kind: Any = None) -> Any:
+        """A pointer to a vector this many vectors after start."""
+        start = self.builder.gep(start, [ir.IntType(64)(vector * self.lanes)])
+        return self.builder.bitcast(start, (kind or self.vector).as_pointer())
+
+    def load(self, start: Any, vector: int = 0) -> Any:
+        return self.builder.load(self.at(start, vector), align=self.real.bitwidth // 8)
+
+    def store(self, value: Any, start: Any, vector: int = 0) -> None:
+        self.builder.store(value, self.at(start, vector), align=self.real.bitwidth // 8)
+
+    def splat(self, value: Any, lanes: Any) -> Any:
+        one = self.builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
+        return self.builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
+
+    def loop(self, lo: Any, hi: Any, step: int, sums: list[Any], body: Any) -> list[Any]:
+        """Do sums = body(i, sums) for i in range(lo, hi, step), at least once."""
+        builder = self.builder
+        before, inside, done = builder.block, builder.append_basic_block("sum"), builder.append_basic_block("summed")
+        builder.branch(inside)
+        builder.position_at_end(inside)
+        i = builder.phi(lo.type)
+        phis = [builder.phi(s.type) for s in sums]
+        after: list[Any] = body(i, phis)
+        following = builder.add(i, i.type(step))
+        for phi, first, last in zip([i, *phis], [lo, *sums], [following, *after], strict=True):
+            phi.add_incoming(first, before)
+            phi.add_incoming(last, builder.block)
+        builder.cbranch(builder.icmp_signed("<", following, hi), inside, done)
+        builder.position_at_end(done)
+        return after
+
+
+def _define_weigh(
+    typing: Any,
+    source: Any,
+    w: Any,
+    at: Any,
+    taps: Any,
+    lo: Any,
+    hi: Any,
+    total: Any,
+    e: Any,
+    n_vectors: Any,
+    n_lanes: Any,
+) -> Any:
+    """total[e + i] += sum over taps [lo, hi), at least one, of w[at + which] * source[offset + e + i]."""
+    i = types.intp
+    signature = types.void(source, w, i, taps, i, i, total, i, n_vectors, n_lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        v = _Vectors(context, builder, signature, args)
+        start, table = v.pointer(0, args[7]), v.pointer(3)
+        to, n = v.pointer(6, args[7]), signature.args[8].count
+
+        def add(t: Any, sums: list[Any]) -> list[Any]:
+            entry = builder.gep(table, [builder.mul(t, t.type(2))])
+            x = builder.gep(start, [builder.load(entry)])
+            which = builder.load(builder.gep(entry, [t.type(1)]))
+            weight = v.splat(builder.load(v.pointer(1, args[2], which)), v.vector)
+            return [builder.call(v.fma, [weight, v.load(x, k), s]) for k, s in enumerate(sums)]
+
+        for k, value in enumerate(v.loop(args[4], args[5], 1, [v.load(to, k) for k in range(n)], add)):
+            v.store(value, to, k)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _define_sum(
+    typing: Any, d: Any, source: Any, offsets: Any, first: Any, lo: Any, hi: Any, part: Any, at: Any, n_lanes: Any
+) -> Any:
+    """part[at][k] += sum over q in [lo, hi) of d[q] * source[offsets[first + k] + q], k < TAPS; part[at][TAPS] of d[q].
+
+    Every lane has its own sum; part (..., lanes) is of doubles.
+    """
+    i = types.intp
+    signature = types.void(d, source, offsets, i, i, i, part, i, n_lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        v = _Vectors(context, builder, signature, args)
+        offsets = [builder.load(v.pointer(2, args[3], args[3].type(k))) for k in range(TAPS)]
+        starts, d = [v.pointer(1, offset) for offset in offsets], v.pointer(0)
+
+        def add(q: Any, sums: list[Any]) -> list[Any]:
+            left = v.load(builder.gep(d, [q]))
+            products = [
+                builder.call(v.fma, [left, v.load(builder.gep(x, [q])), s]) for x, s in zip(starts, sums, strict=False)
+            ]
+            return [*products, builder.fadd(left, sums[-1])]
+
+        zero = ir.Constant(v.vector, [0.0] * v.lanes)
+        doubles = ir.VectorType(ir.DoubleType(), v.lanes)
+        for k, value in enumerate(v.loop(args[4], args[5], v.lanes, [zero] * (TAPS + 1), add)):
+            to = v.at(v.pointer(6, args[7]), k, doubles)
+            wide = value if v.vector == doubles else builder.fpext(value, doubles)
+            builder.store(builder.fadd(builder.load(to, align=8), wide), to, align=8)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _define_copy(typing: Any, source: Any, at: Any, to: Any, to_at: Any, count: Any, n_lanes: Any) -> Any:
+    """to[to_at + i] = source[at + i] for i below count, at least one; short rows are too short for a call of memcpy."""
+    i = types.intp
+    signature = types.void(source, i, to, i, i, n_lanes)
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        v = _Vectors(context, builder, signature, args)
+        start, end, count = v.pointer(0, args[1]), v.pointer(2, args[3]), args[4]
+        index, alignment = ir.VectorType(ir.IntType(64), v.lanes), ir.IntType(32)(v.real.bitwidth // 8)
+        mask, pointer = ir.VectorType(ir.IntType(1), v.lanes), v.vector.as_pointer()
+        load = v.declare(f"llvm.masked.load.{v.suffix}.p0", v.vector, [pointer, alignment.type, mask, v.vector])
+        store = v.declare(f"llvm.masked.store.{v.suffix}.p0", ir.VoidType(), [v.vector, pointer, alignment.type, mask])
+        whole = builder.and_(count, count.type(-v.lanes))
+
+        def move(k: Any, sums: list[Any]) -> list[Any]:
+            v.store(v.load(builder.gep(start, [k])), builder.gep(end, [k]))
+            return sums
+
+        with builder.if_then(builder.icmp_signed(">", whole, whole.type(0))):
+            v.loop(whole.type(0), whole, v.lanes, [], move)
+        with builder.if_then(builder.icmp_signed(">", count, whole)):
+            lanes = ir.Constant(index, list(range(v.lanes)))
+            inside = builder.icmp_signed("<", lanes, v.splat(builder.sub(count, whole), index))
+            a, b = v.at(builder.gep(start, [whole]), 0), v.at(builder.gep(end, [whole]), 0)
+            row = builder.call(load, [a, alignment, inside, ir.Constant(v.vector, [0.0] * v.lanes)])
+            builder.call(store, [row, b, alignment, inside])
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+_weigh: Any = intrinsic(_define_weigh)
+_sum: Any = intrinsic(_define_sum)
+_copy: Any = intrinsic(_define_copy)
+
+
+@kernel
+def _apart(x: Array, at: int, width: int, lines: Array, buffer: Array, lanes: tuple[int, ...]) -> None:
+    """Copy the plane at x[at] to its places: lines[r, c] is that of element (r, c), c below the stride."""
+    height, apart = lines.shape
+    two, zero = np.uintp(2), np.uintp(0)
+    for r in range(height):
+        row = at + r * width
+        if apart == 1:
+            _copy(x, row, buffer, lines[r, 0], width, lanes)
+        elif apart == 2:
+            source, even, odd = np.uintp(row), np.uintp(lines[r, 0]), np.uintp(lines[r, 1])
+            for c in range(zero, np.uintp(width // 2)):
+                buffer[even + c] = x[source + two * c]
+                buffer[odd + c] = x[source + two * c + np.uintp(1)]
+            if width % 2:
+                buffer[lines[r, 0] + width // 2] = x[row + width - 1]
+        else:
+            for first in range(apart):
+                for c in range((width - first - 1) // apart + 1):
+                    buffer[lines[r, first] + c] = x[row + first + c * apart]
+
+
+@kernel
+def _together(buffer: Array, lines: Array, width: int, x: Array, at: int, lanes: tuple[int, ...]) -> None:
+    """Copy the plane at x[at] back from its places."""
+    height, apart = lines.shape
+    two, zero = np.uintp(2), np.uintp(0)
+    for r in range(height):
+        row = at + r * width
+        if apart == 1:
+            _copy(buffer, lines[r, 0], x, row, width, lanes)
+        elif apart == 2:
+            to, even, odd = np.uintp(row), np.uintp(lines[r, 0]), np.uintp(lines[r, 1])
+            for c in range(zero, np.uintp(width // 2)):
+                x[to + two * c] = buffer[even + c]
+                x[to + two * c + np.uintp(1)] = buffer[odd + c]
+            if width % 2:
+                x[row + width - 1] = buffer[lines[r, 0] + width // 2]
+        else:
+            for first in range(apart):
+                for c in range((width - first - 1) // apart + 1):
+                    x[row + first + c * apart] = buffer[lines[r, first] + c]
+
+
+@kernel
+def _correlate(
+    source: Array, w: Array, at: int, spans: Array, taps: Array, total: Array, lanes: tuple[int, ...]
+) -> None:
+    """total[e] += sum over taps of w[at + which] * source[offset + e], spans (start, end, first tap, last tap + 1).
+
+    The last vectors may reach beyond the end of a span.
+    """
+    for s in range(spans.shape[0]):
+        if spans[s, 2] < spans[s, 3]:
+            for e in range(spans[s, 0], spans[s, 1], len(VECTORS) * len(lanes)):
+                _weigh(source, w, at, taps, spans[s, 2], spans[s, 3], total, e, VECTORS, lanes)
+
+
+class _Sizes(NamedTuple):
+    """The numbers that the loops need."""
+
+    channels: int
+    outputs: int  # m, of a channel
+    taps: int
+    height: int
+    width: int
+    ho: int
+    wo: int
+    x: int  # elements of a padded plane of x
+    dy: int  # likewise of dy, for the gradient of the data
+
+
+@kernel
+def _forward(
+    x: Array,
+    w: Array,
+    b: Array,
+    y: Array,
+    x_lines: Array,
+    y_lines: Array,
+    spans: Array,
+    taps: Array,
+    sizes: _Sizes,
+    lanes: tuple[int, ...],
+    lo: int,
+    hi: int,
+) -> None:
+    """Planes [lo, hi) of x (N, C, H, W); w (C, m, taps), b (C, m), y (N, C, m, Ho, Wo), all flat."""
+    m = sizes.outputs
+    buffer, total = np.zeros(sizes.x, x.dtype), np.empty(spans[0, 1] + len(VECTORS) * len(lanes), x.dtype)
+    for plane in range(lo, hi):
+        c = plane % sizes.channels
+        _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, lanes)
+        for k in range(m):
+            total[:] = b[c * m + k]
+            _correlate(buffer, w, (c * m + k) * sizes.taps, spans, taps, total, lanes)
+            _together(total, y_lines, sizes.wo, y, (plane * m + k) * sizes.ho * sizes.wo, lanes)
+
+
+@kernel
+def _backward_data(
+    dy: Array,
+    w: Array,
+    dx: Array,
+    dx_lines: Array,
+    dy_lines: Array,
+    spans: Array,
+    taps: Array,
+    sizes: _Sizes,
+    lanes: tuple[int, ...],
+    lo: int,
+    hi: int,
+) -> None:
+    """Planes [lo, hi) of dx, shapes as in `_forward`."""
+    m = sizes.outputs
+    buffer, total = np.zeros(sizes.dy, dy.dtype), np.empty(sizes.x, dy.dtype)
+    for plane in range(lo, hi):
+        c = plane % sizes.channels
+        total[:] = 0
+        for k in range(m):
+            _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, dy_lines, buffer, lanes)
+            _correlate(buffer, w, (c * m + k) * sizes.taps, spans, taps, total, lanes)
+        _together(total, dx_lines, sizes.width, dx, plane * sizes.height * sizes.width, lanes)
+
+
+@kernel
+def _backward_weight(
+    x: Array,
+    dy: Array,
+    parts: Array,
+    x_lines: Array,
+    y_lines: Array,
+    spans: Array,
+    offsets: Array,
+    sizes: _Sizes,
+    images: int,
+    chunks: int,
+    lanes: tuple[int, ...],
+    lo: int,
+    hi: int,
+) -> None:
+    """Units [lo, hi), each (chunk of images, channel): parts (chunks, C, m, parts of TAPS, TAPS + 1, lanes), flat."""
+    m, windows, blocks = sizes.outputs, spans[0, 1], offsets.size // TAPS
+    part = (TAPS + 1) * len(lanes)
+    buffer, d = np.zeros(sizes.x, x.dtype), np.zeros(windows + len(lanes), x.dtype)
+    for unit in range(lo, hi):
+        chunk, c = unit // sizes.channels, unit % sizes.channels
+        for n in range(images * chunk // chunks, images * (chunk + 1) // chunks):
+            plane = n * sizes.channels + c
+            _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, lanes)
+            for k in range(m):
+                _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, y_lines, d, lanes)
+                for a in range(0, windows, BLOCK):
+                    for t in range(blocks):
+                        at = ((unit * m + k) * blocks + t) * part
+                        _sum(d, buffer, offsets, t * TAPS, a, min(a + BLOCK, windows), parts, at, lanes)
+
+
+def suits(x_shape: Sizes, w_shape: Sizes, group: int) -> bool:
+    """Whether a convolution of these shapes is one for `Depthwise`."""
+    return len(x_shape) == 4 and group == x_shape[1] and w_shape[0] <= MULTIPLE * group
+
+
+class Depthwise:
+    """A convolution of fixed shapes with a group for each channel: x (N, C, H, W), w (C * m, 1, kh, kw)."""
+
+    def __init__(
+        self, x_shape: Sizes, w_shape: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, dtype: DTypeLike
+    ) -> None:
+        n, c, h, w = x_shape
+        o, _, kh, kw = w_shape
+        (sh, sw), (ph, pw), (dh, dw) = stride, pad, dilation
+        ho = (h + 2 * ph - (dh * (kh - 1) + 1)) // sh + 1
+        wo = (w + 2 * pw - (dw * (kw - 1) + 1)) // sw + 1
+        self.y_shape, self.dtype = (n, o, ho, wo), np.dtype(dtype)
+        self.images, self.chunks = n, min(n, -(-16 // c))
+
+        down, right = dh * (kh - 1) // sh, dw * (kw - 1) // sw
+        rows, columns = max(ho + down, (h + ph - 1) // sh + 1), max(wo + right, (w + pw - 1) // sw + 1)
+        self.lanes = shapes(self.dtype.itemsize)[0].lanes
+        area, margin = rows * columns + len(VECTORS) * len(self.lanes), down * columns + right
+        self.sizes = _Sizes(c, o // c, kh * kw, h, w, ho, wo, area * sh * sw, margin + area)
+        r, s = np.ogrid[ph : ph + h, pw : pw + min(sw, w)]
+        self.x_lines = (r % sh * sw + s % sw) * area + r // sh * columns + s // sw
+        self.y_lines = np.arange(ho)[:, None] * columns
+        self.dy_lines = margin + self.y_lines
+
+        a, b = np.indices((kh, kw)).reshape(2, -1) * [[dh], [dw]]
+        remainder, shift = a % sh * sw + b % sw, a // sh * columns + b // sw
+        tap = np.arange(kh * kw)
+        self.taps = np.stack([remainder * area + shift, tap], 1)
+        self.offsets = np.pad(self.taps[:, 0], (0, -len(tap) % TAPS), "edge")
+        self.spans = np.array([[0, (ho - 1) * columns + wo, 0, kh * kw]])
+        # The spans of dx are the rows of each remainder that lie in the plane; its elements count through all of them.
+        order = np.argsort(remainder, kind="stable")
+        self.dx_taps = np.stack([margin - shift - remainder * area, tap], 1)[order]
+        which = np.arange(sh * sw)
+        first, last = -((which // sw - ph) // sh), (h - 1 + ph - which // sw) // sh + 1
+        bounds = np.searchsorted(remainder[order], [which, which + 1])
+        self.dx_spans = np.stack([which * area + first * columns, which * area + last * columns, *bounds], 1)
+
+    def _share(self, loop: Any, *arguments: Any) -> None:
+        planes = self.images * self.sizes.channels
+        parallel(lambda lo, hi: loop(*arguments, self.sizes, self.lanes, lo, hi), planes, 1 + 20_000 // self.sizes.x)
+
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
+        """Write y = w * x + b."""
+        if y.size:
+            b = np.zeros(self.y_shape[1], self.dtype) if b is None else b.reshape(-1)
+            arrays = x.reshape(-1), w.reshape(-1), b, y.reshape(-1)
+            self._share(_forward, *arrays, self.x_lines, self.y_lines, self.spans, self.taps)
+
+    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
+        """Write dx."""
+        if dx.size:
+            arrays = dy.reshape(-1), w.reshape(-1), dx.reshape(-1)
+            self._share(_backward_data, *arrays, self.x_lines, self.dy_lines, self.dx_spans, self.dx_taps)
+
+    def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
+        """Add to dw and db."""
+        if not dy.size:
+            return
+        sizes, blocks, units = self.sizes, len(self.offsets) // TAPS, self.chunks * self.sizes.channels
+        parts = np.zeros((self.chunks, self.y_shape[1], blocks, TAPS + 1, len(self.lanes)))
+        arrays = x.reshape(-1), dy.reshape(-1), parts.reshape(-1)
+        tables = self.x_lines, self.y_lines, self.spans, self.offsets, sizes, self.images, self.chunks, self.lanes
+        parallel(
+            lambda lo, hi: _backward_weight(*arrays, *tables, lo, hi),
+            units,
+            1 + 20_000 * self.chunks // (self.images * sizes.x),
+        )
+        sums = parts.sum(axis=(0, -1))  # (O, blocks, TAPS + 1)
+        if dw is not None:
+            dw += sums[..., :TAPS].reshape(len(sums), -1)[:, : sizes.taps].reshape(dw.shape)
+        if db is not None:
+            db += sums[:, 0, TAPS]
