@@ -1,6 +1,16 @@
 """`python -m caffepy` is the command `caffepy`."""
 
-from caffepy.cli.main import main
+import os
+import signal
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C while its modules are being imported ends the process without a word."""
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
+    from caffepy.cli.main import main as command
+
+    command()
+
 
 if __name__ == "__main__":
     main()

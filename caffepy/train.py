@@ -83,11 +83,15 @@ def train(
         elif weights:
             param.weights[:] = list(weights)
         with (
+            signals,
             open_report(param.snapshot_prefix or None, param.max_iter, progress) as reporter,
             closing(Solver(param, device=device, path=solver, reporter=reporter)) as run,
-            signals,
         ):
+            signals.listen()
             run.action = signals.poll
+            for net in (run.net, *run.test_nets):
+                net.before_forward.append(signals.check)
+                net.before_backward.append(signals.check)
             if snapshot:
                 log.info("Resuming from %s", snapshot)
                 run.restore(snapshot)

@@ -1,5 +1,8 @@
 """The `caffepy` command: its subcommands, and the one place where errors become messages and exit codes."""
 
+import errno
+import os
+import signal
 import sys
 import traceback
 import warnings
@@ -19,10 +22,12 @@ from caffepy.cli.train import INTERRUPTED, train
 from caffepy.cli.upgrade_net import upgrade_net
 from caffepy.cli.upgrade_solver import upgrade_solver
 from caffepy.cli.weights import weights
-from caffepy.errors import CaffeError, DataError
+from caffepy.errors import CaffeError, DataError, DeviceError, UsageError
 from caffepy.registry import nearest
 
 BUG = 70
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 EPILOG = """
 \b
@@ -60,13 +65,28 @@ def main() -> None:
     """Run the command line of this process and end it."""
     if not sys.warnoptions:  # numbers that grow too large are told of by the solver, with the layer that made them
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"caffepy\.")
-    sys.exit(run(sys.argv[1:]))
+    signal.signal(signal.SIGINT, _interrupt)
+    code = run(sys.argv[1:])
+    for number in ENDING:  # the exit code is settled; threads and files still take a moment to close
+        signal.signal(number, signal.SIG_IGN)
+    sys.exit(code)
+
+
+_interrupted = False
+
+
+def _interrupt(number: int, frame: object) -> None:
+    global _interrupted
+    _interrupted = True  # libraries may turn the exception into another
+    raise KeyboardInterrupt
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; messages go to stderr. Returns the exit code."""
     try:
-        return caffepy.main(normalize(arguments, flags(), groups()), prog_name="caffepy", standalone_mode=False) or 0
+        code = caffepy.main(normalize(arguments, flags(), groups()), prog_name="caffepy", standalone_mode=False) or 0
+        sys.stdout.flush()
+        return code
     except click.UsageError as error:
         _say(_unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message())
         if error.ctx is not None:
@@ -77,10 +97,24 @@ def run(arguments: Sequence[str]) -> int:
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
-    except Exception:
+    except MemoryError as error:
+        _say(f"out of memory{f': {error}' if str(error) else ''}", "smaller batches or images need less")
+        return DeviceError.exit_code
+    except Exception as error:
+        if _interrupted:
+            return INTERRUPTED
+        if isinstance(error, OSError) and error.errno in FULL and not error.filename:
+            _abandon_stdout()
+            _say(f"cannot write the output: {(error.strerror or str(error)).lower()}")
+            return UsageError.exit_code
         traceback.print_exc()
         _say("this is a bug of caffepy, not yours; please report it with the lines above")
         return BUG
+
+
+def _abandon_stdout() -> None:
+    """Let what is still buffered go nowhere, or the end of the process would complain once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def flags() -> dict[str, bool]:

@@ -4,6 +4,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -184,3 +185,14 @@ def test_second_sigint_quits_without_a_snapshot(digits: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate()
         assert process.returncode in (130, 75)
+
+
+def test_further_sigterms_change_nothing(digits: Path) -> None:
+    """Not while the snapshot is written, not while the curve is drawn, not while the process ends."""
+    edit(digits / "solver.prototxt", "max_iter: 100000", "display: 5", "snapshot: 0", "test_interval: 100000")
+    with start() as process:
+        wait_for(process, "Iteration 5 ")
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.002)
+        assert process.returncode == 75

@@ -32,33 +32,44 @@ def effect(name: str) -> Action:
 
 
 class Signals:
-    """A context in which SIGINT, SIGHUP and SIGTERM are noted instead of ending the process.
+    """A context in which, once `listen` was called, SIGINT, SIGHUP and SIGTERM are noted instead of ending the process.
 
-    SIGTERM asks for a snapshot and a stop. A second SIGINT or SIGTERM after one that asked to stop raises
-    KeyboardInterrupt at once. Python handles signals in the main thread only; in another, the context does nothing.
+    SIGTERM asks for a snapshot and a stop. If SIGINT asks to stop, a second SIGINT gives the run up: `poll` and
+    `check` raise KeyboardInterrupt, hence never in the middle of a snapshot. A third one does not wait for them.
+    Python handles signals in the main thread only; in another, the context does nothing.
     """
 
     def __init__(self, sigint_effect: str = "stop", sighup_effect: str = "snapshot") -> None:
         self.effects = {signal.SIGINT: effect(sigint_effect), signal.SIGTERM: Action.SNAPSHOT | Action.STOP}
         if hasattr(signal, "SIGHUP"):
             self.effects[signal.SIGHUP] = effect(sighup_effect)
-        self.stopping = False
+        self.giving_up = False
+        self._interrupted = False
         self._asked = Action.NONE
         self._before: dict[int, Any] = {}
 
     def poll(self) -> Action:
         """What was asked for since the last poll."""
+        self.check()
         if not self._asked:
             return Action.NONE
         asked, self._asked = self._asked, Action.NONE
         if Action.STOP in asked:
-            log.info("Stopping, as a signal asked; once more stops at once. To go on later: --snapshot auto")
+            log.info("Stopping, as a signal asked; Ctrl-C once more stops at once. To go on later: --snapshot auto")
         return asked
 
-    def __enter__(self) -> "Signals":
+    def check(self, *_: object) -> None:
+        """KeyboardInterrupt if the run was given up; a net can call this before each layer."""
+        if self.giving_up:
+            raise KeyboardInterrupt
+
+    def listen(self) -> None:
+        """Note signals from now on, until the context ends."""
         if threading.current_thread() is threading.main_thread():
             for number in self.effects:
                 self._before[number] = signal.signal(number, self._note)
+
+    def __enter__(self) -> "Signals":
         return self
 
     def __exit__(
@@ -69,7 +80,9 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         action = self.effects[signal.Signals(number)]
-        if Action.STOP in action and self.stopping:
-            raise KeyboardInterrupt
-        self.stopping |= Action.STOP in action
+        if number == signal.SIGINT and Action.STOP in action:
+            if self.giving_up:
+                raise KeyboardInterrupt
+            self.giving_up = self._interrupted
+            self._interrupted = True
         self._asked |= action

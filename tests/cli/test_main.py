@@ -189,3 +189,31 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     _, error = child.communicate()
     assert "Traceback" not in error
     assert "BrokenPipe" not in error
+
+
+def test_no_memory_is_one_message(failing: Any, capsys: Captured) -> None:
+    failing(MemoryError("Unable to allocate 3.2 TiB"))
+    assert main.run(["device-query"]) == 6
+    assert "caffepy: error: out of memory: Unable to allocate 3.2 TiB\n" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["--help"], ["device-query"], ["check", "--model", "lenet", "--synthetic"]])
+def test_full_stdout_is_one_message(arguments: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "caffepy", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.endswith("caffepy: error: cannot write the output: no space left on device\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_that_a_library_turned_into_another_error_is_one(failing: Any, capsys: Captured) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        main._interrupt(2, None)
+    try:
+        failing(ImportError("import failed"))
+        assert main.run(["device-query"]) == main.INTERRUPTED
+    finally:
+        main._interrupted = False
+    assert not capsys.readouterr().err

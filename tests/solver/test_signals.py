@@ -8,8 +8,14 @@ from caffepy.errors import UsageError
 from caffepy.solver import Action, Signals
 
 
+def listening(*effects: str) -> Signals:
+    signals = Signals(*effects)
+    signals.listen()
+    return signals
+
+
 def test_effects_are_noted_once() -> None:
-    with Signals() as signals:
+    with listening() as signals:
         assert signals.poll() is Action.NONE
         os.kill(os.getpid(), signal.SIGHUP)
         assert signals.poll() == Action.SNAPSHOT
@@ -19,30 +25,54 @@ def test_effects_are_noted_once() -> None:
 
 
 def test_sigterm_asks_for_snapshot_and_stop() -> None:
-    with Signals() as signals:
+    with listening() as signals:
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.poll() == Action.SNAPSHOT | Action.STOP
 
 
 def test_effects_can_be_chosen() -> None:
-    with Signals("snapshot", "none") as signals:
+    with listening("snapshot", "none") as signals:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGHUP)
         assert signals.poll() == Action.SNAPSHOT
 
 
-def test_second_sigint_quits_at_once() -> None:
-    with Signals() as signals:
+def test_second_sigint_gives_up_at_the_next_check() -> None:
+    with listening() as signals:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+            signals.check(0)
         os.kill(os.getpid(), signal.SIGINT)
-        signals.poll()
+        with pytest.raises(KeyboardInterrupt):
+            signals.check(0)
+        with pytest.raises(KeyboardInterrupt):
+            signals.poll()
+
+
+def test_third_sigint_does_not_wait() -> None:
+    with listening() as signals:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert signals.giving_up
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_sigterm_never_gives_up(first: signal.Signals) -> None:
+    with listening() as signals:
+        for number in (first, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert signals.poll() == Action.SNAPSHOT | Action.STOP
+        assert signals.poll() is Action.NONE
+
+
 def test_handlers_are_put_back() -> None:
     before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)]
-    with Signals():
+    with Signals() as signals:
+        assert signal.getsignal(signal.SIGINT) in before
+        signals.listen()
         assert signal.getsignal(signal.SIGINT) not in before
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)] == before
 
@@ -52,7 +82,7 @@ def test_other_threads_leave_the_handlers_alone() -> None:
     seen = []
 
     def enter() -> None:
-        with Signals() as signals:
+        with listening() as signals:
             seen.append((signal.getsignal(signal.SIGTERM), signals.poll()))
 
     thread = threading.Thread(target=enter)
