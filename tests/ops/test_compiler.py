@@ -3,6 +3,8 @@ from pathlib import Path
 
 import numba
 import numpy as np
+import pytest
+from numba.core import caching
 
 from caffepy.ops.cpu import compiler
 
@@ -12,21 +14,60 @@ def add_one(x):
         x[i] += 1
 
 
-def test_kernels_are_cached():
-    assert type(compiler.kernel(add_one)._cache).__name__ == "FunctionCache"
+@pytest.fixture(autouse=True)
+def silent_so_far(monkeypatch):
+    monkeypatch.setattr(compiler, "_said", set())
+
+
+def count_up():
+    """Another function of one code, so that only what lies on the disk is shared."""
+    x = np.zeros(3)
+    compiler.kernel(add_one)(x)
+    return x.tolist()
+
+
+def test_kernels_are_cached(tmp_path, monkeypatch):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    count_up()
+    assert {path.suffix for path in tmp_path.rglob("*.nb*")} == {".nbi", ".nbc"}
+    kernel = compiler.kernel(add_one)
+    kernel(np.zeros(3))
+    assert sum(kernel.stats.cache_hits.values()) == 1
 
 
 def test_without_a_place_for_the_cache_kernels_still_work(monkeypatch, caplog):
-    def refuse(self):
+    def refuse(function):
         raise RuntimeError("no locator available")
 
-    monkeypatch.setattr(numba.core.dispatcher.Dispatcher, "enable_caching", refuse)
-    x = np.zeros(3)
-    compiler.kernel(add_one)(x)
-    compiler.kernel(add_one)
-    assert x.tolist() == [1, 1, 1]
-    assert [m for m in caplog.messages if "NUMBA_CACHE_DIR" in m] == caplog.messages[:1]
-    compiler._warn_of_no_cache.cache_clear()
+    monkeypatch.setattr(compiler, "_Cache", refuse)
+    assert [count_up(), count_up()] == [[1, 1, 1]] * 2
+    (message,) = caplog.messages
+    assert "NUMBA_CACHE_DIR" in message
+
+
+def test_a_full_disk_costs_the_cache_only(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+
+    def full(self, name, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(caching.IndexDataCacheFile, "_save_data", full)
+    assert [count_up(), count_up()] == [[1, 1, 1]] * 2
+    (message,) = caplog.messages
+    assert "No space left on device" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nonsense"], ids=["empty", "truncated", "foreign"])
+@pytest.mark.parametrize("kind", [".nbi", ".nbc"])
+def test_damaged_files_are_made_anew(kind, content, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    count_up()
+    for path in tmp_path.rglob(f"*{kind}"):
+        path.write_bytes(content)
+    assert [count_up(), count_up()] == [[1, 1, 1]] * 2
+    (message,) = caplog.messages
+    assert "are damaged" in message
+    assert all(path.read_bytes() != content for path in tmp_path.rglob("*.nb*"))
 
 
 def test_every_kernel_is_compiled_in_one_place():

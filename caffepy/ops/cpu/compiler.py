@@ -5,13 +5,17 @@ Kernels work on a range [lo, hi) of their outer index, so that `threads.parallel
 
 import logging
 from collections.abc import Callable
-from functools import cache
+from contextlib import suppress
 from typing import Any
 
 import numba
 from numba.core import event
+from numba.core.caching import FunctionCache
 
 log = logging.getLogger(__name__)
+
+NO_CACHE = "Compiled CPU kernels cannot be kept (%s), so every start compiles anew; set NUMBA_CACHE_DIR to a folder"
+DAMAGED = "Files of the compiled CPU kernels in %s are damaged (%s) and are made anew"
 
 # Everything of fastmath except the licence to assume that there are no NaNs and infinities: they must be seen.
 FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
@@ -29,15 +33,41 @@ def kernel(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:
     """
     compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fastmath)(function)
     try:
-        compiled.enable_caching()
-    except RuntimeError:
-        _warn_of_no_cache()
+        compiled._cache = _Cache(function)  # type: ignore[attr-defined, no-untyped-call]
+    except RuntimeError as error:
+        _warn(NO_CACHE, str(error))
     return compiled
 
 
-@cache
-def _warn_of_no_cache() -> None:
-    log.warning("Compiled CPU kernels cannot be kept, so every start compiles anew; set NUMBA_CACHE_DIR to a folder")
+class _Cache(FunctionCache):
+    """numba's cache of one function; files that cannot be read or written cost time, not the run."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """What was compiled for these types, None if it must be compiled."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception as error:  # damaged pickles fail in many ways
+            _warn(DAMAGED, self.cache_path, repr(error))
+            with suppress(OSError):
+                self.flush()  # type: ignore[no-untyped-call]
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep what was compiled, if that is possible."""
+        try:
+            super().save_overload(sig, data)  # type: ignore[no-untyped-call]
+        except Exception as error:
+            _warn(NO_CACHE, str(error))
+
+
+_said: set[str] = set()
+
+
+def _warn(message: str, *values: str) -> None:
+    """Log a message once, whatever its values."""
+    if message not in _said:
+        _said.add(message)
+        log.warning(message, *values)
 
 
 class _FirstCompilation(event.Listener):
