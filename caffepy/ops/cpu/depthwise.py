@@ -45,9 +45,8 @@ class _Vectors:
         self.context, self.builder, self.types, self.args = context, builder, signature.args, args
         self.lanes, self.real = signature.args[-1].count, signature.args[0].dtype
         self.vector = ir.VectorType(context.get_value_type(self.real), self.lanes)
-        suffix = f"v{self.lanes}f{self.real.bitwidth}"
-        self.fma = self.declare(f"llvm.fmuladd.{suffix}", self.vector, [self.vector] * 3)
-        self.suffix = suffix
+        self.suffix = f"v{self.lanes}f{self.real.bitwidth}"
+        self.fma = self.declare(f"llvm.fmuladd.{self.suffix}", self.vector, [self.vector] * 3)
 
     def declare(self, name: str, result: Any, arguments: list[Any]) -> Any:
         return cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
