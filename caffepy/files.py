@@ -1,11 +1,22 @@
 """Files that are whole or absent."""
 
 import os
-import threading
+import re
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from caffepy.errors import UsageError
+
+NAME_KEPT = 200  # bytes of a name that its temporary name keeps; the rest must fit into 255
+STALE = re.compile(r"\.(\d+)\.[0-9a-f]{8}\.tmp$")
+
+
+def temporary_name(path: str) -> str:
+    """A new name beside `path` that tells the file and this process."""
+    folder, name = os.path.split(path)
+    kept = os.fsdecode(os.fsencode(name)[:NAME_KEPT])
+    return os.path.join(folder, f".{kept}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
 
 
 @contextmanager
@@ -14,8 +25,7 @@ def replacing(path: str) -> Iterator[str]:
 
     If the block raises, the temporary file goes and whatever stood at `path` stays as it was.
     """
-    folder, name = os.path.split(path)
-    temporary = os.path.join(folder, f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary = temporary_name(path)
     try:
         yield temporary
         _flush(temporary)
@@ -24,7 +34,30 @@ def replacing(path: str) -> Iterator[str]:
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
-    _flush(folder or ".")
+    _flush(os.path.dirname(path) or ".")
+
+
+def remove_stale(prefix: str) -> list[str]:
+    """Remove temporary files of names that start with `prefix` whose process was killed; returns their names."""
+    folder, name = os.path.split(prefix)
+    removed = []
+    for entry in os.listdir(folder or "."):
+        match = STALE.search(entry)
+        if match and entry.startswith(f".{name}") and not _lives(int(match[1])):
+            with suppress(OSError):
+                os.unlink(os.path.join(folder, entry))
+                removed.append(os.path.join(folder, entry))
+    return removed
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Weights in and out of a net: caffemodels in binary and HDF5 form, matched by layer name."""
 
+import json
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,24 +22,22 @@ log = logging.getLogger(__name__)
 LEARN_ANEW = "To learn this layer's parameters from scratch rather than copying from a saved net, rename the layer."
 
 
-def load_weights(net: Net, path: str) -> None:
+def load_weights(net: Net, path: str) -> set[str]:
     """Copy the weights in a caffemodel into the layers of the same names; binary or HDF5 is told by content.
 
-    ConfigError names the file and the layer whose blobs do not fit.
+    Returns the names of the layers that it filled. ConfigError names the file and the layer whose blobs do not fit.
     """
     source = None if binary.sniff(path) == "HDF5" else binary.read_net(path)
     try:
-        if source is None:
-            load_hdf5(net, path)
-        else:
-            copy_trained(net, source)
+        return load_hdf5(net, path) if source is None else copy_trained(net, source)
     except ConfigError as error:
         raise error.at(path) from None
 
 
-def copy_trained(net: Net, source: NetParameter) -> None:
-    """Copy blobs (and diffs, where stored) of each source layer to the first layer of that name."""
+def copy_trained(net: Net, source: NetParameter) -> set[str]:
+    """Copy blobs (and diffs, where stored) of each source layer to the first layer of that name; returns the names."""
     targets = {name: i for i, name in reversed(list(enumerate(net.layer_names)))}
+    filled = set()
     for layer in nvcaffe.adapt(source, net):
         if layer.name not in targets:
             log.info("Ignoring source layer %s", layer.name)
@@ -51,6 +50,8 @@ def copy_trained(net: Net, source: NetParameter) -> None:
             )
         for j, (blob, proto) in enumerate(zip(blobs, layer.blobs, strict=True)):
             _copy_blob(blob, proto, layer.name, j)
+        filled.add(layer.name)
+    return filled
 
 
 def _copy_blob(blob: Blob, proto: BlobProto, layer: str, index: int) -> None:
@@ -87,37 +88,85 @@ def _layers(net: Net, diff: bool) -> Iterator[LayerParameter]:
         yield saved
 
 
+def check_names(net: Net, hdf5: bool) -> None:
+    """ConfigError if a caffemodel cannot hold the net's layers so that they are found again by their names."""
+    names = net.layer_names
+    with_blobs = {name: layer.blobs for name, layer in zip(names, net.layers, strict=True) if layer.blobs}
+    twice = [name for name in with_blobs if names.count(name) > 1]
+    if twice:
+        raise ConfigError(
+            f"several layers are named {_quoted(twice)}, so a snapshot could not be loaded again; rename them"
+        )
+    if not hdf5:
+        return
+    arrays = {f"{name}/{j}" for name, blobs in with_blobs.items() for j in range(len(blobs))}
+    bad = [name for name in names if "\0" in name or {"", "."} & set(name.split("/"))]
+    bad += [name for name in names if any(f"{name}/".startswith(f"{array}/") for array in arrays)]
+    if bad:
+        raise ConfigError(
+            f"HDF5 cannot hold layers of the names {_quoted(bad)}; rename them or set snapshot_format: BINARYPROTO"
+        )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(json.dumps(name, ensure_ascii=False) for name in names)
+
+
 def save_binary(net: Net, path: str, diff: bool = False) -> None:
-    """Write a binary caffemodel, whole or not at all.
+    """Write a binary caffemodel, whole or not at all; ConfigError if that fails."""
+    with _whole(path) as temporary:
+        write_binary(net, temporary, diff)
+
+
+def save_hdf5(net: Net, path: str, diff: bool = False) -> None:
+    """Write an HDF5 caffemodel, whole or not at all; ConfigError if that fails."""
+    with _whole(path) as temporary:
+        write_hdf5(net, temporary, diff)
+
+
+@contextmanager
+def _whole(path: str) -> Iterator[str]:
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except ConfigError as error:
+        raise error.at(path) from None
+    except OSError as error:
+        raise ConfigError(f"cannot be written: {(error.strerror or str(error)).lower()}", path) from None
+
+
+def write_binary(net: Net, path: str, diff: bool = False) -> None:
+    """Write a binary caffemodel straight to `path`.
 
     Messages one after the other read as one message, so only one layer at a time is copied.
     """
-    with replacing(path) as temporary, open(temporary, "wb") as file:
+    with open(path, "wb") as file:
         size = file.write(NetParameter(name=net.name).SerializeToString())
         for layer in _layers(net, diff):
             size += file.write(NetParameter(layer=[layer]).SerializeToString())
             if size >= 1 << 31:
-                raise ConfigError("a binary caffemodel holds less than 2 GiB; use snapshot_format: HDF5", path)
+                raise ConfigError("a binary caffemodel holds less than 2 GiB; use snapshot_format: HDF5")
 
 
 @contextmanager
 def new_hdf5(path: str) -> Iterator[h5py.File]:
-    """An HDF5 file to fill, written whole or not at all when the block ends.
+    """An HDF5 file to fill, written to `path` when the block ends.
 
     It grows in memory: the HDF5 library can crash the process when the disk is full.
     """
     content = BytesIO()
     with h5py.File(content, "w") as file:
         yield file
-    with replacing(path) as temporary, open(temporary, "wb") as target:
+    with open(path, "wb") as target:
         target.write(content.getbuffer())
 
 
-def save_hdf5(net: Net, path: str, diff: bool = False) -> None:
-    """Write an HDF5 caffemodel (`/data/<layer>/<index>`, with `diff` also `/diff/...`), whole or not at all.
+def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
+    """Write an HDF5 caffemodel (`/data/<layer>/<index>`, with `diff` also `/diff/...`) straight to `path`.
 
     Parameters that a layer shares with an earlier owner are stored with the owner only, as in Caffe.
     """
+    check_names(net, hdf5=True)
     owners = set(net.learnable_owner)
     with new_hdf5(path) as file:
         for i, (name, layer) in enumerate(zip(net.layer_names, net.layers, strict=True)):
@@ -131,22 +180,41 @@ def save_hdf5(net: Net, path: str, diff: bool = False) -> None:
                     group.create_dataset(str(j), data=blob.diff)
 
 
-def load_hdf5(net: Net, path: str) -> None:
-    """Copy the weights of an HDF5 caffemodel into the layers of the same names; shapes must be equal."""
-    owners = set(net.learnable_owner)
+def load_hdf5(net: Net, path: str) -> set[str]:
+    """Copy the weights of an HDF5 caffemodel into the layers of the same names, which it returns; shapes must equal."""
+    with _open_hdf5(path) as file:
+        return _load_layers(net, file)
+
+
+def check_hdf5(path: str) -> None:
+    """ConfigError if the structure of an HDF5 file is damaged."""
+    with _open_hdf5(path) as file:
+        file.visititems(lambda name, item: None)
+
+
+@contextmanager
+def _open_hdf5(path: str) -> Iterator[h5py.File]:
+    """The file to read; what goes wrong while the block reads it is a ConfigError."""
     try:
-        file = h5py.File(path, "r")
-    except OSError as error:
+        with h5py.File(path, "r") as file:
+            yield file
+    except ConfigError as error:
+        raise error.at(path) from None
+    except Exception as error:  # h5py fails in many ways on damaged files
         raise ConfigError(f"cannot be read as HDF5: {error}", path) from None
-    with file:
-        if "data" not in file:
-            raise ConfigError("has no group /data, so it holds no weights (is it a solver state?)", path)
-        stored = set(_layer_groups(file["data"]))
-        for i, name in enumerate(net.layer_names):
-            if name in stored and name not in net.layer_names[:i]:
-                _load_layer(file["data"][name], net.layers[i].blobs, name, {j for k, j in owners if k == i})
-        for name in sorted(stored - set(net.layer_names)):
-            log.info("Ignoring source layer %s", name)
+
+
+def _load_layers(net: Net, file: h5py.File) -> set[str]:
+    if "data" not in file:
+        raise ConfigError("has no group /data, so it holds no weights (is it a solver state?)")
+    owners = set(net.learnable_owner)
+    stored = set(_layer_groups(file["data"]))
+    for i, name in enumerate(net.layer_names):
+        if name in stored and name not in net.layer_names[:i]:
+            _load_layer(file["data"][name], net.layers[i].blobs, name, {j for k, j in owners if k == i})
+    for name in sorted(stored - set(net.layer_names)):
+        log.info("Ignoring source layer %s", name)
+    return stored & set(net.layer_names)
 
 
 def _layer_groups(data: h5py.Group) -> Iterable[str]:

@@ -3,21 +3,30 @@
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from caffepy.blob import Array
-from caffepy.errors import ConfigError
+from caffepy.errors import CaffeError, ConfigError
 
 FORMAT = 1
 ARRAY = "__array__"
 
 
 def checksum(path: str) -> str:
-    """SHA-256 of a file, in hexadecimal digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    """SHA-256 of a file, in hexadecimal digits; ConfigError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise _unreadable("this file of a snapshot", error, path) from None
+
+
+def _unreadable(what: str, error: OSError, path: str) -> ConfigError:
+    return ConfigError(f"{what} cannot be read: {(error.strerror or str(error)).lower()}", path)
 
 
 def write(path: str, content: dict[str, Any]) -> None:
@@ -34,17 +43,30 @@ def read(path: str) -> dict[str, Any] | None:
     if not os.path.exists(path):
         return None
     try:
-        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
-            content: dict[str, Any] = _unpack(json.loads(file["json"].tobytes()), file)
-    except Exception as error:  # zip, npy and json fail in many ways
+        raw = open(path, "rb")  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise _unreadable("this sidecar of a snapshot", error, path) from None
+    with taken_up(path), raw, np.load(raw, allow_pickle=False) as file:
+        content: dict[str, Any] = _unpack(json.loads(file["json"].tobytes()), file)
+        version = content["format"]
+    if version != FORMAT:
+        raise ConfigError(f"this sidecar has format {version}; this version reads {FORMAT}", path)
+    return content
+
+
+@contextmanager
+def taken_up(path: str) -> Iterator[None]:
+    """What goes wrong in the block is the fault of the sidecar at `path`: a ConfigError says so."""
+    try:
+        yield
+    except CaffeError:
+        raise
+    except Exception as error:  # zip, npy, json and whatever the content is used for fail in many ways
         raise ConfigError(
-            f"this sidecar of a snapshot is damaged ({error}); without it the run resumes as Caffe does, "
-            "with data and random numbers starting anew",
+            f"this sidecar of a snapshot is damaged ({type(error).__name__}: {error}); without it the run resumes as "
+            "Caffe does, with data and random numbers starting anew",
             path,
         ) from None
-    if content.get("format") != FORMAT:
-        raise ConfigError(f"this sidecar has format {content.get('format')}; this version reads {FORMAT}", path)
-    return content
 
 
 def _pack(value: Any, arrays: list[Array]) -> Any:

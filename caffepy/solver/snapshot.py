@@ -8,11 +8,13 @@ import logging
 import os
 import re
 import shutil
-import tempfile
+import stat
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape as glob_escape
 from glob import glob
+from math import inf
 from typing import Any
 
 import h5py
@@ -20,9 +22,9 @@ import numpy as np
 
 from caffepy.blob import Array, shape_string
 from caffepy.errors import CaffeError, ConfigError
-from caffepy.files import replacing
+from caffepy.files import replacing, temporary_name
 from caffepy.net import Net
-from caffepy.net.weights import new_hdf5, save_binary, save_hdf5
+from caffepy.net.weights import check_hdf5, new_hdf5, write_binary, write_hdf5
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.solver import sidecar
@@ -88,18 +90,18 @@ def write(
 
     ConfigError names the file that cannot be written.
     """
-    name, save_model, save_state = (
-        ("HDF5", save_hdf5, _write_hdf5) if files.hdf5 else ("binary proto", save_binary, _write_binary)
+    name, write_model, write_state = (
+        ("HDF5", write_hdf5, _write_hdf5) if files.hdf5 else ("binary proto", write_binary, _write_binary)
     )
     at_hand = files.model
     try:
         with replacing(files.state) as state_file, replacing(files.sidecar) as sidecar_file:
             with replacing(files.model) as model_file:
                 announce(f"to {name}", files.model)
-                save_model(net, model_file, diff)
+                write_model(net, model_file, diff)
                 at_hand = files.state
                 announce(f"solver state to {name}", files.state)
-                save_state(state, state_file)
+                write_state(state, state_file)
                 at_hand = files.sidecar
                 sums = {
                     "model": {"name": os.path.basename(files.model), "sha256": sidecar.checksum(model_file)},
@@ -108,8 +110,8 @@ def write(
                 sidecar.write(sidecar_file, {**sums, **more})
                 at_hand = files.model
             at_hand = files.sidecar
-    except CaffeError:
-        raise
+    except CaffeError as error:
+        raise error.at(at_hand) from None
     except (OSError, RuntimeError) as error:  # h5py raises both
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"this file of a snapshot cannot be written: {reason}", at_hand) from None
@@ -213,12 +215,23 @@ def find_model(learned_net: str, state_path: str) -> str:
     raise ConfigError(f"its model {learned_net} exists neither from the working directory nor beside it", state_path)
 
 
+def sidecar_of(state_path: str) -> str:
+    """The name of the sidecar that belongs to a state file of the name of one."""
+    files = Files.of_state(state_path)
+    assert files
+    return files.sidecar
+
+
 def read_sidecar(state_path: str) -> dict[str, Any] | None:
     """The sidecar that was written with this state, None if there is none; ConfigError if it is damaged."""
     files = Files.of_state(state_path)
     content = sidecar.read(files.sidecar) if files else None
-    if content and content["state"]["name"] != os.path.basename(state_path):
-        log.warning("%s belongs to %s; it is left aside", files and files.sidecar, content["state"]["name"])
+    if not files or not content:
+        return None
+    with sidecar.taken_up(files.sidecar):
+        owner = content["state"]["name"]
+    if owner != os.path.basename(state_path):
+        log.warning("%s belongs to %s; it is left aside", files.sidecar, owner)
         return None
     return content
 
@@ -226,7 +239,9 @@ def read_sidecar(state_path: str) -> dict[str, Any] | None:
 def verify(content: dict[str, Any], state_path: str, model_path: str) -> None:
     """ConfigError unless state and model are, to the bit, what was written with this sidecar."""
     for kind, path in (("state", state_path), ("model", model_path)):
-        if sidecar.checksum(path) != content[kind]["sha256"]:
+        with sidecar.taken_up(sidecar_of(state_path)):
+            expected = content[kind]["sha256"]
+        if sidecar.checksum(path) != expected:
             raise ConfigError(
                 "this file was damaged or changed after the snapshot was written; if that is on purpose, "
                 "remove the .caffepystate file beside it",
@@ -266,25 +281,61 @@ def _check_whole(path: str) -> None:
     if content:
         verify(content, path, model)
     elif binary.sniff(model) == "HDF5":
-        with h5py.File(model, "r") as file:
-            file.visititems(lambda name, item: None)
+        check_hdf5(model)
     else:
         binary.read_net(model)
 
 
-def check_folder(prefix: str, size: int = 0) -> None:
-    """ConfigError unless files of `size` bytes in all can be written under the prefix."""
+def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | None = None) -> None:
+    """ConfigError unless files of `total` bytes in all can be written under the prefix, and under the `last` names."""
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
         raise ConfigError(f"the folder {folder} of snapshot_prefix does not exist; create it or change snapshot_prefix")
+    for path in (last.model, last.state, last.sidecar) if last else ():
+        _check_name(path)
     try:
-        with tempfile.TemporaryFile(dir=folder) as probe:
-            probe.write(b"\0")
+        _probe(last.sidecar if last else prefix)
     except OSError as error:
         raise ConfigError(f"the folder {folder} of snapshot_prefix cannot be written: {error.strerror}") from None
-    free = shutil.disk_usage(folder).free
-    if free < size:
+    if largest > (limit := _size_limit()):
         raise ConfigError(
-            f"a snapshot takes {-(-size // MIB)} MiB, but only {free // MIB} MiB are free in the folder {folder} "
+            f"a file of a snapshot takes {-(-largest // MIB)} MiB, but this process may write files of {limit} bytes "
+            "only; see ulimit -f"
+        )
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise ConfigError(
+            f"a snapshot takes {-(-total // MIB)} MiB, but only {free // MIB} MiB are free in the folder {folder} "
             "of snapshot_prefix"
         )
+
+
+def _check_name(path: str) -> None:
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            raise ConfigError(f"the last snapshot is to be written to {path}, which is a folder; move it away")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"the last snapshot cannot be written to {path}: {error.strerror}") from None
+
+
+def _probe(path: str) -> None:
+    """Write and remove a file under the name that `path` has while it is being written."""
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(b"\0")
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _size_limit() -> float:
+    """The most bytes that a file may have by the limits of this process."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return inf
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return inf if limit == resource.RLIM_INFINITY else limit

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import isclose, isfinite, sqrt
 from typing import Any, Protocol
 
@@ -12,8 +12,9 @@ from caffepy import ops
 from caffepy.blob import Array, shape_string
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError
+from caffepy.files import remove_stale
 from caffepy.net import Net
-from caffepy.net.weights import load_weights
+from caffepy.net.weights import check_names, load_weights
 from caffepy.ops.segments import Segments
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -24,6 +25,7 @@ from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.params import Params
 from caffepy.solver.policy import advance, rate
 from caffepy.solver.reporter import Output, Reporter, Silent
+from caffepy.solver.sidecar import taken_up
 from caffepy.solver.signals import Action
 from caffepy.solver.snapshot import (
     Files,
@@ -33,6 +35,7 @@ from caffepy.solver.snapshot import (
     find_model,
     read_sidecar,
     read_state,
+    sidecar_of,
     verify,
     write,
 )
@@ -93,6 +96,7 @@ class Solver:
         self.test_nets = [self._build_test_net(i, test_source) for i, test_source in enumerate(test_sources)]
         self.iter = 0
         self.current_step = 0
+        self._started_at = 0  # the iteration of the state that was restored
         self.stopped = False  # the last step or solve ended early because `action` asked for it
         self.last_outputs: list[list[Output]] = [[] for _ in self.test_nets]  # what each test net gave last
 
@@ -110,7 +114,9 @@ class Solver:
         self._saved: tuple[int, str] | None = None  # iteration and state file of the last snapshot
         self._failed_at = -1
         self._saturation_explained = False
-        self._positions_before_test: dict[str, Any] | None = None
+        self._positions_before: dict[str, Any] | None = None  # before the test or iteration that is being done
+        if param.snapshot > 0:
+            self._check_names()
         log.info("Solver scaffolding done.")
 
     # construction
@@ -166,6 +172,7 @@ class Solver:
             self.test_all()
             if self.stopped:
                 return
+        self._positions_before = self._positions()
         for callback in self.callbacks:
             callback.on_start()
         display = param.display > 0 and iteration % param.display == 0
@@ -176,6 +183,7 @@ class Solver:
         for callback in self.callbacks:
             callback.on_gradients_ready()
         learning_rate = self.apply_update()
+        self._positions_before = None
         images = self._batch.shape[0] * param.iter_size if self._batch and self._batch.shape else 0
         self.reporter.iterated(iteration, window.smoothed, learning_rate, images)
         action = self.action()
@@ -254,18 +262,33 @@ class Solver:
         """Train up to max_iter, from a snapshot if one is given, with all tests and snapshots that are asked for."""
         param = self.param
         if param.snapshot > 0 or param.snapshot_after_train:
-            self._check_prefix(self._snapshot_size())
+            self._check_snapshots()
         self.reporter.solving(self.net.name, param.lr_policy)
         if state_file is not None:
             log.info("Restoring previous solver status from %s", state_file)
             self.restore(state_file)
-        self.step(param.max_iter - self.iter)
+        try:
+            self.step(param.max_iter - self.iter)
+        except DataError:
+            self._save_before_failing()
+            raise
         unsaved = param.snapshot_after_train and not (param.snapshot > 0 and self.iter % param.snapshot == 0)
         if not self.saved_now and (unsaved or self._failed_at == self.iter):
             self.snapshot()
         if not self.stopped:
             self._finish()
         self.reporter.done(self.stopped)
+
+    def _save_before_failing(self) -> None:
+        """The snapshot that the run owes, of its last whole iteration."""
+        wanted = self.param.snapshot > 0 or self.param.snapshot_after_train
+        if not wanted or self.saved_now or self.iter == self._started_at:
+            return
+        log.warning("The data failed; what was learned up to iteration %d is saved before the run ends", self.iter)
+        try:
+            self.snapshot()
+        except CaffeError as error:
+            log.error("No snapshot of iteration %d: %s", self.iter, error)
 
     def _finish(self) -> None:
         loss = None
@@ -280,11 +303,11 @@ class Solver:
 
     def test_all(self) -> None:
         """Test all test nets, unless `action` asks to stop; a snapshot in between has the positions from before."""
-        self._positions_before_test = self._positions()
+        self._positions_before = self._positions()
         for k in range(len(self.test_nets)):
             if not self.stopped:
                 self.test(k)
-        self._positions_before_test = None
+        self._positions_before = None
 
     def test(self, k: int) -> None:
         """Run test net k on its test_iter batches with the train net's weights and report the mean outputs."""
@@ -370,7 +393,7 @@ class Solver:
             "type": self.param.type,
             "iteration": self.iter,
             "settings": format_text(self.param),
-            "positions": self._positions_before_test or self._positions(),
+            "positions": self._positions_before or self._positions(),
             "window": self._window.state(),
             "displayed": [last, time.monotonic() - since],
         }
@@ -379,52 +402,96 @@ class Solver:
         """Go on from a snapshot: weights, history, iteration; exactly, where its sidecar lies beside it."""
         state = read_state(path)
         content = read_sidecar(path)
-        if content and content["type"] != self.param.type:
-            raise ConfigError(
-                f"this state was written by a solver of type {content['type']}, but this one is {self.param.type}; set "
-                f'type: "{content["type"]}", or give the model as weights to start anew from it',
-                path,
-            )
+        if content:
+            self._check_type(content, path)
         own = [part for flat in self.history for part in self.params.split(flat)]
         check_histories(state, own, path)
         model = find_model(state.learned_net, path)
         if content:
             verify(content, path, model)
-        load_weights(self.net, model)
+            self._take_up(content, sidecar_of(path))
+        filled = load_weights(self.net, model)
         log.info("SGDSolver: restoring history")
         for mine, read in zip(own, state.history, strict=True):
             mine[...] = read.reshape(mine.shape)
-        self.iter, self.current_step = state.iteration, state.current_step
-        self._window_restored, self._shown, self._saved = False, None, None
-        if content:
-            self._take_up(content)
-        else:
+        self.iter = self._started_at = state.iteration
+        self.current_step = state.current_step
+        self._saved = self._positions_before = None
+        missing = dict.fromkeys(self.net.layer_names[i] for i, _ in self.net.learnable_owner)
+        _warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
+        if not content:
+            self._window_restored, self._shown = False, None
             log.info("No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path)
 
-    def _take_up(self, content: dict[str, Any]) -> None:
-        positions = content["positions"]
-        self.net.set_state(positions["net"])
-        for net, state in zip(self.test_nets, positions["test_nets"], strict=False):
+    def _check_type(self, content: dict[str, Any], path: str) -> None:
+        with taken_up(sidecar_of(path)):
+            kind = content["type"]
+        if kind != self.param.type:
+            raise ConfigError(
+                f"this state was written by a solver of type {kind}, but this one is {self.param.type}; set "
+                f'type: "{kind}", or give the model as weights to start anew from it',
+                path,
+            )
+
+    def _take_up(self, content: dict[str, Any], path: str) -> None:
+        """Go on with the data and the random numbers where a sidecar says; one that is damaged changes nothing."""
+        before = self._positions()
+        try:
+            with taken_up(path):
+                self._set_positions(content["positions"])
+                window = LossWindow.of(self.param.average_loss, content["window"])
+                last, seconds = content["displayed"]
+                self._shown = int(last), time.monotonic() - float(seconds)
+        except CaffeError:
+            self._set_positions(before)
+            raise
+        self._window, self._window_restored = window, True
+        for net, state in self._nets_and(content["positions"]):
+            own = net.state().keys()
+            _warn_of_layers(f"{path} does not say where to go on with", own - state.keys(), "they start anew")
+            _warn_of_layers(f"{path} says where to go on with", state.keys() - own, "which this net does not have")
+
+    def _set_positions(self, positions: dict[str, Any]) -> None:
+        for net, state in self._nets_and(positions):
             net.set_state(state)
         self.device.rng.bit_generator.state = positions["rng"]
-        self._window, self._window_restored = LossWindow.of(self.param.average_loss, content["window"]), True
-        last, seconds = content["displayed"]
-        self._shown = last, time.monotonic() - seconds
 
-    def _check_prefix(self, size: int = 0) -> None:
-        try:
-            check_folder(self.param.snapshot_prefix, size)
-        except ConfigError as error:
-            raise error.at(at_field(self.path, "snapshot_prefix") or "snapshot_prefix") from None
+    def _nets_and(self, positions: dict[str, Any]) -> list[tuple[Net, dict[str, Any]]]:
+        """The nets, each with its part of the positions; a run may have other test nets than the one before it."""
+        states = positions["net"], *positions["test_nets"]
+        return list(zip((self.net, *self.test_nets), states, strict=False))
 
-    def _snapshot_size(self) -> int:
-        """About how many bytes a snapshot takes; ConfigError if the binary format cannot hold it."""
-        model = self.params.data.nbytes * (2 if self.param.snapshot_diff else 1)
+    def _check_snapshots(self) -> None:
+        """ConfigError now rather than after training if the last snapshot could not be written; clean up its folder."""
+        param = self.param
+        hdf5 = param.snapshot_format == SolverParameter.HDF5
+        model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
         state = sum(flat.nbytes for flat in self.history)
-        if self.param.snapshot_format == SolverParameter.BINARYPROTO and max(model, state) >= PROTOBUF_LIMIT:
+        if not hdf5 and max(model, state) >= PROTOBUF_LIMIT:
             raise ConfigError(
                 "a snapshot of this net has a file above 2 GiB, which the binary format cannot hold; set "
                 "snapshot_format: HDF5",
                 at_field(self.path, "snapshot_format"),
             )
-        return model + state + SNAPSHOT_SLACK
+        self._check_names()
+        last = Files(param.snapshot_prefix, max(param.max_iter, 0), hdf5)
+        self._check_prefix(max(model, state), model + state + SNAPSHOT_SLACK, last)
+        for name in remove_stale(f"{param.snapshot_prefix}_"):
+            log.info("Removed %s, which a killed run had left unfinished", name)
+
+    def _check_names(self) -> None:
+        try:
+            check_names(self.net, self.param.snapshot_format == SolverParameter.HDF5)
+        except ConfigError as error:
+            raise (error.at(self.net.path) if self.net.path else error) from None
+
+    def _check_prefix(self, largest: int = 0, total: int = 0, last: Files | None = None) -> None:
+        try:
+            check_folder(self.param.snapshot_prefix, largest, total, last)
+        except ConfigError as error:
+            raise error.at(at_field(self.path, "snapshot_prefix") or "snapshot_prefix") from None
+
+
+def _warn_of_layers(what: str, names: Iterable[str], consequence: str) -> None:
+    if names := sorted(names):
+        log.warning("%s %s: %s", what, ", ".join(f'"{name}"' for name in names), consequence)

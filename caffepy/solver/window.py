@@ -30,7 +30,7 @@ class LossWindow:
     @classmethod
     def of(cls, size: int, state: dict[str, Any]) -> "LossWindow":
         """The window that `state` describes; a new one if it was of another size."""
-        window = cls(size, state["start"])
+        window = cls(size, int(state["start"]))
         if len(state["losses"]) <= size:
-            window.losses, window.smoothed = list(state["losses"]), state["smoothed"]
+            window.losses, window.smoothed = [float(loss) for loss in state["losses"]], float(state["smoothed"])
         return window

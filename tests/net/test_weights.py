@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -149,7 +150,53 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(weights.binary, "array_to_blob", no_space)
-    with pytest.raises(OSError, match=r"No space"):
+    with pytest.raises(ConfigError, match=r"w: cannot be written: no space left on device"):
         weights.save_binary(net_of(TEXT), str(path))
     assert path.read_bytes() == b"old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_bad_path_is_named(form: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"gone/w: cannot be written: no such file or directory"):
+        FORMATS[form](net_of(TEXT), tmp_path / "gone" / "w")
+
+
+@pytest.mark.parametrize("name", ["", ".", "/", "x/", "x//y", "./x", "x\\000", "b/0", "b/1/x"])
+def test_names_that_hdf5_cannot_hold_are_refused(name: str, tmp_path: Path) -> None:
+    net = net_of(TEXT.replace('name: "a"', f'name: "{name}"'))
+    weights.check_names(net, hdf5=False)
+    with pytest.raises(ConfigError, match="HDF5 cannot hold layers of the names"):
+        weights.save_hdf5(net, str(tmp_path / "w.h5"))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["x/y", "b/2", "b/x", "..", "x.", "ä"])
+def test_other_names_come_back_from_hdf5(name: str, tmp_path: Path) -> None:
+    text = TEXT.replace('name: "a"', f'name: "{name}"')
+    weights.save_hdf5(filled(text), str(tmp_path / "w.h5"))
+    net = net_of(text)
+    assert name in weights.load_weights(net, str(tmp_path / "w.h5"))
+    for ours, theirs in zip(net.params, filled(text).params, strict=True):
+        np.testing.assert_array_equal(ours.data, theirs.data)
+
+
+@pytest.mark.parametrize("hdf5", [False, True])
+def test_layers_of_one_name_are_refused_if_one_has_parameters(hdf5: bool) -> None:
+    net = net_of(TEXT.replace('name: "b"', 'name: "a"'))
+    with pytest.raises(ConfigError, match='several layers are named "a"'):
+        weights.check_names(net, hdf5)
+
+
+def test_damaged_hdf5_is_one_message(tmp_path: Path) -> None:
+    """Truncated anywhere or with any bytes changed, a file loads or is refused; nothing else happens."""
+    path = tmp_path / "w.h5"
+    save_hdf5(filled(), path)
+    content, net, rng = path.read_bytes(), net_of(TEXT), np.random.default_rng(5)
+    for _ in range(300):
+        broken = bytearray(content)
+        for place in rng.integers(len(broken), size=rng.integers(1, 9)):
+            broken[place] = rng.integers(256)
+        path.write_bytes(broken[: rng.integers(len(broken) + 1) if rng.random() < 0.2 else None])
+        with suppress(ConfigError):
+            weights.load_weights(net, str(path))

@@ -1,15 +1,19 @@
+import copy
 import logging
 import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError
+from caffepy.errors import CaffeError, ConfigError, DataError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverState
 from caffepy.solver import Solver, check_folder, newest_good, sidecar, snapshot
 from tests.solver.cases import ENVIRONMENT, GOLDEN, NET, solver_of
@@ -209,11 +213,162 @@ def test_sidecar_keeps_trees_and_arrays(tmp_path: Path) -> None:
 
 
 def test_folder_is_checked(tmp_path: Path) -> None:
-    check_folder(f"{tmp_path}/s", 1 << 10)
+    check_folder(f"{tmp_path}/s", total=1 << 10)
     with pytest.raises(ConfigError, match=r"the folder .*/gone of snapshot_prefix does not exist"):
         check_folder(f"{tmp_path}/gone/s")
     with pytest.raises(ConfigError, match="a snapshot takes 1099511627776 MiB, but only"):
-        check_folder(f"{tmp_path}/s", 1 << 60)
+        check_folder(f"{tmp_path}/s", total=1 << 60)
+
+
+def test_last_names_are_checked_before_training(tmp_path: Path) -> None:
+    (tmp_path / "s_iter_5.caffepystate").mkdir()
+    with pytest.raises(ConfigError, match=r"s_iter_5.caffepystate, which is a folder"):
+        solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/s" ').solve()
+    long = solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/{"s" * 240}" ')
+    with pytest.raises(ConfigError, match="File name too long"):
+        long.solve()
+    assert long.iter == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_names_as_long_as_the_system_allows(form: str, tmp_path: Path) -> None:
+    prefix = "s" * (255 - len("_iter_5.caffepystate.h5"))
+    solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/{prefix}" {FORMATS[form]}').solve()
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_limit_of_file_sizes_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (30, 30))
+    solver = solver_of(f'max_iter: 5 snapshot_prefix: "{tmp_path}/s" ')
+    with pytest.raises(ConfigError, match="this process may write files of 30 bytes only"):
+        solver.solve()
+    assert solver.iter == 0
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_names_that_cannot_be_loaded_again_are_refused(form: str, tmp_path: Path) -> None:
+    settings = f'max_iter: 5 snapshot_prefix: "{tmp_path}/s" {FORMATS[form]}'
+    twice = NET.replace('name: "in"', 'name: "ip"')
+    with pytest.raises(ConfigError, match='several layers are named "ip"'):
+        solver_of(settings, twice).solve()
+    with pytest.raises(ConfigError, match='several layers are named "ip"'):
+        solver_of(f"{settings} snapshot: 3 ", twice)
+    unnamed = solver_of(settings, NET.replace('name: "ip"', 'name: ""'))
+    if form == "hdf5":
+        with pytest.raises(ConfigError, match='HDF5 cannot hold layers of the names ""'):
+            unnamed.solve()
+    else:
+        unnamed.solve()
+
+
+def test_files_of_killed_runs_are_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stale = tmp_path / f".s_iter_7.caffemodel.{1 << 30}.01234567.tmp"
+    stale.touch()
+    with caplog.at_level(logging.INFO):
+        solver_of(f'max_iter: 1 snapshot_prefix: "{tmp_path}/s" ').solve()
+    assert not stale.exists()
+    assert f"Removed {stale}, which a killed run had left unfinished" in caplog.messages
+
+
+FED = """
+layer { name: "in" type: "HDF5Data" top: "x" top: "y" hdf5_data_param { source: "SOURCE" batch_size: 2 shuffle: true } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "o" inner_product_param {
+  num_output: 2 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
+"""
+
+
+def fed(folder: Path, settings: str = "", net: str = FED) -> Solver:
+    for i in range(3):
+        with h5py.File(folder / f"{i}.h5", "w") as file:
+            file["x"], file["y"] = np.random.default_rng(i).random((4, 3)), np.zeros((4, 2))
+    (folder / "list").write_text("".join(f"{folder}/{i}.h5\n" for i in range(3)))
+    return solver_of(f'snapshot_prefix: "{folder}/s" max_iter: 8 {settings}', net.replace("SOURCE", f"{folder}/list"))
+
+
+def test_a_renamed_layer_is_named_when_resuming(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fed(tmp_path).solve()
+    other = fed(tmp_path, net=FED.replace('name: "ip"', 'name: "ip_new"').replace('name: "in"', 'name: "feed"'))
+    other.restore(state_of(tmp_path, 8))
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        f'{tmp_path}/s_iter_8.caffepystate does not say where to go on with "0/feed": they start anew',
+        f'{tmp_path}/s_iter_8.caffepystate says where to go on with "0/in": which this net does not have',
+        f'{tmp_path}/s_iter_8.caffemodel has no weights for "ip_new": they start anew',
+    ]
+
+
+def test_failing_data_does_not_cost_what_was_learned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = fed(tmp_path / "whole")
+    whole.solve()
+    solver = fed(tmp_path)
+    good = {path: path.read_bytes() for path in tmp_path.glob("?.h5")}
+    solver.step(3)
+    for path in good:
+        path.write_bytes(b"")
+    with pytest.raises(DataError):
+        solver.solve()
+    assert "what was learned up to" in caplog.text
+    for path, content in good.items():
+        path.write_bytes(content)
+    resumed = fed(tmp_path)
+    resumed.restore(state_of(tmp_path, solver.iter))
+    resumed.solve()
+    np.testing.assert_array_equal(resumed.params.data, whole.params.data)
+
+
+WRONG_CONTENT: list[Any] = [None, -1, 1e30, "x", [], {}, 10**30, [1, 2], {"a": 1}, float("nan")]
+
+
+def test_sidecars_of_wrong_content_are_named_and_change_nothing(tmp_path: Path) -> None:
+    """Every entry replaced or removed: it is taken up or refused, and after that the solver still works."""
+    fed(tmp_path).solve()
+    path, state = str(tmp_path / "s_iter_8.caffepystate"), state_of(tmp_path, 8)
+    content = sidecar.read(path)
+    assert content
+    solver = fed(tmp_path)
+    rng = np.random.default_rng(6)
+    for keys in list(_entries(content)):
+        broken = copy.deepcopy(content)
+        inner: Any = broken
+        for key in keys[:-1]:
+            inner = inner[key]
+        if rng.random() < 0.3:
+            del inner[keys[-1]]
+        else:
+            inner[keys[-1]] = WRONG_CONTENT[rng.integers(len(WRONG_CONTENT))]
+        broken.pop("format", None)
+        sidecar.write(path, broken)
+        before = solver.iter, solver.params.data.copy(), solver.net.state()
+        try:
+            solver.restore(state)
+        except CaffeError:
+            assert solver.iter == before[0]
+            np.testing.assert_array_equal(solver.params.data, before[1])
+            np.testing.assert_equal(solver.net.state(), before[2])
+        solver.step(1)
+
+
+def _entries(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, item in items:
+        yield (*keys, key)
+        yield from _entries(item, (*keys, key))
+
+
+@pytest.mark.parametrize("which", ["caffemodel", "caffepystate", "solverstate"])
+def test_unreadable_files_are_named(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path)
+    opened = open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).endswith(which):
+            raise PermissionError(13, "Permission denied")
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(ConfigError, match=rf"s_iter_3\.{which}.*: permission denied"):
+        solver_of("").restore(state_of(tmp_path, 3))
 
 
 def test_folder_is_checked_before_training(tmp_path: Path) -> None:
@@ -229,7 +384,7 @@ def test_unwritable_folder_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(snapshot.tempfile, "TemporaryFile", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
         check_folder(f"{tmp_path}/s")
 
@@ -269,7 +424,7 @@ def test_failing_last_snapshot_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 FULL = """
 import resource, signal, sys
 from tests.solver.cases import solver_of
-from caffepy.errors import ConfigError
+from caffepy.errors import CaffeError, ConfigError, DataError
 solver = solver_of(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
