@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caffepy.pycaffe.layer import Layer
-    from caffepy.pycaffe.mode import set_mode_cpu, set_random_seed
+    from caffepy.pycaffe.mode import set_device, set_mode_cpu, set_mode_gpu, set_precision, set_random_seed
     from caffepy.pycaffe.net import Net
     from caffepy.pycaffe.solver import SGDSolver, get_solver
 
@@ -21,7 +21,10 @@ _homes = {
     "Net": "caffepy.pycaffe.net",
     "SGDSolver": "caffepy.pycaffe.solver",
     "get_solver": "caffepy.pycaffe.solver",
+    "set_device": "caffepy.pycaffe.mode",
     "set_mode_cpu": "caffepy.pycaffe.mode",
+    "set_mode_gpu": "caffepy.pycaffe.mode",
+    "set_precision": "caffepy.pycaffe.mode",
     "set_random_seed": "caffepy.pycaffe.mode",
 }
 
@@ -34,7 +37,10 @@ __all__ = [
     "__version__",
     "get_solver",
     "layer_type_list",
+    "set_device",
     "set_mode_cpu",
+    "set_mode_gpu",
+    "set_precision",
     "set_random_seed",
 ]
 

@@ -8,7 +8,7 @@ from math import ceil, prod, sqrt
 
 import numpy as np
 
-from caffepy.blob import Array, Blob, shape_string
+from caffepy.blob import Array, Blob, HostView, shape_string
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import FillerParameter
 from caffepy.registry import Registry
@@ -17,9 +17,9 @@ Filler = Callable[[Array, FillerParameter, np.random.Generator], None]
 fillers: Registry[Filler] = Registry("filler name")
 
 
-def fill(target: Blob | Array, param: FillerParameter, rng: np.random.Generator) -> None:
+def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random.Generator) -> None:
     """Write the first values that `param` describes; ConfigError for an unknown name or impossible values."""
-    array = target.host_data if isinstance(target, Blob) else target
+    array = target.host_data if isinstance(target, Blob | HostView) else target
     filler = fillers[param.type]
     if array.size == 0:
         raise ConfigError(f"a blob of shape {shape_string(array.shape)} has nothing to fill")

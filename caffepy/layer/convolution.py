@@ -86,6 +86,7 @@ class _Filtering(Layer):
     Bottom i gives top i; all share the weights.
     """
 
+    on_gpu = True
     bottoms = (1, None)
     tops = (1, None)
     same_count = True
@@ -238,6 +239,7 @@ class Im2col(Layer):
     Rows are ordered by channel, then by position in the kernel.
     """
 
+    on_gpu = True
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

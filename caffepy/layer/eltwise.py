@@ -18,6 +18,7 @@ class Eltwise(Layer):
     gives its gradient to the winner alone: of the first two, when they are equal, the second; then the earliest.
     """
 
+    on_gpu = True
     bottoms = (2, None)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

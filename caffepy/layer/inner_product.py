@@ -16,6 +16,7 @@ class InnerProduct(Layer):
     y = x @ w.T + b.
     """
 
+    on_gpu = True
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

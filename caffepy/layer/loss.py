@@ -95,6 +95,7 @@ class SoftmaxWithLoss(ClassLoss):
     p is taken as no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p.
     """
 
+    on_gpu = True
     tops = (1, 2)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -134,6 +135,8 @@ class SoftmaxWithLoss(ClassLoss):
 class EuclideanLoss(LossLayer):
     """Sum of (a - b)^2 / 2N over two bottoms of one count; both can be differentiated."""
 
+    on_gpu = True
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check the counts, allot a - b."""
         super().reshape(bottom, top)
@@ -170,6 +173,7 @@ class SigmoidCrossEntropyLoss(ClassLoss):
     Scores x and targets t of one count; the divisor is the batch size unless loss_param says otherwise.
     """
 
+    on_gpu = True
     normalization = LossParameter.BATCH_SIZE
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -23,6 +23,7 @@ class SameShape(Layer):
     Where backward needs x (`reads_input`) and the top overwrites it, forward keeps a copy.
     """
 
+    on_gpu = True
     reads_input = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -40,6 +40,7 @@ class Pooling(Layer):
     Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode. AVE counts padding in its divisor.
     """
 
+    on_gpu = True
     tops = (1, 2)
     in_place = False
 
@@ -116,6 +117,7 @@ class SPP(Layer):
     Level i has 2^i x 2^i bins. A single level keeps its four axes.
     """
 
+    on_gpu = True
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

@@ -26,6 +26,7 @@ class Recurrent(Layer):
     States get and give no gradient.
     """
 
+    on_gpu = True
     bottoms: ClassVar[int | tuple[int, int | None]] = (2, 5)
     tops: ClassVar[int | tuple[int, int | None]] = (1, 3)
     in_place = False
@@ -289,6 +290,7 @@ class LSTMUnit(Layer):
     c = f c_prev + i g, h = o tanh(c); i, o sigmoids, g tanh, f a sigmoid times cont.
     """
 
+    on_gpu = True
     bottoms = 3
     tops = 2
     in_place = False

@@ -21,6 +21,7 @@ def rows(array: Array, outer: int) -> Array:
 class Concat(Layer):
     """Bottoms joined along `axis` (1 unless given); all other axes agree. One bottom is shared, not copied."""
 
+    on_gpu = True
     bottoms = (1, None)
     in_place = False
 
@@ -70,6 +71,7 @@ class Concat(Layer):
 class Slice(Layer):
     """The bottom cut along `axis` (1 unless given) at the slice points, or into equal parts. One top is shared."""
 
+    on_gpu = True
     tops = (1, None)
     in_place = False
 
@@ -120,6 +122,7 @@ class Slice(Layer):
 class Split(Layer):
     """Every top is the bottom: data are shared, dx = sum of dy_i."""
 
+    on_gpu = True
     tops = (1, None)
     in_place = False
 
@@ -148,6 +151,7 @@ class Split(Layer):
 class View(Layer):
     """The bottom's values in another shape; data and diff are shared."""
 
+    on_gpu = True
     in_place = False
 
     def shape(self, bottom: Blob) -> list[int]:
@@ -221,6 +225,7 @@ class Reshape(View):
 class Silence(Layer):
     """Takes blobs that nobody else wants; their gradient is 0."""
 
+    on_gpu = True
     bottoms = (1, None)
     tops = 0
 
@@ -241,6 +246,7 @@ class Silence(Layer):
 class Input(Layer):
     """Tops of the given shapes (none, one for all or one each), filled from outside: the net's inputs."""
 
+    on_gpu = True
     bottoms = 0
     tops = (1, None)
 
@@ -267,6 +273,7 @@ class Input(Layer):
 class Parameter(Layer):
     """The top is the learnable parameter itself, of the given shape, 0 at first."""
 
+    on_gpu = True
     bottoms = 0
     in_place = False
 
@@ -294,6 +301,7 @@ class Parameter(Layer):
 class Tile(Layer):
     """The bottom `tiles` times in a row along `axis`: (..., c, ...) -> (..., tiles * c, ...)."""
 
+    on_gpu = True
     in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -321,6 +329,7 @@ class Tile(Layer):
 class Reduction(Layer):
     """(a, b, c, ...) -> (a, b): the axes from `axis` on become coeff times their sum, mean, sum of |x| or of x^2."""
 
+    on_gpu = True
     in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

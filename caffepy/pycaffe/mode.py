@@ -1,25 +1,50 @@
-"""What `set_mode_cpu`, `set_device` and `set_random_seed` set: per thread, as in pycaffe."""
+"""What `set_mode_cpu`, `set_mode_gpu`, `set_device` and `set_random_seed` set: per thread, as in pycaffe."""
 
 import threading
 
-from caffepy.device import Device
-
-_state = threading.local()
+from caffepy.device import CudaDevice, Device
 
 
-def device() -> Device:
-    """The calling thread's device, on which nets are built."""
-    if not hasattr(_state, "device"):
-        _state.device = Device()
-    current: Device = _state.device
-    return current
+class _Mode(threading.local):
+    """The calling thread's choice of device, and the random numbers from which its nets draw their seeds."""
+
+    def __init__(self) -> None:
+        self.gpu = False
+        self.index = 0
+        self.random = Device()
+
+
+_mode = _Mode()
+
+
+def new_device() -> Device:
+    """A device of the chosen kind for a new net, seeded from the thread's random numbers."""
+    seed = _mode.random.draw_seed()
+    return CudaDevice(_mode.index, seed) if _mode.gpu else Device(seed)
 
 
 def set_mode_cpu() -> None:
     """Build nets on the CPU from now on (the default)."""
-    device()
+    _mode.gpu = False
+
+
+def set_mode_gpu() -> None:
+    """Build nets on the GPU from now on."""
+    _mode.gpu = True
+
+
+def set_device(index: int) -> None:
+    """Choose the GPU, numbered from 0, on which nets are built."""
+    _mode.index = index
 
 
 def set_random_seed(seed: int) -> None:
     """Seed the calling thread's random numbers; call it before building nets."""
-    device().seed(seed)
+    _mode.random.seed(seed)
+
+
+def set_precision(name: str) -> None:
+    """Compute on the GPU in "fp32" or, faster and with 10 bits less in products, in "tf32" (the default)."""
+    from caffepy.ops.cuda import precision
+
+    precision.set(name)

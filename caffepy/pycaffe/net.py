@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from caffepy.blob import Array
-from caffepy.device import Device
 from caffepy.errors import CaffeError
 from caffepy.layer import Layer as InnerLayer
 from caffepy.layer.python import Python
@@ -62,7 +61,7 @@ class Net:
             raise CaffeError(f"Could not open file {os.fspath(weights)}")
         param = text.read_net(path)
         param.state.MergeFrom(NetState(phase=Phase.Name(phase), level=level, stage=stages))
-        self._attach(Inner(param, device=Device(seed=mode.device().draw_seed()), path=path))
+        self._attach(Inner(param, device=mode.new_device(), path=path))
         if weights is not None:
             self.copy_from(weights)
 

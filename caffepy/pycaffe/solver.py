@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-from caffepy.device import Device
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode
@@ -20,7 +19,7 @@ class Solver:
         param = text.read_solver(path)
         if type is not None:
             param.type = type
-        device = Device(seed=mode.device().draw_seed())
+        device = mode.new_device()
         self._solver = Inner(param, device=device, path=path, reporter=LogReporter())
         self._net = Net.of(self._solver.net)
         self._test_nets = [Net.of(net) for net in self._solver.test_nets]
