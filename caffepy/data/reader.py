@@ -18,6 +18,7 @@ from caffepy.data.loader import Batch, Loader, State
 log = logging.getLogger(__name__)
 
 EXIT_WAIT = 2.0  # seconds that the end of the process waits for a thread in the middle of a batch
+MOST_BATCHES = 1000
 WAITS_PER_LINE = 1000
 
 
@@ -67,6 +68,9 @@ class Reader:
 
     def __init__(self, loader: Loader, depth: int, dtype: DTypeLike) -> None:
         self._loader = loader
+        if depth > MOST_BATCHES:
+            log.warning("%d batches are read ahead, not %d", MOST_BATCHES, depth)
+            depth = MOST_BATCHES
         self._batches = [Batch(loader.batch_size, dtype) for _ in range(depth)]
         self._state = loader.state()
         self._thread: threading.Thread | None = None

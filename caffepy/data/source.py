@@ -71,7 +71,8 @@ class Source:
             self._first()
             self._index = index % len(self)
             for _ in range(self._index):
-                self._next()
+                if not self._next():
+                    raise DataError(f"{self.path} is damaged: it has fewer records than the {len(self)} that it claims")
         except self.errors as error:
             raise DataError(f"{self.path} is damaged before record {index}: {error}") from None
 
@@ -102,6 +103,7 @@ class LMDB(Source):
 
     def __init__(self, path: str, file: str) -> None:
         try:
+            self._file = file
             self._pages = Pages(path, file)
             super().__init__(path, _acquire(file, _open_lmdb, lambda database: database.begin(buffers=True).cursor()))
         except (lmdb.Error, OSError) as error:
@@ -109,7 +111,10 @@ class LMDB(Source):
 
     def __len__(self) -> int:
         """Number of records."""
-        return int(self._database.stat()["entries"])
+        count, size = int(self._database.stat()["entries"]), os.path.getsize(self._file)
+        if count > size:
+            raise DataError(f"{self.path} is damaged: it claims {count} records in {size} bytes")
+        return count
 
     def _item(self) -> Record:
         key, value = self._cursor.item()

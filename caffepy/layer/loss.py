@@ -26,6 +26,11 @@ def around(blob: Blob, axis: int) -> tuple[int, int, int]:
     return prod(blob.shape[:axis]), blob.shape[axis], prod(blob.shape[axis + 1 :])
 
 
+def items(blob: Blob) -> int:
+    """The size of the first axis; ConfigError for a scalar."""
+    return blob.shape[blob.axis(0)]
+
+
 def check_labels(predictions: Blob, labels: Blob, view: tuple[int, int, int]) -> None:
     """ConfigError unless there is one label for each (outer, inner)."""
     outer, classes, inner = view
@@ -179,14 +184,14 @@ class SigmoidCrossEntropyLoss(ClassLoss):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check the counts."""
         super().reshape(bottom, top)
+        self.items = items(bottom[0])
         if bottom[0].count != bottom[1].count:
             raise ConfigError(f"{bottom[0].count} predictions need as many targets, not {bottom[1].count}")
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write the loss."""
         loss, count = self.ops.sigmoid_loss_forward(bottom[0].data, bottom[1].data, self.ignore)
-        outer = bottom[0].shape[0]
-        self.norm = self.divisor(outer, bottom[0].count // max(outer, 1), count)
+        self.norm = self.divisor(self.items, bottom[0].count // max(self.items, 1), count)
         top[0].data.fill(loss / self.norm)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -314,7 +319,7 @@ class ItemLoss(LossLayer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check the labels."""
         super().reshape(bottom, top)
-        n = bottom[0].shape[0]
+        n = items(bottom[0])
         self.view = (n, bottom[0].count // max(n, 1))
         check_labels(bottom[0], bottom[1], (*self.view, 1))
 
@@ -393,9 +398,10 @@ class ContrastiveLoss(LossLayer):
         a, b, y = bottom
         if a.count != b.count:
             raise ConfigError(f"both bottoms must have one count: {list(a.shape)} and {list(b.shape)}")
-        if y.count != a.shape[0]:
-            raise ConfigError(f"{a.shape[0]} pairs need as many labels, not {y.count}")
-        self.view = (a.shape[0], a.count // max(a.shape[0], 1))
+        n = items(a)
+        if y.count != n:
+            raise ConfigError(f"{n} pairs need as many labels, not {y.count}")
+        self.view = (n, a.count // max(n, 1))
         self.difference = self.buffer(self.view)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:

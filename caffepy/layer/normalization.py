@@ -10,6 +10,7 @@ from caffepy.errors import ConfigError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, layer
 from caffepy.layer.neuron import SameShape, is_in_place
+from caffepy.layer.pooling import check_padded
 from caffepy.proto.caffe_pb2 import TEST, FillerParameter, LRNParameter
 
 
@@ -35,6 +36,8 @@ class LRN(SameShape):
         """Allot s, and for windows of pixels what backward puts together."""
         if len(bottom[0].shape) != 4:
             raise ConfigError(f"LRN needs a bottom of 4 axes, not {list(bottom[0].shape)}")
+        if not self.across:
+            check_padded(bottom[0].shape[2:], (self.size // 2, self.size // 2))
         super().reshape(bottom, top)
         self.scale = self.buffer(bottom[0].shape)
         self.window = self.buffer(bottom[0].shape)
@@ -131,19 +134,14 @@ class BatchNorm(SameShape):
         """Find mean and variance, update the running sums in batch mode, write y."""
         x = self.keep_input(bottom).reshape(self.view)
         mean, variance, inverse = self.mean.data, self.variance.data, self.inverse.data
-        sum_of_means, sum_of_variances, weight = (b.data for b in self.blobs[:3])
         if self.is_global:
+            sum_of_means, sum_of_variances, weight = (b.data for b in self.blobs[:3])
             factor = 0 if weight[0] == 0 else 1 / weight[0]
             np.multiply(sum_of_means, factor, out=mean)
             np.multiply(sum_of_variances, factor, out=variance)
         else:
             self.ops.batch_norm_statistics(x, mean, variance)
-            m = self.view[0] * self.view[2]
-            for total, value in ((sum_of_means, mean), (sum_of_variances, variance * (m / (m - 1) if m > 1 else 1))):
-                np.multiply(total, self.fraction, out=total)
-                np.add(total, value, out=total)
-            weight *= self.fraction
-            weight += 1
+            self._keep_statistics(self.view[0] * self.view[2])
         np.add(variance, self.eps, out=inverse)
         np.sqrt(inverse, out=inverse)
         np.divide(1, inverse, out=inverse)
@@ -154,6 +152,16 @@ class BatchNorm(SameShape):
             self.ops.scale_forward(normalized, self.blobs[3].data, self.blobs[4].data, y)
         else:
             self.ops.batch_norm_forward(x, mean, inverse, y)
+
+    def _keep_statistics(self, m: int) -> None:
+        """Bring mean and variance of m values a channel into the running sums; an empty batch has none."""
+        if not m:
+            return
+        sum_of_means, sum_of_variances, weight = (b.data for b in self.blobs[:3])
+        unbiased = self.variance.data * (m / (m - 1) if m > 1 else 1)
+        for total, value in ((sum_of_means, self.mean.data), (sum_of_variances, unbiased), (weight, 1)):
+            np.multiply(total, self.fraction, out=total)
+            np.add(total, value, out=total)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = (dy - mean(dy) - y * mean(dy * y)) / sqrt(variance + eps); with global statistics without the means.

@@ -1,11 +1,11 @@
 """Pooling over windows of height and width."""
 
 from collections.abc import Sequence
-from math import ceil, floor
+from math import ceil, floor, prod
 
 import numpy as np
 
-from caffepy.blob import Blob
+from caffepy.blob import MAX_COUNT, Blob
 from caffepy.errors import ConfigError
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
@@ -31,6 +31,13 @@ def pooled_size(size: int, kernel: int, stride: int, pad: int, any_pad: bool, up
     steps = np.float32(size + 2 * pad - kernel) / np.float32(stride)
     out = (ceil(steps) if up else floor(steps)) + 1
     return out - 1 if any_pad and (out - 1) * stride >= size + pad else out
+
+
+def check_padded(size: Sequence[int], pad: Sequence[int]) -> None:
+    """ConfigError for a plane that is too large with its padding."""
+    padded = [s + 2 * p for s, p in zip(size, pad, strict=True)]
+    if prod(padded) > MAX_COUNT:
+        raise ConfigError(f"{_by(size)} inputs padded to {_by(padded)} have more than 2^31 elements")
 
 
 @layer("Pooling")
@@ -84,6 +91,7 @@ class Pooling(Layer):
         ]
         if min(out) < 1:
             raise ConfigError(f"kernel {_by(self.kernel)} does not fit its {_by(size)} input (pad {_by(self.pad)})")
+        check_padded(size, self.pad)
         for t in top:
             t.reshape((n, c, *out))
         if self.method == PoolingParameter.MAX:

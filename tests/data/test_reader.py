@@ -242,3 +242,10 @@ t.take(r, 3)
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_an_absurd_depth_is_bounded(ten, caplog):
+    made = reader(ten, depth=(1 << 32) - 1)
+    same(take(made, 3), take(reader(ten), 3))
+    made.close()
+    assert "1000 batches are read ahead, not 4294967295" in caplog.messages

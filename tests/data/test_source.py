@@ -293,3 +293,17 @@ def test_another_process_reads_at_the_same_time(tmp_path):
     program = f"from caffepy.data.source import open_source; assert len(open_source({path!r})) == 4"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
     assert len(source) == 4
+
+
+@pytest.mark.parametrize("claimed", [11, 5000, 1 << 63, (1 << 64) - 1])
+def test_a_wrong_number_of_records_is_damage(claimed, tmp_path):
+    path = Path(make(tmp_path / "db", 10)) / "data.mdb"
+    content = bytearray(path.read_bytes())
+    for page in range(2):  # the entries of the main database stand before its root
+        content[page * 4096 + 120 : page * 4096 + 128] = claimed.to_bytes(8, "little")
+    path.write_bytes(content)
+    source = open_source(str(tmp_path / "db"))
+    assert keys(source, 12)[10:] == [b"00000000", b"00000001"]
+    with pytest.raises(DataError, match=r"is damaged: it (claims|has fewer records than)"):
+        source.seek(claimed - 1 if claimed < 1 << 60 else 3)
+    source.close()

@@ -317,3 +317,11 @@ def test_accuracy_has_no_gradient():
     single.layer.backward(single.top, [False, False], single.bottom)
     with pytest.raises(ConfigError, match="cannot be differentiated"):
         single.layer.backward(single.top, [True, False], single.bottom)
+
+
+@pytest.mark.parametrize(
+    "kind", ["SigmoidCrossEntropyLoss", "MultinomialLogisticLoss", "HingeLoss", "SoftmaxWithLoss", "ContrastiveLoss"]
+)
+def test_scalars_are_refused(kind):
+    with pytest.raises(ConfigError, match="out of range for a blob with 0 axes"):
+        Single(f'type: "{kind}"', *[np.float64(1)] * (3 if kind == "ContrastiveLoss" else 2))

@@ -247,3 +247,24 @@ def test_a_change_of_channels_is_refused():
         single.bottom[0].reshape((2, 4))
         with pytest.raises(ConfigError, match="fit"):
             single.layer.reshape(single.bottom, single.top)
+
+
+def test_an_empty_batch_leaves_the_statistics_alone():
+    single = Single('type: "BatchNorm"', random(4, 3, 2))
+    single.forward()
+    before = [blob.data.copy() for blob in single.layer.blobs]
+    single.bottom[0].reshape((0, 3, 2))
+    single.layer.reshape(single.bottom, single.top)
+    single.layer.forward(single.bottom, single.top)
+    for blob, old in zip(single.layer.blobs, before, strict=True):
+        np.testing.assert_array_equal(blob.data, old)
+
+
+def test_absurd_windows():
+    with pytest.raises(ConfigError, match=r"more than 2\^31 elements"):
+        Single('type: "LRN" lrn_param { local_size: 4294967295 norm_region: WITHIN_CHANNEL }', random(1, 1, 3, 3))
+    x = random(2, 3, 2, 2)
+    wide, enough = (
+        Single(f'type: "LRN" lrn_param {{ local_size: {size} alpha: {size} }}', x).forward() for size in (4294967295, 7)
+    )
+    np.testing.assert_allclose(wide, enough)

@@ -137,3 +137,10 @@ def test_spp_as_caffe():
 def test_spp_with_more_bins_than_pixels():
     with pytest.raises(ConfigError, match="must be smaller than the kernel"):
         Single(SPP % (3, "MAX"), random(1, 1, 3, 3))
+
+
+@pytest.mark.parametrize("method", ["MAX", "AVE"])
+def test_absurd_sizes_are_refused(method):
+    layer = text(f"pool: {method} kernel_size: 100000 pad: 99999 stride: 100000")
+    with pytest.raises(ConfigError, match=r"6x6 inputs padded to 200004x200004 have more than 2\^31 elements"):
+        Single(layer, random(1, 1, 6, 6))
