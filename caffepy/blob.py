@@ -89,6 +89,11 @@ class SyncedMemory(Memory):
             self._host, self._host_is_newer = None, False
         super().reserve(count)
 
+    @property
+    def touched(self) -> bool:
+        """Whether one of the arrays exists yet."""
+        return self._array is not None or self._host is not None
+
     def bind(self, array: Array) -> None:
         """Use this flat device array from now on."""
         super().bind(array)

@@ -89,6 +89,7 @@ def test_binding_a_gpus_memory_forgets_the_host() -> None:
     memory = SyncedMemory(np.float32, FakeGpu())
     memory.reserve(2)
     memory.host[...] = 1
+    assert memory.touched
     memory.bind(np.full(2, 9, np.float32))
     assert memory.host.tolist() == [9, 9]
 

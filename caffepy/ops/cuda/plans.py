@@ -253,7 +253,8 @@ def _excluded(cudnn: Any, dtype: np.dtype[Any]) -> list[Any]:
     note = cudnn.numerical_note
     excluded = [note.NONDETERMINISTIC] if precision.deterministic() else []
     if dtype == np.float32 and precision.get() == "fp32":
-        excluded += [note.TENSOR_CORE, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION]
+        excluded += [note.TENSOR_CORE, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION, note.FFT]
+        excluded += [getattr(note, name) for name in dir(note) if name.startswith("WINOGRAD")]  # errors of 3e-3
     return excluded
 
 
