@@ -2,6 +2,7 @@
 
 import os
 import re
+import stat
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -61,15 +62,18 @@ _MESSAGES = {
     "an ONNX model": {(1, _VARINT), (2, _BYTES), (3, _BYTES), (4, _BYTES), (5, _VARINT), (7, _BYTES), (8, _BYTES)},
 }
 
+STATE_GOES_TO = "a solver state goes to caffepy train --snapshot"
 _ADVICE = {
-    ("a caffemodel", "a solver state"): "did you mean --snapshot?",
+    ("a caffemodel", "a solver state"): STATE_GOES_TO,
     ("a caffemodel", "text"): "a prototxt goes to --model or --solver",
     ("a solver state", "a caffemodel"): "did you mean --weights?",
     ("a solver state", "text"): "a prototxt goes to --model or --solver",
     ("a prototxt", "a caffemodel"): "did you mean --weights?",
-    ("a prototxt", "a solver state"): "did you mean --snapshot?",
+    ("a prototxt", "a solver state"): STATE_GOES_TO,
     ("a prototxt", "HDF5"): "did you mean --weights or --snapshot?",
     ("a prototxt", "UTF-16 text"): "save it as UTF-8",
+    ("a caffemodel", "a pipe"): "save its content as a file",
+    ("a solver state", "a pipe"): "save its content as a file",
 }
 
 
@@ -78,17 +82,27 @@ def sniff(path: str) -> str:
 
     Caffe's own kinds are "a caffemodel", "a solver state", "a binaryproto", "text", "HDF5", "LMDB" and "LevelDB"; the
     first three may be followed by " that is cut short". Others are "empty", "missing", "unreadable", "a directory",
-    "zero bytes", well-known foreign kinds such as "a PyTorch file", and "unknown binary data".
+    "a pipe", "a device", "zero bytes", well-known foreign kinds such as "a PyTorch file", and "unknown binary data".
     """
     try:
         if os.path.isdir(path):
             return _sniff_directory(path)
+        if special := _special(path):
+            return special
         with open(path, "rb") as file:
             return _sniff_file(file)
     except FileNotFoundError:
         return "missing"
     except (OSError, ValueError):
         return "unreadable"
+
+
+def _special(path: str) -> str | None:
+    """What is no file and, being read, might neither end nor give its bytes again."""
+    mode = os.stat(path).st_mode
+    if stat.S_ISREG(mode):
+        return None
+    return "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "a pipe"
 
 
 def _sniff_directory(path: str) -> str:
@@ -192,6 +206,8 @@ def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> C
         return error(f'"{path}" is empty')
     if kind == wanted:
         return error(f'"{path}" is damaged: it starts like {wanted}, but cannot be read')
+    if kind == f"{wanted} that is cut short":
+        return error(f'"{path}" is {kind}')
     advice = _ADVICE.get((wanted, kind))
     return error(f'"{path}" looks like {kind}, not {wanted}' + (f"; {advice}" if advice else ""))
 

@@ -3,7 +3,9 @@
 The grammar is protobuf's own. Positions are character offsets until they are shown; lines and columns start at 1.
 """
 
+import os
 import re
+import stat
 from collections.abc import Callable
 from functools import cache
 from typing import Final, NoReturn, TypeVar
@@ -76,7 +78,7 @@ def read_message(path: str, message: M) -> M:
     try:
         parse(text, message, path)
     except ConfigError:
-        if sniff(path) != "text":
+        if sniff(path) not in ("text", "a pipe"):
             raise mismatch(path, "a prototxt") from None
         raise
     if not message.ListFields():
@@ -117,6 +119,8 @@ def locate_field(path: str, field: str) -> str:
 def _read_text(path: str) -> str:
     """The file's text. Bytes that are not UTF-8 become surrogates: in a comment they do no harm."""
     with open(path, "rb") as file:
+        if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty():
+            raise ValueError("a device")
         return file.read().decode("utf-8", "surrogateescape").removeprefix("\ufeff")
 
 

@@ -234,7 +234,12 @@ def upgrade_solver(solver: SolverParameter, path: str) -> SolverParameter:
     A missing `snapshot_prefix` is `path` without its extension; one that names a folder gets the stem of `path`.
     """
     upgraded = upgrade_solver_fields(solver, path)
-    _set_snapshot_prefix(upgraded, path)
+    try:
+        _set_snapshot_prefix(upgraded, path)
+    except UnicodeEncodeError:
+        raise ConfigError(
+            "no snapshot_prefix can be made of this file's name, which is not UTF-8; set one", path
+        ) from None
     return upgraded
 
 

@@ -66,7 +66,7 @@ def test_damage_inside_a_layer(tmp_path: Path) -> None:
 
 def test_cut_short(tmp_path: Path) -> None:
     path = write(tmp_path / "x.caffemodel", NET.read_bytes()[:-1])
-    with pytest.raises(ConfigError, match="looks like a caffemodel that is cut short, not a caffemodel"):
+    with pytest.raises(ConfigError, match="is a caffemodel that is cut short"):
         binary.read_net(path)
 
 

@@ -1,3 +1,4 @@
+import os
 import pickle
 import zipfile
 from pathlib import Path
@@ -25,6 +26,7 @@ GOLDEN_KINDS = {
     "no/such/file": "missing",
     "digits/solver.prototxt/x": "unreadable",
     "a\0b": "unreadable",
+    "/dev/zero": "a device",
 }
 CONTENTS = {
     "empty": (b"", "empty"),
@@ -99,7 +101,7 @@ def test_truncated_anywhere(name: str, tmp_path: Path) -> None:
 def test_words_of_errors(tmp_path: Path) -> None:
     net, state = str(GOLDEN / "digits/digits_iter_250.caffemodel"), str(GOLDEN / "digits/digits_iter_250.solverstate")
     assert str(mismatch(state, "a caffemodel")) == (
-        f'"{state}" looks like a solver state, not a caffemodel; did you mean --snapshot?'
+        f'"{state}" looks like a solver state, not a caffemodel; a solver state goes to caffepy train --snapshot'
     )
     assert str(mismatch(net, "a solver state")).endswith(
         "like a caffemodel, not a solver state; did you mean --weights?"
@@ -111,3 +113,10 @@ def test_words_of_errors(tmp_path: Path) -> None:
     assert str(mismatch(str(GOLDEN / "digits/digits_iter_250.cafemodel"), "a caffemodel")).endswith(
         'no such file, did you mean "digits_iter_250.caffemodel"?'
     )
+
+
+def test_pipes_are_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x")
+    assert sniff(str(tmp_path / "x")) == "a pipe"
+    message = str(mismatch(str(tmp_path / "x"), "a caffemodel"))
+    assert message.endswith("looks like a pipe, not a caffemodel; save its content as a file")

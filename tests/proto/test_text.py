@@ -351,7 +351,7 @@ FILES = {
     ),
     "state": (
         (GOLDEN / "digits_iter_250.solverstate").read_bytes(),
-        "looks like a solver state, not a prototxt; did you",
+        "looks like a solver state, not a prototxt; a solver state goes to",
     ),
     "HDF5": (b"\x89HDF\r\n\x1a\n\0\0", "looks like HDF5, not a prototxt; did you mean --weights or --snapshot?"),
     "UTF-16": ('name: "x"'.encode("utf-16"), "looks like UTF-16 text, not a prototxt; save it as UTF-8"),
@@ -528,3 +528,24 @@ def test_fuzz_of_files(tmp_path: Path, content: bytes) -> None:
         with suppress(CaffeError):
             read(path)
     text.locate_layer(path, LayerParameter(name="x"))
+
+
+def through_pipe(source: str) -> NetParameter:
+    reading, writing = os.pipe()
+    os.write(writing, source.encode())
+    os.close(writing)
+    try:
+        return text.read_net(f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+
+
+def test_pipes_are_read_once() -> None:
+    assert through_pipe('name: "x"').name == "x"
+    with pytest.raises(ConfigError, match=r'/dev/fd/\d+:1:1: .*"nam"'):
+        through_pipe('nam: "x"')
+
+
+def test_devices_are_not_read() -> None:
+    with pytest.raises(ConfigError, match='"/dev/zero" looks like a device, not a prototxt'):
+        text.read_net("/dev/zero")

@@ -202,3 +202,10 @@ def test_snapshot_prefix(tmp_path: Path) -> None:
     assert upgrade.upgrade_solver(solver('snapshot_prefix: "x"'), "s.prototxt").snapshot_prefix == "x"
     folder = solver(f'snapshot_prefix: "{tmp_path}"')
     assert upgrade.upgrade_solver(folder, "a/s.prototxt").snapshot_prefix == str(tmp_path / "s")
+
+
+def test_a_solver_file_whose_name_is_not_utf8_needs_a_prefix() -> None:
+    path = "caf\udce9.prototxt"
+    with pytest.raises(ConfigError, match="set one"):
+        upgrade.upgrade_solver(SolverParameter(), path)
+    assert upgrade.upgrade_solver(SolverParameter(snapshot_prefix="s"), path).snapshot_prefix == "s"
