@@ -10,15 +10,28 @@ if TYPE_CHECKING:
     from caffepy.pycaffe.layer import Layer
     from caffepy.pycaffe.mode import set_device, set_mode_cpu, set_mode_gpu, set_precision, set_random_seed
     from caffepy.pycaffe.net import Net
-    from caffepy.pycaffe.solver import SGDSolver, get_solver
+    from caffepy.pycaffe.solver import (
+        AdaDeltaSolver,
+        AdaGradSolver,
+        AdamSolver,
+        NesterovSolver,
+        RMSPropSolver,
+        SGDSolver,
+        get_solver,
+    )
 
 __version__ = "0.1.0"
 TRAIN = 0
 TEST = 1
 
 _homes = {
+    "AdaDeltaSolver": "caffepy.pycaffe.solver",
+    "AdaGradSolver": "caffepy.pycaffe.solver",
+    "AdamSolver": "caffepy.pycaffe.solver",
     "Layer": "caffepy.pycaffe.layer",
+    "NesterovSolver": "caffepy.pycaffe.solver",
     "Net": "caffepy.pycaffe.net",
+    "RMSPropSolver": "caffepy.pycaffe.solver",
     "SGDSolver": "caffepy.pycaffe.solver",
     "get_solver": "caffepy.pycaffe.solver",
     "set_device": "caffepy.pycaffe.mode",
@@ -31,8 +44,13 @@ _homes = {
 __all__ = [
     "TEST",
     "TRAIN",
+    "AdaDeltaSolver",
+    "AdaGradSolver",
+    "AdamSolver",
     "Layer",
+    "NesterovSolver",
     "Net",
+    "RMSPropSolver",
     "SGDSolver",
     "__version__",
     "get_solver",

@@ -3,6 +3,7 @@
 import threading
 
 from caffepy.device import CudaDevice, Device
+from caffepy.errors import CaffeError
 
 
 class _Mode(threading.local):
@@ -40,6 +41,8 @@ def set_device(index: int) -> None:
 
 def set_random_seed(seed: int) -> None:
     """Seed the calling thread's random numbers; call it before building nets."""
+    if seed < 0:
+        raise CaffeError(f"a random seed is 0 or more, not {seed}")
     _mode.random.seed(seed)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from caffepy.blob import Array
 from caffepy.errors import CaffeError
 from caffepy.layer import Layer as InnerLayer
+from caffepy.layer.data import MemoryData
 from caffepy.layer.python import Python
 from caffepy.net import Net as Inner
 from caffepy.net import weights
@@ -54,6 +55,9 @@ class Net:
     ) -> None:
         if isinstance(phase, (str, os.PathLike)):
             weights, phase, level = phase, level, 0
+        if phase not in Phase.values():
+            known = ", ".join(f"{name} ({number})" for name, number in Phase.items())
+            raise CaffeError(f"there is no phase {phase!r}; give one of {known}")
         path = os.fspath(network_file)
         if not os.path.isfile(path):
             raise CaffeError(f"Could not open file {path}")
@@ -126,6 +130,25 @@ class Net:
     @property
     def _layer_names(self) -> list[str]:
         return list(self._net.layer_names)
+
+    @property
+    def _inputs(self) -> list[int]:
+        return self._ids(self._net.inputs)
+
+    @property
+    def _outputs(self) -> list[int]:
+        return self._ids(self._net.outputs)
+
+    def _top_ids(self, layer: int) -> list[int]:
+        return self._ids(self._net.top_names[layer])
+
+    def _bottom_ids(self, layer: int) -> list[int]:
+        return self._ids(self._net.bottom_names[layer])
+
+    def _ids(self, names: Iterable[str]) -> list[int]:
+        """Places of blobs in `_blob_names`."""
+        places = {name: i for i, name in enumerate(self._net.blobs)}
+        return [places[name] for name in names]
 
     @property
     def _blob_names(self) -> list[str]:
@@ -239,6 +262,24 @@ class Net:
     def load_hdf5(self, path: str | os.PathLike[str]) -> None:
         """Load an HDF5 caffemodel."""
         weights.load_hdf5(self._net, os.fspath(path))
+
+    def set_input_arrays(self, data: Array, labels: Array) -> None:
+        """Let the MemoryData layer that comes first give these float32 arrays, (N, C, H, W) and (N,) or (N, 1, 1, 1).
+
+        N must be a multiple of its batch size. The arrays are not copied.
+        """
+        layer = self._net.layers[0]
+        if not isinstance(layer, MemoryData):
+            raise CaffeError("set_input_arrays may only be called if the first layer is a MemoryData layer")
+        for name, array, axes in (("data", data, (4,)), ("labels", labels, (1, 4))):
+            if array.dtype != np.float32 or array.ndim not in axes or not array.flags.c_contiguous:
+                raise CaffeError(
+                    f"{name} must be a C-contiguous float32 array of {' or '.join(map(str, axes))} axes, not "
+                    f"{array.dtype} of shape {array.shape}"
+                )
+        if labels.size != len(labels):
+            raise CaffeError(f"labels must have one number for each item, not shape {labels.shape}")
+        layer.reset(data, labels)
 
     def before_forward(self, callback: Callable[[int], object]) -> None:
         """Call `callback(layer index)` before each layer's forward."""

@@ -1,7 +1,7 @@
 """pycaffe's solvers: built from a solver file, stepped from Python."""
 
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -38,6 +38,11 @@ class Solver:
     def iter(self) -> int:
         """Completed iterations."""
         return self._solver.iter
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the next iteration."""
+        return self._solver.rate()
 
     @property
     def param(self) -> SolverParameter:
@@ -79,11 +84,49 @@ class _Callback:
         self.on_gradients_ready = on_gradients_ready
 
 
-class SGDSolver(Solver):
-    """Stochastic gradient descent with momentum, whatever `type` the file names."""
+class _Typed(Solver):
+    """A solver of one type, whatever `type` the file names."""
+
+    kind: ClassVar[str]
 
     def __init__(self, solver_file: str | os.PathLike[str]) -> None:
-        super().__init__(solver_file, "SGD")
+        super().__init__(solver_file, self.kind)
+
+
+class SGDSolver(_Typed):
+    """Stochastic gradient descent with momentum."""
+
+    kind = "SGD"
+
+
+class NesterovSolver(_Typed):
+    """Nesterov's accelerated gradient."""
+
+    kind = "Nesterov"
+
+
+class AdaGradSolver(_Typed):
+    """AdaGrad (Duchi et al. 2011)."""
+
+    kind = "AdaGrad"
+
+
+class RMSPropSolver(_Typed):
+    """RMSProp (Tieleman and Hinton 2012)."""
+
+    kind = "RMSProp"
+
+
+class AdaDeltaSolver(_Typed):
+    """AdaDelta (Zeiler 2012)."""
+
+    kind = "AdaDelta"
+
+
+class AdamSolver(_Typed):
+    """Adam (Kingma and Ba 2015)."""
+
+    kind = "Adam"
 
 
 def get_solver(solver_file: str | os.PathLike[str]) -> Solver:

@@ -149,3 +149,54 @@ def test_layer_type_list() -> None:
     types = caffe.layer_type_list()
     assert types == sorted(types)
     assert {"Data", "Convolution", "SoftmaxWithLoss"} <= set(types)
+
+
+def test_ids_are_places_among_the_blobs(net: "caffe.Net") -> None:
+    assert net._blob_names == ["x", "y", "a", "b"]
+    assert (net._inputs, net._outputs) == ([0, 1], [3, 1])
+    assert [net._top_ids(i) for i in range(4)] == [[0, 1], [2], [2], [3]]
+    assert [net._bottom_ids(i) for i in range(4)] == [[], [0], [2], [2]]
+
+
+def test_unknown_phases_and_seeds_are_refused(path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"there is no phase 7; give one of TRAIN \(0\), TEST \(1\)"):
+        caffe.Net(str(path), 7)
+    with pytest.raises(RuntimeError, match="a random seed is 0 or more, not -1"):
+        caffe.set_random_seed(-1)
+
+
+@pytest.mark.parametrize("method", ["save", "save_hdf5"])
+def test_bad_paths_are_named(method: str, net: "caffe.Net", tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"gone/w: cannot be written: no such file or directory"):
+        getattr(net, method)(tmp_path / "gone" / "w")
+
+
+MEMORY = """
+layer { name: "in" type: "MemoryData" top: "x" top: "y" memory_data_param {
+  batch_size: 2 channels: 1 height: 1 width: 3 } }
+"""
+
+
+def test_set_input_arrays(net: "caffe.Net", tmp_path: Path) -> None:
+    (tmp_path / "memory.prototxt").write_text(MEMORY)
+    memory = caffe.Net(str(tmp_path / "memory.prototxt"), caffe.TRAIN)
+    data, labels = np.arange(12, dtype=np.float32).reshape(4, 1, 1, 3), np.arange(4, dtype=np.float32)
+    memory.set_input_arrays(data, labels)
+    data += 1
+    for i in (0, 2, 0):
+        out = memory.forward()
+        np.testing.assert_array_equal(out["x"], data[i : i + 2])
+        np.testing.assert_array_equal(out["y"].ravel(), labels[i : i + 2])
+    wrong = {
+        "float64": (data.astype(float), labels),
+        "not .* of shape": (data[0], labels),
+        "C-contiguous": (data[..., ::-1], labels),
+        "labels must have one number": (data, data),
+        "multiple of the batch size 2": (data[:3], labels[:3]),
+        "for a layer of": (np.zeros((2, 1, 1, 4), np.float32), labels[:2]),
+    }
+    for message, arrays in wrong.items():
+        with pytest.raises(RuntimeError, match=message):
+            memory.set_input_arrays(*arrays)
+    with pytest.raises(RuntimeError, match="first layer is a MemoryData"):
+        net.set_input_arrays(data, labels)
