@@ -63,8 +63,8 @@ def taken_up(path: str) -> Iterator[None]:
         raise
     except Exception as error:  # zip, npy, json and whatever the content is used for fail in many ways
         raise ConfigError(
-            f"this sidecar of a snapshot is damaged ({type(error).__name__}: {error}); without it the run resumes as "
-            "Caffe does, with data and random numbers starting anew",
+            f"this sidecar of a snapshot is damaged ({type(error).__name__}: {str(error)[:200]}); without it the run "
+            "resumes as Caffe does, with data and random numbers starting anew",
             path,
         ) from None
 

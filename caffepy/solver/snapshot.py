@@ -229,7 +229,7 @@ def read_sidecar(state_path: str) -> dict[str, Any] | None:
     if not files or not content:
         return None
     with sidecar.taken_up(files.sidecar):
-        owner = content["state"]["name"]
+        owner = str(content["state"]["name"])
     if owner != os.path.basename(state_path):
         log.warning("%s belongs to %s; it is left aside", files.sidecar, owner)
         return None
@@ -240,7 +240,7 @@ def verify(content: dict[str, Any], state_path: str, model_path: str) -> None:
     """ConfigError unless state and model are, to the bit, what was written with this sidecar."""
     for kind, path in (("state", state_path), ("model", model_path)):
         with sidecar.taken_up(sidecar_of(state_path)):
-            expected = content[kind]["sha256"]
+            expected = str(content[kind]["sha256"])
         if sidecar.checksum(path) != expected:
             raise ConfigError(
                 "this file was damaged or changed after the snapshot was written; if that is on purpose, "
@@ -299,8 +299,8 @@ def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | No
         raise ConfigError(f"the folder {folder} of snapshot_prefix cannot be written: {error.strerror}") from None
     if largest > (limit := _size_limit()):
         raise ConfigError(
-            f"a file of a snapshot takes {-(-largest // MIB)} MiB, but this process may write files of {limit} bytes "
-            "only; see ulimit -f"
+            f"a snapshot has a file of {largest} bytes, but this process may write files of {limit} bytes only; see "
+            "ulimit -f"
         )
     free = shutil.disk_usage(folder).free
     if free < total:

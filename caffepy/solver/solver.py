@@ -425,7 +425,7 @@ class Solver:
 
     def _check_type(self, content: dict[str, Any], path: str) -> None:
         with taken_up(sidecar_of(path)):
-            kind = content["type"]
+            kind = str(content["type"])
         if kind != self.param.type:
             raise ConfigError(
                 f"this state was written by a solver of type {kind}, but this one is {self.param.type}; set "
@@ -438,6 +438,7 @@ class Solver:
         before = self._positions()
         try:
             with taken_up(path):
+                self._compare_layers(content["positions"], path)
                 self._set_positions(content["positions"])
                 window = LossWindow.of(self.param.average_loss, content["window"])
                 last, seconds = content["displayed"]
@@ -446,7 +447,10 @@ class Solver:
             self._set_positions(before)
             raise
         self._window, self._window_restored = window, True
-        for net, state in self._nets_and(content["positions"]):
+
+    def _compare_layers(self, positions: dict[str, Any], path: str) -> None:
+        """Warn of layers that the saved positions or the nets do not know."""
+        for net, state in self._nets_and(positions):
             own = net.state().keys()
             _warn_of_layers(f"{path} does not say where to go on with", own - state.keys(), "they start anew")
             _warn_of_layers(f"{path} says where to go on with", state.keys() - own, "which this net does not have")

@@ -317,7 +317,7 @@ def test_failing_data_does_not_cost_what_was_learned(tmp_path: Path, caplog: pyt
     np.testing.assert_array_equal(resumed.params.data, whole.params.data)
 
 
-WRONG_CONTENT: list[Any] = [None, -1, 1e30, "x", [], {}, 10**30, [1, 2], {"a": 1}, float("nan")]
+WRONG_CONTENT: list[Any] = [None, -1, 1e30, "x", [], {}, 10**30, [1, 2], {"a": 1}, float("nan"), np.zeros(3)]
 
 
 def test_sidecars_of_wrong_content_are_named_and_change_nothing(tmp_path: Path) -> None:
