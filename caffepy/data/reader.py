@@ -18,7 +18,7 @@ from caffepy.data.loader import Batch, Loader, State
 log = logging.getLogger(__name__)
 
 EXIT_WAIT = 2.0  # seconds that the end of the process waits for a thread in the middle of a batch
-MOST_BATCHES = 1000
+MOST_BATCHES = 100
 WAITS_PER_LINE = 1000
 
 
