@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from types import FrameType
 
 import click
 
@@ -75,10 +76,20 @@ def main() -> None:
 _interrupted = False
 
 
-def _interrupt(number: int, frame: object) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     global _interrupted
+    if _is_importing(frame):  # extension modules crash when they are interrupted
+        os._exit(INTERRUPTED)
     _interrupted = True  # libraries may turn the exception into another
     raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -217,3 +217,19 @@ def test_an_interrupt_that_a_library_turned_into_another_error_is_one(failing: A
     finally:
         main._interrupted = False
     assert not capsys.readouterr().err
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+from caffepy.cli import main
+sys.path.insert(0, sys.argv[1])
+signal.signal(signal.SIGINT, main._interrupt)
+import interrupts_itself
+"""
+
+
+def test_an_interrupt_in_an_import_ends_at_once(tmp_path: Path) -> None:
+    (tmp_path / "interrupts_itself.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, str(tmp_path)]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
