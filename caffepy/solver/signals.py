@@ -36,7 +36,8 @@ class Signals:
 
     SIGTERM asks for a snapshot and a stop. If SIGINT asks to stop, a second SIGINT gives the run up: `poll` and
     `check` raise KeyboardInterrupt, hence never in the middle of a snapshot. A third one does not wait for them.
-    Python handles signals in the main thread only; in another, the context does nothing.
+    Once SIGTERM came, it stays noted after the context, too. Python handles signals in the main thread only; in
+    another, the context does nothing.
     """
 
     def __init__(self, sigint_effect: str = "stop", sighup_effect: str = "snapshot") -> None:
@@ -45,6 +46,7 @@ class Signals:
             self.effects[signal.SIGHUP] = effect(sighup_effect)
         self.giving_up = False
         self._interrupted = False
+        self._terminated = False
         self._asked = Action.NONE
         self._before: dict[int, Any] = {}
 
@@ -75,6 +77,8 @@ class Signals:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._terminated:  # the process is about to end; more of the same must not spoil its exit code
+            del self._before[signal.SIGTERM]
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -85,4 +89,5 @@ class Signals:
                 raise KeyboardInterrupt
             self.giving_up = self._interrupted
             self._interrupted = True
+        self._terminated |= number == signal.SIGTERM
         self._asked |= action

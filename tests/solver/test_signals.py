@@ -1,11 +1,19 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from caffepy.errors import UsageError
 from caffepy.solver import Action, Signals
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def listening(*effects: str) -> Signals:
@@ -75,6 +83,12 @@ def test_handlers_are_put_back() -> None:
         signals.listen()
         assert signal.getsignal(signal.SIGINT) not in before
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)] == before
+
+
+def test_a_process_that_ends_does_not_hear_sigterm_again() -> None:
+    with listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_other_threads_leave_the_handlers_alone() -> None:
