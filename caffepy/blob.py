@@ -54,6 +54,10 @@ class Memory:
         assert array.dtype == self.dtype
         self._array, self.capacity = array, array.size
 
+    def zeros(self, count: int) -> Array:
+        """Another flat array of zeros of this kind and type, where this memory lies."""
+        return np.zeros(count, self.dtype)
+
     @property
     def array(self) -> Array:
         """The flat array where layers compute."""
@@ -98,6 +102,10 @@ class SyncedMemory(Memory):
         """Use this flat device array from now on."""
         super().bind(array)
         self._host, self._host_is_newer = None, False
+
+    def zeros(self, count: int) -> Array:
+        """Another flat device array of zeros of this type."""
+        return self.store.zeros(count, self.dtype)
 
     @property
     def array(self) -> Array:

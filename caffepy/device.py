@@ -52,6 +52,10 @@ class Device:
     def synchronize(self) -> None:
         """Return when all work given to the device is done."""
 
+    def on_host(self, array: NDArray[Any]) -> NDArray[Any]:
+        """The array as numpy's: itself, or a copy of a GPU's."""
+        return array
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.index})"
 
@@ -98,6 +102,12 @@ class CudaDevice(Device):
     def synchronize(self) -> None:
         """Return when all work given to the stream is done."""
         self.stream.synchronize()
+
+    def on_host(self, array: Any) -> NDArray[Any]:
+        """A copy of a device array as numpy's."""
+        with self.scope():
+            copy: NDArray[Any] = self._cupy.asnumpy(array)
+        return copy
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """A flat device array of zeros."""

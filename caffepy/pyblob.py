@@ -1,6 +1,7 @@
 """Blobs as pycaffe's scripts and Python layers see them."""
 
 from collections.abc import Sequence
+from operator import index
 from typing import overload
 
 import numpy as np
@@ -60,7 +61,7 @@ class Blob:
 
     def reshape(self, *shape: int) -> None:
         """Take this shape: `blob.reshape(10, 3, 227, 227)`; the net's layers follow at the next forward or reshape."""
-        self._inner.reshape(shape)
+        self._inner.reshape(map(index, shape))
 
     def __repr__(self) -> str:
         return repr(self._inner)

@@ -74,7 +74,7 @@ def _run(net: Net, iterations: int) -> Score:
         net.forward()
         loss += net.loss()
         for name, total in zip(net.outputs, sums, strict=True):
-            values = net.blobs[name].data
+            values = net.blobs[name].host_data
             total += values
             for value in values.reshape(-1):
                 log.info("Batch %d, %s = %s", batch, name, number(value))

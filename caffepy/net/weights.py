@@ -61,10 +61,10 @@ def _copy_blob(blob: Blob, proto: BlobProto, layer: str, index: int) -> None:
             f"Cannot copy param {index} weights from layer '{layer}'; shape mismatch.  Source param shape is "
             f"{shape_string(array.shape)}; target param shape is {shape_string(blob.shape)}. {LEARN_ANEW}"
         )
-    blob.data[...] = array.reshape(blob.shape)
+    blob.host_data[...] = array.reshape(blob.shape)
     diff = proto.double_diff or proto.diff
     if len(diff) == blob.count > 0:
-        blob.diff[...] = np.asarray(diff, blob.dtype).reshape(blob.shape)
+        blob.host_diff[...] = np.asarray(diff, blob.dtype).reshape(blob.shape)
 
 
 def _fits(source: tuple[int, ...], target: tuple[int, ...], legacy: bool) -> bool:
@@ -84,7 +84,7 @@ def _layers(net: Net, diff: bool) -> Iterator[LayerParameter]:
         saved = LayerParameter()
         saved.CopyFrom(layer.param)
         del saved.blobs[:]
-        saved.blobs.extend(binary.array_to_blob(b.data, b.diff if diff else None) for b in layer.blobs)
+        saved.blobs.extend(binary.array_to_blob(b.host_data, b.host_diff if diff else None) for b in layer.blobs)
         yield saved
 
 
@@ -173,11 +173,11 @@ def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
             group = file.require_group(f"data/{name}")
             for j, blob in enumerate(layer.blobs):
                 if (i, j) in owners:
-                    group.create_dataset(str(j), data=blob.data)
+                    group.create_dataset(str(j), data=blob.host_data)
             if diff:
                 group = file.require_group(f"diff/{name}")
                 for j, blob in enumerate(layer.blobs):
-                    group.create_dataset(str(j), data=blob.diff)
+                    group.create_dataset(str(j), data=blob.host_diff)
 
 
 def load_hdf5(net: Net, path: str) -> set[str]:
@@ -241,4 +241,4 @@ def _load_layer(group: h5py.Group, blobs: list[Blob], name: str, owned: set[int]
                 f"Cannot load blob from hdf5; shape mismatch for param {j} of layer '{name}'.  Source shape is "
                 f"{shape_string(array.shape)}; target shape is {shape_string(blob.shape)}"
             )
-        blob.data[...] = array
+        blob.host_data[...] = array

@@ -43,4 +43,4 @@ def _layer(net: Net, index: int) -> str:
 
 
 def _finite(blob: Blob) -> bool:
-    return bool(np.isfinite(blob.data).all())
+    return bool(np.isfinite(blob.host_data).all())

@@ -4,7 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.blob import Array, Blob
+from caffepy.blob import Array, Blob, Memory
+
+ALIGNMENT = 16
+"""Elements to a multiple of which each blob starts: 64 bytes, as vector units and cuDNN want it."""
 
 
 class Params:
@@ -19,10 +22,10 @@ class Params:
         size = 0
         for blob in self.blobs:
             self.segments.append((size, blob.count))
-            size += blob.count
-        dtype = self.blobs[0].dtype if self.blobs else np.dtype(np.float32)
-        self.data: Array = np.zeros(max(size, 1), dtype)
-        self.diff: Array = np.zeros(max(size, 1), dtype)
+            size += -(-blob.count // ALIGNMENT) * ALIGNMENT
+        memory = self.blobs[0].data_memory if self.blobs else Memory(np.float32)
+        self.data: Array = memory.zeros(max(size, 1))
+        self.diff: Array = memory.zeros(max(size, 1))
         for blob, (offset, count) in zip(self.blobs, self.segments, strict=True):
             part = slice(offset, offset + count)
             self.data[part] = blob.data.reshape(-1)
@@ -32,8 +35,9 @@ class Params:
 
     @property
     def ends(self) -> Array:
-        """Where each segment ends, as an array for the update rules."""
-        return np.array([offset + count for offset, count in self.segments], np.int64)
+        """Where each segment ends, the zeros that fill it up included, as an array for the update rules."""
+        starts = [offset for offset, _ in self.segments]
+        return np.array([*starts[1:], self.data.size], np.int64)
 
     def split(self, flat: Array) -> list[Array]:
         """Views of a flat array of this layout in the blobs' shapes."""

@@ -100,8 +100,9 @@ class Solver:
         self.stopped = False  # the last step or solve ended early because `action` asked for it
         self.last_outputs: list[list[Output]] = [[] for _ in self.test_nets]  # what each test net gave last
 
-        self.params = Params(self.net.learnable_params)
-        self.history: list[Array] = [np.zeros_like(self.params.data) for _ in range(self.rule.histories)]
+        with self.device.scope():
+            self.params = Params(self.net.learnable_params)
+            self.history: list[Array] = [np.zeros_like(self.params.data) for _ in range(self.rule.histories)]
         self._ends = self.params.ends
         self._lr_mult = np.array(self.net.params_lr, np.float32)
         self._decay_mult = np.array(self.net.params_weight_decay, np.float32)
@@ -161,7 +162,7 @@ class Solver:
         self.stopped = False
         self._shown = self._shown or (self.iter, time.monotonic())
         end = self.iter + n
-        with self.ops.blas_scope():
+        with self.device.scope(), self.ops.blas_scope():
             while self.iter < end and not self.stopped:
                 self._iterate()
 
@@ -215,7 +216,7 @@ class Solver:
         last, since = self._shown
         now = time.monotonic()
         self._shown = self.iter, now
-        outputs = [(name, self.net.blobs[name].data.copy(), self._loss_weights[name]) for name in self.net.outputs]
+        outputs = [(name, self.net.blobs[name].host_data.copy(), self._loss_weights[name]) for name in self.net.outputs]
         speed = (self.iter - last) / max(now - since, 1e-9)
         self.reporter.displayed(self.iter, loss, outputs, speed, now - since, self.param.display)
         if isclose(loss, SATURATED, abs_tol=1e-3) and not self._saturation_explained:
@@ -240,8 +241,9 @@ class Solver:
             self._clip_factor() / param.iter_size,
             param.regularization_type == "L1",
         )
-        update = Update(param, self.iter, self.params.data, self.params.diff, self.history, segments)
-        self.rule.apply(self.ops, update)
+        with self.device.scope():
+            update = Update(param, self.iter, self.params.data, self.params.diff, self.history, segments)
+            self.rule.apply(self.ops, update)
         self.iter += 1
         return learning_rate
 
@@ -249,7 +251,8 @@ class Solver:
         limit = self.param.clip_gradients
         if limit < 0:
             return 1.0
-        norm = sqrt(self.ops.dot(self.params.diff, self.params.diff))
+        with self.device.scope():
+            norm = sqrt(self.ops.dot(self.params.diff, self.params.diff))
         if norm <= limit:
             return 1.0
         factor = limit / norm
@@ -343,7 +346,7 @@ class Solver:
         if not sums:
             sums += [np.zeros(net.blobs[name].shape) for name in net.outputs]
         for name, total in zip(net.outputs, sums, strict=True):
-            values = net.blobs[name].data
+            values = net.blobs[name].host_data
             if values.shape != total.shape:
                 raise DataError(
                     f'output "{name}" of a test net changed its shape between batches, from '
@@ -358,7 +361,7 @@ class Solver:
         check_params(self.net, self.iter)
         param = self.param
         files = Files(param.snapshot_prefix, self.iter, param.snapshot_format == SolverParameter.HDF5)
-        history = [part for flat in self.history for part in self.params.split(flat)]
+        history = [part for flat in self.history for part in self.params.split(self.device.on_host(flat))]
         state = State(self.iter, files.model, history, self.current_step)
         self._failed_at = self.iter
         write(files, self.net, state, self._progress(), param.snapshot_diff, self.reporter.snapshotted)
@@ -412,8 +415,9 @@ class Solver:
             self._take_up(content, sidecar_of(path))
         filled = load_weights(self.net, model)
         log.info("SGDSolver: restoring history")
-        for mine, read in zip(own, state.history, strict=True):
-            mine[...] = read.reshape(mine.shape)
+        with self.device.scope():
+            for mine, read in zip(own, state.history, strict=True):
+                mine[...] = read.reshape(mine.shape)
         self.iter = self._started_at = state.iteration
         self.current_step = state.current_step
         self._saved = self._positions_before = None
