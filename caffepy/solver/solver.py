@@ -417,7 +417,7 @@ class Solver:
         log.info("SGDSolver: restoring history")
         with self.device.scope():
             for mine, read in zip(own, state.history, strict=True):
-                mine[...] = read.reshape(mine.shape)
+                self.device.upload(np.asarray(read, mine.dtype).reshape(mine.shape), mine)
         self.iter = self._started_at = state.iteration
         self.current_step = state.current_step
         self._saved = self._positions_before = None
