@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import isclose, isfinite, sqrt
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from caffepy.solver.divergence import HINT, check_params, diverged
 from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.params import Params
 from caffepy.solver.policy import advance, rate
+from caffepy.solver.positions import compare_layers, set_positions, take_positions, warn_of_layers
 from caffepy.solver.reporter import Output, Reporter, Silent
 from caffepy.solver.sidecar import taken_up
 from caffepy.solver.signals import Action
@@ -149,7 +150,7 @@ class Solver:
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
-        for net in (self.net, *self.test_nets):
+        for net in self._nets:
             net.close()
 
     # the loop
@@ -381,13 +382,12 @@ class Solver:
         except CaffeError as error:
             log.error("No snapshot of iteration %d: %s; training goes on", self.iter, error)
 
+    @property
+    def _nets(self) -> list[Net]:
+        return [self.net, *self.test_nets]
+
     def _positions(self) -> dict[str, Any]:
-        """Where the data layers and the random numbers stand."""
-        return {
-            "net": self.net.state(),
-            "test_nets": [net.state() for net in self.test_nets],
-            "rng": self.device.rng.bit_generator.state,
-        }
+        return take_positions(self._nets, self.device)
 
     def _progress(self) -> dict[str, Any]:
         """What goes into the sidecar."""
@@ -422,7 +422,7 @@ class Solver:
         self.current_step = state.current_step
         self._saved = self._positions_before = None
         missing = dict.fromkeys(self.net.layer_names[i] for i, _ in self.net.learnable_owner)
-        _warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
+        warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
         if not content:
             self._window_restored, self._shown = False, None
             log.info("No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path)
@@ -442,32 +442,15 @@ class Solver:
         before = self._positions()
         try:
             with taken_up(path):
-                self._compare_layers(content["positions"], path)
-                self._set_positions(content["positions"])
+                compare_layers(content["positions"], self._nets, path)
+                set_positions(content["positions"], self._nets, self.device)
                 window = LossWindow.of(self.param.average_loss, content["window"])
                 last, seconds = content["displayed"]
                 self._shown = int(last), time.monotonic() - float(seconds)
         except CaffeError:
-            self._set_positions(before)
+            set_positions(before, self._nets, self.device)
             raise
         self._window, self._window_restored = window, True
-
-    def _compare_layers(self, positions: dict[str, Any], path: str) -> None:
-        """Warn of layers that the saved positions or the nets do not know."""
-        for net, state in self._nets_and(positions):
-            own = net.state().keys()
-            _warn_of_layers(f"{path} does not say where to go on with", own - state.keys(), "they start anew")
-            _warn_of_layers(f"{path} says where to go on with", state.keys() - own, "which this net does not have")
-
-    def _set_positions(self, positions: dict[str, Any]) -> None:
-        for net, state in self._nets_and(positions):
-            net.set_state(state)
-        self.device.rng.bit_generator.state = positions["rng"]
-
-    def _nets_and(self, positions: dict[str, Any]) -> list[tuple[Net, dict[str, Any]]]:
-        """The nets, each with its part of the positions; a run may have other test nets than the one before it."""
-        states = positions["net"], *positions["test_nets"]
-        return list(zip((self.net, *self.test_nets), states, strict=False))
 
     def _check_snapshots(self) -> None:
         """ConfigError now rather than after training if the last snapshot could not be written; clean up its folder."""
@@ -498,8 +481,3 @@ class Solver:
             check_folder(self.param.snapshot_prefix, largest, total, last)
         except ConfigError as error:
             raise error.at(at_field(self.path, "snapshot_prefix") or "snapshot_prefix") from None
-
-
-def _warn_of_layers(what: str, names: Iterable[str], consequence: str) -> None:
-    if names := sorted(names):
-        log.warning("%s %s: %s", what, ", ".join(f'"{name}"' for name in names), consequence)
