@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from caffepy import ops
-from caffepy.device import Device
+from caffepy.device import first_device
 from caffepy.net import Net
 from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST
@@ -41,19 +41,21 @@ def score(
     weights: Iterable[str],
     *,
     iterations: int = 50,
-    device: Device | None = None,
+    gpu: str | None = None,
+    precision: str | None = None,
     level: int = 0,
     stages: Sequence[str] = (),
     threads: int | None = None,
 ) -> Score:
     """Run the net of the file `model` in its TEST phase with these trained weights; logs each batch as Caffe does.
 
+    `gpu`: the number of a GPU, of which Caffe's tool takes the first; `precision` of products there: "fp32" or "tf32".
     ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
-    device = device or Device()
+    device = first_device(gpu)
+    ops.set_precision(device, precision)
     if threads:
         ops.backend(device).set_num_threads(threads)
-    log.info("Use CPU.")
     param = read_net(model)
     param.state.phase, param.state.level = TEST, level
     param.state.stage.extend(stages)

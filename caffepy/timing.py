@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from time import perf_counter
 
 from caffepy import ops
-from caffepy.device import Device
+from caffepy.blob import on_host
+from caffepy.device import first_device
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
@@ -68,7 +69,8 @@ def time_net(
     *,
     iterations: int = 50,
     phase: str = "TRAIN",
-    device: Device | None = None,
+    gpu: str | None = None,
+    precision: str | None = None,
     level: int = 0,
     stages: Sequence[str] = (),
     threads: int | None = None,
@@ -78,11 +80,13 @@ def time_net(
     """Time the net of the file `model`, after one pass to warm up; logs Caffe's lines.
 
     `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
+    `gpu`: the number of a GPU, the first of several; each layer is waited for, so that its own time is seen.
+    `precision` of products there: "fp32" or "tf32".
     """
-    device = device or Device()
+    device = first_device(gpu)
+    ops.set_precision(device, precision)
     if threads:
         ops.backend(device).set_num_threads(threads)
-    log.info("Use CPU.")
     param = read_net(model)
     param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
     param.state.stage.extend(stages)
@@ -95,7 +99,7 @@ def time_net(
 
 def _time(net: Net, iterations: int) -> Timing:
     layers = [LayerTime(name, layer.type) for name, layer in zip(net.layer_names, net.layers, strict=True)]
-    with net.ops.blas_scope():
+    with net.device.scope(), net.ops.blas_scope():
         log.info("Performing Forward")
         _forward(net, layers)
         log.info("Initial loss: %s", number(net.loss()))
@@ -125,6 +129,7 @@ def _forward(net: Net, layers: Sequence[LayerTime]) -> float:
     begin = since = perf_counter()
     for i, layer in enumerate(layers):
         net.forward(i, i)
+        net.device.synchronize()
         now = perf_counter()
         layer.forward += (now - since) * 1000
         since = now
@@ -137,7 +142,11 @@ def _backward(net: Net, layers: Sequence[LayerTime]) -> float:
     for i in reversed(range(len(layers))):
         layer = net.layers[i]
         if type(layer).backward is not Layer.backward:
-            layer.backward(net.tops[i], net.bottom_need_backward[i], net.bottoms[i])
+            bottom, top = net.bottoms[i], net.tops[i]
+            if layer.on_host:
+                bottom, top = on_host(bottom), on_host(top)
+            layer.backward(top, net.bottom_need_backward[i], bottom)
+        net.device.synchronize()
         now = perf_counter()
         layers[i].backward += (now - since) * 1000
         since = now

@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from caffepy import ops
-from caffepy.device import Device
+from caffepy.device import CudaDevice, Device, gpu_numbers
 from caffepy.errors import STOPPED, ConfigError, DeviceError, UsageError
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -46,6 +46,8 @@ def train(
     weights: Sequence[str] = (),
     snapshot: str | None = None,
     gpu: str | None = None,
+    cpu: bool = False,
+    precision: str | None = None,
     level: int = 0,
     stages: Sequence[str] = (),
     sigint_effect: str = "stop",
@@ -57,16 +59,24 @@ def train(
     """Train as the solver file says; raises the errors of `caffepy.errors`.
 
     `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the newest good one under
-    the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). SIGTERM stops with a
+    the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). `gpu`: the number of a GPU,
+    or "all" for the first; `cpu` keeps a solver that says solver_mode: GPU on the CPU; `precision` of products on a
+    GPU: "fp32" or "tf32". SIGTERM stops with a
     snapshot; `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file;
     `progress` False keeps the terminal free of a progress bar; `threads` is the number of CPU threads.
     """
     if snapshot and weights and snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
+    if gpu and cpu:
+        raise UsageError("Give --gpu or --cpu, not both.")
     signals = Signals(sigint_effect, sighup_effect)
     with _logging(log_dir):
         param = read_solver(solver)
-        device = _device(param, solver, gpu)
+        device = Device() if cpu else _device(param, solver, gpu)
+        _tell(device)
+        ops.set_precision(device, precision)
+        if device.kind == "cuda":
+            param.device_id = device.index
         if threads:
             ops.backend(device).set_num_threads(threads)
         param.train_state.level = level
@@ -113,14 +123,28 @@ def _logging(log_dir: str | None) -> Iterator[None]:
 def _device(param: SolverParameter, path: str, gpu: str | None) -> Device:
     """The device of the run: the CPU unless `gpu` or an explicit solver_mode asks for another, as in Caffe's tool."""
     if gpu:
-        raise DeviceError(f"--gpu {gpu}: this version trains on the CPU only; leave out --gpu")
+        numbers = gpu_numbers(gpu)
+        if len(numbers) > 1 and gpu != "all":
+            raise DeviceError("training on several GPUs at once is not there yet; give one")
+        return CudaDevice(numbers[0])
     if param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU:
-        raise DeviceError(
-            "solver_mode: GPU asks for a GPU, but this version trains on the CPU only; set solver_mode: CPU",
-            locate_field(path, "solver_mode"),
-        )
-    log.info("Use CPU.")
+        index = param.device_id if param.HasField("device_id") else 0
+        try:
+            return CudaDevice(index)
+        except DeviceError as error:
+            raise DeviceError(
+                f"solver_mode: GPU asks for GPU {index}, but {error.message}; or set solver_mode: CPU, or give --cpu",
+                locate_field(path, "solver_mode"),
+            ) from None
     return Device()
+
+
+def _tell(device: Device) -> None:
+    if isinstance(device, CudaDevice):
+        log.info("Using GPUs %d", device.index)
+        log.info("GPU %d: %s", device.index, device.name)
+    else:
+        log.info("Use CPU.")
 
 
 def _newest(param: SolverParameter) -> str | None:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import platform
+from typing import Any
 
 import click
 
@@ -12,12 +13,37 @@ from caffepy.cli import options
 log = logging.getLogger(__name__)
 
 
+LABELS = {
+    "Device id": "id",
+    "Major revision number": "major",
+    "Minor revision number": "minor",
+    "Name": "name",
+    "Total global memory": "totalGlobalMem",
+    "Total shared memory per block": "sharedMemPerBlock",
+    "Total registers per block": "regsPerBlock",
+    "Warp size": "warpSize",
+    "Maximum memory pitch": "memPitch",
+    "Maximum threads per block": "maxThreadsPerBlock",
+    "Maximum dimension of block": "maxThreadsDim",
+    "Maximum dimension of grid": "maxGridSize",
+    "Clock rate": "clockRate",
+    "Total constant memory": "totalConstMem",
+    "Texture alignment": "textureAlignment",
+    "Concurrent copy and execution": "deviceOverlap",
+    "Number of multiprocessors": "multiProcessorCount",
+    "Kernel execution timeout": "kernelExecTimeoutEnabled",
+}
+"""Caffe's labels, in its order, and CUDA's names of what they tell."""
+
+FLAGS = ("deviceOverlap", "kernelExecTimeoutEnabled")
+
+
 @click.command(short_help="Show the devices that caffepy can compute on.")
 @options.gpu
 @options.as_json
 @options.logged()
 def device_query(gpu: str | None, as_json: bool) -> None:
-    """Print what the devices are to stdout.
+    """Print what the CPU and the GPUs of --gpu are to stdout.
 
     \b
     Examples:
@@ -25,13 +51,28 @@ def device_query(gpu: str | None, as_json: bool) -> None:
       caffepy device-query --gpu all
     """
     log.info("Querying GPUs %s", gpu or "")
-    options.refuse_gpu(gpu)
+    from caffepy.device import gpu_numbers, gpu_properties
+
+    gpus = [{"id": number} | gpu_properties(number) for number in (gpu_numbers(gpu) if gpu else [])]
     cpu = {"name": cpu_name(), "threads": os.cpu_count()}
     if as_json:
-        click.echo(json.dumps({"cpu": cpu, "gpus": []}))
+        told = [{name: _value(properties[name]) for name in LABELS.values()} for properties in gpus]
+        click.echo(json.dumps({"cpu": cpu, "gpus": told}))
         return
     click.echo(f"CPU: {cpu['name']}, {cpu['threads']} threads")
-    click.echo("no CUDA device: this version computes on the CPU")
+    for properties in gpus:
+        for label, name in LABELS.items():
+            click.echo(f"{label + ':':31}{_text(name, properties[name])}")
+
+
+def _value(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _text(name: str, value: Any) -> str:
+    if name in FLAGS:
+        return "Yes" if value else "No"
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def cpu_name() -> str:

@@ -15,6 +15,7 @@ from caffepy import __version__
 from caffepy.cli.arguments import normalize
 from caffepy.cli.check import check
 from caffepy.cli.device_query import device_query
+from caffepy.cli.doctor import doctor
 from caffepy.cli.draw import draw
 from caffepy.cli.group import Commands
 from caffepy.cli.test import test
@@ -45,7 +46,7 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
     cls=Commands,
     epilog=EPILOG,
     invoke_without_command=True,
-    commands=(train, test, time, check, draw, weights, upgrade_net, upgrade_solver, device_query),
+    commands=(train, test, time, check, draw, weights, upgrade_net, upgrade_solver, device_query, doctor),
     context_settings={"max_content_width": 110},
 )
 @click.version_option(__version__, message="%(version)s")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import click
 
 from caffepy import models
-from caffepy.errors import ConfigError, DeviceError
+from caffepy.errors import ConfigError
 from caffepy.registry import nearest
 
 Command = Callable[..., Any]
@@ -81,7 +81,12 @@ gpu: Decorator = click.option(
     default="",
     callback=_devices,
     metavar="IDS|all",
-    help="Devices to run on: numbers separated by commas, or all. Default: the CPU.",
+    help="GPUs: numbers separated by commas, or all; one of them computes, the first. Default: the CPU.",
+)
+precision: Decorator = click.option(
+    "--precision",
+    type=click.Choice(["fp32", "tf32"]),
+    help="How a GPU multiplies float32 numbers: tf32 rounds factors to 10 bits. Default: CAFFEPY_PRECISION, else tf32.",
 )
 iterations: Decorator = click.option(
     "--iterations", type=click.IntRange(min=1), default=50, show_default=True, help="How many batches."
@@ -159,9 +164,3 @@ def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
     from caffepy.models.synthetic import image_shape
 
     return image_shape(definition.bundled)
-
-
-def refuse_gpu(devices: str | None) -> None:
-    """DeviceError if devices are asked for."""
-    if devices:
-        raise DeviceError(f'no CUDA device for --gpu "{devices}": this version computes on the CPU; leave out --gpu')

@@ -9,6 +9,7 @@ from caffepy.cli import options
 @options.model
 @options.weights
 @options.gpu
+@options.precision
 @options.iterations
 @options.level
 @options.stage
@@ -19,6 +20,7 @@ def test(
     model: options.Definition | None,
     weights: tuple[str, ...],
     gpu: str | None,
+    precision: str | None,
     iterations: int,
     level: int,
     stages: tuple[str, ...],
@@ -36,8 +38,16 @@ def test(
         raise click.UsageError("Need a model definition to score: give --model FILE or the name of a bundled model.")
     if not weights:
         raise click.UsageError("Need model weights to score: give --weights FILE.")
-    options.refuse_gpu(gpu)
     from caffepy.score import score
 
-    result = score(model.path, weights, iterations=iterations, level=level, stages=stages, threads=threads)
+    result = score(
+        model.path,
+        weights,
+        iterations=iterations,
+        gpu=gpu,
+        precision=precision,
+        level=level,
+        stages=stages,
+        threads=threads,
+    )
     click.echo(result.json() if as_json else result.table())

@@ -10,6 +10,7 @@ PHASES = click.Choice(["TRAIN", "TEST"])
 @click.command(short_help="Time the layers of a net.")
 @options.model
 @options.gpu
+@options.precision
 @options.iterations
 @click.option("--phase", type=PHASES, default="TRAIN", show_default=True, help="Phase of the net.")
 @options.level
@@ -21,6 +22,7 @@ PHASES = click.Choice(["TRAIN", "TEST"])
 def time(
     model: options.Definition | None,
     gpu: str | None,
+    precision: str | None,
     iterations: int,
     phase: str,
     level: int,
@@ -36,16 +38,18 @@ def time(
     Examples:
       caffepy time --model lenet --synthetic
       caffepy time --model train_val.prototxt --iterations 20
+      caffepy time --model caffenet --synthetic --gpu 0
     """
     if model is None:
         raise click.UsageError("Need a model definition to time: give --model FILE or the name of a bundled model.")
-    options.refuse_gpu(gpu)
     from caffepy.timing import time_net
 
     result = time_net(
         model.path,
         iterations=iterations,
         phase=phase,
+        gpu=gpu,
+        precision=precision,
         level=level,
         stages=stages,
         threads=threads,

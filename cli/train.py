@@ -18,6 +18,8 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     help="Solver state to resume from; auto: the newest good one of the solver's prefix, if there is one.",
 )
 @options.gpu
+@click.option("--cpu", is_flag=True, help="Compute on the CPU even if the solver says solver_mode: GPU.")
+@options.precision
 @options.level
 @options.stage
 @click.option("--sigint-effect", type=EFFECTS, default="stop", show_default=True, help="What Ctrl-C does.")
@@ -30,6 +32,8 @@ def train(
     weights: tuple[str, ...],
     snapshot: str,
     gpu: str | None,
+    cpu: bool,
+    precision: str | None,
     level: int,
     stages: tuple[str, ...],
     sigint_effect: str,
@@ -39,12 +43,14 @@ def train(
 ) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
+    Computes on the GPU that --gpu names, else on that of a solver with solver_mode: GPU, else on the CPU.
     SIGTERM takes a snapshot and stops. A stopped run ends with exit code 75; --snapshot auto goes on from there.
     Besides the snapshots a run leaves PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png.
 
     \b
     Examples:
       caffepy train --solver digits
+      caffepy train --solver solver.prototxt --gpu 0
       caffepy train --solver solver.prototxt --weights caffenet.caffemodel
       caffepy train --solver solver.prototxt --snapshot auto --log-dir logs
     """
@@ -57,6 +63,8 @@ def train(
         weights=weights,
         snapshot=snapshot or None,
         gpu=gpu,
+        cpu=cpu,
+        precision=precision,
         level=level,
         stages=stages,
         sigint_effect=sigint_effect,

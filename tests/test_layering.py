@@ -14,6 +14,7 @@ ROWS = {
     "train": 8,
     "score": 8,
     "timing": 8,
+    "doctor": 8,
     "inspect_net": 8,
     "weights_file": 8,
     "upgrade_files": 8,

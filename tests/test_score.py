@@ -11,6 +11,7 @@ DIGITS = Path(__file__).parent / "golden" / "digits"
 
 
 def test_caffes_weights_score_as_caffe_says(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy.device")
     caplog.set_level(logging.INFO, "caffepy.score")
     result = score(str(DIGITS / "train_val.prototxt"), [str(DIGITS / "digits_iter_500.caffemodel")], iterations=3)
     lines = result.table().splitlines()

@@ -36,6 +36,7 @@ def lenet(kind: str) -> str:
 
 
 def test_the_lines_are_caffes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy.device")
     caplog.set_level(logging.INFO, "caffepy.timing")
     result = time_net(lenet("train_val"), iterations=2, synthetic=True, image=image_shape("lenet"))
     layers = []

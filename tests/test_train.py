@@ -120,12 +120,26 @@ def test_snapshot_and_weights_exclude_each_other() -> None:
         train("solver.prototxt", snapshot="x.solverstate", weights=["x.caffemodel"])
 
 
-def test_gpu_mode_is_refused_with_its_place(digits: Path) -> None:
+def test_a_solver_for_the_gpu_where_there_is_none(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
     edit(digits / "solver.prototxt", "solver_mode: GPU")
-    with pytest.raises(DeviceError, match=r"solver\.prototxt:15:1: solver_mode: GPU asks for a GPU"):
+    with pytest.raises(DeviceError) as caught:
         train("solver.prototxt")
-    with pytest.raises(DeviceError, match="--gpu 0: this version trains on the CPU only"):
+    assert re.fullmatch(
+        r"solver\.prototxt:15:1: solver_mode: GPU asks for GPU 0, but a GPU needs CuPy: pip install .*; "
+        r"or set solver_mode: CPU, or give --cpu",
+        str(caught.value),
+    )
+    with pytest.raises(DeviceError, match=r"^a GPU needs CuPy: pip install"):
         train("solver.prototxt", gpu="0")
+
+
+def test_cpu_overrules_the_solver_file(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    edit(digits / "solver.prototxt", "solver_mode: GPU", "max_iter: 1")
+    assert train("solver.prototxt", cpu=True).iteration == 1
+    with pytest.raises(UsageError, match="not both"):
+        train("solver.prototxt", cpu=True, gpu="0")
 
 
 def test_settings_are_located(digits: Path) -> None:

@@ -17,3 +17,11 @@ def backend(device: Device) -> ModuleType:
 
         return cuda
     raise DeviceError(f'no arithmetic for devices of kind "{device.kind}"; choose cpu or cuda')
+
+
+def set_precision(device: Device, precision: str | None) -> None:
+    """Multiply in "fp32" or "tf32" on a GPU from now on, None: as it was. The CPU's float32 is always float32."""
+    if precision and device.kind == "cuda":
+        from caffepy.ops.cuda import precision as of_gpus
+
+        of_gpus.set(precision)

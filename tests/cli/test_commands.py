@@ -80,6 +80,8 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "weights": ("a.h5", "b.h5"),
         "snapshot": None,
         "gpu": None,
+        "cpu": False,
+        "precision": None,
         "level": 2,
         "stages": ("x", "y"),
         "sigint_effect": "none",

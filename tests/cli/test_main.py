@@ -1,4 +1,3 @@
-import json
 import os
 import subprocess
 import sys
@@ -133,24 +132,6 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch
 def test_neither_file_nor_bundled_model(capsys: Captured) -> None:
     assert main.run(["train", "-solver", "digitss"]) == 3
     assert 'no file "digitss", and no bundled model of that name, did you mean "digits"?' in capsys.readouterr().err
-
-
-def test_device_query(capsys: Captured) -> None:
-    assert main.run(["device_query"]) == 0
-    shown = capsys.readouterr()
-    assert shown.out.startswith("CPU: ")
-    assert "no CUDA device" in shown.out
-    assert "Querying GPUs" in shown.err
-    assert main.run(["device-query", "--json", "-minloglevel=1"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["gpus"] == []
-    assert shown.err == ""
-
-
-@pytest.mark.parametrize("command", ["device_query", "test -model digits -weights w", "time -model digits"])
-def test_asking_for_a_gpu_where_none_can_be_used(command: str, capsys: Captured) -> None:
-    assert main.run([*command.split(), "-gpu", "all"]) == 6
-    assert 'no CUDA device for --gpu "all"' in capsys.readouterr().err
 
 
 def test_glogs_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

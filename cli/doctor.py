@@ -1,0 +1,27 @@
+"""caffepy doctor"""
+
+import click
+
+from caffepy.cli import options
+from caffepy.errors import DeviceError
+
+
+@click.command(short_help="Tell what GPUs need, what of it is here, and whether it works.")
+@options.as_json
+@options.logged(least=1)
+def doctor(as_json: bool) -> int:
+    """Look at driver, CUDA and libraries, let each GPU compute for about a second, and print a table to stdout.
+
+    What is missing is no error on a machine that computes on the CPU. Exit code 6: something that is installed is
+    broken; the table says what to do about it.
+
+    \b
+    Examples:
+      caffepy doctor
+      caffepy doctor --json
+    """
+    from caffepy.doctor import examine
+
+    health = examine()
+    click.echo(health.json() if as_json else health.table())
+    return 0 if health.works else DeviceError.exit_code
