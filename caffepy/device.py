@@ -22,8 +22,8 @@ log = logging.getLogger(__name__)
 INSTALL = "pip install 'caffepy[cuda13]' (or caffepy[cuda12] for a driver of CUDA 12)"
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-CLOCK_RATE, GPU_OVERLAP, EXECUTION_TIMEOUT = 13, 15, 17
-"""cudaDeviceAttr of what CUDA 13 no longer has among a device's properties."""
+MAX_PITCH, CLOCK_RATE, GPU_OVERLAP, EXECUTION_TIMEOUT = 11, 13, 15, 17
+"""cudaDeviceAttr of what CuPy, or CUDA 13, does not have among a device's properties."""
 
 
 class Device:
@@ -264,11 +264,16 @@ def check_gpu(index: int) -> None:
 
 
 def gpu_properties(index: int) -> dict[str, Any]:
-    """The fields of cudaDeviceProp, those that CUDA 13 left out among them; the name as text."""
+    """The fields of cudaDeviceProp, those that CUDA 13 or CuPy left out among them; the name as text."""
     check_gpu(index)
     runtime = import_cupy().cuda.runtime
     properties = dict(runtime.getDeviceProperties(index))
-    attributes = {"clockRate": CLOCK_RATE, "deviceOverlap": GPU_OVERLAP, "kernelExecTimeoutEnabled": EXECUTION_TIMEOUT}
+    attributes = {
+        "clockRate": CLOCK_RATE,
+        "deviceOverlap": GPU_OVERLAP,
+        "kernelExecTimeoutEnabled": EXECUTION_TIMEOUT,
+        "memPitch": MAX_PITCH,
+    }
     properties |= {name: int(runtime.deviceGetAttribute(number, index)) for name, number in attributes.items()}
     return properties | {"name": properties["name"].decode()}
 

@@ -16,7 +16,6 @@ PROPERTIES = {
     "sharedMemPerBlock": 49152,
     "regsPerBlock": 65536,
     "warpSize": 32,
-    "memPitch": 2147483647,
     "maxThreadsPerBlock": 1024,
     "maxThreadsDim": (1024, 1024, 64),
     "maxGridSize": (2147483647, 65535, 65535),
@@ -24,7 +23,7 @@ PROPERTIES = {
     "textureAlignment": 512,
     "multiProcessorCount": 132,
 }
-ATTRIBUTES = {13: 1980000, 15: 1, 17: 0}
+ATTRIBUTES = {11: 2147483647, 13: 1980000, 15: 1, 17: 0}
 
 
 class CUDARuntimeError(RuntimeError):

@@ -14,7 +14,7 @@ RULES = {  # histories, numbers
     "adadelta_update": (2, (0.95, 1e-4)),
     "adam_update": (2, (0.9, 0.999, 1e-4, 0.3)),
 }
-STEPS = (1e-4, 1e-5)  # of float32 numbers: m of Adam may be the difference of two larger ones
+STEPS = (1e-4, 5e-5)  # of float32 numbers: m of Adam may be the difference of two larger ones, over a small root
 ENDS = {
     "one": [1],
     "one segment": [1001],
