@@ -1,4 +1,7 @@
-"""Where a path in a prototxt leads: from the working directory, as in Caffe, else beside the file that names it."""
+"""Where a path in a prototxt leads: from the working directory, as in Caffe, else beside the file that names it.
+
+A bundled net means its own files first: what lies in the working directory under the same name is somebody else's.
+"""
 
 import logging
 import os
@@ -6,15 +9,19 @@ import os
 log = logging.getLogger(__name__)
 
 
+BUNDLED = os.path.join(os.path.realpath(os.path.join(os.path.dirname(__file__), "models")), "")
+
+
 def locate(name: str, beside: str | None = None) -> str:
     """The path under which `name` exists: `name` itself, or, for a relative name, one beside the file `beside`.
 
     A name that exists in neither place is returned unchanged, so that the caller's message shows what the user wrote.
     """
-    if not name or os.path.isabs(name) or os.path.exists(name) or beside is None:
+    if not name or os.path.isabs(name) or beside is None:
         return name
     candidate = os.path.join(os.path.dirname(beside), name)
-    if not os.path.exists(candidate):
+    is_bundled = os.path.realpath(beside).startswith(BUNDLED)
+    if not os.path.exists(candidate) or (os.path.exists(name) and not is_bundled):
         return name
-    log.info("%s is not in the working directory; using %s", name, candidate)
+    log.info("%s is %s", name, candidate)
     return candidate

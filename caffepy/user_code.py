@@ -74,7 +74,7 @@ class UserCode:
         before, _beside.active.folders = _beside.folders(), self._folders
         try:
             return function(*arguments)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             log.info("%s", "".join(traceback.format_exception(error)).rstrip())
             kind = type(error) if isinstance(error, CaffeError) else ConfigError
             said = f": {error}" if str(error) else ""
@@ -82,7 +82,7 @@ class UserCode:
         finally:
             _beside.active.folders = before
 
-    def _place(self, error: Exception) -> str:
+    def _place(self, error: BaseException) -> str:
         """`file:line: in function: ` of the innermost frame that is the user's, else of the innermost one."""
         if isinstance(error, SyntaxError) and error.filename:
             return f"{error.filename}:{error.lineno}: "

@@ -141,6 +141,7 @@ class Filter(Layer):
         if len(top) != len(bottom) - 1:
             raise ConfigError(f"Filter has a top for each bottom but the selector: {len(bottom) - 1}, not {len(top)}")
         self.started = False
+        self.selector = len(bottom) - 1
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Count the items, but not at the net's construction, when the selector holds nothing yet."""
@@ -160,6 +161,10 @@ class Filter(Layer):
         """Copy the chosen items."""
         for b, t in zip(bottom, top, strict=False):
             np.take(b.data, self.chosen, axis=0, out=t.data, mode="clip")
+
+    def allow_force_backward(self, index: int) -> bool:
+        """The selector gets no gradient."""
+        return index != self.selector
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy of the chosen items, 0 of the others."""

@@ -310,7 +310,10 @@ def test_the_place_is_in_user_code_though_python_goes_deeper(tmp_path: Path, mon
         beside(tmp_path, python("A", bottom=""), code)
 
 
-@pytest.mark.parametrize("error", ["KeyError('x')", "RuntimeError('no')", "StopIteration()", "AssertionError()"])
+ERRORS = ["KeyError('x')", "RuntimeError('no')", "StopIteration()", "AssertionError()", "SystemExit(5)"]
+
+
+@pytest.mark.parametrize("error", ERRORS)
 def test_an_error_while_the_net_runs_keeps_its_cause(error: str, tmp_path: Path) -> None:
     code = f"""
     class Raising:

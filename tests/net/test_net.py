@@ -314,3 +314,12 @@ def test_weights_in_the_definition_replace_the_filler() -> None:
     net = net_of(text % ("data: 2 " * 15, "data: 1 " * 5))
     assert (net.params[0].data == 2).all()
     assert (net.params[1].data == 1).all()
+
+
+def test_force_backward_does_not_reach_a_selector() -> None:
+    text = 'force_backward: true layer { name: "in" type: "Input" top: "x" top: "s" '
+    text += "input_param { shape { dim: 4 dim: 3 } shape { dim: 4 } } } "
+    net = net_of(text + 'layer { name: "f" type: "Filter" bottom: "x" bottom: "s" top: "t" }')
+    assert net.bottom_need_backward[1] == [True, False]
+    net.forward()
+    net.backward()
