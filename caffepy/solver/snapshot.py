@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape as glob_escape
 from glob import glob
+from itertools import cycle
 from math import inf
 from typing import Any
 
@@ -28,6 +29,7 @@ from caffepy.net.weights import check_hdf5, new_hdf5, write_binary, write_hdf5
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.solver import sidecar
+from caffepy.solver.update import rules
 
 log = logging.getLogger(__name__)
 
@@ -177,21 +179,67 @@ def _read_hdf5(path: str) -> State:
         raise ConfigError(f"not a whole HDF5 solver state: {error}", path) from None
 
 
-def check_histories(state: State, own: Sequence[Array], path: str) -> None:
-    """ConfigError unless the state has as many history arrays as there are here, of these shapes."""
+def check_histories(state: State, own: Sequence[Array], kind: str, path: str) -> None:
+    """ConfigError unless the state has as many history arrays as this solver of type `kind`, of its shapes and signs.
+
+    Caffe's states do not name the type that wrote them; how many histories there are and which have negative values
+    tells the types apart, but for SGD from Nesterov and for states that lack a negative value by their type or chance.
+    """
+    of_one = own[: len(own) // rules[kind].histories]
     if len(state.history) != len(own):
         raise ConfigError(
-            f"Incorrect length of history blobs: {len(state.history)} in the file, {len(own)} in this solver; is it of "
-            "another net or of another solver type?",
+            f"Incorrect length of history blobs: {len(state.history)} in the file, {len(own)} in this solver of type "
+            f"{kind}; {_what_count_tells(state.history, of_one)}",
             path,
         )
     for i, (mine, read) in enumerate(zip(own, state.history, strict=True)):
-        if mine.size != read.size or _significant(mine.shape) != _significant(read.shape):
+        if not _same_shape(mine, read):
             raise ConfigError(
                 f"history blob {i} has shape {shape_string(read.shape)} in the file, "
                 f"{shape_string(mine.shape)} in this solver",
                 path,
             )
+    negative = _negative(state.history)
+    wrong = [i for i in negative if i // len(of_one) in rules[kind].never_negative]
+    if wrong:
+        kinds = _kinds(rules[kind].histories, negative, len(of_one))
+        looks = f"it looks like a state of {kinds}" if kinds else "no solver writes such a state"
+        raise ConfigError(
+            f"this is no state of a solver of type {kind}, as this one is: {looks} (negative values in history "
+            f"{'blob' if len(wrong) == 1 else 'blobs'} {', '.join(map(str, wrong))}); {_way_out(kinds)}",
+            path,
+        )
+
+
+def _what_count_tells(history: Sequence[Array], of_one: Sequence[Array]) -> str:
+    """What a state looks like that has another number of arrays than a solver with those parameters."""
+    count = len(history) // max(len(of_one), 1)
+    of_this_net = len(history) == count * len(of_one) and all(map(_same_shape, cycle(of_one), history))
+    kinds = _kinds(count, _negative(history), len(of_one)) if of_this_net else ""
+    if not kinds:
+        return "is it of another net or of another solver type?"
+    histories = "one history" if count == 1 else "two histories"
+    return f"it looks like a state with {histories}: {kinds}; {_way_out(kinds)}"
+
+
+def _negative(history: Sequence[Array]) -> list[int]:
+    return [i for i, array in enumerate(history) if (array < 0).any()]
+
+
+def _kinds(count: int, negative: Sequence[int], blobs: int) -> str:
+    """The solver types, as a list in words, that keep `count` histories of `blobs` blobs with these negative ones."""
+    signed = {i // blobs for i in negative}
+    kinds = [k for k in rules if rules[k].histories == count and signed.isdisjoint(rules[k].never_negative)]
+    return " or ".join(filter(None, [", ".join(kinds[:-1]), *kinds[-1:]]))
+
+
+def _way_out(kinds: str) -> str:
+    change = f"set type to {kinds}, or " if kinds else ""
+    return f"{change}give the model as weights to start anew from it"
+
+
+def _same_shape(mine: Array, read: Array) -> bool:
+    return mine.size == read.size and _significant(mine.shape) == _significant(read.shape)
 
 
 def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:

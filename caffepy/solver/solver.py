@@ -408,7 +408,7 @@ class Solver:
         if content:
             self._check_type(content, path)
         own = [part for flat in self.history for part in self.params.split(flat)]
-        check_histories(state, own, path)
+        check_histories(state, own, self.param.type, path)
         model = find_model(state.learned_net, path)
         if content:
             verify(content, path, model)

@@ -38,11 +38,15 @@ def _no_problems(param: SolverParameter) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule, how many history arrays it keeps, and what is wrong with the settings it reads (field, why)."""
+    """An update rule, how many history arrays it keeps, and what is wrong with the settings it reads (field, why).
+
+    `never_negative` numbers the histories that sum or average squares.
+    """
 
     histories: int
     apply: Callable[[ModuleType, Update], None]
     problems: Callable[[SolverParameter], Iterator[tuple[str, str]]] = _no_problems
+    never_negative: tuple[int, ...] = ()
 
 
 def _sgd(ops: ModuleType, u: Update) -> None:
@@ -88,7 +92,7 @@ def _means_below_one(param: SolverParameter) -> Iterator[tuple[str, str]]:
 rules: Registry[Rule] = Registry("solver type")
 rules("SGD")(Rule(1, _sgd))
 rules("Nesterov")(Rule(1, _nesterov))
-rules("AdaGrad")(Rule(1, _adagrad, _without_momentum))
-rules("RMSProp")(Rule(1, _rmsprop, _without_momentum))
-rules("AdaDelta")(Rule(2, _adadelta))
-rules("Adam")(Rule(2, _adam, _means_below_one))
+rules("AdaGrad")(Rule(1, _adagrad, _without_momentum, never_negative=(0,)))
+rules("RMSProp")(Rule(1, _rmsprop, _without_momentum, never_negative=(0,)))
+rules("AdaDelta")(Rule(2, _adadelta, never_negative=(0, 1)))
+rules("Adam")(Rule(2, _adam, _means_below_one, never_negative=(1,)))

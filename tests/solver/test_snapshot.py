@@ -12,9 +12,10 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
 from caffepy.errors import CaffeError, ConfigError, DataError
-from caffepy.proto.caffe_pb2 import NetParameter, SolverState
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, SolverState
 from caffepy.solver import Solver, check_folder, newest_good, sidecar, snapshot
 from tests.solver.cases import ENVIRONMENT, GOLDEN, NET, solver_of
 
@@ -130,6 +131,59 @@ def test_files_that_are_no_state_of_this_net_are_refused(case: str) -> None:
     assert message in str(error.value)
     assert str(SOLVERS / name) in str(error.value)
     np.testing.assert_array_equal(solver.params.data, before)
+
+
+COUNTS = (
+    "Incorrect length of history blobs: {} in the file, {} in this solver of type {}; it looks like a state with {}"
+)
+# (state of Caffe's, type that takes it up): what is said
+FOREIGN = {
+    ("sgd_step", "RMSProp"): "RMSProp, as this one is: it looks like a state of Nesterov or SGD (negative values in",
+    ("sgd_inv", "AdaGrad"): "AdaGrad, as this one is: it looks like a state of Nesterov or SGD (negative values in",
+    ("nesterov", "AdaGrad"): "history blobs 0, 1, 2, 3); set type to Nesterov or SGD, or give the model as weights",
+    ("adam", "AdaDelta"): "AdaDelta, as this one is: it looks like a state of Adam (negative values in",
+    ("adam", "SGD"): COUNTS.format(8, 4, "SGD", "two histories: Adam; set type to Adam, or give the model as weights"),
+    ("adadelta", "RMSProp"): COUNTS.format(8, 4, "RMSProp", "two histories: AdaDelta or Adam; set type to"),
+    ("sgd_step", "Adam"): COUNTS.format(4, 8, "Adam", "one history: Nesterov or SGD; set type to"),
+    ("adagrad", "AdaDelta"): COUNTS.format(4, 8, "AdaDelta", "one history: AdaGrad, Nesterov, RMSProp or SGD; set"),
+}
+
+
+def solver_of_caffes_net(kind: str) -> Solver:
+    momentum = "" if kind in ("AdaGrad", "RMSProp") else "momentum: 0.9 "
+    net = np.load(SOLVERS / "sgd_step.npz")["net"]
+    settings = f'base_lr: 0.01 lr_policy: "fixed" type: "{kind}" {momentum} net_param {{ {net} }}'
+    return Solver(text_format.Parse(settings, SolverParameter()))
+
+
+@pytest.mark.parametrize("extension", ["solverstate", "solverstate.h5"])
+@pytest.mark.parametrize(("name", "kind"), FOREIGN)
+def test_a_state_of_caffes_of_another_type_is_refused(name: str, kind: str, extension: str) -> None:
+    solver = solver_of_caffes_net(kind)
+    before = solver.params.data.copy()
+    path = str(SOLVERS / f"{name}_iter_10.{extension}")
+    with pytest.raises(ConfigError) as error:
+        solver.restore(path)
+    assert FOREIGN[name, kind] in str(error.value)
+    assert path in str(error.value)
+    np.testing.assert_array_equal(solver.params.data, before)
+    assert not any(flat.any() for flat in solver.history)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sgd_step", "Nesterov"), ("nesterov", "SGD"), ("adadelta", "Adam")])
+def test_a_state_that_may_be_of_this_type_is_taken_up(name: str, kind: str) -> None:
+    solver = solver_of_caffes_net(kind)
+    solver.restore(str(SOLVERS / f"{name}_iter_10.solverstate"))
+    assert solver.iter == 10
+
+
+def test_a_state_that_no_solver_writes_is_refused(tmp_path: Path) -> None:
+    state = SolverState.FromString((SOLVERS / "adam_iter_10.solverstate").read_bytes())
+    state.history[6].data[0] = -1
+    path = tmp_path / "s_iter_10.solverstate"
+    path.write_bytes(state.SerializeToString())
+    with pytest.raises(ConfigError, match=r"no solver writes such a state \(negative values in history blob 6\); give"):
+        solver_of_caffes_net("Adam").restore(str(path))
 
 
 def test_history_of_other_shapes_is_refused(tmp_path: Path) -> None:

@@ -93,6 +93,7 @@ def test_rule_moves_as_its_formula(kind: str, dtype: type, regularization: str) 
     np.testing.assert_allclose(w, w64, rtol=1e-4, atol=1e-5)
     for own, expected in zip(history, h64, strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)
+    assert tuple(i for i, own in enumerate(history) if (own >= 0).all()) == rules[kind].never_negative
 
 
 @pytest.mark.parametrize("kind", NAIVE)
