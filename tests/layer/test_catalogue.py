@@ -16,6 +16,7 @@ from caffepy.proto.caffe_pb2 import NetParameter
 from .harness import GOLDEN
 
 TESTS = {path.name: path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)}
+DATA = GOLDEN.parent / "data"
 LAYERS = {path.name: path.read_text() for path in Path(caffepy.layer.__file__).parent.glob("*.py")}
 
 NO_GRADIENT = {
@@ -27,16 +28,71 @@ NO_GRADIENT = {
     "Silence": "has no top; its gradient is 0, as its own test says",
     "Threshold": "is constant but for a step",
 }
-# Types without a figure of Caffe's: the test that holds them to a loop or to the formula.
-NO_FIGURES = {
-    "AbsVal": "test_against_the_formula",
-    "Dropout": "test_dropout_keeps_the_share_and_the_mean",
-    "HDF5Output": "test_one_forward_gives_the_file_of_caffe",
-    "Input": "test_input_takes_its_shapes_and_keeps_what_a_user_makes_of_them",
-    "LSTMUnit": "test_unit_against_the_formula",
-    "Parameter": "test_parameter_is_its_top_and_adds_its_gradient",
-    "Python": "test_a_net_with_python_layers_learns",
-    "Silence": "test_silence_gives_zero",
+# Types -> the test that holds them to a loop, to numpy or to the formula.
+LOOPS = {
+    "AbsVal": "test_neuron.py::test_against_the_formula",
+    "Accuracy": "test_loss.py::test_accuracy_against_a_loop",
+    "ArgMax": "test_selection.py::test_argmax_against_sorting",
+    "BNLL": "test_neuron.py::test_against_the_formula",
+    "BatchNorm": "test_normalization.py::test_batch_norm_normalizes_and_collects_statistics",
+    "BatchReindex": "test_selection.py::test_against_numpy",
+    "Bias": "test_normalization.py::test_scale_and_bias_against_numpy",
+    "Clip": "test_neuron.py::test_against_the_formula",
+    "Concat": "test_shape.py::test_against_numpy",
+    "ContrastiveLoss": "test_loss.py::test_contrastive_loss_against_a_loop",
+    "Crop": "test_selection.py::test_against_numpy",
+    "Deconvolution": "test_deconvolution.py::test_every_input_element_spreads_its_kernel",
+    "Dropout": "test_neuron.py::test_dropout_keeps_the_share_and_the_mean",
+    "ELU": "test_neuron.py::test_against_the_formula",
+    "Eltwise": "test_eltwise.py::test_against_a_loop",
+    "Embed": "test_embed.py::test_looks_up_rows",
+    "EuclideanLoss": "test_loss.py::test_euclidean_loss_against_a_loop",
+    "Exp": "test_neuron.py::test_against_the_formula",
+    "Filter": "test_selection.py::test_against_numpy",
+    "Flatten": "test_shape.py::test_against_numpy",
+    "HDF5Output": "test_hdf5_output.py::test_one_forward_gives_the_file_of_caffe",
+    "HingeLoss": "test_loss.py::test_hinge_loss_against_a_loop",
+    "Im2col": "test_deconvolution.py::test_im2col_times_the_weights_is_convolution",
+    "InnerProduct": "test_inner_product.py::test_formula",
+    "Input": "test_shape.py::test_input_takes_its_shapes_and_keeps_what_a_user_makes_of_them",
+    "LRN": "test_normalization.py::test_lrn_across_against_a_loop",
+    "LSTM": "test_recurrent.py::test_against_a_loop_over_two_batches",
+    "LSTMUnit": "test_recurrent.py::test_unit_against_the_formula",
+    "Log": "test_neuron.py::test_against_the_formula",
+    "MVN": "test_normalization.py::test_mvn_against_numpy",
+    "PReLU": "test_neuron.py::test_against_the_formula",
+    "Parameter": "test_shape.py::test_parameter_is_its_top_and_adds_its_gradient",
+    "Power": "test_neuron.py::test_against_the_formula",
+    "Python": "test_python.py::test_a_net_with_python_layers_learns",
+    "RNN": "test_recurrent.py::test_against_a_loop_over_two_batches",
+    "ReLU": "test_neuron.py::test_against_the_formula",
+    "Reduction": "test_shape.py::test_against_numpy",
+    "Reshape": "test_shape.py::test_against_numpy",
+    "SPP": "test_pooling.py::test_spp_levels",
+    "Scale": "test_normalization.py::test_scale_and_bias_against_numpy",
+    "Sigmoid": "test_neuron.py::test_against_the_formula",
+    "SigmoidCrossEntropyLoss": "test_loss.py::test_sigmoid_loss_against_a_loop",
+    "Silence": "test_shape.py::test_silence_gives_zero",
+    "Slice": "test_shape.py::test_against_numpy",
+    "Softmax": "test_loss.py::test_softmax_against_a_loop",
+    "SoftmaxWithLoss": "test_loss.py::test_softmax_loss_against_a_loop",
+    "Split": "test_shape.py::test_against_numpy",
+    "Swish": "test_neuron.py::test_against_the_formula",
+    "TanH": "test_neuron.py::test_against_the_formula",
+    "Threshold": "test_neuron.py::test_against_the_formula",
+    "Tile": "test_shape.py::test_against_numpy",
+}
+# Types without such a test, held to Caffe's figures; operations that they use are held to loops in tests/ops.
+FIGURES_ONLY = {"Convolution", "InfogainLoss", "MultinomialLogisticLoss", "Pooling"}
+# Types that feed the net from outside -> the test that states their batches or holds them to Caffe's.
+REPLAY = "test_data.py::test_what_caffe_put_on_the_tops"
+BATCHES = {
+    "Data": REPLAY,
+    "DummyData": "test_data.py::test_dummy_random_values_are_fresh_and_seeded",
+    "HDF5Data": REPLAY,
+    "ImageData": REPLAY,
+    "MemoryData": "test_data.py::test_memory_goes_around",
+    "WindowData": "test_window_data.py::test_background_comes_before_foreground",
 }
 
 
@@ -51,30 +107,70 @@ def figures():
     return cases
 
 
-# Layers that feed the net from outside have tests of their own and nothing to differentiate.
+@cache
+def batches_of_caffe():
+    """The types of the golden cases that REPLAY replays: all that there are."""
+    nets = (text_format.Parse(str(np.load(p)["prototxt"]), NetParameter()) for p in DATA.glob("*.npz"))
+    return {layer.type for net in nets for layer in net.layer}
+
+
+def names(text, type_):
+    return re.search(rf'"{type_}[" ]', text)
+
+
+def check_named(type_, where):
+    """There is this test, in a file that names the type."""
+    file, test = where.split("::")
+    assert f"def {test}(" in TESTS.get(file, ""), f"{type_}: there is no {where}"
+    assert names(TESTS[file], type_), f"{type_}: {file} does not name it"
+
+
+def check_truth(type_, is_data):
+    """AssertionError unless a type is held to something that is not its own code."""
+    if is_data:
+        assert type_ in BATCHES, f"{type_}: no test that states its batches in BATCHES"
+        check_named(type_, BATCHES[type_])
+        assert BATCHES[type_] != REPLAY or type_ in batches_of_caffe(), f"{type_}: there are no batches of Caffe's"
+        return
+    cases = figures().get(type_, [])
+    text = "\n".join(TESTS.values())
+    for case in cases:
+        assert f'"{case}"' in text, f"{type_}: no test replays {case}.npz"
+    assert type_ in LOOPS or (cases and type_ in FIGURES_ONLY), f"{type_}: no test in LOOPS, and no figures of Caffe's"
+    if type_ in LOOPS:
+        check_named(type_, LOOPS[type_])
+
+
 COMPUTING = [name for name in registry if not registry[name].is_data]
 
 
 @pytest.mark.parametrize("type_", COMPUTING)
 def test_gradient_is_tested(type_):
-    named = re.compile(rf'"{type_}[" ]')
-    tested = [name for name, text in TESTS.items() if "check_gradient(" in text and named.search(text)]
+    tested = [name for name, text in TESTS.items() if "check_gradient(" in text and names(text, type_)]
     assert tested or type_ in NO_GRADIENT, f"{type_}: no gradient test, and no reason in NO_GRADIENT"
 
 
-@pytest.mark.parametrize("type_", COMPUTING)
-def test_caffes_figures_are_tested(type_):
-    cases = figures().get(type_, [])
-    text = "\n".join(TESTS.values())
-    for case in cases:
-        assert f'"{case}"' in text, f"{type_}: no test replays {case}.npz"
-    if not cases:
-        test = NO_FIGURES[type_]
-        assert f"def {test}(" in text, f"{type_}: there is no {test}"
+@pytest.mark.parametrize("type_", list(registry))
+def test_every_type_is_held_to_a_second_truth(type_):
+    check_truth(type_, registry[type_].is_data)
+
+
+@pytest.mark.parametrize("is_data", [False, True])
+def test_a_new_type_without_a_test_is_noticed(is_data, monkeypatch):
+    with pytest.raises(AssertionError, match="New: no test"):
+        check_truth("New", is_data)
+    table = BATCHES if is_data else LOOPS
+    monkeypatch.setitem(table, "New", "test_data.py::test_of_nothing")
+    with pytest.raises(AssertionError, match=r"New: there is no test_data.py::test_of_nothing"):
+        check_truth("New", is_data)
+    monkeypatch.setitem(table, "New", REPLAY)
+    with pytest.raises(AssertionError, match=r"New: test_data.py does not name it"):
+        check_truth("New", is_data)
 
 
 def test_reasons_are_for_types_that_exist():
-    assert set(NO_GRADIENT) | set(NO_FIGURES) <= set(registry)
+    assert set(NO_GRADIENT) | set(LOOPS) | FIGURES_ONLY | set(BATCHES) <= set(registry)
+    assert not set(LOOPS) & FIGURES_ONLY
 
 
 @pytest.mark.parametrize("name", LAYERS)
