@@ -206,7 +206,7 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
         looks = f"it looks like a state of {kinds}" if kinds else "no solver writes such a state"
         raise ConfigError(
             f"this is no state of a solver of type {kind}, as this one is: {looks} (negative values in history "
-            f"{'blob' if len(wrong) == 1 else 'blobs'} {', '.join(map(str, wrong))}); {_way_out(kinds)}",
+            f"blob {wrong[0]}{f' and {len(wrong) - 1} more' if wrong[1:] else ''}); {_way_out(kinds)}",
             path,
         )
 

@@ -140,7 +140,10 @@ COUNTS = (
 FOREIGN = {
     ("sgd_step", "RMSProp"): "RMSProp, as this one is: it looks like a state of Nesterov or SGD (negative values in",
     ("sgd_inv", "AdaGrad"): "AdaGrad, as this one is: it looks like a state of Nesterov or SGD (negative values in",
-    ("nesterov", "AdaGrad"): "history blobs 0, 1, 2, 3); set type to Nesterov or SGD, or give the model as weights",
+    (
+        "nesterov",
+        "AdaGrad",
+    ): "(negative values in history blob 0 and 3 more); set type to Nesterov or SGD, or give the model as weights",
     ("adam", "AdaDelta"): "AdaDelta, as this one is: it looks like a state of Adam (negative values in",
     ("adam", "SGD"): COUNTS.format(8, 4, "SGD", "two histories: Adam; set type to Adam, or give the model as weights"),
     ("adadelta", "RMSProp"): COUNTS.format(8, 4, "RMSProp", "two histories: AdaDelta or Adam; set type to"),
