@@ -18,6 +18,7 @@ __all__ = [
     "array_to_blob",
     "blob_to_array",
     "blob_to_diff",
+    "drop_raw",
     "read_blob",
     "read_net",
     "read_state",
@@ -28,6 +29,7 @@ __all__ = [
 M = TypeVar("M", bound=Message)
 
 _RAW_TYPES = {Type.DOUBLE: "<f8", Type.FLOAT: "<f4", Type.FLOAT16: "<f2", Type.INT: "<i4", Type.UINT: "<u4"}
+_RAW_FIELDS = ("raw_data", "raw_data_type", "raw_diff", "raw_diff_type")
 _NVCAFFE_RECURRENT_PARAM = 151
 _DATA_TAG, _DIFF_TAG = b"\x2a", b"\x32"  # fields 5 and 6, length-delimited
 
@@ -121,6 +123,36 @@ def array_to_blob(array: np.ndarray[Any, Any], diff: np.ndarray[Any, Any] | None
         assert diff.shape == array.shape, f"diff {diff.shape} of data {array.shape}"
         blob.MergeFromString(_packed(_DIFF_TAG, diff))
     return blob
+
+
+def drop_raw(net: NetParameter, path: str) -> bool:
+    """Turn the values that NVCaffe stores as raw bytes into those that every Caffe reads; False if there are none.
+
+    The layers of `net` are changed. Raises ConfigError, which names the layer, if a blob's bytes do not fit its shape.
+    """
+    found = False
+    for layer in net.layer:
+        try:
+            for blob in layer.blobs:
+                found |= _drop_raw(blob)
+        except ConfigError as error:
+            raise error.at(f'{path}: layer "{layer.name}"') from None
+    return found
+
+
+def _drop_raw(blob: BlobProto) -> bool:
+    """Only what is raw changes, so that legacy extents and values in double precision stay what they are."""
+    if not any(map(blob.HasField, _RAW_FIELDS)):
+        return False
+    if blob.HasField("raw_data") and not (blob.double_data or blob.data):
+        blob.MergeFromString(_packed(_DATA_TAG, blob_to_array(blob)))
+    if blob.HasField("raw_diff") and not (blob.double_diff or blob.diff):
+        diff = blob_to_diff(blob)
+        if diff is not None:
+            blob.MergeFromString(_packed(_DIFF_TAG, diff))
+    for field in _RAW_FIELDS:
+        blob.ClearField(field)
+    return True
 
 
 def _packed(tag: bytes, array: np.ndarray[Any, Any]) -> bytes:

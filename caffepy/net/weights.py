@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from io import BytesIO
 
 import h5py
-import numpy as np
 
 from caffepy.blob import Array, Blob, shape_string
 from caffepy.errors import ConfigError
@@ -62,9 +61,9 @@ def _copy_blob(blob: Blob, proto: BlobProto, layer: str, index: int) -> None:
             f"{shape_string(array.shape)}; target param shape is {shape_string(blob.shape)}. {LEARN_ANEW}"
         )
     blob.host_data[...] = array.reshape(blob.shape)
-    diff = proto.double_diff or proto.diff
-    if len(diff) == blob.count > 0:
-        blob.host_diff[...] = np.asarray(diff, blob.dtype).reshape(blob.shape)
+    diff = binary.blob_to_diff(proto)
+    if diff is not None:
+        blob.host_diff[...] = diff.reshape(blob.shape)
 
 
 def _fits(source: tuple[int, ...], target: tuple[int, ...], legacy: bool) -> bool:

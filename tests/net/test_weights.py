@@ -8,7 +8,7 @@ import pytest
 
 from caffepy.errors import ConfigError
 from caffepy.net import Net, weights
-from caffepy.proto.caffe_pb2 import NetParameter
+from caffepy.proto.caffe_pb2 import FLOAT16, NetParameter
 from tests.net.nets import INPUT, LOSS, ip, net_of
 
 TEXT = 'name: "n" ' + INPUT + ip("a", "x", "a") + ip("b", "a", "b") + LOSS % "b"
@@ -62,6 +62,16 @@ def test_diffs_are_stored_and_loaded_on_request(tmp_path: Path) -> None:
     weights.save_binary(net, str(tmp_path / "w"), diff=True)
     weights.load_weights(other, str(tmp_path / "w"))
     np.testing.assert_array_equal(other.params[0].diff, net.params[0].diff)
+
+
+def test_raw_diffs_of_nvcaffe_are_loaded() -> None:
+    net = net_of(INPUT + ip("a", "x", "a"))
+    stored = weights.to_proto(net)
+    diff = np.arange(15, dtype="<f2")
+    stored.layer[1].blobs[0].raw_diff_type = FLOAT16
+    stored.layer[1].blobs[0].raw_diff = diff.tobytes()
+    weights.copy_trained(net, stored)
+    np.testing.assert_array_equal(net.params[0].diff.ravel(), diff)
 
 
 def test_hdf5_layout(tmp_path: Path) -> None:

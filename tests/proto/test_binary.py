@@ -203,6 +203,51 @@ def test_diff_of_double_and_raw() -> None:
     assert binary.blob_to_diff(BlobProto(raw_diff_type=FLOAT, raw_diff=np.float32(2.5).tobytes())) == 2.5
 
 
+def raw_net(blob: BlobProto) -> NetParameter:
+    net = NetParameter()
+    net.layer.add(name="x", blobs=[blob])
+    return net
+
+
+RAW = {
+    "both": (
+        BlobProto(
+            shape=BlobShape(dim=[1]),
+            raw_data_type=DOUBLE,
+            raw_data=np.float64(2.5).tobytes(),
+            raw_diff_type=FLOAT16,
+            raw_diff=np.float16(3).tobytes(),
+        ),
+        BlobProto(shape=BlobShape(dim=[1]), data=[2.5], diff=[3]),
+    ),
+    "legacy extents": (
+        BlobProto(num=1, channels=1, height=1, width=1, raw_data_type=FLOAT, raw_data=np.float32(4).tobytes()),
+        BlobProto(num=1, channels=1, height=1, width=1, data=[4]),
+    ),
+    "beside others": (
+        BlobProto(double_data=[0.1], diff=[5], raw_data_type=FLOAT, raw_data=b"1", raw_diff=b"2"),
+        BlobProto(double_data=[0.1], diff=[5]),
+    ),
+    "types only": (BlobProto(data=[1], raw_data_type=FLOAT, raw_diff_type=FLOAT), BlobProto(data=[1])),
+    "no gradient": (BlobProto(data=[1], raw_diff_type=FLOAT, raw_diff=b""), BlobProto(data=[1])),
+}
+
+
+@pytest.mark.parametrize(("blob", "plain"), RAW.values(), ids=RAW.keys())
+def test_raw_values_become_plain(blob: BlobProto, plain: BlobProto) -> None:
+    net = raw_net(blob)
+    assert binary.drop_raw(net, "p")
+    assert net == raw_net(plain)
+    assert not binary.drop_raw(net, "p")
+    assert net == raw_net(plain)
+
+
+def test_raw_values_that_do_not_fit() -> None:
+    net = raw_net(BlobProto(shape=BlobShape(dim=[2]), raw_data_type=FLOAT, raw_data=b"1234"))
+    with pytest.raises(ConfigError, match=r'^p: layer "x": a blob holds 1 values, which does not fit its shape'):
+        binary.drop_raw(net, "p")
+
+
 @FUZZ
 @given(st.binary(max_size=300))
 def test_fuzz_of_bytes(tmp_path: Path, content: bytes) -> None:
