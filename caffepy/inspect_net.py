@@ -11,7 +11,7 @@ from caffepy.layer import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
-from caffepy.proto.text import read_net, read_solver
+from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
 from caffepy.solver.check import check_param
 from caffepy.solver.nets import net_sources
@@ -81,8 +81,9 @@ def inspect(
     `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
     ConfigError and DataError say what is wrong.
     """
+    text = read_text(path)
     infos = []
-    for role, param, origin in _solver_nets(path) if is_solver(path) else _phases(path, level, stages):
+    for role, param, origin in _solver_nets(path, text) if is_solver(text) else _phases(path, text, level, stages):
         net = Net(without_data(param, image=image) if synthetic else param, device=Device(seed=0), path=origin)
         try:
             infos.append(NetInfo(role, net.name, list(_layers(net)), sum(blob.count for blob in net.learnable_params)))
@@ -91,13 +92,9 @@ def inspect(
     return infos
 
 
-def is_solver(path: str) -> bool:
-    """Whether the outermost fields of a text file are those of a solver rather than those of a net."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            names = set(outer_fields(file.read()))
-    except OSError:
-        return False  # reading it will tell what is wrong
+def is_solver(text: str) -> bool:
+    """Whether the outermost fields of a text are those of a solver rather than those of a net."""
+    names = set(outer_fields(text))
     solver, net = SolverParameter.DESCRIPTOR.fields_by_name, NetParameter.DESCRIPTOR.fields_by_name
     return sum(name in solver for name in names) > sum(name in net for name in names)
 
@@ -114,8 +111,8 @@ def outer_fields(text: str) -> Iterator[str]:
             yield token
 
 
-def _solver_nets(path: str) -> Iterator[tuple[str, NetParameter, str | None]]:
-    param = read_solver(path)
+def _solver_nets(path: str, text: str) -> Iterator[tuple[str, NetParameter, str | None]]:
+    param = read_solver(path, text)
     check_param(param, path)
     train, tests = net_sources(param, path)
     yield "train net", train.param, train.path
@@ -123,8 +120,8 @@ def _solver_nets(path: str) -> Iterator[tuple[str, NetParameter, str | None]]:
         yield f"test net #{k}", test.param, test.path
 
 
-def _phases(path: str, level: int, stages: Sequence[str]) -> Iterator[tuple[str, NetParameter, str | None]]:
-    param = read_net(path)
+def _phases(path: str, text: str, level: int, stages: Sequence[str]) -> Iterator[tuple[str, NetParameter, str | None]]:
+    param = read_net(path, text)
     rules = [rule for layer in param.layer for rule in (*layer.include, *layer.exclude)]
     param.state.level = level
     param.state.stage.extend(stages)

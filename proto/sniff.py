@@ -127,11 +127,16 @@ def _sniff_file(file: BinaryIO) -> str:
         return "a PyTorch file" if b"data.pkl" in head else "a zip archive"
     if head[257:262] == b"ustar":
         return "a tar archive"
-    if not _CONTROL.search(head):
+    if not is_binary(head):
         return _sniff_text(head)
     if not any(head):
         return "zero bytes"
     return _sniff_message(file) or "unknown binary data"
+
+
+def is_binary(data: bytes) -> bool:
+    """Whether there are bytes that no text has."""
+    return _CONTROL.search(data) is not None
 
 
 def _sniff_text(head: bytes) -> str:

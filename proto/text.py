@@ -19,7 +19,7 @@ from caffepy.errors import ConfigError
 from caffepy.proto import upgrade
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
 from caffepy.proto.forks import fork_of_field, fork_of_value
-from caffepy.proto.sniff import mismatch, sniff
+from caffepy.proto.sniff import is_binary, mismatch, sniff
 from caffepy.registry import nearest
 
 M = TypeVar("M", bound=Message)
@@ -69,16 +69,27 @@ def format(message: Message) -> str:
     return text_format.MessageToString(message)
 
 
-def read_message(path: str, message: M) -> M:
-    """Read a prototxt file as it stands into `message` and return it; ConfigError says what else the file is."""
+def read_text(path: str) -> str:
+    """The text of a prototxt file; ConfigError if it cannot be read."""
     try:
-        text = _read_text(path)
+        return _read_text(path)
     except (OSError, ValueError):
         raise mismatch(path, "a prototxt") from None
+
+
+def read_message(path: str, message: M, text: str | None = None) -> M:
+    """Read a prototxt file as it stands into `message` and return it; ConfigError says what else the file is.
+
+    `text` is what `read_text` gave, if that was called before: a pipe gives its content only once.
+    """
+    text = read_text(path) if text is None else text
     try:
         parse(text, message, path)
     except ConfigError:
-        if sniff(path) not in ("text", "a pipe"):
+        kind = sniff(path)
+        if kind == "a pipe" and is_binary(text.encode("utf-8", "surrogateescape")):
+            raise ConfigError(f'"{path}" is a pipe that gives binary data; save its content as a file') from None
+        if kind not in ("text", "a pipe"):
             raise mismatch(path, "a prototxt") from None
         raise
     if not message.ListFields():
@@ -86,14 +97,17 @@ def read_message(path: str, message: M) -> M:
     return message
 
 
-def read_net(path: str) -> NetParameter:
-    """The net of a prototxt file, upgraded; ConfigError if there is no such net."""
-    return upgrade.upgrade_net(read_message(path, NetParameter()), path)
+def read_net(path: str, text: str | None = None) -> NetParameter:
+    """The net of a prototxt file, upgraded; ConfigError if there is no such net. `text` as in `read_message`."""
+    return upgrade.upgrade_net(read_message(path, NetParameter(), text), path)
 
 
-def read_solver(path: str) -> SolverParameter:
-    """The solver of a prototxt file, upgraded, with a snapshot prefix; the nets it names are not read."""
-    return upgrade.upgrade_solver(read_message(path, SolverParameter()), path)
+def read_solver(path: str, text: str | None = None) -> SolverParameter:
+    """The solver of a prototxt file, upgraded, with a snapshot prefix; the nets it names are not read.
+
+    `text` as in `read_message`.
+    """
+    return upgrade.upgrade_solver(read_message(path, SolverParameter(), text), path)
 
 
 def locate_layer(path: str, layer: LayerParameter) -> str:
@@ -125,7 +139,9 @@ def _read_text(path: str) -> str:
 
 
 def _reread(path: str) -> "_Parser | None":
-    """A parser that has read the file as a net or as a solver, or None."""
+    """A parser that has read the file as a net or as a solver, or None; a pipe might wait for ever."""
+    if not os.path.isfile(path):
+        return None
     try:
         text = _read_text(path)
     except (OSError, ValueError):

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -90,12 +91,31 @@ KINDS = {
 
 
 @pytest.mark.parametrize(("text", "solver"), KINDS.values(), ids=KINDS.keys())
-def test_solver_or_net(text: str, solver: bool, tmp_path: Path) -> None:
-    assert is_solver(write(tmp_path, text)) is solver
+def test_solver_or_net(text: str, solver: bool) -> None:
+    assert is_solver(text) is solver
 
 
-def test_a_missing_file_is_no_solver() -> None:
-    assert not is_solver("/nowhere/solver.prototxt")
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        inspect("/nowhere/solver.prototxt")
+
+
+@pytest.mark.parametrize("text", [NET % "", f"net_param {{ {NET % ''} }} base_lr: 1 lr_policy: 'fixed' max_iter: 1"])
+def test_pipes_are_read_once(text: str) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    try:
+        (net,) = inspect(f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+    assert net.parameters == 832
+
+
+def test_names_stay_on_their_lines(tmp_path: Path) -> None:
+    (net,) = inspect(write(tmp_path, (NET % "").replace('"conv"', '"co\\nnv"')))
+    assert len(net.table().splitlines()) == 8
+    assert net.table().splitlines()[3].startswith("co\\nnv  Convolution")
 
 
 def test_outer_fields_skip_blocks_comments_and_strings() -> None:

@@ -27,8 +27,17 @@ def scalars(outputs: Sequence[Output]) -> Iterator[str]:
             yield f"{name} = {number(value)}{loss}"
 
 
+def printable(text: str) -> str:
+    """The text with control characters and the like escaped, so that it stays on its line."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """The rows as lines with columns of equal width; the first `left` columns lie to the left, others to the right."""
+    """The rows as lines with columns of equal width; the first `left` columns lie to the left, others to the right.
+
+    What is not printable is escaped.
+    """
+    rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)).rstrip()

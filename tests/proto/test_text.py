@@ -530,9 +530,9 @@ def test_fuzz_of_files(tmp_path: Path, content: bytes) -> None:
     text.locate_layer(path, LayerParameter(name="x"))
 
 
-def through_pipe(source: str) -> NetParameter:
+def through_pipe(source: str | bytes) -> NetParameter:
     reading, writing = os.pipe()
-    os.write(writing, source.encode())
+    os.write(writing, source.encode() if isinstance(source, str) else source)
     os.close(writing)
     try:
         return text.read_net(f"/dev/fd/{reading}")
@@ -544,6 +544,15 @@ def test_pipes_are_read_once() -> None:
     assert through_pipe('name: "x"').name == "x"
     with pytest.raises(ConfigError, match=r'/dev/fd/\d+:1:1: .*"nam"'):
         through_pipe('nam: "x"')
+    with pytest.raises(ConfigError, match='" is a pipe that gives binary data; save its content'):
+        through_pipe(b"\x0a\x01x\xa2\x06\x00")
+
+
+def test_locating_does_not_wait_for_a_pipe(tmp_path: Path) -> None:
+    path = str(tmp_path / "x")
+    os.mkfifo(path)
+    assert text.locate_layer(path, LayerParameter(name="x")) == path
+    assert text.locate_field(path, "name") == path
 
 
 def test_devices_are_not_read() -> None:

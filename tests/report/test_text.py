@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from caffepy.report.text import number, scalars
+from caffepy.report.text import columns, number, printable, scalars
 
 NUMBERS = {
     "six digits": (2.302585093, "2.30259"),
@@ -28,3 +28,8 @@ def test_number(value: float, text: str) -> None:
 def test_scalars_count_over_all_outputs_and_name_the_weight() -> None:
     outputs = [("accuracy", np.float32(0.5), 0.0), ("loss", np.array([[2.0, 3.0]]), 0.3)]
     assert list(scalars(outputs)) == ["accuracy = 0.5", "loss = 2 (* 0.3 = 0.6 loss)", "loss = 3 (* 0.3 = 0.9 loss)"]
+
+
+def test_cells_stay_on_their_lines() -> None:
+    assert printable("a\nb\x1b[1m\u2028\udc80 é") == r"a\nb\x1b[1m\u2028\udc80 é"
+    assert columns([["a\nb", "c"], ["d", "e"]], left=1) == [r"a\nb  c", "d     e"]
