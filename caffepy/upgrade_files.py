@@ -14,13 +14,14 @@ log = logging.getLogger(__name__)
 def upgrade_net(source: str, target: str, *, as_binary: bool | None = None) -> bool:
     """Write the net of the text or binary file `source` to `target` (may be the same), by default in the same form.
 
-    False if the net has settings that found no place in today's format; the log names them. ConfigError for a file that
-    is no net, UsageError for one that cannot be written.
+    What NVCaffe stores as raw bytes becomes floats. False if the net has settings that found no place in today's
+    format; the log names them. ConfigError for a file that is no net, UsageError for one that cannot be written.
     """
-    is_text = binary.sniff(source) == "text"
+    is_text = binary.sniff(source) in ("text", "a pipe", "a device")
     net = text.read_message(source, NetParameter()) if is_text else binary.read_stored_net(source)
     upgraded = upgrade.upgrade_net(net, source)
-    _tell(source, upgraded is net)
+    had_raw = binary.drop_raw(upgraded, source)
+    _tell(source, upgraded is net and not had_raw)
     _write(upgraded, target, not is_text if as_binary is None else as_binary)
     return not upgrade.misplaced_fields(net)
 

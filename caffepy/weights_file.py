@@ -16,7 +16,7 @@ from caffepy.files import written
 from caffepy.net.weights import new_hdf5
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
-from caffepy.report.text import columns, number
+from caffepy.report.text import columns, number, printable
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class FileInfo:
                 )
         if not any(blob.not_finite for layer in self.layers for blob in layer.blobs):
             rows = [row[:-1] for row in rows]
-        facts = [f"{name}: {value}" for name, value in self.facts.items() if value != ""]
+        facts = [printable(f"{name}: {value}") for name, value in self.facts.items() if value != ""]
         total = f"{self.count:,} values, {4 * self.count:,} bytes as float32"
         return "\n".join([self.kind, *facts, "", *columns(rows, left=4), "", total])
 
@@ -110,13 +110,16 @@ def show(path: str) -> FileInfo:
 def convert(source: str, target: str) -> None:
     """Write the weights in `source` to `target`: as HDF5 if that ends in .h5 or .hdf5, else as a binary caffemodel.
 
-    Old formats are upgraded. Gradients go along where they are stored. ConfigError for a file that holds no weights, or
-    some that the other form cannot hold; UsageError for one that cannot be written.
+    Old formats are upgraded, and what NVCaffe stores as raw bytes becomes floats. Gradients go along where they are
+    stored. ConfigError for a file that holds no weights, or some that the other form cannot hold; UsageError for one
+    that cannot be written.
     """
     if target.lower().endswith(HDF5_NAMES):
         _write_hdf5(target, _read_net(source), source)
     else:
-        _write_binary(target, _read_net(source))
+        net = _read_net(source)
+        binary.drop_raw(net, source)
+        _write_binary(target, net)
     log.info("Wrote the weights in %s to %s", source, target)
 
 

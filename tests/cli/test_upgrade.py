@@ -6,7 +6,7 @@ import pytest
 
 from caffepy.cli import main
 from caffepy.proto import binary, text
-from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+from caffepy.proto.caffe_pb2 import BlobProto, NetParameter, SolverParameter
 
 Captured = pytest.CaptureFixture[str]
 V1 = """
@@ -63,6 +63,35 @@ def test_old_binary_keeps_its_weights() -> None:
     assert read("new.prototxt") == new
     assert main.run(["upgrade-net", "-binary", "new.prototxt", "again.caffemodel"]) == 0
     assert NetParameter.FromString(Path("again.caffemodel").read_bytes()) == new
+
+
+NV = """
+layer { name: "x" type: "InnerProduct" bottom: "a" top: "b" blobs { shape { dim: 1 dim: 2 }
+  raw_data_type: FLOAT16 raw_data: "\\000<\\000\\300"
+  raw_diff_type: FLOAT raw_diff: "\\000\\000\\200?\\000\\000\\000@" } }
+"""
+
+
+@pytest.mark.parametrize("flag", ["--binary", "--text"])
+def test_raw_values_of_nvcaffe_become_floats(flag: str, capsys: Captured) -> None:
+    net = text.parse(NV, NetParameter())
+    Path("nv.caffemodel").write_bytes(net.SerializeToString())
+    assert main.run(["upgrade-net", flag, "nv.caffemodel", "out"]) == 0
+    assert ALREADY not in capsys.readouterr().err
+    new = read("out") if flag == "--text" else NetParameter.FromString(Path("out").read_bytes())
+    net.layer[0].blobs[0].CopyFrom(text.parse("shape { dim: 1 dim: 2 } data: 1 data: -2 diff: 1 diff: 2", BlobProto()))
+    assert new == net
+
+
+def test_text_from_a_pipe(capsys: Captured) -> None:
+    for source, code in ((V1.encode(), 0), (NetParameter(name="\0").SerializeToString(), 3)):
+        reading, writing = os.pipe()
+        os.write(writing, source)
+        os.close(writing)
+        assert main.run(["upgrade-net", f"/dev/fd/{reading}", "out"]) == code
+        os.close(reading)
+    assert [layer.type for layer in read("out").layer] == ["Input", "Convolution"]
+    assert "is a pipe that gives binary data; save its content as a file" in capsys.readouterr().err
 
 
 def test_a_new_net_is_said_to_be_new_and_written(capsys: Captured) -> None:

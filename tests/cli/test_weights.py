@@ -12,7 +12,7 @@ from caffepy import models, weights_file
 from caffepy.blob import Array
 from caffepy.cli import main
 from caffepy.proto import binary, text
-from caffepy.proto.caffe_pb2 import NetParameter
+from caffepy.proto.caffe_pb2 import BlobProto, NetParameter
 
 Captured = pytest.CaptureFixture[str]
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -176,6 +176,30 @@ def test_gradients_go_along() -> None:
     convert("x.h5", "y.caffemodel")
     again = NetParameter.FromString(Path("y.caffemodel").read_bytes())
     assert list(again.layer) == list(net.layer[:1])
+
+
+NV = """
+layer { name: "x" type: "InnerProduct" bottom: "a" top: "b" blobs { shape { dim: 1 dim: 2 }
+  raw_data_type: FLOAT16 raw_data: "\\000<\\000\\300"
+  raw_diff_type: FLOAT raw_diff: "\\000\\000\\200?\\000\\000\\000@" } }
+"""
+
+
+def test_raw_values_of_nvcaffe_become_floats() -> None:
+    save("nv.caffemodel", text.parse(NV, NetParameter()))
+    convert("nv.caffemodel", "x.caffemodel")
+    (layer,) = NetParameter.FromString(Path("x.caffemodel").read_bytes()).layer
+    assert list(layer.blobs) == [text.parse("shape { dim: 1 dim: 2 } data: 1 data: -2 diff: 1 diff: 2", BlobProto())]
+
+
+def test_names_stay_on_their_lines(capsys: Captured) -> None:
+    net = NetParameter(name="n\nm")
+    net.layer.add(name="a\nb", type="\t", blobs=[binary.array_to_blob(np.ones(1))])
+    save("x.caffemodel", net)
+    assert main.run(["weights", "show", "x.caffemodel"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert (lines[1], len(lines)) == (r"name: n\nm", 7)
+    assert lines[4].startswith(r"a\nb   \t    0     1 (1)")
 
 
 def test_a_layer_that_shares_all_it_has_is_left_out() -> None:
