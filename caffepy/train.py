@@ -61,9 +61,9 @@ def train(
     `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the newest good one under
     the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). `gpu`: the number of a GPU,
     or "all" for the first; `cpu` keeps a solver that says solver_mode: GPU on the CPU; `precision` of products on a
-    GPU: "fp32" or "tf32". SIGTERM stops with a
-    snapshot; `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file;
-    `progress` False keeps the terminal free of a progress bar; `threads` is the number of CPU threads.
+    GPU: "fp32" or "tf32". SIGTERM stops with a snapshot; `sigint_effect` and `sighup_effect` are "stop", "snapshot" or
+    "none". `log_dir` gets a log file; `progress` False keeps the terminal free of a progress bar; `threads` is the
+    number of CPU threads.
     """
     if snapshot and weights and snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
@@ -81,17 +81,7 @@ def train(
             ops.backend(device).set_num_threads(threads)
         param.train_state.level = level
         param.train_state.stage.extend(stages)
-        if snapshot == AUTO:
-            snapshot = _newest(param)
-            if snapshot and weights:
-                log.info("The snapshot goes before the weights %s", ", ".join(weights))
-        if snapshot:
-            snapshot = locate(snapshot, solver)
-            if not os.path.exists(snapshot):
-                raise ConfigError(f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})')
-            del param.weights[:]
-        elif weights:
-            param.weights[:] = list(weights)
+        snapshot = _start(param, solver, snapshot, weights)
         with (
             signals,
             open_report(param.snapshot_prefix or None, param.max_iter, progress) as reporter,
@@ -145,6 +135,23 @@ def _tell(device: Device) -> None:
         log.info("GPU %d: %s", device.index, device.name)
     else:
         log.info("Use CPU.")
+
+
+def _start(param: SolverParameter, path: str, snapshot: str | None, weights: Sequence[str]) -> str | None:
+    """The state file to go on from, if any, and in `param` the weights to begin with: a snapshot needs none."""
+    if snapshot == AUTO:
+        snapshot = _newest(param)
+        if snapshot and weights:
+            log.info("The snapshot goes before the weights %s", ", ".join(weights))
+    if not snapshot:
+        if weights:
+            param.weights[:] = list(weights)
+        return None
+    snapshot = locate(snapshot, path)
+    if not os.path.exists(snapshot):
+        raise ConfigError(f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})')
+    del param.weights[:]
+    return snapshot
 
 
 def _newest(param: SolverParameter) -> str | None:
