@@ -13,7 +13,8 @@ from caffepy.net import Net
 from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST
 from caffepy.proto.text import read_net
-from caffepy.report.text import Output, number, scalars
+from caffepy.report.text import number, scalars
+from caffepy.reporter import Output
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field, read_solver
 from caffepy.report import logging_to, open_report
+from caffepy.reporter import Output
 from caffepy.solver import Signals, Solver, newest_good
-from caffepy.solver.reporter import Output
 
 log = logging.getLogger(__name__)
 

@@ -28,6 +28,7 @@ ROWS = {
     "ops": 3,
     "proto": 3,
     "pyblob": 3,
+    "reporter": 3,
     "blob": 2,
     "device": 2,
     "user_code": 2,

@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Sequence
 
-from caffepy.report.reporter import Reporter
-from caffepy.report.text import Output, number, scalars
+from caffepy.report.text import number, scalars
+from caffepy.reporter import Output, Reporter
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import TextIO
 
 from caffepy.files import replacing
 from caffepy.report import curve
-from caffepy.report.reporter import Reporter
 from caffepy.report.speed import Speed
-from caffepy.report.text import Output, number
+from caffepy.report.text import number
+from caffepy.reporter import Output, Reporter
 
 log = logging.getLogger(__name__)
 

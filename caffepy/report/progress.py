@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from caffepy.report.reporter import Reporter
 from caffepy.report.speed import Speed
-from caffepy.report.text import Output, number
+from caffepy.report.text import number
+from caffepy.reporter import Output, Reporter
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -4,10 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Output = tuple[str, NDArray[Any], float]
-"""An output blob: name, values, loss weight."""
+from caffepy.reporter import Output
 
 
 def number(value: Any) -> str:

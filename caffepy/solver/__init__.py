@@ -2,7 +2,6 @@
 
 from caffepy.solver.params import Params
 from caffepy.solver.policy import policies
-from caffepy.solver.reporter import Reporter, Silent
 from caffepy.solver.signals import Action, Signals
 from caffepy.solver.snapshot import check_folder, newest_good
 from caffepy.solver.solver import Callback, Solver
@@ -12,10 +11,8 @@ __all__ = [
     "Action",
     "Callback",
     "Params",
-    "Reporter",
     "Rule",
     "Signals",
-    "Silent",
     "Solver",
     "Update",
     "check_folder",

@@ -19,13 +19,13 @@ from caffepy.ops.segments import Segments
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
+from caffepy.reporter import Output, Reporter
 from caffepy.solver.check import at_field, check_param
 from caffepy.solver.divergence import HINT, check_params, diverged
 from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.params import Params
 from caffepy.solver.policy import advance, rate
 from caffepy.solver.positions import compare_layers, set_positions, take_positions, warn_of_layers
-from caffepy.solver.reporter import Output, Reporter, Silent
 from caffepy.solver.sidecar import taken_up
 from caffepy.solver.signals import Action
 from caffepy.solver.snapshot import (
@@ -81,7 +81,7 @@ class Solver:
         self.path = path
         self.device = device or Device()
         self.ops = ops.backend(self.device)
-        self.reporter = reporter or Silent()
+        self.reporter = reporter or Reporter()
         self.action: Callable[[], Action] = lambda: Action.NONE
         self.callbacks: list[Callback] = []
         if log.isEnabledFor(logging.INFO):

@@ -1,17 +1,23 @@
 import inspect
 from typing import Any
 
-from caffepy.report import Reporter, Reporters, text
-from caffepy.solver import reporter as solver_side
-from caffepy.solver.reporter import Reporter as Wanted
+import pytest
 
-EVENTS = [name for name, method in vars(Wanted).items() if inspect.isfunction(method) and not name.startswith("_")]
+from caffepy.report import LogReporter, Metrics, Progress, Reporters
+from caffepy.reporter import Reporter
+
+METHODS = [name for name, method in vars(Reporter).items() if inspect.isfunction(method) and not name.startswith("_")]
+EVENTS = [name for name in METHODS if name != "close"]
 
 
-def test_both_sides_know_the_same_events() -> None:
-    assert solver_side.Output == text.Output
-    for name in EVENTS:
-        assert inspect.signature(getattr(Reporter, name)) == inspect.signature(getattr(Wanted, name)), name
+@pytest.mark.parametrize("kind", [LogReporter, Metrics, Progress, Reporters])
+def test_reporters_take_what_the_solver_gives(kind: type[Reporter]) -> None:
+    for name in METHODS:
+        assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(Reporter, name)), name
+
+
+def test_every_method_is_passed_on() -> None:
+    assert set(METHODS) <= set(vars(Reporters))
 
 
 def test_each_event_reaches_each_reporter_in_order() -> None:

@@ -10,8 +10,8 @@ from google.protobuf import text_format
 from caffepy.blob import Array
 from caffepy.device import Device
 from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.reporter import Output, Reporter
 from caffepy.solver import Action, Solver
-from caffepy.solver.reporter import Output, Silent
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DIGITS = GOLDEN / "digits"
@@ -33,7 +33,7 @@ layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
 SETTINGS = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 '
 
 
-class Recorder(Silent):
+class Recorder(Reporter):
     """Keeps every event as a line and every displayed loss."""
 
     def __init__(self) -> None:
