@@ -13,7 +13,7 @@ import numpy as np
 from caffepy.blob import Array, shape_string
 from caffepy.errors import CaffeError, ConfigError
 from caffepy.files import written
-from caffepy.net.weights import new_hdf5
+from caffepy.net.weights import new_hdf5, write_layers
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 from caffepy.report.text import columns, number, printable
@@ -21,7 +21,6 @@ from caffepy.report.text import columns, number, printable
 log = logging.getLogger(__name__)
 
 HDF5_NAMES = (".h5", ".hdf5")
-MAX_BINARY = 1 << 31
 LEGACY_AXES = {"Convolution": 4, "Deconvolution": 4, "InnerProduct": 2}
 
 
@@ -228,13 +227,11 @@ def _figures(array: Array) -> BlobInfo:
 
 
 def _write_binary(path: str, net: NetParameter) -> None:
-    """Messages one after the other read as one message, so only one layer at a time is copied."""
-    with written(path) as temporary, open(temporary, "wb") as file:
-        size = file.write(NetParameter(name=net.name).SerializeToString())
-        for layer in net.layer:
-            size += file.write(NetParameter(layer=[layer]).SerializeToString())
-            if size >= MAX_BINARY:
-                raise ConfigError("a binary caffemodel holds less than 2 GiB; give a file name in .h5", path)
+    try:
+        with written(path) as temporary:
+            write_layers(net.name, net.layer, temporary, "give a file name in .h5")
+    except ConfigError as error:
+        raise error.at(path) from None
 
 
 def _write_hdf5(path: str, net: NetParameter, source: str) -> None:

@@ -18,6 +18,9 @@ from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter
 
 log = logging.getLogger(__name__)
 
+MAX_BINARY = 1 << 31
+"""Bytes that a binary protobuf file must stay below."""
+
 LEARN_ANEW = "To learn this layer's parameters from scratch rather than copying from a saved net, rename the layer."
 
 
@@ -135,16 +138,21 @@ def _whole(path: str) -> Iterator[str]:
 
 
 def write_binary(net: Net, path: str, diff: bool = False) -> None:
-    """Write a binary caffemodel straight to `path`.
+    """Write a binary caffemodel straight to `path`."""
+    write_layers(net.name, _layers(net, diff), path, "use snapshot_format: HDF5")
+
+
+def write_layers(name: str, layers: Iterable[LayerParameter], path: str, remedy: str) -> None:
+    """Write a net of these layers as a binary caffemodel; ConfigError, with the remedy, if it gets too large.
 
     Messages one after the other read as one message, so only one layer at a time is copied.
     """
     with open(path, "wb") as file:
-        size = file.write(NetParameter(name=net.name).SerializeToString())
-        for layer in _layers(net, diff):
+        size = file.write(NetParameter(name=name).SerializeToString())
+        for layer in layers:
             size += file.write(NetParameter(layer=[layer]).SerializeToString())
-            if size >= 1 << 31:
-                raise ConfigError("a binary caffemodel holds less than 2 GiB; use snapshot_format: HDF5")
+            if size >= MAX_BINARY:
+                raise ConfigError(f"a binary caffemodel holds less than 2 GiB; {remedy}")
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError
 from caffepy.files import remove_stale
 from caffepy.net import Net
-from caffepy.net.weights import check_names, load_weights
+from caffepy.net.weights import MAX_BINARY, check_names, load_weights
 from caffepy.ops.segments import Segments
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -45,7 +45,6 @@ from caffepy.solver.window import LossWindow
 
 log = logging.getLogger(__name__)
 
-PROTOBUF_LIMIT = 1 << 31
 SATURATED = 87.3365  # -log of the smallest float32, the most that SoftmaxWithLoss gives
 SNAPSHOT_SLACK = 4 << 20  # bytes of a snapshot that are neither weights nor history
 
@@ -458,7 +457,7 @@ class Solver:
         hdf5 = param.snapshot_format == SolverParameter.HDF5
         model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
         state = sum(flat.nbytes for flat in self.history)
-        if not hdf5 and max(model, state) >= PROTOBUF_LIMIT:
+        if not hdf5 and max(model, state) >= MAX_BINARY:
             raise ConfigError(
                 "a snapshot of this net has a file above 2 GiB, which the binary format cannot hold; set "
                 "snapshot_format: HDF5",

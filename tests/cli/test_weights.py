@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import caffepy
-from caffepy import models, weights_file
+from caffepy import models
 from caffepy.blob import Array
 from caffepy.cli import main
+from caffepy.net import weights
 from caffepy.proto import binary, text
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter
 
@@ -212,7 +213,7 @@ def test_a_layer_that_shares_all_it_has_is_left_out() -> None:
 
 
 def test_more_than_a_binary_file_can_hold(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
-    monkeypatch.setattr(weights_file, "MAX_BINARY", 1000)
+    monkeypatch.setattr(weights, "MAX_BINARY", 1000)
     assert main.run(["weights", "convert", str(DIGITS), "x.caffemodel"]) == 3
     assert "x.caffemodel: a binary caffemodel holds less than 2 GiB; give a file name in .h5" in capsys.readouterr().err
     assert not os.listdir()
