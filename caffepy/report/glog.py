@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from caffepy.errors import CaffeError, UsageError
@@ -43,6 +43,19 @@ class Stderr(logging.Handler):
             write_line(self.format(record))
         except Exception:
             self.handleError(record)
+
+
+class Together(logging.Handler):
+    """Hands each record to several handlers under one lock, so that all of them have the lines in one order."""
+
+    def __init__(self, handlers: Sequence[logging.Handler]) -> None:
+        super().__init__()
+        self.handlers = handlers
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Hand the record on."""
+        for handler in self.handlers:
+            handler.handle(record)
 
 
 def log_file(folder: str) -> logging.FileHandler:
@@ -86,8 +99,9 @@ def logging_to(*, stderr: bool = True, log_dir: str | None = None, level: int = 
         handlers.append(log_file(log_dir))
     for handler in handlers:
         handler.setFormatter(Formatter())
-        handler.setLevel(level)
-        logger.addHandler(handler)
+    together = Together(handlers)
+    together.setLevel(level)
+    logger.addHandler(together)
     logger.setLevel(level)
     logger.propagate = logger.propagate and not stderr
     try:
@@ -97,8 +111,8 @@ def logging_to(*, stderr: bool = True, log_dir: str | None = None, level: int = 
             handlers[-1].handle(_fatal(error))
         raise
     finally:
+        logger.removeHandler(together)
         for handler in handlers:
-            logger.removeHandler(handler)
             handler.close()
         logger.setLevel(before[0])
         logger.propagate = before[1]

@@ -2,6 +2,7 @@ import logging
 import os
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,15 @@ def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None
 
 def _text(folder: Path) -> str:
     return (folder / "caffepy.INFO").read_text()
+
+
+def test_the_log_file_has_the_lines_in_the_order_of_stderr_whatever_threads_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with logging_to(log_dir=str(tmp_path)), ThreadPoolExecutor(4) as pool:
+        for _ in range(4):
+            pool.submit(lambda: [log.info("line %d", i) for i in range(300)])
+    (link,) = tmp_path.glob("*.INFO")
+    shown = capsys.readouterr().err
+    assert shown.count("\n") == 1200
+    assert link.read_text().endswith(shown)
