@@ -11,14 +11,16 @@ from caffepy.ops.cuda.compiler import kernel
 
 Array = Any  # cupy.ndarray
 
-TYPES = {"float32": "float", "float64": "double"}
+TYPES = {"float32": "float", "float64": "double", "float16": "__half", "uint16": "__nv_bfloat16"}
+"""The C type of each element type; uint16 holds bfloat16."""
+
 THREADS = 256
 BLOCKS = 132 * 8
 """About as many blocks of 256 threads as a large device holds at a time."""
 
 _R_32F, _R_64F = 0, 1  # cudaDataType
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-_FACTORS = {np.dtype(t): np.array([0, 1], t) for t in TYPES}  # what cuBLAS reads alpha and beta from
+_FACTORS = {np.dtype(t): np.array([0, 1], t) for t in ("float32", "float64")}  # what cuBLAS reads alpha and beta from
 _ZERO = {dtype: factors.ctypes.data for dtype, factors in _FACTORS.items()}
 
 
@@ -77,7 +79,7 @@ def _multiply(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> 
     (m, n), k = out.shape, a.shape[1]
     if out.dtype == np.float32:
         kind = _R_32F
-        compute = _COMPUTE_32F_FAST_TF32 if precision.get() == "tf32" else _COMPUTE_32F
+        compute = _COMPUTE_32F if precision.get() == "fp32" else _COMPUTE_32F_FAST_TF32
     else:
         kind, compute = _R_64F, _COMPUTE_64F
     zero = _ZERO[out.dtype]

@@ -1,9 +1,11 @@
 """How functions of this back end launch kernels over arrays, and pass numbers that may lie in device memory."""
 
+from math import prod
 from typing import Any
 
 import numpy as np
 
+from caffepy.errors import DeviceError
 from caffepy.ops.cuda import plans
 from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.compiler import kernel
@@ -14,6 +16,28 @@ MOST = 1 << 13
 """Blocks of a launch at most; kernels go on in strides of the grid."""
 
 _KINDS = {"float32": 1, "float64": 2, "int32": 3, "uint32": 3, "int64": 4, "uint64": 4}  # as in pack.cuh
+
+
+def channels_last(*arrays: Array) -> bool:
+    """Whether all of these (N, C, ...) arrays lie in the order (N, ..., C), and not all in their own as well.
+
+    DeviceError if they lie differently. Those with one channel or one position lie in both orders.
+    """
+    if all(a.flags.c_contiguous for a in arrays):
+        return False
+    if all(lies_channels_last(a) for a in arrays):
+        return True
+    raise DeviceError(f"arrays lie in different orders: {', '.join(f'{a.shape} by {a.strides}' for a in arrays)}")
+
+
+def lies_channels_last(a: Array) -> bool:
+    """Whether an (N, C, ...) array fills its memory in the order (N, ..., C)."""
+    shape = a.shape[:1] + a.shape[2:] + a.shape[1:2]
+    strides = a.strides[:1] + a.strides[2:] + a.strides[1:2]
+    return all(
+        size == 1 or stride == a.itemsize * prod(shape[axis + 1 :])
+        for axis, (size, stride) in enumerate(zip(shape, strides, strict=True))
+    )
 
 
 def launch(file: str, name: str, like: Array, threads: int, *arguments: Any) -> None:

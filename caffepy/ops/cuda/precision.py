@@ -1,17 +1,26 @@
-"""How exactly float32 numbers are multiplied, and whether sums may change from run to run: read when a plan is made."""
+"""In what numbers a GPU computes, and whether sums may change from run to run: read when a plan is made.
+
+Parameters, their gradients, statistics, losses and sums are float32 in every precision.
+"""
 
 import os
+from typing import Any
+
+import numpy as np
 
 from caffepy.errors import ConfigError
 
-PRECISIONS = ("fp32", "tf32")
+STORAGE = {"fp32": "float32", "tf32": "float32", "bf16": "uint16", "fp16": "float16"}
+"""The element type of activations and their gradients; uint16 stands for bfloat16, a type that numpy has not."""
+
+PRECISIONS = tuple(STORAGE)
 
 _precision: str | None = None
 _deterministic: bool | None = None
 
 
 def get() -> str:
-    """ "fp32" or "tf32" (factors rounded to 10 bits, sums in float32); at first CAFFEPY_PRECISION, else "tf32"."""
+    """One of PRECISIONS; at first CAFFEPY_PRECISION, else "tf32" (factors rounded to 10 bits, sums in float32)."""
     if _precision is None:
         set(os.environ.get("CAFFEPY_PRECISION") or "tf32")
     assert _precision is not None
@@ -24,6 +33,11 @@ def set(precision: str) -> None:
     if precision not in PRECISIONS:
         raise ConfigError(f'unknown precision "{precision}"; choose from {", ".join(PRECISIONS)}')
     _precision = precision
+
+
+def storage() -> "np.dtype[Any]":
+    """What activations are stored in."""
+    return np.dtype(STORAGE[get()])
 
 
 def deterministic() -> bool:
