@@ -2,12 +2,13 @@
 
 Memory is allocated and zeroed on first touch, grows and never shrinks. Blobs that share (`share_data`) hold the same
 Memory object, so whatever one writes, reallocates or binds is seen by all. On a GPU a Memory has a device array and a
-host array; whoever asks for one of them gets the newest values there, and is taken to change them.
+host array; whoever asks for one of them gets the newest values there, and is taken to change them. The device array
+may have a Format of its own; the host's is float32 in the order of the shape.
 """
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -19,8 +20,58 @@ MAX_AXES = 32
 MAX_COUNT = 2**31 - 1
 
 
+class Format(NamedTuple):
+    """How a blob lies on a GPU: its element type, where uint16 stands for bfloat16, and the order of its axes.
+
+    `channels_last` puts the elements of a shape (N, C, ...) into memory in the order (N, ..., C).
+    """
+
+    dtype: np.dtype[Any]
+    channels_last: bool
+
+    def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
+        """The flat array in this shape, by strides if the channels lie last."""
+        if not self.channels_last or len(shape) < 3:
+            return flat.reshape(shape)
+        lying: Array = flat.reshape(shape[:1] + shape[2:] + shape[1:2])
+        return lying.transpose(0, len(shape) - 1, *range(1, len(shape) - 1))
+
+    def write(self, values: Array, flat: Array) -> None:
+        """Put float32 values into a flat numpy array of this format."""
+        narrow = to_bfloat16(values) if self.dtype == np.uint16 else values
+        with np.errstate(over="ignore"):
+            np.copyto(self.view(flat, values.shape), narrow, casting="same_kind")
+
+    def read(self, flat: Array, values: Array) -> None:
+        """Get the values, in float32, from a flat numpy array of this format."""
+        lying = self.view(flat, values.shape)
+        values[...] = from_bfloat16(lying) if self.dtype == np.uint16 else lying
+
+
+PLAIN = Format(np.dtype(np.float32), False)
+"""As Caffe has it, and every host array here."""
+
+
+def to_bfloat16(values: Array) -> Array:
+    """float32 rounded to the nearest bfloat16, ties to even, as uint16; NaN stays NaN."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
+    return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
+
+
+def from_bfloat16(bits: Array) -> Array:
+    """bfloat16, as uint16, in float32."""
+    return (np.asarray(bits, np.uint32) << 16).view(np.float32)
+
+
 class Store(Protocol):
     """Where a GPU's arrays come from and go to: a Device of kind "cuda"."""
+
+    dirty: "set[SyncedMemory]"
+    """Memories whose host array is newer than the device's; `flush` of each brings it over."""
+
+    epoch: int
+    """Grows whenever a memory gets another device array: what was captured with the old one must not run again."""
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
         """A flat device array of zeros."""
@@ -54,6 +105,11 @@ class Memory:
         assert array.dtype == self.dtype
         self._array, self.capacity = array, array.size
 
+    @property
+    def format(self) -> Format:
+        """How the array lies."""
+        return Format(self.dtype, False)
+
     def zeros(self, count: int) -> Array:
         """Another flat array of zeros of this kind and type, where this memory lies."""
         return np.zeros(count, self.dtype)
@@ -65,10 +121,10 @@ class Memory:
             self._array = np.zeros(self.capacity, self.dtype)
         return self._array
 
-    @property
-    def host(self) -> Array:
-        """The flat array as numpy's, to read and to write."""
-        return self.array
+    def host_of(self, shape: tuple[int, ...]) -> Array:
+        """The values of a blob of this shape as numpy's array, to read and to write."""
+        values: Array = self.array[: prod(shape)].reshape(shape)
+        return values
 
     @property
     def touched(self) -> bool:
@@ -79,13 +135,21 @@ class Memory:
 class SyncedMemory(Memory):
     """Memory of a GPU with a copy on the host. `array` brings the host's values over if `host` was asked for last."""
 
-    __slots__ = ("_host", "_host_is_newer", "store")
+    __slots__ = ("_host", "_host_is_newer", "_shape", "format", "store")
 
     def __init__(self, dtype: DTypeLike, store: Store) -> None:
         super().__init__(dtype)
         self.store = store
+        self.format = Format(self.dtype, False)
         self._host: Array | None = None
         self._host_is_newer = False
+        self._shape: tuple[int, ...] = (0,)  # that of the blob which asked for the host's values
+
+    def take(self, format: Format) -> None:
+        """Lie in this format from now on; the values are lost."""
+        if format != self.format:
+            self.format = format
+            self._array, self._host, self._host_is_newer = None, None, False
 
     def reserve(self, count: int) -> None:
         """Make room for `count` elements; larger than before means new, zeroed memory."""
@@ -99,35 +163,63 @@ class SyncedMemory(Memory):
         return self._array is not None or self._host is not None
 
     def bind(self, array: Array) -> None:
-        """Use this flat device array from now on."""
-        super().bind(array)
+        """Use this flat device array, of the format's type, from now on."""
+        assert array.ndim == 1
+        assert array.dtype == self.format.dtype
+        self._array, self.capacity = array, array.size
         self._host, self._host_is_newer = None, False
+        self.store.epoch += 1
 
     def zeros(self, count: int) -> Array:
-        """Another flat device array of zeros of this type."""
-        return self.store.zeros(count, self.dtype)
+        """Another flat device array of zeros of this format's type."""
+        return self.store.zeros(count, self.format.dtype)
 
     @property
     def array(self) -> Array:
         """The flat device array, up to date."""
         if self._array is None:
-            self._array = self.store.zeros(self.capacity, self.dtype)
+            self._array = self.store.zeros(self.capacity, self.format.dtype)
+            self.store.epoch += 1
         if self._host_is_newer:
-            assert self._host is not None
-            self.store.upload(self._host, self._array)
-            self._host_is_newer = False
+            self.flush()
         return self._array
 
+    def flush(self) -> None:
+        """Bring the host's values to the device if they are newer."""
+        self.store.dirty.discard(self)
+        if not self._host_is_newer:
+            return
+        assert self._host is not None
+        self._host_is_newer = False
+        if self._is_plain:
+            self.store.upload(self._host, self.array)
+            return
+        count = prod(self._shape)
+        raw = np.empty(count, self.format.dtype)
+        self.format.write(self._host[:count].reshape(self._shape), raw)
+        self.store.upload(raw, self.array[:count])
+
     @property
-    def host(self) -> Array:
-        """The flat host array, up to date; what is written to it reaches the device when a layer asks for `array`."""
+    def _is_plain(self) -> bool:
+        return self.format == (self.dtype, False)
+
+    def host_of(self, shape: tuple[int, ...]) -> Array:
+        """The host array of a blob of this shape, up to date; what is written to it reaches `array` when that is asked
+        for."""
         if self._host is None:
             self._host = np.zeros(self.capacity, self.dtype)
+        count = prod(shape)
+        values: Array = self._host[:count].reshape(shape)
         if not self._host_is_newer:
-            if self._array is not None:
+            if self._array is not None and self._is_plain:
                 self.store.download(self._array, self._host)
-            self._host_is_newer = True
-        return self._host
+            elif self._array is not None:
+                raw = np.empty(count, self.format.dtype)
+                self.store.download(self._array[:count], raw)
+                self.format.read(raw, values)
+            self._host_is_newer, self._shape = True, shape
+            self.store.dirty.add(self)
+        return values
 
 
 class _View:
@@ -143,7 +235,7 @@ class _View:
     def get(self, shape: tuple[int, ...], count: int) -> Array:
         base = self.memory.array  # asked for each time: it may have to bring the host's values over
         if self.base is not base or self.view is None:
-            self.base, self.view = base, base[:count].reshape(shape)
+            self.base, self.view = base, self.memory.format.view(base[:count], shape)
         return self.view
 
     def point(self, memory: Memory) -> None:
@@ -182,12 +274,12 @@ class Blob:
     @property
     def host_data(self) -> Array:
         """The values as a numpy array to read and to write; on the CPU `data` itself."""
-        return self._data.memory.host[: self.count].reshape(self.shape)
+        return self._data.memory.host_of(self.shape)
 
     @property
     def host_diff(self) -> Array:
         """The gradient as a numpy array to read and to write; on the CPU `diff` itself."""
-        return self._diff.memory.host[: self.count].reshape(self.shape)
+        return self._diff.memory.host_of(self.shape)
 
     @property
     def data_memory(self) -> Memory:
@@ -198,6 +290,18 @@ class Blob:
     def diff_memory(self) -> Memory:
         """What holds `diff`; shared between blobs that share."""
         return self._diff.memory
+
+    @property
+    def format(self) -> Format:
+        """How data and diff lie where layers compute."""
+        return self._data.memory.format
+
+    def take(self, format: Format) -> None:
+        """Lie in this format on the GPU from now on, with all blobs that share the memory; the values are lost."""
+        for view in (self._data, self._diff):
+            assert isinstance(view.memory, SyncedMemory)
+            view.memory.take(format)
+            view.view = None
 
     def reshape(self, shape: Iterable[int]) -> None:
         """Take this shape; contents survive as far as the memory suffices, as in Caffe."""

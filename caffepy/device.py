@@ -92,6 +92,8 @@ class CudaDevice(Device):
         check_gpu(index)
         with self._cupy.cuda.Device(index):
             self.stream = self._cupy.cuda.Stream(non_blocking=True)
+        self.dirty: set[Any] = set()  # memories whose host array is newer
+        self.epoch = 0  # how often a memory got another array
 
     @property
     def name(self) -> str:

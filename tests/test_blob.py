@@ -1,7 +1,19 @@
 import numpy as np
 import pytest
 
-from caffepy.blob import Array, Blob, HostView, Memory, SyncedMemory, behind, on_host, shape_string
+from caffepy.blob import (
+    Array,
+    Blob,
+    Format,
+    HostView,
+    Memory,
+    SyncedMemory,
+    behind,
+    from_bfloat16,
+    on_host,
+    shape_string,
+    to_bfloat16,
+)
 from caffepy.errors import ConfigError
 
 
@@ -10,6 +22,8 @@ class FakeGpu:
 
     def __init__(self) -> None:
         self.copies: list[str] = []
+        self.dirty: set[SyncedMemory] = set()
+        self.epoch = 0
 
     def zeros(self, count: int, dtype: np.dtype) -> Array:
         return np.zeros(count, dtype)
@@ -88,10 +102,52 @@ def test_a_gpus_blob_copies_only_when_the_other_side_was_asked_for() -> None:
 def test_binding_a_gpus_memory_forgets_the_host() -> None:
     memory = SyncedMemory(np.float32, FakeGpu())
     memory.reserve(2)
-    memory.host[...] = 1
+    memory.host_of((2,))[...] = 1
     assert memory.touched
     memory.bind(np.full(2, 9, np.float32))
-    assert memory.host.tolist() == [9, 9]
+    assert memory.host_of((2,)).tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
+@pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 4), (2, 3), (2, 1, 1, 1), ()])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_format_changes_what_the_device_has_and_nothing_the_host_sees(dtype, shape, channels_last) -> None:
+    gpu = FakeGpu()
+    blob = Blob(shape, store=gpu)
+    blob.take(Format(np.dtype(dtype), channels_last))
+    values = np.arange(blob.count, dtype=np.float32).reshape(shape)  # small whole numbers are exact in every type
+    blob.host_data[...] = values
+    assert blob.data.shape == shape
+    assert blob.data.dtype == dtype
+    if channels_last and len(shape) > 2:
+        assert blob.data.strides[1] == blob.data.itemsize
+    as_numbers = from_bfloat16(blob.data) if dtype == "uint16" else blob.data
+    assert np.array_equal(as_numbers, values)
+    blob.diff[...] = blob.data
+    assert np.array_equal(blob.host_diff, values)
+    assert blob.host_diff.dtype == np.float32
+
+
+def test_bfloat16_rounds_to_the_nearest_and_to_even() -> None:
+    values = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3.1, 3.4e38, np.inf, -np.inf, np.nan], "f4")
+    expected = [1, 1, 1 + 2**-6, 1 + 2**-7, -3.09375, np.inf, np.inf, -np.inf, np.nan]
+    np.testing.assert_array_equal(from_bfloat16(to_bfloat16(values)), np.array(expected, "f4"))
+
+
+def test_a_gpu_knows_which_memories_are_newer_on_the_host_and_when_arrays_moved() -> None:
+    gpu = FakeGpu()
+    blob = Blob((2,), store=gpu)
+    array, epoch = blob.data, gpu.epoch
+    blob.host_data[...] = 5
+    assert gpu.dirty == {blob.data_memory}
+    for memory in list(gpu.dirty):
+        memory.flush()
+    assert not gpu.dirty
+    assert array.tolist() == [5, 5]
+    assert gpu.epoch == epoch
+    blob.reshape((3,))
+    assert blob.data.tolist() == [0, 0, 0]
+    assert gpu.epoch > epoch
 
 
 def test_a_layer_on_the_host_sees_host_arrays() -> None:
