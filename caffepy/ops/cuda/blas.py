@@ -11,8 +11,8 @@ from caffepy.ops.cuda.compiler import kernel
 
 Array = Any  # cupy.ndarray
 
-TYPES = {"float32": "float", "float64": "double", "float16": "__half", "uint16": "__nv_bfloat16"}
-"""The C type of each element type; uint16 holds bfloat16."""
+TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "uint16": "bf16_t"}
+"""The C type of each element type, those of 16 bits as in pack.cuh; uint16 holds bfloat16."""
 
 THREADS = 256
 BLOCKS = 132 * 8

@@ -1,6 +1,36 @@
-// Passes over flat arrays in packs of 16 bytes, and numbers that a captured step reads from device memory.
+// Element types, passes over flat arrays in packs of 16 bytes, and numbers that a captured step reads from device memory.
 
 typedef long long i64;
+
+// Numbers of 16 bits, for storage alone: they convert to float, and from any number to the nearest, of two the even one.
+// Written out here, since CUDA's headers are not at hand wherever kernels are compiled.
+struct half_t {
+  unsigned short bits;
+  half_t() = default;
+  template <typename X> __device__ explicit half_t(X x) {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(float(x)));
+  }
+  __device__ operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
+
+struct bf16_t {
+  unsigned short bits;
+  bf16_t() = default;
+  template <typename X> __device__ explicit bf16_t(X x) {
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(float(x)));
+#else
+    const float f = float(x);
+    const unsigned word = __float_as_int(f);
+    bits = f == f ? (word + 0x7fff + (word >> 16 & 1)) >> 16 : 0x7fff;
+#endif
+  }
+  __device__ operator float() const { return __int_as_float(int(bits) << 16); }
+};
 
 template <typename T> struct WideOf { using type = float; };
 template <> struct WideOf<double> { using type = double; };
