@@ -135,20 +135,25 @@ class Memory:
 class SyncedMemory(Memory):
     """Memory of a GPU with a copy on the host. `array` brings the host's values over if `host` was asked for last."""
 
-    __slots__ = ("_host", "_host_is_newer", "_shape", "format", "store")
+    __slots__ = ("_format", "_host", "_host_is_newer", "_shape", "store")
 
     def __init__(self, dtype: DTypeLike, store: Store) -> None:
         super().__init__(dtype)
         self.store = store
-        self.format = Format(self.dtype, False)
+        self._format = Format(self.dtype, False)
         self._host: Array | None = None
         self._host_is_newer = False
         self._shape: tuple[int, ...] = (0,)  # that of the blob which asked for the host's values
 
+    @property
+    def format(self) -> Format:
+        """How the device array lies."""
+        return self._format
+
     def take(self, format: Format) -> None:
         """Lie in this format from now on; the values are lost."""
-        if format != self.format:
-            self.format = format
+        if format != self._format:
+            self._format = format
             self._array, self._host, self._host_is_newer = None, None, False
 
     def reserve(self, count: int) -> None:
@@ -295,6 +300,11 @@ class Blob:
     def format(self) -> Format:
         """How data and diff lie where layers compute."""
         return self._data.memory.format
+
+    @property
+    def store(self) -> Store | None:
+        """The GPU that data and diff lie on."""
+        return self._data.memory.store if isinstance(self._data.memory, SyncedMemory) else None
 
     def take(self, format: Format) -> None:
         """Lie in this format on the GPU from now on, with all blobs that share the memory; the values are lost."""

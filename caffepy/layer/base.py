@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy import ops
-from caffepy.blob import Blob, on_host
+from caffepy.blob import PLAIN, Blob, Format, on_host
 from caffepy.device import Device
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import LayerParameter
@@ -41,6 +41,7 @@ class Layer:
     is_data: ClassVar[bool] = False  # feeds the net from outside; runs before the captured part of a step
     in_place: ClassVar[bool] = True  # top may be the bottom itself
     on_gpu: ClassVar[bool] = False  # computes with arrays of a GPU too; else on the host, on copies of the blobs
+    seeks_native: ClassVar[bool] = False  # wants bottoms in the native format even if they come in another
 
     def __init__(
         self,
@@ -83,6 +84,13 @@ class Layer:
         """Write the diff of each bottom with propagate_down, add to the diffs of the parameters that want theirs."""
         if any(propagate_down):
             raise ConfigError(f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false")
+
+    def format_for(self, native: Format) -> Format:
+        """The format in which the layer takes blobs on a GPU if they come in `native`; its tops follow its bottoms.
+
+        What it does not take is converted before it runs, and back after it.
+        """
+        return PLAIN
 
     def allow_force_backward(self, index: int) -> bool:
         """Whether `force_backward` of the net reaches bottom `index`."""
@@ -164,6 +172,13 @@ class LossLayer(Layer):
         if x[:1] != label[:1]:
             raise ConfigError(f"predictions and labels must agree in their first axis: {list(x)} and {list(label)}")
         top[0].reshape(())
+
+    def format_for(self, native: Format) -> Format:
+        """The format in which the layer takes blobs on a GPU if they come in `native`; its tops follow its bottoms.
+
+        What it does not take is converted before it runs, and back after it.
+        """
+        return PLAIN
 
     def allow_force_backward(self, index: int) -> bool:
         """Labels get no gradient."""

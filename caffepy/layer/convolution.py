@@ -160,6 +160,8 @@ class Convolution(_Filtering):
     out = (in + 2*pad - (dilation*(kernel - 1) + 1)) // stride + 1.
     """
 
+    seeks_native = True
+
     def weight_shape(self) -> tuple[int, ...]:
         """(O, C/group, *kernel)."""
         return (self.outputs, self.channels // self.group, *self.window.kernel)

@@ -17,6 +17,7 @@ class InnerProduct(Layer):
     """
 
     on_gpu = True
+    seeks_native = True
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

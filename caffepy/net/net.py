@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy import ops
-from caffepy.blob import Blob, behind, on_host, shape_string
+from caffepy.blob import PLAIN, Blob, Format, behind, on_host, shape_string
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError
 from caffepy.layer import Layer, check_counts, create_layer
 from caffepy.net import debug
 from caffepy.net.backprop import prune_backward
 from caffepy.net.build import filter_state, insert_splits, where
+from caffepy.net.formats import Twins, plan
 from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
 from caffepy.proto.text import format as format_text
@@ -28,6 +29,11 @@ log = logging.getLogger(__name__)
 
 Callback = Callable[[int], object]
 AUTOMATIC = "(automatic)"
+
+
+def _as_seen(layer: Layer, bottom: list[Blob], top: list[Blob]) -> tuple[list[Blob], list[Blob]]:
+    """Bottoms and tops as the layer takes them: their host views if it computes on the host."""
+    return (on_host(bottom), on_host(top)) if layer.on_host else (bottom, top)
 
 
 class Net:
@@ -63,6 +69,7 @@ class Net:
         self.bottoms: list[list[Blob]] = []
         self.tops: list[list[Blob]] = []
         self._arguments: list[tuple[list[Blob], list[Blob]]] = []  # bottoms and tops as each layer sees them
+        self._twins: dict[int, Twins] = {}  # of layers that take bottoms in another format than they lie in
         self.bottom_names: list[list[str]] = []
         self.top_names: list[list[str]] = []
         self.blobs: dict[str, Blob] = {}
@@ -85,6 +92,9 @@ class Net:
 
         with self.device.scope():
             self._wire(root_net)
+            native = ops.native_format(self.device)
+            if native != PLAIN and self.dtype == np.float32:
+                self._take_formats(native)
         self._weighted = [
             (i, top)
             for i, layer in enumerate(self.layers)
@@ -180,7 +190,7 @@ class Net:
             raise ConfigError("the same layer object stands twice in this net")
         self.layers.append(layer)
         bottom, top = self.bottoms[-1], self.tops[-1]
-        self._arguments.append((on_host(bottom), on_host(top)) if layer.on_host else (bottom, top))
+        self._arguments.append(_as_seen(layer, bottom, top))
         if layer.on_host and not layer.is_data:
             log.info("%s (%s) computes on the host", layer.param.name, layer.type)
         check_counts(layer, len(bottom), len(top))
@@ -274,6 +284,23 @@ class Net:
                 )
             setattr(known, field, getattr(spec, field))
 
+    def _take_formats(self, native: Format) -> None:
+        """Let activations lie in the GPU's own format, and layers that do not take it have copies of their bottoms."""
+        formats = plan(self.layers, self.bottoms, self.tops, native)
+        for tops, top_formats in zip(self.tops, formats.tops, strict=True):
+            for blob, format in zip(tops, top_formats, strict=True):
+                if format != PLAIN:  # a plain top may share the memory of a bottom that is not, until reshape
+                    blob.take(format)
+        for i, layer in enumerate(self.layers):
+            twins = Twins(self.bottoms[i], self.tops[i], formats.bottoms[i])
+            if twins:
+                self._twins[i] = twins
+                self._arguments[i] = _as_seen(layer, twins.bottoms, twins.tops)
+            self._reshape_now(i)
+            for blob, weight in zip(self.tops[i], layer.loss_weights, strict=True):
+                if weight:
+                    blob.host_diff[...] = weight
+
     # what a solver needs to know of the parameters
 
     @property
@@ -310,6 +337,10 @@ class Net:
         layer, (bottom, top) = self.layers[index], self._arguments[index]
         for callback in self.before_forward:
             callback(index)
+        twins = self._twins.get(index)
+        if twins:
+            twins.reshape()
+            twins.before_forward(self.ops.convert)
         if layer.share_in_parallel:
             with layer.forward_lock:
                 self._reshape_layer(index)
@@ -317,6 +348,8 @@ class Net:
         else:
             self._reshape_layer(index)
             layer.forward(bottom, top)
+        if twins:
+            twins.after_forward(self.ops.convert)
         if self.debug_info:
             debug.forward(self, index)
         for callback in self.after_forward:
@@ -327,8 +360,12 @@ class Net:
         shapes = [b.shape for b in bottom]
         shapes += [b.shape for b in top]
         if layer.always_reshape or shapes != self._seen_shapes[index]:
-            layer.reshape(bottom, top)
-            self._seen_shapes[index] = [b.shape for b in bottom + top]
+            self._reshape_now(index)
+
+    def _reshape_now(self, index: int) -> None:
+        bottom, top = self._arguments[index]
+        self.layers[index].reshape(bottom, top)
+        self._seen_shapes[index] = [b.shape for b in bottom + top]
 
     def backward(self, start: int | None = None, end: int = 0) -> None:
         """Run the backward passes of layers `start` (default: the last) down to `end`, of those that need one."""
@@ -347,7 +384,12 @@ class Net:
             callback(index)
         if self.layer_need_backward[index]:
             bottom, top = self._arguments[index]
-            self.layers[index].backward(top, self.bottom_need_backward[index], bottom)
+            twins, need = self._twins.get(index), self.bottom_need_backward[index]
+            if twins:
+                twins.before_backward(self.ops.convert)
+            self.layers[index].backward(top, need, bottom)
+            if twins:
+                twins.after_backward(self.ops.convert, self.bottoms[index], need)
             if self.debug_info:
                 debug.backward(self, index)
         for callback in self.after_backward:
@@ -366,11 +408,11 @@ class Net:
 
     def reshape(self) -> None:
         """Propagate the shapes of the inputs through all layers without computing anything."""
-        for index, layer in enumerate(self.layers):
+        for index in range(len(self.layers)):
             with self._located(self.param.layer[index]):
-                bottom, top = self._arguments[index]
-                layer.reshape(bottom, top)
-                self._seen_shapes[index] = [b.shape for b in bottom + top]
+                if index in self._twins:
+                    self._twins[index].reshape()
+                self._reshape_now(index)
 
     def clear_param_diffs(self) -> None:
         """Set the diffs of all learnable parameters to zero."""

@@ -2,6 +2,7 @@
 
 from types import ModuleType
 
+from caffepy.blob import PLAIN, Format
 from caffepy.device import Device
 from caffepy.errors import DeviceError
 
@@ -19,8 +20,17 @@ def backend(device: Device) -> ModuleType:
     raise DeviceError(f'no arithmetic for devices of kind "{device.kind}"; choose cpu or cuda')
 
 
+def native_format(device: Device) -> Format:
+    """How activations lie best on the device, in the precision that is set."""
+    if device.kind == "cpu":
+        return PLAIN
+    from caffepy.ops.cuda import precision
+
+    return PLAIN if precision.get() == "fp32" else Format(precision.storage(), True)
+
+
 def set_precision(device: Device, precision: str | None) -> None:
-    """Multiply in "fp32" or "tf32" on a GPU from now on, None: as it was. The CPU's float32 is always float32."""
+    """Compute in one of the precisions on a GPU from now on, None: as it was. The CPU's float32 is always float32."""
     if precision and device.kind == "cuda":
         from caffepy.ops.cuda import precision as of_gpus
 
