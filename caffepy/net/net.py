@@ -5,8 +5,9 @@ order, each takes its bottoms from the blobs still available, and what is never 
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,12 @@ from caffepy.blob import PLAIN, Blob, Format, behind, on_host, shape_string
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError
 from caffepy.layer import Layer, check_counts, create_layer
+from caffepy.layer.fused import Member
 from caffepy.net import debug
 from caffepy.net.backprop import prune_backward
 from caffepy.net.build import filter_state, insert_splits, where
 from caffepy.net.formats import Twins, plan
+from caffepy.net.fusion import Step, Wiring, find_runs, make_run
 from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
 from caffepy.proto.text import format as format_text
@@ -323,15 +326,55 @@ class Net:
 
     # the two loops
 
-    def forward(self, start: int = 0, end: int | None = None) -> None:
-        """Run layers `start` to `end` (inclusive; default: all)."""
-        index = start
+    def forward(self, start: int = 0, end: int | None = None, *, steps: Iterable[Step] | None = None) -> None:
+        """Run layers `start` to `end` (inclusive; default: all), or these of the net's `steps`."""
+        if steps is None:
+            steps = map(Step, range(start, len(self.layers) if end is None else end + 1))
+        self._run(steps, self._forward_step)
+
+    def _run(self, steps: Iterable[Step], run: Callable[[Step], None]) -> None:
+        step = Step(0)
         try:
             with self.device.scope(), self.ops.blas_scope(), np.errstate(all="ignore"):
-                for index in range(start, len(self.layers) if end is None else end + 1):
-                    self._forward_layer(index)
+                for step in steps:
+                    run(step)
         except CaffeError as error:
-            raise error.at(where(self.path, self.param.layer[index])) from error.__cause__
+            raise error.at(where(self.path, self.param.layer[step.last])) from error.__cause__
+
+    def _forward_step(self, step: Step) -> None:
+        if step.run is None:
+            self._forward_layer(step.last)
+            return
+        twins = self._twins.get(step.layers[0])
+        if twins:
+            twins.reshape()
+            twins.before_forward(self.ops.convert)
+        for index in step.layers:
+            self._reshape_layer(index)
+        step.run.forward()
+
+    def _backward_step(self, step: Step) -> None:
+        if step.run is None:
+            self._backward_layer(step.last)
+        elif self.layer_need_backward[step.last]:
+            step.run.backward()
+            first = step.layers[0]
+            if first in self._twins:
+                need = self.bottom_need_backward[first]
+                self._twins[first].after_backward(self.ops.convert, self.bottoms[first], need)
+
+    @cached_property
+    def steps(self) -> list[Step]:
+        """The layers in the order of the net, those that can be computed together in one step, at the last of them."""
+        wiring = Wiring(self.layers, self.bottoms, self.tops, self.layer_need_backward)
+        alone = set(range(len(self.layers)))
+        steps = []
+        for run in find_runs(wiring):
+            if not any(index in self._twins for index in run[1:]):
+                members = [Member(self.layers[i], *self._arguments[i], self.bottom_need_backward[i]) for i in run]
+                steps.append(Step(run[-1], tuple(run), make_run(members)))
+                alone -= set(run)
+        return sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
 
     def _forward_layer(self, index: int) -> None:
         layer, (bottom, top) = self.layers[index], self._arguments[index]
@@ -367,15 +410,14 @@ class Net:
         self.layers[index].reshape(bottom, top)
         self._seen_shapes[index] = [b.shape for b in bottom + top]
 
-    def backward(self, start: int | None = None, end: int = 0) -> None:
-        """Run the backward passes of layers `start` (default: the last) down to `end`, of those that need one."""
-        index = start = len(self.layers) - 1 if start is None else start
-        try:
-            with self.device.scope(), self.ops.blas_scope(), np.errstate(all="ignore"):
-                for index in range(start, end - 1, -1):
-                    self._backward_layer(index)
-        except CaffeError as error:
-            raise error.at(where(self.path, self.param.layer[index])) from error.__cause__
+    def backward(self, start: int | None = None, end: int = 0, *, steps: Sequence[Step] | None = None) -> None:
+        """Run the backward passes of layers `start` (default: the last) down to `end`, of those that need one.
+
+        Or of these of the net's `steps`, the last first; they must be those that ran forward.
+        """
+        if steps is None:
+            steps = [Step(index) for index in range(end, len(self.layers) if start is None else start + 1)]
+        self._run(reversed(steps), self._backward_step)
         if self.debug_info:
             debug.norms(self)
 
