@@ -72,7 +72,7 @@ class Net:
         self.bottoms: list[list[Blob]] = []
         self.tops: list[list[Blob]] = []
         self._arguments: list[tuple[list[Blob], list[Blob]]] = []  # bottoms and tops as each layer sees them
-        self._twins: dict[int, Twins] = {}  # of layers that take bottoms in another format than they lie in
+        self.twins: dict[int, Twins] = {}  # of layers that take bottoms in another format than they lie in
         self.bottom_names: list[list[str]] = []
         self.top_names: list[list[str]] = []
         self.blobs: dict[str, Blob] = {}
@@ -297,7 +297,7 @@ class Net:
         for i, layer in enumerate(self.layers):
             twins = Twins(self.bottoms[i], self.tops[i], formats.bottoms[i])
             if twins:
-                self._twins[i] = twins
+                self.twins[i] = twins
                 self._arguments[i] = _as_seen(layer, twins.bottoms, twins.tops)
             self._reshape_now(i)
             for blob, weight in zip(self.tops[i], layer.loss_weights, strict=True):
@@ -345,7 +345,7 @@ class Net:
         if step.run is None:
             self._forward_layer(step.last)
             return
-        twins = self._twins.get(step.layers[0])
+        twins = self.twins.get(step.layers[0])
         if twins:
             twins.reshape()
             twins.before_forward(self.ops.convert)
@@ -359,9 +359,9 @@ class Net:
         elif self.layer_need_backward[step.last]:
             step.run.backward()
             first = step.layers[0]
-            if first in self._twins:
+            if first in self.twins:
                 need = self.bottom_need_backward[first]
-                self._twins[first].after_backward(self.ops.convert, self.bottoms[first], need)
+                self.twins[first].after_backward(self.ops.convert, self.bottoms[first], need)
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -370,7 +370,7 @@ class Net:
         alone = set(range(len(self.layers)))
         steps = []
         for run in find_runs(wiring):
-            if not any(index in self._twins for index in run[1:]):
+            if not any(index in self.twins for index in run[1:]):
                 members = [Member(self.layers[i], *self._arguments[i], self.bottom_need_backward[i]) for i in run]
                 steps.append(Step(run[-1], tuple(run), make_run(members)))
                 alone -= set(run)
@@ -380,7 +380,7 @@ class Net:
         layer, (bottom, top) = self.layers[index], self._arguments[index]
         for callback in self.before_forward:
             callback(index)
-        twins = self._twins.get(index)
+        twins = self.twins.get(index)
         if twins:
             twins.reshape()
             twins.before_forward(self.ops.convert)
@@ -426,7 +426,7 @@ class Net:
             callback(index)
         if self.layer_need_backward[index]:
             bottom, top = self._arguments[index]
-            twins, need = self._twins.get(index), self.bottom_need_backward[index]
+            twins, need = self.twins.get(index), self.bottom_need_backward[index]
             if twins:
                 twins.before_backward(self.ops.convert)
             self.layers[index].backward(top, need, bottom)
@@ -452,8 +452,8 @@ class Net:
         """Propagate the shapes of the inputs through all layers without computing anything."""
         for index in range(len(self.layers)):
             with self._located(self.param.layer[index]):
-                if index in self._twins:
-                    self._twins[index].reshape()
+                if index in self.twins:
+                    self.twins[index].reshape()
                 self._reshape_now(index)
 
     def clear_param_diffs(self) -> None:
