@@ -21,6 +21,7 @@ ROWS = {
     "draw": 8,
     "solver": 7,
     "report": 7,
+    "parallel": 7,
     "net": 6,
     "layer": 5,
     "data": 4,

@@ -1,0 +1,83 @@
+import numpy as np
+import pytest
+
+from caffepy.errors import ConfigError
+from caffepy.parallel.schedule import EIGHT, FOUR, TWO, Operation, Schedule, Step, check, flat, muji, run, tree
+from caffepy.parallel.topology import Topology
+from tests.parallel.test_topology import topology
+
+
+def groups(*sizes: int) -> Topology:
+    """Devices that reach those of their own group only."""
+    group = [g for g, size in enumerate(sizes) for _ in range(size)]
+    access = tuple(tuple(a == b for b in group) for a in group)
+    return Topology(tuple(range(len(group))), (None,) * len(group), access)
+
+
+def assert_sums(schedule: Schedule, size: int) -> None:
+    check(schedule, size)
+    buffers = [np.random.default_rng(rank).integers(-9, 9, 5).astype(np.float32) for rank in range(size)]
+    expected = sum(buffers)
+    run(schedule, buffers)
+    for buffer in buffers:
+        np.testing.assert_array_equal(buffer, expected)
+
+
+@pytest.mark.parametrize("size", range(1, 65))
+def test_schedules_sum_and_never_use_memory_that_is_out_of_reach(size: int) -> None:
+    for seed, access in enumerate((0.0, 0.3, 0.8, 1.0)):
+        shape = topology(size, access, seed=seed)
+        for schedule in (tree(shape), flat(shape), muji(shape)):
+            if schedule is None:
+                continue
+            assert_sums(schedule, size)
+            for level in schedule:
+                for step in level:
+                    assert step.staged or shape.reaches(step.source, step.destination)
+
+
+def test_a_tree_of_a_power_of_two_has_a_level_up_and_one_down_for_each_doubling() -> None:
+    assert [len(level) for level in tree(topology(8))] == [4, 2, 1, 1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        (topology(2), TWO),
+        (topology(4), FOUR),
+        (groups(2, 2), FOUR),
+        (topology(8), EIGHT),
+        (groups(4, 4), EIGHT),
+        (groups(1, 1), None),
+        (groups(3, 1), None),
+        (groups(2, 2, 2, 2), None),
+        (topology(3), None),
+        (topology(6), None),
+    ],
+)
+def test_muji_is_for_2_4_or_8_devices_in_one_group_or_two(shape: Topology, expected: Schedule | None) -> None:
+    found = muji(shape)
+    plain = found and tuple(tuple(step._replace(staged=False) for step in level) for level in found)
+    assert plain == expected
+
+
+def test_between_groups_buffers_go_through_the_host() -> None:
+    found = muji(groups(4, 4))
+    assert found
+    staged = [(step.source, step.destination) for level in found for step in level if step.staged]
+    assert staged == [(4, 0), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ((), "does not give rank 0"),
+        (((Step(Operation.ADD, 1, 0),),), "does not give rank 1"),
+        (((Step(Operation.ADD, 1, 0), Step(Operation.ADD, 0, 1)),), "wait for one another"),
+        (((Step(Operation.ADD, 2, 0),),), "from 2 to 0 of 2"),
+        (((Step(Operation.ADD, 1, 0),), (Step(Operation.ADD, 1, 0),), (Step(Operation.COPY, 0, 1),)), "rank 0"),
+    ],
+)
+def test_a_schedule_that_does_not_sum_is_refused(schedule: Schedule, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(schedule, 2)
