@@ -4,7 +4,7 @@ Layers follow their bottoms: what comes in the native format goes on in it as lo
 most, the convolutions and products, ask for it. Labels, losses and whatever else is not an activation stay plain.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from caffepy.blob import PLAIN, Blob, Format
@@ -75,6 +75,9 @@ class Twins:
 
     def __bool__(self) -> bool:
         return bool(self._of)
+
+    def __iter__(self) -> Iterator[Blob]:
+        return (twin for _, twin in self._of.values())
 
     def _seen(self, blob: Blob) -> Blob:
         return self._of[id(blob)][1] if id(blob) in self._of else blob
