@@ -1,0 +1,136 @@
+"""Group: ranks that work in threads of one process, wait for one another, and stop together.
+
+Every wait ends: when its condition holds, when a rank has failed, or when the deadline of the phase has passed; then
+the rank that is missing is named, with what every thread was doing.
+"""
+
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from caffepy.errors import SyncError
+
+log = logging.getLogger(__name__)
+
+DEADLINES = {"set-up": 900.0, "step": 300.0, "test": 900.0, "snapshot": 900.0}
+"""Seconds after which a rank that others wait for counts as hung, by phase."""
+
+TICK = 0.5
+"""Seconds between looks at whether others have failed, for a rank that waits where nobody can wake it."""
+
+
+class GroupStoppedError(SyncError):
+    """Raised in every rank but the one that failed: the group has stopped."""
+
+
+class Group:
+    """`size` ranks, rank 0 being the root. All methods may be called from any rank's thread."""
+
+    def __init__(self, size: int, deadlines: Mapping[str, float] = DEADLINES) -> None:
+        self.size = size
+        self.deadlines = {**DEADLINES, **deadlines}
+        self.phase = "set-up"
+        self.failure: tuple[int, BaseException] | None = None
+        self._changed = threading.Condition()
+        self._arrived: dict[str, set[int]] = {}
+        self._rounds: dict[str, int] = {}
+        self._turns: dict[object, int] = {}
+        self._names: dict[int, int] = {}  # rank -> thread
+        self._on_abort: list[Callable[[], object]] = []
+
+    def join(self, rank: int) -> None:
+        """Say that the calling thread is this rank's."""
+        self._names[rank] = threading.get_ident()
+
+    def on_abort(self, callback: Callable[[], object]) -> None:
+        """Call this once when the group stops for an error: to end what waits outside, such as a communicator."""
+        self._on_abort.append(callback)
+
+    def abort(self, rank: int, error: BaseException) -> None:
+        """Let every rank stop because of this error; the first one counts."""
+        with self._changed:
+            first = self.failure is None
+            self.failure = self.failure or (rank, error)
+            self._changed.notify_all()
+        if first:
+            for callback in self._on_abort:
+                callback()
+
+    @contextmanager
+    def guard(self, rank: int) -> Iterator[None]:
+        """Whatever the block raises stops the group."""
+        self.join(rank)
+        try:
+            yield
+        except GroupStoppedError:
+            raise
+        except BaseException as error:
+            self.abort(rank, error)
+            raise
+
+    def check(self) -> None:
+        """GroupStoppedError if a rank has failed."""
+        if self.failure:
+            rank, error = self.failure
+            raise GroupStoppedError(f"rank {rank} failed: {error}") from error
+
+    def wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Return when `holds()`; called with the lock held. `missing()` are the ranks that are waited for."""
+        seconds = self.deadlines[self.phase]
+        end = time.monotonic() + seconds
+        while not holds():
+            self.check()
+            if time.monotonic() > end:
+                self._hang(rank, missing(), seconds)
+            self._changed.wait(min(TICK, max(0.0, end - time.monotonic()) + 1e-3))
+        self.check()
+
+    def _hang(self, rank: int, missing: list[int], seconds: float) -> None:
+        names = ", ".join(f"rank {other}" for other in missing) or "another rank"
+        error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}); rank {rank} waited for it")
+        log.error("%s\n%s", error, stacks(self._names))
+        self.failure = self.failure or (missing[0] if missing else rank, error)
+        self._changed.notify_all()
+        raise error
+
+    def barrier(self, rank: int, name: str = "") -> None:
+        """Return when all ranks have come here."""
+        with self._changed:
+            arrived = self._arrived.setdefault(name, set())
+            arrived.add(rank)
+            if len(arrived) == self.size:
+                self._arrived[name] = set()
+                self._rounds[name] = self._rounds.get(name, 0) + 1
+                self._changed.notify_all()
+                self.check()
+                return
+            turn = self._rounds.get(name, 0)
+            self.wait(
+                rank,
+                lambda: self._rounds.get(name, 0) > turn,
+                lambda: sorted(set(range(self.size)) - self._arrived[name]),
+            )
+
+    @contextmanager
+    def turn(self, rank: int, key: object) -> Iterator[None]:
+        """The ranks enter the block one after the other, 0, 1, ..., and again from 0; `key` names what they share."""
+        with self._changed:
+            self.wait(rank, lambda: self._turns.get(key, 0) == rank, lambda: [self._turns.get(key, 0)])
+        yield
+        with self._changed:
+            self._turns[key] = (rank + 1) % self.size
+            self._changed.notify_all()
+
+
+def stacks(names: Mapping[int, int]) -> str:
+    """What every thread is doing; `names` gives the threads of ranks."""
+    ranks = {thread: f"rank {rank}" for rank, thread in names.items()}
+    threads = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"{ranks.get(ident, threads.get(ident, str(ident)))}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
+        for ident, frame in sys._current_frames().items()
+    )

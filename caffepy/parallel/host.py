@@ -1,0 +1,57 @@
+"""Synchronization of solvers that compute on the CPU: any schedule, on their flat arrays."""
+
+from collections.abc import Sequence
+
+from caffepy.blob import Array
+from caffepy.parallel.group import Group
+from caffepy.parallel.schedule import Level, Operation, Schedule
+
+
+class HostSync:
+    """One rank's side of a schedule over numpy buffers: a rank does the steps that write its own buffer.
+
+    `data` and `diffs` are the flat arrays of all ranks. With `root_updates` only the root's parameters are updated:
+    the other ranks get them before each iteration, and the sum is needed in the root only.
+    """
+
+    capturable = False
+
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        schedule: Schedule,
+        data: Sequence[Array],
+        diffs: Sequence[Array],
+        root_updates: bool = False,
+    ) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+        self.updates = rank == 0 or not root_updates
+        self._schedule, self._data, self._diffs = schedule, data, diffs
+        self._down = [level for level in schedule if level and level[0].operation is Operation.COPY]
+        self._up = [level for level in schedule if level and level[0].operation is Operation.ADD]
+        self._root_updates = root_updates
+
+    def on_start(self) -> None:
+        """Take the root's parameters, if only the root's are updated."""
+        if self._root_updates:
+            self._run(self._down, self._data)
+
+    def on_gradients_ready(self) -> None:
+        """Make the diff the mean of all ranks' where parameters are updated."""
+        self._run(self._up if self._root_updates else self._schedule, self._diffs)
+        if self.updates:
+            mine = self._diffs[self.rank]
+            mine *= mine.dtype.type(1 / self.size)
+
+    def _run(self, levels: Sequence[Level], buffers: Sequence[Array]) -> None:
+        self.group.barrier(self.rank, "level")
+        for level in levels:
+            for step in level:
+                if step.destination == self.rank:
+                    theirs, mine = buffers[step.source], buffers[self.rank]
+                    if step.operation is Operation.ADD:
+                        mine += theirs
+                    else:
+                        mine[...] = theirs
+            self.group.barrier(self.rank, "level")
