@@ -2,7 +2,6 @@
 
 _FIELDS = {
     "NVCaffe": {
-        "LayerParameter": "forward_type backward_type forward_math backward_math",
         "SolverParameter": "rampup_interval rampup_lr",
     },
     "Intel Caffe": {

@@ -135,11 +135,6 @@ ERRORS = {
         "inner_product_param, embed_param, recurrent_param",
         "  layer { num_output: 3 }\n          ^",
     ),
-    "field of NVCaffe": (
-        "layer { forward_type: FLOAT16 }",
-        '1:9: unknown field "forward_type" in LayerParameter: it is a field of NVCaffe, which caffepy does not have',
-        "  layer { forward_type: FLOAT16 }\n          ^",
-    ),
     "field of Intel Caffe": (
         "multinode: { }",
         '1:1: unknown field "multinode" in NetParameter: it is a field of Intel Caffe, which caffepy does not have',
