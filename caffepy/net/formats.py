@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from caffepy.blob import PLAIN, Blob, Format
 from caffepy.layer import Layer
+from caffepy.proto.nvcaffe import keeps_float32
 
 Convert = Callable[[Any, Any], None]
 """ops.convert: copies an array into one of another format."""
@@ -31,6 +32,8 @@ def plan(
     for layer, ins, outs in zip(layers, bottoms, tops, strict=True):
         coming = [of[id(b)] for b in ins]
         base = native if layer.seeks_native or layer.is_data or any(f != PLAIN for f in coming) else PLAIN
+        if keeps_float32(layer.param):
+            base = base._replace(dtype=PLAIN.dtype)
         wanted = layer.format_for(base)
         taken.append([fit(wanted, b) for b in ins])
         for b, format in zip(ins, taken[-1], strict=True):
