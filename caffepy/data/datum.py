@@ -1,5 +1,6 @@
 """Datums: serialized records of one image each, (C, H, W), uint8 or float32, raw or encoded as an image file."""
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,6 @@ Array = NDArray[Any]
 Record = memoryview | bytes
 
 COLOR, GRAY, NATIVE = 1, 0, -1  # how OpenCV decodes: three channels, one, as the file has them
-MAX_LABELS = 4096
 
 
 def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
@@ -50,42 +50,9 @@ def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None =
     return np.stack(cv2.split(image))  # (H, W, C) -> (C, H, W)
 
 
-class RawLayout:
-    """The bytes around the image of raw datums of one shape, so that most are read without parsing them.
-
-    Serialized in field order, such records all start with the same bytes (shape and length of the image) and end with
-    one of a few (label and flags).
-    """
-
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        channels, height, width = shape
-        self.shape = shape
-        self.size = channels * height * width
-        whole = Datum(channels=channels, height=height, width=width, data=bytes(self.size)).SerializeToString()
-        self.head = whole[: len(whole) - self.size]
-        self._labels: dict[bytes, int] = {}
-
-    def read(self, record: Record, image: Array) -> int | None:
-        """Copy the record's image into the flat uint8 array and return its label; None if it needs parsing."""
-        start, end = len(self.head), len(self.head) + self.size
-        if record[:start] != self.head or len(record) < end:
-            return None
-        tail = bytes(record[end:])
-        label = self._labels.get(tail)
-        if label is None:
-            label = self._parse_tail(tail)
-            if label is None:
-                return None
-        image[:] = np.frombuffer(record, np.uint8, self.size, start)
-        return label
-
-    def _parse_tail(self, tail: bytes) -> int | None:
-        try:
-            datum = Datum.FromString(tail)
-        except DecodeError:
-            return None
-        if datum.encoded or any(datum.HasField(f) for f in ("channels", "height", "width", "data")):
-            return None
-        if len(self._labels) < MAX_LABELS:
-            self._labels[tail] = datum.label
-        return datum.label
+@lru_cache(64)
+def head_of(shape: tuple[int, ...]) -> bytes:
+    """What a serialized raw datum with an image of this shape starts with, its fields in order, up to the image."""
+    channels, height, width = shape
+    size = channels * height * width
+    return Datum(channels=channels, height=height, width=width, data=bytes(size)).SerializeToString()[:-size]

@@ -2,7 +2,6 @@
 
 import logging
 import re
-from typing import Any
 
 from caffepy.data.datum import COLOR, GRAY, Array, decode_image
 from caffepy.data.loader import SequentialLoader, State
@@ -15,8 +14,10 @@ from caffepy.proto.caffe_pb2 import ImageDataParameter
 
 log = logging.getLogger(__name__)
 
+Entry = tuple[str, int]
 
-def read_list(path: str) -> list[tuple[str, int]]:
+
+def read_list(path: str) -> list[Entry]:
     """(image path, label) of each line, split at the last blank; a label is the integer that it starts with, else 0.
 
     DataError: no such file, a line without a blank, no lines.
@@ -85,31 +86,34 @@ class ImageLoader(SequentialLoader):
 
     def peek(self) -> Array:
         """The next image (C, H, W), which is not consumed."""
-        return self._decode(self._entries[self._order[self._index]][0])
+        return self.decode(self._entries[self._order[self._index]])[0]
 
-    def read(self, into: Array) -> tuple[Any, Array | None, int]:
-        """Name, image and label of the next entry."""
-        name, label = self._entries[self._order[self._index]]
-        image = self._decode(name)
+    def take(self, count: int) -> list[Entry]:
+        """The next entries."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> Entry:
+        entry = self._entries[int(self._order[self._index])]
         self._index += 1
         if self._index == len(self._entries):
             log.info("Restarting data prefetching from start.")
             self._go(self._epoch + 1, 0)
-        return name, image, label
+        return entry
 
-    def _decode(self, name: str) -> Array:
+    def decode(self, item: Entry) -> tuple[Array, int]:
+        """The image and the label of an entry."""
         size = (self._param.new_width, self._param.new_height) if self._param.new_width else None
         try:
-            with open(self._root + name, "rb") as file:
-                return decode_image(file.read(), COLOR if self._param.is_color else GRAY, size)
+            with open(self._root + item[0], "rb") as file:
+                return decode_image(file.read(), COLOR if self._param.is_color else GRAY, size), item[1]
         except OSError as error:
-            raise DataError(f"{self.name(name)} cannot be read: {(error.strerror or str(error)).lower()}") from None
+            raise DataError(f"{self.name(item)} cannot be read: {(error.strerror or str(error)).lower()}") from None
         except DataError as error:
-            raise DataError(f"{self.name(name)}: {error.message}") from None
+            raise DataError(f"{self.name(item)}: {error.message}") from None
 
-    def name(self, where: Any) -> str:
-        """An image's name for messages."""
-        return f"{self._path}: {self._root}{where}"
+    def name(self, item: Entry) -> str:
+        """An entry's name for messages."""
+        return f"{self._path}: {self._root}{item[0]}"
 
     def state(self) -> State:
         """Epoch, number in its order, seed of the orders, and the transformer's stream."""

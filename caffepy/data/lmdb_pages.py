@@ -6,8 +6,10 @@ header, 16 bytes: number (8), unused (2), flags (2), end of the node offsets (2)
 8 bytes: size or child page, low and high (2 + 2), flags (2), key size (2). Format 1, little endian.
 """
 
+import mmap
 import os
 import struct
+from bisect import bisect_right
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +28,7 @@ BRANCH, LEAF = 0x01, 0x02  # page flags
 BIG = 0x01  # node flag: the value lies in overflow pages
 DUPLICATES = 0x04  # database flag: several values a key
 BLOCK = 64  # leaf pages that are checked at a time
+KEPT = 1 << 20  # records whose places are remembered
 
 
 class Meta(NamedTuple):
@@ -77,12 +80,16 @@ class Pages:
     def __init__(self, path: str, file: str) -> None:
         self._path = path
         self._meta = meta = read_meta(path, file)
-        self.records = 0  # so many, from the first on, lie in pages that were checked
-        self._next = 0
         self._leaves: Array = np.empty(0, np.int64)
+        self._ends = [0]  # numbers of the records up to each checked block of leaves, from the first on
+        self._blocks: dict[int, Array] = {}
+        self._plain = True  # no node is anything but a record
+        self.bytes: Array = np.empty(0, np.uint8)  # the file, if it has records
         if meta.flags & DUPLICATES or not meta.depth:
             return
-        self._bytes = np.memmap(file, np.uint8, "r", shape=((meta.last_page + 1) * meta.page_size,))
+        size = (meta.last_page + 1) * meta.page_size
+        with open(file, "rb") as f:
+            self.bytes = np.frombuffer(mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
         level = np.array([meta.root & 0x7FFFFFFFFFFFFFFF], np.int64)
         self._need(level, 1)
         for _ in range(meta.depth - 1):
@@ -93,27 +100,59 @@ class Pages:
         self._leaves = level
 
     @property
+    def records(self) -> int:
+        """So many records, from the first on, lie in pages that were checked."""
+        return self._ends[-1]
+
+    @property
     def whole(self) -> bool:
         """Whether all leaves were checked."""
-        return self._next == len(self._leaves)
+        return (len(self._ends) - 1) * BLOCK >= len(self._leaves)
 
     def check_more(self) -> None:
         """Check the next leaves; DataError names the first damaged page."""
-        block = self._leaves[self._next : self._next + BLOCK]
-        nodes, sizes, flags, keys = self._nodes(block, LEAF)
+        self._block(len(self._ends) - 1)
+
+    def places(self, index: int) -> Array:
+        """Where in `bytes` record `index` and some after it lie: rows of key start, key size, value start, value size.
+
+        Empty behind the last record, and where there is more to a record than a key and a value.
+        """
+        while index >= self.records and not self.whole:
+            self.check_more()
+        if not self._plain or index >= self.records:
+            return np.empty((0, 4), np.int64)
+        number = bisect_right(self._ends, index) - 1
+        return self._block(number)[index - self._ends[number] :]
+
+    def _block(self, number: int) -> Array:
+        """The places of the records of a block of leaves, which are checked."""
+        if number not in self._blocks:
+            places = self._read(self._leaves[number * BLOCK : (number + 1) * BLOCK])
+            if number == len(self._ends) - 1:
+                self._ends.append(self.records + len(places))
+            if sum(map(len, self._blocks.values())) > KEPT:
+                self._blocks.clear()
+            self._blocks[number] = places
+        return self._blocks[number]
+
+    def _read(self, leaves: Array) -> Array:
+        nodes, sizes, flags, keys = self._nodes(leaves, LEAF)
         big = flags & BIG != 0
         ends = nodes % self._meta.page_size + NODE + keys + np.where(big, 8, sizes)
         self._refuse(nodes[ends > self._meta.page_size] // self._meta.page_size)
-        values = (nodes + NODE + keys)[big, None] + np.arange(8)
-        self._need(self._bytes[values].view("<i8").ravel(), -(-(sizes[big] + HEADER) // self._meta.page_size))
-        self.records += len(nodes)
-        self._next += len(block)
+        self._plain &= not (flags & ~BIG).any()
+        values = nodes + NODE + keys
+        pages = self.bytes[values[big, None] + np.arange(8)].view("<i8").ravel()
+        self._need(pages, -(-(sizes[big] + HEADER) // self._meta.page_size))
+        values[big] = pages * self._meta.page_size + HEADER
+        return np.stack([nodes + NODE, keys, values, sizes], 1)
 
     def _nodes(self, pages: Array, kind: int) -> tuple[Array, Array, Array, Array]:
         """Place in the file, size or low part of the child, flags and key size of all nodes of pages of one kind."""
         page_size = self._meta.page_size
         start = pages * page_size
-        header = self._bytes[start[:, None] + np.arange(HEADER)]
+        header = self.bytes[start[:, None] + np.arange(HEADER)]
         number = header[:, :8].copy().view("<i8").ravel()
         flags, lower, upper = header[:, 10:].copy().view("<u2").astype(np.int64).T
         good = (number == pages) & (flags & (BRANCH | LEAF) == kind)
@@ -121,10 +160,10 @@ class Pages:
         counts = (lower - HEADER) // 2
         owner = np.repeat(np.arange(len(pages)), counts)
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        offset = self._bytes[(start[owner] + HEADER + 2 * nth)[:, None] + np.arange(2)].view("<u2").ravel()
+        offset = self.bytes[(start[owner] + HEADER + 2 * nth)[:, None] + np.arange(2)].view("<u2").ravel()
         self._refuse(pages[owner[(offset < upper[owner]) | (offset > page_size - NODE)]])
         nodes = start[owner] + offset
-        low, high, node_flags, keys = self._bytes[nodes[:, None] + np.arange(NODE)].view("<u2").astype(np.int64).T
+        low, high, node_flags, keys = self.bytes[nodes[:, None] + np.arange(NODE)].view("<u2").astype(np.int64).T
         self._refuse(pages[owner[offset + NODE + keys > page_size]])
         return nodes, low | high << 16, node_flags, keys
 

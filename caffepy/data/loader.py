@@ -1,14 +1,15 @@
-"""Loaders fill batches: most read images one by one into one array and transform all of it at once."""
+"""Loaders fill batches: most read images one by one, decoded by all threads, and leave it to the net to cut them."""
 
 import logging
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.blob import shape_string
-from caffepy.data.datum import RawLayout, decode
-from caffepy.data.source import Source, printable
+from caffepy.data.datum import Record, decode, head_of
+from caffepy.data.source import Records, Source, printable
 from caffepy.data.transformer import Transformer
 from caffepy.errors import CaffeError, DataError
 
@@ -19,26 +20,61 @@ State = dict[str, Any]
 Shape = tuple[int, ...]
 
 
+class Staging(Protocol):
+    """ops.Staging: arrays on their way to where layers compute."""
+
+    def room(self, layout: Any) -> list[Any]:
+        """Arrays to fill."""
+
+    def send(self) -> None:
+        """Let what was filled go to the device."""
+
+    def take(self) -> list[Any]:
+        """What was sent."""
+
+    def done(self) -> None:
+        """What was taken may be overwritten by what is sent next."""
+
+
 class Batch:
-    """Transformed images (N, C, h, w), labels (N,) and the state of their Loader after them."""
+    """Images as they were read and labels on their way to a net, and the state of their Loader after them.
 
-    __slots__ = ("data", "label", "state")
+    What arrives by `staging`, in the order of ops.transform_batch: images (N, C, H, W), where their crops start in rows
+    and columns (N,), whether they are mirrored (N,); then labels (N,). The images become (N, C, h, w) = `shape`.
+    """
 
-    def __init__(self, size: int, dtype: DTypeLike) -> None:
-        self.data: Array = np.empty((size, 0, 0, 0), dtype)
-        self.label: Array = np.empty(size, dtype)
+    __slots__ = ("_parts", "dtype", "shape", "size", "staging", "state")
+
+    def __init__(self, size: int, dtype: DTypeLike, staging: Staging) -> None:
+        self.size = size
+        self.dtype = np.dtype(dtype)
+        self.staging = staging
+        self.shape: Shape = ()
         self.state: State = {}
 
-    def reshape(self, shape: Shape) -> None:
-        """Make room for images of this shape."""
-        if self.data.shape[1:] != shape:
-            self.data = np.empty((len(self.label), *shape), self.data.dtype)
+    def room(self, shape: Shape, dtype: DTypeLike) -> Array:
+        """An array (N, *shape) for the images; one that was given before is no longer good."""
+        n = (self.size,)
+        images, *self._parts = self.staging.room(
+            ((n + shape, np.dtype(dtype)), (n, np.int64), (n, np.int64), (n, np.bool_), (n, self.dtype))
+        )
+        assert isinstance(images, np.ndarray)
+        return images
+
+    def finish(self, shape: Shape, state: State, *parts: Any) -> None:
+        """The images are in their room: send them with the other parts."""
+        for part, value in zip(self._parts, parts, strict=True):
+            part[...] = value
+        self.shape, self.state = (self.size, *shape), state
+        self.staging.send()
 
 
 class Loader:
-    """Base of the loaders: what a Reader asks of them."""
+    """Base of the loaders: what a Reader asks of them. `mean` and `scale` are what images become net inputs by."""
 
     position: ClassVar[frozenset[str]]  # what a state says of the position
+    mean: Array | None = None
+    scale = 1.0
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -79,7 +115,7 @@ class SequentialLoader(Loader):
     def __init__(self, transformer: Transformer, batch_size: int) -> None:
         super().__init__(batch_size)
         self.transformer = transformer
-        self._images: Array = np.empty((batch_size, 0, 0, 0), np.uint8)
+        self.mean, self.scale = transformer.mean, transformer.param.scale
 
     def shape(self) -> Shape:
         """(C, h, w) of what the next image becomes; nothing is consumed."""
@@ -87,51 +123,89 @@ class SequentialLoader(Loader):
 
     def load(self, batch: Batch) -> None:
         """Fill the batch with the next images."""
-        others: dict[int, Array] = {}
-        for i in range(self.batch_size):
-            where, image, batch.label[i] = self.read(self._images[i])
-            if image is not None:
-                if i == 0:
-                    self._expect(image)
-                if image.shape == self._images.shape[1:] and image.dtype == self._images.dtype:
-                    self._images[i] = image
-                else:
-                    others[i] = image
-            if i == 0 or i in others:
-                self._fit(where, others.get(i, self._images[i]).shape, batch, first=i == 0)
+        items = self.take(self.batch_size)
+        first, label = self.decode(items[0])
+        shape = self._becomes(items[0], first)
+        images, labels = batch.room(first.shape, first.dtype), np.zeros(self.batch_size)
+        images[0], labels[0] = first, label
+        others = self._fill(items, images, labels, shape)
         draws = self.transformer.draw(self.batch_size)
-        self.transformer.apply(self._images, batch.data, draws)
-        for i, image in others.items():
-            self.transformer.apply(image[None], batch.data[i : i + 1], draws[i : i + 1])
-        batch.state = self.state()
+        if others:
+            all_images = [others[i] if i in others else image.copy() for i, image in enumerate(images)]
+            place = self._cut(batch, all_images, draws)
+        else:
+            place = self.transformer.place(draws, first.shape[1:])
+        batch.finish(shape, self.state(), *place, labels)
 
-    def _expect(self, image: Array) -> None:
-        """Make room for images like this one."""
-        if self._images.shape[1:] != image.shape or self._images.dtype != image.dtype:
-            self._images = np.zeros((self.batch_size, *image.shape), image.dtype)
+    def _fill(self, items: Sequence[Any], images: Array, labels: Array, shape: Shape) -> dict[int, Array]:
+        """Decode all items but the first; returns the images of another kind than those that have room, by number."""
+        from caffepy.ops.cpu.threads import parallel  # here, since the package loads numba
 
-    def _fit(self, where: object, shape: Shape, batch: Batch, first: bool) -> None:
-        """Shape the batch by its first image; DataError for one that does not fit."""
+        todo = 1 + np.flatnonzero(~self.copy(items, images, labels)[1:])
+        others: dict[int, Array] = {}
+        errors: dict[int, CaffeError] = {}
+
+        def decode_some(lo: int, hi: int) -> None:
+            for i in map(int, todo[lo:hi]):
+                try:
+                    image, labels[i] = self.decode(items[i])
+                    if image.shape == images.shape[1:] and image.dtype == images.dtype:
+                        images[i] = image
+                        continue
+                    if self._becomes(items[i], image) != shape:
+                        start = shape_string(images.shape[1:])
+                        raise DataError(
+                            f"{self.name(items[i])} has shape {shape_string(image.shape)} "
+                            f"in a batch that starts with {start}"
+                        )
+                    others[i] = image
+                except CaffeError as error:
+                    errors[i] = error
+                    return
+
+        parallel(decode_some, len(todo))
+        if errors:
+            raise errors[min(errors)]
+        return others
+
+    def _becomes(self, item: Any, image: Array) -> Shape:
+        """What the transformer makes of an image of this shape; DataError for one that does not fit."""
         try:
-            becomes = self.transformer.output_shape(shape)
+            return self.transformer.output_shape(image.shape)
         except CaffeError as error:
-            raise DataError(f"{self.name(where)}: {error.message}") from None
-        if first:
-            batch.reshape(becomes)
-        elif becomes != batch.data.shape[1:]:
-            start = shape_string(self._images.shape[1:])
-            raise DataError(f"{self.name(where)} has shape {shape_string(shape)} in a batch that starts with {start}")
+            raise DataError(f"{self.name(item)}: {error.message}") from None
+
+    def _cut(self, batch: Batch, images: list[Array], draws: Array) -> tuple[Any, Any, Any]:
+        """Give the batch images of several types or sizes, of the latter the crops; returns what is left to be cut."""
+        h_off, w_off, mirror = self.transformer.place(draws, [image.shape[1:] for image in images])
+        dtype = np.result_type(*images)
+        if len({image.shape for image in images}) == 1:
+            np.stack(images, out=batch.room(images[0].shape, dtype))
+            return h_off, w_off, mirror
+        size = self.transformer.crop
+        room = batch.room((len(images[0]), size, size), dtype)
+        for crop, image, h, w in zip(room, images, h_off, w_off, strict=True):
+            crop[...] = image[:, h : h + size, w : w + size]
+        return 0, 0, mirror
 
     def peek(self) -> Array:
         """The next image (C, H, W), which is not consumed."""
         raise NotImplementedError
 
-    def read(self, into: Array) -> tuple[Any, Array | None, int]:
-        """What `name` makes a name of, the next image (C, H, W) or None if it was written to `into`, its label."""
+    def take(self, count: int) -> Sequence[Any]:
+        """The next items; what they are is the loader's affair."""
         raise NotImplementedError
 
-    def name(self, where: Any) -> str:
-        """An image's name for messages."""
+    def decode(self, item: Any) -> tuple[Array, int]:
+        """An item's image (C, H, W) and label; called by several threads at once."""
+        raise NotImplementedError
+
+    def copy(self, items: Sequence[Any], images: Array, labels: Array) -> Array:
+        """Fill in images and labels of items that need no decoding; which they are."""
+        return np.zeros(len(items), np.bool_)
+
+    def name(self, item: Any) -> str:
+        """An item's name for messages."""
         raise NotImplementedError
 
     def set_state(self, state: State) -> None:
@@ -148,37 +222,39 @@ class RecordLoader(SequentialLoader):
     def __init__(self, source: Source, transformer: Transformer, batch_size: int) -> None:
         super().__init__(transformer, batch_size)
         self._source = source
-        self._layout = RawLayout((0, 0, 0))
         self._said = False
 
     def peek(self) -> Array:
         """The next image (C, H, W), which is not consumed."""
-        return self._decode(*self._source.peek())[0]
+        return self.decode(self._source.peek())[0]
 
-    def read(self, into: Array) -> tuple[Any, Array | None, int]:
-        """Key, the next image or None if it was written to `into`, label."""
-        key, record = self._source.read()
-        if into.dtype == np.uint8 and into.size:
-            if self._layout.shape != into.shape:
-                self._layout = RawLayout(into.shape)
-            label = self._layout.read(record, into.reshape(-1))
-            if label is not None:
-                return key, None, label
-        return key, *self._decode(key, record)
+    def take(self, count: int) -> Records:
+        """The next records."""
+        return self._source.take(count)
 
-    def _decode(self, key: memoryview | bytes, record: memoryview | bytes) -> tuple[Array, int]:
+    def copy(self, items: Sequence[Any], images: Array, labels: Array) -> Array:
+        """Fill in the images of raw datums of this shape."""
+        if images.dtype != np.uint8:
+            return super().copy(items, images, labels)
+        from caffepy.data.records import copy_images
+
+        assert isinstance(items, Records)
+        return copy_images(items.content, items.rows, head_of(images.shape[1:]), images, labels)
+
+    def decode(self, item: tuple[Record, Record]) -> tuple[Array, int]:
+        """The image and the label of a key and its datum."""
         try:
-            image, label, encoded = decode(record, self.transformer.decode_mode)
+            image, label, encoded = decode(item[1], self.transformer.decode_mode)
         except DataError as error:
-            raise DataError(f"{self.name(key)}: {error.message}") from None
+            raise DataError(f"{self.name(item)}: {error.message}") from None
         if not encoded and not self._said and (self.transformer.param.force_color or self.transformer.param.force_gray):
             self._said = True
             log.error("force_color and force_gray only for encoded datum")
         return image, label
 
-    def name(self, where: Any) -> str:
-        """An image's name for messages."""
-        return f"{self._source.path}: record {printable(where)}"
+    def name(self, item: tuple[Record, Record]) -> str:
+        """A record's name for messages."""
+        return f"{self._source.path}: record {printable(item[0])}"
 
     def state(self) -> State:
         """Number and key of the next record, and the transformer's stream."""

@@ -8,12 +8,13 @@ import atexit
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from itertools import count
 from queue import SimpleQueue
 
 from numpy.typing import DTypeLike
 
-from caffepy.data.loader import Batch, Loader, State
+from caffepy.data.loader import Batch, Loader, Staging, State
 
 log = logging.getLogger(__name__)
 
@@ -66,12 +67,12 @@ _waits = count()
 class Reader:
     """A Loader and a thread that keeps up to `depth` batches ready; it starts when the first one is asked for."""
 
-    def __init__(self, loader: Loader, depth: int, dtype: DTypeLike) -> None:
+    def __init__(self, loader: Loader, depth: int, dtype: DTypeLike, staging: Callable[[], Staging]) -> None:
         self._loader = loader
         if depth > MOST_BATCHES:
             log.warning("%d batches are read ahead, not %d", MOST_BATCHES, depth)
             depth = MOST_BATCHES
-        self._batches = [Batch(loader.batch_size, dtype) for _ in range(depth)]
+        self._batches = [Batch(loader.batch_size, dtype, staging()) for _ in range(depth)]
         self._state = loader.state()
         self._thread: threading.Thread | None = None
 

@@ -4,11 +4,14 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, overload
 from weakref import finalize
 
 import lmdb
+import numpy as np
+from numpy.typing import NDArray
 
 from caffepy.data.lmdb_pages import Pages
 from caffepy.errors import DataError
@@ -16,7 +19,37 @@ from caffepy.registry import nearest
 
 log = logging.getLogger(__name__)
 
+Array = NDArray[Any]
 Record = tuple[memoryview | bytes, memoryview | bytes]
+
+
+class Records(Sequence[Record]):
+    """Records by their places in bytes: rows of key start, key size, value start, value size."""
+
+    def __init__(self, content: Array, rows: Array) -> None:
+        self.content = content
+        self.rows = rows
+
+    @classmethod
+    def joined(cls, records: Sequence[Record]) -> "Records":
+        """Copies of these records, one behind the other."""
+        sizes = np.array([[len(key), len(value)] for key, value in records], np.int64)
+        ends = np.cumsum(sizes).reshape(sizes.shape)
+        content = np.frombuffer(b"".join(part for record in records for part in record), np.uint8)
+        return cls(content, np.stack([ends - sizes, sizes], 2).reshape(-1, 4))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, i: int) -> Record: ...
+    @overload
+    def __getitem__(self, i: slice) -> "Records": ...
+    def __getitem__(self, i: int | slice) -> "Record | Records":
+        if isinstance(i, slice):
+            return Records(self.content, self.rows[i])
+        key, key_size, value, size = map(int, self.rows[i])
+        return self.content[key : key + key_size].data, self.content[value : value + size].data
 
 
 class Source:
@@ -50,6 +83,10 @@ class Source:
         except self.errors as error:
             raise DataError(f"{self.path} is damaged near record {self._index}: {error}") from None
         return record
+
+    def take(self, count: int) -> Records:
+        """The next `count` records, as `read` would give them."""
+        return Records.joined([self.read() for _ in range(count)])
 
     def peek(self) -> Record:
         """Key and value of the record that `read` will give."""
@@ -115,6 +152,39 @@ class LMDB(Source):
         if count > size:
             raise DataError(f"{self.path} is damaged: it claims {count} records in {size} bytes")
         return count
+
+    def take(self, count: int) -> Records:
+        """The next `count` records, as `read` would give them, in the file where they are plain."""
+        runs: list[Records] = []
+        missing = count
+        while missing:
+            run = self._run(missing)
+            if not run or run[0][0] != self._item()[0]:  # the number and the key of a state may no longer agree
+                return Records.joined([*chain(*runs), *(self.read() for _ in range(missing))])
+            runs.append(run)
+            missing -= len(run)
+            self._pass(run)
+        self._read_ahead(runs[-1].rows)
+        return Records(self._pages.bytes, np.concatenate([run.rows for run in runs]))
+
+    def _run(self, most: int) -> Records:
+        """Some of the records from the next one on."""
+        return Records(self._pages.bytes, self._pages.places(self._index)[:most])
+
+    def _pass(self, run: Records) -> None:
+        """Go on as if these records had been read."""
+        self._index += len(run) - 1
+        if not self._cursor.set_key(run[-1][0]):
+            raise DataError(f"{self.path} is damaged near record {self._index}: its keys are out of order")
+        self.read()
+
+    def _read_ahead(self, rows: Array) -> None:
+        """Let the system read from the disk what most probably comes after these records."""
+        start = int(rows[-1, 2] + rows[-1, 3])
+        if hasattr(os, "posix_fadvise") and start > rows[0, 2]:
+            descriptor = os.open(self._file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, start, start - int(rows[0, 2]), os.POSIX_FADV_WILLNEED)
+            os.close(descriptor)
 
     def _item(self) -> Record:
         key, value = self._cursor.item()

@@ -4,7 +4,7 @@ import logging
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from caffepy import ops
 from caffepy.blob import shape_string
@@ -38,14 +38,14 @@ class Transformer:
         self.param = param
         self.crop = param.crop_size
         self.random_crop = phase == TRAIN and self.crop > 0
-        self._ops = ops.backend(device)
+        self._ops = ops.backend(device.host)
         self._draws = int(param.mirror) + 2 * self.random_crop  # numbers that one image takes
         self._twister = new_twister(param, device) if self._draws else Twister(0)
         self.decode_mode = self._decode_mode()
         without_effect = [f.name for f, _ in param.ListFields() if f.name not in KNOWN]
         if without_effect:
             log.warning("transform_param's %s, known to forks of Caffe, have no effect", ", ".join(without_effect))
-        self._mean = read_mean(param, path)
+        self.mean = read_mean(param, path)
 
     def _decode_mode(self) -> int:
         if self.param.force_color and self.param.force_gray:
@@ -55,7 +55,7 @@ class Transformer:
     def output_shape(self, shape: Shape) -> Shape:
         """(C, h, w) of what an image (C, H, W) becomes; ConfigError or DataError where the sizes do not fit."""
         channels, height, width = shape
-        param, mean, crop = self.param, self._mean, self.crop
+        param, mean, crop = self.param, self.mean, self.crop
         if param.mean_value and len(param.mean_value) not in (1, channels):
             raise ConfigError(f"{len(param.mean_value)} mean_value for {channels} channels; give 1 or {channels}")
         if param.mean_file and mean is not None and mean.shape != shape:
@@ -68,22 +68,21 @@ class Transformer:
         return (channels, crop, crop) if crop else shape
 
     def draw(self, count: int) -> Array:
-        """The random numbers of `count` images, a row each; `apply` uses them up."""
+        """The random numbers of `count` images, a row each; `place` uses them up."""
         return self._twister.draw(count * self._draws).reshape(count, self._draws)
 
+    def place(self, draws: Array, sizes: ArrayLike) -> tuple[Array, Array, Array]:
+        """Where the crops of images of these sizes, (n, 2) or (H, W), start in rows and columns; which are mirrored."""
+        n = len(draws)
+        mirror = draws[:, 0] % 2 == 1 if self.param.mirror else np.zeros(n, np.bool_)
+        room = np.broadcast_to(np.asarray(sizes, np.uint64) - np.uint64(self.crop) if self.crop else 0, (n, 2))
+        starts = draws[:, -2:] % (room + np.uint64(1)) if self.random_crop else room // 2  # of 0 to room
+        h_off, w_off = starts.astype(np.int64).T
+        return h_off, w_off, mirror
+
     def apply(self, images: Array, out: Array, draws: Array) -> None:
-        """Write out (N, C, h, w) from images (N, C, H, W) of sizes that `output_shape` accepted."""
-        n, channels = images.shape[:2]
-        mirror = draws[:, 0] % 2 if self.param.mirror else np.zeros(n, np.uint64)
-        room = [size - self.crop if self.crop else 0 for size in images.shape[2:]]  # offsets are 0 to room
-        if self.random_crop:
-            offsets = [(d % (r + 1)).astype(np.intp) for d, r in zip(draws.T[-2:], room, strict=True)]
-        else:
-            offsets = [np.full(n, r // 2, np.intp) for r in room]
-        mean = self._mean
-        if mean is not None and len(mean) < channels:
-            mean = np.repeat(mean, channels, 0)
-        self._ops.transform_batch(images, out, *offsets, mirror.astype(np.bool_), mean, self.param.scale)
+        """Write out (N, C, h, w) from images (N, C, H, W) of sizes that `output_shape` accepted, on the host."""
+        self._ops.transform_batch(images, out, *self.place(draws, images.shape[2:]), self.mean, self.param.scale)
 
     def state(self) -> dict[str, Any]:
         """Where the random stream stands; empty if nothing is drawn."""

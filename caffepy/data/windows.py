@@ -183,14 +183,14 @@ class WindowLoader(Loader):
 
     def load(self, batch: Batch) -> None:
         """Fill the batch with windows; each draws its number, then its mirroring."""
-        batch.reshape(self.shape())
-        batch.data.fill(0)
+        images, labels = batch.room(self.shape(), batch.dtype), np.zeros(self.batch_size)
+        images.fill(0)
         drawn = [windows for windows, count in self._wanted for _ in range(count)]
         draws = self._twister.draw(len(drawn) * (1 + self._mirror)).reshape(len(drawn), -1)
         for i, (windows, draw) in enumerate(zip(drawn, draws, strict=True)):
-            image, batch.label[i], *corners = map(int, windows[draw[0] % len(windows)])
-            self._warp(self._file.images[image], corners, self._mirror and bool(draw[1] % 2), batch.data[i])
-        batch.state = self.state()
+            image, labels[i], *corners = map(int, windows[draw[0] % len(windows)])
+            self._warp(self._file.images[image], corners, self._mirror and bool(draw[1] % 2), images[i])
+        batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 
     def _warp(self, name: str, corners: list[int], mirrored: bool, out: Array) -> None:
         """Write the window of the image into out (3, crop, crop), full of zeros before."""

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from caffepy.blob import Array, shape_string
+from caffepy.blob import Array, Blob, Format, shape_string
 from caffepy.data.hdf5 import HDF5Rows, append_rows, new_file
 from caffepy.data.image_list import ImageLoader
 from caffepy.data.loader import Loader, RecordLoader
@@ -27,11 +27,16 @@ T = TypeVar("T")
 
 
 class Feed(Layer):
-    """Base of the layers without bottoms."""
+    """Base of the layers without bottoms. Their tops are written from the host or, by Prefetching, from the device."""
 
     bottoms = 0
     share_in_parallel = True
     is_data = True
+    on_gpu = True
+
+    def format_for(self, native: Format) -> Format:
+        """Any: values from the host take the format on their way."""
+        return native
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """The tops were shaped by `setup`; forward shapes them anew if the data's shape changes."""
@@ -48,6 +53,7 @@ class Prefetching(Feed):
 
     tops = (1, 2)
     _reader: Reader | None = None
+    _mean: Blob | None = None
 
     def open(self) -> Loader:
         """What fills the batches."""
@@ -67,17 +73,24 @@ class Prefetching(Feed):
         log.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if len(top) > 1:
             top[1].reshape((loader.batch_size,))
-        self._reader = Reader(loader, prefetch, self.dtype)
+        if loader.mean is not None:
+            self._mean = self.buffer(loader.mean.shape)
+            self._mean.host_data[...] = loader.mean
+        self._scale = loader.scale
+        self._reader = Reader(loader, prefetch, self.dtype, self.ops.Staging)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy the next batch."""
+        """Cut the images of the next batch, subtract the mean, scale."""
         assert self._reader is not None, "the layer is closed"
         batch = self._reader.take()
         try:
-            top[0].reshape(batch.data.shape)
-            self.ops.copy(batch.data, top[0].data)
+            top[0].reshape(batch.shape)
+            images, *place, labels = batch.staging.take()
+            mean = None if self._mean is None else self._mean.data
+            self.ops.transform_batch(images, top[0].data, *place, mean, self._scale)
             if len(top) > 1:
-                top[1].data[...] = batch.label
+                self.ops.copy(labels, top[1].data)
+            batch.staging.done()
         finally:
             self._reader.give_back(batch)
 
@@ -185,7 +198,7 @@ class HDF5Data(Feed):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the next rows."""
-        self._rows.read([t.data for t in top])
+        self._rows.read([t.host_data for t in top])
 
     def state(self) -> dict[str, Any]:
         """Position after the last batch."""
@@ -275,8 +288,8 @@ class MemoryData(Feed):
             raise DataError("MemoryData needs data before forward; call set_input_arrays")
         here = slice(self._position, self._position + self.batch_size)
         top[1].reshape((self.batch_size, 1, 1, 1))
-        top[0].data[...] = self._data[here]
-        top[1].data[:, 0, 0, 0] = self._labels[here]
+        top[0].host_data[...] = self._data[here]
+        top[1].host_data[:, 0, 0, 0] = self._labels[here]
         self._position = here.stop % len(self._data)
         self._unread = self._position > 0
 
@@ -288,12 +301,11 @@ class DummyData(Feed):
     tops = (1, None)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Shape the tops; fill those with constant fillers, which a user may overwrite for good."""
+        """Shape the tops."""
         fillers = list(self.param.dummy_data_param.data_filler) or [FillerParameter()]
         self._fillers = _each("data_filler", fillers, len(top))
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
             blob.reshape(shape)
-        self._fill(top, constant=True)
 
     def _shapes(self, tops: int) -> list[tuple[int, ...]]:
         param = self.param.dummy_data_param
@@ -304,13 +316,16 @@ class DummyData(Feed):
             return list(zip(*(_each(name, sizes, tops) for name, sizes in legacy.items()), strict=True))
         return _each("shape", [tuple(shape.dim) for shape in param.shape], tops)
 
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        """Fill tops with constant fillers that are still untouched; a user may overwrite them for good."""
+        for blob, filler in zip(top, self._fillers, strict=True):
+            if filler.type == "constant" and not blob.data_memory.touched:
+                fill(blob, filler, self.device.rng)
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Fill the tops whose filler is not constant."""
-        self._fill(top, constant=False)
-
-    def _fill(self, top: Blobs, constant: bool) -> None:
         for blob, filler in zip(top, self._fillers, strict=True):
-            if (filler.type == "constant") == constant:
+            if filler.type != "constant":
                 fill(blob, filler, self.device.rng)
 
 

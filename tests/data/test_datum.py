@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from caffepy.data.datum import COLOR, GRAY, RawLayout, decode
+from caffepy.data.datum import COLOR, GRAY, decode
 from caffepy.data.write import array_to_datum
 from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import Datum
@@ -67,31 +67,3 @@ def test_refused(case):
     record, message = REFUSED[case]
     with pytest.raises(DataError, match=message):
         decode(record)
-
-
-@pytest.mark.parametrize("label", [0, 5, 1000, -1, None])
-def test_layout_reads_what_parsing_reads(label):
-    datum = array_to_datum(IMAGE, label or 0)
-    if label is None:
-        datum.ClearField("label")
-        datum.ClearField("encoded")
-    layout, image = RawLayout(IMAGE.shape), np.zeros(60, np.uint8)
-    for _ in range(2):
-        image[:] = 0
-        assert layout.read(memoryview(datum.SerializeToString()), image) == (label or 0)
-        np.testing.assert_array_equal(image.reshape(3, 4, 5), IMAGE)
-
-
-NOT_OF_THE_LAYOUT = {
-    "other shape": array_to_datum(IMAGE.reshape(3, 5, 4)).SerializeToString(),
-    "cut in the image": array_to_datum(IMAGE).SerializeToString()[:40],
-    "shape given twice": array_to_datum(IMAGE).SerializeToString() + Datum(height=9).SerializeToString(),
-    "encoded": array_to_datum(IMAGE).SerializeToString() + Datum(encoded=True).SerializeToString(),
-    "damaged end": array_to_datum(IMAGE).SerializeToString() + b"\xff",
-    "empty": b"",
-}
-
-
-@pytest.mark.parametrize("case", NOT_OF_THE_LAYOUT)
-def test_layout_leaves_the_rest_to_parsing(case):
-    assert RawLayout(IMAGE.shape).read(NOT_OF_THE_LAYOUT[case], np.zeros(60, np.uint8)) is None

@@ -20,6 +20,7 @@ from caffepy.data.transformer import Transformer
 from caffepy.data.write import array_to_datum, write_lmdb
 from caffepy.device import Device
 from caffepy.errors import DataError
+from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
 
 SHAPE = (2, 4, 5)
@@ -43,14 +44,19 @@ def ten(tmp_path):
 
 def reader(path, batch_size=3, depth=2, transform="", seed=5, phase=TRAIN):
     transformer = Transformer(text_format.Parse(transform, TransformationParameter()), phase, Device(seed=seed))
-    return Reader(RecordLoader(open_source(path), transformer, batch_size), depth, np.float32)
+    return Reader(RecordLoader(open_source(path), transformer, batch_size), depth, np.float32, cpu.Staging)
 
 
 def take(reader, count=1):
+    """What a data layer makes of the next batches: images and labels."""
     batches = []
     for _ in range(count):
         batch = reader.take()
-        batches.append((batch.data.copy(), batch.label.copy()))
+        *images, labels = batch.staging.take()
+        data = np.empty(batch.shape, np.float32)
+        cpu.transform_batch(images[0], data, *images[1:], reader._loader.mean, reader._loader.scale)
+        batches.append((data, labels.copy()))
+        batch.staging.done()
         reader.give_back(batch)
     return batches
 

@@ -54,6 +54,21 @@ def test_peek_consumes_nothing(source):
     assert bytes(source.read()[0]) == KEYS[1]
 
 
+@pytest.mark.parametrize("count", [1, 3, 10, 25])
+def test_taking_is_reading(source, count, caplog):
+    caplog.set_level(logging.INFO, "caffepy")
+    other = open_source(source.path)
+    for _ in range(4):
+        records = source.take(count)
+        assert len(records) == count
+        assert [(bytes(k), bytes(v)) for k, v in records] == [
+            (bytes(k), bytes(v)) for k, v in (other.read() for _ in range(count))
+        ]
+        assert source.position == other.position
+    assert caplog.messages.count("Restarting data prefetching from start.") == 2 * (4 * count // 10)
+    other.close()
+
+
 @pytest.mark.parametrize("read", [0, 4, 9, 10, 17])
 def test_position_and_seek(source, read):
     keys(source, read)
@@ -72,6 +87,22 @@ def test_seek_to_a_key_that_is_gone_goes_by_number(source, caplog):
     source.seek(3, b"no such key")
     assert source.position == (3, KEYS[3])
     assert 'no longer holds record "no such key"' in caplog.text
+
+
+def test_taking_goes_on_at_the_key_when_its_number_has_changed(tmp_path):
+    source = open_source(make(tmp_path / "db", 10))
+    source.seek(2, b"00000005")
+    assert [bytes(key) for key, _ in source.take(7)] == [b"%08d" % i for i in (5, 6, 7, 8, 9, 0, 1)]
+    assert [bytes(key) for key, _ in source.take(12)] == [b"%08d" % (i % 10) for i in range(2, 14)]
+
+
+def test_taking_many_small_records(tmp_path, monkeypatch):
+    monkeypatch.setattr("caffepy.data.lmdb_pages.KEPT", 3000)  # so that some places are forgotten
+    source = open_source(make(tmp_path / "db", 20_000))
+    for start in range(0, 45_000, 900):
+        assert [bytes(key) for key, _ in source.take(900)] == [
+            b"%08d" % (i % 20_000) for i in range(start, start + 900)
+        ]
 
 
 def test_several_sources_of_one_environment():
@@ -190,19 +221,19 @@ def test_damaged_file(case, tmp_path):
     assert raised.value.exit_code == 4
 
 
-def read_until_error(path):
+def read_until_error(path, at_a_time):
     records = 0
     try:
         source = open_source(path)
         while True:
-            source.read()
-            records += 1
+            records += len(source.take(at_a_time)) if at_a_time else bool(source.read())
     except DataError as error:
         return records, error
 
 
+@pytest.mark.parametrize("at_a_time", [0, 50])
 @pytest.mark.parametrize("leaf", [3, 500])
-def test_a_damaged_page_is_met_before_it_is_read(leaf, tmp_path):
+def test_a_damaged_page_is_met_before_it_is_read(leaf, at_a_time, tmp_path):
     """LMDB itself would crash on it; the first leaves are checked at once."""
     make(tmp_path / "db", 20_000, 120)
     content = bytearray((tmp_path / "db" / "data.mdb").read_bytes())
@@ -210,7 +241,7 @@ def test_a_damaged_page_is_met_before_it_is_read(leaf, tmp_path):
     page = leaves[leaf]
     content[4096 * page : 4096 * (page + 1)] = bytes(4096)
     path = damaged(tmp_path / "copy", bytes(content))
-    records, error = read_until_error(path)
+    records, error = read_until_error(path, at_a_time)
     assert f"copy/db is damaged at page {page} of {len(content) // 4096}; copy it anew" in str(error)
     assert (records > 1000) == (leaf > 100)
 
@@ -233,7 +264,9 @@ for i in range(200):
     open(f"{tmp_path}/{{i}}/data.mdb", "wb").write(content)
     try:
         source = open_source(f"{tmp_path}/{{i}}")
-        records = [(bytes(k), bytes(v)) for k, v in (source.read() for _ in range(len(source) % 1000))]
+        count = len(source) % 1000
+        for records in ([source.read() for _ in range(count)], source.take(count)):
+            records = [(bytes(k), bytes(v)) for k, v in records]
         source.seek(5, b"00000005")
         print("read")
     except DataError:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.blob import Blob
+from caffepy.blob import Blob, Format, from_bfloat16, to_bfloat16
 from caffepy.data.write import array_to_datum, write_lmdb
-from caffepy.device import Device
+from caffepy.device import CudaDevice, Device
 from caffepy.errors import CaffeError, ConfigError, DataError
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
@@ -23,17 +23,22 @@ CASES = sorted(p.stem for p in GOLDEN.glob("*.npz"))
 class Feed:
     """The one layer of a net's text, outside a net."""
 
-    def __init__(self, text, tops=2, phase=TRAIN, seed=1, path=None, dtype=np.float32):
+    def __init__(self, text, tops=2, phase=TRAIN, seed=1, path=None, dtype=np.float32, device=None, format=None):
         (param,) = text_format.Parse(text, NetParameter()).layer
-        self.device = Device(seed=seed)
-        self.layer = create_layer(param, phase, self.device, dtype, path)
-        self.top = [Blob(dtype=dtype) for _ in range(tops)]
-        self.layer.setup([], self.top)
-        self.layer.reshape([], self.top)
+        self.device = device or Device()
+        self.device.seed(seed)
+        self.top = [Blob(dtype=dtype, store=self.device.store) for _ in range(tops)]
+        with self.device.scope():
+            self.layer = create_layer(param, phase, self.device, dtype, path)
+            self.layer.setup([], self.top)
+            if format:
+                self.top[0].take(format)
+            self.layer.reshape([], self.top)
 
     def forward(self):
-        self.layer.forward([], self.top)
-        return [t.data.copy() for t in self.top]
+        with self.device.scope():
+            self.layer.forward([], self.top)
+            return [t.host_data.copy() for t in self.top]
 
 
 @pytest.fixture
@@ -51,12 +56,17 @@ def text(data="batch_size: 4", transform=""):
     return f'layer {{ type: "Data" data_param {{ {source} {data} }} transform_param {{ {transform} }} }}'
 
 
+DEVICES = [Device, pytest.param(CudaDevice, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_what_caffe_put_on_the_tops(case, dtype):
+def test_what_caffe_put_on_the_tops(case, dtype, device):
     golden = np.load(GOLDEN / f"{case}.npz")
     phase = {"TRAIN": TRAIN, "TEST": TEST}[str(golden["phase"])]
-    feed = Feed(str(golden["prototxt"]), phase=phase, path=str(GOLDEN / "net.prototxt"), dtype=dtype)
+    path = str(GOLDEN / "net.prototxt")
+    feed = Feed(str(golden["prototxt"]), phase=phase, path=path, dtype=dtype, device=device())
     for batch in range(int(golden["batches"])):
         for name, answer in zip(("data", "label"), feed.forward(), strict=True):
             expected = golden[f"{name}:{batch}"]
@@ -106,6 +116,53 @@ def test_state_goes_on_exactly(ten):
             np.testing.assert_array_equal(a, b)
     first.layer.close()
     second.layer.close()
+
+
+FORMATS = {
+    "plain": Format(np.dtype(np.float32), False),
+    "channels last": Format(np.dtype(np.float32), True),
+    "bf16": Format(np.dtype(np.uint16), True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mean", ["", "mean_value: 3", "mean_value: 3 mean_value: 5 mean_value: 7"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_gpu_gets_the_numbers_of_the_cpu(format, mean, ten):
+    transform = f"crop_size: 5 mirror: true scale: 0.3 {mean}"
+    host = Feed(text("batch_size: 3 prefetch: 2", transform), path=ten)
+    device = CudaDevice()
+    feeds = [Feed(text("batch_size: 3 prefetch: 2", transform), path=ten, device=device, format=FORMATS[format])]
+    feeds.append(Feed(text("batch_size: 3", transform), path=ten, device=device, format=FORMATS[format], seed=9))
+    for k in range(20):
+        data, label = host.forward()
+        if format == "bf16":
+            data = from_bfloat16(to_bfloat16(data))
+        if k == 7:
+            feeds[1].layer.set_state(feeds[0].layer.state())
+        for feed in feeds[: 1 + (k >= 7)]:
+            on_gpu = feed.forward()
+            np.testing.assert_array_equal(on_gpu[0], data)
+            np.testing.assert_array_equal(on_gpu[1], label)
+    for feed in (host, *feeds):
+        feed.layer.close()
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_images_of_all_kinds(tmp_path):
+    rng = np.random.default_rng(0)
+    with write_lmdb(str(tmp_path / "db")) as writer:
+        for i in range(24):
+            image = rng.integers(0, 256, (3, *(rng.integers(5, 9, 2) if 8 <= i < 16 else (6, 7))), np.uint8)
+            writer.put(f"{i:02d}", array_to_datum(image.astype(np.float32) / 7 if i % 8 == 3 else image, i))
+    layer = text("batch_size: 4", "crop_size: 5 mirror: true mean_value: 1 scale: 0.3")
+    path = str(tmp_path / "net.prototxt")
+    feeds = [Feed(layer, path=path, device=device) for device in (Device(), CudaDevice())]
+    for _ in range(12):
+        for a, b in zip(*(feed.forward() for feed in feeds), strict=True):
+            np.testing.assert_array_equal(a, b)
+    for feed in feeds:
+        feed.layer.close()
 
 
 @pytest.mark.parametrize("kind", ["Data", "HDF5Data"])
@@ -214,6 +271,19 @@ def test_dummy_constants_are_filled_once():
     first, second = feed.forward()
     assert (first == 5).all()
     assert (second == 7).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_dummy_on_a_gpu(format):
+    params = 'shape { dim: 2 dim: 3 dim: 4 dim: 5 } data_filler { value: 2 } data_filler { type: "gaussian" }'
+    feed = dummy(params, tops=2, device=CudaDevice(), format=FORMATS[format])
+    array = feed.top[0].data
+    for _ in range(2):
+        constant, random = feed.forward()
+        assert (constant == 2).all()
+        assert random.std() > 0.5
+        assert feed.top[0].data is array
 
 
 def test_dummy_random_values_are_fresh_and_seeded():

@@ -5,7 +5,7 @@ import pytest
 
 from caffepy.ops import cpu
 
-MEANS = {"none": None, "values": (3, 1, 1), "image": (3, 9, 11)}
+MEANS = {"none": None, "value": (1, 1, 1), "values": (3, 1, 1), "image": (3, 9, 11)}
 
 
 def formula(x, h_off, w_off, mirror, mean, scale, shape):

@@ -50,6 +50,7 @@ from caffepy.ops.cpu.normalization import (
 )
 from caffepy.ops.cpu.pooling import ave_pool_backward, ave_pool_forward, max_pool_backward, max_pool_forward
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
+from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.threads import blas_scope, num_threads, parallel, set_num_threads
 from caffepy.ops.cpu.transform import transform_batch
 from caffepy.ops.cpu.update import (
@@ -65,6 +66,7 @@ __all__ = [
     "LSTM",
     "RNN",
     "Convolution",
+    "Staging",
     "accuracy",
     "adadelta_update",
     "adagrad_update",

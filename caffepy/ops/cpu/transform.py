@@ -43,13 +43,11 @@ def transform_batch(
 ) -> None:
     """Write out (N, C, h, w) from records (N, C, H, W), uint8 or float32.
 
-    h_off, w_off and mirror hold one value an image; mean is None, (C, H, W) or (C, 1, 1).
+    h_off, w_off and mirror hold one value an image; mean is None or (C, H, W), where C as well as H and W may be 1.
     """
     channels, width = records.shape[1], records.shape[3]
-    if mean is None:
-        mean = np.zeros((channels, 1, width), out.dtype)
-    elif mean.shape[1:] == (1, 1):
-        mean = np.repeat(mean.astype(out.dtype), width, 2)  # one row a channel, for every row of the image
+    mean = np.zeros((1, 1, 1), out.dtype) if mean is None else mean
+    mean = np.broadcast_to(mean, (channels, mean.shape[1], width))  # one row may do for every row of the image
     mean = np.ascontiguousarray(mean, out.dtype)
     factor = out.dtype.type(scale)
     parallel(

@@ -61,6 +61,7 @@ from caffepy.ops.cuda.normalization import (
 )
 from caffepy.ops.cuda.pooling import ave_pool_backward, ave_pool_forward, max_pool_backward, max_pool_forward
 from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
+from caffepy.ops.cuda.staging import Staging
 from caffepy.ops.cuda.threads import blas_scope, num_threads, parallel, set_num_threads
 from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import (
@@ -76,6 +77,7 @@ __all__ = [
     "LSTM",
     "RNN",
     "Convolution",
+    "Staging",
     "accuracy",
     "adadelta_update",
     "adagrad_update",

@@ -12,7 +12,7 @@ import numpy as np
 from caffepy.errors import DeviceError
 from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import MOST, Array, packs
+from caffepy.ops.cuda.launch import MOST, Array, channels_last, packs
 
 RECORDS = {"uint8": "unsigned char", "float32": "float", "float64": "double"}
 
@@ -27,21 +27,25 @@ def _on_device(a: Any, dtype: Any) -> Array:
 def transform_batch(
     records: Array, out: Array, h_off: Array, w_off: Array, mirror: Array, mean: Array | None, scale: float
 ) -> None:
-    """Write out (N, C, h, w) from records (N, C, H, W), uint8 or float32.
+    """Write out (N, C, h, w) of any format from records (N, C, H, W), uint8 or float32.
 
-    h_off, w_off and mirror hold one value an image; mean is None, (C, H, W) or (C, 1, 1). All may lie on the host or on
-    the device; a mean that is used again is best kept on the device.
+    h_off, w_off and mirror hold one value an image; mean is None or (C, H, W), where C as well as H and W may be 1. All
+    but out may lie on the host or on the device; a mean that is used again is best kept on the device.
     """
     if not out.size:
         return
     kind = RECORDS.get(records.dtype.name)
     if kind is None:
         raise DeviceError(f"no GPU transformation of records of type {records.dtype.name}; uint8 and float32 have one")
+    last = channels_last(out)
     h, w, flip = _on_device(h_off, np.int64), _on_device(w_off, np.int64), _on_device(mirror, np.bool_)
-    shift, plane = 0, (1, 1)
+    shift: Any = 0
+    strides: tuple[int, ...] = (0, 0, 0)
     if mean is not None:
-        shift, plane = _on_device(mean, out.dtype), mean.shape[1:]
-    sizes = (*out.shape[:2], *records.shape[2:], *out.shape[2:], *plane)
+        shift = _on_device(mean, np.float64 if out.dtype == np.float64 else np.float32)
+        steps = (mean.shape[1] * mean.shape[2], mean.shape[2], 1)
+        strides = tuple(step if size > 1 else 0 for size, step in zip(mean.shape, steps, strict=True))
+    sizes = (*out.shape[:2], *records.shape[2:], *out.shape[2:], *strides, int(last))
     blocks = min(-(-packs(out) // THREADS), MOST)
     arguments = (_on_device(records, records.dtype), out, h, w, flip, shift, *sizes, float(scale))
     kernel("transform", f"transform<{kind}, {c_type(out)}>")((blocks,), (THREADS,), arguments)

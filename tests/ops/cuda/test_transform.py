@@ -1,11 +1,12 @@
 import numpy as np
 import pytest
 
+from caffepy.blob import Format
 from tests.ops.cuda.compare import agree
 
 pytestmark = pytest.mark.gpu
 
-MEANS = {"none": None, "values": (3, 1, 1), "image": (3, 37, 41)}
+MEANS = {"none": None, "value": (1, 1, 1), "values": (3, 1, 1), "image": (3, 37, 41)}
 CROPS = {"small": (6, 6), "odd": (27, 27), "all": (37, 41)}
 
 
@@ -24,6 +25,29 @@ def test_as_on_the_cpu(crop, mean, record, dtype):
     records, *how = batch(record, CROPS[crop])
     mean = None if MEANS[mean] is None else (np.random.default_rng(1).random(MEANS[mean]) * 255).astype(np.float32)
     agree("transform_batch", records, np.empty((5, 3, *CROPS[crop]), dtype), *how, mean, 0.5, tolerance=(1e-6, 1e-5))
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "uint16"])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("mean", MEANS)
+@pytest.mark.parametrize("crop", CROPS)
+def test_formats(crop, mean, channels_last, storage):
+    """Computed in float32, then rounded once: the very bits that the CPU's numbers have in the format."""
+    import cupy
+
+    from caffepy.ops import cpu, cuda
+
+    records, *how = batch(np.uint8, CROPS[crop])
+    mean = None if MEANS[mean] is None else (np.random.default_rng(1).random(MEANS[mean]) * 255).astype(np.float32)
+    plain = np.empty((5, 3, *CROPS[crop]), np.float32)
+    cpu.transform_batch(records, plain, *how, mean, 0.5)
+    format = Format(np.dtype(storage), channels_last)
+    expected = np.empty(plain.size, storage)
+    format.write(plain, expected)
+    with cupy.cuda.Stream(non_blocking=True):
+        flat = cupy.zeros(plain.size, storage)
+        cuda.transform_batch(records, format.view(flat, plain.shape), *how, mean, 0.5)
+        np.testing.assert_array_equal(flat.get(), expected)
 
 
 def test_empty_batch():

@@ -1,0 +1,34 @@
+"""Arrays that one thread fills and another uses; on the host they are handed over as they are."""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+Array = NDArray[Any]
+Layout = tuple[tuple[tuple[int, ...], DTypeLike], ...]
+"""The shape and element type of each array."""
+
+
+class Staging:
+    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`, `done` in another."""
+
+    def __init__(self) -> None:
+        self._layout: Layout = ()
+        self._arrays: list[Array] = []
+
+    def room(self, layout: Layout) -> list[Array]:
+        """Arrays to fill, the same as before if the layout is; returns when what they held has left."""
+        if layout != self._layout:
+            self._layout, self._arrays = layout, [np.empty(shape, dtype) for shape, dtype in layout]
+        return self._arrays
+
+    def send(self) -> None:
+        """Let what was filled go to the device."""
+
+    def take(self) -> list[Array]:
+        """What was sent, as arrays of the device for operations of the current stream."""
+        return self._arrays
+
+    def done(self) -> None:
+        """The operations that use what was taken have been given to the current stream."""

@@ -1,0 +1,83 @@
+"""Arrays that one thread fills and another uses; a stream of its own copies them to the device in between.
+
+The copies wait for the operations that use what was sent before, and operations wait for the copies: on the device, by
+events. The host waits in `room` alone, until page-locked memory has been copied and may be filled again.
+"""
+
+from functools import cache
+from math import prod
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.ops.cpu.staging import Layout
+from caffepy.ops.cuda.launch import Array
+
+ALIGNED = 256
+
+
+@cache
+def _copies(device: int) -> Any:
+    """The stream of all copies to this device: one after the other, each gets there as soon as it can."""
+    with cupy.cuda.Device(device):
+        return cupy.cuda.Stream(non_blocking=True)
+
+
+def _event() -> Any:
+    return cupy.cuda.Event(block=True, disable_timing=True)
+
+
+class Staging:
+    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`, `done` in another."""
+
+    def __init__(self) -> None:
+        self._layout: Layout = ()
+        self._device = cupy.cuda.Device()
+        self._stream = _copies(self._device.id)
+        self._sent, self._used = _event(), _event()
+
+    def room(self, layout: Layout) -> list[NDArray[Any]]:
+        """Arrays to fill, the same as before if the layout is; returns when what they held has left."""
+        with self._device:
+            self._sent.synchronize()
+            if layout != self._layout:
+                self._used.synchronize()
+                self._allocate(layout)
+        return self._on_host
+
+    def _allocate(self, layout: Layout) -> None:
+        starts, size = [], 0
+        for shape, dtype in layout:
+            starts.append(size)
+            size += -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNED) * ALIGNED
+        self._host, self._memory = cupy.cuda.alloc_pinned_memory(size), cupy.cuda.alloc(size)
+        self._on_host = [
+            np.frombuffer(self._host, dtype, prod(shape), start).reshape(shape)
+            for start, (shape, dtype) in zip(starts, layout, strict=True)
+        ]
+        self._on_device: list[Array] = [
+            cupy.ndarray(shape, dtype, self._memory + start)
+            for start, (shape, dtype) in zip(starts, layout, strict=True)
+        ]
+        self._layout, self._size = layout, size
+
+    def send(self) -> None:
+        """Let what was filled go to the device."""
+        runtime = cupy.cuda.runtime
+        with self._device:
+            self._stream.wait_event(self._used)
+            runtime.memcpyAsync(
+                self._memory.ptr, self._host.ptr, self._size, runtime.memcpyHostToDevice, self._stream.ptr
+            )
+            self._sent.record(self._stream)
+
+    def take(self) -> list[Array]:
+        """What was sent, as arrays of the device for operations of the current stream."""
+        cupy.cuda.get_current_stream().wait_event(self._sent)
+        return self._on_device
+
+    def done(self) -> None:
+        """The operations that use what was taken have been given to the current stream."""
+        self._used.record(cupy.cuda.get_current_stream())
