@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from caffepy.blob import Format
 from caffepy.errors import ConfigError
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.neuron import is_in_place
@@ -41,6 +42,10 @@ class Eltwise(Layer):
             self.winner = self.buffer(bottom[0].shape, np.int32)
         elif self.operation == EltwiseParameter.PROD and any(is_in_place(b, top[0]) for b in bottom):
             raise ConfigError("a product in place loses what its gradient needs; give the top a name of its own")
+
+    def format_for(self, native: Format) -> Format:
+        """As they come."""
+        return native
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y."""

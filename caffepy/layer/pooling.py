@@ -5,7 +5,7 @@ from math import ceil, floor, prod
 
 import numpy as np
 
-from caffepy.blob import MAX_COUNT, Blob
+from caffepy.blob import MAX_COUNT, PLAIN, Blob, Format
 from caffepy.errors import ConfigError
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
@@ -56,9 +56,10 @@ class Pooling(Layer):
         param = self.param.pooling_param
         self.method = param.pool
         self.whole = param.global_pooling
+        self.tells_where = len(top) > 1  # within the plane
         if self.method == PoolingParameter.STOCHASTIC:
             raise ConfigError("STOCHASTIC pooling needs a GPU; use MAX or AVE on the CPU")
-        if len(top) > 1 and self.method != PoolingParameter.MAX:
+        if self.tells_where and self.method != PoolingParameter.MAX:
             raise ConfigError("only MAX pooling has a second top")
         has_kernel = any(param.HasField(name) for name in ("kernel_size", "kernel_h", "kernel_w"))
         if self.whole and has_kernel:
@@ -95,14 +96,20 @@ class Pooling(Layer):
         for t in top:
             t.reshape((n, c, *out))
         if self.method == PoolingParameter.MAX:
-            self.index = self.buffer(top[0].shape, np.int32)
+            self.index = self.buffer(
+                top[0].shape, np.int32 if self.tells_where else self.ops.pool_index_type(self.kernel)
+            )
+
+    def format_for(self, native: Format) -> Format:
+        """As they come, but for a second top."""
+        return PLAIN if self.tells_where else native
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Maximum or mean of each window."""
         x, y = bottom[0].data, top[0].data
         if self.method == PoolingParameter.MAX:
             self.ops.max_pool_forward(x, y, self.index.data, self.kernel, self.stride, self.pad)
-            if len(top) > 1:
+            if self.tells_where:
                 top[1].data[...] = self.index.data
         else:
             self.ops.ave_pool_forward(x, y, self.kernel, self.stride, self.pad)
@@ -113,7 +120,7 @@ class Pooling(Layer):
             return
         dy, dx = top[0].diff, bottom[0].diff
         if self.method == PoolingParameter.MAX:
-            self.ops.max_pool_backward(dy, self.index.data, dx)
+            self.ops.max_pool_backward(dy, self.index.data, dx, self.kernel, self.stride, self.pad)
         else:
             self.ops.ave_pool_backward(dy, dx, self.kernel, self.stride, self.pad)
 

@@ -6,15 +6,10 @@ from math import prod
 
 import numpy as np
 
-from caffepy.blob import Array, Blob, shape_string
+from caffepy.blob import PLAIN, Blob, Format, shape_string
 from caffepy.errors import ConfigError
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ReductionParameter
-
-
-def rows(array: Array, outer: int) -> Array:
-    """The array as `outer` rows, of which there may be none."""
-    return array.reshape(outer, array.size // max(outer, 1))
 
 
 @layer("Concat")
@@ -44,27 +39,25 @@ class Concat(Layer):
                 )
         shape[axis] = sum(b.shape[axis] for b in bottom)
         top[0].reshape(shape)
-        self.outer = prod(shape[:axis])
-        ends = np.cumsum([0] + [b.count // max(self.outer, 1) for b in bottom])
-        self.columns = [slice(int(a), int(b)) for a, b in pairwise(ends)]
+        self.axis, self.sizes = axis, [b.shape[axis] for b in bottom]
         if len(bottom) == 1:
             top[0].share_data(bottom[0])
             top[0].share_diff(bottom[0])
 
+    def format_for(self, native: Format) -> Format:
+        """As they come where the channels are joined."""
+        return native if self.axis == 1 else PLAIN
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the bottoms' values to their places."""
         if len(bottom) > 1:
-            y = rows(top[0].data, self.outer)
-            for b, columns in zip(bottom, self.columns, strict=True):
-                self.ops.copy(rows(b.data, self.outer), y[:, columns])
+            self.ops.join([b.data for b in bottom], top[0].data, self.axis)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Copy the gradients back."""
-        if len(bottom) > 1:
-            dy = rows(top[0].diff, self.outer)
-            for b, columns, wanted in zip(bottom, self.columns, propagate_down, strict=True):
-                if wanted:
-                    self.ops.copy(dy[:, columns], rows(b.diff, self.outer))
+        if len(bottom) > 1 and any(propagate_down):
+            diffs = [b.diff if wanted else None for b, wanted in zip(bottom, propagate_down, strict=True)]
+            self.ops.cut(top[0].diff, self.sizes, diffs, self.axis)
 
 
 @layer("Slice")
@@ -95,27 +88,26 @@ class Slice(Layer):
         cuts = [0, *(self.points or [size // parts * i for i in range(1, parts)]), size]
         if any(a >= b for a, b in pairwise(cuts)):
             raise ConfigError(f"slice_point {self.points} must rise and lie within the {size} of axis {axis}")
-        self.outer, inner = prod(shape[:axis]), prod(shape[axis + 1 :])
-        self.columns = [slice(a * inner, b * inner) for a, b in pairwise(cuts)]
-        for t, (a, b) in zip(top, pairwise(cuts), strict=True):
-            t.reshape([*shape[:axis], b - a, *shape[axis + 1 :]])
+        self.axis, self.sizes = axis, [b - a for a, b in pairwise(cuts)]
+        for t, part in zip(top, self.sizes, strict=True):
+            t.reshape([*shape[:axis], part, *shape[axis + 1 :]])
         if parts == 1:
             top[0].share_data(bottom[0])
             top[0].share_diff(bottom[0])
 
+    def format_for(self, native: Format) -> Format:
+        """As they come where the channels are cut."""
+        return native if self.axis == 1 else PLAIN
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy each part."""
         if len(top) > 1:
-            x = rows(bottom[0].data, self.outer)
-            for t, columns in zip(top, self.columns, strict=True):
-                self.ops.copy(x[:, columns], rows(t.data, self.outer))
+            self.ops.cut(bottom[0].data, self.sizes, [t.data for t in top], self.axis)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Copy the parts' gradients back."""
         if len(top) > 1 and propagate_down[0]:
-            dx = rows(bottom[0].diff, self.outer)
-            for t, columns in zip(top, self.columns, strict=True):
-                self.ops.copy(rows(t.diff, self.outer), dx[:, columns])
+            self.ops.join([t.diff for t in top], bottom[0].diff, self.axis)
 
 
 @layer("Split")
@@ -131,6 +123,10 @@ class Split(Layer):
         for t in top:
             t.reshape_like(bottom[0])
             t.share_data(bottom[0])
+
+    def format_for(self, native: Format) -> Format:
+        """As they come."""
+        return native
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""
@@ -231,6 +227,10 @@ class Silence(Layer):
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""
+
+    def format_for(self, native: Format) -> Format:
+        """As they come."""
+        return native
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""

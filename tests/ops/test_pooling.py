@@ -42,7 +42,7 @@ def test_max(case, dtype):
     y, index = np.empty((*shape[:2], *out), dtype), np.empty((*shape[:2], *out), np.int32)
     dy, dx = rng.standard_normal(y.shape).astype(dtype), np.full(shape, np.nan, dtype)
     cpu.max_pool_forward(x, y, index, kernel, stride, pad)
-    cpu.max_pool_backward(dy, index, dx)
+    cpu.max_pool_backward(dy, index, dx, kernel, stride, pad)
     want = np.zeros(shape, dtype)
     for i, j, rows, columns, _ in windows(*shape[2:], kernel, stride, pad, out):
         for n, c in np.ndindex(shape[:2]):

@@ -2,10 +2,10 @@
 
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cpu.convolution import Convolution
+from caffepy.ops.cpu.copies import convert, copy, cut, join
 from caffepy.ops.cpu.elementwise import (
     add,
     axpy,
-    copy,
     dot,
     eltwise_max,
     eltwise_select,
@@ -48,7 +48,13 @@ from caffepy.ops.cpu.normalization import (
     batch_norm_forward,
     batch_norm_statistics,
 )
-from caffepy.ops.cpu.pooling import ave_pool_backward, ave_pool_forward, max_pool_backward, max_pool_forward
+from caffepy.ops.cpu.pooling import (
+    ave_pool_backward,
+    ave_pool_forward,
+    max_pool_backward,
+    max_pool_forward,
+    pool_index_type,
+)
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.threads import blas_scope, num_threads, parallel, set_num_threads
@@ -81,7 +87,9 @@ __all__ = [
     "batch_norm_statistics",
     "bias_gradient",
     "blas_scope",
+    "convert",
     "copy",
+    "cut",
     "dot",
     "dropout_backward",
     "dropout_forward",
@@ -90,6 +98,7 @@ __all__ = [
     "eltwise_sum",
     "elu_backward",
     "elu_forward",
+    "join",
     "lrn_backward",
     "lrn_forward",
     "lstm_unit_backward",
@@ -101,6 +110,7 @@ __all__ = [
     "nesterov_update",
     "num_threads",
     "parallel",
+    "pool_index_type",
     "power_backward",
     "power_forward",
     "prelu_backward",

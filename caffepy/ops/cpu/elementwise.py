@@ -1,4 +1,4 @@
-"""Copies, sums and products of arrays of one shape, and scales and biases along an axis.
+"""Sums and products of arrays of one shape, and scales and biases along an axis.
 
 Flat kernels take their slice [lo, hi) first and count from 0: an index that cannot be negative is what makes numba
 emit vector code. Sums run over blocks of a fixed size, so they do not depend on the number of threads.
@@ -30,17 +30,6 @@ def blockwise(function: Callable[..., Any], *arrays: Array) -> None:
                 function(*(a[i : min(i + BLOCK, hi)] for a in flat))
 
     parallel(piece, flat[0].size, GRAIN // 2)
-
-
-def copy(src: Array, dst: Array) -> None:
-    """dst = src; views whose rows are contiguous are as fast as whole arrays."""
-    if src.size < 2 * GRAIN:
-        np.copyto(dst, src)
-    elif src.shape[0] > 1:
-        grain = GRAIN * src.shape[0] // src.size + 1
-        parallel(lambda lo, hi: np.copyto(dst[lo:hi], src[lo:hi]), src.shape[0], grain)
-    else:
-        copy(src[0], dst[0])
 
 
 @kernel

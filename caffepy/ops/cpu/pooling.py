@@ -168,6 +168,11 @@ def _share(loop: Any, layout: _Layout, *arrays: Array) -> None:
     parallel(lambda lo, hi: loop(*planes, *layout, lo, hi), n * c, 1 + 20_000 // layout.size)
 
 
+def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
+    """The element type of an index."""
+    return np.dtype(np.int32)
+
+
 def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write the maximum of each window, clipped to the plane, and its index h*W + w; the first one wins.
 
@@ -176,7 +181,7 @@ def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pai
     _share(_max_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), x, y, index)
 
 
-def max_pool_backward(dy: Array, index: Array, dx: Array) -> None:
+def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write dx: each dy goes to the element that its index names."""
     n, c, *plane = dx.shape
     dy, index, dx = (

@@ -13,10 +13,10 @@ except ImportError as error:
 
 from caffepy.ops.cuda.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cuda.convolution import Convolution
+from caffepy.ops.cuda.copies import convert, copy, cut, join
 from caffepy.ops.cuda.elementwise import (
     add,
     axpy,
-    copy,
     dot,
     eltwise_max,
     eltwise_select,
@@ -59,7 +59,13 @@ from caffepy.ops.cuda.normalization import (
     batch_norm_forward,
     batch_norm_statistics,
 )
-from caffepy.ops.cuda.pooling import ave_pool_backward, ave_pool_forward, max_pool_backward, max_pool_forward
+from caffepy.ops.cuda.pooling import (
+    ave_pool_backward,
+    ave_pool_forward,
+    max_pool_backward,
+    max_pool_forward,
+    pool_index_type,
+)
 from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cuda.staging import Staging
 from caffepy.ops.cuda.threads import blas_scope, num_threads, parallel, set_num_threads
@@ -92,7 +98,9 @@ __all__ = [
     "batch_norm_statistics",
     "bias_gradient",
     "blas_scope",
+    "convert",
     "copy",
+    "cut",
     "dot",
     "dropout_backward",
     "dropout_forward",
@@ -101,6 +109,7 @@ __all__ = [
     "eltwise_sum",
     "elu_backward",
     "elu_forward",
+    "join",
     "lrn_backward",
     "lrn_forward",
     "lstm_unit_backward",
@@ -112,6 +121,7 @@ __all__ = [
     "nesterov_update",
     "num_threads",
     "parallel",
+    "pool_index_type",
     "power_backward",
     "power_forward",
     "prelu_backward",

@@ -42,9 +42,13 @@ def lies_channels_last(a: Array) -> bool:
 
 def launch(file: str, name: str, like: Array, threads: int, *arguments: Any) -> None:
     """The template `name` for the element type of `like`, with about so many threads; nothing for none."""
+    launch_expression(file, f"{name}<{c_type(like)}>", threads, *arguments)
+
+
+def launch_expression(file: str, expression: str, threads: int, *arguments: Any) -> None:
+    """Likewise a template with all its arguments, such as `foo<float, 4>`."""
     if threads > 0:
-        blocks = min(-(-threads // THREADS), MOST)
-        kernel(file, f"{name}<{c_type(like)}>")((blocks,), (THREADS,), arguments)
+        kernel(file, expression)((min(-(-threads // THREADS), MOST),), (THREADS,), arguments)
 
 
 def launch_blocks(file: str, name: str, like: Array, blocks: int, *arguments: Any) -> None:

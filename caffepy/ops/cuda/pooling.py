@@ -1,49 +1,65 @@
 """Max and average pooling over planes of (N, C, H, W). Kernel, stride and pad are (height, width) pairs."""
 
 from math import prod
+from typing import Any
+
+import numpy as np
 
 from caffepy.ops.cuda.blas import c_type
-from caffepy.ops.cuda.compiler import kernel as kernel_of
-from caffepy.ops.cuda.launch import MOST, Array, launch
+from caffepy.ops.cuda.launch import Array, channels_last, launch_expression
 
 Pair = tuple[int, int]
 
 WIDE = 32
-"""Elements of a window from which on a warp adds it up."""
+"""Elements of a window from which on a warp adds it up, in planes."""
+BUSY = 1 << 16
+"""Threads that a large device needs; packs of channels get narrower for them."""
+
+_INDEX = {"uint8": "unsigned char", "int32": "int"}
 
 
-def _sizes(x: Array, y: Array, *pairs: Pair) -> tuple[int, ...]:
-    return (x.shape[0] * x.shape[1], *x.shape[2:], *y.shape[2:], *(int(v) for pair in pairs for v in pair))
+def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
+    """The smallest element type of an index into windows of this size."""
+    return np.dtype(np.uint8 if prod(kernel) < 256 else np.int32)
+
+
+def _pool(
+    name: str, over: Array, large: Array, small: Array, arrays: tuple[Array, ...], *pairs: Pair, index: str = ""
+) -> None:
+    """Call a kernel that writes `over`, one of the large (N, C, H, W) and the small (N, C, Ho, Wo) array."""
+    if not over.size:
+        return
+    n, c = large.shape[:2]
+    images, channels = (n, c) if channels_last(large, small) else (n * c, 1)
+    wide = not index and over is small and channels == 1 and prod(pairs[0]) >= WIDE
+    v = 16 // large.itemsize
+    while v > 1 and (channels % v or over.size < v * BUSY or any(a.data.ptr % (v * a.itemsize) for a in arrays)):
+        v //= 2
+    types = c_type(large), *([index] if index else []), *([] if wide else [str(v)])
+    threads = over.size * 32 if wide else over.size // v
+    sizes = (images, channels // v, *large.shape[2:], *small.shape[2:], *(int(side) for pair in pairs for side in pair))
+    launch_expression("pooling", f"{name}{'_wide' * wide}<{', '.join(types)}>", threads, *arrays, *sizes)
 
 
 def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write the maximum of each window, clipped to the plane, and its index h*W + w; the first one wins.
+    """Write the maximum of each window, clipped to the plane, and which element it is; the first one wins.
 
+    An index of int32 counts h*W + w within the plane; one of uint8 within the window, in the order of y's memory.
     A window that holds nothing but NaN keeps its first element.
     """
-    launch("pooling", "max_pool_forward", x, y.size, x, y, index, *_sizes(x, y, kernel, stride, pad))
+    _pool("max_pool_forward", y, x, y, (x, y, index), kernel, stride, pad, index=_INDEX[index.dtype.name])
 
 
-def max_pool_backward(dy: Array, index: Array, dx: Array) -> None:
+def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write dx: each dy goes to the element that its index names."""
-    planes, size, windows = dx.shape[0] * dx.shape[1], prod(dx.shape[2:]), prod(dy.shape[2:])
-    if not dx.size:
-        return
-    room = 8192 // max(4, dx.itemsize)  # elements of a plane whose sums a warp of pooling.cu holds
-    bands = -(-size // room)
-    band = -(-size // bands)
-    blocks = min(-(-planes * bands // 4), 8 * MOST)
-    arguments = (dy, index, dx, planes, size, windows, band, bands)
-    kernel_of("pooling", f"max_pool_backward<{c_type(dx)}>")((blocks,), (128,), arguments)
+    _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), kernel, stride, pad, index=_INDEX[index.dtype.name])
 
 
 def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write the mean of each window; padding counts in the divisor, what hangs over it does not."""
-    wide = prod(kernel) >= WIDE
-    name, threads = ("ave_pool_forward_wide", 32 * y.size) if wide else ("ave_pool_forward", y.size)
-    launch("pooling", name, x, threads, x, y, *_sizes(x, y, kernel, stride, pad))
+    _pool("ave_pool_forward", y, x, y, (x, y), kernel, stride, pad)
 
 
 def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write dx: each dy shared evenly over its window."""
-    launch("pooling", "ave_pool_backward", dx, dx.size, dy, dx, *_sizes(dx, dy, kernel, stride, pad))
+    _pool("ave_pool_backward", dx, dx, dy, (dy, dx), kernel, stride, pad)

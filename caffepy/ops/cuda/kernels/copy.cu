@@ -1,16 +1,59 @@
-// Copies between arrays of up to four axes with strides, in units of up to 16 bytes.
+// Copies in units of up to 16 bytes.
 
 #include "pack.cuh"
 
-// target[i3, i2, i1, i0] = source[i3, i2, i1, i0]; n sizes, s and t strides in units of T, the last axis first
-template <typename T>
-__global__ void copy(const T* source, T* target, i64 n0, i64 n1, i64 n2, i64 n3, i64 s0, i64 s1, i64 s2, i64 s3,
+// target[i3, i2, i1, i0] = source[i3, i2, i1, i0] for AXES of these axes; n sizes, s and t strides in units of U, the
+// last axis first
+template <typename U, int AXES>
+__global__ void copy(const U* source, U* target, i64 n0, i64 n1, i64 n2, i64 n3, i64 s0, i64 s1, i64 s2, i64 s3,
                      i64 t0, i64 t1, i64 t2, i64 t3) {
   const i64 n = n0 * n1 * n2 * n3;
   for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * i64(blockDim.x)) {
-    const unsigned r1 = unsigned(i) / unsigned(n0), i0 = unsigned(i) - r1 * unsigned(n0);
-    const unsigned r2 = r1 / unsigned(n1), i1 = r1 - r2 * unsigned(n1);
-    const unsigned i3 = r2 / unsigned(n2), i2 = r2 - i3 * unsigned(n2);
-    target[i0 * t0 + i1 * t1 + i2 * t2 + i3 * t3] = source[i0 * s0 + i1 * s1 + i2 * s2 + i3 * s3];
+    unsigned rest = unsigned(i);
+    i64 from = 0, to = 0;
+    const auto along = [&](i64 n, i64 s, i64 t) {
+      const unsigned next = rest / unsigned(n), at = rest - next * unsigned(n);
+      from += at * s;
+      to += at * t;
+      rest = next;
+    };
+    along(n0, s0, t0);
+    if constexpr (AXES > 1) along(n1, s1, t1);
+    if constexpr (AXES > 2) along(n2, s2, t2);
+    if constexpr (AXES > 3) along(n3, s3, t3);
+    target[to] = source[from];
+  }
+}
+
+// Lines of up to eight arrays side by side in the lines of one: copied there (JOIN), or from there to those that are
+// not null. Part k holds places end_(k-1) to end_k of each line of the whole.
+template <typename U, bool JOIN>
+__global__ void side_by_side(U* whole, i64 lines, i64 line, U* p0, U* p1, U* p2, U* p3, U* p4, U* p5, U* p6, U* p7,
+                             i64 e0, i64 e1, i64 e2, i64 e3, i64 e4, i64 e5, i64 e6, i64 e7) {
+  const i64 n = lines * e7;
+  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * i64(blockDim.x)) {
+    const unsigned row = unsigned(i) / unsigned(e7), at = unsigned(i) - row * unsigned(e7);
+    U* part = p0;
+    i64 start = 0, end = e0;
+    const auto or_else = [&](U* p, i64 e) {
+      if (at >= end) {
+        part = p;
+        start = end;
+        end = e;
+      }
+    };
+    or_else(p1, e1);
+    or_else(p2, e2);
+    or_else(p3, e3);
+    or_else(p4, e4);
+    or_else(p5, e5);
+    or_else(p6, e6);
+    or_else(p7, e7);
+    if (!part) continue;
+    U &here = part[row * (end - start) + (at - start)], &there = whole[row * line + at];
+    if (JOIN)
+      there = here;
+    else
+      here = there;
   }
 }

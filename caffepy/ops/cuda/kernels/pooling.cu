@@ -1,163 +1,236 @@
-// Pooling over planes of (N, C, H, W). Window (i, j) begins at row i * stride - pad, column likewise.
+// Pooling over windows of images (N, H, W, C), in packs of V channels; planes (N, C, H, W) are N * C images of one
+// channel. Window (i, j) begins at row i * stride - pad, column likewise. An index tells the element of a window that
+// has its maximum: unsigned char its number in the window, int its number in the plane.
 
 #include "pack.cuh"
 #include "reduce.cuh"
 
 struct Windows {
-  i64 planes, h, w, ho, wo, kh, kw, sh, sw, ph, pw;
+  int packs, h, w, ho, wo, kh, kw, sh, sw, ph, pw;  // packs of channels
+  __device__ i64 large() const { return i64(h) * w * packs; }   // an image
+  __device__ i64 small() const { return i64(ho) * wo * packs; }  // its windows
 };
 
-#define WINDOWS i64 planes, i64 h, i64 w, i64 ho, i64 wo, i64 kh, i64 kw, i64 sh, i64 sw, i64 ph, i64 pw
-#define NUMBERS Windows{planes, h, w, ho, wo, kh, kw, sh, sw, ph, pw}
+#define WINDOWS i64 images, i64 packs, i64 h, i64 w, i64 ho, i64 wo, i64 kh, i64 kw, i64 sh, i64 sw, i64 ph, i64 pw
+#define NUMBERS                                                                                                      \
+  Windows {                                                                                                          \
+    int(packs), int(h), int(w), int(ho), int(wo), int(kh), int(kw), int(sh), int(sw), int(ph), int(pw)               \
+  }
+
+#define FOR_EACH(e, n) \
+  for (i64 e = blockIdx.x * i64(blockDim.x) + threadIdx.x; e < (n); e += gridDim.x * i64(blockDim.x))
+
+// Pack number e of images of so many rows, columns and packs.
+struct Place {
+  i64 image;
+  int row, column, pack;
+  __device__ Place(i64 e, int rows, int columns, int packs) {
+    const unsigned at = unsigned(e) / unsigned(packs), line = at / unsigned(columns);
+    pack = int(unsigned(e) - at * unsigned(packs));
+    column = int(at - line * unsigned(columns));
+    row = int(line % unsigned(rows));
+    image = line / unsigned(rows);
+  }
+};
 
 // Rows or columns [lo, hi) of a window that lie in the plane; `full` of its divisor lie in the plane or its padding.
 struct Span {
   int start, lo, hi, full;
-  __device__ Span(i64 at, i64 kernel, i64 stride, i64 pad, i64 size) {
-    start = int(at * stride - pad);
-    const int end = start + int(kernel), limit = int(size + pad);
-    full = max(min(end, limit) - start, 1);
+  __device__ Span(int at, int kernel, int stride, int pad, int size) {
+    start = at * stride - pad;
+    const int end = start + kernel;
+    full = max(min(end, size + pad) - start, 1);
     lo = max(start, 0);
-    hi = min(end, int(size));
+    hi = min(end, size);
   }
 };
 
-// Output number i of all planes.
-struct Place {
-  i64 plane;
-  Span rows, columns;
-  __device__ Place(const Windows& s, unsigned plane, unsigned o)
-      : plane(plane),
-        rows(o / unsigned(s.wo), s.kh, s.sh, s.ph, s.h),
-        columns(o % unsigned(s.wo), s.kw, s.sw, s.pw, s.w) {}
-  __device__ Place(const Windows& s, unsigned i)
-      : Place(s, i / unsigned(s.ho * s.wo), i % unsigned(s.ho * s.wo)) {}
+// Windows [lo, hi) over a row or column; `reached` is hi with those that begin beyond the plane counted to its end,
+// since their maximum is there.
+struct Cover {
+  int lo, hi, reached;
+  __device__ Cover(int at, int kernel, int stride, int pad, int size, int windows) {
+    lo = at + pad < kernel ? 0 : (at + pad - kernel) / stride + 1;
+    hi = min((at + pad) / stride + 1, windows);
+    reached = at == size - 1 ? windows : hi;
+  }
 };
 
-#define FOR_EACH(i, n) \
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < (n); i += gridDim.x * i64(blockDim.x))
+template <typename I> __device__ int index_of(const Windows& s, int row, int column, int top, int left) {
+  return sizeof(I) == 1 ? max(row - top, 0) * s.kw + max(column - left, 0) : row * s.w + column;
+}
 
 // y = the first largest element, index = where; of a window without numbers above -inf its first element
-template <typename T>
-__global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, int* __restrict__ index, WINDOWS) {
+template <typename T, typename I, int V>
+__global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* __restrict__ index, WINDOWS) {
   using A = Wide<T>;
+  constexpr int AHEAD = 4;
   const Windows s = NUMBERS;
-  FOR_EACH(i, s.planes * s.ho * s.wo) {
-    const Place at(s, unsigned(i));
-    const T* plane = x + at.plane * s.h * s.w;
-    A best = -__int_as_float(0x7f800000);
-    int where = -1;
-    for (int r = at.rows.lo; r < at.rows.hi; ++r)
-      for (int c = at.columns.lo; c < at.columns.hi; ++c) {
-        const A v = A(plane[r * int(s.w) + c]);
-        if (v > best) {
-          best = v;
-          where = r * int(s.w) + c;
-        }
+  const A least = -__int_as_float(0x7f800000);
+  FOR_EACH(e, images * s.small()) {
+    const Place at(e, s.ho, s.wo, s.packs);
+    const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
+    const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
+    const int corner_row = min(rows.lo, s.h - 1), corner_column = min(columns.lo, s.w - 1);
+    A best[V];
+    int where[V];
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      best[v] = least;
+      where[v] = index_of<I>(s, corner_row, corner_column, rows.start, columns.start);
+    }
+    for (int r = rows.lo; r < rows.hi; ++r)
+      for (int c = columns.lo; c < columns.hi; c += AHEAD) {
+        Pack<T, V> taken[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k)
+          if (c + k < columns.hi) taken[k] = image[(r * s.w + c + k) * s.packs];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k)
+          if (c + k < columns.hi) {
+            const int here = index_of<I>(s, r, c + k, rows.start, columns.start);
+#pragma unroll
+            for (int v = 0; v < V; ++v) {
+              const A number = A(taken[k].v[v]);
+              if (number > best[v]) {
+                best[v] = number;
+                where[v] = here;
+              }
+            }
+          }
       }
-    if (where < 0) where = min(at.rows.lo, int(s.h) - 1) * int(s.w) + min(at.columns.lo, int(s.w) - 1);
-    y[i] = plane[where];
-    index[i] = where;
+    const T* corner = image[(corner_row * s.w + corner_column) * s.packs].v;
+    Pack<T, V> largest;
+    Pack<I, V> places;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      largest.v[v] = best[v] == least ? corner[v] : T(best[v]);
+      places.v[v] = I(where[v]);
+    }
+    reinterpret_cast<Pack<T, V>*>(y)[e] = largest;
+    reinterpret_cast<Pack<I, V>*>(index)[e] = places;
   }
 }
 
-// dx = sums of the dy whose index names an element. A warp owns `band` elements of a plane, goes through all indices of
-// the plane in order, and adds in order what falls into its band, so every sum has one order.
-template <typename T>
-__global__ void __launch_bounds__(128) max_pool_backward(const T* __restrict__ dy, const int* __restrict__ index,
-                                                         T* __restrict__ dx, i64 planes, i64 size, i64 windows,
-                                                         i64 band, i64 bands) {
+// dx = sum of the dy of those windows whose index names the element, in the order of the windows
+template <typename T, typename I, int V>
+__global__ void max_pool_backward(const T* __restrict__ dy, const I* __restrict__ index, T* __restrict__ dx, WINDOWS) {
   using A = Wide<T>;
-  constexpr int BAND = 8192 / sizeof(A), AHEAD = 4;
-  __shared__ A sums[4][BAND];
-  A* sum = sums[threadIdx.x / 32];
-  const int lane = threadIdx.x % 32, outputs = int(windows);
-  for (i64 job = blockIdx.x * 4ll + threadIdx.x / 32; job < planes * bands; job += gridDim.x * 4ll) {
-    const i64 plane = job / bands;
-    const int lo = int(job % bands * band), room = int(min(band, size - lo));
-    for (int e = lane; e < room; e += 32) sum[e] = 0;
-    __syncwarp();
-    const int* indices = index + plane * windows;
-    const T* gradients = dy + plane * windows;
-    for (int first = 0; first < outputs; first += 32 * AHEAD) {
-      int at[AHEAD];
+  constexpr int AHEAD = 3;
+  const Windows s = NUMBERS;
+  FOR_EACH(e, images * s.large()) {
+    const Place at(e, s.h, s.w, s.packs);
+    const Cover rows(at.row, s.kh, s.sh, s.ph, s.h, s.ho), columns(at.column, s.kw, s.sw, s.pw, s.w, s.wo);
+    const i64 first = at.image * s.small() + at.pack;
+    const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + first;
+    const Pack<I, V>* indices = reinterpret_cast<const Pack<I, V>*>(index) + first;
+    A sum[V] = {};
+    for (int i = rows.lo; i < rows.reached; ++i)
+      for (int j = columns.lo; j < columns.reached; j += AHEAD) {
+        Pack<T, V> gradient[AHEAD];
+        Pack<I, V> named[AHEAD];
 #pragma unroll
-      for (int k = 0; k < AHEAD; ++k) {
-        const int o = first + k * 32 + lane;
-        at[k] = o < outputs ? indices[o] - lo : -1;
-      }
+        for (int k = 0; k < AHEAD; ++k)
+          if (j + k < columns.reached) {
+            gradient[k] = gradients[(i * s.wo + j + k) * s.packs];
+            named[k] = indices[(i * s.wo + j + k) * s.packs];
+          }
 #pragma unroll
-      for (int k = 0; k < AHEAD; ++k) {
-        const bool mine = at[k] >= 0 && at[k] < room;
-        if (!__any_sync(0xffffffffu, mine)) continue;
-        const A g = mine ? A(gradients[first + k * 32 + lane]) : A(0);
-        // lanes of one element take turns, the lowest first
-        unsigned same = __match_any_sync(0xffffffffu, mine ? at[k] : -1 - lane) & ((1u << lane) - 1);
-        int turn = mine ? __popc(same) : -1;
-        for (int round = 0; __any_sync(0xffffffffu, turn >= round); ++round) {
-          if (turn == round) sum[at[k]] += g;
-          __syncwarp();
-        }
+        for (int k = 0; k < AHEAD; ++k)
+          if (j + k < columns.reached) {
+            const int here = index_of<I>(s, at.row, at.column, i * s.sh - s.ph, (j + k) * s.sw - s.pw);
+#pragma unroll
+            for (int v = 0; v < V; ++v)
+              if (named[k].v[v] == here) sum[v] += A(gradient[k].v[v]);
+          }
       }
-    }
-    T* target = dx + plane * size + lo;
-    for (int e = lane; e < room; e += 32) target[e] = T(sum[e]);
-    __syncwarp();
+    Pack<T, V> total;
+#pragma unroll
+    for (int v = 0; v < V; ++v) total.v[v] = T(sum[v]);
+    reinterpret_cast<Pack<T, V>*>(dx)[e] = total;
   }
 }
 
 // y = sum of the window / its area, padding included
-template <typename T>
+template <typename T, int V>
 __global__ void ave_pool_forward(const T* __restrict__ x, T* __restrict__ y, WINDOWS) {
   using A = Wide<T>;
+  constexpr int AHEAD = 4;
   const Windows s = NUMBERS;
-  FOR_EACH(i, s.planes * s.ho * s.wo) {
-    const Place at(s, unsigned(i));
-    const T* plane = x + at.plane * s.h * s.w;
-    A total = 0;
-    for (int r = at.rows.lo; r < at.rows.hi; ++r)
-      for (int c = at.columns.lo; c < at.columns.hi; ++c) total += A(plane[r * int(s.w) + c]);
-    y[i] = T(total / A(at.rows.full * at.columns.full));
+  FOR_EACH(e, images * s.small()) {
+    const Place at(e, s.ho, s.wo, s.packs);
+    const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
+    const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
+    A sum[V] = {};
+    for (int r = rows.lo; r < rows.hi; ++r)
+      for (int c = columns.lo; c < columns.hi; c += AHEAD) {
+        Pack<T, V> taken[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k)
+          if (c + k < columns.hi) taken[k] = image[(r * s.w + c + k) * s.packs];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k)
+          if (c + k < columns.hi)
+#pragma unroll
+            for (int v = 0; v < V; ++v) sum[v] += A(taken[k].v[v]);
+      }
+    const A share = A(1) / (A(rows.full) * A(columns.full));
+    Pack<T, V> mean;
+#pragma unroll
+    for (int v = 0; v < V; ++v) mean.v[v] = T(sum[v] * share);
+    reinterpret_cast<Pack<T, V>*>(y)[e] = mean;
   }
 }
 
-// The same for large windows, a warp each.
+// The same for large windows of planes, a warp each.
 template <typename T>
 __global__ void ave_pool_forward_wide(const T* __restrict__ x, T* __restrict__ y, WINDOWS) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
   const i64 warps = gridDim.x * i64(blockDim.x / 32);
-  for (i64 i = blockIdx.x * i64(blockDim.x / 32) + threadIdx.x / 32; i < s.planes * s.ho * s.wo; i += warps) {
-    const Place at(s, unsigned(i));
-    const T* plane = x + at.plane * s.h * s.w;
-    const int width = max(at.columns.hi - at.columns.lo, 0), count = width * max(at.rows.hi - at.rows.lo, 0);
-    A total = 0;
-    for (int e = threadIdx.x % 32; e < count; e += 32)
-      total += A(plane[(at.rows.lo + e / width) * int(s.w) + at.columns.lo + e % width]);
-    total = warp_sum(total);
-    if (threadIdx.x % 32 == 0) y[i] = T(total / A(at.rows.full * at.columns.full));
+  for (i64 e = blockIdx.x * i64(blockDim.x / 32) + threadIdx.x / 32; e < images * s.small(); e += warps) {
+    const Place at(e, s.ho, s.wo, s.packs);
+    const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
+    const T* plane = x + at.image * s.large();
+    const int width = max(columns.hi - columns.lo, 0), count = width * max(rows.hi - rows.lo, 0);
+    A sum = 0;
+    for (int k = threadIdx.x % 32; k < count; k += 32)
+      sum += A(plane[(rows.lo + k / width) * s.w + columns.lo + k % width]);
+    sum = warp_sum(sum);
+    if (threadIdx.x % 32 == 0) y[e] = T(sum / (A(rows.full) * A(columns.full)));
   }
 }
 
 // dx = sum over the windows that hold an element of dy / area
-template <typename T>
+template <typename T, int V>
 __global__ void ave_pool_backward(const T* __restrict__ dy, T* __restrict__ dx, WINDOWS) {
   using A = Wide<T>;
+  constexpr int AHEAD = 3;
   const Windows s = NUMBERS;
-  FOR_EACH(i, s.planes * s.h * s.w) {
-    const i64 plane = unsigned(i) / unsigned(s.h * s.w);
-    const unsigned e = unsigned(i - plane * s.h * s.w);
-    const int r = int(e / unsigned(s.w) + s.ph), c = int(e % unsigned(s.w) + s.pw);  // counted from the padding
-    const int first_row = r < s.kh ? 0 : (r - int(s.kh)) / int(s.sh) + 1, rows = min(r / int(s.sh) + 1, int(s.ho));
-    const int first_column = c < s.kw ? 0 : (c - int(s.kw)) / int(s.sw) + 1;
-    const int columns = min(c / int(s.sw) + 1, int(s.wo));
-    const T* gradients = dy + plane * s.ho * s.wo;
-    A total = 0;
-    for (int m = first_row; m < rows; ++m) {
-      const int height = Span(m, s.kh, s.sh, s.ph, s.h).full;
-      for (int j = first_column; j < columns; ++j)
-        total += A(gradients[m * int(s.wo) + j]) / A(height * Span(j, s.kw, s.sw, s.pw, s.w).full);
+  FOR_EACH(e, images * s.large()) {
+    const Place at(e, s.h, s.w, s.packs);
+    const Cover rows(at.row, s.kh, s.sh, s.ph, s.h, s.ho), columns(at.column, s.kw, s.sw, s.pw, s.w, s.wo);
+    const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + at.image * s.small() + at.pack;
+    A sum[V] = {};
+    for (int i = rows.lo; i < rows.hi; ++i) {
+      const A height = A(Span(i, s.kh, s.sh, s.ph, s.h).full);
+      for (int j = columns.lo; j < columns.hi; j += AHEAD) {
+        Pack<T, V> gradient[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k)
+          if (j + k < columns.hi) gradient[k] = gradients[(i * s.wo + j + k) * s.packs];
+#pragma unroll
+        for (int k = 0; k < AHEAD; ++k)
+          if (j + k < columns.hi) {
+            const A share = A(1) / (height * A(Span(j + k, s.kw, s.sw, s.pw, s.w).full));
+#pragma unroll
+            for (int v = 0; v < V; ++v) sum[v] += A(gradient[k].v[v]) * share;
+          }
+      }
     }
-    dx[i] = T(total);
+    Pack<T, V> total;
+#pragma unroll
+    for (int v = 0; v < V; ++v) total.v[v] = T(sum[v]);
+    reinterpret_cast<Pack<T, V>*>(dx)[e] = total;
   }
 }

@@ -1,0 +1,135 @@
+"""Copies: of whole arrays, of views, from one format to another, and of arrays side by side in one."""
+
+from collections.abc import Sequence
+from math import gcd, prod
+
+import cupy
+import numpy as np
+
+from caffepy.errors import DeviceError
+from caffepy.ops.cuda.blas import THREADS, TYPES, c_type
+from caffepy.ops.cuda.launch import Array, channels_last, launch_expression, lies_channels_last
+
+UNITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "uint4"}
+PARTS = 8
+"""Arrays that a launch of copy.cu takes."""
+
+
+def _lie_alike(x: Array, y: Array) -> bool:
+    """Whether both fill their memory in the same order."""
+    return (x.flags.c_contiguous and y.flags.c_contiguous) or (lies_channels_last(x) and lies_channels_last(y))
+
+
+def copy(src: Array, dst: Array) -> None:
+    """dst = src; views whose rows are contiguous are as fast as whole arrays, src may lie on the host."""
+    if not dst.size:
+        return
+    if isinstance(src, np.ndarray):
+        if dst.flags.c_contiguous and src.shape == dst.shape and src.dtype == dst.dtype:
+            dst.set(np.ascontiguousarray(src), stream=cupy.cuda.get_current_stream())
+        else:
+            copy(cupy.asarray(src), dst)
+    elif src.shape != dst.shape:
+        cupy.copyto(dst, src)
+    elif src.dtype != dst.dtype and src.dtype.name in TYPES and dst.dtype.name in TYPES:
+        convert(src, dst)
+    elif src.dtype == dst.dtype and _lie_alike(src, dst):
+        _copy_whole(src, dst)
+    elif src.dtype != dst.dtype or not _copy_strided(src, dst):
+        cupy.copyto(dst, src)
+
+
+def _copy_whole(src: Array, dst: Array) -> None:
+    dst.data.copy_from_device_async(src.data, dst.nbytes, cupy.cuda.get_current_stream())
+
+
+def _copy_strided(src: Array, dst: Array) -> bool:
+    """Copy if no more than four axes are left after those are joined that can be."""
+    axes: list[tuple[int, int, int]] = []  # strides of dst and src in bytes, size; the shortest strides first
+    for t, s, n in sorted(zip(dst.strides, src.strides, dst.shape, strict=True)):
+        if n == 1:
+            continue
+        if axes and (t, s) == (axes[-1][2] * axes[-1][0], axes[-1][2] * axes[-1][1]):
+            axes[-1] = (*axes[-1][:2], axes[-1][2] * n)
+        else:
+            axes.append((t, s, n))
+    axes = axes or [(src.itemsize, src.itemsize, 1)]
+    if len(axes) > 4:
+        return False
+    unit = src.itemsize
+    (t, s, n), *others = axes
+    if s == t == unit:
+        unit = gcd(16, n * unit, src.data.ptr, dst.data.ptr, *(stride for axis in others for stride in axis[:2]))
+        axes[0] = (unit, unit, n * src.itemsize // unit)
+    name = f"copy<{UNITS[unit]}, {len(axes)}>"
+    axes += [(0, 0, 1)] * (4 - len(axes))
+    targets, sources, sizes = zip(*((t // unit, s // unit, n) for t, s, n in axes), strict=True)
+    launch_expression("copy", name, src.nbytes // unit, src, dst, *sizes, *sources, *targets)
+    return True
+
+
+def convert(x: Array, out: Array) -> None:
+    """out = x in its own element type, where uint16 is bfloat16, and in its own order of axes.
+
+    Both fill their memory, C-contiguous or with the channels last.
+    """
+    assert x.shape == out.shape
+    if not out.size:
+        return
+    if not _lie_alike(x, out):
+        _transpose(x, out)
+    elif x.dtype == out.dtype:
+        _copy_whole(x, out)
+    else:
+        launch_expression("convert", f"cast<{c_type(x)}, {c_type(out)}>", -(-out.size // 8), x, out, out.size)
+
+
+def _transpose(x: Array, out: Array) -> None:
+    n, rows, columns = x.shape[0], x.shape[1], prod(x.shape[2:])
+    if out.flags.c_contiguous and lies_channels_last(x):
+        rows, columns = columns, rows
+    elif not (x.flags.c_contiguous and lies_channels_last(out)):
+        raise DeviceError(f"{x.shape} by {x.strides} cannot be converted to strides of {out.strides}")
+    down, across = _tile(rows, columns)
+    tiles = n * -(-rows >> down) * -(-columns >> across)
+    name = f"transpose<{c_type(x)}, {c_type(out)}>"
+    launch_expression("convert", name, tiles * THREADS, x, out, n, rows, columns, down, across)
+
+
+def _tile(rows: int, columns: int) -> tuple[int, int]:
+    """Logarithms of the rows and columns of a tile: of the fewer as many as there are, from 4 to 64."""
+    down, across = (min(max(2, (size - 1).bit_length()), 6) for size in (rows, columns))
+    return (down, min(12 - down, 8)) if rows <= columns else (min(12 - across, 8), across)
+
+
+def join(parts: Sequence[Array], whole: Array, axis: int) -> None:
+    """Whole = the parts side by side along the axis, which is 1 for arrays whose channels lie last."""
+    _side_by_side(True, whole, [a.shape[axis] for a in parts], parts, axis)
+
+
+def cut(whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int) -> None:
+    """The opposite of `join`: write those parts, of these sizes along the axis, that are there."""
+    _side_by_side(False, whole, sizes, parts, axis)
+
+
+def _side_by_side(joining: bool, whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int) -> None:
+    there = [a for a in parts if a is not None]
+    assert sum(sizes) == whole.shape[axis]
+    assert all(a.dtype == whole.dtype for a in there)
+    if not whole.size:
+        return
+    if channels_last(whole, *there):
+        assert axis == 1
+        inner = whole.itemsize
+    else:
+        inner = prod(whole.shape[axis + 1 :]) * whole.itemsize
+    line = whole.shape[axis] * inner
+    unit = gcd(16, *(size * inner for size in sizes), *(a.data.ptr for a in (whole, *there)))
+    name, lines, start = f"side_by_side<{UNITS[unit]}, {str(joining).lower()}>", whole.nbytes // line, 0
+    for first in range(0, len(parts), PARTS):
+        ends = [inner * n // unit for n in np.cumsum(sizes[first : first + PARTS]).tolist()]
+        places = [0 if a is None else a for a in parts[first : first + PARTS]]
+        missing = PARTS - len(ends)
+        arguments = (whole.data.ptr + start, lines, line // unit, *places, *[0] * missing, *ends, *ends[-1:] * missing)
+        launch_expression("copy", name, lines * ends[-1], *arguments)
+        start += ends[-1] * unit
