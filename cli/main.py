@@ -14,6 +14,7 @@ import click
 from caffepy import __version__
 from caffepy.cli.arguments import normalize
 from caffepy.cli.check import check
+from caffepy.cli.device_pairs import device_pairs
 from caffepy.cli.device_query import device_query
 from caffepy.cli.doctor import doctor
 from caffepy.cli.draw import draw
@@ -46,7 +47,7 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
     cls=Commands,
     epilog=EPILOG,
     invoke_without_command=True,
-    commands=(train, test, time, check, draw, weights, upgrade_net, upgrade_solver, device_query, doctor),
+    commands=(train, test, time, check, draw, weights, upgrade_net, upgrade_solver, device_query, device_pairs, doctor),
     context_settings={"max_content_width": 110},
 )
 @click.version_option(__version__, message="%(version)s")

@@ -15,6 +15,7 @@ ROWS = {
     "score": 8,
     "timing": 8,
     "doctor": 8,
+    "device_pairs": 8,
     "inspect_net": 8,
     "weights_file": 8,
     "upgrade_files": 8,

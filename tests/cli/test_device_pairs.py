@@ -1,0 +1,75 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from caffepy.cli import main
+from caffepy.device import import_cupy
+from tests import fake_cupy
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def machine(tmp_path: Path):
+    """Writes a description of devices and returns its path."""
+
+    def write(**fields: object) -> str:
+        path = tmp_path / "machine.json"
+        path.write_text(json.dumps(fields))
+        return str(path)
+
+    return write
+
+
+def test_the_tree_the_access_and_the_schedules_of_a_simulated_machine(machine, capsys: Captured) -> None:
+    assert main.run(["device-pairs", "--simulate", machine(devices=[0, 1, 2, 3])]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("GPUs pairs 0:1, 2:3, 0:2\n0\n├── 1\n└── 2\n    └── 3\n")
+    assert "\n1 P . P P\n" in shown
+    assert "tree: 4 levels\n  0 += 1, 2 += 3\n  0 += 2\n  2 = 0\n  1 = 0, 3 = 2\n" in shown
+    assert "muji: 4 levels" in shown
+    assert "flat: 6 levels" in shown
+
+
+def test_as_json_with_edges_that_go_through_the_host(machine, capsys: Captured) -> None:
+    description = machine(devices=[3, 5, 6], boards=[None, 1, 1], access=[[0, 0, 0], [0, 0, 1], [0, 1, 0]])
+    assert main.run(["device-pairs", "--simulate", description, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["pairs"] == [[-1, 3], [5, 6], [3, 5]]
+    assert told["schedules"]["muji"] is None
+    assert told["schedules"]["tree"][:2] == [[["add", 6, 5, False]], [["add", 5, 3, True]]]
+    assert told["speeds"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"devices": [0, 0]}, "device 0 is named twice"),
+        ({"devices": []}, "no device is named"),
+        ({"devices": [0, 1], "access": [[0, 1]]}, "2 rows of 2"),
+        ({"devices": ["a"]}, "whole numbers"),
+        ({"device": [0]}, 'must be an object with "devices"'),
+        ({"devices": [0], "access": "x"}, "list of rows"),
+    ],
+)
+def test_a_description_that_does_not_fit(machine, capsys: Captured, fields: dict[str, object], message: str) -> None:
+    assert main.run(["device-pairs", "--simulate", machine(**fields)]) in (2, 3)
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_no_json_or_no_file(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "x.json").write_text("{")
+    assert main.run(["device-pairs", "--simulate", str(tmp_path / "x.json")]) == 3
+    assert main.run(["device-pairs", "--simulate", str(tmp_path / "y.json")]) == 3
+    assert main.run(["device-pairs", "--simulate", "m.json", "--measure"]) == 2
+    shown = capsys.readouterr().err
+    assert "is not JSON" in shown
+    assert "cannot read" in shown
+
+
+def test_the_gpus_of_a_machine(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    fake_cupy.install(monkeypatch, gpus=2)
+    import_cupy().cuda.runtime.deviceCanAccessPeer = lambda a, b: True
+    assert main.run(["device-pairs"]) == 0
+    assert capsys.readouterr().out.startswith("GPUs pairs 0:1\n")
