@@ -4,15 +4,16 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.errors import DeviceError, UsageError
+from caffepy.errors import CaffeError, DeviceError, UsageError
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -26,6 +27,45 @@ MAX_PITCH, CLOCK_RATE, GPU_OVERLAP, EXECUTION_TIMEOUT = 11, 13, 15, 17
 """cudaDeviceAttr of what CuPy, or CUDA 13, does not have among a device's properties."""
 
 
+class RandomNumbers:
+    """A Mersenne twister, as Caffe's; `state` costs nothing while nobody asked for numbers."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = np.random.Generator(np.random.MT19937(seed))
+        self._state: dict[str, Any] | None = None
+
+    @property
+    def generator(self) -> np.random.Generator:
+        """To be drawn from now, not to be kept."""
+        self._state = None
+        return self._generator
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Where the twister stands."""
+        if self._state is None:
+            self._state = dict(self._generator.bit_generator.state)
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self.generator.bit_generator.state = state
+
+
+class Problem:
+    """What operations found wrong with data: `found` is 0, then 1 and the first value that could not be used."""
+
+    def __init__(self, found: NDArray[Any], error: Callable[[float], CaffeError]) -> None:
+        self.found = found
+        self.error = error
+
+    def check(self) -> None:
+        """Raise the error if there is one to be seen by now: a GPU's work has only begun, see `Device.look`."""
+        if self.found[0]:
+            self.found[0] = 0
+            raise self.error(float(self.found[1]))
+
+
 class Device:
     """The CPU as a solver sees it: kind "cpu", random generator. CudaDevice is the same for a GPU.
 
@@ -36,15 +76,44 @@ class Device:
     index = 0
 
     def __init__(self, seed: int | None = None) -> None:
-        self.rng = np.random.Generator(np.random.MT19937(seed))
+        self.random = RandomNumbers(seed)
+
+    @property
+    def rng(self) -> np.random.Generator:
+        """The random generator of setting up and of whatever is drawn on the host; take it anew for each use."""
+        return self.random.generator
 
     def seed(self, seed: int | None) -> None:
-        """Start the random generator anew (Mersenne twister, as Caffe's)."""
-        self.rng.bit_generator.state = np.random.MT19937(seed).state
+        """Start the random generator anew."""
+        self.random.state = dict(np.random.MT19937(seed).state)
 
     def draw_seed(self) -> int:
         """One 32-bit number that starts a generator of its own: of a transformer, a dropout mask, a shuffle."""
         return int(self.rng.integers(1 << 32))
+
+    @property
+    def tick(self) -> Any:
+        """On a GPU an int64 array without axes that counts passes, so that each draws numbers of its own; else None."""
+        return None
+
+    def tick_on(self) -> None:
+        """Count a pass that a net makes outside a solver."""
+
+    @property
+    def ticks(self) -> int:
+        """How far `tick` is counted by the passes that this thread asked for."""
+        return 0
+
+    @ticks.setter
+    def ticks(self, ticks: int) -> None:
+        pass
+
+    def problem(self, error: Callable[[float], CaffeError]) -> Problem:
+        """Room for operations to note what is wrong with their data; `error` makes an error of the value."""
+        return Problem(np.zeros(2), error)
+
+    def look(self) -> None:
+        """Wait until the device's work is done and raise the error of the first problem that it met."""
 
     @property
     def store(self) -> "CudaDevice | None":
@@ -59,6 +128,16 @@ class Device:
     def scope(self) -> "AbstractContextManager[object]":
         """The context in which the calling thread's array operations run on this device."""
         return nullcontext()
+
+    def aside(self) -> "AbstractContextManager[object]":
+        """A block whose operations may run beside those that follow it, up to `join`.
+
+        What they read must stay as it is until then, and what they write belongs to them.
+        """
+        return nullcontext()
+
+    def join(self) -> None:
+        """Let what follows wait for the blocks that run aside."""
 
     def synchronize(self) -> None:
         """Return when all work given to the device is done."""
@@ -75,6 +154,9 @@ class Device:
         return f"{type(self).__name__}({self.index})"
 
 
+MOST_PROBLEMS = 1024
+
+
 class CudaDevice(Device):
     """GPU `index`, with a stream of its own on which all its work runs in order.
 
@@ -86,7 +168,7 @@ class CudaDevice(Device):
     def __init__(self, index: int = 0, seed: int | None = None) -> None:
         super().__init__(seed)
         self._host = Device()
-        self._host.rng = self.rng
+        self._host.random = self.random
         self.index = index
         self._cupy = import_cupy()
         check_gpu(index)
@@ -94,6 +176,10 @@ class CudaDevice(Device):
             self.stream = self._cupy.cuda.Stream(non_blocking=True)
         self.dirty: set[Any] = set()  # memories whose host array is newer
         self.epoch = 0  # how often a memory got another array
+        self._overlaps = False
+        self._apart = False  # work runs aside that was not joined yet
+        self._problems: list[_Noted] = []
+        self._ticks = 0
 
     @property
     def name(self) -> str:
@@ -123,6 +209,119 @@ class CudaDevice(Device):
         """Return when all work given to the stream is done."""
         self.stream.synchronize()
 
+    @cached_property
+    def tick(self) -> Any:
+        """An int64 array without axes that counts passes, so that each draws numbers of its own."""
+        return self.zeros(1, np.dtype(np.int64)).reshape(())
+
+    @property
+    def ticks(self) -> int:
+        """How far `tick` is counted by the passes that this thread asked for."""
+        return self._ticks
+
+    @ticks.setter
+    def ticks(self, ticks: int) -> None:
+        self._ticks = ticks
+        self.upload(np.array(ticks, np.int64), self.tick)
+
+    def counted(self, passes: int) -> None:
+        """Operations were given to the device that count so many passes."""
+        self._ticks += passes
+
+    def tick_on(self) -> None:
+        """Count a pass that a net makes outside a solver."""
+        self.ticks += 1
+
+    @cached_property
+    def problems(self) -> Any:
+        """What all operations noted: an array (MOST_PROBLEMS, 2), of which `problem_count` rows are in use."""
+        return self.zeros(2 * MOST_PROBLEMS, np.dtype(np.float64)).reshape(MOST_PROBLEMS, 2)
+
+    @property
+    def problem_count(self) -> int:
+        """How many rows of `problems` are in use."""
+        return len(self._problems)
+
+    def problem(self, error: Callable[[float], CaffeError]) -> Problem:
+        """Room for operations to note what is wrong with their data; `error` makes an error of the value."""
+        if len(self._problems) == MOST_PROBLEMS:
+            raise DeviceError(f"nets of one device have {MOST_PROBLEMS} layers that read labels at most")
+        self._problems.append(_Noted(self.problems[len(self._problems)], error))
+        return self._problems[-1]
+
+    def look(self) -> None:
+        """Wait until the device's work is done and raise the error of the first problem that it met."""
+        if not self._problems:
+            return
+        noted = self.on_host(self.problems[: len(self._problems)])
+        for problem, (found, value) in zip(self._problems, noted, strict=True):
+            if found:
+                with self.scope():
+                    self.problems.fill(0)
+                raise problem.error(float(value))
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """In this context `aside` has an effect."""
+        self._overlaps = True
+        try:
+            yield
+        finally:
+            self._overlaps = False
+
+    @cached_property
+    def _side(self) -> Any:
+        with self._cupy.cuda.Device(self.index):
+            return self._cupy.cuda.Stream(non_blocking=True)
+
+    def aside(self) -> "AbstractContextManager[object]":
+        """A block whose operations may run beside those that follow it, up to `join`."""
+        return self._aside() if self._overlaps else nullcontext()
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        self._wait(self._side, self.stream)
+        self._apart = True
+        with self._side:
+            yield
+
+    def join(self) -> None:
+        """Let what follows wait for the blocks that run aside."""
+        if self._apart:
+            self._apart = False
+            self._wait(self.stream, self._side)
+
+    def _wait(self, stream: Any, other: Any) -> None:
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(other)
+        stream.wait_event(event)
+
+    def capture(self, work: Callable[[], None]) -> "Recording":
+        """Record the operations of `work`, which are not carried out; DeviceError if they cannot be recorded.
+
+        Memory that it takes for a while stays reserved for the recording.
+        """
+        cuda = self._cupy.cuda
+        pool = cuda.MemoryPool()
+        with self.scope(), cuda.using_allocator(pool.malloc), self.overlapping():
+            self.stream.begin_capture()
+            try:
+                work()
+                self.join()
+            except BaseException as error:
+                self._apart = False
+                with suppress(cuda.runtime.CUDARuntimeError):
+                    self.stream.end_capture()
+                if isinstance(error, Exception):
+                    raise DeviceError(f"it cannot be recorded: {last_line(error)}") from error
+                raise
+            try:
+                graph = self.stream.end_capture()
+                graph.upload(self.stream)
+            except cuda.runtime.CUDARuntimeError as error:
+                raise DeviceError(f"it cannot be recorded: {last_line(error)}") from error
+        return Recording(graph, self.stream, pool)
+
     def on_host(self, array: Any) -> NDArray[Any]:
         """A copy of a device array as numpy's."""
         with self.scope():
@@ -144,6 +343,26 @@ class CudaDevice(Device):
         """Copy a device array into a host array of the same size; returns when it is there."""
         with self.scope():
             array.get(out=host, blocking=True)
+
+
+class _Noted(Problem):
+    """A problem that is noted on a GPU."""
+
+    def check(self) -> None:
+        """The work that may find it has only begun: `look` tells."""
+
+
+class Recording:
+    """Operations of a stream that were recorded once, with the memory that they took for a while."""
+
+    def __init__(self, graph: Any, stream: Any, pool: Any) -> None:
+        self._graph = graph
+        self._stream = stream
+        self._pool = pool
+
+    def replay(self) -> None:
+        """Give all of them to the stream again."""
+        self._graph.launch(self._stream)
 
 
 def gpu_numbers(gpus: str) -> list[int]:

@@ -1,0 +1,31 @@
+import numpy as np
+import pytest
+
+from caffepy.device import Device
+from caffepy.errors import DataError
+
+
+def test_where_random_numbers_stand_is_taken_up_again() -> None:
+    device = Device(3)
+    device.draw_seed()
+    state = device.random.state
+    assert device.random.state is state
+    drawn = [device.draw_seed(), device.rng.random()]
+    assert device.random.state is not state
+    device.random.state = state
+    assert [device.draw_seed(), device.rng.random()] == drawn
+
+
+def test_seeds_fix_the_numbers() -> None:
+    device = Device()
+    device.seed(5)
+    assert device.draw_seed() == Device(5).draw_seed()
+
+
+def test_problems_are_seen_at_once_and_once() -> None:
+    problem = Device().problem(lambda value: DataError(f"{value:g} is bad"))
+    problem.check()
+    problem.found[:] = 1, np.nan
+    with pytest.raises(DataError, match="nan is bad"):
+        problem.check()
+    problem.check()
