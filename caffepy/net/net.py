@@ -43,7 +43,8 @@ class Net:
     """The net that an upgraded NetParameter describes for its own `state` (phase, level, stages).
 
     `path` is the file that defines it, for messages and for data lying beside it. `root_net`: layers that are shared in
-    parallel are the root's own objects. ConfigError and DataError name file, line and layer.
+    parallel are the root's own objects. `native` is the format in which activations lie if not the best one for the
+    device. ConfigError and DataError name file, line and layer.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Net:
         dtype: DTypeLike = np.float32,
         path: str | None = None,
         root_net: "Net | None" = None,
+        native: Format | None = None,
     ) -> None:
         self.device = device or Device()
         self.dtype = np.dtype(dtype)
@@ -95,7 +97,7 @@ class Net:
 
         with self.device.scope():
             self._wire(root_net)
-            native = ops.native_format(self.device)
+            native = native or ops.native_format(self.device)
             if native != PLAIN and self.dtype == np.float32:
                 self._take_formats(native)
         self._weighted = [
@@ -362,6 +364,7 @@ class Net:
             if first in self.twins:
                 need = self.bottom_need_backward[first]
                 self.twins[first].after_backward(self.ops.convert, self.bottoms[first], need)
+        self.device.join()
 
     @cached_property
     def steps(self) -> list[Step]:

@@ -5,6 +5,7 @@ from types import ModuleType
 from caffepy.blob import PLAIN, Format
 from caffepy.device import Device
 from caffepy.errors import DeviceError
+from caffepy.ops import precisions
 
 
 def backend(device: Device) -> ModuleType:
@@ -26,7 +27,7 @@ def native_format(device: Device) -> Format:
         return PLAIN
     from caffepy.ops.cuda import precision
 
-    return PLAIN if precision.get() == "fp32" else Format(precision.storage(), True)
+    return precisions.native_format(precision.get())
 
 
 def set_precision(device: Device, precision: str | None) -> None:

@@ -8,31 +8,24 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.errors import ConfigError
-
-STORAGE = {"fp32": "float32", "tf32": "float32", "bf16": "uint16", "fp16": "float16"}
-"""The element type of activations and their gradients; uint16 stands for bfloat16, a type that numpy has not."""
-
-PRECISIONS = tuple(STORAGE)
+from caffepy.ops.precisions import STORAGE, checked, default
 
 _precision: str | None = None
 _deterministic: bool | None = None
 
 
 def get() -> str:
-    """One of PRECISIONS; at first CAFFEPY_PRECISION, else "tf32" (factors rounded to 10 bits, sums in float32)."""
+    """One of PRECISIONS, at first the default."""
+    global _precision
     if _precision is None:
-        set(os.environ.get("CAFFEPY_PRECISION") or "tf32")
-    assert _precision is not None
+        _precision = default()
     return _precision
 
 
 def set(precision: str) -> None:
     """Use this precision for every product that is planned from now on."""
     global _precision
-    if precision not in PRECISIONS:
-        raise ConfigError(f'unknown precision "{precision}"; choose from {", ".join(PRECISIONS)}')
-    _precision = precision
+    _precision = checked(precision)
 
 
 def storage() -> "np.dtype[Any]":

@@ -1,0 +1,27 @@
+import numpy as np
+import pytest
+
+from caffepy.blob import PLAIN, Format
+from caffepy.errors import ConfigError
+from caffepy.ops.precisions import PRECISIONS, checked, default, native_format
+
+
+def test_the_default_is_tf32_or_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CAFFEPY_PRECISION", raising=False)
+    assert default() == "tf32"
+    monkeypatch.setenv("CAFFEPY_PRECISION", "bf16")
+    assert default() == "bf16"
+    monkeypatch.setenv("CAFFEPY_PRECISION", "fp8")
+    with pytest.raises(ConfigError, match='unknown precision "fp8"; choose from fp32, tf32, bf16, fp16'):
+        default()
+
+
+def test_activations_lie_as_caffe_has_them_in_fp32_only() -> None:
+    assert native_format("fp32") == PLAIN
+    formats = {precision: native_format(precision) for precision in PRECISIONS[1:]}
+    assert formats == {
+        "tf32": Format(np.dtype(np.float32), True),
+        "bf16": Format(np.dtype(np.uint16), True),
+        "fp16": Format(np.dtype(np.float16), True),
+    }
+    assert [checked(precision) for precision in PRECISIONS] == list(PRECISIONS)
