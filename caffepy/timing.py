@@ -5,9 +5,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from time import perf_counter
+from typing import Any
 
 from caffepy import ops
-from caffepy.blob import on_host
 from caffepy.device import first_device
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
@@ -80,8 +80,8 @@ def time_net(
     """Time the net of the file `model`, after one pass to warm up; logs Caffe's lines.
 
     `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
-    `gpu`: the number of a GPU, the first of several; each layer is waited for, so that its own time is seen.
-    `precision` of products there: "fp32" or "tf32".
+    `gpu`: the number of a GPU, the first of several; times are the device's, which is given each pass as a whole, so
+    that it waits neither for the host nor at the end of a layer. `precision` of numbers there, as in PRECISIONS.
     """
     device = first_device(gpu)
     ops.set_precision(device, precision)
@@ -99,58 +99,46 @@ def time_net(
 
 def _time(net: Net, iterations: int) -> Timing:
     layers = [LayerTime(name, layer.type) for name, layer in zip(net.layer_names, net.layers, strict=True)]
+    net.layer_need_backward = [type(layer).backward is not Layer.backward for layer in net.layers]  # as in Caffe: all
     with net.device.scope(), net.ops.blas_scope():
+        watch = net.ops.Stopwatch()
         log.info("Performing Forward")
-        _forward(net, layers)
+        net.forward()
         log.info("Initial loss: %s", number(net.loss()))
         log.info("Performing Backward")
-        _backward(net, layers)
-        for layer in layers:
-            layer.forward = layer.backward = 0.0
+        net.backward()
+        net.device.synchronize()
+        begin = perf_counter()
+        _pass(net, watch, 0)
+        host = (perf_counter() - begin) * 1000
+        watch.read()
         log.info("*** Benchmark begins ***")
         log.info("Testing for %d iterations.", iterations)
-        begin = perf_counter()
         forward = backward = 0.0
         for j in range(iterations):
-            ahead, back = _forward(net, layers), _backward(net, layers)
-            forward, backward = forward + ahead, backward + back
-            log.info("Iteration: %d forward-backward time: %s ms.", j + 1, number(ahead + back))
-        total = (perf_counter() - begin) * 1000
-    for layer in layers:
-        layer.forward, layer.backward = layer.forward / iterations, layer.backward / iterations
+            _pass(net, watch, host)
+            times = watch.read()
+            ahead, back = times[: len(layers)], times[len(layers) + 1 :]
+            for layer, f, b in zip(layers, ahead, reversed(back), strict=True):
+                layer.forward, layer.backward = layer.forward + f / iterations, layer.backward + b / iterations
+            forward, backward = forward + sum(ahead), backward + sum(back)
+            log.info("Iteration: %d forward-backward time: %s ms.", j + 1, number(sum(ahead) + sum(back)))
     first = net.tops[0][0].shape if net.tops and net.tops[0] else ()
-    timing = Timing(layers, forward / iterations, backward / iterations, total, iterations, first[0] if first else 0)
+    batch = first[0] if first else 0
+    timing = Timing(layers, forward / iterations, backward / iterations, forward + backward, iterations, batch)
     _log(timing)
     return timing
 
 
-def _forward(net: Net, layers: Sequence[LayerTime]) -> float:
-    """One forward pass: adds each layer's milliseconds, returns those of the pass."""
-    begin = since = perf_counter()
-    for i, layer in enumerate(layers):
-        net.forward(i, i)
-        net.device.synchronize()
-        now = perf_counter()
-        layer.forward += (now - since) * 1000
-        since = now
-    return (since - begin) * 1000
-
-
-def _backward(net: Net, layers: Sequence[LayerTime]) -> float:
-    """One backward pass; as in Caffe all layers that can are asked, also those whose gradients nobody needs."""
-    begin = since = perf_counter()
-    for i in reversed(range(len(layers))):
-        layer = net.layers[i]
-        if type(layer).backward is not Layer.backward:
-            bottom, top = net.bottoms[i], net.tops[i]
-            if layer.on_host:
-                bottom, top = on_host(bottom), on_host(top)
-            layer.backward(top, net.bottom_need_backward[i], bottom)
-        net.device.synchronize()
-        now = perf_counter()
-        layers[i].backward += (now - since) * 1000
-        since = now
-    return (since - begin) * 1000
+def _pass(net: Net, watch: Any, hold: float) -> None:
+    """Forward and backward, each with a mark before the first layer and after each; held back before both."""
+    count = len(net.layers)
+    for run, order in ((net.forward, range(count)), (net.backward, reversed(range(count)))):
+        watch.hold(hold)
+        watch.mark()
+        for i in order:
+            run(i, i)
+            watch.mark()
 
 
 def _log(timing: Timing) -> None:

@@ -14,6 +14,7 @@ _KEEP_CHANNELS = frozenset({"BatchNorm", "Dropout", "LRN", "Pooling", "PReLU", "
 def synthetic(net: NetParameter, batch: int | None = None, image: Sequence[int] | None = None) -> NetParameter:
     """A copy of `net` whose Data and ImageData layers are DummyData: gaussian images, labels drawn from all classes.
 
+    They are drawn once, so that they cost nothing from the second pass on.
     `batch` replaces the batch size of every data layer. `image` is the shape (C, H, W); without it the layer must tell
     it by its crop_size or its new_height and new_width, else ConfigError. Labels lie in [0, classes) and are whole
     numbers once a loss has truncated them.
@@ -26,9 +27,9 @@ def synthetic(net: NetParameter, batch: int | None = None, image: Sequence[int] 
             for top, shape in zip(layer.top, _shapes(layer, batch, image), strict=False):
                 dummy.shape.add(dim=shape)
                 if len(shape) > 1:
-                    dummy.data_filler.add(type="gaussian", std=1)
+                    dummy.data_filler.add(type="gaussianstatic", std=1)
                 else:
-                    dummy.data_filler.add(type="uniform", min=0, max=_classes(net, top) - 0.01)
+                    dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
             layer.type = "DummyData"
             layer.dummy_data_param.CopyFrom(dummy)
             for field in ("transform_param", "data_param", "image_data_param"):

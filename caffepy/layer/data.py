@@ -296,7 +296,10 @@ class MemoryData(Feed):
 
 @layer("DummyData")
 class DummyData(Feed):
-    """-> tops of given shapes: constants, filled once, or fresh random values at each forward."""
+    """-> tops of given shapes: constants, which are filled once, or random values: fresh ones at each forward.
+
+    NVCaffe's fillers of names that end in "static" are drawn from at the first forward only.
+    """
 
     tops = (1, None)
 
@@ -304,6 +307,7 @@ class DummyData(Feed):
         """Shape the tops."""
         fillers = list(self.param.dummy_data_param.data_filler) or [FillerParameter()]
         self._fillers = _each("data_filler", fillers, len(top))
+        self._filled = [False] * len(top)
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
             blob.reshape(shape)
 
@@ -323,10 +327,12 @@ class DummyData(Feed):
                 fill(blob, filler, self.device.rng)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Fill the tops whose filler is not constant."""
-        for blob, filler in zip(top, self._fillers, strict=True):
-            if filler.type != "constant":
+        """Fill the tops whose values do not stay."""
+        for i, (blob, filler) in enumerate(zip(top, self._fillers, strict=True)):
+            stays = filler.type == "constant" or (self._filled[i] and filler.type.endswith("static"))
+            if not stays:
                 fill(blob, filler, self.device.rng)
+                self._filled[i] = True
 
 
 def _each(name: str, values: list[T], tops: int) -> list[T]:

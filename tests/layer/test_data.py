@@ -296,6 +296,14 @@ def test_dummy_random_values_are_fresh_and_seeded():
     np.testing.assert_array_equal(again.forward()[1], first)
 
 
+def test_dummy_static_values_are_drawn_once():
+    feed = dummy('shape { dim: 50 } data_filler { type: "gaussianstatic" } data_filler { type: "uniform" }', tops=2)
+    (first, fresh), (second, other) = feed.forward(), feed.forward()
+    assert first.std() > 0.5
+    np.testing.assert_array_equal(first, second)
+    assert not np.array_equal(fresh, other)
+
+
 DUMMY_REFUSED = {
     "no shape": ("", "shape must be given once or once for each top, not 0 times for 3 tops"),
     "two shapes": ("shape { dim: 1 } shape { dim: 1 }", "shape must be given .* not 2 times for 3 tops"),

@@ -57,6 +57,7 @@ from caffepy.ops.cpu.pooling import (
 )
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cpu.staging import Staging
+from caffepy.ops.cpu.stopwatch import Stopwatch
 from caffepy.ops.cpu.threads import blas_scope, num_threads, parallel, set_num_threads
 from caffepy.ops.cpu.transform import transform_batch
 from caffepy.ops.cpu.update import (
@@ -73,6 +74,7 @@ __all__ = [
     "RNN",
     "Convolution",
     "Staging",
+    "Stopwatch",
     "accuracy",
     "adadelta_update",
     "adagrad_update",

@@ -68,6 +68,7 @@ from caffepy.ops.cuda.pooling import (
 )
 from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cuda.staging import Staging
+from caffepy.ops.cuda.stopwatch import Stopwatch
 from caffepy.ops.cuda.threads import blas_scope, num_threads, parallel, set_num_threads
 from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import (
@@ -84,6 +85,7 @@ __all__ = [
     "RNN",
     "Convolution",
     "Staging",
+    "Stopwatch",
     "accuracy",
     "adadelta_update",
     "adagrad_update",
