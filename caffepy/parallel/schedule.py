@@ -131,3 +131,34 @@ def run(schedule: Schedule, buffers: Sequence[Array]) -> None:
                 buffers[destination] += buffers[source]
             else:
                 buffers[destination][...] = buffers[source]
+
+
+class Action(NamedTuple):
+    """What one rank does in a level: nothing (no operation), or change its buffer by another's, after some waits.
+
+    A wait (rank, level) is for that rank to have ended that level.
+    """
+
+    operation: Operation | None
+    source: int
+    waits: tuple[tuple[int, int], ...]
+
+
+def actions(schedule: Schedule, rank: int) -> list[Action]:
+    """A rank's part, level by level, for ranks that know of one another only which levels each has ended.
+
+    A first level, in which nobody does anything, tells that a rank has begun; a last entry has the waits after which
+    nobody reads the rank's buffer any more.
+    """
+    found = [Action(None, rank, ())]
+    readers: list[tuple[int, int]] = []  # who reads the buffer as it is, and in which level
+    for number, level in enumerate(schedule, start=1):
+        action = Action(None, rank, ())
+        for step in level:
+            if step.destination == rank:
+                action = Action(step.operation, step.source, ((step.source, number - 1), *readers))
+                readers = []
+            elif step.source == rank:
+                readers.append((step.destination, number))
+        found.append(action)
+    return [*found, Action(None, rank, tuple(readers))]

@@ -1,8 +1,10 @@
+import random
+
 import numpy as np
 import pytest
 
 from caffepy.errors import ConfigError
-from caffepy.parallel.schedule import EIGHT, FOUR, TWO, Operation, Schedule, Step, check, flat, muji, run, tree
+from caffepy.parallel.schedule import EIGHT, FOUR, TWO, Operation, Schedule, Step, actions, check, flat, muji, run, tree
 from caffepy.parallel.topology import Topology
 from tests.parallel.test_topology import topology
 
@@ -81,3 +83,31 @@ def test_between_groups_buffers_go_through_the_host() -> None:
 def test_a_schedule_that_does_not_sum_is_refused(schedule: Schedule, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check(schedule, 2)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13])
+@pytest.mark.parametrize("access", [0.4, 1.0])
+def test_ranks_that_only_wait_for_levels_of_others_get_the_sum_in_any_order_of_events(size: int, access: float) -> None:
+    rng = random.Random(size)
+    shape = topology(size, access, seed=size)
+    for schedule in filter(None, (tree(shape), flat(shape), muji(shape))):
+        parts = [actions(schedule, rank) for rank in range(size)]
+        for _ in range(20):
+            buffers, ended = list(range(1, size + 1)), [-1] * size
+            running = set(range(size))
+            while running:
+                ready = [
+                    rank
+                    for rank in running
+                    if all(ended[other] >= level for other, level in parts[rank][ended[rank] + 1].waits)
+                ]
+                assert ready, "the ranks wait for one another"
+                rank = rng.choice(ready)
+                operation, source, _ = parts[rank][ended[rank] + 1]
+                if operation is not None:
+                    buffers[rank] = buffers[source] + (buffers[rank] if operation is Operation.ADD else 0)
+                ended[rank] += 1
+                if ended[rank] == len(schedule) + 1:
+                    running.discard(rank)
+                    assert buffers[rank] == size * (size + 1) // 2
+                    buffers[rank] = -1000  # from now on it may be overwritten
