@@ -1,21 +1,24 @@
 """Losses, softmax and accuracy.
 
 Predictions are seen as (outer, C, inner) around the axis of the classes, labels as (outer, inner). A loss's backward
-finds its loss weight in the top's diff.
+finds its loss weight in the top's diff. Layers that run on a GPU read nothing back: loss, divisor and the first label
+that names no class stay in arrays of the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
 
 from caffepy.blob import Array, Blob
-from caffepy.errors import ConfigError, DataError
+from caffepy.device import Problem
+from caffepy.errors import CaffeError, ConfigError, DataError
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 from caffepy.layer.neuron import SameShape
 from caffepy.paths import locate
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import HingeLossParameter, LossParameter
+from caffepy.proto.text import locate_layer
 
 LOG_THRESHOLD = 1e-20
 
@@ -46,6 +49,17 @@ def bad_label(label: float, classes: int) -> DataError:
     return DataError(f"label {label:g} is not one of the {classes} classes 0 to {classes - 1}")
 
 
+def bad_labels(layer: Layer, classes: Callable[[], int]) -> Problem:
+    """Room to note a label of a layer that names none of the classes; the error says where the layer is defined."""
+
+    def error(label: float) -> CaffeError:
+        name = f'layer "{layer.param.name}" ({layer.type})'
+        where = f"{locate_layer(layer.path, layer.param)}: {name}" if layer.path else name
+        return bad_label(label, classes()).at(where)
+
+    return layer.device.problem(error)
+
+
 class ClassLoss(LossLayer):
     """A loss with the `loss_param` that says which label does not count and what the sum is divided by."""
 
@@ -62,15 +76,14 @@ class ClassLoss(LossLayer):
         if len(self.param.loss_weight) < len(top):
             self.param.loss_weight.append(0)
 
-    def divisor(self, outer: int, inner: int, valid: int) -> float:
-        """FULL: outer * inner, VALID: the labels that count, BATCH_SIZE: outer, NONE: 1; at least 1."""
+    def divisor(self, outer: int, inner: int) -> float | None:
+        """FULL: outer * inner, VALID: None for how many labels count, BATCH_SIZE: outer, NONE: 1; 1 in place of 0."""
         sizes = {
             LossParameter.FULL: outer * inner,
-            LossParameter.VALID: valid,
             LossParameter.BATCH_SIZE: outer,
             LossParameter.NONE: 1,
         }
-        return max(1, sizes[self.normalization])
+        return None if self.normalization == LossParameter.VALID else max(1, sizes[self.normalization])
 
 
 @layer("Softmax")
@@ -103,12 +116,17 @@ class SoftmaxWithLoss(ClassLoss):
     on_gpu = True
     tops = (1, 2)
 
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Read loss_param."""
+        super().setup(bottom, top)
+        self.wrong = bad_labels(self, lambda: self.view[1])
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check the labels, allot p."""
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.softmax_param.axis)
         check_labels(bottom[0], bottom[1], self.view)
-        self.prob = self.buffer(self.view)
+        self.prob, self.norm = self.buffer(self.view), self.buffer((), np.float64)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
 
@@ -118,13 +136,11 @@ class SoftmaxWithLoss(ClassLoss):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write loss and p; DataError for a label that names no class."""
-        prob, labels = self.prob.data, self.labels(bottom)
-        self.ops.softmax_forward(bottom[0].data.reshape(self.view), prob)
-        loss, count, wrong = self.ops.softmax_loss_forward(prob, labels, self.ignore)
-        if wrong >= 0:
-            raise bad_label(labels.flat[wrong], self.view[1])
-        self.norm = self.divisor(self.view[0], self.view[2], count)
-        top[0].data.fill(loss / self.norm)
+        outer, _, inner = self.view
+        x, prob = bottom[0].data.reshape(self.view), self.prob.data
+        given = self.labels(bottom), self.ignore, self.divisor(outer, inner)
+        self.ops.softmax_loss_forward(x, *given, prob, top[0].data, self.norm.data, self.wrong.found)
+        self.wrong.check()
         if len(top) > 1:
             self.ops.copy(prob, top[1].data.reshape(self.view))
 
@@ -132,8 +148,8 @@ class SoftmaxWithLoss(ClassLoss):
         """dx = weight / divisor * (p - 1 at the label), 0 where the label does not count."""
         self.refuse_label_gradient(propagate_down)
         if propagate_down[0]:
-            scale, dx = float(top[0].diff.flat[0]) / self.norm, bottom[0].diff.reshape(self.view)
-            self.ops.softmax_loss_backward(self.prob.data, self.labels(bottom), self.ignore, scale, dx)
+            dx, given = bottom[0].diff.reshape(self.view), (self.labels(bottom), self.ignore)
+            self.ops.softmax_loss_backward(self.prob.data, *given, top[0].diff, self.norm.data, dx)
 
 
 @layer("EuclideanLoss")
@@ -155,16 +171,14 @@ class EuclideanLoss(LossLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write a - b and the loss."""
-        d = self.difference.data
-        self.ops.eltwise_sum((bottom[0].data, bottom[1].data), (1.0, -1.0), d)
-        top[0].data.fill(self.ops.dot(d, d) / 2 / self.items)
+        given = bottom[0].data, bottom[1].data, self.items
+        self.ops.euclidean_loss_forward(*given, self.difference.data, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """da = weight / N * (a - b), db = -da."""
-        scale = float(top[0].diff.flat[0]) / self.items
         for b, wanted, sign in zip(bottom, propagate_down, (1, -1), strict=True):
             if wanted:
-                self.ops.scaled(sign * scale, self.difference.data, b.diff)
+                self.ops.euclidean_loss_backward(self.difference.data, top[0].diff, sign * self.items, b.diff)
 
     def allow_force_backward(self, index: int) -> bool:
         """Both bottoms get a gradient."""
@@ -187,19 +201,20 @@ class SigmoidCrossEntropyLoss(ClassLoss):
         self.items = items(bottom[0])
         if bottom[0].count != bottom[1].count:
             raise ConfigError(f"{bottom[0].count} predictions need as many targets, not {bottom[1].count}")
+        self.norm = self.buffer((), np.float64)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write the loss."""
-        loss, count = self.ops.sigmoid_loss_forward(bottom[0].data, bottom[1].data, self.ignore)
-        self.norm = self.divisor(self.items, bottom[0].count // max(self.items, 1), count)
-        top[0].data.fill(loss / self.norm)
+        divisor = self.divisor(self.items, bottom[0].count // max(self.items, 1))
+        given = bottom[0].data, bottom[1].data, self.ignore, divisor
+        self.ops.sigmoid_loss_forward(*given, top[0].data, self.norm.data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = weight / divisor * (s(x) - t), 0 where the target does not count."""
         self.refuse_label_gradient(propagate_down)
         if propagate_down[0]:
-            scale = float(top[0].diff.flat[0]) / self.norm
-            self.ops.sigmoid_loss_backward(bottom[0].data, bottom[1].data, self.ignore, scale, bottom[0].diff)
+            given = bottom[0].data, bottom[1].data, self.ignore
+            self.ops.sigmoid_loss_backward(*given, top[0].diff, self.norm.data, bottom[0].diff)
 
 
 @layer("Accuracy")
@@ -209,9 +224,14 @@ class Accuracy(Layer):
     Ties therefore count against the label, and so does NaN. An optional second top (C) has the share of each class.
     """
 
+    on_gpu = True
     bottoms = 2
     tops = (1, 2)
     in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Allot room for a wrong label."""
+        self.wrong = bad_labels(self, lambda: self.view[1])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check the labels and top_k, shape the tops."""
@@ -227,15 +247,11 @@ class Accuracy(Layer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write the shares; DataError for a label that names no class."""
-        hits, counts = self.hits.data, self.counts.data
-        labels = bottom[1].data.reshape(self.view[0], self.view[2])
-        scores = bottom[0].data.reshape(self.view)
-        wrong = self.ops.accuracy(scores, labels, self.param.accuracy_param.top_k, self.ignore, hits, counts)
-        if wrong >= 0:
-            raise bad_label(labels.flat[wrong], self.view[1])
-        top[0].data.fill(int(hits.sum()) / max(1, int(counts.sum())))
-        if len(top) > 1:
-            np.divide(hits, np.maximum(counts, 1), out=top[1].data, casting="unsafe")
+        scores, labels = bottom[0].data.reshape(self.view), bottom[1].data.reshape(self.view[0], self.view[2])
+        given = scores, labels, self.param.accuracy_param.top_k, self.ignore, self.hits.data, self.counts.data
+        shares = top[1].data if len(top) > 1 else None
+        self.ops.accuracy(*given, top[0].data, shares, self.wrong.found)
+        self.wrong.check()
 
     def allow_force_backward(self, index: int) -> bool:
         """There is no gradient."""
@@ -293,7 +309,7 @@ class InfogainLoss(ClassLoss):
         chosen = np.where(counts, labels, 0).astype(np.intp)
         rows = matrix.reshape(classes, classes)[chosen] * counts[..., None]  # (outer, inner, C)
         self.rows = np.moveaxis(rows, 2, 1)  # (outer, C, inner)
-        self.norm = self.divisor(outer, inner, int(counts.sum()))
+        self.norm = self.divisor(outer, inner) or max(1, int(counts.sum()))
         loss = -np.sum(self.rows * np.log(np.maximum(prob, LOG_THRESHOLD)), dtype=np.float64)
         top[0].data.fill(loss / self.norm)
         if len(top) > 1:

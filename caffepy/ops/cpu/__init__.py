@@ -17,6 +17,8 @@ from caffepy.ops.cpu.elementwise import (
 )
 from caffepy.ops.cpu.loss import (
     accuracy,
+    euclidean_loss_backward,
+    euclidean_loss_forward,
     sigmoid_loss_backward,
     sigmoid_loss_forward,
     softmax_backward,
@@ -100,6 +102,8 @@ __all__ = [
     "eltwise_sum",
     "elu_backward",
     "elu_forward",
+    "euclidean_loss_backward",
+    "euclidean_loss_forward",
     "join",
     "lrn_backward",
     "lrn_forward",

@@ -1,4 +1,9 @@
-"""Softmax, losses over labels, accuracy. Labels are integers as floating-point numbers, cut off as C does."""
+"""Softmax, losses, accuracy. Labels are integers as floating-point numbers, cut off as C does.
+
+A loss is written divided by `norm`, which is `divisor`, or how many labels counted where that is None, and at least 1.
+`weight` is an array whose first element is the loss weight. The first label that names no class is put down in
+`wrong`: 1, the label.
+"""
 
 from typing import Any
 
@@ -6,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.elementwise import GRAIN
+from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, scaled
 from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
@@ -126,13 +131,34 @@ def _softmax_loss(prob: Array, label: Array, skip: bool, ignore: int) -> tuple[f
     return loss, count, wrong
 
 
-def softmax_loss_forward(prob: Array, label: Array, ignore: int | None) -> tuple[float, int, int]:
-    """Sum of -log(max(probability of the label, FLT_MIN)), how many labels counted, where the first wrong label is.
+def _put_down(label: Array, place: int, wrong: Array) -> None:
+    if place >= 0:
+        wrong[:] = 1, label.flat[place]
 
-    prob (outer, C, inner), label (outer, inner). A label `ignore` does not count; -1 says that no label was wrong.
+
+def _divided(total: float, count: int, divisor: float | None, loss: Array, norm: Array) -> None:
+    norm.fill(max(1, count if divisor is None else divisor))
+    loss.fill(total / float(norm))
+
+
+def softmax_loss_forward(
+    x: Array,
+    label: Array,
+    ignore: int | None,
+    divisor: float | None,
+    prob: Array,
+    loss: Array,
+    norm: Array,
+    wrong: Array,
+) -> None:
+    """prob = softmax of x, loss = sum of -log(max(probability of the label, FLT_MIN)) / norm.
+
+    x and prob (outer, C, inner), label (outer, inner). A label `ignore` does not count.
     """
-    loss, count, wrong = _softmax_loss(prob, label, ignore is not None, ignore or 0)
-    return float(loss), int(count), int(wrong)
+    softmax_forward(x, prob)
+    total, count, place = _softmax_loss(prob, label, ignore is not None, ignore or 0)
+    _put_down(label, place, wrong)
+    _divided(float(total), int(count), divisor, loss, norm)
 
 
 @kernel
@@ -154,9 +180,9 @@ def _softmax_loss_gradient(
                 dx[n, t, p] -= s
 
 
-def softmax_loss_backward(prob: Array, label: Array, ignore: int | None, scale: float, dx: Array) -> None:
-    """dx = scale * (prob - 1 at the label), 0 where the label is `ignore`."""
-    skip, t = ignore is not None, ignore or 0
+def softmax_loss_backward(prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array) -> None:
+    """dx = weight / norm * (prob - 1 at the label), 0 where the label is `ignore`."""
+    skip, t, scale = ignore is not None, ignore or 0, float(weight.flat[0]) / float(norm)
     parallel(
         lambda lo, hi: _softmax_loss_gradient(prob, label, skip, t, scale, dx, lo, hi), prob.shape[0], _grain(prob)
     )
@@ -174,10 +200,12 @@ def _sigmoid_loss(x: Array, target: Array, skip: bool, ignore: int) -> tuple[flo
     return loss, count
 
 
-def sigmoid_loss_forward(x: Array, target: Array, ignore: int | None) -> tuple[float, int]:
-    """Sum of max(x, 0) - x * target + log(1 + exp(-|x|)) and how many targets counted (those not `ignore`)."""
-    loss, count = _sigmoid_loss(x.reshape(-1), target.reshape(-1), ignore is not None, ignore or 0)
-    return float(loss), int(count)
+def sigmoid_loss_forward(
+    x: Array, target: Array, ignore: int | None, divisor: float | None, loss: Array, norm: Array
+) -> None:
+    """loss = sum of max(x, 0) - x * target + log(1 + exp(-|x|)) / norm over the targets that are not `ignore`."""
+    total, count = _sigmoid_loss(x.reshape(-1), target.reshape(-1), ignore is not None, ignore or 0)
+    _divided(float(total), int(count), divisor, loss, norm)
 
 
 @kernel
@@ -191,11 +219,22 @@ def _sigmoid_loss_gradient(
             dx[i] = scale * (0.5 * np.tanh(0.5 * x[i]) + 0.5 - target[i])
 
 
-def sigmoid_loss_backward(x: Array, target: Array, ignore: int | None, scale: float, dx: Array) -> None:
-    """dx = scale * (sigmoid(x) - target), 0 where the target is `ignore`."""
+def sigmoid_loss_backward(x: Array, target: Array, ignore: int | None, weight: Array, norm: Array, dx: Array) -> None:
+    """dx = weight / norm * (sigmoid(x) - target), 0 where the target is `ignore`."""
     x, target, dx = x.reshape(-1), target.reshape(-1), dx.reshape(-1)
-    skip, t = ignore is not None, ignore or 0
+    skip, t, scale = ignore is not None, ignore or 0, float(weight.flat[0]) / float(norm)
     parallel(lambda lo, hi: _sigmoid_loss_gradient(x, target, skip, t, scale, dx, lo, hi), x.size, GRAIN // 8)
+
+
+def euclidean_loss_forward(x: Array, target: Array, divisor: float, difference: Array, loss: Array) -> None:
+    """difference = x - target, loss = sum of its squares / 2 / divisor."""
+    eltwise_sum((x, target), (1.0, -1.0), difference)
+    loss.fill(dot(difference, difference) / 2 / divisor)
+
+
+def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx: Array) -> None:
+    """dx = weight / divisor * difference."""
+    scaled(float(weight.flat[0]) / divisor, difference, dx)
 
 
 @kernel
@@ -215,11 +254,25 @@ def _accuracy(x: Array, label: Array, top_k: int, skip: bool, ignore: int, hits:
     return -1
 
 
-def accuracy(x: Array, label: Array, top_k: int, ignore: int | None, hits: Array, counts: Array) -> int:
-    """Count into `counts` the labels of each class, into `hits` those with fewer than top_k other scores not below.
+def accuracy(
+    x: Array,
+    label: Array,
+    top_k: int,
+    ignore: int | None,
+    hits: Array,
+    counts: Array,
+    share: Array,
+    shares: Array | None,
+    wrong: Array,
+) -> None:
+    """share = the share of the labels with fewer than top_k other scores not below theirs, shares = that of each class.
 
-    x (outer, C, inner), label (outer, inner), hits and counts (C). Returns where the first wrong label is, or -1.
+    x (outer, C, inner), label (outer, inner), shares (C). hits and counts (C) are room to count in: zeros before and
+    after.
     """
+    _put_down(label, int(_accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts)), wrong)
+    share.fill(int(hits.sum()) / max(1, int(counts.sum())))
+    if shares is not None:
+        np.divide(hits, np.maximum(counts, 1), out=shares, casting="unsafe")
     hits.fill(0)
     counts.fill(0)
-    return int(_accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts))

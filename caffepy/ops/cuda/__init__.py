@@ -28,6 +28,8 @@ from caffepy.ops.cuda.elementwise import (
 )
 from caffepy.ops.cuda.loss import (
     accuracy,
+    euclidean_loss_backward,
+    euclidean_loss_forward,
     sigmoid_loss_backward,
     sigmoid_loss_forward,
     softmax_backward,
@@ -111,6 +113,8 @@ __all__ = [
     "eltwise_sum",
     "elu_backward",
     "elu_forward",
+    "euclidean_loss_backward",
+    "euclidean_loss_forward",
     "join",
     "lrn_backward",
     "lrn_forward",

@@ -1,6 +1,10 @@
-"""Softmax, losses over labels, accuracy. Labels are integers as floating-point numbers, cut off as C does.
+"""Softmax, losses, accuracy. Labels are integers as floating-point numbers, cut off as C does.
 
-Sums, counts and positions are arrays without axes: nothing is read back. A scale may be such an array too.
+A loss is written divided by `norm`, which is `divisor`, or how many labels counted where that is None, and at least 1.
+`weight` is an array whose first element is the loss weight. The first label that names no class is put down in
+`wrong`: 1, the label. All of these lie on the device: nothing is read back.
+
+A loss takes one launch: the last of its blocks to end adds up what all of them found, in their order.
 """
 
 from typing import Any
@@ -13,8 +17,10 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.launch import Array, launch, launch_blocks, number, packs, scratch
 
 LABELS = 2048
-"""As many labels are worth a block; with several blocks a second launch adds up what they found."""
+"""As many labels are worth a block."""
 MOST_BLOCKS = 512
+NARROW = 64
+"""A warp takes a row of so many classes or fewer, a block a longer one."""
 
 
 def _rows(name: str, x: Array, *arguments: Any) -> None:
@@ -45,56 +51,101 @@ def _skip(ignore: int | None) -> tuple[int, int]:
     return int(ignore is not None), int(ignore or 0)
 
 
-def _found(name: str, x: Array, n: int, arguments: tuple[Any, ...], positions: int) -> tuple[Any, ...]:
-    """Run a kernel over n labels; its sum, its count and, if it tells positions, where the first wrong label is."""
-    blocks = max(1, min(-(-n // LABELS), MOST_BLOCKS))
-    results = (cupy.empty((), np.float64), *(cupy.empty((), np.int64) for _ in range(1 + positions)))
-    partial = scratch("loss", 3 * blocks)
-    launch_blocks("loss", name, x, blocks, *arguments, partial, *results)
-    if blocks > 1:
-        launch_blocks("loss", "loss_finish", x, 1, partial, blocks, *results, *[0] * (1 - positions))
-    return results
+_arrivals: dict[tuple[int, int], Array] = {}
 
 
-def softmax_loss_forward(prob: Array, label: Array, ignore: int | None) -> tuple[Any, Any, Any]:
-    """Sum of -log(max(probability of the label, FLT_MIN)), how many labels counted, where the first wrong label is.
+def _arrived() -> Array:
+    """Where the blocks of a launch on this stream count themselves: zero before and after."""
+    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+    if key not in _arrivals:
+        _arrivals[key] = cupy.zeros((), np.uint64)
+    return _arrivals[key]
 
-    prob (outer, C, inner), label (outer, inner). A label `ignore` does not count; -1 says that no label was wrong.
+
+def _reduce(name: str, like: Array, worth: int, arguments: tuple[Any, ...]) -> None:
+    """A kernel of about `worth` blocks whose last one concludes."""
+    blocks = max(1, min(worth, MOST_BLOCKS))
+    launch_blocks("loss", name, like, blocks, *arguments, scratch("loss", 3 * blocks), _arrived())
+
+
+def _divisor(divisor: float | None) -> float:
+    """What kernels take: below 0 for the number of labels."""
+    return -1.0 if divisor is None else float(divisor)
+
+
+def softmax_loss_forward(
+    x: Array,
+    label: Array,
+    ignore: int | None,
+    divisor: float | None,
+    prob: Array,
+    loss: Array,
+    norm: Array,
+    wrong: Array,
+) -> None:
+    """prob = softmax of x, loss = sum of -log(max(probability of the label, FLT_MIN)) / norm.
+
+    x and prob (outer, C, inner), label (outer, inner). A label `ignore` does not count.
     """
-    arguments = (prob, label, prob.shape[1], prob.shape[2], label.size, *_skip(ignore))
-    loss, count, wrong = _found("softmax_loss", prob, label.size, arguments, 1)
-    return loss, count, wrong
+    outer, channels, inner = x.shape
+    arguments = (x, label, prob, outer, channels, inner, *_skip(ignore), _divisor(divisor), loss, norm, wrong)
+    if inner > 1:
+        _reduce("softmax_loss_planes", x, -(-label.size // THREADS), arguments)
+    elif channels <= NARROW:
+        _reduce("softmax_loss_rows", x, -(-outer // (THREADS // 32)), arguments)
+    else:
+        _reduce("softmax_loss_long_rows", x, outer, arguments)
 
 
-def softmax_loss_backward(prob: Array, label: Array, ignore: int | None, scale: float, dx: Array) -> None:
-    """dx = scale * (prob - 1 at the label), 0 where the label is `ignore`."""
-    arguments = (prob, label, dx, *prob.shape, *_skip(ignore), *number(scale))
+def softmax_loss_backward(prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array) -> None:
+    """dx = weight / norm * (prob - 1 at the label), 0 where the label is `ignore`."""
+    arguments = (prob, label, dx, *prob.shape, *_skip(ignore), *number(weight), *number(norm))
     launch("loss", "softmax_loss_gradient", prob, prob.size, *arguments)
 
 
-def sigmoid_loss_forward(x: Array, target: Array, ignore: int | None) -> tuple[Any, Any]:
-    """Sum of max(x, 0) - x * target + log(1 + exp(-|x|)) and how many targets counted (those not `ignore`)."""
-    loss, count = _found("sigmoid_loss", x, x.size, (x, target, x.size, *_skip(ignore)), 0)
-    return loss, count
+def sigmoid_loss_forward(
+    x: Array, target: Array, ignore: int | None, divisor: float | None, loss: Array, norm: Array
+) -> None:
+    """loss = sum of max(x, 0) - x * target + log(1 + exp(-|x|)) / norm over the targets that are not `ignore`."""
+    arguments = (x, target, x.size, *_skip(ignore), _divisor(divisor), loss, norm)
+    _reduce("sigmoid_loss", x, -(-x.size // LABELS), arguments)
 
 
-def sigmoid_loss_backward(x: Array, target: Array, ignore: int | None, scale: float, dx: Array) -> None:
-    """dx = scale * (sigmoid(x) - target), 0 where the target is `ignore`."""
-    arguments = (x, target, dx, x.size, *_skip(ignore), *number(scale))
+def sigmoid_loss_backward(x: Array, target: Array, ignore: int | None, weight: Array, norm: Array, dx: Array) -> None:
+    """dx = weight / norm * (sigmoid(x) - target), 0 where the target is `ignore`."""
+    arguments = (x, target, dx, x.size, *_skip(ignore), *number(weight), *number(norm))
     launch("loss", "sigmoid_loss_gradient", x, packs(x), *arguments)
 
 
-def accuracy(x: Array, label: Array, top_k: int, ignore: int | None, hits: Array, counts: Array) -> Any:
-    """Count into `counts` the labels of each class, into `hits` those with fewer than top_k other scores not below.
+def euclidean_loss_forward(x: Array, target: Array, divisor: float, difference: Array, loss: Array) -> None:
+    """difference = x - target, loss = sum of its squares / 2 / divisor."""
+    _reduce("euclidean_loss", x, -(-x.size // LABELS), (x, target, difference, x.size, float(divisor), loss))
 
-    x (outer, C, inner), label (outer, inner), hits and counts (C). Returns where the first wrong label is, or -1.
-    Whole numbers are counted, so the order in which they meet does not matter.
+
+def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx: Array) -> None:
+    """dx = weight / divisor * difference."""
+    arguments = (difference, dx, dx.size, *number(weight), float(divisor))
+    launch("loss", "euclidean_loss_gradient", dx, packs(dx), *arguments)
+
+
+def accuracy(
+    x: Array,
+    label: Array,
+    top_k: int,
+    ignore: int | None,
+    hits: Array,
+    counts: Array,
+    share: Array,
+    shares: Array | None,
+    wrong: Array,
+) -> None:
+    """share = the share of the labels with fewer than top_k other scores not below theirs, shares = that of each class.
+
+    x (outer, C, inner), label (outer, inner), shares (C). hits and counts (C) are room to count in: zeros before and
+    after. Whole numbers are counted, so the order in which they meet does not matter.
     """
-    hits.fill(0)
-    counts.fill(0)
-    wrong = cupy.full((), -1, np.int64)
     channels, inner = x.shape[1:]
     lanes = 32 if inner == 1 else 1
-    arguments = (x, label, channels, inner, label.size, int(top_k), *_skip(ignore), hits, counts, wrong, lanes)
-    launch("loss", "accuracy", x, label.size * lanes, *arguments)
-    return wrong
+    room = (0, 0, 0) if shares is None else (hits, counts, shares)
+    sizes = (channels, inner, label.size, int(top_k), *_skip(ignore), lanes)
+    _reduce("accuracy", x, -(-label.size * lanes // THREADS), (x, label, *sizes, *room, share, wrong))

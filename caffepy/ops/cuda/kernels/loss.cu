@@ -1,11 +1,11 @@
 // Softmax over the channels of (outer, C, inner), losses over labels (outer, inner), accuracy. A label is a number cut
-// off as C does; one that names no class does not count, and the first of them is pointed at.
+// off as C does; one that names no class does not count, and the first of them is put down.
 
 #include "pack.cuh"
 #include "reduce.cuh"
 
 #define NUMBER(name) double name, const void *name##_at, i64 name##_kind
-#define VALUE(name) A(number(name, name##_at, name##_kind))
+#define VALUE(name) number(name, name##_at, name##_kind)
 #define FOR_EACH(i, n) \
   for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < (n); i += gridDim.x * i64(blockDim.x))
 
@@ -69,62 +69,141 @@ __global__ void softmax_gradient_planes(const T* y, const T* dy, T* dx, i64 oute
   }
 }
 
-// Writes what a block found, or, if there is one block only, what all found; place is minus the first wrong position.
-__device__ void conclude(double sum, double count, double place, double* partial, double* sum_at, i64* count_at,
-                         i64* wrong_at) {
-  sum = block_sum(sum);
-  count = block_sum(count);
-  place = block_max(place);
-  if (threadIdx.x != 0) return;
-  if (gridDim.x > 1) {
-    partial[blockIdx.x] = sum;
-    partial[gridDim.x + blockIdx.x] = count;
-    partial[2 * gridDim.x + blockIdx.x] = place;
-  } else {
-    *sum_at = sum;
-    *count_at = i64(count);
-    if (wrong_at) *wrong_at = place == NONE ? -1 : i64(-place);
+// A sum, how much was counted, minus the position of the first wrong label.
+struct Found {
+  double sum = 0, count = 0, place = NONE;
+  __device__ void reduce() {
+    sum = block_sum(sum);
+    count = block_sum(count);
+    place = block_max(place);
   }
+};
+
+// Adds up what all blocks found, in their order. True in one thread of the last block to come here, which has it then.
+__device__ bool concludes(Found& found, double* partial, unsigned long long* arrived) {
+  found.reduce();
+  if (gridDim.x == 1) return threadIdx.x == 0;
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    partial[blockIdx.x] = found.sum;
+    partial[gridDim.x + blockIdx.x] = found.count;
+    partial[2 * gridDim.x + blockIdx.x] = found.place;
+    __threadfence();
+    last = atomicAdd(arrived, 1ull) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last) return false;
+  __threadfence();
+  const volatile double* all = partial;
+  found = Found();
+  for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
+    found.sum += all[i];
+    found.count += all[gridDim.x + i];
+    const double place = all[2 * gridDim.x + i];
+    found.place = place > found.place ? place : found.place;
+  }
+  found.reduce();
+  if (threadIdx.x == 0) *arrived = 0;
+  return threadIdx.x == 0;
 }
 
-// What all blocks found, by one block.
-template <typename T>
-__global__ void loss_finish(const double* partial, i64 blocks, double* sum_at, i64* count_at, i64* wrong_at) {
-  double sum = 0, count = 0, place = NONE;
-  for (i64 i = threadIdx.x; i < blocks; i += blockDim.x) {
-    sum += partial[i];
-    count += partial[blocks + i];
-    place = partial[2 * blocks + i] > place ? partial[2 * blocks + i] : place;
-  }
-  conclude(sum, count, place, nullptr, sum_at, count_at, wrong_at);
+// Puts the first wrong label down unless there is an earlier one.
+template <typename T> __device__ void put_down(const Found& found, const T* label, double* wrong) {
+  if (found.place == NONE || wrong[0] != 0) return;
+  wrong[1] = double(label[i64(-found.place)]);
+  wrong[0] = 1;
 }
 
-// -log(max(probability of the label, FLT_MIN)), labels that count, the first wrong one
-template <typename T>
-__global__ void softmax_loss(const T* prob, const T* label, i64 channels, i64 inner, i64 labels, i64 skip, i64 ignore,
-                             double* partial, double* sum_at, i64* count_at, i64* wrong_at) {
-  double sum = 0, count = 0, place = NONE;
-  FOR_EACH(i, labels) {
-    const double t = double(label[i]);
-    if (skip && i64(t) == ignore) continue;
-    if (!(t > -1 && t < channels)) {
-      if (place == NONE) place = -double(i);
-      continue;
+// The loss over the number of labels, or over the divisor unless that is below 0.
+template <typename T> __device__ void divide(const Found& found, double divisor, T* loss, double* norm) {
+  const double by = divisor < 0 ? found.count : divisor;
+  *norm = by > 1 ? by : 1;
+  *loss = T(found.sum / *norm);
+}
+
+// Takes in one label: whether it counts, where it stands, its class, and then the likelihood of that.
+struct Labels {
+  i64 channels, skip, ignore;
+  template <typename F> __device__ void add(Found& found, double value, i64 i, F likelihood) const {
+    if (skip && i64(value) == ignore) return;
+    if (value > -1 && value < channels) {
+      const double p = likelihood(i64(value));
+      found.sum -= log(p < SMALLEST ? SMALLEST : p);
+      found.count += 1;
+    } else if (found.place == NONE) {
+      found.place = -double(i);
     }
-    const i64 n = i / inner;
-    const double likelihood = double(prob[(n * channels + i64(t)) * inner + (i - n * inner)]);
-    sum -= log(likelihood < SMALLEST ? SMALLEST : likelihood);
-    count += 1;
   }
-  conclude(sum, count, place, partial, sum_at, count_at, wrong_at);
+};
+
+#define LOSS_ARGUMENTS                                                                                            \
+  const T *x, const T *label, T *prob, i64 outer, i64 channels, i64 inner, i64 skip, i64 ignore, double divisor, \
+      T *loss, double *norm, double *wrong, double *partial, unsigned long long *arrived
+
+// prob = softmax of x, loss = sum of -log(max(prob of the label, FLT_MIN)) / norm; inner is 1, LANES threads a row
+template <int LANES, typename T>
+__device__ void softmax_loss(const T* x, const T* label, T* prob, i64 outer, Labels labels, Found& found) {
+  using A = Wide<T>;
+  const int lane = int(threadIdx.x % LANES);
+  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / LANES, step = gridDim.x * i64(blockDim.x) / LANES;
+  const i64 channels = labels.channels;
+  for (i64 n = first; n < outer; n += step) {
+    const T* u = x + n * channels;
+    A most = minus_infinity<A>(), total = 0;
+    for (i64 c = lane; c < channels; c += LANES) most = A(u[c]) > most ? A(u[c]) : most;
+    most = LANES == 32 ? warp_max(most) : block_max(most);
+    for (i64 c = lane; c < channels; c += LANES) total += exp(A(u[c]) - most);
+    total = LANES == 32 ? warp_sum(total) : block_sum(total);
+    const auto p = [=](i64 c) { return T(exp(A(u[c]) - most) / total); };
+    for (i64 c = lane; c < channels; c += LANES) prob[n * channels + c] = p(c);
+    if (lane == 0) labels.add(found, double(label[n]), n, p);
+  }
 }
 
-// dx = scale * (prob - 1 at the label), 0 where the label is to be ignored
+template <typename T> __global__ void softmax_loss_rows(LOSS_ARGUMENTS) {
+  Found found;
+  softmax_loss<32>(x, label, prob, outer, Labels{channels, skip, ignore}, found);
+  if (concludes(found, partial, arrived)) {
+    divide(found, divisor, loss, norm);
+    put_down(found, label, wrong);
+  }
+}
+
+// The same with 256 threads, which must be the whole block, for each row.
+template <typename T> __global__ void softmax_loss_long_rows(LOSS_ARGUMENTS) {
+  Found found;
+  softmax_loss<256>(x, label, prob, outer, Labels{channels, skip, ignore}, found);
+  if (concludes(found, partial, arrived)) {
+    divide(found, divisor, loss, norm);
+    put_down(found, label, wrong);
+  }
+}
+
+// The same with a thread for each pixel.
+template <typename T> __global__ void softmax_loss_planes(LOSS_ARGUMENTS) {
+  using A = Wide<T>;
+  Found found;
+  FOR_EACH(i, outer * inner) {
+    const i64 n = i / inner, start = (n * channels) * inner + (i - n * inner), end = start + channels * inner;
+    A most = minus_infinity<A>(), total = 0;
+    for (i64 at = start; at < end; at += inner) most = A(x[at]) > most ? A(x[at]) : most;
+    for (i64 at = start; at < end; at += inner) total += exp(A(x[at]) - most);
+    for (i64 at = start; at < end; at += inner) prob[at] = T(exp(A(x[at]) - most) / total);
+    const auto p = [=](i64 c) { return prob[start + c * inner]; };
+    Labels{channels, skip, ignore}.add(found, double(label[i]), i, p);
+  }
+  if (concludes(found, partial, arrived)) {
+    divide(found, divisor, loss, norm);
+    put_down(found, label, wrong);
+  }
+}
+
+// dx = weight / norm * (prob - 1 at the label), 0 where the label is to be ignored
 template <typename T>
 __global__ void softmax_loss_gradient(const T* prob, const T* label, T* dx, i64 outer, i64 channels, i64 inner, i64 skip,
-                                      i64 ignore, NUMBER(scale)) {
+                                      i64 ignore, NUMBER(weight), NUMBER(norm)) {
   using A = Wide<T>;
-  const A s = VALUE(scale);
+  const A s = A(VALUE(weight) / VALUE(norm));
   FOR_EACH(i, outer * channels * inner) {
     const unsigned plane = unsigned(i) / unsigned(inner), p = unsigned(i) - plane * unsigned(inner);
     const unsigned n = plane / unsigned(channels), c = plane - n * unsigned(channels);
@@ -134,25 +213,26 @@ __global__ void softmax_loss_gradient(const T* prob, const T* label, T* dx, i64 
   }
 }
 
-// max(x, 0) - x * target + log(1 + exp(-|x|)), targets that count
+// loss = sum of max(x, 0) - x * target + log(1 + exp(-|x|)) / norm over the targets that count
 template <typename T>
-__global__ void sigmoid_loss(const T* x, const T* target, i64 n, i64 skip, i64 ignore, double* partial, double* sum_at,
-                             i64* count_at) {
-  double sum = 0, count = 0;
+__global__ void sigmoid_loss(const T* x, const T* target, i64 n, i64 skip, i64 ignore, double divisor, T* loss,
+                             double* norm, double* partial, unsigned long long* arrived) {
+  Found found;
   FOR_EACH(i, n) {
     const double v = double(x[i]), t = double(target[i]);
     if (skip && i64(t) == ignore) continue;
-    sum += (v > 0 ? v : 0) - v * t + log1p(exp(-fabs(v)));
-    count += 1;
+    found.sum += (v > 0 ? v : 0) - v * t + log1p(exp(-fabs(v)));
+    found.count += 1;
   }
-  conclude(sum, count, NONE, partial, sum_at, count_at, nullptr);
+  if (concludes(found, partial, arrived)) divide(found, divisor, loss, norm);
 }
 
-// dx = scale * (sigmoid(x) - target), 0 where the target is to be ignored
+// dx = weight / norm * (sigmoid(x) - target), 0 where the target is to be ignored
 template <typename T>
-__global__ void sigmoid_loss_gradient(const T* x, const T* target, T* dx, i64 n, i64 skip, i64 ignore, NUMBER(scale)) {
+__global__ void sigmoid_loss_gradient(const T* x, const T* target, T* dx, i64 n, i64 skip, i64 ignore, NUMBER(weight),
+                                      NUMBER(norm)) {
   using A = Wide<T>;
-  const A s = VALUE(scale);
+  const A s = A(VALUE(weight) / VALUE(norm));
   each<16 / sizeof(T)>(
       n,
       [=](i64, T x, T target, T& dx) {
@@ -162,19 +242,47 @@ __global__ void sigmoid_loss_gradient(const T* x, const T* target, T* dx, i64 n,
       in(x), in(target), out(dx));
 }
 
-// counts of labels and of those with fewer than top_k other scores not below; `lanes` (1 or 32) threads a label
+// d = x - target, loss = sum of d^2 / 2 / divisor
+template <typename T>
+__global__ void euclidean_loss(const T* x, const T* target, T* d, i64 n, double divisor, T* loss, double* partial,
+                               unsigned long long* arrived) {
+  using A = Wide<T>;
+  Found found;
+  double& sum = found.sum;
+  each<16 / sizeof(T)>(
+      n,
+      [&sum](i64, T x, T target, T& d) {
+        d = T(A(x) - A(target));
+        sum += double(d) * double(d);
+      },
+      in(x), in(target), out(d));
+  if (concludes(found, partial, arrived)) *loss = T(found.sum / 2 / divisor);
+}
+
+// dx = weight / divisor * d
+template <typename T>
+__global__ void euclidean_loss_gradient(const T* d, T* dx, i64 n, NUMBER(weight), double divisor) {
+  using A = Wide<T>;
+  const A s = A(VALUE(weight) / divisor);
+  each<16 / sizeof(T)>(
+      n, [=](i64, T d, T& dx) { dx = T(s * A(d)); }, in(d), out(dx));
+}
+
+// share of the labels with fewer than top_k other scores not below theirs, and of those of each class where there is
+// room to count them; `lanes` (1 or 32) threads a label
 template <typename T>
 __global__ void accuracy(const T* x, const T* label, i64 channels, i64 inner, i64 labels, i64 top_k, i64 skip,
-                         i64 ignore, unsigned long long* hits, unsigned long long* counts, unsigned long long* wrong,
-                         i64 lanes) {
+                         i64 ignore, i64 lanes, unsigned long long* hits, unsigned long long* counts, T* shares,
+                         T* share, double* wrong, double* partial, unsigned long long* arrived) {
   using A = Wide<T>;
   const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / lanes, step = gridDim.x * i64(blockDim.x) / lanes;
   const int lane = int(threadIdx.x % lanes);
+  Found found;
   for (i64 i = first; i < labels; i += step) {
     const double value = double(label[i]);
     if (skip && i64(value) == ignore) continue;
     if (!(value > -1 && value < channels)) {
-      if (lane == 0) atomicMin(wrong, (unsigned long long)i);  // which began as -1, the largest of all
+      if (found.place == NONE) found.place = -double(i);
       continue;
     }
     const i64 n = i / inner, t = i64(value);
@@ -183,9 +291,28 @@ __global__ void accuracy(const T* x, const T* label, i64 channels, i64 inner, i6
     int better = 0;
     for (i64 c = lane; c < channels; c += lanes) better += A(scores[c * inner]) < own ? 0 : 1;
     if (lanes == 32) better = warp_sum(better);
-    if (lane == 0) {
-      atomicAdd(counts + t, 1ull);
-      if (better - 1 < top_k) atomicAdd(hits + t, 1ull);  // the label itself is not below its own score
-    }
+    if (lane) continue;
+    const bool hit = better - 1 < top_k;  // the label itself is not below its own score
+    found.count += 1;
+    found.sum += hit;
+    if (!shares) continue;
+    atomicAdd(counts + t, 1ull);
+    if (hit) atomicAdd(hits + t, 1ull);
+  }
+  __threadfence();
+  __shared__ bool concluding;
+  const bool one = concludes(found, partial, arrived);
+  if (threadIdx.x == 0) concluding = one;
+  __syncthreads();
+  if (!concluding) return;
+  if (one) {
+    *share = T(found.sum / (found.count > 1 ? found.count : 1));
+    put_down(found, label, wrong);
+  }
+  if (!shares) return;
+  for (i64 c = threadIdx.x; c < channels; c += blockDim.x) {
+    const unsigned long long all = ((volatile unsigned long long*)counts)[c];
+    shares[c] = T(double(((volatile unsigned long long*)hits)[c]) / double(all > 1 ? all : 1));
+    hits[c] = counts[c] = 0;
   }
 }
