@@ -50,3 +50,11 @@ def test_bias(shape, dtype):
     cpu.add_bias(y, b)
     np.testing.assert_array_equal(y, want_y)
     np.testing.assert_allclose(db, want_db, rtol=1e-4, atol=1e-4)
+
+
+def test_a_bias_gradient_that_copies():
+    rng = np.random.default_rng(0)
+    dy, db, copy = rng.standard_normal((5, 3)).astype(np.float32), np.ones(3, np.float32), np.empty((5, 3), np.float16)
+    cpu.bias_gradient(dy, db, copy)
+    np.testing.assert_allclose(db, 1 + dy.sum(0), rtol=1e-5)
+    np.testing.assert_array_equal(copy, dy.astype(np.float16))

@@ -81,8 +81,10 @@ def _bias_gradient_rows(dy: Array, db: Array, lo: int, hi: int) -> None:
             db[o] += dy[n, o]
 
 
-def bias_gradient(dy: Array, db: Array) -> None:
-    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P)."""
+def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
+    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of rows becomes dy in its own type."""
     grain = max(1, 50_000 * db.size // max(1, dy.size))
     loop = _bias_gradient_rows if dy.ndim == 2 else _bias_gradient
     parallel(lambda lo, hi: loop(dy, db, lo, hi), db.size, grain)
+    if copy is not None:
+        np.copyto(copy, dy)

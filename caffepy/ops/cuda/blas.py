@@ -1,6 +1,7 @@
 """Matrix products by cuBLAS, or by cuDNN where nvmath is not installed; biases by kernels of our own."""
 
 from functools import cache
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ THREADS = 256
 BLOCKS = 132 * 8
 """About as many blocks of 256 threads as a large device holds at a time."""
 
-_R_32F, _R_64F = 0, 1  # cudaDataType
+_DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "uint16": 14}  # cudaDataType_t
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-_FACTORS = {np.dtype(t): np.array([0, 1], t) for t in ("float32", "float64")}  # what cuBLAS reads alpha and beta from
-_ZERO = {dtype: factors.ctypes.data for dtype, factors in _FACTORS.items()}
+_FACTORS = {t: np.array([0, 1], t) for t in ("float32", "float64")}  # what cuBLAS reads alpha and beta from
+_ZERO = {t: factors.ctypes.data for t, factors in _FACTORS.items()}
 
 
 def c_type(array: Array) -> str:
@@ -43,10 +44,14 @@ def _import_cublas() -> Any:
 
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
-    """out = a @ b, or out += a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed."""
+    """out = a @ b, or out += a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed.
+
+    a and b are of one type, out is of theirs or float32; sums are float32, or double for doubles.
+    """
     assert a.shape[1] == b.shape[0]
     assert out.shape == (a.shape[0], b.shape[1])
-    assert a.dtype == b.dtype == out.dtype
+    assert a.dtype == b.dtype
+    assert out.dtype in (a.dtype, np.float32)
     if not out.size:
         return
     if not a.size:
@@ -77,13 +82,9 @@ def _multiply(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> 
         a, b, out = b.T, a.T, out.T
     (ta, lda), (tb, ldb) = _layout(a), _layout(b)
     (m, n), k = out.shape, a.shape[1]
-    if out.dtype == np.float32:
-        kind = _R_32F
-        compute = _COMPUTE_32F if precision.get() == "fp32" else _COMPUTE_32F_FAST_TF32
-    else:
-        kind, compute = _R_64F, _COMPUTE_64F
-    zero = _ZERO[out.dtype]
-    one = zero + out.itemsize
+    kind, scale = _DATA_TYPES[a.dtype.name], "float64" if a.dtype == np.float64 else "float32"
+    zero = _ZERO[scale]
+    one = zero + _FACTORS[scale].itemsize
     # cuBLAS counts columns first: it sees each array transposed and computes out.T (N, M) = b.T @ a.T
     cublas.gemm_ex(
         plans.context().cublas(cublas),
@@ -101,11 +102,18 @@ def _multiply(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> 
         lda,
         one if accumulate else zero,
         out.data.ptr,
-        kind,
+        _DATA_TYPES[out.dtype.name],
         ldc,
-        compute,
+        _compute_type(a),
         -1,
     )
+
+
+def _compute_type(a: Array) -> int:
+    if a.dtype == np.float64:
+        return _COMPUTE_64F
+    exact = a.dtype != np.float32 or precision.get() == "fp32"
+    return _COMPUTE_32F if exact else _COMPUTE_32F_FAST_TF32
 
 
 def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool) -> None:
@@ -114,12 +122,15 @@ def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool) -> None
     def build(cudnn: Any, graph: Any) -> Any:
         x, y = (graph.tensor(dim=[1, *t.shape], stride=[t.size, *(s // t.itemsize for s in t.strides)]) for t in (a, b))
         z = graph.matmul(x, y)
-        z.set_output(True).set_data_type(graph.context.io_data_type).set_dim([1, *out.shape])
+        kind = graph.context.io_data_type if target.dtype == a.dtype else cudnn.data_type.FLOAT
+        z.set_output(True).set_data_type(kind).set_dim([1, *out.shape])
         z.set_stride([out.size, *(s // out.itemsize for s in target.strides)])
         return x, y, z
 
     name = f"matmul {a.shape} {a.strides} {b.shape} {b.strides} {target.strides}"
-    plan = plans.find(name, out.dtype, build, (a, b, target))
+    if target.dtype != a.dtype:
+        name += f" {target.dtype.name}"
+    plan = plans.find(name, a.dtype, build, (a, b, target))
     if plan is None:
         raise DeviceError(f"cuDNN has no plan for a product of {a.shape} and {b.shape}: pip install nvmath-python")
     plan.run(a, b, target)
@@ -133,41 +144,69 @@ def _grid(size: int) -> tuple[int]:
 
 
 def add_into(x: Array, out: Array) -> None:
-    """out += x; both contiguous."""
-    kernel("blas", f"accumulate<{c_type(out)}>")(_grid(out.size), (THREADS,), (x, out, np.int64(out.size)))
+    """out += x; both contiguous and of one type."""
+    kernel("blas", f"accumulate<{c_type(out)}>")(_grid(out.size), (THREADS,), (x, out, out.size))
+
+
+def planes(x: Array) -> tuple[int, int, int]:
+    """(outer, C, inner) of an (N, C, ...) array as it lies in memory: (N * P, C, 1) where the channels lie last."""
+    from caffepy.ops.cuda.launch import channels_last  # which needs names of this module
+
+    images, channels = x.shape[:2]
+    positions = prod(x.shape[2:])
+    if positions == 1 or channels_last(x):
+        return images * positions, channels, 1
+    return images, channels, positions
 
 
 def add_bias(y: Array, b: Array) -> None:
-    """y[n, o, ...] += b[o]; y (M, O) or (N, O, P)."""
-    if not y.size:
-        return
-    outputs = y.shape[1]
-    arguments = (y, b, np.int64(y.size), np.int32(outputs), np.int32(y.size // (y.shape[0] * outputs)))
-    kernel("blas", f"add_bias<{c_type(y)}>")(_grid(y.size), (THREADS,), arguments)
+    """y[n, o, ...] += b[o]; y (M, O) or (N, O, P), b float32 (float64 for doubles)."""
+    if y.size:
+        kernel("blas", f"add_bias<{c_type(y)}>")(_grid(y.size), (THREADS,), (y, b, *planes(y)))
 
 
-LINE = 1024
-"""Elements of a plane that a warp adds up at a time."""
+STRIP, ROWS = 32, 512
+"""Columns that a block adds up, as in columns.cuh, and rows of which there may be one share only."""
+
+LINE, FEW = 1024, 1 << 14
+"""Elements of a plane that a warp adds up at a time, and of a channel of which there may be one share only."""
 
 
-def bias_gradient(dy: Array, db: Array) -> None:
-    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). Shares of the sum first, then their sum."""
+def over_columns(file: str, name: str, like: Array, shape: tuple[int, int], db: Array | None, *arguments: Any) -> None:
+    """Run a kernel of columns.cuh over the columns of an array that lies as `shape`; db, if any, += its sums."""
+    rows, columns = shape
+    strips = -(-columns // STRIP)
+    shares = 1 if rows <= ROWS else max(1, min(2 * rows // ROWS, BLOCKS // (2 * strips)))
+    _add_up(file, name, like, 2 * THREADS, (strips, shares), columns, db, *arguments, rows, columns)
+
+
+def _add_up(
+    file: str, name: str, like: Array, threads: int, grid: tuple[int, int], outputs: int, db: Array | None, *args: Any
+) -> None:
+    """Run a kernel that adds sums to db[o], or puts them into part[o, share]: then add those to db."""
+    shares = grid[1]
+    part: Any = 0
+    if db is not None and shares > 1:
+        part = plans.context().array("sums", (outputs, shares), db.dtype)
+    kernel(file, f"{name}<{c_type(like)}>")(grid, (threads,), (*args, 0 if db is None else db, part, shares))
+    if db is not None and shares > 1:
+        finish = kernel("blas", f"bias_gradient_finish<{c_type(like)}>")
+        finish((-(-outputs // 8),), (THREADS,), (part, db, outputs, shares))
+
+
+def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
+    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of float32 rows becomes dy in its own type."""
     if not dy.size:
         return
-    images, outputs = dy.shape[:2]
-    positions = dy.size // (images * outputs)
-    kind = c_type(dy)
-    if positions == 1:
-        columns = -(-outputs // 32)
-        shares = max(1, min(-(-images // 32), BLOCKS // columns))
-        part = plans.context().array("sums", (outputs, shares), dy.dtype)
-        sizes = (np.int32(n) for n in (images, outputs, shares))
-        kernel("blas", f"bias_gradient_rows<{kind}>")((columns, shares), (THREADS,), (dy, part, *sizes))
+    images, outputs, positions = planes(dy)
+    if copy is not None:
+        assert positions == 1
+        assert dy.dtype == np.float32
+        over_columns("blas", "bias_gradient_narrowing", copy, (images, outputs), db, dy, copy)
+    elif positions == 1:
+        over_columns("blas", "bias_gradient_rows", dy, (images, outputs), db, dy)
     else:
         lines = images * -(-positions // LINE)
-        shares = max(1, min(-(-lines // 8), BLOCKS // outputs))
-        part = plans.context().array("sums", (outputs, shares), dy.dtype)
-        sizes = (np.int32(n) for n in (images, outputs, positions, LINE, shares))
-        kernel("blas", f"bias_gradient_planes<{kind}>")((outputs, shares), (THREADS,), (dy, part, *sizes))
-    finish = kernel("blas", f"bias_gradient_finish<{kind}>")
-    finish((-(-outputs // 8),), (THREADS,), (part, db, np.int32(outputs), np.int32(shares)))
+        shares = 1 if images * positions <= FEW else max(1, min(-(-lines // 8), BLOCKS // outputs))
+        grid = outputs, shares
+        _add_up("blas", "bias_gradient_planes", dy, THREADS, grid, outputs, db, dy, images, outputs, positions, LINE)

@@ -8,9 +8,11 @@ cupy = pytest.importorskip("cupy")
 
 from caffepy.ops import cuda  # noqa: E402
 from caffepy.ops.cuda import blas, precision  # noqa: E402
+from tests.ops.cuda.stored import Activation, agree, loaded, rounded, stored  # noqa: E402
 from tests.ops.test_blas import SHAPES  # noqa: E402
 
-TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3}  # of the largest number of a result
+TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3}  # of the largest number of a product of float32 arrays
+ROUNDING = {"float32": 1e-5, "float64": 1e-13, "float16": 6e-4, "uint16": 5e-3}  # of what a result is stored in
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -19,7 +21,7 @@ def stream():
         yield stream
 
 
-@pytest.fixture(params=["fp32", "tf32"])
+@pytest.fixture(params=list(TOLERANCE))
 def exactness(request):
     before = precision.get()
     precision.set(request.param)
@@ -28,13 +30,13 @@ def exactness(request):
 
 
 def check(have, want, tolerance):
-    error = np.abs(have.get() - want).max(initial=0) / max(1, np.abs(want).max(initial=0))
+    error = np.abs(loaded(have) - want).max(initial=0) / max(1, np.abs(want).max(initial=0))
     assert error <= tolerance, f"error {error:.2e}, allowed {tolerance}"
 
 
-def arrays(dtype, *shapes):
+def arrays(*shapes):
     rng = np.random.default_rng(0)
-    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+    return [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
@@ -44,42 +46,48 @@ def test_matmul(shape, transposed, exactness):
 
 
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
-@pytest.mark.parametrize("shape", [(256, 4096, 1000), (64, 512, 16)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 300, 104), (64, 512, 16)], ids=str)
 def test_matmul_by_cudnn(shape, transposed, monkeypatch):
     monkeypatch.setattr(blas, "_import_cublas", lambda: None)
     check_matmul(shape, transposed, TOLERANCE["tf32"])
+    for kind in ("float16", "uint16"):
+        check_matmul(shape, transposed, ROUNDING[kind], kind, kind)
+        check_matmul(shape, transposed, ROUNDING["float32"], kind, "float32")
 
 
-def check_matmul(shape, transposed, tolerance):
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 800, 500), (33, 129, 65)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "result"),
+    [(k, r) for k in ("float16", "uint16") for r in (k, "float32")] + [("float64", "float64")],
+)
+def test_matmul_of_other_types(kind, result, shape, transposed):
+    check_matmul(shape, transposed, ROUNDING[result], kind, result)
+
+
+def check_matmul(shape, transposed, tolerance, kind="float32", result="float32"):
     m, k, n = shape
-    a, b, start = arrays(np.float32, (m, k), (k, n), (m, n))
-    want = a.astype(np.float64) @ b.astype(np.float64)
-    x = cupy.asarray(a.T.copy()).T if "a" in transposed else cupy.asarray(a)
-    y = cupy.asarray(b.T.copy()).T if "b" in transposed else cupy.asarray(b)
-    out = cupy.full((m, n), np.nan, np.float32)
+    a, b, start = arrays((m, k), (k, n), (m, n))
+    want = rounded(a, kind).astype(np.float64) @ rounded(b, kind).astype(np.float64)
+    x = stored(a.T, kind).T if "a" in transposed else stored(a, kind)
+    y = stored(b.T, kind).T if "b" in transposed else stored(b, kind)
+    out = stored(np.full((m, n), np.nan), result)
     cuda.matmul(x, y, out)
     check(out, want, tolerance)
-    out[...] = cupy.asarray(start)
+    out = stored(start, result)
     cuda.matmul(x, y, out, accumulate=True)
-    check(out, want + start, tolerance)
+    check(out, want + rounded(start, result), tolerance)
 
 
 @pytest.mark.parametrize("transposed", ["", "a", "b", "out"])
 def test_matmul_of_parts_of_larger_arrays(transposed, exactness):
-    a, b = arrays(np.float32, (40, 50), (50, 30))
+    a, b = arrays((40, 50), (50, 30))
     want = a[3:20, 7:31].astype(np.float64) @ b[9:33, 2:13]
     x = cupy.asarray(a.T.copy()).T if transposed == "a" else cupy.asarray(a)
     y = cupy.asarray(b.T.copy()).T if transposed == "b" else cupy.asarray(b)
     out = cupy.zeros((11, 17), np.float32).T if transposed == "out" else cupy.zeros((17, 11), np.float32)
     cuda.matmul(x[3:20, 7:31], y[9:33, 2:13], out)
     check(out, want, exactness)
-
-
-def test_matmul_of_doubles():
-    a, b, start = arrays(np.float64, (70, 90), (90, 30), (70, 30))
-    out = cupy.asarray(start)
-    cuda.matmul(cupy.asarray(a), cupy.asarray(b), out, accumulate=True)
-    check(out, start + a @ b, 1e-13)
 
 
 BIASES = [
@@ -89,74 +97,88 @@ BIASES = [
     (64, 32, 100),
     (0, 3, 4),
     (500, 7),
+    (513, 40),
     (256, 1000),
     (1, 1),
     (3, 4096),
-    (2, 3, 100_001),
-    (1, 2, 224 * 224),
-    (128, 96, 55 * 55),
-    (300, 2000, 9),
+    (2, 3, 10_001),
+    (2, 64, 56 * 56),
+    (30, 2000, 9),
 ]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("kind", ROUNDING)
 @pytest.mark.parametrize("shape", BIASES, ids=str)
-def test_bias(shape, dtype):
-    y, b = arrays(dtype, shape, shape[1])
-    want_y = y + b.reshape(-1, *[1] * (y.ndim - 2))
-    want_db = b + y.sum(axis=(0, *range(2, y.ndim)), dtype=np.float64)
-    x, bias, db = cupy.asarray(y), cupy.asarray(b), cupy.asarray(b)
-    cuda.bias_gradient(x, db)
-    cuda.add_bias(x, bias)
-    np.testing.assert_array_equal(x.get(), want_y)
-    check(db, want_db, 2e-6 if dtype == np.float32 else 1e-14)
+def test_bias(shape, kind, last):
+    y, b = arrays(shape, shape[1])
+    tolerance = (1e-12, 1e-10) if kind == "float64" else (5e-6, 2e-3)  # sums of up to 20,000 numbers
+    agree("bias_gradient", kind, Activation(y), b, last=last, tolerance=tolerance)
+    agree("add_bias", kind, Activation(y), b, last=last)
 
 
-def test_bias_that_is_not_aligned():
-    y, b = arrays(np.float32, 1 + 2 * 3 * 8, 3)
-    x, db = cupy.asarray(y)[1:].reshape(2, 3, 8), cupy.zeros(3, np.float32)
+@pytest.mark.parametrize("kind", ["float16", "uint16"])
+@pytest.mark.parametrize("shape", [(64, 10), (3, 1), (700, 64), (2, 4096)], ids=str)
+def test_a_bias_gradient_that_copies(shape, kind):
+    y, b = arrays(shape, shape[1])
+    dy, db, copy = cupy.asarray(y), cupy.asarray(b), stored(np.zeros(shape), kind)
+    cuda.bias_gradient(dy, db, copy)
+    check(db, b + y.sum(0, np.float64), 2e-6)
+    np.testing.assert_array_equal(loaded(copy), rounded(y, kind))
+
+
+@pytest.mark.parametrize("kind", ROUNDING)
+def test_bias_that_is_not_aligned(kind):
+    y, b = arrays(1 + 2 * 3 * 8, 3)
+    x, db = stored(y, kind)[1:].reshape(2, 3, 8), cupy.zeros(3, "d" if kind == "float64" else "f")
+    host = loaded(x)
     cuda.bias_gradient(x, db)
-    cuda.add_bias(x, cupy.asarray(b))
-    host = y[1:].reshape(2, 3, 8)
+    cuda.add_bias(x, cupy.asarray(b.astype(db.dtype)))
     check(db, host.sum((0, 2), np.float64), 1e-6)
-    np.testing.assert_array_equal(x.get(), host + b[:, None])
+    check(x, host + b[:, None], ROUNDING[kind])
 
 
-def test_a_bias_gradient_repeats_to_the_last_bit():
-    (y,) = arrays(np.float32, (64, 48, 31 * 31))
+@pytest.mark.parametrize("last", [False, True])
+def test_a_bias_gradient_repeats_to_the_last_bit(last):
+    (y,) = arrays((64, 48, 31 * 31))
     results = []
-    for _ in range(5):
+    for _ in range(3):
         db = cupy.zeros(48, np.float32)
-        cuda.bias_gradient(cupy.asarray(y), db)
+        cuda.bias_gradient(stored(y, "uint16", last), db)
         results.append(db.get().tobytes())
     assert len(set(results)) == 1
 
 
 @pytest.mark.parametrize("size", [1, 7, 4096, 1_000_003])
 def test_add_into(size):
-    a, b = arrays(np.float32, size, size)
+    a, b = arrays(size, size)
     out = cupy.asarray(b)
     blas.add_into(cupy.asarray(a), out)
     np.testing.assert_array_equal(out.get(), a + b)
 
 
-def test_a_captured_product_follows_its_inputs(stream):
-    a, b, bias = (cupy.asarray(x) for x in arrays(np.float32, (64, 80), (80, 50), 50))
-    out, db = cupy.zeros((64, 50), np.float32), cupy.zeros(50, np.float32)
+@pytest.mark.parametrize(("kind", "tolerance"), [("float32", TOLERANCE["tf32"]), ("uint16", ROUNDING["uint16"])])
+def test_a_captured_product_follows_its_inputs(stream, kind, tolerance):
+    x, w, b = arrays((64, 80), (50, 80), 50)
+    a, w, bias = stored(x, kind), stored(w, kind), cupy.asarray(b)
+    out, db, dw = cupy.zeros((64, 50), kind), cupy.zeros(50, np.float32), cupy.zeros((50, 80), np.float32)
 
     def step():
-        cuda.matmul(a, b, out)
+        cuda.matmul(a, w.T, out)
         cuda.add_bias(out, bias)
         cuda.bias_gradient(out, db)
+        cuda.matmul(out.T, a, dw, accumulate=True)
 
     step()
     stream.synchronize()
     stream.begin_capture()
     step()
     graph = stream.end_capture()
-    a *= 2
-    db.fill(0)
+    a[...] = stored(2 * x, kind)
+    for array in (db, dw):
+        array.fill(0)
     graph.launch(stream)
-    want = a.get().astype(np.float64) @ b.get() + bias.get()
-    check(out, want, TOLERANCE["tf32"])
-    check(db, out.get().sum(0, np.float64), 1e-5)
+    want = loaded(a).astype(np.float64) @ loaded(w).T + b
+    check(out, want, 2 * tolerance)
+    check(db, loaded(out).sum(0, np.float64), 1e-5)
+    check(dw, loaded(out).T.astype(np.float64) @ loaded(a), TOLERANCE["tf32"])
