@@ -5,15 +5,17 @@ nobody looks at it.
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import NamedTuple
 
 from caffepy.blob import Blob
 from caffepy.layer import Layer
 from caffepy.layer.fused import FusedRun, Member
+from caffepy.layer.fused_convolution import ConvolutionReLU
+from caffepy.layer.fused_inner_product import InnerProductRun
+from caffepy.layer.fused_norm import NormRun
 from caffepy.proto.caffe_pb2 import EltwiseParameter
 
-NORM = ("Scale", "Eltwise", "ReLU")
+NORM = ("Scale", "Eltwise", "ReLU", "Split")
 AFTER = {"Convolution": ("ReLU",), "InnerProduct": ("ReLU", "Dropout")}
 """What may follow in a run, in this order, each at most once; after a BatchNorm, with or without a Convolution before
 it, what NORM names."""
@@ -37,7 +39,7 @@ class Wiring(NamedTuple):
 
     def reader(self, index: int) -> int | None:
         """The layer that takes the only top of a layer, if nobody else sees it as it is."""
-        (top,) = self.tops[index]
+        top = self.tops[index][0]
         readers = [j for j in range(index + 1, len(self.layers)) if any(b is top for b in self.bottoms[j])]
         if not readers or any(self.layers[index].loss_weights):
             return None
@@ -53,7 +55,8 @@ def find_runs(net: Wiring) -> list[list[int]]:
     for i, layer in enumerate(net.layers):
         if i in taken or layer.on_host or len(net.bottoms[i]) != 1 or len(net.tops[i]) != 1:
             continue
-        run = list(takewhile(lambda j: j not in taken, _run_from(net, i)))
+        run = _run_from(net, i)
+        run = run[: next((k for k, j in enumerate(run) if j in taken), len(run))]
         if len(run) > 1 and not _overtaken(net, run):
             runs.append(run)
             taken |= set(run)
@@ -98,6 +101,8 @@ def _may_follow(net: Wiring, run: Sequence[int], index: int, kind: str) -> bool:
         return False
     if kind == "Eltwise":
         return _adds_one(net, run, index)
+    if kind == "Split":
+        return len(net.tops[index]) == 2
     if len(bottoms) != 1 or len(net.tops[index]) != 1:
         return False
     if kind == "BatchNorm":
@@ -123,21 +128,15 @@ def _adds_one(net: Wiring, run: Sequence[int], index: int) -> bool:
     return len(others) == 1 and others[0] is not top
 
 
-def make_run(members: Sequence[Member]) -> FusedRun:
-    """What computes these layers together."""
+def make_run(members: Sequence[Member], learns: bool) -> FusedRun:
+    """What computes these layers together; `learns`: it will go backward."""
     first, last = members[0], members[-1]
     layers = {member.layer.type: member.layer for member in members}
     if "BatchNorm" in layers:
-        from caffepy.layer.fused_norm import NormRun
-
-        return NormRun(members)
+        return NormRun(members, learns)
     if "Convolution" in layers:
-        from caffepy.layer.fused_convolution import ConvolutionReLU
-
         convolution, relu = layers["Convolution"], layers["ReLU"]
         return ConvolutionReLU(convolution, relu, first.bottoms[0], last.tops[0], first.propagate_down[0])
-    from caffepy.layer.fused_inner_product import InnerProductRun
-
     return InnerProductRun(
         layers["InnerProduct"],
         layers.get("ReLU"),

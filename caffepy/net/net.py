@@ -375,7 +375,7 @@ class Net:
         for run in find_runs(wiring):
             if not any(index in self.twins for index in run[1:]):
                 members = [Member(self.layers[i], *self._arguments[i], self.bottom_need_backward[i]) for i in run]
-                steps.append(Step(run[-1], tuple(run), make_run(members)))
+                steps.append(Step(run[-1], tuple(run), make_run(members, self.layer_need_backward[run[-1]])))
                 alone -= set(run)
         return sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
 

@@ -1,0 +1,167 @@
+"""Runs of layers computed together, on the CPU, against the same layers one by one."""
+
+import numpy as np
+import pytest
+
+from caffepy import models
+from caffepy.net import Net
+from caffepy.net.fusion import Wiring, find_runs
+from caffepy.proto import text
+from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
+
+HEAD = """
+layer { name: "data" type: "DummyData" top: "data" top: "label"
+  dummy_data_param { shape { dim: 4 dim: 3 dim: 9 dim: 9 } shape { dim: 4 }
+    data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 1 } } }
+"""
+LOSS = """
+layer { name: "fc" type: "InnerProduct" bottom: "last" top: "fc" inner_product_param { num_output: 3
+  weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "loss" }
+"""
+CONV = 'convolution_param { num_output: 5 kernel_size: 3 pad: 1 weight_filler { type: "msra" } }'
+
+
+def conv(name: str, bottom: str) -> str:
+    return f'layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" {CONV} }}\n'
+
+
+def on(kind: str, name: str, blob: str, more: str = "", top: str = "") -> str:
+    return f'layer {{ name: "{name}" type: "{kind}" bottom: "{blob}" top: "{top or blob}" {more} }}\n'
+
+
+def norm(blob: str, in_place: bool = True) -> str:
+    top = blob if in_place else f"{blob}_n"
+    return on("BatchNorm", f"bn_{blob}", blob, top=top) + on(
+        "Scale", f"scale_{blob}", top, "scale_param { bias_term: true }"
+    )
+
+
+NETS = {
+    "conv relu": conv("c", "data") + on("ReLU", "r", "c", top="last"),
+    "conv relu in place": conv("c", "data") + on("ReLU", "r", "c") + on("Power", "p", "c", top="last"),
+    "norm": conv("c", "data") + norm("c") + on("ReLU", "r", "c") + on("Power", "p", "c", top="last"),
+    "norm not in place": conv("c", "data") + norm("c", False) + on("ReLU", "r", "c_n", top="last"),
+    "norm alone": on("Power", "p", "data", top="x") + norm("x", False) + on("ReLU", "r", "x_n", top="last"),
+    "residual": (
+        conv("a", "data")
+        + norm("a")
+        + on("ReLU", "ra", "a")
+        + conv("b", "a")
+        + norm("b")
+        + 'layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "s" }\n'
+        + on("ReLU", "rs", "s")
+        + conv("d", "s")
+        + norm("d")
+        + 'layer { name: "sum2" type: "Eltwise" bottom: "s" bottom: "d" top: "last" }\n'
+    ),
+    "projection": (
+        conv("a", "data")
+        + norm("a")
+        + conv("b", "data")
+        + norm("b")
+        + 'layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "last" }\n'
+        + on("ReLU", "rs", "last")
+    ),
+    "product": (
+        on(
+            "InnerProduct",
+            "ip",
+            "data",
+            'inner_product_param { num_output: 7 weight_filler { type: "xavier" } }',
+            "last",
+        )
+        + on("ReLU", "r", "last")
+        + on("Dropout", "d", "last")
+    ),
+}
+RUNS = {
+    "conv relu": [["c", "r"]],
+    "conv relu in place": [["c", "r"]],
+    "norm": [["c", "bn_c", "scale_c", "r"]],
+    "norm not in place": [["c", "bn_c", "scale_c", "r"]],
+    "norm alone": [["bn_x", "scale_x", "r"]],
+    "residual": [
+        ["a", "bn_a", "scale_a", "ra", "a_ra_0_split"],
+        ["b", "bn_b", "scale_b", "sum", "rs", "s_rs_0_split"],
+        ["d", "bn_d", "scale_d", "sum2"],
+    ],
+    "projection": [["a", "bn_a", "scale_a", "sum", "rs"], ["b", "bn_b", "scale_b"]],
+    "product": [["ip", "r", "d"]],
+}
+
+
+def build(body: str) -> Net:
+    param = text.parse(HEAD + body + LOSS, NetParameter(), "net.prototxt")
+    param.force_backward = False
+    param.state.phase = TRAIN
+    return Net(param)
+
+
+def runs_of(net: Net) -> list[list[str]]:
+    found = find_runs(Wiring(net.layers, net.bottoms, net.tops, net.layer_need_backward))
+    return [[net.layer_names[i] for i in run] for run in found]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_what_is_computed_together(name: str) -> None:
+    assert runs_of(build(NETS[name])) == RUNS[name]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_same_numbers_as_one_by_one(name: str) -> None:
+    alone, together = build(NETS[name]), build(NETS[name])
+    for mine, theirs in zip(together.params, alone.params, strict=True):
+        mine.data[...] = theirs.data
+    for _ in range(3):
+        for net in (alone, together):
+            net.device.seed(7)
+            net.clear_param_diffs()
+        alone.forward()
+        alone.backward()
+        together.forward(steps=together.steps)
+        together.backward(steps=together.steps)
+        assert together.loss() == pytest.approx(alone.loss(), rel=1e-5)
+        for mine, theirs in zip(together.params, alone.params, strict=True):
+            np.testing.assert_allclose(mine.data, theirs.data, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(mine.diff, theirs.diff, rtol=2e-4, atol=2e-5)
+        for name_, blob in alone.blobs.items():
+            if name_ in ("last", "fc"):
+                np.testing.assert_allclose(together.blobs[name_].data, blob.data, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("what", "body"),
+    [
+        ("leaky", conv("c", "data") + on("ReLU", "r", "c", "relu_param { negative_slope: 0.1 }", top="last")),
+        (
+            "shared",
+            conv("c", "data") + on("ReLU", "r", "c", top="last") + on("Silence", "s", "c").replace('top: "c"', ""),
+        ),
+        (
+            "coefficients",
+            conv("a", "data")
+            + norm("a")
+            + conv("b", "data")
+            + 'layer { name: "s" type: "Eltwise" bottom: "a" bottom: "b" top: "last" '
+            + "eltwise_param { coeff: 1 coeff: -1 } }",
+        ),
+    ],
+)
+def test_what_is_not(what: str, body: str) -> None:
+    runs = runs_of(build(body))
+    assert runs == ([["a", "bn_a", "scale_a"]] if what == "coefficients" else [])
+
+
+@pytest.mark.parametrize(("model", "runs"), [("caffenet", 7), ("googlenet", 57), ("vgg16", 15), ("resnet50", 53)])
+def test_bundled_nets(model: str, runs: int) -> None:
+    path = models.path(model, "deploy")
+    assert path
+    param = text.read_net(path)
+    for layer in param.layer:
+        for shape in layer.input_param.shape:
+            shape.dim[0] = 1
+    param.state.phase = TRAIN
+    net = Net(param)
+    wiring = Wiring(net.layers, net.bottoms, net.tops, [True] * len(net.layers))
+    assert len(find_runs(wiring)) == runs
