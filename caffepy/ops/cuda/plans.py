@@ -32,10 +32,12 @@ log = logging.getLogger(__name__)
 WORKSPACE = 256 << 20
 """Plans that need more bytes than this besides their arrays are not taken."""
 
-CANDIDATES = 6
-SECONDS = 0.2
-SECONDS_IN_ALL = 20.0
-"""At most so many plans of an operation are timed, no further one after so long, and none when a process spent all."""
+CANDIDATES, MORE_CANDIDATES = 6, 10
+SECONDS_EACH = 0.05
+"""So many plans of an operation are timed, more of a large one, and no further one after so long for each."""
+
+SECONDS = float(os.environ.get("CAFFEPY_AUTOTUNE_SECONDS") or 20)
+"""A process that spent so long on timing takes what the heuristics rank first."""
 
 BETTER = 0.95
 """A plan takes the place of one that the heuristics rank higher if it needs less than this part of its time."""
@@ -44,6 +46,8 @@ ALIGNED = 16
 
 Build = Callable[[Any, Any], Sequence[Any]]
 """(cudnn, graph) -> the graph's tensors in the order in which arrays are given to `Plan.run`."""
+
+Run = Callable[..., Any]
 
 _autotune = os.environ.get("CAFFEPY_AUTOTUNE", "1") != "0"
 _lock = RLock()
@@ -103,7 +107,7 @@ class Context:
         if self._cudnn is None:
             cudnn = import_cudnn()
             try:
-                handle = cudnn.create_handle()
+                handle = _handle("cudnn", cudnn.create_handle)
                 cudnn.set_stream(handle=handle, stream=self.stream)
             except RuntimeError as error:
                 raise DeviceError(f"cuDNN cannot be used on this GPU ({error})") from error
@@ -113,12 +117,25 @@ class Context:
     def cublas(self, cublas: Any) -> int:
         """The stream's cuBLAS handle; setting the stream would take the workspace away, so both are set once."""
         if not self._cublas:
-            handle = cublas.create()
+            handle = _handle("cublas", cublas.create)
             cublas.set_stream(handle, self.stream)
             size = 32 << 20
             cublas.set_workspace(handle, self.array("cublas", (size,), np.uint8).data.ptr, size)
             self._cublas = handle
         return self._cublas
+
+
+_spares: dict[tuple[int, str], Any] = {}
+
+
+def _handle(kind: str, create: Callable[[], Any]) -> Any:
+    """A new handle; one is always made in advance, since none can be made in a capture, which may bring new streams."""
+    key = (cupy.cuda.runtime.getDevice(), kind)
+    with _lock:
+        handle = _spares.pop(key, None) or create()
+        if not cupy.cuda.get_current_stream().is_capturing():
+            _spares[key] = create()
+    return handle
 
 
 _contexts: dict[tuple[int, int], Context] = {}
@@ -164,13 +181,15 @@ class Plan:
         self.graph.execute(to, here.workspace.reserve(self.workspace), handle=here.cudnn)
 
     def _run_on_copies(self, arrays: Sequence[Any]) -> None:
-        """For parts of larger arrays: graphs take it that all begin at multiples of 16 bytes, and cannot be told."""
+        """For parts of larger arrays: graphs take it that all begin at multiples of 16 bytes, and cannot be told.
+
+        Arrays fill their memory, so that a copy of it is one of the array, in whichever order that lies.
+        """
         here = context()
         copies = [
             here.array(f"copy {i}", array.shape, array.dtype) if array.data.ptr % ALIGNED else array
             for i, array in enumerate(arrays)
         ]
-        assert all(array.flags.forc for array in arrays)
         for array, copy in zip(arrays[:-1], copies, strict=False):
             here.copy(array, copy)
         self.run(*copies)
@@ -187,29 +206,54 @@ def _exact(name: str, dtype: DTypeLike) -> str:
     return f"{name} {np.dtype(dtype).name} {precision.get()}{' deterministic' * precision.deterministic()}"
 
 
-def find(name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any]) -> Plan | None:
-    """The plan for a graph, None if cuDNN has none. The name says all that the graph and its arrays depend on."""
+def find(name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any], candidates: int = CANDIDATES) -> Plan | None:
+    """The plan for a graph, None if cuDNN has none. The name says all that the graph and its arrays depend on.
+
+    The dtype is that of the graph's arrays unless `build` says otherwise; so many candidates are timed.
+    """
     exact = _exact(name, dtype)
     key = (cupy.cuda.runtime.getDevice(), exact)
     with _lock:
         if key not in _plans:
-            _plans[key] = _make(exact, np.dtype(dtype), build, arrays)
+            _plans[key] = _make(exact, np.dtype(dtype), build, arrays, candidates)
         return _plans[key]
 
 
-def second_is_faster(name: str, dtype: DTypeLike, first: Callable[[], None], second: Callable[[], None]) -> bool:
-    """Whether the second of two ways takes less time; no where nothing is timed. Kept as winners are."""
+def fastest(
+    name: str, dtype: DTypeLike, ways: Sequence[Callable[[], Run | None]], arguments: Sequence[Any]
+) -> tuple[int, Run] | None:
+    """Of several ways to do the same, the one that takes the least time with these arguments, and its index.
+
+    A way is made by a call that gives None where there is none. Where nothing is timed the first that there is is
+    taken. Which one won is kept as winners are.
+    """
+    global _spent
     exact = _exact(name, dtype)
     with _lock:
-        if not _wanted():
-            return False
-        if exact not in _winners() and may_time():
-            limit = milliseconds(first)
-            _remember(exact, milliseconds(second, limit) < BETTER * limit)
-        return _winners().get(exact) is True
+        known: Any = _winners().get(exact) if _wanted() else None
+        if known in range(len(ways)) and (run := ways[known]()) is not None:
+            return known, run
+        timing = may_time()
+        made: list[tuple[int, Run]] = []
+        for i, way in enumerate(ways):
+            if (run := way()) is not None:
+                made.append((i, run))
+                if not timing:
+                    break
+        if len(made) < 2:
+            return made[0] if made else None
+        start, best, best_ms = time.perf_counter(), made[0], float("inf")
+        for i, run in made:
+            ms = milliseconds(lambda run=run: run(*arguments), best_ms)  # type: ignore[misc]
+            log.debug("%s: way %d takes %.3f ms", exact, i, ms)
+            if ms < BETTER * best_ms:
+                best, best_ms = (i, run), ms
+        _spent += time.perf_counter() - start
+        _remember(exact, best[0])
+        return best
 
 
-def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any]) -> Plan | None:
+def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any], candidates: int) -> Plan | None:
     cudnn = import_cudnn()
     _ = context().cudnn  # a library that cannot be used at all is no plan that declines
     timing = may_time()
@@ -226,7 +270,7 @@ def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any]) 
         except _declines(cudnn) as error:
             log.debug("%s: cuDNN has no plan (%s)", name, error)
             continue
-        chosen = _choose(cudnn, name, graph, tensors, arrays if timing else None)
+        chosen = _choose(cudnn, name, graph, tensors, arrays if timing else None, candidates)
         if chosen is not None:
             if timing:
                 with suppress(NotImplementedError):  # the backend's own choice has no name
@@ -244,9 +288,14 @@ def _declines(cudnn: Any) -> tuple[type[BaseException], ...]:
 
 
 def _graph(cudnn: Any, dtype: np.dtype[Any], build: Build) -> tuple[Any, Sequence[Any]]:
-    kind = {"float32": cudnn.data_type.FLOAT, "float64": cudnn.data_type.DOUBLE}[dtype.name]
+    kinds = cudnn.data_type
+    outside = {"float32": kinds.FLOAT, "float64": kinds.DOUBLE, "float16": kinds.HALF, "uint16": kinds.BFLOAT16}
+    inside = kinds.DOUBLE if dtype == np.float64 else kinds.FLOAT
     graph = cudnn.pygraph(
-        handle=context().cudnn, io_data_type=kind, intermediate_data_type=kind, compute_data_type=kind
+        handle=context().cudnn,
+        io_data_type=outside[dtype.name],
+        intermediate_data_type=inside,
+        compute_data_type=inside,
     )
     tensors = build(cudnn, graph)
     graph.validate()
@@ -272,7 +321,9 @@ def _is_inexact(name: str, graph: Any, index: int) -> bool:
     return False
 
 
-def _choose(cudnn: Any, name: str, graph: Any, tensors: Sequence[Any], arrays: Sequence[Any] | None) -> int | None:
+def _choose(
+    cudnn: Any, name: str, graph: Any, tensors: Sequence[Any], arrays: Sequence[Any] | None, candidates: int
+) -> int | None:
     """Build the plan that is taken, select it and return its index, or None; it is timed if there are arrays."""
     global _spent
     start = time.perf_counter()
@@ -280,7 +331,7 @@ def _choose(cudnn: Any, name: str, graph: Any, tensors: Sequence[Any], arrays: S
     if arrays is not None and not _spent:
         log.info("Timing cuDNN plans (once per shape and machine)")
     for i in range(graph.get_execution_plan_count()):
-        if tried and (tried == CANDIDATES or time.perf_counter() - start > SECONDS):
+        if tried and (tried == candidates or time.perf_counter() - start > SECONDS_EACH * candidates):
             break
         try:
             graph.build_plan_at_index(i)
@@ -310,7 +361,7 @@ def _wanted() -> bool:
 
 def may_time() -> bool:
     """Whether calls may be timed now: wanted, time left, and no capture under way."""
-    return _wanted() and _spent < SECONDS_IN_ALL and not cupy.cuda.get_current_stream().is_capturing()
+    return _wanted() and _spent < SECONDS and not cupy.cuda.get_current_stream().is_capturing()
 
 
 def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: int = 5) -> float:
