@@ -1,5 +1,6 @@
 """Arithmetic on the CPU: numba loops and BLAS calls, shared out over a pool of threads. All arrays C-contiguous."""
 
+from caffepy.ops.cpu.bias_relu import relu_bias_backward
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cpu.convolution import Convolution
 from caffepy.ops.cpu.copies import convert, copy, cut, join
@@ -122,6 +123,7 @@ __all__ = [
     "prelu_backward",
     "prelu_forward",
     "relu_backward",
+    "relu_bias_backward",
     "relu_forward",
     "rmsprop_update",
     "scale_backward",

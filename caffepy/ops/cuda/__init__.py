@@ -11,6 +11,7 @@ except ImportError as error:
 
     raise DeviceError(f"no GPU arithmetic without CuPy ({error}): pip install 'caffepy[cuda13]'") from error
 
+from caffepy.ops.cuda.bias_relu import relu_bias_backward
 from caffepy.ops.cuda.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, join
@@ -133,6 +134,7 @@ __all__ = [
     "prelu_backward",
     "prelu_forward",
     "relu_backward",
+    "relu_bias_backward",
     "relu_forward",
     "rmsprop_update",
     "scale_backward",

@@ -1,0 +1,22 @@
+"""What goes with a convolution or product: the gradients of its bias and ReLU at once."""
+
+from math import prod
+from typing import Any
+
+from numpy.typing import NDArray
+
+from caffepy.ops.cpu.blas import bias_gradient
+from caffepy.ops.cpu.neuron import relu_backward
+
+Array = NDArray[Any]
+
+
+def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
+    """dy *= (y > 0) in place unless y is None; db[o] += sum of the result's [n, o, ...] unless db is None.
+
+    y and dy (M, O) or (N, O, P).
+    """
+    if y is not None:
+        relu_backward(y, dy, dy, 0.0)
+    if db is not None:
+        bias_gradient(dy if dy.ndim == 2 else dy.reshape(*dy.shape[:2], prod(dy.shape[2:])), db)

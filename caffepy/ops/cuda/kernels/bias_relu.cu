@@ -1,0 +1,144 @@
+// What goes with a convolution: y = relu(y + b) and its gradient, of arrays (outer, O, inner); inner is 1 where channels
+// lie last, and outer then counts pixels. All sums in a fixed order: shares of a channel's sum first, then their sum.
+
+#include "pack.cuh"
+#include "reduce.cuh"
+
+// y = relu(y + b_o); b and the relu may be missing
+template <typename T>
+__global__ void bias_relu(T* values, const Wide<T>* b, i64 outer, i64 outputs, i64 inner, i64 relu) {
+  using A = Wide<T>;
+  Channel channel(outputs, inner);
+  each<16 / sizeof(T)>(
+      outer * outputs * inner,
+      [=](i64 i, T& y) mutable {
+        const A sum = A(y) + (b ? b[channel.at(i)] : A(0));
+        y = T(relu && sum <= 0 ? A(0) : sum);
+      },
+      both(values));
+}
+
+// Where sums go: to db, or if there are several shares of them to part (O, shares); nowhere without db.
+template <typename A> struct Sums {
+  A *db, *part;
+  i64 shares;
+  __device__ void add(i64 o, A sum) const {
+    if (shares == 1)
+      db[o] += sum;
+    else
+      part[o * shares + blockIdx.y] = sum;
+  }
+};
+
+// dy = 0 where y <= 0, unless there is no y, for packs of V elements that lie `step` apart, two at a time; their sums.
+template <int V, typename T>
+__device__ void mask(const T* y, T* dy, i64 first, i64 end, i64 step, Wide<T> (&sum)[V]) {
+  using A = Wide<T>;
+  constexpr int U = 2;
+  for (i64 i = first; i < end; i += U * step) {
+    Pack<T, V> d[U], above[U];
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      if (i + u * step < end) {
+        d[u] = in(dy).template load<V>(i + u * step);
+        if (y) above[u] = in(y).template load<V>(i + u * step);
+      }
+#pragma unroll
+    for (int u = 0; u < U; ++u)
+      if (i + u * step < end) {
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          if (y && A(above[u].v[v]) <= 0) d[u].v[v] = T(0.0f);
+          sum[v] += A(d[u].v[v]);
+        }
+        if (y) both(dy).template store<V>(i + u * step, d[u]);
+      }
+  }
+}
+
+// Channels last. A block takes up to 256 packs of V columns, of the rows of a share as many at a time as it has threads
+// for, so that it reads whole stretches of memory.
+template <int V, typename T>
+__device__ void mask_rows(const T* y, T* dy, Sums<Wide<T>> to, Wide<T>* sums, i64 rows, i64 outputs) {
+  using A = Wide<T>;
+  const unsigned across = unsigned(outputs / V), first = blockIdx.x * 256, width = min(256u, across - first);
+  const unsigned column = threadIdx.x % width, line = threadIdx.x / width, lines = 256 / width;
+  const i64 lo = rows * blockIdx.y / to.shares, hi = rows * (blockIdx.y + 1) / to.shares;
+  A sum[V] = {};
+  if (line < lines) {
+    const i64 start = (lo + line) * across + first + column;
+    mask<V>(y, dy, start, hi * across, i64(lines) * across, sum);
+  }
+  if (!to.db) return;
+  A* mine = sums + (line * width + column) * V;
+  if (line < lines)
+    for (int v = 0; v < V; ++v) mine[v] = sum[v];
+  __syncthreads();
+  for (unsigned left = lines; left > 1;) {
+    const unsigned half = (left + 1) / 2;
+    if (line + half < left)
+      for (int v = 0; v < V; ++v) mine[v] += mine[half * width * V + v];
+    left = half;
+    __syncthreads();
+  }
+  if (line == 0)
+    for (int v = 0; v < V; ++v) to.add((first + column) * V + v, mine[v]);
+}
+
+template <int V, typename T>
+__device__ void mask_rows_by(i64 pack, const T* y, T* dy, Sums<Wide<T>> to, Wide<T>* sums, i64 rows, i64 outputs) {
+  if (pack == V)
+    mask_rows<V>(y, dy, to, sums, rows, outputs);
+  else if constexpr (V > 1)
+    mask_rows_by<V / 2>(pack, y, dy, to, sums, rows, outputs);
+}
+
+// dy = 0 where y <= 0, unless there is no y; db_o += sum of dy, unless there is no db. `pack` divides O.
+// Grid (ceil(O / pack / 256), shares), 256 threads.
+template <typename T>
+__global__ void __launch_bounds__(256)
+relu_bias_rows(const T* y, T* dy, Wide<T>* db, Wide<T>* part, i64 rows, i64 outputs, i64 shares, i64 pack) {
+  constexpr int V = 16 / sizeof(T);
+  __shared__ Wide<T> sums[256 * V];
+  mask_rows_by<V>(pack, y, dy, Sums<Wide<T>>{db, part, shares}, sums, rows, outputs);
+}
+
+// The same of planes: `lines` pieces of up to `length` elements make a plane; a warp takes every eighth of a share.
+// Grid (O, shares), 256 threads.
+template <typename T>
+__global__ void __launch_bounds__(256)
+relu_bias_planes(const T* y, T* dy, Wide<T>* db, Wide<T>* part, i64 images, i64 outputs, i64 positions, i64 shares,
+                 i64 length) {
+  using A = Wide<T>;
+  constexpr int V = 16 / sizeof(T);
+  const bool whole = positions % V == 0 && in(y).template fits<V>() && in(dy).template fits<V>();
+  const i64 o = blockIdx.x, lines = (positions + length - 1) / length, lane = threadIdx.x % 32;
+  const i64 lo = images * lines * blockIdx.y / shares, hi = images * lines * (blockIdx.y + 1) / shares;
+  A sum[V] = {};
+  for (i64 line = lo + threadIdx.x / 32; line < hi; line += 8) {
+    const i64 p = line % lines * length, start = (line / lines * outputs + o) * positions + p;
+    const i64 end = start + min(length, positions - p);
+    if (whole) {
+      mask<V>(y, dy, start / V + lane, end / V, 32, sum);
+    } else {
+      A one[1] = {};
+      mask<1>(y, dy, start + lane, end, 32, one);
+      sum[0] += one[0];
+    }
+  }
+  if (!db) return;
+  for (int v = 1; v < V; ++v) sum[0] += sum[v];
+  const A total = block_sum(sum[0]);
+  if (threadIdx.x == 0) Sums<A>{db, part, shares}.add(o, total);
+}
+
+// db_o += sum of part[o, ...]; a warp for each o
+template <typename T> __global__ void add_shares(const Wide<T>* part, Wide<T>* db, i64 outputs, i64 shares) {
+  const i64 o = blockIdx.x * i64(blockDim.x / 32) + threadIdx.x / 32;
+  if (o >= outputs) return;
+  Wide<T> sum = 0;
+#pragma unroll 8
+  for (i64 s = threadIdx.x % 32; s < shares; s += 32) sum += part[o * shares + s];
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) db[o] += sum;
+}
