@@ -57,6 +57,9 @@ def check(x_shape, w_shape, stride, pad, dilation, group, dtype=np.float64):
     assert np.abs(have_y + b.reshape(-1, *[1] * (x.ndim - 2)) - y).max(initial=0) < tolerance * max(
         1, np.abs(y).max(initial=0)
     )
+    without = have_y.copy()
+    conv.forward(x, w, None, have_y, relu=True)
+    np.testing.assert_array_equal(have_y, np.maximum(without, 0))
     conv.backward_weight(x, dy, None, have_db)
     conv.backward_weight(x, dy, have_dw, None)
     assert np.abs(have_dw - dw0 - 2 * dw).max() < 2 * tolerance * max(1, np.abs(dw).max())

@@ -18,6 +18,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.depthwise import Depthwise, suits
+from caffepy.ops.cpu.neuron import relu_forward
 from caffepy.ops.cpu.threads import parallel
 from caffepy.ops.cpu.tile import Schedule, accumulate_by, best_shape, schedule, shapes, transpose
 
@@ -534,9 +535,11 @@ class Convolution:
             self.loops = _General(x_shape, w_shape, stride, pad, dilation, group, dtype)
         self.y_shape = self.loops.y_shape
 
-    def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
-        """Write y = w * x + b."""
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
+        """Write y = w * x + b, or what is positive of it."""
         self.loops.forward(x, w, b, y)
+        if relu:
+            relu_forward(y, y, 0.0)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         """Write dx."""

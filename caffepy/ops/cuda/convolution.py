@@ -1,7 +1,12 @@
-"""Convolution by cuDNN graphs; by columns and a matrix product where cuDNN has no plan."""
+"""Convolution by cuDNN graphs, in the order of Caffe's axes and with the channels last.
+
+Where channels lie last there may be several ways to the same result, which differ in how weights and images are
+rearranged for cuDNN (filters.py); they are timed. What cuDNN has no plan for runs by columns and matrix products.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -9,21 +14,34 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.errors import DeviceError
-from caffepy.ops.cuda import plans
-from caffepy.ops.cuda.blas import BLOCKS, THREADS, add_bias, add_into, bias_gradient, c_type, matmul
-from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda import graphs, plans
+from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
+from caffepy.ops.cuda.blas import add_into
+from caffepy.ops.cuda.columns import Columns
+from caffepy.ops.cuda.copies import convert
+from caffepy.ops.cuda.filters import Blocks, Filters, dense_filters, plain_filters, suits_blocks
+from caffepy.ops.cuda.graphs import Geometry
+from caffepy.ops.cuda.launch import channels_last, lies_channels_last
 
 log = logging.getLogger(__name__)
 
 Array = Any  # cupy.ndarray
 Sizes = Sequence[int]
-Run = Callable[..., None]
+Run = Callable[..., Any]
+
+DENSE = 4
+"""Groups up to this number may be computed as one, with zeros between them."""
 
 
 class Convolution:
     """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out).
 
-    Plans are made at the first call of each method, with the precision of that time.
+    x, y and their gradients are float32 or float64 in this order of axes, or float32, float16 or uint16 (bfloat16) with
+    the channels last; w, b and their gradients always float32 (float64 for doubles) as Caffe has them. Plans are made
+    at the first call of each method, with the precision of that time.
+
+    Of arrays with the channels last, the backward methods take w, and x where it is the same array, to hold what they
+    held at the last forward: they use what that made of them.
     """
 
     def __init__(
@@ -37,167 +55,273 @@ class Convolution:
         dtype: DTypeLike,
     ) -> None:
         x_shape, w_shape, stride, pad, dilation = (
-            [int(n) for n in sizes] for sizes in (x_shape, w_shape, stride, pad, dilation)
+            tuple(int(n) for n in sizes) for sizes in (x_shape, w_shape, stride, pad, dilation)
         )
-        sizes = list(zip(x_shape[2:], w_shape[2:], stride, pad, dilation, strict=True))
-        out = [(n + 2 * p - (d * (k - 1) + 1)) // s + 1 for n, k, s, p, d in sizes]
+        axes = list(zip(x_shape[2:], w_shape[2:], stride, pad, dilation, strict=True))
+        out = tuple((n + 2 * p - (d * (k - 1) + 1)) // s + 1 for n, k, s, p, d in axes)
         self.y_shape = (x_shape[0], w_shape[0], *out)
-        self.group, self.dtype = group, np.dtype(dtype)
-        self._axes = [(*size, o) for size, o in zip(sizes, out, strict=True)]
-        while len(self._axes) < 2:  # cuDNN knows no convolution over one axis
-            self._axes.insert(0, (1, 1, 1, 0, 1, 1))
-        size, taps, stride, pad, dilation, out = (list(axis) for axis in zip(*self._axes, strict=True))
-        self._x = [*x_shape[:2], *size]
-        self._w = [*w_shape[:2], *taps]
-        self._y = [*self.y_shape[:2], *out]
-        self._how = {"stride": stride, "padding": pad, "dilation": dilation}
-        self._forward: Run | None = None
-        self._forward_bias: Run | None = None
-        self._data: Run | None = None
-        self._weight: Run | None = None
+        assert x_shape[1] == group * w_shape[1]
+        missing = (1,) * (2 - len(axes))  # cuDNN knows no convolution over one axis
+        self._geometry = Geometry(
+            (*x_shape[:2], *missing, *x_shape[2:]),
+            (*w_shape[:2], *missing, *w_shape[2:]),
+            (*self.y_shape[:2], *missing, *out),
+            missing + stride,
+            (0,) * len(missing) + pad,
+            missing + dilation,
+        )
+        self._made: dict[Any, _Plain | _ChannelsLast] = {}
 
-    def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
-        """Write y = w * x + b."""
-        if not y.size:
-            return
-        if b is None:
-            self._forward = self._forward or self._plan("forward", (x, w, y))
-            self._forward(x, w, y)
-        else:
-            self._forward_bias = self._forward_bias or self._plan_with_bias(x, w, b, y)
-            self._forward_bias(x, w, b, y)
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
+        """Write y = w * x + b, or what is positive of it."""
+        if y.size:
+            self._for(x, y).forward(x, w, b, self._shaped(y), relu)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         """Write dx."""
         if not dx.size:
             return
-        if not dy.size:
+        if dy.size:
+            self._for(dx, dy).backward_data(dy, w, dx)
+        else:
             dx.fill(0)
-            return
-        self._data = self._data or self._plan("backward_data", (dy, w, dx))
-        self._data(dy, w, dx)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
         if not dy.size:
             return
         if dw is not None:
-            part = plans.context().array("gradient", dw.shape, dw.dtype)
-            self._weight = self._weight or self._plan("backward_weight", (x, dy, part))
-            self._weight(x, dy, part)
-            add_into(part, dw)
+            self._for(x, dy).backward_weight(x, dy, dw)
         if db is not None:
-            bias_gradient(dy, db)
+            relu_bias_backward(None, self._shaped(dy), db)
 
-    def _find(self, what: str, arrays: Sequence[Array]) -> plans.Plan | None:
-        builds = {
-            "forward": self._build_forward,
-            "forward_bias": self._build_forward_bias,
-            "backward_data": self._build_backward_data,
-            "backward_weight": self._build_backward_weight,
-        }
-        return plans.find(self._name(what), self.dtype, builds[what], arrays)
+    def _shaped(self, y: Array) -> Array:
+        """An array of outputs whose first axes may be several in place of N, or whose last one is left out."""
+        return y if y.shape == self.y_shape else y.reshape(self.y_shape)
 
-    def _name(self, what: str) -> str:
-        how = " ".join(f"{name} {value}" for name, value in self._how.items())
-        return f"{what} x {self._x} w {self._w} {how}"
-
-    def _plan(self, what: str, arrays: Sequence[Array]) -> Run:
-        plan = self._find(what, arrays)
-        if plan is not None:
-            return plan.run
-        log.warning("cuDNN has no plan for %s of %s by %s: it runs image by image", what, self._x, self._w)
-        columns = _Columns(self._x, self._w, self._y, self._axes, self.group)
-        return {"forward": columns.forward, "backward_data": columns.backward_data}.get(what, columns.backward_weight)
-
-    def _plan_with_bias(self, x: Array, w: Array, b: Array, y: Array) -> Run:
-        """One graph for both, or the convolution and then the bias: what there is, and if both, what is faster."""
-        self._forward = self._forward or self._plan("forward", (x, w, y))
-        plain, together = self._forward, self._find("forward_bias", (x, w, b, y))
-
-        def apart(x: Array, w: Array, b: Array, y: Array) -> None:
-            plain(x, w, y)
-            add_bias(y, b)
-
-        if together is None:
-            return apart
-        name = self._name("bias apart")
-        if plans.second_is_faster(name, self.dtype, lambda: together.run(x, w, b, y), lambda: apart(x, w, b, y)):
-            return apart
-        return together.run
-
-    def _build_forward(self, cudnn: Any, graph: Any) -> list[Any]:
-        x, w = _tensor(graph, self._x), _tensor(graph, self._w)
-        return [x, w, _output(graph, graph.conv_fprop(image=x, weight=w, **self._how), self._y)]
-
-    def _build_forward_bias(self, cudnn: Any, graph: Any) -> list[Any]:
-        x, w = _tensor(graph, self._x), _tensor(graph, self._w)
-        b = _tensor(graph, [1, self._y[1], *[1] * len(self._axes)])
-        product = graph.conv_fprop(image=x, weight=w, **self._how)
-        product.set_dim(self._y).set_stride(_strides(self._y))  # or else it is taken to lie in NHWC order
-        return [x, w, b, _output(graph, graph.bias(product, b), self._y)]
-
-    def _build_backward_data(self, cudnn: Any, graph: Any) -> list[Any]:
-        dy, w = _tensor(graph, self._y), _tensor(graph, self._w)
-        return [dy, w, _output(graph, graph.conv_dgrad(loss=dy, filter=w, **self._how), self._x)]
-
-    def _build_backward_weight(self, cudnn: Any, graph: Any) -> list[Any]:
-        x, dy = _tensor(graph, self._x), _tensor(graph, self._y)
-        return [x, dy, _output(graph, graph.conv_wgrad(image=x, loss=dy, **self._how), self._w)]
+    def _for(self, x: Array, y: Array) -> "_Plain | _ChannelsLast":
+        key = x.dtype, x.strides, y.strides
+        if key not in self._made:
+            narrow = x.dtype.itemsize == 2
+            if narrow and not (lies_channels_last(x) and lies_channels_last(y)):
+                raise DeviceError(f"numbers of 16 bits must lie with the channels last, not {x.shape} by {x.strides}")
+            kind = _ChannelsLast if narrow or channels_last(x, y) else _Plain
+            self._made[key] = kind(self._geometry, x.dtype)
+        return self._made[key]
 
 
-def _tensor(graph: Any, shape: list[int]) -> Any:
-    return graph.tensor(dim=shape, stride=_strides(shape))
+class _Plain:
+    """In the order of Caffe's axes."""
 
+    def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
+        self.geometry, self.dtype = geometry, np.dtype(dtype)
+        self._forward: dict[tuple[bool, bool], Run] = {}
+        self._backward_data: Run | None = None
+        self._backward_weight: Run | None = None
 
-def _output(graph: Any, tensor: Any, shape: list[int]) -> Any:
-    kind = graph.context.io_data_type
-    return tensor.set_output(True).set_data_type(kind).set_dim(shape).set_stride(_strides(shape))
-
-
-def _strides(shape: Sizes) -> list[int]:
-    return [prod(shape[a + 1 :]) for a in range(len(shape))]
-
-
-class _Columns:
-    """The same of each image by col (C*taps, P), the columns of x: y = w @ col, dcol = w.T @ dy, dw = dy @ col.T."""
-
-    def __init__(self, x: Sizes, w: Sizes, y: Sizes, axes: Sequence[tuple[int, ...]], group: int) -> None:
-        if len(axes) > 3:
-            raise DeviceError(f"no GPU convolution of {list(x)} with {list(w)}: more than 3 spatial axes")
-        self.images, self.group = x[0], group
-        self.x = (x[0], x[1], prod(x[2:]))
-        self.y = (y[0], group, y[1] // group, prod(y[2:]))
-        self.w = (group, w[0] // group, w[1] * prod(w[2:]))
-        missing = [(1, 1, 1, 0, 1, 1)] * (3 - len(axes))
-        self.numbers = [np.int32(x[1]), *(np.int32(n) for axis in [*missing, *axes] for n in axis)]
-
-    def _col(self, like: Array) -> Array:
-        return plans.context().array("columns", (self.group, self.w[2], self.y[3]), like.dtype)
-
-    def _im2col(self, x: Array, col: Array) -> None:
-        kernel("convolution", f"im2col<{c_type(x)}>")((BLOCKS,), (THREADS,), (x, col, *self.numbers))
-
-    def forward(self, x: Array, w: Array, y: Array) -> None:
-        x, w, y = x.reshape(self.x), w.reshape(self.w), y.reshape(self.y)
-        col = self._col(x)
-        for n in range(self.images):
-            self._im2col(x[n], col)
-            for g in range(self.group):
-                matmul(w[g], col[g], y[n, g])  # (O/g, K) @ (K, P)
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
+        key = b is not None, relu
+        if key not in self._forward:
+            self._forward[key] = self._plan_forward(x, w, b, y, relu)
+        self._forward[key](x, w, b, y)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        dx, w, dy = dx.reshape(self.x), w.reshape(self.w), dy.reshape(self.y)
-        col = self._col(dx)
-        for n in range(self.images):
-            for g in range(self.group):
-                matmul(w[g].T, dy[n, g], col[g])  # (K, O/g) @ (O/g, P)
-            kernel("convolution", f"col2im<{c_type(dx)}>")((BLOCKS,), (THREADS,), (col, dx[n], *self.numbers))
+        self._backward_data = self._backward_data or self._plan("backward_data", (dy, w, dx))
+        self._backward_data(dy, w, dx)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array) -> None:
-        x, dw, dy = x.reshape(self.x), dw.reshape(self.w), dy.reshape(self.y)
-        col = self._col(x)
-        for n in range(self.images):
-            self._im2col(x[n], col)
-            for g in range(self.group):
-                matmul(dy[n, g], col[g].T, dw[g], accumulate=n > 0)  # (O/g, P) @ (P, K)
+        part = plans.context().array("gradient", dw.shape, dw.dtype)
+        self._backward_weight = self._backward_weight or self._plan("backward_weight", (x, dy, part))
+        self._backward_weight(x, dy, part)
+        add_into(part, dw)
+
+    def _plan(self, what: str, arrays: Sequence[Array]) -> Run:
+        plan = graphs.find(what, self.geometry, False, arrays)
+        if plan is not None:
+            return plan.run
+        log.warning("cuDNN has no plan for %s of %s: it runs image by image", what, self.geometry)
+        run: Run = getattr(Columns(self.geometry), what)
+        return run
+
+    def _plan_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run:
+        def apart() -> Run:
+            plain = self._plan("forward", (x, w, y))
+
+            def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
+                plain(x, w, y)
+                if b is not None or relu:
+                    bias_relu(y, b, relu)
+
+            return run
+
+        def together() -> Run | None:
+            plan = graphs.find(_with_bias(relu), self.geometry, False, (x, w, b, y))
+            return None if plan is None else plan.run
+
+        ways = [apart] if b is None else [together, apart]
+        found = plans.fastest(f"{_with_bias(relu)} apart {self.geometry}", self.dtype, ways, (x, w, b, y))
+        assert found is not None
+        return found[1]
+
+
+def _with_bias(relu: bool) -> str:
+    return "forward bias relu" if relu else "forward bias"
+
+
+class _Way:
+    """cuDNN's convolution of these sizes, by weights in the order of `filters`, of x itself or of `blocks` of it."""
+
+    def __init__(self, geometry: Geometry, filters: Filters, blocks: Blocks | None = None) -> None:
+        self.geometry, self.filters, self.blocks = geometry, filters, blocks
+
+    def image(self, x: Array) -> Array:
+        return x if self.blocks is None else self.blocks.take(x)
+
+    def forget(self) -> None:
+        self.filters.forget()
+        if self.blocks is not None:
+            self.blocks.forget()
+
+
+def _ways(geometry: Geometry, dtype: DTypeLike) -> list[_Way]:
+    """All that may be fastest; the first is likely to be."""
+    ways = [_Way(geometry, plain_filters(geometry, dtype))]
+    if 1 < geometry.group <= DENSE:
+        ways.append(_Way(*dense_filters(geometry, dtype)))
+    if suits_blocks(geometry, dtype):
+        blocks = Blocks(geometry, dtype)
+        strided = prod(geometry.stride) > 1
+        ways.insert(0 if strided else 1, _Way(blocks.geometry, blocks.filters, blocks))
+    return ways
+
+
+class _ChannelsLast:
+    """With the channels last, in any element type."""
+
+    def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
+        self.geometry, self.dtype = geometry, np.dtype(dtype)
+        self._ways = _ways(geometry, dtype)
+        self._used: list[_Way] = []
+        self._forward: dict[tuple[bool, bool], tuple[_Way | None, Run]] = {}
+        self._backward_data: Run | None = None
+        self._backward_weight: Run | None = None
+        self._weights_of: _Way | None = None  # the way of the last forward
+        self._image_at = 0  # the address of the x that it made blocks of
+        self._plain = _Plain(geometry, np.float32)
+
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
+        key = b is not None, relu
+        if key not in self._forward:
+            what = f"forward{' bias' * key[0]}{' relu' * relu}"
+            found = self._fastest(what, self._ways, partial(self._plan_forward, x, w, b, y, relu), (x, w, b, y))
+            self._forward[key] = found or (None, partial(self._forward_plain, relu))
+        way, run = self._forward[key]
+        run(x, w, b, y)
+        self._weights_of, self._image_at = way, x.data.ptr
+
+    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
+        if self._backward_data is None:
+            ways = [way for way in self._ways if way.blocks is None]
+            found = self._fastest("backward_data", ways, partial(self._plan_backward_data, dy, w, dx), (dy, w, dx))
+            self._backward_data = found[1] if found else self._backward_data_plain
+        self._backward_data(dy, w, dx)
+
+    def backward_weight(self, x: Array, dy: Array, dw: Array) -> None:
+        if self._backward_weight is None:
+            found = self._fastest("backward_weight", self._ways, partial(self._plan_backward_weight, x, dy), (x, dy))
+            self._backward_weight = partial(self._add_gradient, *found) if found else self._backward_weight_plain
+        self._backward_weight(x, dy, dw)
+
+    def _fastest(
+        self, what: str, ways: Sequence[_Way], plan: Callable[[_Way], Run | None], arguments: Sequence[Any]
+    ) -> tuple[_Way, Run] | None:
+        """The way that takes the least time, and how it runs; the others keep no memory."""
+        name = f"{what} ways {self.geometry}"
+        found = plans.fastest(name, self.dtype, [partial(plan, way) for way in ways], arguments)
+        if found is None:
+            log.debug("cuDNN has no plan for %s of %s with the channels last: they are moved", what, self.geometry)
+            return None
+        self._used.append(ways[found[0]])
+        for way in self._ways:
+            if way not in self._used:
+                way.forget()
+        return self._used[-1], found[1]
+
+    def _plan_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool, way: _Way) -> Run | None:
+        image, (weights, bias) = way.image(x), way.filters.take(w, b)
+
+        def together() -> Run | None:
+            plan = graphs.find(_with_bias(relu), way.geometry, True, (image, weights, bias, y))
+            return None if plan is None else lambda x, w, b, y: plan.run(way.image(x), *way.filters.take(w, b), y)
+
+        def apart() -> Run | None:
+            plan = graphs.find("forward", way.geometry, True, (image, weights, y))
+            if plan is None:
+                return None
+
+            def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
+                plan.run(way.image(x), way.filters.take(w, b)[0], y)
+                if b is not None or relu:
+                    bias_relu(y, b, relu)
+
+            return run
+
+        ways = [together, apart] if b is not None or relu else [apart]
+        found = plans.fastest(f"{_with_bias(relu)} apart {way.geometry} last", self.dtype, ways, (x, w, b, y))
+        return found and found[1]
+
+    def _plan_backward_data(self, dy: Array, w: Array, dx: Array, way: _Way) -> Run | None:
+        plan = graphs.find("backward_data", way.geometry, True, (dy, way.filters.take(w, None)[0], dx))
+
+        def weights(w: Array) -> Array:
+            return way.filters.kept(w) if way is self._weights_of else way.filters.take(w, None)[0]
+
+        return None if plan is None else lambda dy, w, dx: plan.run(dy, weights(w), dx)
+
+    def _plan_backward_weight(self, x: Array, dy: Array, way: _Way) -> Run | None:
+        def part() -> Array:
+            return plans.context().array("gradient", way.filters.shape, self.dtype)
+
+        def image(x: Array) -> Array:
+            if way.blocks is None:
+                return x
+            if way is self._weights_of and x.data.ptr == self._image_at:
+                return way.blocks.kept
+            self._image_at = 0
+            return way.blocks.take(x)
+
+        plan = graphs.find("backward_weight", way.geometry, True, (image(x), dy, part()))
+        if plan is None:
+            return None
+
+        def run(x: Array, dy: Array) -> Array:
+            gradient = part()
+            plan.run(image(x), dy, gradient)
+            return gradient
+
+        return run
+
+    @staticmethod
+    def _add_gradient(way: _Way, run: Run, x: Array, dy: Array, dw: Array) -> None:
+        way.filters.add(run(x, dy), dw)
+
+    # Where cuDNN has no plan, by way of float32 arrays in the order of the axes.
+
+    def _moved(self, purpose: str, array: Array, read: bool = True) -> Array:
+        to = plans.context().array(f"moved {purpose}", array.shape, np.float32)
+        if read:
+            convert(array, to)
+        return to
+
+    def _forward_plain(self, relu: bool, x: Array, w: Array, b: Array | None, y: Array) -> None:
+        to = self._moved("y", y, read=False)
+        self._plain.forward(self._moved("x", x), w, b, to, relu)
+        convert(to, y)
+
+    def _backward_data_plain(self, dy: Array, w: Array, dx: Array) -> None:
+        to = self._moved("x", dx, read=False)
+        self._plain.backward_data(self._moved("y", dy), w, to)
+        convert(to, dx)
+
+    def _backward_weight_plain(self, x: Array, dy: Array, dw: Array) -> None:
+        self._plain.backward_weight(self._moved("x", x), self._moved("y", dy), dw)

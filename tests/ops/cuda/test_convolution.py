@@ -1,6 +1,7 @@
-"""Convolution on a GPU against ops.cpu in float64."""
+"""Convolution on a GPU, in every format, against ops.cpu in float64."""
 
 import json
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -8,23 +9,78 @@ import pytest
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
+from caffepy.blob import Format, from_bfloat16  # noqa: E402
+from caffepy.errors import DeviceError  # noqa: E402
 from caffepy.ops import cpu, cuda  # noqa: E402
-from caffepy.ops.cuda import plans, precision  # noqa: E402
+from caffepy.ops.cuda import filters, plans, precision  # noqa: E402
 from tests.ops.test_convolution import CASES as CPU_CASES  # noqa: E402
 
-TOLERANCE = {"fp32": 5e-5, "tf32": 3e-3}  # of the largest number of a result
+
+class Kind(NamedTuple):
+    """A precision and how the arrays of its nets lie."""
+
+    precision: str
+    format: Format
+    tolerance: float  # of the largest number of a result
+
+    def round(self, values):
+        """Values that the format has."""
+        flat, rounded = np.empty(values.size, self.format.dtype), np.empty(values.shape, np.float32)
+        self.format.write(values.astype(np.float32), flat)
+        self.format.read(flat, rounded)
+        return rounded.astype(values.dtype)
+
+    def on_gpu(self, values, offset=0):
+        """The values on the device, at so many elements from the beginning of its memory."""
+        flat = cupy.empty(values.size + offset, self.format.dtype)
+        host = np.empty(values.size, self.format.dtype)
+        with np.errstate(invalid="ignore"):
+            self.format.write(values.astype(self.format.dtype if self.format.dtype.kind == "f" else np.float32), host)
+        flat[offset:] = cupy.asarray(host)
+        return self.format.view(flat[offset:], values.shape)
+
+
+# Sums are float32 everywhere. bf16 and fp16 round results to 8 and 11 bits, tf32 factors to 11.
+PLAIN = Kind("fp32", Format(np.dtype(np.float32), False), 5e-5)
+DOUBLE = Kind("fp32", Format(np.dtype(np.float64), False), 1e-12)
+MOVED = Kind("tf32", Format(np.dtype(np.float32), False), 3e-3)
+KINDS = {
+    "fp32": PLAIN,
+    "tf32": Kind("tf32", Format(np.dtype(np.float32), True), 3e-3),
+    "bf16": Kind("bf16", Format(np.dtype(np.uint16), True), 1e-2),
+    "fp16": Kind("fp16", Format(np.dtype(np.float16), True), 2e-3),
+}
+LAST = {name: kind for name, kind in KINDS.items() if kind.format.channels_last}
 
 CASES = {
     **CPU_CASES,
     "first of CaffeNet": ((2, 3, 227, 227), (96, 3, 11, 11), (4, 4), (0, 0), (1, 1), 1),
     "second of CaffeNet": ((2, 96, 27, 27), (256, 48, 5, 5), (1, 1), (2, 2), (1, 1), 2),
+    "first of ResNet": ((2, 3, 49, 64), (64, 3, 7, 7), (2, 2), (3, 3), (1, 1), 1),
     "first of LeNet": ((64, 1, 28, 28), (20, 1, 5, 5), (1, 1), (0, 0), (1, 1), 1),
     "one by one": ((1, 1, 1, 1), (1, 1, 1, 1), (1, 1), (0, 0), (1, 1), 1),
+    "single points": ((3, 16, 1, 1), (24, 16, 1, 1), (1, 1), (0, 0), (1, 1), 1),
     "asymmetric": ((3, 8, 17, 23), (16, 8, 3, 5), (2, 1), (0, 2), (1, 2), 1),
     "wide": ((8, 64, 28, 28), (64, 64, 3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "1x1 wide": ((4, 64, 14, 14), (128, 64, 1, 1), (1, 1), (0, 0), (1, 1), 1),
     "stride that leaves a rest": ((2, 8, 12, 12), (8, 8, 3, 3), (2, 2), (0, 0), (1, 1), 1),
+    "stride of one axis": ((2, 3, 12, 13), (8, 3, 3, 5), (1, 3), (0, 1), (1, 1), 1),
+    "three channels, dilation": ((2, 3, 12, 13), (8, 3, 3, 3), (2, 2), (1, 1), (2, 2), 1),
+    "many taps": ((2, 40, 14, 14), (8, 40, 13, 13), (1, 1), (1, 1), (1, 1), 1),
     "four axes of images": ((2, 4, 3, 9, 8), (6, 2, 1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1), 2),
 }
+SEVERAL_WAYS = [
+    "basic",
+    "group",
+    "1x1 group",
+    "one axis",
+    "stride pad",
+    "stride of one axis",
+    "first of CaffeNet",
+    "first of ResNet",
+    "second of CaffeNet",
+    "three channels, dilation",
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,46 +89,65 @@ def stream():
         yield stream
 
 
+@pytest.fixture(scope="module")
+def side():
+    return cupy.cuda.Stream(non_blocking=True)
+
+
 @pytest.fixture(autouse=True)
 def untimed():
+    before = precision.get()
     plans.autotune(False)
     yield
     plans.autotune(True)
-
-
-@pytest.fixture
-def exactness(request):
-    before = precision.get()
-    precision.set(request.param)
-    yield TOLERANCE[request.param]
     precision.set(before)
 
 
-def arrays(case):
+def arrays(case, kind):
     x_shape, w_shape, *rest = case
     want = cpu.Convolution(x_shape, w_shape, *rest, np.float64)
     rng = np.random.default_rng(0)
-    return want, [rng.standard_normal(s) for s in (x_shape, w_shape, w_shape[:1], want.y_shape, w_shape, w_shape[:1])]
+    shapes = (x_shape, w_shape, w_shape[:1], want.y_shape, w_shape, w_shape[:1])
+    made = [rng.standard_normal(s) for s in shapes]
+    return want, [kind.round(a) for a in made[:4]] + made[4:]
+
+
+def host(array):
+    values = array.get()
+    return from_bfloat16(values) if values.dtype == np.uint16 else values
 
 
 def close(name, have, want, tolerance):
-    error = np.abs(have.get() - want).max(initial=0) / max(1, np.abs(want).max(initial=0))
+    error = np.abs(host(have) - want).max(initial=0) / max(1, np.abs(want).max(initial=0))
     assert error < tolerance, f"{name}: error {error:.2e}, allowed {tolerance}"
 
 
-def check(case, tolerance, dtype=np.float32, make=cuda.Convolution):
+def on_gpu(case, kind, offset=0):
+    """The reference, its arrays, those on the device, and empty y and dx."""
+    reference, (x, w, b, dy, dw, db) = arrays(case, kind)
+    own = DOUBLE if kind is DOUBLE else PLAIN
+    there = [kind.on_gpu(a, offset) if a is x or a is dy else own.on_gpu(a, offset) for a in (x, w, b, dy, dw, db)]
+    empty = [kind.on_gpu(np.full(a.shape, np.nan), offset) for a in (dy, x)]
+    return reference, (x, w, b, dy, dw, db), there, empty
+
+
+def check(case, kind, offset=0):
+    precision.set(kind.precision)
     x_shape, w_shape, *rest = case
-    reference, (x, w, b, dy, dw, db) = arrays(case)
-    conv = make(x_shape, w_shape, *rest, dtype)
+    reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(case, kind, offset)
+    conv = cuda.Convolution(x_shape, w_shape, *rest, DOUBLE.format.dtype if kind is DOUBLE else np.float32)
     assert conv.y_shape == reference.y_shape
-    gx, gw, gb, gdy, gdw, gdb = (cupy.asarray(a.astype(dtype)) for a in (x, w, b, dy, dw, db))
-    gy, gdx = cupy.full(dy.shape, np.nan, dtype), cupy.full(x.shape, np.nan, dtype)
-    y, dx = np.empty_like(dy), np.empty_like(x)
+    y, dx, tolerance = np.empty_like(dy), np.empty_like(x), kind.tolerance
     reference.forward(x, w, None, y)
     conv.forward(gx, gw, None, gy)
     close("y without bias", gy, y, tolerance)
+    conv.forward(gx, gw, None, gy, relu=True)
+    close("relu(y) without bias", gy, np.maximum(y, 0), tolerance)
+    y += b.reshape(-1, *[1] * (x.ndim - 2))
     conv.forward(gx, gw, gb, gy)
-    close("y", gy, y + b.reshape(-1, *[1] * (x.ndim - 2)), tolerance)
+    close("y", gy, y, tolerance)
+    conv.forward(gx, gw, gb, gy, relu=True)
+    close("relu(y)", gy, np.maximum(y, 0), tolerance)
     reference.backward_data(dy, w, dx)
     conv.backward_data(gdy, gw, gdx)
     close("dx", gdx, dx, tolerance)
@@ -86,43 +161,66 @@ def check(case, tolerance, dtype=np.float32, make=cuda.Convolution):
     close("dw again", gdw, dw, tolerance)
 
 
-@pytest.mark.parametrize("exactness", ["fp32", "tf32"], indirect=True)
+@pytest.mark.parametrize("kind", ["fp32", "tf32", "bf16"])
 @pytest.mark.parametrize("case", CASES)
-def test_as_on_the_cpu(case, exactness):
-    check(CASES[case], exactness)
+def test_as_on_the_cpu(case, kind):
+    check(CASES[case], KINDS[kind])
 
 
-@pytest.mark.parametrize("case", CPU_CASES)
+@pytest.mark.parametrize("case", ["basic", "group", "1x1 pad", "first of ResNet", "one axis", "three axes", "wide"])
+def test_halves(case):
+    check(CASES[case], KINDS["fp16"])
+
+
+@pytest.mark.parametrize("case", ["basic", "group", "wide"])
+def test_tensor_cores_in_the_order_of_the_axes(case):
+    check(CASES[case], MOVED)
+
+
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+@pytest.mark.parametrize("case", SEVERAL_WAYS)
+def test_the_other_way(case, kind, monkeypatch):
+    """Groups as one, and images in blocks or not, for which there is no time to be taken here."""
+
+    def last(name, dtype, ways, arguments):
+        found = [(i, run) for i, way in enumerate(ways) if (run := way()) is not None]
+        return found[-1] if found else None
+
+    monkeypatch.setattr(plans, "fastest", last)
+    check(CASES[case], KINDS[kind])
+
+
+@pytest.mark.parametrize("case", ["basic", "group", "one axis", "three axes", "many outputs"])
 def test_doubles(case):
-    check(CASES[case], 1e-12, np.float64)
+    check(CASES[case], DOUBLE)
 
 
-@pytest.mark.parametrize("exactness", ["fp32"], indirect=True)
-@pytest.mark.parametrize("case", [case for case in CPU_CASES if case != "many images"])
-def test_columns_where_cudnn_has_no_plan(case, exactness, monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["basic", "1x1 pad", "group", "dilation", "one axis", "three axes", "no image"])
+def test_what_cudnn_has_no_plan_for(case, kind, monkeypatch):
     monkeypatch.setattr(plans, "find", lambda *arguments: None)
-    check(CASES[case], exactness)
+    check(CASES[case], KINDS[kind])
 
 
 def test_every_case_has_plans_of_cudnn(monkeypatch):
     """A convolution that fell back to columns would be right and slow."""
     find, missing = plans.find, []
 
-    def watched(name, *rest):
-        plan = find(name, *rest)
-        if plan is None and not name.startswith("forward_bias"):
-            missing.append(name)
+    def watched(name, dtype, *rest):
+        plan = find(name, dtype, *rest)
+        if plan is None and not name.startswith("forward bias"):
+            missing.append((name, dtype))
         return plan
 
     monkeypatch.setattr(plans, "find", watched)
-    for case in CASES.values():
-        check(case, TOLERANCE["tf32"])
+    for kind in ("fp32", "tf32", "bf16"):
+        for case in CASES.values():
+            check(case, KINDS[kind])
     assert not missing
 
 
-@pytest.mark.parametrize("exactness", ["fp32"], indirect=True)
-@pytest.mark.parametrize("seed", range(25))
-def test_random_shapes(seed, exactness):
+@pytest.mark.parametrize("seed", range(16))
+def test_random_shapes(seed):
     rng = np.random.default_rng(seed)
     axes = int(rng.integers(1, 4))
     group = int(rng.choice([1, 1, 2, 3]))
@@ -131,61 +229,73 @@ def test_random_shapes(seed, exactness):
     size = [max(1, s - 2 * p) + int(rng.integers(0, 9 if axes < 3 else 4)) for s, p in zip(span, pad, strict=True)]
     x_shape = (int(rng.integers(1, 6)), group * int(rng.integers(1, 5)), *size)
     w_shape = (group * int(rng.integers(1, 8)), x_shape[1] // group, *kernel)
-    check((x_shape, w_shape, stride, pad, dilation, group), exactness)
+    check((x_shape, w_shape, stride, pad, dilation, group), list(KINDS.values())[seed % 4])
 
 
-@pytest.mark.parametrize("offset", [1, 2, 3])
-def test_parts_of_larger_arrays(offset):
-    """Weights are parts of the solver's flat array and begin anywhere in it."""
-
-    class Shifted(cuda.Convolution):
-        def forward(self, x, w, b, y):
-            moved = shift(y)
-            super().forward(shift(x), shift(w), b if b is None else shift(b), moved)
-            y[...] = moved
-
-        def backward_data(self, dy, w, dx):
-            moved = shift(dx)
-            super().backward_data(shift(dy), shift(w), moved)
-            dx[...] = moved
-
-        def backward_weight(self, x, dy, dw, db):
-            moved, sums = (a if a is None else shift(a) for a in (dw, db))
-            super().backward_weight(shift(x), shift(dy), moved, sums)
-            for a, b in ((dw, moved), (db, sums)):
-                if a is not None:
-                    a[...] = b
-
-    def shift(a):
-        larger = cupy.empty(a.size + offset, a.dtype)
-        larger[offset:] = a.ravel()
-        return larger[offset:].reshape(a.shape)
-
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("offset", [1, 2])
+def test_parts_of_larger_arrays(offset, kind):
+    """Weights are parts of the solver's flat array and may begin anywhere in it."""
     for case in ("basic", "group", "wide"):
-        check(CASES[case], TOLERANCE["tf32"], make=Shifted)
+        check(CASES[case], KINDS[kind], offset)
 
 
-def test_plans_are_timed_and_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", LAST)
+def test_bottoms_that_share_the_weights(kind):
+    """What was made of one image is not taken for the other's; nor is anything needed of a forward."""
+    kind = KINDS[kind]
+    precision.set(kind.precision)
+    for case in ("first of ResNet", "second of CaffeNet"):
+        x_shape, w_shape, *rest = CASES[case]
+        reference, (x, w, _, dy, *_), (gx, gw, gb, gdy, *_), (gy, gdx) = on_gpu(CASES[case], kind)
+        other = kind.on_gpu(-2 * x)
+        conv = cuda.Convolution(x_shape, w_shape, *rest, np.float32)
+        dx, dw = np.empty_like(x), np.zeros_like(w)
+        reference.backward_data(dy, w, dx)
+        reference.backward_weight(x, dy, dw, None)
+        for forward in (False, True):
+            if forward:
+                conv.forward(gx, gw, gb, gy)
+                conv.forward(other, gw, gb, gy)
+            gdw = cupy.zeros(w_shape, np.float32)
+            conv.backward_weight(gx, gdy, gdw, None)
+            conv.backward_data(gdy, gw, gdx)
+            close("dw of one", gdw, dw, kind.tolerance)
+            conv.backward_weight(other, gdy, gdw, None)
+            close("dw of both", gdw, -dw, kind.tolerance)
+            close("dx", gdx, dx, kind.tolerance)
+
+
+def test_numbers_of_16_bits_in_the_order_of_the_axes_are_refused():
+    x_shape, w_shape, *rest = CASES["basic"]
+    conv = cuda.Convolution(x_shape, w_shape, *rest, np.float32)
+    x, y = (cupy.zeros(shape, np.float16) for shape in (x_shape, conv.y_shape))
+    with pytest.raises(DeviceError, match="16 bits must lie with the channels last"):
+        conv.forward(x, cupy.zeros(w_shape, np.float32), None, y)
+
+
+@pytest.mark.parametrize("case", ["group", "stride of one axis"])
+def test_what_wins_is_kept(case, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(plans, "_winners_of", {})
+    monkeypatch.setattr(plans, "_spent", 0.0)
     plans.autotune(True)
-    case = CASES["second of CaffeNet"]
-    check(case, TOLERANCE["tf32"])
+    kind = KINDS["bf16"]
+    check(CASES[case], kind)
     (file,) = (tmp_path / "caffepy").iterdir()
     winners = json.loads(file.read_text())
-    assert winners
+    assert any("backward_data" in name for name in winners)
+    assert any("apart" in name for name in winners)
 
     monkeypatch.setattr(plans, "_plans", {})
     monkeypatch.setattr(plans, "_winners_of", {})
-    choose = plans._choose
 
-    def watched(cudnn, name, *rest):
-        assert name not in winners, "a winner was timed again"
-        return choose(cudnn, name, *rest)
+    def timed(*arguments):
+        raise AssertionError("a winner was timed again")
 
-    monkeypatch.setattr(plans, "_choose", watched)
-    check(case, TOLERANCE["tf32"])
+    monkeypatch.setattr(plans, "milliseconds", timed)
+    check(CASES[case], kind)
 
 
 def test_a_damaged_file_of_winners_is_written_anew(tmp_path, monkeypatch):
@@ -196,20 +306,22 @@ def test_a_damaged_file_of_winners_is_written_anew(tmp_path, monkeypatch):
     path = plans._path()
     path.parent.mkdir()
     path.write_text("{")
-    check(CASES["basic"], TOLERANCE["tf32"])
+    check(CASES["basic"], KINDS["tf32"])
     assert json.loads(path.read_text())
 
 
-def test_deterministic_plans_repeat_to_the_last_bit(monkeypatch):
+@pytest.mark.parametrize("kind", KINDS)
+def test_deterministic_plans_repeat_to_the_last_bit(kind):
     before = precision.deterministic()
     precision.set_deterministic(True)
+    kind = KINDS[kind]
+    precision.set(kind.precision)
     x_shape, w_shape, *rest = case = CASES["wide"]
-    _, (x, w, _, dy, _, _) = arrays(case)
-    x, w, dy = (cupy.asarray(a.astype(np.float32)) for a in (x, w, dy))
+    _, _, (x, w, b, dy, *_), (y, dx) = on_gpu(case, kind)
     conv, results = cuda.Convolution(x_shape, w_shape, *rest, np.float32), set()
-    for _ in range(5):
-        y, dx, dw = cupy.empty_like(dy), cupy.empty_like(x), cupy.zeros_like(w)
-        conv.forward(x, w, None, y)
+    for _ in range(3):
+        dw = cupy.zeros_like(w)
+        conv.forward(x, w, b, y, relu=True)
         conv.backward_data(dy, w, dx)
         conv.backward_weight(x, dy, dw, None)
         results.add(b"".join(a.get().tobytes() for a in (y, dx, dw)))
@@ -217,36 +329,59 @@ def test_deterministic_plans_repeat_to_the_last_bit(monkeypatch):
     assert len(results) == 1
 
 
-@pytest.mark.parametrize("case", ["basic", "group", "wide", "second of CaffeNet", "three axes"])
-def test_a_captured_step_follows_its_inputs(case, stream):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["group", "wide", "first of ResNet", "three axes"])
+def test_a_captured_step_follows_its_inputs(case, kind, stream, side):
+    """Gradients of the weights on a second stream, which the first capture sees first."""
+    kind = KINDS[kind]
+    precision.set(kind.precision)
     x_shape, w_shape, *rest = CASES[case]
-    reference, (x, w, b, dy, dw, db) = arrays(CASES[case])
+    reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(CASES[case], kind)
     conv = cuda.Convolution(x_shape, w_shape, *rest, np.float32)
-    gx, gw, gb, gdy, gdw, gdb = (cupy.asarray(a.astype(np.float32)) for a in (x, w, b, dy, dw, db))
-    gy, gdx = cupy.empty_like(gdy), cupy.empty_like(gx)
 
-    def step():
-        conv.forward(gx, gw, gb, gy)
+    def step(other):
+        conv.forward(gx, gw, gb, gy, relu=True)
+        other.wait_event(stream.record())
+        with other:
+            conv.backward_weight(gx, gdy, gdw, gdb)
         conv.backward_data(gdy, gw, gdx)
-        conv.backward_weight(gx, gdy, gdw, gdb)
+        stream.wait_event(other.record())
 
-    step()
+    step(stream)
     stream.synchronize()
     stream.begin_capture()
-    step()
+    step(side)
     graph = stream.end_capture()
-    gx *= 2
-    gdy *= -1
+    for array, value in ((gx, x := 2 * x), (gdy, dy := -dy), (gw, w := w / 4)):
+        array[...] = (kind if array is not gw else PLAIN).on_gpu(value)
     gdw.fill(0)
     gdb.fill(0)
     graph.launch(stream)
-    x, dy, dw, db = 2 * x, -dy, 0 * dw, 0 * db
-    y, dx = np.empty_like(dy), np.empty_like(x)
+    dw, db, y, dx = 0 * dw, 0 * db, np.empty_like(dy), np.empty_like(x)
     reference.forward(x, w, b, y)
     reference.backward_data(dy, w, dx)
     reference.backward_weight(x, dy, dw, db)
-    for name, have, want in (("y", gy, y), ("dx", gdx, dx), ("dw", gdw, dw), ("db", gdb, db)):
-        close(name, have, want, TOLERANCE["tf32"])
+    for name, have, want in (("y", gy, np.maximum(y, 0)), ("dx", gdx, dx), ("dw", gdw, dw), ("db", gdb, db)):
+        close(name, have, want, kind.tolerance)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
+def test_images_in_blocks(dtype):
+    """Against the same by numpy; places of no pixel and channels that fill up are 0."""
+    from caffepy.ops.cuda.graphs import Geometry
+
+    geometry = Geometry((2, 3, 7, 10), (4, 3, 5, 3), (2, 4, 4, 4), (2, 3), (2, 1), (1, 1))
+    blocks = filters.Blocks(geometry, dtype)
+    assert filters.suits_blocks(geometry, dtype)
+    n, depth, rows, columns = blocks.geometry.x
+    x = np.arange(1, 2 * 7 * 10 * 3 + 1).reshape(2, 7, 10, 3).astype(dtype)
+    padded = np.zeros((2, 2 * rows + 2, 3 * columns + 3, 3), dtype)
+    padded[:, 2:9, 1:11] = x
+    want = np.zeros((n, rows, columns, depth), dtype)
+    tiles = padded[:, : 2 * rows, : 3 * columns].reshape(2, rows, 2, columns, 3, 3).transpose(0, 1, 3, 2, 4, 5)
+    want[..., : 2 * 3 * 3] = tiles.reshape(2, rows, columns, -1)
+    have = blocks.take(cupy.asarray(x).transpose(0, 3, 1, 2))
+    np.testing.assert_array_equal(have.get(), want)
 
 
 def test_streams_do_not_share_memory():

@@ -1,0 +1,159 @@
+"""Weights and images as cuDNN takes them where channels lie last, rearranged by kernels of our own.
+
+Weights are float32 in Caffe's order; here they get the arrays' type and the order (O, *kernel, C). What is made from
+them, or from an image, stays until the next call, in memory that its maker keeps.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from caffepy.ops.cuda.blas import THREADS, c_type
+from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.graphs import Geometry, Shape
+from caffepy.ops.cuda.launch import Array, launch, packs
+
+ROOM = 4096
+"""Floats of a tile, as in filters.cu."""
+
+TAPS, FLAT = 64, 1024
+"""Taps of a tile at most; weights of a tile where nothing is turned."""
+
+CHUNK = 16
+"""Bytes to a multiple of which tensor cores want the channels of a pixel."""
+
+
+class Filters:
+    """The weights of a convolution, w of its geometry, in rows for cuDNN: those of output o in row o.
+
+    Tap t of the channels lies at `places[t]` of a row of the shape `row`; groups lie side by side if `dense`, with
+    zeros where they do not meet.
+    """
+
+    def __init__(
+        self, geometry: Geometry, dtype: DTypeLike, row: Shape, places: Sequence[int], dense: bool = False
+    ) -> None:
+        outputs, channels, taps = geometry.w[0], geometry.w[1], prod(geometry.w[2:])
+        self.dtype, self.outputs = np.dtype(dtype), outputs
+        self.shape = (outputs, *row)
+        self._places = list(places)
+        share, shift = (outputs // geometry.group, channels) if dense else (outputs, 0)
+        turned = min(channels, taps) > 1 or prod(row) > channels * taps
+        self._as_they_are = not turned and self.dtype == np.float32
+        if turned:
+            across = min(taps, TAPS)
+            most = ROOM // (across | 1) // 32 * 32
+            down = -(-channels // -(-channels // most))
+            down = min(channels, -(-down // 32) * 32)
+        else:
+            outputs, channels, taps = 1, outputs * channels * taps, 1
+            across, down = 1, FLAT
+        self._blocks = outputs * -(-channels // down) * -(-taps // across)
+        self._sizes = (outputs, channels, taps, prod(row), share, shift, down, across)
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        self._memory: tuple[Array, Array, Array] | None = None
+
+    def _kept(self) -> tuple[Array, Array, Array]:
+        """Weights and bias for cuDNN, zeros at first, and the places."""
+        if self._memory is None:
+            w = cupy.zeros(0 if self._as_they_are else self.shape, self.dtype)
+            self._memory = w, cupy.zeros(self.outputs, self.dtype), cupy.array(self._places, np.int32)
+        return self._memory
+
+    def kept(self, w: Array) -> Array:
+        """What `take` made last of these weights."""
+        return w if self._as_they_are else self._kept()[0]
+
+    def take(self, w: Array, b: Array | None) -> tuple[Array, Array]:
+        """Weights and bias in their new type and order; without a bias zeros."""
+        turned, bias, places = self._kept()
+        if self._as_they_are:
+            return w, bias if b is None else b
+        narrow = b is not None and self.dtype != np.float32
+        arguments = (w, turned, b if narrow else 0, bias, self.outputs, places, *self._sizes)
+        kernel("filters", f"turn<{c_type(turned)}>")((self._blocks,), (THREADS,), arguments)
+        return turned, bias if b is None or narrow else b
+
+    def add(self, turned: Array, dw: Array) -> None:
+        """dw += a gradient that lies as the weights for cuDNN do, in their type."""
+        arguments = (turned, dw, self._kept()[2], *self._sizes)
+        kernel("filters", f"add_turned<{c_type(turned)}>")((self._blocks,), (THREADS,), arguments)
+
+
+def plain_filters(geometry: Geometry, dtype: DTypeLike) -> Filters:
+    """Weights (O, *kernel, C/g)."""
+    channels, kernel = geometry.w[1], geometry.w[2:]
+    return Filters(geometry, dtype, (*kernel, channels), range(0, prod(kernel) * channels, channels))
+
+
+def dense_filters(geometry: Geometry, dtype: DTypeLike) -> tuple[Geometry, Filters]:
+    """A convolution without groups, weights (O, *kernel, C), that does the same as one with them."""
+    channels, kernel = geometry.x[1], geometry.w[2:]
+    places = range(0, prod(kernel) * channels, channels)
+    whole = geometry._replace(w=(geometry.w[0], channels, *kernel))
+    return whole, Filters(geometry, dtype, (*kernel, channels), places, dense=True)
+
+
+class Blocks:
+    """An image whose pixels are blocks of another's, as large as the stride, with as many channels as cuDNN wants.
+
+    A convolution with stride becomes one without, of fewer pixels with more channels; the padding goes into the image.
+    Where there is no stride, pixels get channels that are 0.
+    """
+
+    def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
+        self.dtype = np.dtype(dtype)
+        (n, c, *size), (outputs, _, *taps), out = geometry.x, geometry.w, geometry.y[2:]
+        down, across = stride = geometry.stride
+        chunk = CHUNK // self.dtype.itemsize
+        depth = -(-c * prod(stride) // chunk) * chunk
+        padding = geometry.padding
+        if prod(stride) > 1:
+            taps = [-(-k // s) for k, s in zip(taps, stride, strict=True)]
+            size = [o + k - 1 for o, k in zip(out, taps, strict=True)]
+            padding = (0, 0)
+        self.geometry = Geometry(
+            (n, depth, *size), (outputs, depth, *taps), geometry.y, (1, 1), padding, geometry.dilation
+        )
+        kh, kw = geometry.w[2:]
+        places = [
+            (u // down * taps[1] + v // across) * depth + (u % down * across + v % across) * c
+            for u in range(kh)
+            for v in range(kw)
+        ]
+        self.filters = Filters(geometry, dtype, (*taps, depth), places)
+        pad, before = (p - q for p, q in zip(geometry.padding, padding, strict=True))
+        line = geometry.x[3] * c
+        self._sizes = (geometry.x[2], line, down, across * c, pad, before * c, *size, depth)
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the memory back."""
+        self.kept: Array | None = None
+
+    def take(self, x: Array) -> Array:
+        """The image in blocks."""
+        if self.kept is None:
+            n, depth, *size = self.geometry.x
+            self.kept = cupy.empty((n, *size, depth), self.dtype)
+        launch("filters", "gather_blocks", x, packs(self.kept), x, self.kept, self.kept.size, *self._sizes)
+        return self.kept
+
+
+def suits_blocks(geometry: Geometry, dtype: DTypeLike) -> bool:
+    """Whether there are so few channels that cuDNN would have to fill up pixels with zeros by itself."""
+    chunk = CHUNK // np.dtype(dtype).itemsize
+    strided = prod(geometry.stride) > 1
+    return (
+        geometry.group == 1
+        and len(geometry.stride) == 2
+        and geometry.x[1] % chunk > 0
+        and geometry.x[1] * prod(geometry.stride) <= 64
+        and not (strided and prod(geometry.dilation) > 1)
+    )
