@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.blob import Array, Blob, shape_string
+from caffepy.blob import PLAIN, Array, Blob, Format, shape_string
 from caffepy.errors import ConfigError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
@@ -187,9 +187,14 @@ class Convolution(_Filtering):
         dw, db = self.gradients()
         for y, down, x in zip(top, propagate_down, bottom, strict=True):
             if dw is not None or db is not None:
-                self.conv.backward_weight(x.data, y.diff, dw, db)
+                with self.device.aside():
+                    self.conv.backward_weight(x.data, y.diff, dw, db)
             if down:
                 self.conv.backward_data(y.diff, self.blobs[0].data, x.diff)
+
+    def format_for(self, native: Format) -> Format:
+        """As it comes, for up to three spatial axes after the channels."""
+        return native if self.axis == 1 and 1 <= len(self.window.kernel) <= 3 else PLAIN
 
 
 @layer("Deconvolution")
