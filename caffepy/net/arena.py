@@ -16,12 +16,20 @@ import numpy as np
 
 from caffepy.blob import Array, Blob, Memory
 from caffepy.device import Device
+from caffepy.layer import Layer
 from caffepy.net.fusion import Step
 from caffepy.net.net import Net
+from caffepy.proto.caffe_pb2 import EltwiseParameter
 
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 256
+
+READ_NO_DATA = frozenset({"Concat", "Dropout", "Eltwise", "Flatten", "Pooling", "Reshape", "Silence", "Slice", "Split"})
+"""Layers whose backward pass reads no data of bottoms and tops: gradients, and what forward kept, are enough."""
+
+READ_BOTTOMS = frozenset({"BatchNorm", "Convolution", "Deconvolution", "InnerProduct", "ReLU", "Scale"})
+"""Layers whose backward pass reads data of bottoms alone. All other layers are taken to read those of tops, too."""
 
 
 class Interval(NamedTuple):
@@ -32,7 +40,7 @@ class Interval(NamedTuple):
     last: int
 
 
-class Pass(NamedTuple):
+class Usage(NamedTuple):
     """How a net runs: forward through these steps and, if it learns, backward through them."""
 
     net: Net
@@ -67,16 +75,16 @@ def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
     return min(gaps)[1] if gaps else end
 
 
-def lifetimes(run: Pass) -> dict[Memory, Interval]:
+def lifetimes(usage: Usage) -> dict[Memory, Interval]:
     """When each memory is needed that may share its place with others.
 
     The rest is what lives longer than a pass: parameters, what is fed and what comes out, loss weights, whatever is
     read before it is written, and all that layers touch whose shapes change from pass to pass.
     """
-    kept = set(_kept(run.net))
+    kept = set(_kept(usage.net))
     spans: dict[Memory, tuple[int, int]] = {}
-    for moment, uses in enumerate(_moments(run)):
-        for memory, writes in uses:
+    for moment, touches in enumerate(_moments(usage)):
+        for memory, writes in touches:
             if memory in spans:
                 spans[memory] = (spans[memory][0], moment)
             elif writes:
@@ -101,43 +109,69 @@ def _kept(net: Net) -> Iterator[Memory]:
             yield from (blob.data_memory, blob.diff_memory)
 
 
-Uses = Iterator[tuple[Memory, bool]]
-"""Memories in the order in which a moment uses them, and whether it writes them."""
+Touches = Iterator[tuple[Memory, bool]]
+"""Memories in the order in which a moment touches them, and whether it writes them."""
 
 
-def _moments(run: Pass) -> Iterator[Uses]:
-    for step in run.steps:
-        yield _forward_uses(run.net, step)
-    for step in reversed(run.steps) if run.learns else ():
-        yield _backward_uses(run.net, step)
+def _moments(usage: Usage) -> Iterator[Touches]:
+    for step in usage.steps:
+        yield _forward_touches(usage.net, step)
+    for step in reversed(usage.steps) if usage.learns else ():
+        yield _backward_touches(usage.net, step)
 
 
-def _forward_uses(net: Net, step: Step) -> Uses:
-    yield from ((bottom.data_memory, False) for bottom, _ in _bottoms(net, step))
+def _forward_touches(net: Net, step: Step) -> Touches:
+    bottoms, _ = _ends(net, step)
+    yield from ((bottom.blob.data_memory, False) for bottom in bottoms)
     yield from ((twin.data_memory, True) for twin in _twins(net, step))
     yield from ((top.data_memory, True) for top in net.tops[step.last])
 
 
-def _backward_uses(net: Net, step: Step) -> Uses:
-    """All data that forward had may be read again."""
+def _backward_touches(net: Net, step: Step) -> Touches:
     if not net.layer_need_backward[step.last]:
         return
-    bottoms, tops, twins = _bottoms(net, step), net.tops[step.last], _twins(net, step)
-    yield from ((blob.data_memory, False) for blob in [*(bottom for bottom, _ in bottoms), *twins, *tops])
+    (bottoms, tops_are_read), tops, twins = _ends(net, step), net.tops[step.last], _twins(net, step)
+    again = [*(bottom.blob for bottom in bottoms if bottom.read_back), *twins, *(tops if tops_are_read else ())]
+    yield from ((blob.data_memory, False) for blob in again)
     yield from ((top.diff_memory, False) for top in tops)
     yield from ((twin.diff_memory, True) for twin in twins)
-    yield from ((bottom.diff_memory, True) for bottom, wanted in bottoms if wanted)
+    yield from ((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted)
 
 
-def _bottoms(net: Net, step: Step) -> list[tuple[Blob, bool]]:
-    """What comes into a step, and whether its gradient is wanted; blobs between the layers of a run do not count."""
-    found: list[tuple[Blob, bool]] = []
+class _Bottom(NamedTuple):
+    """What comes into a step, whether its gradient is wanted, and whether backward reads its data again."""
+
+    blob: Blob
+    wanted: bool
+    read_back: bool
+
+
+def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
+    """What comes into a step, and whether backward reads the data of its tops again.
+
+    Blobs between the layers of a run do not count: a ReLU's input shows in the tops, other layers' the run keeps.
+    """
+    bottoms: list[_Bottom] = []
     within: list[Blob] = []
+    tops_are_read = False
     for i in step.layers or [step.last]:
-        wanted = net.bottom_need_backward[i]
-        found += [(b, w) for b, w in zip(net.bottoms[i], wanted, strict=True) if not any(b is t for t in within)]
+        reads_bottoms, reads_tops = _reads_back(net.layers[i])
+        for blob, wanted in zip(net.bottoms[i], net.bottom_need_backward[i], strict=True):
+            if any(blob is top for top in within):
+                tops_are_read |= net.layers[i].type == "ReLU"
+            else:
+                bottoms.append(_Bottom(blob, wanted, reads_bottoms))
+        tops_are_read |= reads_tops
         within += net.tops[i]
-    return found
+    return bottoms, tops_are_read
+
+
+def _reads_back(layer: Layer) -> tuple[bool, bool]:
+    """Whether the backward pass of a layer reads the data of its bottoms, and of its tops."""
+    product = layer.type == "Eltwise" and layer.param.eltwise_param.operation == EltwiseParameter.PROD
+    if layer.type in READ_NO_DATA and not product:
+        return False, False
+    return True, layer.type not in READ_BOTTOMS
 
 
 def _twins(net: Net, step: Step) -> list[Blob]:
@@ -146,17 +180,17 @@ def _twins(net: Net, step: Step) -> list[Blob]:
     return [twin for twins in found for twin in twins]
 
 
-def save_memory(passes: Sequence[Pass]) -> int:
+def save_memory(usages: Sequence[Usage]) -> int:
     """Let the blobs of nets on one device, of which one runs at a time, share an arena; returns its size in bytes.
 
-    From then on the nets must run as these passes say. A blob that grows leaves the arena.
+    From then on the nets must run as these usages say. A blob that grows leaves the arena.
     """
-    needs = [lifetimes(run) for run in passes]
+    needs = [lifetimes(usage) for usage in usages]
     plans = [plan(list(need.values())) for need in needs]
     size = max((total for _, total in plans), default=0)
     if not size:
         return 0
-    arena = _bytes(passes[0].net.device, size)
+    arena = _bytes(usages[0].net.device, size)
     for need, (offsets, _) in zip(needs, plans, strict=True):
         for (memory, interval), offset in zip(need.items(), offsets, strict=True):
             memory.bind(arena[offset : offset + interval.size].view(memory.format.dtype))

@@ -12,7 +12,7 @@ from caffepy.blob import Array, Format, Memory
 from caffepy.device import Device
 from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
-from caffepy.net.arena import ALIGNMENT, Interval, Pass, lifetimes, plan, save_memory
+from caffepy.net.arena import ALIGNMENT, Interval, Usage, lifetimes, plan, save_memory
 from caffepy.net.fusion import Step
 from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.proto.text import read_net
@@ -90,6 +90,28 @@ FORCED = (
     + 'layer { name: "accuracy" type: "Accuracy" bottom: "b_flat" bottom: "label" top: "accuracy" }\n'
     + loss("fc", "a_flat")
 )
+OTHERS = (
+    DATA
+    + conv("stem", "data", relu=False)
+    + 'layer { name: "relu" type: "ReLU" bottom: "stem" top: "relu" }\n'
+    + conv("a", "relu", relu=False)
+    + 'layer { name: "a_scale" type: "Scale" bottom: "a" top: "a_scale" scale_param { bias_term: true } }\n'
+    + conv("b", "relu", relu=False)
+    + 'layer { name: "mean" type: "Pooling" bottom: "b" top: "mean" '
+    + "pooling_param { pool: AVE kernel_size: 2 stride: 2 } }\n"
+    + 'layer { name: "up" type: "Deconvolution" bottom: "mean" top: "up" convolution_param { '
+    + 'num_output: 6 kernel_size: 2 stride: 2 weight_filler { type: "xavier" } } }\n'
+    + 'layer { name: "by" type: "Eltwise" bottom: "a_scale" bottom: "up" top: "by" '
+    + "eltwise_param { operation: PROD } }\n"
+    + 'layer { name: "drop" type: "Dropout" bottom: "by" top: "drop" }\n'
+    + 'layer { name: "cut" type: "Slice" bottom: "drop" top: "c" top: "d" }\n'
+    + 'layer { name: "scaled" type: "Eltwise" bottom: "c" bottom: "d" top: "scaled" '
+    + "eltwise_param { coeff: 2 coeff: 3 } }\n"
+    + 'layer { name: "joined" type: "Concat" bottom: "scaled" bottom: "relu" top: "joined" }\n'
+    + 'layer { name: "rows" type: "Reshape" bottom: "joined" top: "rows" reshape_param { shape { dim: 0 dim: -1 } } }\n'
+    + 'layer { name: "tanh" type: "TanH" bottom: "rows" top: "tanh" }\n'
+    + loss("fc", "tanh")
+)
 
 
 def images(rng: np.random.Generator) -> Batch:
@@ -100,6 +122,7 @@ NETS: dict[str, tuple[str, Source]] = {
     "inception": (INCEPTION, images),
     "residual": (RESIDUAL, images),
     "forced": (FORCED, images),
+    "others": (OTHERS, images),
     "siamese": (test_siamese.NET, test_siamese.pairs),
     "recurrent": (test_tagger.NET, test_tagger.sentences),
     "autoencoder": (test_autoencoder.NET, test_autoencoder.bars),
@@ -117,8 +140,8 @@ class Driven:
         self.shared: dict[Memory, Interval] = {}
 
     @property
-    def manner(self) -> Pass:
-        return Pass(self.net, self.steps, self.learns)
+    def usage(self) -> Usage:
+        return Usage(self.net, self.steps, self.learns)
 
     def poison(self, moment: int) -> None:
         for memory, interval in self.shared.items():
@@ -187,12 +210,13 @@ def test_the_smallest_gap_is_taken() -> None:
     assert plan([below, above, wide, narrow]) == ([0, 4096, 0, 2048], 8191)
 
 
+@pytest.mark.parametrize("fuse", [False, True])
 @pytest.mark.parametrize("name", NETS)
-def test_numbers_are_the_same_to_the_last_bit(name: str) -> None:
+def test_numbers_are_the_same_to_the_last_bit(name: str, fuse: bool) -> None:
     text, source = NETS[name]
-    nets = [Driven(net := net_of(text), source, plain(net)) for _ in range(2)]
-    nets[1].shared = lifetimes(nets[1].manner)
-    size = save_memory([nets[1].manner])
+    nets = [Driven(net := net_of(text), source, net.steps if fuse else plain(net)) for _ in range(2)]
+    nets[1].shared = lifetimes(nets[1].usage)
+    size = save_memory([nets[1].usage])
     assert 0 < size < sum(interval.size for interval in nets[1].shared.values())
     for memory in nets[1].shared:
         memory.array.fill(np.nan)
@@ -207,8 +231,8 @@ def test_every_net_of_a_solver_may_lie_in_one_arena() -> None:
         train, test = net_of(text), net_of("state { phase: TEST }" + text)
         runs = [Driven(train, source, plain(train)), Driven(test, source, plain(test), learns=False)]
         if shared:
-            sizes = [save_memory([run.manner]) for run in runs]
-            assert save_memory([run.manner for run in runs]) == max(sizes)
+            sizes = [save_memory([run.usage]) for run in runs]
+            assert save_memory([run.usage for run in runs]) == max(sizes)
         found.append([])
         for _ in range(3):
             test.share_trained_layers_with(train)
@@ -223,7 +247,7 @@ def test_the_digits_learn_as_without(caplog: pytest.LogCaptureFixture) -> None:
     param = read_net(path)
     param.state.phase = TRAIN
     nets = [Net(param, device=Device(seed=1), path=path) for _ in range(2)]
-    save_memory([Pass(nets[1], plain(nets[1]), True)])
+    save_memory([Usage(nets[1], plain(nets[1]), True)])
     assert "share" in caplog.messages[-1]
     runs = [Driven(net, lambda rng: {}, plain(net)) for net in nets]
     for _ in range(4):
@@ -240,7 +264,7 @@ def test_large_nets_take_little_more_than_the_data_alone(name: str) -> None:
     param.state.phase = TRAIN
     net = Net(param, device=Device(seed=1))
     data = {top.data_memory: top.count for tops in net.tops for top in tops}
-    _, total = plan(list(lifetimes(Pass(net, plain(net), True)).values()))
+    _, total = plan(list(lifetimes(Usage(net, plain(net), True)).values()))
     assert total < 1.1 * 4 * sum(data.values())
 
 
@@ -256,7 +280,7 @@ def test_what_lives_longer_than_a_pass_is_left_alone() -> None:
         + 'layer { name: "hush" type: "Silence" bottom: "at" }\n'
         + loss("fc", "max")
     )
-    shared = lifetimes(Pass(net, plain(net), True))
+    shared = lifetimes(Usage(net, plain(net), True))
     blobs = net.blobs
     names = {name for name, blob in blobs.items() if blob.data_memory in shared}
     assert names == {"a", "max", "at", "fc", *(name for name in blobs if name.startswith("fc_fc_drop_0_split"))}
@@ -267,7 +291,7 @@ def test_what_lives_longer_than_a_pass_is_left_alone() -> None:
 def test_a_blob_that_grows_leaves_the_arena_and_the_others_stay() -> None:
     text, source = NETS["inception"]
     nets = [net_of(text) for _ in range(2)]
-    save_memory([Pass(nets[1], plain(nets[1]), True)])
+    save_memory([Usage(nets[1], plain(nets[1]), True)])
     runs = [Driven(net, source, plain(net)) for net in nets]
     assert_same(*(run.run() for run in runs))
     larger = {name: np.concatenate([a, a]) for name, a in source(np.random.default_rng(5)).items()}
@@ -305,7 +329,7 @@ def test_copies_in_another_format_share_too(monkeypatch: pytest.MonkeyPatch) -> 
     absolute = 'layer { name: "abs" type: "AbsVal" bottom: "a" top: "abs" }\n'
     text = DATA + conv("a", "data", relu=False) + absolute + conv("b", "abs", relu=False) + loss("fc", "b")
     net = Net(definition(text), device=Gpu())
-    run = Pass(net, plain(net), True)
+    run = Usage(net, plain(net), True)
     shared = lifetimes(run)
     a = net.blobs["a"]
     at = net.layer_names.index("abs")
@@ -313,7 +337,7 @@ def test_copies_in_another_format_share_too(monkeypatch: pytest.MonkeyPatch) -> 
     (twin,) = net.twins[at]
     count = BATCH * 6 * 8 * 8
     assert a.format == half
-    assert shared[a.data_memory] == Interval(2 * count, at - 1, back + 1)
+    assert shared[a.data_memory] == Interval(2 * count, at - 1, back)
     assert shared[twin.data_memory] == Interval(4 * count, at, back)
     assert shared[a.diff_memory] == Interval(2 * count, back, back + 1)
     assert shared[twin.diff_memory] == Interval(4 * count, back, back)
