@@ -1,7 +1,7 @@
 """Layers that feed a net from outside, and one that writes to the outside: nothing to differentiate."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, TypeVar
 
@@ -10,7 +10,7 @@ import numpy as np
 from caffepy.blob import Array, Blob, Format, shape_string
 from caffepy.data.hdf5 import HDF5Rows, append_rows, new_file
 from caffepy.data.image_list import ImageLoader
-from caffepy.data.loader import Loader, RecordLoader
+from caffepy.data.loader import Loader, RecordLoader, Staging
 from caffepy.data.reader import Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
@@ -27,16 +27,27 @@ T = TypeVar("T")
 
 
 class Feed(Layer):
-    """Base of the layers without bottoms. Their tops are written from the host or, by Prefetching, from the device."""
+    """Base of the layers without bottoms."""
 
     bottoms = 0
     share_in_parallel = True
     is_data = True
     on_gpu = True
+    _staging: Staging | None = None
 
     def format_for(self, native: Format) -> Format:
         """Any: values from the host take the format on their way."""
         return native
+
+    def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
+        """Copy to the tops what `write` puts into host arrays of their shapes, which a GPU gets when it is ready."""
+        if self._staging is None:
+            self._staging = self.ops.Staging()
+        write(self._staging.room(tuple((t.shape, self.dtype) for t in top)))
+        self._staging.send()
+        for array, t in zip(self._staging.take(), top, strict=True):
+            self.ops.copy(array, t.data)
+        self._staging.done()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """The tops were shaped by `setup`; forward shapes them anew if the data's shape changes."""
@@ -198,7 +209,7 @@ class HDF5Data(Feed):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the next rows."""
-        self._rows.read([t.host_data for t in top])
+        self.hand_over(top, self._rows.read)
 
     def state(self) -> dict[str, Any]:
         """Position after the last batch."""
@@ -286,12 +297,16 @@ class MemoryData(Feed):
         """Copy the next batch."""
         if self._data is None:
             raise DataError("MemoryData needs data before forward; call set_input_arrays")
-        here = slice(self._position, self._position + self.batch_size)
         top[1].reshape((self.batch_size, 1, 1, 1))
-        top[0].host_data[...] = self._data[here]
-        top[1].host_data[:, 0, 0, 0] = self._labels[here]
-        self._position = here.stop % len(self._data)
+        self.hand_over(top, self._next)
         self._unread = self._position > 0
+
+    def _next(self, arrays: Sequence[Array]) -> None:
+        assert self._data is not None
+        here = slice(self._position, self._position + self.batch_size)
+        data, labels = arrays
+        data[...], labels[:, 0, 0, 0] = self._data[here], self._labels[here]
+        self._position = here.stop % len(self._data)
 
 
 @layer("DummyData")
@@ -307,7 +322,7 @@ class DummyData(Feed):
         """Shape the tops."""
         fillers = list(self.param.dummy_data_param.data_filler) or [FillerParameter()]
         self._fillers = _each("data_filler", fillers, len(top))
-        self._filled = [False] * len(top)
+        self._filled = False
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
             blob.reshape(shape)
 
@@ -328,11 +343,19 @@ class DummyData(Feed):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Fill the tops whose values do not stay."""
-        for i, (blob, filler) in enumerate(zip(top, self._fillers, strict=True)):
-            stays = filler.type == "constant" or (self._filled[i] and filler.type.endswith("static"))
-            if not stays:
+        fresh = []
+        for blob, filler in zip(top, self._fillers, strict=True):
+            if filler.type.endswith("static") and not self._filled:
                 fill(blob, filler, self.device.rng)
-                self._filled[i] = True
+            elif filler.type != "constant" and not filler.type.endswith("static"):
+                fresh.append((blob, filler))
+        self._filled = True
+        if fresh:
+            self.hand_over([blob for blob, _ in fresh], lambda arrays: self._draw(arrays, [f for _, f in fresh]))
+
+    def _draw(self, arrays: Sequence[Array], fillers: Sequence[FillerParameter]) -> None:
+        for array, filler in zip(arrays, fillers, strict=True):
+            fill(array, filler, self.device.rng)
 
 
 def _each(name: str, values: list[T], tops: int) -> list[T]:
