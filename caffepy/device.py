@@ -129,18 +129,25 @@ class Device:
         """The context in which the calling thread's array operations run on this device."""
         return nullcontext()
 
-    def aside(self) -> "AbstractContextManager[object]":
-        """A block whose operations may run beside those that follow it, up to `join`.
+    def aside(self, lane: str = "layer") -> "AbstractContextManager[object]":
+        """A block whose operations may run beside those that follow it, up to `join`; one lane runs in order.
 
         What they read must stay as it is until then, and what they write belongs to them.
         """
         return nullcontext()
 
-    def join(self) -> None:
-        """Let what follows wait for the blocks that run aside."""
+    def join(self, lane: str = "layer") -> None:
+        """Let what follows wait for the blocks that run aside in this lane."""
+
+    def on_device(self, array: NDArray[Any]) -> NDArray[Any]:
+        """An array of the device with the values of a host array: itself, or a copy on a GPU."""
+        return array
 
     def synchronize(self) -> None:
         """Return when all work given to the device is done."""
+
+    def flush(self) -> None:
+        """Bring to the device what was written to host arrays of blobs, before operations use other views of those."""
 
     def upload(self, host: NDArray[Any], array: NDArray[Any]) -> None:
         """Copy a host array into an array of this device of the same shape and type."""
@@ -177,7 +184,8 @@ class CudaDevice(Device):
         self.dirty: set[Any] = set()  # memories whose host array is newer
         self.epoch = 0  # how often a memory got another array
         self._overlaps = False
-        self._apart = False  # work runs aside that was not joined yet
+        self._lanes: dict[str, Any] = {}  # a stream each
+        self._apart: set[str] = set()  # lanes that were not joined yet
         self._problems: list[_Noted] = []
         self._ticks = 0
 
@@ -260,6 +268,13 @@ class CudaDevice(Device):
                     self.problems.fill(0)
                 raise problem.error(float(value))
 
+    def flush(self) -> None:
+        """Bring to the device what was written to host arrays of blobs, before operations use other views of those."""
+        if self.dirty:
+            with self.scope():
+                for memory in tuple(self.dirty):
+                    memory.flush()
+
     @contextmanager
     def overlapping(self) -> Iterator[None]:
         """In this context `aside` has an effect."""
@@ -269,27 +284,25 @@ class CudaDevice(Device):
         finally:
             self._overlaps = False
 
-    @cached_property
-    def _side(self) -> Any:
-        with self._cupy.cuda.Device(self.index):
-            return self._cupy.cuda.Stream(non_blocking=True)
-
-    def aside(self) -> "AbstractContextManager[object]":
-        """A block whose operations may run beside those that follow it, up to `join`."""
-        return self._aside() if self._overlaps else nullcontext()
+    def aside(self, lane: str = "layer") -> "AbstractContextManager[object]":
+        """A block whose operations may run beside those that follow it, up to `join`; one lane runs in order."""
+        return self._aside(lane) if self._overlaps else nullcontext()
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        self._wait(self._side, self.stream)
-        self._apart = True
-        with self._side:
+    def _aside(self, lane: str) -> Iterator[None]:
+        stream = self._lanes.get(lane)
+        if stream is None:
+            stream = self._lanes[lane] = self._cupy.cuda.Stream(non_blocking=True)
+        self._wait(stream, self.stream)
+        self._apart.add(lane)
+        with stream:
             yield
 
-    def join(self) -> None:
-        """Let what follows wait for the blocks that run aside."""
-        if self._apart:
-            self._apart = False
-            self._wait(self.stream, self._side)
+    def join(self, lane: str = "layer") -> None:
+        """Let what follows wait for the blocks that run aside in this lane."""
+        if lane in self._apart:
+            self._apart.discard(lane)
+            self._wait(self.stream, self._lanes[lane])
 
     def _wait(self, stream: Any, other: Any) -> None:
         event = self._cupy.cuda.Event(disable_timing=True)
@@ -307,9 +320,10 @@ class CudaDevice(Device):
             self.stream.begin_capture()
             try:
                 work()
-                self.join()
+                for lane in tuple(self._apart):
+                    self.join(lane)
             except BaseException as error:
-                self._apart = False
+                self._apart.clear()
                 with suppress(cuda.runtime.CUDARuntimeError):
                     self.stream.end_capture()
                 if isinstance(error, Exception):
@@ -326,6 +340,12 @@ class CudaDevice(Device):
         """A copy of a device array as numpy's."""
         with self.scope():
             copy: NDArray[Any] = self._cupy.asnumpy(array)
+        return copy
+
+    def on_device(self, array: NDArray[Any]) -> NDArray[Any]:
+        """A copy of a host array on the GPU."""
+        with self.scope():
+            copy: NDArray[Any] = self._cupy.asarray(array)
         return copy
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:

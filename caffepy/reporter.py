@@ -39,8 +39,12 @@ class Reporter:
     def lr(self, iteration: int, rate: float) -> None:
         """The learning rate of an iteration that is to be shown."""
 
-    def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
-        """Every iteration, after its update; `images` is how many it used, 0 if that is unknown."""
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
+        """Every iteration, after its update; `images` is how many it used, 0 if that is unknown.
+
+        `loss` is the smoothed loss, of an iteration just before on a GPU that is some iterations behind, and None while
+        none is known. Where something is displayed or tested it is that of the iteration itself.
+        """
 
     def snapshotted(self, kind: str, path: str) -> None:
         """A file is about to be written; `kind` as in "solver state to HDF5"."""

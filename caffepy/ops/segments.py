@@ -4,15 +4,22 @@ from typing import NamedTuple
 
 from caffepy.blob import Array
 
+Number = float | Array
+"""A number, or an array without axes that holds it when an operation runs."""
+
 
 class Segments(NamedTuple):
-    """Segment s ends before element `ends[s]` and has learning rate `rates[s]` and weight decay `decays[s]`.
+    """Segment s ends before element `ends[s]`; its learning rate is `rate * rates[s]`, its decay `decay * decays[s]`.
 
-    The gradient that a rule sees is `scale*g + decay*w`, with `l1` `scale*g + decay*sign(w)`.
+    The gradient that a rule sees is `scale * g + decay * w`, with `l1` `scale * g + decay * sign(w)`. Nothing is
+    changed where `go` is 0.
     """
 
     ends: Array
     rates: Array
     decays: Array
-    scale: float
+    scale: Number
     l1: bool
+    rate: Number = 1.0
+    decay: Number = 1.0
+    go: Number = 1.0

@@ -89,11 +89,12 @@ class Metrics(Reporter):
         """Take the rate into the row."""
         self._row["lr"] = number(rate)
 
-    def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         """Write the row, if this iteration has one."""
         self._speed.add(images)
         if self._row:
-            self._row = {"loss": number(loss), "lr": number(rate), **self._row}
+            known = {} if loss is None else {"loss": number(loss)}
+            self._row = {**known, "lr": number(rate), **self._row}
             self._write_row()
 
     def finished(self, iteration: int, loss: float | None) -> None:

@@ -74,7 +74,7 @@ class Progress(Reporter):
         self._speed.resume()
         self._open(iteration).set_postfix_str(self._status)
 
-    def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         """Redraw if it is time. The first iteration, in which kernels may be compiled, says nothing about speed."""
         if not self._begun:
             self._begin_anew()
@@ -88,7 +88,8 @@ class Progress(Reporter):
         if self._speed.seconds >= SPEED_S or not self._images_per_s:
             images_per_s = self._speed.read()
             self._images_per_s = f", {images_per_s:.0f} images/s" if images_per_s else ""
-        self._status = f"loss {number(loss)}, lr {number(rate)}{self._images_per_s}"
+        known = "" if loss is None else f"loss {number(loss)}, "
+        self._status = f"{known}lr {number(rate)}{self._images_per_s}"
         bar.set_postfix_str(self._status, refresh=False)
         bar.update(iteration + 1 - bar.n)
 

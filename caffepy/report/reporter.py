@@ -44,7 +44,7 @@ class Reporters(Reporter):
         for reporter in self.reporters:
             reporter.lr(iteration, rate)
 
-    def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         """Pass on."""
         for reporter in self.reporters:
             reporter.iterated(iteration, loss, rate, images)

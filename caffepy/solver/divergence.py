@@ -17,6 +17,14 @@ def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
     return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {found}; {HINT}")
 
 
+def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
+    """The same for an iteration after which others ran, so that only the parameters are as they were."""
+    if np.isfinite(loss):
+        return DivergenceError(f"iteration {iteration}: gradients are not finite, with no loss scale at all; {HINT}")
+    found = _first_param(net) or "capture off (--no-capture) lets this message name the first blob that is not finite"
+    return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {found}; {HINT}")
+
+
 def check_params(net: Net, iteration: int) -> None:
     """DivergenceError if a parameter is not finite, as before a snapshot that would keep it."""
     if param := _first_param(net):

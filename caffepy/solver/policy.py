@@ -65,14 +65,21 @@ def sigmoid(param: SolverParameter, iteration: int, step: int) -> float:
     return param.base_lr * (1 + tanh(param.gamma * (iteration - param.stepsize) / 2)) / 2
 
 
-def advance(param: SolverParameter, iteration: int, step: int) -> int:
-    """The step counter for this iteration; "multistep" moves by at most one a call, as in Caffe."""
+def next_step(param: SolverParameter, iteration: int, step: int) -> int:
+    """The step counter for this iteration; "multistep" moves by at most one, as in Caffe."""
     if param.lr_policy == "step":
         return iteration // param.stepsize
     if param.lr_policy == "multistep" and step < len(param.stepvalue) and iteration >= param.stepvalue[step]:
-        log.info("MultiStep Status: Iteration %d, step = %d", iteration, step + 1)
         return step + 1
     return step
+
+
+def advance(param: SolverParameter, iteration: int, step: int) -> int:
+    """Likewise; logs that "multistep" moves."""
+    moved = next_step(param, iteration, step)
+    if param.lr_policy == "multistep" and moved != step:
+        log.info("MultiStep Status: Iteration %d, step = %d", iteration, moved)
+    return moved
 
 
 def rate(param: SolverParameter, iteration: int, step: int) -> float:

@@ -8,22 +8,45 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from caffepy.device import Device
+from caffepy.layer import Layer
 from caffepy.net import Net
 
 log = logging.getLogger(__name__)
 
 
 def take_positions(nets: Sequence[Net], device: Device) -> dict[str, Any]:
-    """Where all layers and the random numbers stand now."""
+    """Where all layers, the random numbers and the count of passes stand now."""
     train, *tests = (net.state() for net in nets)
-    return {"net": train, "test_nets": tests, "rng": device.rng.bit_generator.state}
+    return {"net": train, "test_nets": tests, **_random(device)}
+
+
+def data_layers(net: Net) -> dict[str, Layer]:
+    """The layers that feed a net, by the names of their states."""
+    return {f"{i}/{layer.param.name}": layer for i, layer in enumerate(net.layers) if layer.is_data}
+
+
+def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> dict[str, Any]:
+    """Likewise of the `data_layers` of each net alone: for the states of others, a GPU would have to be asked."""
+    train, *tests = ({key: layer.state() for key, layer in feed.items()} for feed in feeds)
+    return {"net": train, "test_nets": tests, **_random(device)}
+
+
+def _random(device: Device) -> dict[str, Any]:
+    return {"rng": device.random.state, "tick": device.ticks}
+
+
+def completed(positions: dict[str, Any], nets: Sequence[Net]) -> dict[str, Any]:
+    """Positions with the states of all layers: those that they lack as they are now."""
+    train, *tests = ({**net.state(), **known} for net, known in _nets_and_states(positions, nets))
+    return {**positions, "net": train, "test_nets": tests}
 
 
 def set_positions(positions: dict[str, Any], nets: Sequence[Net], device: Device) -> None:
     """Go on from there."""
     for net, state in _nets_and_states(positions, nets):
         net.set_state(state)
-    device.rng.bit_generator.state = positions["rng"]
+    device.random.state = positions["rng"]
+    device.ticks = positions.get("tick", 0)
 
 
 def compare_layers(positions: dict[str, Any], nets: Sequence[Net], path: str) -> None:

@@ -2,30 +2,42 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
-from math import isclose, isfinite, sqrt
-from typing import Any, Protocol
+from functools import cached_property
+from math import isclose, isfinite
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from caffepy import ops
-from caffepy.blob import Array, shape_string
+from caffepy.blob import Array, Blob, shape_string
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError
 from caffepy.files import remove_stale
 from caffepy.net import Net
 from caffepy.net.weights import MAX_BINARY, check_names, load_weights
+from caffepy.ops.control import Fate, Limits, Verdict
 from caffepy.ops.segments import Segments
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
 from caffepy.reporter import Output, Reporter
+from caffepy.solver.captured import Pass
 from caffepy.solver.check import at_field, check_param
-from caffepy.solver.divergence import HINT, check_params, diverged
+from caffepy.solver.divergence import HINT, check_params, diverged, diverged_before
 from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.params import Params
-from caffepy.solver.policy import advance, rate
-from caffepy.solver.positions import compare_layers, set_positions, take_positions, warn_of_layers
+from caffepy.solver.policy import advance, next_step, rate
+from caffepy.solver.positions import (
+    compare_layers,
+    completed,
+    data_layers,
+    set_positions,
+    take_data_positions,
+    take_positions,
+    warn_of_layers,
+)
 from caffepy.solver.sidecar import taken_up
 from caffepy.solver.signals import Action
 from caffepy.solver.snapshot import (
@@ -47,10 +59,14 @@ log = logging.getLogger(__name__)
 
 SATURATED = 87.3365  # -log of the smallest float32, the most that SoftmaxWithLoss gives
 SNAPSHOT_SLACK = 4 << 20  # bytes of a snapshot that are neither weights nor history
+LOSS_SCALE = 2.0**16  # what float16 gradients begin with
 
 
 class Callback(Protocol):
-    """What a synchronizer does around the gradients of an iteration."""
+    """What a synchronizer does around the gradients of an iteration.
+
+    One that says `capturable = True` does nothing but give work to the current stream: its calls can be recorded.
+    """
 
     def on_start(self) -> object:
         """Before the forward pass: parameters are in step."""
@@ -59,12 +75,24 @@ class Callback(Protocol):
         """After the backward pass, before the update."""
 
 
+class Given(NamedTuple):
+    """An iteration that was given to the device: where everything stood before it."""
+
+    iteration: int
+    current_step: int
+    positions: dict[str, Any]
+
+
 class Solver:
     """Trains the net of a SolverParameter, with any of the update rules that `type` names.
 
     `path` is the solver file: messages name places in it, and nets and weights may lie beside it. `action` is polled
     once an iteration and once a test batch. `rank` is added to random_seed. ConfigError and DataError say what does not
     fit.
+
+    On a GPU an iteration is recorded and replayed, unless `capture` is set to False. Losses and whatever goes wrong are
+    then known some iterations later, at the latest where something is displayed, tested or saved and when `step` ends;
+    an iteration that goes wrong updates nothing, nor does one after it.
     """
 
     def __init__(
@@ -103,12 +131,20 @@ class Solver:
         with self.device.scope():
             self.params = Params(self.net.learnable_params)
             self.history: list[Array] = [np.zeros_like(self.params.data) for _ in range(self.rule.histories)]
-        self._ends = self.params.ends
-        self._lr_mult = np.array(self.net.params_lr, np.float32)
-        self._decay_mult = np.array(self.net.params_weight_decay, np.float32)
+            limits = Limits(param.clip_gradients, param.iter_size, self._first_loss_scale())
+            self.control = self.ops.Control(limits, self._losses(self.net), self.device)
+        self._ends = self.device.on_device(self.params.ends)
+        self._lr_mult = self.device.on_device(np.array(self.net.params_lr, np.float32))
+        self._decay_mult = self.device.on_device(np.array(self.net.params_weight_decay, np.float32))
+        self.capture = True
+        self._fuse = True
+        self._given: deque[Given] = deque()  # iterations of which no verdict was heard yet
+        self._verdict = Verdict(0.0, 0.0, 1.0, 1.0, Fate.UPDATED)
+        self._torn = False  # the last step was interrupted at a place unknown
         self._loss_weights = self.net.blob_loss_weights
         fed = [tops[0] for tops, bottoms in zip(self.net.tops, self.net.bottoms, strict=True) if tops and not bottoms]
         self._batch = fed[0] if fed else None
+        self._feeds = [data_layers(net) for net in self._nets]
         self._window = LossWindow(param.average_loss, 0)
         self._window_restored = False  # the next step goes on with it
         self._shown: tuple[int, float] | None = None  # iteration and time of the last display
@@ -143,6 +179,52 @@ class Solver:
                 log.info("Finetuning from %s", file)
                 load_weights(net, file)
 
+    @staticmethod
+    def _losses(net: Net) -> list[Blob]:
+        return [
+            top
+            for tops, layer in zip(net.tops, net.layers, strict=True)
+            for top, weight in zip(tops, layer.loss_weights, strict=True)
+            if weight
+        ]
+
+    def _first_loss_scale(self) -> float | None:
+        """What losses are multiplied by so that small gradients do not vanish in float16; None without any."""
+        if all(blob.format.dtype != np.float16 for blob in self.net.blobs.values()):
+            return None
+        param = self.net.param
+        return param.global_grad_scale if param.HasField("global_grad_scale") else LOSS_SCALE
+
+    @property
+    def fuse(self) -> bool:
+        """Whether a GPU computes layers together where it can; what lies between them is then not to be looked at."""
+        return self._fuse
+
+    @fuse.setter
+    def fuse(self, fuse: bool) -> None:
+        if fuse != self._fuse:
+            self._fuse = fuse
+            for name in ("_pass", "_test_passes"):
+                self.__dict__.pop(name, None)
+
+    @property
+    def _fuses(self) -> bool:
+        return self._fuse and self.device.store is not None
+
+    @cached_property
+    def _pass(self) -> Pass:
+        return Pass(self.net, self._fuses, "The training step runs", self.callbacks)
+
+    @cached_property
+    def _test_passes(self) -> list[tuple[Pass, Any]]:
+        """How each test net runs, and the sums of what it gives."""
+        passes = []
+        for k, net in enumerate(self.test_nets):
+            outputs, losses = [net.blobs[name] for name in net.outputs], self._losses(net)
+            sums = self.ops.Sums(outputs, losses if self.param.test_compute_loss else [], self.device)
+            passes.append((Pass(net, self._fuses, f"Test net #{k} runs"), sums))
+        return passes
+
     def add_callback(self, callback: Callback) -> None:
         """Call its `on_start` before, and its `on_gradients_ready` after, the gradients of each iteration."""
         self.callbacks.append(callback)
@@ -151,6 +233,7 @@ class Solver:
         """Stop the threads of data layers and release files."""
         for net in self._nets:
             net.close()
+        self.device.synchronize()
 
     # the loop
 
@@ -163,53 +246,242 @@ class Solver:
         self._shown = self._shown or (self.iter, time.monotonic())
         end = self.iter + n
         with self.device.scope(), self.ops.blas_scope():
-            while self.iter < end and not self.stopped:
-                self._iterate()
+            self._mend()
+            try:
+                while self.iter < end and not self.stopped:
+                    self._iterate()
+                self._hear(wait=True)
+            except BaseException as error:
+                self._torn = True
+                if isinstance(error, CaffeError):
+                    self._hear(wait=True)  # what went wrong before comes first
+                raise
+
+    def _mend(self) -> None:
+        """Find out where the device stands after a step that was interrupted."""
+        if self._torn:
+            self.control.realign()
+            self._given.clear()
+            self.device.ticks = self.device.ticks
+            self._torn = False
 
     def _iterate(self) -> None:
         param, iteration, window = self.param, self.iter, self._window
-        self.params.diff.fill(0)
-        if self._test_is_due() and (iteration > 0 or param.test_initialization):
+        self.device.flush()
+        tests = self._test_is_due() and (iteration > 0 or param.test_initialization)
+        if tests:
+            self._hear(wait=True)
+            self.control.open(self.params.diff)
             self.test_all()
             if self.stopped:
                 return
-        self._positions_before = self._positions()
+        display = self._displays
+        self.net.debug_info = display and param.debug_info
+        replays = self.capture and self.device.store is not None and not self.net.debug_info
+        if replays and self._pass.may_be_replayed():
+            learning_rate = self._give(tests or display)
+        else:
+            self._hear(wait=True)
+            learning_rate = self._do()
+        images = self._batch.shape[0] * param.iter_size if self._batch and self._batch.shape else 0
+        self.reporter.iterated(iteration, window.smoothed if window.losses else None, learning_rate, images)
+        action = self.action()
+        if Action.SNAPSHOT in action or (param.snapshot > 0 and self.iter % param.snapshot == 0):
+            self._hear(wait=True)
+            self._try_snapshot()
+        self.stopped = Action.STOP in action
+
+    @property
+    def _displays(self) -> bool:
+        return self.param.display > 0 and self.iter % self.param.display == 0
+
+    def _test_is_due(self) -> bool:
+        return self.param.test_interval > 0 and self.iter % self.param.test_interval == 0
+
+    # an iteration layer by layer
+
+    def _do(self) -> float:
+        """Do an iteration and wait for its loss; returns the rate."""
+        self._positions_before = take_positions(self._nets, self.device)
+        self.control.open(self.params.diff)
         for callback in self.callbacks:
             callback.on_start()
-        display = param.display > 0 and iteration % param.display == 0
-        self.net.debug_info = display and param.debug_info
-        window.add(iteration, self._forward_backward())
-        if display:
-            self._display(window.smoothed)
+        self._window.add(self.iter, self._forward_backward())
+        if self._displays:
+            self._display(self._window.smoothed)
         for callback in self.callbacks:
             callback.on_gradients_ready()
         learning_rate = self.apply_update()
         self._positions_before = None
-        images = self._batch.shape[0] * param.iter_size if self._batch and self._batch.shape else 0
-        self.reporter.iterated(iteration, window.smoothed, learning_rate, images)
-        action = self.action()
-        if Action.SNAPSHOT in action or (param.snapshot > 0 and self.iter % param.snapshot == 0):
-            self._try_snapshot()
-        self.stopped = Action.STOP in action
-
-    def _test_is_due(self) -> bool:
-        return self.param.test_interval > 0 and self.iter % self.param.test_interval == 0
+        return learning_rate
 
     def _forward_backward(self) -> float:
         """The mean loss of iter_size passes."""
         total = 0.0
         for _ in range(self.param.iter_size):
             total += self._forward()
-            self.net.backward()
+            self.net.backward(steps=self._steps)
         return total / self.param.iter_size
+
+    @property
+    def _steps(self) -> Any:
+        """The steps of the train net, each layer by itself where their blobs are shown."""
+        return None if self.net.debug_info else self._pass.steps
 
     def _forward(self) -> float:
         """The loss of one batch; DivergenceError before one that is not finite can do harm."""
-        self.net.forward()
-        loss = self.net.loss()
+        self.net.forward(steps=self._steps)
+        self.control.note()
+        loss: float = self.control.loss()
         if not isfinite(loss):
             raise diverged(self.net, self.iter, loss)
         return loss
+
+    def rate(self) -> float:
+        """The learning rate of this iteration; moves the step counter of policies that have one."""
+        self.current_step = advance(self.param, self.iter, self.current_step)
+        return rate(self.param, self.iter, self.current_step)
+
+    def apply_update(self) -> float:
+        """Clip, normalise, regularise and update with the gradients at hand, count the iteration; returns the rate."""
+        learning_rate = self.rate()
+        if self._displays:
+            self.reporter.lr(self.iter, learning_rate)
+        with self.device.scope():
+            self._mend()
+            self.device.flush()
+            self._say(learning_rate)
+            self.control.judge(self.params.diff)
+            self._update()
+            self.control.given()
+            (verdict,) = self.control.verdicts(wait=True)
+        if verdict.fate is Fate.STOPPED:
+            self._fail(verdict)
+        self._verdict = verdict
+        self._tell_clipping()
+        self._tell_overflow(self.iter, verdict)
+        self.iter += 1
+        return learning_rate
+
+    def _say(self, learning_rate: float) -> None:
+        param = self.param
+        self.control.say(learning_rate, param.weight_decay, self.rule.correction(param, self.iter))
+
+    def _update(self) -> None:
+        control, param = self.control, self.param
+        factors = self._ends, self._lr_mult, self._decay_mult
+        l1 = param.regularization_type == "L1"
+        segments = Segments(*factors, control.scale, l1, control.rate, control.decay, control.go)
+        update = Update(param, self.params.data, self.params.diff, self.history, segments, control.correction)
+        self.rule.apply(self.ops, update)
+
+    # an iteration that a GPU replays
+
+    def _give(self, show: bool) -> float:
+        """Give an iteration to the device, without waiting for it unless it is to be shown; returns the rate."""
+        self._hear(wait=False)
+        before = Given(self.iter, self.current_step, take_data_positions(self._feeds, self.device))
+        self._positions_before = before.positions
+        moved = next_step(self.param, self.iter, self.current_step)
+        learning_rate = rate(self.param, self.iter, moved)
+        self._say(learning_rate)
+        self._perform()
+        self.control.given()
+        self._given.append(before)
+        self._positions_before = None
+        if show:
+            self._hear(wait=True)
+        if self._displays:
+            self._display(self._window.smoothed)
+        self.current_step = advance(self.param, self.iter, self.current_step)
+        if self._displays:
+            self.reporter.lr(self.iter, learning_rate)
+            self._tell_clipping()
+        self.iter += 1
+        return learning_rate
+
+    def _perform(self) -> None:
+        """What `_do` does, without looking at it, in parts that can be replayed."""
+        if self.param.iter_size == 1:
+            self._pass.feed()
+            self._pass.perform("iteration", self._whole_iteration)
+            return
+        self._pass.perform("open", self._open)
+        for _ in range(self.param.iter_size):
+            self._pass.feed()
+            self._pass.perform("pass", self._one_pass)
+        self._pass.perform("close", self._close)
+
+    def _whole_iteration(self) -> None:
+        self._open()
+        self._one_pass()
+        self._close()
+
+    def _open(self) -> None:
+        self.control.open(self.params.diff)
+        for callback in self.callbacks:
+            callback.on_start()
+
+    def _one_pass(self) -> None:
+        steps = self._pass.computing
+        self.net.forward(steps=steps)
+        with self.device.aside("control"):
+            self.control.note()
+            if self._judges_early:
+                self.control.judge(self.params.diff)
+        self.net.backward(steps=steps)
+
+    @property
+    def _judges_early(self) -> bool:
+        """Whether an iteration can be judged beside its backward pass."""
+        return self.param.iter_size == 1 and not self.control.measures and not self.callbacks
+
+    def _close(self) -> None:
+        for callback in self.callbacks:
+            callback.on_gradients_ready()
+        self.device.join("control")
+        if not self._judges_early:
+            self.control.judge(self.params.diff)
+        self._update()
+
+    def _hear(self, wait: bool) -> None:
+        """Take in what became of iterations that were given: of all, or of those known by now.
+
+        Of one that went wrong comes its error, and the solver stands where it stood before it.
+        """
+        if not self._given:
+            return
+        for verdict in self.control.verdicts(wait):
+            given = self._given.popleft()
+            if verdict.fate is Fate.STOPPED:
+                self._given.clear()
+                self.iter, self.current_step, self._positions_before = given
+                self._fail(verdict)
+            self._window.add(given.iteration, verdict.loss)
+            self._verdict = verdict
+            self._tell_overflow(given.iteration, verdict)
+
+    def _fail(self, verdict: Verdict) -> None:
+        self.control.go_on()
+        self.device.look()
+        raise diverged_before(self.net, self.iter, verdict.loss)
+
+    # what is told
+
+    def _tell_clipping(self) -> None:
+        _, norm, factor, *_ = self._verdict
+        if factor != 1.0:
+            log.info(
+                "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
+                norm,
+                self.param.clip_gradients,
+                factor,
+            )
+
+    @staticmethod
+    def _tell_overflow(iteration: int, verdict: Verdict) -> None:
+        if verdict.fate is Fate.SKIPPED:
+            log.info("Iteration %d: gradients overflow, no update; loss scale = %g", iteration, verdict.loss_scale)
 
     def _display(self, loss: float) -> None:
         assert self._shown
@@ -222,44 +494,6 @@ class Solver:
         if isclose(loss, SATURATED, abs_tol=1e-3) and not self._saturation_explained:
             self._saturation_explained = True
             log.warning("A loss of 87.3365 means probability 0 for every label: the scores overflowed; %s", HINT)
-
-    def rate(self) -> float:
-        """The learning rate of this iteration; moves the step counter of policies that have one."""
-        self.current_step = advance(self.param, self.iter, self.current_step)
-        return rate(self.param, self.iter, self.current_step)
-
-    def apply_update(self) -> float:
-        """Clip, normalise, regularise and update with the gradients at hand, count the iteration; returns the rate."""
-        param = self.param
-        learning_rate = self.rate()
-        if param.display > 0 and self.iter % param.display == 0:
-            self.reporter.lr(self.iter, learning_rate)
-        segments = Segments(
-            self._ends,
-            np.float32(learning_rate) * self._lr_mult,
-            np.float32(param.weight_decay) * self._decay_mult,
-            self._clip_factor() / param.iter_size,
-            param.regularization_type == "L1",
-        )
-        with self.device.scope():
-            update = Update(param, self.iter, self.params.data, self.params.diff, self.history, segments)
-            self.rule.apply(self.ops, update)
-        self.iter += 1
-        return learning_rate
-
-    def _clip_factor(self) -> float:
-        limit = self.param.clip_gradients
-        if limit < 0:
-            return 1.0
-        with self.device.scope():
-            norm = sqrt(self.ops.dot(self.params.diff, self.params.diff))
-        if norm <= limit:
-            return 1.0
-        factor = limit / norm
-        log.info(
-            "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g", norm, limit, factor
-        )
-        return factor
 
     def solve(self, state_file: str | None = None) -> None:
         """Train up to max_iter, from a snapshot if one is given, with all tests and snapshots that are asked for."""
@@ -295,8 +529,11 @@ class Solver:
 
     def _finish(self) -> None:
         loss = None
-        if self.param.display > 0 and self.iter % self.param.display == 0:
-            self._window.add(self.iter, self._forward())
+        if self._displays:
+            with self.device.scope(), self.ops.blas_scope():
+                self._window.add(self.iter, self._forward())
+            self.device.ticks += 1
+            self.device.look()
             loss = self._window.smoothed
         self.reporter.finished(self.iter, loss)
         if self._test_is_due():
@@ -306,7 +543,7 @@ class Solver:
 
     def test_all(self) -> None:
         """Test all test nets, unless `action` asks to stop; a snapshot in between has the positions from before."""
-        self._positions_before = self._positions()
+        self._positions_before = take_positions(self._nets, self.device)
         for k in range(len(self.test_nets)):
             if not self.stopped:
                 self.test(k)
@@ -315,25 +552,39 @@ class Solver:
     def test(self, k: int) -> None:
         """Run test net k on its test_iter batches with the train net's weights and report the mean outputs."""
         net, batches = self.test_nets[k], self.param.test_iter[k]
+        run, sums = self._test_passes[k]
         self.reporter.test_started(self.iter, k)
         net.share_trained_layers_with(self.net)
-        sums: list[Array] = []
-        loss = 0.0
-        for _ in range(batches):
-            self._poll_in_test()
-            if self.stopped:
-                log.info("Test interrupted.")
-                return
-            net.forward()
-            loss += net.loss() if self.param.test_compute_loss else 0.0
-            self._add_outputs(net, sums)
+        shapes: list[tuple[int, ...]] = []
+        with self.device.scope(), self.ops.blas_scope():
+            for _ in range(batches):
+                self._poll_in_test()
+                if self.stopped:
+                    log.info("Test interrupted.")
+                    return
+                self._test_batch(run)
+                if not shapes:
+                    shapes = [net.blobs[name].shape for name in net.outputs]
+                    sums.clear()
+                self._check_outputs(net, shapes)
+                sums.add()
+            totals, loss = sums.read()
+            self.device.look()
         weights = net.blob_loss_weights
         outputs = [
             (name, (total / batches).astype(np.float32), weights[name])
-            for name, total in zip(net.outputs, sums, strict=True)
+            for name, total in zip(net.outputs, totals, strict=True)
         ]
         self.last_outputs[k] = outputs
         self.reporter.test_done(self.iter, k, outputs, loss / batches if self.param.test_compute_loss else None)
+
+    def _test_batch(self, run: Pass) -> None:
+        replays = self.capture and self.device.store is not None and not run.net.debug_info
+        if replays and run.may_be_replayed():
+            run.feed()
+            run.perform("forward", lambda: run.net.forward(steps=run.computing))
+        else:
+            run.net.forward(steps=None if run.net.debug_info else run.steps)
 
     def _poll_in_test(self) -> None:
         action = self.action()
@@ -342,22 +593,21 @@ class Solver:
         self.stopped = Action.STOP in action
 
     @staticmethod
-    def _add_outputs(net: Net, sums: list[Array]) -> None:
-        if not sums:
-            sums += [np.zeros(net.blobs[name].shape) for name in net.outputs]
-        for name, total in zip(net.outputs, sums, strict=True):
-            values = net.blobs[name].host_data
-            if values.shape != total.shape:
+    def _check_outputs(net: Net, shapes: list[tuple[int, ...]]) -> None:
+        for name, shape in zip(net.outputs, shapes, strict=True):
+            if net.blobs[name].shape != shape:
                 raise DataError(
                     f'output "{name}" of a test net changed its shape between batches, from '
-                    f"{shape_string(total.shape)} to {shape_string(values.shape)}, so there is no mean"
+                    f"{shape_string(shape)} to {shape_string(net.blobs[name].shape)}, so there is no mean"
                 )
-            total += values
 
     # snapshots
 
     def snapshot(self) -> None:
         """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter is not finite."""
+        with self.device.scope():
+            self._mend()
+            self._hear(wait=True)
         check_params(self.net, self.iter)
         param = self.param
         files = Files(param.snapshot_prefix, self.iter, param.snapshot_format == SolverParameter.HDF5)
@@ -386,7 +636,9 @@ class Solver:
         return [self.net, *self.test_nets]
 
     def _positions(self) -> dict[str, Any]:
-        return take_positions(self._nets, self.device)
+        """Where the data and the random numbers stand, or stood before the test or iteration that is being done."""
+        before = self._positions_before
+        return completed(before, self._nets) if before else take_positions(self._nets, self.device)
 
     def _progress(self) -> dict[str, Any]:
         """What goes into the sidecar."""
@@ -395,7 +647,8 @@ class Solver:
             "type": self.param.type,
             "iteration": self.iter,
             "settings": format_text(self.param),
-            "positions": self._positions_before or self._positions(),
+            "positions": self._positions(),
+            "control": self.control.state(),
             "window": self._window.state(),
             "displayed": [last, time.monotonic() - since],
         }
@@ -407,11 +660,13 @@ class Solver:
         if content:
             self._check_type(content, path)
         own = [part for flat in self.history for part in self.params.split(flat)]
+        self._mend()
         check_histories(state, own, self.param.type, path)
         model = find_model(state.learned_net, path)
         if content:
             verify(content, path, model)
             self._take_up(content, sidecar_of(path))
+        self.control.set_state((content or {}).get("control", {}))
         filled = load_weights(self.net, model)
         log.info("SGDSolver: restoring history")
         with self.device.scope():
@@ -438,7 +693,7 @@ class Solver:
 
     def _take_up(self, content: dict[str, Any], path: str) -> None:
         """Go on with the data and the random numbers where a sidecar says; one that is damaged changes nothing."""
-        before = self._positions()
+        before = take_positions(self._nets, self.device)
         try:
             with taken_up(path):
                 compare_layers(content["positions"], self._nets, path)

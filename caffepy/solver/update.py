@@ -10,21 +10,21 @@ from math import sqrt
 from types import ModuleType
 
 from caffepy.blob import Array
-from caffepy.ops.segments import Segments
+from caffepy.ops.segments import Number, Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.registry import Registry
 
 
 @dataclass
 class Update:
-    """One update: the flat arrays, and their segments with the rate and decay of each."""
+    """One update: the flat arrays, their segments with the rate and decay of each, the rule's correction."""
 
     param: SolverParameter
-    iteration: int
     w: Array
     g: Array
     history: list[Array]
     segments: Segments
+    correction: Number = 1.0
 
     @property
     def arguments(self) -> tuple[Array | Segments, ...]:
@@ -36,17 +36,22 @@ def _no_problems(param: SolverParameter) -> Iterator[tuple[str, str]]:
     yield from ()
 
 
+def _no_correction(param: SolverParameter, iteration: int) -> float:
+    return 1.0
+
+
 @dataclass(frozen=True)
 class Rule:
     """An update rule, how many history arrays it keeps, and what is wrong with the settings it reads (field, why).
 
-    `never_negative` numbers the histories that sum or average squares.
+    `never_negative` numbers the histories that sum or average squares, `correction` is what changes with the iteration.
     """
 
     histories: int
     apply: Callable[[ModuleType, Update], None]
     problems: Callable[[SolverParameter], Iterator[tuple[str, str]]] = _no_problems
     never_negative: tuple[int, ...] = ()
+    correction: Callable[[SolverParameter, int], float] = _no_correction
 
 
 def _sgd(ops: ModuleType, u: Update) -> None:
@@ -70,9 +75,13 @@ def _adadelta(ops: ModuleType, u: Update) -> None:
 
 
 def _adam(ops: ModuleType, u: Update) -> None:
-    beta1, beta2, t = u.param.momentum, u.param.momentum2, u.iteration + 1
-    correction = sqrt(1 - beta2**t) / (1 - beta1**t)
-    ops.adam_update(*u.arguments, beta1, beta2, u.param.delta, correction)
+    ops.adam_update(*u.arguments, u.param.momentum, u.param.momentum2, u.param.delta, u.correction)
+
+
+def _adam_correction(param: SolverParameter, iteration: int) -> float:
+    """What the means of t = iteration + 1 gradients, which began at 0, are short of."""
+    t = iteration + 1
+    return float(sqrt(1 - param.momentum2**t) / (1 - param.momentum**t))
 
 
 def _without_momentum(param: SolverParameter) -> Iterator[tuple[str, str]]:
@@ -95,4 +104,4 @@ rules("Nesterov")(Rule(1, _nesterov))
 rules("AdaGrad")(Rule(1, _adagrad, _without_momentum, never_negative=(0,)))
 rules("RMSProp")(Rule(1, _rmsprop, _without_momentum, never_negative=(0,)))
 rules("AdaDelta")(Rule(2, _adadelta, never_negative=(0, 1)))
-rules("Adam")(Rule(2, _adam, _means_below_one, never_negative=(1,)))
+rules("Adam")(Rule(2, _adam, _means_below_one, never_negative=(1,), correction=_adam_correction))

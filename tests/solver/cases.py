@@ -60,7 +60,7 @@ class Recorder(Reporter):
         self.rates.append(rate)
         self.events.append(f"{iteration} lr")
 
-    def iterated(self, iteration: int, loss: float, rate: float, images: int) -> None:
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         self.events.append(f"{iteration} done {images}")
 
     def snapshotted(self, kind: str, path: str) -> None:

@@ -226,11 +226,11 @@ def test_missing_net_file_names_the_field(tmp_path: Path) -> None:
 
 def test_output_that_changes_shape_is_refused() -> None:
     solver = solver_of("test_iter: 2 test_interval: 1 ")
-    solver.test_nets[0].after_forward.append(lambda i: solver.test_nets[0].blobs["loss"].reshape((2,)))
-    sums = [np.zeros(())]
-    solver.test_nets[0].blobs["loss"].reshape((2,))
+    net = solver.test_nets[0]
+    batches = iter([(), (2,)])
+    net.after_forward.append(lambda i: net.blobs["loss"].reshape(next(batches)) if i == len(net.layers) - 1 else None)
     with pytest.raises(DataError, match='output "loss" of a test net changed its shape'):
-        solver._add_outputs(solver.test_nets[0], sums)
+        solver.test_all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

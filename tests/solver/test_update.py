@@ -86,9 +86,8 @@ def test_rule_moves_as_its_formula(kind: str, dtype: type, regularization: str) 
         g64 = 0.5 * g.astype(float) + np.repeat(decays, SIZES) * regular
         step = naive(param, t, h64, g64, np.repeat(rates, SIZES).astype(float))
         w64 = w64 - step
-        rules[kind].apply(
-            cpu, Update(param, t, w, g, history, Segments(ends, rates, decays, 0.5, regularization == "L1"))
-        )
+        segments = Segments(ends, rates, decays, 0.5, regularization == "L1")
+        rules[kind].apply(cpu, Update(param, w, g, history, segments, rules[kind].correction(param, t)))
         np.testing.assert_allclose(g, step, rtol=1e-4, atol=1e-6, err_msg=f"{kind} step {t}")
     np.testing.assert_allclose(w, w64, rtol=1e-4, atol=1e-5)
     for own, expected in zip(history, h64, strict=True):
@@ -112,7 +111,7 @@ def test_result_does_not_depend_on_where_threads_split(kind: str, monkeypatch: p
         rng = np.random.default_rng(2)
         w, g = rng.standard_normal((2, 300)).astype(np.float32)
         history = [np.abs(rng.standard_normal(300)).astype(np.float32) for _ in range(rules[kind].histories)]
-        rules[kind].apply(cpu, Update(param, 3, w, g, history, Segments(ends, rates, decays, 1.0, False)))
+        rules[kind].apply(cpu, Update(param, w, g, history, Segments(ends, rates, decays, 1.0, False), 0.5))
         results.append(w)
     np.testing.assert_array_equal(*results)
 
@@ -122,5 +121,5 @@ def test_rules_need_nothing_of_ops_but_their_function() -> None:
     ops = SimpleNamespace(sgd_update=lambda *arguments: seen.append(arguments))
     empty = np.zeros(1)
     segments = Segments(empty, empty, empty, 1.0, False)
-    rules["SGD"].apply(ops, Update(SolverParameter(momentum=0.5), 0, empty, empty, [empty], segments))  # type: ignore[arg-type]
+    rules["SGD"].apply(ops, Update(SolverParameter(momentum=0.5), empty, empty, [empty], segments))  # type: ignore[arg-type]
     assert seen == [(empty, empty, empty, segments, 0.5)]

@@ -2,6 +2,7 @@
 
 from caffepy.ops.cpu.bias_relu import relu_bias_backward
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
+from caffepy.ops.cpu.control import Control, Sums
 from caffepy.ops.cpu.convolution import Convolution
 from caffepy.ops.cpu.copies import convert, copy, cut, join
 from caffepy.ops.cpu.elementwise import (
@@ -75,9 +76,11 @@ from caffepy.ops.cpu.update import (
 __all__ = [
     "LSTM",
     "RNN",
+    "Control",
     "Convolution",
     "Staging",
     "Stopwatch",
+    "Sums",
     "accuracy",
     "adadelta_update",
     "adagrad_update",

@@ -6,16 +6,26 @@ lets the compiler vectorise them.
 """
 
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.threads import parallel
-from caffepy.ops.segments import Segments
+from caffepy.ops.segments import Number, Segments
 
 Array = NDArray[Any]
 GRAIN = 1 << 16  # elements that are worth a thread
+
+
+class Typed(NamedTuple):
+    """Segments whose numbers have the type of the parameters."""
+
+    ends: Array
+    rates: Array
+    decays: Array
+    scale: Any
+    l1: bool
 
 
 @kernel
@@ -109,9 +119,18 @@ def _adam(
         lo = max(lo, end)
 
 
-def _run(function: Any, arrays: tuple[Array, ...], segments: Segments, *numbers: float) -> None:
+def _run(function: Any, arrays: tuple[Array, ...], segments: Segments, *numbers: Number) -> None:
+    if not segments.go:
+        return
     real = arrays[0].dtype.type
-    typed, constants = segments._replace(scale=real(segments.scale)), tuple(map(real, numbers))
+    typed = Typed(
+        segments.ends,
+        real(segments.rate) * segments.rates,
+        real(segments.decay) * segments.decays,
+        real(segments.scale),
+        segments.l1,
+    )
+    constants = tuple(map(real, numbers))
     parallel(lambda lo, hi: function(*arrays, typed, *constants, lo, hi), arrays[0].size, GRAIN)
 
 
@@ -149,7 +168,7 @@ def adam_update(
     beta1: float,
     beta2: float,
     delta: float,
-    correction: float,
+    correction: Number,
 ) -> None:
     """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) + delta)."""
     _run(_adam, (w, g, m, v), segments, beta1, beta2, delta, correction)

@@ -13,6 +13,7 @@ except ImportError as error:
 
 from caffepy.ops.cuda.bias_relu import relu_bias_backward
 from caffepy.ops.cuda.blas import add_bias, bias_gradient, matmul
+from caffepy.ops.cuda.control import Control, Sums
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, join
 from caffepy.ops.cuda.elementwise import (
@@ -86,9 +87,11 @@ from caffepy.ops.cuda.update import (
 __all__ = [
     "LSTM",
     "RNN",
+    "Control",
     "Convolution",
     "Staging",
     "Stopwatch",
+    "Sums",
     "accuracy",
     "adadelta_update",
     "adagrad_update",

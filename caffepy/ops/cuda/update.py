@@ -1,7 +1,7 @@
 """Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
 
 `w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w` and its history in
-place and leaves in `g` what it subtracted from `w`. Numbers (`scale` of the segments among them) may be arrays without
+place and leaves in `g` what it subtracted from `w`. Numbers, those of the segments among them, may be arrays without
 axes and the segments' arrays may lie on the device: a captured step then follows what they hold.
 """
 
@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from caffepy.ops.cuda.launch import Array, launch, number, packs
-from caffepy.ops.segments import Segments
+from caffepy.ops.segments import Number, Segments
 
 
 def _on_device(a: Any, dtype: Any) -> Array:
@@ -20,16 +20,16 @@ def _on_device(a: Any, dtype: Any) -> Array:
     return cupy.asarray(np.ascontiguousarray(a, dtype))
 
 
-def _run(name: str, arrays: tuple[Array, ...], segments: Segments, *numbers: Any) -> None:
+def _run(name: str, arrays: tuple[Array, ...], segments: Segments, *numbers: Number) -> None:
     w = arrays[0]
     count = len(segments.ends)
     if not w.size or not count:
         return
     ends = _on_device(segments.ends, np.int64)
     rates, decays = (_on_device(a, w.dtype) for a in (segments.rates, segments.decays))
-    constants = (n for value in (*numbers, *[0.0] * (4 - len(numbers))) for n in number(value))
-    arguments = (w.size, ends, rates, decays, count, int(segments.l1), *number(segments.scale), *constants)
-    launch("update", name, w, packs(w), *arrays, *arguments)
+    spoken = (segments.scale, segments.rate, segments.decay, segments.go, *numbers, *[0.0] * (4 - len(numbers)))
+    constants = (n for value in spoken for n in number(value))
+    launch("update", name, w, packs(w), *arrays, w.size, ends, rates, decays, count, int(segments.l1), *constants)
 
 
 def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
@@ -66,7 +66,7 @@ def adam_update(
     beta1: float,
     beta2: float,
     delta: float,
-    correction: float,
+    correction: Number,
 ) -> None:
     """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) + delta)."""
     _run("adam", (w, g, m, v), segments, beta1, beta2, delta, correction)

@@ -1,6 +1,7 @@
 // Update rules over flat arrays of parameters: normalise, regularise and update in one pass.
 // r = scale * g + decay * w, with l1 scale * g + decay * sign(w); segment s of the arrays ends before ends[s] and has
-// its own rate and decay. w, the histories and g are written; g is then what was subtracted from w.
+// its own factors of rate and decay. w, the histories and g are written; g is then what was subtracted from w. Nothing
+// is written where `go` is 0.
 
 #include "pack.cuh"
 
@@ -13,7 +14,7 @@ template <typename T> struct Segments {
   const A *rates, *decays;
   int count;
   bool l1;
-  A scale;
+  A scale, rate, decay;
 };
 
 // The segment of consecutive elements: searches once, then steps on.
@@ -38,20 +39,21 @@ template <typename T> struct Position {
     }
   }
   __device__ bool inside(i64 i) const { return i < segments.ends[s]; }
-  __device__ A rate() const { return segments.rates[s]; }
+  __device__ A rate() const { return segments.rate * segments.rates[s]; }
   __device__ A regularized(A w, A g) const {
     const A sign = A(w > 0) - A(w < 0);
-    return segments.scale * g + segments.decays[s] * (segments.l1 ? sign : w);
+    return segments.scale * g + segments.decay * segments.decays[s] * (segments.l1 ? sign : w);
   }
 };
 
-#define ARGUMENTS                                                                                              \
-  i64 n, const i64 *ends, const Wide<T>*rates, const Wide<T>*decays, i64 count, i64 l1, NUMBER(scale), NUMBER(a), \
-      NUMBER(b), NUMBER(c), NUMBER(d)
-#define PREPARE                                                                       \
-  using A = Wide<T>;                                                                  \
-  const A a_ = VALUE(a), b_ = VALUE(b), c_ = VALUE(c), d_ = VALUE(d);                 \
-  Position<T> at(Segments<T>{ends, rates, decays, int(count), l1 != 0, VALUE(scale)});
+#define ARGUMENTS                                                                                                 \
+  i64 n, const i64 *ends, const Wide<T>*rates, const Wide<T>*decays, i64 count, i64 l1, NUMBER(scale), NUMBER(rate), \
+      NUMBER(decay), NUMBER(go), NUMBER(a), NUMBER(b), NUMBER(c), NUMBER(d)
+#define PREPARE                                                                        \
+  using A = Wide<T>;                                                                   \
+  if (VALUE(go) == 0) return;                                                          \
+  const A a_ = VALUE(a), b_ = VALUE(b), c_ = VALUE(c), d_ = VALUE(d);                  \
+  Position<T> at(Segments<T>{ends, rates, decays, int(count), l1 != 0, VALUE(scale), VALUE(rate), VALUE(decay)});
 #define PACK (16 / sizeof(T))
 
 // h = a*h + rate*r; w -= h
