@@ -1,6 +1,9 @@
-"""Matrix products by cuBLAS, or by cuDNN where nvmath is not installed; biases by kernels of our own."""
+"""Matrix products by cuBLAS, small ones by a kernel of our own where that is faster, or by cuDNN where nvmath is not
+installed; biases by kernels of our own.
+"""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -18,6 +21,9 @@ TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "uint16":
 THREADS = 256
 BLOCKS = 132 * 8
 """About as many blocks of 256 threads as a large device holds at a time."""
+
+SMALL, TILE = 1 << 25, 16
+"""Multiplications in a product up to which product.cu is tried, and rows and columns that a block of it makes."""
 
 _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "uint16": 14}  # cudaDataType_t
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
@@ -61,6 +67,8 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
     cublas = _import_cublas()
     if cublas is None:
         _multiply_by_cudnn(a, b, out, accumulate)
+    elif _is_small(a, b, out) and _ours_is_faster(cublas, a, b, out, accumulate):
+        _multiply_small(a, b, out, accumulate)
     else:
         _multiply(cublas, a, b, out, accumulate)
 
@@ -114,6 +122,29 @@ def _compute_type(a: Array) -> int:
         return _COMPUTE_64F
     exact = a.dtype != np.float32 or precision.get() == "fp32"
     return _COMPUTE_32F if exact else _COMPUTE_32F_FAST_TF32
+
+
+def _is_small(a: Array, b: Array, out: Array) -> bool:
+    """Whether our own kernel takes the product, and may be the faster one."""
+    if a.dtype == np.float64 or out.size * a.shape[1] > SMALL or max(out.shape) >= 1 << 20:
+        return False
+    return all(n * stride < 1 << 31 for x in (a, b, out) for n, stride in zip(x.shape, x.strides, strict=True))
+
+
+def _ours_is_faster(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> bool:
+    name = f"product {a.shape} {a.strides} {b.shape} {b.strides} {out.strides} {out.dtype.name} {accumulate}"
+    there = plans.context().array("product", out.shape, out.dtype) if plans.may_time() else out
+    ways: list[Callable[[], plans.Run]] = [lambda: partial(_multiply, cublas), lambda: _multiply_small]
+    found = plans.fastest(name, a.dtype, ways, (a, b, there, accumulate))
+    return found is not None and found[0] == 1
+
+
+def _multiply_small(a: Array, b: Array, out: Array, accumulate: bool) -> None:
+    (m, n), k = out.shape, a.shape[1]
+    strides = (stride // x.itemsize for x in (a, b, out) for stride in x.strides)
+    name = f"small_product<{c_type(a)}, {c_type(out)}>"
+    numbers = (np.int32(number) for number in (m, n, k, accumulate, *strides))
+    kernel("product", name)((-(-n // TILE), -(-m // TILE)), (THREADS,), (a, b, out, *numbers))
 
 
 def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool) -> None:

@@ -29,6 +29,11 @@ def exactness(request):
     precision.set(before)
 
 
+@pytest.fixture
+def by_cublas(monkeypatch):
+    monkeypatch.setattr(blas, "_ours_is_faster", lambda *_: False)
+
+
 def check(have, want, tolerance):
     error = np.abs(loaded(have) - want).max(initial=0) / max(1, np.abs(want).max(initial=0))
     assert error <= tolerance, f"error {error:.2e}, allowed {tolerance}"
@@ -41,7 +46,7 @@ def arrays(*shapes):
 
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
 @pytest.mark.parametrize("shape", [*SHAPES, (256, 4096, 1000), (33, 129, 65)], ids=str)
-def test_matmul(shape, transposed, exactness):
+def test_matmul(shape, transposed, exactness, by_cublas):
     check_matmul(shape, transposed, exactness)
 
 
@@ -61,8 +66,18 @@ def test_matmul_by_cudnn(shape, transposed, monkeypatch):
     ("kind", "result"),
     [(k, r) for k in ("float16", "uint16") for r in (k, "float32")] + [("float64", "float64")],
 )
-def test_matmul_of_other_types(kind, result, shape, transposed):
+def test_matmul_of_other_types(kind, result, shape, transposed, by_cublas):
     check_matmul(shape, transposed, ROUNDING[result], kind, result)
+
+
+@pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 800, 500), (33, 129, 65), (16, 16, 16), (1, 1000, 17)], ids=str)
+def test_matmul_by_our_own_kernel(shape, transposed, monkeypatch):
+    monkeypatch.setattr(blas, "_ours_is_faster", lambda *_: True)
+    check_matmul(shape, transposed, ROUNDING["float32"])
+    for kind in ("float16", "uint16"):
+        for result in (kind, "float32"):
+            check_matmul(shape, transposed, ROUNDING[result], kind, result)
 
 
 def check_matmul(shape, transposed, tolerance, kind="float32", result="float32"):
@@ -79,8 +94,10 @@ def check_matmul(shape, transposed, tolerance, kind="float32", result="float32")
     check(out, want + rounded(start, result), tolerance)
 
 
+@pytest.mark.parametrize("ours", [False, True])
 @pytest.mark.parametrize("transposed", ["", "a", "b", "out"])
-def test_matmul_of_parts_of_larger_arrays(transposed, exactness):
+def test_matmul_of_parts_of_larger_arrays(transposed, ours, exactness, monkeypatch):
+    monkeypatch.setattr(blas, "_ours_is_faster", lambda *_: ours)
     a, b = arrays((40, 50), (50, 30))
     want = a[3:20, 7:31].astype(np.float64) @ b[9:33, 2:13]
     x = cupy.asarray(a.T.copy()).T if transposed == "a" else cupy.asarray(a)
