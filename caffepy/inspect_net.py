@@ -4,19 +4,52 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from caffepy.blob import shape_string
+import numpy as np
+
+from caffepy.blob import Array, Blob, SyncedMemory, shape_string
 from caffepy.device import Device
 from caffepy.layer import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
+from caffepy.net.arena import Usage, lifetimes, plan
+from caffepy.ops.precisions import checked, default, native_format
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
+from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
+from caffepy.solver.captured import obstacle
 from caffepy.solver.check import check_param
 from caffepy.solver.nets import net_sources
 
 TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
+
+
+@dataclass(frozen=True)
+class LayerOnGpu:
+    """What a GPU would do with a layer: whether the host computes it instead, the layers that are computed with it, the
+    formats of its tops, and of blobs that are copied into another format for it."""
+
+    on_host: bool
+    run: Sequence[str]
+    formats: dict[str, str]
+    converts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class NetOnGpu:
+    """What a GPU would do with a net: its precision, the bytes that its blobs share, and why a step cannot be captured
+    as one graph, if it cannot."""
+
+    precision: str
+    memory: int
+    obstacle: str | None
+
+    def text(self) -> str:
+        """Two lines."""
+        captured = f"not captured as one graph: {self.obstacle}" if self.obstacle else "captured as one graph"
+        return f"on a GPU: {self.precision}; data and gradients share {_bytes(self.memory)}\na step is {captured}"
 
 
 @dataclass(frozen=True)
@@ -29,6 +62,7 @@ class LayerInfo:
     parameters: int
     memory: int
     flops: int
+    gpu: LayerOnGpu | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +73,7 @@ class NetInfo:
     name: str
     layers: Sequence[LayerInfo]
     parameters: int
+    gpu: NetOnGpu | None = None
 
     @property
     def memory(self) -> int:
@@ -60,7 +95,19 @@ class NetInfo:
             )
         rows.append(("all", "", "", f"{self.parameters:,}", _bytes(self.memory), _si(self.flops)))
         head = f"{self.role}{f' of {self.name!r}' if self.name else ''}"
-        return "\n".join([head, *columns(rows, left=3)])
+        lines = [head, *columns(rows, left=3)]
+        if self.gpu:
+            lines += ["", *columns(list(self._gpu_rows()), left=5), self.gpu.text()]
+        return "\n".join(lines)
+
+    def _gpu_rows(self) -> Iterator[Sequence[str]]:
+        yield "layer", "type", "computed", "top formats", "converted"
+        for layer in self.layers:
+            if layer.gpu:
+                where = "on the host" if layer.gpu.on_host else f"with {layer.gpu.run[0]}" if layer.gpu.run else ""
+                formats = ", ".join(layer.gpu.formats.values())
+                converted = ", ".join(f"{name}: {change}" for name, change in layer.gpu.converts.items())
+                yield layer.name, layer.type, where, formats, converted
 
 
 def as_json(nets: Sequence[NetInfo]) -> str:
@@ -75,21 +122,64 @@ def inspect(
     stages: Sequence[str] = (),
     synthetic: bool = False,
     image: Sequence[int] | None = None,
+    gpu: bool = False,
+    precision: str | None = None,
 ) -> list[NetInfo]:
     """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers speak of.
 
     `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
+    `gpu` tells what a GPU would do with the nets, in this precision or the one that they ask for; there need be none.
     ConfigError and DataError say what is wrong.
     """
     text = read_text(path)
     infos = []
     for role, param, origin in _solver_nets(path, text) if is_solver(text) else _phases(path, text, level, stages):
-        net = Net(without_data(param, image=image) if synthetic else param, device=Device(seed=0), path=origin)
+        param = without_data(param, image=image) if synthetic else param
+        chosen = checked(choose_precision(param, precision) or default()) if gpu else "fp32"
+        device = ImaginedGpu(seed=0) if gpu else Device(seed=0)
+        net = Net(param, device=device, path=origin, native=native_format(chosen))
         try:
-            infos.append(NetInfo(role, net.name, list(_layers(net)), sum(blob.count for blob in net.learnable_params)))
+            on_gpu = NetOnGpu(chosen, _shared(net), obstacle(net)) if gpu else None
+            parameters = sum(blob.count for blob in net.learnable_params)
+            infos.append(NetInfo(role, net.name, list(_layers(net, gpu)), parameters, on_gpu))
         finally:
             net.close()
     return infos
+
+
+class ImaginedGpu(Device):
+    """A GPU for nets that are not run: layers and blobs are as on a real one, their arrays are the host's."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self.dirty: set[SyncedMemory] = set()
+        self.epoch = 0
+
+    @property
+    def store(self) -> "ImaginedGpu":  # type: ignore[override]
+        """The device itself."""
+        return self
+
+    @property
+    def host(self) -> Device:
+        """The CPU with this device's random numbers."""
+        host = Device()
+        host.random = self.random
+        return host
+
+    def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """An array of zeros."""
+        return np.zeros(count, dtype)
+
+    def download(self, array: Array, host: Array) -> None:
+        """Copy."""
+        host[...] = array
+
+
+def _shared(net: Net) -> int:
+    """The bytes that the net's blobs take while it runs, without those of its inputs and outputs."""
+    _, total = plan(list(lifetimes(Usage(net, net.steps, net.phase == TRAIN)).values()))
+    return total
 
 
 def is_solver(text: str) -> bool:
@@ -132,8 +222,9 @@ def _phases(path: str, text: str, level: int, stages: Sequence[str]) -> Iterator
         yield f"{'TRAIN' if phase == TRAIN else 'TEST'} net", in_phase, path
 
 
-def _layers(net: Net) -> Iterator[LayerInfo]:
+def _layers(net: Net, gpu: bool) -> Iterator[LayerInfo]:
     seen: set[int] = set()
+    runs = {i: step.layers for step in net.steps for i in step.layers} if gpu else {}
     for i, layer in enumerate(net.layers):
         memory = 0
         for top in net.tops[i]:
@@ -147,7 +238,30 @@ def _layers(net: Net) -> Iterator[LayerInfo]:
             sum(blob.count for blob in layer.blobs),
             memory,
             flops(layer, [b.count for b in net.bottoms[i]], [t.count for t in net.tops[i]]),
+            _on_gpu(net, i, runs.get(i, ())) if gpu else None,
         )
+
+
+def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
+    formats = {name: _format(top) for name, top in zip(net.top_names[index], net.tops[index], strict=True)}
+    converts = {}
+    if twins := net.twins.get(index):
+        names = net.bottom_names[index] + net.top_names[index]
+        blobs = net.bottoms[index] + net.tops[index]
+        for name, blob, twin in zip(names, blobs, twins.bottoms + twins.tops, strict=True):
+            if twin is not blob:
+                converts[name] = f"{_format(blob)} to {_format(twin)}"
+    return LayerOnGpu(net.layers[index].on_host, [net.layer_names[i] for i in run], formats, converts)
+
+
+def _format(blob: Blob) -> str:
+    """The type of a blob's elements, and the order of its axes if it has one that matters."""
+    kind = blob.format.dtype.name.replace("uint16", "bfloat16")
+    axes = len(blob.shape)
+    if axes < 3:
+        return kind
+    spatial = "DHW"[-(axes - 2) :] if axes <= 5 else "..."
+    return f"{kind} {f'N{spatial}C' if blob.format.channels_last else f'NC{spatial}'}"
 
 
 def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:

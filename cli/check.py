@@ -12,6 +12,12 @@ from caffepy.cli import options
 @options.level
 @options.stage
 @options.synthetic
+@click.option(
+    "--gpu",
+    is_flag=True,
+    help="Also tell what a GPU would do with the layers, in the given --precision; there need be none.",
+)
+@options.precision
 @options.as_json
 @options.logged(least=1)
 def check(
@@ -22,6 +28,8 @@ def check(
     stages: tuple[str, ...],
     synthetic: bool,
     image: tuple[int, ...] | None,
+    gpu: bool,
+    precision: str | None,
     as_json: bool,
 ) -> None:
     """Build the nets of a solver, or a net in its phases, and print a table of their layers to stdout.
@@ -29,11 +37,18 @@ def check(
     For each layer: name, type, shapes of its tops, parameters, memory of the tops, operations of a forward pass
     (convolutions and inner products only). Whether FILE is a solver or a net shows from its fields.
 
+    With --gpu also: what is computed on the host, which layers are computed together, the formats of the tops, what is
+    converted into another format, the memory that data and gradients take, and whether a training step can be captured
+    as one graph.
+
     \b
     Examples:
       caffepy check solver.prototxt
       caffepy check --model vgg16 --synthetic
+      caffepy check --solver resnet50 --synthetic --gpu --precision bf16
     """
+    if precision and not gpu:
+        raise click.UsageError("--precision is for --gpu.")
     given = [definition for definition in (solver, model) if definition is not None]
     if file:
         given.append(options.find_definition(file, "solver"))
@@ -48,5 +63,7 @@ def check(
         stages=stages,
         synthetic=synthetic or image is not None,
         image=image or options.image_of(given[0], synthetic),
+        gpu=gpu,
+        precision=precision,
     )
     click.echo(to_json(nets) if as_json else "\n\n".join(net.table() for net in nets))

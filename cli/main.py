@@ -97,7 +97,10 @@ def _is_importing(frame: FrameType | None) -> bool:
 def run(arguments: Sequence[str]) -> int:
     """Run one command line; messages go to stderr. Returns the exit code."""
     try:
-        code = caffepy.main(normalize(arguments, flags(), groups()), prog_name="caffepy", standalone_mode=False) or 0
+        code = (
+            caffepy.main(normalize(arguments, flags(arguments), groups()), prog_name="caffepy", standalone_mode=False)
+            or 0
+        )
         sys.stdout.flush()
         return code
     except click.UsageError as error:
@@ -130,11 +133,16 @@ def _abandon_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def flags() -> dict[str, bool]:
-    """The names of the flags of all commands, without dashes, and whether each takes a value."""
+def flags(arguments: Sequence[str] = ()) -> dict[str, bool]:
+    """The names of the flags of all commands, without dashes, and whether each takes a value.
+
+    Where commands disagree, the first command among the arguments knows.
+    """
+    named = (caffepy.commands.get(argument.replace("_", "-")) for argument in arguments)
+    first = next((command for command in named if command), None)
     return {
         name.lstrip("-"): not parameter.is_flag
-        for command in _all_commands(caffepy)
+        for command in [*_all_commands(caffepy), *([first] if first else [])]
         for parameter in command.params
         if isinstance(parameter, click.Option)
         for name in (*parameter.opts, *parameter.secondary_opts)

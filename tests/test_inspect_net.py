@@ -6,7 +6,7 @@ import pytest
 
 from caffepy import models
 from caffepy.errors import ConfigError
-from caffepy.inspect_net import as_json, inspect, is_solver, outer_fields
+from caffepy.inspect_net import LayerOnGpu, NetInfo, as_json, inspect, is_solver, outer_fields
 
 NET = """
 layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
@@ -120,3 +120,76 @@ def test_names_stay_on_their_lines(tmp_path: Path) -> None:
 
 def test_outer_fields_skip_blocks_comments_and_strings() -> None:
     assert list(outer_fields('a: "x { \\" y" b { c: \'d\' } # e: 1\nf <g: 2>')) == ["a", "b", "f"]
+
+
+def on_gpu(folder: Path, text: str, precision: str | None = None) -> NetInfo:
+    (net,) = inspect(write(folder, text), gpu=True, precision=precision)
+    return net
+
+
+def gpu_of(net: NetInfo, name: str) -> LayerOnGpu:
+    (layer,) = [layer for layer in net.layers if layer.name == name]
+    assert layer.gpu is not None
+    return layer.gpu
+
+
+def test_what_a_gpu_would_do_is_told_without_one(tmp_path: Path) -> None:
+    net = on_gpu(tmp_path, NET % "", "bf16")
+    assert net.gpu is not None
+    assert (net.gpu.precision, net.gpu.obstacle) == ("bf16", None)
+    assert net.gpu.memory >= 2 * 288
+    assert gpu_of(net, "conv").run == gpu_of(net, "relu").run == ["conv", "relu"]
+    assert gpu_of(net, "conv").formats == {"c": "bfloat16 NHWC"}
+    assert gpu_of(net, "ip").formats == {"y": "float32"}
+    assert not gpu_of(net, "ip").on_host
+    table = net.table().splitlines()
+    assert table[-2:] == ["on a GPU: bf16; data and gradients share 0.00 MiB", "a step is captured as one graph"]
+    (line,) = [line.split() for line in table if line.startswith("relu") and "with" in line]
+    assert line == ["relu", "ReLU", "with", "conv", "bfloat16", "NHWC"]
+
+
+def test_in_fp32_blobs_lie_as_in_caffe(tmp_path: Path) -> None:
+    net = on_gpu(tmp_path, NET % "", "fp32")
+    assert gpu_of(net, "conv").formats == {"c": "float32 NCHW"}
+    assert not any(layer.gpu and layer.gpu.converts for layer in net.layers)
+
+
+def test_the_net_may_ask_for_a_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CAFFEPY_PRECISION", raising=False)
+    text = "default_forward_type: FLOAT16 default_backward_type: FLOAT16" + NET % "forward_type: FLOAT"
+    net = on_gpu(tmp_path, text)
+    assert net.gpu is not None
+    assert net.gpu.precision == "fp16"
+    assert gpu_of(net, "in").formats == {"x": "float32 NCHW"}
+    assert gpu_of(net, "conv").formats == {"c": "float32 NHWC"}
+    told = on_gpu(tmp_path, NET % "").gpu
+    assert told is not None
+    assert told.precision == "tf32"
+
+
+def test_what_is_computed_on_the_host_is_told(tmp_path: Path) -> None:
+    keep = 'layer { name: "keep" type: "Filter" bottom: "x" bottom: "s" top: "x_kept" }'
+    text = NET.replace('bottom: "x" top: "c"', 'bottom: "x_kept" top: "c"') % ""
+    selector = 'layer { name: "s" type: "Input" top: "s" input_param { shape { dim: 2 } } }'
+    first, rest = text.strip().split("\n", 1)
+    net = on_gpu(tmp_path, "\n".join([first, selector, keep, rest]), "tf32")
+    assert net.gpu is not None
+    assert net.gpu.obstacle == 'layer "keep" (Filter) computes on the host'
+    assert gpu_of(net, "keep").on_host
+    lines = net.table().splitlines()
+    assert lines[-1] == 'a step is not captured as one graph: layer "keep" (Filter) computes on the host'
+    assert gpu_of(net, "conv").converts == {"x_kept": "float32 NCHW to float32 NHWC"}
+
+
+def test_json_has_what_a_gpu_would_do_where_that_was_asked(tmp_path: Path) -> None:
+    (plain,) = json.loads(as_json(inspect(write(tmp_path, NET % ""))))
+    assert plain["gpu"] is None
+    (told,) = json.loads(as_json([on_gpu(tmp_path, NET % "", "fp16")]))
+    assert told["gpu"].pop("memory") >= 2 * 288
+    assert told["gpu"] == {"precision": "fp16", "obstacle": None}
+    assert told["layers"][1]["gpu"] == {
+        "on_host": False,
+        "run": ["conv", "relu"],
+        "formats": {"c": "float16 NHWC"},
+        "converts": {"x": "float32 NCHW to float16 NHWC"},
+    }

@@ -22,6 +22,10 @@ CASES = {
     "unknown flag": ("train -slover x", "train --slover x"),
     "unknown flag with a no": ("train -nothing", "train --nothing"),
     "argument": ("check -level 1 net.prototxt", "check --level=1 net.prototxt"),
+    "flag of one command that takes a value in another": (
+        "check --gpu --precision bf16 net.prototxt",
+        "check --gpu --precision=bf16 net.prototxt",
+    ),
     "after two dashes": ("check -- -net.prototxt", "check -- -net.prototxt"),
     "a lone dash": ("check -", "check -"),
     "command of a group": ("weights show x --json", "weights show --json x"),
@@ -33,7 +37,7 @@ CASES = {
 
 @pytest.mark.parametrize(("typed", "understood"), CASES.values(), ids=CASES.keys())
 def test_normalize(typed: str, understood: str) -> None:
-    assert normalize(typed.split(), flags(), groups()) == understood.split()
+    assert normalize(typed.split(), flags(typed.split()), groups()) == understood.split()
 
 
 def test_an_empty_value_stays() -> None:
