@@ -96,3 +96,34 @@ def test_average(case, dtype):
         np.testing.assert_allclose(y[:, :, i, j], x[:, :, rows, columns].sum((2, 3)) / area, rtol=1e-4, atol=1e-5)
         want[:, :, rows, columns] += dy[:, :, i : i + 1, j : j + 1] / area
     np.testing.assert_allclose(dx, want, rtol=1e-4, atol=1e-5)
+
+
+def test_stochastic_takes_each_element_by_its_share():
+    x = np.random.default_rng(0).integers(0, 4, (2, 3, 7, 7)).astype(np.float32)
+    x[0, 0, :3, :3] = 0
+    y, index = np.empty((2, 3, 3, 3), np.float32), np.empty((2, 3, 3, 3), np.int32)
+    how, counts = ((3, 3), (2, 2), (0, 0)), np.zeros((2, 3, 3, 3, 49))
+    for tick in range(2000):
+        cpu.stochastic_pool_forward(x, y, index, *how, 7, np.array(tick))
+        taken = np.take_along_axis(x.reshape(2, 3, 49), index.reshape(2, 3, 9), 2)
+        np.testing.assert_array_equal(taken.reshape(y.shape), y)
+        np.add.at(counts, (*np.indices(y.shape), index), 1)
+    window = x[1, 1, 2:5, 2:5]
+    seen = counts[1, 1, 1, 1].reshape(7, 7)[2:5, 2:5] / 2000
+    np.testing.assert_allclose(seen, window / window.sum(), atol=0.04)
+    assert (seen[window == 0] == 0).all()
+    assert counts[0, 0, 0, 0, 0] == 2000  # all are 0: the first
+    cpu.stochastic_pool_mean(x, y, *how)
+    assert y[1, 1, 1, 1] == pytest.approx((window**2).sum() / window.sum())
+    assert y[0, 0, 0, 0] == 0
+
+
+def test_stochastic_draws_anew_in_each_pass():
+    x = np.ones((1, 4, 8, 8), np.float32)
+    y, index = np.empty((1, 4, 4, 4), np.float32), np.empty((1, 4, 4, 4), np.int32)
+    draws = []
+    for seed, tick in ((1, None), (1, None), (1, np.array(0)), (1, np.array(1)), (2, None)):
+        cpu.stochastic_pool_forward(x, y, index, (2, 2), (2, 2), (0, 0), seed, tick)
+        draws.append(index.tobytes())
+    assert draws[0] == draws[1]
+    assert len(set(draws)) == 4

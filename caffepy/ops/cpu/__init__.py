@@ -58,6 +58,8 @@ from caffepy.ops.cpu.pooling import (
     max_pool_backward,
     max_pool_forward,
     pool_index_type,
+    stochastic_pool_forward,
+    stochastic_pool_mean,
 )
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cpu.staging import Staging
@@ -142,6 +144,8 @@ __all__ = [
     "softmax_forward",
     "softmax_loss_backward",
     "softmax_loss_forward",
+    "stochastic_pool_forward",
+    "stochastic_pool_mean",
     "swish_backward",
     "swish_forward",
     "tanh_backward",

@@ -1,13 +1,15 @@
-"""Max and average pooling over planes of (N, C, H, W). Kernel, stride and pad are (height, width) pairs."""
+"""Max, average and stochastic pooling over planes of (N, C, H, W). Kernel, stride and pad are (height, width) pairs."""
 
-from functools import lru_cache
+from collections.abc import Callable
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.compiler import EXACT, kernel
+from caffepy.ops.cpu.random import mix, seed_of_pass
 from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
@@ -161,6 +163,51 @@ def _ave_backward(
             dx[n, e] = buffer[np.uint32(place[e])]
 
 
+def _in_order(function: Callable[..., Any]) -> Any:
+    return kernel(function, EXACT)
+
+
+@_in_order
+def _stochastic_forward(
+    x: Array, y: Array, index: Array, seed: int, kernel: Pair, stride: Pair, pad: Pair, lo: int, hi: int
+) -> None:
+    h, w, second, number = x.shape[1], x.shape[2], mix(np.uint32(seed)), x.dtype.type
+    for n in range(lo, hi):
+        for i in range(y.shape[1]):
+            for j in range(y.shape[2]):
+                top, left = i * stride[0] - pad[0], j * stride[1] - pad[1]
+                rows = range(max(top, 0), min(top + kernel[0], h))
+                columns = range(max(left, 0), min(left + kernel[1], w))
+                total = number(0)
+                for r in rows:
+                    for c in columns:
+                        total += x[n, r, c]
+                hash_ = mix(np.uint32(seed + (n * y.shape[1] + i) * y.shape[2] + j))
+                part = number(mix(np.uint32(hash_ + second))) + number(0.5)
+                bound, so_far = part * number(1 / 4294967296) * total, number(0)
+                at, found = (min(rows.start, h - 1), min(columns.start, w - 1)), False
+                for r in rows:
+                    for c in columns:
+                        so_far += x[n, r, c]
+                        if not found and so_far >= bound:
+                            at, found = (r, c), True
+                y[n, i, j], index[n, i, j] = x[n, at[0], at[1]], at[0] * w + at[1]
+
+
+@kernel
+def _stochastic_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, lo: int, hi: int) -> None:
+    for n in range(lo, hi):
+        for i in range(y.shape[1]):
+            for j in range(y.shape[2]):
+                top, left = i * stride[0] - pad[0], j * stride[1] - pad[1]
+                total, squares = x.dtype.type(0), x.dtype.type(0)
+                for r in range(max(top, 0), min(top + kernel[0], x.shape[1])):
+                    for c in range(max(left, 0), min(left + kernel[1], x.shape[2])):
+                        total += x[n, r, c]
+                        squares += x[n, r, c] * x[n, r, c]
+                y[n, i, j] = squares / total if total > 0 else 0
+
+
 def _share(loop: Any, layout: _Layout, *arrays: Array) -> None:
     """Call loop on the planes of (N, C, H, W) arrays."""
     n, c = arrays[0].shape[:2]
@@ -200,3 +247,26 @@ def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) 
 def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write dx: each dy shared evenly over its window."""
     _share(_ave_backward, _layout(dx.shape[2:], dy.shape[2:], kernel, stride, pad), dy, dx)
+
+
+def _planes(x: Array) -> Array:
+    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+
+def stochastic_pool_forward(
+    x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, seed: int, tick: Array | None = None
+) -> None:
+    """Write a random element of each window, likelier the larger it is, and which one, as `max_pool_forward` does.
+
+    Its gradient is `max_pool_backward`'s. Seed and tick are those of `dropout_forward`.
+    """
+    if tick is not None:
+        seed = int(seed_of_pass(seed, int(tick)))
+    planes = [_planes(a) for a in (x, y, index)]
+    parallel(partial(_stochastic_forward, *planes, seed, kernel, stride, pad), len(planes[0]))
+
+
+def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
+    """Write what `stochastic_pool_forward` gives on average: sum of squares / sum, 0 if that is not above 0."""
+    planes = _planes(x), _planes(y)
+    parallel(partial(_stochastic_mean, *planes, kernel, stride, pad), len(planes[0]))

@@ -69,6 +69,8 @@ from caffepy.ops.cuda.pooling import (
     max_pool_backward,
     max_pool_forward,
     pool_index_type,
+    stochastic_pool_forward,
+    stochastic_pool_mean,
 )
 from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cuda.staging import Staging
@@ -153,6 +155,8 @@ __all__ = [
     "softmax_forward",
     "softmax_loss_backward",
     "softmax_loss_forward",
+    "stochastic_pool_forward",
+    "stochastic_pool_mean",
     "swish_backward",
     "swish_forward",
     "tanh_backward",

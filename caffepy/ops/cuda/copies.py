@@ -113,7 +113,7 @@ def cut(whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis:
 
 
 def _side_by_side(joining: bool, whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int) -> None:
-    there = [a for a in parts if a is not None]
+    there = [a for a in parts if a is not None and a.size]
     assert sum(sizes) == whole.shape[axis]
     assert all(a.dtype == whole.dtype for a in there)
     if not whole.size:

@@ -1,4 +1,4 @@
-"""Max and average pooling over planes of (N, C, H, W). Kernel, stride and pad are (height, width) pairs."""
+"""Max, average and stochastic pooling over planes of (N, C, H, W). Kernel, stride and pad are (height, width) pairs."""
 
 from math import prod
 from typing import Any
@@ -24,21 +24,23 @@ def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
 
 
 def _pool(
-    name: str, over: Array, large: Array, small: Array, arrays: tuple[Array, ...], *pairs: Pair, index: str = ""
+    name: str, over: Array, large: Array, small: Array, arrays: tuple[Array, ...], pairs: tuple[Pair, ...], *others: Any
 ) -> None:
     """Call a kernel that writes `over`, one of the large (N, C, H, W) and the small (N, C, Ho, Wo) array."""
     if not over.size:
         return
     n, c = large.shape[:2]
     images, channels = (n, c) if channels_last(large, small) else (n * c, 1)
-    wide = not index and over is small and channels == 1 and prod(pairs[0]) >= WIDE
     v = 16 // large.itemsize
     while v > 1 and (channels % v or over.size < v * BUSY or any(a.data.ptr % (v * a.itemsize) for a in arrays)):
         v //= 2
-    types = c_type(large), *([index] if index else []), *([] if wide else [str(v)])
-    threads = over.size * 32 if wide else over.size // v
+    types, threads = [c_type(large), *(_INDEX[a.dtype.name] for a in arrays if a.dtype.name in _INDEX)], over.size // v
+    if name == "ave_pool_forward" and channels == 1 and prod(pairs[0]) >= WIDE:
+        name, threads = "ave_pool_forward_wide", over.size * 32
+    else:
+        types.append(str(v))
     sizes = (images, channels // v, *large.shape[2:], *small.shape[2:], *(int(side) for pair in pairs for side in pair))
-    launch_expression("pooling", f"{name}{'_wide' * wide}<{', '.join(types)}>", threads, *arrays, *sizes)
+    launch_expression("pooling", f"{name}<{', '.join(types)}>", threads, *arrays, *sizes, *others)
 
 
 def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
@@ -47,19 +49,35 @@ def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pai
     An index of int32 counts h*W + w within the plane; one of uint8 within the window, in the order of y's memory.
     A window that holds nothing but NaN keeps its first element.
     """
-    _pool("max_pool_forward", y, x, y, (x, y, index), kernel, stride, pad, index=_INDEX[index.dtype.name])
+    _pool("max_pool_forward", y, x, y, (x, y, index), (kernel, stride, pad))
 
 
 def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write dx: each dy goes to the element that its index names."""
-    _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), kernel, stride, pad, index=_INDEX[index.dtype.name])
+    _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), (kernel, stride, pad))
 
 
 def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write the mean of each window; padding counts in the divisor, what hangs over it does not."""
-    _pool("ave_pool_forward", y, x, y, (x, y), kernel, stride, pad)
+    _pool("ave_pool_forward", y, x, y, (x, y), (kernel, stride, pad))
 
 
 def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     """Write dx: each dy shared evenly over its window."""
-    _pool("ave_pool_backward", dx, dx, dy, (dy, dx), kernel, stride, pad)
+    _pool("ave_pool_backward", dx, dx, dy, (dy, dx), (kernel, stride, pad))
+
+
+def stochastic_pool_forward(
+    x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, seed: int, tick: Array | None = None
+) -> None:
+    """Write a random element of each window, likelier the larger it is, and which one, as `max_pool_forward` does.
+
+    Its gradient is `max_pool_backward`'s. Seed and tick are those of `dropout_forward`.
+    """
+    pairs, numbers = (kernel, stride, pad), (seed, 0 if tick is None else tick)
+    _pool("stochastic_pool_forward", y, x, y, (x, y, index), pairs, *numbers)
+
+
+def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
+    """Write what `stochastic_pool_forward` gives on average: sum of squares / sum, 0 if that is not above 0."""
+    _pool("stochastic_pool_mean", y, x, y, (x, y), (kernel, stride, pad))

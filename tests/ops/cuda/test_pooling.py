@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from tests.ops.cuda.compare import CLOSE, EXACT, agree, data
+from tests.ops.cuda.stored import TOLERANCE, loaded, rounded, stored
 
 pytestmark = pytest.mark.gpu
 
@@ -60,3 +61,130 @@ def test_average(case, dtype):
     y = np.empty(top_shape(shape, *how), dtype)
     agree("ave_pool_forward", x, y, *how, tolerance=CLOSE)
     agree("ave_pool_backward", data(y.shape, dtype, 1), np.empty_like(x), *how, tolerance=CLOSE)
+
+
+def formats():
+    """Element type, whether the channels lie last, how many threads keep the device busy: 1 gives the widest packs."""
+    yield from [(kind, True, busy) for kind in ("float32", "float16", "uint16", "float64") for busy in (1, 1 << 16)]
+    yield from [("float16", False, 1), ("uint16", False, 1)]
+
+
+CHANNELS = [1, 3, 5, 8, 20, 64]
+WINDOWS = {  # kernel, stride, pad
+    "2x2 stride 2": ((2, 2), (2, 2), (0, 0)),
+    "3x3 stride 2": ((3, 3), (2, 2), (0, 0)),
+    "3x3 padded": ((3, 3), (1, 1), (1, 1)),
+    "5x5 stride 3": ((5, 5), (3, 3), (0, 0)),
+    "global": ((9, 11), (1, 1), (0, 0)),
+    "gaps": ((2, 1), (4, 3), (0, 0)),
+    "oblong": ((3, 2), (2, 1), (1, 0)),
+}
+
+
+def twice(stream, function, *arguments):
+    """Call the function, and replay a capture of it over what it wrote before."""
+    function(*arguments)
+    stream.begin_capture()
+    function(*arguments)
+    stream.end_capture().launch(stream)
+
+
+@pytest.mark.parametrize(("kind", "last", "busy"), list(formats()))
+@pytest.mark.parametrize("case", WINDOWS)
+def test_types_and_orders(case, kind, last, busy, monkeypatch):
+    import cupy
+
+    from caffepy.ops import cpu, cuda
+    from caffepy.ops.cuda import pooling
+
+    monkeypatch.setattr(pooling, "BUSY", busy)
+    how = WINDOWS[case]
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for channels in CHANNELS:
+            x = rounded(np.round(data((2, channels, 9, 11)), 1), kind)  # windows have several largest elements
+            dy = rounded(data(top_shape(x.shape, *how), seed=1), kind)
+            y, dx, index = np.empty_like(dy), np.empty_like(x), np.empty(dy.shape, np.int32)
+            u, du = stored(x, kind, last), stored(np.full(x.shape, 9), kind, last)
+            v, dv = stored(np.full(dy.shape, 9), kind, last), stored(dy, kind, last)
+
+            cpu.max_pool_forward(x, y, index, *how)
+            cpu.max_pool_backward(dy, index, dx, *how)
+            for which in (cuda.pool_index_type(how[0]), np.int32):
+                where = cupy.empty(dy.shape, which)
+                twice(stream, cuda.max_pool_forward, u, v, where, *how)
+                twice(stream, cuda.max_pool_backward, dv, where, du, *how)
+                np.testing.assert_array_equal(loaded(v), y)
+                np.testing.assert_array_equal(loaded(du), dx if kind == "float64" else rounded(dx, kind))
+
+            cpu.ave_pool_forward(x, y, *how)
+            cpu.ave_pool_backward(dy, dx, *how)
+            twice(stream, cuda.ave_pool_forward, u, v, *how)
+            twice(stream, cuda.ave_pool_backward, dv, du, *how)
+            np.testing.assert_allclose(loaded(v), y, *TOLERANCE[kind])
+            np.testing.assert_allclose(loaded(du), dx, *TOLERANCE[kind])
+
+            cpu.stochastic_pool_mean(np.abs(x), y, *how)
+            twice(stream, cuda.stochastic_pool_mean, stored(np.abs(x), kind, last), v, *how)
+            np.testing.assert_allclose(loaded(v), y, *TOLERANCE[kind])
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+@pytest.mark.parametrize("kind", ["float32", "uint16"])
+def test_max_without_numbers_with_the_channels_last(kind, value, monkeypatch):
+    import cupy
+
+    from caffepy.ops import cpu, cuda
+    from caffepy.ops.cuda import pooling
+
+    monkeypatch.setattr(pooling, "BUSY", 1)
+    x = np.full((1, 8, 6, 6), value, np.float32)
+    x[0, 1, 2, 3] = 5
+    how = (3, 3), (2, 2), (1, 1)
+    y, dx, dy = np.empty((1, 8, 4, 4), "f"), np.empty_like(x), rounded(data((1, 8, 4, 4)), kind)
+    index = np.empty(y.shape, np.int32)
+    cpu.max_pool_forward(x, y, index, *how)
+    cpu.max_pool_backward(dy, index, dx, *how)
+    with cupy.cuda.Stream(non_blocking=True):
+        u, v, where = stored(x, kind, True), stored(y, kind, True), cupy.empty(y.shape, np.uint8)
+        cuda.max_pool_forward(u, v, where, *how)
+        np.testing.assert_array_equal(loaded(v), y)
+        cuda.max_pool_backward(stored(dy, kind, True), where, u, *how)
+        np.testing.assert_array_equal(loaded(u), rounded(dx, kind))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_stochastic(case, dtype):
+    shape, *how = CASES[case]
+    x = np.maximum(np.round(data(shape, dtype), 1), 0)
+    y = np.empty(top_shape(shape, *how), dtype)
+    tick = np.array(5, np.int64)
+    agree("stochastic_pool_forward", x, y, np.empty(y.shape, np.int32), *how, 1 << 31, tick, tolerance=EXACT)
+    agree("stochastic_pool_forward", x, y, np.empty(y.shape, np.int32), *how, 3, None, tolerance=EXACT)
+    agree("stochastic_pool_mean", x, y, *how, tolerance=CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "uint16"])
+def test_stochastic_with_the_channels_last(kind, monkeypatch):
+    import cupy
+
+    from caffepy.ops import cuda
+    from caffepy.ops.cuda import pooling
+
+    monkeypatch.setattr(pooling, "BUSY", 1)
+    how = (3, 3), (3, 3), (0, 0)  # no element is in two windows, so a gradient of 1 shows what was taken
+    x = rounded(np.maximum(np.round(data((4, 24, 12, 12)), 1), 0) + 0.1, kind)
+    taken = np.zeros(x.shape)
+    with cupy.cuda.Stream(non_blocking=True):
+        u, v, du = stored(x, kind, True), stored(np.zeros((4, 24, 4, 4)), kind, True), stored(x, kind, True)
+        where, ones = cupy.empty(v.shape, np.uint8), stored(np.ones(v.shape), kind, True)
+        for tick in range(200):
+            cuda.stochastic_pool_forward(u, v, where, *how, 11, cupy.full((), tick, np.int64))
+            cuda.max_pool_backward(ones, where, du, *how)
+            chosen = loaded(du)
+            np.testing.assert_array_equal((chosen * x).reshape(4, 24, 4, 3, 4, 3).sum((3, 5)), loaded(v))
+            taken += chosen
+    windows = x.reshape(4, 24, 4, 3, 4, 3).astype(np.float64)
+    expected = (windows / windows.sum((3, 5), keepdims=True)).reshape(x.shape)
+    assert np.abs(taken / 200 - expected).max() < 0.2
+    assert np.abs((taken / 200 - expected).mean((0, 1))).max() < 0.02

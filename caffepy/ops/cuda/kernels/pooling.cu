@@ -4,6 +4,7 @@
 
 #include "pack.cuh"
 #include "reduce.cuh"
+#include "random.cuh"
 
 struct Windows {
   int packs, h, w, ho, wo, kh, kw, sh, sw, ph, pw;  // packs of channels
@@ -232,5 +233,79 @@ __global__ void ave_pool_backward(const T* __restrict__ dy, T* __restrict__ dx, 
 #pragma unroll
     for (int v = 0; v < V; ++v) total.v[v] = T(sum[v]);
     reinterpret_cast<Pack<T, V>*>(dx)[e] = total;
+  }
+}
+
+// y = an element of the window, each with the probability of its share of their sum: the first up to which they add up
+// to a random part of it; index = where. The first element if there is none such.
+template <typename T, typename I, int V>
+__global__ void stochastic_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* __restrict__ index, WINDOWS,
+                                        i64 seed, const i64* tick) {
+  using A = Wide<T>;
+  const Windows s = NUMBERS;
+  const Draw draw(seed, tick);
+  FOR_EACH(e, images * s.small()) {
+    const Place at(e, s.ho, s.wo, s.packs);
+    const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
+    const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
+    const int corner_row = min(rows.lo, s.h - 1), corner_column = min(columns.lo, s.w - 1);
+    A sum[V] = {};
+    for (int r = rows.lo; r < rows.hi; ++r)
+      for (int c = columns.lo; c < columns.hi; ++c) {
+        const Pack<T, V> taken = image[(r * s.w + c) * s.packs];
+#pragma unroll
+        for (int v = 0; v < V; ++v) sum[v] += A(taken.v[v]);
+      }
+    Pack<T, V> chosen = image[(corner_row * s.w + corner_column) * s.packs];
+    Pack<I, V> places;
+    A bound[V], part[V] = {};
+    bool found[V] = {};
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      places.v[v] = I(index_of<I>(s, corner_row, corner_column, rows.start, columns.start));
+      bound[v] = (A(draw(e * V + v)) + A(0.5)) * A(1.0 / 4294967296.0) * sum[v];
+    }
+    for (int r = rows.lo; r < rows.hi; ++r)
+      for (int c = columns.lo; c < columns.hi; ++c) {
+        const Pack<T, V> taken = image[(r * s.w + c) * s.packs];
+        const I here = I(index_of<I>(s, r, c, rows.start, columns.start));
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          part[v] += A(taken.v[v]);
+          if (!found[v] && part[v] >= bound[v]) {
+            found[v] = true;
+            chosen.v[v] = taken.v[v];
+            places.v[v] = here;
+          }
+        }
+      }
+    reinterpret_cast<Pack<T, V>*>(y)[e] = chosen;
+    reinterpret_cast<Pack<I, V>*>(index)[e] = places;
+  }
+}
+
+// y = what stochastic_pool_forward gives on average: sum of squares / sum, 0 if that is not above 0
+template <typename T, int V>
+__global__ void stochastic_pool_mean(const T* __restrict__ x, T* __restrict__ y, WINDOWS) {
+  using A = Wide<T>;
+  const Windows s = NUMBERS;
+  FOR_EACH(e, images * s.small()) {
+    const Place at(e, s.ho, s.wo, s.packs);
+    const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
+    const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
+    A sum[V] = {}, squares[V] = {};
+    for (int r = rows.lo; r < rows.hi; ++r)
+      for (int c = columns.lo; c < columns.hi; ++c) {
+        const Pack<T, V> taken = image[(r * s.w + c) * s.packs];
+#pragma unroll
+        for (int v = 0; v < V; ++v) {
+          sum[v] += A(taken.v[v]);
+          squares[v] += A(taken.v[v]) * A(taken.v[v]);
+        }
+      }
+    Pack<T, V> mean;
+#pragma unroll
+    for (int v = 0; v < V; ++v) mean.v[v] = T(sum[v] > 0 ? squares[v] / sum[v] : A(0));
+    reinterpret_cast<Pack<T, V>*>(y)[e] = mean;
   }
 }

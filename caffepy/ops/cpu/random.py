@@ -1,0 +1,26 @@
+"""Random numbers that are hashes of a seed, of the number of a pass and of a place: they come in any order.
+
+Place i of seed s gets mix(mix(s + i) + mix(s)), on a GPU too.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from caffepy.ops.cpu.compiler import kernel
+
+
+@kernel
+def mix(h: Any) -> Any:
+    """The finalizer of MurmurHash3: every bit of the result hangs on every bit of h."""
+    h = np.uint32(h ^ (h >> np.uint32(16)))
+    h = np.uint32(h * np.uint32(0x85EBCA6B))
+    h = np.uint32(h ^ (h >> np.uint32(13)))
+    h = np.uint32(h * np.uint32(0xC2B2AE35))
+    return np.uint32(h ^ (h >> np.uint32(16)))
+
+
+@kernel
+def seed_of_pass(seed: int, tick: int) -> Any:
+    """The seed of pass number `tick`."""
+    return mix(np.uint32(np.uint32(seed) + mix(np.uint32(tick))))
