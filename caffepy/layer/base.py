@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy import ops
-from caffepy.blob import PLAIN, Blob, Format, on_host
+from caffepy.blob import PLAIN, Array, Blob, Format, on_host
 from caffepy.device import Device
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import LayerParameter
@@ -190,3 +190,28 @@ class LossLayer(Layer):
             raise ConfigError(
                 f"{self.type} cannot differentiate its labels; the layer that makes them needs no gradient"
             )
+
+
+class Drawing(Layer):
+    """Base of layers that draw random numbers in forward.
+
+    Where the device counts passes, all numbers come from one seed and the pass; else from a seed for each pass.
+    """
+
+    seed: int | None = None  # drawn when it is needed, so that fillers get the same numbers on any device
+
+    def draw(self) -> tuple[int, Array | None]:
+        """The seed of the next numbers and, where the device counts passes, the count."""
+        if self.device.tick is None:
+            return self.device.draw_seed(), None
+        if self.seed is None:
+            self.seed = self.device.draw_seed()
+        return self.seed, self.device.tick
+
+    def state(self) -> dict[str, Any]:
+        """The one seed, if there is one."""
+        return {} if self.seed is None else {"seed": self.seed}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on with that seed."""
+        self.seed = state.get("seed")

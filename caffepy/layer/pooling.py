@@ -7,8 +7,8 @@ import numpy as np
 
 from caffepy.blob import MAX_COUNT, PLAIN, Blob, Format
 from caffepy.errors import ConfigError
-from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
+from caffepy.layer.base import Blobs, Drawing, Layer, layer
+from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter, PoolingParameter
 
 Pair = tuple[int, int]
 
@@ -41,10 +41,11 @@ def check_padded(size: Sequence[int], pad: Sequence[int]) -> None:
 
 
 @layer("Pooling")
-class Pooling(Layer):
+class Pooling(Drawing):
     """(N, C, H, W) -> (N, C, Ho, Wo); a second top of MAX is the index h*W + w of each maximum.
 
     Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode. AVE counts padding in its divisor.
+    STOCHASTIC takes an element by its share of the sum, at TEST the mean with these shares (Zeiler and Fergus 2013).
     """
 
     on_gpu = True
@@ -57,8 +58,6 @@ class Pooling(Layer):
         self.method = param.pool
         self.whole = param.global_pooling
         self.tells_where = len(top) > 1  # within the plane
-        if self.method == PoolingParameter.STOCHASTIC:
-            raise ConfigError("STOCHASTIC pooling needs a GPU; use MAX or AVE on the CPU")
         if self.tells_where and self.method != PoolingParameter.MAX:
             raise ConfigError("only MAX pooling has a second top")
         has_kernel = any(param.HasField(name) for name in ("kernel_size", "kernel_h", "kernel_w"))
@@ -75,6 +74,8 @@ class Pooling(Layer):
             raise ConfigError("strides must be 1 or more")
         if self.whole and (self.pad != (0, 0) or self.stride != (1, 1)):
             raise ConfigError("global_pooling needs pad 0 and stride 1")
+        if self.method == PoolingParameter.STOCHASTIC and self.pad != (0, 0):
+            raise ConfigError("STOCHASTIC pooling takes no pad; MAX and AVE do")
         if not self.whole and any(p >= k for p, k in zip(self.pad, self.kernel, strict=True)):
             raise ConfigError(f"pad {_by(self.pad)} must be smaller than the kernel {_by(self.kernel)}")
 
@@ -95,34 +96,39 @@ class Pooling(Layer):
         check_padded(size, self.pad)
         for t in top:
             t.reshape((n, c, *out))
-        if self.method == PoolingParameter.MAX:
-            self.index = self.buffer(
-                top[0].shape, np.int32 if self.tells_where else self.ops.pool_index_type(self.kernel)
-            )
+        if self.method != PoolingParameter.AVE:
+            kind = np.dtype(np.int32) if self.tells_where else self.ops.pool_index_type(self.kernel)
+            self.index = self.buffer(top[0].shape, kind)
 
     def format_for(self, native: Format) -> Format:
         """As they come, but for a second top."""
         return PLAIN if self.tells_where else native
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Maximum or mean of each window."""
-        x, y = bottom[0].data, top[0].data
+        """Maximum, mean or random element of each window."""
+        x, y, window = bottom[0].data, top[0].data, (self.kernel, self.stride, self.pad)
         if self.method == PoolingParameter.MAX:
-            self.ops.max_pool_forward(x, y, self.index.data, self.kernel, self.stride, self.pad)
+            self.ops.max_pool_forward(x, y, self.index.data, *window)
             if self.tells_where:
                 top[1].data[...] = self.index.data
+        elif self.method == PoolingParameter.AVE:
+            self.ops.ave_pool_forward(x, y, *window)
+        elif self.phase == TRAIN:
+            self.ops.stochastic_pool_forward(x, y, self.index.data, *window, *self.draw())
         else:
-            self.ops.ave_pool_forward(x, y, self.kernel, self.stride, self.pad)
+            self.ops.stochastic_pool_mean(x, y, *window)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """To the maximum, or shared evenly."""
+        """To the element that was taken, or shared evenly."""
         if not propagate_down[0]:
             return
-        dy, dx = top[0].diff, bottom[0].diff
-        if self.method == PoolingParameter.MAX:
-            self.ops.max_pool_backward(dy, self.index.data, dx, self.kernel, self.stride, self.pad)
+        dy, dx, window = top[0].diff, bottom[0].diff, (self.kernel, self.stride, self.pad)
+        if self.method == PoolingParameter.AVE:
+            self.ops.ave_pool_backward(dy, dx, *window)
+        elif self.method == PoolingParameter.STOCHASTIC and self.phase != TRAIN:
+            raise ConfigError("STOCHASTIC pooling has a gradient in the TRAIN phase only")
         else:
-            self.ops.ave_pool_backward(dy, dx, self.kernel, self.stride, self.pad)
+            self.ops.max_pool_backward(dy, self.index.data, dx, *window)
 
 
 @layer("SPP")

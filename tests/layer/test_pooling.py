@@ -3,6 +3,7 @@ import pytest
 
 from caffepy.errors import ConfigError
 from caffepy.layer.pooling import pooled_size
+from caffepy.proto.caffe_pb2 import TEST
 
 from .harness import Single, check_golden, check_gradient, random, seeded
 
@@ -55,6 +56,27 @@ def test_the_second_top_tells_where():
     np.testing.assert_array_equal(np.take_along_axis(x, index.reshape(2, 4).astype(int), 1), y.reshape(2, 4))
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "pad:" not in CASES[case] and "pad_h" not in CASES[case]])
+def test_stochastic_gradient(case):
+    single = Single(text(f"{CASES[case]} pool: STOCHASTIC"), distinct(2, 2, 5, 6), dtype=np.float64)
+    (y,) = single.forward()
+    single.top[0].diff[...] = dy = random(*y.shape)
+    single.layer.backward(single.top, [True], single.bottom)
+    # y is a sum of elements of x: their gradients times x is y times its gradient
+    assert (single.bottom[0].diff * single.inputs[0]).sum() == pytest.approx((y * dy).sum())
+    assert np.isin(y, single.inputs[0]).all()
+
+
+def test_stochastic_at_test():
+    x = distinct(1, 2, 4, 4)
+    single = Single(text("kernel_size: 2 stride: 2 pool: STOCHASTIC"), x, phase=TEST)
+    (y,) = single.forward()
+    windows = x.reshape(1, 2, 2, 2, 2, 2)
+    np.testing.assert_allclose(y, (windows**2).sum((3, 5)) / windows.sum((3, 5)))
+    with pytest.raises(ConfigError, match="in the TRAIN phase only"):
+        single.layer.backward(single.top, [True], single.bottom)
+
+
 @pytest.mark.parametrize(
     ("size", "kernel", "stride", "pad", "up", "out"),
     [
@@ -92,7 +114,7 @@ ERRORS = {
     "global with kernel": ("global_pooling: true kernel_size: 2", "give no kernel size"),
     "global with pad": ("global_pooling: true pad: 1", "global_pooling needs pad 0 and stride 1"),
     "pad": ("kernel_size: 2 pad: 2", "pad 2x2 must be smaller than the kernel 2x2"),
-    "stochastic": ("kernel_size: 2 pool: STOCHASTIC", "STOCHASTIC pooling needs a GPU"),
+    "stochastic pad": ("kernel_size: 2 pad: 1 pool: STOCHASTIC", "STOCHASTIC pooling takes no pad"),
     "kernel beyond input": ("kernel_size: 9", "kernel 9x9 does not fit its 4x4 input"),
 }
 
