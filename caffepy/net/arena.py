@@ -194,6 +194,8 @@ def save_memory(usages: Sequence[Usage]) -> int:
     for need, (offsets, _) in zip(needs, plans, strict=True):
         for (memory, interval), offset in zip(need.items(), offsets, strict=True):
             memory.bind(arena[offset : offset + interval.size].view(memory.format.dtype))
+    for usage in usages:
+        usage.net.shares_memory = True
     before = sum(interval.size for need in needs for interval in need.values())
     log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
     return size

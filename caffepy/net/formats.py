@@ -5,6 +5,7 @@ most, the convolutions and products, ask for it. Labels, losses and whatever els
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 from caffepy.blob import PLAIN, Blob, Format
@@ -35,10 +36,10 @@ def plan(
         if keeps_float32(layer.param):
             base = base._replace(dtype=PLAIN.dtype)
         wanted = layer.format_for(base)
-        taken.append([fit(wanted, b) for b in ins])
+        taken.append([_as_taken(layer, b, of[id(b)], wanted) for b in ins])
         for b, format in zip(ins, taken[-1], strict=True):
             readers.setdefault(id(b), []).append(format)
-        going = PLAIN if wanted == PLAIN else Format(base.dtype, base.channels_last)
+        going = PLAIN if wanted == PLAIN else Format(base.dtype, base.channels_last and wanted.channels_last)
         for t in outs:
             if layer.is_data and len(t.shape) < 3:
                 of[id(t)] = PLAIN
@@ -53,6 +54,17 @@ def plan(
 def fit(format: Format, blob: Blob) -> Format:
     """The format for a blob of this shape: up to two axes have one order only."""
     return Format(format.dtype, format.channels_last and len(blob.shape) > 2)
+
+
+def _as_taken(layer: Layer, blob: Blob, lies: Format, wanted: Format) -> Format:
+    """How a layer takes a bottom; one position or one channel has one order, and a product's bottom keeps its size."""
+    if (
+        layer.type == "InnerProduct"
+        and wanted.dtype == lies.dtype
+        and (prod(blob.shape[2:]) == 1 or blob.shape[1:2] == (1,))
+    ):
+        return lies
+    return fit(wanted, blob)
 
 
 def _widen(tops: Sequence[Blob], of: dict[int, Format], readers: dict[int, list[Format]]) -> None:

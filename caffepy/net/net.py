@@ -68,6 +68,7 @@ class Net:
         self.name: str = param.name
         self.phase: int = param.state.phase
         self.debug_info: bool = param.debug_info
+        self.shares_memory = False  # blobs that are needed at different times lie in the same place
 
         self.layers: list[Layer] = []
         self.layer_names: list[str] = [layer.name for layer in param.layer]
@@ -364,6 +365,8 @@ class Net:
             if first in self.twins:
                 need = self.bottom_need_backward[first]
                 self.twins[first].after_backward(self.ops.convert, self.bottoms[first], need)
+        if self.shares_memory:
+            self.device.join()  # what runs aside reads gradients whose place the next step may take
         self.device.join()
 
     @cached_property
