@@ -3,7 +3,8 @@ import pytest
 
 from caffepy.errors import ConfigError
 
-from .harness import Single, check_golden, check_gradient, random
+from .harness import Single, check_golden, check_gradient, random, seeded
+from .on_gpu import check_on_gpu
 
 # name: eltwise_param, y of the values at one place
 CASES = {
@@ -77,3 +78,11 @@ def test_product_with_a_zero_has_a_gradient():
 def test_what_does_not_fit_is_refused(param, shapes, in_place, message):
     with pytest.raises(ConfigError, match=message):
         Single(f'type: "Eltwise" eltwise_param {{ {param} }}', *(random(*s) for s in shapes), in_place=in_place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+def test_on_gpu_in_all_formats(case, n):
+    text, _ = make(case, n)
+    check_on_gpu(text, *(seeded(i).integers(-20, 20, (2, 8, 3, 5)) / 4 for i in range(n)))

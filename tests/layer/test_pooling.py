@@ -1,11 +1,16 @@
 import numpy as np
 import pytest
+from google.protobuf.text_format import Parse
 
+from caffepy.blob import Blob, Format
+from caffepy.device import CudaDevice
 from caffepy.errors import ConfigError
+from caffepy.layer.base import create_layer
 from caffepy.layer.pooling import pooled_size
-from caffepy.proto.caffe_pb2 import TEST
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 
 from .harness import Single, check_golden, check_gradient, random, seeded
+from .on_gpu import check_on_gpu
 
 GOLDEN = [
     "pool_ave_ceil",
@@ -166,3 +171,38 @@ def test_absurd_sizes_are_refused(method):
     layer = text(f"pool: {method} kernel_size: 100000 pad: 99999 stride: 100000")
     with pytest.raises(ConfigError, match=r"6x6 inputs padded to 200004x200004 have more than 2\^31 elements"):
         Single(layer, random(1, 1, 6, 6))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["MAX", "AVE"])
+@pytest.mark.parametrize("case", CASES)
+def test_on_gpu_in_all_formats(case, method):
+    x = seeded().integers(-20, 20, (2, 8, 5, 6)) / 4
+    check_on_gpu(text(f"{CASES[case]} pool: {method}"), x)
+
+
+@pytest.mark.gpu
+def test_stochastic_on_gpu():
+    device = CudaDevice(seed=1)
+    with device.scope():
+        bottom, top = Blob((2, 8, 6, 6), store=device.store), Blob(store=device.store)
+        for blob in (bottom, top):
+            blob.take(Format(np.dtype(np.uint16), True))
+        layer = create_layer(Parse(text("kernel_size: 2 stride: 2 pool: STOCHASTIC"), LayerParameter()), TRAIN, device)
+        layer.setup([bottom], [top])
+        layer.reshape([bottom], [top])
+        bottom.host_data[...] = x = seeded().integers(1, 100, bottom.shape)
+
+        def forward(number):
+            device.ticks = number
+            layer.forward([bottom], [top])
+            return top.host_data.copy()
+
+        y, other, again = forward(0), forward(1), forward(0)
+        assert (y != other).any()
+        np.testing.assert_array_equal(y, again)
+        top.host_diff[...] = 1
+        layer.backward([top], [True], [bottom])
+        windows = (bottom.host_diff * x).reshape(2, 8, 3, 2, 3, 2)
+        np.testing.assert_array_equal(windows.sum((3, 5)), y)
+        assert layer.state() == {"seed": layer.seed}

@@ -3,7 +3,8 @@ import pytest
 
 from caffepy.errors import ConfigError
 
-from .harness import Single, check_golden, check_gradient, random
+from .harness import Single, check_golden, check_gradient, random, seeded
+from .on_gpu import check_on_gpu
 
 GOLDEN = [
     "concat",
@@ -252,3 +253,15 @@ def test_empty_blobs_pass():
 def test_what_does_not_fit_is_refused(text, shapes, tops, message):
     with pytest.raises(ConfigError, match=message):
         Single(text, *(random(*s) for s in shapes), tops=tops)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(2, 8, 3, 5), (2, 7, 6), (3, 6)], ids=str)
+def test_on_gpu_in_all_formats(shape):
+    x, y, z = (seeded(i).integers(-20, 20, shape) / 4 for i in range(3))
+    check_on_gpu('type: "Concat"', x, y[:, :3], z)
+    check_on_gpu('type: "Concat"', x)
+    check_on_gpu('type: "Slice" slice_param { slice_point: 1 slice_point: 5 }', x, tops=3)
+    for n in (1, 2, 3):
+        check_on_gpu('type: "Split"', x, tops=n)
+    check_on_gpu('type: "Silence"', x, y, tops=0)
