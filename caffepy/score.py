@@ -12,6 +12,7 @@ from caffepy.device import first_device
 from caffepy.net import Net
 from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST
+from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net
 from caffepy.report.text import number, scalars
 from caffepy.reporter import Output
@@ -50,14 +51,14 @@ def score(
 ) -> Score:
     """Run the net of the file `model` in its TEST phase with these trained weights; logs each batch as Caffe does.
 
-    `gpu`: the number of a GPU, of which Caffe's tool takes the first; `precision` of products there: "fp32" or "tf32".
-    ConfigError and DataError say what is wrong with the net, the weights or the data.
+    `gpu`: the number of a GPU, of which Caffe's tool takes the first; `precision` there: "fp32", "tf32", "bf16" or
+    "fp16". ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
     device = first_device(gpu)
-    ops.set_precision(device, precision)
     if threads:
         ops.backend(device).set_num_threads(threads)
     param = read_net(model)
+    ops.set_precision(device, choose_precision(param, precision))
     param.state.phase, param.state.level = TEST, level
     param.state.stage.extend(stages)
     net = Net(param, device=device, path=model)
@@ -73,8 +74,10 @@ def _run(net: Net, iterations: int) -> Score:
     log.info("Running for %d iterations.", iterations)
     loss, sums = 0.0, [np.zeros(net.blobs[name].shape) for name in net.outputs]
     loss_weights = net.blob_loss_weights
+    steps = net.steps if net.device.store is not None and not net.debug_info else None
     for batch in range(iterations):
-        net.forward()
+        net.forward(steps=steps)
+        net.device.look()
         loss += net.loss()
         for name, total in zip(net.outputs, sums, strict=True):
             values = net.blobs[name].host_data

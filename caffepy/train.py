@@ -48,6 +48,8 @@ def train(
     gpu: str | None = None,
     cpu: bool = False,
     precision: str | None = None,
+    capture: bool = True,
+    fuse: bool = True,
     level: int = 0,
     stages: Sequence[str] = (),
     sigint_effect: str = "stop",
@@ -60,8 +62,9 @@ def train(
 
     `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the newest good one under
     the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). `gpu`: the number of a GPU,
-    or "all" for the first; `cpu` keeps a solver that says solver_mode: GPU on the CPU; `precision` of products on a
-    GPU: "fp32" or "tf32". SIGTERM stops with a snapshot; `sigint_effect` and `sighup_effect` are "stop", "snapshot" or
+    or "all" for the first; `cpu` keeps a solver that says solver_mode: GPU on the CPU; `precision` on a GPU: "fp32",
+    "tf32", "bf16" or "fp16". Without `capture` a GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM
+    stops with a snapshot; `sigint_effect` and `sighup_effect` are "stop", "snapshot" or
     "none". `log_dir` gets a log file; `progress` False keeps the terminal free of a progress bar; `threads` is the
     number of CPU threads.
     """
@@ -74,7 +77,6 @@ def train(
         param = read_solver(solver)
         device = Device() if cpu else _device(param, solver, gpu)
         _tell(device)
-        ops.set_precision(device, precision)
         if device.kind == "cuda":
             param.device_id = device.index
         if threads:
@@ -85,10 +87,13 @@ def train(
         with (
             signals,
             open_report(param.snapshot_prefix or None, param.max_iter, progress) as reporter,
-            closing(Solver(param, device=device, path=solver, reporter=reporter)) as run,
+            closing(Solver(param, device=device, path=solver, reporter=reporter, precision=precision)) as run,
         ):
             signals.listen()
             run.action = signals.poll
+            run.capture, run.fuse = capture, fuse
+            if capture and fuse and not param.debug_info:
+                run.save_memory()
             for net in (run.net, *run.test_nets):
                 net.before_forward.append(signals.check)
                 net.before_backward.append(signals.check)

@@ -14,6 +14,7 @@ from caffepy.registry import nearest
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # of ops.precisions, which takes long to import
 LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 
@@ -85,8 +86,15 @@ gpu: Decorator = click.option(
 )
 precision: Decorator = click.option(
     "--precision",
-    type=click.Choice(["fp32", "tf32"]),
-    help="How a GPU multiplies float32 numbers: tf32 rounds factors to 10 bits. Default: CAFFEPY_PRECISION, else tf32.",
+    type=click.Choice(PRECISIONS),
+    help="What a GPU computes in: tf32 rounds factors of products to 10 bits, bf16 and fp16 keep activations in 16. "
+    "Default: what the net says, CAFFEPY_PRECISION, else tf32.",
+)
+capture: Decorator = click.option(
+    "--capture/--no-capture", default=True, help="Whether a GPU replays a recorded step, or runs layer by layer."
+)
+fuse: Decorator = click.option(
+    "--fuse/--no-fuse", default=True, help="Whether a GPU computes layers together where it can."
 )
 iterations: Decorator = click.option(
     "--iterations", type=click.IntRange(min=1), default=50, show_default=True, help="How many batches."
@@ -101,18 +109,6 @@ threads: Decorator = click.option(
 as_json: Decorator = click.option("--json", "as_json", is_flag=True, help="Print the result to stdout as JSON.")
 
 
-def synthetic(command: Command) -> Command:
-    """--synthetic and --image, which replace the data layers of a net."""
-    flag = click.option("--synthetic", is_flag=True, help="Put random images and labels in the place of the data.")
-    image = click.option(
-        "--image",
-        callback=_shape,
-        metavar="C,H,W",
-        help="Shape of the random images, where the net does not tell it. Implies --synthetic.",
-    )
-    return flag(image(command))
-
-
 def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
     if value is None:
         return None
@@ -120,6 +116,20 @@ def _shape(context: click.Context, parameter: click.Parameter, value: str | None
     if len(sizes) != 3 or not all(size.strip().isdigit() for size in sizes):
         raise click.BadParameter(f"{value!r} is not three sizes: channels,height,width")
     return tuple(map(int, sizes))
+
+
+image: Decorator = click.option(
+    "--image",
+    callback=_shape,
+    metavar="C,H,W",
+    help="Shape of random images, where the net does not tell it.",
+)
+
+
+def synthetic(command: Command) -> Command:
+    """--synthetic and --image, which replaces the data layers of a net even without it."""
+    flag = click.option("--synthetic", is_flag=True, help="Put random images and labels in the place of the data.")
+    return flag(image(command))
 
 
 def logged(least: int = 0) -> Decorator:

@@ -20,6 +20,8 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @options.gpu
 @click.option("--cpu", is_flag=True, help="Compute on the CPU even if the solver says solver_mode: GPU.")
 @options.precision
+@options.capture
+@options.fuse
 @options.level
 @options.stage
 @click.option("--sigint-effect", type=EFFECTS, default="stop", show_default=True, help="What Ctrl-C does.")
@@ -34,6 +36,8 @@ def train(
     gpu: str | None,
     cpu: bool,
     precision: str | None,
+    capture: bool,
+    fuse: bool,
     level: int,
     stages: tuple[str, ...],
     sigint_effect: str,
@@ -65,6 +69,8 @@ def train(
         gpu=gpu,
         cpu=cpu,
         precision=precision,
+        capture=capture,
+        fuse=fuse,
         level=level,
         stages=stages,
         sigint_effect=sigint_effect,

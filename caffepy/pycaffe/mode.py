@@ -47,7 +47,11 @@ def set_random_seed(seed: int) -> None:
 
 
 def set_precision(name: str) -> None:
-    """Compute on the GPU in "fp32" or, faster and with 10 bits less in products, in "tf32" (the default)."""
+    """Compute on the GPU in one of these, from exact to fast: "fp32", "tf32" (the default), "bf16", "fp16".
+
+    tf32 has 10 bits less in products; bf16 and fp16 keep activations and their gradients in 16 bits. Call it before
+    building nets.
+    """
     from caffepy.ops.cuda import precision
 
     precision.set(name)

@@ -174,6 +174,8 @@ class Net:
                     raise Exception("Input is not batch sized")
                 self.blobs[name].data[...] = array
         self._net.forward(first, last)
+        self._net.device.tick_on()
+        self._net.device.look()
         return {name: self.blobs[name].data for name in outputs}
 
     def backward(

@@ -49,6 +49,24 @@ class Solver:
         """The solver's parameters."""
         return self._solver.param
 
+    @property
+    def capture(self) -> bool:
+        """Whether a GPU records the training step and replays it; a callback set by `add_callback` prevents it."""
+        return self._solver.capture
+
+    @capture.setter
+    def capture(self, capture: bool) -> None:
+        self._solver.capture = capture
+
+    @property
+    def fuse(self) -> bool:
+        """Whether a GPU computes layers together where it can."""
+        return self._solver.fuse
+
+    @fuse.setter
+    def fuse(self, fuse: bool) -> None:
+        self._solver.fuse = fuse
+
     def step(self, iterations: int) -> None:
         """Train for this many iterations."""
         self._solver.step(iterations)

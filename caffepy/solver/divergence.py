@@ -18,7 +18,7 @@ def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
 
 
 def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
-    """The same for an iteration after which others ran, so that only the parameters are as they were."""
+    """The same where blobs do not hold what they held in that iteration: names a parameter that is not finite."""
     if np.isfinite(loss):
         return DivergenceError(f"iteration {iteration}: gradients are not finite, with no loss scale at all; {HINT}")
     found = _first_param(net) or "capture off (--no-capture) lets this message name the first blob that is not finite"

@@ -65,6 +65,8 @@ class Signals:
         if self.giving_up:
             raise KeyboardInterrupt
 
+    check.capturable = True  # type: ignore[attr-defined]  # a replayed step is polled instead
+
     def listen(self) -> None:
         """Note signals from now on, until the context ends."""
         if threading.current_thread() is threading.main_thread():

@@ -15,12 +15,13 @@ from caffepy.blob import Array, Blob, shape_string
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError
 from caffepy.files import remove_stale
-from caffepy.net import Net
+from caffepy.net import Net, arena
 from caffepy.net.weights import MAX_BINARY, check_names, load_weights
 from caffepy.ops.control import Fate, Limits, Verdict
 from caffepy.ops.segments import Segments
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import format as format_text
 from caffepy.reporter import Output, Reporter
 from caffepy.solver.captured import Pass
@@ -87,8 +88,8 @@ class Solver:
     """Trains the net of a SolverParameter, with any of the update rules that `type` names.
 
     `path` is the solver file: messages name places in it, and nets and weights may lie beside it. `action` is polled
-    once an iteration and once a test batch. `rank` is added to random_seed. ConfigError and DataError say what does not
-    fit.
+    once an iteration and once a test batch. `rank` is added to random_seed. `precision` goes before what the train net
+    says of number formats. ConfigError and DataError say what does not fit.
 
     On a GPU an iteration is recorded and replayed, unless `capture` is set to False. Losses and whatever goes wrong are
     then known some iterations later, at the latest where something is displayed, tested or saved and when `step` ends;
@@ -103,6 +104,7 @@ class Solver:
         path: str | None = None,
         reporter: Reporter | None = None,
         rank: int = 0,
+        precision: str | None = None,
     ) -> None:
         self.param = param
         self.path = path
@@ -120,6 +122,7 @@ class Solver:
             self.device.seed(param.random_seed + rank)
         self.rule = rules[param.type]
         source, test_sources = net_sources(param, path)
+        ops.set_precision(self.device, choose_precision(source.param, precision))
         self.net = self._build_train_net(source)
         self.test_nets = [self._build_test_net(i, test_source) for i, test_source in enumerate(test_sources)]
         self.iter = 0
@@ -141,6 +144,7 @@ class Solver:
         self._given: deque[Given] = deque()  # iterations of which no verdict was heard yet
         self._verdict = Verdict(0.0, 0.0, 1.0, 1.0, Fate.UPDATED)
         self._torn = False  # the last step was interrupted at a place unknown
+        self._blobs_last = True  # what a pass wrote to blobs is there after it
         self._loss_weights = self.net.blob_loss_weights
         fed = [tops[0] for tops, bottoms in zip(self.net.tops, self.net.bottoms, strict=True) if tops and not bottoms]
         self._batch = fed[0] if fed else None
@@ -206,6 +210,13 @@ class Solver:
             self._fuse = fuse
             for name in ("_pass", "_test_passes"):
                 self.__dict__.pop(name, None)
+
+    def save_memory(self) -> None:
+        """Let the blobs of all nets share memory on a GPU, for good: after a pass most of them hold nothing of use."""
+        if self.device.store is not None:
+            tests = (arena.Usage(run.net, run.steps, False) for run, _ in self._test_passes)
+            arena.save_memory([arena.Usage(self.net, self._pass.steps, True), *tests])
+            self._blobs_last = False
 
     @property
     def _fuses(self) -> bool:
@@ -334,7 +345,7 @@ class Solver:
         self.control.note()
         loss: float = self.control.loss()
         if not isfinite(loss):
-            raise diverged(self.net, self.iter, loss)
+            raise (diverged if self._blobs_last else diverged_before)(self.net, self.iter, loss)
         return loss
 
     def rate(self) -> float:

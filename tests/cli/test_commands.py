@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 import caffepy
-from caffepy.cli import main
+from caffepy.cli import main, options
+from caffepy.ops import precisions
 from caffepy.report.metrics import read_rows
 from caffepy.train import TrainResult
 from tests.report import parsers
@@ -74,6 +75,7 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("caffepy.train.train", train)
     line = "train -solver digits -weights a.h5,b.h5 -level 2 -stage x,y -sigint_effect none -noprogress -threads=1"
+    line += " -nofuse -precision bf16"
     assert main.run(line.split()) == 130  # stopped, but there is no snapshot to go on from
     assert os.path.basename(given.pop("solver")) == "solver.prototxt"
     assert given == {
@@ -81,7 +83,9 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "snapshot": None,
         "gpu": None,
         "cpu": False,
-        "precision": None,
+        "precision": "bf16",
+        "capture": True,
+        "fuse": False,
         "level": 2,
         "stages": ("x", "y"),
         "sigint_effect": "none",
@@ -89,6 +93,10 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "progress": False,
         "threads": 1,
     }
+
+
+def test_precisions_are_those_that_there_are() -> None:
+    assert options.PRECISIONS == precisions.PRECISIONS
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")
