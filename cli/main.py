@@ -13,6 +13,7 @@ import click
 
 from caffepy import __version__
 from caffepy.cli.arguments import normalize
+from caffepy.cli.bench import bench
 from caffepy.cli.check import check
 from caffepy.cli.device_pairs import device_pairs
 from caffepy.cli.device_query import device_query
@@ -47,7 +48,20 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
     cls=Commands,
     epilog=EPILOG,
     invoke_without_command=True,
-    commands=(train, test, time, check, draw, weights, upgrade_net, upgrade_solver, device_query, device_pairs, doctor),
+    commands=(
+        train,
+        test,
+        time,
+        bench,
+        check,
+        draw,
+        weights,
+        upgrade_net,
+        upgrade_solver,
+        device_query,
+        device_pairs,
+        doctor,
+    ),
     context_settings={"max_content_width": 110},
 )
 @click.version_option(__version__, message="%(version)s")
@@ -142,7 +156,7 @@ def flags(arguments: Sequence[str] = ()) -> dict[str, bool]:
     first = next((command for command in named if command), None)
     return {
         name.lstrip("-"): not parameter.is_flag
-        for command in [*_all_commands(caffepy), *([first] if first else [])]
+        for command in [*_all_commands(caffepy), *(_all_commands(first) if first else [])]
         for parameter in command.params
         if isinstance(parameter, click.Option)
         for name in (*parameter.opts, *parameter.secondary_opts)

@@ -14,6 +14,7 @@ ROWS = {
     "train": 8,
     "score": 8,
     "timing": 8,
+    "bench": 8,
     "doctor": 8,
     "device_pairs": 8,
     "inspect_net": 8,

@@ -1,0 +1,86 @@
+"""caffepy bench"""
+
+import click
+
+from caffepy.cli import options
+from caffepy.cli.group import Commands
+
+
+@click.group(cls=Commands, short_help="How fast this machine trains.")
+def bench() -> None:
+    """Measure what this machine does.
+
+    \b
+    Examples:
+      caffepy bench train --model caffenet --gpu 0 --precision bf16
+    """
+
+
+@bench.command(short_help="Images a second that a net trains with.")
+@options.solver
+@click.option("--model", metavar="NAME", default="", help="A bundled model, instead of a solver.")
+@options.gpu
+@click.option("--cpu", is_flag=True, help="Compute on the CPU, as without --gpu.")
+@options.precision
+@click.option("--batch", type=click.IntRange(min=1), help="Images of an iteration. Default: what the net says.")
+@click.option("--iterations", type=click.IntRange(min=1), help="Those of a window. Default: as many as take 0.3 s.")
+@click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="How many are timed.")
+@click.option(
+    "--data",
+    default="synthetic",
+    show_default=True,
+    metavar="synthetic|PATH",
+    help="Random images and labels that are made once, or the records of a database.",
+)
+@options.image
+@options.capture
+@options.fuse
+@options.threads
+@options.as_json
+@options.logged(least=1)
+def train(
+    solver: options.Definition | None,
+    model: str,
+    gpu: str | None,
+    cpu: bool,
+    precision: str | None,
+    batch: int | None,
+    iterations: int | None,
+    windows: int,
+    data: str,
+    image: tuple[int, ...] | None,
+    capture: bool,
+    fuse: bool,
+    threads: int | None,
+    as_json: bool,
+) -> None:
+    """Train a net in windows of some iterations; print the median, the spread, memory, and where the time goes.
+
+    \b
+    Examples:
+      caffepy bench train --model lenet
+      caffepy bench train --model caffenet --gpu 0 --precision bf16 --json
+      caffepy bench train --solver solver.prototxt --gpu 0 --data train_lmdb
+    """
+    if model:
+        solver = options.find_definition(model, "solver")
+    if solver is None:
+        raise click.UsageError("Need something to train: give --model NAME or --solver FILE.")
+    if gpu and cpu:
+        raise click.UsageError("Give --gpu or --cpu, not both.")
+    from caffepy.bench import bench_train
+
+    result = bench_train(
+        solver.path,
+        gpu=gpu,
+        batch=batch,
+        image=image or options.image_of(solver, True),
+        precision=precision,
+        iterations=iterations,
+        windows=windows,
+        data=data,
+        capture=capture,
+        fuse=fuse,
+        threads=threads,
+    )
+    click.echo(result.json() if as_json else result.table())
