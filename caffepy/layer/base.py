@@ -15,7 +15,7 @@ from caffepy import ops
 from caffepy.blob import PLAIN, Array, Blob, Format, on_host
 from caffepy.device import Device
 from caffepy.errors import ConfigError
-from caffepy.proto.caffe_pb2 import LayerParameter
+from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from caffepy.proto.forks import fork_of_layer
 from caffepy.registry import Registry
 
@@ -200,6 +200,11 @@ class Drawing(Layer):
 
     seed: int | None = None  # drawn when it is needed, so that fillers get the same numbers on any device
 
+    @property
+    def draws(self) -> bool:
+        """Whether forward does, in this phase and with these settings."""
+        return self.phase == TRAIN
+
     def draw(self) -> tuple[int, Array | None]:
         """The seed of the next numbers and, where the device counts passes, the count."""
         if self.device.tick is None:
@@ -209,9 +214,9 @@ class Drawing(Layer):
         return self.seed, self.device.tick
 
     def state(self) -> dict[str, Any]:
-        """The one seed, if there is one."""
-        return {} if self.seed is None else {"seed": self.seed}
+        """The one seed, where there is one; None before the first pass."""
+        return {"seed": self.seed} if self.draws and self.device.tick is not None else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on with that seed."""
-        self.seed = state.get("seed")
+        self.seed = state["seed"]

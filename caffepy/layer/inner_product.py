@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from math import prod
 
+from caffepy.blob import Array, Blob, Format
 from caffepy.errors import ConfigError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
@@ -13,7 +14,7 @@ from caffepy.layer.convolution import check_shape
 class InnerProduct(Layer):
     """(*outer, *inner) -> (*outer, O), the axes from `axis` on as one of size K; weight (O, K) or, transposed, (K, O).
 
-    y = x @ w.T + b.
+    y = x @ w.T + b. Of a bottom in a narrower type than the weight's, products are in the bottom's.
     """
 
     on_gpu = True
@@ -25,9 +26,10 @@ class InnerProduct(Layer):
         param = self.param.inner_product_param
         self.axis = bottom[0].axis(param.axis)
         self.inputs, self.outputs = prod(bottom[0].shape[self.axis :]), param.num_output
+        self.transposed = param.transpose
         if self.outputs < 1:
             raise ConfigError("num_output must be 1 or more")
-        weight = (self.inputs, self.outputs) if param.transpose else (self.outputs, self.inputs)
+        weight = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
         shapes = [weight] + [(self.outputs,)] * param.bias_term
         if not self.blobs:
             for shape, filler in zip(shapes, (param.weight_filler, param.bias_filler), strict=False):
@@ -48,29 +50,65 @@ class InnerProduct(Layer):
             )
         self.rows = prod(shape[: self.axis])
         top[0].reshape((*shape[: self.axis], self.outputs))
+        narrow = bottom[0].format.dtype
+        self.narrow_weight = self.buffer(self.blobs[0].shape, narrow)
+        self.narrow_dy = self.buffer((self.rows, self.outputs), narrow)
+
+    def format_for(self, native: Format) -> Format:
+        """The native type, in the order of the weight's columns."""
+        return Format(native.dtype, False)
+
+    @property
+    def bias(self) -> Array | None:
+        """b, if there is one."""
+        return self.blobs[1].data if len(self.blobs) > 1 else None
+
+    @property
+    def bias_diff(self) -> Array | None:
+        """db, if it is wanted."""
+        return self.blobs[1].diff if len(self.blobs) > 1 and self.param_propagate_down[1] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Product, then bias."""
-        x = bottom[0].data.reshape(self.rows, self.inputs)
-        y = top[0].data.reshape(self.rows, self.outputs)
-        w = self.blobs[0].data
-        self.ops.matmul(x, w if self.param.inner_product_param.transpose else w.T, y)  # (M, K) @ (K, O)
-        if len(self.blobs) > 1:
-            self.ops.add_bias(y, self.blobs[1].data)
+        y = self.product(bottom[0], top[0])
+        if (b := self.bias) is not None:
+            self.ops.add_bias(y, b)
+
+    def product(self, bottom: Blob, top: Blob) -> Array:
+        """Write x @ w.T into the top; returns it as (M, O)."""
+        x, w = bottom.data.reshape(self.rows, self.inputs), self.blobs[0].data
+        y: Array = top.data.reshape(self.rows, self.outputs)
+        if x.dtype != w.dtype:
+            self.ops.convert(w, self.narrow_weight.data)
+            w = self.narrow_weight.data
+        self.ops.matmul(x, w if self.transposed else w.T, y)  # (M, K) @ (K, O)
+        return y
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dw += dy.T @ x, db += column sums of dy, dx = dy @ w."""
-        transposed = self.param.inner_product_param.transpose
         dy = top[0].diff.reshape(self.rows, self.outputs)
-        if self.param_propagate_down[0]:
-            x, dw = bottom[0].data.reshape(self.rows, self.inputs), self.blobs[0].diff
-            if transposed:
-                self.ops.matmul(x.T, dy, dw, accumulate=True)  # (K, M) @ (M, O)
+        self.gradients(dy, self.bias_diff, bottom[0], propagate_down[0])
+
+    def gradients(self, dy: Array, db: Array | None, bottom: Blob, propagate_down: bool) -> None:
+        """dw += dy.T @ x, db += column sums of dy (M, O) unless it is None, dx = dy @ w if that is wanted."""
+        x = bottom.data.reshape(self.rows, self.inputs)
+        w, dw = self.blobs[0].data, self.blobs[0].diff
+        if dy.dtype != x.dtype:
+            narrow = self.narrow_dy.data
+            if db is None:
+                self.ops.convert(dy, narrow)
             else:
+                self.ops.bias_gradient(dy, db, narrow)
+            dy, db = narrow, None
+        if x.dtype != w.dtype:
+            w = self.narrow_weight.data
+        with self.device.aside():
+            if db is not None:
+                self.ops.bias_gradient(dy, db)
+            if self.param_propagate_down[0] and self.transposed:
+                self.ops.matmul(x.T, dy, dw, accumulate=True)  # (K, M) @ (M, O)
+            elif self.param_propagate_down[0]:
                 self.ops.matmul(dy.T, x, dw, accumulate=True)  # (O, M) @ (M, K)
-        if len(self.blobs) > 1 and self.param_propagate_down[1]:
-            self.ops.bias_gradient(dy, self.blobs[1].diff)
-        if propagate_down[0]:
-            w = self.blobs[0].data
-            dx = bottom[0].diff.reshape(self.rows, self.inputs)
-            self.ops.matmul(dy, w.T if transposed else w, dx)  # (M, O) @ (O, K)
+        if propagate_down:
+            dx = bottom.diff.reshape(self.rows, self.inputs)
+            self.ops.matmul(dy, w.T if self.transposed else w, dx)  # (M, O) @ (O, K)

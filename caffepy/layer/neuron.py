@@ -5,11 +5,11 @@ from math import isfinite, log, prod
 
 import numpy as np
 
-from caffepy.blob import Array, Blob
+from caffepy.blob import PLAIN, Array, Blob, Format
 from caffepy.errors import ConfigError
 from caffepy.filler import fill
-from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter
+from caffepy.layer.base import Blobs, Drawing, Layer, layer
+from caffepy.proto.caffe_pb2 import FillerParameter
 
 
 def is_in_place(bottom: Blob, top: Blob) -> bool:
@@ -30,7 +30,13 @@ class SameShape(Layer):
         """Give the top the bottom's shape and allot the copy of x if it takes one."""
         top[0].reshape_like(bottom[0])
         copies = self.reads_input and is_in_place(bottom[0], top[0])
-        self.kept = self.buffer(bottom[0].shape) if copies else bottom[0]
+        self.kept = self._buffer_like(bottom[0]) if copies else bottom[0]
+
+    def _buffer_like(self, blob: Blob) -> Blob:
+        buffer = self.buffer(blob.shape)
+        if buffer.format != blob.format:
+            buffer.take(blob.format)
+        return buffer
 
     def keep_input(self, bottom: Blobs) -> Array:
         """x, as forward reads it and as backward finds it in `kept`."""
@@ -39,8 +45,16 @@ class SameShape(Layer):
         return self.kept.data
 
 
+class Elementwise(SameShape):
+    """One whose arithmetic is indifferent to how its blobs lie."""
+
+    def format_for(self, native: Format) -> Format:
+        """As they come."""
+        return native
+
+
 @layer("ReLU")
-class ReLU(SameShape):
+class ReLU(Elementwise):
     """y = x > 0 ? x : negative_slope * x."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -59,7 +73,7 @@ class ReLU(SameShape):
 
 
 @layer("PReLU")
-class PReLU(SameShape):
+class PReLU(Elementwise):
     """y = x > 0 ? x : slope_c * x; the parameter is slope (C), or () with channel_shared (He et al. 2015)."""
 
     reads_input = True
@@ -81,7 +95,7 @@ class PReLU(SameShape):
         """Check that the channels are as many as the slopes."""
         super().reshape(bottom, top)
         n, c, *rest = bottom[0].shape
-        self.view = (1, 1, bottom[0].count) if self.shared else (n, c, prod(rest))
+        self.view = n, c, prod(rest)
         if not self.shared and c != self.blobs[0].count:
             raise ConfigError(f"{c} channels do not fit the {self.blobs[0].count} slopes")
 
@@ -100,7 +114,7 @@ class PReLU(SameShape):
 
 
 @layer("Sigmoid")
-class Sigmoid(SameShape):
+class Sigmoid(Elementwise):
     """y = 1 / (1 + exp(-x))."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -114,7 +128,7 @@ class Sigmoid(SameShape):
 
 
 @layer("TanH")
-class TanH(SameShape):
+class TanH(Elementwise):
     """y = tanh(x)."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -128,7 +142,7 @@ class TanH(SameShape):
 
 
 @layer("Power")
-class Power(SameShape):
+class Power(Elementwise):
     """y = (shift + scale * x)^power."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -136,6 +150,11 @@ class Power(SameShape):
         param = self.param.power_param
         self.numbers = param.power, param.scale, param.shift
         self.reads_input = param.power not in (0, 1) and param.scale != 0
+
+    def format_for(self, native: Format) -> Format:
+        """A constant is written without a kernel."""
+        power, scale, _ = self.numbers
+        return native if power * scale else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y, a constant where power or scale is 0."""
@@ -160,7 +179,7 @@ class Power(SameShape):
 
 
 @layer("Dropout")
-class Dropout(SameShape):
+class Dropout(Drawing, Elementwise):
     """TRAIN: y = x * m / (1 - r), m is 1 with probability 1 - r, r = dropout_ratio. TEST: y = x."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -177,8 +196,8 @@ class Dropout(SameShape):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y with a new mask."""
         x, y = bottom[0].data, top[0].data
-        if self.phase == TRAIN:
-            self.ops.dropout_forward(x, y, self.mask.data, self.ratio, self.device.draw_seed())
+        if self.draws:
+            self.ops.dropout_forward(x, y, self.mask.data, self.ratio, *self.draw())
         elif x is not y:
             self.ops.copy(x, y)
 
@@ -187,14 +206,14 @@ class Dropout(SameShape):
         if not propagate_down[0]:
             return
         dy, dx = top[0].diff, bottom[0].diff
-        if self.phase == TRAIN:
+        if self.draws:
             self.ops.dropout_backward(dy, self.mask.data, dx, self.ratio)
         elif dy is not dx:
             self.ops.copy(dy, dx)
 
 
 @layer("ELU")
-class ELU(SameShape):
+class ELU(Elementwise):
     """y = x > 0 ? x : alpha * (exp(x) - 1) (Clevert et al. 2015)."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -213,7 +232,7 @@ class ELU(SameShape):
 
 
 @layer("Swish")
-class Swish(SameShape):
+class Swish(Elementwise):
     """y = x * s, s = sigmoid(beta * x) (Ramachandran et al. 2017)."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -79,6 +79,11 @@ class Pooling(Drawing):
         if not self.whole and any(p >= k for p, k in zip(self.pad, self.kernel, strict=True)):
             raise ConfigError(f"pad {_by(self.pad)} must be smaller than the kernel {_by(self.kernel)}")
 
+    @property
+    def draws(self) -> bool:
+        """STOCHASTIC does, in training."""
+        return super().draws and self.method == PoolingParameter.STOCHASTIC
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Count the windows."""
         if len(bottom[0].shape) != 4:

@@ -1,7 +1,12 @@
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
+from caffepy.blob import Blob, Format
+from caffepy.device import CudaDevice
 from caffepy.errors import ConfigError
+from caffepy.layer.base import create_layer
+from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 from .harness import Single, check_golden, check_gradient, random
 
@@ -65,3 +70,45 @@ def test_the_inner_size_must_stay():
         ConfigError, match=r"Input size incompatible with inner product parameters. .* 48 inputs, not 60"
     ):
         single.layer.reshape(single.bottom, single.top)
+
+
+TOLERANCE = {"float32": 2e-3, "float16": 3e-3, "uint16": 2e-2}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("transpose", ["false", "true"])
+@pytest.mark.parametrize(
+    ("kind", "top_kind"),
+    [("float32",) * 2, ("float16",) * 2, ("uint16",) * 2, ("float16", "float32"), ("uint16", "float32")],
+)
+def test_on_a_gpu_in_any_type(kind, top_kind, transpose, bias):
+    device = CudaDevice(seed=1)
+    param = f"num_output: 6 transpose: {transpose} bias_term: {str(bias).lower()}"
+    layer = create_layer(text_format.Parse(text(param), LayerParameter()), TRAIN, device)
+    x, top_diff = random(5, 4, 2), random(5, 6, seed=1)
+    with device.scope():
+        bottom, top = Blob((5, 4, 2), store=device.store), Blob(store=device.store)
+        layer.setup([bottom], [top])
+        for blob, stored in ((bottom, kind), (top, top_kind)):
+            blob.take(Format(np.dtype(stored), False))
+        layer.reshape([bottom], [top])
+        layer.param_propagate_down = [True] * (1 + bias)
+        for blob in layer.blobs:
+            blob.host_data[...] = random(*blob.shape)
+            blob.host_diff.fill(1)
+        bottom.host_data[...] = x
+        layer.forward([bottom], [top])
+        top.host_diff[...] = top_diff
+        layer.backward([top], [True], [bottom])
+    w, x = layer.blobs[0].host_data, x.reshape(5, 8)
+    w, dw = (w.T, layer.blobs[0].host_diff.T) if transpose == "true" else (w, layer.blobs[0].host_diff)
+    pairs = [
+        (top.host_data, x @ w.T + (layer.blobs[1].host_data if bias else 0)),
+        (bottom.host_diff.reshape(5, 8), top_diff @ w),
+        (dw, 1 + top_diff.T @ x),
+    ]
+    if bias:
+        pairs.append((layer.blobs[1].host_diff, 1 + top_diff.sum(0)))
+    for have, want in pairs:
+        np.testing.assert_allclose(have, want, atol=TOLERANCE[kind] * np.abs(want).max(), rtol=0)

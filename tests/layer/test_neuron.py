@@ -2,9 +2,13 @@ from math import e, exp, log, tanh
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
+from caffepy.blob import Blob, Format
+from caffepy.device import CudaDevice
 from caffepy.errors import ConfigError
-from caffepy.proto.caffe_pb2 import TEST
+from caffepy.layer.base import create_layer
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 
 from .harness import Single, check_golden, check_gradient, random
 
@@ -173,3 +177,62 @@ def test_threshold_has_no_gradient():
     assert not single.layer.allow_force_backward(0)
     with pytest.raises(ConfigError, match="cannot be differentiated"):
         single.backward([np.ones((2, 3))])
+
+
+def on_gpu(case, device, bottom, top):
+    """The layer of a case, set up on blobs of a GPU."""
+    layer = create_layer(text_format.Parse(text(case), LayerParameter()), TRAIN, device)
+    layer.setup([bottom], [top])
+    layer.reshape([bottom], [top])
+    layer.param_propagate_down = [True] * len(layer.blobs)
+    return layer
+
+
+@pytest.mark.gpu
+def test_dropout_on_a_gpu_has_one_seed_and_counts_passes():
+    device = CudaDevice(seed=1)
+    with device.scope():
+        bottom, top = Blob((50, 50), store=device.store), Blob(store=device.store)
+        first, resumed, other = (on_gpu("Dropout", device, bottom, top) for _ in range(3))
+        bottom.host_data.fill(1)
+
+        def mask(layer, number):
+            device.ticks = number
+            layer.forward([bottom], [top])
+            return top.host_data > 0
+
+        assert first.state() == {"seed": None}
+        masks = [mask(first, number) for number in (0, 1, 0)]
+        resumed.set_state(first.state())
+        masks += [mask(resumed, 1), mask(other, 1)]
+    assert (masks[0] != masks[1]).mean() == pytest.approx(0.5, abs=0.1)
+    np.testing.assert_array_equal(masks[2], masks[0])
+    np.testing.assert_array_equal(masks[3], masks[1])
+    assert (masks[4] != masks[1]).mean() == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("kind", ["float16", "uint16"])
+@pytest.mark.parametrize("case", ["PReLU", "PReLU shared", "Power square", "ReLU falling", "ELU negative", "Swish"])
+def test_in_narrow_types_with_the_channels_last(case, kind, in_place):
+    shape, tolerance = (2, 8, 3, 5), 0.03
+    device = CudaDevice(seed=1)
+    reference = Single(text(case), random(*shape), in_place=in_place)
+    with device.scope():
+        bottom = Blob(shape, store=device.store)
+        top = bottom if in_place else Blob(store=device.store)
+        for blob in (bottom, top):
+            blob.take(Format(np.dtype(kind), True))
+        layer = on_gpu(case, device, bottom, top)
+        assert layer.format_for(bottom.format) == bottom.format
+        bottom.host_data[...] = reference.inputs[0]
+        layer.forward([bottom], [top])
+        y = top.host_data.copy()
+        top.host_diff[...] = random(*shape, seed=1)
+        layer.backward([top], [True], [bottom])
+    np.testing.assert_allclose(y, reference.forward()[0], rtol=tolerance, atol=tolerance)
+    (dx,), diffs = reference.backward([random(*shape, seed=1)])
+    np.testing.assert_allclose(bottom.host_diff, dx, rtol=tolerance, atol=tolerance)
+    for blob, diff in zip(layer.blobs, diffs, strict=True):
+        np.testing.assert_allclose(blob.host_diff, diff, rtol=tolerance, atol=tolerance)

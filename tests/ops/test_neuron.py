@@ -113,17 +113,33 @@ def test_prelu(shape, dtype):
     np.testing.assert_array_equal(dy, dx)
 
 
-def mask_of(size, ratio, seed):
+@pytest.mark.parametrize("shape", [(2, 3, 4), (1, 1, 7)])
+def test_prelu_with_one_slope_for_all(shape):
+    x, dy = (a.reshape(shape) for a in pair(int(np.prod(shape)), np.float32))
+    y, dx, slope, dslope = np.empty_like(x), np.empty_like(x), np.float32([0.3]), np.ones(1, np.float32)
+    cpu.prelu_forward(x, y, slope)
+    close(y, np.where(x > 0, x, 0.3 * x))
+    cpu.prelu_backward(x, dy, slope, dx, dslope)
+    close(dx, dy * np.where(x > 0, 1, 0.3))
+    close(dslope, 1 + (dy * np.minimum(x, 0)).sum())
+
+
+def mask_of(size, ratio, seed, tick=None):
     x = np.ones(size, np.float32)
     y, mask = np.empty_like(x), np.empty(size, np.uint8)
-    cpu.dropout_forward(x, y, mask, ratio, seed)
+    cpu.dropout_forward(x, y, mask, ratio, seed, None if tick is None else np.array(tick))
     np.testing.assert_allclose(y, mask / (1 - ratio), rtol=1e-6)
     return mask
 
 
-def test_dropout_masks_are_independent():
+@pytest.mark.parametrize(
+    "draws",
+    [[(0,), (1,), (2,), (2**32 - 1,)], [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (7, 10**6)]],
+    ids=["seeds", "seeds and ticks"],
+)
+def test_dropout_masks_are_independent(draws):
     size = 200_000
-    masks = [mask_of(size, 0.5, seed).astype(float) for seed in (0, 1, 2, 2**32 - 1)]
+    masks = [mask_of(size, 0.5, *draw).astype(float) for draw in draws]
     for a in masks:
         assert a.mean() == pytest.approx(0.5, abs=0.01)
         assert abs(np.corrcoef(a[:-1], a[1:])[0, 1]) < 0.01
@@ -161,3 +177,22 @@ def test_dropout_gradient_in_place():
     np.testing.assert_array_equal(dy, dx)
     cpu.dropout_forward(x, x, mask, 0.3, 5)
     np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("dropping", [False, True])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_bias_and_activation(bias, relu, dropping):
+    shape, ratio = (30, 7), 0.25
+    z, dy = (a.reshape(shape) for a in pair(210, np.float32))
+    b, db = np.linspace(-1, 1, 7, dtype=np.float32), np.ones(7, np.float32)
+    y, dx, mask = z.copy(), dy.copy(), np.empty(shape, np.uint8)
+    cpu.bias_act_forward(y, b if bias else None, relu, ratio, 3, mask if dropping else None)
+    if bias:
+        z = z + b
+    factor = mask_of(210, ratio, 3).reshape(shape) / (1 - ratio) if dropping else 1
+    close(y, (np.maximum(z, 0) if relu else z) * factor)
+    cpu.bias_act_backward(y, dx, db if bias else None, relu, mask if dropping else None, ratio)
+    want = dy * factor * (z > 0 if relu else 1)
+    close(dx, want)
+    np.testing.assert_allclose(db, 1 + bias * want.sum(0), rtol=1e-5, atol=1e-5)

@@ -30,6 +30,8 @@ from caffepy.ops.cpu.loss import (
 )
 from caffepy.ops.cpu.lrn import lrn_backward, lrn_forward
 from caffepy.ops.cpu.neuron import (
+    bias_act_backward,
+    bias_act_forward,
     dropout_backward,
     dropout_forward,
     elu_backward,
@@ -95,6 +97,8 @@ __all__ = [
     "batch_norm_backward",
     "batch_norm_forward",
     "batch_norm_statistics",
+    "bias_act_backward",
+    "bias_act_forward",
     "bias_gradient",
     "blas_scope",
     "convert",

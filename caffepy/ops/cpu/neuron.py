@@ -5,8 +5,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.ops.cpu.blas import add_bias, bias_gradient
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, blockwise
+from caffepy.ops.cpu.random import mix, seed_of_pass
 from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
@@ -75,7 +77,7 @@ def _prelu(x: Array, y: Array, slope: Array, lo: int, hi: int) -> None:
 
 
 def prelu_forward(x: Array, y: Array, slope: Array) -> None:
-    """y = x > 0 ? x : slope_c * x; x (N, C, P), slope (C)."""
+    """y = x > 0 ? x : slope_c * x; x (N, C, P), slope (C) or one for all."""
     rows, pixels = x.shape[0] * x.shape[1], x.shape[2]
     x, y = x.reshape(rows, pixels), y.reshape(rows, pixels)
     parallel(lambda lo, hi: _prelu(x, y, slope, lo, hi), rows, GRAIN * rows // (x.size + 1) + 1)
@@ -105,6 +107,8 @@ def prelu_backward(x: Array, dy: Array, slope: Array, dx: Array | None, dslope: 
     """dx = dy * (x > 0 ? 1 : slope_c), dslope_c += sum of dy * x over x <= 0; dx may be dy."""
     out, sums = dy if dx is None else dx, slope if dslope is None else dslope
     write, collect = dx is not None, dslope is not None
+    if slope.size == 1:
+        x, dy, out = (a.reshape(1, 1, -1) for a in (x, dy, out))
     grain = GRAIN * slope.size // (x.size + 1) + 1
     parallel(lambda lo, hi: _prelu_gradient(x, dy, slope, out, sums, write, collect, lo, hi), slope.size, grain)
 
@@ -242,22 +246,12 @@ def swish_backward(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) 
 
 
 @kernel
-def _mix(h: Any) -> Any:
-    """The finalizer of MurmurHash3: every bit of the result hangs on every bit of h."""
-    h = np.uint32(h ^ (h >> np.uint32(16)))
-    h = np.uint32(h * np.uint32(0x85EBCA6B))
-    h = np.uint32(h ^ (h >> np.uint32(13)))
-    h = np.uint32(h * np.uint32(0xC2B2AE35))
-    return np.uint32(h ^ (h >> np.uint32(16)))
-
-
-@kernel
 def _keep(seed: int, threshold: int, mask: Array, lo: int, hi: int) -> None:
     mask, first, bound = mask[lo:hi], np.uint32(seed + lo), np.uint32(threshold)
-    second = _mix(np.uint32(seed))
+    second = mix(np.uint32(seed))
     for i in range(mask.size):
-        h = _mix(np.uint32(first + np.uint32(i)))
-        mask[i] = _mix(np.uint32(h + second)) >= bound
+        h = mix(np.uint32(first + np.uint32(i)))
+        mask[i] = mix(np.uint32(h + second)) >= bound
 
 
 @kernel
@@ -274,8 +268,13 @@ def _mask_in_place(y: Array, mask: Array, scale: float, lo: int, hi: int) -> Non
         y[i] *= s if mask[i] else zero
 
 
-def dropout_forward(x: Array, y: Array, mask: Array, ratio: float, seed: int) -> None:
-    """mask = 1 with probability 1 - ratio, a hash of seed and position; y = x * mask / (1 - ratio)."""
+def dropout_forward(x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None) -> None:
+    """mask = 1 with probability 1 - ratio, a hash of seed and position; y = x * mask / (1 - ratio).
+
+    A tick, an int64 array without axes, is the number of a pass: each has a mask of its own.
+    """
+    if tick is not None:
+        seed = int(seed_of_pass(seed, int(tick)))
     flags, threshold = mask.reshape(-1), int(ratio * (1 << 32))
     parallel(lambda lo, hi: _keep(seed, threshold, flags, lo, hi), flags.size, GRAIN)
     dropout_backward(x, mask, y, ratio)
@@ -288,3 +287,25 @@ def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
         parallel(lambda lo, hi: _mask_in_place(v, flags, scale, lo, hi), v.size, GRAIN)
     else:
         parallel(lambda lo, hi: _masked(u, v, flags, scale, lo, hi), v.size, GRAIN)
+
+
+def bias_act_forward(
+    y: Array, b: Array | None, relu: bool, ratio: float, seed: int, mask: Array | None, tick: Array | None = None
+) -> None:
+    """y = dropout(relu(y + b)) for y (M, O), with the masks of `dropout_forward`; without what is None or False."""
+    if b is not None:
+        add_bias(y, b)
+    if relu:
+        relu_forward(y, y, 0.0)
+    if mask is not None:
+        dropout_forward(y, y, mask, ratio, seed, tick)
+
+
+def bias_act_backward(y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float) -> None:
+    """dy = dy * mask / (1 - ratio) * (y > 0) for y and dy (M, O); db += column sums of that."""
+    if mask is not None:
+        dropout_backward(dy, mask, dy, ratio)
+    if relu:
+        relu_backward(y, dy, dy, 0.0)
+    if db is not None:
+        bias_gradient(dy, db)

@@ -11,8 +11,9 @@ except ImportError as error:
 
     raise DeviceError(f"no GPU arithmetic without CuPy ({error}): pip install 'caffepy[cuda13]'") from error
 
+from caffepy.ops.cuda.bias import add_bias, bias_gradient
 from caffepy.ops.cuda.bias_relu import relu_bias_backward
-from caffepy.ops.cuda.blas import add_bias, bias_gradient, matmul
+from caffepy.ops.cuda.blas import matmul
 from caffepy.ops.cuda.control import Control, Sums
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, join
@@ -41,6 +42,8 @@ from caffepy.ops.cuda.loss import (
 )
 from caffepy.ops.cuda.lrn import lrn_backward, lrn_forward
 from caffepy.ops.cuda.neuron import (
+    bias_act_backward,
+    bias_act_forward,
     dropout_backward,
     dropout_forward,
     elu_backward,
@@ -106,6 +109,8 @@ __all__ = [
     "batch_norm_backward",
     "batch_norm_forward",
     "batch_norm_statistics",
+    "bias_act_backward",
+    "bias_act_forward",
     "bias_gradient",
     "blas_scope",
     "convert",

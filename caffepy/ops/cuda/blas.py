@@ -1,5 +1,5 @@
 """Matrix products by cuBLAS, small ones by a kernel of our own where that is faster, or by cuDNN where nvmath is not
-installed; biases by kernels of our own.
+installed.
 """
 
 from collections.abc import Callable
@@ -188,56 +188,3 @@ def planes(x: Array) -> tuple[int, int, int]:
     if positions == 1 or channels_last(x):
         return images * positions, channels, 1
     return images, channels, positions
-
-
-def add_bias(y: Array, b: Array) -> None:
-    """y[n, o, ...] += b[o]; y (M, O) or (N, O, P), b float32 (float64 for doubles)."""
-    if y.size:
-        kernel("blas", f"add_bias<{c_type(y)}>")(_grid(y.size), (THREADS,), (y, b, *planes(y)))
-
-
-STRIP, ROWS = 32, 512
-"""Columns that a block adds up, as in columns.cuh, and rows of which there may be one share only."""
-
-LINE, FEW = 1024, 1 << 14
-"""Elements of a plane that a warp adds up at a time, and of a channel of which there may be one share only."""
-
-
-def over_columns(file: str, name: str, like: Array, shape: tuple[int, int], db: Array | None, *arguments: Any) -> None:
-    """Run a kernel of columns.cuh over the columns of an array that lies as `shape`; db, if any, += its sums."""
-    rows, columns = shape
-    strips = -(-columns // STRIP)
-    shares = 1 if rows <= ROWS else max(1, min(2 * rows // ROWS, BLOCKS // (2 * strips)))
-    _add_up(file, name, like, 2 * THREADS, (strips, shares), columns, db, *arguments, rows, columns)
-
-
-def _add_up(
-    file: str, name: str, like: Array, threads: int, grid: tuple[int, int], outputs: int, db: Array | None, *args: Any
-) -> None:
-    """Run a kernel that adds sums to db[o], or puts them into part[o, share]: then add those to db."""
-    shares = grid[1]
-    part: Any = 0
-    if db is not None and shares > 1:
-        part = plans.context().array("sums", (outputs, shares), db.dtype)
-    kernel(file, f"{name}<{c_type(like)}>")(grid, (threads,), (*args, 0 if db is None else db, part, shares))
-    if db is not None and shares > 1:
-        finish = kernel("blas", f"bias_gradient_finish<{c_type(like)}>")
-        finish((-(-outputs // 8),), (THREADS,), (part, db, outputs, shares))
-
-
-def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
-    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of float32 rows becomes dy in its own type."""
-    if not dy.size:
-        return
-    images, outputs, positions = planes(dy)
-    if copy is not None:
-        assert positions == 1
-        assert dy.dtype == np.float32
-        over_columns("blas", "bias_gradient_narrowing", copy, (images, outputs), db, dy, copy)
-    elif positions == 1:
-        over_columns("blas", "bias_gradient_rows", dy, (images, outputs), db, dy)
-    else:
-        lines = images * -(-positions // LINE)
-        shares = 1 if images * positions <= FEW else max(1, min(-(-lines // 8), BLOCKS // outputs))
-        grid = outputs, shares
-        _add_up("blas", "bias_gradient_planes", dy, THREADS, grid, outputs, db, dy, images, outputs, positions, LINE)

@@ -1,93 +1,139 @@
-"""Activations. The output may be the input and the input's gradient may be the output's: then the same array object."""
+"""Activations. The output may be the input and the input's gradient may be the output's: then the same array object.
 
-from caffepy.ops.cuda.channels import finish, sums
-from caffepy.ops.cuda.launch import Array, integer, launch, packs
+Arrays of one call lie in the same order, whichever it is; what only backward reads (a sigmoid, a mask) lies flat.
+"""
+
+from typing import Any
+
+from caffepy.ops.cuda.bias import add_bias, bias_gradient, over_columns
+from caffepy.ops.cuda.channels import finish, lying, sums
+from caffepy.ops.cuda.launch import Array, channels_last, launch, packs
+
+
+def _each(name: str, arrays: tuple[Array, ...], *arguments: Any) -> None:
+    """Run a kernel over the elements of arrays that lie alike."""
+    x = arrays[0]
+    assert all(a.dtype == x.dtype and a.shape == x.shape for a in arrays)
+    channels_last(*arrays)
+    launch("neuron", name, x, packs(x), *arrays, x.size, *arguments)
 
 
 def relu_forward(x: Array, y: Array, slope: float) -> None:
     """y = x > 0 ? x : slope * x; NaN stays NaN."""
-    launch("neuron", "relu_forward", x, packs(x), x, y, x.size, float(slope))
+    _each("relu_forward", (x, y), float(slope))
 
 
 def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
     """dx = dy * (x > 0 ? 1 : slope); with a slope of 0 or more x may be the output."""
-    launch("neuron", "relu_backward", x, packs(x), x, dy, dx, x.size, float(slope))
+    _each("relu_backward", (x, dy, dx), float(slope))
+
+
+def _by_slope(slope: Array, *arrays: Array) -> tuple[int, int, int]:
+    """(outer, C, inner) of the arrays in their memory, for C slopes; for one slope they are one channel."""
+    shape = lying(*arrays)
+    return shape if slope.size > 1 else (1, 1, arrays[0].size)
 
 
 def prelu_forward(x: Array, y: Array, slope: Array) -> None:
-    """y = x > 0 ? x : slope_c * x; x (N, C, P), slope (C)."""
-    launch("neuron", "prelu_forward", x, packs(x), x, slope, y, *x.shape)
+    """y = x > 0 ? x : slope_c * x; x (N, C, P), slope (C) or one for all, in the type of sums."""
+    launch("neuron", "prelu_forward", x, packs(x), x, slope, y, *_by_slope(slope, x, y))
 
 
 def prelu_backward(x: Array, dy: Array, slope: Array, dx: Array | None, dslope: Array | None) -> None:
     """dx = dy * (x > 0 ? 1 : slope_c), dslope_c += sum of dy * x over x <= 0; dx may be dy."""
-    if dx is None and dslope is None:
+    if not x.size or (dx is None and dslope is None):
         return
-    partial, splits = sums("neuron", "prelu_backward", x, x, dy, slope, 0 if dx is None else dx)
+    shape = _by_slope(slope, x, dy, dy if dx is None else dx)
+    partial, splits = sums("neuron", "prelu_backward", x, x, dy, slope, 0 if dx is None else dx, shape=shape)
     if dslope is not None:
-        finish("neuron", "prelu_finish", x, partial, dslope, x.shape[1], splits)
+        finish("neuron", "prelu_finish", x, partial, dslope, slope.size, splits)
 
 
 def sigmoid_forward(x: Array, y: Array) -> None:
     """y = 1 / (1 + exp(-x)), by way of tanh(x/2)."""
-    launch("neuron", "sigmoid_forward", x, packs(x), x, y, x.size)
+    _each("sigmoid_forward", (x, y))
 
 
 def sigmoid_backward(y: Array, dy: Array, dx: Array) -> None:
     """dx = dy * y * (1 - y)."""
-    launch("neuron", "sigmoid_backward", y, packs(y), y, dy, dx, y.size)
+    _each("sigmoid_backward", (y, dy, dx))
 
 
 def tanh_forward(x: Array, y: Array) -> None:
     """y = tanh(x)."""
-    launch("neuron", "tanh_forward", x, packs(x), x, y, x.size)
+    _each("tanh_forward", (x, y))
 
 
 def tanh_backward(y: Array, dy: Array, dx: Array) -> None:
     """dx = dy * (1 - y^2)."""
-    launch("neuron", "tanh_backward", y, packs(y), y, dy, dx, y.size)
+    _each("tanh_backward", (y, dy, dx))
 
 
 def power_forward(x: Array, y: Array, power: float, scale: float, shift: float) -> None:
     """y = (shift + scale * x)^power; NaN for a negative base with a fractional power."""
-    launch("neuron", "power_forward", x, packs(x), x, y, x.size, float(power), float(scale), float(shift))
+    _each("power_forward", (x, y), float(power), float(scale), float(shift))
 
 
 def power_backward(x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float) -> None:
     """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
-    launch("neuron", "power_backward", x, packs(x), x, dy, dx, x.size, float(power), float(scale), float(shift))
+    _each("power_backward", (x, dy, dx), float(power), float(scale), float(shift))
 
 
 def elu_forward(x: Array, y: Array, alpha: float) -> None:
     """y = x > 0 ? x : alpha * (exp(x) - 1)."""
-    launch("neuron", "elu_forward", x, packs(x), x, y, x.size, float(alpha))
+    _each("elu_forward", (x, y), float(alpha))
 
 
 def elu_backward(x: Array, y: Array, dy: Array, dx: Array, alpha: float) -> None:
     """dx = dy * (x > 0 ? 1 : alpha + y); with an alpha of 0 or more x may be y."""
-    launch("neuron", "elu_backward", x, packs(x), x, y, dy, dx, x.size, float(alpha))
+    _each("elu_backward", (x, y, dy, dx), float(alpha))
 
 
 def swish_forward(x: Array, y: Array, sigmoid: Array, beta: float) -> None:
-    """sigmoid = 1 / (1 + exp(-beta * x)), y = x * sigmoid."""
-    launch("neuron", "swish_forward", x, packs(x), x, y, sigmoid, x.size, float(beta))
+    """sigmoid = 1 / (1 + exp(-beta * x)), y = x * sigmoid; sigmoid in the type of sums."""
+    _each("swish_forward", (x, y), float(beta), sigmoid)
 
 
 def swish_backward(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) -> None:
     """dx = dy * (beta * y + sigmoid * (1 - beta * y))."""
-    launch("neuron", "swish_backward", y, packs(y), y, sigmoid, dy, dx, y.size, float(beta))
+    _each("swish_backward", (y, dy, dx), float(beta), sigmoid)
 
 
-def dropout_forward(x: Array, y: Array, mask: Array, ratio: float, seed: int) -> None:
+def _threshold(ratio: float) -> tuple[int, float]:
+    """Hashes from this one on keep their element; what is kept is multiplied."""
+    return int(ratio * (1 << 32)), 1 / (1 - ratio)
+
+
+def dropout_forward(x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None) -> None:
     """mask = 1 with probability 1 - ratio, a hash of seed and position; y = x * mask / (1 - ratio).
 
-    The masks are those of the CPU. The seed may be an array without axes, read when the kernel runs.
+    The masks are those of the CPU, by place in memory. A tick, an int64 array without axes, is the number of a pass,
+    read when the kernel runs: each has a mask of its own.
     """
-    threshold = int(ratio * (1 << 32))
-    arguments = (x, y, mask, x.size, threshold, 1 / (1 - ratio), *integer(seed))
-    launch("neuron", "dropout_forward", x, packs(x), *arguments)
+    _each("dropout_forward", (x, y), mask, *_threshold(ratio), seed, 0 if tick is None else tick)
 
 
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
     """dx = dy * mask / (1 - ratio)."""
-    launch("neuron", "dropout_backward", dy, packs(dy), dy, mask, dx, dy.size, 1 / (1 - ratio))
+    _each("dropout_backward", (dy, dx), mask, 1 / (1 - ratio))
+
+
+def bias_act_forward(
+    y: Array, b: Array | None, relu: bool, ratio: float, seed: int, mask: Array | None, tick: Array | None = None
+) -> None:
+    """y = dropout(relu(y + b)) for y (M, O), with the masks of `dropout_forward`; without what is None or False."""
+    if b is not None and not relu and mask is None:
+        add_bias(y, b)
+    elif relu or mask is not None:
+        pointers = (0 if a is None else a for a in (b, mask))
+        numbers = *_threshold(ratio), seed, 0 if tick is None else tick
+        launch("neuron", "bias_act_forward", y, packs(y), y, *pointers, *y.shape, int(relu), *numbers)
+
+
+def bias_act_backward(y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float) -> None:
+    """dy = dy * mask / (1 - ratio) * (y > 0) for y and dy (M, O); db += column sums of that."""
+    if relu or mask is not None:
+        pointers = y if relu else 0, dy, 0 if mask is None else mask
+        over_columns("neuron", "bias_act_backward", dy, dy.shape, db, *pointers, _threshold(ratio)[1])
+    elif db is not None:
+        bias_gradient(dy, db)

@@ -1,8 +1,11 @@
-// Activations and their gradients, element by element; the output may be the input, dx may be dy.
+// Activations and their gradients, element by element; the output may be the input, dx may be dy. Arrays are flat: they
+// lie alike, in whatever order. Parameters, their gradients and what only backward reads are in the type of sums.
 
 #include "pack.cuh"
 #include "reduce.cuh"
 #include "channels.cuh"
+#include "columns.cuh"
+#include "random.cuh"
 
 #define PACK (16 / sizeof(T))
 
@@ -24,13 +27,13 @@ __global__ void relu_backward(const T* x, const T* dy, T* dx, i64 n, double slop
 
 // y = x > 0 ? x : slope_c * x
 template <typename T>
-__global__ void prelu_forward(const T* x, const T* slope, T* y, i64 outer, i64 channels, i64 inner) {
+__global__ void prelu_forward(const T* x, const Wide<T>* slope, T* y, i64 outer, i64 channels, i64 inner) {
   using A = Wide<T>;
   Channel channel(channels, inner);
   each<PACK>(
       outer * channels * inner,
       [=](i64 i, T x, T& y) mutable {
-        const A s = A(slope[channel.at(i)]);
+        const A s = slope[channel.at(i)];
         y = A(x) <= 0 ? T(A(x) * s) : x;
       },
       in(x), out(y));
@@ -39,23 +42,23 @@ __global__ void prelu_forward(const T* x, const T* slope, T* y, i64 outer, i64 c
 // dx = dy * (x > 0 ? 1 : slope_c), where there is a dx; sums of dy * x over x <= 0
 template <typename T>
 __global__ void __launch_bounds__(256)
-prelu_backward(const T* x, const T* dy, const T* slope, T* dx, double* partial, i64 outer, i64 channels, i64 inner,
-               i64 splits) {
+prelu_backward(const T* x, const T* dy, const Wide<T>* slope, T* dx, double* partial, i64 outer, i64 channels,
+               i64 inner, i64 splits) {
   using A = Wide<T>;
   channel_sums<PACK>(
       Shape{outer, channels, inner, splits}, partial,
       [=](i64 c, double& first, double&, i64, T x, T dy, T& dx) {
         const bool negative = A(x) <= 0;
         first += double(dy) * (negative ? double(x) : 0.0);
-        dx = T(A(dy) * (negative ? A(slope[c]) : A(1)));
+        dx = T(A(dy) * (negative ? slope[c] : A(1)));
       },
       in(x), in(dy), maybe_out(dx));
 }
 
 // dslope_c += sum
 template <typename T>
-__global__ void prelu_finish(const double* partial, T* dslope, i64 channels, i64 splits) {
-  finish_channels(partial, channels, splits, [=](i64 c, double sum, double) { dslope[c] = T(double(dslope[c]) + sum); });
+__global__ void prelu_finish(const double* partial, Wide<T>* dslope, i64 channels, i64 splits) {
+  finish_channels(partial, channels, splits, [=](i64 c, double sum, double) { dslope[c] += sum; });
 }
 
 // y = 1 / (1 + exp(-x)) = tanh(x / 2) / 2 + 1 / 2
@@ -128,50 +131,47 @@ __global__ void elu_backward(const T* x, const T* y, const T* dy, T* dx, i64 n, 
 
 // sigmoid = 1 / (1 + exp(-beta * x)), y = x * sigmoid
 template <typename T>
-__global__ void swish_forward(const T* x, T* y, T* sigmoid, i64 n, double beta) {
+__global__ void swish_forward(const T* x, T* y, i64 n, double beta, Wide<T>* sigmoid) {
   using A = Wide<T>;
   const A half = A(beta / 2);
   each<PACK>(
       n,
-      [=](i64, T x, T& y, T& sigmoid) {
-        const A s = tanh(A(x) * half) * A(0.5) + A(0.5);
-        sigmoid = T(s);
-        y = T(A(x) * s);
+      [=](i64, T x, T& y, A& sigmoid) {
+        sigmoid = tanh(A(x) * half) * A(0.5) + A(0.5);
+        y = T(A(x) * sigmoid);
       },
       in(x), out(y), out(sigmoid));
 }
 
 // dx = dy * (beta * y + sigmoid * (1 - beta * y))
 template <typename T>
-__global__ void swish_backward(const T* y, const T* sigmoid, const T* dy, T* dx, i64 n, double beta) {
+__global__ void swish_backward(const T* y, const T* dy, T* dx, i64 n, double beta, const Wide<T>* sigmoid) {
   using A = Wide<T>;
   const A b = A(beta);
   each<PACK>(
       n,
-      [=](i64, T y, T sigmoid, T dy, T& dx) { dx = T(A(dy) * (b * A(y) + A(sigmoid) * (1 - b * A(y)))); },
-      in(y), in(sigmoid), in(dy), out(dx));
+      [=](i64, T y, T dy, T& dx, A sigmoid) { dx = T(A(dy) * (b * A(y) + sigmoid * (1 - b * A(y)))); },
+      in(y), in(dy), out(dx), in(sigmoid));
 }
 
-// The finalizer of MurmurHash3: every bit of the result hangs on every bit of h.
-__device__ inline unsigned mix(unsigned h) {
-  h ^= h >> 16;
-  h *= 0x85EBCA6Bu;
-  h ^= h >> 13;
-  h *= 0xC2B2AE35u;
-  return h ^ (h >> 16);
-}
+struct Keep {
+  Draw draw;
+  unsigned threshold;
+  __device__ Keep(i64 threshold, i64 seed, const i64* tick) : draw(seed, tick), threshold(unsigned(threshold)) {}
+  __device__ bool operator()(i64 i) const { return draw(i) >= threshold; }
+};
 
-// mask_i = mix(mix(seed + i) + mix(seed)) >= threshold, y = mask ? x * scale : x * 0
+// mask_i = keep(i), y = mask ? x * scale : x * 0
 template <typename T>
-__global__ void dropout_forward(const T* x, T* y, unsigned char* mask, i64 n, i64 threshold, double scale, i64 seed,
-                                const void* seed_at, i64 seed_kind) {
+__global__ void dropout_forward(const T* x, T* y, i64 n, unsigned char* mask, i64 threshold, double scale, i64 seed,
+                                const i64* tick) {
   using A = Wide<T>;
-  const unsigned start = bits(seed, seed_at, seed_kind), second = mix(start), bound = unsigned(threshold);
+  const Keep keep(threshold, seed, tick);
   const A s = A(scale);
   each<PACK>(
       n,
       [=](i64 i, T x, T& y, unsigned char& mask) {
-        mask = mix(mix(start + unsigned(i)) + second) >= bound;
+        mask = keep(i);
         y = T(A(x) * (mask ? s : A(0)));
       },
       in(x), out(y), out(mask));
@@ -179,9 +179,41 @@ __global__ void dropout_forward(const T* x, T* y, unsigned char* mask, i64 n, i6
 
 // dx = mask ? dy * scale : dy * 0
 template <typename T>
-__global__ void dropout_backward(const T* dy, const unsigned char* mask, T* dx, i64 n, double scale) {
+__global__ void dropout_backward(const T* dy, T* dx, i64 n, const unsigned char* mask, double scale) {
   using A = Wide<T>;
   const A s = A(scale);
   each<PACK>(
-      n, [=](i64, T dy, unsigned char mask, T& dx) { dx = T(A(dy) * (mask ? s : A(0))); }, in(dy), in(mask), out(dx));
+      n, [=](i64, T dy, T& dx, unsigned char mask) { dx = T(A(dy) * (mask ? s : A(0))); }, in(dy), out(dx), in(mask));
+}
+
+// y = dropout(relu(y + b)) for y (M, O): without a bias if there is no b, without dropout if there is no mask.
+template <typename T>
+__global__ void bias_act_forward(T* y, const Wide<T>* b, unsigned char* mask, i64 rows, i64 columns, i64 relu,
+                                 i64 threshold, double scale, i64 seed, const i64* tick) {
+  using A = Wide<T>;
+  const Keep keep(threshold, seed, tick);
+  const A s = A(scale);
+  const bool drops = mask;
+  Channel channel(columns, 1);
+  each<PACK>(
+      rows * columns,
+      [=](i64 i, T& y, unsigned char& mask) mutable {
+        A z = A(y);
+        if (b) z += b[channel.at(i)];
+        if (relu && z <= 0) z = 0;
+        if (drops) {
+          mask = keep(i);
+          z *= mask ? s : A(0);
+        }
+        y = T(z);
+      },
+      both(y), maybe_out(mask));
+}
+
+// dy = dy * (mask ? scale : 0) * (y > 0) with the factors of which there is an array, and its column sums; columns.cuh
+template <typename T>
+__global__ void __launch_bounds__(512)
+bias_act_backward(const T* y, T* dy, const unsigned char* mask, double scale, i64 rows, i64 columns, Wide<T>* db,
+                  Wide<T>* part, i64 shares) {
+  over_columns<T, T>(dy, y, mask, Wide<T>(scale), dy, Sums<Wide<T>>{db, part, shares}, rows, columns);
 }

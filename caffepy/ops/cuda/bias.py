@@ -1,0 +1,51 @@
+"""Biases of planes and of rows, and their gradients: those of few rows in one launch."""
+
+from typing import Any
+
+import numpy as np
+
+from caffepy.ops.cuda import plans
+from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
+from caffepy.ops.cuda.blas import BLOCKS, c_type, planes
+from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.launch import Array
+
+STRIP, WIDTH = 32, 512
+"""Columns that a block adds up and threads that it has, as in columns.cuh."""
+
+FEW = 512
+"""Rows of which there is one share only."""
+
+
+def add_bias(y: Array, b: Array) -> None:
+    """y[n, o, ...] += b[o]; y (M, O) or (N, O, P) in any order, b float32 (float64 for doubles)."""
+    bias_relu(y, b, False)
+
+
+def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
+    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of float32 rows becomes dy in its own type."""
+    rows, outputs, positions = planes(dy)
+    if copy is not None:
+        assert positions == 1
+        assert dy.dtype == np.float32
+        over_columns("bias", "bias_gradient_narrowing", copy, (rows, outputs), db, dy, copy)
+    elif positions == 1 and rows <= FEW:
+        over_columns("bias", "bias_gradient_rows", dy, (rows, outputs), db, dy)
+    else:
+        relu_bias_backward(None, dy, db)
+
+
+def over_columns(file: str, name: str, like: Array, shape: tuple[int, int], db: Array | None, *arguments: Any) -> None:
+    """Run a kernel of columns.cuh over the columns of arrays that lie as `shape`; db, if any, += its sums."""
+    rows, columns = shape
+    if not rows * columns:
+        return
+    kind, strips = c_type(like), -(-columns // STRIP)
+    shares = 1 if rows <= FEW else max(1, min(2 * rows // FEW, BLOCKS // (2 * strips)))
+    part: Any = 0
+    if db is not None and shares > 1:
+        part = plans.context().array("shares", (columns, shares), db.dtype)
+    sums = 0 if db is None else db, part, shares
+    kernel(file, f"{name}<{kind}>")((strips, shares), (WIDTH,), (*arguments, rows, columns, *sums))
+    if db is not None and shares > 1:
+        kernel("bias_relu", f"add_shares<{kind}>")((-(-columns // 8),), (256,), (part, db, columns, shares))
