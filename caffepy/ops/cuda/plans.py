@@ -11,8 +11,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
+from itertools import product
 from math import prod
 from pathlib import Path
 from threading import RLock
@@ -261,25 +261,34 @@ def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any], 
         plan = _replay(cudnn, known, dtype, build)
         if plan is not None:
             return plan
-    for mode in (cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK):
+    compiled = [cudnn.behavior_note.RUNTIME_COMPILATION]  # plans that take long to build: only if there is no other
+    for without, mode in product((compiled, []), _modes(cudnn)):
         try:
             graph, tensors = _graph(cudnn, dtype, build)
             graph.create_execution_plans([mode])
             graph.deselect_workspace_greater_than(WORKSPACE)
             graph.deselect_numeric_notes(_excluded(cudnn, dtype))
+            graph.deselect_behavior_notes(without)
         except _declines(cudnn) as error:
             log.debug("%s: cuDNN has no plan (%s)", name, error)
             continue
         chosen = _choose(cudnn, name, graph, tensors, arrays if timing else None, candidates)
         if chosen is not None:
             if timing:
-                with suppress(NotImplementedError):  # the backend's own choice has no name
-                    engine, knobs = graph.get_engine_and_knobs_at_index(chosen)
-                    settings = {knob.name: int(value) for knob, value in (knobs or {}).items()}
-                    if "NOT_SET" not in settings:  # knobs that the frontend has no name for cannot be set again
-                        _remember(name, [int(engine), settings])
-            return Plan(graph, tensors, int(graph.get_workspace_size()))
+                _remember(name, graph.get_plan_name_at_index(chosen))
+            return _built(graph, tensors, chosen)
     return None
+
+
+def _modes(cudnn: Any) -> tuple[Any, Any]:
+    return cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK
+
+
+def _built(graph: Any, tensors: Sequence[Any], index: int) -> Plan:
+    graph.build_plan_at_index(index)
+    plan = Plan(graph, tensors, int(graph.get_workspace_size()))
+    context().workspace.reserve(plan.workspace)
+    return plan
 
 
 def _declines(cudnn: Any) -> tuple[type[BaseException], ...]:
@@ -314,17 +323,14 @@ def _excluded(cudnn: Any, dtype: np.dtype[Any]) -> list[Any]:
 
 def _is_inexact(name: str, graph: Any, index: int) -> bool:
     """Whether fp32 is asked for and the plan's engine rounds more than float32 does, though it carries no such note."""
-    if "float32 fp32" not in name:
-        return False
-    with suppress(NotImplementedError):  # the backend's own choice has no name
-        return (name.split()[0], int(graph.get_engine_and_knobs_at_index(index)[0])) in INEXACT
-    return False
+    engine = re.match(r"eng(\d+)", graph.get_plan_name_at_index(index))
+    return "float32 fp32" in name and engine is not None and (name.split()[0], int(engine[1])) in INEXACT
 
 
 def _choose(
     cudnn: Any, name: str, graph: Any, tensors: Sequence[Any], arrays: Sequence[Any] | None, candidates: int
 ) -> int | None:
-    """Build the plan that is taken, select it and return its index, or None; it is timed if there are arrays."""
+    """The index of the plan that is taken, or None; it is timed if there are arrays."""
     global _spent
     start = time.perf_counter()
     best, best_ms, tried = None, float("inf"), 0
@@ -334,11 +340,9 @@ def _choose(
         if tried and (tried == candidates or time.perf_counter() - start > SECONDS_EACH * candidates):
             break
         try:
-            graph.build_plan_at_index(i)
+            plan = _built(graph, tensors, i)
             if _is_inexact(name, graph, i):
                 continue
-            plan = Plan(graph, tensors, int(graph.get_workspace_size()))
-            context().workspace.reserve(plan.workspace)
             if arrays is None:
                 return i
             ms = milliseconds(lambda run=plan.run: run(*arrays), best_ms)  # type: ignore[misc]
@@ -350,7 +354,6 @@ def _choose(
             best, best_ms = i, ms
     _spent += time.perf_counter() - start
     if best is not None:
-        graph.build_plan_at_index(best)
         log.debug("%s: plan %d of %d takes %.3f ms", name, best, tried, best_ms)
     return best
 
@@ -385,18 +388,16 @@ def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: i
 
 def _replay(cudnn: Any, winner: Any, dtype: np.dtype[Any], build: Build) -> Plan | None:
     """The plan that won before, if it can still be had."""
-    try:
-        engine, knobs = winner
-        graph, tensors = _graph(cudnn, dtype, build)
-        members = cudnn.knob_type.__members__
-        graph.create_execution_plan(int(engine), {members[name]: int(value) for name, value in knobs.items()})
-        graph.build_plan_at_index(0)
-        plan = Plan(graph, tensors, int(graph.get_workspace_size()))
-        context().workspace.reserve(plan.workspace)
-    except (*_declines(cudnn), AttributeError, KeyError, TypeError, cupy.cuda.memory.OutOfMemoryError) as error:
-        log.debug("a plan that won before cannot be had: %s", error)
-        return None
-    return plan
+    for mode in _modes(cudnn):
+        try:
+            graph, tensors = _graph(cudnn, dtype, build)
+            graph.create_execution_plans([mode])
+            for i in range(graph.get_execution_plan_count()):
+                if graph.get_plan_name_at_index(i) == winner:
+                    return _built(graph, tensors, i)
+        except (*_declines(cudnn), cupy.cuda.memory.OutOfMemoryError) as error:
+            log.debug("a plan that won before cannot be had: %s", error)
+    return None
 
 
 _winners_of: dict[Path, dict[str, Any]] = {}
@@ -423,7 +424,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _winners() -> dict[str, Any]:
-    """Name of a plan -> [engine, {knob: value}], of a choice between two ways -> whether the second won."""
+    """Name of a graph -> cuDNN's name of the plan that won, of a choice between several ways -> the index of one."""
     path = _path()
     if path not in _winners_of:
         _winners_of[path] = _read(path)
