@@ -72,10 +72,3 @@ def number(value: Any) -> tuple[float, int, int]:
     if hasattr(value, "data") and hasattr(value.data, "ptr"):
         return 0.0, value.data.ptr, _KINDS[value.dtype.name]
     return float(value), 0, 0
-
-
-def integer(value: Any) -> tuple[int, int, int]:
-    """Likewise for a whole number."""
-    if hasattr(value, "data") and hasattr(value.data, "ptr"):
-        return 0, value.data.ptr, _KINDS[value.dtype.name]
-    return int(value), 0, 0

@@ -138,7 +138,3 @@ __device__ inline double number(double value, const void* at, i64 kind) {
     default: return value;
   }
 }
-
-__device__ inline unsigned bits(i64 value, const void* at, i64 kind) {
-  return kind == 0 ? unsigned(value) : *static_cast<const unsigned*>(at);  // the low half of 8 bytes comes first
-}
