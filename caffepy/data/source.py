@@ -19,6 +19,8 @@ from caffepy.registry import nearest
 
 log = logging.getLogger(__name__)
 
+AHEAD = 1 << 27  # bytes of a file that are asked for ahead of time
+
 Array = NDArray[Any]
 Record = tuple[memoryview | bytes, memoryview | bytes]
 
@@ -141,6 +143,7 @@ class LMDB(Source):
     def __init__(self, path: str, file: str) -> None:
         try:
             self._file = file
+            self._advised = 0  # up to this place the system was asked to read ahead
             self._pages = Pages(path, file)
             super().__init__(path, _acquire(file, _open_lmdb, lambda database: database.begin(buffers=True).cursor()))
         except (lmdb.Error, OSError) as error:
@@ -164,7 +167,7 @@ class LMDB(Source):
             runs.append(run)
             missing -= len(run)
             self._pass(run)
-        self._read_ahead(runs[-1].rows)
+        self._read_ahead(int(runs[-1].rows[-1, 2]))
         return Records(self._pages.bytes, np.concatenate([run.rows for run in runs]))
 
     def _run(self, most: int) -> Records:
@@ -178,13 +181,13 @@ class LMDB(Source):
             raise DataError(f"{self.path} is damaged near record {self._index}: its keys are out of order")
         self.read()
 
-    def _read_ahead(self, rows: Array) -> None:
-        """Let the system read from the disk what most probably comes after these records."""
-        start = int(rows[-1, 2] + rows[-1, 3])
-        if hasattr(os, "posix_fadvise") and start > rows[0, 2]:
+    def _read_ahead(self, place: int) -> None:
+        """Let the system read from the disk what most probably comes after this place in the file."""
+        if hasattr(os, "posix_fadvise") and not AHEAD // 2 <= self._advised - place <= AHEAD:
             descriptor = os.open(self._file, os.O_RDONLY)
-            os.posix_fadvise(descriptor, start, start - int(rows[0, 2]), os.POSIX_FADV_WILLNEED)
+            os.posix_fadvise(descriptor, place, AHEAD, os.POSIX_FADV_WILLNEED)
             os.close(descriptor)
+            self._advised = place + AHEAD
 
     def _item(self) -> Record:
         key, value = self._cursor.item()

@@ -5,6 +5,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.data.transformer import Transformer
+from caffepy.data.twister import Twister
 from caffepy.device import Device
 from caffepy.errors import ConfigError, DataError
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, TransformationParameter
@@ -75,6 +76,16 @@ def test_the_same_seed_gives_the_same_and_state_goes_on():
     third.set_state(state)
     np.testing.assert_array_equal(apply(first), apply(third))
     assert not np.array_equal(apply(first), apply(second))
+
+
+def test_the_state_is_that_of_numpys_twister():
+    twister = Twister(5)
+    for count in (0, 1, 700, 10_000):
+        twister.draw(count)
+        expected = twister._generator.state["state"]
+        state = twister.state()
+        np.testing.assert_array_equal(state["twister"], expected["key"])
+        assert (state["twister"].dtype, state["twister_position"]) == (np.uint32, expected["pos"])
 
 
 def test_without_draws_the_device_gives_no_seed():
