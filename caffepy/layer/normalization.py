@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 
-from caffepy.blob import Array, Blob
+from caffepy.blob import PLAIN, Array, Blob, Format
 from caffepy.errors import ConfigError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, layer
@@ -41,14 +41,23 @@ class LRN(SameShape):
         super().reshape(bottom, top)
         self.scale = self.buffer(bottom[0].shape)
         self.window = self.buffer(bottom[0].shape)
-        self.product = self.buffer(bottom[0].shape)
+        self.product = self._buffer_like(bottom[0])
+
+    def format_for(self, native: Format) -> Format:
+        """As they come for windows of channels."""
+        return native if self.across else PLAIN
+
+    @property
+    def _kept_scale(self) -> Array | None:
+        return None if self.kept.format.channels_last else self.scale.data
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write s and y."""
-        x, y, s = self.keep_input(bottom), top[0].data, self.scale.data
+        """Write y, and s unless it costs less to compute it again."""
+        x, y = self.keep_input(bottom), top[0].data
         if self.across:
-            self.ops.lrn_forward(x, y, s, self.size, self.alpha, self.beta, self.k)
+            self.ops.lrn_forward(x, y, self._kept_scale, self.size, self.alpha, self.beta, self.k)
             return
+        s = self.scale.data
         self.ops.multiply(x, x, self.product.data)
         self.ops.ave_pool_forward(self.product.data, self.window.data, *self.pooling)
         self.ops.power_forward(self.window.data, s, 1.0, self.alpha, 1.0)
@@ -59,15 +68,15 @@ class LRN(SameShape):
         """dx = dy * s^-beta - 2 * beta * (alpha / number in the window) * x * sum over the window of dy * y / s."""
         if not propagate_down[0]:
             return
-        x, y, dy, dx, s = self.kept.data, top[0].data, top[0].diff, bottom[0].diff, self.scale.data
+        x, y, dy, dx = self.kept.data, top[0].data, top[0].diff, bottom[0].diff
         if self.across:
             # Neighbours read a channel's dy, so in place they must not find its dx there.
             out = self.product.data if dx is dy else dx
-            self.ops.lrn_backward(x, y, s, dy, out, self.size, self.alpha, self.beta)
+            self.ops.lrn_backward(x, y, self._kept_scale, dy, out, self.size, self.alpha, self.beta, self.k)
             if out is not dx:
                 self.ops.copy(out, dx)
             return
-        window, product = self.window.data, self.product.data
+        s, window, product = self.scale.data, self.window.data, self.product.data
         np.multiply(dy, y, out=product)
         np.divide(product, s, out=product)
         self.ops.ave_pool_backward(product, window, *self.pooling)
@@ -126,25 +135,30 @@ class BatchNorm(SameShape):
         if c != self.blobs[0].count:
             raise ConfigError(f"{c} channels do not fit the statistics of {self.blobs[0].count}")
         self.view = (n, c, prod(rest))
-        self.mean, self.variance, self.inverse = (self.buffer([c]) for _ in range(3))
+        self.numbers = self.buffer([4, c])
         if self.scales:
             self.normalized = self.buffer(bottom[0].shape)
+
+    def format_for(self, native: Format) -> Format:
+        """As they come without NVCaffe's scale and bias."""
+        return PLAIN if self.scales else native
+
+    def prepare(self, x: Array, scale: Array | None = None, bias: Array | None = None) -> Array:
+        """The mean, inverse deviation, factor and shift of each channel, (4, C); in batch mode the sums go on.
+
+        y * scale + bias = x * factor + shift; x (N, C, P).
+        """
+        running, numbers = [b.data for b in self.blobs[:3]], self.numbers.data
+        if self.is_global:
+            self.ops.batch_norm_stored(running, self.eps, scale, bias, numbers)
+        else:
+            self.ops.batch_norm_prepare(x, running, self.fraction, self.eps, scale, bias, numbers)
+        return numbers
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Find mean and variance, update the running sums in batch mode, write y."""
         x = self.keep_input(bottom).reshape(self.view)
-        mean, variance, inverse = self.mean.data, self.variance.data, self.inverse.data
-        if self.is_global:
-            sum_of_means, sum_of_variances, weight = (b.data for b in self.blobs[:3])
-            factor = 0 if weight[0] == 0 else 1 / weight[0]
-            np.multiply(sum_of_means, factor, out=mean)
-            np.multiply(sum_of_variances, factor, out=variance)
-        else:
-            self.ops.batch_norm_statistics(x, mean, variance)
-            self._keep_statistics(self.view[0] * self.view[2])
-        np.add(variance, self.eps, out=inverse)
-        np.sqrt(inverse, out=inverse)
-        np.divide(1, inverse, out=inverse)
+        mean, inverse = self.prepare(x)[:2]
         y = top[0].data.reshape(self.view)
         if self.scales:
             normalized = self.normalized.data.reshape(self.view)
@@ -152,16 +166,6 @@ class BatchNorm(SameShape):
             self.ops.scale_forward(normalized, self.blobs[3].data, self.blobs[4].data, y)
         else:
             self.ops.batch_norm_forward(x, mean, inverse, y)
-
-    def _keep_statistics(self, m: int) -> None:
-        """Bring mean and variance of m values a channel into the running sums; an empty batch has none."""
-        if not m:
-            return
-        sum_of_means, sum_of_variances, weight = (b.data for b in self.blobs[:3])
-        unbiased = self.variance.data * (m / (m - 1) if m > 1 else 1)
-        for total, value in ((sum_of_means, self.mean.data), (sum_of_variances, unbiased), (weight, 1)):
-            np.multiply(total, self.fraction, out=total)
-            np.add(total, value, out=total)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = (dy - mean(dy) - y * mean(dy * y)) / sqrt(variance + eps); with global statistics without the means.
@@ -179,11 +183,11 @@ class BatchNorm(SameShape):
             dy = dx
         if not propagate_down[0]:
             return
+        mean, inverse = self.numbers.data[:2]
         if self.is_global:
-            self.ops.scale_forward(dy, self.inverse.data, None, dx)
+            self.ops.scale_forward(dy, inverse, None, dx)
         else:
-            x = self.kept.data.reshape(self.view)
-            self.ops.batch_norm_backward(x, self.mean.data, self.inverse.data, dy, dx)
+            self.ops.batch_norm_backward(self.kept.data.reshape(self.view), mean, inverse, dy, dx)
 
 
 @layer("MVN")
@@ -284,6 +288,11 @@ class Scale(Broadcast):
         fillers += [param.bias_filler] * param.bias_term
         self.make_blobs(bottom, param.axis, param.num_axes, fillers)
         self.bias = self.blobs[-1] if param.bias_term else None
+        self.by_channels = len(bottom) == 1 and bottom[0].axis(param.axis) == 1 and len(self.blobs[0].shape) == 1
+
+    def format_for(self, native: Format) -> Format:
+        """As they come where each channel has its scale."""
+        return native if self.by_channels else PLAIN
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Find the axes."""

@@ -52,7 +52,11 @@ from caffepy.ops.cpu.neuron import (
 from caffepy.ops.cpu.normalization import (
     batch_norm_backward,
     batch_norm_forward,
+    batch_norm_prepare,
     batch_norm_statistics,
+    batch_norm_stored,
+    norm_backward,
+    norm_forward,
 )
 from caffepy.ops.cpu.pooling import (
     ave_pool_backward,
@@ -96,7 +100,9 @@ __all__ = [
     "axpy",
     "batch_norm_backward",
     "batch_norm_forward",
+    "batch_norm_prepare",
     "batch_norm_statistics",
+    "batch_norm_stored",
     "bias_act_backward",
     "bias_act_forward",
     "bias_gradient",
@@ -124,6 +130,8 @@ __all__ = [
     "max_pool_forward",
     "multiply",
     "nesterov_update",
+    "norm_backward",
+    "norm_forward",
     "num_threads",
     "parallel",
     "pool_index_type",

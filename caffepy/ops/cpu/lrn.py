@@ -94,8 +94,9 @@ def _planes(a: Array) -> Array:
     return a.reshape(*a.shape[:2], prod(a.shape[2:]))
 
 
-def lrn_forward(x: Array, y: Array, scale: Array, size: int, alpha: float, beta: float, k: float) -> None:
-    """Write scale (s above) and y; all (N, C, ...)."""
+def lrn_forward(x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float) -> None:
+    """Write y and, unless channels lie last, scale (s above); all (N, C, ...)."""
+    assert scale is not None
     t = x.dtype.type
     x, y, scale = _planes(x), _planes(y), _planes(scale)
     parallel(
@@ -104,8 +105,11 @@ def lrn_forward(x: Array, y: Array, scale: Array, size: int, alpha: float, beta:
     )
 
 
-def lrn_backward(x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float) -> None:
-    """Write dx from what `lrn_forward` left in y and scale."""
+def lrn_backward(
+    x: Array, y: Array, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float, beta: float, k: float
+) -> None:
+    """Write dx from what `lrn_forward` left in y and scale, or where channels lie last from x alone."""
+    assert scale is not None
     t = x.dtype.type
     x, y, scale, dy, dx = _planes(x), _planes(y), _planes(scale), _planes(dy), _planes(dx)
     factor = t(2 * alpha * beta / size)

@@ -1,14 +1,18 @@
 """Normalization by statistics of each channel of (outer, C, inner) arrays; sums in double precision."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.elementwise import GRAIN
+from caffepy.ops.cpu.elementwise import GRAIN, add, scale_backward, scale_forward
+from caffepy.ops.cpu.neuron import relu_backward, relu_forward
 from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
+Maybe = Array | None
 
 
 def _grain(x: Array) -> int:
@@ -86,3 +90,88 @@ def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Ar
     """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, y = (x - mean) * inverse, means per channel; dx may be dy."""
     same = dx is dy
     parallel(lambda lo, hi: _gradient(x, mean, inverse, dy, dx, same, lo, hi), x.shape[1], _grain(x))
+
+
+def batch_norm_prepare(
+    x: Array, running: Sequence[Array], fraction: float, eps: float, scale: Maybe, bias: Maybe, numbers: Array
+) -> None:
+    """The numbers of a batch: mean, inverse standard deviation, factor and shift of y = x * factor + shift, (4, C).
+
+    y = (x - mean) * inverse * scale + bias. The running sums of means (C), of variances (C) and the weight of both (1)
+    become sum * fraction + mean, sum * fraction + unbiased variance, weight * fraction + 1; of no values, nothing does.
+    """
+    count = x.shape[0] * x.shape[2]
+    if not count:
+        return
+    mean, variance = numbers[0], np.empty_like(numbers[0])
+    batch_norm_statistics(x, mean, variance)
+    unbiased = variance * (count / (count - 1) if count > 1 else 1)
+    for total, value in zip(running, (mean, unbiased, 1), strict=True):
+        np.multiply(total, fraction, out=total)
+        np.add(total, value, out=total)
+    _complete(variance, eps, scale, bias, numbers)
+
+
+def batch_norm_stored(running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array) -> None:
+    """The same numbers from the running sums, divided by their weight; of a weight of 0, mean and variance 0."""
+    means, variances, weight = running
+    factor = 0 if weight[0] == 0 else 1 / weight[0]
+    np.multiply(means, factor, out=numbers[0])
+    _complete(variances * factor, eps, scale, bias, numbers)
+
+
+def _complete(variance: Array, eps: float, scale: Maybe, bias: Maybe, numbers: Array) -> None:
+    mean, inverse, factor, shift = numbers
+    np.divide(1, np.sqrt(variance + eps), out=inverse)
+    np.multiply(inverse, 1 if scale is None else scale, out=factor)
+    np.subtract(0 if bias is None else bias, mean * factor, out=shift)
+
+
+def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
+    """y = x * factor + shift [+ other], then a ReLU if wanted; numbers as `batch_norm_prepare` gives them."""
+    _, _, factor, shift = numbers
+    scaled = y if other is None else np.empty_like(x)
+    scale_forward(x, factor, shift, scaled)
+    if other is not None:
+        np.add(scaled, other, out=y)
+    if relu:
+        relu_forward(y, y, 0.0)
+
+
+def norm_backward(
+    x: Array,
+    numbers: Array,
+    dys: Sequence[Array],
+    y: Maybe,
+    relu: bool,
+    masked: Maybe,
+    dx: Maybe,
+    dscale: Maybe,
+    dbias: Maybe,
+    frozen: bool,
+) -> None:
+    """The gradient of `norm_forward`, whose y got the gradients `dys`, one or two.
+
+    g = sum of dys, 0 where the ReLU gave 0: where y <= 0, or x * factor + shift if there is no y.
+    masked = g, which is the gradient of `other`; dscale += sums of g * (x - mean) * inverse, dbias += sums of g.
+    dx = factor * (g - mean(g) - n * mean(g * n)), n = (x - mean) * inverse, means per channel; dx = factor * g if the
+    numbers are frozen, no function of x. Both masked and dx may be one of dys; a y and a second dy need a masked.
+    """
+    assert masked is not None or (y is None and len(dys) == 1)
+    mean, inverse, factor, _ = numbers
+    g = dys[0].copy()
+    for dy in dys[1:]:
+        add(dy, g)
+    if relu:
+        if y is None:
+            y = np.empty_like(x)
+            norm_forward(x, numbers, None, False, y)
+        relu_backward(y, g, g, 0.0)
+    if masked is not None:
+        masked[...] = g
+    normalized = np.empty_like(x)
+    batch_norm_forward(x, mean, inverse, normalized)
+    scale_backward(normalized, factor, g, dx if frozen else None, dscale, dbias)
+    if dx is not None and not frozen:
+        batch_norm_backward(x, mean, inverse, g, dx)
+        scale_forward(dx, factor / inverse, None, dx)

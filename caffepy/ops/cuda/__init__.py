@@ -25,8 +25,6 @@ from caffepy.ops.cuda.elementwise import (
     eltwise_select,
     eltwise_sum,
     multiply,
-    scale_backward,
-    scale_forward,
     scaled,
 )
 from caffepy.ops.cuda.loss import (
@@ -64,7 +62,13 @@ from caffepy.ops.cuda.neuron import (
 from caffepy.ops.cuda.normalization import (
     batch_norm_backward,
     batch_norm_forward,
+    batch_norm_prepare,
     batch_norm_statistics,
+    batch_norm_stored,
+    norm_backward,
+    norm_forward,
+    scale_backward,
+    scale_forward,
 )
 from caffepy.ops.cuda.pooling import (
     ave_pool_backward,
@@ -108,7 +112,9 @@ __all__ = [
     "axpy",
     "batch_norm_backward",
     "batch_norm_forward",
+    "batch_norm_prepare",
     "batch_norm_statistics",
+    "batch_norm_stored",
     "bias_act_backward",
     "bias_act_forward",
     "bias_gradient",
@@ -136,6 +142,8 @@ __all__ = [
     "max_pool_forward",
     "multiply",
     "nesterov_update",
+    "norm_backward",
+    "norm_forward",
     "num_threads",
     "parallel",
     "pool_index_type",

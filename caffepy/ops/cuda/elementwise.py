@@ -1,4 +1,4 @@
-"""Sums and products of arrays of one shape, and scales and biases along an axis.
+"""Sums and products of arrays of one shape.
 
 Arrays of one call lie in the same order, whichever it is; an index lies flat. The factor of `scaled` and `axpy` may be
 an array without axes, read when the kernel runs.
@@ -11,7 +11,6 @@ import cupy
 import numpy as np
 
 from caffepy.ops.cuda.blas import BLOCKS, THREADS, c_type
-from caffepy.ops.cuda.channels import finish, sums
 from caffepy.ops.cuda.launch import (
     Array,
     channels_last,
@@ -93,22 +92,3 @@ def eltwise_max(xs: Sequence[Array], out: Array, index: Array) -> None:
 def eltwise_select(index: Array, rank: int, dy: Array, dx: Array) -> None:
     """dx = dy where index is rank, else 0."""
     _each("select", (dy, dx), index, rank)
-
-
-def scale_forward(x: Array, scale: Array, bias: Array | None, y: Array) -> None:
-    """y = x * scale + bias; x (outer, C, inner), scale and bias (C)."""
-    shift = 0 if bias is None else bias
-    launch("normalization", "scale_forward", x, packs(x), x, scale, shift, y, *x.shape)
-
-
-def scale_backward(
-    x: Array, scale: Array, dy: Array, dx: Array | None, dscale: Array | None, dbias: Array | None
-) -> None:
-    """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; shapes as in `scale_forward`, dx may be dy."""
-    if dscale is None and dbias is None:
-        if dx is not None:
-            scale_forward(dy, scale, None, dx)
-        return
-    partial, splits = sums("normalization", "scale_backward", x, x, scale, dy, 0 if dx is None else dx)
-    targets = (0 if a is None else a for a in (dscale, dbias))
-    finish("normalization", "scale_finish", x, partial, *targets, x.shape[1], splits)

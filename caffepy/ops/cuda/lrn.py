@@ -6,26 +6,53 @@ dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s. N
 
 from math import prod
 
-from caffepy.ops.cuda.launch import Array, launch
+from caffepy.ops.cuda.blas import c_type
+from caffepy.ops.cuda.launch import Array, channels_last, launch, launch_expression, packs
 
 RUN = 16
 """Channels of a thread, as in lrn.cu."""
 
-
-def _sizes(x: Array) -> tuple[int, int, int]:
-    return x.shape[0], x.shape[1], prod(x.shape[2:])
-
-
-def lrn_forward(x: Array, y: Array, scale: Array, size: int, alpha: float, beta: float, k: float) -> None:
-    """Write scale (s above) and y; all (N, C, ...)."""
-    n, channels, pixels = _sizes(x)
-    numbers = (size // 2, float(alpha / size), float(beta), float(k))
-    launch("lrn", "lrn_forward", x, n * -(-channels // RUN) * pixels, x, y, scale, n, channels, pixels, *numbers)
+WIDEST = 4
+"""Channels on each side in a window that has a kernel of its own where channels lie last."""
 
 
-def lrn_backward(x: Array, y: Array, scale: Array, dy: Array, dx: Array, size: int, alpha: float, beta: float) -> None:
-    """Write dx from what `lrn_forward` left in y and scale."""
-    n, channels, pixels = _sizes(x)
-    numbers = (size // 2, float(2 * alpha * beta / size), float(beta))
-    arguments = (x, y, scale, dy, dx, n, channels, pixels, *numbers)
-    launch("lrn", "lrn_backward", x, n * -(-channels // RUN) * pixels, *arguments)
+def lrn_forward(x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float) -> None:
+    """Write y and, unless channels lie last, scale (s above); all (N, C, ...)."""
+    numbers = float(alpha / size), float(beta), float(k)
+    if scale is None:
+        _lines("lrn_forward", (x, y), size // 2, *numbers)
+    else:
+        _planes("lrn_forward", (x, y, scale), size // 2, *numbers)
+
+
+def lrn_backward(
+    x: Array, y: Array, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float, beta: float, k: float
+) -> None:
+    """Write dx from what `lrn_forward` left in y and scale, or where channels lie last from x alone."""
+    factor = float(2 * alpha * beta / size)
+    if scale is None:
+        _lines("lrn_backward", (x, dy, dx), size // 2, float(alpha / size), factor, float(beta), float(k))
+    else:
+        _planes("lrn_backward", (x, y, scale, dy, dx), size // 2, factor, float(beta))
+
+
+def _planes(name: str, arrays: tuple[Array, ...], half: int, *numbers: float) -> None:
+    x = arrays[0]
+    assert not channels_last(*arrays)
+    n, channels, pixels = x.shape[0], x.shape[1], prod(x.shape[2:])
+    threads = n * -(-channels // RUN) * pixels
+    launch("lrn", name, x, threads, *arrays, n, channels, pixels, half, *numbers)
+
+
+def _lines(name: str, arrays: tuple[Array, ...], half: int, *numbers: float) -> None:
+    x = arrays[0]
+    if not x.size:
+        return
+    lines, channels = x.size // x.shape[1], x.shape[1]
+    assert channels_last(*arrays) or channels == 1 or lines == x.shape[0]
+    *_, beta, _ = numbers
+    if half > WIDEST:
+        launch("lrn", f"{name}_wide", x, x.size, *arrays, lines, channels, half, *numbers)
+        return
+    instance = f"{name}_lines<{c_type(x)}, {half}, {int(beta == 0.75)}>"
+    launch_expression("lrn", instance, packs(x), *arrays, lines, channels, *numbers)

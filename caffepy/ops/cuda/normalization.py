@@ -1,23 +1,147 @@
-"""Normalization by statistics of each channel of (outer, C, inner) arrays; sums in double precision."""
+"""Normalization by statistics of each channel, and scales and biases of each channel, of (N, C, P) arrays.
 
-from caffepy.ops.cuda.channels import finish, sums
-from caffepy.ops.cuda.launch import Array, launch, packs, scratch
+Arrays of one call lie in the same order, whichever it is. Numbers of channels, (C) each, are float32, or float64 for
+arrays of float64.
+"""
+
+from collections.abc import Sequence
+
+from caffepy.ops.cuda import plans
+from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
+from caffepy.ops.cuda.launch import Array, launch
+
+NO_MASK, BY_X, BY_Y = range(3)
+"""As in normalization.cu: where the gradient of a ReLU is 0."""
+
+Maybe = Array | None
+
+
+def _pointers(*arrays: Maybe) -> list[Array]:
+    return [0 if a is None else a for a in arrays]
 
 
 def batch_norm_statistics(x: Array, mean: Array, variance: Array) -> None:
-    """Mean and biased variance of each channel; x (outer, C, inner), mean and variance (C)."""
-    partial, splits = sums("normalization", "statistics", x, x)
-    finish("normalization", "statistics_finish", x, partial, x, mean, variance, *x.shape, splits)
+    """Mean and biased variance of each channel; x (N, C, P), mean and variance (C)."""
+    shape = lying(x)
+    partial, splits = sums("normalization", "moments", x, x, shape=shape)
+    finish("normalization", "statistics_finish", x, partial, mean, variance, *shape, splits)
+
+
+def batch_norm_prepare(
+    x: Array, running: Sequence[Array], fraction: float, eps: float, scale: Maybe, bias: Maybe, numbers: Array
+) -> None:
+    """The numbers of a batch: mean, inverse standard deviation, factor and shift of y = x * factor + shift, (4, C).
+
+    y = (x - mean) * inverse * scale + bias. The running sums of means (C), of variances (C) and the weight of both (1)
+    become sum * fraction + mean, sum * fraction + unbiased variance, weight * fraction + 1; of no values, nothing does.
+    """
+    if not x.size:
+        return
+    shape = lying(x)
+    partial, splits = sums("normalization", "moments", x, x, shape=shape)
+    arguments = (*_pointers(*running, scale, bias), numbers, float(fraction), float(eps), *shape, splits)
+    finish("normalization", "prepare_finish", x, partial, *arguments)
+
+
+def batch_norm_stored(running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array) -> None:
+    """The same numbers from the running sums, divided by their weight; of a weight of 0, mean and variance 0."""
+    channels = numbers.shape[1]
+    arguments = (*_pointers(*running, scale, bias), numbers, channels, float(eps))
+    launch("normalization", "stored", numbers, channels, *arguments)
 
 
 def batch_norm_forward(x: Array, mean: Array, inverse: Array, y: Array) -> None:
     """y = (x - mean) * inverse, inverse being that of the standard deviation."""
-    launch("normalization", "normalize", x, packs(x), x, mean, inverse, y, *x.shape)
+    channel_pass("normalization", "normalize", x, lying(x, y), x, mean, inverse, y)
 
 
 def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array) -> None:
     """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, y = (x - mean) * inverse, means per channel; dx may be dy."""
-    partial, splits = sums("normalization", "gradient_sums", x, x, mean, dy)
-    means = scratch("means", 2 * x.shape[1])
-    finish("normalization", "gradient_finish", x, partial, inverse, means, *x.shape, splits)
-    launch("normalization", "gradient", x, packs(x), x, mean, inverse, means, dy, dx, *x.shape)
+    _backward(x, (mean, inverse, inverse, None), [dy], None, False, None, dx, None, None, False)
+
+
+def scale_forward(x: Array, scale: Array, bias: Maybe, y: Array) -> None:
+    """y = x * scale + bias; x (N, C, P), scale and bias (C)."""
+    _forward(x, scale, bias, None, False, y)
+
+
+def scale_backward(x: Array, scale: Array, dy: Array, dx: Maybe, dscale: Maybe, dbias: Maybe) -> None:
+    """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; shapes as in `scale_forward`, dx may be dy."""
+    if dscale is not None or dbias is not None:
+        _backward(x, (None, None, scale, None), [dy], None, False, None, dx, dscale, dbias, True)
+    elif dx is not None:
+        scale_forward(dy, scale, None, dx)
+
+
+def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
+    """y = x * factor + shift [+ other], then a ReLU if wanted; numbers as `batch_norm_prepare` gives them."""
+    _, _, factor, shift = numbers
+    _forward(x, factor, shift, other, relu, y)
+
+
+def norm_backward(
+    x: Array,
+    numbers: Array,
+    dys: Sequence[Array],
+    y: Maybe,
+    relu: bool,
+    masked: Maybe,
+    dx: Maybe,
+    dscale: Maybe,
+    dbias: Maybe,
+    frozen: bool,
+) -> None:
+    """The gradient of `norm_forward`, whose y got the gradients `dys`, one or two.
+
+    g = sum of dys, 0 where the ReLU gave 0: where y <= 0, or x * factor + shift if there is no y.
+    masked = g, which is the gradient of `other`; dscale += sums of g * (x - mean) * inverse, dbias += sums of g.
+    dx = factor * (g - mean(g) - n * mean(g * n)), n = (x - mean) * inverse, means per channel; dx = factor * g if the
+    numbers are frozen, no function of x. Both masked and dx may be one of dys; a y and a second dy need a masked.
+    """
+    _backward(x, tuple(numbers), dys, y, relu, masked, dx, dscale, dbias, frozen)
+
+
+def _forward(x: Array, factor: Array, shift: Maybe, other: Maybe, relu: bool, y: Array) -> None:
+    shape = lying(x, y) if other is None else lying(x, other, y)
+    arguments = (x, *_pointers(factor, shift, other), y)
+    channel_pass("normalization", "forward", x, shape, *arguments, variant=(int(other is not None), int(relu)))
+
+
+def _backward(
+    x: Array,
+    numbers: tuple[Maybe, ...],
+    dys: Sequence[Array],
+    y: Maybe,
+    relu: bool,
+    masked: Maybe,
+    dx: Maybe,
+    dscale: Maybe,
+    dbias: Maybe,
+    frozen: bool,
+) -> None:
+    assert masked is not None or (y is None and len(dys) == 1)
+    if not x.size:
+        return
+    mean, inverse, factor, shift = numbers
+    assert factor is not None
+    mask = NO_MASK if not relu else BY_X if y is None else BY_Y
+    dy, more = dys if len(dys) > 1 else (dys[0], None)
+    shape = lying(x, *(a for a in (dy, more, y, masked, dx) if a is not None))
+    now = dx if frozen else None  # written by the first pass
+    partial, splits = sums(
+        "normalization",
+        "backward_sums",
+        x,
+        *_pointers(x, mean, factor, shift, dy, more, y if mask == BY_Y else None, masked, now),
+        shape=shape,
+        variant=(mask, int(more is not None), int(masked is not None), int(now is not None)),
+    )
+    later = dx is not None and not frozen
+    line = plans.context().array("line", (2, x.shape[1]), factor.dtype) if later else None
+    if later or dscale is not None or dbias is not None:
+        arguments = (*_pointers(mean, inverse, factor, dscale, dbias, line), *shape, splits)
+        finish("normalization", "backward_finish", x, partial, *arguments)
+    if later:
+        g, mask = (dy, mask) if masked is None else (masked, NO_MASK)
+        arguments = (*_pointers(x, factor, shift, line), g, dx)
+        channel_pass("normalization", "backward", x, shape, *arguments, variant=(int(mask == BY_X),), held=3)

@@ -1,52 +1,188 @@
 import numpy as np
 import pytest
 
-from tests.ops.cuda.compare import agree, data
+from tests.ops.cuda.compare import data
+from tests.ops.cuda.stored import TOLERANCE, Activation, agree
 
 pytestmark = pytest.mark.gpu
 
-DTYPES = [np.float32, np.float64]
-SHAPES = [
-    (4, 3, 8),
-    (2, 5, 49),
-    (64, 33, 1),
-    (3, 2, 3025),
-    (1, 1, 1),
-    (700, 40, 1),
-    (16, 64, 784),
-    (5, 2000, 3),
-    (3, 4, 2),
-]
-SUMS = (1e-4, 1e-4)  # of up to 12,544 products of float32 numbers, which the CPU adds up in float32 within a plane
+KINDS = list(TOLERANCE)
+THOROUGH = ("float32", "uint16")  # every variant of a kernel is compiled by itself, which takes its time
+# shape, whether the channels lie last
+LAYOUTS = {
+    "planes": ((4, 3, 8), False),
+    "odd planes": ((2, 5, 49), False),
+    "one element": ((1, 1, 1), True),
+    "one position": ((67, 33, 1), False),
+    "one channel": ((3, 1, 25), True),
+    "long planes": ((3, 2, 3025), False),
+    "few channels last": ((2, 3, 35), True),
+    "odd channels last": ((3, 37, 9), True),
+    "a pack of channels last": ((5, 8, 7), True),
+    "three packs last": ((2, 24, 100), True),
+    "channels last": ((4, 64, 196), True),
+    "many channels last": ((3, 2048, 9), True),
+    "lines of odd length": ((2, 272, 5), True),
+    "many lines": ((7, 16, 1600), True),
+}
+# Sums are compared with those of float32 on the CPU; what is stored in 16 bits is rounded once more than there.
+SUMS = {"float32": (1e-4, 1e-4), "float64": (1e-10, 1e-10), "float16": (3e-3, 4e-3), "uint16": (2e-2, 3e-2)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
-def test_batch_norm(shape, dtype):
-    x, dy, c = 2 * data(shape, dtype) + 3, data(shape, dtype, 1), shape[1]
-    agree("batch_norm_statistics", x, np.empty(c, dtype), np.empty(c, dtype), tolerance=(1e-5, 1e-5))
-    mean = x.mean((0, 2))
-    inverse = (1 / np.sqrt(x.var((0, 2)) + 1e-3)).astype(dtype)
-    agree("batch_norm_forward", x, mean, inverse, np.empty_like(x))
-    agree("batch_norm_forward", x, mean, inverse, x)
-    agree("batch_norm_backward", x, mean, inverse, dy, np.empty_like(x), tolerance=SUMS)
-    agree("batch_norm_backward", x, mean, inverse, dy, dy, tolerance=SUMS)
+def activation(shape, seed=0):
+    return Activation(data(shape, seed=seed))
 
 
-def test_statistics_of_large_means():
-    x = data((8, 4, 100)) + np.float32(1e4)
-    agree("batch_norm_statistics", x, np.empty(4, "f"), np.empty(4, "f"), tolerance=(1e-3, 0))
+def like(shape):
+    return Activation(np.full(shape, 7))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [*SHAPES, (0, 3, 4)])
-def test_scale(shape, dtype):
-    x, dy, c = data(shape, dtype), data(shape, dtype, 1), shape[1]
-    scale, bias, dscale, dbias = (data(c, dtype, seed) for seed in range(2, 6))
-    agree("scale_forward", x, scale, bias, np.empty_like(x))
-    agree("scale_forward", x, scale, None, np.empty_like(x))
-    agree("scale_forward", x, scale, bias, x)
-    agree("scale_backward", x, scale, dy, np.empty_like(x), dscale, dbias, tolerance=SUMS)
-    agree("scale_backward", x, scale, dy, dy, dscale, None, tolerance=SUMS)
-    agree("scale_backward", x, scale, dy, None, None, dbias, tolerance=SUMS)
-    agree("scale_backward", x, scale, dy, dy, None, None)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_norm(layout, kind):
+    shape, last = LAYOUTS[layout]
+    x, dy, c = Activation(2 * data(shape) + 3), activation(shape, 1), shape[1]
+    agree("batch_norm_statistics", kind, x, np.ones(c), np.ones(c), last=last, tolerance=(1e-4, 1e-5))
+    mean, inverse = 3 + data(c), 0.5 + np.abs(data(c, seed=1))
+    agree("batch_norm_forward", kind, x, mean, inverse, like(shape), last=last)
+    agree("batch_norm_forward", kind, x, mean, inverse, x, last=last)
+    for dx in (like(shape), dy):
+        agree("batch_norm_backward", kind, x, mean, inverse, dy, dx, last=last, tolerance=SUMS[kind])
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("shift", [1e2, 1e4])
+def test_statistics_of_large_means(shift, last):
+    x = Activation(data((8, 4, 100)) + np.float32(shift))
+    agree("batch_norm_statistics", "float32", x, np.ones(4), np.ones(4), last=last, tolerance=(1e-3, 0))
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_an_outlier_does_not_spoil_the_statistics(last):
+    values = data((8, 4, 100))
+    values[0, :, 0] = 1e5
+    agree("batch_norm_statistics", "float32", Activation(values), np.ones(4), np.ones(4), last=last)
+
+
+def running(c):
+    return [data(c, seed=5), np.abs(data(c, seed=6)), np.full(1, 3.0)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["planes", "one element", "odd channels last", "channels last", "one position"])
+def test_prepare(layout, kind):
+    shape, last = LAYOUTS[layout]
+    c = shape[1]
+    x, scale, bias = Activation(2 * data(shape) + 3), data(c, seed=1), data(c, seed=2)
+    for given in ((scale, bias), (scale, None), (None, None)):
+        arguments = (x, running(c), 0.9, 1e-3, *given, np.ones((4, c)))
+        agree("batch_norm_prepare", kind, *arguments, last=last, tolerance=(1e-4, 1e-4))
+
+
+def test_prepare_for_no_values():
+    agree("batch_norm_prepare", "float32", like((0, 3, 4)), running(3), 0.9, 1e-3, None, None, np.ones((4, 3)))
+
+
+@pytest.mark.parametrize("c", [1, 3, 300])
+@pytest.mark.parametrize("weight", [0, 1.5])
+def test_stored(weight, c):
+    sums = running(c)
+    sums[2][:] = weight
+    for given in ((data(c, seed=1), data(c, seed=2)), (None, None)):
+        agree("batch_norm_stored", "float32", sums, 1e-3, *given, np.ones((4, c)))
+
+
+def numbers(c):
+    mean, inverse, scale, bias = data(c), 0.5 + np.abs(data(c, seed=1)), data(c, seed=2), data(c, seed=3)
+    return np.stack([mean, inverse, scale * inverse, bias - mean * scale * inverse])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norm_forward(layout, kind):
+    shape, last = LAYOUTS[layout]
+    x, other, of = activation(shape), activation(shape, 4), numbers(shape[1])
+    tolerance = tuple(map(max, TOLERANCE[kind], (1e-5, 2e-6))) if kind != "float64" else None
+    for addend, relu in ((None, True), (None, False), (other, True), (other, False))[: 4 if kind in THOROUGH else 1]:
+        for y in (like(shape), x):
+            agree("norm_forward", kind, x, of, addend, relu, y, last=last, tolerance=tolerance)
+
+
+def away_from_zero(values):
+    return Activation(np.where(np.abs(values) < 0.02, 0.5, values))
+
+
+def norm_inputs(shape):
+    """x whose y is not so near 0 that rounding changes its sign."""
+    of = numbers(shape[1]).astype("f")
+    y = data(shape, seed=7)
+    y = np.where(np.abs(y) < 0.05, 0.5, y)
+    return Activation((y - of[3][:, None]) / np.where(np.abs(of[2]) < 0.1, 0.1, of[2])[:, None]), of
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_norm_backward(layout, kind):
+    shape, last = LAYOUTS[layout]
+    x, of = norm_inputs(shape)
+    of[2] = np.where(np.abs(of[2]) < 0.1, 0.1, of[2])
+    c, dy, more, y = shape[1], activation(shape, 4), activation(shape, 5), away_from_zero(data(shape, seed=6))
+    dscale, dbias, dx, masked = data(c, seed=8), data(c, seed=9), like(shape), like(shape)
+    relative, absolute = SUMS[kind]
+    tolerance = relative, absolute * max(1, np.sqrt(shape[0] * shape[2]) / 8)
+
+    def check(dys, y, relu, masked, dx, dscale, dbias, frozen):
+        arguments = (x, of, dys, y, relu, masked, dx, dscale, dbias, frozen)
+        agree("norm_backward", kind, *arguments, last=last, tolerance=tolerance)
+
+    check([dy], None, True, None, dx, dscale, dbias, False)
+    check([dy], None, True, None, dy, dscale, None, False)
+    check([dy, more], y, True, masked, dy, None, None, False)
+    if kind not in THOROUGH:
+        return
+    check([dy], None, False, None, dx, dscale, dbias, False)
+    check([dy], y, True, masked, dx, dscale, dbias, False)
+    check([dy, more], None, True, dy, dy, dscale, dbias, False)
+    check([dy], None, False, masked, None, None, dbias, False)
+    check([dy], None, True, None, dx, dscale, dbias, True)
+    check([dy, more], y, True, masked, dy, dscale, dbias, True)
+    check([dy], None, True, None, dy, None, None, True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scale(layout, kind):
+    shape, last = LAYOUTS[layout]
+    x, dy, c = activation(shape), activation(shape, 1), shape[1]
+    scale, bias, dscale, dbias = (data(c, seed=seed) for seed in range(2, 6))
+    near = tuple(map(max, TOLERANCE[kind], (1e-5, 1e-6))) if kind != "float64" else None
+    agree("scale_forward", kind, x, scale, bias, like(shape), last=last, tolerance=near)
+    agree("scale_forward", kind, x, scale, None, like(shape), last=last, tolerance=near)
+    agree("scale_forward", kind, x, scale, bias, x, last=last, tolerance=near)
+    for dx, *sums in ((like(shape), dscale, dbias), (dy, dscale, None), (None, None, dbias), (dy, None, None)):
+        agree("scale_backward", kind, x, scale, dy, dx, *sums, last=last, tolerance=SUMS[kind])
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0)], ids=str)
+def test_of_nothing(shape):
+    x, c = like(shape), shape[1]
+    agree("scale_forward", "float32", x, data(c), None, like(shape))
+    agree("scale_backward", "float32", x, data(c), x, like(shape), data(c), data(c, seed=1))
+    agree("norm_forward", "float32", x, np.ones((4, c)), None, True, like(shape))
+    arguments = (x, np.ones((4, c)), [x], None, True, None, like(shape), data(c), data(c), False)
+    agree("norm_backward", "float32", *arguments)
+
+
+def test_offset_arrays_are_not_taken_for_aligned_ones():
+    """Scales within the flat parameters of a solver lie anywhere."""
+    import cupy
+
+    from caffepy.ops import cpu, cuda
+
+    x, flat = data((6, 16, 1)), data(33)
+    y, theirs = np.empty_like(x), cupy.empty(x.shape, np.float32)
+    scale, bias = flat[1:17], flat[17:33]
+    cpu.scale_forward(x, scale, bias, y)
+    on_gpu = cupy.asarray(flat)
+    cuda.scale_forward(cupy.asarray(x), on_gpu[1:17], on_gpu[17:33], theirs)
+    np.testing.assert_allclose(theirs.get(), y, 1e-6, 1e-6)

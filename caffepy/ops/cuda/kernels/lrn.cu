@@ -2,16 +2,30 @@
 // s_c = k + alpha/size * sum of x^2 over the window of c;  y = x * s^-beta;
 // dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s.
 // A thread takes one pixel through a run of channels and keeps the terms of the window of 2*HALF + 1 in registers;
-// with HALF 0 it reads them anew for every channel.
+// with HALF 0 it reads them anew for every channel. Where channels lie last it takes a pack of them and those around,
+// which its neighbours have just read too, and s is not kept but computed again.
 
 #include "pack.cuh"
 
 constexpr int RUN = 16, AHEAD = 4;  // channels of a thread, and those whose elements it loads at a time
 
+// s^-beta and 1/s; one root of the other for the usual beta of 3/4
+template <bool THREE_QUARTERS, typename A> struct Power {
+  A of, inverse;
+  __device__ Power(A s, A beta) {
+    if (THREE_QUARTERS) {
+      const A root = rsqrt(s);
+      inverse = root * root;
+      of = inverse * rsqrt(root);
+    } else {
+      inverse = 1 / s;
+      of = pow(s, -beta);
+    }
+  }
+};
+
 template <typename A> __device__ A power(A s, A beta) {
-  if (beta != A(0.75)) return pow(s, -beta);
-  const A root = rsqrt(s);
-  return root * sqrt(root);
+  return beta == A(0.75) ? Power<true, A>(s, beta).of : Power<false, A>(s, beta).of;
 }
 
 // Calls f(channel, sum of term over its window) for a run of channels; term(channel) is 0 outside.
@@ -55,7 +69,7 @@ template <typename F> __device__ void runs(i64 n, i64 channels, i64 pixels, F f)
 }
 
 template <typename T, int HALF>
-__device__ void forward(const T* __restrict__ x, T* __restrict__ y, T* __restrict__ scale, i64 n, i64 channels,
+__device__ void forward(const T* __restrict__ x, T* __restrict__ y, Wide<T>* __restrict__ scale, i64 n, i64 channels,
                         i64 pixels, i64 half, double alpha, double beta, double k) {
   using A = Wide<T>;
   const A a = A(alpha), b = A(beta), first = A(k);
@@ -67,7 +81,7 @@ __device__ void forward(const T* __restrict__ x, T* __restrict__ y, T* __restric
     auto write = [=](int c, A total) {
       const i64 at = start + c * pixels;
       const A s = first + a * total;
-      scale[at] = T(s);
+      scale[at] = s;
       y[at] = T(A(x[at]) * power(s, b));
     };
     windows<HALF, A>(lo, hi, int(channels), int(half), square, write);
@@ -75,7 +89,7 @@ __device__ void forward(const T* __restrict__ x, T* __restrict__ y, T* __restric
 }
 
 template <typename T, int HALF>
-__device__ void backward(const T* __restrict__ x, const T* __restrict__ y, const T* __restrict__ scale,
+__device__ void backward(const T* __restrict__ x, const T* __restrict__ y, const Wide<T>* __restrict__ scale,
                          const T* __restrict__ dy, T* __restrict__ dx, i64 n, i64 channels, i64 pixels, i64 half,
                          double factor, double beta) {
   using A = Wide<T>;
@@ -83,11 +97,11 @@ __device__ void backward(const T* __restrict__ x, const T* __restrict__ y, const
   runs(n, channels, pixels, [=](int lo, int hi, i64 start) {
     auto ratio = [=](int c) {
       const i64 at = start + c * pixels;
-      return A(dy[at]) * A(y[at]) / A(scale[at]);
+      return A(dy[at]) * A(y[at]) / scale[at];
     };
     auto write = [=](int c, A total) {
       const i64 at = start + c * pixels;
-      dx[at] = T(A(dy[at]) * power(A(scale[at]), b) - a * A(x[at]) * total);
+      dx[at] = T(A(dy[at]) * power(scale[at], b) - a * A(x[at]) * total);
     };
     windows<HALF, A>(lo, hi, int(channels), int(half), ratio, write);
   });
@@ -103,7 +117,7 @@ __device__ void backward(const T* __restrict__ x, const T* __restrict__ y, const
   }
 
 template <typename T>
-__global__ void lrn_forward(const T* x, T* y, T* scale, i64 n, i64 channels, i64 pixels, i64 half, double alpha,
+__global__ void lrn_forward(const T* x, T* y, Wide<T>* scale, i64 n, i64 channels, i64 pixels, i64 half, double alpha,
                             double beta, double k) {
 #define CALL(h) forward<T, h>(x, y, scale, n, channels, pixels, half, alpha, beta, k)
   FOR_HALF(CALL)
@@ -111,9 +125,136 @@ __global__ void lrn_forward(const T* x, T* y, T* scale, i64 n, i64 channels, i64
 }
 
 template <typename T>
-__global__ void lrn_backward(const T* x, const T* y, const T* scale, const T* dy, T* dx, i64 n, i64 channels,
+__global__ void lrn_backward(const T* x, const T* y, const Wide<T>* scale, const T* dy, T* dx, i64 n, i64 channels,
                              i64 pixels, i64 half, double factor, double beta) {
 #define CALL(h) backward<T, h>(x, y, scale, dy, dx, n, channels, pixels, half, factor, beta)
   FOR_HALF(CALL)
 #undef CALL
+}
+
+// Elements of channels first .. first + COUNT - 1 of a line, 0 outside; `first` is a multiple of V.
+template <int V, int COUNT, typename T>
+__device__ void read(Wide<T> (&to)[COUNT], const T* line, int first, int channels) {
+#pragma unroll
+  for (int i = 0; i < COUNT; i += V) {
+    Pack<T, V> pack{};
+    if (first + i >= 0 && first + i < channels) pack = *reinterpret_cast<const Pack<T, V>*>(line + first + i);
+#pragma unroll
+    for (int v = 0; v < V; ++v) to[i + v] = Wide<T>(pack.v[v]);
+  }
+}
+
+// sum of the 2*HALF + 1 terms around `at`
+template <int HALF, typename A, int COUNT> __device__ A window(const A (&terms)[COUNT], int at) {
+  A total = terms[at - HALF];
+#pragma unroll
+  for (int i = 1 - HALF; i <= HALF; ++i) total += terms[at + i];
+  return total;
+}
+
+// f(line, first channel) for every pack of V channels of all lines.
+template <int V, typename F> __device__ void packs_of_lines(i64 lines, i64 channels, F f) {
+  const unsigned packs = unsigned(channels / V), total = unsigned(lines) * packs;
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < total; i += gridDim.x * blockDim.x)
+    f(i64(i / packs) * channels, int(i % packs) * V);
+}
+
+template <int V, typename T, int HALF, int THREE_QUARTERS>
+__device__ void forward_lines(const T* x, T* y, i64 lines, i64 channels, Wide<T> alpha, Wide<T> beta, Wide<T> k) {
+  using A = Wide<T>;
+  constexpr int SIDE = (HALF + V - 1) / V * V;
+  packs_of_lines<V>(lines, channels, [=](i64 line, int c) {
+    A u[2 * SIDE + V], squares[2 * SIDE + V];
+    read<V>(u, x + line, c - SIDE, int(channels));
+#pragma unroll
+    for (int i = 0; i < 2 * SIDE + V; ++i) squares[i] = u[i] * u[i];
+    Pack<T, V> pack;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const A s = k + alpha * window<HALF>(squares, SIDE + v);
+      pack.v[v] = T(u[SIDE + v] * Power<THREE_QUARTERS, A>(s, beta).of);
+    }
+    *reinterpret_cast<Pack<T, V>*>(y + line + c) = pack;
+  });
+}
+
+template <int V, typename T, int HALF, int THREE_QUARTERS>
+__device__ void backward_lines(const T* x, const T* dy, T* dx, i64 lines, i64 channels, Wide<T> alpha, Wide<T> factor,
+                               Wide<T> beta, Wide<T> k) {
+  using A = Wide<T>;
+  constexpr int SIDE = (2 * HALF + V - 1) / V * V;  // terms of the window need s, which has a window of its own
+  packs_of_lines<V>(lines, channels, [=](i64 line, int c) {
+    A u[2 * SIDE + V], du[2 * SIDE + V], squares[2 * SIDE + V], terms[2 * SIDE + V], powers[V];
+    read<V>(u, x + line, c - SIDE, int(channels));
+    read<V>(du, dy + line, c - SIDE, int(channels));
+#pragma unroll
+    for (int i = 0; i < 2 * SIDE + V; ++i) squares[i] = u[i] * u[i];
+#pragma unroll
+    for (int i = -HALF; i < V + HALF; ++i) {
+      const Power<THREE_QUARTERS, A> power(k + alpha * window<HALF>(squares, SIDE + i), beta);
+      const bool inside = c + i >= 0 && c + i < channels;
+      terms[SIDE + i] = inside ? du[SIDE + i] * u[SIDE + i] * power.of * power.inverse : A(0);
+      if (i >= 0 && i < V) powers[i] = power.of;
+    }
+    Pack<T, V> pack;
+#pragma unroll
+    for (int v = 0; v < V; ++v)
+      pack.v[v] = T(du[SIDE + v] * powers[v] - factor * u[SIDE + v] * window<HALF>(terms, SIDE + v));
+    *reinterpret_cast<Pack<T, V>*>(dx + line + c) = pack;
+  });
+}
+
+// Lines of channels, whose windows are 2*HALF + 1 wide.
+template <typename T, int HALF, int THREE_QUARTERS>
+__global__ void lrn_forward_lines(const T* x, T* y, i64 lines, i64 channels, double alpha, double beta, double k) {
+  using A = Wide<T>;
+  constexpr int V = 16 / sizeof(T);
+  if (channels % V == 0 && aligned(x, 16) && aligned(y, 16))
+    forward_lines<V, T, HALF, THREE_QUARTERS>(x, y, lines, channels, A(alpha), A(beta), A(k));
+  else
+    forward_lines<1, T, HALF, THREE_QUARTERS>(x, y, lines, channels, A(alpha), A(beta), A(k));
+}
+
+template <typename T, int HALF, int THREE_QUARTERS>
+__global__ void lrn_backward_lines(const T* x, const T* dy, T* dx, i64 lines, i64 channels, double alpha,
+                                   double factor, double beta, double k) {
+  using A = Wide<T>;
+  constexpr int V = 16 / sizeof(T);
+  if (channels % V == 0 && aligned(x, 16) && aligned(dy, 16) && aligned(dx, 16))
+    backward_lines<V, T, HALF, THREE_QUARTERS>(x, dy, dx, lines, channels, A(alpha), A(factor), A(beta), A(k));
+  else
+    backward_lines<1, T, HALF, THREE_QUARTERS>(x, dy, dx, lines, channels, A(alpha), A(factor), A(beta), A(k));
+}
+
+// The same for windows of any width, all of which is read for every element.
+template <typename A, typename T>
+__device__ A scale_at(const T* line, i64 c, i64 channels, i64 half, A alpha, A k) {
+  A total = 0;
+  for (i64 d = max(i64(0), c - half); d < min(channels, c + half + 1); ++d) total += A(line[d]) * A(line[d]);
+  return k + alpha * total;
+}
+
+template <typename T>
+__global__ void lrn_forward_wide(const T* x, T* y, i64 lines, i64 channels, i64 half, double alpha, double beta,
+                                 double k) {
+  using A = Wide<T>;
+  packs_of_lines<1>(lines, channels, [=](i64 line, int c) {
+    const A s = scale_at(x + line, c, channels, half, A(alpha), A(k));
+    y[line + c] = T(A(x[line + c]) * power(s, A(beta)));
+  });
+}
+
+template <typename T>
+__global__ void lrn_backward_wide(const T* x, const T* dy, T* dx, i64 lines, i64 channels, i64 half, double alpha,
+                                  double factor, double beta, double k) {
+  using A = Wide<T>;
+  packs_of_lines<1>(lines, channels, [=](i64 line, int c) {
+    A total = 0;
+    for (i64 d = max(i64(0), c - half); d < min(channels, c + half + 1); ++d) {
+      const A s = scale_at(x + line, d, channels, half, A(alpha), A(k));
+      total += A(dy[line + d]) * A(x[line + d]) * power(s, A(beta)) / s;
+    }
+    const A s = scale_at(x + line, c, channels, half, A(alpha), A(k));
+    dx[line + c] = T(A(dy[line + c]) * power(s, A(beta)) - A(factor) * A(x[line + c]) * total);
+  });
 }

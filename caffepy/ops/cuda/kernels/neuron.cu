@@ -47,7 +47,7 @@ prelu_backward(const T* x, const T* dy, const Wide<T>* slope, T* dx, double* par
   using A = Wide<T>;
   channel_sums<PACK>(
       Shape{outer, channels, inner, splits}, partial,
-      [=](i64 c, double& first, double&, i64, T x, T dy, T& dx) {
+      [=](i64 c, double& first, double&, T x, T dy, T& dx) {
         const bool negative = A(x) <= 0;
         first += double(dy) * (negative ? double(x) : 0.0);
         dx = T(A(dy) * (negative ? slope[c] : A(1)));

@@ -1,5 +1,6 @@
-// Normalization by statistics of each channel of (outer, C, inner), and scales and biases of each channel. Sums are in
-// double precision.
+// Normalization by statistics of each channel of (outer, C, inner), and scales and biases of each channel. Numbers of
+// channels are float, or double for arrays of double. A thread adds up its few elements of a channel in that type; what
+// comes after is in double precision.
 
 #include "pack.cuh"
 #include "reduce.cuh"
@@ -7,120 +8,223 @@
 
 #define PACK (16 / sizeof(T))
 
-// sums of x - k and (x - k)^2, k the channel's first element: no cancellation where the mean is large
-template <typename T>
-__global__ void __launch_bounds__(256)
-statistics(const T* x, double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
-  channel_sums<PACK>(
-      Shape{outer, channels, inner, splits}, partial,
-      [=](i64 c, double& first, double& second, i64, T v) {
-        const double d = double(v) - double(x[c * inner]);
-        first += d;
-        second += d * d;
-      },
-      in(x));
-}
+// sums of x and x^2, from those of x - k and (x - k)^2 with k the first x of the thread: no cancellation in float
+template <typename T, int V> struct Moments {
+  using A = Wide<T>;
+  A k[V] = {}, first[V] = {}, second[V] = {};
+  __device__ void start(const T* x, i64, i64 at) {
+    const Pack<T, V> pack = *reinterpret_cast<const Pack<T, V>*>(x + at);
+#pragma unroll
+    for (int v = 0; v < V; ++v) k[v] = A(pack.v[v]);
+  }
+  __device__ void operator()(int v, T x) {
+    const A d = A(x) - k[v];
+    first[v] += d;
+    second[v] += d * d;
+  }
+  __device__ void sums(int v, unsigned count, double& a, double& b) const {
+    const double shift = double(k[v]), d = double(first[v]);
+    a = d + count * shift;
+    b = double(second[v]) + (2 * d + count * shift) * shift;
+  }
+};
 
 template <typename T>
-__global__ void statistics_finish(const double* partial, const T* x, T* mean, T* variance, i64 outer, i64 channels,
+__global__ void __launch_bounds__(256, 3)
+moments(const T* x, double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
+  channel_sums_of<Moments, T, PACK, 4>(Shape{outer, channels, inner, splits}, partial, x, in(x));
+}
+
+struct Normal {
+  double mean, variance;
+  __device__ Normal(double first, double second, double count) : mean(first / count) {
+    const double v = second / count - mean * mean;
+    variance = v < 0 ? 0.0 : v;
+  }
+};
+
+template <typename T>
+__global__ void statistics_finish(const double* partial, Wide<T>* mean, Wide<T>* variance, i64 outer, i64 channels,
                                   i64 inner, i64 splits) {
-  const double count = double(outer) * double(inner);
   finish_channels(partial, channels, splits, [=](i64 c, double first, double second) {
-    const double shift = first / count, v = second / count - shift * shift;
-    mean[c] = T(count > 0 ? double(x[c * inner]) + shift : shift);
-    variance[c] = T(v < 0 ? 0.0 : v);
+    const Normal of(first, second, double(outer) * double(inner));
+    mean[c] = of.mean;
+    variance[c] = of.variance;
   });
+}
+
+// numbers (4, C): mean, inverse = 1 / sqrt(variance + eps), factor = scale * inverse, shift = bias - mean * factor
+template <typename A>
+__device__ void write_numbers(A* numbers, i64 c, i64 channels, double mean, double variance, double eps,
+                              const A* scale, const A* bias) {
+  const double inverse = 1 / sqrt(variance + eps);
+  const A factor = A(scale ? double(scale[c]) * inverse : inverse);
+  numbers[c] = A(mean);
+  numbers[channels + c] = A(inverse);
+  numbers[2 * channels + c] = factor;
+  numbers[3 * channels + c] = A((bias ? double(bias[c]) : 0.0) - mean * double(factor));
+}
+
+// Numbers of a batch; running sums: mean * fraction + mean, variance * fraction + unbiased, weight * fraction + 1.
+template <typename T>
+__global__ void prepare_finish(const double* partial, Wide<T>* mean, Wide<T>* variance, Wide<T>* weight,
+                               const Wide<T>* scale, const Wide<T>* bias, Wide<T>* numbers, double fraction, double eps,
+                               i64 outer, i64 channels, i64 inner, i64 splits) {
+  using A = Wide<T>;
+  finish_channels(partial, channels, splits, [=](i64 c, double first, double second) {
+    const double count = double(outer) * double(inner);
+    const Normal of(first, second, count);
+    write_numbers(numbers, c, channels, of.mean, of.variance, eps, scale, bias);
+    mean[c] = A(double(mean[c]) * fraction + of.mean);
+    variance[c] = A(double(variance[c]) * fraction + of.variance * (count > 1 ? count / (count - 1) : 1.0));
+    if (c == 0) *weight = A(double(*weight) * fraction + 1);
+  });
+}
+
+// Numbers of running sums.
+template <typename T>
+__global__ void stored(const T* mean, const T* variance, const T* weight, const T* scale, const T* bias, T* numbers,
+                       i64 channels, double eps) {
+  const i64 c = blockIdx.x * i64(blockDim.x) + threadIdx.x;
+  if (c >= channels) return;
+  const double factor = *weight == 0 ? 0.0 : 1 / double(*weight);
+  write_numbers(numbers, c, channels, double(mean[c]) * factor, double(variance[c]) * factor, eps, scale, bias);
 }
 
 // y = (x - mean) * inverse
-template <typename T>
-__global__ void normalize(const T* x, const T* mean, const T* inverse, T* y, i64 outer, i64 channels, i64 inner) {
+template <typename A> struct Statistics { const A *mean, *inverse; };
+
+template <typename T, int V> struct Normalize {
   using A = Wide<T>;
-  Channel channel(channels, inner);
-  each<PACK>(
-      outer * channels * inner,
-      [=](i64 i, T x, T& y) mutable {
-        const unsigned c = channel.at(i);
-        y = T((A(x) - A(mean[c])) * A(inverse[c]));
-      },
-      in(x), out(y));
+  A mean[V], inverse[V];
+  __device__ void start(const Statistics<A>& s, i64 c, i64) {
+    take(mean, s.mean, c, A(0));
+    take(inverse, s.inverse, c, A(1));
+  }
+  __device__ void operator()(int v, T x, T& y) const { y = T((A(x) - mean[v]) * inverse[v]); }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(256, 4)
+normalize(const T* x, const Wide<T>* mean, const Wide<T>* inverse, T* y, i64 outer, i64 channels, i64 inner,
+          i64 splits) {
+  channel_pass<Normalize, T, PACK, 4>(Shape{outer, channels, inner, splits}, Statistics<Wide<T>>{mean, inverse}, in(x),
+                                      out(y));
 }
 
-// sums of dy and dy * (x - mean)
-template <typename T>
-__global__ void __launch_bounds__(256)
-gradient_sums(const T* x, const T* mean, const T* dy, double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
-  channel_sums<PACK>(
-      Shape{outer, channels, inner, splits}, partial,
-      [=](i64 c, double& first, double& second, i64, T x, T dy) {
-        first += double(dy);
-        second += double(dy) * (double(x) - double(mean[c]));
-      },
-      in(x), in(dy));
+template <typename A> struct Affine { const A *factor, *shift; };
+
+// y = x * factor + shift [+ other], shift 0 where there is none; NaN stays NaN in the ReLU
+template <int OTHER, int RELU> struct Forward {
+  template <typename T, int V> struct Op {
+    using A = Wide<T>;
+    A factor[V], shift[V];
+    __device__ void start(const Affine<A>& a, i64 c, i64) {
+      take(factor, a.factor, c, A(1));
+      take(shift, a.shift, c, A(0));
+    }
+    __device__ void operator()(int v, T x, T other, T& y) const {
+      A z = fma(A(x), factor[v], shift[v]);
+      if (OTHER) z += A(other);
+      y = T(RELU && z <= 0 ? A(0) : z);
+    }
+  };
+};
+
+template <typename T, int OTHER, int RELU>
+__global__ void __launch_bounds__(256, 4)
+forward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const T* other, T* y, i64 outer, i64 channels,
+        i64 inner, i64 splits) {
+  channel_pass<Forward<OTHER, RELU>::template Op, T, PACK, OTHER ? 2 : 4>(
+      Shape{outer, channels, inner, splits}, Affine<Wide<T>>{factor, shift}, in(x), in_if<OTHER>(other), out(y));
 }
 
-// a = mean(dy), b = inverse * mean(dy * (x - mean) * inverse), as means (2, C)
+// Where g is 0 for the ReLU: nowhere, where x * factor + shift <= 0, or where y <= 0.
+enum Mask { NO_MASK, BY_X, BY_Y };
+
+template <typename A> struct Gradient { const A *mean, *factor, *shift; };
+
+// g = (dy [+ more]) * mask; its sums and those of g * (x - mean); masked = g and dx = g * factor where they are kept
+template <int MASK, int MORE, int MASKED, int DX> struct Summing {
+  template <typename T, int V> struct Op {
+    using A = Wide<T>;
+    A mean[V], factor[V], shift[V], first[V] = {}, second[V] = {};
+    __device__ void start(const Gradient<A>& a, i64 c, i64) {
+      take(mean, a.mean, c, A(0));
+      if (MASK == BY_X || DX) take(factor, a.factor, c, A(1));
+      if (MASK == BY_X) take(shift, a.shift, c, A(0));
+    }
+    __device__ void operator()(int v, T x, T dy, T more, T y, T& masked, T& dx) {
+      A g = A(dy);
+      if (MORE) g += A(more);
+      if (MASK == BY_X && fma(A(x), factor[v], shift[v]) <= 0) g = 0;
+      if (MASK == BY_Y && A(y) <= 0) g = 0;
+      first[v] += g;
+      second[v] += g * (A(x) - mean[v]);
+      if (MASKED) masked = T(g);
+      if (DX) dx = T(g * factor[v]);
+    }
+    __device__ void sums(int v, unsigned, double& a, double& b) const {
+      a = double(first[v]);
+      b = double(second[v]);
+    }
+  };
+};
+
+template <typename T, int MASK, int MORE, int MASKED, int DX>
+__global__ void __launch_bounds__(256, 3)
+backward_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const Wide<T>* shift, const T* dy, const T* more,
+              const T* y, T* masked, T* dx, double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
+  channel_sums_of<Summing<MASK, MORE, MASKED, DX>::template Op, T, PACK, 2>(
+      Shape{outer, channels, inner, splits}, partial, Gradient<Wide<T>>{mean, factor, shift}, in(x), in(dy),
+      in_if<MORE>(more), in_if<MASK == BY_Y>(y), out_if<MASKED>(masked), out_if<DX>(dx));
+}
+
+// With p = sum of g and q = sum of g * (x - mean): dscale += q * inverse, dbias += p; and for
+// dx = factor * (g - p/m - (x - mean) * inverse^2 * q/m) = factor * g + slope * x + rest the line's numbers (2, C)
 template <typename T>
-__global__ void gradient_finish(const double* partial, const T* inverse, double* means, i64 outer, i64 channels,
-                                i64 inner, i64 splits) {
-  const double count = double(outer) * double(inner);
-  finish_channels(partial, channels, splits, [=](i64 c, double first, double second) {
-    means[c] = first / count;
-    means[channels + c] = second / count * double(inverse[c]) * double(inverse[c]);
+__global__ void backward_finish(const double* partial, const Wide<T>* mean, const Wide<T>* inverse,
+                                const Wide<T>* factor, Wide<T>* dscale, Wide<T>* dbias, Wide<T>* line, i64 outer,
+                                i64 channels, i64 inner, i64 splits) {
+  using A = Wide<T>;
+  finish_channels(partial, channels, splits, [=](i64 c, double p, double q) {
+    const double r = inverse ? double(inverse[c]) : 1.0;
+    if (dscale) dscale[c] = A(double(dscale[c]) + q * r);
+    if (dbias) dbias[c] = A(double(dbias[c]) + p);
+    if (!line) return;
+    const double f = double(factor[c]) / (double(outer) * double(inner));
+    const A slope = A(-f * r * r * q);
+    line[c] = slope;
+    line[channels + c] = A(-f * p - double(slope) * double(mean[c]));
   });
 }
 
-// dx = (dy - a - (x - mean) * b) * inverse
-template <typename T>
-__global__ void gradient(const T* x, const T* mean, const T* inverse, const double* means, const T* dy, T* dx,
-                         i64 outer, i64 channels, i64 inner) {
-  using A = Wide<T>;
-  Channel channel(channels, inner);
-  each<PACK>(
-      outer * channels * inner,
-      [=](i64 i, T x, T dy, T& dx) mutable {
-        const unsigned c = channel.at(i);
-        const A a = A(means[c]), b = A(means[channels + c]);
-        dx = T((A(dy) - a - (A(x) - A(mean[c])) * b) * A(inverse[c]));
-      },
-      in(x), in(dy), out(dx));
-}
+template <typename A> struct Line { const A *factor, *shift, *slope, *rest; };
 
-// y = x * scale + bias, bias 0 where there is none
-template <typename T>
-__global__ void scale_forward(const T* x, const T* scale, const T* bias, T* y, i64 outer, i64 channels, i64 inner) {
-  using A = Wide<T>;
-  Channel channel(channels, inner);
-  each<PACK>(
-      outer * channels * inner,
-      [=](i64 i, T x, T& y) mutable {
-        const unsigned c = channel.at(i);
-        y = T(A(x) * A(scale[c]) + (bias ? A(bias[c]) : A(0)));
-      },
-      in(x), out(y));
-}
+// dx = factor * g + slope * x + rest, g = dy * mask
+template <int MASK> struct Straight {
+  template <typename T, int V> struct Op {
+    using A = Wide<T>;
+    A factor[V], shift[V], slope[V], rest[V];
+    __device__ void start(const Line<A>& a, i64 c, i64) {
+      take(factor, a.factor, c, A(1));
+      if (MASK == BY_X) take(shift, a.shift, c, A(0));
+      take(slope, a.slope, c, A(0));
+      take(rest, a.rest, c, A(0));
+    }
+    __device__ void operator()(int v, T x, T dy, T& dx) const {
+      A g = A(dy);
+      if (MASK == BY_X && fma(A(x), factor[v], shift[v]) <= 0) g = 0;
+      dx = T(fma(factor[v], g, fma(slope[v], A(x), rest[v])));
+    }
+  };
+};
 
-// sums of dy * x and dy; dx = dy * scale where there is a dx
-template <typename T>
-__global__ void __launch_bounds__(256)
-scale_backward(const T* x, const T* scale, const T* dy, T* dx, double* partial, i64 outer, i64 channels, i64 inner,
-               i64 splits) {
-  using A = Wide<T>;
-  channel_sums<PACK>(
-      Shape{outer, channels, inner, splits}, partial,
-      [=](i64 c, double& first, double& second, i64, T x, T dy, T& dx) {
-        first += double(dy) * double(x);
-        second += double(dy);
-        dx = T(A(dy) * A(scale[c]));
-      },
-      in(x), in(dy), maybe_out(dx));
-}
-
-// dscale += first sum, dbias += second, where there are such
-template <typename T>
-__global__ void scale_finish(const double* partial, T* dscale, T* dbias, i64 channels, i64 splits) {
-  finish_channels(partial, channels, splits, [=](i64 c, double first, double second) {
-    if (dscale) dscale[c] = T(double(dscale[c]) + first);
-    if (dbias) dbias[c] = T(double(dbias[c]) + second);
-  });
+template <typename T, int MASK>
+__global__ void __launch_bounds__(256, 3)
+backward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const Wide<T>* line, const T* dy, T* dx, i64 outer,
+         i64 channels, i64 inner, i64 splits) {
+  channel_pass<Straight<MASK>::template Op, T, PACK, 2>(Shape{outer, channels, inner, splits},
+                                                        Line<Wide<T>>{factor, shift, line, line + channels}, in(x),
+                                                        in(dy), out(dx));
 }
