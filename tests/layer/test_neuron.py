@@ -11,6 +11,7 @@ from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 
 from .harness import Single, check_golden, check_gradient, random
+from .on_gpu import check_on_gpu
 
 # name: prototxt, y of one x
 NEURONS = {
@@ -211,28 +212,36 @@ def test_dropout_on_a_gpu_has_one_seed_and_counts_passes():
     assert (masks[4] != masks[1]).mean() == pytest.approx(0.5, abs=0.1)
 
 
+NATIVE = [case for case in NEURONS if case.split()[0] in ("ELU", "PReLU", "ReLU", "Sigmoid", "Swish", "TanH")] + [
+    "Power square",
+    "Power inverse",
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", [c for c in NATIVE if "PReLU" not in c])
+def test_on_a_gpu_in_any_format(case):
+    check_on_gpu(text(case), np.round(4 * random(2, 8, 3, 5)) / 4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float16", "uint16"])
-@pytest.mark.parametrize("case", ["PReLU", "PReLU shared", "Power square", "ReLU falling", "ELU negative", "Swish"])
-def test_in_narrow_types_with_the_channels_last(case, kind, in_place):
+@pytest.mark.parametrize("case", NATIVE)
+def test_in_place_with_the_channels_last(case, kind):
     shape, tolerance = (2, 8, 3, 5), 0.03
     device = CudaDevice(seed=1)
-    reference = Single(text(case), random(*shape), in_place=in_place)
+    reference = Single(text(case), random(*shape), in_place=True)
     with device.scope():
-        bottom = Blob(shape, store=device.store)
-        top = bottom if in_place else Blob(store=device.store)
-        for blob in (bottom, top):
-            blob.take(Format(np.dtype(kind), True))
-        layer = on_gpu(case, device, bottom, top)
-        assert layer.format_for(bottom.format) == bottom.format
-        bottom.host_data[...] = reference.inputs[0]
-        layer.forward([bottom], [top])
-        y = top.host_data.copy()
-        top.host_diff[...] = random(*shape, seed=1)
-        layer.backward([top], [True], [bottom])
+        blob = Blob(shape, store=device.store)
+        blob.take(Format(np.dtype(kind), True))
+        layer = on_gpu(case, device, blob, blob)
+        blob.host_data[...] = reference.inputs[0]
+        layer.forward([blob], [blob])
+        y = blob.host_data.copy()
+        blob.host_diff[...] = random(*shape, seed=1)
+        layer.backward([blob], [True], [blob])
     np.testing.assert_allclose(y, reference.forward()[0], rtol=tolerance, atol=tolerance)
     (dx,), diffs = reference.backward([random(*shape, seed=1)])
-    np.testing.assert_allclose(bottom.host_diff, dx, rtol=tolerance, atol=tolerance)
-    for blob, diff in zip(layer.blobs, diffs, strict=True):
-        np.testing.assert_allclose(blob.host_diff, diff, rtol=tolerance, atol=tolerance)
+    np.testing.assert_allclose(blob.host_diff, dx, rtol=tolerance, atol=tolerance)
+    for parameter, diff in zip(layer.blobs, diffs, strict=True):
+        np.testing.assert_allclose(parameter.host_diff, diff, rtol=tolerance, atol=tolerance)
