@@ -160,6 +160,7 @@ class SyncedMemory(Memory):
         """Make room for `count` elements; larger than before means new, zeroed memory."""
         if count > self.capacity:
             self._host, self._host_is_newer = None, False
+            self.store.epoch += 1
         super().reserve(count)
 
     @property
@@ -245,6 +246,8 @@ class _View:
 
     def point(self, memory: Memory) -> None:
         self.memory, self.view = memory, None
+        if isinstance(memory, SyncedMemory):
+            memory.store.epoch += 1
 
 
 class Blob:

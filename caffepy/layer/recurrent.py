@@ -181,14 +181,14 @@ class Recurrent(Layer):
 
     def state(self) -> dict[str, Any]:
         """The states after the last batch."""
-        return {} if self.exposed else {"last": [blob.data.copy() for blob in self.last]}
+        return {} if self.exposed else {"last": [blob.host_data.copy() for blob in self.last]}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Begin the next batch where another run ended one; streams may be fewer or more than in this batch."""
         for blob, array in zip(self.last, state.get("last", ()), strict=True):
             shape = blob.shape
             blob.reshape(array.shape)
-            blob.data[...] = array
+            blob.host_data[...] = array
             blob.reshape(shape)
 
 

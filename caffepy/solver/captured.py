@@ -66,7 +66,7 @@ class Pass:
     def may_be_replayed(self) -> bool:
         """Whether nothing speaks against recording; if something does, the log says what, once."""
         reason = self._obstacle
-        if reason is None and not all(map(may_be_recorded, self._all_callbacks)):
+        if reason is None and not all(map(may_be_recorded, (*self._net_callbacks, *self._callbacks))):
             reason = "a callback does not say that it can be recorded"
         if reason is not None and not self._explained:
             self._explained = True
@@ -74,15 +74,14 @@ class Pass:
         return reason is None
 
     @property
-    def _all_callbacks(self) -> tuple[object, ...]:
+    def _net_callbacks(self) -> tuple[object, ...]:
         net = self.net
-        return (
-            *net.before_forward,
-            *net.after_forward,
-            *net.before_backward,
-            *net.after_backward,
-            *self._callbacks,
-        )
+        return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether someone looks at each layer, which must then run by itself."""
+        return self.net.debug_info or not all(map(may_be_recorded, self._net_callbacks))
 
     def feed(self) -> None:
         """Run the data layers, and bring to the device what a user wrote on the host."""
@@ -114,7 +113,8 @@ class Pass:
 
     def _circumstances(self) -> Hashable:
         """What a recording depends on."""
-        return (self._store.epoch, *(top.shape for top in self._fed), *map(id, self._all_callbacks))
+        shapes = (top.shape for top in self._fed)
+        return (self._store.epoch, *shapes, *map(id, self._net_callbacks), *map(id, self._callbacks))
 
     def _record(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
         if self._recorded > MOST_RECORDINGS and self._replayed < WORTH * self._recorded:

@@ -336,8 +336,8 @@ class Solver:
 
     @property
     def _steps(self) -> Any:
-        """The steps of the train net, each layer by itself where their blobs are shown."""
-        return None if self.net.debug_info else self._pass.steps
+        """The steps of the train net, or None for each layer by itself."""
+        return None if self._pass.is_watched else self._pass.steps
 
     def _forward(self) -> float:
         """The loss of one batch; DivergenceError before one that is not finite can do harm."""
@@ -595,7 +595,7 @@ class Solver:
             run.feed()
             run.perform("forward", lambda: run.net.forward(steps=run.computing))
         else:
-            run.net.forward(steps=None if run.net.debug_info else run.steps)
+            run.net.forward(steps=None if run.is_watched else run.steps)
 
     def _poll_in_test(self) -> None:
         action = self.action()
