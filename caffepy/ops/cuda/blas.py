@@ -126,7 +126,7 @@ def _compute_type(a: Array) -> int:
 
 def _is_small(a: Array, b: Array, out: Array) -> bool:
     """Whether our own kernel takes the product, and may be the faster one."""
-    if a.dtype == np.float64 or out.size * a.shape[1] > SMALL or max(out.shape) >= 1 << 20:
+    if a.dtype == np.float64 or out.size * a.shape[1] > SMALL or max(out.shape) >= 1 << 19:
         return False
     return all(n * stride < 1 << 31 for x in (a, b, out) for n, stride in zip(x.shape, x.strides, strict=True))
 
