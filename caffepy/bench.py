@@ -20,6 +20,7 @@ from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import DataParameter, NetParameter, SolverParameter
 from caffepy.proto.text import read_solver
 from caffepy.solver import Action, Solver
+from caffepy.solver.captured import obstacle
 from caffepy.solver.nets import net_sources
 
 log = logging.getLogger(__name__)
@@ -284,7 +285,7 @@ def bench_train(
             precision=precision_of(device),
             data=data,
             batch=trainer.batch,
-            captured=capture and device.kind == "cuda",
+            captured=capture and device.kind == "cuda" and obstacle(trainer.net) is None,
             fused=fuse and device.kind == "cuda",
             iterations=count,
             windows=rates,
