@@ -197,6 +197,25 @@ def test_a_bad_record_is_named_after_the_good_batches(case, tmp_path):
     r.close()
 
 
+def test_of_several_bad_records_the_first_is_named(tmp_path):
+    good, bad = png((3, 40, 50)), Datum(encoded=True, data=b"x").SerializeToString()
+    path = write(tmp_path, [good if i in (0, 1, 2, 4, 8) else bad for i in range(16)])
+    for _ in range(5):
+        r = reader(path, batch_size=16)
+        with pytest.raises(DataError, match='record "0003": its image cannot be decoded'):
+            take(r)
+        r.close()
+
+
+def test_encoded_records_are_decoded_in_their_order(tmp_path):
+    path = write(tmp_path, [png((1, 3, 4 + i % 2), label=i) for i in range(30)])
+    r = reader(path, batch_size=30, transform="crop_size: 3")
+    ((data, label),) = take(r)
+    np.testing.assert_array_equal(label, range(30))
+    assert data.shape == (30, 1, 3, 3)
+    r.close()
+
+
 def test_a_bad_first_record_is_named_each_time(tmp_path):
     r = reader(write(tmp_path, [datum(SHAPE), datum((2, 2, 2))]), batch_size=1, transform="crop_size: 3")
     take(r)
