@@ -123,6 +123,8 @@ class Trainer:
         param = _definition(solver, batch, image, data)
         self.solver = Solver(param, device=self.device, path=solver)
         self.solver.capture, self.solver.fuse = capture, fuse
+        if capture and fuse:
+            self.solver.save_memory()
         self.net: Net = self.solver.net
         self._issued: list[float] = []
         self.solver.action = self._note
@@ -146,7 +148,7 @@ class Trainer:
     def batch(self) -> int:
         """Images of an iteration."""
         fed = next(top[0] for top, layer in zip(self.net.tops, self.net.layers, strict=True) if layer.is_data)
-        return int(fed.shape[0]) * self.solver.param.iter_size
+        return int(fed.shape[0])
 
     def window(self, iterations: int) -> Window:
         """Train so long."""
@@ -213,13 +215,17 @@ def _timed(
 
 
 def _definition(path: str, batch: int | None, image: Sequence[int] | None, data: str) -> SolverParameter:
-    """The solver's settings for its train net alone, with its data replaced, and for as long as it takes."""
+    """The solver's settings for its train net alone, with its data replaced, and for as long as it takes.
+
+    An iteration is one pass and an update.
+    """
     param = read_solver(path)
     for field in ("test_iter", "test_net", "test_net_param", "test_state", "weights"):
         param.ClearField(field)
     param.test_interval = param.display = param.snapshot = 0
     param.snapshot_after_train = param.debug_info = False
     param.base_lr, param.max_iter = min(param.base_lr, GENTLE), 2**31 - 1
+    param.iter_size = 1
     source, _ = net_sources(param, path)
     for field in ("net", "net_param", "train_net"):
         param.ClearField(field)
