@@ -1,4 +1,4 @@
-"""The bundled nets on a GPU against the CPU: the same seed, hence the same weights, data and dropout masks."""
+"""The bundled nets on a GPU against the CPU: the same seed, hence the same weights and data; nothing drops out."""
 
 import os
 
@@ -7,28 +7,38 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy import models
+from caffepy.blob import Array
 from caffepy.device import CudaDevice, Device
 from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 
 BATCH = 4
-LOSS = {"fp32": 1e-4, "tf32": 1e-2}
-# ||gpu - cpu|| / ||cpu|| over the gradient of all parameters: the same sums in another order, tf32's shorter factors.
-GRADIENT = {"fp32": 5e-3, "tf32": 5e-2}
+LOSS = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
+# ||gpu - cpu|| / ||cpu|| over the gradient of all parameters: the same sums in another order, factors and activations
+# of fewer bits.
+GRADIENT = {"fp32": 5e-3, "tf32": 5e-2, "bf16": 2e-1, "fp16": 5e-2}
 # At its first weights resnet50 turns rounding into far more: on the CPU its gradients in float32 and in float64 differ
-# by 2.5e-2, so tf32's say nothing.
-SENSITIVE = {"resnet50": {"fp32": 6e-2, "tf32": float("inf")}}
+# by 2.5e-2, so those of fewer bits say nothing.
+SENSITIVE = {"resnet50": {"fp32": 6e-2, "tf32": float("inf"), "bf16": float("inf"), "fp16": float("inf")}}
+LOSS_SCALE = {"fp16": 1024.0}  # small gradients are below what fp16 can tell from 0
 
 
-def built(name: str, device: Device) -> Net:
-    """The net in phase TRAIN on random images, run forward and backward once."""
+def built(name: str, device: Device, fused: bool = False, scale: float = 1) -> Net:
+    """The net in phase TRAIN on random images, run forward and backward once; the loss weighs `scale` times as much."""
     with open(os.fspath(models.path(name, "train_val") or "")) as file:
         param = text_format.Parse(file.read(), NetParameter())
     param.state.phase = TRAIN
+    for layer in param.layer:
+        if layer.type == "Dropout":  # CPU and GPU draw other numbers
+            layer.dropout_param.dropout_ratio = 0
     net = Net(synthetic(param, BATCH, image_shape(name)), device=device)
-    net.forward()
-    net.backward()
+    for blob, weight in net.blob_loss_weights.items():
+        if weight:
+            net.blobs[blob].host_diff[...] = scale * weight
+    steps = net.steps if fused else None
+    net.forward(steps=steps)
+    net.backward(steps=steps)
     return net
 
 
@@ -38,13 +48,20 @@ def built(name: str, device: Device) -> Net:
 def test_gpu_and_cpu_agree(name: str, exactness: str) -> None:
     from caffepy.ops.cuda import precision
 
-    before = precision.get()
+    before, scale = precision.get(), LOSS_SCALE.get(exactness, 1)
+    cpu = built(name, Device(3))
+    want = gradient(cpu)
     precision.set(exactness)
     try:
-        cpu, gpu = built(name, Device(3)), built(name, CudaDevice(0, 3))
+        for fused in (False, True):
+            gpu = built(name, CudaDevice(0, 3), fused, scale)
+            assert gpu.loss() / scale == pytest.approx(cpu.loss(), rel=LOSS[exactness])
+            error = np.linalg.norm(gradient(gpu) / scale - want) / np.linalg.norm(want)
+            assert error <= SENSITIVE.get(name, GRADIENT)[exactness], f"fused {fused}"
     finally:
         precision.set(before)
-    assert gpu.loss() == pytest.approx(cpu.loss(), rel=LOSS[exactness])
-    want, have = (np.concatenate([p.host_diff.reshape(-1) for p in net.learnable_params]) for net in (cpu, gpu))
-    error = np.linalg.norm(have - want) / np.linalg.norm(want)
-    assert error <= SENSITIVE.get(name, GRADIENT)[exactness]
+
+
+def gradient(net: Net) -> Array:
+    """Those of all parameters, one after the other."""
+    return np.concatenate([p.host_diff.reshape(-1) for p in net.learnable_params])
