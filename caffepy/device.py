@@ -214,8 +214,9 @@ class CudaDevice(Device):
         return self._scope()
 
     def synchronize(self) -> None:
-        """Return when all work given to the stream is done."""
-        self.stream.synchronize()
+        """Return when all work given to the device is done."""
+        for stream in (self.stream, *self._lanes.values()):
+            stream.synchronize()
 
     @cached_property
     def tick(self) -> Any:
@@ -277,12 +278,15 @@ class CudaDevice(Device):
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
-        """In this context `aside` has an effect."""
+        """In this context `aside` has an effect; all lanes are joined at its end."""
         self._overlaps = True
         try:
             yield
+            for lane in tuple(self._apart):
+                self.join(lane)
         finally:
             self._overlaps = False
+            self._apart.clear()
 
     def aside(self, lane: str = "layer") -> "AbstractContextManager[object]":
         """A block whose operations may run beside those that follow it, up to `join`; one lane runs in order."""
@@ -316,14 +320,12 @@ class CudaDevice(Device):
         """
         cuda = self._cupy.cuda
         pool = cuda.MemoryPool()
-        with self.scope(), cuda.using_allocator(pool.malloc), self.overlapping():
+        with self.scope(), cuda.using_allocator(pool.malloc):
             self.stream.begin_capture()
             try:
-                work()
-                for lane in tuple(self._apart):
-                    self.join(lane)
+                with self.overlapping():
+                    work()
             except BaseException as error:
-                self._apart.clear()
                 with suppress(cuda.runtime.CUDARuntimeError):
                     self.stream.end_capture()
                 if isinstance(error, Exception):

@@ -116,6 +116,23 @@ def test_result_does_not_depend_on_where_threads_split(kind: str, monkeypatch: p
     np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.parametrize("kind", NAIVE)
+def test_factors_of_all_rates_and_decays(kind: str) -> None:
+    rng = np.random.default_rng(4)
+    ends, rates, decays = np.array([100, 300]), *np.abs(rng.standard_normal((2, 2))).astype(np.float32)
+    param, results = SolverParameter(type=kind, momentum=0.5), []
+    together = Segments(ends, rates, decays, 1.0, False, 0.5, 0.25)
+    apart = Segments(ends, rates / 2, decays / 4, 1.0, False)
+    for segments in (together, apart, together._replace(go=0.0)):
+        w, g, *history = (np.linspace(0.1, 1, 300, dtype=np.float32) * (i + 1) for i in range(4))
+        history = history[: rules[kind].histories]
+        rules[kind].apply(cpu, Update(param, w, g, history, segments))
+        results.append(np.concatenate([w, g, *history]))
+    np.testing.assert_array_equal(results[0], results[1])
+    assert (results[2][:300] == np.linspace(0.1, 1, 300, dtype=np.float32)).all()
+    assert (results[1][:300] != results[2][:300]).any()
+
+
 def test_rules_need_nothing_of_ops_but_their_function() -> None:
     seen = []
     ops = SimpleNamespace(sgd_update=lambda *arguments: seen.append(arguments))

@@ -62,26 +62,37 @@ def test_segments_of_the_host():
         np.testing.assert_allclose(on_gpu[0].get(), w, rtol=1e-6, atol=1e-6)
 
 
-def test_a_captured_update_follows_rates_and_scale():
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_happens_without_go(rule):
+    histories, numbers = RULES[rule]
+    arrays = [data(100, seed=seed) for seed in range(2 + histories)]
+    agree(rule, *arrays, segments([10, 100], np.float32)._replace(go=np.array(0.0)), *numbers, tolerance=(0, 0))
+
+
+def test_a_captured_update_follows_all_numbers():
     import cupy
 
     from caffepy.ops import cpu, cuda
 
     host = segments([10, 100], np.float32)
-    w, g, h = (data(100, seed=seed) for seed in range(3))
+    names = ("scale", "rate", "decay", "go")
+    w, g, m, v = (np.abs(data(100, seed=seed)) for seed in range(4))
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        u, v, k = (cupy.asarray(a) for a in (w, g, h))
-        scale, rates = cupy.ones((), "f"), cupy.zeros(2, "f")
-        device = Segments(cupy.asarray(host.ends), rates, cupy.asarray(host.decays), scale, False)
-        cuda.sgd_update(cupy.zeros(100, "f"), cupy.zeros(100, "f"), cupy.zeros(100, "f"), device, 0.9)
+        arrays = [cupy.asarray(a) for a in (w, g, m, v)]
+        said = {name: cupy.ones((), "d") for name in (*names, "correction")}
+        places = {name: cupy.asarray(getattr(host, name)) for name in ("ends", "rates", "decays")}
+        device = host._replace(**places, **{name: said[name] for name in names})
+        cuda.adam_update(*(cupy.zeros(100, "f") for _ in range(4)), device, 0.9, 0.99, 1e-3, said["correction"])
         stream.begin_capture()
-        cuda.sgd_update(u, v, k, device, 0.9)
+        cuda.adam_update(*arrays, device, 0.9, 0.99, 1e-3, said["correction"])
         graph = stream.end_capture()
-        for factor in (0.5, 0.25):
-            scale.fill(factor)
-            rates[:] = cupy.asarray(host.rates * np.float32(factor))
-            v.set(g, stream=stream)
+        for i, go in enumerate((1.0, 0.0, 1.0)):
+            values = {"scale": 0.5 + i, "rate": 0.2 * i, "decay": 0.3, "go": go, "correction": 0.7 + i}
+            for name, value in values.items():
+                said[name].fill(value)
+            arrays[1].set(g, stream=stream)
             graph.launch(stream)
-            gradient = g.copy()
-            cpu.sgd_update(w, gradient, h, host._replace(scale=factor, rates=host.rates * np.float32(factor)), 0.9)
-            np.testing.assert_allclose(u.get(), w, rtol=1e-6, atol=1e-6)
+            gradient, correction = g.copy(), values.pop("correction")
+            cpu.adam_update(w, gradient, m, v, host._replace(**values), 0.9, 0.99, 1e-3, correction)
+            np.testing.assert_allclose(arrays[0].get(), w, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(arrays[1].get(), gradient, rtol=1e-5, atol=1e-6)

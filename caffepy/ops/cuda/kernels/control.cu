@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(256) squares(const T* g, double* partial, i64 
 // losses' diffs.
 __global__ void judge(const double* partial, i64 parts, double clip, i64 passes, i64 scaled, double least, double most,
                       i64 patience, const double* problems, i64 places, Place* losses, i64 count, double* numbers,
-                      const double* orders, double* reports, i64 rows) {
+                      const volatile double* orders, double* reports, i64 rows) {
   __shared__ double ratio;
   double square = 0, problem = 0;
   for (i64 i = threadIdx.x; i < parts; i += blockDim.x) square += partial[i];

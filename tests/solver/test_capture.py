@@ -1,0 +1,453 @@
+"""A step that a GPU replays does what one that runs layer by layer does, to the last bit."""
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.device import CudaDevice, Device
+from caffepy.errors import DataError, DivergenceError
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Solver
+from tests.solver.cases import DIGITS, NET, Recorder
+
+pytestmark = pytest.mark.gpu
+
+DATA = f"""
+layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TRAIN }}
+  transform_param {{ scale: 0.004 }}
+  data_param {{ source: "{DIGITS}/digits_train_lmdb" batch_size: 7 backend: LMDB }} }}
+layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TEST }}
+  transform_param {{ scale: 0.004 }}
+  data_param {{ source: "{DIGITS}/digits_test_lmdb" batch_size: 11 backend: LMDB }} }}
+"""
+LAYERS = """
+layer { name: "ip1" type: "InnerProduct" bottom: "data" top: "ip1"
+  inner_product_param { num_output: 20 weight_filler { type: "xavier" } } }
+layer { name: "relu" type: "ReLU" bottom: "ip1" top: "ip1" }
+layer { name: "drop" type: "Dropout" bottom: "ip1" top: "ip1" }
+layer { name: "ip2" type: "InnerProduct" bottom: "ip1" top: "ip2"
+  inner_product_param { num_output: 10 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip2" bottom: "label" top: "loss" }
+layer { name: "accuracy" type: "Accuracy" bottom: "ip2" bottom: "label" top: "accuracy" include { phase: TEST } }
+"""
+DIGITS_NET = DATA + LAYERS
+FED = """
+layer { name: "in" type: "Input" top: "data" top: "label" input_param { shape { dim: 4 dim: 6 } shape { dim: 4 } } }
+"""
+CONVOLUTION = """
+layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
+  convolution_param { num_output: 6 kernel_size: 3 weight_filler { type: "xavier" } } }
+layer { name: "conv_relu" type: "ReLU" bottom: "conv" top: "conv" }
+layer { name: "pool" type: "Pooling" bottom: "conv" top: "pool" pooling_param { kernel_size: 2 stride: 2 } }
+"""
+SETTINGS = 'base_lr: 0.05 lr_policy: "step" gamma: 0.5 stepsize: 6 random_seed: 3 snapshot_after_train: false '
+RULES = {"SGD": "momentum: 0.9 weight_decay: 0.001 ", "Adam": 'type: "Adam" momentum: 0.9 momentum2: 0.99 delta: 1e-6 '}
+
+
+def solver_of(
+    settings: str = RULES["SGD"],
+    net: str = DIGITS_NET,
+    *,
+    capture: bool = True,
+    device: Device | None = None,
+    **given: Any,
+) -> Solver:
+    given_net = f'net_param {{ name: "captured" {net} }}'
+    param = text_format.Merge(settings + given_net, text_format.Parse(SETTINGS, SolverParameter()))
+    solver = Solver(param, device=device or CudaDevice(0, seed=1), **given)
+    solver.capture = capture
+    return solver
+
+
+@pytest.fixture(autouse=True)
+def in_float32() -> Iterator[Callable[[str], None]]:
+    """fp32 unless a test asks for something else."""
+    from caffepy.ops.cuda import precision
+
+    before = precision.get()
+    precision.set("fp32")
+    yield precision.set
+    precision.set(before)
+
+
+def numbers(solver: Solver) -> np.ndarray:
+    """Weights and history."""
+    return np.concatenate([solver.device.on_host(a) for a in (solver.params.data, *solver.history)])
+
+
+def replays(solver: Solver) -> int:
+    return solver._pass._replayed
+
+
+def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorder, Recorder]:
+    """Train captured and not; weights, losses, rates and tests must agree to the bit. Returns what was reported."""
+    heard = []
+    ended = []
+    for capture in (True, False):
+        recorder = Recorder()
+        solver = solver_of(settings, net, capture=capture, reporter=recorder)
+        solver.step(steps)
+        assert (replays(solver) > 0) == capture
+        heard.append(recorder)
+        ended.append(numbers(solver))
+        assert solver.device.ticks == int(solver.device.on_host(solver.device.tick)) == steps * solver.param.iter_size
+        solver.close()
+    captured, plain = heard
+    np.testing.assert_array_equal(*ended)
+    assert captured.events == plain.events
+    assert captured.losses == plain.losses
+    assert captured.rates == plain.rates
+    for mine, theirs in zip(captured.tests, plain.tests, strict=True):
+        for name in theirs:
+            np.testing.assert_array_equal(mine[name], theirs[name])
+    return captured, plain
+
+
+SHOWN = "display: 2 average_loss: 3 "
+TESTS = "test_iter: 3 test_interval: 5 test_compute_loss: true "
+CASES = {
+    "plain": SHOWN,
+    "clipped": SHOWN + "clip_gradients: 0.5 ",
+    "passes": SHOWN + "iter_size: 2 clip_gradients: 0.5 ",
+    "unclipped passes": SHOWN + "iter_size: 3 ",
+    "tested": SHOWN + TESTS,
+    "silent": "",
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", CASES)
+def test_as_layer_by_layer(case: str, rule: str) -> None:
+    heard, _ = same(RULES[rule] + CASES[case])
+    assert bool(heard.losses) == ("display" in CASES[case])
+
+
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+def test_in_other_precisions(precision: str, in_float32: Callable[[str], None]) -> None:
+    in_float32(precision)
+    net = DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"')
+    same(RULES["SGD"] + SHOWN + TESTS + "clip_gradients: 1 ", net)
+
+
+def test_as_on_the_cpu() -> None:
+    """But for dropout, whose masks are others."""
+    net = DIGITS_NET.replace("Dropout", "AbsVal")
+    cpu, gpu = Recorder(), Recorder()
+    one = solver_of(RULES["SGD"] + CASES["tested"], net, device=Device(1), reporter=cpu)
+    other = solver_of(RULES["SGD"] + CASES["tested"], net, reporter=gpu)
+    for solver in (one, other):
+        solver.step(12)
+        solver.close()
+    assert cpu.events == gpu.events
+    np.testing.assert_allclose(gpu.losses, cpu.losses, rtol=1e-4)
+    np.testing.assert_allclose(numbers(other), numbers(one), rtol=1e-3, atol=1e-5)
+
+
+def test_masks_change_with_the_pass_and_not_with_the_seed_alone() -> None:
+    solver = solver_of("base_lr: 0 ", DIGITS_NET.replace("transform_param { scale: 0.004 }", ""))
+    masks = []
+    drop = solver.net.layers[solver.net.layer_names.index("drop")]
+    for _ in range(6):
+        solver.step(1)
+        masks.append(drop.mask.host_data.copy())  # type: ignore[attr-defined]
+    assert replays(solver) >= 3
+    assert all((a != b).any() for i, a in enumerate(masks) for b in masks[:i])
+
+
+def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
+    settings = RULES["Adam"] + CASES["tested"] + f'snapshot_prefix: "{tmp_path}/s" snapshot: 4 '
+    whole, parts = Recorder(), Recorder()
+    straight = solver_of(settings, reporter=whole)
+    straight.step(13)
+    for first, end in ((0, 8), (8, 13)):
+        solver = solver_of(settings, reporter=parts)
+        if first:
+            solver.restore(f"{tmp_path}/s_iter_{first}.solverstate")
+        solver.step(end - first)
+        solver.close()
+    np.testing.assert_array_equal(numbers(solver), numbers(straight))
+    assert whole.losses == parts.losses
+    assert [float(t["loss"]) for t in whole.tests] == [float(t["loss"]) for t in parts.tests]
+
+
+RECURRENT = """
+layer { name: "in" type: "DummyData" top: "data" top: "cont" top: "label" dummy_data_param {
+  shape { dim: 3 dim: 2 dim: 4 } shape { dim: 3 dim: 2 } shape { dim: 3 dim: 2 dim: 5 }
+  data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 } data_filler { type: "uniform" } } }
+layer { name: "lstm" type: "LSTM" bottom: "data" bottom: "cont" top: "lstm"
+  recurrent_param { num_output: 5 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "lstm" bottom: "label" top: "loss" }
+"""
+
+
+def test_recurrent_states_go_on(tmp_path: Path) -> None:
+    same(RULES["SGD"] + SHOWN, RECURRENT, 8)
+    settings = RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/s" snapshot: 5 '
+    straight, resumed = (solver_of(settings, RECURRENT) for _ in range(2))
+    straight.step(8)
+    resumed.restore(f"{tmp_path}/s_iter_5.solverstate")
+    resumed.step(3)
+    np.testing.assert_array_equal(numbers(resumed), numbers(straight))
+
+
+def feed(solver: Solver, value: float = 1.0, label: float = 0.0) -> None:
+    """Write what an Input layer has."""
+    solver.net.blobs["data"].host_data[...] = value
+    solver.net.blobs["label"].host_data[...] = label
+
+
+FED_NET = FED + LAYERS.replace("Dropout", "AbsVal")
+
+
+def test_what_python_writes_between_steps_counts() -> None:
+    ended = []
+    for capture in (True, False):
+        solver = solver_of(RULES["SGD"] + "iter_size: 2 ", FED_NET, capture=capture)
+        for i in range(8):
+            feed(solver, i / 8, i % 3)
+            solver.step(1)
+            assert solver.net.learnable_params[0].host_diff.any()
+            if i % 2:
+                solver.net.learnable_params[2].host_data[...] *= 0.9
+        assert (replays(solver) > 0) == capture
+        ended.append(numbers(solver))
+    np.testing.assert_array_equal(*ended)
+
+
+def test_new_shapes_are_recorded_anew() -> None:
+    ended = []
+    for capture in (True, False):
+        solver = solver_of(RULES["SGD"], FED_NET, capture=capture)
+        for i, n in enumerate([4, 4, 4, 4, 9, 9, 9, 9, 2, 2, 2, 2]):
+            for name, shape in (("data", (n, 6)), ("label", (n,))):
+                solver.net.blobs[name].reshape(shape)
+            feed(solver, i / 8, i % 3)
+            solver.step(1)
+        assert (solver._pass._recorded == 3) == capture
+        ended.append(numbers(solver))
+    np.testing.assert_array_equal(*ended)
+
+
+def test_shapes_that_change_all_the_time_are_not_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    solver = solver_of(RULES["SGD"], FED_NET)
+    for i in range(100):
+        for name, shape in (("data", (1 + i // 3 % 2, 6)), ("label", (1 + i // 3 % 2,))):
+            solver.net.blobs[name].reshape(shape)
+        feed(solver)
+        with caplog.at_level(logging.INFO, "caffepy.solver"):
+            solver.step(1)
+    told = [m for m in caplog.messages if "layer by layer" in m]
+    assert told == ["The training step runs layer by layer: shapes or memory change too often"]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("at", [0, 6])
+@pytest.mark.parametrize("capture", [True, False])
+def test_divergence_leaves_the_weights_of_before(capture: bool, at: int, bad: float, tmp_path: Path) -> None:
+    settings = RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/s" snapshot: 1000 '
+    solver = solver_of(settings, FED_NET, capture=capture)
+    feed(solver)
+    if at:
+        solver.step(at)
+    before = numbers(solver)
+    solver.net.blobs["data"].host_data[1, 2] = bad
+    with pytest.raises(DivergenceError, match=f"^iteration {at}: the loss is nan; "):
+        solver.step(40)
+    assert solver.iter == at
+    np.testing.assert_array_equal(numbers(solver), before)
+    assert not list(tmp_path.iterdir())
+    feed(solver)
+    solver.step(4)
+    assert solver.iter == at + 4
+    assert (numbers(solver) != before).any()
+
+
+@pytest.mark.parametrize("at", [0, 6])
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_wrong_label_ends_the_run_where_it_stands(capture: bool, at: int, tmp_path: Path) -> None:
+    settings = RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/s" snapshot: 1000 max_iter: 60 '
+    solver = solver_of(settings, FED_NET, capture=capture)
+    feed(solver)
+    if at:
+        solver.step(at)
+    before = numbers(solver)
+    solver.net.blobs["label"].host_data[2:] = 12, 99
+    with pytest.raises(DataError) as error:
+        solver.solve()
+    assert str(error.value) == 'layer "loss" (SoftmaxWithLoss): label 12 is not one of the 10 classes 0 to 9'
+    assert solver.iter == at
+    np.testing.assert_array_equal(numbers(solver), before)
+    saved = [f"s_iter_{at}.{end}" for end in ("caffemodel", "caffepystate", "solverstate")]
+    assert sorted(p.name for p in tmp_path.iterdir()) == (saved if at else [])
+    feed(solver)
+    solver.step(3)
+    assert solver.iter == at + 3
+
+
+def test_a_wrong_label_in_a_test(tmp_path: Path) -> None:
+    net = DIGITS_NET.replace("num_output: 10", "num_output: 5")
+    solver = solver_of(RULES["SGD"] + TESTS + "test_initialization: false ", net)
+    with pytest.raises(DataError, match="is not one of the 5 classes 0 to 4"):
+        solver.test_all()
+
+
+def test_loss_scale_of_fp16(in_float32: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+    in_float32("fp16")
+    solver = solver_of(RULES["SGD"] + SHOWN, DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"'))
+    loss = solver.net.blobs["loss"]
+    assert float(loss.host_diff) == 65536
+    solver.control.set_state({"loss_scale": 2.0**24})
+    before = numbers(solver)
+    with caplog.at_level(logging.INFO, "caffepy.solver"):
+        solver.step(1)
+    np.testing.assert_array_equal(numbers(solver), before)
+    assert "Iteration 0: gradients overflow, no update; loss scale = 8.38861e+06" in caplog.messages
+    solver.step(20)
+    state = solver.control.state()
+    assert state["loss_scale"] < 2.0**23
+    assert state["good"] > 5
+    assert float(loss.host_diff) == state["loss_scale"]
+    assert (numbers(solver) != before).any()
+    solver.control.set_state({"loss_scale": state["loss_scale"], "good": 1999})
+    solver.step(1)
+    assert solver.control.state() == {"loss_scale": 2 * state["loss_scale"], "good": 0}
+
+
+def test_loss_scale_is_kept_and_starts_where_a_net_says(in_float32: Callable[[str], None], tmp_path: Path) -> None:
+    in_float32("fp16")
+    net = DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"') + "global_grad_scale: 128 "
+    solver = solver_of(RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/s" ', net)
+    solver.step(5)
+    assert solver.control.state() == {"loss_scale": 128, "good": 5}
+    solver.snapshot()
+    other = solver_of(RULES["SGD"], net)
+    other.restore(f"{tmp_path}/s_iter_5.solverstate")
+    assert other.control.state() == {"loss_scale": 128, "good": 5}
+
+
+class Halve:
+    """Halves the gradients."""
+
+    def __init__(self, solver: Solver, capturable: bool) -> None:
+        self.solver, self.capturable, self.calls = solver, capturable, 0
+
+    def on_start(self) -> None:
+        self.calls += 1
+
+    def on_gradients_ready(self) -> None:
+        self.solver.ops.scaled(0.5, self.solver.params.diff, self.solver.params.diff)
+
+
+def test_callbacks_that_say_so_are_recorded() -> None:
+    ended = []
+    for capturable in (True, False):
+        solver = solver_of(RULES["SGD"] + "clip_gradients: 0.5 ", FED_NET)
+        callback = Halve(solver, capturable)
+        solver.add_callback(callback)
+        feed(solver)
+        solver.step(10)
+        assert (callback.calls < 5) == capturable
+        ended.append(numbers(solver))
+    np.testing.assert_array_equal(*ended)
+
+
+def test_the_log_says_once_why_not(caplog: pytest.LogCaptureFixture) -> None:
+    net = FED_NET + 'layer { name: "h" type: "HingeLoss" bottom: "ip2" bottom: "label" top: "h" }'
+    solver = solver_of(RULES["SGD"], net)
+    feed(solver)
+    with caplog.at_level(logging.INFO, "caffepy.solver"):
+        solver.step(3)
+        solver.step(3)
+    told = [m for m in caplog.messages if "layer by layer" in m]
+    assert told == ['The training step runs layer by layer: layer "h" (HingeLoss) computes on the host']
+
+
+def test_callbacks_of_python_are_called(caplog: pytest.LogCaptureFixture) -> None:
+    solver = solver_of(RULES["SGD"], FED_NET)
+    feed(solver)
+    solver.step(4)
+    seen: list[int] = []
+    solver.net.after_forward.append(seen.append)
+    with caplog.at_level(logging.INFO, "caffepy.solver"):
+        solver.step(2)
+    assert len(seen) == 2 * len(solver.net.layers)
+    assert "The training step runs layer by layer: a callback does not say that it can be recorded" in caplog.messages
+
+
+def test_debug_info_shows_an_iteration_layer_by_layer(caplog: pytest.LogCaptureFixture) -> None:
+    settings = RULES["SGD"] + "display: 5 debug_info: true "
+    with caplog.at_level(logging.INFO, "caffepy.net"):
+        same(settings)
+    assert sum("[Backward] All net params" in m for m in caplog.messages) == 2 * 3
+
+
+def test_what_cannot_be_recorded_runs_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    solver = solver_of(RULES["SGD"], FED_NET)
+    drop = solver.net.layers[solver.net.layer_names.index("drop")]
+    forward = drop.forward
+
+    def reads(bottom: Any, top: Any) -> None:
+        forward(bottom, top)
+        float(top[0].data.sum())
+
+    monkeypatch.setattr(drop, "forward", reads)
+    feed(solver)
+    plain = solver_of(RULES["SGD"], FED_NET, capture=False)
+    feed(plain)
+    with caplog.at_level(logging.INFO, "caffepy.solver"):
+        solver.step(8)
+    plain.step(8)
+    assert replays(solver) == 0
+    assert sum("layer by layer: it cannot be recorded: " in m for m in caplog.messages) == 1
+    np.testing.assert_array_equal(numbers(solver), numbers(plain))
+
+
+def test_iterations_go_on_while_others_run() -> None:
+    """The host is never more than so many iterations ahead, and hears of each."""
+    recorder = Recorder()
+    solver = solver_of(RULES["SGD"], FED_NET, reporter=recorder)
+    feed(solver)
+    solver.step(100)
+    assert len(recorder.events) == 100
+    assert not solver._given
+    assert solver._window.losses
+
+
+def test_an_interrupted_run_goes_on() -> None:
+    solver = solver_of(RULES["SGD"], FED_NET)
+    feed(solver)
+    solver.step(5)
+
+    def interrupt() -> Any:
+        raise KeyboardInterrupt
+
+    going_on = solver.action
+    solver.action = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        solver.step(5)
+    solver.action = going_on
+    solver.step(5)
+    assert solver.iter == 11
+    assert not solver._given
+
+
+def test_memory_is_shared_without_a_change(tmp_path: Path) -> None:
+    ended = []
+    for saving in (True, False):
+        solver = solver_of(RULES["SGD"] + TESTS)
+        if saving:
+            solver.save_memory()
+        solver.step(12)
+        ended.append(numbers(solver))
+    np.testing.assert_array_equal(*ended)
+
+
+def test_noise_net_with_a_data_layer_on_the_host() -> None:
+    same(RULES["SGD"] + SHOWN, NET)
