@@ -12,7 +12,8 @@ from tests.ops.cuda.stored import loaded, rounded, stored  # noqa: E402
 from tests.ops.test_blas import SHAPES  # noqa: E402
 
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3}  # of the largest number of a product of float32 arrays
-ROUNDING = {"float32": 1e-5, "float64": 1e-13, "float16": 6e-4, "uint16": 5e-3}  # of what a result is stored in
+ROUNDING = {"float32": 1e-5, "float64": 1e-13, "float16": 1.5e-3, "uint16": 1.2e-2}
+"""Of what a result is stored in, cuBLAS's sums of parts of a product as well: three times half of the last bit."""
 
 
 @pytest.fixture(autouse=True, scope="module")
