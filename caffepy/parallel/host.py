@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from caffepy.blob import Array
 from caffepy.parallel.group import Group
-from caffepy.parallel.schedule import Level, Operation, Schedule
+from caffepy.parallel.schedule import Level, Operation, Schedule, adding, copying
 
 
 class HostSync:
@@ -28,8 +28,7 @@ class HostSync:
         self.group, self.rank, self.size = group, rank, group.size
         self.updates = rank == 0 or not root_updates
         self._schedule, self._data, self._diffs = schedule, data, diffs
-        self._down = [level for level in schedule if level and level[0].operation is Operation.COPY]
-        self._up = [level for level in schedule if level and level[0].operation is Operation.ADD]
+        self._down, self._up = copying(schedule), adding(schedule)
         self._root_updates = root_updates
 
     def on_start(self) -> None:
@@ -37,12 +36,23 @@ class HostSync:
         if self._root_updates:
             self._run(self._down, self._data)
 
+    def after_backward(self, layer: int) -> None:
+        """Nothing: all gradients are summed at once."""
+
     def on_gradients_ready(self) -> None:
         """Make the diff the mean of all ranks' where parameters are updated."""
-        self._run(self._up if self._root_updates else self._schedule, self._diffs)
+        self.reduce(self._diffs[self.rank].size)
+
+    def reduce(self, count: int) -> None:
+        """The first so many elements of the diff become the mean of all ranks'."""
+        diffs = [diff[:count] for diff in self._diffs]
+        self._run(self._up if self._root_updates else self._schedule, diffs)
         if self.updates:
-            mine = self._diffs[self.rank]
+            mine = diffs[self.rank]
             mine *= mine.dtype.type(1 / self.size)
+
+    def close(self) -> None:
+        """Nothing is held outside."""
 
     def _run(self, levels: Sequence[Level], buffers: Sequence[Array]) -> None:
         self.group.barrier(self.rank, "level")

@@ -4,7 +4,10 @@ Copies between any two devices are CUDA's (`memcpyPeerAsync`), which goes throug
 each other.
 """
 
+import logging
+import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +15,8 @@ import numpy as np
 from caffepy.device import gpu_properties, import_cupy
 from caffepy.errors import DeviceError, SyncError
 from caffepy.parallel.topology import Topology
+
+log = logging.getLogger(__name__)
 
 PATTERN = 1 << 20
 """Bytes that are sent along an edge to see whether they arrive as they are."""
@@ -60,6 +65,25 @@ def enable(topology: Topology) -> None:
                         raise DeviceError(f"GPU {device} cannot use the memory of GPU {other} ({error})") from error
 
 
+def prepare(topology: Topology) -> Topology:
+    """Let devices use one another's memory where they can; without the access that does not work, of which it warns."""
+    enable(topology)
+    access = [list(row) for row in topology.access]
+    for a, device in enumerate(topology.devices):
+        for b, other in enumerate(topology.devices):
+            if a == b or not topology.reaches(a, b):
+                continue
+            try:
+                verify(device, other)
+            except SyncError as error:
+                log.warning("%s", error)
+                access[a][b] = access[b][a] = False
+    found = replace(topology, access=tuple(map(tuple, access)))
+    if found != topology:
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+    return found
+
+
 class _Ends:
     """A buffer on each of two devices, and a stream of the first."""
 
@@ -105,7 +129,8 @@ def verify(source: int, destination: int) -> None:
     if wrong:
         raise SyncError(
             f"{wrong} of {PATTERN} bytes sent from GPU {source} to GPU {destination} arrived damaged: peer-to-peer "
-            "copies do not work on this machine (an IOMMU or ACS setting is the usual cause); use --sync flat"
+            "copies do not work on this machine (an IOMMU or ACS setting is the usual cause); such pairs synchronize "
+            "through the host"
         )
 
 

@@ -95,6 +95,16 @@ def muji(topology: Topology) -> Schedule | None:
     return None
 
 
+def adding(schedule: Schedule) -> Schedule:
+    """The levels that sum, of a schedule that sums into one rank and then copies."""
+    return tuple(level for level in schedule if level and level[0].operation is Operation.ADD)
+
+
+def copying(schedule: Schedule) -> Schedule:
+    """The levels that copy, of a schedule that sums into one rank and then copies."""
+    return tuple(level for level in schedule if level and level[0].operation is Operation.COPY)
+
+
 def _stage(schedule: Schedule, topology: Topology) -> Schedule:
     """Mark the steps between devices that cannot use each other's memory."""
     return tuple(
@@ -133,32 +143,57 @@ def run(schedule: Schedule, buffers: Sequence[Array]) -> None:
                 buffers[destination][...] = buffers[source]
 
 
+def totals(schedule: Schedule, size: int) -> frozenset[tuple[int, int]]:
+    """Where sums are complete: (level, rank) for each step that adds the last of all buffers to a rank's."""
+    held = [frozenset([rank]) for rank in range(size)]
+    found = set()
+    for number, level in enumerate(schedule):
+        for operation, source, destination, _ in level:
+            adds = operation is Operation.ADD
+            held[destination] = held[source] | (held[destination] if adds else frozenset())
+            if adds and len(held[destination]) == size:
+                found.add((number, destination))
+    return frozenset(found)
+
+
+Wait = tuple[int, int]
+"""For a rank to have ended what it does in a level; level 0 is to have begun, the schedule's levels count from 1."""
+
+
 class Action(NamedTuple):
-    """What one rank does in a level: nothing (no operation), or change its buffer by another's, after some waits.
+    """What one rank does in a level: change its buffer by another's, after some waits."""
 
-    A wait (rank, level) is for that rank to have ended that level.
-    """
-
-    operation: Operation | None
+    level: int
+    operation: Operation
     source: int
-    waits: tuple[tuple[int, int], ...]
+    waits: tuple[Wait, ...]
 
 
-def actions(schedule: Schedule, rank: int) -> list[Action]:
-    """A rank's part, level by level, for ranks that know of one another only which levels each has ended.
+class Part(NamedTuple):
+    """What one rank does, and the waits after which nobody reads its buffer any more.
 
-    A first level, in which nobody does anything, tells that a rank has begun; a last entry has the waits after which
-    nobody reads the rank's buffer any more.
+    Ranks know of one another only which levels each has ended. The actions may run at the same time, on one piece of
+    the buffers after the other; they wait only for lower levels, so somebody can always get on.
     """
-    found = [Action(None, rank, ())]
-    readers: list[tuple[int, int]] = []  # who reads the buffer as it is, and in which level
+
+    actions: tuple[Action, ...]
+    last: tuple[Wait, ...]
+
+
+def part(schedule: Schedule, rank: int) -> Part:
+    """A rank's part of a schedule."""
+    wrote: dict[int, int] = {}  # rank -> the level in which it last changed its buffer
+    readers: list[Wait] = []  # who reads the rank's buffer as it is, and in which level
+    found = []
     for number, level in enumerate(schedule, start=1):
-        action = Action(None, rank, ())
-        for step in level:
-            if step.destination == rank:
-                action = Action(step.operation, step.source, ((step.source, number - 1), *readers))
+        now = {}
+        for operation, source, destination, _ in level:
+            now[destination] = number
+            if destination == rank:
+                own = [(rank, wrote[rank])] if rank in wrote else []
+                found.append(Action(number, operation, source, ((source, wrote.get(source, 0)), *own, *readers)))
                 readers = []
-            elif step.source == rank:
-                readers.append((step.destination, number))
-        found.append(action)
-    return [*found, Action(None, rank, tuple(readers))]
+            elif source == rank:
+                readers.append((destination, number))
+        wrote |= now
+    return Part(tuple(found), tuple(readers))

@@ -4,7 +4,25 @@ import numpy as np
 import pytest
 
 from caffepy.errors import ConfigError
-from caffepy.parallel.schedule import EIGHT, FOUR, TWO, Operation, Schedule, Step, actions, check, flat, muji, run, tree
+from caffepy.parallel.schedule import (
+    EIGHT,
+    FOUR,
+    TWO,
+    Action,
+    Operation,
+    Part,
+    Schedule,
+    Step,
+    adding,
+    check,
+    copying,
+    flat,
+    muji,
+    part,
+    run,
+    totals,
+    tree,
+)
 from caffepy.parallel.topology import Topology
 from tests.parallel.test_topology import topology
 
@@ -87,27 +105,74 @@ def test_a_schedule_that_does_not_sum_is_refused(schedule: Schedule, message: st
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 13])
 @pytest.mark.parametrize("access", [0.4, 1.0])
-def test_ranks_that_only_wait_for_levels_of_others_get_the_sum_in_any_order_of_events(size: int, access: float) -> None:
+def test_actions_that_run_at_once_and_only_wait_for_levels_give_sums_in_any_order_of_events(
+    size: int, access: float
+) -> None:
     rng = random.Random(size)
     shape = topology(size, access, seed=size)
     for schedule in filter(None, (tree(shape), flat(shape), muji(shape))):
-        parts = [actions(schedule, rank) for rank in range(size)]
-        for _ in range(20):
-            buffers, ended = list(range(1, size + 1)), [-1] * size
-            running = set(range(size))
-            while running:
-                ready = [
-                    rank
-                    for rank in running
-                    if all(ended[other] >= level for other, level in parts[rank][ended[rank] + 1].waits)
-                ]
-                assert ready, "the ranks wait for one another"
-                rank = rng.choice(ready)
-                operation, source, _ = parts[rank][ended[rank] + 1]
-                if operation is not None:
-                    buffers[rank] = buffers[source] + (buffers[rank] if operation is Operation.ADD else 0)
-                ended[rank] += 1
-                if ended[rank] == len(schedule) + 1:
-                    running.discard(rank)
-                    assert buffers[rank] == size * (size + 1) // 2
-                    buffers[rank] = -1000  # from now on it may be overwritten
+        parts = [part(schedule, rank) for rank in range(size)]
+        for _ in range(10):
+            execute_at_random(parts, 3, rng, size)
+
+
+def execute_at_random(parts: list[Part], chunks: int, rng: random.Random, size: int) -> None:
+    """The kernel's protocol: a count of chunks for each rank and level, each level going through the chunks in order.
+
+    Ranks begin and end at any time; a buffer that its rank has done with is overwritten at once.
+    """
+    buffers = [[rank + 1] * chunks for rank in range(size)]
+    done: dict[tuple[int, int], int] = {(rank, 0): 0 for rank in range(size)}
+    done |= {(rank, action.level): 0 for rank, mine in enumerate(parts) for action in mine.actions}
+    todo: list[tuple[int, Action | None]] = [(rank, None) for rank in range(size)]  # None: the rank begins
+    todo += [(rank, action) for rank, mine in enumerate(parts) for action in mine.actions]
+    ending = set(range(size))
+    while todo or ending:
+        ready = [
+            (rank, action)
+            for rank, action in todo
+            if action is None or all(done[wait] > done[rank, action.level] for wait in action.waits)
+        ]
+        over = [
+            rank
+            for rank in ending
+            if all(done[wait] == chunks for wait in parts[rank].last) and not any(rank == other for other, _ in todo)
+        ]
+        assert ready or over, "the ranks wait for one another"
+        if over and (not ready or rng.random() < 0.5):
+            rank = rng.choice(over)
+            assert buffers[rank] == [size * (size + 1) // 2] * chunks
+            buffers[rank] = [-1000] * chunks
+            ending.discard(rank)
+            continue
+        rank, action = rng.choice(ready)
+        level = action.level if action else 0
+        if action is None:
+            done[rank, 0] = chunks
+        else:
+            chunk = done[rank, level]
+            own = buffers[rank][chunk] if action.operation is Operation.ADD else 0
+            buffers[rank][chunk] = own + buffers[action.source][chunk]
+            done[rank, level] += 1
+        if done[rank, level] == chunks:
+            todo.remove((rank, action))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 13])
+def test_actions_wait_for_lower_levels_only(size: int) -> None:
+    shape = topology(size)
+    for schedule in filter(None, (tree(shape), flat(shape), muji(shape))):
+        for rank in range(size):
+            for action in part(schedule, rank).actions:
+                assert all(level < action.level for _, level in action.waits)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 13])
+def test_a_sum_is_complete_once(size: int) -> None:
+    shape = topology(size)
+    for schedule in filter(None, (tree(shape), flat(shape), muji(shape))):
+        ((level, rank),) = totals(schedule, size)
+        assert rank == 0
+        assert schedule[level] == (Step(Operation.ADD, schedule[level][0].source, 0),)
+        assert (*adding(schedule), *copying(schedule)) == schedule
+        assert len(adding(schedule)) == level + 1

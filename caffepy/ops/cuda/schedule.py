@@ -10,59 +10,73 @@ from caffepy.ops.cuda.compiler import kernel
 
 Array = Any  # cupy.ndarray
 
-BLOCKS, THREADS = 64, 512
-CHUNK = 32 << 10
-"""Elements that a block moves at a time; smaller ones for small buffers, so that all blocks have some."""
+THREADS = 512
+BLOCKS, MOST_BLOCKS = 48, 256
+"""Blocks of an action, fewer if a rank has so many actions that they would be more in all than a GPU runs at a time."""
+
+CHUNK = 16 << 10
+"""Elements that a block moves at a time: 64 KiB, what it reads at once."""
+
+LEAST_CHUNK, ALIGNMENT = 1 << 10, 32
 
 NONE, ADD, COPY = range(3)
+
+Waits = Sequence[tuple[int, int]]
+Step = tuple[int, int, int, Waits, bool]
+"""(level, operation, source, waits, whether it makes the sum complete); a wait is (rank, level)."""
+
+
+def chunk_of(count: int, blocks: int) -> int:
+    """Elements of a chunk of so large a buffer, so that all blocks get equally many."""
+    rounds = max(1, -(-count // (blocks * CHUNK)))
+    return max(LEAST_CHUNK, -(-count // (rounds * blocks * ALIGNMENT)) * ALIGNMENT)
 
 
 class ScheduleRun:
     """One rank's launches of one schedule; made on the rank's device.
 
-    `actions[level]` is (operation, source, waits), the waits (rank, level) that come before it; one more entry at the
-    end has the waits after which the rank's buffer may be written again. All ranks must launch it the same number of
-    times.
+    `steps` are the rank's, `last` the waits after which its buffer may be written again, `most` the largest number of
+    steps of any rank. The waits end when the int at the host's address `given_up` is not 0. All ranks must launch it
+    the same number of times, for the same counts.
     """
 
-    def __init__(
-        self, rank: int, size: int, actions: Sequence[tuple[int, int, Sequence[tuple[int, int]]]], given_up: int
-    ) -> None:
-        self.rank, self.size = rank, size
-        self.levels = len(actions) - 1
-        self.progress = cupy.zeros(BLOCKS, np.uint64)
-        self._base = cupy.zeros(BLOCKS, np.uint64)
-        rows, waits = [], []
-        for operation, source, before in actions:
-            rows.append((operation, source, len(waits), len(before)))
+    def __init__(self, rank: int, levels: int, steps: Sequence[Step], last: Waits, most: int, given_up: int) -> None:
+        self._rank, self._levels = rank, levels
+        self._blocks = max(1, min(BLOCKS, MOST_BLOCKS // max(1, most)))
+        self._grid = len(steps) * self._blocks + 2
+        self.progress = cupy.zeros((levels + 2, self._blocks), np.uint64)
+        rows, waits = [], list[tuple[int, int]]()
+        for level, operation, source, before, total in (*steps, (0, NONE, rank, last, False)):
+            rows.append((operation, source, level, len(waits), len(before), int(total)))
             waits += before
         self._actions = cupy.asarray(np.array(rows, np.int32))
         self._waits = cupy.asarray(np.array(waits or [(0, 0)], np.int32))
-        self._given_up = np.uint64(given_up)  # the address of a word in the host's memory
+        self._given_up = np.uint64(given_up)
         self._kernel = kernel("schedule", "run_schedule")
         self._progress_of: Array = None
 
     def connect(self, progress: Sequence[Array]) -> None:
         """Know the progress of all ranks."""
-        self._progress_of = cupy.asarray(np.array([p.data.ptr for p in progress], np.uint64))
+        self._progress_of = pointers(progress)
 
-    def pointers(self, buffers: Sequence[Array]) -> Array:
-        """What `run` takes for the buffers of all ranks."""
-        return cupy.asarray(np.array([b.data.ptr for b in buffers], np.uint64))
-
-    def run(self, buffers: Array, count: int) -> None:
-        """Run on the first `count` floats of the buffers, on the current stream."""
-        chunk = max(256, min(CHUNK, -(-count // BLOCKS // 4) * 4))
+    def run(self, buffers: Array, count: int, scale: float = 1.0) -> None:
+        """Run on the first `count` floats of the buffers (`pointers`); complete sums are multiplied by `scale`."""
         arguments = (
-            np.int32(self.rank),
+            np.int32(self._rank),
             buffers,
             self._progress_of,
-            self._base,
             self._actions,
             self._waits,
-            np.int32(self.levels),
+            np.int32(self._blocks),
+            np.int32(self._levels),
             np.int64(count),
-            np.int64(chunk),
+            np.int32(chunk_of(count, self._blocks)),
+            np.float32(scale),
             self._given_up,
         )
-        self._kernel((BLOCKS,), (THREADS,), arguments)
+        self._kernel((self._grid,), (THREADS,), arguments)
+
+
+def pointers(arrays: Sequence[Array]) -> Array:
+    """Where the arrays of all ranks lie, as an array of the current device."""
+    return cupy.asarray(np.array([array.data.ptr for array in arrays], np.uint64))

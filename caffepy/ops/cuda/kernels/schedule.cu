@@ -1,17 +1,20 @@
 // One rank's side of an all-reduce schedule over the flat float buffers of all ranks, which it reads through peer access.
 //
-// The buffer is cut into chunks, chunks are dealt to blocks; block b of every rank works on the same chunks, in the same
-// order, so blocks of different ranks wait for one another and for nobody else, and chunks move through the levels one
-// behind the other. After each level of a chunk a block raises its progress: base + chunk * levels + level + 1. A reader
-// waits for the progress of whose buffer it reads, a writer for that of all who still read what it overwrites.
+// The buffer is cut into chunks. Each action of the rank (to add or copy the chunks of another rank's buffer) has
+// `blocks` blocks of its own, and block b takes chunks b, b + blocks, ...; so the levels of a schedule, up and down, run
+// at the same time, each on chunks that the levels before it are done with. A word for each rank, level and b counts the
+// chunks that are done, in all launches so far. A block waits for what it reads to be written, and for those to be done
+// who still read what it writes, always in lower levels; blocks of lower levels have lower numbers. The first block
+// tells that the rank's buffer may be read (level 0); the last one waits until nobody reads it any more, and counts for
+// itself in a level behind all others.
 //
-// actions: for each level {operation (0 none, 1 add, 2 copy), source, first wait, waits}; one more at the end, of waits
-// only. waits: {rank, level}.
+// buffers and progress: by rank. progress[r]: (levels + 2, blocks). actions: one for each `blocks` blocks, then one with
+// the waits of the last block. All ranks must run the same launches.
 
 typedef long long i64;
 typedef unsigned long long u64;
 
-struct Action { int operation, source, first_wait, waits; };
+struct Action { int operation, source, level, first_wait, waits, total; };  // operation: 0 none, 1 add, 2 copy
 struct Wait { int rank, level; };
 
 __device__ inline u64 acquire(const u64* p) {
@@ -24,75 +27,94 @@ __device__ inline void release(u64* p, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// False if the group was given up meanwhile.
-__device__ inline bool reached(const u64* progress, u64 value, const volatile int* given_up) {
-  for (int spin = 0; acquire(progress) < value; ++spin)
-    if (spin % 1024 == 1023 && *given_up) return false;
-  return true;
+// The progress, when it is `value` or more; less if the group was given up meanwhile.
+__device__ inline u64 reach(const u64* progress, u64 value, const volatile int* given_up) {
+  u64 seen = acquire(progress);
+  for (int spin = 1; seen < value; ++spin) {
+    if (spin % 1024 == 0 && *given_up) break;
+    seen = acquire(progress);
+  }
+  return seen;
 }
 
-template <bool ADD> __device__ void move(float* to, const float* from, i64 n) {
-  const i64 packs = n / 4;
+// to = from, or to = (to + from) * scale, for n floats of which others may have written any since the launch.
+template <bool ADD> __device__ void move(float* to, const float* from, int n, float scale) {
+  constexpr int U = 8;
+  const int packs = n / 4;
   float4* to4 = reinterpret_cast<float4*>(to);
   const float4* from4 = reinterpret_cast<const float4*>(from);
-  constexpr int U = 4;
-  for (i64 i = threadIdx.x; i < packs; i += i64(blockDim.x) * U) {
+  for (int i = threadIdx.x; i < packs; i += blockDim.x * U) {
     float4 x[U];
 #pragma unroll
-    for (int u = 0; u < U; ++u)
-      if (i + i64(u) * blockDim.x < packs) x[u] = __ldcv(from4 + i + i64(u) * blockDim.x);
+    for (int u = 0; u < U; ++u) {
+      const int j = i + u * blockDim.x;
+      if (j < packs) x[u] = __ldcv(from4 + j);
+    }
 #pragma unroll
     for (int u = 0; u < U; ++u) {
-      const i64 j = i + i64(u) * blockDim.x;
-      if (j >= packs) break;
-      if (ADD) {
-        const float4 y = to4[j];
-        x[u] = make_float4(x[u].x + y.x, x[u].y + y.y, x[u].z + y.z, x[u].w + y.w);
+      const int j = i + u * blockDim.x;
+      if (j < packs) {
+        if (ADD) {
+          const float4 y = __ldcg(to4 + j);
+          x[u].x = (y.x + x[u].x) * scale;
+          x[u].y = (y.y + x[u].y) * scale;
+          x[u].z = (y.z + x[u].z) * scale;
+          x[u].w = (y.w + x[u].w) * scale;
+        }
+        to4[j] = x[u];
       }
-      to4[j] = x[u];
     }
   }
-  for (i64 i = packs * 4 + threadIdx.x; i < n; i += blockDim.x) to[i] = ADD ? to[i] + __ldcv(from + i) : __ldcv(from + i);
+  for (int i = packs * 4 + threadIdx.x; i < n; i += blockDim.x) {
+    const float x = __ldcv(from + i);
+    to[i] = ADD ? (__ldcg(to + i) + x) * scale : x;
+  }
 }
 
-// buffers and progress: by rank; progress[r] has a word for each block. base: this rank's count of what went before, a
-// word for each block.
-extern "C" __global__ void __launch_bounds__(512) run_schedule(int rank, float* const* buffers, u64* const* progress, u64* base,
-                                                              const Action* actions, const Wait* waits, int levels, i64 size,
-                                                              i64 chunk, const volatile int* given_up) {
-  __shared__ bool go;
-  const u64 start = base[blockIdx.x];
-  float* mine = buffers[rank];
+// scale: what complete sums are multiplied by.
+extern "C" __global__ void __launch_bounds__(512, 2)
+    run_schedule(int rank, float* const* buffers, u64* const* progress, const Action* actions, const Wait* waits, int blocks,
+                 int levels, i64 size, int chunk, float scale, const volatile int* given_up) {
   const i64 chunks = (size + chunk - 1) / chunk;
-  u64 done = start;
-  for (i64 c = blockIdx.x; c < chunks; c += gridDim.x, done += levels) {
-    const i64 first = c * chunk, n = size - first < chunk ? size - first : chunk;
-    for (int level = 0; level < levels; ++level) {
-      const Action action = actions[level];
-      if (threadIdx.x == 0) {
-        go = true;
-        for (int w = 0; w < action.waits && go; ++w) {
-          const Wait wait = waits[action.first_wait + w];
-          go = reached(progress[wait.rank] + blockIdx.x, done + wait.level + 1, given_up);
-        }
+  const bool opens = blockIdx.x == 0, closes = blockIdx.x == gridDim.x - 1;
+  if (opens || closes) {
+    const int b = threadIdx.x;
+    if (b >= blocks) return;
+    u64* own = progress[rank] + (opens ? 0 : i64(levels + 1) * blocks) + b;
+    const u64 end = *own + (b < chunks ? (chunks - b + blocks - 1) / blocks : 0);
+    if (closes) {
+      const Action last = actions[(gridDim.x - 2) / blocks];
+      for (int w = 0; w < last.waits; ++w) {
+        const Wait wait = waits[last.first_wait + w];
+        if (reach(progress[wait.rank] + i64(wait.level) * blocks + b, end, given_up) < end) return;
       }
-      __syncthreads();
-      if (!go) return;
-      if (action.operation == 1) move<true>(mine + first, buffers[action.source] + first, n);
-      if (action.operation == 2) move<false>(mine + first, buffers[action.source] + first, n);
-      __threadfence_system();
-      __syncthreads();
-      if (threadIdx.x == 0) release(progress[rank] + blockIdx.x, done + level + 1);
     }
+    release(own, end);
+    return;
   }
-  // Nobody reads this rank's buffer any more when the last chunk's readers are done.
-  if (threadIdx.x == 0) {
-    const Action last = actions[levels];
-    go = true;
-    for (int w = 0; w < last.waits && go && done > start; ++w) {
-      const Wait wait = waits[last.first_wait + w];
-      go = reached(progress[wait.rank] + blockIdx.x, done - levels + wait.level + 1, given_up);
-    }
-    base[blockIdx.x] = done;
+
+  const Action action = actions[(blockIdx.x - 1) / blocks];
+  const int b = (blockIdx.x - 1) % blocks;
+  u64* own = progress[rank] + i64(action.level) * blocks + b;
+  const u64* other = nullptr;  // what this thread waits for
+  if (threadIdx.x < action.waits) {
+    const Wait wait = waits[action.first_wait + threadIdx.x];
+    other = progress[wait.rank] + i64(wait.level) * blocks + b;
+  }
+  float* mine = buffers[rank];
+  const float* theirs = buffers[action.source];
+  u64 done = *own, seen = 0;
+  for (i64 c = b; c < chunks; c += blocks) {
+    ++done;
+    if (other && seen < done) seen = reach(other, done, given_up);
+    if (!__syncthreads_and(!other || seen >= done)) return;
+    const i64 first = c * chunk;
+    const int n = int(size - first < chunk ? size - first : chunk);
+    if (action.operation == 1)
+      move<true>(mine + first, theirs + first, n, action.total ? scale : 1.0f);
+    else
+      move<false>(mine + first, theirs + first, n, 1.0f);
+    __syncthreads();
+    if (threadIdx.x == 0) release(own, done);
   }
 }
