@@ -43,3 +43,62 @@ def test_results_do_not_depend_on_the_threads():
     finally:
         cpu.set_num_threads(threads)
     assert answers[0] == answers[1] == answers[2]
+
+
+def running(c):
+    return [data(c, np.float64, 5), 1 + data(c, np.float64, 6) ** 2, np.array([3.0])]
+
+
+def test_numbers_of_a_batch_and_of_the_running_sums():
+    x, scale, bias, numbers = data((4, 3, 5), np.float64, 0), *data((2, 3), np.float64, 1), np.empty((4, 3))
+    means, variances, weight = before = running(3)
+    sums = [a.copy() for a in before]
+    cpu.batch_norm_prepare(x, sums, 0.9, 1e-3, scale, bias, numbers)
+    mean, variance = x.mean((0, 2)), x.var((0, 2))
+    factor = scale / np.sqrt(variance + 1e-3)
+    np.testing.assert_allclose(numbers, [mean, factor / scale, factor, bias - mean * factor])
+    for got, old, new in zip(sums, before, (mean, variance * 20 / 19, 1), strict=True):
+        np.testing.assert_allclose(got, 0.9 * old + new)
+    cpu.batch_norm_stored(before, 1e-3, None, None, numbers)
+    inverse = 1 / np.sqrt(variances / weight + 1e-3)
+    np.testing.assert_allclose(numbers, [means / weight, inverse, inverse, -means / weight * inverse])
+    cpu.batch_norm_stored([means, variances, np.zeros(1)], 1e-3, scale, None, numbers)
+    np.testing.assert_allclose(numbers[[0, 3]], 0)
+    np.testing.assert_allclose(numbers[2], scale / np.sqrt(1e-3))
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("addend", [False, True])
+def test_norm_by_differences(addend, frozen, relu):
+    x, other, dy, more = data((4, 3, 2, 5), np.float64, 0)
+    scale, bias = data((2, 2), np.float64, 1)
+    numbers, fixed = np.empty((4, 2)), np.empty((4, 2))
+    cpu.batch_norm_prepare(x, running(2), 0.9, 1e-3, scale, bias, fixed)
+
+    def forward():
+        y, sums = np.empty_like(x), running(2)
+        if frozen:
+            numbers[:2] = fixed[:2]
+            numbers[2] = scale * numbers[1]
+            numbers[3] = bias - numbers[0] * numbers[2]
+        else:
+            cpu.batch_norm_prepare(x, sums, 0.9, 1e-3, scale, bias, numbers)
+        cpu.norm_forward(x, numbers, other if addend else None, relu, y)
+        return y
+
+    y = forward()
+    masked, dx, dscale, dbias = np.empty_like(x), np.empty_like(x), np.ones(2), np.ones(2)
+    by_y = y if addend and relu else None
+    cpu.norm_backward(x, numbers.copy(), [dy, more], by_y, relu, masked, dx, dscale, dbias, frozen)
+    pairs = [(x, dx), (scale, dscale - 1), (bias, dbias - 1)] + [(other, masked)] * addend
+    for array, gradient in pairs:
+        for index in np.ndindex(array.shape):
+            value = array[index]
+            array[index] = value + 1e-6
+            above = forward()
+            array[index] = value - 1e-6
+            below = forward()
+            array[index] = value
+            numeric = ((dy + more) * (above - below)).sum() / 2e-6
+            assert gradient[index] == pytest.approx(numeric, rel=1e-5, abs=1e-6)
