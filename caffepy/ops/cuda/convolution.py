@@ -184,10 +184,10 @@ class _Way:
 
 
 def _ways(geometry: Geometry, dtype: DTypeLike) -> list[_Way]:
-    """All that may be fastest; the first is likely to be."""
+    """All that may be fastest; the first is likely to be, or is never slow (cuDNN has few plans for groups)."""
     ways = [_Way(geometry, plain_filters(geometry, dtype))]
     if 1 < geometry.group <= DENSE:
-        ways.append(_Way(*dense_filters(geometry, dtype)))
+        ways.insert(0, _Way(*dense_filters(geometry, dtype)))
     if suits_blocks(geometry, dtype):
         blocks = Blocks(geometry, dtype)
         strided = prod(geometry.stride) > 1
