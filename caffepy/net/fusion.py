@@ -57,7 +57,8 @@ def find_runs(net: Wiring) -> list[list[int]]:
             continue
         run = _run_from(net, i)
         run = run[: next((k for k, j in enumerate(run) if j in taken), len(run))]
-        if len(run) > 1 and not _overtaken(net, run):
+        weighs = any(net.layers[run[-1]].loss_weights)  # its top's diff must stay, and runs overwrite it
+        if len(run) > 1 and not weighs and not _overtaken(net, run):
             runs.append(run)
             taken |= set(run)
     return runs
