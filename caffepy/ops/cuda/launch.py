@@ -72,3 +72,12 @@ def number(value: Any) -> tuple[float, int, int]:
     if hasattr(value, "data") and hasattr(value.data, "ptr"):
         return 0.0, value.data.ptr, _KINDS[value.dtype.name]
     return float(value), 0, 0
+
+
+def divisor(d: int) -> int:
+    """An argument of a kernel that divides by d; see Divisor in pack.cuh.
+
+    n // d = n * m >> 31 + p for n < 2^31; 2^p is the next power of two from d on, m = 2^(31 + p) / d rounded up.
+    """
+    p = (d - 1).bit_length()
+    return (p - 1) << 32 | -(-(1 << 31 + p) // d) if d > 1 else 0

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 
 from caffepy.ops.cuda.blas import c_type
-from caffepy.ops.cuda.launch import Array, channels_last, launch_expression
+from caffepy.ops.cuda.launch import Array, channels_last, divisor, launch_expression
 
 Pair = tuple[int, int]
 
 WIDE = 32
 """Elements of a window from which on a warp adds it up, in planes."""
+AHEAD = 4
+"""Elements of a row that a thread loads at a time, at most."""
 BUSY = 1 << 16
 """Threads that a large device needs; packs of channels get narrower for them."""
 
@@ -30,17 +32,21 @@ def _pool(
     if not over.size:
         return
     n, c = large.shape[:2]
+    kernel, stride, _ = pairs
     images, channels = (n, c) if channels_last(large, small) else (n * c, 1)
     v = 16 // large.itemsize
     while v > 1 and (channels % v or over.size < v * BUSY or any(a.data.ptr % (v * a.itemsize) for a in arrays)):
         v //= 2
-    types, threads = [c_type(large), *(_INDEX[a.dtype.name] for a in arrays if a.dtype.name in _INDEX)], over.size // v
-    if name == "ave_pool_forward" and channels == 1 and prod(pairs[0]) >= WIDE:
-        name, threads = "ave_pool_forward_wide", over.size * 32
-    else:
-        types.append(str(v))
+    types = [c_type(large), *(_INDEX[a.dtype.name] for a in arrays if a.dtype.name in _INDEX)]
+    numbers, threads = [v], over.size // v
+    if name == "ave_pool_forward" and channels == 1 and prod(kernel) >= WIDE:
+        name, numbers, threads = "ave_pool_forward_wide", [], over.size * 32
+    elif not name.startswith("stochastic"):
+        numbers.append(min(kernel[1] if over is small else -(-kernel[1] // stride[1]), AHEAD))
     sizes = (images, channels // v, *large.shape[2:], *small.shape[2:], *(int(side) for pair in pairs for side in pair))
-    launch_expression("pooling", f"{name}<{', '.join(types)}>", threads, *arrays, *sizes, *others)
+    divisors = (divisor(int(d)) for d in (channels // v, *over.shape[:1:-1], *stride))
+    expression = f"{name}<{', '.join([*types, *map(str, numbers)])}>"
+    launch_expression("pooling", expression, threads, *arrays, *sizes, *divisors, *others)
 
 
 def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:

@@ -127,6 +127,13 @@ struct Channel {
   }
 };
 
+// Division of numbers below 2^31 by a number that launch.divisor() made ready: multiplier and shift.
+struct Divisor {
+  unsigned multiplier, shift;
+  __device__ Divisor(i64 ready) : multiplier(unsigned(ready)), shift(unsigned(ready >> 32)) {}
+  __device__ unsigned quotient(unsigned n) const { return multiplier ? __umulhi(n, multiplier) >> shift : n; }
+};
+
 // A number that is an argument itself (kind 0) or lies in device memory, as float (1), double (2) or an integer of
 // 4 (3) or 8 bytes (4).
 __device__ inline double number(double value, const void* at, i64 kind) {

@@ -1,36 +1,41 @@
 // Pooling over windows of images (N, H, W, C), in packs of V channels; planes (N, C, H, W) are N * C images of one
 // channel. Window (i, j) begins at row i * stride - pad, column likewise. An index tells the element of a window that
-// has its maximum: unsigned char its number in the window, int its number in the plane.
+// has its maximum: unsigned char its number in the window, int its number in the plane. W elements of a row are loaded at
+// a time, the last one again where there are fewer.
 
 #include "pack.cuh"
 #include "reduce.cuh"
 #include "random.cuh"
 
 struct Windows {
-  int packs, h, w, ho, wo, kh, kw, sh, sw, ph, pw;  // packs of channels
-  __device__ i64 large() const { return i64(h) * w * packs; }   // an image
-  __device__ i64 small() const { return i64(ho) * wo * packs; }  // its windows
+  int packs, h, w, ho, wo, kh, kw, sh, sw, ph, pw;
+  Divisor by_packs, by_columns, by_rows, by_sh, by_sw;
+  __device__ i64 large() const { return i64(h) * w * packs; }   // packs of an image
+  __device__ i64 small() const { return i64(ho) * wo * packs; }  // packs of its windows
 };
 
-#define WINDOWS i64 images, i64 packs, i64 h, i64 w, i64 ho, i64 wo, i64 kh, i64 kw, i64 sh, i64 sw, i64 ph, i64 pw
-#define NUMBERS                                                                                                      \
-  Windows {                                                                                                          \
-    int(packs), int(h), int(w), int(ho), int(wo), int(kh), int(kw), int(sh), int(sw), int(ph), int(pw)               \
+#define WINDOWS                                                                                                     \
+  i64 images, i64 packs, i64 h, i64 w, i64 ho, i64 wo, i64 kh, i64 kw, i64 sh, i64 sw, i64 ph, i64 pw, i64 by_packs, \
+      i64 by_columns, i64 by_rows, i64 by_sh, i64 by_sw
+#define NUMBERS                                                                                                       \
+  Windows {                                                                                                           \
+    int(packs), int(h), int(w), int(ho), int(wo), int(kh), int(kw), int(sh), int(sw), int(ph), int(pw), {by_packs},     \
+        {by_columns}, {by_rows}, {by_sh}, {by_sw}                                                                     \
   }
 
 #define FOR_EACH(e, n) \
   for (i64 e = blockIdx.x * i64(blockDim.x) + threadIdx.x; e < (n); e += gridDim.x * i64(blockDim.x))
 
-// Pack number e of images of so many rows, columns and packs.
+// Pack number e of what is written: images of so many rows and columns.
 struct Place {
   i64 image;
   int row, column, pack;
-  __device__ Place(i64 e, int rows, int columns, int packs) {
-    const unsigned at = unsigned(e) / unsigned(packs), line = at / unsigned(columns);
-    pack = int(unsigned(e) - at * unsigned(packs));
+  __device__ Place(const Windows& s, i64 e, int rows, int columns) {
+    const unsigned at = s.by_packs.quotient(unsigned(e)), line = s.by_columns.quotient(at);
+    pack = int(unsigned(e) - at * unsigned(s.packs));
     column = int(at - line * unsigned(columns));
-    row = int(line % unsigned(rows));
-    image = line / unsigned(rows);
+    image = s.by_rows.quotient(line);
+    row = int(line - unsigned(image) * unsigned(rows));
   }
 };
 
@@ -50,9 +55,9 @@ struct Span {
 // since their maximum is there.
 struct Cover {
   int lo, hi, reached;
-  __device__ Cover(int at, int kernel, int stride, int pad, int size, int windows) {
-    lo = at + pad < kernel ? 0 : (at + pad - kernel) / stride + 1;
-    hi = min((at + pad) / stride + 1, windows);
+  __device__ Cover(int at, int kernel, const Divisor& by_stride, int pad, int size, int windows) {
+    lo = at + pad < kernel ? 0 : int(by_stride.quotient(at + pad - kernel)) + 1;
+    hi = min(int(by_stride.quotient(at + pad)) + 1, windows);
     reached = at == size - 1 ? windows : hi;
   }
 };
@@ -62,14 +67,13 @@ template <typename I> __device__ int index_of(const Windows& s, int row, int col
 }
 
 // y = the first largest element, index = where; of a window without numbers above -inf its first element
-template <typename T, typename I, int V>
+template <typename T, typename I, int V, int W>
 __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* __restrict__ index, WINDOWS) {
   using A = Wide<T>;
-  constexpr int AHEAD = 4;
   const Windows s = NUMBERS;
   const A least = -__int_as_float(0x7f800000);
   FOR_EACH(e, images * s.small()) {
-    const Place at(e, s.ho, s.wo, s.packs);
+    const Place at(s, e, s.ho, s.wo);
     const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
     const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
     const int corner_row = min(rows.lo, s.h - 1), corner_column = min(columns.lo, s.w - 1);
@@ -80,26 +84,24 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
       best[v] = least;
       where[v] = index_of<I>(s, corner_row, corner_column, rows.start, columns.start);
     }
-    for (int r = rows.lo; r < rows.hi; ++r)
-      for (int c = columns.lo; c < columns.hi; c += AHEAD) {
-        Pack<T, V> taken[AHEAD];
+    for (int r = rows.lo; r < rows.hi; ++r) {
+      const int line = index_of<I>(s, r, 0, rows.start, 0) - (sizeof(I) == 1 ? columns.start : 0);
+      for (int c = columns.lo; c < columns.hi; c += W) {
+        Pack<T, V> taken[W];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k)
-          if (c + k < columns.hi) taken[k] = image[(r * s.w + c + k) * s.packs];
+        for (int k = 0; k < W; ++k) taken[k] = image[(r * s.w + min(c + k, columns.hi - 1)) * s.packs];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k)
-          if (c + k < columns.hi) {
-            const int here = index_of<I>(s, r, c + k, rows.start, columns.start);
+        for (int k = 0; k < W; ++k)  // an element that comes again is not larger
 #pragma unroll
-            for (int v = 0; v < V; ++v) {
-              const A number = A(taken[k].v[v]);
-              if (number > best[v]) {
-                best[v] = number;
-                where[v] = here;
-              }
+          for (int v = 0; v < V; ++v) {
+            const A number = A(taken[k].v[v]);
+            if (number > best[v]) {
+              best[v] = number;
+              where[v] = line + c + k;
             }
           }
       }
+    }
     const T* corner = image[(corner_row * s.w + corner_column) * s.packs].v;
     Pack<T, V> largest;
     Pack<I, V> places;
@@ -114,36 +116,35 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
 }
 
 // dx = sum of the dy of those windows whose index names the element, in the order of the windows
-template <typename T, typename I, int V>
+template <typename T, typename I, int V, int W>
 __global__ void max_pool_backward(const T* __restrict__ dy, const I* __restrict__ index, T* __restrict__ dx, WINDOWS) {
   using A = Wide<T>;
-  constexpr int AHEAD = 3;
   const Windows s = NUMBERS;
   FOR_EACH(e, images * s.large()) {
-    const Place at(e, s.h, s.w, s.packs);
-    const Cover rows(at.row, s.kh, s.sh, s.ph, s.h, s.ho), columns(at.column, s.kw, s.sw, s.pw, s.w, s.wo);
-    const i64 first = at.image * s.small() + at.pack;
-    const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + first;
-    const Pack<I, V>* indices = reinterpret_cast<const Pack<I, V>*>(index) + first;
+    const Place at(s, e, s.h, s.w);
+    const Cover rows(at.row, s.kh, s.by_sh, s.ph, s.h, s.ho), columns(at.column, s.kw, s.by_sw, s.pw, s.w, s.wo);
+    const i64 image = at.image * s.small() + at.pack;
+    const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + image;
+    const Pack<I, V>* indices = reinterpret_cast<const Pack<I, V>*>(index) + image;
     A sum[V] = {};
     for (int i = rows.lo; i < rows.reached; ++i)
-      for (int j = columns.lo; j < columns.reached; j += AHEAD) {
-        Pack<T, V> gradient[AHEAD];
-        Pack<I, V> named[AHEAD];
+      for (int j = columns.lo; j < columns.reached; j += W) {
+        Pack<T, V> gradient[W];
+        Pack<I, V> named[W];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k)
-          if (j + k < columns.reached) {
-            gradient[k] = gradients[(i * s.wo + j + k) * s.packs];
-            named[k] = indices[(i * s.wo + j + k) * s.packs];
-          }
+        for (int k = 0; k < W; ++k) {
+          const int window = (i * s.wo + min(j + k, columns.reached - 1)) * s.packs;
+          gradient[k] = gradients[window];
+          named[k] = indices[window];
+        }
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k)
-          if (j + k < columns.reached) {
-            const int here = index_of<I>(s, at.row, at.column, i * s.sh - s.ph, (j + k) * s.sw - s.pw);
+        for (int k = 0; k < W; ++k) {
+          const int place = index_of<I>(s, at.row, at.column, i * s.sh - s.ph, (j + k) * s.sw - s.pw);
+          const int here = j + k < columns.reached ? place : -1;
 #pragma unroll
-            for (int v = 0; v < V; ++v)
-              if (named[k].v[v] == here) sum[v] += A(gradient[k].v[v]);
-          }
+          for (int v = 0; v < V; ++v)
+            if (named[k].v[v] == here) sum[v] += A(gradient[k].v[v]);
+        }
       }
     Pack<T, V> total;
 #pragma unroll
@@ -153,24 +154,22 @@ __global__ void max_pool_backward(const T* __restrict__ dy, const I* __restrict_
 }
 
 // y = sum of the window / its area, padding included
-template <typename T, int V>
+template <typename T, int V, int W>
 __global__ void ave_pool_forward(const T* __restrict__ x, T* __restrict__ y, WINDOWS) {
   using A = Wide<T>;
-  constexpr int AHEAD = 4;
   const Windows s = NUMBERS;
   FOR_EACH(e, images * s.small()) {
-    const Place at(e, s.ho, s.wo, s.packs);
+    const Place at(s, e, s.ho, s.wo);
     const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
     const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
     A sum[V] = {};
     for (int r = rows.lo; r < rows.hi; ++r)
-      for (int c = columns.lo; c < columns.hi; c += AHEAD) {
-        Pack<T, V> taken[AHEAD];
+      for (int c = columns.lo; c < columns.hi; c += W) {
+        Pack<T, V> taken[W];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k)
-          if (c + k < columns.hi) taken[k] = image[(r * s.w + c + k) * s.packs];
+        for (int k = 0; k < W; ++k) taken[k] = image[(r * s.w + min(c + k, columns.hi - 1)) * s.packs];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k)
+        for (int k = 0; k < W; ++k)
           if (c + k < columns.hi)
 #pragma unroll
             for (int v = 0; v < V; ++v) sum[v] += A(taken[k].v[v]);
@@ -190,7 +189,7 @@ __global__ void ave_pool_forward_wide(const T* __restrict__ x, T* __restrict__ y
   const Windows s = NUMBERS;
   const i64 warps = gridDim.x * i64(blockDim.x / 32);
   for (i64 e = blockIdx.x * i64(blockDim.x / 32) + threadIdx.x / 32; e < images * s.small(); e += warps) {
-    const Place at(e, s.ho, s.wo, s.packs);
+    const Place at(s, e, s.ho, s.wo);
     const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
     const T* plane = x + at.image * s.large();
     const int width = max(columns.hi - columns.lo, 0), count = width * max(rows.hi - rows.lo, 0);
@@ -203,25 +202,23 @@ __global__ void ave_pool_forward_wide(const T* __restrict__ x, T* __restrict__ y
 }
 
 // dx = sum over the windows that hold an element of dy / area
-template <typename T, int V>
+template <typename T, int V, int W>
 __global__ void ave_pool_backward(const T* __restrict__ dy, T* __restrict__ dx, WINDOWS) {
   using A = Wide<T>;
-  constexpr int AHEAD = 3;
   const Windows s = NUMBERS;
   FOR_EACH(e, images * s.large()) {
-    const Place at(e, s.h, s.w, s.packs);
-    const Cover rows(at.row, s.kh, s.sh, s.ph, s.h, s.ho), columns(at.column, s.kw, s.sw, s.pw, s.w, s.wo);
+    const Place at(s, e, s.h, s.w);
+    const Cover rows(at.row, s.kh, s.by_sh, s.ph, s.h, s.ho), columns(at.column, s.kw, s.by_sw, s.pw, s.w, s.wo);
     const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + at.image * s.small() + at.pack;
     A sum[V] = {};
     for (int i = rows.lo; i < rows.hi; ++i) {
       const A height = A(Span(i, s.kh, s.sh, s.ph, s.h).full);
-      for (int j = columns.lo; j < columns.hi; j += AHEAD) {
-        Pack<T, V> gradient[AHEAD];
+      for (int j = columns.lo; j < columns.hi; j += W) {
+        Pack<T, V> gradient[W];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k)
-          if (j + k < columns.hi) gradient[k] = gradients[(i * s.wo + j + k) * s.packs];
+        for (int k = 0; k < W; ++k) gradient[k] = gradients[(i * s.wo + min(j + k, columns.hi - 1)) * s.packs];
 #pragma unroll
-        for (int k = 0; k < AHEAD; ++k)
+        for (int k = 0; k < W; ++k)
           if (j + k < columns.hi) {
             const A share = A(1) / (height * A(Span(j + k, s.kw, s.sw, s.pw, s.w).full));
 #pragma unroll
@@ -245,7 +242,7 @@ __global__ void stochastic_pool_forward(const T* __restrict__ x, T* __restrict__
   const Windows s = NUMBERS;
   const Draw draw(seed, tick);
   FOR_EACH(e, images * s.small()) {
-    const Place at(e, s.ho, s.wo, s.packs);
+    const Place at(s, e, s.ho, s.wo);
     const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
     const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
     const int corner_row = min(rows.lo, s.h - 1), corner_column = min(columns.lo, s.w - 1);
@@ -290,7 +287,7 @@ __global__ void stochastic_pool_mean(const T* __restrict__ x, T* __restrict__ y,
   using A = Wide<T>;
   const Windows s = NUMBERS;
   FOR_EACH(e, images * s.small()) {
-    const Place at(e, s.ho, s.wo, s.packs);
+    const Place at(s, e, s.ho, s.wo);
     const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);
     const Pack<T, V>* image = reinterpret_cast<const Pack<T, V>*>(x) + at.image * s.large() + at.pack;
     A sum[V] = {}, squares[V] = {};
