@@ -4,7 +4,8 @@ from caffepy.solver.params import Params
 from caffepy.solver.policy import policies
 from caffepy.solver.signals import Action, Signals
 from caffepy.solver.snapshot import check_folder, newest_good
-from caffepy.solver.solver import Callback, Solver
+from caffepy.solver.solver import Solver
+from caffepy.solver.step import Callback
 from caffepy.solver.update import Rule, Update, rules
 
 __all__ = [

@@ -65,6 +65,8 @@ class Pass:
 
     def may_be_replayed(self) -> bool:
         """Whether nothing speaks against recording; if something does, the log says what, once."""
+        if self.net.device.store is None or self.net.debug_info:
+            return False
         reason = self._obstacle
         if reason is None and not all(map(may_be_recorded, (*self._net_callbacks, *self._callbacks))):
             reason = "a callback does not say that it can be recorded"
@@ -79,9 +81,10 @@ class Pass:
         return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
 
     @property
-    def is_watched(self) -> bool:
-        """Whether someone looks at each layer, which must then run by itself."""
-        return self.net.debug_info or not all(map(may_be_recorded, self._net_callbacks))
+    def watched_steps(self) -> Sequence[Step] | None:
+        """The steps, or None for each layer by itself where someone looks at each."""
+        watched = self.net.debug_info or not all(map(may_be_recorded, self._net_callbacks))
+        return None if watched else self.steps
 
     def feed(self) -> None:
         """Run the data layers, and bring to the device what a user wrote on the host."""

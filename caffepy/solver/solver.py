@@ -6,29 +6,25 @@ from collections import deque
 from collections.abc import Callable
 from functools import cached_property
 from math import isclose, isfinite
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from caffepy import ops
-from caffepy.blob import Array, Blob, shape_string
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError
 from caffepy.files import remove_stale
 from caffepy.net import Net, arena
 from caffepy.net.weights import MAX_BINARY, check_names, load_weights
-from caffepy.ops.control import Fate, Limits, Verdict
-from caffepy.ops.segments import Segments
+from caffepy.ops.control import Fate, Verdict
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import format as format_text
 from caffepy.reporter import Output, Reporter
-from caffepy.solver.captured import Pass
 from caffepy.solver.check import at_field, check_param
 from caffepy.solver.divergence import HINT, check_params, diverged, diverged_before
 from caffepy.solver.nets import Source, net_sources
-from caffepy.solver.params import Params
 from caffepy.solver.policy import advance, next_step, rate
 from caffepy.solver.positions import (
     compare_layers,
@@ -53,27 +49,14 @@ from caffepy.solver.snapshot import (
     verify,
     write,
 )
-from caffepy.solver.update import Update, rules
+from caffepy.solver.step import Callback, Step
+from caffepy.solver.trial import Trial
 from caffepy.solver.window import LossWindow
 
 log = logging.getLogger(__name__)
 
 SATURATED = 87.3365  # -log of the smallest float32, the most that SoftmaxWithLoss gives
 SNAPSHOT_SLACK = 4 << 20  # bytes of a snapshot that are neither weights nor history
-LOSS_SCALE = 2.0**16  # what float16 gradients begin with
-
-
-class Callback(Protocol):
-    """What a synchronizer does around the gradients of an iteration.
-
-    One that says `capturable = True` does nothing but give work to the current stream: its calls can be recorded.
-    """
-
-    def on_start(self) -> object:
-        """Before the forward pass: parameters are in step."""
-
-    def on_gradients_ready(self) -> object:
-        """After the backward pass, before the update."""
 
 
 class Given(NamedTuple):
@@ -120,7 +103,6 @@ class Solver:
             self._check_prefix()
         if param.random_seed >= 0:
             self.device.seed(param.random_seed + rank)
-        self.rule = rules[param.type]
         source, test_sources = net_sources(param, path)
         ops.set_precision(self.device, choose_precision(source.param, precision))
         self.net = self._build_train_net(source)
@@ -131,14 +113,8 @@ class Solver:
         self.stopped = False  # the last step or solve ended early because `action` asked for it
         self.last_outputs: list[list[Output]] = [[] for _ in self.test_nets]  # what each test net gave last
 
-        with self.device.scope():
-            self.params = Params(self.net.learnable_params)
-            self.history: list[Array] = [np.zeros_like(self.params.data) for _ in range(self.rule.histories)]
-            limits = Limits(param.clip_gradients, param.iter_size, self._first_loss_scale())
-            self.control = self.ops.Control(limits, self._losses(self.net), self.device)
-        self._ends = self.device.on_device(self.params.ends)
-        self._lr_mult = self.device.on_device(np.array(self.net.params_lr, np.float32))
-        self._decay_mult = self.device.on_device(np.array(self.net.params_weight_decay, np.float32))
+        self._step = Step(param, self.net, self.device, self.callbacks)
+        self.params, self.history, self.control = self._step.params, self._step.history, self._step.control
         self.capture = True
         self._fuse = True
         self._given: deque[Given] = deque()  # iterations of which no verdict was heard yet
@@ -183,22 +159,6 @@ class Solver:
                 log.info("Finetuning from %s", file)
                 load_weights(net, file)
 
-    @staticmethod
-    def _losses(net: Net) -> list[Blob]:
-        return [
-            top
-            for tops, layer in zip(net.tops, net.layers, strict=True)
-            for top, weight in zip(tops, layer.loss_weights, strict=True)
-            if weight
-        ]
-
-    def _first_loss_scale(self) -> float | None:
-        """What losses are multiplied by so that small gradients do not vanish in float16; None without any."""
-        if all(blob.format.dtype != np.float16 for blob in self.net.blobs.values()):
-            return None
-        param = self.net.param
-        return param.global_grad_scale if param.HasField("global_grad_scale") else LOSS_SCALE
-
     @property
     def fuse(self) -> bool:
         """Whether a GPU computes layers together where it can; what lies between them is then not to be looked at."""
@@ -208,33 +168,20 @@ class Solver:
     def fuse(self, fuse: bool) -> None:
         if fuse != self._fuse:
             self._fuse = fuse
-            for name in ("_pass", "_test_passes"):
-                self.__dict__.pop(name, None)
+            self._step.fuse(fuse)
+            self.__dict__.pop("_trials", None)
+
+    @cached_property
+    def _trials(self) -> list[Trial]:
+        with_loss = self.param.test_compute_loss
+        return [Trial(net, f"Test net #{k} runs", self._fuse, with_loss) for k, net in enumerate(self.test_nets)]
 
     def save_memory(self) -> None:
         """Let the blobs of all nets share memory on a GPU, for good: after a pass most of them hold nothing of use."""
         if self.device.store is not None:
-            tests = (arena.Usage(run.net, run.steps, False) for run, _ in self._test_passes)
-            arena.save_memory([arena.Usage(self.net, self._pass.steps, True), *tests])
+            tests = (arena.Usage(trial.net, trial.run.steps, False) for trial in self._trials)
+            arena.save_memory([arena.Usage(self.net, self._step.run.steps, True), *tests])
             self._blobs_last = False
-
-    @property
-    def _fuses(self) -> bool:
-        return self._fuse and self.device.store is not None
-
-    @cached_property
-    def _pass(self) -> Pass:
-        return Pass(self.net, self._fuses, "The training step runs", self.callbacks)
-
-    @cached_property
-    def _test_passes(self) -> list[tuple[Pass, Any]]:
-        """How each test net runs, and the sums of what it gives."""
-        passes = []
-        for k, net in enumerate(self.test_nets):
-            outputs, losses = [net.blobs[name] for name in net.outputs], self._losses(net)
-            sums = self.ops.Sums(outputs, losses if self.param.test_compute_loss else [], self.device)
-            passes.append((Pass(net, self._fuses, f"Test net #{k} runs"), sums))
-        return passes
 
     def add_callback(self, callback: Callback) -> None:
         """Call its `on_start` before, and its `on_gradients_ready` after, the gradients of each iteration."""
@@ -288,8 +235,7 @@ class Solver:
                 return
         display = self._displays
         self.net.debug_info = display and param.debug_info
-        replays = self.capture and self.device.store is not None and not self.net.debug_info
-        if replays and self._pass.may_be_replayed():
+        if self.capture and self._step.run.may_be_replayed():
             learning_rate = self._give(tests or display)
         else:
             self._hear(wait=True)
@@ -314,14 +260,11 @@ class Solver:
     def _do(self) -> float:
         """Do an iteration and wait for its loss; returns the rate."""
         self._positions_before = take_positions(self._nets, self.device)
-        self.control.open(self.params.diff)
-        for callback in self.callbacks:
-            callback.on_start()
+        self._step.open()
         self._window.add(self.iter, self._forward_backward())
         if self._displays:
             self._display(self._window.smoothed)
-        for callback in self.callbacks:
-            callback.on_gradients_ready()
+        self._step.gradients_ready()
         learning_rate = self.apply_update()
         self._positions_before = None
         return learning_rate
@@ -331,17 +274,12 @@ class Solver:
         total = 0.0
         for _ in range(self.param.iter_size):
             total += self._forward()
-            self.net.backward(steps=self._steps)
+            self.net.backward(steps=self._step.run.watched_steps)
         return total / self.param.iter_size
-
-    @property
-    def _steps(self) -> Any:
-        """The steps of the train net, or None for each layer by itself."""
-        return None if self._pass.is_watched else self._pass.steps
 
     def _forward(self) -> float:
         """The loss of one batch; DivergenceError before one that is not finite can do harm."""
-        self.net.forward(steps=self._steps)
+        self.net.forward(steps=self._step.run.watched_steps)
         self.control.note()
         loss: float = self.control.loss()
         if not isfinite(loss):
@@ -361,9 +299,8 @@ class Solver:
         with self.device.scope():
             self._mend()
             self.device.flush()
-            self._say(learning_rate)
-            self.control.judge(self.params.diff)
-            self._update()
+            self._step.say(learning_rate, self.iter)
+            self._step.update()
             self.control.given()
             (verdict,) = self.control.verdicts(wait=True)
         if verdict.fate is Fate.STOPPED:
@@ -374,18 +311,6 @@ class Solver:
         self.iter += 1
         return learning_rate
 
-    def _say(self, learning_rate: float) -> None:
-        param = self.param
-        self.control.say(learning_rate, param.weight_decay, self.rule.correction(param, self.iter))
-
-    def _update(self) -> None:
-        control, param = self.control, self.param
-        factors = self._ends, self._lr_mult, self._decay_mult
-        l1 = param.regularization_type == "L1"
-        segments = Segments(*factors, control.scale, l1, control.rate, control.decay, control.go)
-        update = Update(param, self.params.data, self.params.diff, self.history, segments, control.correction)
-        self.rule.apply(self.ops, update)
-
     # an iteration that a GPU replays
 
     def _give(self, show: bool) -> float:
@@ -395,8 +320,8 @@ class Solver:
         self._positions_before = before.positions
         moved = next_step(self.param, self.iter, self.current_step)
         learning_rate = rate(self.param, self.iter, moved)
-        self._say(learning_rate)
-        self._perform()
+        self._step.say(learning_rate, self.iter)
+        self._step.perform()
         self.control.given()
         self._given.append(before)
         self._positions_before = None
@@ -410,50 +335,6 @@ class Solver:
             self._tell_clipping()
         self.iter += 1
         return learning_rate
-
-    def _perform(self) -> None:
-        """What `_do` does, without looking at it, in parts that can be replayed."""
-        if self.param.iter_size == 1:
-            self._pass.feed()
-            self._pass.perform("iteration", self._whole_iteration)
-            return
-        self._pass.perform("open", self._open)
-        for _ in range(self.param.iter_size):
-            self._pass.feed()
-            self._pass.perform("pass", self._one_pass)
-        self._pass.perform("close", self._close)
-
-    def _whole_iteration(self) -> None:
-        self._open()
-        self._one_pass()
-        self._close()
-
-    def _open(self) -> None:
-        self.control.open(self.params.diff)
-        for callback in self.callbacks:
-            callback.on_start()
-
-    def _one_pass(self) -> None:
-        steps = self._pass.computing
-        self.net.forward(steps=steps)
-        with self.device.aside("control"):
-            self.control.note()
-            if self._judges_early:
-                self.control.judge(self.params.diff)
-        self.net.backward(steps=steps)
-
-    @property
-    def _judges_early(self) -> bool:
-        """Whether an iteration can be judged beside its backward pass."""
-        return self.param.iter_size == 1 and not self.control.measures and not self.callbacks
-
-    def _close(self) -> None:
-        for callback in self.callbacks:
-            callback.on_gradients_ready()
-        self.device.join("control")
-        if not self._judges_early:
-            self.control.judge(self.params.diff)
-        self._update()
 
     def _hear(self, wait: bool) -> None:
         """Take in what became of iterations that were given: of all, or of those known by now.
@@ -562,55 +443,25 @@ class Solver:
 
     def test(self, k: int) -> None:
         """Run test net k on its test_iter batches with the train net's weights and report the mean outputs."""
-        net, batches = self.test_nets[k], self.param.test_iter[k]
-        run, sums = self._test_passes[k]
+        trial = self._trials[k]
         self.reporter.test_started(self.iter, k)
-        net.share_trained_layers_with(self.net)
-        shapes: list[tuple[int, ...]] = []
+        trial.net.share_trained_layers_with(self.net)
+        trial.begin()
         with self.device.scope(), self.ops.blas_scope():
-            for _ in range(batches):
+            for _ in range(self.param.test_iter[k]):
                 self._poll_in_test()
                 if self.stopped:
                     log.info("Test interrupted.")
                     return
-                self._test_batch(run)
-                if not shapes:
-                    shapes = [net.blobs[name].shape for name in net.outputs]
-                    sums.clear()
-                self._check_outputs(net, shapes)
-                sums.add()
-            totals, loss = sums.read()
-            self.device.look()
-        weights = net.blob_loss_weights
-        outputs = [
-            (name, (total / batches).astype(np.float32), weights[name])
-            for name, total in zip(net.outputs, totals, strict=True)
-        ]
-        self.last_outputs[k] = outputs
-        self.reporter.test_done(self.iter, k, outputs, loss / batches if self.param.test_compute_loss else None)
-
-    def _test_batch(self, run: Pass) -> None:
-        replays = self.capture and self.device.store is not None and not run.net.debug_info
-        if replays and run.may_be_replayed():
-            run.feed()
-            run.perform("forward", lambda: run.net.forward(steps=run.computing))
-        else:
-            run.net.forward(steps=None if run.is_watched else run.steps)
+                trial.batch(self.capture)
+            self.last_outputs[k], loss = trial.means()
+        self.reporter.test_done(self.iter, k, self.last_outputs[k], loss)
 
     def _poll_in_test(self) -> None:
         action = self.action()
         if Action.SNAPSHOT in action:
             self._try_snapshot()
         self.stopped = Action.STOP in action
-
-    @staticmethod
-    def _check_outputs(net: Net, shapes: list[tuple[int, ...]]) -> None:
-        for name, shape in zip(net.outputs, shapes, strict=True):
-            if net.blobs[name].shape != shape:
-                raise DataError(
-                    f'output "{name}" of a test net changed its shape between batches, from '
-                    f"{shape_string(shape)} to {shape_string(net.blobs[name].shape)}, so there is no mean"
-                )
 
     # snapshots
 

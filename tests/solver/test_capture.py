@@ -81,7 +81,7 @@ def numbers(solver: Solver) -> np.ndarray:
 
 
 def replays(solver: Solver) -> int:
-    return solver._pass._replayed
+    return solver._step.run._replayed
 
 
 def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorder, Recorder]:
@@ -228,7 +228,7 @@ def test_new_shapes_are_recorded_anew() -> None:
                 solver.net.blobs[name].reshape(shape)
             feed(solver, i / 8, i % 3)
             solver.step(1)
-        assert (solver._pass._recorded == 3) == capture
+        assert (solver._step.run._recorded == 3) == capture
         ended.append(numbers(solver))
     np.testing.assert_array_equal(*ended)
 

@@ -1,0 +1,152 @@
+"""What an iteration computes: passes over the train net that add up gradients, then an update of the parameters."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from caffepy import ops
+from caffepy.blob import Array, Blob
+from caffepy.device import Device
+from caffepy.net import Net
+from caffepy.ops.control import Limits
+from caffepy.ops.segments import Segments
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver.captured import Pass
+from caffepy.solver.params import Params
+from caffepy.solver.update import Update, rules
+
+LOSS_SCALE = 2.0**16
+"""What float16 gradients begin with."""
+
+
+class Callback(Protocol):
+    """What a synchronizer does around the gradients of an iteration.
+
+    One that says `capturable = True` does nothing but give work to the current stream: its calls can be recorded.
+    """
+
+    def on_start(self) -> object:
+        """Before the forward pass: parameters are in step."""
+
+    def on_gradients_ready(self) -> object:
+        """After the backward pass, before the update."""
+
+
+def losses(net: Net) -> list[Blob]:
+    """The tops with a loss weight, which is in their diff."""
+    return [
+        top
+        for tops, layer in zip(net.tops, net.layers, strict=True)
+        for top, weight in zip(tops, layer.loss_weights, strict=True)
+        if weight
+    ]
+
+
+def first_loss_scale(net: Net) -> float | None:
+    """What losses are multiplied by so that small gradients do not vanish in float16; None in a net without any."""
+    if all(blob.format.dtype != np.float16 for blob in net.blobs.values()):
+        return None
+    return net.param.global_grad_scale if net.param.HasField("global_grad_scale") else LOSS_SCALE
+
+
+class Step:
+    """The flat parameters of a net, their history, and the operations of an iteration.
+
+    One that is looked at goes `say`, `open`, forward, `note`, backward, `gradients_ready`, `update`; `perform` does all
+    of that without looking, by replay where it can.
+    """
+
+    def __init__(self, param: SolverParameter, net: Net, device: Device, callbacks: Sequence[Callback]) -> None:
+        self.param = param
+        self.net = net
+        self.device = device
+        self.callbacks = callbacks
+        self.ops = ops.backend(device)
+        self.rule = rules[param.type]
+        with device.scope():
+            self.params = Params(net.learnable_params)
+            self.history: list[Array] = [np.zeros_like(self.params.data) for _ in range(self.rule.histories)]
+            limits = Limits(param.clip_gradients, param.iter_size, first_loss_scale(net))
+            self.control = self.ops.Control(limits, losses(net), device)
+        self._ends = device.on_device(self.params.ends)
+        self._rates = device.on_device(np.array(net.params_lr, np.float32))
+        self._decays = device.on_device(np.array(net.params_weight_decay, np.float32))
+        self.fuse(True)
+
+    def fuse(self, fuse: bool) -> None:
+        """Let a GPU compute layers together where it can, or not."""
+        self.run = Pass(self.net, fuse and self.device.store is not None, "The training step runs", self.callbacks)
+
+    def say(self, learning_rate: float, iteration: int) -> None:
+        """What the next update needs to know."""
+        self.control.say(learning_rate, self.param.weight_decay, self.rule.correction(self.param, iteration))
+
+    def open(self) -> None:
+        """Begin to add up gradients and losses."""
+        self.control.open(self.params.diff)
+        for callback in self.callbacks:
+            callback.on_start()
+
+    def gradients_ready(self) -> None:
+        """Let callbacks have the gradients."""
+        for callback in self.callbacks:
+            callback.on_gradients_ready()
+
+    def update(self) -> None:
+        """Clip, normalise, regularise and update with the gradients at hand."""
+        self.control.judge(self.params.diff)
+        self._apply()
+
+    def _apply(self) -> None:
+        control, param = self.control, self.param
+        segments = Segments(
+            self._ends,
+            self._rates,
+            self._decays,
+            control.scale,
+            param.regularization_type == "L1",
+            control.rate,
+            control.decay,
+            control.go,
+        )
+        update = Update(param, self.params.data, self.params.diff, self.history, segments, control.correction)
+        self.rule.apply(self.ops, update)
+
+    def perform(self) -> None:
+        """A whole iteration; its parts are recorded when they can be, then replayed."""
+        if self.param.iter_size == 1:
+            self.run.feed()
+            self.run.perform("iteration", self._iteration)
+            return
+        self.run.perform("open", self.open)
+        for _ in range(self.param.iter_size):
+            self.run.feed()
+            self.run.perform("pass", self._pass)
+        self.run.perform("close", self._close)
+
+    def _iteration(self) -> None:
+        self.open()
+        self._pass()
+        self._close()
+
+    def _pass(self) -> None:
+        self.net.forward(steps=self.run.computing)
+        with self.device.aside("control"):
+            self.control.note()
+            if self._judges_early:
+                self.control.judge(self.params.diff)
+        self.net.backward(steps=self.run.computing)
+
+    @property
+    def _judges_early(self) -> bool:
+        """Whether an iteration can be judged beside its backward pass."""
+        return self.param.iter_size == 1 and not self.control.measures and not self.callbacks
+
+    def _close(self) -> None:
+        self.gradients_ready()
+        self.device.join("control")
+        if self._judges_early:
+            self._apply()
+        else:
+            self.update()
