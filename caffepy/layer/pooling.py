@@ -8,7 +8,7 @@ import numpy as np
 from caffepy.blob import MAX_COUNT, PLAIN, Blob, Format
 from caffepy.errors import ConfigError
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
-from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter, PoolingParameter
+from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
 
 Pair = tuple[int, int]
 
@@ -51,6 +51,11 @@ class Pooling(Drawing):
     on_gpu = True
     tops = (1, 2)
     in_place = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether forward does."""
+        return self.method == PoolingParameter.STOCHASTIC and super().draws
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read and check the window."""
@@ -118,7 +123,7 @@ class Pooling(Drawing):
                 top[1].data[...] = self.index.data
         elif self.method == PoolingParameter.AVE:
             self.ops.ave_pool_forward(x, y, *window)
-        elif self.phase == TRAIN:
+        elif self.draws:
             self.ops.stochastic_pool_forward(x, y, self.index.data, *window, *self.draw())
         else:
             self.ops.stochastic_pool_mean(x, y, *window)
@@ -130,7 +135,7 @@ class Pooling(Drawing):
         dy, dx, window = top[0].diff, bottom[0].diff, (self.kernel, self.stride, self.pad)
         if self.method == PoolingParameter.AVE:
             self.ops.ave_pool_backward(dy, dx, *window)
-        elif self.method == PoolingParameter.STOCHASTIC and self.phase != TRAIN:
+        elif self.method == PoolingParameter.STOCHASTIC and not self.draws:
             raise ConfigError("STOCHASTIC pooling has a gradient in the TRAIN phase only")
         else:
             self.ops.max_pool_backward(dy, self.index.data, dx, *window)

@@ -206,3 +206,8 @@ def test_stochastic_on_gpu():
         windows = (bottom.host_diff * x).reshape(2, 8, 3, 2, 3, 2)
         np.testing.assert_array_equal(windows.sum((3, 5)), y)
         assert layer.state() == {"seed": layer.seed}
+
+
+def test_only_what_draws_has_a_seed_to_keep():
+    assert Single(text("kernel_size: 2"), random(1, 1, 4, 4)).layer.state() == {}
+    assert Single(text("kernel_size: 2 pool: STOCHASTIC"), random(1, 1, 4, 4)).layer.state() == {}  # drawn by the CPU
