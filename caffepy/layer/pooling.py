@@ -52,11 +52,6 @@ class Pooling(Drawing):
     tops = (1, 2)
     in_place = False
 
-    @property
-    def draws(self) -> bool:
-        """Whether forward does."""
-        return self.method == PoolingParameter.STOCHASTIC and super().draws
-
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read and check the window."""
         param = self.param.pooling_param
