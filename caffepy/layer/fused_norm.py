@@ -17,22 +17,23 @@ class NormRun:
     two. y = relu(x * factor + shift + other), the gradient of y is the sum of those of the Split's tops.
 
     What the convolution writes, x, is a blob of the run's own, whose gradient takes the place of the one of y. A run
-    that never goes backward (`learns` False) has x where y will be.
+    that never goes backward (`learns` False) has x where y will be. `given` says which tops are given a gradient.
     """
 
-    def __init__(self, members: Sequence[Member], learns: bool = True) -> None:
+    def __init__(self, members: Sequence[Member], learns: bool = True, given: Sequence[bool] = (True, True)) -> None:
         of = {member.layer.type: member for member in members}
         self.norm, self.convolution = of["BatchNorm"], of.get("Convolution")
         self.scale = of["Scale"].layer if "Scale" in of else None
         self.relu = "ReLU" in of
         self.tops = members[-1].tops
+        self.given = [top for top, is_given in zip(self.tops, given, strict=False) if is_given]
         self.other, self.wants_other = _other(members)
         source = self.norm.bottoms[0]
         keeps = is_in_place(source, self.tops[0]) if self.convolution is None else True
         if learns and keeps:
             self.x = _like(source)
-            if self.convolution is not None:
-                self.x.share_diff(self.tops[0])
+            if self.convolution is not None and self.given:
+                self.x.share_diff(self.given[0])
         else:
             self.x = source if self.convolution is None else self.tops[0]
 

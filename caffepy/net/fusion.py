@@ -129,12 +129,12 @@ def _adds_one(net: Wiring, run: Sequence[int], index: int) -> bool:
     return len(others) == 1 and others[0] is not top
 
 
-def make_run(members: Sequence[Member], learns: bool) -> FusedRun:
-    """What computes these layers together; `learns`: it will go backward."""
+def make_run(members: Sequence[Member], learns: bool, given: Sequence[bool]) -> FusedRun:
+    """What computes these layers together; `learns`: it will go backward, `given`: which tops have a gradient then."""
     first, last = members[0], members[-1]
     layers = {member.layer.type: member.layer for member in members}
     if "BatchNorm" in layers:
-        return NormRun(members, learns)
+        return NormRun(members, learns, given)
     if "Convolution" in layers:
         convolution, relu = layers["Convolution"], layers["ReLU"]
         return ConvolutionReLU(convolution, relu, first.bottoms[0], last.tops[0], first.propagate_down[0])

@@ -378,9 +378,19 @@ class Net:
         for run in find_runs(wiring):
             if not any(index in self.twins for index in run[1:]):
                 members = [Member(self.layers[i], *self._arguments[i], self.bottom_need_backward[i]) for i in run]
-                steps.append(Step(run[-1], tuple(run), make_run(members, self.layer_need_backward[run[-1]])))
+                given = [self._is_given_gradient(top) for top in self.tops[run[-1]]]
+                made = make_run(members, self.layer_need_backward[run[-1]], given)
+                steps.append(Step(run[-1], tuple(run), made))
                 alone -= set(run)
         return sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
+
+    def _is_given_gradient(self, top: Blob) -> bool:
+        """Whether a layer that reads it writes its diff."""
+        return any(
+            need and b is top
+            for bottoms, needs in zip(self.bottoms, self.bottom_need_backward, strict=True)
+            for b, need in zip(bottoms, needs, strict=True)
+        )
 
     def _forward_layer(self, index: int) -> None:
         layer, (bottom, top) = self.layers[index], self._arguments[index]

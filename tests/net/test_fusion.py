@@ -63,6 +63,13 @@ NETS = {
         + 'layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "last" }\n'
         + on("ReLU", "rs", "last")
     ),
+    "split without gradient": (
+        conv("a", "data")
+        + norm("a")
+        + on("ReLU", "ra", "a")
+        + on("Power", "seen", "a", "propagate_down: false", top="seen")
+        + on("Power", "p", "a", top="last")
+    ),
     "product": (
         on(
             "InnerProduct",
@@ -87,6 +94,7 @@ RUNS = {
         ["d", "bn_d", "scale_d", "sum2"],
     ],
     "projection": [["a", "bn_a", "scale_a", "sum", "rs"], ["b", "bn_b", "scale_b"]],
+    "split without gradient": [["a", "bn_a", "scale_a", "ra", "a_ra_0_split"]],
     "product": [["ip", "r", "d"]],
 }
 
