@@ -1,0 +1,108 @@
+"""Synchronization of GPUs by NCCL: one communicator, all-reduce in buckets beside the backward pass."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from cupy.cuda import get_current_stream, nccl
+
+from caffepy.blob import Array
+from caffepy.errors import SyncError
+from caffepy.parallel.buckets import NEVER, Bucket, Progress
+from caffepy.parallel.group import Group
+from caffepy.parallel.sync import Flats
+
+PATIENCE = 10.0
+"""Seconds after which nobody waits any longer for NCCL to let go of its memory."""
+
+
+class NcclSync:
+    """One rank's side: every rank updates its own parameters with the mean of all gradients.
+
+    The ranks start from the root's parameters. `exchange` brings the root's id of the communicator to all ranks.
+    Buckets are reduced as soon as the layers that add to them are done, from the second iteration on: in the first one
+    all ranks first set up what they need, which may wait for a GPU that waits for others.
+    """
+
+    capturable = True
+    updates = True
+
+    def __init__(self, group: Group, rank: int, exchange: Callable[[Any], list[Any]], flats: Flats) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+        self._device, self._data, self._diff, parts = flats
+        self._progress = Progress(parts or [Bucket(0, self._diff.size, NEVER)])
+        self._started = self._met = False
+        unique_id, *_ = exchange(nccl.get_unique_id() if rank == 0 else None)
+        group.barrier(rank, "nccl")
+        with self._told(), self._device.scope():
+            self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)
+        group.barrier(rank, "nccl")
+        group.on_abort(self._abort)
+
+    def _told(self) -> "_Told":
+        return _Told(self.group)
+
+    def on_start(self) -> None:
+        """Once, take the root's parameters."""
+        if not self._started:
+            self._started = True
+            self.group.barrier(self.rank, "nccl")
+            with self._told():
+                self._communicator.broadcast(*self._range(self._data, 0, self._data.size), 0, get_current_stream().ptr)
+        self._progress.restart()
+
+    def after_backward(self, layer: int) -> None:
+        """Reduce the buckets that are complete now."""
+        if self._met:
+            for bucket in self._progress.after(layer):
+                self._reduce(bucket)
+
+    def on_gradients_ready(self) -> None:
+        """Reduce what is left, and let what follows wait for all."""
+        if not self._met:
+            self.group.barrier(self.rank, "nccl")
+            self._met = True
+        for bucket in self._progress.rest():
+            self._reduce(bucket)
+        self._device.join("sync")
+
+    def reduce(self, count: int) -> None:
+        """The first so many elements of the diff become the mean of all ranks'."""
+        self._reduce(Bucket(0, count, NEVER))
+        self._device.join("sync")
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._device.join()  # gradients of parameters may be computed aside
+        with self._told(), self._device.aside("sync"):
+            arguments = self._range(self._diff, bucket.start, bucket.stop)
+            self._communicator.allReduce(*arguments, nccl.NCCL_AVG, get_current_stream().ptr)
+
+    @staticmethod
+    def _range(flat: Array, start: int, stop: int) -> tuple[int, int, int, int]:
+        pointer = flat.data.ptr + start * flat.itemsize  # type: ignore[attr-defined]
+        return pointer, pointer, stop - start, nccl.NCCL_FLOAT32
+
+    def _abort(self) -> None:
+        """End what waits for other ranks; NCCL may then wait until no recording refers to it any more."""
+        threading.Thread(target=self._communicator.abort, name=f"nccl abort {self.rank}", daemon=True).start()
+
+    def close(self) -> None:
+        """Give back the communicator; recordings that it is part of must be gone."""
+        thread = threading.Thread(target=self._communicator.destroy, name=f"nccl close {self.rank}", daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+
+
+class _Told:
+    """NCCL's errors come as ours: what stopped the group, or a SyncError."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def __enter__(self) -> None:
+        self._group.check()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, nccl.NcclError):
+            self._group.check()
+            raise SyncError(f"NCCL failed ({error}); NCCL_DEBUG=INFO tells more") from error
