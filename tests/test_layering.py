@@ -17,6 +17,7 @@ ROWS = {
     "bench": 8,
     "doctor": 8,
     "device_pairs": 8,
+    "bench_allreduce": 8,
     "inspect_net": 8,
     "weights_file": 8,
     "upgrade_files": 8,

@@ -1,0 +1,38 @@
+"""caffepy bench allreduce"""
+
+import click
+
+from caffepy.cli import options
+
+
+@click.command(short_help="What each way of synchronizing solvers costs.")
+@options.gpu
+@click.option("--cpu", type=click.IntRange(min=1), metavar="N", help="N threads of the CPU, instead of GPUs.")
+@click.option("--sync", default="", metavar="LIST", help="Of nccl,tree,muji,flat. Default: all that can be had.")
+@click.option(
+    "--sizes",
+    default="64K..512M",
+    show_default=True,
+    metavar="LIST",
+    help="Bytes, with commas; first..last doubles from one to the next.",
+)
+@options.as_json
+@click.option("--plot", type=click.Path(), metavar="FILE.png", help="Draw the bandwidths; needs matplotlib.")
+@options.logged(least=1)
+def allreduce(gpu: str | None, cpu: int | None, sync: str, sizes: str, as_json: bool, plot: str | None) -> None:
+    """Sum buffers of all GPUs (or threads) into each of them, by every way; print times and bus bandwidths.
+
+    \b
+    Examples:
+      caffepy bench allreduce
+      caffepy bench allreduce --gpu 0,1 --sync nccl,tree --sizes 64K,244M --plot sync.png
+      caffepy bench allreduce --cpu 4 --sizes 64K..16M --json
+    """
+    if gpu and cpu:
+        raise click.UsageError("Give --gpu or --cpu, not both.")
+    from caffepy.bench_allreduce import bench_allreduce
+
+    result = bench_allreduce(gpu, cpu or 0, sync, sizes)
+    if plot:
+        result.plot(plot)
+    click.echo(result.json() if as_json else result.table())
