@@ -8,7 +8,7 @@ import numpy as np
 
 from caffepy.errors import DeviceError
 from caffepy.ops.cuda.blas import THREADS, TYPES, c_type
-from caffepy.ops.cuda.launch import Array, channels_last, launch_expression, lies_channels_last
+from caffepy.ops.cuda.launch import Array, channels_last, divisor, launch_expression, lies_channels_last
 
 UNITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "uint4"}
 PARTS = 8
@@ -130,6 +130,7 @@ def _side_by_side(joining: bool, whole: Array, sizes: Sequence[int], parts: Sequ
         ends = [inner * n // unit for n in np.cumsum(sizes[first : first + PARTS]).tolist()]
         places = [0 if a is None else a for a in parts[first : first + PARTS]]
         missing = PARTS - len(ends)
-        arguments = (whole.data.ptr + start, lines, line // unit, *places, *[0] * missing, *ends, *ends[-1:] * missing)
+        shape = (lines, line // unit, divisor(max(1, ends[-1])))
+        arguments = (whole.data.ptr + start, *shape, *places, *[0] * missing, *ends, *ends[-1:] * missing)
         launch_expression("copy", name, lines * ends[-1], *arguments)
         start += ends[-1] * unit

@@ -28,18 +28,19 @@ __global__ void copy(const U* source, U* target, i64 n0, i64 n1, i64 n2, i64 n3,
 // Lines of up to eight arrays side by side in the lines of one: copied there (JOIN), or from there to those that are
 // not null. Part k holds places end_(k-1) to end_k of each line of the whole.
 template <typename U, bool JOIN>
-__global__ void side_by_side(U* whole, i64 lines, i64 line, U* p0, U* p1, U* p2, U* p3, U* p4, U* p5, U* p6, U* p7,
-                             i64 e0, i64 e1, i64 e2, i64 e3, i64 e4, i64 e5, i64 e6, i64 e7) {
-  const i64 n = lines * e7;
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * i64(blockDim.x)) {
-    const unsigned row = unsigned(i) / unsigned(e7), at = unsigned(i) - row * unsigned(e7);
+__global__ void side_by_side(U* whole, i64 lines, i64 line, i64 by_end, U* p0, U* p1, U* p2, U* p3, U* p4, U* p5, U* p6,
+                             U* p7, i64 e0, i64 e1, i64 e2, i64 e3, i64 e4, i64 e5, i64 e6, i64 e7) {
+  const Divisor by{by_end};
+  const unsigned n = unsigned(lines * e7);
+  for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+    const unsigned row = by.quotient(i), at = i - row * unsigned(e7);
     U* part = p0;
-    i64 start = 0, end = e0;
+    unsigned start = 0, end = unsigned(e0);
     const auto or_else = [&](U* p, i64 e) {
       if (at >= end) {
         part = p;
         start = end;
-        end = e;
+        end = unsigned(e);
       }
     };
     or_else(p1, e1);
@@ -50,7 +51,7 @@ __global__ void side_by_side(U* whole, i64 lines, i64 line, U* p0, U* p1, U* p2,
     or_else(p6, e6);
     or_else(p7, e7);
     if (!part) continue;
-    U &here = part[row * (end - start) + (at - start)], &there = whole[row * line + at];
+    U &here = part[row * (end - start) + (at - start)], &there = whole[i64(row) * line + at];
     if (JOIN)
       there = here;
     else
