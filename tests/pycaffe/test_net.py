@@ -200,3 +200,21 @@ def test_set_input_arrays(net: "caffe.Net", tmp_path: Path) -> None:
             memory.set_input_arrays(*arrays)
     with pytest.raises(RuntimeError, match="first layer is a MemoryData"):
         net.set_input_arrays(data, labels)
+
+
+@pytest.mark.gpu
+def test_a_gpu_tells_of_wrong_labels_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "net.prototxt"
+    file.write_text(
+        'layer { name: "in" type: "Input" top: "x" top: "y" '
+        "input_param { shape { dim: 2 dim: 3 } shape { dim: 2 } } }\n"
+        'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "x" bottom: "y" top: "loss" }'
+    )
+    caffe.set_mode_gpu()
+    try:
+        net = caffe.Net(str(file), caffe.TRAIN)
+    finally:
+        caffe.set_mode_cpu()
+    with pytest.raises(RuntimeError, match=r'net\.prototxt:2:1: layer "loss" \(SoftmaxWithLoss\): label 3 is not one'):
+        net.forward(x=np.zeros((2, 3)), y=np.array([1, 3]))
+    assert net.forward(x=np.zeros((2, 3)), y=np.array([1, 2]))["loss"] == pytest.approx(np.log(3))
