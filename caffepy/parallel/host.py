@@ -15,6 +15,7 @@ class HostSync:
     """
 
     capturable = False
+    given_up = 0
 
     def __init__(
         self,

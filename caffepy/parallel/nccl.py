@@ -9,6 +9,7 @@ from cupy.cuda import get_current_stream, nccl
 from caffepy.blob import Array
 from caffepy.errors import SyncError
 from caffepy.parallel.buckets import NEVER, Bucket, Progress
+from caffepy.parallel.gpu import GivenUp
 from caffepy.parallel.group import Group
 from caffepy.parallel.sync import Flats
 
@@ -37,7 +38,13 @@ class NcclSync:
         with self._told(), self._device.scope():
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)
         group.barrier(rank, "nccl")
+        self._word = GivenUp()
         group.on_abort(self._abort)
+
+    @property
+    def given_up(self) -> int:
+        """The host's address of an int that is not 0 when the group was given up."""
+        return self._word.address
 
     def _told(self) -> "_Told":
         return _Told(self.group)
@@ -84,6 +91,7 @@ class NcclSync:
 
     def _abort(self) -> None:
         """End what waits for other ranks; NCCL may then wait until no recording refers to it any more."""
+        self._word.set()
         threading.Thread(target=self._communicator.abort, name=f"nccl abort {self.rank}", daemon=True).start()
 
     def close(self) -> None:

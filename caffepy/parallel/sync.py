@@ -29,6 +29,10 @@ class Synchronizer(Protocol):
     updates: bool  # whether this rank updates its own parameters, or gets the root's before each iteration
     capturable: bool  # whether its calls give work to the current stream and do nothing else
 
+    @property
+    def given_up(self) -> int:
+        """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no mean of all."""
+
     def on_start(self) -> None:
         """Before the forward pass: parameters are in step."""
 

@@ -1,5 +1,6 @@
 """Synchronizers on several GPUs: sums, parameters, replays, staging, and the end when a rank fails."""
 
+import ctypes
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -128,9 +129,10 @@ def test_replays_give_what_calls_give(name: str, size: int) -> None:
 def test_a_rank_that_fails_ends_what_waits_on_the_gpus_of_others(name: str) -> None:
     shape, group = machine(), Group(machine().size)
     choice = way(name, shape)._replace(root_updates=False)
-    ended = []
+    ended, sides = [], []
 
     def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
+        sides.append(mine)
         mine.reduce(diff.size)
         device.synchronize()
         group.barrier(mine.rank)
@@ -144,5 +146,6 @@ def test_a_rank_that_fails_ends_what_waits_on_the_gpus_of_others(name: str) -> N
     raised = on_all(shape, choice, 1_000_000, work, group)
     assert isinstance(raised[-1], DataError)
     assert all(raised)
+    assert [ctypes.c_int.from_address(mine.given_up).value for mine in sides] == [1] * shape.size
     if name != "nccl":  # which may refuse the call
         assert sorted(ended) == list(range(shape.size - 1))

@@ -30,7 +30,7 @@ __device__ inline void release(u64* p, u64 value) {
 // The progress, when it is `value` or more; less if the group was given up meanwhile.
 __device__ inline u64 reach(const u64* progress, u64 value, const volatile int* given_up) {
   u64 seen = acquire(progress);
-  for (int spin = 1; seen < value; ++spin) {
+  for (unsigned spin = 1; seen < value; ++spin) {
     if (spin % 1024 == 0 && *given_up) break;
     seen = acquire(progress);
   }
