@@ -5,6 +5,7 @@ from math import prod
 
 import numpy as np
 
+from caffepy.blob import Format
 from caffepy.errors import ConfigError, DataError
 from caffepy.layer.base import Blobs, Layer, layer
 
@@ -54,6 +55,7 @@ class ArgMax(Layer):
 class Crop(Layer):
     """Cuts bottom 0, from the offsets on, to the size of bottom 1 in the axes from `axis` (2 unless given)."""
 
+    on_gpu = True
     bottoms = 2
     in_place = False
 
@@ -76,6 +78,10 @@ class Crop(Layer):
             window.append(slice(offset, offset + wanted[i]))
         self.window = tuple(window)
         top[0].reshape([*shape[:axis], *wanted[axis:]])
+
+    def format_for(self, native: Format) -> Format:
+        """As they come."""
+        return native
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the window."""

@@ -3,7 +3,8 @@ import pytest
 
 from caffepy.errors import ConfigError, DataError
 
-from .harness import Single, check_golden, check_gradient, random
+from .harness import Single, check_golden, check_gradient, random, seeded
+from .on_gpu import check_on_gpu
 
 INDEX = np.array([4.0, 0, 0, 2])
 SELECTOR = np.array([1.0, 0, 0, 2])
@@ -117,3 +118,10 @@ def test_indices_and_selectors_have_no_gradient(text, bottoms):
     single.forward()
     with pytest.raises(ConfigError, match="propagate_down: false"):
         single.backward([single.tops[0]])
+
+
+@pytest.mark.gpu
+def test_crop_on_gpu_in_all_formats():
+    x, y = (seeded(i).integers(-20, 20, shape) / 4 for i, shape in enumerate([(2, 8, 5, 7), (2, 8, 3, 4)]))
+    check_on_gpu('type: "Crop" crop_param { offset: 1 offset: 2 }', x, y)
+    check_on_gpu('type: "Crop" crop_param { axis: 1 offset: 3 offset: 1 offset: 2 }', x, y[:, :5])
