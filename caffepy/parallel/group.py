@@ -5,18 +5,20 @@ the rank that is missing is named, with what every thread was doing.
 """
 
 import logging
+import math
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
 
-from caffepy.errors import SyncError
+from caffepy.errors import CaffeError, SyncError
 
 log = logging.getLogger(__name__)
 
-DEADLINES = {"set-up": 900.0, "step": 300.0, "test": 900.0, "snapshot": 900.0}
+DEADLINES = {"set-up": 900.0, "step": 300.0, "test": 900.0, "snapshot": 900.0, "idle": math.inf}
 """Seconds after which a rank that others wait for counts as hung, by phase."""
 
 TICK = 0.5
@@ -24,23 +26,46 @@ TICK = 0.5
 
 
 class GroupStoppedError(SyncError):
-    """Raised in every rank but the one that failed: the group has stopped."""
+    """Raised in the other ranks, but not in the root, when one has failed: the group has stopped."""
 
 
 class Group:
-    """`size` ranks, rank 0 being the root. All methods may be called from any rank's thread."""
+    """`size` ranks, rank 0 being the root. All methods may be called from any rank's thread.
+
+    The root gets the error of the rank that failed, which it names, wherever it waits for others. While it waits it
+    calls `interrupted` now and then, which may raise.
+    """
 
     def __init__(self, size: int, deadlines: Mapping[str, float] = DEADLINES) -> None:
         self.size = size
         self.deadlines = {**DEADLINES, **deadlines}
-        self.phase = "set-up"
         self.failure: tuple[int, BaseException] | None = None
+        self.interrupted: Callable[[], object] = lambda: None
         self._changed = threading.Condition()
+        self.phase = "set-up"
         self._arrived: dict[str, set[int]] = {}
         self._rounds: dict[str, int] = {}
         self._turns: dict[object, int] = {}
         self._names: dict[int, int] = {}  # rank -> thread
         self._on_abort: list[Callable[[], object]] = []
+
+    @property
+    def phase(self) -> str:
+        """What the ranks are at, which decides how long one may wait for another."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase, self._since = phase, time.monotonic()
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """A block that is another phase."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
 
     def join(self, rank: int) -> None:
         """Say that the calling thread is this rank's."""
@@ -72,29 +97,44 @@ class Group:
             self.abort(rank, error)
             raise
 
-    def check(self) -> None:
-        """GroupStoppedError if a rank has failed."""
+    def check(self, rank: int | None = None) -> None:
+        """If a rank has failed, its error in the root, GroupStoppedError in others."""
         if self.failure:
-            rank, error = self.failure
-            raise GroupStoppedError(f"rank {rank} failed: {error}") from error
+            failed, error = self.failure
+            if rank == 0:
+                raise named(failed, error)
+            raise GroupStoppedError(f"rank {failed} failed: {error}") from error
 
-    def wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Return when `holds()`; called with the lock held. `missing()` are the ranks that are waited for."""
-        seconds = self.deadlines[self.phase]
-        end = time.monotonic() + seconds
+    def until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Return when `holds()`, which somebody brings about by `change`. `missing()` are the ranks waited for."""
+        with self._changed:
+            self._wait(rank, holds, missing)
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """A block that nobody runs at the same time, after which those who wait look again."""
+        with self._changed:
+            yield
+            self._changed.notify_all()
+
+    def _wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        began = time.monotonic()
         while not holds():
-            self.check()
-            if time.monotonic() > end:
+            self.check(rank)
+            if rank == 0:
+                self.interrupted()
+            seconds = self.deadlines[self.phase]
+            left = max(began, self._since) + seconds - time.monotonic()
+            if left < 0:
                 self._hang(rank, missing(), seconds)
-            self._changed.wait(min(TICK, max(0.0, end - time.monotonic()) + 1e-3))
-        self.check()
+            self._changed.wait(min(TICK, left + 1e-3))
+        self.check(rank)
 
     def _hang(self, rank: int, missing: list[int], seconds: float) -> None:
         names = ", ".join(f"rank {other}" for other in missing) or "another rank"
         error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}); rank {rank} waited for it")
         log.error("%s\n%s", error, stacks(self._names))
-        self.failure = self.failure or (missing[0] if missing else rank, error)
-        self._changed.notify_all()
+        self.abort(missing[0] if missing else rank, error)
         raise error
 
     def barrier(self, rank: int, name: str = "") -> None:
@@ -106,10 +146,10 @@ class Group:
                 self._arrived[name] = set()
                 self._rounds[name] = self._rounds.get(name, 0) + 1
                 self._changed.notify_all()
-                self.check()
+                self.check(rank)
                 return
             turn = self._rounds.get(name, 0)
-            self.wait(
+            self._wait(
                 rank,
                 lambda: self._rounds.get(name, 0) > turn,
                 lambda: sorted(set(range(self.size)) - self._arrived[name]),
@@ -118,12 +158,28 @@ class Group:
     @contextmanager
     def turn(self, rank: int, key: object) -> Iterator[None]:
         """The ranks enter the block one after the other, 0, 1, ..., and again from 0; `key` names what they share."""
-        with self._changed:
-            self.wait(rank, lambda: self._turns.get(key, 0) == rank, lambda: [self._turns.get(key, 0)])
+        self.await_turn(rank, key)
         yield
-        with self._changed:
+        with self.change():
             self._turns[key] = (rank + 1) % self.size
-            self._changed.notify_all()
+
+    def await_turn(self, rank: int, key: object) -> None:
+        """Return when `turn` would let the rank enter; it does not count as one."""
+        self.until(rank, lambda: self._turns.get(key, 0) == rank, lambda: [self._turns.get(key, 0)])
+
+
+def named(rank: int, error: BaseException) -> BaseException:
+    """The error with the rank that it comes from."""
+    place, note = f"rank {rank}", f"(rank {rank})"
+    if not isinstance(error, CaffeError):
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        return error
+    if str(error).startswith("rank "):
+        return error
+    told = copy(error)
+    told.where = f"{place}: {error.where}" if error.where else place
+    return told.with_traceback(error.__traceback__)
 
 
 def stacks(names: Mapping[int, int]) -> str:
