@@ -3,6 +3,7 @@
 import click
 
 from caffepy.cli import options
+from caffepy.cli.bench_allreduce import allreduce
 from caffepy.cli.group import Commands
 
 
@@ -84,3 +85,6 @@ def train(
         threads=threads,
     )
     click.echo(result.json() if as_json else result.table())
+
+
+bench.add_command(allreduce)

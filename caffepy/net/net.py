@@ -6,7 +6,7 @@ order, each takes its bottoms from the blobs still available, and what is never 
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,7 @@ from caffepy.blob import PLAIN, Blob, Format, behind, on_host, shape_string
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError
 from caffepy.layer import Layer, check_counts, create_layer
-from caffepy.layer.fused import Member
+from caffepy.layer.fused import FusedRun, Member
 from caffepy.net import debug
 from caffepy.net.backprop import prune_backward
 from caffepy.net.build import filter_state, insert_splits, where
@@ -31,7 +31,18 @@ from caffepy.proto.text import format as format_text
 log = logging.getLogger(__name__)
 
 Callback = Callable[[int], object]
+Turn = Callable[[Layer], AbstractContextManager[object]]
 AUTOMATIC = "(automatic)"
+
+
+def _any_turn(layer: Layer) -> AbstractContextManager[object]:
+    """One at a time, whoever comes first."""
+    return layer.forward_lock
+
+
+def _call(callbacks: Sequence[Callback], index: int) -> None:
+    for callback in callbacks:
+        callback(index)
 
 
 def _as_seen(layer: Layer, bottom: list[Blob], top: list[Blob]) -> tuple[list[Blob], list[Blob]]:
@@ -43,7 +54,7 @@ class Net:
     """The net that an upgraded NetParameter describes for its own `state` (phase, level, stages).
 
     `path` is the file that defines it, for messages and for data lying beside it. `root_net`: layers that are shared in
-    parallel are the root's own objects. `native` is the format in which activations lie if not the best one for the
+    parallel are the root's own objects; they run in the context that `turn` gives. `native` is the format in which activations lie if not the best one for the
     device. ConfigError and DataError name file, line and layer.
     """
 
@@ -68,9 +79,11 @@ class Net:
         self.name: str = param.name
         self.phase: int = param.state.phase
         self.debug_info: bool = param.debug_info
+        self.turn: Turn = _any_turn
         self.shares_memory = False  # blobs that are needed at different times lie in the same place
 
         self.layers: list[Layer] = []
+        self._lent: set[int] = set()  # which of the layers are the root net's
         self.layer_names: list[str] = [layer.name for layer in param.layer]
         self.bottoms: list[list[Blob]] = []
         self.tops: list[list[Blob]] = []
@@ -123,7 +136,9 @@ class Net:
                 self._make_tops(layer, layer_param)
                 self._add_layer(layer)
                 if lent:
-                    self._take_up(layer_param, lent[1])
+                    self._lent.add(index)
+                    with layer.forward_lock:
+                        self._take_up(layer_param, lent[1])
                 else:
                     self._set_up(layer)
                 self._weigh_tops(layer)
@@ -149,8 +164,15 @@ class Net:
         """The layer of this name and its tops, if it may be shared with worker nets."""
         for layer, tops in zip(self.layers, self.tops, strict=True):
             if layer.param.name == name and layer.share_in_parallel:
+                if layer.blobs:
+                    raise ConfigError(f"{layer.type} has parameters, so that solvers cannot share it")
                 return layer, tops
         return None
+
+    @property
+    def shared_layers(self) -> list[Layer]:
+        """The layers that worker nets have in common with their root."""
+        return [layer for layer in self.layers if layer.share_in_parallel]
 
     def _take_bottoms(self, layer_param: LayerParameter, available: dict[str, bool]) -> bool:
         names = list(layer_param.bottom)
@@ -206,7 +228,8 @@ class Net:
         log.info("Sharing layer %s from root net", layer_param.name)
         for own, root in zip(self.tops[-1], lent, strict=True):
             own.reshape_like(root)
-            own.host_data[...] = root.host_data
+            if root.data_memory.touched:
+                own.host_data[...] = root.host_data
 
     def _set_up(self, layer: Layer) -> None:
         log.info("Setting up %s", layer.param.name)
@@ -302,7 +325,8 @@ class Net:
             if twins:
                 self.twins[i] = twins
                 self._arguments[i] = _as_seen(layer, twins.bottoms, twins.tops)
-            self._reshape_now(i)
+            with layer.forward_lock:
+                self._reshape_now(i)
             for blob, weight in zip(self.tops[i], layer.loss_weights, strict=True):
                 if weight:
                     blob.host_diff[...] = weight
@@ -354,20 +378,31 @@ class Net:
             twins.before_forward(self.ops.convert)
         for index in step.layers:
             self._reshape_layer(index)
+            _call(self.before_forward, index)
         step.run.forward()
+        for index in step.layers:
+            _call(self.after_forward, index)
 
     def _backward_step(self, step: Step) -> None:
         if step.run is None:
             self._backward_layer(step.last)
-        elif self.layer_need_backward[step.last]:
-            step.run.backward()
-            first = step.layers[0]
-            if first in self.twins:
-                need = self.bottom_need_backward[first]
-                self.twins[first].after_backward(self.ops.convert, self.bottoms[first], need)
+        else:
+            self._backward_run(step.layers, step.run)
         if self.shares_memory:
             self.device.join()  # what runs aside reads gradients whose place the next step may take
         self.device.join()
+
+    def _backward_run(self, layers: Sequence[int], run: FusedRun) -> None:
+        for index in reversed(layers):
+            _call(self.before_backward, index)
+        if self.layer_need_backward[layers[-1]]:
+            run.backward()
+            first = layers[0]
+            if first in self.twins:
+                need = self.bottom_need_backward[first]
+                self.twins[first].after_backward(self.ops.convert, self.bottoms[first], need)
+        for index in reversed(layers):
+            _call(self.after_backward, index)
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -394,14 +429,13 @@ class Net:
 
     def _forward_layer(self, index: int) -> None:
         layer, (bottom, top) = self.layers[index], self._arguments[index]
-        for callback in self.before_forward:
-            callback(index)
+        _call(self.before_forward, index)
         twins = self.twins.get(index)
         if twins:
             twins.reshape()
             twins.before_forward(self.ops.convert)
         if layer.share_in_parallel:
-            with layer.forward_lock:
+            with self.turn(layer):
                 self._reshape_layer(index)
                 layer.forward(bottom, top)
         else:
@@ -411,8 +445,7 @@ class Net:
             twins.after_forward(self.ops.convert)
         if self.debug_info:
             debug.forward(self, index)
-        for callback in self.after_forward:
-            callback(index)
+        _call(self.after_forward, index)
 
     def _reshape_layer(self, index: int) -> None:
         layer, (bottom, top) = self.layers[index], self._arguments[index]
@@ -438,8 +471,7 @@ class Net:
             debug.norms(self)
 
     def _backward_layer(self, index: int) -> None:
-        for callback in self.before_backward:
-            callback(index)
+        _call(self.before_backward, index)
         if self.layer_need_backward[index]:
             bottom, top = self._arguments[index]
             twins, need = self.twins.get(index), self.bottom_need_backward[index]
@@ -450,8 +482,7 @@ class Net:
                 twins.after_backward(self.ops.convert, self.bottoms[index], need)
             if self.debug_info:
                 debug.backward(self, index)
-        for callback in self.after_backward:
-            callback(index)
+        _call(self.after_backward, index)
 
     def loss(self, start: int = 0, end: int | None = None) -> float:
         """The loss of the last forward: the sum of data times diff over the tops with a loss weight."""
@@ -500,8 +531,9 @@ class Net:
                 behind(mine).share_data(behind(theirs))
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The states of all layers that have one, by `index/name`."""
-        states = {f"{i}/{layer.param.name}": layer.state() for i, layer in enumerate(self.layers)}
+        """The states of all layers that have one, by `index/name`; those of a root net's layers are the root's."""
+        own = ((i, layer) for i, layer in enumerate(self.layers) if i not in self._lent)
+        states = {f"{i}/{layer.param.name}": layer.state() for i, layer in own}
         return {key: state for key, state in states.items() if state}
 
     def set_state(self, states: dict[str, dict[str, Any]]) -> None:
@@ -513,8 +545,9 @@ class Net:
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
-        for layer in self.layers:
-            layer.close()
+        for i, layer in enumerate(self.layers):
+            if i not in self._lent:
+                layer.close()
 
     @contextmanager
     def _located(self, layer_param: LayerParameter) -> Iterator[None]:
