@@ -21,8 +21,8 @@ def check_on_gpu(text: str, *bottoms: Array, tops: int = 1) -> None:
     single = Single(text, *bottoms, tops=tops, dtype=np.float32)
     want = single.forward()
     gradients = [np.round(random(*y.shape, seed=k), 1).astype(np.float32) for k, y in enumerate(want)]
-    for top, dy in zip(single.top, gradients, strict=True):
-        top.diff[...] = dy
+    for blob, dy in zip(single.top, gradients, strict=True):
+        blob.diff[...] = dy
     single.layer.backward(single.top, [True] * len(bottoms), single.bottom)
     device = CudaDevice(seed=single.seed)
     for kind, last in product(TOLERANCE, (False, True)):
