@@ -43,9 +43,10 @@ class Batch:
     and columns (N,), whether they are mirrored (N,); then labels (N,). The images become (N, C, h, w) = `shape`.
     """
 
-    __slots__ = ("_parts", "dtype", "shape", "size", "staging", "state")
+    __slots__ = ("_parts", "dtype", "lane", "shape", "size", "staging", "state")
 
-    def __init__(self, size: int, dtype: DTypeLike, staging: Staging) -> None:
+    def __init__(self, size: int, dtype: DTypeLike, staging: Staging, lane: int = 0) -> None:
+        self.lane = lane
         self.size = size
         self.dtype = np.dtype(dtype)
         self.staging = staging

@@ -1,15 +1,17 @@
 """Batches made ahead of time by a thread.
 
 Batch k is always batch k. Each carries the state (position, random stream) after it, so that the state of a Reader is
-that after the last batch taken: batches made ahead do not count.
+that after the last batch taken: batches made ahead do not count. Batches may come in several lanes, one after the
+other, each with a Staging of its own device.
 """
 
 import atexit
 import logging
 import threading
 import weakref
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import count, cycle
 from queue import SimpleQueue
 
 from numpy.typing import DTypeLike
@@ -27,16 +29,18 @@ class _Ring:
     """What a Reader and its thread share: empty batches one way, full ones or an error the other."""
 
     def __init__(self, batches: list[Batch]) -> None:
-        self.free: SimpleQueue[Batch | None] = SimpleQueue()
+        lanes = 1 + max(batch.lane for batch in batches)
+        self.free: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in range(lanes)]
         self.full: SimpleQueue[Batch | BaseException] = SimpleQueue()
         self.stopped = False
         for batch in batches:
-            self.free.put(batch)
+            self.free[batch.lane].put(batch)
 
     def stop(self) -> None:
         """Let the thread end after the batch it is making."""
         self.stopped = True
-        self.free.put(None)
+        for lane in self.free:
+            lane.put(None)
 
 
 _threads: "weakref.WeakKeyDictionary[threading.Thread, _Ring]" = weakref.WeakKeyDictionary()
@@ -52,7 +56,10 @@ def _stop_all() -> None:
 
 
 def _produce(loader: Loader, ring: _Ring) -> None:
-    while (batch := ring.free.get()) is not None and not ring.stopped:
+    for lane in cycle(ring.free):
+        batch = lane.get()
+        if batch is None or ring.stopped:
+            return
         try:
             loader.load(batch)
         except BaseException as error:  # raised again where the batch is taken
@@ -72,9 +79,19 @@ class Reader:
         if depth > MOST_BATCHES:
             log.warning("%d batches are read ahead, not %d", MOST_BATCHES, depth)
             depth = MOST_BATCHES
+        self._depth, self._dtype, self._staging = depth, dtype, staging
         self._batches = [Batch(loader.batch_size, dtype, staging()) for _ in range(depth)]
         self._state = loader.state()
         self._thread: threading.Thread | None = None
+
+    def serve(self, scopes: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
+        """Make batches in as many lanes, each with a Staging made in its scope; the next batch is of the first."""
+        self.stop()
+        self._batches = []
+        for lane, scope in enumerate(scopes):
+            with scope():
+                for _ in range(self._depth):
+                    self._batches.append(Batch(self._loader.batch_size, self._dtype, self._staging(), lane))
 
     def take(self) -> Batch:
         """The next batch; hand it back with `give_back` when it was used. Raises what went wrong in making it."""
@@ -91,7 +108,7 @@ class Reader:
 
     def give_back(self, batch: Batch) -> None:
         """Let the thread fill this batch anew."""
-        self._ring.free.put(batch)
+        self._ring.free[batch.lane].put(batch)
 
     def state(self) -> State:
         """The state after the last batch taken."""

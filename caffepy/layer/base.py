@@ -96,6 +96,9 @@ class Layer:
         """Whether `force_backward` of the net reaches bottom `index`."""
         return True
 
+    def serve(self, devices: Sequence[Device]) -> None:
+        """Forward will be called for nets on these devices in turn, the layer being shared."""
+
     def state(self) -> dict[str, Any]:
         """What must be kept so that a resumed run goes on exactly: numbers, strings, lists, numpy arrays."""
         return {}

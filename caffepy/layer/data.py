@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from caffepy.data.reader import Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
 from caffepy.data.windows import WindowLoader
+from caffepy.device import Device
 from caffepy.errors import ConfigError, DataError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
@@ -33,7 +35,6 @@ class Feed(Layer):
     share_in_parallel = True
     is_data = True
     on_gpu = True
-    _staging: Staging | None = None
 
     def format_for(self, native: Format) -> Format:
         """Any: values from the host take the format on their way."""
@@ -41,13 +42,20 @@ class Feed(Layer):
 
     def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
         """Copy to the tops what `write` puts into host arrays of their shapes, which a GPU gets when it is ready."""
-        if self._staging is None:
-            self._staging = self.ops.Staging()
-        write(self._staging.room(tuple((t.shape, self.dtype) for t in top)))
-        self._staging.send()
-        for array, t in zip(self._staging.take(), top, strict=True):
+        place = top[0].store
+        if place not in self._stagings:
+            self._stagings[place] = self.ops.Staging()
+        staging = self._stagings[place]
+        write(staging.room(tuple((t.shape, self.dtype) for t in top)))
+        staging.send()
+        for array, t in zip(staging.take(), top, strict=True):
             self.ops.copy(array, t.data)
-        self._staging.done()
+        staging.done()
+
+    @cached_property
+    def _stagings(self) -> dict[object, Staging]:
+        """By the device on which the tops lie."""
+        return {}
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """The tops were shaped by `setup`; forward shapes them anew if the data's shape changes."""
@@ -64,7 +72,6 @@ class Prefetching(Feed):
 
     tops = (1, 2)
     _reader: Reader | None = None
-    _mean: Blob | None = None
 
     def open(self) -> Loader:
         """What fills the batches."""
@@ -84,11 +91,14 @@ class Prefetching(Feed):
         log.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if len(top) > 1:
             top[1].reshape((loader.batch_size,))
-        if loader.mean is not None:
-            self._mean = self.buffer(loader.mean.shape)
-            self._mean.host_data[...] = loader.mean
-        self._scale = loader.scale
+        self._mean, self._scale = loader.mean, loader.scale
+        self._means: dict[object, Blob] = {}  # by the device on which the tops lie
         self._reader = Reader(loader, prefetch, self.dtype, self.ops.Staging)
+
+    def serve(self, devices: Sequence[Device]) -> None:
+        """Batches lie on these devices in turn when they are asked for."""
+        if self._reader:
+            self._reader.serve([device.scope for device in devices])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Cut the images of the next batch, subtract the mean, scale."""
@@ -97,13 +107,21 @@ class Prefetching(Feed):
         try:
             top[0].reshape(batch.shape)
             images, *place, labels = batch.staging.take()
-            mean = None if self._mean is None else self._mean.data
-            self.ops.transform_batch(images, top[0].data, *place, mean, self._scale)
+            self.ops.transform_batch(images, top[0].data, *place, self._mean_for(top[0]), self._scale)
             if len(top) > 1:
                 self.ops.copy(labels, top[1].data)
             batch.staging.done()
         finally:
             self._reader.give_back(batch)
+
+    def _mean_for(self, top: Blob) -> Array | None:
+        """The mean on the device on which the top lies."""
+        if self._mean is None:
+            return None
+        if top.store not in self._means:
+            blob = self._means[top.store] = Blob(self._mean.shape, self.dtype, top.store)
+            blob.host_data[...] = self._mean
+        return self._means[top.store].data
 
     def state(self) -> dict[str, Any]:
         """Position and random stream after the last batch that forward gave."""
@@ -313,7 +331,7 @@ class MemoryData(Feed):
 class DummyData(Feed):
     """-> tops of given shapes: constants, which are filled once, or random values: fresh ones at each forward.
 
-    NVCaffe's fillers of names that end in "static" are drawn from at the first forward only.
+    NVCaffe's fillers of names that end in "static" are drawn from at the first forward of each net only.
     """
 
     tops = (1, None)
@@ -322,7 +340,7 @@ class DummyData(Feed):
         """Shape the tops."""
         fillers = list(self.param.dummy_data_param.data_filler) or [FillerParameter()]
         self._fillers = _each("data_filler", fillers, len(top))
-        self._filled = False
+        self._filled: list[Blob] = []
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
             blob.reshape(shape)
 
@@ -345,11 +363,11 @@ class DummyData(Feed):
         """Fill the tops whose values do not stay."""
         fresh = []
         for blob, filler in zip(top, self._fillers, strict=True):
-            if filler.type.endswith("static") and not self._filled:
+            if filler.type.endswith("static") and not any(known is blob for known in self._filled):
                 fill(blob, filler, self.device.rng)
+                self._filled.append(blob)
             elif filler.type != "constant" and not filler.type.endswith("static"):
                 fresh.append((blob, filler))
-        self._filled = True
         if fresh:
             self.hand_over([blob for blob, _ in fresh], lambda arrays: self._draw(arrays, [f for _, f in fresh]))
 

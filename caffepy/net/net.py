@@ -54,8 +54,8 @@ class Net:
     """The net that an upgraded NetParameter describes for its own `state` (phase, level, stages).
 
     `path` is the file that defines it, for messages and for data lying beside it. `root_net`: layers that are shared in
-    parallel are the root's own objects; they run in the context that `turn` gives. `native` is the format in which activations lie if not the best one for the
-    device. ConfigError and DataError name file, line and layer.
+    parallel are the root's own objects; they run in the context that `turn` gives. `native` is the format in which
+    activations lie if not the best one for the device. ConfigError and DataError name file, line and layer.
     """
 
     def __init__(
@@ -164,8 +164,6 @@ class Net:
         """The layer of this name and its tops, if it may be shared with worker nets."""
         for layer, tops in zip(self.layers, self.tops, strict=True):
             if layer.param.name == name and layer.share_in_parallel:
-                if layer.blobs:
-                    raise ConfigError(f"{layer.type} has parameters, so that solvers cannot share it")
                 return layer, tops
         return None
 
