@@ -1,0 +1,85 @@
+"""Crew: threads of the ranks above the root, which do in order what the root gives them to do."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from caffepy.parallel.group import Group, GroupStoppedError
+
+Member = TypeVar("Member")
+
+AHEAD = 4
+"""Pieces of work that a member may have before it; the root waits then."""
+
+
+class Crew(Generic[Member]):
+    """`make` is called in each rank's thread for its member, which then gets all work.
+
+    An error in a thread stops the group; the root hears of it wherever it waits.
+    """
+
+    def __init__(self, group: Group, make: Callable[[int], Member]) -> None:
+        self.group = group
+        self.members: dict[int, Member] = {}
+        self._make = make
+        self._work: dict[int, deque[Callable[[Member], object]]] = {rank: deque() for rank in range(1, group.size)}
+        self._over = False
+        self._threads = {
+            rank: threading.Thread(target=self._serve, args=(rank,), name=f"caffepy rank {rank}", daemon=True)
+            for rank in self._work
+        }
+
+    def start(self) -> None:
+        """Let the threads begin; returns at once."""
+        for thread in self._threads.values():
+            thread.start()
+
+    def give(self, work: Callable[[Member], object], rank: int | None = None) -> None:
+        """Let every member, or one, do this when it is done with what it was given before; from the root's thread."""
+        ranks = list(self._work) if rank is None else [rank]
+        self.group.until(0, lambda: not self._busy(ranks, AHEAD), lambda: self._busy(ranks, AHEAD))
+        with self.group.change():
+            for r in ranks:
+                self._work[r].append(work)
+
+    def settle(self) -> None:
+        """Return when all members have done all that they were given; from the root's thread."""
+        ranks = list(self._work)
+        self.group.until(0, lambda: not self._busy(ranks), lambda: self._busy(ranks))
+
+    def _busy(self, ranks: Sequence[int], most: int = 1) -> list[int]:
+        """Those that have so much before them, or are not there yet."""
+        return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
+
+    def end(self, seconds: float) -> list[int]:
+        """Let the threads end; those that did not within so many seconds."""
+        with self.group.change():
+            self._over = True
+        end = time.monotonic() + seconds
+        for thread in self._threads.values():
+            if thread.ident is not None:
+                thread.join(max(0.0, end - time.monotonic()))
+        return [rank for rank, thread in self._threads.items() if thread.is_alive()]
+
+    def _serve(self, rank: int) -> None:
+        try:
+            with self.group.guard(rank):
+                member = self._make(rank)
+                with self.group.change():
+                    self.members[rank] = member
+                while (work := self._next(rank)) is not None:
+                    work(member)
+                    with self.group.change():
+                        self._work[rank].popleft()
+        except GroupStoppedError:
+            pass
+        except BaseException:
+            if self.group.failure is None:
+                raise
+
+    def _next(self, rank: int) -> Callable[[Member], object] | None:
+        work = self._work[rank]
+        self.group.until(rank, lambda: bool(work) or self._over, lambda: [0])
+        return work[0] if work else None
