@@ -386,9 +386,9 @@ class Net:
             self._backward_layer(step.last)
         else:
             self._backward_run(step.layers, step.run)
-        if self.shares_memory:
-            self.device.join()  # what runs aside reads gradients whose place the next step may take
-        self.device.join()
+        if self.shares_memory or len(self.learnable_params) < len(self.params):
+            # what runs aside reads gradients whose place the next step may take, and adds to shared parameters
+            self.device.join()
 
     def _backward_run(self, layers: Sequence[int], run: FusedRun) -> None:
         for index in reversed(layers):
