@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 ALIGNMENT = 256
 
+WORTH = 256 << 20
+"""Bytes of blobs below which sharing costs more than it saves: gradients of parameters then wait for each other."""
+
 READ_NO_DATA = frozenset({"Concat", "Dropout", "Eltwise", "Flatten", "Pooling", "Reshape", "Silence", "Slice", "Split"})
 """Layers whose backward pass reads no data of bottoms and tops: gradients, and what forward kept, are enough."""
 
@@ -180,12 +183,16 @@ def _twins(net: Net, step: Step) -> list[Blob]:
     return [twin for twins in found for twin in twins]
 
 
-def save_memory(usages: Sequence[Usage]) -> int:
+def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
     """Let the blobs of nets on one device, of which one runs at a time, share an arena; returns its size in bytes.
 
-    From then on the nets must run as these usages say. A blob that grows leaves the arena.
+    From then on the nets must run as these usages say. A blob that grows leaves the arena. Nothing is shared if the
+    blobs take less than `least` bytes.
     """
     needs = [lifetimes(usage) for usage in usages]
+    before = sum(interval.size for need in needs for interval in need.values())
+    if before < least:
+        return 0
     plans = [plan(list(need.values())) for need in needs]
     size = max((total for _, total in plans), default=0)
     if not size:
@@ -196,7 +203,6 @@ def save_memory(usages: Sequence[Usage]) -> int:
             memory.bind(arena[offset : offset + interval.size].view(memory.format.dtype))
     for usage in usages:
         usage.net.shares_memory = True
-    before = sum(interval.size for need in needs for interval in need.values())
     log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
     return size
 

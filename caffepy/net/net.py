@@ -465,6 +465,8 @@ class Net:
         if steps is None:
             steps = [Step(index) for index in range(end, len(self.layers) if start is None else start + 1)]
         self._run(reversed(steps), self._backward_step)
+        with self.device.scope():
+            self.device.join()
         if self.debug_info:
             debug.norms(self)
 
