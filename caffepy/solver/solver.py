@@ -24,6 +24,7 @@ from caffepy.proto.text import format as format_text
 from caffepy.reporter import Output, Reporter
 from caffepy.solver.check import at_field, check_param
 from caffepy.solver.divergence import HINT, check_params, diverged, diverged_before
+from caffepy.solver.followers import Followers
 from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.policy import advance, next_step, rate
 from caffepy.solver.positions import (
@@ -49,7 +50,7 @@ from caffepy.solver.snapshot import (
     verify,
     write,
 )
-from caffepy.solver.step import Callback, Step
+from caffepy.solver.step import Callback, Step, Synchronizer
 from caffepy.solver.trial import Trial
 from caffepy.solver.window import LossWindow
 
@@ -67,12 +68,25 @@ class Given(NamedTuple):
     positions: dict[str, Any]
 
 
+class _Passing:
+    """Passes on to a synchronizer which layers are done."""
+
+    capturable = True
+
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        self._synchronizer = synchronizer
+
+    def __call__(self, layer: int) -> None:
+        self._synchronizer.after_backward(layer)
+
+
 class Solver:
     """Trains the net of a SolverParameter, with any of the update rules that `type` names.
 
     `path` is the solver file: messages name places in it, and nets and weights may lie beside it. `action` is polled
     once an iteration and once a test batch. `rank` is added to random_seed. `precision` goes before what the train net
-    says of number formats. ConfigError and DataError say what does not fit.
+    says of number formats. With a `root` the layers that are shared in parallel are its; only rank 0 can do without.
+    ConfigError and DataError say what does not fit.
 
     On a GPU an iteration is recorded and replayed, unless `capture` is set to False. Losses and whatever goes wrong are
     then known some iterations later, at the latest where something is displayed, tested or saved and when `step` ends;
@@ -88,14 +102,19 @@ class Solver:
         reporter: Reporter | None = None,
         rank: int = 0,
         precision: str | None = None,
+        root: "Solver | None" = None,
     ) -> None:
         self.param = param
         self.path = path
+        self.precision = precision
+        self._root = root
         self.device = device or Device()
         self.ops = ops.backend(self.device)
         self.reporter = reporter or Reporter()
         self.action: Callable[[], Action] = lambda: Action.NONE
         self.callbacks: list[Callback] = []
+        self.followers = Followers()
+        self.followers_positions: list[dict[str, Any]] = []  # where those of the state that was restored stood
         if log.isEnabledFor(logging.INFO):
             log.info("Initializing solver from parameters: \n%s", format_text(param).rstrip("\n"))
         check_param(param, path)
@@ -106,6 +125,8 @@ class Solver:
         source, test_sources = net_sources(param, path)
         ops.set_precision(self.device, choose_precision(source.param, precision))
         self.net = self._build_train_net(source)
+        if rank > 0:
+            self._check_shared()
         self.test_nets = [self._build_test_net(i, test_source) for i, test_source in enumerate(test_sources)]
         self.iter = 0
         self.current_step = 0
@@ -141,13 +162,27 @@ class Solver:
     def _build_train_net(self, source: Source) -> Net:
         by_file = source.origin.partition(": ")
         log.info("Creating training net %s %s", "from" if by_file[1] else "specified in", source.origin)
-        net = Net(source.param, device=self.device, path=source.path)
+        net = Net(source.param, device=self.device, path=source.path, root_net=self._root.net if self._root else None)
         self._load_weights(net)
         return net
 
+    def _check_shared(self) -> None:
+        for layer in self.net.shared_layers:
+            if self._root is None:
+                raise ConfigError(
+                    f'root_net needs to be set for all non-root solvers: layer "{layer.param.name}" ({layer.type}) is '
+                    "the root's alone"
+                )
+            if layer.blobs:
+                raise ConfigError(
+                    f'layer "{layer.param.name}" ({layer.type}) has parameters, so that solvers cannot share it',
+                    self.net.path,
+                )
+
     def _build_test_net(self, k: int, source: Source) -> Net:
         log.info("Creating test net (#%d) specified by %s", k, source.origin)
-        net = Net(source.param, device=self.device, path=source.path)
+        root_net = self._root.test_nets[k] if self._root else None
+        net = Net(source.param, device=self.device, path=source.path, root_net=root_net)
         self._load_weights(net)
         net.debug_info = self.param.debug_info
         return net
@@ -180,12 +215,19 @@ class Solver:
         """Let the blobs of all nets share memory on a GPU, for good: after a pass most of them hold nothing of use."""
         if self.device.store is not None:
             tests = (arena.Usage(trial.net, trial.run.steps, False) for trial in self._trials)
-            arena.save_memory([arena.Usage(self.net, self._step.run.steps, True), *tests])
+            arena.save_memory([arena.Usage(self.net, self._step.run.steps, True), *tests], arena.WORTH)
             self._blobs_last = False
 
     def add_callback(self, callback: Callback) -> None:
         """Call its `on_start` before, and its `on_gradients_ready` after, the gradients of each iteration."""
         self.callbacks.append(callback)
+
+    def synchronize(self, synchronizer: Synchronizer) -> None:
+        """Keep in step with other solvers by this from now on."""
+        self.add_callback(synchronizer)
+        self._step.synchronizer = synchronizer
+        if self.param.iter_size == 1:
+            self.net.after_backward.append(_Passing(synchronizer))
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
@@ -203,7 +245,7 @@ class Solver:
         self.stopped = False
         self._shown = self._shown or (self.iter, time.monotonic())
         end = self.iter + n
-        with self.device.scope(), self.ops.blas_scope():
+        with self.followers.during("step"), self.device.scope(), self.ops.blas_scope():
             self._mend()
             try:
                 while self.iter < end and not self.stopped:
@@ -235,18 +277,23 @@ class Solver:
                 return
         display = self._displays
         self.net.debug_info = display and param.debug_info
-        if self.capture and self._step.run.may_be_replayed():
-            learning_rate = self._give(tests or display)
-        else:
-            self._hear(wait=True)
-            learning_rate = self._do()
-        images = self._batch.shape[0] * param.iter_size if self._batch and self._batch.shape else 0
+        self.followers.iterate()
+        learning_rate = self._advance(tests or display)
+        batch = self._batch.shape[0] if self._batch and self._batch.shape else 0
+        images = batch * param.iter_size * self.followers.size
         self.reporter.iterated(iteration, window.smoothed if window.losses else None, learning_rate, images)
         action = self.action()
         if Action.SNAPSHOT in action or (param.snapshot > 0 and self.iter % param.snapshot == 0):
             self._hear(wait=True)
             self._try_snapshot()
         self.stopped = Action.STOP in action
+
+    def _advance(self, show: bool) -> float:
+        """Do an iteration, or give it to the device; returns the rate."""
+        if self.capture and self._step.run.may_be_replayed():
+            return self._give(show)
+        self._hear(wait=True)
+        return self._do()
 
     @property
     def _displays(self) -> bool:
@@ -261,26 +308,21 @@ class Solver:
         """Do an iteration and wait for its loss; returns the rate."""
         self._positions_before = take_positions(self._nets, self.device)
         self._step.open()
-        self._window.add(self.iter, self._forward_backward())
+        for _ in range(self.param.iter_size):
+            self._forward()
+            self.net.backward(steps=self._step.run.watched_steps)
+        self._step.gradients_ready()
+        self._window.add(self.iter, self.control.mean())
         if self._displays:
             self._display(self._window.smoothed)
-        self._step.gradients_ready()
         learning_rate = self.apply_update()
         self._positions_before = None
         return learning_rate
 
-    def _forward_backward(self) -> float:
-        """The mean loss of iter_size passes."""
-        total = 0.0
-        for _ in range(self.param.iter_size):
-            total += self._forward()
-            self.net.backward(steps=self._step.run.watched_steps)
-        return total / self.param.iter_size
-
     def _forward(self) -> float:
         """The loss of one batch; DivergenceError before one that is not finite can do harm."""
         self.net.forward(steps=self._step.run.watched_steps)
-        self.control.note()
+        self._step.note()
         loss: float = self.control.loss()
         if not isfinite(loss):
             raise (diverged if self._blobs_last else diverged_before)(self.net, self.iter, loss)
@@ -398,8 +440,9 @@ class Solver:
             self.restore(state_file)
         try:
             self.step(param.max_iter - self.iter)
-        except DataError:
-            self._save_before_failing()
+        except CaffeError as error:
+            if isinstance(error, DataError) or (self.followers.failed and not isinstance(error, DivergenceError)):
+                self._save_before_failing(error)
             raise
         unsaved = param.snapshot_after_train and not (param.snapshot > 0 and self.iter % param.snapshot == 0)
         if not self.saved_now and (unsaved or self._failed_at == self.iter):
@@ -408,12 +451,13 @@ class Solver:
             self._finish()
         self.reporter.done(self.stopped)
 
-    def _save_before_failing(self) -> None:
+    def _save_before_failing(self, error: CaffeError) -> None:
         """The snapshot that the run owes, of its last whole iteration."""
         wanted = self.param.snapshot > 0 or self.param.snapshot_after_train
         if not wanted or self.saved_now or self.iter == self._started_at:
             return
-        log.warning("The data failed; what was learned up to iteration %d is saved before the run ends", self.iter)
+        what = "The data" if isinstance(error, DataError) else "A worker"
+        log.warning("%s failed; what was learned up to iteration %d is saved before the run ends", what, self.iter)
         try:
             self.snapshot()
         except CaffeError as error:
@@ -422,10 +466,12 @@ class Solver:
     def _finish(self) -> None:
         loss = None
         if self._displays:
-            with self.device.scope(), self.ops.blas_scope():
-                self._window.add(self.iter, self._forward())
+            with self.followers.during("step"), self.device.scope(), self.ops.blas_scope():
+                self.followers.forward()
+                losses = [self._forward(), *self.followers.losses()]
             self.device.ticks += 1
             self.device.look()
+            self._window.add(self.iter, sum(losses) / len(losses))
             loss = self._window.smoothed
         self.reporter.finished(self.iter, loss)
         if self._test_is_due():
@@ -435,6 +481,7 @@ class Solver:
 
     def test_all(self) -> None:
         """Test all test nets, unless `action` asks to stop; a snapshot in between has the positions from before."""
+        self.followers.agree()
         self._positions_before = take_positions(self._nets, self.device)
         for k in range(len(self.test_nets)):
             if not self.stopped:
@@ -443,18 +490,19 @@ class Solver:
 
     def test(self, k: int) -> None:
         """Run test net k on its test_iter batches with the train net's weights and report the mean outputs."""
-        trial = self._trials[k]
+        trial, followers = self._trials[k], self.followers
         self.reporter.test_started(self.iter, k)
-        trial.net.share_trained_layers_with(self.net)
-        trial.begin()
-        with self.device.scope(), self.ops.blas_scope():
-            for _ in range(self.param.test_iter[k]):
+        with followers.during("test"), self.device.scope(), self.ops.blas_scope():
+            followers.begin_test(k)
+            trial.begin(self.net)
+            for done in range(0, self.param.test_iter[k], followers.size):
                 self._poll_in_test()
                 if self.stopped:
                     log.info("Test interrupted.")
                     return
-                trial.batch(self.capture)
-            self.last_outputs[k], loss = trial.means()
+                if followers.test(k, min(followers.size, self.param.test_iter[k] - done)):
+                    trial.batch(self.capture)
+            self.last_outputs[k], loss = trial.means([trial.totals(), *followers.totals(k)])
         self.reporter.test_done(self.iter, k, self.last_outputs[k], loss)
 
     def _poll_in_test(self) -> None:
@@ -467,9 +515,14 @@ class Solver:
 
     def snapshot(self) -> None:
         """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter is not finite."""
+        with self.followers.during("snapshot"):
+            self._snapshot()
+
+    def _snapshot(self) -> None:
         with self.device.scope():
             self._mend()
             self._hear(wait=True)
+        self.followers.agree()
         check_params(self.net, self.iter)
         param = self.param
         files = Files(param.snapshot_prefix, self.iter, param.snapshot_format == SolverParameter.HDF5)
@@ -509,7 +562,7 @@ class Solver:
             "type": self.param.type,
             "iteration": self.iter,
             "settings": format_text(self.param),
-            "positions": self._positions(),
+            "positions": {**self._positions(), "workers": self.followers.positions()},
             "control": self.control.state(),
             "window": self._window.state(),
             "displayed": [last, time.monotonic() - since],
@@ -561,6 +614,7 @@ class Solver:
                 compare_layers(content["positions"], self._nets, path)
                 set_positions(content["positions"], self._nets, self.device)
                 window = LossWindow.of(self.param.average_loss, content["window"])
+                self.followers_positions = content["positions"].get("workers", [])
                 last, seconds = content["displayed"]
                 self._shown = int(last), time.monotonic() - float(seconds)
         except CaffeError:

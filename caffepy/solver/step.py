@@ -1,6 +1,7 @@
 """What an iteration computes: passes over the train net that add up gradients, then an update of the parameters."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ LOSS_SCALE = 2.0**16
 
 
 class Callback(Protocol):
-    """What a synchronizer does around the gradients of an iteration.
+    """Somebody who is called around the gradients of an iteration.
 
     One that says `capturable = True` does nothing but give work to the current stream: its calls can be recorded.
     """
@@ -31,6 +32,17 @@ class Callback(Protocol):
 
     def on_gradients_ready(self) -> object:
         """After the backward pass, before the update."""
+
+
+class Synchronizer(Callback, Protocol):
+    """A callback that keeps solvers in step: it makes `Params.averaged` the mean over all."""
+
+    @property
+    def updates(self) -> bool:
+        """Whether this solver updates its parameters; else it gets the root's in `on_start`."""
+
+    def after_backward(self, layer: int) -> object:
+        """The gradients to which this layer adds may be final, in an iteration of one pass."""
 
 
 def losses(net: Net) -> list[Blob]:
@@ -62,6 +74,7 @@ class Step:
         self.net = net
         self.device = device
         self.callbacks = callbacks
+        self.synchronizer: Synchronizer | None = None  # one of the callbacks
         self.ops = ops.backend(device)
         self.rule = rules[param.type]
         with device.scope():
@@ -88,15 +101,28 @@ class Step:
         for callback in self.callbacks:
             callback.on_start()
 
+    def note(self) -> None:
+        """Take in the loss of a forward pass."""
+        self.control.note()
+        if self.synchronizer:
+            self.control.tell(self.params.notes)
+
     def gradients_ready(self) -> None:
         """Let callbacks have the gradients."""
         for callback in self.callbacks:
             callback.on_gradients_ready()
+        if self._updates and self.synchronizer:
+            self.control.hear(self.params.notes)
+
+    @property
+    def _updates(self) -> bool:
+        return self.synchronizer is None or self.synchronizer.updates
 
     def update(self) -> None:
         """Clip, normalise, regularise and update with the gradients at hand."""
         self.control.judge(self.params.diff)
-        self._apply()
+        if self._updates:
+            self._apply()
 
     def _apply(self) -> None:
         control, param = self.control, self.param
@@ -132,8 +158,8 @@ class Step:
 
     def _pass(self) -> None:
         self.net.forward(steps=self.run.computing)
-        with self.device.aside("control"):
-            self.control.note()
+        with nullcontext() if self.synchronizer else self.device.aside("control"):
+            self.note()
             if self._judges_early:
                 self.control.judge(self.params.diff)
         self.net.backward(steps=self.run.computing)

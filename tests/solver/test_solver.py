@@ -156,9 +156,15 @@ def test_multipliers_are_per_parameter() -> None:
 
 
 def test_seed_fixes_the_weights_and_rank_changes_them() -> None:
-    first, again, other = solver_of(""), solver_of(""), solver_of("", rank=1)
+    first, again = solver_of(""), solver_of("")
+    other = solver_of("", rank=1, root=first)
     np.testing.assert_array_equal(first.params.data, again.params.data)
     assert (first.params.data != other.params.data).any()
+
+
+def test_only_the_root_has_data_layers_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r'root_net needs to be set for all non-root solvers: layer "in" \(DummyData'):
+        solver_of("", rank=1)
 
 
 def test_test_nets_use_the_weights_of_training() -> None:

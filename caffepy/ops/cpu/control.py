@@ -44,9 +44,21 @@ class Control:
         self._last = float(sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses))
         self._total += self._last
 
+    def tell(self, notes: Array) -> None:
+        """Put into the notes what is to be averaged over solvers."""
+        notes[0] = self._total
+
+    def hear(self, notes: Array) -> None:
+        """Go on with what came back."""
+        self._total = float(notes[0])
+
     def loss(self) -> float:
         """The loss of the last pass."""
         return self._last
+
+    def mean(self) -> float:
+        """The mean loss of the iteration's passes, over all solvers if it was heard of."""
+        return self._total / self._limits.passes
 
     def judge(self, diff: Array) -> None:
         """Decide what the gradients are multiplied by."""

@@ -62,7 +62,7 @@ class Control:
     """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients and `go` as judged.
 
     In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after the last backward
-    pass, then the update. All but `say`, `loss`, `given` and `verdicts` can be captured.
+    pass, then the update. All but `say`, `loss`, `mean`, `given` and `verdicts` can be captured.
     """
 
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: CudaDevice) -> None:
@@ -110,9 +110,22 @@ class Control:
         arguments = (table, count, int(self._limits.passes > 1), self._numbers, self._tick)
         kernel("control", "note")((1,), (THREADS,), arguments)
 
+    def tell(self, notes: Array) -> None:
+        """Put into the notes what is to be averaged over solvers: no number if something is wrong here."""
+        arguments = (self._problems, self._device.problem_count, self._numbers, notes)
+        kernel("control", "tell")((1,), (THREADS,), arguments)
+
+    def hear(self, notes: Array) -> None:
+        """Go on with what came back."""
+        kernel("control", "hear")((1,), (1,), (notes, self._numbers))
+
     def loss(self) -> float:
         """The loss of the last pass, when the device is done with it."""
         return float(self._device.on_host(self._number("last")))
+
+    def mean(self) -> float:
+        """The mean loss of the iteration's passes, over all solvers if it was heard of, when the device is done."""
+        return float(self._device.on_host(self._number("total"))) / self._limits.passes
 
     @property
     def measures(self) -> bool:

@@ -1,0 +1,48 @@
+"""Followers: the solvers that take part in what a root solver does, as the root sees them."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from caffepy.solver.trial import Totals
+
+
+class Followers:
+    """None: the solver is alone. A team of several overrides all of it.
+
+    What is begun goes on beside what the root does then; errors of followers come up where the root waits for them.
+    """
+
+    size = 1
+    failed = False  # a follower, not the root, has ended the run
+
+    def during(self, phase: str) -> AbstractContextManager[object]:
+        """A block in which all are at this: step, test or snapshot."""
+        return nullcontext()
+
+    def iterate(self) -> None:
+        """Begin the root's next iteration, when all batches of those before were taken."""
+
+    def forward(self) -> None:
+        """Begin a forward pass of the train net."""
+
+    def losses(self) -> list[float]:
+        """The losses of that pass."""
+        return []
+
+    def agree(self) -> None:
+        """Bring what every solver has of its own among the parameters, such as statistics, to one value."""
+
+    def begin_test(self, k: int) -> None:
+        """Begin to add up what test net `k` gives."""
+
+    def test(self, k: int, batches: int) -> bool:
+        """Begin so many of its batches, at most one a solver; whether one is the root's."""
+        return True
+
+    def totals(self, k: int) -> list[Totals]:
+        """End the test: what each of the followers that had a batch has added up."""
+        return []
+
+    def positions(self) -> list[dict[str, Any]]:
+        """Where the layers and random numbers of each stand, or stood before the test or iteration being done."""
+        return []
