@@ -90,3 +90,14 @@ def test_blas_scope_nests_and_restores():
             assert set(blas_threads()) <= {1}
         assert set(blas_threads()) <= {1}
     assert blas_threads() == before
+
+
+def test_a_share_of_the_threads(four_threads):
+    seen = []
+    for part, expected in ((0, 2), (1, 1), (2, 1)):
+        with threads.share(part, 3):
+            seen.clear()
+            cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 100)
+            assert len(seen) == expected
+    cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 100)
+    assert len(seen) == 5

@@ -61,7 +61,7 @@ class _Pool:
             self.queue.put(None)
 
 
-_inside = threading.local()  # .yes is set in a thread that runs a piece
+_inside = threading.local()  # .yes is set in a thread that runs a piece, .share in one that has a share
 _lock = threading.Lock()
 _pool: _Pool | None = None
 _threads = 0
@@ -81,6 +81,22 @@ def num_threads() -> int:
     if not _threads:
         _threads = _available()
     return _threads
+
+
+@contextmanager
+def share(part: int, parts: int) -> Iterator[None]:
+    """In this block the calling thread's `parallel` calls use its share, of several, of all threads; at least one."""
+    _inside.share = part, parts
+    try:
+        yield
+    finally:
+        del _inside.share
+
+
+def _most_pieces() -> int:
+    threads = _threads or num_threads()
+    part, parts = getattr(_inside, "share", (0, 1))
+    return max(1, threads // parts + int(part < threads % parts))
 
 
 def set_num_threads(n: int) -> None:
@@ -117,7 +133,7 @@ def parallel(function: Piece, n: int, grain: int = 1) -> None:
 
     Returns when all are done; an exception in one is raised here. A call from inside a piece runs at once.
     """
-    pieces = min(_threads or num_threads(), n // grain)
+    pieces = min(_most_pieces(), n // grain)
     if pieces <= 1 or getattr(_inside, "yes", False):
         if n > 0:
             function(0, n)
