@@ -1,7 +1,8 @@
 """Convolution by cuDNN graphs, in the order of Caffe's axes and with the channels last.
 
 Where channels lie last there may be several ways to the same result, which differ in how weights and images are
-rearranged for cuDNN (filters.py); they are timed. What cuDNN has no plan for runs by columns and matrix products.
+rearranged for cuDNN (filters.py), and for small convolutions kernels of our own (small_convolution.py); they are timed.
+What cuDNN has no plan for runs by columns and matrix products.
 """
 
 import logging
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.errors import DeviceError
-from caffepy.ops.cuda import graphs, plans
+from caffepy.ops.cuda import graphs, plans, small_convolution
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into
 from caffepy.ops.cuda.columns import Columns
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 Array = Any  # cupy.ndarray
 Sizes = Sequence[int]
 Run = Callable[..., Any]
+Make = Callable[[], Run | None]
 
 DENSE = 4
 """Groups up to this number may be computed as one, with zeros between them."""
@@ -90,10 +92,11 @@ class Convolution:
         """Add to dw and db."""
         if not dy.size:
             return
+        dy = self._shaped(dy)
         if dw is not None:
-            self._for(x, dy).backward_weight(x, dy, dw)
-        if db is not None:
-            relu_bias_backward(None, self._shaped(dy), db)
+            self._for(x, dy).backward_weight(x, dy, dw, db)
+        elif db is not None:
+            relu_bias_backward(None, dy, db)
 
     def _shaped(self, y: Array) -> Array:
         """An array of outputs whose first axes may be several in place of N, or whose last one is left out."""
@@ -129,11 +132,13 @@ class _Plain:
         self._backward_data = self._backward_data or self._plan("backward_data", (dy, w, dx))
         self._backward_data(dy, w, dx)
 
-    def backward_weight(self, x: Array, dy: Array, dw: Array) -> None:
+    def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
         part = plans.context().array("gradient", dw.shape, dw.dtype)
         self._backward_weight = self._backward_weight or self._plan("backward_weight", (x, dy, part))
         self._backward_weight(x, dy, part)
         add_into(part, dw)
+        if db is not None:
+            relu_bias_backward(None, dy, db)
 
     def _plan(self, what: str, arrays: Sequence[Array]) -> Run:
         plan = graphs.find(what, self.geometry, False, arrays)
@@ -201,10 +206,11 @@ class _ChannelsLast:
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self.geometry, self.dtype = geometry, np.dtype(dtype)
         self._ways = _ways(geometry, dtype)
+        self._small = small_convolution.suits(geometry, dtype)
         self._used: list[_Way] = []
-        self._forward: dict[tuple[bool, bool], tuple[_Way | None, Run]] = {}
+        self._forward: dict[tuple[bool, bool], Run] = {}
         self._backward_data: Run | None = None
-        self._backward_weight: Run | None = None
+        self._backward_weight: dict[bool, Run] = {}
         self._weights_of: _Way | None = None  # the way of the last forward
         self._image_at = 0  # the address of the x that it made blocks of
         self._plain = _Plain(geometry, np.float32)
@@ -212,25 +218,65 @@ class _ChannelsLast:
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
         key = b is not None, relu
         if key not in self._forward:
-            what = f"forward{' bias' * key[0]}{' relu' * relu}"
-            found = self._fastest(what, self._ways, partial(self._plan_forward, x, w, b, y, relu), (x, w, b, y))
-            self._forward[key] = found or (None, partial(self._forward_plain, relu))
-        way, run = self._forward[key]
-        run(x, w, b, y)
-        self._weights_of, self._image_at = way, x.data.ptr
+            ways: list[Make] = [partial(self._cudnn_forward, x, w, b, y, relu)]
+            if self._small:
+                ways += small_convolution.forward(self.geometry, self.dtype, relu)
+            self._forward[key] = self._with_small(_with_bias(relu) if key[0] else "forward", ways, (x, w, b, y))
+        self._weights_of = None
+        self._forward[key](x, w, b, y)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         if self._backward_data is None:
-            ways = [way for way in self._ways if way.blocks is None]
-            found = self._fastest("backward_data", ways, partial(self._plan_backward_data, dy, w, dx), (dy, w, dx))
-            self._backward_data = found[1] if found else self._backward_data_plain
+            ways: list[Make] = [partial(self._cudnn_backward_data, dy, w, dx)]
+            if self._small:
+                ways += small_convolution.backward_data(self.geometry, self.dtype)
+            self._backward_data = self._with_small("backward_data", ways, (dy, w, dx))
         self._backward_data(dy, w, dx)
 
-    def backward_weight(self, x: Array, dy: Array, dw: Array) -> None:
-        if self._backward_weight is None:
-            found = self._fastest("backward_weight", self._ways, partial(self._plan_backward_weight, x, dy), (x, dy))
-            self._backward_weight = partial(self._add_gradient, *found) if found else self._backward_weight_plain
-        self._backward_weight(x, dy, dw)
+    def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
+        key = db is not None
+        if key not in self._backward_weight:
+            ways: list[Make] = [partial(self._cudnn_backward_weight, x, dy)]
+            if self._small:
+                ways += small_convolution.backward_weight(self.geometry, self.dtype)
+            trial = plans.context().array("trial", (2, *dw.shape), dw.dtype)
+            sums = None if db is None else trial[1].ravel()[: db.size]
+            what = f"backward_weight{' bias' * key}"
+            self._backward_weight[key] = self._with_small(what, ways, (x, dy, trial[0], sums))
+        self._backward_weight[key](x, dy, dw, db)
+
+    def _with_small(self, what: str, ways: Sequence[Make], arguments: Sequence[Any]) -> Run:
+        """What takes the least time, cuDNN or a kernel for small convolutions."""
+        found = plans.fastest(f"{what} small {self.geometry}", self.dtype, ways, arguments)
+        assert found is not None
+        return found[1]
+
+    def _cudnn_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run:
+        what = f"forward{' bias' * (b is not None)}{' relu' * relu}"
+        found = self._fastest(what, self._ways, partial(self._plan_forward, x, w, b, y, relu), (x, w, b, y))
+        way, plan = found or (None, partial(self._forward_plain, relu))
+
+        def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
+            plan(x, w, b, y)
+            self._weights_of, self._image_at = way, x.data.ptr
+
+        return run
+
+    def _cudnn_backward_data(self, dy: Array, w: Array, dx: Array) -> Run:
+        ways = [way for way in self._ways if way.blocks is None]
+        found = self._fastest("backward_data", ways, partial(self._plan_backward_data, dy, w, dx), (dy, w, dx))
+        return found[1] if found else self._backward_data_plain
+
+    def _cudnn_backward_weight(self, x: Array, dy: Array) -> Run:
+        found = self._fastest("backward_weight", self._ways, partial(self._plan_backward_weight, x, dy), (x, dy))
+        add = partial(self._add_gradient, *found) if found else self._backward_weight_plain
+
+        def run(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
+            add(x, dy, dw)
+            if db is not None:
+                relu_bias_backward(None, dy, db)
+
+        return run
 
     def _fastest(
         self, what: str, ways: Sequence[_Way], plan: Callable[[_Way], Run | None], arguments: Sequence[Any]
@@ -324,4 +370,4 @@ class _ChannelsLast:
         convert(to, dx)
 
     def _backward_weight_plain(self, x: Array, dy: Array, dw: Array) -> None:
-        self._plain.backward_weight(self._moved("x", x), self._moved("y", dy), dw)
+        self._plain.backward_weight(self._moved("x", x), self._moved("y", dy), dw, None)

@@ -12,7 +12,7 @@ cupy = pytest.importorskip("cupy")
 from caffepy.blob import Format, from_bfloat16  # noqa: E402
 from caffepy.errors import DeviceError  # noqa: E402
 from caffepy.ops import cpu, cuda  # noqa: E402
-from caffepy.ops.cuda import filters, plans, precision  # noqa: E402
+from caffepy.ops.cuda import filters, plans, precision, small_convolution  # noqa: E402
 from tests.ops.test_convolution import CASES as CPU_CASES  # noqa: E402
 
 
@@ -198,6 +198,7 @@ def test_the_other_way(case, kind, monkeypatch):
         return found[-1] if found else None
 
     monkeypatch.setattr(plans, "fastest", last)
+    monkeypatch.setattr(small_convolution, "suits", lambda *arguments: False)
     check(CASES[case], KINDS[kind])
 
 

@@ -1,0 +1,375 @@
+"""Convolutions of small images by kernels of our own, one launch each (gradients of weights and bias: two).
+
+Libraries are made for large problems: of small ones, or with few channels, they fill up pixels, rearrange weights and
+do not occupy a device. Here a tiling is chosen by estimated cycles; whether it is faster than cuDNN is for the caller
+to find out by timing.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from itertools import product
+from math import prod
+from typing import Any, NamedTuple
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from caffepy.ops.cuda import plans, precision
+from caffepy.ops.cuda.blas import TYPES
+from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.graphs import Geometry
+from caffepy.ops.cuda.launch import Array, divisor
+
+Run = Callable[..., Any]
+Way = Callable[[], Run | None]
+
+OPERATIONS, DEPTH = 4e9, 2048
+"""Operations of a convolution, and weights of an output or of a channel, up to which ways are offered."""
+
+WAYS = 2
+"""Tilings of an operation that are worth timing."""
+
+TILES = [(m, n) for n in (1, 2, 3, 4, 5, 7) for m in range(1, 9) if m * n <= 16]
+"""Tiles of 16 rows and of 8 columns that a warp may make: its sums must fit into registers."""
+
+WARPS = (8, 16)
+
+Pair = tuple[int, int]
+
+
+class Tiling(NamedTuple):
+    """How a kernel of small_convolution.cu divides its work."""
+
+    cycles: float  # as estimated
+    m: int  # tiles of 16 rows and of 8 columns of a warp
+    n: int
+    warps: int
+    split: int  # warps that share a depth
+    images: int  # that a block keeps at a time, and lines of results of each
+    lines: int
+    shared: int  # bytes
+
+    @property
+    def groups(self) -> int:
+        """Warps with rows of their own."""
+        return self.warps // self.split
+
+
+class _Device(NamedTuple):
+    processors: int
+    shared: int
+    capability: int
+
+
+@cache
+def _device(index: int) -> _Device:
+    found = cupy.cuda.runtime.getDeviceProperties(index)
+    return _Device(found["multiProcessorCount"], found["sharedMemPerBlockOptin"], 10 * found["major"] + found["minor"])
+
+
+def _here() -> _Device:
+    return _device(cupy.cuda.runtime.getDevice())
+
+
+def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
+    """Whether it may be faster than libraries are, in numbers that tensor cores take."""
+    taps = prod(geometry.w[2:])
+    return (
+        geometry.group == 1
+        and len(geometry.stride) == 2
+        and 1 < taps <= DEPTH // max(geometry.w[:2])
+        and 0 < geometry.operations <= OPERATIONS
+        and max(prod(geometry.x), prod(geometry.y)) < 1 << 30
+        and (np.dtype(dtype).itemsize == 2 or precision.get() != "fp32")
+        and _here().capability >= 80
+    )
+
+
+def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Way]:
+    """Ways that run with x, w, b or None, y."""
+    look = _Look.forward(geometry, dtype)
+    return [partial(look.plan, tiling, relu) for tiling in _best(look.tilings())]
+
+
+def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Way]:
+    """Ways that run with dy, w, dx."""
+    look = _Look.backward(geometry, dtype)
+
+    def way(tiling: Tiling) -> Run:
+        run = look.plan(tiling, False)
+        return lambda dy, w, dx: run(dy, w, None, dx)
+
+    return [partial(way, tiling) for tiling in _best(look.tilings())]
+
+
+def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Way]:
+    """Ways that run with x, dy, dw, db or None, and add to the last two."""
+    gradient = _Gradient(geometry, dtype)
+    return [partial(gradient.plan, tiling) for tiling in _best(gradient.tilings())]
+
+
+def _best(tilings: Iterator[Tiling]) -> list[Tiling]:
+    """The best ones of those that share depth among different numbers of warps."""
+    best: dict[int, Tiling] = {}
+    for tiling in tilings:
+        if tiling.split not in best or tiling < best[tiling.split]:
+            best[tiling.split] = tiling
+    return sorted(best.values())[:WAYS]
+
+
+def _pieces(capacity: int, number: int, out: Pair) -> Pair | None:
+    """Of how many images how many lines of results fit into so many rows, about as many in each piece."""
+    lines, columns = out
+    if lines * columns <= capacity:
+        images = min(number, capacity // (lines * columns))
+        return -(-number // -(-number // images)), lines
+    most = capacity // columns
+    return (1, -(-lines // -(-lines // most))) if most else None
+
+
+def _reach(taps: int, dilation: int) -> int:
+    return (taps - 1) * dilation + 1
+
+
+def _prepare(name: str, dtype: np.dtype[Any], tiling: Tiling) -> Run:
+    found: Any = kernel("small_convolution", f"{name}<{TYPES[dtype.name]}, {tiling.m}, {tiling.n}>")
+    found.max_dynamic_shared_size_bytes = _here().shared
+    return partial(found, block=(32 * tiling.warps,), shared_mem=tiling.shared)
+
+
+def _cycles(tiling: Tiling, steps: float) -> float:
+    """Of a processor for the products of a block: shared memory, tensor cores, or how long a warp waits for them."""
+    m, n = tiling.m, tiling.n
+    return max(
+        steps * tiling.groups * (4 * m + 2 * n + 2),
+        steps * tiling.groups * m * n * 1.6,
+        steps / tiling.split * (30 + 2 * m * n),
+    )
+
+
+BYTES = 20
+"""Bytes that a processor gets from the device's memory in a cycle while all others do so too."""
+
+LATENCY = 600
+"""Cycles until what is fetched can be used, or until a block begins."""
+
+
+class _Look:
+    """Positions of one array that look at another through taps: forward, and backward the other way round."""
+
+    def __init__(
+        self,
+        dtype: DTypeLike,
+        source: tuple[int, ...],
+        target: tuple[int, ...],
+        taps: Pair,
+        dilation: Pair,
+        step: Pair,
+        spread: Pair,
+        before: Pair,
+        turned: bool,
+    ) -> None:
+        self.dtype = np.dtype(dtype)
+        self.source, self.target, self.taps, self.dilation = source, target, taps, dilation
+        self.step, self.spread, self.before, self.turned = step, spread, before, turned
+        self.words = -(-source[1] * self.dtype.itemsize // 4)  # of a pixel
+        self.steps = -(-self.words * prod(taps) // 8)
+
+    @classmethod
+    def forward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Look":
+        """y looks at x."""
+        return cls(
+            dtype,
+            geometry.x,
+            geometry.y,
+            _pair(geometry.w[2:]),
+            _pair(geometry.dilation),
+            _pair(geometry.stride),
+            (1, 1),
+            _pair(geometry.padding),
+            False,
+        )
+
+    @classmethod
+    def backward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Look":
+        """dx looks at dy, spread by the stride, through the taps in reverse."""
+        taps, dilation = _pair(geometry.w[2:]), _pair(geometry.dilation)
+        top, left = (_reach(k, d) - 1 - p for k, d, p in zip(taps, dilation, geometry.padding, strict=True))
+        return cls(dtype, geometry.y, geometry.x, taps, dilation, (1, 1), _pair(geometry.stride), (top, left), True)
+
+    def window(self, lines: int) -> Pair:
+        """Lines and columns of the source that so many lines of results see."""
+        rows, columns = (
+            (n - 1) * s + _reach(k, d)
+            for n, s, k, d in zip((lines, self.target[3]), self.step, self.taps, self.dilation, strict=True)
+        )
+        return rows, columns
+
+    def tilings(self) -> Iterator[Tiling]:
+        """All that fit into shared memory."""
+        number, outputs, *out = self.target
+        here = _here()
+        line = (self.steps | 1) * 8
+        for (m, n), warps in product(TILES, WARPS):
+            if 8 * n >= outputs + 8:
+                continue
+            for split in (s for s in (1, 2, 4, 8, 16) if s <= min(warps, self.steps)):
+                piece = _pieces(16 * m * (warps // split), number, _pair(out))
+                if piece is None:
+                    continue
+                images, lines = piece
+                pixels = images * prod(self.window(lines))
+                parts = 128 * m * n * warps if split > 1 else 0
+                shared = 4 * (8 * self.steps + 8 * n * line + max(pixels * (self.words | 1), parts))
+                if shared > here.shared:
+                    continue
+                tiling = Tiling(0, m, n, warps, split, images, lines, shared)
+                yield tiling._replace(cycles=self._cycles(tiling, pixels))
+
+    def _tiles(self, tiling: Tiling) -> int:
+        return -(-self.target[0] // tiling.images) * -(-self.target[2] // tiling.lines)
+
+    def _blocks(self, tiling: Tiling) -> Pair:
+        """Blocks along the grid's first axis, and how many a processor holds at a time."""
+        here = _here()
+        together = max(1, min(here.shared // (tiling.shared + 1024), 16 // tiling.warps))
+        across = -(-self.target[1] // (8 * tiling.n))
+        return min(self._tiles(tiling), max(1, here.processors * together // across)), together
+
+    def _cycles(self, tiling: Tiling, pixels: int) -> float:
+        blocks, together = self._blocks(tiling)
+        across = -(-self.target[1] // (8 * tiling.n))
+        rounds = -(-self._tiles(tiling) // blocks)
+        resident = min(together, -(-blocks * across // _here().processors))
+        weights = 8 * tiling.n * self.source[1] * prod(self.taps) * 4 / BYTES
+        fetched = pixels * self.words * max(0.15, 4 / BYTES)
+        written = 16 * tiling.m * tiling.groups * 8 * tiling.n * self.dtype.itemsize / BYTES
+        sums = 8 * tiling.warps * tiling.m * tiling.n + 200 if tiling.split > 1 else 0
+        work = fetched + written + sums + _cycles(tiling, self.steps)
+        return LATENCY + resident * weights + rounds * (LATENCY + resident * work)
+
+    def plan(self, tiling: Tiling, relu: bool) -> Run:
+        """What runs with the source, w, b or None, the target."""
+        number, channels, *size = self.source
+        outputs, *out = self.target[1:]
+        rows, columns = self.window(tiling.lines)
+        sizes = (number, channels, *size, outputs, *out, *self.taps, *self.dilation, *self.step, *self.spread)
+        how = (*self.before, self.turned, relu, tiling.images, tiling.lines, tiling.split)
+        divisors = [divisor(d) for d in (self.words, columns, rows, prod(self.taps))]
+        arguments = (*(np.int32(n) for n in (*sizes, *how)), *divisors)
+        run = _prepare("small_convolution", self.dtype, tiling)
+        grid = self._blocks(tiling)[0], -(-outputs // (8 * tiling.n))
+        return lambda x, w, b, y: run(grid, args=(x, w, 0 if b is None else b, y, *arguments))
+
+
+class _Gradient:
+    """Of weights and bias."""
+
+    def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
+        self.geometry, self.dtype = geometry, np.dtype(dtype)
+        self.each = 4 // self.dtype.itemsize  # positions of a word
+        self.taps = prod(geometry.w[2:])
+        self.length = geometry.w[1] * self.taps
+        self.across = -(-geometry.y[3] // self.each)
+
+    def window(self, lines: int) -> Pair:
+        """Lines and columns of x that so many lines of results see."""
+        geometry = self.geometry
+        rows, columns = (
+            (n - 1) * s + _reach(k, d)
+            for n, s, k, d in zip(
+                (lines, self.across * self.each),
+                _pair(geometry.stride),
+                _pair(geometry.w[2:]),
+                _pair(geometry.dilation),
+                strict=True,
+            )
+        )
+        return rows, columns
+
+    def channels(self, rows: int) -> int:
+        """Most channels that a block of so many rows meets."""
+        return max(
+            (min(first + rows, self.length) - 1) // self.taps - first // self.taps + 1
+            for first in range(0, self.length, rows)
+        )
+
+    def tilings(self) -> Iterator[Tiling]:
+        """All that fit into shared memory."""
+        number, outputs, height, width = self.geometry.y
+        here = _here()
+        for (m, n), warps in product(TILES, WARPS):
+            if 8 * n >= outputs + 8:
+                continue
+            for split in (s for s in (1, 2, 4, 8, 16) if s <= warps):
+                rows = 16 * m * (warps // split)
+                if rows >= self.length + 16 * m:
+                    continue
+                channels = self.channels(rows)
+                for positions in (64, 128, 256, 512):
+                    piece = _pieces(max(positions, width), number, (height, width))
+                    assert piece is not None
+                    images, lines = piece
+                    steps = -(-images * lines * self.across // 8)
+                    pixels = images * prod(self.window(lines))
+                    parts = 128 * m * n * warps if split > 1 else 0
+                    words = 8 * steps * (8 * (n | 1) + 1) + 32 * warps + max(pixels * (channels | 1), parts)
+                    if 4 * words > here.shared:
+                        continue
+                    tiling = Tiling(0, m, n, warps, split, images, lines, 4 * words)
+                    yield tiling._replace(cycles=self._cycles(tiling, channels, pixels, steps))
+
+    def _grid(self, tiling: Tiling) -> tuple[int, int, int, int]:
+        """The grid, and how many blocks a processor holds at a time."""
+        here = _here()
+        number, outputs, height, _ = self.geometry.y
+        tiles = -(-number // tiling.images) * -(-height // tiling.lines)
+        down, across = -(-self.length // (16 * tiling.m * tiling.groups)), -(-outputs // (8 * tiling.n))
+        together = max(1, min(here.shared // (tiling.shared + 1024), 16 // tiling.warps))
+        shares = min(tiles, max(1, here.processors * together // (down * across)))
+        return -(-tiles // -(-tiles // shares)), down, across, together
+
+    def _cycles(self, tiling: Tiling, channels: int, pixels: int, steps: int) -> float:
+        shares, down, across, together = self._grid(tiling)
+        here = _here()
+        number, outputs, height, _ = self.geometry.y
+        rounds = -(-(-(-number // tiling.images) * -(-height // tiling.lines)) // shares)
+        resident = min(together, -(-shares * down * across // here.processors))
+        fetched = pixels * channels * max(0.17 * self.each, 4 / BYTES)
+        fetched += 8 * steps * min(outputs, 8 * tiling.n) * max(0.1 * self.each, 4 / BYTES)
+        sums = 128 * tiling.m * tiling.n * tiling.groups
+        ends = LATENCY + resident * sums * (tiling.split / 16 + 4 / BYTES)
+        finish = 2 * LATENCY + sums * shares * down * across * 4 / BYTES / here.processors + shares / 8 * 60
+        return LATENCY + rounds * (LATENCY + resident * (fetched + _cycles(tiling, steps))) + ends + finish
+
+    def plan(self, tiling: Tiling) -> Run:
+        """What runs with x, dy, dw, db or None."""
+        geometry = self.geometry
+        outputs = geometry.y[1]
+        *grid, _ = self._grid(tiling)
+        shares, down, across = grid
+        rows, columns = self.window(tiling.lines)
+        most = self.channels(16 * tiling.m * tiling.groups)
+        sizes = (*geometry.x, *geometry.y[1:], *geometry.w[2:], *geometry.dilation, *geometry.stride, *geometry.padding)
+        how = (tiling.images, tiling.lines, tiling.split, most)
+        arguments = [np.int32(n) for n in (*sizes, *how)]
+        divisors = [divisor(d) for d in (most, columns, rows, self.across)]
+        run = _prepare("small_gradient", self.dtype, tiling)
+        finish = kernel("small_convolution", "add_gradient")
+        elements = 128 * tiling.m * tiling.n * tiling.groups * down * across
+
+        def both(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
+            sums = elements + (0 if db is None else outputs)
+            part = plans.context().array("small gradient", (shares, sums), np.float32)
+            run((shares, down, across), args=(x, dy, part, *arguments, np.int32(db is not None), *divisors))
+            ends = (shares, sums, self.length, outputs, tiling.m, tiling.n, tiling.groups, down)
+            last = (part, dw, 0 if db is None else db, *(np.int32(n) for n in ends))
+            finish((-(-sums // 32),), (256,), last)
+
+        return both
+
+
+def _pair(sizes: Any) -> Pair:
+    first, second = sizes
+    return int(first), int(second)
