@@ -17,7 +17,7 @@ from caffepy.errors import SyncError, UsageError
 from caffepy.parallel import peers
 from caffepy.parallel.group import Group
 from caffepy.parallel.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose, obstacle_to_nccl
-from caffepy.parallel.topology import Topology
+from caffepy.parallel.topology import all_joined
 
 SIZES = "64K..512M"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -147,12 +147,6 @@ def bench_allreduce(gpu: str | None = None, cpu: int = 0, sync: str = "", sizes:
             continue
         timings += _measure(choice, devices, counts)
     return AllReduceBench(where, len(devices), timings, left_out)
-
-
-def all_joined(size: int) -> Topology:
-    """Threads of one process: each reaches the memory of all."""
-    access = tuple(tuple(a != b for b in range(size)) for a in range(size))
-    return Topology(tuple(range(size)), (None,) * size, access)
 
 
 def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -> list[Timing]:

@@ -2,23 +2,31 @@
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from caffepy import ops
 from caffepy.device import CudaDevice, Device, gpu_numbers
 from caffepy.errors import STOPPED, ConfigError, DeviceError, UsageError
+from caffepy.parallel import peers
+from caffepy.parallel.topology import all_joined
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field, read_solver
 from caffepy.report import logging_to, open_report
 from caffepy.reporter import Output
 from caffepy.solver import Signals, Solver, newest_good
+from caffepy.team import Team, Terms
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
+TERMS = Terms()
+"""The usual ones."""
+
+SEED = 1
+"""random_seed of a deterministic run whose solver has none."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,10 @@ def train(
     weights: Sequence[str] = (),
     snapshot: str | None = None,
     gpu: str | None = None,
-    cpu: bool = False,
+    cpu: int = 0,
+    terms: Terms = TERMS,
+    global_batch: bool = False,
+    deterministic: bool = False,
     precision: str | None = None,
     capture: bool = True,
     fuse: bool = True,
@@ -61,12 +72,13 @@ def train(
     """Train as the solver file says; raises the errors of `caffepy.errors`.
 
     `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the newest good one under
-    the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). `gpu`: the number of a GPU,
-    or "all" for the first; `cpu` keeps a solver that says solver_mode: GPU on the CPU; `precision` on a GPU: "fp32",
-    "tf32", "bf16" or "fp16". Without `capture` a GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM
-    stops with a snapshot; `sigint_effect` and `sighup_effect` are "stop", "snapshot" or
-    "none". `log_dir` gets a log file; `progress` False keeps the terminal free of a progress bar; `threads` is the
-    number of CPU threads.
+    the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). `gpu`: the numbers of GPUs,
+    or "all", a solver each; `cpu`: so many solvers on the CPU, even if they say solver_mode: GPU. Several solvers train
+    as one, on these `terms`; batches are what the net says for each, or with `global_batch` for all together.
+    `deterministic` runs are the same each time. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16". Without
+    `capture` a GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM stops with a snapshot;
+    `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file; `progress` False
+    keeps the terminal free of a progress bar; `threads` is the number of CPU threads.
     """
     if snapshot and weights and snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
@@ -75,19 +87,30 @@ def train(
     signals = Signals(sigint_effect, sighup_effect)
     with _logging(log_dir):
         param = read_solver(solver)
-        device = Device() if cpu else _device(param, solver, gpu)
-        _tell(device)
-        if device.kind == "cuda":
-            param.device_id = device.index
+        devices = [Device() for _ in range(cpu)] if cpu else _devices(param, solver, gpu)
+        _tell(devices)
+        if devices[0].kind == "cuda":
+            param.device_id = devices[0].index
         if threads:
-            ops.backend(device).set_num_threads(threads)
+            ops.backend(devices[0]).set_num_threads(threads)
+        if deterministic:
+            _determine(param, devices[0])
         param.train_state.level = level
         param.train_state.stage.extend(stages)
         snapshot = _start(param, solver, snapshot, weights)
         with (
             signals,
             open_report(param.snapshot_prefix or None, param.max_iter, progress) as reporter,
-            closing(Solver(param, device=device, path=solver, reporter=reporter, precision=precision)) as run,
+            closing(
+                Solver(
+                    param,
+                    device=devices[0],
+                    path=solver,
+                    reporter=reporter,
+                    precision=precision,
+                    batch_parts=len(devices) if global_batch else 1,
+                )
+            ) as run,
         ):
             signals.listen()
             run.action = signals.poll
@@ -100,8 +123,9 @@ def train(
             if snapshot:
                 log.info("Resuming from %s", snapshot)
                 run.restore(snapshot)
-            log.info("Starting Optimization")
-            run.solve()
+            with _team(run, devices, terms, signals.check):
+                log.info("Starting Optimization")
+                run.solve()
             log.info("Optimization Done.")
             return TrainResult(run.iter, run.stopped, run.last_outputs, run.saved_now)
 
@@ -115,31 +139,54 @@ def _logging(log_dir: str | None) -> Iterator[None]:
             yield
 
 
-def _device(param: SolverParameter, path: str, gpu: str | None) -> Device:
-    """The device of the run: the CPU unless `gpu` or an explicit solver_mode asks for another, as in Caffe's tool."""
+def _devices(param: SolverParameter, path: str, gpu: str | None) -> list[Device]:
+    """The devices of the run: the CPU unless `gpu` or an explicit solver_mode asks for others, as in Caffe's tool."""
     if gpu:
         numbers = gpu_numbers(gpu)
-        if len(numbers) > 1 and gpu != "all":
-            raise DeviceError("training on several GPUs at once is not there yet; give one")
-        return CudaDevice(numbers[0])
+        for number in numbers:
+            if numbers.count(number) > 1:
+                raise UsageError(f"GPU {number} is named twice")
+        return [CudaDevice(number) for number in numbers]
     if param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU:
         index = param.device_id if param.HasField("device_id") else 0
         try:
-            return CudaDevice(index)
+            return [CudaDevice(index)]
         except DeviceError as error:
             raise DeviceError(
                 f"solver_mode: GPU asks for GPU {index}, but {error.message}; or set solver_mode: CPU, or give --cpu",
                 locate_field(path, "solver_mode"),
             ) from None
-    return Device()
+    return [Device()]
 
 
-def _tell(device: Device) -> None:
-    if isinstance(device, CudaDevice):
-        log.info("Using GPUs %d", device.index)
-        log.info("GPU %d: %s", device.index, device.name)
-    else:
+def _tell(devices: Sequence[Device]) -> None:
+    gpus = [device for device in devices if isinstance(device, CudaDevice)]
+    if not gpus:
         log.info("Use CPU.")
+        return
+    log.info("Using GPUs %s", ", ".join(str(device.index) for device in gpus))
+    for device in gpus:
+        log.info("GPU %d: %s", device.index, device.name)
+
+
+def _determine(param: SolverParameter, device: Device) -> None:
+    """See to it that nothing is left to chance."""
+    if param.random_seed < 0:
+        param.random_seed = SEED
+        log.info("Deterministic: random_seed is %d", SEED)
+    ops.set_deterministic(device)
+
+
+def _team(
+    root: Solver, devices: Sequence[Device], terms: Terms, interrupted: Callable[[], object]
+) -> AbstractContextManager[object]:
+    """The workers of the root solver, if there are to be any."""
+    size = len(devices)
+    if size == 1:
+        return nullcontext()
+    on_gpu = devices[0].kind == "cuda"
+    joined = peers.prepare(peers.query([device.index for device in devices])) if on_gpu else all_joined(size)
+    return Team(root, devices, joined, terms, interrupted)
 
 
 def _start(param: SolverParameter, path: str, snapshot: str | None, weights: Sequence[str]) -> str | None:

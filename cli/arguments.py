@@ -4,23 +4,28 @@ Caffe's flags come as `-solver x`, `-solver=x`, `--solver x` and `--solver=x`, b
 `-flag=false`, and may stand before the command; dashes and underscores are the same.
 """
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Mapping, Sequence
 
 TRUE = ("1", "t", "true", "y", "yes")
 FALSE = ("0", "f", "false", "n", "no")
 
 
-def normalize(arguments: Sequence[str], takes_value: Mapping[str, bool], groups: Container[str] = ()) -> list[str]:
+def normalize(
+    arguments: Sequence[str], takes_value: Mapping[str, bool | None], groups: Container[str] = ()
+) -> list[str]:
     """The command first, then `--name=value` and `--flag`; `takes_value` has the names of all flags, without dashes.
 
+    Those with None take a number, if one follows.
     `groups` are the commands that have commands of their own: of theirs the first two words stay in front.
     Unknown flags go through, so that click can speak of them. Nothing after `--` is touched.
     """
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     flags: list[str] = []
     words: list[str] = []
-    rest = iter(arguments[:cut])
-    for argument in rest:
+    rest = deque(arguments[:cut])
+    while rest:
+        argument = rest.popleft()
         if argument.startswith("-") and len(argument) > 1:
             flags.append(_flag(argument, rest, takes_value))
         else:
@@ -30,15 +35,17 @@ def normalize(arguments: Sequence[str], takes_value: Mapping[str, bool], groups:
     return [*command, *flags, *words[length:], *arguments[cut:]]
 
 
-def _flag(argument: str, rest: Iterator[str], takes_value: Mapping[str, bool]) -> str:
+def _flag(argument: str, rest: deque[str], takes_value: Mapping[str, bool | None]) -> str:
     name, equals, value = argument.lstrip("-").partition("=")
     name = name.replace("_", "-")
     if name == "h":
         name = "help"
-    if takes_value.get(name):
+    takes = takes_value.get(name, False)
+    if takes is None:
+        takes = bool(equals or (rest and rest[0].isdecimal()))
+    if takes:
         if not equals:
-            given = next(rest, None)
-            return f"--{name}" if given is None else f"--{name}={given}"
+            return f"--{name}={rest.popleft()}" if rest else f"--{name}"
         return f"--{name}={value}"
     negated = name.removeprefix("no")
     if name not in takes_value and negated != name and f"no-{negated}" in takes_value:

@@ -12,6 +12,7 @@ from types import FrameType
 import click
 
 from caffepy import __version__
+from caffepy.cli import options
 from caffepy.cli.arguments import normalize
 from caffepy.cli.bench import bench
 from caffepy.cli.check import check
@@ -147,15 +148,15 @@ def _abandon_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def flags(arguments: Sequence[str] = ()) -> dict[str, bool]:
-    """The names of the flags of all commands, without dashes, and whether each takes a value.
+def flags(arguments: Sequence[str] = ()) -> dict[str, bool | None]:
+    """The names of the flags of all commands, without dashes, and whether each takes a value: None if it may.
 
     Where commands disagree, the first command among the arguments knows.
     """
     named = (caffepy.commands.get(argument.replace("_", "-")) for argument in arguments)
     first = next((command for command in named if command), None)
     return {
-        name.lstrip("-"): not parameter.is_flag
+        name.lstrip("-"): None if options.is_optional(parameter) else not parameter.is_flag
         for command in [*_all_commands(caffepy), *(_all_commands(first) if first else [])]
         for parameter in command.params
         if isinstance(parameter, click.Option)

@@ -14,8 +14,14 @@ from caffepy.registry import nearest
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
+PHASES = ("set-up", "step", "test", "snapshot")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # of ops.precisions, which takes long to import
 LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+
+
+def is_optional(option: click.Option) -> bool:
+    """Whether an option's value may be left out."""
+    return not option.is_flag and isinstance(option.flag_value, str)
 
 
 class Definition(NamedTuple):
@@ -52,6 +58,19 @@ def _split(context: click.Context, parameter: click.Parameter, value: str) -> tu
     return tuple(value.split(","))
 
 
+def _seconds(context: click.Context, parameter: click.Parameter, value: str) -> dict[str, float]:
+    given = {}
+    for part in filter(None, value.split(",")):
+        name, _, seconds = part.partition("=")
+        try:
+            given[name.strip()] = float(seconds)
+        except ValueError:
+            raise click.BadParameter(f"{part!r} is not PHASE=SECONDS") from None
+        if name.strip() not in PHASES:
+            raise click.BadParameter(f"{name!r} is no phase (phases: {', '.join(PHASES)})")
+    return given
+
+
 def _files(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in value.split(",") if name.strip())
 
@@ -83,6 +102,53 @@ gpu: Decorator = click.option(
     callback=_devices,
     metavar="IDS|all",
     help="GPUs: numbers separated by commas, or all; one of them computes, the first. Default: the CPU.",
+)
+gpus: Decorator = click.option(
+    "--gpu",
+    default="",
+    callback=_devices,
+    metavar="IDS|all",
+    help="GPUs: numbers separated by commas, or all; they train as one. Default: that of solver_mode: GPU, or the CPU.",
+)
+cpus: Decorator = click.option(
+    "--cpu",
+    is_flag=False,
+    flag_value="1",
+    type=click.IntRange(min=1),
+    metavar="[N]",
+    help="Compute on the CPU even if the solver says solver_mode: GPU; with N so many solvers train as one.",
+)
+sync: Decorator = click.option(
+    "--sync",
+    type=click.Choice(["auto", "tree", "muji", "flat", "nccl"]),
+    default="auto",
+    show_default=True,
+    help="How several solvers add up gradients; tree updates the root's parameters only, as in Caffe.",
+)
+batch_mode: Decorator = click.option(
+    "--batch-mode",
+    type=click.Choice(["per-gpu", "global"]),
+    default="per-gpu",
+    show_default=True,
+    help="Whether each solver has the net's batch_size, or all together, as in NVCaffe.",
+)
+bn_stats: Decorator = click.option(
+    "--bn-stats",
+    type=click.Choice(["average", "root"]),
+    default="average",
+    show_default=True,
+    help="Statistics of BatchNorm in tests and snapshots: the mean of all solvers', or the first one's, as in Caffe.",
+)
+deterministic: Decorator = click.option(
+    "--deterministic", is_flag=True, help="Two runs give the same: a fixed seed, fixed orders of sums."
+)
+deadlines: Decorator = click.option(
+    "--deadlines",
+    default="",
+    envvar="CAFFEPY_DEADLINES",
+    callback=_seconds,
+    metavar="PHASE=S,...",
+    help="Seconds after which a solver that others wait for counts as hung: set-up=900,step=300,test=900,snapshot=900.",
 )
 precision: Decorator = click.option(
     "--precision",

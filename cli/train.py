@@ -17,8 +17,13 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
     default="",
     help="Solver state to resume from; auto: the newest good one of the solver's prefix, if there is one.",
 )
-@options.gpu
-@click.option("--cpu", is_flag=True, help="Compute on the CPU even if the solver says solver_mode: GPU.")
+@options.gpus
+@options.cpus
+@options.sync
+@options.batch_mode
+@options.bn_stats
+@options.deterministic
+@options.deadlines
 @options.precision
 @options.capture
 @options.fuse
@@ -34,7 +39,12 @@ def train(
     weights: tuple[str, ...],
     snapshot: str,
     gpu: str | None,
-    cpu: bool,
+    cpu: int | None,
+    sync: str,
+    batch_mode: str,
+    bn_stats: str,
+    deterministic: bool,
+    deadlines: dict[str, float],
     precision: str | None,
     capture: bool,
     fuse: bool,
@@ -47,7 +57,8 @@ def train(
 ) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
-    Computes on the GPU that --gpu names, else on that of a solver with solver_mode: GPU, else on the CPU.
+    Computes on the GPUs that --gpu names, else on that of a solver with solver_mode: GPU, else on the CPU. Several GPUs
+    train as one with a larger batch; the data is read once for all of them.
     SIGTERM takes a snapshot and stops. A stopped run ends with exit code 75; --snapshot auto goes on from there.
     Besides the snapshots a run leaves PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png.
 
@@ -55,11 +66,13 @@ def train(
     Examples:
       caffepy train --solver digits
       caffepy train --solver solver.prototxt --gpu 0
+      caffepy train --solver solver.prototxt --gpu all --batch-mode global
       caffepy train --solver solver.prototxt --weights caffenet.caffemodel
       caffepy train --solver solver.prototxt --snapshot auto --log-dir logs
     """
     if solver is None:
         raise click.UsageError("Need a solver definition to train: give --solver FILE or the name of a bundled model.")
+    from caffepy.team import Terms
     from caffepy.train import train as run
 
     result = run(
@@ -67,7 +80,10 @@ def train(
         weights=weights,
         snapshot=snapshot or None,
         gpu=gpu,
-        cpu=cpu,
+        cpu=cpu or 0,
+        terms=Terms(sync, bn_stats, deadlines),
+        global_batch=batch_mode == "global",
+        deterministic=deterministic,
         precision=precision,
         capture=capture,
         fuse=fuse,

@@ -12,6 +12,7 @@ ROWS = {
     "__init__": 8,
     "pycaffe": 8,
     "train": 8,
+    "team": 8,
     "score": 8,
     "timing": 8,
     "bench": 8,
@@ -42,7 +43,13 @@ ROWS = {
     "files": 1,
     "models": 4,
 }
-SAME_ROW = {("pycaffe", "__init__"), ("__init__", "pycaffe"), ("registry", "errors"), ("files", "errors")}
+SAME_ROW = {
+    ("train", "team"),
+    ("pycaffe", "__init__"),
+    ("__init__", "pycaffe"),
+    ("registry", "errors"),
+    ("files", "errors"),
+}
 
 
 def sources() -> dict[Path, str]:

@@ -96,6 +96,11 @@ class Layer:
         """Whether `force_backward` of the net reaches bottom `index`."""
         return True
 
+    @property
+    def statistics(self) -> Sequence[Blob]:
+        """Those of `blobs` that forward computes from the data that it sees."""
+        return ()
+
     def serve(self, devices: Sequence[Device]) -> None:
         """Forward will be called for nets on these devices in turn, the layer being shared."""
 
@@ -222,4 +227,6 @@ class Drawing(Layer):
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on with that seed."""
+        if self.seed != state["seed"] and self.device.store is not None:
+            self.device.store.epoch += 1  # recordings know the old one
         self.seed = state["seed"]

@@ -103,6 +103,11 @@ class BatchNorm(SameShape):
 
     reads_input = True
 
+    @property
+    def statistics(self) -> Sequence[Blob]:
+        """Those of `blobs` that forward computes from the data that it sees."""
+        return self.blobs[:3]
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Make the three blobs, which no solver may learn, and perhaps scale and bias."""
         param = self.param.batch_norm_param

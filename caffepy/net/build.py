@@ -71,6 +71,23 @@ def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
     return True
 
 
+BATCHES = ("data_param", "hdf5_data_param", "image_data_param", "memory_data_param", "window_data_param")
+
+
+def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> NetParameter:
+    """A copy whose layers that read data have the batch_size of one of several nets; ConfigError if it is no number."""
+    divided = NetParameter()
+    divided.CopyFrom(param)
+    for layer in divided.layer:
+        for data in (getattr(layer, name) for name in BATCHES if layer.HasField(name)):
+            if data.batch_size % parts:
+                message = f"a batch of {data.batch_size} cannot be divided among {parts} solvers"
+                raise ConfigError(message, where(path, layer))
+            if data.batch_size:
+                data.batch_size //= parts
+    return divided
+
+
 Top = tuple[int, int]  # layer index, top index
 
 

@@ -36,3 +36,11 @@ def set_precision(device: Device, precision: str | None) -> None:
         from caffepy.ops.cuda import precision as of_gpus
 
         of_gpus.set(precision)
+
+
+def set_deterministic(device: Device) -> None:
+    """Keep to operations of a GPU that give the same each time from now on; those of the CPU do in any case."""
+    if device.kind == "cuda":
+        from caffepy.ops.cuda import precision
+
+        precision.set_deterministic(True)

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, TypeVar
 
 from caffepy.parallel.group import Group, GroupStoppedError
@@ -15,19 +16,27 @@ AHEAD = 4
 
 
 class Crew(Generic[Member]):
-    """`make` is called in each rank's thread for its member, which then gets all work.
+    """`make` is called in each rank's thread for its member, which then gets all work, `within` a context.
 
     An error in a thread stops the group; the root hears of it wherever it waits.
     """
 
-    def __init__(self, group: Group, make: Callable[[int], Member]) -> None:
+    NAME = "caffepy rank"
+
+    def __init__(
+        self,
+        group: Group,
+        make: Callable[[int], Member],
+        within: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.group = group
+        self._within = within
         self.members: dict[int, Member] = {}
         self._make = make
         self._work: dict[int, deque[Callable[[Member], object]]] = {rank: deque() for rank in range(1, group.size)}
         self._over = False
         self._threads = {
-            rank: threading.Thread(target=self._serve, args=(rank,), name=f"caffepy rank {rank}", daemon=True)
+            rank: threading.Thread(target=self._serve, args=(rank,), name=f"{self.NAME} {rank}", daemon=True)
             for rank in self._work
         }
 
@@ -65,7 +74,7 @@ class Crew(Generic[Member]):
 
     def _serve(self, rank: int) -> None:
         try:
-            with self.group.guard(rank):
+            with self.group.guard(rank), self._within(rank):
                 member = self._make(rank)
                 with self.group.change():
                     self.members[rank] = member

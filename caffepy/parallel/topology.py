@@ -57,6 +57,12 @@ class Topology:
         return self.boards[a] is not None and self.boards[a] == self.boards[b]
 
 
+def all_joined(size: int) -> Topology:
+    """Threads of one process: each reaches the memory of all."""
+    access = tuple(tuple(a != b for b in range(size)) for a in range(size))
+    return Topology(tuple(range(size)), (None,) * size, access)
+
+
 def device_pairs(topology: Topology) -> list[DevicePair]:
     """Caffe's tree: devices of one board are paired first, then those with peer access, then the rest.
 

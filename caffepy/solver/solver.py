@@ -86,7 +86,8 @@ class Solver:
     `path` is the solver file: messages name places in it, and nets and weights may lie beside it. `action` is polled
     once an iteration and once a test batch. `rank` is added to random_seed. `precision` goes before what the train net
     says of number formats. With a `root` the layers that are shared in parallel are its; only rank 0 can do without.
-    ConfigError and DataError say what does not fit.
+    Batches of the train net are a `batch_parts`-th of what the net says. ConfigError and DataError say what does not
+    fit.
 
     On a GPU an iteration is recorded and replayed, unless `capture` is set to False. Losses and whatever goes wrong are
     then known some iterations later, at the latest where something is displayed, tested or saved and when `step` ends;
@@ -103,11 +104,13 @@ class Solver:
         rank: int = 0,
         precision: str | None = None,
         root: "Solver | None" = None,
+        batch_parts: int = 1,
     ) -> None:
         self.param = param
         self.path = path
         self.precision = precision
         self._root = root
+        self._batch_parts = batch_parts
         self.device = device or Device()
         self.ops = ops.backend(self.device)
         self.reporter = reporter or Reporter()
@@ -141,7 +144,7 @@ class Solver:
         self._given: deque[Given] = deque()  # iterations of which no verdict was heard yet
         self._verdict = Verdict(0.0, 0.0, 1.0, 1.0, Fate.UPDATED)
         self._torn = False  # the last step was interrupted at a place unknown
-        self._blobs_last = True  # what a pass wrote to blobs is there after it
+        self.saves_memory = False  # blobs share memory: what a pass wrote to them is not there after it
         self._loss_weights = self.net.blob_loss_weights
         fed = [tops[0] for tops, bottoms in zip(self.net.tops, self.net.bottoms, strict=True) if tops and not bottoms]
         self._batch = fed[0] if fed else None
@@ -162,7 +165,9 @@ class Solver:
     def _build_train_net(self, source: Source) -> Net:
         by_file = source.origin.partition(": ")
         log.info("Creating training net %s %s", "from" if by_file[1] else "specified in", source.origin)
-        net = Net(source.param, device=self.device, path=source.path, root_net=self._root.net if self._root else None)
+        root_net = self._root.net if self._root else None
+        parts = self._batch_parts
+        net = Net(source.param, device=self.device, path=source.path, root_net=root_net, batch_parts=parts)
         self._load_weights(net)
         return net
 
@@ -216,7 +221,7 @@ class Solver:
         if self.device.store is not None:
             tests = (arena.Usage(trial.net, trial.run.steps, False) for trial in self._trials)
             arena.save_memory([arena.Usage(self.net, self._step.run.steps, True), *tests], arena.WORTH)
-            self._blobs_last = False
+            self.saves_memory = True
 
     def add_callback(self, callback: Callback) -> None:
         """Call its `on_start` before, and its `on_gradients_ready` after, the gradients of each iteration."""
@@ -279,14 +284,18 @@ class Solver:
         self.net.debug_info = display and param.debug_info
         self.followers.iterate()
         learning_rate = self._advance(tests or display)
-        batch = self._batch.shape[0] if self._batch and self._batch.shape else 0
-        images = batch * param.iter_size * self.followers.size
+        images = self.batch * param.iter_size * self.followers.size
         self.reporter.iterated(iteration, window.smoothed if window.losses else None, learning_rate, images)
         action = self.action()
         if Action.SNAPSHOT in action or (param.snapshot > 0 and self.iter % param.snapshot == 0):
             self._hear(wait=True)
             self._try_snapshot()
         self.stopped = Action.STOP in action
+
+    @property
+    def batch(self) -> int:
+        """How many images a pass takes, 0 if that is unknown."""
+        return self._batch.shape[0] if self._batch and self._batch.shape else 0
 
     def _advance(self, show: bool) -> float:
         """Do an iteration, or give it to the device; returns the rate."""
@@ -325,7 +334,7 @@ class Solver:
         self._step.note()
         loss: float = self.control.loss()
         if not isfinite(loss):
-            raise (diverged if self._blobs_last else diverged_before)(self.net, self.iter, loss)
+            raise (diverged_before if self.saves_memory else diverged)(self.net, self.iter, loss)
         return loss
 
     def rate(self) -> float:

@@ -41,6 +41,10 @@ class Synchronizer(Callback, Protocol):
     def updates(self) -> bool:
         """Whether this solver updates its parameters; else it gets the root's in `on_start`."""
 
+    @property
+    def given_up(self) -> int:
+        """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no mean of all."""
+
     def after_backward(self, layer: int) -> object:
         """The gradients to which this layer adds may be final, in an iteration of one pass."""
 
@@ -112,7 +116,7 @@ class Step:
         for callback in self.callbacks:
             callback.on_gradients_ready()
         if self._updates and self.synchronizer:
-            self.control.hear(self.params.notes)
+            self.control.hear(self.params.notes, self.synchronizer.given_up)
 
     @property
     def _updates(self) -> bool:

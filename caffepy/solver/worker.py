@@ -8,6 +8,7 @@ from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.positions import set_positions, take_positions
 from caffepy.solver.solver import Solver
+from caffepy.solver.trial import Totals
 
 
 class WorkerSolver(Solver):
@@ -26,7 +27,10 @@ class WorkerSolver(Solver):
         del param.weights[:]
         super().__init__(param, device=device, path=root.path, rank=rank, precision=root.precision, root=root)
         self.capture, self.fuse = root.capture, root.fuse
+        if root.saves_memory:
+            self.save_memory()
         self.loss = 0.0
+        self.totals = Totals(0, [], 0.0)
         self._follow(root)
         if positions:
             set_positions(positions, self._nets, self.device)
@@ -63,8 +67,9 @@ class WorkerSolver(Solver):
         with self.device.scope(), self.ops.blas_scope():
             self._trials[k].batch(self.capture)
 
-    def end_test(self) -> None:
-        """It is over."""
+    def end_test(self, k: int) -> None:
+        """It is over; `totals` is what its batches gave."""
+        self.totals = self._trials[k].totals()
         self._positions_before = None
 
     def settle(self) -> None:

@@ -18,6 +18,8 @@ CASES = {
     "negated as gflags do": ("train -noprogress -nologtostderr", "train --no-progress --no-logtostderr"),
     "boolean with value": ("train -logtostderr=1 -progress=false", "train --logtostderr --no-progress"),
     "verbosity": ("train -v=1 -minloglevel 2", "train --v=1 --minloglevel=2"),
+    "number that may follow": ("train -cpu 4 -solver s", "train --cpu=4 --solver=s"),
+    "number that does not": ("train -cpu -solver s", "train --cpu --solver=s"),
     "help": ("train -h", "train --help"),
     "unknown flag": ("train -slover x", "train --slover x"),
     "unknown flag with a no": ("train -nothing", "train --nothing"),

@@ -14,6 +14,7 @@ import caffepy
 from caffepy.cli import main, options
 from caffepy.ops import precisions
 from caffepy.report.metrics import read_rows
+from caffepy.team import Terms
 from caffepy.train import TrainResult
 from tests.report import parsers
 
@@ -75,14 +76,18 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("caffepy.train.train", train)
     line = "train -solver digits -weights a.h5,b.h5 -level 2 -stage x,y -sigint_effect none -noprogress -threads=1"
-    line += " -nofuse -precision bf16"
+    line += " -nofuse -precision bf16 -cpu 3 -sync tree -batch_mode global -bn_stats root -deterministic"
+    line += " -deadlines step=5"
     assert main.run(line.split()) == 130  # stopped, but there is no snapshot to go on from
     assert os.path.basename(given.pop("solver")) == "solver.prototxt"
     assert given == {
         "weights": ("a.h5", "b.h5"),
         "snapshot": None,
         "gpu": None,
-        "cpu": False,
+        "cpu": 3,
+        "terms": Terms("tree", "root", {"step": 5.0}),
+        "global_batch": True,
+        "deterministic": True,
         "precision": "bf16",
         "capture": True,
         "fuse": False,

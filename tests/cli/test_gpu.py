@@ -50,7 +50,6 @@ def solver_file(folder: Path, more: str) -> str:
     ("more", "gpu", "index"),
     [
         ("", "1", 1),
-        ("", "all", 0),
         ("solver_mode: GPU", None, 0),
         ("solver_mode: GPU device_id: 1", None, 1),
         ("solver_mode: GPU device_id: 1", "0", 0),
@@ -85,10 +84,19 @@ def test_when_the_cpu_trains(
     assert caplog.messages == ["Use CPU."]
 
 
-def test_several_gpus_and_words_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_all_gpus_train(folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
-    assert main.run(["train", "-solver", DIGITS, "-gpu", "0,1"]) == 6
-    assert "training on several GPUs at once is not there yet; give one" in capsys.readouterr().err
+    caplog.set_level(logging.INFO, "caffepy.train")
+    with pytest.raises(ConfigError, match="made"):
+        train(solver_file(folder, ""), gpu="all")
+    assert caplog.messages == ["Using GPUs 0, 1", "GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
+    assert [device.index for device in opened] == [0]
+
+
+def test_a_gpu_twice_and_words_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    fake_cupy.install(monkeypatch, gpus=2)
+    assert main.run(["train", "-solver", DIGITS, "-gpu", "1,1"]) == 2
+    assert "GPU 1 is named twice" in capsys.readouterr().err
     with pytest.raises(UsageError, match="neither"):
         train(DIGITS, gpu="first")
 

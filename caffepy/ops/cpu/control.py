@@ -48,7 +48,7 @@ class Control:
         """Put into the notes what is to be averaged over solvers."""
         notes[0] = self._total
 
-    def hear(self, notes: Array) -> None:
+    def hear(self, notes: Array, given_up: int = 0) -> None:
         """Go on with what came back."""
         self._total = float(notes[0])
 

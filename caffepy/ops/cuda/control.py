@@ -115,9 +115,9 @@ class Control:
         arguments = (self._problems, self._device.problem_count, self._numbers, notes)
         kernel("control", "tell")((1,), (THREADS,), arguments)
 
-    def hear(self, notes: Array) -> None:
-        """Go on with what came back."""
-        kernel("control", "hear")((1,), (1,), (notes, self._numbers))
+    def hear(self, notes: Array, given_up: int = 0) -> None:
+        """Go on with what came back, unless the int at this address of the host is not 0 by now."""
+        kernel("control", "hear")((1,), (1,), (notes, given_up, self._numbers))
 
     def loss(self) -> float:
         """The loss of the last pass, when the device is done with it."""

@@ -1,0 +1,264 @@
+"""Team: a root solver and its workers, each on a device of its own, which train as one solver with a larger batch."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from caffepy.blob import Blob
+from caffepy.device import Device
+from caffepy.layer import Layer
+from caffepy.net import Net
+from caffepy.parallel.buckets import adders, buckets
+from caffepy.parallel.crew import Crew
+from caffepy.parallel.group import DEADLINES, Group
+from caffepy.parallel.sync import Flats, Synchronization, Synchronizer, choose
+from caffepy.parallel.topology import Topology, device_pairs, show
+from caffepy.solver import Solver
+from caffepy.solver.followers import Followers
+from caffepy.solver.trial import Totals
+from caffepy.solver.worker import WorkerSolver
+
+log = logging.getLogger(__name__)
+
+STATISTICS = ("average", "root")
+PATIENCE = 5.0
+"""Seconds that workers have to end what they are at."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How solvers work together.
+
+    `sync` names the way to synchronize. `statistics`: those of BatchNorm layers in tests and snapshots are the
+    "average" of all solvers' or the "root"'s, as in Caffe. `deadlines` are in seconds, by phase.
+    """
+
+    sync: str = "auto"
+    statistics: str = "average"
+    deadlines: Mapping[str, float] = field(default_factory=lambda: DEADLINES)
+
+
+class Team(Followers):
+    """The workers of a root solver as its followers, while the context lasts.
+
+    `devices` are those of all ranks, the root's first, joined as `topology` says. What `interrupted` raises while the
+    root waits for others ends the run.
+    """
+
+    def __init__(
+        self,
+        root: Solver,
+        devices: Sequence[Device],
+        topology: Topology,
+        terms: Terms,
+        interrupted: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.root = root
+        self.size = len(devices)
+        self.group = Group(self.size, terms.deadlines)
+        self.group.interrupted = interrupted
+        self._devices = devices
+        self._terms = terms
+        self._gpu = devices[0].kind == "cuda"
+        log.info("%s pairs %s", "GPUs" if self._gpu else "Solvers", show(device_pairs(topology)))
+        self._way = Synchronization(self.group, choose(terms.sync, topology, self._gpu))
+        self._synchronizers: dict[int, Synchronizer] = {}
+        self._testers = [0] * len(root.test_nets)  # who has the next batch of each test net
+        self._crew = Crew(self.group, self._make, self._within)
+        self._positions = root.followers_positions
+        if self._positions and len(self._positions) != self.size - 1:
+            log.warning(
+                "The snapshot is of %d solvers, not %d: random numbers of the workers start anew",
+                len(self._positions) + 1,
+                self.size,
+            )
+            self._positions = []
+
+    # beginning and end
+
+    def __enter__(self) -> "Team":
+        try:
+            self._begin()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end(error)
+
+    def _begin(self) -> None:
+        root, group = self.root, self.group
+        group.join(0)
+        for net in (root.net, *root.test_nets):
+            net.turn = partial(self._turn, 0)
+            for layer in net.shared_layers:
+                layer.serve(self._devices)
+        with root.device.scope(), _quiet():
+            self._crew.start()
+            self._synchronize(root, 0)
+            self._crew.settle()
+        group.phase = "idle"
+        root.followers = self
+        if self._positions:
+            log.info("%d workers go on with their random numbers", self.size - 1)
+
+    def _within(self, rank: int) -> AbstractContextManager[object]:
+        from caffepy.ops.cpu.threads import share  # here, since the package loads numba
+
+        return share(rank, self.size)
+
+    def _make(self, rank: int) -> WorkerSolver:
+        positions = self._positions[rank - 1] if self._positions else None
+        worker = WorkerSolver(self.root, rank, self._devices[rank], positions)
+        for net in (worker.net, *worker.test_nets):
+            net.turn = partial(self._turn, rank)
+        with worker.device.scope():
+            self._synchronize(worker, rank)
+        return worker
+
+    def _synchronize(self, solver: Solver, rank: int) -> None:
+        params, parts = solver.params, []
+        if solver.param.iter_size == 1 and solver.net.learnable_params:
+            *ends, last = params.ends
+            parts = buckets([*map(int, ends), last + params.notes.size], adders(solver.net))
+        flats = Flats(solver.device, params.data, params.averaged, parts)
+        synchronizer = self._synchronizers[rank] = self._way.join(rank, flats)
+        solver.synchronize(synchronizer)
+
+    @contextmanager
+    def _turn(self, rank: int, layer: Layer) -> Iterator[None]:
+        with self.group.turn(rank, layer), layer.forward_lock:
+            yield
+
+    def _end(self, error: BaseException | None) -> None:
+        root = self.root
+        if error is not None:
+            self.group.abort(0, error)
+        root.followers = Followers()
+        left = self._crew.end(PATIENCE)
+        if left:
+            log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
+        for rank, worker in self._crew.members.items():
+            if rank not in left:
+                worker.close()
+        for rank, synchronizer in self._synchronizers.items():
+            if rank not in left:
+                synchronizer.close()
+
+    # what the root asks for
+
+    @property
+    def failed(self) -> bool:  # type: ignore[override]
+        """A follower, not the root, has ended the run."""
+        return self.group.failure is not None and self.group.failure[0] != 0
+
+    def during(self, phase: str) -> AbstractContextManager[object]:
+        """A block in which all are at this: step, test or snapshot."""
+        return self.group.during(phase)
+
+    def iterate(self) -> None:
+        """Begin the root's next iteration, when all batches of those before were taken."""
+        for layer in self.root.net.shared_layers:
+            self.group.await_turn(0, layer)
+        self._crew.give(WorkerSolver.iterate)
+
+    def forward(self) -> None:
+        """Begin a forward pass of the train net."""
+        self._crew.give(WorkerSolver.forward)
+
+    def losses(self) -> list[float]:
+        """The losses of that pass."""
+        self._crew.settle()
+        return [worker.loss for worker in self._workers]
+
+    def agree(self) -> None:
+        """Bring the statistics of BatchNorm layers to one value."""
+        if self.failed or self._terms.statistics == "root":
+            return
+        mine = statistics(self.root.net)
+        if mine:
+            self._settle()
+            theirs = [statistics(worker.net) for worker in self._workers]
+            for blobs in zip(mine, *theirs, strict=True):
+                mean = np.mean([blob.host_data for blob in blobs], axis=0, dtype=np.float64)
+                for blob in blobs:
+                    blob.host_data[...] = mean
+
+    def begin_test(self, k: int) -> None:
+        """Begin to add up what test net `k` gives."""
+        self._crew.give(partial(_begin_test, k=k, synchronizers=self._synchronizers))
+        self._synchronizers[0].on_start()
+
+    def test(self, k: int, batches: int) -> bool:
+        """Begin so many of its batches, at most one a solver; whether one is the root's."""
+        ranks = [(self._testers[k] + i) % self.size for i in range(batches)]
+        self._testers[k] = (ranks[-1] + 1) % self.size
+        for rank in ranks:
+            if rank:
+                self._crew.give(partial(WorkerSolver.test_batch, k=k), rank)
+        return 0 in ranks
+
+    def totals(self, k: int) -> list[Totals]:
+        """End the test: what each of the followers that had a batch has added up."""
+        self._crew.give(partial(WorkerSolver.end_test, k=k))
+        self._crew.settle()
+        return [worker.totals for worker in self._workers]
+
+    def positions(self) -> list[dict[str, Any]]:
+        """Where the layers and random numbers of each stand, or stood before the test or iteration being done."""
+        if self.failed:
+            self._crew.end(PATIENCE)
+        else:
+            self._settle()
+        members = self._crew.members
+        return [members[rank].positions() if rank in members else {} for rank in range(1, self.size)]
+
+    def _settle(self) -> None:
+        self._crew.give(WorkerSolver.settle)
+        self._crew.settle()
+
+    @property
+    def _workers(self) -> list[WorkerSolver]:
+        return [self._crew.members[rank] for rank in range(1, self.size)]
+
+
+def _begin_test(worker: WorkerSolver, k: int, synchronizers: Mapping[int, Synchronizer]) -> None:
+    worker.begin_test(k)
+    with worker.device.scope():
+        synchronizers[worker.rank].on_start()
+
+
+def statistics(net: Net) -> list[Blob]:
+    """The parameters that layers compute from the data they see, rather than from gradients."""
+    return [blob for layer in net.layers for blob in layer.statistics]
+
+
+class _Quiet(logging.Filter):
+    """What workers set up is what the root has set up; of theirs only what is shared is told."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to let the record through."""
+        ours = (record.threadName or "").startswith(Crew.NAME)
+        return not ours or record.levelno >= logging.ERROR or record.getMessage().startswith("Sharing layer")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    handlers = [*logging.getLogger("caffepy").handlers, *logging.getLogger().handlers]
+    quiet = _Quiet()
+    for handler in handlers:
+        handler.addFilter(quiet)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(quiet)
