@@ -21,7 +21,7 @@ from caffepy.layer import Layer, check_counts, create_layer
 from caffepy.layer.fused import FusedRun, Member
 from caffepy.net import debug
 from caffepy.net.backprop import prune_backward
-from caffepy.net.build import filter_state, insert_splits, where
+from caffepy.net.build import divide_batches, filter_state, insert_splits, where
 from caffepy.net.formats import Twins, plan
 from caffepy.net.fusion import Step, Wiring, find_runs, make_run
 from caffepy.proto.binary import blob_to_array
@@ -55,7 +55,8 @@ class Net:
 
     `path` is the file that defines it, for messages and for data lying beside it. `root_net`: layers that are shared in
     parallel are the root's own objects; they run in the context that `turn` gives. `native` is the format in which
-    activations lie if not the best one for the device. ConfigError and DataError name file, line and layer.
+    activations lie if not the best one for the device. Batches are a `batch_parts`-th of the definition's. ConfigError
+    and DataError name file, line and layer.
     """
 
     def __init__(
@@ -67,12 +68,16 @@ class Net:
         path: str | None = None,
         root_net: "Net | None" = None,
         native: Format | None = None,
+        batch_parts: int = 1,
     ) -> None:
         self.device = device or Device()
         self.dtype = np.dtype(dtype)
         self.path = path
         self.ops = ops.backend(self.device)
-        param = insert_splits(filter_state(param, path), path, param)
+        kept = filter_state(param, path)
+        if batch_parts > 1:
+            kept = divide_batches(kept, batch_parts, path)
+        param = insert_splits(kept, path, param)
         if log.isEnabledFor(logging.INFO):
             log.info("Initializing net from parameters: \n%s", format_text(param).rstrip("\n"))
         self.param = param
