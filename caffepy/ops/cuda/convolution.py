@@ -11,6 +11,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
@@ -239,10 +240,9 @@ class _ChannelsLast:
             ways: list[Make] = [partial(self._cudnn_backward_weight, x, dy)]
             if self._small:
                 ways += small_convolution.backward_weight(self.geometry, self.dtype)
-            trial = plans.context().array("trial", (2, *dw.shape), dw.dtype)
-            sums = None if db is None else trial[1].ravel()[: db.size]
+            trial = [None if a is None else cupy.zeros_like(a) for a in (dw, db)]
             what = f"backward_weight{' bias' * key}"
-            self._backward_weight[key] = self._with_small(what, ways, (x, dy, trial[0], sums))
+            self._backward_weight[key] = self._with_small(what, ways, (x, dy, *trial))
         self._backward_weight[key](x, dy, dw, db)
 
     def _with_small(self, what: str, ways: Sequence[Make], arguments: Sequence[Any]) -> Run:

@@ -106,14 +106,15 @@ __device__ void fill_weights(unsigned* weights, const float* w, int first, int c
       }
     }
   } else {
+    constexpr int MORE = 2 * AT_ONCE;
     for (int row = warp; row < rows; row += warps)
-      for (int i = lane; i < length; i += AT_ONCE * 32) {
-        float values[AT_ONCE];
+      for (int i = lane; i < length; i += MORE * 32) {
+        float values[MORE];
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u)
+        for (int u = 0; u < MORE; ++u)
           if (i + 32 * u < length) values[u] = begin[row * apart + i + 32 * u];
 #pragma unroll
-        for (int u = 0; u < AT_ONCE; ++u) {
+        for (int u = 0; u < MORE; ++u) {
           const int at = i + 32 * u;
           if (at >= length) continue;
           const int across = by_taps.quotient(at), tap = at - across * taps;
@@ -246,7 +247,6 @@ small_convolution(const T* x, const float* w, const float* b, T* y, int number, 
       const int pixel = (image * from.lines + at % lines * step_h) * from.columns + row % out_width * step_w;
       rows[m][half] = image < images ? pixel * from.pitch : 0;
     }
-  const Results<T, N> results(y, b, first + t * 2 * N, outputs, relu);
   const bool in_words = channels % E == 0 && aligned(x, 4);
   const int lo = steps * share / split, hi = steps * (share + 1) / split;
   const int pieces = (out_height + lines - 1) / lines, tiles = (number + images - 1) / images * pieces;
@@ -269,6 +269,7 @@ small_convolution(const T* x, const float* w, const float* b, T* y, int number, 
           right[0] = pair.v[0];
           right[1] = pair.v[1];
         });
+    const Results<T, N> results(y, b, first + t * 2 * N, outputs, relu);
     const int start = (n0 * out_height + p0) * out_width;
     const int limit = out_width * (images > 1 ? min(images, number - n0) * out_height : min(lines, out_height - p0));
     if (split == 1) {
