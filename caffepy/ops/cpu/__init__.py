@@ -19,8 +19,16 @@ from caffepy.ops.cpu.elementwise import (
 )
 from caffepy.ops.cpu.loss import (
     accuracy,
+    contrastive_loss_backward,
+    contrastive_loss_forward,
     euclidean_loss_backward,
     euclidean_loss_forward,
+    hinge_loss_backward,
+    hinge_loss_forward,
+    infogain_loss_backward,
+    infogain_loss_forward,
+    multinomial_loss_backward,
+    multinomial_loss_forward,
     sigmoid_loss_backward,
     sigmoid_loss_forward,
     softmax_backward,
@@ -68,6 +76,7 @@ from caffepy.ops.cpu.pooling import (
     stochastic_pool_mean,
 )
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
+from caffepy.ops.cpu.selection import add_rows, take_rows, top_values
 from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.stopwatch import Stopwatch
 from caffepy.ops.cpu.threads import blas_scope, num_threads, parallel, set_num_threads
@@ -95,6 +104,7 @@ __all__ = [
     "adam_update",
     "add",
     "add_bias",
+    "add_rows",
     "ave_pool_backward",
     "ave_pool_forward",
     "axpy",
@@ -107,6 +117,8 @@ __all__ = [
     "bias_act_forward",
     "bias_gradient",
     "blas_scope",
+    "contrastive_loss_backward",
+    "contrastive_loss_forward",
     "convert",
     "copy",
     "cut",
@@ -120,6 +132,10 @@ __all__ = [
     "elu_forward",
     "euclidean_loss_backward",
     "euclidean_loss_forward",
+    "hinge_loss_backward",
+    "hinge_loss_forward",
+    "infogain_loss_backward",
+    "infogain_loss_forward",
     "join",
     "lrn_backward",
     "lrn_forward",
@@ -128,6 +144,8 @@ __all__ = [
     "matmul",
     "max_pool_backward",
     "max_pool_forward",
+    "multinomial_loss_backward",
+    "multinomial_loss_forward",
     "multiply",
     "nesterov_update",
     "norm_backward",
@@ -160,7 +178,9 @@ __all__ = [
     "stochastic_pool_mean",
     "swish_backward",
     "swish_forward",
+    "take_rows",
     "tanh_backward",
     "tanh_forward",
+    "top_values",
     "transform_batch",
 ]

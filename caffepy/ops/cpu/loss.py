@@ -18,6 +18,9 @@ Array = NDArray[Any]
 
 FLT_MIN = float(np.finfo(np.float32).tiny)  # log(FLT_MIN) = -87.3365 is the largest loss that Caffe reports
 
+LEAST = 1e-20
+"""Likelihoods count as no less in the losses that have Caffe's kLOG_THRESHOLD."""
+
 
 def _grain(x: Array) -> int:
     return GRAIN // 4 * int(x.shape[0]) // (x.size + 1) + 1
@@ -276,3 +279,127 @@ def accuracy(
         np.divide(hits, np.maximum(counts, 1), out=shares, casting="unsafe")
     hits.fill(0)
     counts.fill(0)
+
+
+def _gains(label: Array, matrix: Array, ignore: int | None) -> tuple[Array, Array, Array]:
+    """Rows of the matrix for labels (outer, inner), as (outer, C, inner), 0 where one does not count.
+
+    Then which of them count, and which of those name no class.
+    """
+    classes = matrix.shape[0]
+    counts = np.ones_like(label, bool) if ignore is None else np.trunc(label) != ignore
+    wrong = counts & ~((label > -1) & (label < classes))
+    chosen = np.where(counts & ~wrong, label, 0).astype(np.intp)
+    rows = matrix[chosen] * (counts & ~wrong)[..., None]  # (outer, inner, C)
+    return np.moveaxis(rows, 2, 1), counts, wrong
+
+
+def infogain_loss_forward(
+    x: Array,
+    label: Array,
+    matrix: Array,
+    ignore: int | None,
+    divisor: float | None,
+    prob: Array,
+    loss: Array,
+    norm: Array,
+    wrong: Array,
+) -> None:
+    """prob = softmax of x, loss = -sum over the classes of matrix[label] * log(max(prob, 1e-20)) / norm.
+
+    x and prob (outer, C, inner), label (outer, inner), matrix (C, C). A label `ignore` does not count.
+    """
+    softmax_forward(x, prob)
+    rows, counts, bad = _gains(label, matrix, ignore)
+    if bad.any():
+        wrong[:] = 1, label[bad][0]
+    total = -np.sum(rows * np.log(np.maximum(prob, LEAST)), dtype=np.float64)
+    _divided(float(total), int((counts & ~bad).sum()), divisor, loss, norm)
+
+
+def infogain_loss_backward(
+    prob: Array, label: Array, matrix: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
+) -> None:
+    """dx = weight / norm * (prob * sum of matrix[label] - matrix[label]), 0 where the label does not count."""
+    rows = _gains(label, matrix, ignore)[0]
+    gradient = prob * rows.sum(axis=1, keepdims=True) - rows
+    np.multiply(gradient, float(weight.flat[0]) / float(norm), out=dx)
+
+
+def _of_labels(label: Array, classes: int, wrong: Array | None = None) -> tuple[Array, Array]:
+    """The index of each item's label, of those that name a class: (items, labels)."""
+    good = (label > -1) & (label < classes)
+    if wrong is not None and not good.all():
+        wrong[:] = 1, label[~good][0]
+    return np.flatnonzero(good), label[good].astype(np.intp)
+
+
+def multinomial_loss_forward(prob: Array, label: Array, divisor: float, loss: Array, wrong: Array) -> None:
+    """loss = -sum of log(max(prob of the label, 1e-20)) / divisor; prob (N, C), label (N)."""
+    likelihood = np.maximum(prob[_of_labels(label, prob.shape[1], wrong)], LEAST)
+    loss.fill(-np.log(likelihood).sum(dtype=np.float64) / divisor)
+
+
+def multinomial_loss_backward(prob: Array, label: Array, weight: Array, divisor: float, dx: Array) -> None:
+    """dx = -weight / divisor / max(prob, 1e-20) at the label, else 0."""
+    at = _of_labels(label, prob.shape[1])
+    dx.fill(0)
+    dx[at] = -float(weight.flat[0]) / divisor / np.maximum(prob[at], LEAST)
+
+
+def hinge_loss_forward(
+    x: Array, label: Array, squares: bool, divisor: float, slack: Array, loss: Array, wrong: Array
+) -> None:
+    """slack = max(0, 1 + x), at the label -max(0, 1 - x); loss = sum of its sizes, or of its squares / divisor.
+
+    x and slack (N, C), label (N).
+    """
+    at = _of_labels(label, x.shape[1], wrong)
+    slack[...] = x
+    slack[at] *= -1
+    slack += 1
+    np.maximum(slack, 0, out=slack)
+    loss.fill((dot(slack, slack) if squares else float(slack.sum(dtype=np.float64))) / divisor)
+    slack[at] *= -1
+
+
+def hinge_loss_backward(slack: Array, squares: bool, weight: Array, divisor: float, dx: Array) -> None:
+    """dx = weight / divisor * sign of the slack, or times twice the slack for squares."""
+    scale = float(weight.flat[0]) / divisor
+    if squares:
+        np.multiply(slack, 2 * scale, out=dx)
+    else:
+        np.multiply(np.sign(slack), scale, out=dx)
+
+
+def contrastive_loss_forward(
+    a: Array,
+    b: Array,
+    similar: Array,
+    margin: float,
+    legacy: bool,
+    divisor: float,
+    difference: Array,
+    factor: Array,
+    loss: Array,
+) -> None:
+    """difference = a - b (N, C), d its length; loss = sum of d^2 where similar (N), else max(margin - d, 0)^2 / 2N.
+
+    N is the divisor; legacy takes max(margin - d^2, 0). factor (N) is what backward multiplies the difference by.
+    """
+    np.subtract(a, b, out=difference)
+    square = np.einsum("nc,nc->n", difference, difference)
+    distance = np.sqrt(square)
+    if legacy:
+        far, slope = np.maximum(margin - square, 0), np.where(margin - distance * distance > 0, -1, 0)
+    else:
+        left = np.maximum(margin - distance, 0)
+        far, slope = left**2, -left / (distance + 1e-4)
+    alike = similar.astype(np.int64) != 0
+    factor[...] = np.where(alike, 1, slope)
+    loss.fill(np.where(alike, square, far).sum(dtype=np.float64) / 2 / divisor)
+
+
+def contrastive_loss_backward(difference: Array, factor: Array, weight: Array, divisor: float, dx: Array) -> None:
+    """dx = weight / divisor * factor * difference."""
+    np.multiply(difference, (factor * (float(weight.flat[0]) / divisor))[:, None], out=dx)

@@ -3,13 +3,8 @@
 
 #include "pack.cuh"
 #include "reduce.cuh"
+#include "found.cuh"
 
-#define NUMBER(name) double name, const void *name##_at, i64 name##_kind
-#define VALUE(name) number(name, name##_at, name##_kind)
-#define FOR_EACH(i, n) \
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < (n); i += gridDim.x * i64(blockDim.x))
-
-constexpr double NONE = -1e300;  // below minus any position
 constexpr double SMALLEST = 1.17549435082228750797e-38;  // FLT_MIN: no loss of a label is larger than -log of it
 
 template <typename A> __device__ A minus_infinity() { return A(-__int_as_float(0x7f800000)); }
@@ -67,58 +62,6 @@ __global__ void softmax_gradient_planes(const T* y, const T* dy, T* dx, i64 oute
     for (i64 at = start; at < end; at += inner) product += A(y[at]) * A(dy[at]);
     for (i64 at = start; at < end; at += inner) dx[at] = T((A(dy[at]) - product) * A(y[at]));
   }
-}
-
-// A sum, how much was counted, minus the position of the first wrong label.
-struct Found {
-  double sum = 0, count = 0, place = NONE;
-  __device__ void reduce() {
-    sum = block_sum(sum);
-    count = block_sum(count);
-    place = block_max(place);
-  }
-};
-
-// Adds up what all blocks found, in their order. True in one thread of the last block to come here, which has it then.
-__device__ bool concludes(Found& found, double* partial, unsigned long long* arrived) {
-  found.reduce();
-  if (gridDim.x == 1) return threadIdx.x == 0;
-  __shared__ bool last;
-  if (threadIdx.x == 0) {
-    partial[blockIdx.x] = found.sum;
-    partial[gridDim.x + blockIdx.x] = found.count;
-    partial[2 * gridDim.x + blockIdx.x] = found.place;
-    __threadfence();
-    last = atomicAdd(arrived, 1ull) == gridDim.x - 1;
-  }
-  __syncthreads();
-  if (!last) return false;
-  __threadfence();
-  const volatile double* all = partial;
-  found = Found();
-  for (unsigned i = threadIdx.x; i < gridDim.x; i += blockDim.x) {
-    found.sum += all[i];
-    found.count += all[gridDim.x + i];
-    const double place = all[2 * gridDim.x + i];
-    found.place = place > found.place ? place : found.place;
-  }
-  found.reduce();
-  if (threadIdx.x == 0) *arrived = 0;
-  return threadIdx.x == 0;
-}
-
-// Puts the first wrong label down unless there is an earlier one.
-template <typename T> __device__ void put_down(const Found& found, const T* label, double* wrong) {
-  if (found.place == NONE || wrong[0] != 0) return;
-  wrong[1] = double(label[i64(-found.place)]);
-  wrong[0] = 1;
-}
-
-// The loss over the number of labels, or over the divisor unless that is below 0.
-template <typename T> __device__ void divide(const Found& found, double divisor, T* loss, double* norm) {
-  const double by = divisor < 0 ? found.count : divisor;
-  *norm = by > 1 ? by : 1;
-  *loss = T(found.sum / *norm);
 }
 
 // Takes in one label: whether it counts, where it stands, its class, and then the likelihood of that.
