@@ -2,18 +2,17 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
-from caffepy.blob import Array
 from caffepy.errors import ConfigError, DataError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.problem import problem
 
 
 @layer("Embed")
 class Embed(Layer):
     """(...) of whole numbers below K -> (..., O), y = w[x] + b; weight (K, O), bias (O)."""
 
+    on_gpu = True
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -28,23 +27,21 @@ class Embed(Layer):
                 fill(self.add_blob(shape), filler, self.device.rng)
         if [b.shape for b in self.blobs] != shapes:
             raise ConfigError(f"the parameters have shapes {[list(b.shape) for b in self.blobs]}, not {shapes}")
+        self.wrong = problem(self, self.no_row)
+
+    def no_row(self, x: float) -> DataError:
+        """The error for a number that names no row."""
+        return DataError(f"input {x:g} is not one of the {self.inputs} rows 0 to {self.inputs - 1}")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """One more axis."""
         top[0].reshape([*bottom[0].shape, self.outputs])
 
-    def index(self, bottom: Blobs) -> Array:
-        """The row of each number; DataError where there is none."""
-        x = bottom[0].data.reshape(-1)
-        wrong = ~((x > -1) & (x < self.inputs))
-        if wrong.any():
-            raise DataError(f"input {x[wrong][0]:g} is not one of the {self.inputs} rows 0 to {self.inputs - 1}")
-        return x.astype(np.intp)
-
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Look up, then add the bias."""
+        """Look up, then add the bias; DataError for a number that names no row."""
         y = top[0].data.reshape(-1, self.outputs)
-        np.take(self.blobs[0].data, self.index(bottom), axis=0, out=y, mode="clip")
+        self.ops.take_rows(self.blobs[0].data, bottom[0].data.reshape(-1), True, y, self.wrong.found)
+        self.wrong.check()
         if len(self.blobs) > 1:
             self.ops.add_bias(y, self.blobs[1].data)
 
@@ -54,7 +51,7 @@ class Embed(Layer):
             raise ConfigError("Embed cannot differentiate its input; give it propagate_down: false")
         dy = top[0].diff.reshape(-1, self.outputs)
         if self.param_propagate_down[0]:
-            np.add.at(self.blobs[0].diff, self.index(bottom), dy)
+            self.ops.add_rows(dy, bottom[0].data.reshape(-1), self.blobs[0].diff)
         if len(self.blobs) > 1 and self.param_propagate_down[1]:
             self.ops.bias_gradient(dy, self.blobs[1].diff)
 

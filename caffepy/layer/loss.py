@@ -12,15 +12,13 @@ import numpy as np
 
 from caffepy.blob import Array, Blob
 from caffepy.device import Problem
-from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.errors import ConfigError, DataError
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
 from caffepy.layer.neuron import SameShape
+from caffepy.layer.problem import problem
 from caffepy.paths import locate
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import HingeLossParameter, LossParameter
-from caffepy.proto.text import locate_layer
-
-LOG_THRESHOLD = 1e-20
 
 
 def around(blob: Blob, axis: int) -> tuple[int, int, int]:
@@ -51,13 +49,7 @@ def bad_label(label: float, classes: int) -> DataError:
 
 def bad_labels(layer: Layer, classes: Callable[[], int]) -> Problem:
     """Room to note a label of a layer that names none of the classes; the error says where the layer is defined."""
-
-    def error(label: float) -> CaffeError:
-        name = f'layer "{layer.param.name}" ({layer.type})'
-        where = f"{locate_layer(layer.path, layer.param)}: {name}" if layer.path else name
-        return bad_label(label, classes()).at(where)
-
-    return layer.device.problem(error)
+    return problem(layer, lambda label: bad_label(label, classes()))
 
 
 class ClassLoss(LossLayer):
@@ -265,6 +257,7 @@ class InfogainLoss(ClassLoss):
     H (C, C) is bottom 2 or the BlobProto file `source`. An optional second top is p.
     """
 
+    on_gpu = True
     bottoms = (2, 3)
     tops = (1, 2)
 
@@ -273,15 +266,17 @@ class InfogainLoss(ClassLoss):
         super().setup(bottom, top)
         if self.param.loss_param.HasField("normalize"):
             raise ConfigError("InfogainLoss does not take the old loss_param normalize; give normalization")
+        self.wrong = bad_labels(self, lambda: self.view[1])
         self.matrix: Array | None = None
         if len(bottom) < 3:
             source = self.param.infogain_loss_param.source
             if not source:
                 raise ConfigError("infogain_loss_param: give source, or the matrix as a third bottom")
-            self.matrix = binary.blob_to_array(binary.read_blob(locate(source, self.path))).astype(self.dtype)
+            matrix = binary.blob_to_array(binary.read_blob(locate(source, self.path)))
+            self.matrix = self.device.on_device(matrix.astype(self.dtype))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check labels and H, allot p and the rows of H that the labels name."""
+        """Check labels and H, allot p."""
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.infogain_loss_param.axis)
         check_labels(bottom[0], bottom[1], self.view)
@@ -289,29 +284,23 @@ class InfogainLoss(ClassLoss):
         count = bottom[2].count if self.matrix is None else self.matrix.size
         if count != classes * classes:
             raise ConfigError(f"{classes} classes need an infogain matrix of {classes * classes} elements, not {count}")
-        self.prob = self.buffer(self.view)
+        self.prob, self.norm = self.buffer(self.view), self.buffer((), np.float64)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write loss and p."""
+    def given(self, bottom: Blobs) -> tuple[Array, Array, int | None]:
+        """The labels as (outer, inner), H as (C, C), and which label does not count."""
         outer, classes, inner = self.view
-        prob = self.prob.data
-        self.ops.softmax_forward(bottom[0].data.reshape(self.view), prob)
-        labels, matrix = (
-            bottom[1].data.reshape(outer, inner),
-            self.matrix if self.matrix is not None else bottom[2].data,
-        )
-        counts = np.ones_like(labels, bool) if self.ignore is None else np.trunc(labels) != self.ignore
-        wrong = counts & ~((labels > -1) & (labels < classes))
-        if wrong.any():
-            raise bad_label(labels[wrong][0], classes)
-        chosen = np.where(counts, labels, 0).astype(np.intp)
-        rows = matrix.reshape(classes, classes)[chosen] * counts[..., None]  # (outer, inner, C)
-        self.rows = np.moveaxis(rows, 2, 1)  # (outer, C, inner)
-        self.norm = self.divisor(outer, inner) or max(1, int(counts.sum()))
-        loss = -np.sum(self.rows * np.log(np.maximum(prob, LOG_THRESHOLD)), dtype=np.float64)
-        top[0].data.fill(loss / self.norm)
+        matrix = self.matrix if self.matrix is not None else bottom[2].data
+        return bottom[1].data.reshape(outer, inner), matrix.reshape(classes, classes), self.ignore
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        """Write loss and p; DataError for a label that names no class."""
+        outer, _, inner = self.view
+        x, prob, given = bottom[0].data.reshape(self.view), self.prob.data, self.given(bottom)
+        outcome = prob, top[0].data, self.norm.data, self.wrong.found
+        self.ops.infogain_loss_forward(x, *given, self.divisor(outer, inner), *outcome)
+        self.wrong.check()
         if len(top) > 1:
             self.ops.copy(prob, top[1].data.reshape(self.view))
 
@@ -321,8 +310,8 @@ class InfogainLoss(ClassLoss):
         if len(propagate_down) > 2 and propagate_down[2]:
             raise ConfigError("InfogainLoss cannot differentiate its matrix; give it propagate_down: false")
         if propagate_down[0]:
-            dx = self.prob.data * self.rows.sum(axis=1, keepdims=True) - self.rows
-            np.multiply(dx, float(top[0].diff.flat[0]) / self.norm, out=bottom[0].diff.reshape(self.view))
+            numbers, dx = (top[0].diff, self.norm.data), bottom[0].diff.reshape(self.view)
+            self.ops.infogain_loss_backward(self.prob.data, *self.given(bottom), *numbers, dx)
 
     def allow_force_backward(self, index: int) -> bool:
         """Labels and matrix get no gradient."""
@@ -332,20 +321,23 @@ class InfogainLoss(ClassLoss):
 class ItemLoss(LossLayer):
     """A loss over items (N, C) with one label each."""
 
+    on_gpu = True
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Allot room for a wrong label."""
+        self.wrong = bad_labels(self, lambda: self.view[1])
+
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check the labels."""
         super().reshape(bottom, top)
         n = items(bottom[0])
         self.view = (n, bottom[0].count // max(n, 1))
+        self.items = max(1, n)
         check_labels(bottom[0], bottom[1], (*self.view, 1))
 
-    def labels(self, bottom: Blobs) -> tuple[Array, Array]:
-        """The index of each item's label: (items, labels); DataError for a label that names no class."""
-        labels, classes = bottom[1].data.reshape(-1), self.view[1]
-        wrong = ~((labels > -1) & (labels < classes))
-        if wrong.any():
-            raise bad_label(labels[wrong][0], classes)
-        return np.arange(self.view[0]), labels.astype(np.intp)
+    def given(self, bottom: Blobs) -> tuple[Array, Array]:
+        """Scores (N, C) and labels (N)."""
+        return bottom[0].data.reshape(self.view), bottom[1].data.reshape(-1)
 
 
 @layer("MultinomialLogisticLoss")
@@ -353,18 +345,16 @@ class MultinomialLogisticLoss(ItemLoss):
     """-sum of log(max(p(label), 1e-20)) / N; the bottom holds probabilities (N, C)."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write the loss."""
-        likelihood = np.maximum(bottom[0].data.reshape(self.view)[self.labels(bottom)], LOG_THRESHOLD)
-        top[0].data.fill(-np.log(likelihood).sum(dtype=np.float64) / max(1, self.view[0]))
+        """Write the loss; DataError for a label that names no class."""
+        self.ops.multinomial_loss_forward(*self.given(bottom), self.items, top[0].data, self.wrong.found)
+        self.wrong.check()
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = -weight / N / max(p, 1e-20) at the label, else 0."""
         self.refuse_label_gradient(propagate_down)
         if propagate_down[0]:
-            at, dx = self.labels(bottom), bottom[0].diff.reshape(self.view)
-            scale = -float(top[0].diff.flat[0]) / max(1, self.view[0])
-            dx.fill(0)
-            dx[at] = scale / np.maximum(bottom[0].data.reshape(self.view)[at], LOG_THRESHOLD)
+            dx = bottom[0].diff.reshape(self.view)
+            self.ops.multinomial_loss_backward(*self.given(bottom), top[0].diff, self.items, dx)
 
 
 @layer("HingeLoss")
@@ -374,29 +364,21 @@ class HingeLoss(ItemLoss):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Allot m."""
         super().reshape(bottom, top)
-        self.margin = self.buffer(self.view)
+        self.slack = self.buffer(self.view)  # m, negative at the label
+        self.squares = self.param.hinge_loss_param.norm == HingeLossParameter.L2
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write m and the loss."""
-        m, at = self.margin.data, self.labels(bottom)
-        m[...] = bottom[0].data.reshape(self.view)
-        m[at] *= -1
-        m += 1
-        np.maximum(m, 0, out=m)
-        squares = self.param.hinge_loss_param.norm == HingeLossParameter.L2
-        loss = self.ops.dot(m, m) if squares else float(m.sum(dtype=np.float64))
-        top[0].data.fill(loss / max(1, self.view[0]))
+        """Write m and the loss; DataError for a label that names no class."""
+        outcome = self.slack.data, top[0].data, self.wrong.found
+        self.ops.hinge_loss_forward(*self.given(bottom), self.squares, self.items, *outcome)
+        self.wrong.check()
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = weight / N * sign(m), with norm L2 times 2m instead; negative at the label."""
         self.refuse_label_gradient(propagate_down)
         if propagate_down[0]:
-            dx, scale = bottom[0].diff.reshape(self.view), float(top[0].diff.flat[0]) / max(1, self.view[0])
-            if self.param.hinge_loss_param.norm == HingeLossParameter.L2:
-                np.multiply(self.margin.data, 2 * scale, out=dx)
-            else:
-                np.multiply(np.sign(self.margin.data), scale, out=dx)
-            dx[self.labels(bottom)] *= -1
+            given = self.slack.data, self.squares, top[0].diff, self.items
+            self.ops.hinge_loss_backward(*given, bottom[0].diff.reshape(self.view))
 
 
 @layer("ContrastiveLoss")
@@ -406,10 +388,11 @@ class ContrastiveLoss(LossLayer):
     Bottoms a, b (N, C) and y (N), 1 for a similar pair. legacy_version takes max(margin - d^2, 0) instead.
     """
 
+    on_gpu = True
     bottoms = 3
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the shapes, allot a - b."""
+        """Check the shapes, allot a - b and what it is multiplied by in the gradient."""
         super().reshape(bottom, top)
         a, b, y = bottom
         if a.count != b.count:
@@ -418,37 +401,28 @@ class ContrastiveLoss(LossLayer):
         if y.count != n:
             raise ConfigError(f"{n} pairs need as many labels, not {y.count}")
         self.view = (n, a.count // max(n, 1))
-        self.difference = self.buffer(self.view)
+        self.items = max(1, n)
+        self.difference, self.factor = self.buffer(self.view), self.buffer((n,))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write a - b and the loss."""
-        param, d = self.param.contrastive_loss_param, self.difference.data
-        np.subtract(bottom[0].data.reshape(self.view), bottom[1].data.reshape(self.view), out=d)
-        square = np.einsum("nc,nc->n", d, d)
-        self.distance = np.sqrt(square)
-        self.similar = bottom[2].data.reshape(-1).astype(np.int64) != 0
-        if param.legacy_version:
-            far = np.maximum(param.margin - square, 0)
-        else:
-            far = np.maximum(param.margin - self.distance, 0) ** 2
-        top[0].data.fill(np.where(self.similar, square, far).sum(dtype=np.float64) / 2 / max(1, self.view[0]))
+        param, view = self.param.contrastive_loss_param, self.view
+        given = bottom[0].data.reshape(view), bottom[1].data.reshape(view), bottom[2].data.reshape(-1)
+        settings = param.margin, param.legacy_version, self.items
+        outcome = self.difference.data, self.factor.data, top[0].data
+        self.ops.contrastive_loss_forward(*given, *settings, *outcome)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """da = weight / N * (a - b) if similar, else times -(margin - d) / d, legacy -1, where margin is not reached.
 
         db = -da.
         """
-        param, distance = self.param.contrastive_loss_param, self.distance
-        if param.legacy_version:
-            far = np.where(param.margin - distance * distance > 0, -1, 0)
-        else:
-            far = -np.maximum(param.margin - distance, 0) / (distance + 1e-4)
-        factor = np.where(self.similar, 1, far) * (float(top[0].diff.flat[0]) / max(1, self.view[0]))
         for b, wanted, sign in zip(bottom, propagate_down, (1, -1, 0), strict=True):
             if wanted and not sign:
                 raise ConfigError("ContrastiveLoss cannot differentiate its labels; give them propagate_down: false")
             if wanted:
-                np.multiply(self.difference.data, sign * factor[:, None], out=b.diff.reshape(self.view))
+                given = self.difference.data, self.factor.data, top[0].diff, sign * self.items
+                self.ops.contrastive_loss_backward(*given, b.diff.reshape(self.view))
 
     def allow_force_backward(self, index: int) -> bool:
         """Labels get no gradient."""

@@ -8,6 +8,7 @@ import numpy as np
 from caffepy.blob import Format
 from caffepy.errors import ConfigError, DataError
 from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.problem import problem
 
 
 @layer("ArgMax")
@@ -18,33 +19,30 @@ class ArgMax(Layer):
     (N, 1, top_k), or (N, 2, top_k), places and values, with out_max_val.
     """
 
+    on_gpu = True
     in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check top_k and shape the top."""
         param, shape = self.param.argmax_param, bottom[0].shape
-        self.axis = bottom[0].axis(param.axis) if param.HasField("axis") else None
-        candidates = prod(shape[1:]) if self.axis is None else shape[self.axis]
+        axis = bottom[0].axis(param.axis) if param.HasField("axis") else None
+        candidates = prod(shape[1:]) if axis is None else shape[axis]
         if not 1 <= param.top_k <= candidates:
             raise ConfigError(f"argmax_param: top_k {param.top_k} must lie between 1 and {candidates}")
-        if self.axis is None:
+        if axis is None:
             top[0].reshape([shape[0], 1 + param.out_max_val, param.top_k] + [1] * (len(shape) - 3))
+            self.view = (shape[0], candidates, 1)
         else:
-            top[0].reshape([*shape[: self.axis], param.top_k, *shape[self.axis + 1 :]])
+            top[0].reshape([*shape[:axis], param.top_k, *shape[axis + 1 :]])
+            self.view = (prod(shape[:axis]), candidates, prod(shape[axis + 1 :]))
+        self.places = axis is None or not param.out_max_val
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Sort by value, then by place."""
-        param, x, y = self.param.argmax_param, bottom[0].data, top[0].data
-        rows = x.reshape(x.shape[0], -1) if self.axis is None else np.moveaxis(x, self.axis, -1)
-        order = np.argsort(rows, axis=-1, kind="stable")[..., : -param.top_k - 1 : -1]
-        values = np.take_along_axis(rows, order, axis=-1)
-        if self.axis is not None:
-            y[...] = np.moveaxis(values if param.out_max_val else order, -1, self.axis)
-            return
-        y = y.reshape(x.shape[0], -1, param.top_k)
-        y[:, 0] = order
-        if param.out_max_val:
-            y[:, 1] = values
+        param, (outer, _, inner) = self.param.argmax_param, self.view
+        rows = param.top_k * (self.places + param.out_max_val)
+        x, y = bottom[0].data.reshape(self.view), top[0].data.reshape(outer, rows, inner)
+        self.ops.top_values(x, param.top_k, self.places, param.out_max_val, y)
 
     def allow_force_backward(self, index: int) -> bool:
         """There is no gradient."""
@@ -100,30 +98,41 @@ class Crop(Layer):
 class BatchReindex(Layer):
     """y[i] = x[index[i]]; x (N, ...), index (M) of whole numbers, y (M, ...)."""
 
+    on_gpu = True
     bottoms = 2
     in_place = False
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        """Allot room for a wrong index."""
+        self.wrong = problem(self, self.no_item)
+
+    def no_item(self, index: float) -> DataError:
+        """The error for an index outside."""
+        items = self.view[0]
+        return DataError(f"index {index:g} is not one of the {items} items 0 to {items - 1}")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Shape the top."""
         if len(bottom[1].shape) != 1:
             raise ConfigError(f"the indices must have one axis, not {list(bottom[1].shape)}")
-        top[0].reshape([bottom[1].shape[0], *bottom[0].shape[1:]])
+        n, *item = bottom[0].shape
+        top[0].reshape([bottom[1].shape[0], *item])
+        self.view = (n, prod(item))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the items; DataError for an index outside."""
-        x, index = bottom[0].data, bottom[1].data
-        wrong = ~((index >= 0) & (index < x.shape[0]))
-        if wrong.any():
-            raise DataError(f"index {index[wrong][0]:g} is not one of the {x.shape[0]} items 0 to {x.shape[0] - 1}")
-        np.take(x, index.astype(np.intp), axis=0, out=top[0].data, mode="clip")
+        x, y = bottom[0].data.reshape(self.view), top[0].data.reshape(bottom[1].count, self.view[1])
+        self.ops.take_rows(x, bottom[1].data, False, y, self.wrong.found)
+        self.wrong.check()
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx[index[i]] += dy[i], from 0."""
         if propagate_down[1]:
             raise ConfigError("BatchReindex cannot differentiate its indices; give them propagate_down: false")
         if propagate_down[0]:
-            bottom[0].diff.fill(0)
-            np.add.at(bottom[0].diff, bottom[1].data.astype(np.intp), top[0].diff)
+            dx = bottom[0].diff.reshape(self.view)
+            dx.fill(0)
+            self.ops.add_rows(top[0].diff.reshape(bottom[1].count, self.view[1]), bottom[1].data, dx)
 
     def allow_force_backward(self, index: int) -> bool:
         """Indices get no gradient."""

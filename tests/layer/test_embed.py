@@ -4,6 +4,7 @@ import pytest
 from caffepy.errors import ConfigError, DataError
 
 from .harness import Single, check_golden, check_gradient
+from .on_gpu import check_plain_on_gpu, check_problem_on_gpu
 
 X = np.array([[1.0, 0], [3, 1]])
 TEXT = 'type: "Embed" embed_param { input_dim: 4 num_output: 3 weight_filler { type: "gaussian" } }'
@@ -32,3 +33,16 @@ def test_bad_input():
     single = Single(TEXT, X)
     with pytest.raises(ConfigError, match="cannot differentiate its input"):
         single.layer.backward(single.top, [True], single.bottom)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", ["true", "false"])
+def test_on_gpu(bias):
+    text = TEXT.replace("num_output", f"bias_term: {bias} num_output")
+    check_plain_on_gpu(text, np.array([[1.0, 0, 3], [3, 1, 3.5]]), propagate_down=[False])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [4, -1, np.nan])
+def test_bad_input_on_gpu(number):
+    check_problem_on_gpu(f'name: "e" {TEXT}', np.array([1, number, 9]))

@@ -7,6 +7,7 @@ from caffepy.errors import ConfigError, DataError
 from caffepy.proto.binary import array_to_blob
 
 from .harness import Single, check_golden, check_gradient, random, seeded
+from .on_gpu import check_plain_on_gpu, check_problem_on_gpu
 
 GOLDEN = [
     "accuracy",
@@ -168,10 +169,13 @@ def test_softmax_loss_gives_its_probabilities():
     np.testing.assert_allclose(p, np.exp(x) / np.exp(x).sum(1, keepdims=True))
 
 
-@pytest.mark.parametrize("type_", ["SoftmaxWithLoss", "Accuracy", "HingeLoss", "MultinomialLogisticLoss"])
+@pytest.mark.parametrize(
+    "type_", ["SoftmaxWithLoss", "Accuracy", "HingeLoss", "MultinomialLogisticLoss", "InfogainLoss"]
+)
 @pytest.mark.parametrize("label", [3, -1, np.nan])
 def test_label_outside_is_named(type_, label):
-    single = Single(f'type: "{type_}"', probabilities(2, 3), np.array([0, label]))
+    matrix = [np.eye(3)] if type_ == "InfogainLoss" else []
+    single = Single(f'type: "{type_}"', probabilities(2, 3), np.array([0, label]), *matrix)
     with pytest.raises(DataError, match=f"label {label:g} is not one of the 3 classes 0 to 2"):
         single.forward()
 
@@ -325,3 +329,30 @@ def test_accuracy_has_no_gradient():
 def test_scalars_are_refused(kind):
     with pytest.raises(ConfigError, match="out of range for a blob with 0 axes"):
         Single(f'type: "{kind}"', *[np.float64(1)] * (3 if kind == "ContrastiveLoss" else 2))
+
+
+ON_GPU = [case for case in GRADIENTS if case.startswith(("Infogain", "Multinomial", "Hinge", "Contrastive"))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*ON_GPU, "ContrastiveLoss"])
+def test_on_gpu(case):
+    text, bottoms, propagate_down = GRADIENTS[case if case in GRADIENTS else "ContrastiveLoss legacy"]
+    text = text.replace("legacy_version: true", "") if case == "ContrastiveLoss" else text
+    check_plain_on_gpu(text, *bottoms, propagate_down=propagate_down or [True] * len(bottoms))
+
+
+@pytest.mark.gpu
+def test_infogain_matrix_of_a_file_on_gpu(tmp_path):
+    path = tmp_path / "matrix.binaryproto"
+    path.write_bytes(array_to_blob(random(3, 3).astype(np.float32)).SerializeToString())
+    text = f'type: "InfogainLoss" infogain_loss_param {{ source: "{path}" }}'
+    check_plain_on_gpu(text, random(4, 3), labels(4), propagate_down=FIRST, tops=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("type_", ["HingeLoss", "MultinomialLogisticLoss", "InfogainLoss"])
+@pytest.mark.parametrize("label", [3, -1, np.nan])
+def test_label_outside_is_named_on_gpu(type_, label):
+    matrix = [np.eye(3)] if type_ == "InfogainLoss" else []
+    check_problem_on_gpu(f'name: "l" type: "{type_}"', probabilities(3, 3), np.array([0, label, 7]), *matrix)

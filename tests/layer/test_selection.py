@@ -4,7 +4,7 @@ import pytest
 from caffepy.errors import ConfigError, DataError
 
 from .harness import Single, check_golden, check_gradient, random, seeded
-from .on_gpu import check_on_gpu
+from .on_gpu import check_on_gpu, check_plain_on_gpu, check_problem_on_gpu
 
 INDEX = np.array([4.0, 0, 0, 2])
 SELECTOR = np.array([1.0, 0, 0, 2])
@@ -125,3 +125,26 @@ def test_crop_on_gpu_in_all_formats():
     x, y = (seeded(i).integers(-20, 20, shape) / 4 for i, shape in enumerate([(2, 8, 5, 7), (2, 8, 3, 4)]))
     check_on_gpu('type: "Crop" crop_param { offset: 1 offset: 2 }', x, y)
     check_on_gpu('type: "Crop" crop_param { axis: 1 offset: 3 offset: 1 offset: 2 }', x, y[:, :5])
+
+
+ARGMAX = ["top_k: 3", "top_k: 2 out_max_val: true", "axis: 1", "axis: -1 top_k: 2 out_max_val: true"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", ARGMAX)
+def test_argmax_on_gpu(setting):
+    x = random(4, 3, 5).round()
+    check_plain_on_gpu(f'type: "ArgMax" argmax_param {{ {setting} }}', x, propagate_down=[False])
+
+
+@pytest.mark.gpu
+def test_batch_reindex_on_gpu():
+    x = random(5, 3, 2)
+    check_plain_on_gpu('type: "BatchReindex"', x, INDEX, propagate_down=[True, False])
+    check_plain_on_gpu('type: "BatchReindex"', x, random(0), propagate_down=[True, False])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", [5, -0.5, np.nan])
+def test_index_outside_is_named_on_gpu(index):
+    check_problem_on_gpu('name: "r" type: "BatchReindex"', random(5, 2), np.array([1, index, 9]))

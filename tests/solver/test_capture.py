@@ -185,6 +185,19 @@ layer { name: "loss" type: "EuclideanLoss" bottom: "lstm" bottom: "label" top: "
 """
 
 
+def test_masks_go_on_in_a_solver_that_recorded_others(tmp_path: Path) -> None:
+    settings = RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/masks" '
+    first, second = solver_of(settings), solver_of(settings, device=CudaDevice(0, seed=2))
+    second.device.seed(99)
+    for solver in (first, second):
+        solver.step(4)
+    first.snapshot()
+    first.step(3)
+    second.restore(f"{tmp_path}/masks_iter_4.solverstate")
+    second.step(3)
+    assert np.array_equal(numbers(first), numbers(second))
+
+
 def test_recurrent_states_go_on(tmp_path: Path) -> None:
     same(RULES["SGD"] + SHOWN, RECURRENT, 8)
     settings = RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/s" snapshot: 5 '
@@ -357,14 +370,14 @@ def test_callbacks_that_say_so_are_recorded() -> None:
 
 
 def test_the_log_says_once_why_not(caplog: pytest.LogCaptureFixture) -> None:
-    net = FED_NET + 'layer { name: "h" type: "HingeLoss" bottom: "ip2" bottom: "label" top: "h" }'
+    net = FED_NET + 'layer { name: "h" type: "Filter" bottom: "ip2" bottom: "label" top: "h" }'
     solver = solver_of(RULES["SGD"], net)
     feed(solver)
     with caplog.at_level(logging.INFO, "caffepy.solver"):
         solver.step(3)
         solver.step(3)
     told = [m for m in caplog.messages if "layer by layer" in m]
-    assert told == ['The training step runs layer by layer: layer "h" (HingeLoss) computes on the host']
+    assert told == ['The training step runs layer by layer: layer "h" (Filter) computes on the host']
 
 
 def test_callbacks_of_python_are_called(caplog: pytest.LogCaptureFixture) -> None:
