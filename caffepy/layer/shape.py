@@ -164,6 +164,10 @@ class View(Layer):
         top[0].share_data(bottom[0])
         top[0].share_diff(bottom[0])
 
+    def format_for(self, native: Format) -> Format:
+        """Of any type, in the order of the shape."""
+        return Format(native.dtype, False)
+
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""
 

@@ -15,6 +15,9 @@ from caffepy.proto.nvcaffe import keeps_float32
 Convert = Callable[[Any, Any], None]
 """ops.convert: copies an array into one of another format."""
 
+VIEWS = frozenset({"Flatten", "Reshape"})
+"""Layers whose top is their bottom in another shape."""
+
 
 class Plan(NamedTuple):
     """`tops`: the format of each top, by layer and place. `bottoms`: that in which each layer takes its bottoms."""
@@ -30,10 +33,11 @@ def plan(
     of: dict[int, Format] = {}  # by id of the blob
     taken: list[list[Format]] = []
     readers: dict[int, list[Format]] = {}
+    losses = {id(t) for layer, outs in zip(layers, tops, strict=True) if any(layer.loss_weights) for t in outs}
     for layer, ins, outs in zip(layers, bottoms, tops, strict=True):
         coming = [of[id(b)] for b in ins]
         base = native if layer.seeks_native or layer.is_data or any(f != PLAIN for f in coming) else PLAIN
-        if keeps_float32(layer.param):
+        if keeps_float32(layer.param) or any(id(t) in losses for t in outs):  # a scaled loss weight may be large
             base = base._replace(dtype=PLAIN.dtype)
         wanted = layer.format_for(base)
         taken.append([_as_taken(layer, b, of[id(b)], wanted) for b in ins])
@@ -45,9 +49,13 @@ def plan(
                 of[id(t)] = PLAIN
             elif not any(t is b for b in ins):  # in place nothing changes
                 of[id(t)] = fit(going, t)
-    for layer, outs in zip(layers, tops, strict=True):
-        if layer.type == "InnerProduct":
-            _widen(outs, of, readers)
+    for layer, ins, outs, formats in reversed([*zip(layers, bottoms, tops, taken, strict=True)]):
+        if layer.type in VIEWS and _is_plain_to(readers, outs):
+            readers[id(ins[0])].remove(formats[0])
+            readers[id(ins[0])].append(PLAIN)
+            formats[0] = of[id(outs[0])] = PLAIN
+        elif layer.type == "InnerProduct" and _is_plain_to(readers, outs):
+            of[id(outs[0])] = PLAIN
     return Plan([[of[id(t)] for t in outs] for outs in tops], taken)
 
 
@@ -67,11 +75,9 @@ def _as_taken(layer: Layer, blob: Blob, lies: Format, wanted: Format) -> Format:
     return fit(wanted, blob)
 
 
-def _widen(tops: Sequence[Blob], of: dict[int, Format], readers: dict[int, list[Format]]) -> None:
-    """A product of low-precision numbers stays float32 if nobody takes it otherwise, as before a loss."""
-    for t in tops:
-        if all(format == PLAIN for format in readers.get(id(t), [])):
-            of[id(t)] = PLAIN
+def _is_plain_to(readers: dict[int, list[Format]], tops: Sequence[Blob]) -> bool:
+    """Whether nobody takes a layer's tops otherwise, as before a loss: products of 16-bit numbers are float32 there."""
+    return all(format == PLAIN for t in tops for format in readers.get(id(t), []))
 
 
 class Twins:

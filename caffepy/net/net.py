@@ -319,9 +319,10 @@ class Net:
     def _take_formats(self, native: Format) -> None:
         """Let activations lie in the GPU's own format, and layers that do not take it have copies of their bottoms."""
         formats = plan(self.layers, self.bottoms, self.tops, native)
-        for tops, top_formats in zip(self.tops, formats.tops, strict=True):
+        for bottoms, tops, top_formats in zip(self.bottoms, self.tops, formats.tops, strict=True):
             for blob, format in zip(tops, top_formats, strict=True):
-                if format != PLAIN:  # a plain top may share the memory of a bottom that is not, until reshape
+                sharing = any(b.data_memory is blob.data_memory and b.format != format for b in bottoms)
+                if format != PLAIN and not sharing:  # it shares the memory of the bottom's copy from reshape on
                     blob.take(format)
         for i, layer in enumerate(self.layers):
             twins = Twins(self.bottoms[i], self.tops[i], formats.bottoms[i])
