@@ -10,7 +10,8 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import product
 from math import prod
@@ -43,6 +44,9 @@ BETTER = 0.95
 """A plan takes the place of one that the heuristics rank higher if it needs less than this part of its time."""
 
 ALIGNED = 16
+
+CUBLAS, CUBLAS_ASIDE = 32 << 20, 4 << 20
+"""Bytes of cuBLAS's workspace on a device's first stream, and on others."""
 
 Build = Callable[[Any, Any], Sequence[Any]]
 """(cudnn, graph) -> the graph's tensors in the order in which arrays are given to `Plan.run`."""
@@ -82,8 +86,9 @@ class Context:
     Calls on a stream run one after the other, so they share memory for what does not outlast them.
     """
 
-    def __init__(self, stream: int) -> None:
+    def __init__(self, stream: int, is_first: bool) -> None:
         self.stream = stream
+        self._cublas_size = CUBLAS if is_first else CUBLAS_ASIDE
         self.workspace = Room()
         self._rooms: dict[str, Room] = {}
         self._cudnn: Any = None
@@ -119,7 +124,7 @@ class Context:
         if not self._cublas:
             handle = _handle("cublas", cublas.create)
             cublas.set_stream(handle, self.stream)
-            size = 32 << 20
+            size = self._cublas_size
             cublas.set_workspace(handle, self.array("cublas", (size,), np.uint8).data.ptr, size)
             self._cublas = handle
         return self._cublas
@@ -147,7 +152,8 @@ def context() -> Context:
     found = _contexts.get(key)
     if found is None:
         with _lock:
-            found = _contexts.setdefault(key, Context(key[1]))
+            is_first = all(device != key[0] for device, _ in _contexts)
+            found = _contexts.setdefault(key, Context(key[1], is_first))
     return found
 
 
@@ -272,12 +278,27 @@ def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any], 
         except _declines(cudnn) as error:
             log.debug("%s: cuDNN has no plan (%s)", name, error)
             continue
-        chosen = _choose(cudnn, name, graph, tensors, arrays if timing else None, candidates)
+        with _borrowed_workspace():
+            chosen = _choose(cudnn, name, graph, tensors, arrays if timing else None, candidates)
         if chosen is not None:
             if timing:
                 _remember(name, graph.get_plan_name_at_index(chosen))
             return _built(graph, tensors, chosen)
     return None
+
+
+@contextmanager
+def _borrowed_workspace() -> Iterator[None]:
+    """Candidates have a workspace of their own, which goes back to the device."""
+    here = context()
+    kept, here.workspace = here.workspace, Room()
+    try:
+        yield
+    finally:
+        large = here.workspace.size > kept.size
+        here.workspace = kept
+        if large and not cupy.cuda.get_current_stream().is_capturing():
+            cupy.get_default_memory_pool().free_all_blocks()
 
 
 def _modes(cudnn: Any) -> tuple[Any, Any]:
