@@ -223,8 +223,9 @@ class SyncedMemory(Memory):
                 raw = np.empty(count, self.format.dtype)
                 self.store.download(self._array[:count], raw)
                 self.format.read(raw, values)
-            self._host_is_newer, self._shape = True, shape
+            self._host_is_newer = True
             self.store.dirty.add(self)
+        self._shape = shape
         return values
 
 
@@ -310,11 +311,15 @@ class Blob:
         return self._data.memory.store if isinstance(self._data.memory, SyncedMemory) else None
 
     def take(self, format: Format) -> None:
-        """Lie in this format on the GPU from now on, with all blobs that share the memory; the values are lost."""
+        """Lie in this format on the GPU from now on, in other memory if it is another; the values are lost."""
         for view in (self._data, self._diff):
-            assert isinstance(view.memory, SyncedMemory)
-            view.memory.take(format)
-            view.view = None
+            memory = view.memory
+            assert isinstance(memory, SyncedMemory)
+            if memory.format != format:
+                own = SyncedMemory(memory.dtype, memory.store)
+                own.take(format)
+                own.reserve(memory.capacity)
+                view.point(own)
 
     def reshape(self, shape: Iterable[int]) -> None:
         """Take this shape; contents survive as far as the memory suffices, as in Caffe."""

@@ -128,6 +128,32 @@ def test_a_format_changes_what_the_device_has_and_nothing_the_host_sees(dtype, s
     assert blob.host_diff.dtype == np.float32
 
 
+def test_what_the_host_writes_after_a_new_shape_lies_in_that_shape() -> None:
+    blob = Blob((1, 3, 4, 4), store=FakeGpu())
+    blob.take(Format(np.dtype(np.float32), True))
+    assert not blob.host_data.any()
+    for shape in ((1, 3, 2, 2), (1, 3, 4, 4)):
+        blob.reshape(shape)
+        values = np.arange(blob.count, dtype=np.float32).reshape(shape)
+        blob.host_data[...] = values
+        if shape == (1, 3, 2, 2):
+            assert np.array_equal(blob.data, values)
+            assert np.array_equal(blob.host_data, values)
+    assert np.array_equal(blob.data, values)
+
+
+def test_another_format_is_for_one_blob_alone() -> None:
+    a, b = (Blob((2, 3, 4, 4), store=FakeGpu()) for _ in range(2))
+    b.share_data(a)
+    a.take(Format(np.dtype(np.float16), True))
+    b.take(Format(np.dtype(np.float32), True))
+    assert (a.data.dtype, b.data.dtype) == (np.float16, np.float32)
+    assert a.data_memory is not b.data_memory
+    memory = a.data_memory
+    a.take(a.format)
+    assert a.data_memory is memory
+
+
 def test_bfloat16_rounds_to_the_nearest_and_to_even() -> None:
     values = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3.1, 3.4e38, np.inf, -np.inf, np.nan], "f4")
     expected = [1, 1, 1 + 2**-6, 1 + 2**-7, -3.09375, np.inf, np.inf, -np.inf, np.nan]

@@ -95,3 +95,25 @@ def test_another_shape_on_gpu(view: str, kind: str) -> None:
         np.testing.assert_allclose(there.blobs[name].host_data, here.blobs[name].data, 3e-2, atol, err_msg=name)
     for mine, theirs in zip(there.params, here.params, strict=True):
         np.testing.assert_allclose(mine.host_diff, theirs.diff, 3e-2, atol)
+
+
+@pytest.mark.gpu
+def test_a_copy_with_a_loss_weight_on_gpu() -> None:
+    """The Split after "a" gets the weight and is of float32, its bottom is of float16."""
+    from caffepy.device import CudaDevice
+
+    text = DATA + conv("a", "data", "loss_weight: 0.5").replace(
+        "num_output", 'weight_filler { type: "xavier" } num_output'
+    )
+    text += conv("b", "a", "loss_weight: 2").replace("num_output", 'weight_filler { type: "xavier" } num_output')
+    nets = [net_of(text), Net(definition(text), device=CudaDevice(seed=1), native=HALF)]
+    for mine, theirs in zip(nets[1].params, nets[0].params, strict=True):
+        mine.host_data[...] = theirs.data
+    for net in nets:
+        net.blobs["data"].host_data[...] = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
+        net.forward()
+        net.backward()
+    assert nets[1].blobs["a"].format == HALF
+    np.testing.assert_allclose(nets[1].loss(), nets[0].loss(), 1e-2, 1e-2)
+    for mine, theirs in zip(nets[1].params, nets[0].params, strict=True):
+        np.testing.assert_allclose(mine.host_diff, theirs.diff, 1e-2, 1e-2)
