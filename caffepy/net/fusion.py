@@ -13,10 +13,11 @@ from caffepy.layer.fused import FusedRun, Member
 from caffepy.layer.fused_convolution import ConvolutionReLU
 from caffepy.layer.fused_inner_product import InnerProductRun
 from caffepy.layer.fused_norm import NormRun
+from caffepy.layer.fused_pooling import METHODS, PoolingReLU
 from caffepy.proto.caffe_pb2 import EltwiseParameter
 
 NORM = ("Scale", "Eltwise", "ReLU", "Split")
-AFTER = {"Convolution": ("ReLU",), "InnerProduct": ("ReLU", "Dropout")}
+AFTER = {"Convolution": ("ReLU",), "InnerProduct": ("ReLU", "Dropout"), "Pooling": ("ReLU",)}
 """What may follow in a run, in this order, each at most once; after a BatchNorm, with or without a Convolution before
 it, what NORM names."""
 
@@ -85,6 +86,8 @@ def _run_from(net: Wiring, start: int) -> list[int]:
             return _extend(net, run, NORM)
     if kind == "BatchNorm":
         return _extend(net, run, NORM) if _is_plain_norm(net.layers[start]) else run
+    if kind == "Pooling" and net.layers[start].param.pooling_param.pool not in METHODS:
+        return run
     return _extend(net, run, AFTER.get(kind, ()))
 
 
@@ -135,9 +138,9 @@ def make_run(members: Sequence[Member], learns: bool, given: Sequence[bool]) -> 
     layers = {member.layer.type: member.layer for member in members}
     if "BatchNorm" in layers:
         return NormRun(members, learns, given)
-    if "Convolution" in layers:
-        convolution, relu = layers["Convolution"], layers["ReLU"]
-        return ConvolutionReLU(convolution, relu, first.bottoms[0], last.tops[0], first.propagate_down[0])
+    if first.layer.type in ("Convolution", "Pooling"):
+        kind = ConvolutionReLU if first.layer.type == "Convolution" else PoolingReLU
+        return kind(first.layer, layers["ReLU"], first.bottoms[0], last.tops[0], first.propagate_down[0])
     return InnerProductRun(
         layers["InnerProduct"],
         layers.get("ReLU"),

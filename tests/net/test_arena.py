@@ -79,6 +79,18 @@ RESIDUAL = (
     + 'layer { name: "flat" type: "Flatten" bottom: "out" top: "flat" }\n'
     + loss("fc", "flat")
 )
+POOLED = (
+    DATA
+    + conv("stem", "data")
+    + 'layer { name: "max" type: "Pooling" bottom: "stem" top: "max" pooling_param { kernel_size: 3 stride: 1 } }\n'
+    + 'layer { name: "max_relu" type: "ReLU" bottom: "max" top: "max" }\n'
+    + conv("a", "max", relu=False)
+    + 'layer { name: "mean" type: "Pooling" bottom: "a" top: "mean" pooling_param { pool: AVE kernel_size: 2 } }\n'
+    + 'layer { name: "mean_relu" type: "ReLU" bottom: "mean" top: "positive" }\n'
+    + 'layer { name: "again" type: "Pooling" bottom: "positive" top: "again" '
+    + "pooling_param { pool: AVE kernel_size: 2 } }\n"
+    + loss("fc", "again")
+)
 FORCED = (
     "force_backward: true "
     + DATA
@@ -122,6 +134,7 @@ NETS: dict[str, tuple[str, Source]] = {
     "inception": (INCEPTION, images),
     "residual": (RESIDUAL, images),
     "forced": (FORCED, images),
+    "pooled": (POOLED, images),
     "others": (OTHERS, images),
     "siamese": (test_siamese.NET, test_siamese.pairs),
     "recurrent": (test_tagger.NET, test_tagger.sentences),

@@ -21,6 +21,8 @@ layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "
 """
 CONV = 'convolution_param { num_output: 5 kernel_size: 3 pad: 1 weight_filler { type: "msra" } }'
 
+POOL = "pooling_param { kernel_size: 3 stride: 2 }"
+
 
 def conv(name: str, bottom: str) -> str:
     return f'layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" {CONV} }}\n'
@@ -37,6 +39,7 @@ def norm(blob: str, in_place: bool = True) -> str:
     )
 
 
+RELU = on("ReLU", "r", "last")
 NETS = {
     "conv relu": conv("c", "data") + on("ReLU", "r", "c", top="last"),
     "conv relu in place": conv("c", "data") + on("ReLU", "r", "c") + on("Power", "p", "c", top="last"),
@@ -70,6 +73,10 @@ NETS = {
         + on("Power", "seen", "a", "propagate_down: false", top="seen")
         + on("Power", "p", "a", top="last")
     ),
+    "max pooling": conv("c", "data") + on("Pooling", "m", "c", POOL, "last") + on("ReLU", "r", "last"),
+    "mean not in place": conv("c", "data")
+    + on("Pooling", "m", "c", POOL.replace("{", "{ pool: AVE"), "m")
+    + on("ReLU", "r", "m", top="last"),
     "product": (
         on(
             "InnerProduct",
@@ -95,6 +102,8 @@ RUNS = {
     ],
     "projection": [["a", "bn_a", "scale_a", "sum", "rs"], ["b", "bn_b", "scale_b"]],
     "split without gradient": [["a", "bn_a", "scale_a", "ra", "a_ra_0_split"]],
+    "max pooling": [["m", "r"]],
+    "mean not in place": [["m", "r"]],
     "product": [["ip", "r", "d"]],
 }
 
@@ -145,6 +154,13 @@ def test_the_same_numbers_as_one_by_one(name: str) -> None:
         (
             "shared",
             conv("c", "data") + on("ReLU", "r", "c", top="last") + on("Silence", "s", "c").replace('top: "c"', ""),
+        ),
+        ("stochastic", on("Pooling", "m", "data", "pooling_param { pool: STOCHASTIC kernel_size: 3 }", "last") + RELU),
+        (
+            "two tops",
+            on("Pooling", "m", "data", POOL, "last").replace('top: "last"', 'top: "last" top: "at"')
+            + RELU
+            + 'layer { name: "s" type: "Silence" bottom: "at" }\n',
         ),
         (
             "coefficients",

@@ -98,6 +98,38 @@ def test_average(case, dtype):
     np.testing.assert_allclose(dx, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_relu_with_the_pooling_is_that_after_it(case, dtype):
+    shape, kernel, stride, pad, out = CASES[case]
+    rng, how = np.random.default_rng(0), (kernel, stride, pad)
+    x = (rng.integers(-9, 4, shape) - 2).astype(dtype)
+    x[..., :3, :3] = np.nan
+    dy = rng.standard_normal((*shape[:2], *out)).astype(dtype)
+    y, index, dx = np.empty_like(dy), np.empty(dy.shape, np.int32), np.empty_like(x)
+    fused, where, dx_fused = np.empty_like(dy), np.empty_like(index), np.full_like(x, np.nan)
+    masked = np.empty_like(dy)
+
+    cpu.max_pool_forward(x, y, index, *how)
+    cpu.relu_forward(y, y, 0)
+    cpu.relu_backward(y, dy, masked, 0)
+    cpu.max_pool_backward(masked, index, dx, *how)
+    cpu.max_pool_forward(x, fused, where, *how, relu=True)
+    cpu.max_pool_backward(dy, where, dx_fused, *how)
+    np.testing.assert_array_equal(fused, y)
+    np.testing.assert_array_equal(where, np.where(y <= 0, -1, index))
+    np.testing.assert_array_equal(dx_fused, dx)
+
+    cpu.ave_pool_forward(x, y, *how)
+    cpu.relu_forward(y, y, 0)
+    cpu.relu_backward(y, dy, masked, 0)
+    cpu.ave_pool_backward(masked, dx, *how)
+    cpu.ave_pool_forward(x, fused, *how, relu=True)
+    cpu.ave_pool_backward(dy, dx_fused, *how, y=fused)
+    np.testing.assert_array_equal(fused, y)
+    np.testing.assert_array_equal(dx_fused, dx)
+
+
 def test_stochastic_takes_each_element_by_its_share():
     x = np.random.default_rng(0).integers(0, 4, (2, 3, 7, 7)).astype(np.float32)
     x[0, 0, :3, :3] = 0

@@ -74,6 +74,7 @@ def _max_forward(
     start: Array,
     corner: Array,
     area: Array,
+    relu: bool,
     lo: int,
     hi: int,
 ) -> None:
@@ -96,6 +97,8 @@ def _max_forward(
                 y[n, o], index[n, o] = best[w], start[o] + where[w]
             else:  # nothing but NaN or -inf, or strides beyond the kernel led out of the plane
                 y[n, o], index[n, o] = x[n, corner[o]], corner[o]
+            if relu and y[n, o] <= 0:
+                y[n, o], index[n, o] = 0, -1
 
 
 @kernel
@@ -104,7 +107,8 @@ def _max_backward(dy: Array, index: Array, dx: Array, lo: int, hi: int) -> None:
         plane = dx[n]
         plane[:] = 0
         for o in range(dy.shape[1]):
-            plane[np.uint32(index[n, o])] += dy[n, o]
+            if index[n, o] >= 0:
+                plane[np.uint32(index[n, o])] += dy[n, o]
 
 
 @kernel
@@ -119,6 +123,7 @@ def _ave_forward(
     start: Array,
     corner: Array,
     area: Array,
+    relu: bool,
     lo: int,
     hi: int,
 ) -> None:
@@ -132,13 +137,15 @@ def _ave_forward(
             for q in range(windows):
                 total[q] += source[q]
         for o in range(number.size):
-            y[n, o] = total[np.uint32(number[o])] / area[o]
+            mean = total[np.uint32(number[o])] / area[o]
+            y[n, o] = 0 if relu and mean <= 0 else mean
 
 
 @kernel
 def _ave_backward(
     dy: Array,
     dx: Array,
+    y: Array,
     size: int,
     windows: int,
     place: Array,
@@ -147,13 +154,14 @@ def _ave_backward(
     start: Array,
     corner: Array,
     area: Array,
+    masked: bool,
     lo: int,
     hi: int,
 ) -> None:
     buffer, share = np.empty(size, dy.dtype), np.zeros(windows, dy.dtype)
     for n in range(lo, hi):
         for o in range(number.size):
-            share[np.uint32(number[o])] = dy[n, o] / area[o]
+            share[np.uint32(number[o])] = 0 if masked and y[n, o] <= 0 else dy[n, o] / area[o]
         buffer[:] = 0
         for t in range(taps.shape[0]):
             to = buffer[taps[t, 0] :]
@@ -208,11 +216,11 @@ def _stochastic_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, 
                 y[n, i, j] = squares / total if total > 0 else 0
 
 
-def _share(loop: Any, layout: _Layout, *arrays: Array) -> None:
+def _share(loop: Any, layout: _Layout, relu: bool, *arrays: Array) -> None:
     """Call loop on the planes of (N, C, H, W) arrays."""
     n, c = arrays[0].shape[:2]
     planes = [a.reshape(n * c, prod(a.shape[2:])) for a in arrays]
-    parallel(lambda lo, hi: loop(*planes, *layout, lo, hi), n * c, 1 + 20_000 // layout.size)
+    parallel(lambda lo, hi: loop(*planes, *layout, relu, lo, hi), n * c, 1 + 20_000 // layout.size)
 
 
 def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
@@ -220,16 +228,19 @@ def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
     return np.dtype(np.int32)
 
 
-def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
+def max_pool_forward(
+    x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
+) -> None:
     """Write the maximum of each window, clipped to the plane, and its index h*W + w; the first one wins.
 
-    A window that holds nothing but NaN keeps its first element.
+    A window that holds nothing but NaN keeps its first element. With `relu`, what is not above 0 becomes 0, and its
+    index -1.
     """
-    _share(_max_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), x, y, index)
+    _share(_max_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), relu, x, y, index)
 
 
 def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write dx: each dy goes to the element that its index names."""
+    """Write dx: each dy goes to the element that its index names, if any."""
     n, c, *plane = dx.shape
     dy, index, dx = (
         dy.reshape(n * c, prod(dy.shape[2:])),
@@ -239,14 +250,18 @@ def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: 
     parallel(lambda lo, hi: _max_backward(dy, index, dx, lo, hi), n * c, 1 + 20_000 // prod(plane))
 
 
-def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write the mean of each window; padding counts in the divisor, what hangs over it does not."""
-    _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), x, y)
+def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False) -> None:
+    """Write the mean of each window, at least 0 with `relu`.
+
+    Padding counts in the divisor, what hangs over it does not.
+    """
+    _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), relu, x, y)
 
 
-def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write dx: each dy shared evenly over its window."""
-    _share(_ave_backward, _layout(dx.shape[2:], dy.shape[2:], kernel, stride, pad), dy, dx)
+def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None) -> None:
+    """Write dx: each dy shared evenly over its window; where a y is given, only those with a y above 0."""
+    layout = _layout(dx.shape[2:], dy.shape[2:], kernel, stride, pad)
+    _share(_ave_backward, layout, y is not None, dy, dx, dy if y is None else y)
 
 
 def _planes(x: Array) -> Array:

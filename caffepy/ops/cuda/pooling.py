@@ -26,9 +26,19 @@ def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
 
 
 def _pool(
-    name: str, over: Array, large: Array, small: Array, arrays: tuple[Array, ...], pairs: tuple[Pair, ...], *others: Any
+    name: str,
+    over: Array,
+    large: Array,
+    small: Array,
+    arrays: tuple[Array, ...],
+    pairs: tuple[Pair, ...],
+    *others: Any,
+    relu: bool | None = None,
 ) -> None:
-    """Call a kernel that writes `over`, one of the large (N, C, H, W) and the small (N, C, Ho, Wo) array."""
+    """Call a kernel that writes `over`, one of the large (N, C, H, W) and the small (N, C, Ho, Wo) array.
+
+    It has a variant for each value of `relu`, unless that is None.
+    """
     if not over.size:
         return
     n, c = large.shape[:2]
@@ -45,32 +55,43 @@ def _pool(
         numbers.append(min(kernel[1] if over is small else -(-kernel[1] // stride[1]), AHEAD))
     sizes = (images, channels // v, *large.shape[2:], *small.shape[2:], *(int(side) for pair in pairs for side in pair))
     divisors = (divisor(int(d)) for d in (channels // v, *over.shape[:1:-1], *stride))
+    if relu is not None:
+        numbers.append(int(relu))
     expression = f"{name}<{', '.join([*types, *map(str, numbers)])}>"
     launch_expression("pooling", expression, threads, *arrays, *sizes, *divisors, *others)
 
 
-def max_pool_forward(x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
+def max_pool_forward(
+    x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
+) -> None:
     """Write the maximum of each window, clipped to the plane, and which element it is; the first one wins.
 
     An index of int32 counts h*W + w within the plane; one of uint8 within the window, in the order of y's memory.
-    A window that holds nothing but NaN keeps its first element.
+    A window that holds nothing but NaN keeps its first element. With `relu`, what is not above 0 becomes 0, and its
+    index -1 (255).
     """
-    _pool("max_pool_forward", y, x, y, (x, y, index), (kernel, stride, pad))
+    _pool("max_pool_forward", y, x, y, (x, y, index), (kernel, stride, pad), relu=relu)
 
 
 def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write dx: each dy goes to the element that its index names."""
+    """Write dx: each dy goes to the element that its index names, if any."""
     _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), (kernel, stride, pad))
 
 
-def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write the mean of each window; padding counts in the divisor, what hangs over it does not."""
-    _pool("ave_pool_forward", y, x, y, (x, y), (kernel, stride, pad))
+def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False) -> None:
+    """Write the mean of each window, at least 0 with `relu`.
+
+    Padding counts in the divisor, what hangs over it does not.
+    """
+    _pool("ave_pool_forward", y, x, y, (x, y), (kernel, stride, pad), relu=relu)
 
 
-def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write dx: each dy shared evenly over its window."""
-    _pool("ave_pool_backward", dx, dx, dy, (dy, dx), (kernel, stride, pad))
+def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None) -> None:
+    """Write dx: each dy shared evenly over its window; where a y is given, only those with a y above 0."""
+    if y is not None:
+        channels_last(dy, y)  # they must lie alike
+    arrays = (dy, dx, dy if y is None else y)
+    _pool("ave_pool_backward", dx, dx, dy, arrays, (kernel, stride, pad), relu=y is not None)
 
 
 def stochastic_pool_forward(

@@ -1,3 +1,5 @@
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -125,6 +127,53 @@ def test_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
             cpu.stochastic_pool_mean(np.abs(x), y, *how)
             twice(stream, cuda.stochastic_pool_mean, stored(np.abs(x), kind, last), v, *how)
             np.testing.assert_allclose(loaded(v), y, *TOLERANCE[kind])
+
+
+@pytest.mark.parametrize(("case", "kind", "last", "sizes", "busy"), FORMATS)
+def test_relu_in_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
+    import cupy
+
+    from caffepy.ops import cpu, cuda
+    from caffepy.ops.cuda import pooling
+
+    monkeypatch.setattr(pooling, "BUSY", busy)
+    how = WINDOWS[case]
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        for channels in sizes:
+            x = rounded(np.round(data((2, channels, 9, 11)), 1) - 1, kind)
+            x[0, 0, :3, :3] = np.nan
+            dy = rounded(data(top_shape(x.shape, *how), seed=1), kind)
+            y, dx, index = np.empty_like(dy), np.empty_like(x), np.empty(dy.shape, np.int32)
+            u, du = stored(x, kind, last), stored(np.full(x.shape, 9), kind, last)
+            v, dv = stored(np.full(dy.shape, 9), kind, last), stored(dy, kind, last)
+
+            cpu.max_pool_forward(x, y, index, *how, relu=True)
+            cpu.max_pool_backward(dy, index, dx, *how)
+            for which in (np.uint8, np.int32):
+                where = cupy.empty(dy.shape, which)
+                twice(stream, partial(cuda.max_pool_forward, relu=True), u, v, where, *how)
+                twice(stream, cuda.max_pool_backward, dv, where, du, *how)
+                np.testing.assert_array_equal(loaded(v), y)
+                np.testing.assert_array_equal(loaded(du), dx if kind == "float64" else rounded(dx, kind))
+
+            cpu.ave_pool_forward(x, y, *how, relu=True)
+            twice(stream, partial(cuda.ave_pool_forward, relu=True), u, v, *how)
+            np.testing.assert_allclose(loaded(v), y, *TOLERANCE[kind])
+            cpu.ave_pool_backward(dy, dx, *how, y=loaded(v).astype(dy.dtype))
+            twice(stream, partial(cuda.ave_pool_backward, y=v), dv, du, *how)
+            np.testing.assert_allclose(loaded(du), dx, *TOLERANCE[kind])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("case", CASES)
+def test_relu(case, dtype):
+    shape, *how = CASES[case]
+    x = np.round(data(shape, dtype), 1) - dtype(1)
+    y = np.empty(top_shape(shape, *how), dtype)
+    agree("max_pool_forward", x, y, np.empty(y.shape, np.int32), *how, True, tolerance=EXACT)
+    agree("ave_pool_forward", x, y, *how, True, tolerance=CLOSE)
+    dy, y = data(y.shape, dtype, 1), data(y.shape, dtype, 2)
+    agree("ave_pool_backward", dy, np.empty_like(x), *how, y, tolerance=CLOSE)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])

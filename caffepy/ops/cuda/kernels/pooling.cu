@@ -1,7 +1,7 @@
 // Pooling over windows of images (N, H, W, C), in packs of V channels; planes (N, C, H, W) are N * C images of one
 // channel. Window (i, j) begins at row i * stride - pad, column likewise. An index tells the element of a window that
-// has its maximum: unsigned char its number in the window, int its number in the plane. W elements of a row are loaded at
-// a time, the last one again where there are fewer.
+// has its maximum: unsigned char its number in the window, int its number in the plane; -1 (255) names none. W elements of
+// a row are loaded at a time, the last one again where there are fewer. R: relu.
 
 #include "pack.cuh"
 #include "reduce.cuh"
@@ -66,8 +66,9 @@ template <typename I> __device__ int index_of(const Windows& s, int row, int col
   return sizeof(I) == 1 ? max(row - top, 0) * s.kw + max(column - left, 0) : row * s.w + column;
 }
 
-// y = the first largest element, index = where; of a window without numbers above -inf its first element
-template <typename T, typename I, int V, int W>
+// y = the first largest element, index = where; of a window without numbers above -inf its first element.
+// R: 0 instead of what is not above 0, which is nowhere.
+template <typename T, typename I, int V, int W, bool R>
 __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* __restrict__ index, WINDOWS) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
@@ -109,6 +110,10 @@ __global__ void max_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* 
     for (int v = 0; v < V; ++v) {
       largest.v[v] = best[v] == least ? corner[v] : T(best[v]);
       places.v[v] = I(where[v]);
+      if (R && A(largest.v[v]) <= 0) {
+        largest.v[v] = T(A(0));
+        places.v[v] = I(-1);
+      }
     }
     reinterpret_cast<Pack<T, V>*>(y)[e] = largest;
     reinterpret_cast<Pack<I, V>*>(index)[e] = places;
@@ -140,7 +145,7 @@ __global__ void max_pool_backward(const T* __restrict__ dy, const I* __restrict_
 #pragma unroll
         for (int k = 0; k < W; ++k) {
           const int place = index_of<I>(s, at.row, at.column, i * s.sh - s.ph, (j + k) * s.sw - s.pw);
-          const int here = j + k < columns.reached ? place : -1;
+          const int here = j + k < columns.reached ? place : -2;
 #pragma unroll
           for (int v = 0; v < V; ++v)
             if (named[k].v[v] == here) sum[v] += A(gradient[k].v[v]);
@@ -153,8 +158,12 @@ __global__ void max_pool_backward(const T* __restrict__ dy, const I* __restrict_
   }
 }
 
-// y = sum of the window / its area, padding included
-template <typename T, int V, int W>
+template <bool R, typename T> __device__ T rectified(T y) {
+  return R && Wide<T>(y) <= 0 ? T(Wide<T>(0)) : y;
+}
+
+// y = sum of the window / its area, padding included; R: 0 if it is not above 0
+template <typename T, int V, int W, bool R>
 __global__ void ave_pool_forward(const T* __restrict__ x, T* __restrict__ y, WINDOWS) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
@@ -177,13 +186,13 @@ __global__ void ave_pool_forward(const T* __restrict__ x, T* __restrict__ y, WIN
     const A share = A(1) / (A(rows.full) * A(columns.full));
     Pack<T, V> mean;
 #pragma unroll
-    for (int v = 0; v < V; ++v) mean.v[v] = T(sum[v] * share);
+    for (int v = 0; v < V; ++v) mean.v[v] = rectified<R>(T(sum[v] * share));
     reinterpret_cast<Pack<T, V>*>(y)[e] = mean;
   }
 }
 
 // The same for large windows of planes, a warp each.
-template <typename T>
+template <typename T, bool R>
 __global__ void ave_pool_forward_wide(const T* __restrict__ x, T* __restrict__ y, WINDOWS) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
@@ -197,32 +206,39 @@ __global__ void ave_pool_forward_wide(const T* __restrict__ x, T* __restrict__ y
     for (int k = threadIdx.x % 32; k < count; k += 32)
       sum += A(plane[(rows.lo + k / width) * s.w + columns.lo + k % width]);
     sum = warp_sum(sum);
-    if (threadIdx.x % 32 == 0) y[e] = T(sum / (A(rows.full) * A(columns.full)));
+    if (threadIdx.x % 32 == 0) y[e] = rectified<R>(T(sum / (A(rows.full) * A(columns.full))));
   }
 }
 
-// dx = sum over the windows that hold an element of dy / area
-template <typename T, int V, int W>
-__global__ void ave_pool_backward(const T* __restrict__ dy, T* __restrict__ dx, WINDOWS) {
+// dx = sum over the windows that hold an element of dy / area; R: of those windows whose y is above 0
+template <typename T, int V, int W, bool R>
+__global__ void ave_pool_backward(const T* __restrict__ dy, T* __restrict__ dx, const T* __restrict__ y, WINDOWS) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
   FOR_EACH(e, images * s.large()) {
     const Place at(s, e, s.h, s.w);
     const Cover rows(at.row, s.kh, s.by_sh, s.ph, s.h, s.ho), columns(at.column, s.kw, s.by_sw, s.pw, s.w, s.wo);
-    const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + at.image * s.small() + at.pack;
+    const i64 image = at.image * s.small() + at.pack;
+    const Pack<T, V>* gradients = reinterpret_cast<const Pack<T, V>*>(dy) + image;
+    const Pack<T, V>* results = reinterpret_cast<const Pack<T, V>*>(y) + image;
     A sum[V] = {};
     for (int i = rows.lo; i < rows.hi; ++i) {
       const A height = A(Span(i, s.kh, s.sh, s.ph, s.h).full);
       for (int j = columns.lo; j < columns.hi; j += W) {
-        Pack<T, V> gradient[W];
+        Pack<T, V> gradient[W], result[W];
 #pragma unroll
-        for (int k = 0; k < W; ++k) gradient[k] = gradients[(i * s.wo + min(j + k, columns.hi - 1)) * s.packs];
+        for (int k = 0; k < W; ++k) {
+          const int window = (i * s.wo + min(j + k, columns.hi - 1)) * s.packs;
+          gradient[k] = gradients[window];
+          if (R) result[k] = results[window];
+        }
 #pragma unroll
         for (int k = 0; k < W; ++k)
           if (j + k < columns.hi) {
             const A share = A(1) / (height * A(Span(j + k, s.kw, s.sw, s.pw, s.w).full));
 #pragma unroll
-            for (int v = 0; v < V; ++v) sum[v] += A(gradient[k].v[v]) * share;
+            for (int v = 0; v < V; ++v)
+              if (!R || !(A(result[k].v[v]) <= 0)) sum[v] += A(gradient[k].v[v]) * share;
           }
       }
     }
