@@ -163,6 +163,9 @@ class Device:
 
 MOST_PROBLEMS = 1024
 
+URGENT = -5
+"""The priority of streams whose work others wait for, or the nearest that there is; recorded work keeps it."""
+
 
 class CudaDevice(Device):
     """GPU `index`, with a stream of its own on which all its work runs in order.
@@ -180,7 +183,7 @@ class CudaDevice(Device):
         self._cupy = import_cupy()
         check_gpu(index)
         with self._cupy.cuda.Device(index):
-            self.stream = self._cupy.cuda.Stream(non_blocking=True)
+            self.stream = self._cupy.cuda.Stream(non_blocking=True, priority=URGENT)
         self.dirty: set[Any] = set()  # memories whose host array is newer
         self.epoch = 0  # how often a memory got another array
         self._overlaps = False
@@ -296,7 +299,8 @@ class CudaDevice(Device):
     def _aside(self, lane: str) -> Iterator[None]:
         stream = self._lanes.get(lane)
         if stream is None:
-            stream = self._lanes[lane] = self._cupy.cuda.Stream(non_blocking=True)
+            priority = URGENT if lane == "sync" else 0  # 0 is the lowest
+            stream = self._lanes[lane] = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
         self._wait(stream, self.stream)
         self._apart.add(lane)
         with stream:
