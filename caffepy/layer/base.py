@@ -6,6 +6,7 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import numpy as np
@@ -84,6 +85,10 @@ class Layer:
         """Write the diff of each bottom with propagate_down, add to the diffs of the parameters that want theirs."""
         if any(propagate_down):
             raise ConfigError(f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false")
+
+    def aside(self, propagate_down: bool) -> AbstractContextManager[object]:
+        """A block for the gradients of parameters: beside what follows if a bottom wants its gradient, else at once."""
+        return self.device.aside() if propagate_down else nullcontext()
 
     def format_for(self, native: Format) -> Format:
         """The format in which the layer takes blobs on a GPU if they come in `native`; its tops follow its bottoms.
