@@ -1,6 +1,7 @@
 """Team: a root solver and its workers, each on a device of its own, which train as one solver with a larger batch."""
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from caffepy.layer import Layer
 from caffepy.net import Net
 from caffepy.parallel.buckets import adders, buckets
 from caffepy.parallel.crew import Crew
-from caffepy.parallel.group import DEADLINES, Group
+from caffepy.parallel.group import DEADLINES, Group, named
 from caffepy.parallel.sync import Flats, Synchronization, Synchronizer, choose
 from caffepy.parallel.topology import Topology, device_pairs, show
-from caffepy.solver import Solver
+from caffepy.solver import Signals, Solver
 from caffepy.solver.followers import Followers
 from caffepy.solver.trial import Totals
 from caffepy.solver.worker import WorkerSolver
@@ -28,7 +29,10 @@ log = logging.getLogger(__name__)
 
 STATISTICS = ("average", "root")
 PATIENCE = 5.0
-"""Seconds that workers have to end what they are at."""
+"""Seconds that solvers have to end what they are at."""
+
+LAST_PATIENCE = 3.0
+"""Seconds that the root has to do so when it is told."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,8 @@ class Terms:
 class Team(Followers):
     """The workers of a root solver as its followers, while the context lasts.
 
-    `devices` are those of all ranks, the root's first, joined as `topology` says. What `interrupted` raises while the
-    root waits for others ends the run.
+    `devices` are those of all ranks, the root's first, joined as `topology` says. `signals` are heard while the root
+    waits for others, and reach it where it hangs; if it cannot be reached, `last_resort` is called with the error.
     """
 
     def __init__(
@@ -57,12 +61,16 @@ class Team(Followers):
         devices: Sequence[Device],
         topology: Topology,
         terms: Terms,
-        interrupted: Callable[[], object] = lambda: None,
+        signals: Signals | None = None,
+        last_resort: Callable[[BaseException], object] | None = None,
     ) -> None:
         self.root = root
         self.size = len(devices)
         self.group = Group(self.size, terms.deadlines)
-        self.group.interrupted = interrupted
+        if signals:
+            self.group.interrupted = signals.check
+        self._signals, self._last_resort = signals, last_resort
+        self.group.on_abort(self._watch)
         self._devices = devices
         self._terms = terms
         self._gpu = devices[0].kind == "cuda"
@@ -134,6 +142,20 @@ class Team(Followers):
         synchronizer = self._synchronizers[rank] = self._way.join(rank, flats)
         solver.synchronize(synchronizer)
 
+    def _watch(self) -> None:
+        threading.Thread(target=self._reach_root, name="caffepy watch", daemon=True).start()
+
+    def _reach_root(self) -> None:
+        """See to it that the root ends, even if it is where it does not wait for others."""
+        assert self.group.failure
+        rank, error = self.group.failure
+        if self.group.root_notices(PATIENCE if rank else 0):
+            return
+        if self._signals and isinstance(error, Exception):
+            self._signals.fail(named(rank, error), self.group.notice)
+        if not self.group.root_notices(LAST_PATIENCE) and self._last_resort:
+            self._last_resort(named(rank, error))
+
     @contextmanager
     def _turn(self, rank: int, layer: Layer) -> Iterator[None]:
         with self.group.turn(rank, layer), layer.forward_lock:
@@ -158,8 +180,8 @@ class Team(Followers):
 
     @property
     def failed(self) -> bool:  # type: ignore[override]
-        """A follower, not the root, has ended the run."""
-        return self.group.failure is not None and self.group.failure[0] != 0
+        """Followers have ended the run."""
+        return self.group.failure is not None
 
     def during(self, phase: str) -> AbstractContextManager[object]:
         """A block in which all are at this: step, test or snapshot."""
@@ -219,8 +241,8 @@ class Team(Followers):
             self._crew.end(PATIENCE)
         else:
             self._settle()
-        members = self._crew.members
-        return [members[rank].positions() if rank in members else {} for rank in range(1, self.size)]
+        members, iteration = self._crew.members, self.root.iter
+        return [members[rank].positions(iteration) if rank in members else {} for rank in range(1, self.size)]
 
     def _settle(self) -> None:
         self._crew.give(WorkerSolver.settle)

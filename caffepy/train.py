@@ -68,6 +68,7 @@ def train(
     log_dir: str | None = None,
     progress: bool | None = None,
     threads: int | None = None,
+    last_resort: Callable[[BaseException], object] | None = None,
 ) -> TrainResult:
     """Train as the solver file says; raises the errors of `caffepy.errors`.
 
@@ -78,7 +79,8 @@ def train(
     `deterministic` runs are the same each time. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16". Without
     `capture` a GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM stops with a snapshot;
     `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file; `progress` False
-    keeps the terminal free of a progress bar; `threads` is the number of CPU threads.
+    keeps the terminal free of a progress bar; `threads` is the number of CPU threads. `last_resort` is called with the
+    error of another solver, in its thread, if this one does not get on.
     """
     if snapshot and weights and snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
@@ -123,7 +125,7 @@ def train(
             if snapshot:
                 log.info("Resuming from %s", snapshot)
                 run.restore(snapshot)
-            with _team(run, devices, terms, signals.check):
+            with _team(run, devices, terms, signals, last_resort):
                 log.info("Starting Optimization")
                 run.solve()
             log.info("Optimization Done.")
@@ -178,7 +180,11 @@ def _determine(param: SolverParameter, device: Device) -> None:
 
 
 def _team(
-    root: Solver, devices: Sequence[Device], terms: Terms, interrupted: Callable[[], object]
+    root: Solver,
+    devices: Sequence[Device],
+    terms: Terms,
+    signals: Signals,
+    last_resort: Callable[[BaseException], object] | None,
 ) -> AbstractContextManager[object]:
     """The workers of the root solver, if there are to be any."""
     size = len(devices)
@@ -186,7 +192,7 @@ def _team(
         return nullcontext()
     on_gpu = devices[0].kind == "cuda"
     joined = peers.prepare(peers.query([device.index for device in devices])) if on_gpu else all_joined(size)
-    return Team(root, devices, joined, terms, interrupted)
+    return Team(root, devices, joined, terms, signals, last_resort)
 
 
 def _start(param: SolverParameter, path: str, snapshot: str | None, weights: Sequence[str]) -> str | None:

@@ -34,7 +34,7 @@ class Crew(Generic[Member]):
         self.members: dict[int, Member] = {}
         self._make = make
         self._work: dict[int, deque[Callable[[Member], object]]] = {rank: deque() for rank in range(1, group.size)}
-        self._over = False
+        self._end: float | None = None  # when the threads must have ended
         self._threads = {
             rank: threading.Thread(target=self._serve, args=(rank,), name=f"{self.NAME} {rank}", daemon=True)
             for rank in self._work
@@ -63,13 +63,12 @@ class Crew(Generic[Member]):
         return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
 
     def end(self, seconds: float) -> list[int]:
-        """Let the threads end; those that did not within so many seconds."""
+        """Let the threads end; those that did not within so many seconds of the first time this was called."""
         with self.group.change():
-            self._over = True
-        end = time.monotonic() + seconds
+            self._end = self._end or time.monotonic() + seconds
         for thread in self._threads.values():
             if thread.ident is not None:
-                thread.join(max(0.0, end - time.monotonic()))
+                thread.join(max(0.0, self._end - time.monotonic()))
         return [rank for rank, thread in self._threads.items() if thread.is_alive()]
 
     def _serve(self, rank: int) -> None:
@@ -90,5 +89,5 @@ class Crew(Generic[Member]):
 
     def _next(self, rank: int) -> Callable[[Member], object] | None:
         work = self._work[rank]
-        self.group.until(rank, lambda: bool(work) or self._over, lambda: [0])
+        self.group.until(rank, lambda: bool(work) or self._end is not None, lambda: [0])
         return work[0] if work else None

@@ -48,6 +48,7 @@ class Group:
         self._turns: dict[object, int] = {}
         self._names: dict[int, int] = {}  # rank -> thread
         self._on_abort: list[Callable[[], object]] = []
+        self._noticed = threading.Event()
 
     @property
     def phase(self) -> str:
@@ -76,7 +77,13 @@ class Group:
         self._on_abort.append(callback)
 
     def abort(self, rank: int, error: BaseException) -> None:
-        """Let every rank stop because of this error; the first one counts."""
+        """Let every rank stop because of this error, which the rank itself has met; the first one counts."""
+        if rank == 0:
+            self.notice()
+        self.fail(rank, error)
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Let every rank stop because of this error of one, which may not know of it."""
         with self._changed:
             first = self.failure is None
             self.failure = self.failure or (rank, error)
@@ -84,6 +91,14 @@ class Group:
         if first:
             for callback in self._on_abort:
                 callback()
+
+    def notice(self) -> None:
+        """Say that the root has heard that the group has stopped."""
+        self._noticed.set()
+
+    def root_notices(self, seconds: float) -> bool:
+        """Whether the root has heard, or hears within so many seconds, that the group has stopped."""
+        return self._noticed.wait(seconds)
 
     @contextmanager
     def guard(self, rank: int) -> Iterator[None]:
@@ -102,6 +117,7 @@ class Group:
         if self.failure:
             failed, error = self.failure
             if rank == 0:
+                self.notice()
                 raise named(failed, error)
             raise GroupStoppedError(f"rank {failed} failed: {error}") from error
 
@@ -134,7 +150,7 @@ class Group:
         names = ", ".join(f"rank {other}" for other in missing) or "another rank"
         error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}); rank {rank} waited for it")
         log.error("%s\n%s", error, stacks(self._names))
-        self.abort(missing[0] if missing else rank, error)
+        self.fail(missing[0] if missing else rank, error)
         raise error
 
     def barrier(self, rank: int, name: str = "") -> None:

@@ -13,7 +13,7 @@ class Followers:
     """
 
     size = 1
-    failed = False  # a follower, not the root, has ended the run
+    failed = False  # followers have ended the run
 
     def during(self, phase: str) -> AbstractContextManager[object]:
         """A block in which all are at this: step, test or snapshot."""

@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from enum import Flag
 from types import FrameType, TracebackType
 from typing import Any
@@ -46,6 +47,7 @@ class Signals:
             self.effects[signal.SIGHUP] = effect(sighup_effect)
         self.giving_up = False
         self._interrupted = False
+        self._failure: tuple[BaseException, Callable[[], object]] | None = None
         self._terminated = False
         self._asked = Action.NONE
         self._before: dict[int, Any] = {}
@@ -67,6 +69,13 @@ class Signals:
 
     check.capturable = True  # type: ignore[attr-defined]  # a replayed step is polled instead
 
+    def fail(self, error: BaseException, told: Callable[[], object]) -> None:
+        """Let the main thread raise this error where it is, after a call of `told`; if it listens."""
+        thread = threading.main_thread().ident
+        if self._before and thread is not None and hasattr(signal, "pthread_kill"):
+            self._failure = error, told
+            signal.pthread_kill(thread, signal.SIGINT)
+
     def listen(self) -> None:
         """Note signals from now on, until the context ends."""
         if threading.current_thread() is threading.main_thread():
@@ -85,6 +94,10 @@ class Signals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if self._failure is not None:
+            (error, told), self._failure = self._failure, None
+            told()
+            raise error
         action = self.effects[signal.Signals(number)]
         if number == signal.SIGINT and Action.STOP in action:
             if self.giving_up:

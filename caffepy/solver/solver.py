@@ -449,8 +449,9 @@ class Solver:
             self.restore(state_file)
         try:
             self.step(param.max_iter - self.iter)
-        except CaffeError as error:
-            if isinstance(error, DataError) or (self.followers.failed and not isinstance(error, DivergenceError)):
+        except Exception as error:
+            elsewhere = self.followers.failed and not isinstance(error, DivergenceError)
+            if elsewhere or isinstance(error, DataError):
                 self._save_before_failing(error)
             raise
         unsaved = param.snapshot_after_train and not (param.snapshot > 0 and self.iter % param.snapshot == 0)
@@ -460,12 +461,12 @@ class Solver:
             self._finish()
         self.reporter.done(self.stopped)
 
-    def _save_before_failing(self, error: CaffeError) -> None:
+    def _save_before_failing(self, error: Exception) -> None:
         """The snapshot that the run owes, of its last whole iteration."""
         wanted = self.param.snapshot > 0 or self.param.snapshot_after_train
-        if not wanted or self.saved_now or self.iter == self._started_at:
+        if not wanted or self.saved_now or self.iter == self._started_at or not self._step.whole:
             return
-        what = "The data" if isinstance(error, DataError) else "A worker"
+        what = "The data" if isinstance(error, DataError) else "A solver"
         log.warning("%s failed; what was learned up to iteration %d is saved before the run ends", what, self.iter)
         try:
             self.snapshot()

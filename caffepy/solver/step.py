@@ -78,6 +78,7 @@ class Step:
         self.net = net
         self.device = device
         self.callbacks = callbacks
+        self.whole = True  # no update is under way
         self.synchronizer: Synchronizer | None = None  # one of the callbacks
         self.ops = ops.backend(device)
         self.rule = rules[param.type]
@@ -126,7 +127,9 @@ class Step:
         """Clip, normalise, regularise and update with the gradients at hand."""
         self.control.judge(self.params.diff)
         if self._updates:
+            self.whole = False
             self._apply()
+            self.whole = True
 
     def _apply(self) -> None:
         control, param = self.control, self.param

@@ -77,9 +77,13 @@ class WorkerSolver(Solver):
         with self.device.scope():
             self._hear(wait=True)
 
-    def positions(self) -> dict[str, Any]:
-        """Where its own layers and random numbers stand, or stood before the test or iteration that is being done."""
-        return copy.deepcopy(self._positions())
+    def positions(self, iteration: int) -> dict[str, Any]:
+        """Where its own layers and random numbers stand, or stood before the test or iteration that is being done.
+
+        If the root has ended that iteration, it counts as done.
+        """
+        done = self.iter < iteration
+        return copy.deepcopy(take_positions(self._nets, self.device) if done else self._positions())
 
     def snapshot(self) -> NoReturn:
         """Workers save nothing."""

@@ -80,6 +80,7 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
     line += " -deadlines step=5"
     assert main.run(line.split()) == 130  # stopped, but there is no snapshot to go on from
     assert os.path.basename(given.pop("solver")) == "solver.prototxt"
+    assert callable(given.pop("last_resort"))
     assert given == {
         "weights": ("a.h5", "b.h5"),
         "snapshot": None,
