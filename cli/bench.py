@@ -4,6 +4,7 @@ import click
 
 from caffepy.cli import options
 from caffepy.cli.bench_allreduce import allreduce
+from caffepy.cli.bench_scaling import scaling
 from caffepy.cli.group import Commands
 
 
@@ -88,3 +89,4 @@ def train(
 
 
 bench.add_command(allreduce)
+bench.add_command(scaling)

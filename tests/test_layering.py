@@ -16,6 +16,7 @@ ROWS = {
     "score": 8,
     "timing": 8,
     "bench": 8,
+    "bench_scaling": 8,
     "doctor": 8,
     "device_pairs": 8,
     "bench_allreduce": 8,
@@ -45,6 +46,8 @@ ROWS = {
 }
 SAME_ROW = {
     ("train", "team"),
+    ("bench_scaling", "bench"),
+    ("bench_scaling", "team"),
     ("pycaffe", "__init__"),
     ("__init__", "pycaffe"),
     ("registry", "errors"),

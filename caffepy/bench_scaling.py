@@ -1,0 +1,112 @@
+"""`caffepy bench scaling`: how much faster several devices train than one."""
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from caffepy import ops
+from caffepy.bench import WINDOW, Trainer
+from caffepy.device import CudaDevice, Device, gpu_numbers
+from caffepy.parallel import peers
+from caffepy.parallel.topology import all_joined
+from caffepy.solver import Solver
+from caffepy.team import Team, Terms
+
+
+@dataclass(frozen=True)
+class Point:
+    """So many devices: images a second of all, the part of one's rate times their number, ms of an iteration.
+
+    `exposed` is the part of an iteration that one device does not have: synchronization that nothing hides.
+    """
+
+    devices: int
+    images_per_s: float
+    efficiency: float
+    ms: float
+    exposed: float
+    host_ms: float | None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What came out, in the order of the numbers of devices, 1 first."""
+
+    net: str
+    device: str
+    precision: str
+    sync: str
+    batch: int
+    points: Sequence[Point]
+
+    def table(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each, sync {self.sync}",
+            f"{'devices':>8}{'images/s':>12}{'efficiency':>12}{'ms':>10}{'exposed':>10}",
+        ]
+        lines += [
+            f"{p.devices:8}{p.images_per_s:12.0f}{p.efficiency:12.1%}{p.ms:10.3f}{p.exposed:10.1%}" for p in self.points
+        ]
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """An object of the same fields."""
+        return json.dumps(asdict(self))
+
+
+def bench_scaling(
+    solver: str,
+    *,
+    gpu: str | None = None,
+    cpu: int = 0,
+    batch: int | None = None,
+    image: Sequence[int] | None = None,
+    precision: str | None = None,
+    sync: str = "auto",
+    windows: int = 5,
+) -> Scaling:
+    """Train the net of the solver file on synthetic data with 1, 2, 4... of the devices, and with all of them.
+
+    `gpu` names GPUs ("all" for every one), `cpu` a number of solvers on the CPU; `batch` is that of each device.
+    """
+    numbers = gpu_numbers(gpu) if gpu else []
+    size = len(numbers) or max(1, cpu)
+    counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= size} | {size})
+    points: list[Point] = []
+    for count in counts:
+        devices = [CudaDevice(number) for number in numbers[:count]] if numbers else [Device() for _ in range(count)]
+        ops.set_precision(devices[0], precision)
+        with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
+            with _team(trainer.solver, devices, sync):
+                trainer.window(5)
+                iterations = trainer.iterations_in(WINDOW)
+                done = [trainer.window(iterations) for _ in range(windows)]
+            ms = median(w.seconds / w.iterations for w in done) * 1000
+            hosts = [w.host_ms for w in done if w.host_ms is not None]
+            rate = count * trainer.batch / ms * 1000
+            alone = points[0] if points else None
+            points.append(
+                Point(
+                    count,
+                    rate,
+                    rate / (count * alone.images_per_s) if alone else 1.0,
+                    ms,
+                    max(0.0, 1 - alone.ms / ms) if alone else 0.0,
+                    median(hosts) if hosts else None,
+                )
+            )
+            name, each = trainer.net.name, trainer.batch
+    first = devices[0]
+    kind = first.name if isinstance(first, CudaDevice) else "the CPU"
+    return Scaling(name, kind, precision or "the default precision", sync, each, points)
+
+
+def _team(root: Solver, devices: Sequence[Device], sync: str) -> AbstractContextManager[object]:
+    if len(devices) == 1:
+        return nullcontext()
+    gpus = [device.index for device in devices if isinstance(device, CudaDevice)]
+    topology = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
+    return Team(root, devices, topology, Terms(sync))

@@ -1,0 +1,63 @@
+"""caffepy bench scaling"""
+
+import click
+
+from caffepy.cli import options
+
+
+@click.command(short_help="How much faster several devices train than one.")
+@options.solver
+@click.option("--model", metavar="NAME", default="", help="A bundled model, instead of a solver.")
+@options.gpu
+@click.option("--cpu", type=click.IntRange(min=1), default=None, metavar="N", help="N solvers on the CPU.")
+@options.precision
+@click.option("--batch", type=click.IntRange(min=1), help="Images of each device. Default: what the net says.")
+@click.option(
+    "--sync",
+    type=click.Choice(["auto", "nccl", "tree", "muji", "flat"]),
+    default="auto",
+    show_default=True,
+    help="How they keep in step.",
+)
+@click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="How many are timed.")
+@options.image
+@options.as_json
+@options.logged(least=1)
+def scaling(
+    solver: options.Definition | None,
+    model: str,
+    gpu: str | None,
+    cpu: int | None,
+    precision: str | None,
+    batch: int | None,
+    sync: str,
+    windows: int,
+    image: tuple[int, ...] | None,
+    as_json: bool,
+) -> None:
+    """Train a net on synthetic data with 1, 2, 4... devices; print images a second and what synchronization adds.
+
+    \b
+    Examples:
+      caffepy bench scaling --model resnet50 --gpu 0,1,2,3 --precision bf16
+      caffepy bench scaling --model lenet --cpu 2 --json
+    """
+    if model:
+        solver = options.find_definition(model, "solver")
+    if solver is None:
+        raise click.UsageError("Need something to train: give --model NAME or --solver FILE.")
+    if gpu and cpu:
+        raise click.UsageError("Give --gpu or --cpu, not both.")
+    from caffepy.bench_scaling import bench_scaling
+
+    result = bench_scaling(
+        solver.path,
+        gpu=gpu,
+        cpu=cpu or 0,
+        batch=batch,
+        image=image or options.image_of(solver, True),
+        precision=precision,
+        sync=sync,
+        windows=windows,
+    )
+    click.echo(result.json() if as_json else result.table())

@@ -1,0 +1,23 @@
+import json
+
+import pytest
+
+from caffepy.cli import main
+
+
+def test_two_solvers_beside_one(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "scaling", "--model", "lenet", "--cpu", "2", "--batch", "2", "--windows", "1", "--json"]
+    assert main.run(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    one, two = told["points"]
+    assert (one["devices"], two["devices"]) == (1, 2)
+    assert one["efficiency"] == 1
+    assert two["efficiency"] == pytest.approx(two["images_per_s"] / (2 * one["images_per_s"]))
+    assert two["images_per_s"] == pytest.approx(2 * 2 * 1000 / two["ms"])
+    assert 0 <= two["exposed"] < 1
+
+
+def test_what_to_train_and_where_must_be_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["bench", "scaling", "--cpu", "2"]) == 2
+    assert main.run(["bench", "scaling", "--model", "lenet", "--cpu", "2", "--gpu", "0"]) == 2
+    assert "not both" in capsys.readouterr().err
