@@ -14,7 +14,7 @@ import numpy as np
 from caffepy.blob import Blob
 from caffepy.device import Device
 from caffepy.layer import Layer
-from caffepy.net import Net
+from caffepy.net import Net, any_turn
 from caffepy.parallel.buckets import adders, buckets
 from caffepy.parallel.crew import Crew
 from caffepy.parallel.group import DEADLINES, Group, named
@@ -163,18 +163,33 @@ class Team(Followers):
 
     def _end(self, error: BaseException | None) -> None:
         root = self.root
-        if error is not None:
-            self.group.abort(0, error)
         root.followers = Followers()
-        left = self._crew.end(PATIENCE)
-        if left:
-            log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
-        for rank, worker in self._crew.members.items():
-            if rank not in left:
-                worker.close()
-        for rank, synchronizer in self._synchronizers.items():
-            if rank not in left:
-                synchronizer.close()
+        try:
+            if error is not None:
+                self.group.abort(0, error)
+            else:
+                self._part()
+        finally:
+            left = self._crew.end(PATIENCE)
+            if left:
+                log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
+            for rank, worker in self._crew.members.items():
+                if rank not in left:
+                    worker.close()
+
+    def _part(self) -> None:
+        """Let the root be alone again."""
+        self._crew.give(lambda worker: self._leave(worker, worker.rank))
+        self._leave(self.root, 0)
+        self._crew.settle()
+        for net in (self.root.net, *self.root.test_nets):
+            net.turn = any_turn
+            for layer in net.shared_layers:
+                layer.serve(self._devices[:1])
+
+    def _leave(self, solver: Solver, rank: int) -> None:
+        solver.synchronize(None)
+        self._synchronizers[rank].close()
 
     # what the root asks for
 

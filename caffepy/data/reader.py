@@ -20,7 +20,7 @@ from caffepy.data.loader import Batch, Loader, Staging, State
 
 log = logging.getLogger(__name__)
 
-EXIT_WAIT = 2.0  # seconds that the end of the process waits for a thread in the middle of a batch
+EXIT_WAIT = 2.0  # seconds that an end waits for a thread in the middle of a batch
 MOST_BATCHES = 100
 WAITS_PER_LINE = 1000
 
@@ -126,16 +126,20 @@ class Reader:
             self._loader.set_state(self._state)
 
     def close(self) -> None:
-        """End the thread and release what the loader reads."""
-        self._end_thread()
-        self._loader.close()
+        """End the thread and release what the loader reads, unless the thread hangs in reading it."""
+        thread = self._thread
+        self._end_thread(EXIT_WAIT)
+        if thread and thread.is_alive():
+            log.warning("Reading data hangs")
+        else:
+            self._loader.close()
 
-    def _end_thread(self) -> bool:
-        """Whether there was one."""
+    def _end_thread(self, seconds: float | None = None) -> bool:
+        """Whether there was one; waits for its end, for so many seconds at most."""
         if self._thread is None:
             return False
         self._ring.stop()
-        self._thread.join()
+        self._thread.join(seconds)
         self._thread = None
         self._finalizer.detach()
         return True

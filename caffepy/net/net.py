@@ -35,7 +35,7 @@ Turn = Callable[[Layer], AbstractContextManager[object]]
 AUTOMATIC = "(automatic)"
 
 
-def _any_turn(layer: Layer) -> AbstractContextManager[object]:
+def any_turn(layer: Layer) -> AbstractContextManager[object]:
     """One at a time, whoever comes first."""
     return layer.forward_lock
 
@@ -84,7 +84,7 @@ class Net:
         self.name: str = param.name
         self.phase: int = param.state.phase
         self.debug_info: bool = param.debug_info
-        self.turn: Turn = _any_turn
+        self.turn: Turn = any_turn
         self.shares_memory = False  # blobs that are needed at different times lie in the same place
 
         self.layers: list[Layer] = []

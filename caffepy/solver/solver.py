@@ -227,12 +227,18 @@ class Solver:
         """Call its `on_start` before, and its `on_gradients_ready` after, the gradients of each iteration."""
         self.callbacks.append(callback)
 
-    def synchronize(self, synchronizer: Synchronizer) -> None:
-        """Keep in step with other solvers by this from now on."""
-        self.add_callback(synchronizer)
-        self._step.synchronizer = synchronizer
-        if self.param.iter_size == 1:
-            self.net.after_backward.append(_Passing(synchronizer))
+    def synchronize(self, synchronizer: Synchronizer | None) -> None:
+        """Keep in step with other solvers by this from now on; None: be alone again."""
+        before, self._step.synchronizer = self._step.synchronizer, synchronizer
+        if before:
+            self.callbacks.remove(before)
+            self._step.fuse(self._fuse)  # recordings of its calls go
+        passed_on = self.net.after_backward
+        passed_on[:] = [callback for callback in passed_on if not isinstance(callback, _Passing)]
+        if synchronizer:
+            self.add_callback(synchronizer)
+            if self.param.iter_size == 1:
+                passed_on.append(_Passing(synchronizer))
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import threading
 import weakref
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import cv2
@@ -274,3 +276,53 @@ def test_an_absurd_depth_is_bounded(ten, caplog):
     same(take(made, 3), take(reader(ten), 3))
     made.close()
     assert "100 batches are read ahead, not 4294967295" in caplog.messages
+
+
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_batches_come_in_lanes_by_turns(ten, lanes):
+    whole, made = reader(ten, transform="mirror: true"), reader(ten, transform="mirror: true")
+    entered = []
+
+    @contextmanager
+    def scope(lane):
+        entered.append(lane)
+        yield
+
+    made.serve([partial(scope, lane) for lane in range(lanes)])
+    assert entered == list(range(lanes))
+    same(take(whole, 20), take(made, 20))
+    state = made.state()
+    expected = take(made, 5)
+    made.set_state(state)
+    found = []
+    for k in range(5):
+        batch = made.take()
+        assert batch.lane == k % lanes
+        made.give_back(batch)
+        found.append(batch.state["record"])
+    assert found == [(int(state["record"]) + 3 * k) % 10 for k in range(1, 6)]
+    assert len(expected) == 5
+    whole.close()
+    made.close()
+
+
+def test_close_does_not_wait_for_a_thread_that_hangs(ten, monkeypatch, caplog):
+    monkeypatch.setattr("caffepy.data.reader.EXIT_WAIT", 0.1)
+    r, begun, go = reader(ten), threading.Event(), threading.Event()
+    load = r._loader.load
+
+    def hang(batch):
+        begun.set()
+        go.wait()
+        load(batch)
+
+    monkeypatch.setattr(r._loader, "load", hang)
+    r._start()
+    begun.wait()
+    (thread,) = data_threads()
+    r.close()
+    assert thread.is_alive()
+    assert "Reading data hangs" in caplog.messages
+    go.set()
+    thread.join()
+    r._loader.close()

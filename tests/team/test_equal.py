@@ -1,14 +1,23 @@
 """Several solvers as one: n with batch b follow one with batch n * b."""
 
+import logging
 from functools import cache
+from pathlib import Path
+from textwrap import dedent
 
 import numpy as np
 import pytest
 
 from caffepy.blob import Array
-from caffepy.errors import UsageError
+from caffepy.device import Device
+from caffepy.errors import ConfigError, UsageError
+from caffepy.parallel.topology import all_joined
+from caffepy.proto.binary import blob_to_array, read_net
+from caffepy.solver import Solver
+from caffepy.team import Team, Terms
+from tests.solver.cases import NET as SMALL
 from tests.solver.cases import Recorder, solver_of
-from tests.team.cases import ITERATIONS, SETTINGS, Run, net
+from tests.team.cases import ITERATIONS, NET, SETTINGS, Run, net
 
 
 @cache
@@ -50,3 +59,96 @@ def test_runs_repeat_bit_for_bit(sync: str) -> None:
     assert first.losses == again.losses
     for a, b in zip([*first.data, first.history], [*again.data, again.history], strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+NORMALIZED = NET.replace(
+    'layer { name: "pool"', 'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" } layer { name: "pool"'
+)
+
+
+def statistics(solver: Solver) -> list[Array]:
+    """Those of the one layer that has some."""
+    (layer,) = (layer for layer in solver.net.layers if layer.type == "BatchNorm")
+    return [blob.data.copy() for blob in layer.blobs]
+
+
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+@pytest.mark.parametrize("kind", ["average", "root"])
+def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
+    root = solver_of(f'base_lr: 0.01 iter_size: 2 snapshot_prefix: "{tmp_path}/s" ', net(3, NORMALIZED))
+    with Team(root, [Device() for _ in range(3)], all_joined(3), Terms(sync, kind)) as team:
+        root.step(4)
+        before = [statistics(solver) for solver in (root, *team._workers)]
+        root.snapshot()
+        after = [statistics(solver) for solver in (root, *team._workers)]
+    assert not (before[0][0] == before[1][0]).any()
+    saved = {layer.name: layer for layer in read_net(f"{tmp_path}/s_iter_4.caffemodel").layer}["bn"]
+    for i, blob in enumerate(saved.blobs):
+        found = blob_to_array(blob)
+        if kind == "root":
+            np.testing.assert_array_equal(found, before[0][i])
+            assert all((own[i] == other[i]).all() for own, other in zip(before, after, strict=True))
+        else:
+            np.testing.assert_allclose(found, np.mean([own[i] for own in before], axis=0), rtol=1e-6)
+            assert all((own[i] == found).all() for own in after)
+    root.close()
+
+
+def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
+    settings = "base_lr: 0.01 test_iter: 4 test_interval: 100 test_initialization: false "
+    recorders = Recorder(), Recorder()
+    for recorder, size in zip(recorders, (3, 1), strict=True):
+        root = solver_of(settings, net(3, NORMALIZED), reporter=recorder)
+        with Team(root, [Device() for _ in range(3)], all_joined(3), Terms("flat")) as team:
+            root.step(4)
+            team.agree()
+            if size == 3:
+                root.test_all()
+        if size == 1:
+            root.test_all()
+        root.close()
+    assert recorders[0].tests[0]["accuracy"] == recorders[1].tests[0]["accuracy"]
+    np.testing.assert_allclose(recorders[0].tests[0]["loss"], recorders[1].tests[0]["loss"], rtol=1e-6)
+
+
+def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        dedent(
+            """
+            class Mine:
+                def setup(self, bottom, top): self.blobs.add_blob(1)
+                def reshape(self, bottom, top): top[0].reshape(*bottom[0].data.shape)
+                def forward(self, bottom, top): top[0].data[...] = bottom[0].data
+                def backward(self, top, propagate_down, bottom): bottom[0].diff[...] = top[0].diff
+            """
+        )
+    )
+    mine = 'layer { name: "mine" type: "Python" bottom: "x" top: "z" python_param { module: "mine" layer: "Mine" '
+    text = SMALL.replace('bottom: "x" top: "o"', 'bottom: "z" top: "o"').replace(
+        'layer { name: "ip"', mine + 'share_in_parallel: true } } layer { name: "ip"'
+    )
+    root = solver_of("", text)
+    with pytest.raises(ConfigError, match=r'rank 1.*layer "mine" \(Python\) has parameters, so that solvers cannot'):
+        Team(root, [Device(), Device()], all_joined(2), Terms()).__enter__()
+
+
+def test_workers_save_restore_and_solve_nothing() -> None:
+    root = solver_of("")
+    with Team(root, [Device(), Device()], all_joined(2), Terms()) as team:
+        (worker,) = team._workers
+        for wrong in (worker.snapshot, lambda: worker.restore("x"), worker.solve):
+            with pytest.raises(ConfigError, match="Should not be called on worker solver"):
+                wrong()
+        assert worker.param.display == worker.param.snapshot == 0
+        assert worker.net.layers[0] is root.net.layers[0]
+
+
+def test_the_log_of_a_set_up_is_that_of_the_root(caplog: pytest.LogCaptureFixture) -> None:
+    root = solver_of("test_iter: 1 test_interval: 1 ")
+    with caplog.at_level(logging.INFO, "caffepy"), Team(root, [Device() for _ in range(3)], all_joined(3), Terms()):
+        pass
+    sharing = ["Sharing layer in from root net"] * 4
+    assert [message for message in caplog.messages if message.startswith("Sharing")] == sharing
+    assert not any("Creating Layer" in message for message in caplog.messages)
+    assert "Solvers pairs 0:1, 0:2" in caplog.messages
