@@ -20,8 +20,10 @@ from caffepy.parallel.crew import Crew
 from caffepy.parallel.group import DEADLINES, Group, named
 from caffepy.parallel.sync import Flats, Synchronization, Synchronizer, choose
 from caffepy.parallel.topology import Topology, device_pairs, show
+from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.followers import Followers
+from caffepy.solver.laps import Laps
 from caffepy.solver.trial import Totals
 from caffepy.solver.worker import WorkerSolver
 
@@ -71,6 +73,7 @@ class Team(Followers):
             self.group.interrupted = signals.check
         self._signals, self._last_resort = signals, last_resort
         self.group.on_abort(self._watch)
+        self._reporter = root.reporter
         self._devices = devices
         self._terms = terms
         self._gpu = devices[0].kind == "cuda"
@@ -107,7 +110,7 @@ class Team(Followers):
         root, group = self.root, self.group
         group.join(0)
         for net in (root.net, *root.test_nets):
-            net.turn = partial(self._turn, 0)
+            net.turn = partial(self._turn, Laps() if net is not root.net else root.laps, 0)
             for layer in net.shared_layers:
                 layer.serve(self._devices)
         with root.device.scope(), _quiet():
@@ -116,8 +119,29 @@ class Team(Followers):
             self._crew.settle()
         group.phase = "idle"
         root.followers = self
-        if self._positions:
-            log.info("%d workers go on with their random numbers", self.size - 1)
+        self._tell_batch()
+        root.reporter = Reporters(root.reporter, Performance(self._seconds))
+
+    def _tell_batch(self) -> None:
+        root, each = self.root, self.root.batch
+        if not each:
+            return
+        passes = root.param.iter_size
+        whole = each * passes * self.size
+        times = f" x iter_size {passes}" if passes > 1 else ""
+        lengths = [layer.length for layer in root.net.layers if layer.length]
+        epoch = f"; an epoch of {lengths[0]} is {lengths[0] / whole:.6g} iterations" if lengths else ""
+        log.info("An iteration takes %d solvers x %d images%s = %d%s", self.size, each, times, whole, epoch)
+        if root.batch_parts == 1:
+            log.info(
+                "base_lr is %g; if it is right for one solver, the linear rule gives %g for %d (it is not changed)",
+                root.param.base_lr,
+                root.param.base_lr * self.size,
+                self.size,
+            )
+
+    def _seconds(self) -> list[dict[str, float]]:
+        return [solver.laps.seconds for solver in (self.root, *self._workers)]
 
     def _within(self, rank: int) -> AbstractContextManager[object]:
         from caffepy.ops.cpu.threads import share  # here, since the package loads numba
@@ -128,7 +152,7 @@ class Team(Followers):
         positions = self._positions[rank - 1] if self._positions else None
         worker = WorkerSolver(self.root, rank, self._devices[rank], positions)
         for net in (worker.net, *worker.test_nets):
-            net.turn = partial(self._turn, rank)
+            net.turn = partial(self._turn, Laps() if net is not worker.net else worker.laps, rank)
         with worker.device.scope():
             self._synchronize(worker, rank)
         return worker
@@ -157,13 +181,15 @@ class Team(Followers):
             self._last_resort(named(rank, error))
 
     @contextmanager
-    def _turn(self, rank: int, layer: Layer) -> Iterator[None]:
+    def _turn(self, laps: Laps, rank: int, layer: Layer) -> Iterator[None]:
+        laps.lap("forward")
         with self.group.turn(rank, layer), layer.forward_lock:
             yield
+        laps.lap("data")
 
     def _end(self, error: BaseException | None) -> None:
         root = self.root
-        root.followers = Followers()
+        root.followers, root.reporter = Followers(), self._reporter
         try:
             if error is not None:
                 self.group.abort(0, error)

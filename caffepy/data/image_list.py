@@ -63,6 +63,7 @@ class ImageLoader(SequentialLoader):
         self._path = locate(param.source, beside)
         log.info("Opening file %s", self._path)
         self._entries = read_list(self._path)
+        self.length = len(self._entries)
         self._root = find_root(param.root_folder, self._entries[0][0], self._path, beside)
         self._seed = device.draw_seed() if param.shuffle else None
         if param.shuffle:

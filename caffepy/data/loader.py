@@ -76,6 +76,7 @@ class Loader:
     position: ClassVar[frozenset[str]]  # what a state says of the position
     mean: Array | None = None
     scale = 1.0
+    length: int | None = None  # how many images there are, if that is known
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -223,6 +224,7 @@ class RecordLoader(SequentialLoader):
     def __init__(self, source: Source, transformer: Transformer, batch_size: int) -> None:
         super().__init__(transformer, batch_size)
         self._source = source
+        self.length = len(source)
         self._said = False
 
     def peek(self) -> Array:

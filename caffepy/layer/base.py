@@ -106,6 +106,11 @@ class Layer:
         """Those of `blobs` that forward computes from the data that it sees."""
         return ()
 
+    @property
+    def length(self) -> int | None:
+        """How many items of data an epoch has, if that is known."""
+        return None
+
     def serve(self, devices: Sequence[Device]) -> None:
         """Forward will be called for nets on these devices in turn, the layer being shared."""
 

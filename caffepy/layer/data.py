@@ -72,6 +72,7 @@ class Prefetching(Feed):
 
     tops = (1, 2)
     _reader: Reader | None = None
+    _length: int | None = None
 
     def open(self) -> Loader:
         """What fills the batches."""
@@ -91,9 +92,14 @@ class Prefetching(Feed):
         log.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if len(top) > 1:
             top[1].reshape((loader.batch_size,))
-        self._mean, self._scale = loader.mean, loader.scale
+        self._mean, self._scale, self._length = loader.mean, loader.scale, loader.length
         self._means: dict[object, Blob] = {}  # by the device on which the tops lie
         self._reader = Reader(loader, prefetch, self.dtype, self.ops.Staging)
+
+    @property
+    def length(self) -> int | None:
+        """How many items of data an epoch has, if that is known."""
+        return self._length
 
     def serve(self, devices: Sequence[Device]) -> None:
         """Batches lie on these devices in turn when they are asked for."""

@@ -25,6 +25,7 @@ from caffepy.reporter import Output, Reporter
 from caffepy.solver.check import at_field, check_param
 from caffepy.solver.divergence import HINT, check_params, diverged, diverged_before
 from caffepy.solver.followers import Followers
+from caffepy.solver.laps import Laps
 from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.policy import advance, next_step, rate
 from caffepy.solver.positions import (
@@ -110,7 +111,7 @@ class Solver:
         self.path = path
         self.precision = precision
         self._root = root
-        self._batch_parts = batch_parts
+        self.batch_parts = batch_parts
         self.device = device or Device()
         self.ops = ops.backend(self.device)
         self.reporter = reporter or Reporter()
@@ -166,7 +167,7 @@ class Solver:
         by_file = source.origin.partition(": ")
         log.info("Creating training net %s %s", "from" if by_file[1] else "specified in", source.origin)
         root_net = self._root.net if self._root else None
-        parts = self._batch_parts
+        parts = self.batch_parts
         net = Net(source.param, device=self.device, path=source.path, root_net=root_net, batch_parts=parts)
         self._load_weights(net)
         return net
@@ -288,7 +289,9 @@ class Solver:
                 return
         display = self._displays
         self.net.debug_info = display and param.debug_info
+        self.laps.start()
         self.followers.iterate()
+        self.laps.lap("synchronization")
         learning_rate = self._advance(tests or display)
         images = self.batch * param.iter_size * self.followers.size
         self.reporter.iterated(iteration, window.smoothed if window.losses else None, learning_rate, images)
@@ -302,6 +305,11 @@ class Solver:
     def batch(self) -> int:
         """How many images a pass takes, 0 if that is unknown."""
         return self._batch.shape[0] if self._batch and self._batch.shape else 0
+
+    @property
+    def laps(self) -> Laps:
+        """Where the time goes."""
+        return self._step.laps
 
     def _advance(self, show: bool) -> float:
         """Do an iteration, or give it to the device; returns the rate."""
@@ -322,15 +330,19 @@ class Solver:
     def _do(self) -> float:
         """Do an iteration and wait for its loss; returns the rate."""
         self._positions_before = take_positions(self._nets, self.device)
+        self.laps.start()
         self._step.open()
         for _ in range(self.param.iter_size):
             self._forward()
+            self.laps.lap("forward")
             self.net.backward(steps=self._step.run.watched_steps)
+            self.laps.lap("backward")
         self._step.gradients_ready()
         self._window.add(self.iter, self.control.mean())
         if self._displays:
             self._display(self._window.smoothed)
         learning_rate = self.apply_update()
+        self.laps.lap("update")
         self._positions_before = None
         return learning_rate
 

@@ -14,6 +14,7 @@ from caffepy.ops.control import Limits
 from caffepy.ops.segments import Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.captured import Pass
+from caffepy.solver.laps import Laps
 from caffepy.solver.params import Params
 from caffepy.solver.update import Update, rules
 
@@ -79,6 +80,7 @@ class Step:
         self.device = device
         self.callbacks = callbacks
         self.whole = True  # no update is under way
+        self.laps = Laps()
         self.synchronizer: Synchronizer | None = None  # one of the callbacks
         self.ops = ops.backend(device)
         self.rule = rules[param.type]
@@ -103,8 +105,10 @@ class Step:
     def open(self) -> None:
         """Begin to add up gradients and losses."""
         self.control.open(self.params.diff)
+        self.laps.lap("update")
         for callback in self.callbacks:
             callback.on_start()
+        self.laps.lap("synchronization")
 
     def note(self) -> None:
         """Take in the loss of a forward pass."""
@@ -118,6 +122,7 @@ class Step:
             callback.on_gradients_ready()
         if self._updates and self.synchronizer:
             self.control.hear(self.params.notes, self.synchronizer.given_up)
+        self.laps.lap("synchronization")
 
     @property
     def _updates(self) -> bool:

@@ -152,3 +152,30 @@ def test_the_log_of_a_set_up_is_that_of_the_root(caplog: pytest.LogCaptureFixtur
     assert [message for message in caplog.messages if message.startswith("Sharing")] == sharing
     assert not any("Creating Layer" in message for message in caplog.messages)
     assert "Solvers pairs 0:1, 0:2" in caplog.messages
+
+
+def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -> None:
+    root = solver_of(SETTINGS + "max_iter: 3 snapshot_after_train: false ", net(3))
+    team = Team(root, [Device() for _ in range(2)], all_joined(2), Terms())
+    with caplog.at_level(logging.INFO, "caffepy"), team:
+        root.solve()
+        assert all(seconds > 0 for solver in (root, *team._workers) for seconds in solver.laps.seconds.values())
+    assert "An iteration takes 2 solvers x 3 images x iter_size 2 = 12; an epoch of 1500 is 125 iterations" in (
+        caplog.messages
+    )
+    rule = "base_lr is 0.05; if it is right for one solver, the linear rule gives 0.1 for 2 (it is not changed)"
+    assert rule in caplog.messages
+    assert any(message.startswith("Performance of 2 solvers: ") for message in caplog.messages)
+    root.close()
+
+
+def test_a_global_batch_is_divided(caplog: pytest.LogCaptureFixture) -> None:
+    root = solver_of(SETTINGS, net(6), batch_parts=2)
+    with caplog.at_level(logging.INFO, "caffepy"), Team(root, [Device(), Device()], all_joined(2), Terms()):
+        pass
+    assert root.net.blobs["data"].shape[0] == 3
+    assert root.test_nets[0].blobs["data"].shape[0] == 7
+    assert not any("linear rule" in message for message in caplog.messages)
+    root.close()
+    with pytest.raises(ConfigError, match=r'layer "data" \(Data\): a batch of 6 cannot be divided among 4 solvers'):
+        solver_of(SETTINGS, net(6), batch_parts=4)

@@ -1,0 +1,124 @@
+"""How fast solvers train together, where their time goes, and what holds them up."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+
+from caffepy.report.speed import Speed
+from caffepy.report.text import columns
+from caffepy.reporter import Output, Reporter
+
+log = logging.getLogger(__name__)
+
+Seconds = Mapping[str, float]
+WAITS, UNEVEN = 0.2, 0.1
+"""A share of the time that is worth a remark, and how much slower than the mean a solver is if it holds up others."""
+
+
+class Performance(Reporter):
+    """Logs images a second and shares of the time at each display, and of every solver at the end.
+
+    `read` gives the seconds of each solver by part, from the beginning; all 0 where they are not known. `alone` is how
+    many images a second one solver uses by itself, if that is known. Tests and snapshots do not count.
+    """
+
+    def __init__(self, read: Callable[[], Sequence[Seconds]], alone: float | None = None) -> None:
+        self._read = read
+        self._alone = alone
+        self._size = len(read())
+        self._speed, self._whole = Speed(), Speed()
+        self._before = [dict(seconds) for seconds in read()]
+        self._begin = [dict(seconds) for seconds in self._before]
+
+    def test_started(self, iteration: int, k: int) -> None:
+        """Stop the clocks."""
+        self._pause()
+
+    def snapshotted(self, kind: str, path: str) -> None:
+        """Stop the clocks."""
+        self._pause()
+
+    def _pause(self) -> None:
+        self._speed.pause()
+        self._whole.pause()
+
+    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+        """Let them go on."""
+        self._resume()
+
+    def _resume(self) -> None:
+        self._speed.resume()
+        self._whole.resume()
+
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
+        """Count its images."""
+        self._resume()
+        self._speed.add(images)
+        self._whole.add(images)
+
+    def displayed(
+        self,
+        iteration: int,
+        loss: float,
+        outputs: Sequence[Output],
+        iterations_per_s: float,
+        seconds: float,
+        display: int,
+    ) -> None:
+        """One line on what was since the last display."""
+        rate = self._speed.read()
+        if rate is not None:
+            now = [dict(seconds) for seconds in self._read()]
+            spent = [_difference(a, b) for a, b in zip(now, self._before, strict=True)]
+            self._before = now
+            shares = ", ".join(f"{part} {share:.0%}" for part, share in _shares(spent).items())
+            log.info("    %s%s", self._rates(rate), f"; {shares}" if shares else "")
+
+    def done(self, stopped_early: bool) -> None:
+        """A table of the whole run, and what held it up."""
+        self._pause()
+        rate = self._whole.read()
+        if rate is None:
+            return
+        log.info("Performance of %d solvers: %s", self._size, self._rates(rate))
+        spent = [_difference(a, b) for a, b in zip(self._read(), self._begin, strict=True)]
+        if not _shares(spent):
+            return
+        rows = [["solver", *spent[0]]]
+        for rank, seconds in enumerate(spent):
+            rows.append([str(rank), *(f"{share:.1%}" for share in _shares([seconds]).values())])
+        for line in columns(rows, 1):
+            log.info("    %s", line)
+        log.info("%s", bottleneck(spent))
+
+    def _rates(self, rate: float) -> str:
+        text = f"{rate:.1f} images/s, {rate / self._size:.1f} a solver"
+        if self._alone:
+            text += f", {rate / self._alone:.2f} times one alone"
+        return text
+
+
+def _difference(a: Seconds, b: Seconds) -> dict[str, float]:
+    return {part: a[part] - b[part] for part in a}
+
+
+def _shares(solvers: Sequence[Seconds]) -> dict[str, float]:
+    """Shares of the parts in the time of all these solvers, empty if there is none."""
+    sums = {part: sum(seconds[part] for seconds in solvers) for part in solvers[0]}
+    whole = sum(sums.values())
+    return {part: seconds / whole for part, seconds in sums.items()} if whole else {}
+
+
+def bottleneck(solvers: Sequence[Seconds]) -> str:
+    """What holds these solvers up, in one sentence."""
+    shares = _shares(solvers)
+    work = [seconds["forward"] + seconds["backward"] + seconds["update"] for seconds in solvers]
+    slowest = max(range(len(work)), key=work.__getitem__)
+    if shares["data"] >= WAITS:
+        return f"Data holds the solvers up: they wait for it {shares['data']:.0%} of the time."
+    if shares["synchronization"] >= WAITS:
+        share = f"{shares['synchronization']:.0%} of the time"
+        if work[slowest] > (1 + UNEVEN) * sum(work) / len(work):
+            return f"Solver {slowest} holds the others up: it is the slowest, and synchronization takes {share}."
+        return f"Synchronization holds the solvers up: it takes {share}."
+    computing = shares["forward"] + shares["backward"]
+    return f"Nothing but computing holds the solvers up: forward and backward take {computing:.0%} of the time."

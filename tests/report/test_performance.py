@@ -1,0 +1,73 @@
+import logging
+import re
+
+import pytest
+
+from caffepy.report import Performance
+from caffepy.report.performance import bottleneck
+
+PARTS = ("data", "forward", "backward", "synchronization", "update")
+
+
+def spent(*seconds: float) -> dict[str, float]:
+    return dict(zip(PARTS, seconds, strict=True))
+
+
+CASES = {
+    "data": ([spent(30, 30, 30, 5, 5)] * 2, "Data holds the solvers up: they wait for it 30% of the time."),
+    "synchronization": (
+        [spent(0, 30, 30, 30, 10)] * 3,
+        "Synchronization holds the solvers up: it takes 30% of the time.",
+    ),
+    "a slow solver": (
+        [spent(0, 20, 20, 50, 10), spent(0, 45, 40, 5, 10)],
+        "Solver 1 holds the others up: it is the slowest, and synchronization takes 28% of the time.",
+    ),
+    "computing": (
+        [spent(1, 40, 49, 5, 5)],
+        "Nothing but computing holds the solvers up: forward and backward take 89% of the time.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("solvers", "sentence"), CASES.values(), ids=CASES.keys())
+def test_the_bottleneck_in_one_sentence(solvers: list[dict[str, float]], sentence: str) -> None:
+    assert bottleneck(solvers) == sentence
+
+
+def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFixture) -> None:
+    solvers = [spent(1, 1, 1, 1, 1), spent(0, 0, 0, 0, 0)]
+    with caplog.at_level(logging.INFO, "caffepy"):
+        reporter = Performance(lambda: solvers, alone=1.0)
+        reporter.iterated(0, 1.0, 0.1, 64)
+        solvers = [spent(2, 4, 4, 1, 1), spent(0, 5, 5, 0, 0)]
+        reporter.displayed(1, 1.0, [], 1.0, 1.0, 1)
+        reporter.test_started(2, 0)
+        reporter.test_done(2, 0, [], None)
+        reporter.iterated(1, 1.0, 0.1, 64)
+        reporter.done(False)
+    rates = r"[\d.]+ images/s, [\d.]+ a solver, [\d.]+ times one alone"
+    first, whole, *table = caplog.messages
+    assert re.fullmatch(rf"    {rates}; data 6%, forward 47%, backward 47%, synchronization 0%, update 0%", first), (
+        first
+    )
+    assert re.fullmatch(rf"Performance of 2 solvers: {rates}", whole)
+    assert table == [
+        "    solver   data  forward  backward  synchronization  update",
+        "    0       14.3%    42.9%     42.9%             0.0%    0.0%",
+        "    1        0.0%    50.0%     50.0%             0.0%    0.0%",
+        "Nothing but computing holds the solvers up: forward and backward take 94% of the time.",
+    ]
+
+
+def test_what_is_not_known_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "caffepy"):
+        reporter = Performance(lambda: [spent(0, 0, 0, 0, 0)] * 2)
+        reporter.displayed(0, 1.0, [], 1.0, 1.0, 1)
+        reporter.done(False)
+        assert not caplog.messages
+        reporter.iterated(0, 1.0, 0.1, 8)
+        reporter.displayed(1, 1.0, [], 1.0, 1.0, 1)
+        reporter.iterated(0, 1.0, 0.1, 8)
+        reporter.done(False)
+    assert [";" in message for message in caplog.messages] == [False, False]
