@@ -64,7 +64,7 @@ def install(
         runtime=runtime,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         Device=lambda index: nullcontext(),
-        Stream=lambda non_blocking: nullcontext(),
+        Stream=lambda **_: nullcontext(),
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setitem(sys.modules, "cupy.cuda", fake.cuda)
