@@ -289,9 +289,7 @@ class Solver:
                 return
         display = self._displays
         self.net.debug_info = display and param.debug_info
-        self.laps.start()
         self.followers.iterate()
-        self.laps.lap("synchronization")
         learning_rate = self._advance(tests or display)
         images = self.batch * param.iter_size * self.followers.size
         self.reporter.iterated(iteration, window.smoothed if window.losses else None, learning_rate, images)
@@ -329,8 +327,8 @@ class Solver:
 
     def _do(self) -> float:
         """Do an iteration and wait for its loss; returns the rate."""
-        self._positions_before = take_positions(self._nets, self.device)
         self.laps.start()
+        self._positions_before = take_positions(self._nets, self.device)
         self._step.open()
         for _ in range(self.param.iter_size):
             self._forward()
@@ -343,6 +341,7 @@ class Solver:
             self._display(self._window.smoothed)
         learning_rate = self.apply_update()
         self.laps.lap("update")
+        self.laps.stop()
         self._positions_before = None
         return learning_rate
 
