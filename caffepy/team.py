@@ -276,6 +276,10 @@ class Team(Followers):
         self._crew.settle()
         return [worker.totals for worker in self._workers]
 
+    def confess(self) -> None:
+        """Raise what a follower has found wrong, if one has."""
+        self._settle()
+
     def positions(self) -> list[dict[str, Any]]:
         """Where the layers and random numbers of each stand, or stood before the test or iteration being done."""
         if self.failed:

@@ -43,6 +43,9 @@ class Followers:
         """End the test: what each of the followers that had a batch has added up."""
         return []
 
+    def confess(self) -> None:
+        """Raise what a follower has found wrong, if one has."""
+
     def positions(self) -> list[dict[str, Any]]:
         """Where the layers and random numbers of each stand, or stood before the test or iteration being done."""
         return []

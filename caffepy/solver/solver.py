@@ -424,6 +424,7 @@ class Solver:
     def _fail(self, verdict: Verdict) -> None:
         self.control.go_on()
         self.device.look()
+        self.followers.confess()
         raise diverged_before(self.net, self.iter, verdict.loss)
 
     # what is told

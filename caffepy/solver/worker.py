@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from caffepy.device import Device
 from caffepy.errors import ConfigError
+from caffepy.ops.control import Verdict
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.positions import set_positions, take_positions
 from caffepy.solver.solver import Solver
@@ -76,6 +77,11 @@ class WorkerSolver(Solver):
         """Wait for all iterations that were given to the device."""
         with self.device.scope():
             self._hear(wait=True)
+
+    def _fail(self, verdict: Verdict) -> None:
+        """Raise what is wrong here; what is wrong with the mean of all is for the root to tell."""
+        self.control.go_on()
+        self.device.look()
 
     def positions(self, iteration: int) -> dict[str, Any]:
         """Where its own layers and random numbers stand, or stood before the test or iteration that is being done.
