@@ -118,6 +118,9 @@ class Team(Followers):
             self._synchronize(root, 0)
             self._crew.settle()
         group.phase = "idle"
+        for rank, device in enumerate(self._devices[1:], start=1):
+            place = f"GPU {device.index}" if self._gpu else "the CPU"
+            log.info("Solver %d of %d is ready on %s", rank + 1, self.size, place)
         root.followers = self
         self._tell_batch()
         root.reporter = Reporters(root.reporter, Performance(self._seconds))

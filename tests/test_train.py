@@ -142,6 +142,19 @@ def test_cpu_overrules_the_solver_file(digits: Path, monkeypatch: pytest.MonkeyP
         train("solver.prototxt", cpu=True, gpu="0")
 
 
+def test_deterministic_runs_are_the_same_without_a_seed(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(digits / "solver.prototxt", "max_iter: 3", "random_seed: -1")
+    runs = []
+    with caplog.at_level(logging.INFO, "caffepy"):
+        for _ in range(2):
+            train("solver.prototxt", cpu=2, deterministic=True)
+            runs.append(weights("digits_iter_3.caffemodel"))
+    np.testing.assert_array_equal(*runs)
+    assert "Deterministic: random_seed is 1" in caplog.messages
+    train("solver.prototxt", cpu=2)
+    assert (weights("digits_iter_3.caffemodel") != runs[0]).any()
+
+
 def test_settings_are_located(digits: Path) -> None:
     edit(digits / "solver.prototxt", 'lr_policy: "stepp"')
     with pytest.raises(ConfigError, match=r'solver\.prototxt:15:1: unknown lr_policy "stepp", did you mean "step"'):

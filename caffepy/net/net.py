@@ -173,6 +173,11 @@ class Net:
         return None
 
     @property
+    def own_layers(self) -> list[tuple[int, Layer]]:
+        """The layers that are not a root net's, with their places."""
+        return [(i, layer) for i, layer in enumerate(self.layers) if i not in self._lent]
+
+    @property
     def shared_layers(self) -> list[Layer]:
         """The layers that worker nets have in common with their root."""
         return [layer for layer in self.layers if layer.share_in_parallel]
@@ -538,22 +543,20 @@ class Net:
 
     def state(self) -> dict[str, dict[str, Any]]:
         """The states of all layers that have one, by `index/name`; those of a root net's layers are the root's."""
-        own = ((i, layer) for i, layer in enumerate(self.layers) if i not in self._lent)
-        states = {f"{i}/{layer.param.name}": layer.state() for i, layer in own}
+        states = {f"{i}/{layer.param.name}": layer.state() for i, layer in self.own_layers}
         return {key: state for key, state in states.items() if state}
 
     def set_state(self, states: dict[str, dict[str, Any]]) -> None:
         """Take up what `state` of a net of the same definition gave."""
-        for i, layer in enumerate(self.layers):
+        for i, layer in self.own_layers:
             key = f"{i}/{layer.param.name}"
             if key in states:
                 layer.set_state(states[key])
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
-        for i, layer in enumerate(self.layers):
-            if i not in self._lent:
-                layer.close()
+        for _, layer in self.own_layers:
+            layer.close()
 
     @contextmanager
     def _located(self, layer_param: LayerParameter) -> Iterator[None]:
