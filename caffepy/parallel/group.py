@@ -150,6 +150,8 @@ class Group:
         names = ", ".join(f"rank {other}" for other in missing) or "another rank"
         error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}); rank {rank} waited for it")
         log.error("%s\n%s", error, stacks(self._names))
+        if rank == 0:
+            self.notice()
         self.fail(missing[0] if missing else rank, error)
         raise error
 
