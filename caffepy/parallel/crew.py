@@ -49,7 +49,7 @@ class Crew(Generic[Member]):
         """Let every member, or one, do this when it is done with what it was given before; from the root's thread."""
         ranks = list(self._work) if rank is None else [rank]
         self.group.until(0, lambda: not self._busy(ranks, AHEAD), lambda: self._busy(ranks, AHEAD))
-        with self.group.change():
+        with self.group.change(*ranks):
             for r in ranks:
                 self._work[r].append(work)
 
@@ -75,11 +75,11 @@ class Crew(Generic[Member]):
         try:
             with self.group.guard(rank), self._within(rank):
                 member = self._make(rank)
-                with self.group.change():
+                with self.group.change(0):
                     self.members[rank] = member
                 while (work := self._next(rank)) is not None:
                     work(member)
-                    with self.group.change():
+                    with self.group.change(0):
                         self._work[rank].popleft()
         except GroupStoppedError:
             pass

@@ -41,7 +41,8 @@ class Group:
         self.deadlines = {**DEADLINES, **deadlines}
         self.failure: tuple[int, BaseException] | None = None
         self.interrupted: Callable[[], object] = lambda: None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = [threading.Condition(self._lock) for _ in range(size)]  # for each rank
         self.phase = "set-up"
         self._arrived: dict[str, set[int]] = {}
         self._rounds: dict[str, int] = {}
@@ -84,10 +85,9 @@ class Group:
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Let every rank stop because of this error of one, which may not know of it."""
-        with self._changed:
+        with self.change():
             first = self.failure is None
             self.failure = self.failure or (rank, error)
-            self._changed.notify_all()
         if first:
             for callback in self._on_abort:
                 callback()
@@ -123,15 +123,16 @@ class Group:
 
     def until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         """Return when `holds()`, which somebody brings about by `change`. `missing()` are the ranks waited for."""
-        with self._changed:
+        with self._lock:
             self._wait(rank, holds, missing)
 
     @contextmanager
-    def change(self) -> Iterator[None]:
-        """A block that nobody runs at the same time, after which those who wait look again."""
-        with self._changed:
+    def change(self, *ranks: int) -> Iterator[None]:
+        """A block that nobody runs at the same time, after which these ranks, or all, look whether they still wait."""
+        with self._lock:
             yield
-            self._changed.notify_all()
+            for rank in ranks or range(self.size):
+                self._changed[rank].notify()
 
     def _wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         began = time.monotonic()
@@ -143,7 +144,7 @@ class Group:
             left = max(began, self._since) + seconds - time.monotonic()
             if left < 0:
                 self._hang(rank, missing(), seconds)
-            self._changed.wait(min(TICK, left + 1e-3))
+            self._changed[rank].wait(min(TICK, left + 1e-3))
         self.check(rank)
 
     def _hang(self, rank: int, missing: list[int], seconds: float) -> None:
@@ -157,13 +158,13 @@ class Group:
 
     def barrier(self, rank: int, name: str = "") -> None:
         """Return when all ranks have come here."""
-        with self._changed:
+        with self._lock:
             arrived = self._arrived.setdefault(name, set())
             arrived.add(rank)
             if len(arrived) == self.size:
-                self._arrived[name] = set()
-                self._rounds[name] = self._rounds.get(name, 0) + 1
-                self._changed.notify_all()
+                with self.change():
+                    self._arrived[name] = set()
+                    self._rounds[name] = self._rounds.get(name, 0) + 1
                 self.check(rank)
                 return
             turn = self._rounds.get(name, 0)
@@ -178,8 +179,9 @@ class Group:
         """The ranks enter the block one after the other, 0, 1, ..., and again from 0; `key` names what they share."""
         self.await_turn(rank, key)
         yield
-        with self.change():
-            self._turns[key] = (rank + 1) % self.size
+        following = (rank + 1) % self.size
+        with self.change(following):
+            self._turns[key] = following
 
     def await_turn(self, rank: int, key: object) -> None:
         """Return when `turn` would let the rank enter; it does not count as one."""
