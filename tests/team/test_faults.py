@@ -34,6 +34,12 @@ EVERY = 'base_lr: 0.05 lr_policy: "fixed" momentum: 0.9 display: 2 test_iter: 4 
 NOTHING = {"what": "raise", "rank": 0, "at": -1}
 
 
+@pytest.fixture(scope="module")
+def compiled() -> None:
+    """What the CPU runs is compiled: no deadline is met because of that."""
+    Run(2, net(3), until=2)
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -150,6 +156,7 @@ def test_two_interrupts_end_at_once(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["hang", "deaf"])
+@pytest.mark.usefixtures("compiled")
 def test_a_root_that_hangs_is_found_and_named(how: str, folder: Path) -> None:
     write(folder, {"what": how, "rank": 0, "at": 6})
     run = caffepy("--deadlines", "step=8")
@@ -162,6 +169,7 @@ def test_a_root_that_hangs_is_found_and_named(how: str, folder: Path) -> None:
         assert "the main thread does not answer; no snapshot is taken" in run.stderr
 
 
+@pytest.mark.usefixtures("compiled")
 def test_a_worker_that_hangs_is_found_and_named(folder: Path) -> None:
     write(folder, {"what": "hang", "rank": 2, "at": 6})
     run = caffepy("--deadlines", "step=8")
@@ -225,3 +233,24 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     resumed = Run(size, net(2), sync, settings=settings, until=10, state=state)
     straight = Run(size, net(2), sync, settings=settings, until=10)
     np.testing.assert_array_equal(resumed.data[0], straight.data[0])
+
+
+HANGING_DATA = """
+import time
+from caffepy.data.loader import RecordLoader
+load = RecordLoader.load
+def hang(self, batch):
+    if self.state()["record"] >= 60 and self.batch_size == 3:
+        time.sleep(60)
+    load(self, batch)
+RecordLoader.load = hang
+"""
+
+
+@pytest.mark.usefixtures("compiled")
+def test_data_that_hangs_is_found_and_the_run_ends(folder: Path) -> None:
+    write(folder, NOTHING)
+    run = caffepy("--deadlines", "step=8", code=HANGING_DATA)
+    assert run.returncode == SyncError.exit_code
+    assert "did not get on for 8 s (step)" in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
+    assert "Reading data hangs" in run.stderr
