@@ -13,6 +13,7 @@ import numpy as np
 
 from caffepy.blob import Blob
 from caffepy.device import Device
+from caffepy.errors import UsageError
 from caffepy.layer import Layer
 from caffepy.net import Net, any_turn
 from caffepy.parallel.buckets import adders, buckets
@@ -24,6 +25,7 @@ from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.followers import Followers
 from caffepy.solver.laps import Laps
+from caffepy.solver.step import first_loss_scale
 from caffepy.solver.trial import Totals
 from caffepy.solver.worker import WorkerSolver
 
@@ -78,7 +80,10 @@ class Team(Followers):
         self._terms = terms
         self._gpu = devices[0].kind == "cuda"
         log.info("%s pairs %s", "GPUs" if self._gpu else "Solvers", show(device_pairs(topology)))
-        self._way = Synchronization(self.group, choose(terms.sync, topology, self._gpu))
+        choice = choose(terms.sync, topology, self._gpu)
+        if choice.root_updates and first_loss_scale(root.net) is not None:
+            raise UsageError(f"--sync {choice.name} is not for fp16: only the root would know the loss scale")
+        self._way = Synchronization(self.group, choice)
         self._synchronizers: dict[int, Synchronizer] = {}
         self._testers = [0] * len(root.test_nets)  # who has the next batch of each test net
         self._crew = Crew(self.group, self._make, self._within)

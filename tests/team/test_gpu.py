@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
+from caffepy import ops
 from caffepy.blob import Array
 from caffepy.device import CudaDevice, Device
-from caffepy.errors import DataError
+from caffepy.errors import DataError, UsageError
 from caffepy.parallel import peers
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
@@ -116,3 +117,13 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
         rtol=1e-3,
         atol=1e-4,
     )
+
+
+def test_the_tree_is_not_for_fp16() -> None:
+    param = text_format.Parse(f"random_seed: 3 {ONCE} net_param {{ {net(3)} }}", SolverParameter())
+    devices = [CudaDevice(i) for i in range(2)]
+    root = Solver(param, device=devices[0], precision="fp16")
+    with pytest.raises(UsageError, match="--sync tree is not for fp16"):
+        Team(root, devices, peers.prepare(peers.query([0, 1])), Terms("tree"))
+    root.close()
+    ops.set_precision(devices[0], "fp32")
