@@ -2,17 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from statistics import median
 
 from caffepy import ops
 from caffepy.bench import WINDOW, Trainer
 from caffepy.device import CudaDevice, Device, gpu_numbers
-from caffepy.parallel import peers
-from caffepy.parallel.topology import all_joined
-from caffepy.solver import Solver
-from caffepy.team import Team, Terms
+from caffepy.team import Terms, team_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ def bench_scaling(
         devices = [CudaDevice(number) for number in numbers[:count]] if numbers else [Device() for _ in range(count)]
         ops.set_precision(devices[0], precision)
         with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
-            with _team(trainer.solver, devices, sync):
+            with team_of(trainer.solver, devices, Terms(sync)):
                 trainer.window(5)
                 iterations = trainer.iterations_in(WINDOW)
                 done = [trainer.window(iterations) for _ in range(windows)]
@@ -102,11 +99,3 @@ def bench_scaling(
     first = devices[0]
     kind = first.name if isinstance(first, CudaDevice) else "the CPU"
     return Scaling(name, kind, precision or "the default precision", sync, each, points)
-
-
-def _team(root: Solver, devices: Sequence[Device], sync: str) -> AbstractContextManager[object]:
-    if len(devices) == 1:
-        return nullcontext()
-    gpus = [device.index for device in devices if isinstance(device, CudaDevice)]
-    topology = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
-    return Team(root, devices, topology, Terms(sync))

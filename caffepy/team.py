@@ -3,7 +3,7 @@
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -16,11 +16,12 @@ from caffepy.device import Device
 from caffepy.errors import UsageError
 from caffepy.layer import Layer
 from caffepy.net import Net, any_turn
+from caffepy.parallel import peers
 from caffepy.parallel.buckets import adders, buckets
 from caffepy.parallel.crew import Crew
 from caffepy.parallel.group import DEADLINES, Group, named
 from caffepy.parallel.sync import Flats, Synchronization, Synchronizer, choose
-from caffepy.parallel.topology import Topology, device_pairs, show
+from caffepy.parallel.topology import Topology, all_joined, device_pairs, show
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.followers import Followers
@@ -304,6 +305,21 @@ class Team(Followers):
     @property
     def _workers(self) -> list[WorkerSolver]:
         return [self._crew.members[rank] for rank in range(1, self.size)]
+
+
+def team_of(
+    root: Solver,
+    devices: Sequence[Device],
+    terms: Terms,
+    signals: Signals | None = None,
+    last_resort: Callable[[BaseException], object] | None = None,
+) -> AbstractContextManager[object]:
+    """The team of a root solver on the first of these devices; nothing for a single one."""
+    if len(devices) == 1:
+        return nullcontext()
+    gpus = [device.index for device in devices if device.kind == "cuda"]
+    joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
+    return Team(root, devices, joined, terms, signals, last_resort)
 
 
 def _begin_test(worker: WorkerSolver, k: int, synchronizers: Mapping[int, Synchronizer]) -> None:

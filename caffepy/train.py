@@ -3,21 +3,19 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from caffepy import ops
 from caffepy.device import CudaDevice, Device, gpu_numbers
 from caffepy.errors import STOPPED, ConfigError, DeviceError, UsageError
-from caffepy.parallel import peers
-from caffepy.parallel.topology import all_joined
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field, read_solver
 from caffepy.report import logging_to, open_report
 from caffepy.reporter import Output
 from caffepy.solver import Signals, Solver, newest_good
-from caffepy.team import Team, Terms
+from caffepy.team import Terms, team_of
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +123,7 @@ def train(
             if snapshot:
                 log.info("Resuming from %s", snapshot)
                 run.restore(snapshot)
-            with _team(run, devices, terms, signals, last_resort):
+            with team_of(run, devices, terms, signals, last_resort):
                 log.info("Starting Optimization")
                 run.solve()
             log.info("Optimization Done.")
@@ -177,22 +175,6 @@ def _determine(param: SolverParameter, device: Device) -> None:
         param.random_seed = SEED
         log.info("Deterministic: random_seed is %d", SEED)
     ops.set_deterministic(device)
-
-
-def _team(
-    root: Solver,
-    devices: Sequence[Device],
-    terms: Terms,
-    signals: Signals,
-    last_resort: Callable[[BaseException], object] | None,
-) -> AbstractContextManager[object]:
-    """The workers of the root solver, if there are to be any."""
-    size = len(devices)
-    if size == 1:
-        return nullcontext()
-    on_gpu = devices[0].kind == "cuda"
-    joined = peers.prepare(peers.query([device.index for device in devices])) if on_gpu else all_joined(size)
-    return Team(root, devices, joined, terms, signals, last_resort)
 
 
 def _start(param: SolverParameter, path: str, snapshot: str | None, weights: Sequence[str]) -> str | None:

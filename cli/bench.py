@@ -64,19 +64,14 @@ def train(
       caffepy bench train --model caffenet --gpu 0 --precision bf16 --json
       caffepy bench train --solver solver.prototxt --gpu 0 --data train_lmdb
     """
-    if model:
-        solver = options.find_definition(model, "solver")
-    if solver is None:
-        raise click.UsageError("Need something to train: give --model NAME or --solver FILE.")
-    if gpu and cpu:
-        raise click.UsageError("Give --gpu or --cpu, not both.")
+    definition = options.trained(solver, model, gpu, cpu)
     from caffepy.bench import bench_train
 
     result = bench_train(
-        solver.path,
+        definition.path,
         gpu=gpu,
         batch=batch,
-        image=image or options.image_of(solver, True),
+        image=image or options.image_of(definition, True),
         precision=precision,
         iterations=iterations,
         windows=windows,

@@ -42,20 +42,15 @@ def scaling(
       caffepy bench scaling --model resnet50 --gpu 0,1,2,3 --precision bf16
       caffepy bench scaling --model lenet --cpu 2 --json
     """
-    if model:
-        solver = options.find_definition(model, "solver")
-    if solver is None:
-        raise click.UsageError("Need something to train: give --model NAME or --solver FILE.")
-    if gpu and cpu:
-        raise click.UsageError("Give --gpu or --cpu, not both.")
+    definition = options.trained(solver, model, gpu, cpu)
     from caffepy.bench_scaling import bench_scaling
 
     result = bench_scaling(
-        solver.path,
+        definition.path,
         gpu=gpu,
         cpu=cpu or 0,
         batch=batch,
-        image=image or options.image_of(solver, True),
+        image=image or options.image_of(definition, True),
         precision=precision,
         sync=sync,
         windows=windows,

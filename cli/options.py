@@ -240,3 +240,14 @@ def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
     from caffepy.models.synthetic import image_shape
 
     return image_shape(definition.bundled)
+
+
+def trained(solver: Definition | None, model: str, gpu: str | None, cpu: object) -> Definition:
+    """What a benchmark trains: the bundled model of this name, else the solver; UsageError unless it is clear."""
+    if model:
+        solver = find_definition(model, "solver")
+    if solver is None:
+        raise click.UsageError("Need something to train: give --model NAME or --solver FILE.")
+    if gpu and cpu:
+        raise click.UsageError("Give --gpu or --cpu, not both.")
+    return solver
