@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from caffepy.blob import Array
 from caffepy.parallel.group import Group
-from caffepy.parallel.schedule import Level, Operation, Schedule, adding, copying
+from caffepy.parallel.schedule import Level, Schedule, adding, copying
 
 
 class HostSync:
@@ -60,9 +60,5 @@ class HostSync:
         for level in levels:
             for step in level:
                 if step.destination == self.rank:
-                    theirs, mine = buffers[step.source], buffers[self.rank]
-                    if step.operation is Operation.ADD:
-                        mine += theirs
-                    else:
-                        mine[...] = theirs
+                    step.apply(buffers)
             self.group.barrier(self.rank, "level")

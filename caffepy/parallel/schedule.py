@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
+import numpy as np
+
 from caffepy.blob import Array
 from caffepy.errors import ConfigError
 from caffepy.parallel.topology import NO_PARENT, Topology, device_pairs
@@ -28,6 +30,13 @@ class Step(NamedTuple):
     source: int
     destination: int
     staged: bool = False
+
+    def apply(self, buffers: Sequence[Array]) -> None:
+        """Do it on numpy arrays, by rank."""
+        if self.operation is Operation.ADD:
+            np.add(buffers[self.destination], buffers[self.source], out=buffers[self.destination])
+        else:
+            buffers[self.destination][...] = buffers[self.source]
 
 
 Level = tuple[Step, ...]
@@ -136,11 +145,8 @@ def check(schedule: Schedule, size: int) -> None:
 def run(schedule: Schedule, buffers: Sequence[Array]) -> None:
     """Run it on numpy arrays of one shape, in place."""
     for level in schedule:
-        for operation, source, destination, _ in level:
-            if operation is Operation.ADD:
-                buffers[destination] += buffers[source]
-            else:
-                buffers[destination][...] = buffers[source]
+        for step in level:
+            step.apply(buffers)
 
 
 def totals(schedule: Schedule, size: int) -> frozenset[tuple[int, int]]:
