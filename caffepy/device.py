@@ -4,7 +4,7 @@ import ctypes
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
@@ -402,6 +402,26 @@ def gpu_numbers(gpus: str) -> list[int]:
     if not all(re.fullmatch(r"[0-9]+", token) for token in tokens):
         raise UsageError(f'{gpus!r} is neither "all" nor device numbers separated by commas')
     return [int(token) for token in tokens]
+
+
+def chosen_gpus(gpus: str) -> list[Device]:
+    """The GPUs that a list such as "0,1" or "all" names, for a solver or a net each; UsageError for one named twice."""
+    numbers = gpu_numbers(gpus)
+    for number in numbers:
+        if numbers.count(number) > 1:
+            raise UsageError(f"GPU {number} is named twice")
+    return [CudaDevice(number) for number in numbers]
+
+
+def tell_devices(devices: Sequence[Device]) -> None:
+    """Log which devices compute, as Caffe's tool does when it trains."""
+    gpus = [device for device in devices if isinstance(device, CudaDevice)]
+    if not gpus:
+        log.info("Use CPU.")
+        return
+    log.info("Using GPUs %s", ", ".join(str(device.index) for device in gpus))
+    for device in gpus:
+        log.info("GPU %d: %s", device.index, device.name)
 
 
 def first_device(gpus: str | None) -> Device:

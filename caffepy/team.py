@@ -119,7 +119,7 @@ class Team(Followers):
             net.turn = partial(self._turn, Laps() if net is not root.net else root.laps, 0)
             for layer in net.shared_layers:
                 layer.serve(self._devices)
-        with root.device.scope(), _quiet():
+        with root.device.scope(), quiet():
             self._crew.start()
             self._synchronize(root, 0)
             self._crew.settle()
@@ -343,7 +343,8 @@ class _Quiet(logging.Filter):
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """A block in which the log has nothing of what workers set up but what they share."""
     handlers = [*logging.getLogger("caffepy").handlers, *logging.getLogger().handlers]
     quiet = _Quiet()
     for handler in handlers:

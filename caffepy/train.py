@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from caffepy import ops
-from caffepy.device import CudaDevice, Device, gpu_numbers
+from caffepy.device import CudaDevice, Device, chosen_gpus, tell_devices
 from caffepy.errors import STOPPED, ConfigError, DeviceError, UsageError
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -88,7 +88,7 @@ def train(
     with _logging(log_dir):
         param = read_solver(solver)
         devices = [Device() for _ in range(cpu)] if cpu else _devices(param, solver, gpu)
-        _tell(devices)
+        tell_devices(devices)
         if devices[0].kind == "cuda":
             param.device_id = devices[0].index
         if threads:
@@ -142,11 +142,7 @@ def _logging(log_dir: str | None) -> Iterator[None]:
 def _devices(param: SolverParameter, path: str, gpu: str | None) -> list[Device]:
     """The devices of the run: the CPU unless `gpu` or an explicit solver_mode asks for others, as in Caffe's tool."""
     if gpu:
-        numbers = gpu_numbers(gpu)
-        for number in numbers:
-            if numbers.count(number) > 1:
-                raise UsageError(f"GPU {number} is named twice")
-        return [CudaDevice(number) for number in numbers]
+        return chosen_gpus(gpu)
     if param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU:
         index = param.device_id if param.HasField("device_id") else 0
         try:
@@ -157,16 +153,6 @@ def _devices(param: SolverParameter, path: str, gpu: str | None) -> list[Device]
                 locate_field(path, "solver_mode"),
             ) from None
     return [Device()]
-
-
-def _tell(devices: Sequence[Device]) -> None:
-    gpus = [device for device in devices if isinstance(device, CudaDevice)]
-    if not gpus:
-        log.info("Use CPU.")
-        return
-    log.info("Using GPUs %s", ", ".join(str(device.index) for device in gpus))
-    for device in gpus:
-        log.info("GPU %d: %s", device.index, device.name)
 
 
 def _determine(param: SolverParameter, device: Device) -> None:

@@ -66,7 +66,7 @@ def test_which_gpu_trains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
-    caplog.set_level(logging.INFO, "caffepy.train")
+    caplog.set_level(logging.INFO, "caffepy.device")
     with pytest.raises(ConfigError, match="made"):
         train(solver_file(folder, more), gpu=gpu)
     assert [(type(device), device.index) for device in opened] == [(CudaDevice, index)]
@@ -77,7 +77,7 @@ def test_which_gpu_trains(
 def test_when_the_cpu_trains(
     more: str, cpu: bool, folder: Path, opened: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "caffepy.train")
+    caplog.set_level(logging.INFO, "caffepy.device")
     with pytest.raises(ConfigError, match="made"):
         train(solver_file(folder, more), cpu=cpu)
     assert [device.kind for device in opened] == ["cpu"]
@@ -86,7 +86,7 @@ def test_when_the_cpu_trains(
 
 def test_all_gpus_train(folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
-    caplog.set_level(logging.INFO, "caffepy.train")
+    caplog.set_level(logging.INFO, "caffepy.device")
     with pytest.raises(ConfigError, match="made"):
         train(solver_file(folder, ""), gpu="all")
     assert caplog.messages == ["Using GPUs 0, 1", "GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
