@@ -24,6 +24,7 @@ ROWS = {
     "weights_file": 8,
     "upgrade_files": 8,
     "draw": 8,
+    "io": 5,
     "solver": 7,
     "report": 7,
     "parallel": 7,
@@ -46,6 +47,7 @@ ROWS = {
 }
 SAME_ROW = {
     ("train", "team"),
+    ("score", "team"),
     ("bench_scaling", "bench"),
     ("bench_scaling", "team"),
     ("pycaffe", "__init__"),
