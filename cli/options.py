@@ -110,6 +110,13 @@ gpus: Decorator = click.option(
     metavar="IDS|all",
     help="GPUs: numbers separated by commas, or all; they train as one. Default: that of solver_mode: GPU, or the CPU.",
 )
+gpus_in_turn: Decorator = click.option(
+    "--gpu",
+    default="",
+    callback=_devices,
+    metavar="IDS|all",
+    help="GPUs: numbers separated by commas, or all; they take the batches in turn. Default: the CPU.",
+)
 cpus: Decorator = click.option(
     "--cpu",
     is_flag=False,
@@ -117,6 +124,9 @@ cpus: Decorator = click.option(
     type=click.IntRange(min=1),
     metavar="[N]",
     help="Compute on the CPU even if the solver says solver_mode: GPU; with N so many solvers train as one.",
+)
+cpus_in_turn: Decorator = click.option(
+    "--cpu", type=click.IntRange(min=1), metavar="N", help="Compute on the CPU, N batches at a time."
 )
 sync: Decorator = click.option(
     "--sync",
@@ -231,6 +241,12 @@ def logged(least: int = 0) -> Decorator:
         return run
 
     return decorate
+
+
+def leave(error: BaseException, lost: str = "") -> None:
+    """End the process although its main thread cannot; `lost` is what else to tell."""
+    click.echo(f"caffepy: error: {error}\n(the main thread does not answer{lost})", err=True)
+    os._exit(getattr(error, "exit_code", 70))
 
 
 def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:

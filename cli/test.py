@@ -8,7 +8,9 @@ from caffepy.cli import options
 @click.command(short_help="Score trained weights on a net's test data.")
 @options.model
 @options.weights
-@options.gpu
+@options.gpus_in_turn
+@options.cpus_in_turn
+@options.deadlines
 @options.precision
 @options.iterations
 @options.level
@@ -20,6 +22,8 @@ def test(
     model: options.Definition | None,
     weights: tuple[str, ...],
     gpu: str | None,
+    cpu: int | None,
+    deadlines: dict[str, float],
     precision: str | None,
     iterations: int,
     level: int,
@@ -29,10 +33,13 @@ def test(
 ) -> None:
     """Run a net in its TEST phase and print the means of its outputs to stdout.
 
+    Several devices share the data layers, take batches in turn and give the means that one would.
+
     \b
     Examples:
       caffepy test --model digits --weights digits_iter_500.caffemodel --iterations 3
       caffepy test --model train_val.prototxt --weights net.caffemodel --json
+      caffepy test --model train_val.prototxt --weights net.caffemodel --gpu all --iterations 1000
     """
     if model is None:
         raise click.UsageError("Need a model definition to score: give --model FILE or the name of a bundled model.")
@@ -45,6 +52,9 @@ def test(
         weights,
         iterations=iterations,
         gpu=gpu,
+        cpu=cpu or 0,
+        deadlines=deadlines,
+        last_resort=options.leave,
         precision=precision,
         level=level,
         stages=stages,

@@ -1,6 +1,6 @@
 """caffepy train"""
 
-import os
+from functools import partial
 
 import click
 
@@ -8,12 +8,6 @@ from caffepy.cli import options
 
 INTERRUPTED = 130
 EFFECTS = click.Choice(["stop", "snapshot", "none"])
-
-
-def _leave(error: BaseException) -> None:
-    """End the process although its main thread cannot."""
-    click.echo(f"caffepy: error: {error}\n(the main thread does not answer; no snapshot is taken)", err=True)
-    os._exit(getattr(error, "exit_code", 70))
 
 
 @click.command(short_help="Train a net, from the start or from a snapshot.")
@@ -101,6 +95,6 @@ def train(
         sighup_effect=sighup_effect,
         progress=progress,
         threads=threads,
-        last_resort=_leave,
+        last_resort=partial(options.leave, lost="; no snapshot is taken"),
     )
     return result.exit_code or (INTERRUPTED if result.stopped else 0)
