@@ -7,6 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from caffepy import io, proto
+    from caffepy.classifier import Classifier
+    from caffepy.detector import Detector
     from caffepy.pycaffe.layer import Layer
     from caffepy.pycaffe.mode import set_device, set_mode_cpu, set_mode_gpu, set_precision, set_random_seed
     from caffepy.pycaffe.net import Net
@@ -28,6 +31,8 @@ _homes = {
     "AdaDeltaSolver": "caffepy.pycaffe.solver",
     "AdaGradSolver": "caffepy.pycaffe.solver",
     "AdamSolver": "caffepy.pycaffe.solver",
+    "Classifier": "caffepy.classifier",
+    "Detector": "caffepy.detector",
     "Layer": "caffepy.pycaffe.layer",
     "NesterovSolver": "caffepy.pycaffe.solver",
     "Net": "caffepy.pycaffe.net",
@@ -41,12 +46,16 @@ _homes = {
     "set_random_seed": "caffepy.pycaffe.mode",
 }
 
+_modules = {"classifier", "detector", "draw", "io", "proto", "pycaffe"}
+
 __all__ = [
     "TEST",
     "TRAIN",
     "AdaDeltaSolver",
     "AdaGradSolver",
     "AdamSolver",
+    "Classifier",
+    "Detector",
     "Layer",
     "NesterovSolver",
     "Net",
@@ -54,7 +63,9 @@ __all__ = [
     "SGDSolver",
     "__version__",
     "get_solver",
+    "io",
     "layer_type_list",
+    "proto",
     "set_device",
     "set_mode_cpu",
     "set_mode_gpu",
@@ -73,6 +84,6 @@ def layer_type_list() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _homes:
         return getattr(import_module(_homes[name]), name)
-    if name == "proto":
-        return import_module("caffepy.proto")
+    if name in _modules:
+        return import_module(f"caffepy.{name}")
     raise AttributeError(f"module 'caffepy' has no attribute {name!r}")

@@ -108,7 +108,7 @@ def load_image(filename: str | os.PathLike[str] | BinaryIO, color: bool = True) 
     return (pixels @ GREY if pixels.shape[2] == 3 else pixels[..., 0]).astype(np.float32)[..., None]
 
 
-def resize_image(im: Array, new_dims: Sequence[int], interp_order: int = 1) -> Array:
+def resize_image(im: Array, new_dims: Sequence[int] | Array, interp_order: int = 1) -> Array:
     """An image (H, W, K) in another height and width, float32.
 
     Without smoothing, as Caffe has it: for 1 or 3 channels the corners of the image stay where they are and what lies
@@ -153,21 +153,22 @@ def _interpolated(im: Array, dims: tuple[int, int], order: int, places: Callable
 
 
 def _nearest(values: Array, axis: int, places: Array) -> Array:
-    return values.take(np.floor(places + 0.5).astype(int), axis)
+    taken: Array = values.take(np.floor(places + 0.5).astype(int), axis)
+    return taken
 
 
 def _linear(values: Array, axis: int, places: Array) -> Array:
     n = values.shape[axis]
     first = np.floor(places).astype(int)
-    share = places - first
+    rest = places - first
     others = [i for i in range(3) if i != axis]
 
     def part(index: Array, weight: Array) -> Array:
         weight = np.where((index >= 0) & (index < n), weight, 0)
-        taken: Array = values.take(index.clip(0, n - 1), axis)
-        return taken * np.expand_dims(weight, others)
+        share: Array = values.take(index.clip(0, n - 1), axis) * np.expand_dims(weight, others)
+        return share
 
-    return part(first, 1 - share) + part(first + 1, share)
+    return part(first, 1 - rest) + part(first + 1, rest)
 
 
 def _spline(im: Array, dims: tuple[int, int], order: int, by_corners: bool) -> Array:

@@ -24,6 +24,8 @@ ROWS = {
     "weights_file": 8,
     "upgrade_files": 8,
     "draw": 8,
+    "classifier": 8,
+    "detector": 8,
     "io": 5,
     "solver": 7,
     "report": 7,
@@ -52,6 +54,8 @@ SAME_ROW = {
     ("bench_scaling", "team"),
     ("pycaffe", "__init__"),
     ("__init__", "pycaffe"),
+    ("classifier", "pycaffe"),
+    ("detector", "pycaffe"),
     ("registry", "errors"),
     ("files", "errors"),
 }
