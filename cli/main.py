@@ -21,6 +21,7 @@ from caffepy.cli.device_query import device_query
 from caffepy.cli.doctor import doctor
 from caffepy.cli.draw import draw
 from caffepy.cli.group import Commands
+from caffepy.cli.parse_log import parse_log
 from caffepy.cli.test import test
 from caffepy.cli.time import time
 from caffepy.cli.train import INTERRUPTED, train
@@ -57,6 +58,7 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
         check,
         draw,
         weights,
+        parse_log,
         upgrade_net,
         upgrade_solver,
         device_query,

@@ -1,0 +1,244 @@
+"""The tables that Caffe's scripts make of a training log: parse_log.py's CSV files, parse_log.sh's columns.
+
+A log is text framed by glog. Bytes that are no UTF-8 come out as they went in. The dates have no year, or begin with it
+as in newer glogs; without it the first line is of the year in which the file was made, as the scripts have it.
+"""
+
+import csv
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import datetime
+from itertools import zip_longest
+
+from caffepy.errors import DataError
+from caffepy.files import written
+
+ITERATION = re.compile(r"Iteration (\d+)", re.ASCII)
+TRAIN, TEST = (re.compile(rf"{net} net output #\d+: (\S+) = ([.\deE+-]+)", re.ASCII) for net in ("Train", "Test"))
+RATE = re.compile(r"lr = ([-+]?[0-9]*\.?[0-9]+(?:[eE]?[-+]?[0-9]+)?)")
+FIXED = ("NumIters", "Seconds", "LearningRate")
+BLANKS = " \t\n\r\f\v"
+LEFT_OUT = re.compile(r"Waiting for data|prefetch queue empty|Iteration .* loss|Iteration .* lr|Train net")
+
+Row = dict[str, float]
+
+
+def read_lines(path: str) -> list[str]:
+    """The lines of a log without their ends; DataError if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
+            return file.read().split("\n")
+    except OSError as error:
+        raise DataError(f'could not open "{path}": {(error.strerror or str(error)).lower()}') from None
+
+
+def year_of(path: str) -> int:
+    """The year in which a file was made."""
+    return datetime.fromtimestamp(os.path.getctime(path)).year
+
+
+class Clock:
+    """Tells the times of lines that come one after the other; a month before that of the line before is next year's."""
+
+    def __init__(self, year: int) -> None:
+        self._year = year
+        self._month = 0
+
+    def time(self, line: str) -> datetime | None:
+        """When the line was logged; None if it does not begin as glog's do."""
+        fields = line.split(maxsplit=2)[:2]
+        when = self._read(fields) if len(fields) == 2 else None
+        if when and when.month < self._month and not _has_year(fields[0]):
+            self._year += 1
+            when = self._read(fields)
+        self._month = when.month if when else self._month
+        return when
+
+    def _read(self, fields: Sequence[str]) -> datetime | None:
+        date, (clock, _, micros) = fields[0][1:], fields[1].rpartition(".")
+        year, date = (int(date[:4]), date[4:]) if _has_year(fields[0]) else (self._year, date)
+        with suppress(ValueError):
+            hour, minute, second = map(int, clock.split(":")[:3])
+            return datetime(year, int(date[:2]), int(date[2:]), hour, minute, second, int(micros))
+        return None
+
+
+def _has_year(date: str) -> bool:
+    return len(date) == 9 and date[1:].isdecimal() and date[1:].isascii()
+
+
+class _Table:
+    """Rows of outputs, a row for each iteration that has some.
+
+    A row is there once it has as many columns as the first, or when the next begins; the last may never be.
+    """
+
+    def __init__(self, pattern: re.Pattern[str]) -> None:
+        self.rows: list[Row] = []
+        self._pattern = pattern
+        self._row: Row | None = None
+
+    def take(self, line: str, iteration: float, seconds: float, rate: float) -> None:
+        found = self._pattern.search(line)
+        value = _number(found[2]) if found else None
+        if found and value is not None:
+            if self._row is None or self._row["NumIters"] != iteration:
+                if self._row is not None:
+                    self.rows.append(self._row)
+                self._row = dict(zip(FIXED, (iteration, seconds, rate), strict=True))
+            self._row[found[1]] = value
+        if self._row is not None and self.rows and len(self._row) == len(self.rows[0]):
+            self.rows.append(self._row)
+            self._row = None
+
+    def mended(self) -> list[Row]:
+        """The rows; no rate is known yet when the first begins: it gets that of the second."""
+        if len(self.rows) > 1:
+            self.rows[0]["LearningRate"] = self.rows[1]["LearningRate"]
+        return self.rows
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:  # the "-" of "-nan"
+        return None
+
+
+def parse_log(path: str) -> tuple[list[Row], list[Row]]:
+    """The rows of train and test outputs as parse_log.py has them.
+
+    What ends the script is passed over here: lines of one word or none, outputs that are -nan or -inf, dates with a
+    year, a log without the line that says `Solving`, whose first line is the start then. DataError if the log cannot be
+    read.
+    """
+    lines = read_lines(path)
+    clock = Clock(year_of(path))
+    train, test = _Table(TRAIN), _Table(TEST)
+    start, first = _start(lines, clock)
+    iteration, rate = -1.0, math.nan
+    for line in lines[first:]:
+        if found := ITERATION.search(line):
+            iteration = float(found[1])
+        if iteration == -1 or start is None:
+            continue
+        when = clock.time(line)
+        if when is None:
+            continue
+        if (found := RATE.search(line)) and (number := _number(found[1])) is not None:
+            rate = number
+        for table in (train, test):
+            table.take(line, iteration, (when - start).total_seconds(), rate)
+    return train.mended(), test.mended()
+
+
+def _start(lines: Sequence[str], clock: Clock) -> tuple[datetime | None, int]:
+    """The time from which seconds count, and the index of the line after it."""
+    for mark, after in (("Solving", 1), ("", 0)):
+        for i, line in enumerate(lines):
+            if mark in line and (when := clock.time(line)):
+                return when, i + after
+    return None, 0
+
+
+def as_json(path: str) -> str:
+    """The rows of a log as `{"train": [...], "test": [...]}`; what is not a number is null."""
+    train, test = (
+        [{name: value if math.isfinite(value) else None for name, value in row.items()} for row in rows]
+        for rows in parse_log(path)
+    )
+    return json.dumps({"train": train, "test": test})
+
+
+def save_csv(rows: Sequence[Row], path: str, delimiter: str = ",") -> None:
+    """Write rows as a CSV file; columns that only later rows have come last. UsageError if it cannot be written."""
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    with (
+        written(path) as temporary,
+        open(temporary, "w", newline="", encoding="utf-8", errors="surrogateescape") as file,
+    ):
+        writer = csv.DictWriter(file, columns, delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def save_log_csvs(path: str, folder: str, delimiter: str = ",") -> list[str]:
+    """Write LOG.train and LOG.test into a folder, each if it has rows; the lines that parse_log.py says about it."""
+    said = []
+    for name, rows in zip(("train", "test"), parse_log(path), strict=True):
+        file = os.path.join(folder, f"{os.path.basename(path)}.{name}")
+        if rows:
+            save_csv(rows, file, delimiter)
+        said.append(f"Wrote {file}" if rows else f"Not writing {file}; no lines to write")
+    return said
+
+
+def save_log_columns(path: str, folder: str) -> list[str]:
+    """Write the tables of parse_log.sh as LOG.train and LOG.test into a folder; lines that say so."""
+    said = []
+    for name, text in zip(("train", "test"), log_columns(path), strict=True):
+        file = os.path.join(folder, f"{os.path.basename(path)}.{name}")
+        with written(file) as temporary, open(temporary, "w", encoding="utf-8", errors="surrogateescape") as out:
+            out.write(text)
+        said.append(f"Wrote {file}")
+    return said
+
+
+def log_columns(path: str) -> tuple[str, str]:
+    """The tables of train and test lines as parse_log.sh has them, which cuts lines by the numbers of their fields.
+
+    Output #0 of the test net counts as accuracy and #1 as loss. DataError if the log cannot be read.
+    """
+    lines = read_lines(path)
+    losses = [line for line in lines if ", loss = " in line]
+    tests = [line for line in lines if "Testing net" in line]
+    begin = next((i for i, line in enumerate(lines) if re.search("Iteration .* Testing net", line)), len(lines))
+    tested = [line for line in lines[begin:] if not LEFT_OUT.search(line)]
+    train = zip_longest(
+        _iterations(losses),
+        _seconds(path, lines, losses),
+        [line.split("=")[1] for line in losses],
+        [_field(line, 8) for line in lines if ", lr = " in line],
+        fillvalue="",
+    )
+    test = zip_longest(
+        _iterations(tested),
+        _seconds(path, lines, tests),
+        *([_field(line, 10) for line in tested if f"Test net output #{i}" in line] for i in (0, 1)),
+        fillvalue="",
+    )
+    return (
+        "#Iters Seconds TrainingLoss LearningRate\n" + _columns(train),
+        "#Iters Seconds TestAccuracy TestLoss\n" + _columns(test),
+    )
+
+
+def _iterations(lines: Sequence[str]) -> list[str]:
+    """The last number after the word in each line that has the word."""
+    return [re.sub(r".*Iteration (\d*).*", r"\1", line, flags=re.ASCII) for line in lines if "Iteration " in line]
+
+
+def _seconds(path: str, lines: Sequence[str], chosen: Sequence[str]) -> Iterator[str]:
+    clock = Clock(year_of(path))
+    start, _ = _start([line for line in lines if "] Solving " in line] or chosen, clock)
+    for line in chosen:
+        when = clock.time(line) if "Iteration" in line else None
+        if when and start:
+            yield f"{(when - start).total_seconds():f}"
+
+
+def _field(line: str, index: int) -> str:
+    return (line.split() + [""] * (index + 1))[index]
+
+
+def _columns(rows: Iterator[tuple[str, ...]]) -> str:
+    """Rows of words, with two blanks between columns; where a cell is missing the later ones move up."""
+    words = [[word for cell in row for word in cell.split()] for row in rows]
+    columns = list(zip_longest(*(row for row in words if row), fillvalue=""))
+    widths = [*(max(map(len, column)) for column in columns[:-1]), 0]
+    rows_of_all = zip(*columns, strict=True)
+    return "".join("  ".join(map(str.ljust, row, widths)) + "\n" for row in rows_of_all)

@@ -1,0 +1,43 @@
+"""caffepy parse-log"""
+
+import click
+
+from caffepy.cli import options
+
+
+@click.command(short_help="Make tables of a training log.")
+@click.argument("log", metavar="LOG")
+@click.argument("outdir", default="", metavar="[OUTDIR]")
+@click.option("--delimiter", default=",", show_default=True, help="What stands between columns, such as ';' or '\\t'.")
+@click.option("--columns", is_flag=True, help="The tables of Caffe's parse_log.sh instead of parse_log.py's CSV.")
+@click.option("--verbose", is_flag=True, help="Say what is written.")
+@options.as_json
+@options.logged(least=1)
+def parse_log(log: str, outdir: str, delimiter: str, columns: bool, verbose: bool, as_json: bool) -> None:
+    """Write the net outputs in a training log, caffepy's or Caffe's, to LOG.train and LOG.test in the folder OUTDIR.
+
+    The files are those of Caffe's parse_log.py: iterations, seconds, learning rates and a column for each output.
+    OUTDIR is the current folder if it is not given; with --json nothing is written then, the rows go to stdout.
+
+    \b
+    Examples:
+      caffepy parse-log caffe.INFO
+      caffepy parse-log train.log tables --delimiter ';' --verbose
+      caffepy parse-log train.log --json
+    """
+    delimiter = delimiter.replace("\\t", "\t")
+    if len(delimiter) != 1 or delimiter in '\r\n"':
+        raise click.BadParameter(f"{delimiter!r} is not one character", param_hint="--delimiter")
+    if columns and (as_json or delimiter != ","):
+        raise click.UsageError("--columns goes with neither --json nor --delimiter.")
+    from caffepy.report import log_tables
+
+    said = []
+    if columns:
+        said = log_tables.save_log_columns(log, outdir or ".")
+    elif outdir or not as_json:
+        said = log_tables.save_log_csvs(log, outdir or ".", delimiter)
+    if as_json:
+        click.echo(log_tables.as_json(log))
+    elif verbose:
+        click.echo("\n".join(said))

@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from caffepy.cli import main
+
+LOG = str(Path(__file__).parents[1] / "golden" / "logs" / "two_nets.log")
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def names() -> list[str]:
+    return sorted(path.name for path in Path().rglob("*") if path.is_file())
+
+
+def test_files_come_into_the_current_folder(capsys: Captured) -> None:
+    assert main.run(["parse_log", LOG]) == 0
+    assert names() == ["two_nets.log.test", "two_nets.log.train"]
+    assert capsys.readouterr() == ("", "")
+
+
+def test_delimiter_folder_and_words(capsys: Captured) -> None:
+    Path("out").mkdir()
+    assert main.run(["parse-log", LOG, "out", "-delimiter", "\\t", "--verbose"]) == 0
+    assert capsys.readouterr().out == "Wrote out/two_nets.log.train\nWrote out/two_nets.log.test\n"
+    assert Path("out/two_nets.log.test").read_text().startswith("NumIters\tSeconds\t")
+
+
+def test_columns(capsys: Captured) -> None:
+    assert main.run(["parse-log", LOG, "--columns", "--verbose"]) == 0
+    assert capsys.readouterr().out == "Wrote ./two_nets.log.train\nWrote ./two_nets.log.test\n"
+    assert Path("two_nets.log.train").read_text().startswith("#Iters Seconds TrainingLoss LearningRate\n0    ")
+
+
+def test_json_writes_files_only_where_it_is_told(capsys: Captured) -> None:
+    assert main.run(["parse-log", LOG, "--json"]) == 0
+    assert [row["NumIters"] for row in json.loads(capsys.readouterr().out)["test"]] == [0, 200, 400, 500]
+    assert names() == []
+    assert main.run(["parse-log", LOG, ".", "--json"]) == 0
+    assert len(names()) == 2
+
+
+WRONG = {
+    "no log": ("none.log", 4, 'could not open "none.log": no such file or directory'),
+    "a folder": (".", 4, 'could not open "."'),
+    "no folder": (f"{LOG} nowhere", 2, 'cannot write "nowhere/two_nets.log.train"'),
+    "delimiter": (f"{LOG} --delimiter=ab", 2, "'ab' is not one character"),
+    "both": (f"{LOG} --columns --json", 2, "--columns goes with neither"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong(case: str, capsys: Captured) -> None:
+    line, code, message = WRONG[case]
+    assert main.run(["parse-log", *line.split()]) == code
+    assert message in capsys.readouterr().err
