@@ -4,11 +4,11 @@ from caffepy.report.glog import logging_to
 from caffepy.report.lines import LogReporter
 from caffepy.report.metrics import Metrics
 from caffepy.report.performance import Performance
-from caffepy.report.progress import Progress, wanted
+from caffepy.report.progress import Progress, counting, wanted
 from caffepy.report.reporter import Reporters
 from caffepy.reporter import Reporter
 
-__all__ = ["LogReporter", "Metrics", "Performance", "Progress", "Reporters", "logging_to", "open_report"]
+__all__ = ["LogReporter", "Metrics", "Performance", "Progress", "Reporters", "counting", "logging_to", "open_report"]
 
 
 def open_report(prefix: str | None, iterations: int, progress: bool | None = None) -> Reporters:

@@ -1,9 +1,10 @@
-"""One line that shows how far a run is, on terminals only."""
+"""One line that shows how far a run is, or how many things are done, on terminals only."""
 
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from caffepy.report.speed import Speed
@@ -44,6 +45,47 @@ def _size() -> dict[str, Any]:
     except (OSError, ValueError):
         known = False
     return {"dynamic_ncols": True} if known else {"ncols": 79, "nrows": 24}
+
+
+def _bar(**settings: Any) -> "tqdm[None]":
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread that watches the bar
+
+    return Bar(**settings, **_size(), file=sys.stderr)
+
+
+@contextmanager
+def counting(what: str, total: int | None = None, progress: bool | None = None) -> Iterator[Callable[[int], object]]:
+    """A line that shows how many things, such as "images", are done, of `total` if that is known, and how fast.
+
+    The block calls what it gets with the number of those that it has just done. `progress`: see `wanted`.
+    """
+    if not wanted(progress):
+        yield lambda count: None
+        return
+    with _bar(total=total, unit=f" {what}", smoothing=0.1, mininterval=REDRAW_S) as bar:
+        yield bar.update
+
+
+@contextmanager
+def counting(total: int, unit: str, progress: bool | None = None) -> Iterator[Callable[[int], object]]:
+    """Give a function that is told how many more of `total` things are done; a bar shows it if it is `wanted`."""
+    if not wanted(progress):
+        yield lambda count: None
+        return
+    with _bar(total=total, unit=f" {unit}", mininterval=REDRAW_S) as bar:
+        yield bar.update
+
+
+def _bar(**settings: Any) -> "tqdm[None]":
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        monitor_interval = 0  # no thread that watches the bar
+
+    return Bar(**settings, **_size(), file=sys.stderr)
 
 
 class Progress(Reporter):
@@ -113,19 +155,7 @@ class Progress(Reporter):
 
     def _open(self, iteration: int) -> "tqdm[None]":
         if self._bar is None:
-            from tqdm import tqdm
-
-            class Bar(tqdm):  # type: ignore[type-arg]
-                monitor_interval = 0  # no thread that watches the bar
-
-            self._bar = Bar(
-                initial=iteration,
-                total=self.iterations,
-                bar_format=FORMAT,
-                mininterval=0,
-                miniters=1,
-                smoothing=0.1,
-                **_size(),
-                file=sys.stderr,
+            self._bar = _bar(
+                initial=iteration, total=self.iterations, bar_format=FORMAT, mininterval=0, miniters=1, smoothing=0.1
             )
         return self._bar

@@ -21,12 +21,20 @@ with logging_to(), open_report(None, 3, progress) as reporter:
 """
 
 
-def on_terminal(progress: str, environment: Mapping[str, str]) -> str:
-    """What the run writes to a pseudo-terminal."""
+COUNT = """
+from caffepy.report import counting
+with counting("images", 250) as done:
+    for _ in range(5):
+        done(50)
+"""
+
+
+def on_terminal(progress: str, environment: Mapping[str, str], code: str = RUN) -> str:
+    """What the run, or other code, writes to a pseudo-terminal."""
     pty = pytest.importorskip("pty", reason="needs pseudo-terminals")
     ours, its = pty.openpty()
     env = {**os.environ, "TERM": "xterm", **environment}
-    child = subprocess.Popen([sys.executable, "-c", RUN, progress], stdin=its, stdout=its, stderr=its, env=env)
+    child = subprocess.Popen([sys.executable, "-c", code, progress], stdin=its, stdout=its, stderr=its, env=env)
     os.close(its)
     written = b""
     try:
@@ -60,3 +68,11 @@ def test_a_terminal_that_wants_none_gets_none(progress: str, term: str) -> None:
 def test_no_terminal_no_bar() -> None:
     report = open_report(None, 3, progress=True)
     assert not any(isinstance(reporter, Progress) for reporter in report.reporters)
+
+
+def test_things_are_counted() -> None:
+    last = on_terminal("auto", {}, COUNT).rstrip("\r\n").rpartition("\r")[2]
+    assert last.startswith("100%|")
+    assert "250/250" in last
+    assert " images/s]" in last
+    assert on_terminal("auto", {"TERM": "dumb"}, COUNT) == ""
