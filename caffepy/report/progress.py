@@ -47,28 +47,6 @@ def _size() -> dict[str, Any]:
     return {"dynamic_ncols": True} if known else {"ncols": 79, "nrows": 24}
 
 
-def _bar(**settings: Any) -> "tqdm[None]":
-    from tqdm import tqdm
-
-    class Bar(tqdm):  # type: ignore[type-arg]
-        monitor_interval = 0  # no thread that watches the bar
-
-    return Bar(**settings, **_size(), file=sys.stderr)
-
-
-@contextmanager
-def counting(what: str, total: int | None = None, progress: bool | None = None) -> Iterator[Callable[[int], object]]:
-    """A line that shows how many things, such as "images", are done, of `total` if that is known, and how fast.
-
-    The block calls what it gets with the number of those that it has just done. `progress`: see `wanted`.
-    """
-    if not wanted(progress):
-        yield lambda count: None
-        return
-    with _bar(total=total, unit=f" {what}", smoothing=0.1, mininterval=REDRAW_S) as bar:
-        yield bar.update
-
-
 @contextmanager
 def counting(total: int, unit: str, progress: bool | None = None) -> Iterator[Callable[[int], object]]:
     """Give a function that is told how many more of `total` things are done; a bar shows it if it is `wanted`."""

@@ -23,7 +23,7 @@ with logging_to(), open_report(None, 3, progress) as reporter:
 
 COUNT = """
 from caffepy.report import counting
-with counting("images", 250) as done:
+with counting(250, "images") as done:
     for _ in range(5):
         done(50)
 """
