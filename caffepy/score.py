@@ -20,13 +20,12 @@ from caffepy.net import Net
 from caffepy.net.weights import load_weights
 from caffepy.parallel.crew import Crew
 from caffepy.parallel.group import DEADLINES, Group, named
-from caffepy.proto.caffe_pb2 import TEST, NetParameter
-from caffepy.proto.nvcaffe import choose_precision
-from caffepy.proto.text import read_net
+from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.report.text import number, scalars
 from caffepy.reporter import Output
 from caffepy.solver.captured import Pass
 from caffepy.team import PATIENCE, quiet
+from caffepy.trained import definition
 
 log = logging.getLogger(__name__)
 
@@ -73,10 +72,7 @@ def score(
     devices = _devices(gpu, cpu)
     if threads:
         ops.backend(devices[0]).set_num_threads(threads)
-    param = read_net(model)
-    ops.set_precision(devices[0], choose_precision(param, precision))
-    param.state.phase, param.state.level = TEST, level
-    param.state.stage.extend(stages)
+    param = definition(model, devices[0], precision=precision, level=level, stages=stages)
     with _examiners(param, model, weights, devices, Group(len(devices), deadlines), last_resort) as (root, others):
         return _run(root, others, iterations)
 

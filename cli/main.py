@@ -16,12 +16,15 @@ from caffepy.cli import options
 from caffepy.cli.arguments import normalize
 from caffepy.cli.bench import bench
 from caffepy.cli.check import check
+from caffepy.cli.convert_imageset import convert_imageset
 from caffepy.cli.device_pairs import device_pairs
 from caffepy.cli.device_query import device_query
 from caffepy.cli.doctor import doctor
 from caffepy.cli.draw import draw
+from caffepy.cli.extract_features import extract_features
 from caffepy.cli.group import Commands
 from caffepy.cli.parse_log import parse_log
+from caffepy.cli.plot import plot
 from caffepy.cli.test import test
 from caffepy.cli.time import time
 from caffepy.cli.train import INTERRUPTED, train
@@ -58,7 +61,10 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
         check,
         draw,
         weights,
+        extract_features,
+        plot,
         parse_log,
+        convert_imageset,
         upgrade_net,
         upgrade_solver,
         device_query,

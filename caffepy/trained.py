@@ -1,0 +1,65 @@
+"""Nets with trained weights in their TEST phase, as the tools that use them take them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from caffepy import ops
+from caffepy.blob import Blob
+from caffepy.device import Device, first_device
+from caffepy.errors import ConfigError
+from caffepy.net import Net
+from caffepy.net.weights import load_weights
+from caffepy.proto.caffe_pb2 import TEST, NetParameter
+from caffepy.proto.nvcaffe import choose_precision
+from caffepy.proto.text import read_net
+from caffepy.registry import nearest
+
+
+def definition(
+    model: str, device: Device, *, precision: str | None = None, level: int = 0, stages: Sequence[str] = ()
+) -> NetParameter:
+    """What the file `model` defines, for its TEST phase; the device's precision is set to what it says.
+
+    `precision` goes before that; `level` and `stages` join the net's state.
+    """
+    param = read_net(model)
+    ops.set_precision(device, choose_precision(param, precision))
+    param.state.phase, param.state.level = TEST, level
+    param.state.stage.extend(stages)
+    return param
+
+
+@contextmanager
+def trained_net(
+    model: str,
+    weights: Iterable[str],
+    *,
+    gpu: str | None = None,
+    precision: str | None = None,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    threads: int | None = None,
+) -> Iterator[Net]:
+    """The net of the file `model` in its TEST phase with these weights, closed when the block ends.
+
+    `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError and DataError say what
+    is wrong with the net, its data or the weights.
+    """
+    device = first_device(gpu)
+    if threads:
+        ops.backend(device).set_num_threads(threads)
+    net = Net(definition(model, device, precision=precision, level=level, stages=stages), device=device, path=model)
+    try:
+        for path in weights:
+            load_weights(net, path)
+        yield net
+    finally:
+        net.close()
+
+
+def find_blob(net: Net, name: str) -> Blob:
+    """The blob of this name; ConfigError names the nearest there is."""
+    if name not in net.blobs:
+        known = [blob for blob in net.blobs if "_split_" not in blob]
+        raise ConfigError(f'no blob "{name}" in the net{nearest(name, known)} (blobs: {", ".join(known)})', net.path)
+    return net.blobs[name]

@@ -1,0 +1,115 @@
+"""caffepy extract-features"""
+
+import click
+
+from caffepy.cli import options
+
+CAFFES = "WEIGHTS PROTO BLOB[,BLOB] DB[,DB] NUM_BATCHES DB_TYPE [CPU|GPU [DEVICE_ID]]"
+
+
+def _names(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[str]:
+    return [name.strip() for value in values for name in value.split(",") if name.strip()]
+
+
+@click.command(short_help="Write what a trained net makes of its data to a database or file.")
+@click.argument("caffes", nargs=-1, metavar=f"[{CAFFES}]")
+@options.model
+@options.weights
+@click.option(
+    "--blob", "blobs", multiple=True, callback=_names, help="A blob to write; several: again, or separated by commas."
+)
+@click.option(
+    "--output",
+    "outputs",
+    multiple=True,
+    callback=_names,
+    metavar="PATH",
+    help="Where to: one for each blob, or one .h5 file for all. .h5 and .npy tell what it will be.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(["lmdb", "leveldb", "hdf5", "npy"]),
+    help="What to write. Default: what the extension of the output says, else an LMDB.",
+)
+@click.option("--batches", type=click.IntRange(min=1), help="How many batches. Default: all the data, once.")
+@options.gpu
+@options.precision
+@options.level
+@options.stage
+@options.threads
+@click.option("--progress/--no-progress", default=None, help="The progress line. Default: on a terminal.")
+@options.logged()
+def extract_features(
+    caffes: tuple[str, ...],
+    model: options.Definition | None,
+    weights: tuple[str, ...],
+    blobs: list[str],
+    outputs: list[str],
+    backend: str | None,
+    batches: int | None,
+    gpu: str | None,
+    precision: str | None,
+    level: int,
+    stages: tuple[str, ...],
+    threads: int | None,
+    progress: bool | None,
+) -> None:
+    """Run a trained net over the data of its data layers and write the values of blobs, a record or row an item.
+
+    Databases are those of Caffe's tool: keys 0000000000, 0000000001, ..., Datums of float_data. An HDF5 file has a
+    dataset for each blob, so that an HDF5Data layer can read it. What exists already is not touched.
+    Takes options, or the arguments of Caffe's tool, in their order.
+
+    \b
+    Examples:
+      caffepy extract-features --model digits --weights digits_iter_500.caffemodel --blob ip1 --output ip1_lmdb
+      caffepy extract-features --model net.prototxt --weights w.caffemodel --blob fc7,label --output features.h5
+      caffepy extract-features w.caffemodel net.prototxt fc7,prob fc7_db,prob_db 10 leveldb GPU 0
+    """
+    if caffes:
+        if model or weights or blobs or outputs or backend or batches or gpu:
+            raise click.UsageError(f"Give options or Caffe's arguments ({CAFFES}), not both.")
+        weights, model, blobs, outputs, batches, backend, gpu = _parsed(caffes)
+    if model is None or not weights:
+        raise click.UsageError("Need a net and trained weights: give --model FILE and --weights FILE.")
+    if not blobs or not outputs:
+        raise click.UsageError("Need to know what to write, and where to: give --blob NAME and --output PATH.")
+    from caffepy.features import extract_features as run
+    from caffepy.features import features_of
+
+    run(
+        model.path,
+        weights,
+        features_of(blobs, outputs, backend),
+        batches=batches,
+        gpu=gpu,
+        precision=precision,
+        level=level,
+        stages=stages,
+        threads=threads,
+        progress=progress,
+    )
+
+
+Parsed = tuple[tuple[str, ...], options.Definition, list[str], list[str], int, str, str | None]
+
+
+def _parsed(words: tuple[str, ...]) -> Parsed:
+    """The values of Caffe's arguments."""
+    if not 6 <= len(words) <= 8:
+        raise click.UsageError(f"Caffe's form has 6 to 8 arguments, not {len(words)}: {CAFFES}")
+    weights, model, blobs, outputs, batches, backend, *where = words
+    if not batches.isdecimal() or int(batches) < 1:
+        raise click.UsageError(f'The number of batches is 1 or more, not "{batches}".')
+    mode, device = (*where, "CPU", "0")[:2] if where else ("CPU", "0")
+    if mode not in ("CPU", "GPU") or not device.isdecimal():
+        raise click.UsageError(f'After the kind of database come CPU or GPU and its number, not "{" ".join(where)}".')
+    return (
+        (weights,),
+        options.find_definition(model, "train_val"),
+        blobs.split(","),
+        outputs.split(","),
+        int(batches),
+        backend,
+        device if mode == "GPU" else None,
+    )
