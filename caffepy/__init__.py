@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from caffepy import io, proto
+    from caffepy import io, net_spec, proto
     from caffepy.classifier import Classifier
     from caffepy.detector import Detector
+    from caffepy.net_spec import NetSpec, layers, params, to_proto
     from caffepy.pycaffe.layer import Layer
     from caffepy.pycaffe.mode import set_device, set_mode_cpu, set_mode_gpu, set_precision, set_random_seed
     from caffepy.pycaffe.net import Net
@@ -34,19 +35,23 @@ _homes = {
     "Classifier": "caffepy.classifier",
     "Detector": "caffepy.detector",
     "Layer": "caffepy.pycaffe.layer",
+    "NetSpec": "caffepy.net_spec",
     "NesterovSolver": "caffepy.pycaffe.solver",
     "Net": "caffepy.pycaffe.net",
     "RMSPropSolver": "caffepy.pycaffe.solver",
     "SGDSolver": "caffepy.pycaffe.solver",
     "get_solver": "caffepy.pycaffe.solver",
+    "layers": "caffepy.net_spec",
+    "params": "caffepy.net_spec",
     "set_device": "caffepy.pycaffe.mode",
     "set_mode_cpu": "caffepy.pycaffe.mode",
     "set_mode_gpu": "caffepy.pycaffe.mode",
     "set_precision": "caffepy.pycaffe.mode",
     "set_random_seed": "caffepy.pycaffe.mode",
+    "to_proto": "caffepy.net_spec",
 }
 
-_modules = {"classifier", "detector", "draw", "io", "proto", "pycaffe"}
+_modules = {"classifier", "coord_map", "detector", "draw", "io", "net_spec", "proto", "pycaffe"}
 
 __all__ = [
     "TEST",
@@ -59,18 +64,23 @@ __all__ = [
     "Layer",
     "NesterovSolver",
     "Net",
+    "NetSpec",
     "RMSPropSolver",
     "SGDSolver",
     "__version__",
     "get_solver",
     "io",
     "layer_type_list",
+    "layers",
+    "net_spec",
+    "params",
     "proto",
     "set_device",
     "set_mode_cpu",
     "set_mode_gpu",
     "set_precision",
     "set_random_seed",
+    "to_proto",
 ]
 
 
