@@ -1,0 +1,143 @@
+"""Runs read from files: training logs, caffepy's and Caffe's of any age, and metrics files."""
+
+import math
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+from datetime import datetime
+
+from caffepy.errors import DataError, UsageError
+from caffepy.report.log_tables import Clock, read_lines, year_of
+from caffepy.report.metrics import read_rows
+from caffepy.report.series import Run, joined, of_metrics
+
+SHOWN = re.compile(r"Iteration (\d+)(?: \((\S+) iter/s\b.*?\))?, loss = (\S+)")
+TESTING = re.compile(r"Iteration (\d+), Testing net \(#(\d+)\)")
+RATE = re.compile(r"Iteration (\d+), lr = (\S+)")
+OUTPUT = re.compile(r"(Train|Test) net output #\d+: (\S+) = (\S+)")
+TEST_LOSS = re.compile(r"\] Test loss: (\S+)")
+SUFFIXES = ("_metrics.csv", ".csv", ".log", ".txt", ".INFO")
+
+
+def read_runs(logs: Sequence[str], names: Sequence[str] = ()) -> list[Run]:
+    """A run for each log, which may be several files of one run with commas between them.
+
+    They are called by their `names`, or as their files: UsageError if there are not as many.
+    """
+    if names and len(names) != len(logs):
+        raise UsageError(f"{len(names)} names were given for {len(logs)} runs")
+    files = [(not os.path.exists(log) and [part for part in log.split(",") if part]) or [log] for log in logs]
+    own = [name_of(some[0]) for some in files]
+    if len(set(own)) < len(own):
+        own = list(logs)
+    return [read_run(some, name) for some, name in zip(files, names or own, strict=True)]
+
+
+def read_run(files: Sequence[str], name: str = "") -> Run:
+    """The run whose parts these files tell of, in their order; each a log, with restarts in it or not, or metrics.
+
+    DataError if one cannot be read or tells nothing.
+    """
+    parts = [part for path in files for part in _parts(path)]
+    return joined(name or name_of(files[0]), parts)
+
+
+def name_of(path: str) -> str:
+    """What to call the run of a file."""
+    base = os.path.basename(path)
+    return next((base.removesuffix(suffix) for suffix in SUFFIXES if base.endswith(suffix)), base) or base
+
+
+def _parts(path: str) -> list[Run]:
+    columns, rows = read_rows(path)
+    parts = [of_metrics(path, columns, rows)] if columns else _LogReader(path).parts
+    if not any(part.curves for part in parts):
+        raise DataError(
+            f'"{path}" tells of no run: it is no metrics file, and no line of it has an iteration and a loss'
+        )
+    return parts
+
+
+class _LogReader:
+    """Reads a log into the parts of a run: another begins where it says `Solving`, or where iterations go back."""
+
+    def __init__(self, path: str) -> None:
+        self.parts = [Run(path)]
+        self._clock = Clock(year_of(path)) if os.path.exists(path) else Clock(0)
+        self._start: datetime | None = None
+        self._seconds = math.nan
+        self._iteration = -1
+        self._net = "train"
+        self._seen: Counter[str] = Counter()  # outputs of the net that was shown last, by name
+        self._display: tuple[int, float] | None = None
+        self._several: set[str] = set()
+        for line in read_lines(path):
+            self._read(line)
+        for part in self.parts:
+            self._name_elements(part)
+            derived = part.curves.pop("derived iter/s", None)
+            if derived and "iter/s" not in part.curves:
+                part.curves["iter/s"] = derived
+
+    def _read(self, line: str) -> None:
+        when = self._clock.time(line)
+        if "] Solving " in line:
+            self._begin(when)
+        if when:
+            self._start = self._start or when
+            self._seconds = (when - self._start).total_seconds()
+        if found := SHOWN.search(line):
+            self._move(int(found[1]), "train", when)
+            self._add("loss", found[3])
+            self._speed(found[2])
+        elif found := TESTING.search(line):
+            self._move(int(found[1]), f"test{'' if found[2] == '0' else found[2]}", when)
+        elif found := RATE.search(line):
+            self._move(int(found[1]), "train", when)
+            self._add("lr", found[2])
+        elif self._iteration < 0:
+            return
+        elif found := TEST_LOSS.search(line):
+            self._add(f"{self._net} loss of the net", found[1])
+        elif found := OUTPUT.search(line):
+            net = "train" if found[1] == "Train" else self._net
+            k = self._seen[found[2]]
+            self._seen[found[2]] += 1
+            if k:
+                self._several.add(f"{net} {found[2]}")
+            self._add(f"{net} {found[2]}\0{k}", found[3])
+
+    def _begin(self, when: datetime | None) -> None:
+        """Another part."""
+        self.parts.append(Run(self.parts[0].name))
+        self._start, self._seconds, self._iteration, self._display = when, math.nan, -1, None
+
+    def _move(self, iteration: int, net: str, when: datetime | None) -> None:
+        if iteration < self._iteration:
+            self._begin(when)
+            self._seconds = 0.0 if when else math.nan
+        self._iteration, self._net = iteration, net
+        self._seen.clear()
+
+    def _add(self, name: str, text: str) -> None:
+        try:
+            value = float(text)
+        except ValueError:  # cut off, or written by several at once
+            return
+        self.parts[-1].add(name, self._iteration, self._seconds, value)
+
+    def _speed(self, told: str | None) -> None:
+        """As the line tells; old logs do not, there it is what passed since the last one. The first means nothing."""
+        before, self._display = self._display, (self._iteration, self._seconds)
+        if told is not None and before:
+            self._add("iter/s", told)
+        elif before and self._seconds > before[1]:
+            self._add("derived iter/s", str((self._iteration - before[0]) / (self._seconds - before[1])))
+
+    def _name_elements(self, run: Run) -> None:
+        """Give outputs their names, with an index where they have several values."""
+        for key in list(run.curves):
+            name, mark, k = key.partition("\0")
+            if mark:
+                run.curves[f"{name}[{k}]" if name in self._several else name] = run.curves.pop(key)
