@@ -299,7 +299,7 @@ class CudaDevice(Device):
     def _aside(self, lane: str) -> Iterator[None]:
         stream = self._lanes.get(lane)
         if stream is None:
-            priority = URGENT if lane == "sync" else 0  # 0 is the lowest
+            priority = URGENT if lane in ("sync", "laps") else 0  # 0 is the lowest
             stream = self._lanes[lane] = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
         self._wait(stream, self.stream)
         self._apart.add(lane)

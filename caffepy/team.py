@@ -25,7 +25,6 @@ from caffepy.parallel.topology import Topology, all_joined, device_pairs, show
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.followers import Followers
-from caffepy.solver.laps import Laps
 from caffepy.solver.step import first_loss_scale
 from caffepy.solver.trial import Totals
 from caffepy.solver.worker import WorkerSolver
@@ -116,7 +115,7 @@ class Team(Followers):
         root, group = self.root, self.group
         group.join(0)
         for net in (root.net, *root.test_nets):
-            net.turn = partial(self._turn, Laps() if net is not root.net else root.laps, 0)
+            net.turn = partial(self._turn, root.laps.lap if net is root.net else _no_lap, 0)
             for layer in net.shared_layers:
                 layer.serve(self._devices)
         with root.device.scope(), quiet():
@@ -129,7 +128,7 @@ class Team(Followers):
             log.info("Solver %d of %d is ready on %s", rank + 1, self.size, place)
         root.followers = self
         self._tell_batch()
-        root.reporter = Reporters(root.reporter, Performance(self._seconds))
+        root.reporter = Reporters(root.reporter, Performance(self.seconds))
 
     def _tell_batch(self) -> None:
         root, each = self.root, self.root.batch
@@ -149,8 +148,9 @@ class Team(Followers):
                 self.size,
             )
 
-    def _seconds(self) -> list[dict[str, float]]:
-        return [solver.laps.seconds for solver in (self.root, *self._workers)]
+    def seconds(self) -> list[dict[str, float]]:
+        """Where the time of each solver's iterations went so far, by part."""
+        return [solver.laps.read() for solver in (self.root, *self._workers)]
 
     def _within(self, rank: int) -> AbstractContextManager[object]:
         from caffepy.ops.cpu.threads import share  # here, since the package loads numba
@@ -161,7 +161,7 @@ class Team(Followers):
         positions = self._positions[rank - 1] if self._positions else None
         worker = WorkerSolver(self.root, rank, self._devices[rank], positions)
         for net in (worker.net, *worker.test_nets):
-            net.turn = partial(self._turn, Laps() if net is not worker.net else worker.laps, rank)
+            net.turn = partial(self._turn, worker.laps.lap if net is worker.net else _no_lap, rank)
         with worker.device.scope():
             self._synchronize(worker, rank)
         return worker
@@ -173,7 +173,7 @@ class Team(Followers):
             parts = buckets([*map(int, ends), last + params.notes.size], adders(solver.net))
         flats = Flats(solver.device, params.data, params.averaged, parts)
         synchronizer = self._synchronizers[rank] = self._way.join(rank, flats)
-        solver.synchronize(synchronizer)
+        solver.synchronize(synchronizer, self._way.choice.root_updates)
 
     def _watch(self) -> None:
         threading.Thread(target=self._reach_root, name="caffepy watch", daemon=True).start()
@@ -190,11 +190,11 @@ class Team(Followers):
             self._last_resort(named(rank, error))
 
     @contextmanager
-    def _turn(self, laps: Laps, rank: int, layer: Layer) -> Iterator[None]:
-        laps.lap("forward")
+    def _turn(self, lap: Callable[[str], None], rank: int, layer: Layer) -> Iterator[None]:
+        lap("forward")
         with self.group.turn(rank, layer), layer.forward_lock:
             yield
-        laps.lap("data")
+        lap("data")
 
     def _end(self, error: BaseException | None) -> None:
         root = self.root
@@ -239,8 +239,9 @@ class Team(Followers):
 
     def iterate(self) -> None:
         """Begin the root's next iteration, when all batches of those before were taken."""
-        for layer in self.root.net.shared_layers:
-            self.group.await_turn(0, layer)
+        with self.root.laps.fetching():
+            for layer in self.root.net.shared_layers:
+                self.group.await_turn(0, layer)
         self._crew.give(WorkerSolver.iterate)
 
     def forward(self) -> None:
@@ -320,6 +321,10 @@ def team_of(
     gpus = [device.index for device in devices if device.kind == "cuda"]
     joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
     return Team(root, devices, joined, terms, signals, last_resort)
+
+
+def _no_lap(part: str) -> None:
+    """Tests do not count."""
 
 
 def _begin_test(worker: WorkerSolver, k: int, synchronizers: Mapping[int, Synchronizer]) -> None:

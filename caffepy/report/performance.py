@@ -10,8 +10,8 @@ from caffepy.reporter import Output, Reporter
 log = logging.getLogger(__name__)
 
 Seconds = Mapping[str, float]
-WAITS, UNEVEN = 0.2, 0.1
-"""A share of the time that is worth a remark, and how much slower than the mean a solver is if it holds up others."""
+WAITS, UNEVEN = 0.2, 0.05
+"""A share of the time that is worth a remark, and how much slower than the mean a solver is that is named."""
 
 
 class Performance(Reporter):
@@ -71,7 +71,8 @@ class Performance(Reporter):
             spent = [_difference(a, b) for a, b in zip(now, self._before, strict=True)]
             self._before = now
             shares = ", ".join(f"{part} {share:.0%}" for part, share in _shares(spent).items())
-            log.info("    %s%s", self._rates(rate), f"; {shares}" if shares else "")
+            told = [self._rates(rate), shares, slowest(spent)]
+            log.info("    %s", "; ".join(part for part in told if part))
 
     def done(self, stopped_early: bool) -> None:
         """A table of the whole run, and what held it up."""
@@ -84,11 +85,14 @@ class Performance(Reporter):
         if not _shares(spent):
             return
         rows = [["solver", *spent[0]]]
-        for rank, seconds in enumerate(spent):
-            rows.append([str(rank), *(f"{share:.1%}" for share in _shares([seconds]).values())])
+        named = [*((str(rank), [seconds]) for rank, seconds in enumerate(spent)), ("mean", spent)]
+        for name, solvers in named:
+            rows.append([name, *(f"{share:.1%}" for share in _shares(solvers).values())])
         for line in columns(rows, 1):
             log.info("    %s", line)
         log.info("%s", bottleneck(spent))
+        if slowest(spent):
+            log.info("The slowest: %s", slowest(spent))
 
     def _rates(self, rate: float) -> str:
         text = f"{rate:.1f} images/s, {rate / self._size:.1f} a solver"
@@ -108,17 +112,34 @@ def _shares(solvers: Sequence[Seconds]) -> dict[str, float]:
     return {part: seconds / whole for part, seconds in sums.items()} if whole else {}
 
 
+def _slowest(solvers: Sequence[Seconds]) -> tuple[int, float]:
+    """The one that computes longest, and by what part of the mean longer than that."""
+    work = [seconds["forward"] + seconds["backward"] + seconds["update"] for seconds in solvers]
+    rank = max(range(len(work)), key=work.__getitem__)
+    mean = sum(work) / len(work)
+    return rank, work[rank] / mean - 1 if mean else 0.0
+
+
+def slowest(solvers: Sequence[Seconds]) -> str:
+    """Which solver is slower than the others, if one is by much."""
+    rank, by = _slowest(solvers)
+    return f"solver {rank} computes {by:.0%} longer than the mean" if by > UNEVEN else ""
+
+
 def bottleneck(solvers: Sequence[Seconds]) -> str:
     """What holds these solvers up, in one sentence."""
     shares = _shares(solvers)
-    work = [seconds["forward"] + seconds["backward"] + seconds["update"] for seconds in solvers]
-    slowest = max(range(len(work)), key=work.__getitem__)
-    if shares["data"] >= WAITS:
-        return f"Data holds the solvers up: they wait for it {shares['data']:.0%} of the time."
-    if shares["synchronization"] >= WAITS:
-        share = f"{shares['synchronization']:.0%} of the time"
-        if work[slowest] > (1 + UNEVEN) * sum(work) / len(work):
-            return f"Solver {slowest} holds the others up: it is the slowest, and synchronization takes {share}."
-        return f"Synchronization holds the solvers up: it takes {share}."
-    computing = shares["forward"] + shares["backward"]
-    return f"Nothing but computing holds the solvers up: forward and backward take {computing:.0%} of the time."
+    waits = {part: shares[part] for part in ("data", "synchronization", "host") if part in shares}
+    worst = max(waits, key=waits.__getitem__)
+    share = f"{waits[worst]:.0%} of the time"
+    if waits[worst] < WAITS:
+        computing = shares["forward"] + shares["backward"]
+        return f"Nothing but computing holds the solvers up: forward and backward take {computing:.0%} of the time."
+    if worst == "data":
+        return f"Data holds the solvers up: they wait for it {share}."
+    if worst == "host":
+        return f"The host holds the solvers up: GPUs wait for work {share}."
+    rank, by = _slowest(solvers)
+    if by > UNEVEN:
+        return f"Solver {rank} holds the others up: it is the slowest, and synchronization takes {share}."
+    return f"Synchronization holds the solvers up: it takes {share}."

@@ -25,7 +25,6 @@ from caffepy.reporter import Output, Reporter
 from caffepy.solver.check import at_field, check_param
 from caffepy.solver.divergence import HINT, check_params, diverged, diverged_before
 from caffepy.solver.followers import Followers
-from caffepy.solver.laps import Laps
 from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.policy import advance, next_step, rate
 from caffepy.solver.positions import (
@@ -228,9 +227,13 @@ class Solver:
         """Call its `on_start` before, and its `on_gradients_ready` after, the gradients of each iteration."""
         self.callbacks.append(callback)
 
-    def synchronize(self, synchronizer: Synchronizer | None) -> None:
-        """Keep in step with other solvers by this from now on; None: be alone again."""
+    def synchronize(self, synchronizer: Synchronizer | None, pulls: bool = False) -> None:
+        """Keep in step with other solvers by this from now on; None: be alone again.
+
+        `pulls`: parameters come from another solver before each iteration, which the time of one has a part for.
+        """
         before, self._step.synchronizer = self._step.synchronizer, synchronizer
+        self._step.pulls, self.laps.running = pulls, synchronizer is not None
         if before:
             self.callbacks.remove(before)
             self._step.fuse(self._fuse)  # recordings of its calls go
@@ -305,12 +308,13 @@ class Solver:
         return self._batch.shape[0] if self._batch and self._batch.shape else 0
 
     @property
-    def laps(self) -> Laps:
-        """Where the time goes."""
+    def laps(self) -> Any:
+        """Where the time of iterations goes while there is a synchronizer: `Laps` of the back end."""
         return self._step.laps
 
     def _advance(self, show: bool) -> float:
         """Do an iteration, or give it to the device; returns the rate."""
+        self.laps.start()
         if self.capture and self._step.run.may_be_replayed():
             return self._give(show)
         self._hear(wait=True)
@@ -327,7 +331,7 @@ class Solver:
 
     def _do(self) -> float:
         """Do an iteration and wait for its loss; returns the rate."""
-        self.laps.start()
+        self.laps.begin()
         self._positions_before = take_positions(self._nets, self.device)
         self._step.open()
         for _ in range(self.param.iter_size):
@@ -340,8 +344,6 @@ class Solver:
         if self._displays:
             self._display(self._window.smoothed)
         learning_rate = self.apply_update()
-        self.laps.lap("update")
-        self.laps.stop()
         self._positions_before = None
         return learning_rate
 
@@ -492,6 +494,7 @@ class Solver:
             log.error("No snapshot of iteration %d: %s", self.iter, error)
 
     def _finish(self) -> None:
+        self.laps.stop()
         loss = None
         if self._displays:
             with self.followers.during("step"), self.device.scope(), self.ops.blas_scope():
@@ -518,6 +521,7 @@ class Solver:
 
     def test(self, k: int) -> None:
         """Run test net k on its test_iter batches with the train net's weights and report the mean outputs."""
+        self.laps.stop()
         trial, followers = self._trials[k], self.followers
         self.reporter.test_started(self.iter, k)
         with followers.during("test"), self.device.scope(), self.ops.blas_scope():
@@ -543,6 +547,7 @@ class Solver:
 
     def snapshot(self) -> None:
         """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter is not finite."""
+        self.laps.stop()
         with self.followers.during("snapshot"):
             self._snapshot()
 

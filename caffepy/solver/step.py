@@ -1,6 +1,6 @@
 """What an iteration computes: passes over the train net that add up gradients, then an update of the parameters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
@@ -14,7 +14,6 @@ from caffepy.ops.control import Limits
 from caffepy.ops.segments import Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.captured import Pass
-from caffepy.solver.laps import Laps
 from caffepy.solver.params import Params
 from caffepy.solver.update import Update, rules
 
@@ -80,8 +79,8 @@ class Step:
         self.device = device
         self.callbacks = callbacks
         self.whole = True  # no update is under way
-        self.laps = Laps()
         self.synchronizer: Synchronizer | None = None  # one of the callbacks
+        self.pulls = False  # it brings parameters in `on_start`
         self.ops = ops.backend(device)
         self.rule = rules[param.type]
         with device.scope():
@@ -89,6 +88,7 @@ class Step:
             self.history: list[Array] = [np.zeros_like(self.params.data) for _ in range(self.rule.histories)]
             limits = Limits(param.clip_gradients, param.iter_size, first_loss_scale(net))
             self.control = self.ops.Control(limits, losses(net), device)
+            self.laps = self.ops.Laps(device)
         self._ends = device.on_device(self.params.ends)
         self._rates = device.on_device(np.array(net.params_lr, np.float32))
         self._decays = device.on_device(np.array(net.params_weight_decay, np.float32))
@@ -105,10 +105,12 @@ class Step:
     def open(self) -> None:
         """Begin to add up gradients and losses."""
         self.control.open(self.params.diff)
-        self.laps.lap("update")
+        if self.pulls:
+            self.laps.lap("update")
         for callback in self.callbacks:
             callback.on_start()
-        self.laps.lap("synchronization")
+        if self.pulls:
+            self.laps.lap("synchronization")
 
     def note(self) -> None:
         """Take in the loss of a forward pass."""
@@ -135,6 +137,7 @@ class Step:
             self.whole = False
             self._apply()
             self.whole = True
+        self.laps.lap("update")
 
     def _apply(self) -> None:
         control, param = self.control, self.param
@@ -154,19 +157,35 @@ class Step:
     def perform(self) -> None:
         """A whole iteration; its parts are recorded when they can be, then replayed."""
         if self.param.iter_size == 1:
-            self.run.feed()
-            self.run.perform("iteration", self._iteration)
+            self._feed()
+            self._perform("iteration", self._iteration)
             return
-        self.run.perform("open", self.open)
+        self._perform("open", self._open)
         for _ in range(self.param.iter_size):
+            self._feed()
+            self._perform("pass", self._fed_pass)
+        self._perform("close", self._close)
+
+    def _feed(self) -> None:
+        with self.laps.fetching():
             self.run.feed()
-            self.run.perform("pass", self._pass)
-        self.run.perform("close", self._close)
+
+    def _perform(self, name: str, work: Callable[[], None]) -> None:
+        with self.laps.issuing():
+            self.run.perform(name, work)
 
     def _iteration(self) -> None:
-        self.open()
+        self._open()
         self._pass()
         self._close()
+
+    def _open(self) -> None:
+        self.laps.begin()
+        self.open()
+
+    def _fed_pass(self) -> None:
+        self.laps.begin()
+        self._pass()
 
     def _pass(self) -> None:
         self.net.forward(steps=self.run.computing)
@@ -174,7 +193,9 @@ class Step:
             self.note()
             if self._judges_early:
                 self.control.judge(self.params.diff)
+        self.laps.lap("forward")
         self.net.backward(steps=self.run.computing)
+        self.laps.lap("backward")
 
     @property
     def _judges_early(self) -> bool:

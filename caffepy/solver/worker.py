@@ -74,7 +74,8 @@ class WorkerSolver(Solver):
         self._positions_before = None
 
     def settle(self) -> None:
-        """Wait for all iterations that were given to the device."""
+        """Wait for all iterations that were given to the device; others do not follow at once."""
+        self.laps.stop()
         with self.device.scope():
             self._hear(wait=True)
 

@@ -6,11 +6,11 @@ import pytest
 from caffepy.report import Performance
 from caffepy.report.performance import bottleneck
 
-PARTS = ("data", "forward", "backward", "synchronization", "update")
+PARTS = ("data", "forward", "backward", "synchronization", "update", "host")
 
 
 def spent(*seconds: float) -> dict[str, float]:
-    return dict(zip(PARTS, seconds, strict=True))
+    return dict(zip(PARTS, seconds, strict=False))
 
 
 CASES = {
@@ -22,6 +22,10 @@ CASES = {
     "a slow solver": (
         [spent(0, 20, 20, 50, 10), spent(0, 45, 40, 5, 10)],
         "Solver 1 holds the others up: it is the slowest, and synchronization takes 28% of the time.",
+    ),
+    "the host": (
+        [spent(5, 20, 20, 25, 5, 25), spent(5, 20, 20, 20, 5, 30)],
+        "The host holds the solvers up: GPUs wait for work 28% of the time.",
     ),
     "computing": (
         [spent(1, 40, 49, 5, 5)],
@@ -47,16 +51,19 @@ def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFi
         reporter.iterated(1, 1.0, 0.1, 64)
         reporter.done(False)
     rates = r"[\d.]+ images/s, [\d.]+ a solver, [\d.]+ times one alone"
+    slow = r"solver 1 computes 25% longer than the mean"
     first, whole, *table = caplog.messages
-    assert re.fullmatch(rf"    {rates}; data 6%, forward 47%, backward 47%, synchronization 0%, update 0%", first), (
-        first
-    )
+    assert re.fullmatch(
+        rf"    {rates}; data 6%, forward 47%, backward 47%, synchronization 0%, update 0%; {slow}", first
+    ), first
     assert re.fullmatch(rf"Performance of 2 solvers: {rates}", whole)
     assert table == [
         "    solver   data  forward  backward  synchronization  update",
         "    0       14.3%    42.9%     42.9%             0.0%    0.0%",
         "    1        0.0%    50.0%     50.0%             0.0%    0.0%",
+        "    mean     5.9%    47.1%     47.1%             0.0%    0.0%",
         "Nothing but computing holds the solvers up: forward and backward take 94% of the time.",
+        "The slowest: solver 1 computes 25% longer than the mean",
     ]
 
 

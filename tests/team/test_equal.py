@@ -160,7 +160,7 @@ def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -
     team = Team(root, [Device() for _ in range(2)], all_joined(2), Terms())
     with caplog.at_level(logging.INFO, "caffepy"), team:
         root.solve()
-        assert all(seconds > 0 for solver in (root, *team._workers) for seconds in solver.laps.seconds.values())
+        assert all(seconds > 0 for solver in (root, *team._workers) for seconds in solver.laps.read().values())
     assert "An iteration takes 2 solvers x 3 images x iter_size 2 = 12; an epoch of 1500 is 125 iterations" in (
         caplog.messages
     )

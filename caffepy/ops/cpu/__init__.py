@@ -17,6 +17,7 @@ from caffepy.ops.cpu.elementwise import (
     scale_forward,
     scaled,
 )
+from caffepy.ops.cpu.laps import Laps
 from caffepy.ops.cpu.loss import (
     accuracy,
     contrastive_loss_backward,
@@ -95,6 +96,7 @@ __all__ = [
     "RNN",
     "Control",
     "Convolution",
+    "Laps",
     "Staging",
     "Stopwatch",
     "Sums",

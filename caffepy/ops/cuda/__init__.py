@@ -27,6 +27,7 @@ from caffepy.ops.cuda.elementwise import (
     multiply,
     scaled,
 )
+from caffepy.ops.cuda.laps import Laps
 from caffepy.ops.cuda.loss import (
     accuracy,
     contrastive_loss_backward,
@@ -107,6 +108,7 @@ __all__ = [
     "RNN",
     "Control",
     "Convolution",
+    "Laps",
     "Staging",
     "Stopwatch",
     "Sums",

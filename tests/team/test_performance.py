@@ -1,0 +1,44 @@
+"""Where the time of a team's iterations goes, by the clocks of its GPUs."""
+
+import logging
+import re
+
+import pytest
+from google.protobuf import text_format
+
+from caffepy.device import CudaDevice
+from caffepy.parallel import peers
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Solver
+from caffepy.team import Team, Terms
+from tests.team.cases import SETTINGS, net
+
+pytestmark = pytest.mark.gpus(2)
+
+LINE = (
+    r"    [\d.]+ images/s, [\d.]+ a solver; (data .*, forward .*, backward .*, synchronization .*, update .*, host.*)"
+)
+
+
+@pytest.mark.parametrize("capture", [True, False], ids=["replayed", "layer by layer"])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("sync", ["nccl", "tree"])
+def test_every_part_has_its_share(sync: str, passes: int, capture: bool, caplog: pytest.LogCaptureFixture) -> None:
+    settings = SETTINGS.replace("iter_size: 2", f"iter_size: {passes}").replace("display: 1", "display: 6")
+    devices = [CudaDevice(rank) for rank in range(2)]
+    text = f"random_seed: 3 {settings} max_iter: 13 snapshot_after_train: false net_param {{ {net(3)} }}"
+    root = Solver(text_format.Parse(text, SolverParameter()), device=devices[0])
+    root.capture = capture
+    team = Team(root, devices, peers.prepare(peers.query(range(2))), Terms(sync))
+    with caplog.at_level(logging.INFO, "caffepy"), team:
+        root.solve()
+        for solver in team.seconds():
+            assert all(0 < solver[part] < 100 for part in ("forward", "backward", "synchronization", "update")), solver
+            assert solver["data"] + solver["host"] > 0
+    shown = [found for message in caplog.messages if (found := re.fullmatch(LINE, message))]
+    assert len(shown) >= 1
+    shares = [int(share) for share in re.findall(r"(\d+)%", shown[-1][1].partition(";")[0])]
+    assert sum(shares) == pytest.approx(100, abs=4)
+    assert any(re.match(r"    mean +[\d.]+%", message) for message in caplog.messages)
+    assert any("the time." in message for message in caplog.messages)
+    root.close()
