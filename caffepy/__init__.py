@@ -3,11 +3,13 @@
 Names are imported when first used, so that `import caffepy` and the command line start at once.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from caffepy import io, net_spec, proto
+    from caffepy.caffe_alias import install_as_caffe
     from caffepy.classifier import Classifier
     from caffepy.detector import Detector
     from caffepy.net_spec import NetSpec, layers, params, to_proto
@@ -41,6 +43,7 @@ _homes = {
     "RMSPropSolver": "caffepy.pycaffe.solver",
     "SGDSolver": "caffepy.pycaffe.solver",
     "get_solver": "caffepy.pycaffe.solver",
+    "install_as_caffe": "caffepy.caffe_alias",
     "layers": "caffepy.net_spec",
     "params": "caffepy.net_spec",
     "set_device": "caffepy.pycaffe.mode",
@@ -69,6 +72,7 @@ __all__ = [
     "SGDSolver",
     "__version__",
     "get_solver",
+    "install_as_caffe",
     "io",
     "layer_type_list",
     "layers",
@@ -97,3 +101,7 @@ def __getattr__(name: str) -> Any:
     if name in _modules:
         return import_module(f"caffepy.{name}")
     raise AttributeError(f"module 'caffepy' has no attribute {name!r}")
+
+
+if os.environ.get("CAFFEPY_AS_CAFFE", "0") not in ("", "0"):
+    import_module("caffepy.caffe_alias").install_as_caffe()

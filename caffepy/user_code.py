@@ -14,18 +14,18 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, TypeVar
 
+from caffepy.caffe_alias import install_as_caffe
 from caffepy.errors import CaffeError, ConfigError
 from caffepy.registry import nearest
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
-OURS = "caffepy"
 _loading = threading.RLock()
 
 
@@ -144,26 +144,6 @@ class _Beside(MetaPathFinder):
 _beside = _Beside()
 
 
-class _Caffe(MetaPathFinder, Loader):
-    """Makes `caffe.x` another name of `caffepy.x` while `caffe` is one of caffepy."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """A spec for what caffepy has under this name."""
-        if not fullname.startswith("caffe.") or sys.modules.get("caffe") is not sys.modules[OURS]:
-            return None
-        return ModuleSpec(fullname, self) if importlib.util.find_spec(_our_name(fullname)) else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        """Put caffepy's module in the place of the empty one."""
-        sys.modules[module.__name__] = importlib.import_module(_our_name(module.__name__))
-
-
-def _our_name(name: str) -> str:
-    return OURS + name.removeprefix("caffe")
-
-
 def _let_caffe_be_ours() -> None:
     """Let `import caffe` find caffepy, unless Caffe is there and can be imported."""
     if "caffe" in sys.modules:
@@ -176,7 +156,4 @@ def _let_caffe_be_ours() -> None:
             log.warning("%s cannot be imported (%s); `import caffe` finds caffepy instead", spec.origin, error)
         else:
             return
-    for name in [name for name in sys.modules if name.startswith("caffe.")]:
-        del sys.modules[name]
-    sys.modules["caffe"] = importlib.import_module(OURS)
-    sys.meta_path.insert(0, _Caffe())
+    install_as_caffe()
