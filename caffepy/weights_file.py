@@ -114,9 +114,9 @@ def convert(source: str, target: str) -> None:
     that cannot be written.
     """
     if target.lower().endswith(HDF5_NAMES):
-        _write_hdf5(target, _read_net(source), source)
+        _write_hdf5(target, read_weights(source), source)
     else:
-        net = _read_net(source)
+        net = read_weights(source)
         binary.drop_raw(net, source)
         _write_binary(target, net)
     log.info("Wrote the weights in %s to %s", source, target)
@@ -159,7 +159,7 @@ def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
     return layers
 
 
-def _read_net(path: str) -> NetParameter:
+def read_weights(path: str) -> NetParameter:
     """The net of a file of weights; of an HDF5 file only names and blobs of its layers are known."""
     kind = binary.sniff(path)
     is_state = f'"{path}" is a solver state, not weights; train --snapshot goes on from it'

@@ -89,6 +89,13 @@ model: Decorator = click.option(
     callback=_definition("train_val"),
     help="Net prototxt, or the name of a bundled model.",
 )
+deploy: Decorator = click.option(
+    "--model",
+    type=click.Path(),
+    default="",
+    callback=_definition("deploy"),
+    help="Net prototxt, or the name of a bundled model, of which the deploy net is meant.",
+)
 weights: Decorator = click.option(
     "--weights",
     type=click.Path(),
@@ -182,6 +189,16 @@ stage: Decorator = click.option(
 threads: Decorator = click.option(
     "--threads", type=click.IntRange(min=1), help="CPU threads to compute with. Default: one a core."
 )
+backend: Decorator = click.option(
+    "--backend",
+    type=click.Choice(["lmdb", "leveldb"], case_sensitive=False),
+    default="lmdb",
+    show_default=True,
+    help="The kind of database; a LevelDB needs the leveldb extra.",
+)
+progress: Decorator = click.option(
+    "--progress/--no-progress", default=None, help="The progress line. Default: on a terminal."
+)
 as_json: Decorator = click.option("--json", "as_json", is_flag=True, help="Print the result to stdout as JSON.")
 
 
@@ -200,6 +217,69 @@ image: Decorator = click.option(
     metavar="C,H,W",
     help="Shape of random images, where the net does not tell it.",
 )
+
+
+def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
+    def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
+        try:
+            return tuple(kind(part) for part in value.split(",")) if value else ()
+        except ValueError:
+            raise click.BadParameter(f"{value!r} is not a list of numbers separated by commas") from None
+
+    return parse
+
+
+integers = _numbers(int)
+
+
+def prepared(command: Command) -> Command:
+    """What happens to images before a net takes them, as one value `preparation`."""
+
+    @functools.wraps(command)
+    def run(
+        *,
+        mean_file: str,
+        mean_values: tuple[float, ...],
+        input_scale: float | None,
+        raw_scale: float,
+        channel_swap: tuple[int, ...],
+        **values: Any,
+    ) -> Any:
+        from caffepy.images import Preparation
+
+        if mean_file and mean_values:
+            raise click.UsageError("Give --mean-file or --mean-values, not both.")
+        preparation = Preparation(mean_file, mean_values, input_scale, raw_scale, channel_swap or None)
+        return command(**values, preparation=preparation)
+
+    flags = (
+        click.option("--mean-file", type=click.Path(), default="", help="Mean to subtract: a .npy or .binaryproto."),
+        click.option(
+            "--mean-values",
+            default="",
+            callback=_numbers(float),
+            metavar="V,...",
+            help="Means of the channels, as the net takes them: blue, green, red.",
+        ),
+        click.option("--input-scale", type=float, help="What values are multiplied by at last."),
+        click.option(
+            "--raw-scale",
+            type=float,
+            default=255.0,
+            show_default=True,
+            help="What pixels of 0 to 1 are multiplied by before the mean is subtracted.",
+        ),
+        click.option(
+            "--channel-swap",
+            default="",
+            callback=integers,
+            metavar="I,...",
+            help="The new order of red, green, blue. Default: 2,1,0 for nets of three channels.",
+        ),
+    )
+    for option in reversed(flags):
+        run = option(run)
+    return run
 
 
 def synthetic(command: Command) -> Command:

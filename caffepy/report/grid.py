@@ -1,0 +1,99 @@
+"""Pictures of many small images side by side, as the filters of a layer or the channels of a blob."""
+
+import logging
+import os
+from math import ceil, isqrt
+
+import numpy as np
+
+from caffepy.blob import Array, shape_string
+from caffepy.errors import UsageError
+from caffepy.files import written
+
+log = logging.getLogger(__name__)
+
+FORMATS = ("png", "jpg", "jpeg", "bmp", "webp", "tif", "tiff")
+WIDTH = 800
+"""Pixels that a picture is to have across; what is smaller is enlarged."""
+
+LARGEST = 32
+"""Pixels that one value takes at most in each direction."""
+
+MOST_PIXELS = 1 << 24
+
+
+def filter_tiles(weights: Array) -> tuple[Array, int]:
+    """Weights (O, I, h, w) as tiles (n, h, w, k), and how many of them stand in a row.
+
+    Filters of three channels, which Caffe's nets have in the order blue, green, red, are in colour; of others each
+    channel is a tile of its own, a row a filter.
+    """
+    outputs, inputs, height, width = weights.shape
+    if inputs == 3:
+        return weights.transpose(0, 2, 3, 1), square(outputs)
+    return weights.reshape(-1, height, width, 1), inputs if inputs > 1 else square(outputs)
+
+
+def blob_tiles(values: Array) -> tuple[Array, int]:
+    """The values of one item, (C, H, W) or with other axes, as tiles (n, h, w, 1), and how many stand in a row."""
+    size = values.shape[-2:] if values.ndim > 1 else (1, 1)
+    tiles = values.reshape(-1, *size, 1)
+    return tiles, square(len(tiles))
+
+
+def square(count: int) -> int:
+    """How many of so many things stand in a row if rows and columns are about as many."""
+    return isqrt(max(count - 1, 0)) + 1
+
+
+def grid(tiles: Array, columns: int) -> Array:
+    """A picture (H, W, 3), uint8, of tiles (n, h, w, 1 or 3), `columns` in a row, with white lines between them.
+
+    The smallest value of all is black and the largest white (of each colour, in colour); what is not finite is red.
+    Rows that would make the picture larger than 16 million pixels are left out, which the log says.
+    """
+    count, height, width, _ = tiles.shape
+    factor = max(1, min(LARGEST, WIDTH // (columns * (width + 1))))
+    high, wide = height * factor + 1, width * factor + 1  # with the line
+    rows = ceil(count / columns)
+    shown = max(1, min(rows, MOST_PIXELS // (high * wide * columns)))
+    if shown < rows:
+        log.warning("Only the first %d of %d rows fit into the picture", shown, rows)
+        tiles = tiles[: shown * columns]
+    picture = np.full((shown, columns, high, wide, 3), 255, np.uint8)
+    enlarged = _shades(tiles).repeat(factor, 1).repeat(factor, 2)
+    places = picture.reshape(-1, high, wide, 3)
+    places[: len(enlarged), :-1, :-1] = enlarged
+    joined = picture.transpose(0, 2, 1, 3, 4).reshape(shown * high, columns * wide, 3)
+    return joined[:-1, :-1]
+
+
+def _shades(tiles: Array) -> Array:
+    """(n, h, w, 3) bytes, blue first."""
+    finite = np.isfinite(tiles)
+    values = np.where(finite, tiles, 0).astype(np.float64)
+    low, high = (values[finite].min(), values[finite].max()) if finite.any() else (0, 0)
+    shades = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
+    coloured = np.repeat((shades * 255).round().astype(np.uint8), 3 // tiles.shape[-1], -1)
+    coloured[~finite.all(-1)] = 0, 0, 255
+    return coloured
+
+
+def check_format(path: str) -> str:
+    """The format that a picture's name asks for; UsageError if there is no such one."""
+    extension = os.path.splitext(path)[1].lower().removeprefix(".")
+    if extension not in FORMATS:
+        known = ", ".join(f".{name}" for name in FORMATS)
+        raise UsageError(f'the extension of "{path}" must tell the format: {known}')
+    return extension
+
+
+def save(picture: Array, path: str) -> None:
+    """Write a picture (H, W, 3), blue first, in the format of the path's extension; UsageError if that fails."""
+    import cv2
+
+    made, content = cv2.imencode(f".{check_format(path)}", picture)
+    if not made:
+        raise UsageError(f'"{path}" cannot hold a picture of {shape_string(picture.shape)}')
+    with written(path) as temporary, open(temporary, "wb") as file:
+        file.write(content.tobytes())
