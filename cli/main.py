@@ -21,15 +21,18 @@ from caffepy.cli.device_pairs import device_pairs
 from caffepy.cli.device_query import device_query
 from caffepy.cli.doctor import doctor
 from caffepy.cli.draw import draw
+from caffepy.cli.export import export
 from caffepy.cli.extract_features import extract_features
 from caffepy.cli.group import Commands
 from caffepy.cli.parse_log import parse_log
 from caffepy.cli.plot import plot
+from caffepy.cli.summarize import summarize
 from caffepy.cli.test import test
 from caffepy.cli.time import time
 from caffepy.cli.train import INTERRUPTED, train
 from caffepy.cli.upgrade_net import upgrade_net
 from caffepy.cli.upgrade_solver import upgrade_solver
+from caffepy.cli.visualize import visualize
 from caffepy.cli.weights import weights
 from caffepy.errors import CaffeError, DataError, DeviceError, UsageError
 from caffepy.registry import nearest
@@ -59,9 +62,12 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
         time,
         bench,
         check,
+        summarize,
         draw,
+        export,
         weights,
         extract_features,
+        visualize,
         plot,
         parse_log,
         convert_imageset,

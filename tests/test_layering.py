@@ -27,6 +27,7 @@ ROWS = {
     "device_pairs": 8,
     "bench_allreduce": 8,
     "inspect_net": 8,
+    "summarize": 8,
     "weights_file": 8,
     "upgrade_files": 8,
     "convert_imageset": 8,
@@ -45,6 +46,7 @@ ROWS = {
     "layer": 5,
     "data": 4,
     "filler": 4,
+    "layer_text": 4,
     "ops": 3,
     "proto": 3,
     "pyblob": 3,
@@ -62,6 +64,7 @@ ROWS = {
 }
 SAME_ROW = {
     ("train", "team"),
+    ("summarize", "inspect_net"),
     ("score", "team"),
     ("score", "trained"),
     ("features", "trained"),

@@ -1,0 +1,147 @@
+"""The graph as it grows: nodes, constants and parameters by name, and what a layer's writer sees of it.
+
+Tensors are named after blobs. What lies between a layer's bottoms and tops has the top's name, a colon and the
+operator.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from caffepy.blob import Array
+from caffepy.registry import Registry
+
+Shape = tuple[int, ...]
+
+
+class InexpressibleError(Exception):
+    """Why a layer has no counterpart in ONNX."""
+
+
+@dataclass
+class Node:
+    """One operator. Attributes are numbers, strings, lists of them, arrays, or the Body of a loop."""
+
+    op: str
+    inputs: list[str]
+    outputs: list[str]
+    attributes: dict[str, Any]
+    layer: str
+
+
+@dataclass
+class Body:
+    """What a loop repeats; inputs and outputs with their shapes."""
+
+    nodes: list[Node]
+    inputs: list[tuple[str, Shape]]
+    outputs: list[tuple[str, Shape]]
+
+
+@dataclass
+class Graph:
+    """Nodes in the order in which they can run.
+
+    `values` are constants and parameters, `shapes` those of the tensors that are blobs. `reserved` names are the
+    blobs' and parameters'. `once` are the tensors that a single layer reads and that are no blob at the end.
+    """
+
+    opset: int
+    reserved: set[str]
+    once: frozenset[str] = frozenset()
+    nodes: list[Node] = field(default_factory=list)
+    values: dict[str, Array] = field(default_factory=dict)
+    shapes: dict[str, Shape] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
+
+    def fresh(self, name: str) -> str:
+        """The name, or with a number if it is taken; taken from now on."""
+        unique, number = name, 1
+        while unique in self.reserved:
+            number += 1
+            unique = f"{name}_{number}"
+        self.reserved.add(unique)
+        return unique
+
+
+@dataclass
+class Site:
+    """One layer's place in the graph: its bottoms and tops as tensors, its parameters by name."""
+
+    graph: Graph
+    layer: Any
+    name: str
+    bottoms: Sequence[str]
+    bottom_shapes: Sequence[Shape]
+    tops: Sequence[str]
+    top_shapes: Sequence[Shape]
+    params: Sequence[str]
+
+    def node(self, op: str, *inputs: str, out: str | Sequence[str] | None = None, **attributes: Any) -> str:
+        """Add an operator and return its first output: `out`, or a tensor in between."""
+        outputs = [self.between(op)] if out is None else [out] if isinstance(out, str) else list(out)
+        self.graph.nodes.append(Node(op, list(inputs), outputs, attributes, self.name))
+        return outputs[0]
+
+    def between(self, what: str) -> str:
+        """A name for a tensor between bottoms and tops."""
+        return self.graph.fresh(f"{self.tops[0]}:{what.lower()}")
+
+    def finish(self, op: str, *inputs: str, **attributes: Any) -> None:
+        """Add the operator that gives the first top."""
+        self.node(op, *inputs, out=self.tops[0], **attributes)
+
+    def constant(self, value: object, dtype: type = np.float32, what: str = "constant") -> str:
+        """A constant tensor; `value` is a number or an array."""
+        name = self.between(what)
+        self.graph.values[name] = np.asarray(value, dtype)
+        return name
+
+    def integers(self, values: Sequence[int], what: str) -> str:
+        """A constant vector of int64, as operators take axes, sizes and shapes."""
+        return self.constant(list(values), np.int64, what)
+
+    def param(self, index: int, shape: Shape | None = None, value: Array | None = None) -> str:
+        """The layer's parameter, in this shape; `value` is what is stored instead of the blob's data.
+
+        It is stored once, in the shape that is asked for first.
+        """
+        name = self.params[index]
+        stored = self.graph.values.get(name)
+        if stored is None:
+            data = self.layer.blobs[index].host_data if value is None else value
+            stored = self.graph.values[name] = data if shape is None else data.reshape(shape)
+        if shape is None:
+            shape = self.layer.blobs[index].shape
+        return name if stored.shape == shape else self.reshape(name, shape)
+
+    def reshape(self, x: str, shape: Sequence[int], out: str | None = None) -> str:
+        """The tensor in another shape."""
+        return self.node("Reshape", x, self.integers(shape, "shape"), out=out)
+
+    def reduce(self, op: str, x: str, axes: Sequence[int], keep: bool = True, out: str | None = None) -> str:
+        """Reduce over the axes; whether they are an attribute or an input depends on operator and opset."""
+        if op == "ReduceSum" or self.graph.opset >= 18:
+            return self.node(op, x, self.integers(axes, "axes"), out=out, keepdims=int(keep))
+        return self.node(op, x, out=out, axes=list(axes), keepdims=int(keep))
+
+    def affine(self, x: str, scale: float, shift: float) -> str:
+        """x * scale + shift, without what does nothing."""
+        if scale != 1:
+            x = self.node("Mul", x, self.constant(scale))
+        return self.node("Add", x, self.constant(shift)) if shift else x
+
+    def name_last(self) -> None:
+        """Let the tensor that the last node gives be the first top, unless it is a bottom."""
+        self.graph.nodes[-1].outputs[0] = self.tops[0]
+
+    def note(self, text: str) -> None:
+        """Something that a user of the model should know."""
+        self.graph.notes.append((self.name, text))
+
+
+Writer = Callable[[Site], None]
+writers: Registry[Writer] = Registry("layer type of ONNX")
+"""What writes the layers of a type into a graph."""

@@ -1,0 +1,107 @@
+"""The graph as ONNX's protobuf, checked; and what onnxruntime computes with it."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy import __version__
+from caffepy.blob import Array
+from caffepy.errors import ConfigError, UsageError
+from caffepy.export.graph import Body, Graph, Node
+from caffepy.export.write import Dim
+
+try:
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+except ImportError as error:
+    raise UsageError(f"an ONNX file needs the package onnx ({error}): pip install 'caffepy[onnx]'") from None
+
+LIMIT = 1 << 31
+"""Bytes that a protobuf file must stay below."""
+
+
+def to_model(
+    graph: Graph, name: str, inputs: Sequence[str], outputs: Sequence[str], shapes: Mapping[str, Sequence[Dim]]
+) -> bytes:
+    """The content of the file, which onnx has checked and whose shapes it has inferred to be these.
+
+    ConfigError if it would reach 2 GB.
+    """
+    used = {name for node in graph.nodes for name in _reads(node)}
+    values = {name: value for name, value in graph.values.items() if name in used}
+    size = sum(value.nbytes for value in values.values())
+    if size >= LIMIT - (1 << 20):
+        raise ConfigError(f"the parameters take {size / 1e9:.1f} GB, and an ONNX file must stay below 2 GB")
+    inner = [t for node in graph.nodes for t in node.outputs if t in shapes and t not in outputs]
+    proto = helper.make_graph(
+        _nodes(graph.nodes),
+        name or "net",
+        [_typed(t, shapes[t]) for t in inputs],
+        [_typed(t, shapes[t]) for t in outputs],
+        [numpy_helper.from_array(np.ascontiguousarray(value), t) for t, value in values.items()],
+        value_info=[_typed(t, shapes[t]) for t in inner],
+    )
+    opset = helper.make_opsetid("", graph.opset)
+    model = helper.make_model(
+        proto,
+        opset_imports=[opset],
+        ir_version=helper.find_min_ir_version_for([opset]),
+        producer_name="caffepy",
+        producer_version=__version__,
+    )
+    content: bytes = model.SerializeToString()
+    onnx.checker.check_model(content, full_check=True)
+    return content
+
+
+def _reads(node: Node) -> list[str]:
+    bodies = [value for value in node.attributes.values() if isinstance(value, Body)]
+    return node.inputs + [name for body in bodies for inner in body.nodes for name in _reads(inner)]
+
+
+def _nodes(nodes: Sequence[Node]) -> list[Any]:
+    """Each named after its layer; where a layer has several, with their numbers."""
+    written, count = [], dict[str, int]()
+    for node in nodes:
+        count[node.layer] = count.get(node.layer, 0) + 1
+        name = node.layer if count[node.layer] == 1 else f"{node.layer}_{count[node.layer]}"
+        attributes = {key: _attribute(value) for key, value in node.attributes.items()}
+        written.append(helper.make_node(node.op, node.inputs, node.outputs, name, **attributes))
+    return written
+
+
+def _attribute(value: Any) -> Any:
+    if isinstance(value, np.dtype):
+        return helper.np_dtype_to_tensor_dtype(value)
+    if isinstance(value, np.ndarray):
+        return numpy_helper.from_array(value)
+    if isinstance(value, Body):
+        inputs, outputs = ([_typed(name, shape) for name, shape in side] for side in (value.inputs, value.outputs))
+        return helper.make_graph(_nodes(value.nodes), "body", inputs, outputs)
+    return value
+
+
+def _typed(name: str, shape: Sequence[Dim]) -> Any:
+    return helper.make_tensor_value_info(name, TensorProto.FLOAT, list(shape))
+
+
+class Runtime:
+    """onnxruntime with a model; UsageError if it is not installed, ConfigError if it cannot run the model."""
+
+    def __init__(self, content: bytes) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise UsageError(f"checking a model needs onnxruntime ({error}): pip install onnxruntime") from None
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        try:
+            self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            raise ConfigError(f"onnxruntime {onnxruntime.__version__} does not take the model: {error}") from None
+
+    def run(self, outputs: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
+        """The outputs' values."""
+        found: list[Array] = self.session.run(list(outputs), dict(inputs))
+        return found

@@ -1,0 +1,114 @@
+"""Layers that map each element to the same element of the top."""
+
+import numpy as np
+
+from caffepy.export.graph import Site, writers
+from caffepy.proto.caffe_pb2 import TRAIN
+
+
+def _plain(op: str, type: str) -> None:
+    @writers(type)
+    def write(site: Site) -> None:
+        site.finish(op, site.bottoms[0])
+
+
+_plain("Sigmoid", "Sigmoid")
+_plain("Tanh", "TanH")
+_plain("Abs", "AbsVal")
+_plain("Softplus", "BNLL")
+
+
+@writers("ReLU")
+def relu(site: Site) -> None:
+    """Relu, or LeakyRelu with a slope."""
+    slope = site.layer.slope
+    if slope:
+        site.finish("LeakyRelu", site.bottoms[0], alpha=slope)
+    else:
+        site.finish("Relu", site.bottoms[0])
+
+
+@writers("PReLU")
+def prelu(site: Site) -> None:
+    """The slope broadcasts over what follows the channels."""
+    spatial = len(site.bottom_shapes[0]) - 2
+    shape = (1,) if site.layer.shared else (site.layer.blobs[0].count,) + (1,) * spatial
+    site.finish("PRelu", site.bottoms[0], site.param(0, shape))
+
+
+@writers("ELU")
+def elu(site: Site) -> None:
+    """Elu."""
+    site.finish("Elu", site.bottoms[0], alpha=site.layer.alpha)
+
+
+@writers("Swish")
+def swish(site: Site) -> None:
+    """x * sigmoid(beta * x)."""
+    (x,) = site.bottoms
+    site.finish("Mul", x, site.node("Sigmoid", site.affine(x, site.layer.beta, 0)))
+
+
+@writers("Clip")
+def clip(site: Site) -> None:
+    """Clip."""
+    site.finish("Clip", site.bottoms[0], site.constant(site.layer.low), site.constant(site.layer.high))
+
+
+@writers("Threshold")
+def threshold(site: Site) -> None:
+    """x > threshold as a float."""
+    limit = site.constant(site.layer.param.threshold_param.threshold)
+    site.finish("Cast", site.node("Greater", site.bottoms[0], limit), to=np.dtype(np.float32))
+
+
+@writers("Power")
+def power(site: Site) -> None:
+    """(shift + scale * x)^power, without the parts that do nothing; a constant where power or scale is 0."""
+    (x,) = site.bottoms
+    power, scale, shift = site.layer.numbers
+    if power * scale == 0:
+        with np.errstate(all="ignore"):
+            value = np.asarray([np.float64(shift) ** power], np.float32)
+        site.finish("ConstantOfShape", site.node("Shape", x), value=value)
+        return
+    y = site.affine(x, scale, shift)
+    if power == 2:
+        site.finish("Mul", y, y)
+    elif power != 1:
+        site.finish("Pow", y, site.constant(power))
+    else:
+        _end(site, y)
+
+
+@writers("Exp")
+def exp(site: Site) -> None:
+    """exp(x * rate) * factor."""
+    y = site.node("Exp", site.affine(site.bottoms[0], site.layer.rate, 0))
+    _end(site, site.affine(y, site.layer.factor, 0))
+
+
+@writers("Log")
+def log(site: Site) -> None:
+    """log(x * scale + shift) * factor."""
+    y = site.node("Log", site.affine(site.bottoms[0], site.layer.scale, site.layer.shift))
+    _end(site, site.affine(y, site.layer.factor, 0))
+
+
+@writers("Dropout")
+def dropout(site: Site) -> None:
+    """The identity, but in training."""
+    (x,) = site.bottoms
+    if site.layer.phase != TRAIN:
+        site.finish("Identity", x)
+        return
+    training = site.constant(True, np.bool_)
+    site.finish("Dropout", x, site.constant(site.layer.ratio), training)
+
+
+def _end(site: Site, y: str) -> None:
+    """Let y be the top: the last node gives it, or it is the bottom itself."""
+    if y in site.bottoms:
+        site.finish("Identity", y)
+    else:
+        site.name_last()

@@ -1,0 +1,127 @@
+"""Layers that normalize, and the scale and bias that go with them."""
+
+import numpy as np
+
+from caffepy.export.graph import Site, writers
+
+
+@writers("LRN")
+def lrn(site: Site) -> None:
+    """LRN across channels, whose formula is Caffe's; within a channel out of its parts."""
+    layer, (x,) = site.layer, site.bottoms
+    if layer.across:
+        site.finish("LRN", x, size=layer.size, alpha=layer.alpha, beta=layer.beta, bias=layer.k)
+        return
+    kernel, stride, pad = layer.pooling
+    window = {"kernel_shape": list(kernel), "strides": list(stride), "pads": list(pad * 2)}
+    mean = site.node("AveragePool", site.node("Mul", x, x), count_include_pad=1, **window)
+    scale = site.affine(mean, layer.alpha, 1)
+    site.finish("Mul", x, site.node("Pow", scale, site.constant(-layer.beta)))
+
+
+@writers("BatchNorm")
+def batch_norm(site: Site) -> None:
+    """BatchNormalization with the stored statistics, divided by their weight; with those of the batch, its parts."""
+    layer, (x,) = site.layer, site.bottoms
+    channels = layer.blobs[0].count
+    if not layer.is_global:
+        _batch_statistics(site, channels)
+        return
+    weight = float(layer.blobs[2].host_data[0])
+    factor = np.float32(1 / weight if weight else 0)
+    mean, variance = (site.param(i, value=layer.blobs[i].host_data * factor) for i in range(2))
+    if layer.scales:
+        scale, bias = site.param(3), site.param(4)
+    else:
+        scale, bias = site.constant(np.ones(channels), what="ones"), site.constant(np.zeros(channels), what="zeros")
+    site.finish("BatchNormalization", x, scale, bias, mean, variance, epsilon=layer.eps)
+
+
+def _batch_statistics(site: Site, channels: int) -> None:
+    layer, (x,) = site.layer, site.bottoms
+    rank = len(site.bottom_shapes[0])
+    site.note("normalizes by the statistics of the batch that it is given")
+    y = _normalized(site, x, [0, *range(2, rank)], layer.eps, inside=True)
+    if layer.scales:
+        shape = (channels,) + (1,) * (rank - 2)
+        y = site.node("Add", site.node("Mul", y, site.param(3, shape)), site.param(4, shape))
+    site.name_last()
+
+
+def _normalized(site: Site, x: str, axes: list[int], eps: float, inside: bool) -> str:
+    """(x - mean) / deviation; eps is added to the variance if it stands inside the root, else to the deviation."""
+    centred = site.node("Sub", x, site.reduce("ReduceMean", x, axes))
+    variance = site.reduce("ReduceMean", site.node("Mul", centred, centred), axes)
+    if inside:
+        return site.node("Div", centred, site.node("Sqrt", site.affine(variance, 1, eps)))
+    return site.node("Div", centred, site.affine(site.node("Sqrt", variance), 1, eps))
+
+
+@writers("MVN")
+def mvn(site: Site) -> None:
+    """Over the pixels of a channel, or of all channels; what has none of these axes is its own mean."""
+    layer, (x,) = site.layer, site.bottoms
+    first = 1 if site.layer.param.mvn_param.across_channels else 2
+    axes = list(range(first, len(site.bottom_shapes[0])))
+    if not axes:
+        site.finish("Sub", x, x)
+    elif layer.normalizes:
+        _normalized(site, x, axes, layer.eps, inside=False)
+        site.name_last()
+    else:
+        site.finish("Sub", x, site.reduce("ReduceMean", x, axes))
+
+
+@writers("Scale")
+def scale(site: Site) -> None:
+    """Mul and Add; after a BatchNormalization in place without a scale, that one's."""
+    layer = site.layer
+    last = site.graph.nodes[-1] if site.graph.nodes else None
+    if last and layer.by_channels and last.outputs == [site.bottoms[0]] and _waits_for_scale(site):
+        last.inputs[1] = site.param(0)
+        if layer.bias is not None:
+            last.inputs[2] = site.param(1)
+        last.outputs[0] = site.tops[0]
+        return
+    axis = layer.param.scale_param.axis
+    product = [site.bottoms[0], _operand(site, axis, layer.scale.shape)]
+    if layer.bias is None:
+        site.finish("Mul", *product)
+        return
+    bias = site.param(len(layer.blobs) - 1, _broadcast(site, axis, layer.bias.shape))
+    site.finish("Add", site.node("Mul", *product), bias)
+
+
+@writers("Bias")
+def bias(site: Site) -> None:
+    """Add."""
+    site.finish("Add", site.bottoms[0], _operand(site, site.layer.param.bias_param.axis, site.layer.bias.shape))
+
+
+def _waits_for_scale(site: Site) -> bool:
+    """Whether the last node is a BatchNormalization by ones that nobody else reads."""
+    last = site.graph.nodes[-1]
+    return (
+        last.op == "BatchNormalization"
+        and site.bottoms[0] in site.graph.once
+        and ":" in last.inputs[1]
+        and last.inputs[1] in site.graph.values
+        and bool((site.graph.values[last.inputs[1]] == 1).all())
+    )
+
+
+def _broadcast(site: Site, axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape with an axis of 1 for each axis of the bottom after it."""
+    rank = len(site.bottom_shapes[0])
+    return (*shape, *(1,) * (rank - axis % rank - len(shape))) if shape else ()
+
+
+def _operand(site: Site, axis: int, shape: tuple[int, ...]) -> str:
+    """Parameter 0 or bottom 1, so that it broadcasts over the axes that follow it."""
+    wanted = _broadcast(site, axis, shape)
+    if len(site.bottoms) == 1:
+        return site.param(0, wanted)
+    following = range(len(shape), len(wanted))
+    if not following:
+        return site.bottoms[1]
+    return site.node("Unsqueeze", site.bottoms[1], site.integers(following, "axes"))

@@ -1,0 +1,92 @@
+"""Pooling as Caffe counts: the last windows may hang over, and means count padding but no overhang.
+
+All is said by explicit paddings: what ceil_mode and count_include_pad mean together differs between opsets and
+runtimes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.export.graph import InexpressibleError, Shape, Site, writers
+from caffepy.proto.caffe_pb2 import PoolingParameter
+
+
+@writers("Pooling")
+def pooling(site: Site) -> None:
+    """One or two tops."""
+    pool(site, site.layer, site.top_shapes[0], site.tops)
+
+
+def pool(site: Site, layer: Any, out_shape: Shape, outs: Sequence[str | None]) -> str:
+    """Pool the bottom; `layer` is the Pooling layer that says how, `outs` its tops."""
+    size, out = site.bottom_shapes[0][2:], out_shape[2:]
+    beyond = [
+        (o - 1) * s + k - n - p  # by which the last window reaches over the end of the image
+        for n, o, k, s, p in zip(size, out, layer.kernel, layer.stride, layer.pad, strict=True)
+    ]
+    if any(b >= k for b, k in zip(beyond, layer.kernel, strict=True)):
+        raise InexpressibleError("its strides are so large that its last windows lie outside the image")
+    end = [max(0, b) for b in beyond]
+    (x,) = site.bottoms
+    if layer.method == PoolingParameter.MAX:
+        return _max(site, layer, end, outs)
+    if layer.method == PoolingParameter.AVE:
+        return _mean(site, layer, x, end, outs[0])
+    if layer.draws:
+        raise InexpressibleError("STOCHASTIC pooling draws random numbers in the TRAIN phase")
+    return _shares(site, layer, x, end, outs[0])
+
+
+def _window(layer: Any, begin: Sequence[int], end: Sequence[int]) -> dict[str, list[int]]:
+    return {"kernel_shape": list(layer.kernel), "strides": list(layer.stride), "pads": [*begin, *end]}
+
+
+def _max(site: Site, layer: Any, end: Sequence[int], outs: Sequence[str | None]) -> str:
+    (x,) = site.bottoms
+    if len(outs) == 1 and layer.whole:
+        return site.node("GlobalMaxPool", x, out=outs[0])
+    window = _window(layer, layer.pad, end)
+    if len(outs) == 1:
+        return site.node("MaxPool", x, out=outs[0], **window)
+    assert outs[0] is not None
+    places = site.between("places")
+    y = site.node("MaxPool", x, out=[outs[0], places], **window)
+    h, w = site.bottom_shapes[0][2:]
+    within = site.node("Mod", places, site.constant(h * w, np.int64))
+    site.node("Cast", within, out=outs[1], to=np.dtype(np.float32))
+    return y
+
+
+def _mean(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -> str:
+    """Padding counts in the divisor, what a window has beyond the padding does not."""
+    if layer.whole:
+        return site.node("GlobalAveragePool", x, out=out)
+    pad = layer.pad
+    if all(e <= p for e, p in zip(end, pad, strict=True)):
+        return site.node("AveragePool", x, out=out, count_include_pad=int(any(pad)), **_window(layer, pad, end))
+    if any(pad):  # the padding becomes part of the image, the overhang is padding
+        x = site.node("Pad", x, site.integers([0, 0, *pad, 0, 0, *pad], "pads"))
+        end = [max(0, e - p) for e, p in zip(end, pad, strict=True)]
+    return site.node("AveragePool", x, out=out, count_include_pad=0, **_window(layer, (0, 0), end))
+
+
+def _shares(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -> str:
+    """Sum of squares / sum, 0 if that is not above 0; both as means, whose divisor is the same."""
+    squares = _mean(site, layer, site.node("Mul", x, x), end, None)
+    total = _mean(site, layer, x, end, None)
+    zero = site.constant(0)
+    above = site.node("Greater", total, zero)
+    return site.node("Where", above, site.node("Div", squares, total), zero, out=out)
+
+
+@writers("SPP")
+def pyramid(site: Site) -> None:
+    """Each level pooled, flattened and put side by side."""
+    layer = site.layer
+    if layer.height == 1:
+        pool(site, layer.levels[0][0], site.top_shapes[0], site.tops)
+        return
+    levels = [pool(site, pooling, out.shape, [None]) for pooling, out in layer.levels]
+    site.finish("Concat", *(site.node("Flatten", level, axis=1) for level in levels), axis=1)

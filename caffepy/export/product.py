@@ -1,0 +1,81 @@
+"""Layers that multiply with weights: convolutions, inner products, tables."""
+
+from math import prod
+
+import numpy as np
+
+from caffepy.export.graph import Site, writers
+
+
+@writers("Convolution")
+def convolution(site: Site) -> None:
+    """Conv for each bottom; axes before the channels become one, and without spatial axes there is one of size 1."""
+    _slide(site, "Conv")
+
+
+@writers("Deconvolution")
+def deconvolution(site: Site) -> None:
+    """ConvTranspose, whose weight and output size are Caffe's."""
+    _slide(site, "ConvTranspose")
+
+
+def _slide(site: Site, op: str) -> None:
+    layer = site.layer
+    kernel, stride, pad, dilation = layer.window
+    point = () if kernel else (1,)
+    weight = site.param(0, (*layer.blobs[0].shape, *point))
+    bias = [site.param(1)] if len(layer.blobs) > 1 else []
+    attributes = {
+        "kernel_shape": list(kernel or point),
+        "strides": list(stride or (1,)),
+        "pads": list((pad or (0,)) * 2),
+        "dilations": list(dilation or (1,)),
+        "group": layer.group,
+    }
+    for x, shape, y, top_shape in zip(site.bottoms, site.bottom_shapes, site.tops, site.top_shapes, strict=True):
+        if layer.axis == 1 and kernel:
+            site.node(op, x, weight, *bias, out=y, **attributes)
+            continue
+        images = site.reshape(x, (prod(shape[: layer.axis]), *shape[layer.axis :], *point))
+        site.reshape(site.node(op, images, weight, *bias, **attributes), top_shape, out=y)
+
+
+@writers("Im2col")
+def im2col(site: Site) -> None:
+    """A convolution with one kernel for each channel and place in the window, 1 there and 0 elsewhere."""
+    layer, shape = site.layer, site.bottom_shapes[0]
+    kernel, stride, pad, dilation = layer.window
+    channels, places = shape[layer.axis], prod(kernel)
+    one = np.tile(np.eye(places).reshape(places, 1, *kernel), (channels, 1) + (1,) * len(kernel))
+    attributes = {"strides": list(stride), "pads": list(pad * 2), "dilations": list(dilation), "group": channels}
+    weight = site.constant(one, what="places")
+    (x,), (y,) = site.bottoms, site.tops
+    if layer.axis == 1:
+        site.finish("Conv", x, weight, **attributes)
+    else:
+        images = site.reshape(x, (prod(shape[: layer.axis]), *shape[layer.axis :]))
+        site.reshape(site.node("Conv", images, weight, **attributes), site.top_shapes[0], out=y)
+
+
+@writers("InnerProduct")
+def inner_product(site: Site) -> None:
+    """Gemm of a matrix; other axes are joined before and taken apart afterwards."""
+    layer, (x,), (y,) = site.layer, site.bottoms, site.tops
+    if len(site.bottom_shapes[0]) != 2 or layer.axis != 1:
+        x = site.node("Flatten", x, axis=layer.axis)
+    params = [site.param(i) for i in range(len(layer.blobs))]
+    transposed = int(not layer.transposed)
+    if layer.axis == 1:
+        site.finish("Gemm", x, *params, transB=transposed)
+    else:
+        site.reshape(site.node("Gemm", x, *params, transB=transposed), site.top_shapes[0], out=y)
+
+
+@writers("Embed")
+def embed(site: Site) -> None:
+    """Gather, then the bias."""
+    x = site.node("Cast", site.bottoms[0], to=np.dtype(np.int64))
+    if len(site.layer.blobs) > 1:
+        site.finish("Add", site.node("Gather", site.param(0), x), site.param(1))
+    else:
+        site.finish("Gather", site.param(0), x)

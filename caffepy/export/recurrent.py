@@ -1,0 +1,112 @@
+"""Recurrent layers: the inputs' product for all steps, then a Scan over the steps.
+
+ONNX's own LSTM and RNN have no marks within a batch where a sequence begins, so the steps are written out.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from caffepy.export.graph import Body, Node, Shape, Site, writers
+
+
+@writers("LSTM")
+def lstm(site: Site) -> None:
+    """gates = sums_t + w_h (cont_t h); c = f cont_t c + i g; h = o tanh(c)."""
+    steps = _Steps(site, states=2)
+    h, c, sums, cont = steps.inputs
+    gates = steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1)
+    h_next, c_next = _unit(steps, gates, c, cont)
+    all_h = steps.run([h_next, c_next], steps.node("Identity", h_next), out=site.tops[0])
+    assert all_h == site.tops[0]
+
+
+@writers("RNN")
+def rnn(site: Site) -> None:
+    """h = tanh(sums_t + w_h (cont_t h)); the top is tanh(w_o h + b_o)."""
+    steps = _Steps(site, states=1)
+    h, sums, cont = steps.inputs
+    following = steps.node("Tanh", steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1))
+    all_h = steps.run([following], steps.node("Identity", following))
+    first = site.layer.state_weight + 1
+    flat = site.node("Flatten", all_h, axis=2)  # (T N, H)
+    product = site.node("Gemm", flat, site.param(first), site.param(first + 1), transB=1)
+    site.reshape(site.node("Tanh", product), site.top_shapes[0], out=site.tops[0])
+
+
+@writers("LSTMUnit")
+def lstm_unit(site: Site) -> None:
+    """One step of an LSTM, gates and states with an axis of 1 before them."""
+    c, gates, cont = site.bottoms
+    cont = site.node("Unsqueeze", cont, site.integers([2], "axes"))
+    i, f, o, g = _gates(site, gates, 2)
+    site.node("Add", site.node("Mul", site.node("Mul", f, cont), c), site.node("Mul", i, g), out=site.tops[0])
+    site.node("Mul", o, site.node("Tanh", site.tops[0]), out=site.tops[1])
+
+
+def _unit(steps: "_Steps", gates: str, c: str, cont: str) -> tuple[str, str]:
+    i, f, o, g = _gates(steps, gates, 1)
+    c = steps.node("Add", steps.node("Mul", steps.node("Mul", f, cont), c), steps.node("Mul", i, g))
+    return steps.node("Mul", o, steps.node("Tanh", c)), c
+
+
+def _gates(place: "Site | _Steps", gates: str, axis: int) -> list[str]:
+    """The activations i, f, o, g of the gates' sums."""
+    parts = [place.between(what) for what in ("i", "f", "o", "g")]
+    number = {"num_outputs": 4} if place.graph.opset >= 18 else {}
+    place.node("Split", gates, out=parts, axis=axis, **number)
+    return [place.node(op, part) for op, part in zip(("Sigmoid",) * 3 + ("Tanh",), parts, strict=True)]
+
+
+class _Steps:
+    """The body of the Scan while it is written: `inputs` are the states, the inputs' sums and cont of one step."""
+
+    def __init__(self, site: Site, states: int) -> None:
+        self.site, self.graph = site, site.graph
+        self.nodes: list[Node] = []
+        layer = site.layer
+        streams, size = layer.streams, layer.size
+        self.state: Shape = (streams, size)
+        self.weight = site.param(layer.state_weight)
+        self.inputs = [self.between(what) for what in [*("h", "c")[:states], "sums", "cont"]]
+        shapes: list[Shape] = [*[self.state] * states, (streams, layer.gates * size), (streams, 1)]
+        self.typed = list(zip(self.inputs, shapes, strict=True))
+
+    def between(self, what: str) -> str:
+        """A name within the body."""
+        return self.site.between(what)
+
+    def node(self, op: str, *inputs: str, out: Sequence[str] | None = None, **attributes: object) -> str:
+        """Add an operator to the body and return its first output."""
+        outputs = [self.between(op)] if out is None else list(out)
+        self.nodes.append(Node(op, list(inputs), outputs, attributes, self.site.name))
+        return outputs[0]
+
+    def run(self, states: Sequence[str], given: str, out: str | None = None) -> str:
+        """Close the body, whose new states and output these are, and scan; returns the outputs of all steps."""
+        site, layer = self.site, self.site.layer
+        body = Body(self.nodes, self.typed, [(name, self.state) for name in (*states, given)])
+        exposed = layer.exposed
+        if exposed:
+            first = [site.reshape(x, self.state) for x in site.bottoms[-exposed:]]
+        else:
+            first = [site.constant(np.zeros(self.state), what="first")] * len(states)
+            site.note("begins each run with a state of 0; with expose_hidden the state goes in and out")
+        cont = site.node("Unsqueeze", site.bottoms[1], site.integers([2], "axes"))
+        last = [site.between("last") for _ in states]
+        y = out or site.between("steps")
+        site.node("Scan", *first, self._sums(), cont, out=[*last, y], body=body, num_scan_inputs=2)
+        for state, top, shape in zip(last, site.tops[1:], site.top_shapes[1:], strict=False):
+            site.reshape(state, shape, out=top)
+        return y
+
+    def _sums(self) -> str:
+        """x w_x + b and the static input's product, for all steps: (T, N, G)."""
+        site, layer = self.site, self.site.layer
+        x = site.node("Flatten", site.bottoms[0], axis=2)  # (T N, D)
+        product = site.node("Gemm", x, site.param(0), site.param(1), transB=1)
+        sums = site.reshape(product, (layer.steps, layer.streams, layer.gates * layer.size))
+        if not layer.static:
+            return sums
+        static = site.node("Flatten", site.bottoms[2], axis=1)
+        return site.node("Add", sums, site.node("Gemm", static, site.param(2), transB=1))

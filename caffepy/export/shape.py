@@ -1,0 +1,183 @@
+"""Layers that join, cut, pick, repeat, reduce and compare, and the constants among the sources."""
+
+import numpy as np
+
+from caffepy.export.graph import InexpressibleError, Site, writers
+from caffepy.proto.caffe_pb2 import EltwiseParameter, FillerParameter, ReductionParameter
+
+ELTWISE = {EltwiseParameter.PROD: "Mul", EltwiseParameter.SUM: "Sum", EltwiseParameter.MAX: "Max"}
+
+
+@writers("Eltwise")
+def eltwise(site: Site) -> None:
+    """Sum, Max, or products in turn."""
+    layer, xs = site.layer, list(site.bottoms)
+    if layer.operation == EltwiseParameter.PROD:
+        x, *others = xs
+        for other in others:
+            x = site.node("Mul", x, other)
+        site.name_last()
+        return
+    if layer.operation == EltwiseParameter.SUM:
+        xs = [site.affine(x, c, 0) for x, c in zip(xs, layer.coefficients, strict=True)]
+    two_summands = len(xs) == 2 and layer.operation == EltwiseParameter.SUM
+    site.finish("Add" if two_summands else ELTWISE[layer.operation], *xs)
+
+
+@writers("Concat")
+def concat(site: Site) -> None:
+    """Concat."""
+    site.finish("Concat", *site.bottoms, axis=site.layer.axis)
+
+
+@writers("Slice")
+def cut(site: Site) -> None:
+    """Split into the parts' sizes, or into equal parts."""
+    layer, (x,) = site.layer, site.bottoms
+    if len(site.tops) == 1:
+        site.finish("Identity", x)
+    elif layer.points:
+        site.node("Split", x, site.integers(layer.sizes, "sizes"), out=site.tops, axis=layer.axis)
+    else:
+        number = {"num_outputs": len(site.tops)} if site.graph.opset >= 18 else {}
+        site.node("Split", x, out=site.tops, axis=layer.axis, **number)
+
+
+@writers("Flatten")
+def flatten(site: Site) -> None:
+    """Flatten of all axes but the first, else Reshape."""
+    (x,), (shape,) = site.bottoms, site.top_shapes
+    if len(shape) == 2 and shape[0] == site.bottom_shapes[0][0]:
+        site.finish("Flatten", x, axis=1)
+    else:
+        site.reshape(x, shape, out=site.tops[0])
+
+
+@writers("Reshape")
+def reshape(site: Site) -> None:
+    """To the top's shape."""
+    site.reshape(site.bottoms[0], site.top_shapes[0], out=site.tops[0])
+
+
+@writers("Softmax")
+def softmax(site: Site) -> None:
+    """Softmax."""
+    axis = site.layer.param.softmax_param.axis % len(site.bottom_shapes[0])
+    site.finish("Softmax", site.bottoms[0], axis=axis)
+
+
+@writers("Tile")
+def tile(site: Site) -> None:
+    """Tile."""
+    param, shape = site.layer.param.tile_param, site.bottom_shapes[0]
+    repeats = [1] * len(shape)
+    repeats[param.axis] = param.tiles
+    site.finish("Tile", site.bottoms[0], site.integers(repeats, "repeats"))
+
+
+@writers("Reduction")
+def reduction(site: Site) -> None:
+    """Over the axis and all that follow it, times the coefficient."""
+    param, (x,), shape = site.layer.param.reduction_param, site.bottoms, site.bottom_shapes[0]
+    if param.operation == ReductionParameter.ASUM:
+        x = site.node("Abs", x)
+    elif param.operation == ReductionParameter.SUMSQ:
+        x = site.node("Mul", x, x)
+    op = "ReduceMean" if param.operation == ReductionParameter.MEAN else "ReduceSum"
+    axes = range(param.axis % len(shape), len(shape))
+    site.affine(site.reduce(op, x, axes, keep=False), param.coeff, 0)
+    site.name_last()
+
+
+@writers("ArgMax")
+def argmax(site: Site) -> None:
+    """Of equal values TopK takes those at the lowest places, Caffe those at the highest: so the axis is turned round.
+
+    For a single place ArgMax has an attribute for that.
+    """
+    layer, (x,), shape = site.layer, site.bottoms, site.bottom_shapes[0]
+    param = layer.param.argmax_param
+    whole_items = not param.HasField("axis")
+    axis = 1 if whole_items else param.axis % len(shape)
+    size = layer.view[1]
+    if whole_items:
+        x = site.node("Flatten", x, axis=1)
+    parts = _largest(site, x, axis, size, param.top_k, layer.places, param.out_max_val)
+    if not whole_items:
+        site.name_last()
+        return
+    if len(parts) > 1:
+        parts = [site.node("Concat", *parts, axis=1)]
+    site.reshape(parts[0], site.top_shapes[0], out=site.tops[0])
+
+
+def _largest(site: Site, x: str, axis: int, size: int, count: int, places: bool, values: bool) -> list[str]:
+    """The places, as floats, and the values of the `count` largest, as far as they are wanted."""
+    found = []
+    number = np.dtype(np.float32)
+    if count == 1:
+        if places:
+            found.append(
+                site.node("Cast", site.node("ArgMax", x, axis=axis, keepdims=1, select_last_index=1), to=number)
+            )
+        if values:
+            found.append(site.reduce("ReduceMax", x, [axis]))
+        return found
+    ends = [site.integers([at], "turn") for at in (size - 1, -size - 1, axis, -1)]
+    turned = site.node("Slice", x, *ends)
+    largest, at = site.between("values"), site.between("places")
+    site.node("TopK", turned, site.integers([count], "count"), out=[largest, at], axis=axis)
+    if values:
+        found.append(largest)
+    if places:
+        place = site.node("Sub", site.constant(size - 1, np.int64), at)
+        found.insert(0, site.node("Cast", place, to=number))
+    elif values:
+        found = [site.node("Identity", largest)]
+    return found
+
+
+@writers("Crop")
+def crop(site: Site) -> None:
+    """Slice of the axes that get smaller."""
+    (x, _), shape = site.bottoms, site.bottom_shapes[0]
+    cuts = [(i, w) for i, w in enumerate(site.layer.window) if w.start is not None and w != slice(0, shape[i])]
+    if not cuts:
+        site.finish("Identity", x)
+        return
+    starts, ends, axes = [w.start for _, w in cuts], [w.stop for _, w in cuts], [i for i, _ in cuts]
+    site.finish("Slice", x, *map(site.integers, (starts, ends, axes), ("starts", "ends", "axes")))
+
+
+@writers("BatchReindex")
+def batch_reindex(site: Site) -> None:
+    """Gather."""
+    x, index = site.bottoms
+    site.finish("Gather", x, site.node("Cast", index, to=np.dtype(np.int64)), axis=0)
+
+
+@writers("Parameter")
+def parameter(site: Site) -> None:
+    """The parameter itself."""
+    site.finish("Identity", site.param(0))
+
+
+@writers("DummyData")
+def dummy_data(site: Site) -> None:
+    """Constants; random numbers are inputs."""
+    fillers = list(site.layer.param.dummy_data_param.data_filler) or [FillerParameter()]
+    for i, (top, shape) in enumerate(zip(site.tops, site.top_shapes, strict=True)):
+        value = np.asarray([fillers[i if len(fillers) > 1 else 0].value], np.float32)
+        site.node("ConstantOfShape", site.integers(shape, "shape"), out=top, value=value)
+
+
+@writers("Python")
+def python(site: Site) -> None:
+    """Nothing."""
+    raise InexpressibleError("what it computes is code in Python")
+
+
+@writers("Filter")
+def choose(site: Site) -> None:
+    """Nothing."""
+    raise InexpressibleError("how many items it passes on depends on their values")

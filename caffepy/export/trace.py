@@ -1,0 +1,169 @@
+"""What of a built net becomes part of the model: its inputs and outputs, its layers, the names of its tensors.
+
+Losses, Accuracy and what only they need are left out; what they judge becomes an output. A tensor has its blob's name;
+of a blob that is written several times, in place, the last value has it and those before have the layer's name added.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from caffepy.layer import Layer
+from caffepy.layer.base import LossLayer
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import TEST, LayerParameter
+
+JUDGES = ("Accuracy", "HDF5Output", "Silence")
+
+
+@dataclass
+class Value:
+    """A tensor: its name, the layer that gives it (an input: None), whether parameters went into it."""
+
+    name: str
+    layer: int | None
+    learned: bool = False
+
+
+@dataclass
+class Trace:
+    """The model's inputs and outputs as (tensor, blob), its layers' numbers, the tensors of every layer.
+
+    `dropped` are the layers that judge, with the reason; `unused` the inputs that nothing needs.
+    """
+
+    inputs: list[tuple[str, str]] = field(default_factory=list)
+    outputs: list[tuple[str, str]] = field(default_factory=list)
+    layers: list[int] = field(default_factory=list)
+    bottoms: dict[int, list[str]] = field(default_factory=dict)
+    tops: dict[int, list[str]] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+    once: frozenset[str] = frozenset()
+
+    @property
+    def output_names(self) -> list[str]:
+        """The outputs' tensors: named after the blob, unless another tensor has that name."""
+        taken = {name for names in self.tops.values() for name in names} | {name for name, _ in self.inputs}
+        return [tensor if blob in taken else blob for tensor, blob in self.outputs]
+
+
+def is_source(layer: Layer, others: bool) -> bool:
+    """Whether the layer's tops are inputs: data and Input; constant DummyData only where there are no others."""
+    if layer.param.bottom or layer.type == "Parameter":
+        return False
+    return layer.type != "DummyData" or not (others and _is_constant(layer.param))
+
+
+def sources(net: Net) -> list[int]:
+    """The layers whose tops are the model's inputs."""
+    others = any(is_source(layer, others=True) for layer in net.layers)
+    return [i for i, layer in enumerate(net.layers) if is_source(layer, others)]
+
+
+def _is_constant(param: LayerParameter) -> bool:
+    return all(filler.type == "constant" for filler in param.dummy_data_param.data_filler)
+
+
+def passes(layer: Layer) -> bool:
+    """Whether the tops are the bottom, under other names or the same."""
+    in_place = list(layer.param.bottom) == list(layer.param.top)
+    return layer.type == "Split" or (layer.type == "Dropout" and layer.phase == TEST and in_place)
+
+
+def trace(net: Net) -> Trace:
+    """Follow the blobs through the net."""
+    walk = _Walk(net)
+    found = walk.found
+    for i in range(len(net.layers)):
+        walk.take(i)
+    outputs = {name: v for name in net.outputs if (v := walk.values.get(name)) and v.layer is not None}
+    read = {name for i in walk.needed(outputs.values()) for name in found.bottoms[i]}
+    outputs |= {walk.blobs[v.name]: v for v in walk.judged.values() if v.name not in read}
+    found.layers = sorted(walk.needed(outputs.values()))
+    readers = Counter(name for i in found.layers for name in found.bottoms[i])
+    found.inputs = [(v.name, blob) for blob, v in walk.inputs if readers[v.name]]
+    found.unused = [blob for blob, v in walk.inputs if not readers[v.name]]
+    found.outputs = sorted(((v.name, blob) for blob, v in outputs.items()), key=lambda o: (outputs[o[1]].layer or 0, o))
+    named = {v.name for v in outputs.values()} | set(net.blobs)
+    found.once = frozenset(name for name, count in readers.items() if count == 1 and name not in named)
+    return found
+
+
+class _Walk:
+    """The blobs' values while the layers are gone through in their order."""
+
+    def __init__(self, net: Net) -> None:
+        self.net = net
+        self.found = Trace()
+        self.values: dict[str, Value] = {}
+        self.inputs: list[tuple[str, Value]] = []
+        self.judged: dict[str, Value] = {}
+        self.blobs: dict[str, str] = {}  # tensor -> blob
+        self.sources = set(sources(net))
+        self.last = {name: i for i, layer in enumerate(net.layers) if not passes(layer) for name in net.top_names[i]}
+        for i in self.sources:  # an input keeps its name, whatever is done to it in place
+            self.last |= dict.fromkeys(net.top_names[i], i)
+
+    def take(self, i: int) -> None:
+        """Put the values of a layer's tops in the places of the blobs."""
+        net, layer = self.net, self.net.layers[i]
+        bottoms = [self.values.get(name) for name in net.bottom_names[i]]
+        known = [b for b in bottoms if b]
+        if i in self.sources:
+            for name in net.top_names[i]:
+                self.values[name] = self._value(name, i, None)
+                self.inputs.append((name, self.values[name]))
+        elif layer.type == "Split" or passes(layer):
+            if known:
+                self.values.update(dict.fromkeys(net.top_names[i], known[0]))
+            else:
+                self._forget(net.top_names[i])
+        elif len(known) < len(bottoms) or isinstance(layer, LossLayer) or layer.type in JUDGES:
+            self._judge(i, layer, known)
+        else:
+            self._add(i, known, net.top_names[i])
+
+    def _judge(self, i: int, layer: Layer, known: Sequence[Value]) -> None:
+        self._forget(self.net.top_names[i])
+        if layer.type == "Silence":
+            return
+        self.found.dropped.append(i)
+        given = [v for v in known if v.layer is not None]
+        learned = [v for v in given if v.learned]
+        if isinstance(layer, LossLayer) or layer.type in JUDGES:
+            self.judged.update({v.name: v for v in learned or given[:1]})
+
+    def _add(self, i: int, bottoms: Sequence[Value], tops: Sequence[str]) -> None:
+        learned = bool(self.net.layers[i].blobs) or any(b.learned for b in bottoms)
+        self.found.bottoms[i] = [b.name for b in bottoms]
+        values = {name: self._value(name, i, i, learned) for name in tops}
+        self.found.tops[i] = [values[name].name for name in tops]
+        self.values.update(values)
+
+    def _value(self, blob: str, writer: int, layer: int | None, learned: bool = False) -> Value:
+        is_last = self.last.get(blob, writer) == writer
+        name = blob if is_last else self._free(f"{blob}:{self.net.layer_names[writer]}")
+        self.blobs[name] = blob
+        return Value(name, layer, learned)
+
+    def _free(self, name: str) -> str:
+        while name in self.blobs or name in self.net.blobs:
+            name += "'"
+        return name
+
+    def _forget(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.values.pop(name, None)
+
+    def needed(self, outputs: Iterable[Value]) -> set[int]:
+        """The layers that these outputs come from."""
+        maker = {name: i for i, names in self.found.tops.items() for name in names}
+        needed: set[int] = set()
+        waiting = [v.name for v in outputs]
+        while waiting:
+            i = maker.get(waiting.pop())
+            if i is not None and i not in needed:
+                needed.add(i)
+                waiting += self.found.bottoms[i]
+        return needed

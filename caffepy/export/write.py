@@ -1,0 +1,137 @@
+"""From a built net to a graph, with the sizes that the net has now, or with a batch of any size."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from caffepy.errors import ConfigError
+from caffepy.export.graph import Graph, InexpressibleError, Node, Shape, Site, writers
+from caffepy.export.trace import Trace, sources
+from caffepy.net import Net
+from caffepy.net.build import where
+
+Dim = int | str
+
+
+def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
+    """The trace's layers as operators; ConfigError names all that have none, and where they stand in the file."""
+    graph = Graph(opset, set(net.blobs) | {name for names in trace.tops.values() for name in names}, trace.once)
+    owners = _parameter_names(net, graph)
+    shapes = {tensor: net.blobs[blob].shape for tensor, blob in trace.inputs}
+    failed = []
+    for i in trace.layers:
+        layer, tops = net.layers[i], trace.tops[i]
+        top_shapes = [b.shape for b in net.tops[i]]
+        shapes |= dict(zip(tops, top_shapes, strict=True))
+        params = [owners[id(b.data_memory)] for b in layer.blobs]
+        bottom_shapes = [b.shape for b in net.bottoms[i]]
+        site = Site(graph, layer, net.layer_names[i], trace.bottoms[i], bottom_shapes, tops, top_shapes, params)
+        try:
+            if layer.type not in writers:
+                raise InexpressibleError("caffepy does not know how to say it in ONNX")
+            writers[layer.type](site)
+        except InexpressibleError as reason:
+            failed.append(f"{where(net.path, net.param.layer[i])}: {reason}")
+    if failed:
+        raise ConfigError("\n  ".join(["what these layers do cannot be expressed in ONNX:", *failed]))
+    graph.shapes = shapes
+    _name_outputs(graph, trace)
+    return graph
+
+
+def _parameter_names(net: Net, graph: Graph) -> dict[int, str]:
+    """By the memory that holds them: the name and index of the layer that owns them, as `conv1.0`."""
+    return {
+        id(blob.data_memory): graph.fresh(f"{net.layer_names[layer]}.{index}")
+        for blob, (layer, index) in zip(net.learnable_params, net.learnable_owner, strict=True)
+    }
+
+
+def _name_outputs(graph: Graph, trace: Trace) -> None:
+    """Give outputs whose tensor has another name than their blob, behind a Split, a tensor of their own."""
+    for name, (tensor, blob) in zip(trace.output_names, trace.outputs, strict=True):
+        if name != tensor:
+            graph.nodes.append(Node("Identity", [tensor], [name], {}, blob))
+            graph.shapes[name] = graph.shapes[tensor]
+
+
+def set_batch(net: Net, size: int) -> int:
+    """Give the inputs another batch size and return the one that they had.
+
+    Inputs of which the first axis is another than the first input's keep it.
+    """
+    inputs = [top for i in sources(net) for top in net.tops[i] if top.shape]
+    if not inputs:
+        raise ConfigError("the net has no input whose batch size could be another", net.path)
+    before = inputs[0].shape[0]
+    for blob in inputs:
+        if blob.shape[0] == before:
+            blob.reshape((size, *blob.shape[1:]))
+    net.reshape()
+    return before
+
+
+def write_dynamic(net: Net, trace: Trace, opset: int) -> tuple[Graph, dict[str, list[Dim]]]:
+    """A graph for batches of any size N, and the shapes of its blobs, in which sizes that grow with N are text.
+
+    The net is written with two batch sizes; where the two differ lies the batch.
+    """
+    graph, shapes = write_graph(net, trace, opset), {}
+    size = _batch(net)
+    set_batch(net, 2 * size)
+    try:
+        double = write_graph(net, trace, opset)
+    finally:
+        set_batch(net, size)
+    _merge(graph, double, net)
+    for name, shape in graph.shapes.items():
+        shapes[name] = _symbolic(shape, double.shapes[name], size, name)
+    return graph, shapes
+
+
+def _batch(net: Net) -> int:
+    return next((top.shape[0] for i in sources(net) for top in net.tops[i] if top.shape), 1)
+
+
+def _symbolic(one: Shape, two: Shape, size: int, name: str) -> list[Dim]:
+    dims: list[Dim] = []
+    for axis, (a, b) in enumerate(zip(one, two, strict=True)):
+        if a == b:
+            dims.append(a)
+        elif b == 2 * a and a % size == 0:
+            dims.append("N" if a == size else f"{a // size}*N")
+        else:
+            dims.append(f"{name}_{axis}")
+    return dims
+
+
+def _merge(graph: Graph, double: Graph, net: Net) -> None:
+    """Replace the one size of a Reshape that depends on the batch by -1; ConfigError where more depends on it."""
+    targets = {node.inputs[1] for node in graph.nodes if node.op == "Reshape"}
+    failed: list[str] = []
+    for node, other in zip(graph.nodes, double.nodes, strict=True):
+        fixed = node != other
+        for name in node.inputs:
+            if name not in graph.values or np.array_equal(graph.values[name], double.values[name]):
+                continue
+            a, b = graph.values[name], double.values[name]
+            differ = np.flatnonzero(a != b) if a.shape == b.shape else ()
+            if name in targets and len(differ) == 1:
+                graph.values[name] = np.where(a == b, a, -1)
+            else:
+                fixed = True
+        if fixed and node.layer not in failed:
+            failed.append(node.layer)
+    if failed:
+        params = {layer.name: layer for layer in net.param.layer}
+        raise ConfigError(
+            "\n  ".join(["these layers need a fixed batch size:", *(where(net.path, params[name]) for name in failed)])
+        )
+
+
+def operators(nodes: Sequence[Node]) -> dict[str, int]:
+    """How often each operator occurs."""
+    counts: dict[str, int] = {}
+    for node in nodes:
+        counts[node.op] = counts.get(node.op, 0) + 1
+    return dict(sorted(counts.items()))
