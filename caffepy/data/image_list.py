@@ -24,7 +24,7 @@ def read_list(path: str) -> list[Entry]:
     """
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            lines = file.read().splitlines()
+            lines = file.read().split("\n")
     except OSError as error:
         raise DataError(f'source "{path}" cannot be read: {(error.strerror or str(error)).lower()}') from None
     entries = []

@@ -1,76 +1,256 @@
-"""Writing databases as Caffe's tools do, whole or not at all."""
+"""Writing databases as Caffe's tools do: whole or not at all, or bit by bit under a name that says so."""
 
+import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
+from typing import Any
 
 import lmdb
 import numpy as np
 
 from caffepy.data.datum import Array
 from caffepy.errors import DataError
+from caffepy.files import replacing
 from caffepy.proto.caffe_pb2 import Datum
 
 COMMIT_EVERY = 1000
+COMMIT_BYTES = 1 << 25
 FIRST_MAP_SIZE = 1 << 24
+BLOCK_SIZE, OPEN_FILES = 1 << 16, 100  # of a LevelDB, as Caffe has them
+WRITE_BUFFER = 1 << 25  # Caffe's is eight times as large, which whoever opens the database has to read again
+NOTE = "caffepy_partial.json"
+
+Record = tuple[bytes, bytes]
 
 
-class LMDBWriter:
-    """Puts records into an LMDB folder, a transaction each 1000; the map grows as needed."""
+class Writer:
+    """Puts records into the database `name`, a transaction each 1000 records or 32 MiB; use a subclass."""
 
-    def __init__(self, folder: str) -> None:
-        self._environment = lmdb.open(folder, map_size=FIRST_MAP_SIZE, mode=0o664, lock=False, sync=False)
+    errors: tuple[type[Exception], ...] = (OSError,)  # what the library raises if it cannot write
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._pending: list[tuple[bytes, bytes]] = []
+        self._bytes = 0
 
     def put(self, key: str | bytes, value: Datum | bytes) -> None:
         """Add a record; readers see records in the byte order of their keys."""
-        key = key.encode() if isinstance(key, str) else key
-        self._pending.append((key, value if isinstance(value, bytes) else value.SerializeToString()))
-        if len(self._pending) >= COMMIT_EVERY:
-            self._commit()
+        key = os.fsencode(key) if isinstance(key, str) else key
+        value = value if isinstance(value, bytes) else value.SerializeToString()
+        self._pending.append((key, value))
+        self._bytes += len(value)
+        if len(self._pending) >= COMMIT_EVERY or self._bytes >= COMMIT_BYTES:
+            self.commit()
+
+    def commit(self) -> None:
+        """Write what was put."""
+        records, self._pending, self._bytes = self._pending, [], 0
+        if records:
+            self.write(records)
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write these keys and values, all or none; those of a key that is there are replaced.
+
+        DataError if that is not possible: a full disk, a key that LMDB does not take, of 0 or over 511 bytes.
+        """
+        with self._told():
+            self._write(records)
 
     def finish(self) -> None:
         """Commit the rest and bring everything to the disk."""
-        self._commit()
+        self.commit()
+        with self._told():
+            self._flush()
+
+    def close(self) -> None:
+        """Release the files."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except self.errors as error:
+            raise _unwritable(self.name, error) from error
+
+    def _write(self, records: Sequence[Record]) -> None:
+        raise NotImplementedError
+
+    def _flush(self) -> None:
+        """Bring what was written to the disk, if closing does not."""
+
+
+class LMDBWriter(Writer):
+    """Puts records into an LMDB folder; the map grows as needed. Without `sync` a crash of the system may damage it."""
+
+    errors = (lmdb.Error, OSError)
+
+    def __init__(self, name: str, folder: str, sync: bool = False) -> None:
+        super().__init__(name)
+        data = os.path.join(folder, "data.mdb")
+        size = max(FIRST_MAP_SIZE, os.path.getsize(data) if os.path.exists(data) else 0)
+        self._environment = lmdb.open(folder, map_size=size, mode=0o664, lock=False, sync=sync)
+
+    def _write(self, records: Sequence[Record]) -> None:
+        while True:
+            try:
+                with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
+                    cursor.putmulti(records)
+                return
+            except lmdb.MapFullError:
+                self._environment.set_mapsize(2 * self._environment.info()["map_size"])
+
+    def _flush(self) -> None:
         self._environment.sync(True)
 
     def close(self) -> None:
         """Release the files."""
         self._environment.close()
 
-    def _commit(self) -> None:
-        while self._pending:
-            try:
-                with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
-                    cursor.putmulti(self._pending)
-                self._pending.clear()
-            except lmdb.MapFullError:
-                self._environment.set_mapsize(2 * self._environment.info()["map_size"])
+
+class LevelDBWriter(Writer):
+    """Puts records into a LevelDB folder."""
+
+    def __init__(self, name: str, folder: str, sync: bool = False) -> None:
+        super().__init__(name)
+        plyvel = import_plyvel(f"{name} is to be a LevelDB; writing one")
+        self.errors = (plyvel.Error, OSError)
+        self._sync = sync
+        self._database = plyvel.DB(
+            folder,
+            create_if_missing=True,
+            write_buffer_size=WRITE_BUFFER,
+            block_size=BLOCK_SIZE,
+            max_open_files=OPEN_FILES,
+        )
+
+    def _write(self, records: Sequence[Record]) -> None:
+        with self._database.write_batch(sync=self._sync, transaction=True) as batch:
+            for key, value in records:
+                batch.put(key, value)
+
+    def close(self) -> None:
+        """Release the files."""
+        self._database.close()
+
+
+def import_plyvel(purpose: str) -> Any:
+    """The module plyvel; DataError, which starts with `purpose`, if it is not installed."""
+    try:
+        import plyvel
+    except ImportError:
+        raise DataError(f"{purpose} needs plyvel: pip install caffepy[leveldb], or use an LMDB") from None
+    return plyvel
 
 
 @contextmanager
-def write_lmdb(path: str) -> Iterator[LMDBWriter]:
-    """A writer of the new LMDB folder `path`, which appears when the block is done and not at all if it raises.
+def open_writer(name: str, folder: str, backend: str, sync: bool = False) -> Iterator[Writer]:
+    """A writer of the database in `folder`, which is made if it is not there; messages call it `name`."""
+    kinds = {"lmdb": LMDBWriter, "leveldb": LevelDBWriter}
+    try:
+        os.makedirs(folder, 0o744, exist_ok=True)
+        writer = kinds[backend](name, folder, sync)
+    except (OSError, lmdb.Error) as error:
+        raise _unwritable(name, error) from error
+    with closing(writer):
+        yield writer
 
-    DataError if something of that name exists, or if LMDB cannot write (full disk, a key of 0 or over 511 bytes).
-    """
-    path = os.path.abspath(path)
+
+def _unwritable(name: str, error: Exception) -> DataError:
+    reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else error
+    return DataError(f"{name} cannot be written: {reason}")
+
+
+def refuse_existing(path: str) -> None:
+    """DataError if something of that name exists."""
     if os.path.lexists(path):
         raise DataError(f"{path} exists already; remove it or choose another name")
+
+
+@contextmanager
+def write_database(path: str, backend: str) -> Iterator[Writer]:
+    """A writer of the new database `path`, which appears when the block is done and not at all if it raises.
+
+    `backend` is "lmdb" or "leveldb". DataError if something of that name exists, or if it cannot be written.
+    """
+    path = os.path.abspath(path)
+    refuse_existing(path)
     parent, name = os.path.split(path)
     folder = os.path.join(parent, f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        os.mkdir(folder, 0o744)
-        with closing(LMDBWriter(folder)) as writer:
+        with open_writer(path, folder, backend) as writer:
             yield writer
             writer.finish()
         os.rename(folder, path)
-    except (lmdb.Error, PermissionError) as error:
-        raise DataError(f"{path} cannot be written: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_lmdb(path: str) -> AbstractContextManager[Writer]:
+    """`write_database` of an LMDB."""
+    return write_database(path, "lmdb")
+
+
+class Partial:
+    """A database that is made bit by bit beside its later name, in `path`.partial, with a note of how far it is.
+
+    `recipe` says what it is made of: only the same may go on with it. `choices` belong to it, too, but what an earlier
+    run chose stands. DataError if `path` exists, if an unfinished database is there and `resume` is false, or if that
+    is of another recipe.
+    """
+
+    def __init__(
+        self, path: str, backend: str, recipe: Mapping[str, Any], choices: Mapping[str, Any], resume: bool
+    ) -> None:
+        refuse_existing(path)
+        self.path, self.folder = path, f"{path.rstrip(os.sep)}.partial"
+        self.progress: dict[str, Any] = {}
+        self.recipe = {**choices, **recipe}
+        self.backend = backend
+        if os.path.lexists(self.folder):
+            if not resume:
+                raise DataError(
+                    f"{self.folder} is there, which a run left that did not end; go on with --resume, or remove it"
+                )
+            self._take_up(recipe)
+
+    def _take_up(self, recipe: Mapping[str, Any]) -> None:
+        try:
+            with open(os.path.join(self.folder, NOTE), encoding="utf-8") as file:
+                note = json.load(file)
+            known, self.progress = dict(note["recipe"]), dict(note["progress"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise DataError(f"{self.folder} does not say how far it is (it has no good {NOTE}); remove it") from None
+        other = [name for name, value in recipe.items() if known.get(name) != value]
+        if other:
+            raise DataError(
+                f"{self.folder} was made with another {', '.join(other)}; give the same as before, or remove it"
+            )
+        self.recipe.update(known)
+
+    @contextmanager
+    def open(self) -> Iterator[Writer]:
+        """A writer of what is still missing; when the block is done, the database gets its name."""
+        with open_writer(self.path, self.folder, self.backend, sync=True) as writer:
+            if not self.progress:
+                self.note({})
+            yield writer
+            writer.finish()
+        os.unlink(os.path.join(self.folder, NOTE))
+        os.rename(self.folder, self.path)
+
+    def note(self, progress: Mapping[str, Any]) -> None:
+        """What is written so far."""
+        self.progress = dict(progress)
+        with replacing(os.path.join(self.folder, NOTE)) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            json.dump({"recipe": self.recipe, "progress": self.progress}, file)
+
+    def abandon(self) -> None:
+        """Remove it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def array_to_datum(image: Array, label: int = 0) -> Datum:
