@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import cv2
@@ -114,7 +116,7 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.
 
 def test_no_image_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a.png 0\n")
-    with pytest.raises(DataError, match="none of the 1 images could be read, such as nowhere/a.png"):
+    with pytest.raises(DataError, match=r"none of the 1 images could be read, such as nowhere/a.png"):
         convert_imageset("nowhere/", f"{tmp_path}/list.txt", f"{tmp_path}/db")
     assert os.listdir(tmp_path) == ["list.txt"]
 
@@ -135,7 +137,7 @@ def test_an_existing_target_is_refused(tmp_path: Path) -> None:
 def test_check_size(tmp_path: Path) -> None:
     root, names = draw(tmp_path, 9)
     cv2.imwrite(f"{root}7.png", np.zeros((4, 4, 3), np.uint8))
-    with pytest.raises(DataError, match="7.png has 48 values, the first image 18"):
+    with pytest.raises(DataError, match=r"7.png has 48 values, the first image 18"):
         convert_imageset(root, names, f"{tmp_path}/db", check_size=True)
     with pytest.raises(UsageError, match="-check_size compares raw images"):
         convert_imageset(root, names, f"{tmp_path}/db", check_size=True, recipe=Recipe(encode="png"))
@@ -144,7 +146,7 @@ def test_check_size(tmp_path: Path) -> None:
 
 def test_an_unknown_type_of_file(tmp_path: Path) -> None:
     root, names = draw(tmp_path, 2)
-    with pytest.raises(DataError, match='0.png cannot be stored as an image of type "xyz"'):
+    with pytest.raises(DataError, match=r'0.png cannot be stored as an image of type "xyz"'):
         convert_imageset(root, names, f"{tmp_path}/db", recipe=Recipe(encode="xyz"))
 
 
@@ -152,9 +154,9 @@ class Stop(KeyboardInterrupt):
     pass
 
 
-def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
-    """Let runs commit each 4 records, and be interrupted at the line `after`."""
-    monkeypatch.setattr(module, "COMMIT_EVERY", 4)
+@contextmanager
+def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
+    """In this block runs commit each 4 records, and one is interrupted at the line `after`."""
     count = module.Job._count
 
     def stop(job: module.Job, done: module.Done, *rest: object) -> module.Done:
@@ -162,7 +164,10 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             raise Stop
         return count(job, done, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module.Job, "_count", stop)
+    with monkeypatch.context() as patch, pytest.raises(Stop):
+        patch.setattr(module, "COMMIT_EVERY", 4)
+        patch.setattr(module.Job, "_count", stop)
+        yield
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
@@ -176,8 +181,7 @@ def test_interrupted_runs_go_on(
     os.remove(f"{root}3.png")
     db, partial = tmp_path / "db", tmp_path / "db.partial"
     for after in (10, 21):
-        with monkeypatch.context() as patch, pytest.raises(Stop):
-            interrupt(patch, after)
+        with interrupted(monkeypatch, after):
             convert_imageset(root, names, str(db), shuffle=shuffle, backend=backend, resume=True)
         assert not db.exists()
         note = json.loads((partial / "caffepy_partial.json").read_text())
@@ -199,8 +203,7 @@ def test_interrupted_runs_go_on(
 
 def test_only_the_same_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, names = draw(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        interrupt(patch, 10)
+    with interrupted(monkeypatch, 10):
         convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, seed=5)
     for other in ({"recipe": Recipe(gray=True)}, {"seed": 6}, {"shuffle": False}, {"check_size": True}):
         with pytest.raises(DataError, match=r"db.partial was made with another \w+; give the same"):
@@ -217,8 +220,7 @@ def test_a_batch_that_was_written_but_not_noted_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, names = draw(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(Stop):
-        interrupt(patch, 18)
+    with interrupted(monkeypatch, 18):
         convert_imageset(root, names, f"{tmp_path}/db")
     note = tmp_path / "db.partial" / "caffepy_partial.json"
     content = json.loads(note.read_text())

@@ -48,12 +48,12 @@ def _size() -> dict[str, Any]:
 
 
 @contextmanager
-def counting(total: int, unit: str, progress: bool | None = None) -> Iterator[Callable[[int], object]]:
+def counting(total: int, unit: str, progress: bool | None = None, done: int = 0) -> Iterator[Callable[[int], object]]:
     """Give a function that is told how many more of `total` things are done; a bar shows it if it is `wanted`."""
     if not wanted(progress):
         yield lambda count: None
         return
-    with _bar(total=total, unit=f" {unit}", mininterval=REDRAW_S) as bar:
+    with _bar(initial=done, total=total, unit=f" {unit}", mininterval=REDRAW_S) as bar:
         yield bar.update
 
 
