@@ -288,7 +288,7 @@ def bench_train(
         return Bench(
             net=trainer.net.name,
             device=device.name if isinstance(device, CudaDevice) else "the CPU",
-            precision=precision_of(device),
+            precision=ops.precision_of(device),
             data=data,
             batch=trainer.batch,
             captured=capture and device.kind == "cuda" and obstacle(trainer.net) is None,
@@ -303,12 +303,3 @@ def bench_train(
             memory=memory,
             loss=loss,
         )
-
-
-def precision_of(device: Device) -> str:
-    """In what the device computes."""
-    if device.kind == "cpu":
-        return "fp32"
-    from caffepy.ops.cuda import precision
-
-    return precision.get()

@@ -57,6 +57,7 @@ class Team(Followers):
 
     `devices` are those of all ranks, the root's first, joined as `topology` says. `signals` are heard while the root
     waits for others, and reach it where it hangs; if it cannot be reached, `last_resort` is called with the error.
+    `alone` is how many images a second the root takes by itself, if that is known.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Team(Followers):
         terms: Terms,
         signals: Signals | None = None,
         last_resort: Callable[[BaseException], object] | None = None,
+        alone: float | None = None,
     ) -> None:
         self.root = root
+        self._alone = alone
         self.size = len(devices)
         self.group = Group(self.size, terms.deadlines)
         if signals:
@@ -128,7 +131,7 @@ class Team(Followers):
             log.info("Solver %d of %d is ready on %s", rank + 1, self.size, place)
         root.followers = self
         self._tell_batch()
-        root.reporter = Reporters(root.reporter, Performance(self.seconds))
+        root.reporter = Reporters(root.reporter, Performance(self.seconds, self._alone))
 
     def _tell_batch(self) -> None:
         root, each = self.root, self.root.batch
@@ -314,13 +317,14 @@ def team_of(
     terms: Terms,
     signals: Signals | None = None,
     last_resort: Callable[[BaseException], object] | None = None,
-) -> AbstractContextManager[object]:
-    """The team of a root solver on the first of these devices; nothing for a single one."""
+    alone: float | None = None,
+) -> AbstractContextManager["Team | None"]:
+    """The team of a root solver on the first of these devices; None for a single one."""
     if len(devices) == 1:
         return nullcontext()
     gpus = [device.index for device in devices if device.kind == "cuda"]
     joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
-    return Team(root, devices, joined, terms, signals, last_resort)
+    return Team(root, devices, joined, terms, signals, last_resort, alone)
 
 
 def _no_lap(part: str) -> None:

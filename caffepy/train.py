@@ -12,7 +12,7 @@ from caffepy.errors import STOPPED, ConfigError, DeviceError, UsageError
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field, read_solver
-from caffepy.report import logging_to, open_report
+from caffepy.report import Reporters, alone, logging_to, open_report
 from caffepy.reporter import Output
 from caffepy.solver import Signals, Solver, newest_good
 from caffepy.team import Terms, team_of
@@ -123,11 +123,32 @@ def train(
             if snapshot:
                 log.info("Resuming from %s", snapshot)
                 run.restore(snapshot)
-            with team_of(run, devices, terms, signals, last_resort):
+            with team_of(run, devices, terms, signals, last_resort, _alone(run, len(devices))):
                 log.info("Starting Optimization")
                 run.solve()
             log.info("Optimization Done.")
             return TrainResult(run.iter, run.stopped, run.last_outputs, run.saved_now)
+
+
+def _alone(run: Solver, solvers: int) -> float | None:
+    """How many images a second a GPU takes by itself, if it is known; a run of one solver makes it known."""
+    device = run.device
+    if not isinstance(device, CudaDevice):
+        return None
+    alike = alone.key(
+        {
+            "device": device.name,
+            "net": run.net.param.SerializeToString(deterministic=True).hex(),
+            "batch": run.batch,
+            "passes": run.param.iter_size,
+            "type": run.param.type,
+            "precision": ops.precision_of(device),
+            "how": [run.capture, run.fuse],
+        }
+    )
+    if solvers == 1:
+        run.reporter = Reporters(run.reporter, alone.Alone(alike))
+    return alone.known(alike)
 
 
 @contextmanager

@@ -38,6 +38,15 @@ def set_precision(device: Device, precision: str | None) -> None:
         of_gpus.set(precision)
 
 
+def precision_of(device: Device) -> str:
+    """The precision in which this device computes."""
+    if device.kind == "cpu":
+        return "fp32"
+    from caffepy.ops.cuda import precision
+
+    return str(precision.get())
+
+
 def set_deterministic(device: Device) -> None:
     """Keep to operations of a GPU that give the same each time from now on; those of the CPU do in any case."""
     if device.kind == "cuda":

@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from caffepy.report.speed import Speed
+from caffepy.report.speed import Speed, Timed
 from caffepy.report.text import columns
-from caffepy.reporter import Output, Reporter
+from caffepy.reporter import Output
 
 log = logging.getLogger(__name__)
 
@@ -14,7 +14,7 @@ WAITS, UNEVEN = 0.2, 0.05
 """A share of the time that is worth a remark, and how much slower than the mean a solver is that is named."""
 
 
-class Performance(Reporter):
+class Performance(Timed):
     """Logs images a second and shares of the time at each display, and of every solver at the end.
 
     `read` gives the seconds of each solver by part, from the beginning; all 0 where they are not known. `alone` is how
@@ -26,34 +26,9 @@ class Performance(Reporter):
         self._alone = alone
         self._size = len(read())
         self._speed, self._whole = Speed(), Speed()
+        super().__init__(self._speed, self._whole)
         self._before = [dict(seconds) for seconds in read()]
         self._begin = [dict(seconds) for seconds in self._before]
-
-    def test_started(self, iteration: int, k: int) -> None:
-        """Stop the clocks."""
-        self._pause()
-
-    def snapshotted(self, kind: str, path: str) -> None:
-        """Stop the clocks."""
-        self._pause()
-
-    def _pause(self) -> None:
-        self._speed.pause()
-        self._whole.pause()
-
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
-        """Let them go on."""
-        self._resume()
-
-    def _resume(self) -> None:
-        self._speed.resume()
-        self._whole.resume()
-
-    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Count its images."""
-        self._resume()
-        self._speed.add(images)
-        self._whole.add(images)
 
     def displayed(
         self,
@@ -76,7 +51,7 @@ class Performance(Reporter):
 
     def done(self, stopped_early: bool) -> None:
         """A table of the whole run, and what held it up."""
-        self._pause()
+        self.pause()
         rate = self._whole.read()
         if rate is None:
             return

@@ -1,6 +1,9 @@
 """How fast images are used."""
 
 import time
+from collections.abc import Sequence
+
+from caffepy.reporter import Output, Reporter
 
 
 class Speed:
@@ -36,3 +39,41 @@ class Speed:
         rate = self._images / max(self.seconds, 1e-9) if self._images else None
         self._images, self._since = 0, self._since + self.seconds
         return rate
+
+
+class Timed(Reporter):
+    """Keeps clocks of training time, for which tests and snapshots do not count."""
+
+    def __init__(self, *clocks: Speed) -> None:
+        self._clocks = clocks
+
+    def pause(self) -> None:
+        """Stop the clocks."""
+        for clock in self._clocks:
+            clock.pause()
+
+    def _resume(self) -> None:
+        for clock in self._clocks:
+            clock.resume()
+
+    def test_started(self, iteration: int, k: int) -> None:
+        """Stop the clocks."""
+        self.pause()
+
+    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+        """Let them go on."""
+        self._resume()
+
+    def snapshotted(self, kind: str, path: str) -> None:
+        """Stop the clocks."""
+        self.pause()
+
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
+        """Count its images."""
+        self._resume()
+        for clock in self._clocks:
+            clock.add(images)
+
+    def finished(self, iteration: int, loss: float | None) -> None:
+        """Stop the clocks."""
+        self.pause()

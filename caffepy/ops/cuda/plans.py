@@ -5,7 +5,6 @@ A plan is made at the first call with its shapes. The backend's heuristics rank 
 ~/.cache/caffepy/plans-<cuDNN version>-<device>.json. Inside a capture nothing is timed: let a step run once before.
 """
 
-import json
 import logging
 import os
 import re
@@ -23,8 +22,8 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
+from caffepy.cache import cache_file, keep, read
 from caffepy.errors import DeviceError
-from caffepy.files import replacing
 from caffepy.ops.cuda import precision
 from caffepy.ops.cuda.compiler import kernel
 
@@ -432,23 +431,14 @@ def _machine(device: int) -> str:
 
 
 def _path() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(root) / "caffepy" / f"plans-{_machine(cupy.cuda.runtime.getDevice())}.json"
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return cache_file(f"plans-{_machine(cupy.cuda.runtime.getDevice())}.json")
 
 
 def _winners() -> dict[str, Any]:
     """Name of a graph -> cuDNN's name of the plan that won, of a choice between several ways -> the index of one."""
     path = _path()
     if path not in _winners_of:
-        _winners_of[path] = _read(path)
+        _winners_of[path] = read(path)
     return _winners_of[path]
 
 
@@ -456,11 +446,4 @@ def _remember(name: str, what: Any) -> None:
     """Keep a winner; where nothing can be written, each process times for itself."""
     winners = _winners()
     winners[name] = what
-    path = _path()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        together = _read(path) | winners
-        with replacing(str(path)) as temporary:
-            Path(temporary).write_text(json.dumps(together, indent=0, sort_keys=True))
-    except OSError as error:
-        log.debug("plans are not kept in %s: %s", path, error)
+    keep(_path(), winners)
