@@ -5,8 +5,9 @@ from collections.abc import Iterator
 
 from caffepy.errors import UsageError
 from caffepy.files import written
+from caffepy.layer_text import CONVOLUTIONS, OUTPUTS, has_windows, num_output, window_size
 from caffepy.net.build import filter_state
-from caffepy.proto.caffe_pb2 import ConvolutionParameter, LayerParameter, NetParameter, PoolingParameter
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, PoolingParameter
 
 TEXT = ("dot", "gv")
 PICTURES = ("png", "svg", "pdf", "jpg", "gif", "eps", "ps")
@@ -20,14 +21,6 @@ COLOURS = {
     "Deconvolution": "#FF5050",
     "Pooling": "#FF9900",
     "InnerProduct": "#CC33FF",
-}
-OUTPUTS = {
-    "Convolution": "convolution_param",
-    "Deconvolution": "convolution_param",
-    "InnerProduct": "inner_product_param",
-    "Embed": "embed_param",
-    "LSTM": "recurrent_param",
-    "RNN": "recurrent_param",
 }
 BATCHES = {
     "Data": "data_param",
@@ -110,7 +103,7 @@ def edge_label(layer: LayerParameter) -> str:
     """What the arrows to the tops say: the batch size of data, the number of outputs."""
     if layer.type in BATCHES:
         return f"Batch {getattr(layer, BATCHES[layer.type]).batch_size}"
-    return f"{_outputs(layer)}" if layer.type in OUTPUTS else ""
+    return f"{num_output(layer)}" if layer.type in OUTPUTS else ""
 
 
 def _style(layer: LayerParameter) -> dict[str, str]:
@@ -129,33 +122,18 @@ def _type(layer: LayerParameter) -> str:
 
 def _sizes(layer: LayerParameter) -> Iterator[str]:
     """The lines about kernel, stride, padding and outputs, of the layers that have them."""
-    if layer.type == "Pooling" and layer.pooling_param.global_pooling:
+    if has_windows(layer):
+        for name in ("kernel_size", "stride", "pad"):
+            yield f"{name.replace('_', ' ')}: {window_size(layer, name)}"
+    elif layer.type == "Pooling":
         yield "global"
-    elif layer.type == "Pooling" or layer.type in ("Convolution", "Deconvolution"):
-        param = layer.pooling_param if layer.type == "Pooling" else layer.convolution_param
-        for name, default in (("kernel_size", 0), ("stride", 1), ("pad", 0)):
-            yield f"{name.replace('_', ' ')}: {_size(param, name, default)}"
-    if layer.type in ("Convolution", "Deconvolution"):
+    if layer.type in CONVOLUTIONS:
         for name in ("dilation", "group"):
-            size = _size(layer.convolution_param, name, 1)
+            size = window_size(layer, name)
             if size != "1":
                 yield f"{name}: {size}"
     if layer.type in OUTPUTS:
-        yield f"outputs: {_outputs(layer)}"
-
-
-def _size(param: ConvolutionParameter | PoolingParameter, name: str, default: int) -> str:
-    """A size of a window, as `3`, or as `3x5` if it differs between the axes."""
-    axes = [getattr(param, f"{name.partition('_')[0]}_{axis}", 0) for axis in "hw"]
-    given = getattr(param, name)
-    if not any(axes):
-        axes = [given] if isinstance(given, int) else list(given) or [default]
-    return "x".join(map(str, axes if len(set(axes)) > 1 else axes[:1]))
-
-
-def _outputs(layer: LayerParameter) -> int:
-    count: int = getattr(layer, OUTPUTS[layer.type]).num_output
-    return count
+        yield f"outputs: {num_output(layer)}"
 
 
 def _node(name: str, label: str, style: dict[str, str]) -> str:

@@ -23,6 +23,7 @@ from caffepy.solver.captured import obstacle
 from caffepy.solver.check import check_param
 from caffepy.solver.nets import net_sources
 
+PRODUCTS = ("Convolution", "Deconvolution", "InnerProduct")
 TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
 
 
@@ -49,12 +50,13 @@ class NetOnGpu:
     def text(self) -> str:
         """Two lines."""
         captured = f"not captured as one graph: {self.obstacle}" if self.obstacle else "captured as one graph"
-        return f"on a GPU: {self.precision}; data and gradients share {_bytes(self.memory)}\na step is {captured}"
+        return f"on a GPU: {self.precision}; data and gradients share {mebibytes(self.memory)}\na step is {captured}"
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer: shapes of its tops, number of parameters, bytes that its tops add, operations of a forward pass."""
+    """One layer: shapes of its tops, number of parameters, bytes that its tops add, operations of a forward pass, and
+    how many of those are multiplications, each with an addition."""
 
     name: str
     type: str
@@ -63,6 +65,7 @@ class LayerInfo:
     memory: int
     flops: int
     gpu: LayerOnGpu | None = None
+    macs: int = 0
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,9 @@ class NetInfo:
         for layer in self.layers:
             shapes = ", ".join(shape_string(shape) for shape in layer.tops.values())
             rows.append(
-                (layer.name, layer.type, shapes, f"{layer.parameters:,}", _bytes(layer.memory), _si(layer.flops))
+                (layer.name, layer.type, shapes, f"{layer.parameters:,}", mebibytes(layer.memory), si(layer.flops))
             )
-        rows.append(("all", "", "", f"{self.parameters:,}", _bytes(self.memory), _si(self.flops)))
+        rows.append(("all", "", "", f"{self.parameters:,}", mebibytes(self.memory), si(self.flops)))
         head = f"{self.role}{f' of {self.name!r}' if self.name else ''}"
         lines = [head, *columns(rows, left=3)]
         if self.gpu:
@@ -131,9 +134,8 @@ def inspect(
     `gpu` tells what a GPU would do with the nets, in this precision or the one that they ask for; there need be none.
     ConfigError and DataError say what is wrong.
     """
-    text = read_text(path)
     infos = []
-    for role, param, origin in _solver_nets(path, text) if is_solver(text) else _phases(path, text, level, stages):
+    for role, param, origin in definitions(path, level, stages):
         param = without_data(param, image=image) if synthetic else param
         chosen = checked(choose_precision(param, precision) or default()) if gpu else "fp32"
         device = ImaginedGpu(seed=0) if gpu else Device(seed=0)
@@ -141,7 +143,7 @@ def inspect(
         try:
             on_gpu = NetOnGpu(chosen, _shared(net), obstacle(net)) if gpu else None
             parameters = sum(blob.count for blob in net.learnable_params)
-            infos.append(NetInfo(role, net.name, list(_layers(net, gpu)), parameters, on_gpu))
+            infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
         finally:
             net.close()
     return infos
@@ -201,6 +203,20 @@ def outer_fields(text: str) -> Iterator[str]:
             yield token
 
 
+def definitions(
+    path: str, level: int = 0, stages: Sequence[str] = (), phase: int | None = None
+) -> Iterator[tuple[str, NetParameter, str | None]]:
+    """What each net of a prototxt is for, its definition in its state, and the file that the definition is in.
+
+    These are all nets of a solver, or a net in each phase that its layers speak of; with a `phase` those of it only.
+    """
+    text = read_text(path)
+    if is_solver(text):
+        yield from (net for net in _solver_nets(path, text) if phase in (None, net[1].state.phase))
+    else:
+        yield from _phases(path, text, level, stages, phase)
+
+
 def _solver_nets(path: str, text: str) -> Iterator[tuple[str, NetParameter, str | None]]:
     param = read_solver(path, text)
     check_param(param, path)
@@ -210,23 +226,28 @@ def _solver_nets(path: str, text: str) -> Iterator[tuple[str, NetParameter, str 
         yield f"test net #{k}", test.param, test.path
 
 
-def _phases(path: str, text: str, level: int, stages: Sequence[str]) -> Iterator[tuple[str, NetParameter, str | None]]:
+def _phases(
+    path: str, text: str, level: int, stages: Sequence[str], wanted: int | None
+) -> Iterator[tuple[str, NetParameter, str | None]]:
     param = read_net(path, text)
     rules = [rule for layer in param.layer for rule in (*layer.include, *layer.exclude)]
     param.state.level = level
     param.state.stage.extend(stages)
-    for phase in (TRAIN, TEST) if any(rule.HasField("phase") for rule in rules) else (TEST,):
+    spoken_of = (TRAIN, TEST) if any(rule.HasField("phase") for rule in rules) else (TEST,)
+    for phase in spoken_of if wanted is None else (wanted,):
         in_phase = NetParameter()
         in_phase.CopyFrom(param)
-        in_phase.state.phase = phase
+        in_phase.state.phase = phase  # type: ignore[assignment] # phases are numbers to those who ask
         yield f"{'TRAIN' if phase == TRAIN else 'TEST'} net", in_phase, path
 
 
-def _layers(net: Net, gpu: bool) -> Iterator[LayerInfo]:
+def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
+    """What is to be known of each layer of a net, those that Caffe inserts included; with `gpu` also of a GPU."""
     seen: set[int] = set()
     runs = {i: step.layers for step in net.steps for i in step.layers} if gpu else {}
     for i, layer in enumerate(net.layers):
         memory = 0
+        counts = [b.count for b in net.bottoms[i]], [t.count for t in net.tops[i]]
         for top in net.tops[i]:
             if id(top.data_memory) not in seen:
                 seen.add(id(top.data_memory))
@@ -237,8 +258,9 @@ def _layers(net: Net, gpu: bool) -> Iterator[LayerInfo]:
             dict(zip(net.top_names[i], (top.shape for top in net.tops[i]), strict=True)),
             sum(blob.count for blob in layer.blobs),
             memory,
-            flops(layer, [b.count for b in net.bottoms[i]], [t.count for t in net.tops[i]]),
+            flops(layer, *counts),
             _on_gpu(net, i, runs.get(i, ())) if gpu else None,
+            macs(layer, *counts),
         )
 
 
@@ -267,24 +289,30 @@ def _format(blob: Blob) -> str:
 def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
     """Operations of a forward pass on bottoms and tops of these counts: two for each multiplication with its addition.
 
-    Convolution, Deconvolution and InnerProduct are counted, with one operation more a value for the bias; what other
-    layers do is small beside that and counts nothing. A backward pass takes about twice as many.
+    As in `macs`, with one operation more a value for the bias; what other layers do is small beside that and counts
+    nothing. A backward pass takes about twice as many.
     """
-    if layer.type not in ("Convolution", "Deconvolution", "InnerProduct"):
+    bias = sum(tops) if layer.type in PRODUCTS and len(layer.blobs) > 1 else 0
+    return 2 * macs(layer, bottoms, tops) + bias
+
+
+def macs(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+    """Multiplications, each with an addition, of a forward pass of a Convolution, Deconvolution or InnerProduct."""
+    if layer.type not in PRODUCTS:
         return 0
     weight = layer.blobs[0]
-    bias = sum(tops) if len(layer.blobs) > 1 else 0
     if layer.type == "InnerProduct":
-        return 2 * weight.count * tops[0] // layer.param.inner_product_param.num_output + bias
-    positions = sum(bottoms if layer.type == "Deconvolution" else tops) // weight.shape[0]
-    return 2 * weight.count * positions + bias
+        return weight.count * tops[0] // layer.param.inner_product_param.num_output
+    return weight.count * (sum(bottoms if layer.type == "Deconvolution" else tops) // weight.shape[0])
 
 
-def _bytes(count: int) -> str:
+def mebibytes(count: int) -> str:
+    """A number of bytes as people read it."""
     return f"{count / 2**20:.2f} MiB"
 
 
-def _si(count: int) -> str:
+def si(count: int) -> str:
+    """A large number as people read it: 18.43 M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"
