@@ -11,6 +11,7 @@ import numpy as np
 
 from caffepy.blob import Array, shape_string
 from caffepy.data.hdf5 import append_rows, new_file
+from caffepy.data.npy import new_npy
 from caffepy.data.write import refuse_existing, write_database
 from caffepy.errors import DataError, UsageError
 from caffepy.files import replacing
@@ -172,28 +173,8 @@ def _hdf5(feature: Feature) -> Iterator[Add]:
 
 @contextmanager
 def _npy(feature: Feature) -> Iterator[Add]:
-    with _file(feature.path) as temporary, open(temporary, "w+b") as file:
-        count, shape = 0, None
-
-        def head() -> None:
-            file.seek(0)
-            describes = {"descr": "<f4", "fortran_order": False, "shape": (count, *(shape or ()))}
-            np.lib.format.write_array_header_1_0(file, describes)  # leaves room for any number of rows
-
-        def add(name: str, values: Array) -> None:
-            nonlocal count, shape
-            if shape is None:
-                shape = values.shape[1:]
-                head()
-            if values.shape[1:] != shape:
-                raise DataError(
-                    f'blob "{name}" changed its shape from {shape_string(shape)} to {shape_string(values.shape[1:])}'
-                )
-            file.write(np.ascontiguousarray(values, "<f4").data)
-            count += len(values)
-
-        yield add
-        head()
+    with _file(feature.path) as temporary, new_npy(temporary) as add:
+        yield lambda name, values: add(values)
 
 
 @contextmanager

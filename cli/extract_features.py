@@ -37,7 +37,7 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
 @options.level
 @options.stage
 @options.threads
-@click.option("--progress/--no-progress", default=None, help="The progress line. Default: on a terminal.")
+@options.progress
 @options.logged()
 def extract_features(
     caffes: tuple[str, ...],

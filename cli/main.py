@@ -16,7 +16,12 @@ from caffepy.cli import options
 from caffepy.cli.arguments import normalize
 from caffepy.cli.bench import bench
 from caffepy.cli.check import check
+from caffepy.cli.classify import classify
+from caffepy.cli.compute_image_mean import compute_image_mean
+from caffepy.cli.convert_cifar import convert_cifar
 from caffepy.cli.convert_imageset import convert_imageset
+from caffepy.cli.convert_mnist import convert_mnist
+from caffepy.cli.detect import detect
 from caffepy.cli.device_pairs import device_pairs
 from caffepy.cli.device_query import device_query
 from caffepy.cli.doctor import doctor
@@ -66,11 +71,16 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
         draw,
         export,
         weights,
+        classify,
+        detect,
         extract_features,
         visualize,
         plot,
         parse_log,
         convert_imageset,
+        convert_mnist,
+        convert_cifar,
+        compute_image_mean,
         upgrade_net,
         upgrade_solver,
         device_query,

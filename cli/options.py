@@ -48,7 +48,7 @@ def _definition(kind: str) -> Callable[[click.Context, click.Parameter, str], De
     return lambda context, parameter, value: find_definition(value, kind) if value else None
 
 
-def _devices(context: click.Context, parameter: click.Parameter, value: str) -> str | None:
+def _devices(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if value and value != "all" and not all(token.strip().isdigit() for token in value.split(",")):
         raise click.BadParameter(f'{value!r} is neither "all" nor device numbers separated by commas')
     return value or None
@@ -91,10 +91,21 @@ model: Decorator = click.option(
 )
 deploy: Decorator = click.option(
     "--model",
+    "--model-def",
+    "model",
     type=click.Path(),
     default="",
     callback=_definition("deploy"),
     help="Net prototxt, or the name of a bundled model, of which the deploy net is meant.",
+)
+pretrained: Decorator = click.option(
+    "--weights",
+    "--pretrained-model",
+    "weights",
+    type=click.Path(),
+    default="",
+    callback=_files,
+    help="Trained weights (.caffemodel or .h5), several separated by commas; layers are matched by name.",
 )
 weights: Decorator = click.option(
     "--weights",
@@ -109,6 +120,9 @@ gpu: Decorator = click.option(
     callback=_devices,
     metavar="IDS|all",
     help="GPUs: numbers separated by commas, or all; one of them computes, the first. Default: the CPU.",
+)
+gpu_if_any: Decorator = click.option(
+    "--gpu", is_flag=False, flag_value="0", callback=_devices, metavar="[ID]", help="Compute on this GPU, the first: 0."
 )
 gpus: Decorator = click.option(
     "--gpu",

@@ -9,7 +9,7 @@ from caffepy.cli import options
 
 @click.command(short_help="Draw the filters of a layer, or what it makes of an image.")
 @click.argument("out")
-@options.weights
+@options.pretrained
 @click.option("--layer", default="", help="Whose filters to draw. Default: the first convolution's.")
 @options.deploy
 @click.option("--image", type=click.Path(), default="", help="What the net takes. Default: the data of its data layer.")

@@ -1,0 +1,105 @@
+"""caffepy classify"""
+
+import os
+from typing import Any
+
+import click
+
+from caffepy.cli import options
+
+
+def _extensions(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+@click.command(short_help="Tell the classes of images.")
+@click.argument("inputs", nargs=-1, required=True, metavar="INPUT... [OUTPUT.npy]")
+@options.deploy
+@options.pretrained
+@click.option("--labels", type=click.Path(), default="", help="A text file with the name of a class in each line.")
+@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many classes to tell.")
+@click.option(
+    "--oversample/--center-only",
+    default=None,
+    help="The mean over ten crops and mirror images, or the centre of an image alone. Default: ten, unless images are "
+    "resized to just what the net takes.",
+)
+@click.option(
+    "--images-dim",
+    default="",
+    callback=options.integers,
+    metavar="H,W",
+    help="What images are resized to. Default: 256,256 for nets that take 129 to 256, else what the net takes.",
+)
+@options.prepared
+@click.option(
+    "--ext",
+    "extensions",
+    default="",
+    callback=_extensions,
+    help="Which files of a folder to take. Default: all images.",
+)
+@click.option("--output", type=click.Path(), default="", help="A .npy file for all scores, images x classes.")
+@click.option("--batch", type=click.IntRange(min=1), help="How many images, or crops, at once. Default: the net's.")
+@options.gpu_if_any
+@options.precision
+@options.threads
+@options.progress
+@options.as_json
+@options.logged(least=1)
+def classify(
+    inputs: tuple[str, ...],
+    model: options.Definition | None,
+    weights: tuple[str, ...],
+    labels: str,
+    top: int,
+    oversample: bool | None,
+    images_dim: tuple[int, ...],
+    preparation: Any,
+    extensions: tuple[str, ...],
+    output: str,
+    batch: int | None,
+    gpu: str | None,
+    precision: str | None,
+    threads: int | None,
+    progress: bool | None,
+    as_json: bool,
+) -> None:
+    """Tell the classes of images: files, folders, or .npy arrays (N, H, W, channels) of values from 0 to 1.
+
+    The net is a deploy net. It takes what Caffe's classify.py would give it: images in RGB and 0 to 1 are resized,
+    turned to BGR, multiplied by --raw-scale, less the mean, multiplied by --input-scale. As there, scores go to a
+    second argument that ends in .npy, unless it exists. Images that cannot be read are named; the exit code is 4 then.
+
+    \b
+    Examples:
+      caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel --mean-values 104,117,123
+      caffepy classify photos/ --model caffenet --weights net.caffemodel --labels synset_words.txt --json --gpu 0
+      caffepy classify cat.jpg scores.npy --model_def deploy.prototxt --pretrained_model net.caffemodel --center_only
+    """
+    if model is None or not weights:
+        raise click.UsageError("Need a net and trained weights: give --model FILE and --weights FILE.")
+    if len(inputs) == 2 and inputs[1].endswith(".npy") and not (output or os.path.exists(inputs[1])):
+        output, inputs = inputs[1], inputs[:1]
+    from caffepy.classify import EXTENSIONS
+    from caffepy.classify import classify as run
+
+    result = run(
+        inputs,
+        model.path,
+        weights,
+        preparation=preparation,
+        images_dim=images_dim,
+        oversample=oversample,
+        labels=labels,
+        top=top,
+        extensions=extensions or EXTENSIONS,
+        output=output,
+        batch=batch,
+        gpu=gpu,
+        precision=precision,
+        threads=threads,
+        progress=progress,
+    )
+    click.echo(result.json() if as_json else result.table())
+    result.check()
