@@ -8,16 +8,17 @@ import ctypes
 import hashlib
 import logging
 import os
-from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
 
+from caffepy.data.ahead import mapped
 from caffepy.data.datum import COLOR, GRAY, head_of
 from caffepy.data.image_list import Entry, read_list
 from caffepy.data.source import open_source, printable
@@ -29,11 +30,13 @@ from caffepy.report import counting
 log = logging.getLogger(__name__)
 
 CHUNK = 8  # images that a thread decodes at a time
-AHEAD = 4  # chunks a thread that may wait for their turn
 SHOWN = 10  # differences that are named
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT = 1 << 25  # bytes, the most that glibc takes for the latter
+
+Image = tuple[bytes, bytes | None, int]
+"""Key, record if the image can be read, and number of its values."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,7 @@ def convert_imageset(
         root += os.sep
     entries = read_list(list_file)
     log.info("A total of %d images.", len(entries))
-    job = Job(root, entries, recipe, check_size, threads or len(os.sched_getaffinity(0)), progress)
+    job = Job(root, entries, recipe, check_size, threads, progress)
     if check and os.path.lexists(database):
         if shuffle and seed is None:
             raise UsageError("to compare a shuffled database, give the --seed that its log shows")
@@ -170,7 +173,13 @@ class Job:
     """The images of a list on their way into a database, or beside the records of one."""
 
     def __init__(
-        self, root: str, entries: list[Entry], recipe: Recipe, check_size: bool, threads: int, progress: bool | None
+        self,
+        root: str,
+        entries: list[Entry],
+        recipe: Recipe,
+        check_size: bool,
+        threads: int | None,
+        progress: bool | None,
     ) -> None:
         self._root, self._entries, self._recipe = root, entries, recipe
         self._check_size, self._threads, self._progress = check_size, threads, progress
@@ -213,10 +222,9 @@ class Job:
         with (
             ThreadPoolExecutor(1, "caffepy-write") as writing,
             counting(len(self._entries), "images", self._progress, done.lines) as advance,
-            closing(self._made(done.lines)) as made,
         ):
             saved: Future[None] = writing.submit(lambda: None)
-            for key, record, values in made:
+            for key, record, values in self._made(done.lines):
                 done = self._count(done, key, record, values)
                 if record is not None:
                     batch.append((key, record))
@@ -240,22 +248,13 @@ class Job:
             raise DataError(f"{self._path(done.lines)} has {values} values, the first image {done.size}")
         return Done(done.lines + 1, done.records + 1, done.skipped, values)
 
-    def _made(self, start: int = 0) -> Generator[tuple[bytes, bytes | None, int], None, None]:
-        """Key, record and number of values of each image from line `start` on, in order."""
-        with ThreadPoolExecutor(self._threads, "caffepy-decode") as pool:
-            waiting: deque[Future[list[tuple[bytes, bytes | None, int]]]] = deque()
-            try:
-                for lo in range(start, len(self._entries), CHUNK):
-                    waiting.append(pool.submit(self._some, lo))
-                    if len(waiting) > AHEAD * self._threads:
-                        yield from waiting.popleft().result()
-                while waiting:
-                    yield from waiting.popleft().result()
-            finally:
-                for future in waiting:
-                    future.cancel()
+    def _made(self, start: int = 0) -> Iterator[Image]:
+        """What becomes of each image from line `start` on, in order."""
+        chunks = mapped(self._some, range(start, len(self._entries), CHUNK), self._threads)
+        with closing(chunks):
+            yield from chain.from_iterable(chunks)
 
-    def _some(self, lo: int) -> list[tuple[bytes, bytes | None, int]]:
+    def _some(self, lo: int) -> list[Image]:
         lines = range(lo, min(lo + CHUNK, len(self._entries)))
         return [(self._key(i), *self._recipe.record(self._path(i), self._entries[i][1])) for i in lines]
 
@@ -272,10 +271,9 @@ class Job:
         with (
             closing(open_source(database)) as source,
             counting(len(self._entries), "images", self._progress) as advance,
-            closing(self._made()) as made,
         ):
             left = len(source)
-            for key, record, _ in made:
+            for key, record, _ in self._made():
                 while left and bytes(source.peek()[0]) < key:
                     problems += _tell(problems, "%s is not of the list", source.read()[0])
                     left -= 1

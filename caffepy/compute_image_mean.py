@@ -1,0 +1,127 @@
+"""`caffepy compute-image-mean`: the mean of all images of a database, as a mean file, with Caffe's log lines.
+
+Sums are exact: whole numbers of raw pixels, float64 of others. Caffe's float32 sums round above 2^24.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from caffepy.blob import Array, shape_string
+from caffepy.data.ahead import mapped
+from caffepy.data.datum import decode
+from caffepy.data.source import Records, Source, open_source, printable
+from caffepy.errors import DataError
+from caffepy.files import written
+from caffepy.proto import binary
+from caffepy.report import counting
+from caffepy.report.text import number
+
+log = logging.getLogger(__name__)
+
+CHUNK = 32  # records that a thread adds up at a time
+TELL_EVERY = 10_000
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean (C, H, W) of so many images, float32."""
+
+    count: int
+    image: Array
+
+    @property
+    def channels(self) -> list[float]:
+        """The mean of each channel: transform_param's mean_value."""
+        return [float(value) for value in self.image.mean((1, 2), np.float64)]
+
+    def json(self) -> str:
+        """An object with count, shape and mean_value."""
+        return json.dumps({"count": self.count, "shape": self.image.shape, "mean_value": self.channels})
+
+
+def compute_image_mean(
+    database: str,
+    output: str | None = None,
+    *,
+    backend: str | None = None,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> Mean:
+    """The mean of all records of an LMDB or LevelDB, written to the .binaryproto `output` if one is named.
+
+    Encoded records are decoded. `backend` is only compared with what the database is. DataError names the record whose
+    image cannot be read or has another size than the first.
+    """
+    with closing(open_source(database, backend and backend.upper())) as source:
+        shape = _first(source).shape
+        log.info("Starting iteration")
+        mean = _mean(source, shape, threads, progress)
+    if output:
+        log.info("Write to %s", output)
+        write_mean(output, mean.image)
+    log.info("Number of channels: %d", shape[0])
+    for c, value in enumerate(mean.channels):
+        log.info("mean_value channel [%d]: %s", c, number(value))
+    return mean
+
+
+def write_mean(path: str, image: Array) -> None:
+    """Write an image (C, H, W) as the mean file that Caffe's tool writes, with four legacy extents."""
+    channels, height, width = image.shape
+    blob = binary.array_to_blob(image)
+    blob.ClearField("shape")
+    blob.num, blob.channels, blob.height, blob.width = 1, channels, height, width
+    with written(path) as temporary, open(temporary, "wb") as file:
+        file.write(blob.SerializeToString())
+
+
+def _mean(source: Source, shape: tuple[int, ...], threads: int | None, progress: bool | None) -> Mean:
+    total, count = np.zeros(shape, np.int64), 0
+
+    def add(records: Records) -> Array:
+        part: Array = np.zeros(shape, np.uint32)
+        for record in records:
+            image = _image(source, record)
+            if image.shape != shape:
+                raise DataError(
+                    f"{source.path}: record {printable(record[0])} has shape {shape_string(image.shape)}, "
+                    f"the first one {shape_string(shape)}"
+                )
+            if image.dtype != np.uint8:
+                part = part.astype(np.float64, copy=False)
+            part += image
+        return part
+
+    sums = mapped(add, _chunks(source), threads)
+    with closing(sums), counting(len(source), "records", progress) as advance:
+        for part in sums:
+            before, count = count, min(count + CHUNK, len(source))
+            total = total + part
+            if count // TELL_EVERY > before // TELL_EVERY:
+                log.info("Processed %d files.", count // TELL_EVERY * TELL_EVERY)
+            advance(count - before)
+    if count % TELL_EVERY:
+        log.info("Processed %d files.", count)
+    return Mean(count, (total / count).astype(np.float32))
+
+
+def _chunks(source: Source) -> Iterator[Records]:
+    count = len(source)
+    for lo in range(0, count, CHUNK):
+        yield source.take(min(CHUNK, count - lo))
+
+
+def _first(source: Source) -> Array:
+    return _image(source, source.peek())
+
+
+def _image(source: Source, record: tuple[memoryview | bytes, memoryview | bytes]) -> Array:
+    try:
+        return decode(record[1])[0]
+    except DataError as error:
+        raise DataError(f"{source.path}: record {printable(record[0])}: {error.message}") from None
