@@ -6,21 +6,30 @@ from typing import Any
 
 from caffepy.device import gpu_numbers
 from caffepy.errors import ConfigError
-from caffepy.parallel import peers
+from caffepy.parallel import links, peers
+from caffepy.parallel.links import Links
 from caffepy.parallel.schedule import Operation, Schedule, flat, muji, tree
 from caffepy.parallel.topology import DevicePair, Topology, device_pairs, draw, show
 
-FIELDS = ("devices", "boards", "access")
+FIELDS = ("devices", "boards", "access", "links")
+
+LEGEND = (
+    "NV#: so many NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, NODE: one NUMA node, SYS: several"
+)
 
 
 @dataclass(frozen=True)
 class Pairing:
-    """Devices with all that follows from how they are joined; `speeds` is empty unless they were measured."""
+    """Devices with all that follows from how they are joined.
+
+    `links` is None if it is not known what joins them, `speeds` is empty unless they were measured.
+    """
 
     topology: Topology
     pairs: list[DevicePair]
     schedules: dict[str, Schedule | None]
     speeds: list[peers.Speed]
+    links: Links | None = None
 
     def json(self) -> str:
         """As one JSON object; steps are [operation, source, destination, through the host]."""
@@ -30,6 +39,7 @@ class Pairing:
                 "devices": names,
                 "boards": self.topology.boards,
                 "access": self.topology.access,
+                "links": self.links,
                 "pairs": [[pair.parent, pair.device] for pair in self.pairs],
                 "schedules": {
                     name: schedule and [[_step(step, names) for step in level] for level in schedule]
@@ -53,6 +63,9 @@ class Pairing:
             f"GPUs pairs {show(self.pairs) or 'none'}\n{draw(self.pairs)}",
             "Peer access (board: +, peer: P, through the host: -)\n" + self._matrix(self._reach),
         ]
+        links = self.links
+        if links:
+            parts.append(f"Links ({LEGEND})\n" + self._matrix(lambda a, b: links[a][b] or "?"))
         parts += [self._schedule(name, schedule) for name, schedule in self.schedules.items()]
         if self.speeds:
             of = {(speed.source, speed.destination): speed for speed in self.speeds}
@@ -95,25 +108,27 @@ def _step(step: Any, names: tuple[int, ...]) -> list[Any]:
     return [step.operation.value, names[step.source], names[step.destination], step.staged]
 
 
-def pairing(topology: Topology, measured: bool = False) -> Pairing:
-    """All of these devices; their speeds are measured on the GPUs of this machine."""
+def pairing(topology: Topology, joined: Links | None = None, measured: bool = False) -> Pairing:
+    """All of these devices, `joined` by these links; their speeds are measured on the GPUs of this machine."""
     speeds = []
     if measured and topology.size > 1:
         peers.enable(topology)
         speeds = peers.measure(topology)
     schedules = {"tree": tree(topology), "muji": muji(topology), "flat": flat(topology)}
-    return Pairing(topology, device_pairs(topology), schedules, speeds)
+    return Pairing(topology, device_pairs(topology), schedules, speeds, joined)
 
 
 def of_this_machine(gpus: str, measured: bool = False) -> Pairing:
     """The GPUs that --gpu names, "all" for every one."""
-    return pairing(peers.query(gpu_numbers(gpus)), measured)
+    topology = peers.query(gpu_numbers(gpus))
+    return pairing(topology, links.query(topology.devices), measured)
 
 
 def simulated(path: str) -> Pairing:
     """The devices that a JSON file describes: {"devices": [0, 1], "boards": [null, null], "access": [[0, 1], [1, 0]]}.
 
-    `boards` may be left out; `access` may be one number for all pairs. ConfigError says what does not fit.
+    `boards` may be left out; `access` may be one number for all pairs. "links" may have rows of texts such as "NV18" or
+    "SYS", and null where a device meets itself. ConfigError says what does not fit.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -123,7 +138,7 @@ def simulated(path: str) -> Pairing:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(told, dict) or not set(told) <= set(FIELDS) or not isinstance(told.get("devices"), list):
-        raise ConfigError(f'{path} must be an object with "devices", and perhaps "boards" and "access"')
+        raise ConfigError(f'{path} must be an object with "devices", and perhaps "boards", "access" and "links"')
     devices = told["devices"]
     if not all(isinstance(device, int) and not isinstance(device, bool) for device in devices):
         raise ConfigError(f'{path}: "devices" must be whole numbers')
@@ -133,9 +148,21 @@ def simulated(path: str) -> Pairing:
         access = [[access] * n] * n
     if not (isinstance(boards, list) and isinstance(access, list) and all(isinstance(row, list) for row in access)):
         raise ConfigError(f'{path}: "boards" must be a list and "access" a list of rows')
+    joined = told.get("links")
+    if joined is not None and not _is_matrix(joined, n):
+        raise ConfigError(f'{path}: "links" must be {n} rows of {n} texts, or null where there is none')
     try:
         rows = tuple(tuple(bool(cell) and a != b for b, cell in enumerate(row)) for a, row in enumerate(access))
         topology = Topology(tuple(devices), tuple(boards), rows)
     except ConfigError as error:
         raise error.at(path) from None
-    return pairing(topology)
+    return pairing(topology, joined)
+
+
+def _is_matrix(rows: Any, n: int) -> bool:
+    return (
+        isinstance(rows, list)
+        and len(rows) == n
+        and all(isinstance(row, list) and len(row) == n for row in rows)
+        and all(cell is None or isinstance(cell, str) for row in rows for cell in row)
+    )

@@ -12,12 +12,14 @@ from caffepy.cli import options
     "--simulate",
     type=click.Path(),
     metavar="FILE",
-    help='Devices of another machine: {"devices": [0, 1], "boards": [null, null], "access": [[0, 1], [1, 0]]}.',
+    help='Devices of another machine: {"devices": [0, 1], "access": [[0, 1], [1, 0]]}, also "boards", "links".',
 )
 @options.as_json
 @options.logged(least=1)
 def device_pairs(gpu: str | None, measure: bool, simulate: str | None, as_json: bool) -> None:
     """Print the tree of device pairs, who reaches whose memory, and the schedule of each way to synchronize, to stdout.
+
+    Links are named as nvidia-smi names them, where the driver tells.
 
     \b
     Examples:

@@ -42,6 +42,16 @@ def test_as_json_with_edges_that_go_through_the_host(machine, capsys: Captured) 
     assert told["speeds"] == []
 
 
+def test_what_joins_the_devices_is_told_if_it_is_known(machine, capsys: Captured) -> None:
+    description = machine(devices=[0, 1], links=[[None, "NV18"], ["NV18", None]])
+    assert main.run(["device-pairs", "--simulate", description]) == 0
+    assert "\n        0    1\n   0    . NV18\n   1 NV18    .\n" in capsys.readouterr().out
+    assert main.run(["device-pairs", "--simulate", description, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["links"] == [[None, "NV18"], ["NV18", None]]
+    assert main.run(["device-pairs", "--simulate", machine(devices=[0, 1])]) == 0
+    assert "Links" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -51,6 +61,8 @@ def test_as_json_with_edges_that_go_through_the_host(machine, capsys: Captured) 
         ({"devices": ["a"]}, "whole numbers"),
         ({"device": [0]}, 'must be an object with "devices"'),
         ({"devices": [0], "access": "x"}, "list of rows"),
+        ({"devices": [0, 1], "links": [[None, "NV4"]]}, '"links" must be 2 rows of 2 texts'),
+        ({"devices": [0], "links": [[4]]}, '"links" must be 1 rows of 1 texts'),
     ],
 )
 def test_a_description_that_does_not_fit(machine, capsys: Captured, fields: dict[str, object], message: str) -> None:
