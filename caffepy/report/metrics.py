@@ -9,15 +9,14 @@ What is unknown is empty.
 import csv
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
 from caffepy.files import replacing
 from caffepy.report import curve
-from caffepy.report.speed import Speed
+from caffepy.report.shown import Gathering, Shown, elements
 from caffepy.report.text import number
-from caffepy.reporter import Output, Reporter
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +37,7 @@ def read_rows(path: str) -> tuple[list[str], list[Row]]:
     return header, [dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header) and row[0].isdigit()]
 
 
-class Metrics(Reporter):
+class Metrics(Gathering):
     """Writes the metrics file of a run, row by row, and at the end its curve.
 
     A run that starts at iteration K > 0 goes on in the file of the earlier part; rows from K on are written anew.
@@ -46,85 +45,21 @@ class Metrics(Reporter):
     """
 
     def __init__(self, prefix: str) -> None:
+        super().__init__()
         self.path = f"{prefix}_metrics.csv"
         self.curve_path = f"{prefix}_curve.png"
         self._columns = FIRST + LAST
-        self._row: Row = {}  # of the iteration at hand, not written yet
         self._file: TextIO | None = None
-        self._started = False
         self._failed = False
         self._start = time.monotonic()
-        self._speed = Speed()
 
     def solving(self, net_name: str, lr_policy: str) -> None:
         """Time begins."""
+        super().solving(net_name, lr_policy)
         self._start = time.monotonic()
-        self._speed.read()
 
-    def test_started(self, iteration: int, k: int) -> None:
-        """The time of a test is not training time."""
-        self._speed.pause()
-        self._begin_row(iteration)
-
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
-        """Take the outputs into the row."""
-        self._speed.resume()
-        self._begin_row(iteration)
-        self._row.update(_columns_of(k, outputs))
-
-    def displayed(
-        self,
-        iteration: int,
-        loss: float,
-        outputs: Sequence[Output],
-        iterations_per_s: float,
-        seconds: float,
-        display: int,
-    ) -> None:
-        """Take the loss into the row."""
-        self._begin_row(iteration)
-        self._row["loss"] = number(loss)
-
-    def lr(self, iteration: int, rate: float) -> None:
-        """Take the rate into the row."""
-        self._row["lr"] = number(rate)
-
-    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Write the row, if this iteration has one."""
-        self._speed.add(images)
-        if self._row:
-            known = {} if loss is None else {"loss": number(loss)}
-            self._row = {**known, "lr": number(rate), **self._row}
-            self._write_row()
-
-    def finished(self, iteration: int, loss: float | None) -> None:
-        """Take the loss of the last forward pass into the row."""
-        if loss is not None:
-            self._begin_row(iteration)
-            self._row["loss"] = number(loss)
-
-    def done(self, stopped_early: bool) -> None:
-        """Write the last row."""
-        self._write_row()
-
-    def close(self, complete: bool = True) -> None:
-        """Write what is left and draw the curve."""
-        self._write_row()
-        if self._file is not None:
-            self._file.close()
-            log.info("Metrics are in %s", self.path)
-            if complete:
-                curve.draw(*read_rows(self.path), self.curve_path)
-
-    def _begin_row(self, iteration: int) -> None:
-        if not self._started:
-            self._started = True
-            self._continue_from(iteration)
-        if self._row and self._row["iteration"] != str(iteration):
-            self._write_row()
-        self._row["iteration"] = str(iteration)
-
-    def _continue_from(self, iteration: int) -> None:
+    def begin(self, iteration: int) -> None:
+        """Go on in the file of the earlier part, or begin one."""
         columns, rows = read_rows(self.path) if iteration > 0 else ([], [])
         rows = [row for row in rows if int(row["iteration"]) < iteration]
         if rows:
@@ -132,15 +67,15 @@ class Metrics(Reporter):
             self._start -= float(rows[-1]["time"] or 0)
         self._rewrite(rows)
 
-    def _write_row(self) -> None:
-        row, self._row = self._row, {}
-        if row.keys() <= {"iteration"} or self._failed:  # nothing to tell, as of a test that was interrupted
+    def show(self, shown: Shown) -> None:
+        """Write a row."""
+        if self._failed:
             return
-        images_per_s = self._speed.read()
-        row |= {
-            "time": f"{time.monotonic() - self._start:.3f}",
-            "images/s": "" if images_per_s is None else number(images_per_s),
-        }
+        row = {"iteration": str(shown.iteration), "time": f"{time.monotonic() - self._start:.3f}"}
+        for name, value in (("loss", shown.loss), ("lr", shown.lr), ("images/s", shown.images_per_s)):
+            row[name] = "" if value is None else number(value)
+        for k, outputs in shown.tests.items():
+            row.update((f"test{k or ''}_{name}", number(value)) for name, value in elements(outputs))
         new = [name for name in row if name not in self._columns]
         if new:
             self._columns = self._columns[:-1] + new + LAST
@@ -152,6 +87,15 @@ class Metrics(Reporter):
             self._file.flush()
         except OSError as error:
             self._give_up(error)
+
+    def close(self, complete: bool = True) -> None:
+        """Write what is left and draw the curve."""
+        self.show_rest()
+        if self._file is not None:
+            self._file.close()
+            log.info("Metrics are in %s", self.path)
+            if complete:
+                curve.draw(*read_rows(self.path), self.curve_path)
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
         try:
@@ -172,10 +116,3 @@ class Metrics(Reporter):
                 self._file.close()
             self._file = None
         log.warning("cannot write %s (%s); the run goes on without it", self.path, error.strerror)
-
-
-def _columns_of(k: int, outputs: Sequence[Output]) -> Iterator[tuple[str, str]]:
-    for name, values, _ in outputs:
-        scalars = values.reshape(-1)
-        for i, value in enumerate(scalars):
-            yield f"test{k or ''}_{name}{f'[{i}]' if len(scalars) > 1 else ''}", number(value)
