@@ -9,18 +9,20 @@ from statistics import median
 from caffepy import ops
 from caffepy.bench import WINDOW, Trainer
 from caffepy.device import CudaDevice, Device, gpu_numbers
+from caffepy.report.performance import difference, shares
 from caffepy.team import Terms, team_of
 
 
 @dataclass(frozen=True)
 class Point:
-    """So many devices: images a second of all, the part of one's rate times their number, ms of an iteration.
+    """So many devices: images a second of all, `times` those of one, of which each has `efficiency`; ms an iteration.
 
-    `exposed` is the part of an iteration that one device does not have: synchronization that nothing hides.
+    `exposed` is the part of an iteration in which devices, in the mean, do nothing but synchronize.
     """
 
     devices: int
     images_per_s: float
+    times: float
     efficiency: float
     ms: float
     exposed: float
@@ -42,10 +44,11 @@ class Scaling:
         """A few lines for people."""
         lines = [
             f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each, sync {self.sync}",
-            f"{'devices':>8}{'images/s':>12}{'efficiency':>12}{'ms':>10}{'exposed':>10}",
+            f"{'devices':>8}{'images/s':>12}{'times one':>12}{'efficiency':>12}{'ms':>10}{'exposed sync':>14}",
         ]
         lines += [
-            f"{p.devices:8}{p.images_per_s:12.0f}{p.efficiency:12.1%}{p.ms:10.3f}{p.exposed:10.1%}" for p in self.points
+            f"{p.devices:8}{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}{p.ms:10.3f}{p.exposed:14.1%}"
+            for p in self.points
         ]
         return "\n".join(lines)
 
@@ -77,25 +80,19 @@ def bench_scaling(
         devices = [CudaDevice(number) for number in numbers[:count]] if numbers else [Device() for _ in range(count)]
         ops.set_precision(devices[0], precision)
         with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
-            with team_of(trainer.solver, devices, Terms(sync)):
+            with team_of(trainer.solver, devices, Terms(sync)) as team:
                 trainer.window(5)
                 iterations = trainer.iterations_in(WINDOW)
+                before = team.seconds() if team else []
                 done = [trainer.window(iterations) for _ in range(windows)]
+                spent = [difference(*both) for both in zip(team.seconds(), before, strict=True)] if team else []
             ms = median(w.seconds / w.iterations for w in done) * 1000
             hosts = [w.host_ms for w in done if w.host_ms is not None]
             rate = count * trainer.batch / ms * 1000
-            alone = points[0] if points else None
-            points.append(
-                Point(
-                    count,
-                    rate,
-                    rate / (count * alone.images_per_s) if alone else 1.0,
-                    ms,
-                    max(0.0, 1 - alone.ms / ms) if alone else 0.0,
-                    median(hosts) if hosts else None,
-                )
-            )
+            times = rate / points[0].images_per_s if points else 1.0
+            exposed = shares(spent)["synchronization"] if spent else 0.0
+            points.append(Point(count, rate, times, times / count, ms, exposed, median(hosts) if hosts else None))
             name, each = trainer.net.name, trainer.batch
     first = devices[0]
     kind = first.name if isinstance(first, CudaDevice) else "the CPU"
-    return Scaling(name, kind, precision or "the default precision", sync, each, points)
+    return Scaling(name, kind, ops.precision_of(first), sync, each, points)

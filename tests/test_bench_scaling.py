@@ -11,10 +11,13 @@ def test_two_solvers_beside_one(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     one, two = told["points"]
     assert (one["devices"], two["devices"]) == (1, 2)
-    assert one["efficiency"] == 1
+    assert told["precision"] == "fp32"
+    assert one["efficiency"] == one["times"] == 1
+    assert one["exposed"] == 0
+    assert two["times"] == pytest.approx(two["images_per_s"] / one["images_per_s"])
     assert two["efficiency"] == pytest.approx(two["images_per_s"] / (2 * one["images_per_s"]))
     assert two["images_per_s"] == pytest.approx(2 * 2 * 1000 / two["ms"])
-    assert 0 <= two["exposed"] < 1
+    assert 0 < two["exposed"] < 1
 
 
 def test_what_to_train_and_where_must_be_said_once(capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,10 +43,10 @@ class Performance(Timed):
         rate = self._speed.read()
         if rate is not None:
             now = [dict(seconds) for seconds in self._read()]
-            spent = [_difference(a, b) for a, b in zip(now, self._before, strict=True)]
+            spent = [difference(a, b) for a, b in zip(now, self._before, strict=True)]
             self._before = now
-            shares = ", ".join(f"{part} {share:.0%}" for part, share in _shares(spent).items())
-            told = [self._rates(rate), shares, slowest(spent)]
+            parts = ", ".join(f"{part} {share:.0%}" for part, share in shares(spent).items())
+            told = [self._rates(rate), parts, slowest(spent)]
             log.info("    %s", "; ".join(part for part in told if part))
 
     def done(self, stopped_early: bool) -> None:
@@ -56,13 +56,13 @@ class Performance(Timed):
         if rate is None:
             return
         log.info("Performance of %d solvers: %s", self._size, self._rates(rate))
-        spent = [_difference(a, b) for a, b in zip(self._read(), self._begin, strict=True)]
-        if not _shares(spent):
+        spent = [difference(a, b) for a, b in zip(self._read(), self._begin, strict=True)]
+        if not shares(spent):
             return
         rows = [["solver", *spent[0]]]
         named = [*((str(rank), [seconds]) for rank, seconds in enumerate(spent)), ("mean", spent)]
         for name, solvers in named:
-            rows.append([name, *(f"{share:.1%}" for share in _shares(solvers).values())])
+            rows.append([name, *(f"{share:.1%}" for share in shares(solvers).values())])
         for line in columns(rows, 1):
             log.info("    %s", line)
         log.info("%s", bottleneck(spent))
@@ -76,11 +76,12 @@ class Performance(Timed):
         return text
 
 
-def _difference(a: Seconds, b: Seconds) -> dict[str, float]:
+def difference(a: Seconds, b: Seconds) -> dict[str, float]:
+    """What went by between two readings, the later one first."""
     return {part: a[part] - b[part] for part in a}
 
 
-def _shares(solvers: Sequence[Seconds]) -> dict[str, float]:
+def shares(solvers: Sequence[Seconds]) -> dict[str, float]:
     """Shares of the parts in the time of all these solvers, empty if there is none."""
     sums = {part: sum(seconds[part] for seconds in solvers) for part in solvers[0]}
     whole = sum(sums.values())
@@ -103,12 +104,12 @@ def slowest(solvers: Sequence[Seconds]) -> str:
 
 def bottleneck(solvers: Sequence[Seconds]) -> str:
     """What holds these solvers up, in one sentence."""
-    shares = _shares(solvers)
-    waits = {part: shares[part] for part in ("data", "synchronization", "host") if part in shares}
+    of = shares(solvers)
+    waits = {part: of[part] for part in ("data", "synchronization", "host") if part in of}
     worst = max(waits, key=waits.__getitem__)
     share = f"{waits[worst]:.0%} of the time"
     if waits[worst] < WAITS:
-        computing = shares["forward"] + shares["backward"]
+        computing = of["forward"] + of["backward"]
         return f"Nothing but computing holds the solvers up: forward and backward take {computing:.0%} of the time."
     if worst == "data":
         return f"Data holds the solvers up: they wait for it {share}."
