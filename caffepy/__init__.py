@@ -8,13 +8,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from caffepy import io, net_spec, proto
+    from caffepy import classifier, detector, io, net_spec, proto
     from caffepy.caffe_alias import install_as_caffe
     from caffepy.classifier import Classifier
     from caffepy.detector import Detector
     from caffepy.net_spec import NetSpec, layers, params, to_proto
     from caffepy.pycaffe.layer import Layer
-    from caffepy.pycaffe.mode import set_device, set_mode_cpu, set_mode_gpu, set_precision, set_random_seed
+    from caffepy.pycaffe.log import init_log, log
+    from caffepy.pycaffe.mode import (
+        set_device,
+        set_mode_cpu,
+        set_mode_gpu,
+        set_multiprocess,
+        set_precision,
+        set_random_seed,
+        set_solver_count,
+        set_solver_rank,
+        solver_count,
+        solver_rank,
+    )
+    from caffepy.pycaffe.nccl import NCCL, has_nccl
     from caffepy.pycaffe.net import Net
     from caffepy.pycaffe.solver import (
         AdaDeltaSolver,
@@ -25,6 +38,7 @@ if TYPE_CHECKING:
         SGDSolver,
         get_solver,
     )
+    from caffepy.pycaffe.timer import Timer
 
 __version__ = "0.1.0"
 TRAIN = 0
@@ -37,26 +51,37 @@ _homes = {
     "Classifier": "caffepy.classifier",
     "Detector": "caffepy.detector",
     "Layer": "caffepy.pycaffe.layer",
-    "NetSpec": "caffepy.net_spec",
+    "NCCL": "caffepy.pycaffe.nccl",
     "NesterovSolver": "caffepy.pycaffe.solver",
     "Net": "caffepy.pycaffe.net",
+    "NetSpec": "caffepy.net_spec",
     "RMSPropSolver": "caffepy.pycaffe.solver",
     "SGDSolver": "caffepy.pycaffe.solver",
+    "Timer": "caffepy.pycaffe.timer",
     "get_solver": "caffepy.pycaffe.solver",
+    "has_nccl": "caffepy.pycaffe.nccl",
+    "init_log": "caffepy.pycaffe.log",
     "install_as_caffe": "caffepy.caffe_alias",
     "layers": "caffepy.net_spec",
+    "log": "caffepy.pycaffe.log",
     "params": "caffepy.net_spec",
     "set_device": "caffepy.pycaffe.mode",
     "set_mode_cpu": "caffepy.pycaffe.mode",
     "set_mode_gpu": "caffepy.pycaffe.mode",
+    "set_multiprocess": "caffepy.pycaffe.mode",
     "set_precision": "caffepy.pycaffe.mode",
     "set_random_seed": "caffepy.pycaffe.mode",
+    "set_solver_count": "caffepy.pycaffe.mode",
+    "set_solver_rank": "caffepy.pycaffe.mode",
+    "solver_count": "caffepy.pycaffe.mode",
+    "solver_rank": "caffepy.pycaffe.mode",
     "to_proto": "caffepy.net_spec",
 }
 
 _modules = {"classifier", "coord_map", "detector", "draw", "io", "net_spec", "proto", "pycaffe"}
 
 __all__ = [
+    "NCCL",
     "TEST",
     "TRAIN",
     "AdaDeltaSolver",
@@ -70,20 +95,31 @@ __all__ = [
     "NetSpec",
     "RMSPropSolver",
     "SGDSolver",
+    "Timer",
     "__version__",
+    "classifier",
+    "detector",
     "get_solver",
+    "has_nccl",
+    "init_log",
     "install_as_caffe",
     "io",
     "layer_type_list",
     "layers",
+    "log",
     "net_spec",
     "params",
     "proto",
     "set_device",
     "set_mode_cpu",
     "set_mode_gpu",
+    "set_multiprocess",
     "set_precision",
     "set_random_seed",
+    "set_solver_count",
+    "set_solver_rank",
+    "solver_count",
+    "solver_rank",
     "to_proto",
 ]
 

@@ -553,6 +553,11 @@ def gpu_memory(index: int) -> tuple[int, int]:
     return int(free), int(total)
 
 
+def synchronize_gpu(index: int) -> None:
+    """Return when all work that this process has given to the GPU is done."""
+    import_cupy().cuda.Device(index).synchronize()
+
+
 @contextmanager
 def out_of_memory_told(cupy: Any) -> Iterator[None]:
     """Turn CuPy's out-of-memory error into a DeviceError that says what helps."""

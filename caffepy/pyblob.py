@@ -9,6 +9,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.blob import Array
 from caffepy.blob import Blob as Inner
+from caffepy.errors import DeviceError
 
 
 class Blob:
@@ -63,6 +64,16 @@ class Blob:
         """Take this shape: `blob.reshape(10, 3, 227, 227)`; the net's layers follow at the next forward or reshape."""
         self._inner.reshape(map(index, shape))
 
+    @property
+    def _gpu_data_ptr(self) -> int:
+        """Where the values lie on the GPU, in the element type and order in which the net computes."""
+        return _address(self._inner.data)
+
+    @property
+    def _gpu_diff_ptr(self) -> int:
+        """Where the gradients lie on the GPU, as the values do."""
+        return _address(self._inner.diff)
+
     def __repr__(self) -> str:
         return repr(self._inner)
 
@@ -89,6 +100,12 @@ class BlobVec(Sequence[Blob]):
         self._inner.append(Inner(shape, self._dtype))
 
 
+def _address(array: Array) -> int:
+    if isinstance(array, np.ndarray):
+        raise DeviceError("this blob lies in the host's memory: caffe.set_mode_gpu() before its net is built")
+    return int(array.data.ptr)
+
+
 def wrap(inner: Inner) -> Blob:
     """pycaffe's view of the blob."""
     return Blob(inner)
@@ -97,3 +114,8 @@ def wrap(inner: Inner) -> Blob:
 def wrap_all(inner: Sequence[Inner]) -> list[Blob]:
     """pycaffe's views of the blobs."""
     return [wrap(b) for b in inner]
+
+
+def unwrap_all(blobs: Sequence[Blob]) -> list[Inner]:
+    """The blobs behind pycaffe's views."""
+    return [blob._inner for blob in blobs]

@@ -170,12 +170,7 @@ class Team(Followers):
         return worker
 
     def _synchronize(self, solver: Solver, rank: int) -> None:
-        params, parts = solver.params, []
-        if solver.param.iter_size == 1 and solver.net.learnable_params:
-            *ends, last = params.ends
-            parts = buckets([*map(int, ends), last + params.notes.size], adders(solver.net))
-        flats = Flats(solver.device, params.data, params.averaged, parts)
-        synchronizer = self._synchronizers[rank] = self._way.join(rank, flats)
+        synchronizer = self._synchronizers[rank] = self._way.join(rank, flats_of(solver))
         solver.synchronize(synchronizer, self._way.choice.root_updates)
 
     def _watch(self) -> None:
@@ -309,6 +304,15 @@ class Team(Followers):
     @property
     def _workers(self) -> list[WorkerSolver]:
         return [self._crew.members[rank] for rank in range(1, self.size)]
+
+
+def flats_of(solver: Solver) -> Flats:
+    """What of a solver is to be synchronized."""
+    params, parts = solver.params, []
+    if solver.param.iter_size == 1 and solver.net.learnable_params:
+        *ends, last = params.ends
+        parts = buckets([*map(int, ends), last + params.notes.size], adders(solver.net))
+    return Flats(solver.device, params.data, params.averaged, parts)
 
 
 def team_of(

@@ -50,4 +50,4 @@ class ImageNet(Net):
         """The first output for images (H, W, K), prepared and run in batches."""
         in_ = self.inputs[0]
         prepared = np.stack([self.transformer.preprocess(in_, image) for image in images])
-        return self.forward_all(**{in_: prepared})[self.outputs[0]]
+        return self.forward_all(None, **{in_: prepared})[self.outputs[0]]

@@ -1,4 +1,4 @@
-"""What `set_mode_cpu`, `set_mode_gpu`, `set_device` and `set_random_seed` set: per thread, as in pycaffe."""
+"""What `set_mode_gpu`, `set_device`, `set_random_seed`, `set_solver_rank`, ... set: per thread, as in pycaffe."""
 
 import threading
 
@@ -7,12 +7,15 @@ from caffepy.errors import CaffeError
 
 
 class _Mode(threading.local):
-    """The calling thread's choice of device, and the random numbers from which its nets draw their seeds."""
+    """The calling thread's choices, and the random numbers from which its nets draw their seeds."""
 
     def __init__(self) -> None:
         self.gpu = False
         self.index = 0
         self.random = Device()
+        self.solver_count = 1
+        self.solver_rank = 0
+        self.multiprocess = False
 
 
 _mode = _Mode()
@@ -44,6 +47,45 @@ def set_random_seed(seed: int) -> None:
     if seed < 0:
         raise CaffeError(f"a random seed is 0 or more, not {seed}")
     _mode.random.seed(seed)
+
+
+def solver_count() -> int:
+    """How many solvers train together."""
+    return _mode.solver_count
+
+
+def set_solver_count(count: int) -> None:
+    """Say how many solvers train together; call it before building this thread's."""
+    if count < 1:
+        raise CaffeError(f"a solver count is 1 or more, not {count}")
+    _mode.solver_count = count
+
+
+def solver_rank() -> int:
+    """Which of them is this thread's."""
+    return _mode.solver_rank
+
+
+def set_solver_rank(rank: int) -> None:
+    """Say which of the solvers is this thread's; rank 0 alone tests, displays and saves."""
+    if rank < 0:
+        raise CaffeError(f"a solver rank is 0 or more, not {rank}")
+    _mode.solver_rank = rank
+
+
+def multiprocess() -> bool:
+    """Whether the other solvers are in other processes."""
+    return _mode.multiprocess
+
+
+def set_multiprocess(multiprocess: bool) -> None:
+    """Say whether the other solvers are in other processes, or else in other threads of this one."""
+    _mode.multiprocess = multiprocess
+
+
+def gpu() -> int | None:
+    """The GPU on which this thread's nets are built, None if it is the CPU."""
+    return _mode.index if _mode.gpu else None
 
 
 def set_precision(name: str) -> None:

@@ -4,25 +4,30 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from caffepy.blob import Array
-from caffepy.errors import CaffeError
+from caffepy.blob import Array, on_host
+from caffepy.errors import CaffeError, UsageError
 from caffepy.layer import Layer as InnerLayer
+from caffepy.layer.base import Blobs
 from caffepy.layer.data import MemoryData
 from caffepy.layer.python import Python
 from caffepy.net import Net as Inner
 from caffepy.net import weights
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import NetState, Phase
-from caffepy.pyblob import Blob, BlobVec, wrap
+from caffepy.pyblob import Blob, BlobVec, unwrap_all, wrap
 from caffepy.pycaffe import mode
+from caffepy.pycaffe.log import heed_environment
+
+if TYPE_CHECKING:
+    from caffepy.pycaffe.nccl import NCCL
 
 
 class Layer:
-    """A layer of a net: its type and parameter blobs."""
+    """A layer of a net: its type and parameter blobs; `setup` and `reshape` are what the net calls."""
 
     def __init__(self, inner: InnerLayer) -> None:
         self._inner = inner
@@ -36,6 +41,19 @@ class Layer:
     def blobs(self) -> BlobVec:
         """The parameters."""
         return BlobVec(self._inner.blobs, self._inner.dtype)
+
+    def setup(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """Read the layer's parameters and make its blobs, for these bottoms and tops."""
+        self._call(self._inner.setup, bottom, top)
+
+    def reshape(self, bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        """Shape the tops by the bottoms."""
+        self._call(self._inner.reshape, bottom, top)
+
+    def _call(self, method: Callable[[Blobs, Blobs], None], bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+        blobs = [unwrap_all(b) for b in (bottom, top)]
+        with self._inner.device.scope():
+            method(*(map(on_host, blobs) if self._inner.on_host else blobs))
 
 
 class Net:
@@ -53,6 +71,7 @@ class Net:
         stages: Sequence[str] | None = None,
         weights: str | os.PathLike[str] | None = None,
     ) -> None:
+        heed_environment()
         if isinstance(phase, (str, os.PathLike)):
             weights, phase, level = phase, level, 0
         if phase not in Phase.values():
@@ -78,14 +97,15 @@ class Net:
 
     def _attach(self, inner: Inner) -> None:
         self._net = inner
-        self._blobs = OrderedDict((name, wrap(blob)) for name, blob in inner.blobs.items())
-        pairs = zip(inner.layer_names, inner.layers, strict=True)
+        self._by_name = OrderedDict((name, wrap(blob)) for name, blob in inner.blobs.items())
+        pairs = list(zip(inner.layer_names, inner.layers, strict=True))
         self._params = OrderedDict((name, BlobVec(layer.blobs, layer.dtype)) for name, layer in pairs if layer.blobs)
+        self._layers = [layer.instance if isinstance(layer, Python) else Layer(layer) for layer in inner.layers]
 
     @property
     def blobs(self) -> "OrderedDict[str, Blob]":
         """Blobs by name, in the order in which layers make them."""
-        return self._blobs
+        return self._by_name
 
     @property
     def params(self) -> "OrderedDict[str, BlobVec]":
@@ -100,7 +120,7 @@ class Net:
     @property
     def layers(self) -> list[Any]:
         """All layers in order; a Python layer is the object of the user's class."""
-        return [layer.instance if isinstance(layer, Python) else Layer(layer) for layer in self._net.layers]
+        return self._layers
 
     @property
     def layer_dict(self) -> "OrderedDict[str, Any]":
@@ -154,6 +174,25 @@ class Net:
     def _blob_names(self) -> list[str]:
         return list(self._net.blobs)
 
+    @property
+    def _blobs(self) -> list[Blob]:
+        return list(self.blobs.values())
+
+    @property
+    def _blob_loss_weights(self) -> list[float]:
+        return list(self._net.blob_loss_weights.values())
+
+    def _forward(self, start: int, end: int) -> float:
+        """Run layers by number; returns their loss."""
+        self._net.forward(start, end)
+        self._net.device.tick_on()
+        self._net.device.look()
+        return self._net.loss(start, end)
+
+    def _backward(self, start: int, end: int) -> None:
+        """Run layers by number, from `start` down to `end`."""
+        self._net.backward(start, end)
+
     def forward(
         self, blobs: Sequence[str] | None = None, start: str | None = None, end: str | None = None, **inputs: Any
     ) -> dict[str, Array]:
@@ -173,9 +212,7 @@ class Net:
                 if array.shape[0] != self.blobs[name].shape[0]:
                     raise Exception("Input is not batch sized")
                 self.blobs[name].data[...] = array
-        self._net.forward(first, last)
-        self._net.device.tick_on()
-        self._net.device.look()
+        self._forward(first, last)
         return {name: self.blobs[name].data for name in outputs}
 
     def backward(
@@ -197,7 +234,7 @@ class Net:
                 if array.shape[0] != self.blobs[name].shape[0]:
                     raise Exception("Diff is not batch sized")
                 self.blobs[name].diff[...] = array
-        self._net.backward(first, last)
+        self._backward(first, last)
         return {name: self.blobs[name].diff for name in wanted}
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
@@ -295,9 +332,15 @@ class Net:
         """Call `callback(layer index)` before each layer's backward."""
         self._net.before_backward.append(callback)
 
-    def after_backward(self, callback: Callable[[int], object]) -> None:
-        """Call `callback(layer index)` after each layer's backward."""
-        self._net.after_backward.append(callback)
+    def after_backward(self, callback: "Callable[[int], object] | NCCL") -> None:
+        """Call `callback(layer index)` after each layer's backward.
+
+        With an NCCL there is nothing to do: a solver that has it already averages beside the backward pass.
+        """
+        if callable(callback):
+            self._net.after_backward.append(callback)
+        elif not hasattr(callback, "synchronizer"):
+            raise UsageError("after_backward takes a function of the layer's index, or an NCCL")
 
 
 def _joined(collected: dict[str, list[Array]], count: int) -> dict[str, Array]:

@@ -1,26 +1,45 @@
 """pycaffe's solvers: built from a solver file, stepped from Python."""
 
 import os
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, ClassVar
 
+from caffepy.device import CudaDevice, Device
+from caffepy.errors import ConfigError, UsageError
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode
+from caffepy.pycaffe.log import heed_environment
 from caffepy.pycaffe.net import Net
 from caffepy.report import LogReporter
+from caffepy.reporter import Reporter
 from caffepy.solver import Solver as Inner
+from caffepy.team import Terms, team_of
+
+if TYPE_CHECKING:
+    from caffepy.pycaffe.nccl import NCCL
 
 
 class Solver:
-    """A solver of the type that its file names; `get_solver` makes one."""
+    """A solver of the type that its file names; `get_solver` makes one.
+
+    In a thread whose `caffe.solver_rank()` is not 0 it follows: its random numbers are others, and it neither tests nor
+    displays nor saves by itself.
+    """
 
     def __init__(self, solver_file: str | os.PathLike[str], type: str | None = None) -> None:
-        path = os.fspath(solver_file)
-        param = text.read_solver(path)
+        param = _read(solver_file)
         if type is not None:
             param.type = type
-        device = mode.new_device()
-        self._solver = Inner(param, device=device, path=path, reporter=LogReporter())
+        self._build(os.fspath(solver_file), param)
+
+    def _build(self, path: str, param: SolverParameter) -> None:
+        rank = mode.solver_rank()
+        if rank:
+            _follow(param, rank)
+        reporter = LogReporter() if rank == 0 else Reporter()
+        self._solver = Inner(param, device=mode.new_device(), path=path, reporter=reporter)
         self._net = Net.of(self._solver.net)
         self._test_nets = [Net.of(net) for net in self._solver.test_nets]
 
@@ -91,13 +110,57 @@ class Solver:
         """Update the parameters from their diffs."""
         self._solver.apply_update()
 
-    def add_callback(self, on_start: Any, on_gradients_ready: Any) -> None:
-        """Call `on_start()` before and `on_gradients_ready()` after each iteration's forward and backward passes."""
-        self._solver.add_callback(_Callback(on_start, on_gradients_ready))
+    def add_callback(
+        self, on_start: "Callable[[], object] | NCCL", on_gradients_ready: Callable[[], object] | None = None
+    ) -> None:
+        """Call `on_start()` before and `on_gradients_ready()` after each iteration's forward and backward passes.
+
+        Or, with an NCCL of this solver alone, keep in step with the other solvers that it knows of.
+        """
+        synchronizer = getattr(on_start, "synchronizer", None)
+        if synchronizer is not None:
+            self._solver.synchronize(synchronizer)
+        elif callable(on_start) and callable(on_gradients_ready):
+            self._solver.add_callback(_Callback(on_start, on_gradients_ready))
+        else:
+            raise UsageError("add_callback takes two functions, on_start and on_gradients_ready, or an NCCL")
+
+    @contextmanager
+    def together(self, gpus: Sequence[int] = (), cpus: int = 0, sync: str = "auto") -> Iterator[None]:
+        """While the block lasts, train on several devices as one solver with a larger batch.
+
+        `with solver.together(gpus=[0, 1, 2, 3]): solver.step(1000)`. The first of `gpus` is the one that the solver was
+        built on; `cpus` is so many solvers on the CPU. `sync`: "auto", "nccl", "tree", "muji" or "flat". The other
+        solvers are threads of this process; UsageError, DeviceError or SyncError says what is wrong.
+        """
+        own = self._solver.device
+        if own.kind == "cuda" and (not gpus or gpus[0] != own.index or len(set(gpus)) < len(gpus) or cpus):
+            raise UsageError(f"this solver is on GPU {own.index}: give gpus=[{own.index}, ...], each once")
+        if own.kind == "cpu" and (gpus or cpus < 1):
+            raise UsageError("this solver is on the CPU: give cpus=2 or more, or build it after caffe.set_mode_gpu()")
+        others = [CudaDevice(index) for index in gpus[1:]] if gpus else [Device() for _ in range(cpus - 1)]
+        with team_of(self._solver, [own, *others], Terms(sync=sync)):
+            yield
+
+
+def _read(solver_file: str | os.PathLike[str]) -> SolverParameter:
+    heed_environment()
+    path = os.fspath(solver_file)
+    if not os.path.isfile(path):
+        raise ConfigError(f"Could not open file {path}")
+    return text.read_solver(path)
+
+
+def _follow(param: SolverParameter, rank: int) -> None:
+    """What a solver that is not the root does not do."""
+    param.display = param.snapshot = param.test_interval = 0
+    param.debug_info = param.snapshot_after_train = False
+    if param.random_seed >= 0:
+        param.random_seed += rank
 
 
 class _Callback:
-    def __init__(self, on_start: Any, on_gradients_ready: Any) -> None:
+    def __init__(self, on_start: Callable[[], object], on_gradients_ready: Callable[[], object]) -> None:
         self.on_start = on_start
         self.on_gradients_ready = on_gradients_ready
 
@@ -149,4 +212,8 @@ class AdamSolver(_Typed):
 
 def get_solver(solver_file: str | os.PathLike[str]) -> Solver:
     """A solver of the type that the file names."""
-    return Solver(solver_file)
+    param = _read(solver_file)
+    made_by = next((known for known in _Typed.__subclasses__() if known.kind == param.type), Solver)
+    solver = made_by.__new__(made_by)
+    solver._build(os.fspath(solver_file), param)
+    return solver

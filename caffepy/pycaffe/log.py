@@ -1,0 +1,41 @@
+"""pycaffe's log: Caffe's lines on stderr from `init_log` on, or from the first net on where GLOG_minloglevel is set."""
+
+import logging
+import os
+import tempfile
+from contextlib import ExitStack
+
+from caffepy.errors import UsageError
+from caffepy.report import logging_to
+
+LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
+VARIABLE, FOLDER = "GLOG_minloglevel", "GLOG_log_dir"
+
+logger = logging.getLogger(__name__)
+_shown = ExitStack()
+
+
+def init_log(level: int | None = None, to_stderr: bool = True) -> None:
+    """Show Caffe's log lines on stderr, or else write them to a file in GLOG_log_dir or the folder of temporary files.
+
+    `level`: 0 for all (as GLOG_minloglevel says by default), 1 for warnings and errors, 2 for errors. Called again, it
+    changes that. Without it caffepy's lines go where Python's `logging` sends those of "caffepy".
+    """
+    chosen = os.environ.get(VARIABLE, "0") if level is None else str(level)
+    if chosen not in ("0", "1", "2", "3"):
+        raise UsageError(f"a log level is 0 (all), 1 (warnings and errors), 2 (errors) or 3 (none), not {chosen!r}")
+    folder = os.environ.get(FOLDER) or tempfile.gettempdir()
+    _shown.close()
+    _shown.enter_context(logging_to(stderr=to_stderr, log_dir=None if to_stderr else folder, level=LEVELS[int(chosen)]))
+
+
+def heed_environment() -> None:
+    """Show log lines if GLOG_minloglevel is set and nothing else has been chosen."""
+    chosen = logging.getLogger("caffepy")
+    if VARIABLE in os.environ and not chosen.handlers and chosen.level == logging.NOTSET:
+        init_log()
+
+
+def log(message: str) -> None:
+    """Log a line."""
+    logger.info("%s", message, stacklevel=2)

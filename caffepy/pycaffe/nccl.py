@@ -1,0 +1,115 @@
+"""pycaffe's NCCL: solvers of several threads or processes, each with a GPU of its own, that train as one."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from caffepy.device import import_cupy
+from caffepy.errors import DeviceError
+from caffepy.layer import Layer
+from caffepy.net import Net
+from caffepy.parallel.group import Group
+from caffepy.parallel.sync import obstacle_to_nccl
+from caffepy.pycaffe import mode
+from caffepy.pycaffe.solver import Solver
+from caffepy.team import flats_of
+
+SHARED = ("Data", "HDF5Data", "ImageData", "WindowData")
+"""Layers of whose batches each solver takes its share."""
+
+_groups: dict[bytes, Group] = {}
+_lock = threading.Lock()
+
+
+def has_nccl() -> bool:
+    """Whether NCCL can be had: CuPy with NCCL 2.10 or later."""
+    return obstacle_to_nccl(gpu=True) is None
+
+
+class NCCL:
+    """Keeps a solver in step with those of the same `uid`, as many as `caffe.solver_count()`, this one `solver_rank()`.
+
+    They are in other processes after `caffe.set_multiprocess(True)`, else in other threads of this one; all make their
+    NCCL at about the same time, then call `bcast`. The data layers that read files give each solver its own batches.
+    `solver.add_callback(nccl)` lets it average gradients, beside the backward pass where that can be; whoever dies
+    lets the others wait, so `solver.together` and `caffepy train` are the better ways where no script asks for this.
+    DeviceError says what is missing.
+    """
+
+    def __init__(self, solver: Solver, uid: bytes) -> None:
+        if mode.gpu() is None:
+            raise DeviceError("NCCL is for GPUs: caffe.set_mode_gpu() before the solver is built")
+        _check()
+        from caffepy.parallel.nccl import NcclSync
+
+        self.solver = solver
+        rank, count = mode.solver_rank(), mode.solver_count()
+        if not 0 <= rank < count:
+            raise DeviceError(
+                f"solver rank {rank} of {count}: caffe.set_solver_count and set_solver_rank go before this"
+            )
+        group = _Processes(count) if mode.multiprocess() else _threads(uid, count)
+        unique = tuple(np.frombuffer(uid, np.int8).tolist())
+        self.synchronizer = NcclSync(group, rank, lambda _: [unique], flats_of(solver._solver))
+        group.phase = "idle"
+        take_turns(solver._solver.net, rank, count, begun=solver.iter > 0)
+
+    @staticmethod
+    def new_uid() -> bytes:
+        """What solvers that are to train together have in common; made once, and given to all."""
+        _check()
+        import_cupy()
+        from cupy.cuda import nccl
+
+        return np.array(nccl.get_unique_id(), np.int8).tobytes()
+
+    def bcast(self) -> None:
+        """Give all solvers the parameters of rank 0; returns when this one has them."""
+        device = self.solver._solver.device
+        device.flush()
+        with device.scope():
+            self.synchronizer.on_start()
+        device.synchronize()
+
+
+def _check() -> None:
+    obstacle = obstacle_to_nccl(gpu=True)
+    if obstacle:
+        raise DeviceError(obstacle)
+
+
+class _Processes(Group):
+    """A group of which this process has one rank: nobody waits but in NCCL."""
+
+    def barrier(self, rank: int, name: str = "") -> None:
+        """Go on."""
+
+
+def _threads(uid: bytes, count: int) -> Group:
+    """The group of those threads that have this uid."""
+    with _lock:
+        return _groups.setdefault(uid, Group(count))
+
+
+def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:
+    """Let layers that read files give this net every `count`-th batch, from number `rank` on.
+
+    `begun`: the layers stand where they stood in rank 0, when it had taken a batch.
+    """
+    places = {id(layer): i for i, layer in enumerate(net.layers) if layer.type in SHARED}
+    to_skip = dict.fromkeys(places, rank + (count - 1 if begun else 0))
+    turn = net.turn
+
+    @contextmanager
+    def taken(layer: Layer) -> Iterator[None]:
+        with turn(layer):
+            if id(layer) in places:
+                place = places[id(layer)]
+                for _ in range(to_skip[id(layer)]):
+                    layer.forward(net.bottoms[place], net.tops[place])
+                to_skip[id(layer)] = count - 1
+            yield
+
+    net.turn = taken

@@ -1,0 +1,37 @@
+"""pycaffe's Timer."""
+
+import time
+
+from caffepy.device import synchronize_gpu
+from caffepy.pycaffe import mode
+
+
+class Timer:
+    """A stopwatch; in GPU mode it waits for the GPU's work when it is started and stopped."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Begin to measure."""
+        self._started = _now()
+
+    def stop(self) -> None:
+        """End the measurement that was begun, if one was."""
+        if self._started is not None:
+            self._seconds = _now() - self._started
+            self._started = None
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds between the last start and stop; one that was not stopped is stopped now."""
+        self.stop()
+        return self._seconds * 1000
+
+
+def _now() -> float:
+    gpu = mode.gpu()
+    if gpu is not None:
+        synchronize_gpu(gpu)
+    return time.perf_counter()
