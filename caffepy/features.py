@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 KINDS = ("lmdb", "leveldb", "hdf5", "npy")
 EXTENSIONS = {".h5": "hdf5", ".hdf5": "hdf5", ".npy": "npy"}
 TELL_EVERY = 1000
+TOLD = "Extracted features of %d query images for feature blob %s"
 FLOAT_TAG = 6 << 3 | 5  # of a Datum's field 6, float_data, as 32 bits
 
 Add = Callable[[str, Array], object]
@@ -113,7 +114,8 @@ def extract_features(
             left -= size
             done(1)
         for count, feature in zip(rows, features, strict=True):
-            log.info("Extracted features of %d query images for feature blob %s", count, feature.blob)
+            if count % TELL_EVERY:
+                log.info(TOLD, count, feature.blob)
     log.info("Successfully extracted the features!")
     return rows
 
@@ -133,8 +135,8 @@ def _rows(net: Net, name: str) -> Array:
 
 
 def _tell(blob: str, before: int, after: int) -> None:
-    if before // TELL_EVERY < after // TELL_EVERY:
-        log.info("Extracted features of %d query images for feature blob %s", after, blob)
+    for count in range(before // TELL_EVERY + 1, after // TELL_EVERY + 1):
+        log.info(TOLD, count * TELL_EVERY, blob)
 
 
 @contextmanager

@@ -101,7 +101,7 @@ def _parsed(words: tuple[str, ...]) -> Parsed:
     weights, model, blobs, outputs, batches, backend, *where = words
     if not batches.isdecimal() or int(batches) < 1:
         raise click.UsageError(f'The number of batches is 1 or more, not "{batches}".')
-    mode, device = (*where, "CPU", "0")[:2] if where else ("CPU", "0")
+    mode, device = [*(where or ["CPU"]), "0"][:2]
     if mode not in ("CPU", "GPU") or not device.isdecimal():
         raise click.UsageError(f'After the kind of database come CPU or GPU and its number, not "{" ".join(where)}".')
     return (
