@@ -310,8 +310,8 @@ def flats_of(solver: Solver) -> Flats:
     """What of a solver is to be synchronized."""
     params, parts = solver.params, []
     if solver.param.iter_size == 1 and solver.net.learnable_params:
-        *ends, last = params.ends
-        parts = buckets([*map(int, ends), last + params.notes.size], adders(solver.net))
+        *ends, last = map(int, params.ends)
+        parts = buckets([*ends, last + params.notes.size], adders(solver.net))
     return Flats(solver.device, params.data, params.averaged, parts)
 
 
