@@ -12,9 +12,9 @@ from caffepy.errors import STOPPED, ConfigError, DeviceError, UsageError
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field, read_solver
-from caffepy.report import Reporters, alone, logging_to, open_report
+from caffepy.report import Reporters, TensorBoard, alone, logging_to, open_report
 from caffepy.reporter import Output
-from caffepy.solver import Signals, Solver, newest_good
+from caffepy.solver import Signals, Solver, Watch, newest_good
 from caffepy.team import Terms, team_of
 
 log = logging.getLogger(__name__)
@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 AUTO = "auto"
 TERMS = Terms()
 """The usual ones."""
+
+HISTOGRAMS = 1000
+"""Iterations from one histogram for TensorBoard to the next."""
 
 SEED = 1
 """random_seed of a deterministic run whose solver has none."""
@@ -65,6 +68,8 @@ def train(
     sighup_effect: str = "snapshot",
     log_dir: str | None = None,
     progress: bool | None = None,
+    tensorboard: str | None = None,
+    tensorboard_histograms: int = HISTOGRAMS,
     threads: int | None = None,
     last_resort: Callable[[BaseException], object] | None = None,
 ) -> TrainResult:
@@ -77,8 +82,9 @@ def train(
     `deterministic` runs are the same each time. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16". Without
     `capture` a GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM stops with a snapshot;
     `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file; `progress` False
-    keeps the terminal free of a progress bar; `threads` is the number of CPU threads. `last_resort` is called with the
-    error of another solver, in its thread, if this one does not get on.
+    keeps the terminal free of a progress bar; `tensorboard` is a folder for events, with histograms and filters every
+    `tensorboard_histograms` iterations, never if that is 0; `threads` is the number of CPU threads. `last_resort` is
+    called with the error of another solver, in its thread, if this one does not get on.
     """
     if snapshot and weights and snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
@@ -98,9 +104,10 @@ def train(
         param.train_state.level = level
         param.train_state.stage.extend(stages)
         snapshot = _start(param, solver, snapshot, weights)
+        boards = [TensorBoard(tensorboard, tensorboard_histograms)] if tensorboard else []
         with (
             signals,
-            open_report(param.snapshot_prefix or None, param.max_iter, progress) as reporter,
+            open_report(param.snapshot_prefix or None, param.max_iter, progress, boards) as reporter,
             closing(
                 Solver(
                     param,
@@ -124,6 +131,8 @@ def train(
                 log.info("Resuming from %s", snapshot)
                 run.restore(snapshot)
             with team_of(run, devices, terms, signals, last_resort, _alone(run, len(devices))):
+                for board in boards:
+                    board.watch = Watch(run, board.every)
                 log.info("Starting Optimization")
                 run.solve()
             log.info("Optimization Done.")

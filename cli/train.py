@@ -34,6 +34,15 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @click.option("--sigint-effect", type=EFFECTS, default="stop", show_default=True, help="What Ctrl-C does.")
 @click.option("--sighup-effect", type=EFFECTS, default="snapshot", show_default=True, help="What SIGHUP does.")
 @click.option("--progress/--no-progress", default=None, help="The progress line. Default: on a terminal.")
+@click.option("--tensorboard", type=click.Path(), default="", metavar="DIR", help="Folder for TensorBoard's events.")
+@click.option(
+    "--tensorboard-histograms",
+    type=click.IntRange(min=0),
+    default=1000,
+    show_default=True,
+    metavar="N",
+    help="Histograms of weights and gradients for TensorBoard every N iterations; 0: never.",
+)
 @options.threads
 @options.logged()
 def train(
@@ -55,6 +64,8 @@ def train(
     sigint_effect: str,
     sighup_effect: str,
     progress: bool | None,
+    tensorboard: str,
+    tensorboard_histograms: int,
     threads: int | None,
 ) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
@@ -70,7 +81,7 @@ def train(
       caffepy train --solver solver.prototxt --gpu 0
       caffepy train --solver solver.prototxt --gpu all --batch-mode global
       caffepy train --solver solver.prototxt --weights caffenet.caffemodel
-      caffepy train --solver solver.prototxt --snapshot auto --log-dir logs
+      caffepy train --solver solver.prototxt --snapshot auto --log-dir logs --tensorboard events
     """
     if solver is None:
         raise click.UsageError("Need a solver definition to train: give --solver FILE or the name of a bundled model.")
@@ -94,6 +105,8 @@ def train(
         sigint_effect=sigint_effect,
         sighup_effect=sighup_effect,
         progress=progress,
+        tensorboard=tensorboard or None,
+        tensorboard_histograms=tensorboard_histograms,
         threads=threads,
         last_resort=partial(options.leave, lost="; no snapshot is taken"),
     )

@@ -1,4 +1,6 @@
-"""What a person sees of a run: Caffe's log lines, the progress bar, the metrics file and its curve."""
+"""What a person sees of a run: Caffe's log lines, the progress bar, metrics file and curve, TensorBoard's events."""
+
+from collections.abc import Sequence
 
 from caffepy.report.glog import logging_to
 from caffepy.report.lines import LogReporter
@@ -6,17 +8,30 @@ from caffepy.report.metrics import Metrics
 from caffepy.report.performance import Performance
 from caffepy.report.progress import Progress, counting, wanted
 from caffepy.report.reporter import Reporters
+from caffepy.report.tensorboard import TensorBoard
 from caffepy.reporter import Reporter
 
-__all__ = ["LogReporter", "Metrics", "Performance", "Progress", "Reporters", "counting", "logging_to", "open_report"]
+__all__ = [
+    "LogReporter",
+    "Metrics",
+    "Performance",
+    "Progress",
+    "Reporters",
+    "TensorBoard",
+    "counting",
+    "logging_to",
+    "open_report",
+]
 
 
-def open_report(prefix: str | None, iterations: int, progress: bool | None = None) -> Reporters:
+def open_report(
+    prefix: str | None, iterations: int, progress: bool | None = None, others: Sequence[Reporter] = ()
+) -> Reporters:
     """The reporter of a run that ends at `iterations`: Caffe's log lines, metrics under `prefix`, a progress bar.
 
-    `prefix` None writes no files; `progress` None draws the bar if stderr is a terminal that can.
+    `prefix` None writes no files; `progress` None draws the bar if stderr is a terminal that can. `others` hear, too.
     """
-    reporters: list[Reporter] = [LogReporter()]
+    reporters: list[Reporter] = [LogReporter(), *others]
     if prefix is not None:
         reporters.append(Metrics(prefix))
     if wanted(progress):

@@ -105,10 +105,13 @@ class Gathering(Reporter):
             shown.images_per_s = self._speed.read()
             self.show(shown)
 
-    def _at(self, iteration: int) -> Shown:
+    def _begin_once(self, iteration: int) -> None:
         if not self._started:
             self._started = True
             self.begin(iteration)
+
+    def _at(self, iteration: int) -> Shown:
+        self._begin_once(iteration)
         if self._shown and self._shown.iteration != iteration:
             self.show_rest()
         self._shown = self._shown or Shown(iteration)

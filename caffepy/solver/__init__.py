@@ -7,6 +7,7 @@ from caffepy.solver.snapshot import check_folder, newest_good
 from caffepy.solver.solver import Solver
 from caffepy.solver.step import Callback
 from caffepy.solver.update import Rule, Update, rules
+from caffepy.solver.watch import Watch
 
 __all__ = [
     "Action",
@@ -16,6 +17,7 @@ __all__ = [
     "Signals",
     "Solver",
     "Update",
+    "Watch",
     "check_folder",
     "newest_good",
     "policies",

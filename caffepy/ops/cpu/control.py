@@ -13,7 +13,8 @@ from caffepy.ops.segments import Number
 
 
 class Control:
-    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients and `go` as judged.
+    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients and `go` as judged,
+    and `loss_scale`, by which the gradients are too large until they are judged.
 
     In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after the last backward
     pass, then the update.
@@ -27,6 +28,7 @@ class Control:
         self.correction: Number = 0.0
         self.scale: Number = 1.0
         self.go: Number = 1.0
+        self.loss_scale: Number = 1.0
         self._total = self._last = 0.0
         self._verdicts: list[Verdict] = []
 

@@ -59,7 +59,8 @@ def _losses(blobs: Sequence[Blob]) -> list[Row]:
 
 
 class Control:
-    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients and `go` as judged.
+    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients and `go` as judged,
+    and `loss_scale`, by which the gradients are too large until they are judged.
 
     In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after the last backward
     pass, then the update. All but `say`, `loss`, `mean`, `given` and `verdicts` can be captured.
@@ -84,6 +85,7 @@ class Control:
         self.correction: Number = self._number("correction")
         self.scale: Number = self._number("scale")
         self.go: Number = self._number("go")
+        self.loss_scale: Number = self._number("loss_scale")
         self.set_state({})
 
     def _number(self, name: str) -> Array:

@@ -1,0 +1,203 @@
+"""Event files for TensorBoard: what the metrics file has, the train net's outputs, histograms, filters as a picture.
+
+Tags: `loss`, smoothed as shown; `lr`; `images_per_s`; `train/NAME` and `test/NAME` (`test1/NAME` for the second test
+net and so on), `NAME[i]` where an output has several scalars, a histogram where it has many; `weights/LAYER/i` and
+`gradients/LAYER/i`, histograms; `filters/LAYER`, those of the first convolution. A step is the number of an iteration.
+"""
+
+import errno
+import importlib.util
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+
+from caffepy.blob import Array
+from caffepy.errors import UsageError
+from caffepy.report.grid import filter_tiles, grid
+from caffepy.report.shown import Gathering, Shown, elements
+from caffepy.reporter import Output
+
+log = logging.getLogger(__name__)
+
+BINS = 64
+CHUNK = 1 << 20
+"""Values that are squared at a time."""
+
+MOST_SCALARS = 20
+"""Scalars of an output that get a curve each; of more there is a histogram."""
+
+FLUSH_S = 5.0
+"""Seconds for which events may wait until they are in the file."""
+
+
+class Watch(Protocol):
+    """Where histograms and filters come from; asked right after an iteration, and when training is over."""
+
+    def parameters(self) -> Iterable[tuple[str, Array, Array | None]]:
+        """Names of parameters, their values, and their gradients in the last iteration if there are any."""
+
+    def filters(self) -> tuple[str, Array] | None:
+        """The name of the first convolution and its weights (outputs, channels, height, width)."""
+
+
+class TensorBoard(Gathering):
+    """Writes an event file into a folder, where those of earlier runs may lie.
+
+    Events of an earlier run from the iteration on at which this one begins are hidden: a resumed run goes on, a new one
+    begins anew. `every` so many iterations come histograms and filters of what `watch` shows, never if it is 0; filters
+    also at the end. Disk trouble costs the file, not the run; UsageError if there is no beginning.
+    """
+
+    def __init__(self, folder: str, every: int = 0) -> None:
+        super().__init__()
+        if importlib.util.find_spec("tensorboardX") is None:
+            raise UsageError(
+                "events for TensorBoard are written by tensorboardX, which is not installed: "
+                "pip install 'caffepy[tensorboard]'"
+            )
+        self.folder = folder
+        self.every = every
+        self.watch: Watch | None = None
+        self._writer: Any = None
+        self._flushed = time.monotonic()
+        try:
+            os.makedirs(folder, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            raise UsageError(f'cannot write events in "{folder}": {(error.strerror or str(error)).lower()}') from None
+
+    def begin(self, iteration: int) -> None:
+        """Begin a file, and hide what earlier runs left from here on."""
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import SessionLog
+
+        try:
+            self._writer = EventsWriter(os.path.join(self.folder, "events"), f".{os.getpid()}")
+        except OSError as error:
+            self._give_up(error)
+        self._write(iteration, session_log=SessionLog(status=SessionLog.START))
+
+    def show(self, shown: Shown) -> None:
+        """Write the scalars of an iteration."""
+        named = {"loss": shown.loss, "lr": shown.lr, "images_per_s": shown.images_per_s}
+        values = [_scalar(name, value) for name, value in named.items() if value is not None]
+        values += _outputs("train", shown.outputs)
+        for k, outputs in shown.tests.items():
+            values += _outputs(f"test{k or ''}", outputs)
+        self._write_values(shown.iteration, values)
+
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
+        """Write what there is to show, and histograms if it is time."""
+        super().iterated(iteration, loss, rate, images)
+        self._begin_once(iteration)
+        if self.every and iteration % self.every == 0 and self.watch and self._writer:
+            values = []
+            for name, weights, gradients in self.watch.parameters():
+                values += _histogram(f"weights/{name}", weights)
+                if gradients is not None:
+                    values += _histogram(f"gradients/{name}", gradients)
+            self._write_values(iteration, values + self._filters())
+
+    def finished(self, iteration: int, loss: float | None) -> None:
+        """Write the filters that were learned."""
+        super().finished(iteration, loss)
+        self._begin_once(iteration)
+        self._write_values(iteration, self._filters())
+
+    def close(self, complete: bool = True) -> None:
+        """Write what is left."""
+        self.show_rest()
+        if self._writer:
+            try:
+                self._writer.close()
+                log.info("Events for TensorBoard are in %s", self.folder)
+            except OSError as error:
+                self._give_up(error)
+
+    def _filters(self) -> list[Any]:
+        shown = self.watch.filters() if self.watch and self._writer else None
+        return [_image(f"filters/{shown[0]}", grid(*filter_tiles(shown[1])))] if shown else []
+
+    def _write_values(self, iteration: int, values: Sequence[Any]) -> None:
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        if values:
+            self._write(iteration, summary=Summary(value=values))
+
+    def _write(self, iteration: int, **what: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        if not self._writer:
+            return
+        try:
+            self._writer.write_event(Event(wall_time=time.time(), step=iteration, **what))
+            if time.monotonic() - self._flushed > FLUSH_S:
+                self._flushed = time.monotonic()
+                self._writer.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        writer, self._writer = self._writer, None
+        with suppress(OSError):
+            if writer:
+                writer.close()
+        log.warning("cannot write events in %s (%s); the run goes on without them", self.folder, error.strerror)
+
+
+def _outputs(net: str, outputs: Sequence[Output]) -> Iterator[Any]:
+    for output in outputs:
+        name, values, _ = output
+        if values.size > MOST_SCALARS:
+            yield from _histogram(f"{net}/{name}", values)
+        else:
+            yield from (_scalar(f"{net}/{element}", value) for element, value in elements([output]))
+
+
+def _scalar(tag: str, value: float) -> Any:
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    return Summary.Value(tag=tag, simple_value=value)
+
+
+def _histogram(tag: str, values: Array) -> list[Any]:
+    """The histogram of the finite values in bins of one width, in a list; an empty one if there are none."""
+    from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
+
+    flat = values.reshape(-1)
+    finite = np.isfinite(flat)
+    if not finite.all():
+        flat = flat[finite]
+    if not flat.size:
+        return []
+    low, high = float(flat.min()), float(flat.max())
+    counts, edges = np.histogram(flat, BINS, (low, high))
+    histogram = HistogramProto(
+        min=low,
+        max=high,
+        num=flat.size,
+        sum=flat.sum(dtype=np.float64),
+        sum_squares=sum(
+            float(np.square(flat[i : i + CHUNK], dtype=np.float64).sum()) for i in range(0, flat.size, CHUNK)
+        ),
+        bucket_limit=edges[1:],
+        bucket=counts,
+    )
+    return [Summary.Value(tag=tag, histo=histogram)]
+
+
+def _image(tag: str, picture: Array) -> Any:
+    """A picture (H, W, 3), blue first."""
+    import cv2
+    from tensorboardX.proto.summary_pb2 import Summary
+
+    height, width, _ = picture.shape
+    encoded = cv2.imencode(".png", picture)[1].tobytes()
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
+    return Summary.Value(tag=tag, image=image)
