@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator
+from typing import Any
 
 from caffepy.errors import UsageError
 from caffepy.files import written
@@ -29,6 +30,25 @@ BATCHES = {
     "MemoryData": "memory_data_param",
     "WindowData": "window_data_param",
 }
+
+
+def get_pydot_graph(
+    caffe_net: NetParameter,
+    rankdir: str,
+    label_edges: bool = True,
+    phase: int | None = None,
+    display_lrm: bool = False,
+) -> Any:
+    """The graph as an object of pydot, for scripts that change it; for the arguments see `dot_text`.
+
+    UsageError where pydot is not installed; nothing else here needs it.
+    """
+    try:
+        import pydot
+    except ImportError:
+        raise UsageError("a graph of pydot needs pydot: pip install pydot; dot_text gives the same as text") from None
+    (graph,) = pydot.graph_from_dot_data(dot_text(caffe_net, rankdir, label_edges, phase, display_lrm))
+    return graph
 
 
 def draw_net_to_file(
