@@ -16,8 +16,10 @@ def _batch(context: click.Context, parameter: click.Parameter, value: str | None
 @click.command(short_help="Write a trained net as an ONNX model.")
 @click.argument("net", metavar="NET")
 @click.argument("weights", nargs=-1, required=True)
-@click.option("--onnx", is_flag=True, default=True, help="Write ONNX: what is written anyway, as long as it is all.")
-@click.option("--output", "-o", type=click.Path(), required=True, metavar="FILE", help="The model to write.")
+@click.option(
+    "--onnx", is_flag=True, default=True, help="The format to write: ONNX, the only one so far, also without this flag."
+)
+@click.option("--o", "--output", "output", type=click.Path(), required=True, metavar="FILE", help="The model to write.")
 @click.option(
     "--opset",
     type=click.IntRange(13, 21),
@@ -37,7 +39,11 @@ def _batch(context: click.Context, parameter: click.Parameter, value: str | None
 @options.level
 @options.stage
 @options.image
-@click.option("--probabilities", is_flag=True, help="Let SoftmaxWithLoss become Softmax, its sigmoid twin Sigmoid.")
+@click.option(
+    "--probabilities",
+    is_flag=True,
+    help="Put Softmax in the place of SoftmaxWithLoss, Sigmoid in that of SigmoidCrossEntropyLoss.",
+)
 @click.option("--check", is_flag=True, help="Compare with what onnxruntime, which must be installed, computes.")
 @options.as_json
 @options.logged(least=1)

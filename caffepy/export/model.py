@@ -39,7 +39,7 @@ def to_model(
         name or "net",
         [_typed(t, shapes[t]) for t in inputs],
         [_typed(t, shapes[t]) for t in outputs],
-        [numpy_helper.from_array(np.ascontiguousarray(value), t) for t, value in values.items()],
+        [numpy_helper.from_array(np.asarray(value, order="C"), t) for t, value in values.items()],
         value_info=[_typed(t, shapes[t]) for t in inner],
     )
     opset = helper.make_opsetid("", graph.opset)

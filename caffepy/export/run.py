@@ -12,7 +12,7 @@ from caffepy.blob import Array
 from caffepy.device import Device
 from caffepy.errors import ConfigError, DataError
 from caffepy.export.trace import Trace, sources, trace
-from caffepy.export.write import Dim, operators, set_batch, write_dynamic, write_graph
+from caffepy.export.write import Batch, Dim, operators, write_dynamic, write_graph
 from caffepy.files import written
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
@@ -105,7 +105,7 @@ def export_onnx(
     try:
         _load(net, weights)
         if isinstance(batch, int):
-            set_batch(net, batch)
+            Batch(net).resize(batch)
         found = trace(net)
         _check_trace(net, found)
         shapes: Mapping[str, Sequence[Dim]]
@@ -195,9 +195,8 @@ def _compare(net: Net, found: Trace, content: bytes, dynamic: bool) -> dict[str,
     runtime = Runtime(content)
     differences = _differences(net, found, runtime)
     if dynamic:
-        before = set_batch(net, 3)
+        Batch(net).resize(3)
         again = _differences(net, found, runtime)
-        set_batch(net, before)
         differences = {name: max(value, again[name]) for name, value in differences.items()}
     for name, difference in differences.items():
         if not difference < TOLERANCE:

@@ -55,20 +55,27 @@ def _name_outputs(graph: Graph, trace: Trace) -> None:
             graph.shapes[name] = graph.shapes[tensor]
 
 
-def set_batch(net: Net, size: int) -> int:
-    """Give the inputs another batch size and return the one that they had.
+class Batch:
+    """The inputs whose first axis is the batch, of `size`: all whose first axis is the first input's."""
 
-    Inputs of which the first axis is another than the first input's keep it.
-    """
-    inputs = [top for i in sources(net) for top in net.tops[i] if top.shape]
-    if not inputs:
-        raise ConfigError("the net has no input whose batch size could be another", net.path)
-    before = inputs[0].shape[0]
-    for blob in inputs:
-        if blob.shape[0] == before:
+    def __init__(self, net: Net) -> None:
+        inputs = [top for i in sources(net) for top in net.tops[i] if top.shape]
+        if not inputs:
+            raise ConfigError("the net has no input whose batch size could be another", net.path)
+        self.net, self.size = net, inputs[0].shape[0]
+        self._inputs = [blob for blob in inputs if blob.shape[0] == self.size]
+
+    def resize(self, size: int) -> None:
+        """Give the net batches of this size; ConfigError names the layer that cannot take them."""
+        for blob in self._inputs:
             blob.reshape((size, *blob.shape[1:]))
-    net.reshape()
-    return before
+        try:
+            self.net.reshape()
+        except ConfigError as error:
+            raise ConfigError(
+                f"a batch of {size}, not {self.size}, does not go: {error.message}", error.where
+            ) from None
+        self.size = size
 
 
 def write_dynamic(net: Net, trace: Trace, opset: int) -> tuple[Graph, dict[str, list[Dim]]]:
@@ -76,21 +83,15 @@ def write_dynamic(net: Net, trace: Trace, opset: int) -> tuple[Graph, dict[str, 
 
     The net is written with two batch sizes; where the two differ lies the batch.
     """
-    graph, shapes = write_graph(net, trace, opset), {}
-    size = _batch(net)
-    set_batch(net, 2 * size)
-    try:
-        double = write_graph(net, trace, opset)
-    finally:
-        set_batch(net, size)
+    batch = Batch(net)
+    size = batch.size
+    graph = write_graph(net, trace, opset)
+    batch.resize(2 * size)
+    double = write_graph(net, trace, opset)
+    batch.resize(size)
     _merge(graph, double, net)
-    for name, shape in graph.shapes.items():
-        shapes[name] = _symbolic(shape, double.shapes[name], size, name)
+    shapes = {name: _symbolic(shape, double.shapes[name], size, name) for name, shape in graph.shapes.items()}
     return graph, shapes
-
-
-def _batch(net: Net) -> int:
-    return next((top.shape[0] for i in sources(net) for top in net.tops[i] if top.shape), 1)
 
 
 def _symbolic(one: Shape, two: Shape, size: int, name: str) -> list[Dim]:

@@ -1,0 +1,58 @@
+"""caffepy export"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from caffepy.cli import main
+
+pytest.importorskip("onnx")
+DIGITS = Path(__file__).parents[1] / "golden" / "digits"
+NET, WEIGHTS = str(DIGITS / "train_val.prototxt"), str(DIGITS / "digits_iter_500.caffemodel")
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_bundled_net(capsys: Captured) -> None:
+    assert main.run(["export", "--onnx", "digits", WEIGHTS, "-o", "net.onnx"]) == 0
+    shown = capsys.readouterr()
+    size = Path("net.onnx").stat().st_size
+    assert shown.out.splitlines() == [
+        f"net.onnx: opset 17, 11 nodes, 13,706 parameters, {size:,} bytes",
+        "input data: 1 x 1 x 8 x 8",
+        "output prob: 1 x 10",
+    ]
+    assert shown.err == ""
+
+
+def test_flags_and_json(capsys: Captured) -> None:
+    pytest.importorskip("onnxruntime")
+    line = ["export", NET, WEIGHTS, "-onnx", "-output=net.onnx", "-batch", "dynamic", "-opset", "18", "-check"]
+    assert main.run([*line, "--probabilities", "--image", "1,8,8", "--json"]) == 0
+    done = json.loads(capsys.readouterr().out)
+    assert (done["file"], done["opset"], done["outputs"]) == ("net.onnx", 18, {"prob": ["N", 10]})
+    assert done["differences"]["prob"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "message"),
+    [
+        ([NET, WEIGHTS], 2, "--output"),
+        ([NET, "-o", "net.onnx"], 2, "WEIGHTS"),
+        ([NET, WEIGHTS, "-o", "net.onnx", "--batch", "many"], 2, "'many' is neither a number of 1 or more"),
+        ([NET, WEIGHTS, "-o", "net.onnx", "--opset", "9"], 2, "13<=x<=21"),
+        (["no.prototxt", WEIGHTS, "-o", "net.onnx"], 3, '"no.prototxt"'),
+        ([NET, "no.caffemodel", "-o", "net.onnx"], 3, '"no.caffemodel"'),
+        ([NET, WEIGHTS, "-o", "nowhere/net.onnx"], 2, 'cannot write "nowhere/net.onnx"'),
+    ],
+)
+def test_mistakes(line: list[str], code: int, message: str, capsys: Captured) -> None:
+    assert main.run(["export", *line]) == code
+    assert message in capsys.readouterr().err
+    assert not Path("net.onnx").exists()
