@@ -209,6 +209,8 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     """What to try next, where the command line has a way out."""
     if isinstance(error, DataError) and {"time", "check"} & set(arguments):
         return "to go without the data, add --synthetic"
+    if isinstance(error, DataError) and "export" in arguments:
+        return "to go without the data, give --image C,H,W, or a deploy net"
     return ""
 
 

@@ -151,11 +151,9 @@ def _build(
         return Net(param, device=Device(seed=0), path=model)
     except DataError as error:
         try:
-            without_data = synthetic(param)
-        except ConfigError:
-            hint = "a model needs only the shape of its images: give --image C,H,W, or export a deploy net"
-            raise DataError(f"{error.message}\n({hint})", error.where) from None
-        return Net(without_data, device=Device(seed=0), path=model)
+            return Net(synthetic(param), device=Device(seed=0), path=model)
+        except (ConfigError, DataError):
+            raise error from None
 
 
 def with_probabilities(net: NetParameter) -> NetParameter:

@@ -65,6 +65,12 @@ def _is_constant(param: LayerParameter) -> bool:
     return all(filler.type == "constant" for filler in param.dummy_data_param.data_filler)
 
 
+def judges(layer: Layer) -> bool:
+    """Whether the layer is a loss, also one in Python, or something else that only looks at what a net computes."""
+    is_python = layer.type == "Python" and any(layer.loss_weights)
+    return isinstance(layer, LossLayer) or layer.type in JUDGES or is_python
+
+
 def passes(layer: Layer) -> bool:
     """Whether the tops are the bottom, under other names or the same."""
     in_place = list(layer.param.bottom) == list(layer.param.top)
@@ -78,8 +84,9 @@ def trace(net: Net) -> Trace:
     for i in range(len(net.layers)):
         walk.take(i)
     outputs = {name: v for name in net.outputs if (v := walk.values.get(name)) and v.layer is not None}
-    read = {name for i in walk.needed(outputs.values()) for name in found.bottoms[i]}
-    outputs |= {walk.blobs[v.name]: v for v in walk.judged.values() if v.name not in read}
+    judged = walk.judged.values()
+    read = {name for i in walk.needed([*outputs.values(), *judged]) for name in found.bottoms[i]}
+    outputs |= {walk.blobs[v.name]: v for v in judged if v.name not in read}
     found.layers = sorted(walk.needed(outputs.values()))
     readers = Counter(name for i in found.layers for name in found.bottoms[i])
     found.inputs = [(v.name, blob) for blob, v in walk.inputs if readers[v.name]]
@@ -119,7 +126,7 @@ class _Walk:
                 self.values.update(dict.fromkeys(net.top_names[i], known[0]))
             else:
                 self._forget(net.top_names[i])
-        elif len(known) < len(bottoms) or isinstance(layer, LossLayer) or layer.type in JUDGES:
+        elif len(known) < len(bottoms) or judges(layer):
             self._judge(i, layer, known)
         else:
             self._add(i, known, net.top_names[i])
@@ -131,7 +138,7 @@ class _Walk:
         self.found.dropped.append(i)
         given = [v for v in known if v.layer is not None]
         learned = [v for v in given if v.learned]
-        if isinstance(layer, LossLayer) or layer.type in JUDGES:
+        if judges(layer):
             self.judged.update({v.name: v for v in learned or given[:1]})
 
     def _add(self, i: int, bottoms: Sequence[Value], tops: Sequence[str]) -> None:

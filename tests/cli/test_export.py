@@ -56,3 +56,12 @@ def test_mistakes(line: list[str], code: int, message: str, capsys: Captured) ->
     assert main.run(["export", *line]) == code
     assert message in capsys.readouterr().err
     assert not Path("net.onnx").exists()
+
+
+def test_what_to_do_without_data(capsys: Captured) -> None:
+    net = 'layer { name: "d" type: "Data" top: "data" data_param { source: "none" batch_size: 1 } }'
+    Path("net.prototxt").write_text(net + 'layer { name: "r" type: "ReLU" bottom: "data" top: "y" }')
+    assert main.run(["export", "net.prototxt", WEIGHTS, "-o", "net.onnx"]) == 4
+    assert "(to go without the data, give --image C,H,W, or a deploy net)" in capsys.readouterr().err
+    assert main.run(["export", "net.prototxt", WEIGHTS, "-o", "net.onnx", "--image", "1,2,3"]) == 0
+    assert "input data: 1 x 1 x 2 x 3" in capsys.readouterr().out

@@ -148,6 +148,37 @@ def test_what_labels_go_through_is_left_out() -> None:
     assert (list(done.inputs), list(done.outputs), done.operators) == (["x0"], ["y"], {"Gemm": 1})
 
 
+def test_what_is_judged_on_the_way_to_an_output_is_none() -> None:
+    done = exported(
+        LABEL
+        + PRODUCT % ("ip", "x0", "y", "")
+        + 'layer { name: "prob" type: "Softmax" bottom: "y" top: "prob" }'
+        + 'layer { name: "acc" type: "Accuracy" bottom: "prob" bottom: "label" top: "acc" }'
+        + 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "y" bottom: "label" top: "loss" }'
+    )
+    assert list(done.outputs) == ["prob"]
+
+
+LOSS_IN_PYTHON = """
+import caffepy as caffe
+class Loss(caffe.Layer):
+    def setup(self, bottom, top): pass
+    def reshape(self, bottom, top): top[0].reshape(1)
+    def forward(self, bottom, top): top[0].data[0] = bottom[0].data.sum()
+"""
+
+
+def test_losses_in_python_judge_and_other_layers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("loss_of_export.py").write_text(LOSS_IN_PYTHON)
+    text = LABEL + PRODUCT % ("ip", "x0", "y", "")
+    text += 'layer { name: "l" type: "Python" bottom: "y" bottom: "label" top: "l" %s '
+    text += 'python_param { module: "loss_of_export" layer: "Loss" } }'
+    done = exported(text % "loss_weight: 1")
+    assert (list(done.outputs), done.dropped) == (["y"], ["l (Python)"])
+    with pytest.raises(ConfigError, match=r'"l" \(Python\): what it computes is code in Python'):
+        exported(text % "")
+
+
 def test_both_sides_of_a_siamese_net_are_outputs() -> None:
     done = exported(
         inputs((4, 5), (4, 5), (4,))
@@ -226,7 +257,7 @@ def test_data_need_not_be_there() -> None:
     done = export_onnx("net.prototxt", [weights], "net.onnx")
     assert (done.inputs, done.unused) == ({"data": [4, 3, 6, 6]}, ["label"])
     Path("net.prototxt").write_text(DATA % "")
-    with pytest.raises(DataError, match="give --image C,H,W, or export a deploy net"):
+    with pytest.raises(DataError, match=r'^net.prototxt:1:1: layer "data" \(Data\): .*none'):
         export_onnx("net.prototxt", [weights], "other.onnx")
     assert not Path("other.onnx").exists()
     assert export_onnx("net.prototxt", [weights], "net.onnx", image=(3, 6, 6)).inputs == {"data": [4, 3, 6, 6]}
