@@ -5,7 +5,6 @@ Sums are exact: whole numbers of raw pixels, float64 of others. Caffe's float32 
 
 import json
 import logging
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -83,7 +82,7 @@ def write_mean(path: str, image: Array) -> None:
 def _mean(source: Source, shape: tuple[int, ...], threads: int | None, progress: bool | None) -> Mean:
     total, count = np.zeros(shape, np.int64), 0
 
-    def add(records: Records) -> Array:
+    def add(records: Records) -> tuple[Array, int]:
         part: Array = np.zeros(shape, np.uint32)
         for record in records:
             image = _image(source, record)
@@ -95,25 +94,19 @@ def _mean(source: Source, shape: tuple[int, ...], threads: int | None, progress:
             if image.dtype != np.uint8:
                 part = part.astype(np.float64, copy=False)
             part += image
-        return part
+        return part, len(records)
 
-    sums = mapped(add, _chunks(source), threads)
-    with closing(sums), counting(len(source), "records", progress) as advance:
-        for part in sums:
-            before, count = count, min(count + CHUNK, len(source))
+    sums = mapped(add, source.once(CHUNK), threads)
+    with closing(sums), counting(source.length, "records", progress) as advance:
+        for part, added in sums:
+            before, count = count, count + added
             total = total + part
             if count // TELL_EVERY > before // TELL_EVERY:
                 log.info("Processed %d files.", count // TELL_EVERY * TELL_EVERY)
-            advance(count - before)
+            advance(added)
     if count % TELL_EVERY:
         log.info("Processed %d files.", count)
     return Mean(count, (total / count).astype(np.float32))
-
-
-def _chunks(source: Source) -> Iterator[Records]:
-    count = len(source)
-    for lo in range(0, count, CHUNK):
-        yield source.take(min(CHUNK, count - lo))
 
 
 def _first(source: Source) -> Array:

@@ -42,6 +42,10 @@ class DataError(CaffeError):
     exit_code = 4
 
 
+class RecordError(DataError):
+    """A record, or an image, that cannot be read; a run may pass over some."""
+
+
 class DivergenceError(CaffeError):
     """A loss that is no longer finite."""
 

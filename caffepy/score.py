@@ -13,11 +13,11 @@ import numpy as np
 
 from caffepy import ops
 from caffepy.blob import Array, shape_string
+from caffepy.data.bad import tolerating
 from caffepy.device import Device, chosen_gpus, first_device, gpu_numbers, tell_devices
 from caffepy.errors import DataError, UsageError
 from caffepy.layer import Layer
 from caffepy.net import Net
-from caffepy.net.weights import load_weights
 from caffepy.parallel.crew import Crew
 from caffepy.parallel.group import DEADLINES, Group, named
 from caffepy.proto.caffe_pb2 import NetParameter
@@ -25,7 +25,7 @@ from caffepy.report.text import number, scalars
 from caffepy.reporter import Output
 from caffepy.solver.captured import Pass
 from caffepy.team import PATIENCE, quiet
-from caffepy.trained import definition
+from caffepy.trained import definition, load_all
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ def score(
     weights: Iterable[str],
     *,
     iterations: int = 50,
+    max_bad_records: int = 0,
     gpu: str | None = None,
     cpu: int = 0,
     precision: str | None = None,
@@ -66,14 +67,19 @@ def score(
 
     `gpu`: the numbers of GPUs, or "all"; `cpu`: so many nets on the CPU. Several devices take the batches in turn, from
     data layers that they share, and give what one would. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16".
-    `deadlines`: see `Group`. `last_resort` is called with the error of another device, in a thread, if the first one
+    `deadlines`: see `Group`. So many records of each source that cannot be read are passed over: `max_bad_records`.
+    `last_resort` is called with the error of another device, in a thread, if the first one
     does not get on. ConfigError and DataError say what is wrong with the net, the weights or the data.
     """
     devices = _devices(gpu, cpu)
     if threads:
         ops.backend(devices[0]).set_num_threads(threads)
     param = definition(model, devices[0], precision=precision, level=level, stages=stages)
-    with _examiners(param, model, weights, devices, Group(len(devices), deadlines), last_resort) as (root, others):
+    group = Group(len(devices), deadlines)
+    with (
+        tolerating(max_bad_records),
+        _examiners(param, model, weights, devices, group, last_resort) as (root, others),
+    ):
         return _run(root, others, iterations)
 
 
@@ -158,8 +164,7 @@ def _examiners(
     crew = Crew(group, make, within)
     group.on_abort(lambda: _see_to(group, last_resort))
     try:
-        for name in weights:
-            load_weights(root.net, name)
+        load_all(root.net, weights)
         root.net.device.flush()
         _share(root.net, devices)
         with within(0):

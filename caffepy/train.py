@@ -7,6 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from caffepy import ops
+from caffepy.data.bad import tolerating
 from caffepy.device import CudaDevice, Device, chosen_gpus, tell_devices
 from caffepy.errors import STOPPED, ConfigError, DeviceError, UsageError
 from caffepy.paths import locate
@@ -59,6 +60,7 @@ def train(
     terms: Terms = TERMS,
     global_batch: bool = False,
     deterministic: bool = False,
+    max_bad_records: int = 0,
     precision: str | None = None,
     capture: bool = True,
     fuse: bool = True,
@@ -79,7 +81,8 @@ def train(
     the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). `gpu`: the numbers of GPUs,
     or "all", a solver each; `cpu`: so many solvers on the CPU, even if they say solver_mode: GPU. Several solvers train
     as one, on these `terms`; batches are what the net says for each, or with `global_batch` for all together.
-    `deterministic` runs are the same each time. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16". Without
+    `deterministic` runs are the same each time. So many records of each source that
+    cannot be read are passed over: `max_bad_records`. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16". Without
     `capture` a GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM stops with a snapshot;
     `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file; `progress` False
     keeps the terminal free of a progress bar; `tensorboard` is a folder for events, with histograms and filters every
@@ -107,6 +110,7 @@ def train(
         boards = [TensorBoard(tensorboard, tensorboard_histograms)] if tensorboard else []
         with (
             signals,
+            tolerating(max_bad_records),
             open_report(param.snapshot_prefix or None, param.max_iter, progress, boards) as reporter,
             closing(
                 Solver(

@@ -39,7 +39,7 @@ from caffepy.cli.upgrade_net import upgrade_net
 from caffepy.cli.upgrade_solver import upgrade_solver
 from caffepy.cli.visualize import visualize
 from caffepy.cli.weights import weights
-from caffepy.errors import CaffeError, DataError, DeviceError, UsageError
+from caffepy.errors import CaffeError, DataError, DeviceError, RecordError, UsageError
 from caffepy.registry import nearest
 
 BUG = 70
@@ -207,6 +207,8 @@ def _unknown_option(error: click.NoSuchOption) -> str:
 
 def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     """What to try next, where the command line has a way out."""
+    if isinstance(error, RecordError) and {"train", "test"} & set(arguments):
+        return "to pass over some such records, add --max-bad-records N"
     if isinstance(error, DataError) and {"time", "check"} & set(arguments):
         return "to go without the data, add --synthetic"
     if isinstance(error, DataError) and "export" in arguments:

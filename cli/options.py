@@ -213,6 +213,14 @@ backend: Decorator = click.option(
 progress: Decorator = click.option(
     "--progress/--no-progress", default=None, help="The progress line. Default: on a terminal."
 )
+max_bad_records: Decorator = click.option(
+    "--max-bad-records",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="How many records or images of each source that cannot be read are passed over, each with a warning.",
+)
 as_json: Decorator = click.option("--json", "as_json", is_flag=True, help="Print the result to stdout as JSON.")
 
 

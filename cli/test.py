@@ -13,6 +13,7 @@ from caffepy.cli import options
 @options.deadlines
 @options.precision
 @options.iterations
+@options.max_bad_records
 @options.level
 @options.stage
 @options.threads
@@ -26,6 +27,7 @@ def test(
     deadlines: dict[str, float],
     precision: str | None,
     iterations: int,
+    max_bad_records: int,
     level: int,
     stages: tuple[str, ...],
     threads: int | None,
@@ -51,6 +53,7 @@ def test(
         model.path,
         weights,
         iterations=iterations,
+        max_bad_records=max_bad_records,
         gpu=gpu,
         cpu=cpu or 0,
         deadlines=deadlines,

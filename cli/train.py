@@ -26,6 +26,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @options.bn_stats
 @options.deterministic
 @options.deadlines
+@options.max_bad_records
 @options.precision
 @options.capture
 @options.fuse
@@ -56,6 +57,7 @@ def train(
     bn_stats: str,
     deterministic: bool,
     deadlines: dict[str, float],
+    max_bad_records: int,
     precision: str | None,
     capture: bool,
     fuse: bool,
@@ -97,6 +99,7 @@ def train(
         terms=Terms(sync, bn_stats, deadlines),
         global_batch=batch_mode == "global",
         deterministic=deterministic,
+        max_bad_records=max_bad_records,
         precision=precision,
         capture=capture,
         fuse=fuse,

@@ -119,7 +119,7 @@ class ImageLoader(SequentialLoader):
     def state(self) -> State:
         """Epoch, number in its order, seed of the orders, and the transformer's stream."""
         seed = {} if self._seed is None else {"seed": self._seed}
-        return {"epoch": self._epoch, "index": self._index, **seed, **self.transformer.state()}
+        return {"epoch": self._epoch, "index": self._index, **seed, **self.transformer.state(), **self.bad.state()}
 
     def seek(self, state: State) -> None:
         """Go to the position in `state`."""

@@ -2,16 +2,18 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.blob import shape_string
+from caffepy.data.bad import BadRecords
 from caffepy.data.datum import Record, decode, head_of
 from caffepy.data.source import Records, Source, printable
 from caffepy.data.transformer import Transformer
-from caffepy.errors import CaffeError, DataError
+from caffepy.errors import CaffeError, DataError, RecordError
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,7 @@ class Loader:
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
+        self.bad = BadRecords()
 
     def shape(self) -> Shape:
         """(C, h, w) of the next image of a batch; nothing is consumed."""
@@ -96,6 +99,7 @@ class Loader:
     def set_state(self, state: State) -> None:
         """Go where `state` was taken; a state of another kind of source leaves the position as it is."""
         if self.position <= state.keys():
+            self.bad.set_state(state)
             self.seek(state)
         else:
             log.warning("the saved state does not say where to go on; starting at the first image")
@@ -111,7 +115,8 @@ class Loader:
 class SequentialLoader(Loader):
     """Base of the loaders that read one image after the other, endlessly.
 
-    The first image of a batch decides the shape of the batch; others may differ if a crop makes them equal.
+    The first image of a batch decides the shape of the batch; others may differ if a crop makes them equal. In the
+    place of bad ones that may be passed over come those that follow.
     """
 
     def __init__(self, transformer: Transformer, batch_size: int) -> None:
@@ -121,16 +126,58 @@ class SequentialLoader(Loader):
 
     def shape(self) -> Shape:
         """(C, h, w) of what the next image becomes; nothing is consumed."""
-        return self.transformer.output_shape(self.peek().shape)
+        return self.transformer.output_shape(self._peek().shape)
+
+    def _peek(self) -> Array:
+        """The image of the next good item."""
+        try:
+            return self.peek()
+        except DataError as error:
+            here = self.state()
+            try:
+                for _ in range(self.bad.most):
+                    self.take(1)
+                    with suppress(DataError):
+                        return self.peek()
+            finally:
+                self.seek(here)
+            raise RecordError(error.message) from None
 
     def load(self, batch: Batch) -> None:
         """Fill the batch with the next images."""
-        items = self.take(self.batch_size)
-        first, label = self.decode(items[0])
+        items = self._good(self.batch_size)
+        while bad := self._load(batch, items):
+            for i, error in sorted(bad.items()):
+                self.bad.add(self.name(items[i]), error)
+            rest = [item for i, item in enumerate(items) if i not in bad]
+            items = self.joined([*rest, *self._good(len(bad))])
+
+    def _good(self, count: int) -> Sequence[Any]:
+        """The next items that are not known to be bad."""
+        items = self.take(count)
+        if not len(self.bad):
+            return items
+        good, taken = [item for item in items if self.name(item) not in self.bad], count
+        while len(good) < count:
+            if not good and taken >= (self.length or len(self.bad) + 1):
+                raise DataError(f"{self.name(items[0])}: so are all others, bad")
+            good += [item for item in self.take(count - len(good)) if self.name(item) not in self.bad]
+            taken += count
+        return self.joined(good)
+
+    def _load(self, batch: Batch, items: Sequence[Any]) -> dict[int, DataError]:
+        """Fill the batch with these, or return what is wrong with some, by number."""
+        try:
+            first, label = self.decode(items[0])
+        except DataError as error:
+            return {0: error}
         shape = self._becomes(items[0], first)
         images, labels = batch.room(first.shape, first.dtype), np.zeros(self.batch_size)
         images[0], labels[0] = first, label
-        others = self._fill(items, images, labels, shape)
+        bad: dict[int, DataError] = {}
+        others = self._fill(items, images, labels, shape, bad)
+        if bad:
+            return bad
         draws = self.transformer.draw(self.batch_size)
         if others:
             all_images = [others[i] if i in others else image.copy() for i, image in enumerate(images)]
@@ -138,9 +185,15 @@ class SequentialLoader(Loader):
         else:
             place = self.transformer.place(draws, first.shape[1:])
         batch.finish(shape, self.state(), *place, labels)
+        return {}
 
-    def _fill(self, items: Sequence[Any], images: Array, labels: Array, shape: Shape) -> dict[int, Array]:
-        """Decode all items but the first; returns the images of another kind than those that have room, by number."""
+    def _fill(
+        self, items: Sequence[Any], images: Array, labels: Array, shape: Shape, bad: dict[int, DataError]
+    ) -> dict[int, Array]:
+        """Decode all items but the first; returns the images of another kind than those that have room, by number.
+
+        What is wrong with items that cannot be decoded goes to `bad`.
+        """
         from caffepy.ops.cpu.threads import parallel  # here, since the package loads numba
 
         todo = 1 + np.flatnonzero(~self.copy(items, images, labels)[1:])
@@ -151,6 +204,10 @@ class SequentialLoader(Loader):
             for i in map(int, todo[lo:hi]):
                 try:
                     image, labels[i] = self.decode(items[i])
+                except DataError as error:
+                    bad[i] = error
+                    continue
+                try:
                     if image.shape == images.shape[1:] and image.dtype == images.dtype:
                         images[i] = image
                         continue
@@ -166,7 +223,7 @@ class SequentialLoader(Loader):
                     return
 
         parallel(decode_some, len(todo))
-        if errors:
+        if errors and min(errors) < min(bad, default=len(items)):
             raise errors[min(errors)]
         return others
 
@@ -210,6 +267,10 @@ class SequentialLoader(Loader):
         """An item's name for messages."""
         raise NotImplementedError
 
+    def joined(self, items: Sequence[Any]) -> Sequence[Any]:
+        """These items, taken one by one, as `take` gives several."""
+        return items
+
     def set_state(self, state: State) -> None:
         """Go where `state` was taken; a state of another kind of source leaves the position as it is."""
         super().set_state(state)
@@ -224,7 +285,7 @@ class RecordLoader(SequentialLoader):
     def __init__(self, source: Source, transformer: Transformer, batch_size: int) -> None:
         super().__init__(transformer, batch_size)
         self._source = source
-        self.length = len(source)
+        self.length = source.length
         self._said = False
 
     def peek(self) -> Array:
@@ -259,10 +320,19 @@ class RecordLoader(SequentialLoader):
         """A record's name for messages."""
         return f"{self._source.path}: record {printable(item[0])}"
 
+    def joined(self, items: Sequence[Any]) -> Records:
+        """These records as `take` gives several."""
+        return Records.joined(items)
+
     def state(self) -> State:
         """Number and key of the next record, and the transformer's stream."""
         index, key = self._source.position
-        return {"record": index, "key": np.frombuffer(key, np.uint8), **self.transformer.state()}
+        return {
+            "record": index,
+            "key": np.frombuffer(key, np.uint8),
+            **self.transformer.state(),
+            **self.bad.state(),
+        }
 
     def seek(self, state: State) -> None:
         """Go to the position in `state`."""

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import shutil
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any, overload
 from weakref import finalize
@@ -20,6 +22,7 @@ from caffepy.registry import nearest
 log = logging.getLogger(__name__)
 
 AHEAD = 1 << 27  # bytes of a file that are asked for ahead of time
+OWN_FILES = ("LOCK", "LOG", "LOG.old")  # of a process that has a LevelDB open
 
 Array = NDArray[Any]
 Record = tuple[memoryview | bytes, memoryview | bytes]
@@ -72,6 +75,25 @@ class Source:
     def __len__(self) -> int:
         """Number of records."""
         raise NotImplementedError
+
+    @property
+    def length(self) -> int | None:
+        """Number of records, if that is known without reading them."""
+        return len(self)
+
+    def once(self, size: int) -> Iterator[Records]:
+        """All records, the first one first, so many at a time."""
+        self.seek(0)
+        try:
+            there = True
+            while there:
+                records = [self._item()]
+                while (there := self._next()) and len(records) < size:
+                    records.append(self._item())
+                yield Records.joined(records)
+            self._first()
+        except self.errors as error:
+            raise DataError(f"{self.path} is damaged: {error}") from None
 
     def read(self) -> Record:
         """Key and value of the next record; the last one is followed by the first."""
@@ -156,6 +178,12 @@ class LMDB(Source):
             raise DataError(f"{self.path} is damaged: it claims {count} records in {size} bytes")
         return count
 
+    def once(self, size: int) -> Iterator[Records]:
+        """All records, the first one first, so many at a time."""
+        self.seek(0)
+        for lo in range(0, len(self), size):
+            yield self.take(min(size, len(self) - lo))
+
     def take(self, count: int) -> Records:
         """The next `count` records, as `read` would give them, in the file where they are plain."""
         runs: list[Records] = []
@@ -211,25 +239,25 @@ class LMDB(Source):
 
 
 class LevelDB(Source):
-    """A LevelDB folder. LevelDB locks it against other processes even for reading."""
+    """A LevelDB folder, which is only read: hence also on read-only media, and by several processes at once."""
 
     kind = "LevelDB"
 
     def __init__(self, path: str) -> None:
-        try:
-            import plyvel
-        except ImportError:
-            raise DataError(
-                f"{path} is a LevelDB; reading one needs plyvel: pip install caffepy[leveldb], or convert it to an LMDB"
-            ) from None
+        plyvel = import_plyvel(f"{path} is a LevelDB; reading one")
         self.errors = (plyvel.Error,)
         try:
-            super().__init__(path, _acquire(path, plyvel.DB, lambda database: database.raw_iterator()))
+            super().__init__(path, _acquire(path, _LinkedLevelDB, lambda database: database.raw_iterator()))
         except (plyvel.Error, OSError) as error:
             raise DataError(f"{path} cannot be read as a LevelDB: {error}") from None
 
+    @property
+    def length(self) -> int | None:
+        """Not known."""
+        return None
+
     def __len__(self) -> int:
-        """Number of records, counted by reading all keys."""
+        """Number of records, counted by reading all of them."""
         return sum(1 for _ in self._database.iterator(include_value=False))
 
     def _item(self) -> Record:
@@ -248,6 +276,31 @@ class LevelDB(Source):
     def _find(self, key: bytes) -> bool:
         self._cursor.seek(key)
         return bool(self._cursor.valid() and self._cursor.key() == key)
+
+
+class _LinkedLevelDB:
+    """A LevelDB by way of links to its files in a folder of our own: LevelDB locks and rewrites what it opens."""
+
+    def __init__(self, path: str) -> None:
+        import plyvel
+
+        folder = tempfile.mkdtemp(prefix="caffepy-leveldb-")
+        self._finalizer = finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        for name in os.listdir(path):
+            if name not in OWN_FILES:
+                os.symlink(os.path.join(os.path.abspath(path), name), os.path.join(folder, name))
+        try:
+            self._database = plyvel.DB(folder)
+        except plyvel.Error as error:
+            self._finalizer()
+            raise plyvel.Error(str(error).replace(folder, path)) from None
+        self.iterator, self.raw_iterator = self._database.iterator, self._database.raw_iterator
+
+    def close(self) -> None:
+        """Release the files."""
+        del self.iterator, self.raw_iterator
+        self._database.close()
+        self._finalizer()
 
 
 class _Handle:
@@ -301,6 +354,15 @@ def _give_up(use: _Use) -> None:
 
 def _open_lmdb(file: str) -> Any:
     return lmdb.open(file, subdir=False, readonly=True, lock=False, create=False)
+
+
+def import_plyvel(purpose: str) -> Any:
+    """The module plyvel; DataError, which starts with `purpose`, if it is not installed."""
+    try:
+        import plyvel
+    except ImportError:
+        raise DataError(f"{purpose} needs plyvel: pip install caffepy[leveldb], or use an LMDB") from None
+    return plyvel
 
 
 def printable(key: bytes | memoryview) -> str:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -144,7 +144,9 @@ class WindowLoader(Loader):
         self._root = find_root(param.root_folder, self._file.images[0], self._path, beside)
         self._mean = self._expand_mean(read_mean(layer.transform_param, beside))
         self._twister = new_twister(layer.transform_param, device)
-        self._cache = {name: self._open(name) for name in self._file.images} if param.cache_images else {}
+        self._cache: dict[str, bytes] = {}
+        for name in self._file.images if param.cache_images else ():
+            self._keep(name)
 
     def _read(self) -> WindowFile:
         """The windows; DataError unless there are some of each kind that a batch wants."""
@@ -185,12 +187,40 @@ class WindowLoader(Loader):
         """Fill the batch with windows; each draws its number, then its mirroring."""
         images, labels = batch.room(self.shape(), batch.dtype), np.zeros(self.batch_size)
         images.fill(0)
-        drawn = [windows for windows, count in self._wanted for _ in range(count)]
-        draws = self._twister.draw(len(drawn) * (1 + self._mirror)).reshape(len(drawn), -1)
-        for i, (windows, draw) in enumerate(zip(drawn, draws, strict=True)):
-            image, labels[i], *corners = map(int, windows[draw[0] % len(windows)])
-            self._warp(self._file.images[image], corners, self._mirror and bool(draw[1] % 2), images[i])
+        kinds = [windows for windows, count in self._wanted for _ in range(count)]
+        missing = list(range(len(kinds)))
+        while missing:
+            missing = self._fill(missing, kinds, images, labels)
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
+
+    def _fill(self, places: list[int], kinds: Sequence[Array], images: Array, labels: Array) -> list[int]:
+        """Draw windows for these places of a batch; returns those of windows in bad images."""
+        from caffepy.ops.cpu.threads import parallel  # here, since the package loads numba
+
+        draws = self._twister.draw(len(places) * (1 + self._mirror)).reshape(len(places), -1)
+        windows = [kinds[i][draw[0] % len(kinds[i])] for i, draw in zip(places, draws, strict=True)]
+        bad: dict[int, DataError] = {}
+
+        def warp_some(lo: int, hi: int) -> None:
+            for k in range(lo, hi):
+                image, label, *corners = map(int, windows[k])
+                labels[places[k]] = label
+                try:
+                    name = self._file.images[image]
+                    self._warp(name, corners, self._mirror and bool(draws[k][1] % 2), images[places[k]])
+                except DataError as error:
+                    bad[k] = error
+
+        parallel(warp_some, len(places))
+        for k, error in sorted(bad.items()):
+            self._put_up_with(windows[k][0], error, kinds[places[k]])
+        return [places[k] for k in sorted(bad)]
+
+    def _put_up_with(self, image: int, error: DataError, windows: Array) -> None:
+        """Draw another one in place of a window in a bad image, if that may be and if there is one."""
+        self.bad.add(self._name(self._file.images[image]), error)
+        if all(self._name(self._file.images[i]) in self.bad for i in np.unique(windows[:, 0])):
+            raise DataError(f"{error.message}; so are all others of its kind, bad")
 
     def _warp(self, name: str, corners: list[int], mirrored: bool, out: Array) -> None:
         """Write the window of the image into out (3, crop, crop), full of zeros before."""
@@ -232,8 +262,14 @@ class WindowLoader(Loader):
         except OSError as error:
             raise DataError(f"{self._name(name)} cannot be read: {(error.strerror or str(error)).lower()}") from None
 
+    def _keep(self, name: str) -> None:
+        try:
+            self._cache[name] = self._open(name)
+        except DataError as error:
+            self.bad.add(self._name(name), error)
+
     def _decode(self, name: str) -> Array:
-        data = self._cache[name] if self._param.cache_images else self._open(name)
+        data = self._cache[name] if name in self._cache else self._open(name)
         try:
             return decode_image(data, COLOR)
         except DataError as error:
@@ -244,7 +280,7 @@ class WindowLoader(Loader):
 
     def state(self) -> State:
         """Where the random stream stands."""
-        return self._twister.state()
+        return {**self._twister.state(), **self.bad.state()}
 
     def seek(self, state: State) -> None:
         """Put the random stream where `state` was taken."""

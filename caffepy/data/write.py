@@ -12,6 +12,7 @@ import lmdb
 import numpy as np
 
 from caffepy.data.datum import Array
+from caffepy.data.source import import_plyvel
 from caffepy.errors import DataError
 from caffepy.files import replacing
 from caffepy.proto.caffe_pb2 import Datum
@@ -135,15 +136,6 @@ class LevelDBWriter(Writer):
     def close(self) -> None:
         """Release the files."""
         self._database.close()
-
-
-def import_plyvel(purpose: str) -> Any:
-    """The module plyvel; DataError, which starts with `purpose`, if it is not installed."""
-    try:
-        import plyvel
-    except ImportError:
-        raise DataError(f"{purpose} needs plyvel: pip install caffepy[leveldb], or use an LMDB") from None
-    return plyvel
 
 
 @contextmanager

@@ -294,6 +294,7 @@ class MemoryData(Feed):
         self._transformer = Transformer(self.param.transform_param, self.phase, self.device, self.path)
         self._data: Array | None = None
         self._unread = False
+        self._restored = 0  # where to go on in arrays that are still to come
         top[0].reshape((self.batch_size, *self._shape))
         top[1].reshape((self.batch_size,))
 
@@ -307,15 +308,18 @@ class MemoryData(Feed):
         if not n or n % self.batch_size or len(labels) != n:
             raise DataError(f"{n} arrays and {len(labels)} labels; give a multiple of the batch size {self.batch_size}")
         self._data, self._labels = data, np.reshape(labels, (n, -1))[:, 0]
-        self._position, self._unread = 0, True
+        self._position, self._restored, self._unread = self._restored % n, 0, True
+        self._before: dict[str, Any] | None = None  # where the random stream stood before the images were added
 
     def add(self, images: Array, labels: Array) -> None:
         """Take images (n, C, H, W), which are transformed; those given before must have been used up."""
         if self._unread:
             raise DataError("images cannot be added before those given earlier were used up")
+        before = self._transformer.state()
         out = np.empty((len(images), *self._transformer.output_shape(images.shape[1:])), self.dtype)
         self._transformer.apply(images, out, self._transformer.draw(len(images)))
         self.reset(out, labels)
+        self._before = before
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the next batch."""
@@ -331,6 +335,21 @@ class MemoryData(Feed):
         data, labels = arrays
         data[...], labels[:, 0, 0, 0] = self._data[here], self._labels[here]
         self._position = here.stop % len(self._data)
+
+    def state(self) -> dict[str, Any]:
+        """Position in the arrays, and where the random stream of `add` stands, or stood before what is being read."""
+        if self._data is None:
+            return {"position": self._restored, **self._transformer.state()}
+        before = self._before if self._unread else None
+        return {"position": self._position, **(self._transformer.state() if before is None else before)}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from there, in the arrays that there are or in the next that are given."""
+        self._restored = int(state.get("position", 0))
+        self._transformer.set_state(state)
+        if self._data is not None:
+            self._position, self._restored = self._restored % len(self._data), 0
+            self._unread = self._position > 0
 
 
 @layer("DummyData")

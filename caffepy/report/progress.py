@@ -48,8 +48,13 @@ def _size() -> dict[str, Any]:
 
 
 @contextmanager
-def counting(total: int, unit: str, progress: bool | None = None, done: int = 0) -> Iterator[Callable[[int], object]]:
-    """Give a function that is told how many more of `total` things are done; a bar shows it if it is `wanted`."""
+def counting(
+    total: int | None, unit: str, progress: bool | None = None, done: int = 0
+) -> Iterator[Callable[[int], object]]:
+    """Give a function that is told how many more of `total` things are done; a bar shows it if it is `wanted`.
+
+    `total` None is not known.
+    """
     if not wanted(progress):
         yield lambda count: None
         return

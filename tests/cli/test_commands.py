@@ -77,7 +77,7 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caffepy.train.train", train)
     line = "train -solver digits -weights a.h5,b.h5 -level 2 -stage x,y -sigint_effect none -noprogress -threads=1"
     line += " -nofuse -precision bf16 -cpu 3 -sync tree -batch_mode global -bn_stats root -deterministic"
-    line += " -deadlines step=5"
+    line += " -deadlines step=5 -max_bad_records 7 -tensorboard events -tensorboard_histograms 0"
     assert main.run(line.split()) == 130  # stopped, but there is no snapshot to go on from
     assert os.path.basename(given.pop("solver")) == "solver.prototxt"
     assert callable(given.pop("last_resort"))
@@ -89,6 +89,7 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "terms": Terms("tree", "root", {"step": 5.0}),
         "global_batch": True,
         "deterministic": True,
+        "max_bad_records": 7,
         "precision": "bf16",
         "capture": True,
         "fuse": False,
@@ -97,6 +98,8 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "sigint_effect": "none",
         "sighup_effect": "snapshot",
         "progress": False,
+        "tensorboard": "events",
+        "tensorboard_histograms": 0,
         "threads": 1,
     }
 
