@@ -22,6 +22,7 @@ from caffepy.files import written
 from caffepy.images import Preparation, load, names_in, on_device, read_array
 from caffepy.report import counting
 from caffepy.report.text import columns, number
+from caffepy.trained import load_all
 
 PREPARATION = Preparation()
 EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
@@ -152,8 +153,7 @@ def _classifier(
     model: str, weights: Sequence[str], preparation: Preparation, images_dim: Sequence[int], batch: int | None
 ) -> Classifier:
     net = Classifier(model, None)
-    for path in weights:
-        net.copy_from(path)
+    load_all(net._net, weights)
     name = net.inputs[0]
     shape = net.blobs[name].shape
     net.transformer = preparation.transformer(name, shape)

@@ -18,6 +18,7 @@ from caffepy.net.weights import new_hdf5
 from caffepy.paths import locate
 from caffepy.report import counting
 from caffepy.report.text import columns, number
+from caffepy.trained import load_all
 
 PREPARATION = Preparation()
 SIDES = ("ymin", "xmin", "ymax", "xmax")
@@ -141,8 +142,7 @@ def _detector(
     model: str, weights: Sequence[str], preparation: Preparation, context_pad: int, batch: int | None
 ) -> Detector:
     net = Detector(model, None)
-    for path in weights:
-        net.copy_from(path)
+    load_all(net._net, weights)
     name = net.inputs[0]
     shape = net.blobs[name].shape
     if shape[1] != 3:

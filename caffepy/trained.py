@@ -13,6 +13,7 @@ from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net
 from caffepy.registry import nearest
+from caffepy.solver.positions import warn_of_layers
 
 
 def definition(
@@ -50,11 +51,21 @@ def trained_net(
         ops.backend(device).set_num_threads(threads)
     net = Net(definition(model, device, precision=precision, level=level, stages=stages), device=device, path=model)
     try:
-        for path in weights:
-            load_weights(net, path)
+        load_all(net, weights)
         yield net
     finally:
         net.close()
+
+
+def load_all(net: Net, weights: Iterable[str]) -> None:
+    """Load these files of weights, one after the other; one warning names the layers for which none has any."""
+    missing = dict.fromkeys(net.layer_names[i] for i, _ in net.learnable_owner)
+    names = list(weights)
+    for name in names:
+        filled = load_weights(net, name)
+        missing = {layer: None for layer in missing if layer not in filled}
+    if names:
+        warn_of_layers(f"{', '.join(names)}: no weights for", missing, "they are what the fillers give")
 
 
 def find_blob(net: Net, name: str) -> Blob:

@@ -79,6 +79,8 @@ def classify(
     """
     if model is None or not weights:
         raise click.UsageError("Need a net and trained weights: give --model FILE and --weights FILE.")
+    if images_dim and (len(images_dim) != 2 or min(images_dim) < 1):
+        raise click.UsageError("--images-dim: give a height and a width, such as 256,256.")
     if len(inputs) == 2 and inputs[1].endswith(".npy") and not (output or os.path.exists(inputs[1])):
         output, inputs = inputs[1], inputs[:1]
     from caffepy.classify import EXTENSIONS
