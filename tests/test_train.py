@@ -13,6 +13,7 @@ import pytest
 from caffepy.errors import ConfigError, DeviceError, UsageError
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.train import train
+from tests.report.events import values
 from tests.solver.cases import ENVIRONMENT, GOLDEN
 
 DIGITS = GOLDEN / "digits"
@@ -223,3 +224,21 @@ def test_further_sigterms_change_nothing(digits: Path) -> None:
             process.send_signal(signal.SIGTERM)
             time.sleep(0.002)
         assert process.returncode == 75
+
+
+def test_events_for_tensorboard_go_on_in_a_resumed_run(digits: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    edit(digits / "solver.prototxt", "max_iter: 60", "snapshot: 40", "test_interval: 30")
+    how = {"tensorboard": "events", "tensorboard_histograms": 20, "progress": False}
+    train("solver.prototxt", weights=["init_iter_0.caffemodel"], **how)
+    whole = values(digits / "events")
+    train("solver.prototxt", snapshot="digits_iter_40.solverstate", **how)
+    again = values(digits / "events")
+    assert list(again["loss"]) == list(whole["loss"]) == [0, 20, 40, 60]
+    assert list(again["test/accuracy"]) == [0, 30, 60]
+    assert list(again["gradients/conv1/0"]) == list(again["weights/conv1/0"]) == [0, 20, 40]
+    assert list(again["filters/conv1"]) == [0, 20, 40, 60]
+    for tag in again.keys() - {"images_per_s"}:
+        for step, value in again[tag].items():
+            assert value == whole[tag][step], f"{tag} at {step}"
+    assert len(list((digits / "events").iterdir())) == 2

@@ -9,6 +9,7 @@ import errno
 import importlib.util
 import logging
 import os
+import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from caffepy.reporter import Output
 log = logging.getLogger(__name__)
 
 BINS = 64
+WIDEST = float(np.finfo(np.float32).max)
 CHUNK = 1 << 20
 """Values that are squared at a time."""
 
@@ -74,13 +76,16 @@ class TensorBoard(Gathering):
 
     def begin(self, iteration: int) -> None:
         """Begin a file, and hide what earlier runs left from here on."""
-        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.record_writer import RecordWriter
 
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        name = f"events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}.{os.getpid()}"
         try:
-            self._writer = EventsWriter(os.path.join(self.folder, "events"), f".{os.getpid()}")
+            self._writer = RecordWriter(os.path.join(self.folder, name))
         except OSError as error:
             self._give_up(error)
+        self._write(0, file_version="brain.Event:2")
         self._write(iteration, session_log=SessionLog(status=SessionLog.START))
 
     def show(self, shown: Shown) -> None:
@@ -136,7 +141,7 @@ class TensorBoard(Gathering):
         if not self._writer:
             return
         try:
-            self._writer.write_event(Event(wall_time=time.time(), step=iteration, **what))
+            self._writer.write(Event(wall_time=time.time(), step=iteration, **what).SerializeToString())
             if time.monotonic() - self._flushed > FLUSH_S:
                 self._flushed = time.monotonic()
                 self._writer.flush()
@@ -177,6 +182,8 @@ def _histogram(tag: str, values: Array) -> list[Any]:
     if not flat.size:
         return []
     low, high = float(flat.min()), float(flat.max())
+    if high - low > WIDEST:
+        flat = flat.astype(np.float64)
     counts, edges = np.histogram(flat, BINS, (low, high))
     histogram = HistogramProto(
         min=low,
