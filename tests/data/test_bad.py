@@ -135,10 +135,9 @@ def test_windows_of_bad_images_are_drawn_anew(tmp_path: Path) -> None:
         with tolerating(most):
             return Feed(text, path=f"{tmp_path}/net.prototxt", seed=seed)
 
-    with pytest.raises(RecordError, match="bad records were passed over before"):
-        for _ in range(20):
-            make(1, seed=5).forward()
-    with pytest.raises(RecordError, match="3.png cannot be read"):
+    with pytest.raises(RecordError, match="; 1 bad records were passed over before"):
+        make(1).forward()
+    with pytest.raises(RecordError, match=r"3\.png cannot be read"):
         make(0, "cache_images: true")
     for cached in ("", "cache_images: true"):
         feed, again = make(2, cached), make(2, cached, seed=2)

@@ -163,6 +163,40 @@ def test_read_only_folder(tmp_path):
     assert os.listdir(tmp_path / "db") == ["data.mdb"]
 
 
+def test_a_leveldb_stays_as_it_is_and_others_may_read_it_at_the_same_time(tmp_path):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    path = GOLDEN / "raw_leveldb"
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()}
+    source = open_source(str(path))
+    program = f"from caffepy.data.source import open_source; assert len(open_source({str(path)!r})) == 10"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
+    assert keys(source, 12) == KEYS + KEYS[:2]
+    source.close()
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()} == before
+
+
+@pytest.mark.parametrize("missing", ["CURRENT", "MANIFEST-000002"])
+def test_a_damaged_leveldb_is_told_by_its_name(missing, tmp_path):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    shutil.copytree(GOLDEN / "raw_leveldb", tmp_path / "db")
+    os.remove(tmp_path / "db" / missing)
+    if missing == "CURRENT":
+        with pytest.raises(DataError, match="db is no database"):
+            open_source(str(tmp_path / "db"))
+    else:
+        with pytest.raises(DataError, match="db cannot be read as a LevelDB: ") as raised:
+            open_source(str(tmp_path / "db"))
+        assert "caffepy-leveldb" not in str(raised.value)
+
+
+def test_all_records_once(source):
+    source.read()
+    for size in (1, 3, 10, 99):
+        runs = [[bytes(key) for key, _ in records] for records in source.once(size)]
+        assert [key for run in runs for key in run] == KEYS
+        assert {len(run) for run in runs[:-1]} <= {size}
+
+
 def test_larger_than_the_default_map(tmp_path):
     source = open_source(make(tmp_path / "db", 300, 100_000))
     assert len(source) == 300
