@@ -45,7 +45,8 @@ class Graph:
     """Nodes in the order in which they can run.
 
     `values` are constants and parameters, `shapes` those of the tensors that are blobs. `reserved` names are the
-    blobs' and parameters'. `once` are the tensors that a single layer reads and that are no blob at the end.
+    blobs', the parameters' and all that were given away. `once` are the tensors that a single layer reads and that are
+    no blob's last value. `notes` are layers and what a user should know of them.
     """
 
     opset: int
@@ -134,7 +135,7 @@ class Site:
         return self.node("Add", x, self.constant(shift)) if shift else x
 
     def name_last(self) -> None:
-        """Let the tensor that the last node gives be the first top, unless it is a bottom."""
+        """Let what the last operator gives be the first top."""
         self.graph.nodes[-1].outputs[0] = self.tops[0]
 
     def note(self, text: str) -> None:

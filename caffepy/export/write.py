@@ -109,25 +109,27 @@ def _symbolic(one: Shape, two: Shape, size: int, name: str) -> list[Dim]:
 def _merge(graph: Graph, double: Graph, net: Net) -> None:
     """Replace the one size of a Reshape that depends on the batch by -1; ConfigError where more depends on it."""
     targets = {node.inputs[1] for node in graph.nodes if node.op == "Reshape"}
-    failed: list[str] = []
-    for node, other in zip(graph.nodes, double.nodes, strict=True):
-        fixed = node != other
-        for name in node.inputs:
-            if name not in graph.values or np.array_equal(graph.values[name], double.values[name]):
-                continue
-            a, b = graph.values[name], double.values[name]
-            differ = np.flatnonzero(a != b) if a.shape == b.shape else ()
-            if name in targets and len(differ) == 1:
-                graph.values[name] = np.where(a == b, a, -1)
-            else:
-                fixed = True
-        if fixed and node.layer not in failed:
-            failed.append(node.layer)
+    failed: dict[str, None] = {}
+    for node, other in zip(graph.nodes, double.nodes, strict=False):
+        if node != other or not all(_merge_value(graph, double, name, name in targets) for name in node.inputs):
+            failed[node.layer] = None
     if failed:
         params = {layer.name: layer for layer in net.param.layer}
-        raise ConfigError(
-            "\n  ".join(["these layers need a fixed batch size:", *(where(net.path, params[name]) for name in failed)])
-        )
+        places = (where(net.path, params[name]) for name in failed)
+        raise ConfigError("\n  ".join(["these layers need a fixed batch size:", *places]))
+
+
+def _merge_value(graph: Graph, double: Graph, name: str, is_target: bool) -> bool:
+    """Whether the value, if it is one, does not depend on the batch, or does no longer."""
+    if name not in graph.values:
+        return True
+    one, two = graph.values[name], double.values[name]
+    if one is two or np.array_equal(one, two):
+        return True
+    if not is_target or np.count_nonzero(one != two) != 1:
+        return False
+    graph.values[name] = np.where(one == two, one, -1)
+    return True
 
 
 def operators(nodes: Sequence[Node]) -> dict[str, int]:

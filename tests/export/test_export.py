@@ -212,16 +212,31 @@ def test_all_that_cannot_be_expressed_is_named_and_nothing_is_written() -> None:
     assert len(list(Path().iterdir())) == 3
 
 
-def test_a_size_that_fixes_the_batch_is_named() -> None:
-    fixed = 'layer { name: "r" type: "Reshape" bottom: "%s" top: "%s" reshape_param { shape { dim: 4 dim: 5 } } }'
+NOISE = 'layer { name: "d" type: "DummyData" top: "z" dummy_data_param { shape { dim: 4 dim: 5 } } }'
+
+
+def test_a_layer_that_cannot_take_another_batch_is_named() -> None:
+    text = inputs((4, 5)) + 'layer { name: "r" type: "Reshape" bottom: "x0" top: "y" '
+    text += "reshape_param { shape { dim: 4 dim: 5 } } }"
     with pytest.raises(
         ConfigError, match=r'^net.prototxt:2:1: layer "r" \(Reshape\): a batch of 8, not 4, does not go'
     ):
-        exported(inputs((4, 5)) + fixed % ("x0", "y"), batch="dynamic")
-    noise = 'layer { name: "d" type: "DummyData" top: "z" dummy_data_param { shape { dim: 2 } } }'
-    cut = 'layer { name: "c" type: "Slice" bottom: "x0" top: "a" top: "b" slice_param { axis: 0 slice_point: 1 } }'
-    with pytest.raises(ConfigError, match=r"these layers need a fixed batch size:\n  net.prototxt:2:.*\"c\" \(Slice\)"):
-        exported(inputs((4, 5)) + noise + cut, batch="dynamic")
+        exported(text, batch="dynamic")
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        '"Slice" bottom: "x0" top: "a" top: "b" slice_param { axis: 0 slice_point: 1 }',
+        '"Crop" bottom: "x0" bottom: "z" top: "y" crop_param { axis: 0 }',
+        '"Crop" bottom: "big" bottom: "x0" top: "y" crop_param { axis: 0 }',
+    ],
+)
+def test_layers_that_fix_the_batch_are_named(layer: str) -> None:
+    big = NOISE.replace("z", "big").replace('"d"', '"e"').replace("dim: 4", "dim: 9")
+    text = inputs((4, 5)) + NOISE + big + f'\nlayer {{ name: "it" type: {layer} }}'
+    with pytest.raises(ConfigError, match=r'^these layers need a fixed batch size:\n  net.prototxt:3:1: layer "it"'):
+        exported(text, batch="dynamic")
 
 
 def test_batch_sizes() -> None:

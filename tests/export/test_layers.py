@@ -283,6 +283,11 @@ def test_dropout_in_training_draws() -> None:
             'layer { name: "it" type: "Pooling" bottom: "x0" top: "y" pooling_param { kernel_size: 1 stride: 4 } }',
             "its last windows lie outside the image",
         ),
+        (
+            'layer { name: "it" type: "Pooling" phase: TRAIN bottom: "x0" top: "y" '
+            "pooling_param { pool: STOCHASTIC kernel_size: 2 } }",
+            "draws random numbers",
+        ),
     ],
 )
 def test_what_cannot_be_expressed(text: str, reason: str) -> None:
