@@ -1,5 +1,6 @@
 """The graph as ONNX's protobuf, checked; and what onnxruntime computes with it."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,13 +61,15 @@ def _reads(node: Node) -> list[str]:
     return node.inputs + [name for body in bodies for inner in body.nodes for name in _reads(inner)]
 
 
-def _nodes(nodes: Sequence[Node]) -> list[Any]:
-    """Each named after its layer; where a layer has several, with their numbers."""
-    written, count = [], dict[str, int]()
+def _nodes(nodes: Sequence[Node], suffix: str = "") -> list[Any]:
+    """The last of a layer's operators has the layer's name, those before it have numbers, too."""
+    total, count = Counter(node.layer for node in nodes), Counter[str]()
+    written = []
     for node in nodes:
-        count[node.layer] = count.get(node.layer, 0) + 1
-        name = node.layer if count[node.layer] == 1 else f"{node.layer}_{count[node.layer]}"
+        count[node.layer] += 1
+        number = "" if count[node.layer] == total[node.layer] else f"_{count[node.layer]}"
         attributes = {key: _attribute(value) for key, value in node.attributes.items()}
+        name = f"{node.layer}{suffix}{number}"
         written.append(helper.make_node(node.op, node.inputs, node.outputs, name, **attributes))
     return written
 
@@ -78,7 +81,7 @@ def _attribute(value: Any) -> Any:
         return numpy_helper.from_array(value)
     if isinstance(value, Body):
         inputs, outputs = ([_typed(name, shape) for name, shape in side] for side in (value.inputs, value.outputs))
-        return helper.make_graph(_nodes(value.nodes), "body", inputs, outputs)
+        return helper.make_graph(_nodes(value.nodes, "_step"), "body", inputs, outputs)
     return value
 
 

@@ -72,6 +72,11 @@ def test_the_last_value_of_a_blob_has_its_name() -> None:
     compare(model)
 
 
+def test_the_last_operator_of_a_layer_has_its_name() -> None:
+    model = written(inputs((4, 5, 2)) + PRODUCT % ("ip", "x0", "y", ""))
+    assert [(node.op_type, node.name) for node in model.proto.graph.node] == [("Flatten", "ip_1"), ("Gemm", "ip")]
+
+
 def test_an_input_keeps_its_name() -> None:
     model = written(inputs((4, 5)) + 'layer { name: "r" type: "ReLU" bottom: "x0" top: "x0" }')
     assert tensors(model) == (["x0"], ["x0:r"])
