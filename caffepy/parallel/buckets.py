@@ -52,10 +52,18 @@ def buckets(ends: Sequence[int], layers: Sequence[frozenset[int]], count: int = 
         if stop - start >= least or start == 0:
             found.append(Bucket(start, stop, adding))
             stop, adding = start, frozenset()
-    if len(found) > 1 and found[-1].stop * 4 < LEAST:
-        last, before = found.pop(), found.pop()
-        found.append(Bucket(0, before.stop, last.layers | before.layers))
-    return found
+    return [*found[:-1], *_tail(found[-1], ends, layers)]
+
+
+def _tail(last: Bucket, ends: Sequence[int], layers: Sequence[frozenset[int]]) -> list[Bucket]:
+    """The last bucket, in two if the first layers have few gradients: less is to do when the backward pass is over."""
+    few = max([1, *(i for i, end in enumerate(ends, start=1) if end * 4 <= LEAST)])
+    if few >= len(ends) or last.stop - ends[few - 1] < LEAST / 4:
+        return [last]
+    inner = frozenset().union(
+        *(mine for end, mine in zip(ends, layers, strict=True) if ends[few - 1] < end <= last.stop)
+    )
+    return [Bucket(ends[few - 1], last.stop, inner), Bucket(0, ends[few - 1], frozenset().union(*layers[:few]))]
 
 
 class Progress:

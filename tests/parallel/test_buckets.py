@@ -25,7 +25,20 @@ def test_every_element_is_in_one_bucket() -> None:
         found = buckets(ends, alone(0, 0, 2, 2, 3, 3), count)
         assert [bucket.stop for bucket in found] == [ends[-1], *(bucket.start for bucket in found[:-1])]
         assert found[-1].start == 0
-        assert all(bucket.stop - bucket.start >= MIB for bucket in found)
+        assert all(bucket.stop - bucket.start >= MIB for bucket in found[:-1])
+
+
+def test_the_last_bucket_is_small_if_another_can_take_the_rest() -> None:
+    first = MIB // 8
+    assert buckets([first, 2 * first, 4 * MIB, 8 * MIB], alone(0, 1, 2, 3), 2) == [
+        Bucket(4 * MIB, 8 * MIB, frozenset([3])),
+        Bucket(2 * first, 4 * MIB, frozenset([2])),
+        Bucket(0, 2 * first, frozenset([0, 1])),
+    ]
+    assert buckets([first, MIB, 8 * MIB], alone(0, 1, 2), 2) == [
+        Bucket(MIB, 8 * MIB, frozenset([2])),
+        Bucket(0, MIB, frozenset([0, 1])),
+    ]
 
 
 def test_small_nets_have_one_bucket_and_nets_without_parameters_none() -> None:

@@ -20,7 +20,7 @@ from tests.parallel.test_group import together
 
 pytestmark = pytest.mark.gpus(2)
 
-COUNTS = (1, 3, 16, 1000, 4097, 200_003, 2_000_000)
+COUNTS = (1, 3, 16, 1000, 4097, 200_003, 2_000_000, 4_500_000)
 
 Work = Callable[[Synchronizer, CudaDevice, Any, Any], None]
 
@@ -94,7 +94,7 @@ def test_the_mean_comes_to_all_who_update_and_the_roots_parameters_to_the_others
     assert on_all(shape, choice, size, work) == [None] * shape.size
 
 
-@pytest.mark.parametrize("size", [16, 4097, 400_000])
+@pytest.mark.parametrize("size", [16, 4097, 400_000, 4_500_064])
 @pytest.mark.parametrize("name", NAMES)
 def test_replays_give_what_calls_give(name: str, size: int) -> None:
     shape = machine()
@@ -123,6 +123,36 @@ def test_replays_give_what_calls_give(name: str, size: int) -> None:
         device.synchronize()
 
     assert on_all(shape, way(name, shape), size, work) == [None] * shape.size
+
+
+def test_copies_end_too_when_a_rank_fails() -> None:
+    shape, group, size = machine(), Group(machine().size), 4_500_064
+    ended = []
+
+    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
+        def step() -> None:
+            mine.on_start()
+            for layer in (2, 1, 0):
+                mine.after_backward(layer)
+            mine.on_gradients_ready()
+
+        step()
+        step()
+        recording = device.capture(step)
+        recording.replay()
+        device.synchronize()
+        group.barrier(mine.rank)
+        if mine.rank == shape.size - 1:
+            time.sleep(0.5)  # the others wait for this rank by now
+            raise DataError("no more images")
+        recording.replay()
+        device.synchronize()
+        ended.append(mine.rank)
+
+    raised = on_all(shape, way("nccl", shape), size, work, group)
+    assert isinstance(raised[-1], DataError)
+    assert all(raised)
+    assert sorted(ended) == list(range(shape.size - 1))
 
 
 @pytest.mark.parametrize("name", ["tree", "muji", "flat", "nccl"])
