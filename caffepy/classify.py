@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,10 @@ class Classification:
         return "\n".join(columns(rows, left=4))
 
     def json(self) -> str:
-        """A list of objects with the image and its predictions (class, label, score), or the error."""
+        """A list of objects with the image and its predictions (class, label, score), or the error.
+
+        Scores that are not finite are null.
+        """
         return json.dumps([_object(image) for image in self.images], ensure_ascii=False)
 
     def check(self) -> None:
@@ -86,7 +89,10 @@ class Classification:
 def _object(image: Classified) -> dict[str, Any]:
     if image.error:
         return {"image": image.image, "error": image.error}
-    predictions = [{"class": guess.number, "label": guess.label, "score": guess.score} for guess in image.guesses]
+    predictions = [
+        {"class": guess.number, "label": guess.label, "score": guess.score if isfinite(guess.score) else None}
+        for guess in image.guesses
+    ]
     return {"image": image.image, "predictions": predictions}
 
 

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -55,9 +56,13 @@ class Detections:
         return "\n".join(columns(rows, left=1))
 
     def json(self) -> str:
-        """A list of objects with filename, ymin, xmin, ymax, xmax and the prediction, a list of scores."""
+        """A list of objects with filename, ymin, xmin, ymax, xmax and the prediction: scores, null if not finite."""
         rows = [
-            {"filename": one.image, **dict(zip(SIDES, one.window, strict=True)), "prediction": one.scores.tolist()}
+            {
+                "filename": one.image,
+                **dict(zip(SIDES, one.window, strict=True)),
+                "prediction": [score if isfinite(score) else None for score in one.scores.tolist()],
+            }
             for one in self.found
         ]
         return json.dumps(rows, ensure_ascii=False)

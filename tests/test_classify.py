@@ -10,7 +10,7 @@ import pytest
 
 from caffepy import io, models
 from caffepy.classifier import Classifier
-from caffepy.classify import Classification, classify
+from caffepy.classify import Classification, Classified, Guess, classify
 from caffepy.data.datum import decode
 from caffepy.data.source import open_source
 from caffepy.errors import ConfigError, DataError, UsageError
@@ -98,6 +98,12 @@ def test_what_is_printed(folder: Path, tmp_path: Path) -> None:
         digits(names, labels=str(labels))
     with pytest.raises(ConfigError, match=r"no.txt: cannot be read"):
         digits(names, labels="no.txt")
+
+
+def test_scores_that_are_not_finite() -> None:
+    result = Classification([Classified("a.png", [Guess(3, None, float("nan"))])])
+    assert json.loads(result.json())[0]["predictions"] == [{"class": 3, "label": None, "score": None}]
+    assert result.table().splitlines()[1].split() == ["a.png", "nan", "3"]
 
 
 def test_images_that_cannot_be_read_are_named(folder: Path, tmp_path: Path) -> None:
