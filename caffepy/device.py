@@ -146,6 +146,11 @@ class Device:
     def synchronize(self) -> None:
         """Return when all work given to the device is done."""
 
+    @property
+    def idle(self) -> bool:
+        """Whether all work given to the device is done."""
+        return True
+
     def flush(self) -> None:
         """Bring to the device what was written to host arrays of blobs, before operations use other views of those."""
 
@@ -209,7 +214,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
-        with self._cupy.cuda.Device(self.index), self.stream, out_of_memory_told(self._cupy):
+        with self._cupy.cuda.Device(self.index), self.stream, errors_told(self._cupy, self.index):
             yield
 
     def scope(self) -> "AbstractContextManager[object]":
@@ -220,6 +225,14 @@ class CudaDevice(Device):
         """Return when all work given to the device is done."""
         for stream in (self.stream, *self._lanes.values()):
             stream.synchronize()
+
+    @property
+    def idle(self) -> bool:
+        """Whether all work given to the device is done, or can be done no more."""
+        try:
+            return all(bool(stream.done) for stream in (self.stream, *self._lanes.values()))
+        except self._cupy.cuda.runtime.CUDARuntimeError:
+            return True
 
     @cached_property
     def tick(self) -> Any:
@@ -559,9 +572,11 @@ def synchronize_gpu(index: int) -> None:
 
 
 @contextmanager
-def out_of_memory_told(cupy: Any) -> Iterator[None]:
-    """Turn CuPy's out-of-memory error into a DeviceError that says what helps."""
+def errors_told(cupy: Any, index: int) -> Iterator[None]:
+    """Turn CuPy's out-of-memory error into a DeviceError that says what helps, and CUDA's into one that says where."""
     try:
         yield
     except cupy.cuda.memory.OutOfMemoryError as error:
         raise DeviceError(f"the GPU's memory is full ({error}); a smaller batch_size, with iter_size, helps") from None
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        raise DeviceError(f"GPU {index} failed: {last_line(error)}") from error

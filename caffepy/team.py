@@ -2,8 +2,9 @@
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -13,7 +14,7 @@ import numpy as np
 
 from caffepy.blob import Blob
 from caffepy.device import Device
-from caffepy.errors import UsageError
+from caffepy.errors import CaffeError, UsageError
 from caffepy.layer import Layer
 from caffepy.net import Net, any_turn
 from caffepy.parallel import peers
@@ -34,6 +35,12 @@ log = logging.getLogger(__name__)
 STATISTICS = ("average", "root")
 PATIENCE = 5.0
 """Seconds that solvers have to end what they are at."""
+
+LOOK = 1.0
+"""Seconds between looks at whether solvers on GPUs get on."""
+
+SETTLING = 2.0
+"""Seconds in which GPUs end what waits for others."""
 
 LAST_PATIENCE = 3.0
 """Seconds that the root has to do so when it is told."""
@@ -90,6 +97,7 @@ class Team(Followers):
         self._synchronizers: dict[int, Synchronizer] = {}
         self._testers = [0] * len(root.test_nets)  # who has the next batch of each test net
         self._crew = Crew(self.group, self._make, self._within)
+        self._ended = threading.Event()
         self._positions = root.followers_positions
         if self._positions and len(self._positions) != self.size - 1:
             log.warning(
@@ -123,6 +131,8 @@ class Team(Followers):
                 layer.serve(self._devices)
         with root.device.scope(), quiet():
             self._crew.start()
+            if self._gpu:
+                threading.Thread(target=self._guard, name="caffepy guard", daemon=True).start()
             self._synchronize(root, 0)
             self._crew.settle()
         group.phase = "idle"
@@ -174,7 +184,39 @@ class Team(Followers):
         solver.synchronize(synchronizer, self._way.choice.root_updates)
 
     def _watch(self) -> None:
-        threading.Thread(target=self._reach_root, name="caffepy watch", daemon=True).start()
+        if self.failed:
+            threading.Thread(target=self._reach_root, name="caffepy watch", daemon=True).start()
+
+    def _guard(self) -> None:
+        """Find solvers that hang where none waits for another in a way that a deadline would end: for a GPU."""
+        known: object = None
+        since = time.monotonic()
+        while not (self.failed or self._ended.wait(LOOK)):
+            progress, now = self._progress(), time.monotonic()
+            seconds = self.group.deadlines[self.group.phase]
+            if progress != known:
+                known, since = progress, now
+            elif now - since > seconds + LOOK:  # those who wait for a solver find it first
+                self._give_up(seconds)
+
+    def _progress(self) -> object:
+        """What changes while solvers get on."""
+        done = [solver.control.done for solver in (self.root, *list(self._crew.members.values()))]
+        return self.group.phase, self.root.iter, done, self._crew.left, list(self._testers)
+
+    def _give_up(self, seconds: float) -> None:
+        """Name those that hang: whose GPUs, or else threads, are still at work when nothing waits for others."""
+        self.group.end_waits()
+        until = time.monotonic() + SETTLING
+        while (hanging := self._at_work()) and time.monotonic() < until:
+            time.sleep(LOOK / 10)
+        ranks = hanging or [0]
+        self.group.fail(ranks[0], self.group.hung(ranks, seconds))
+        self._reach_root()
+
+    def _at_work(self) -> list[int]:
+        gpus = [rank for rank, device in enumerate(self._devices) if not device.idle]
+        return gpus or [rank for rank, left in enumerate(self._crew.left, start=1) if left]
 
     def _reach_root(self) -> None:
         """See to it that the root ends, even if it is where it does not wait for others."""
@@ -197,6 +239,7 @@ class Team(Followers):
     def _end(self, error: BaseException | None) -> None:
         root = self.root
         root.followers, root.reporter = Followers(), self._reporter
+        self._ended.set()
         try:
             if error is not None:
                 self.group.abort(0, error)
@@ -208,7 +251,8 @@ class Team(Followers):
                 log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
             for rank, worker in self._crew.members.items():
                 if rank not in left:
-                    worker.close()
+                    with suppress(CaffeError) if error else nullcontext():
+                        worker.close()
 
     def _part(self) -> None:
         """Let the root be alone again."""
@@ -230,6 +274,10 @@ class Team(Followers):
     def failed(self) -> bool:  # type: ignore[override]
         """Followers have ended the run."""
         return self.group.failure is not None
+
+    def stop(self, error: Exception) -> None:
+        """The root has met this error, and will not go on: let those end who wait for it."""
+        self.group.abort(0, error)
 
     def during(self, phase: str) -> AbstractContextManager[object]:
         """A block in which all are at this: step, test or snapshot."""

@@ -1,6 +1,7 @@
 """The `caffepy` command: its subcommands, and the one place where errors become messages and exit codes."""
 
 import errno
+import logging
 import os
 import signal
 import sys
@@ -21,6 +22,7 @@ from caffepy.cli.compute_image_mean import compute_image_mean
 from caffepy.cli.convert_cifar import convert_cifar
 from caffepy.cli.convert_imageset import convert_imageset
 from caffepy.cli.convert_mnist import convert_mnist
+from caffepy.cli.data import data
 from caffepy.cli.detect import detect
 from caffepy.cli.device_pairs import device_pairs
 from caffepy.cli.device_query import device_query
@@ -40,6 +42,7 @@ from caffepy.cli.upgrade_solver import upgrade_solver
 from caffepy.cli.visualize import visualize
 from caffepy.cli.weights import weights
 from caffepy.errors import CaffeError, DataError, DeviceError, RecordError, UsageError
+from caffepy.parallel.crew import at_work
 from caffepy.registry import nearest
 
 BUG = 70
@@ -81,6 +84,7 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
         convert_mnist,
         convert_cifar,
         compute_image_mean,
+        data,
         upgrade_net,
         upgrade_solver,
         device_query,
@@ -111,6 +115,10 @@ def main() -> None:
     code = run(sys.argv[1:])
     for number in ENDING:  # the exit code is settled; threads and files still take a moment to close
         signal.signal(number, signal.SIG_IGN)
+    if at_work():  # it hangs, perhaps in a way that the end of the process would wait for
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
     sys.exit(code)
 
 
@@ -209,7 +217,7 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     """What to try next, where the command line has a way out."""
     if isinstance(error, RecordError) and {"train", "test"} & set(arguments):
         return "to pass over some such records, add --max-bad-records N"
-    if isinstance(error, DataError) and {"time", "check"} & set(arguments):
+    if isinstance(error, DataError) and {"time", "check", "draw"} & set(arguments):
         return "to go without the data, add --synthetic"
     if isinstance(error, DataError) and "export" in arguments:
         return "to go without the data, give --image C,H,W, or a deploy net"

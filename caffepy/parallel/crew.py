@@ -15,6 +15,11 @@ AHEAD = 4
 """Pieces of work that a member may have before it; the root waits then."""
 
 
+def at_work() -> bool:
+    """Whether a thread of some crew still runs."""
+    return any(thread.name.startswith(Crew.NAME) for thread in threading.enumerate())
+
+
 class Crew(Generic[Member]):
     """`make` is called in each rank's thread for its member, which then gets all work, `within` a context.
 
@@ -57,6 +62,11 @@ class Crew(Generic[Member]):
         """Return when all members have done all that they were given; from the root's thread."""
         ranks = list(self._work)
         self.group.until(0, lambda: not self._busy(ranks), lambda: self._busy(ranks))
+
+    @property
+    def left(self) -> list[int]:
+        """How much the members have before them, by rank."""
+        return [len(work) for work in self._work.values()]
 
     def _busy(self, ranks: Sequence[int], most: int = 1) -> list[int]:
         """Those that have so much before them, or are not there yet."""

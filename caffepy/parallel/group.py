@@ -89,8 +89,13 @@ class Group:
             first = self.failure is None
             self.failure = self.failure or (rank, error)
         if first:
-            for callback in self._on_abort:
-                callback()
+            self.end_waits()
+
+    def end_waits(self) -> None:
+        """End what waits outside, as `on_abort` said; once."""
+        callbacks, self._on_abort = self._on_abort, []
+        for callback in callbacks:
+            callback()
 
     def notice(self) -> None:
         """Say that the root has heard that the group has stopped."""
@@ -148,13 +153,18 @@ class Group:
         self.check(rank)
 
     def _hang(self, rank: int, missing: list[int], seconds: float) -> None:
-        names = ", ".join(f"rank {other}" for other in missing) or "another rank"
-        error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}); rank {rank} waited for it")
-        log.error("%s\n%s", error, stacks(self._names))
+        error = self.hung(missing, seconds, f"; rank {rank} waited for it")
         if rank == 0:
             self.notice()
         self.fail(missing[0] if missing else rank, error)
         raise error
+
+    def hung(self, missing: list[int], seconds: float, more: str = "") -> SyncError:
+        """The error for ranks that are missing for so long; the log gets what all threads are doing."""
+        names = ", ".join(f"rank {other}" for other in missing) or "another rank"
+        error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}){more}")
+        log.error("%s\n%s", error, stacks(self._names))
+        return error
 
     def barrier(self, rank: int, name: str = "") -> None:
         """Return when all ranks have come here."""

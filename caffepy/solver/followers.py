@@ -15,6 +15,9 @@ class Followers:
     size = 1
     failed = False  # followers have ended the run
 
+    def stop(self, error: Exception) -> None:
+        """The solver has met this error, and will not go on: let those end who wait for it."""
+
     def during(self, phase: str) -> AbstractContextManager[object]:
         """A block in which all are at this: step, test or snapshot."""
         return nullcontext()

@@ -268,7 +268,7 @@ class Solver:
                 self._hear(wait=True)
             except BaseException as error:
                 self._torn = True
-                if isinstance(error, CaffeError):
+                if isinstance(error, CaffeError) or self.followers.failed:
                     self._hear(wait=True)  # what went wrong before comes first
                 raise
 
@@ -472,6 +472,7 @@ class Solver:
         except Exception as error:
             elsewhere = self.followers.failed and not isinstance(error, DivergenceError)
             if elsewhere or isinstance(error, DataError):
+                self.followers.stop(error)
                 self._save_before_failing(error)
             raise
         unsaved = param.snapshot_after_train and not (param.snapshot > 0 and self.iter % param.snapshot == 0)

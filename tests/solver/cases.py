@@ -15,7 +15,9 @@ from caffepy.solver import Action, Solver
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 DIGITS = GOLDEN / "digits"
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(GOLDEN.parent.parent)}  # for Python processes that tests start
+ENVIRONMENT = os.environ | {  # for Python processes that tests start
+    "PYTHONPATH": os.pathsep.join([str(GOLDEN.parent.parent), os.environ.get("PYTHONPATH", "")])
+}
 
 # x is random noise, y random zeros and ones
 NOISE = """

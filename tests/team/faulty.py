@@ -1,5 +1,7 @@
-"""A user's layer that goes wrong: `python_param` says how, in which rank and at which of its passes."""
+"""What goes wrong: a user's layer as its `python_param` says, or caffepy itself as `arrange` is told."""
 
+import faulthandler
+import importlib
 import json
 import os
 import signal
@@ -7,7 +9,7 @@ import threading
 import time
 
 
-def rank() -> int:
+def this_rank() -> int:
     """The rank whose thread this is."""
     name = threading.current_thread().name
     return int(name.rsplit(" ", 1)[1]) if name.startswith("caffepy rank") else 0
@@ -19,34 +21,72 @@ class Faulty:
     def setup(self, bottom, top):
         self.orders = json.loads(self.param_str)
         self.passes = 0
-        if self.orders["at"] == "setup" and rank() == self.orders["rank"] and self.phase == 0:
-            self.go_wrong()
+        if self.orders["at"] == "setup" and this_rank() == self.orders["rank"] and self.phase == 0:
+            go_wrong(**self.orders)
 
     def reshape(self, bottom, top):
         top[0].reshape(*bottom[0].data.shape)
 
     def forward(self, bottom, top):
         top[0].data[...] = bottom[0].data
-        if rank() == self.orders["rank"] and self.phase == self.orders.get("phase", 0):
+        if this_rank() == self.orders["rank"] and self.phase == self.orders.get("phase", 0):
             self.passes += 1
             if self.passes == self.orders["at"]:
-                self.go_wrong()
+                go_wrong(**self.orders)
 
     def backward(self, top, propagate_down, bottom):
         bottom[0].diff[...] = top[0].diff
 
-    def go_wrong(self):
-        what = self.orders["what"]
-        if what == "raise":
-            raise RuntimeError("it went wrong")
-        if what == "hang":
-            time.sleep(60)
-        if what == "deaf":
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
-            time.sleep(60)
-        if what == "twice":
-            for _ in range(2):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(1)
-            what = "SIGINT"
-        os.kill(os.getpid(), getattr(signal, what))
+
+def arrange(where, at, rank=0, **orders):
+    """Let a function go wrong before its n-th call in a rank; `where` is "module:name" or "module:Class.method"."""
+    module, _, path = where.partition(":")
+    owner = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    function, calls = getattr(owner, name), []
+
+    def faulty(*arguments, **more):
+        if this_rank() == rank:
+            calls.append(None)
+            if len(calls) == at:
+                go_wrong(**orders)
+        return function(*arguments, **more)
+
+    setattr(owner, name, faulty)
+
+
+def go_wrong(what, within=None, **_):
+    """Do it; `within` is how many seconds the process may then last."""
+    if within:
+        faulthandler.dump_traceback_later(within, exit=True)
+    if what == "raise":
+        raise RuntimeError("it went wrong")
+    if what == "hang":
+        time.sleep(60)
+    if what == "deaf":
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        time.sleep(60)
+    if what in KERNELS:
+        launch(KERNELS[what])
+        return
+    if what == "twice":
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        what = "SIGINT"
+    os.kill(os.getpid(), getattr(signal, what))
+
+
+KERNELS = {  # each is given a device int of 0
+    "illegal address": 'extern "C" __global__ void wrong(int* at) { ((volatile int*)8)[*at] = 1; }',
+    "endless kernel": 'extern "C" __global__ void wrong(int* at) { while (*(volatile int*)at == 0) { } }',
+}
+
+
+def launch(text):
+    """Run a kernel on the stream of this thread."""
+    import cupy
+
+    cupy.RawKernel(text, "wrong")((1,), (1,), (cupy.zeros(1, cupy.int32),))

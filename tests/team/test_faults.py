@@ -1,37 +1,24 @@
 """What goes wrong in one solver ends all: at one iteration, with the snapshot that is owed, and its rank named."""
 
-import json
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from caffepy.blob import Array
 from caffepy.data.source import open_source
 from caffepy.data.write import write_lmdb
 from caffepy.device import Device
 from caffepy.errors import ConfigError, DataError, SyncError
 from caffepy.parallel.topology import all_joined
-from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.solver import Solver
-from caffepy.solver.worker import WorkerSolver
 from caffepy.team import Team, Terms
-from tests.solver.cases import DIGITS, ENVIRONMENT, solver_of
+from tests.solver.cases import DIGITS, solver_of
 from tests.team.cases import Run, net
-
-FAULTY = """
-layer { name: "faulty" type: "Python" bottom: "pool" top: "faulty"
-  python_param { module: "faulty" layer: "Faulty" param_str: 'ORDERS' } }
-layer { name: "ip" """
-EVERY = 'base_lr: 0.05 lr_policy: "fixed" momentum: 0.9 display: 2 test_iter: 4 test_interval: 3 random_seed: 3 '
-NOTHING = {"what": "raise", "rank": 0, "at": -1}
+from tests.team.faults import EVERY, NOTHING, PLACES, KilledError, Killer, caffepy, goes_on_exactly, write
 
 
 @pytest.fixture(scope="module")
@@ -45,37 +32,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     shutil.copy(Path(__file__).with_name("faulty.py"), tmp_path)
     return tmp_path
-
-
-def write(folder: Path, orders: dict[str, Any], settings: str = "snapshot: 100 max_iter: 8") -> None:
-    """A solver and a net of which a layer goes wrong as it is told to."""
-    text = net(3).replace('layer { name: "ip" ', FAULTY.replace("ORDERS", json.dumps(orders)))
-    text = text.replace(
-        'name: "ip" type: "InnerProduct" bottom: "pool"', 'name: "ip" type: "InnerProduct" bottom: "faulty"'
-    )
-    (folder / "net.prototxt").write_text(text)
-    (folder / "solver.prototxt").write_text(f'net: "net.prototxt" {EVERY} snapshot_prefix: "s" {settings}\n')
-
-
-def caffepy(*arguments: str, cpu: int = 3, code: str = "") -> "subprocess.CompletedProcess[str]":
-    program = ["-c", f"{code}\nfrom caffepy.cli.main import main\nmain()"] if code else ["-m", "caffepy"]
-    command = [sys.executable, *program, "train", "--solver", "solver.prototxt", "--cpu", str(cpu), *arguments]
-    return subprocess.run(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=300, check=False)
-
-
-def weights(path: str) -> Array:
-    return np.concatenate([blob_to_array(blob).ravel() for layer in read_net(path).layer for blob in layer.blobs])
-
-
-def goes_on_exactly(folder: Path, **arguments: Any) -> None:
-    """A run resumed from what is there ends as one that nothing happened to."""
-    write(folder, NOTHING)
-    assert caffepy("--snapshot", "auto", **arguments).returncode == 0
-    resumed = weights("s_iter_8.caffemodel")
-    for path in folder.glob("s_iter_*"):
-        path.unlink()
-    assert caffepy(**arguments).returncode == 0
-    np.testing.assert_array_equal(weights("s_iter_8.caffemodel"), resumed)
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
@@ -92,7 +48,9 @@ def test_an_error_in_forward(rank: int, folder: Path) -> None:
         goes_on_exactly(folder)
 
 
-def test_a_record_that_cannot_be_read(folder: Path) -> None:
+@pytest.mark.parametrize("record", [38, 40])
+def test_a_record_that_cannot_be_read(record: int, folder: Path) -> None:
+    named = "rank 1: " if record == 40 else ""
     shutil.copytree(DIGITS / "digits_train_lmdb", "db")
     source = open_source("db", "LMDB")
     records = source.take(60)
@@ -100,13 +58,13 @@ def test_a_record_that_cannot_be_read(folder: Path) -> None:
     shutil.rmtree("db")
     with write_lmdb("db") as writer:
         for i, (key, value) in enumerate(records):
-            writer.put(bytes(key).decode(), bytes(value) if i != 40 else b"no datum")
+            writer.put(bytes(key).decode(), bytes(value) if i != record else b"no datum")
     write(folder, NOTHING)
     text = (folder / "net.prototxt").read_text()
     (folder / "net.prototxt").write_text(text.replace(f"{DIGITS}/digits_train_lmdb", "db"))
     run = caffepy()
     assert run.returncode == DataError.exit_code
-    assert re.search(r'rank 1: net.prototxt:.*layer "data" \(Data\): db: record', run.stderr.splitlines()[-1])
+    assert re.search(rf'error: {named}net.prototxt:.*layer "data" \(Data\): db: record', run.stderr)
     assert "The data failed; what was learned up to iteration 4 is saved before the run ends" in run.stderr
     assert Path("s_iter_4.solverstate").exists()
 
@@ -178,34 +136,6 @@ def test_a_worker_that_hangs_is_found_and_named(folder: Path) -> None:
     assert re.search(r"rank 2:\n(.*\n)*.*time\.sleep\(60\)", run.stderr)
     assert Path("s_iter_5.solverstate").exists()
     assert "Still at work when the run ended: rank 2" in run.stderr
-
-
-class KilledError(Exception):
-    """What ends a thread's work."""
-
-
-class Killer:
-    """A callback of a worker, or of its net, that ends its work in an iteration."""
-
-    def __init__(self, worker: WorkerSolver, iteration: int, place: str) -> None:
-        self._worker, self._iteration, self._place = worker, iteration, place
-        if place in ("on_start", "on_gradients_ready"):
-            worker.add_callback(self)
-        else:
-            getattr(worker.net, place).append(lambda _: self._at(place))
-
-    def _at(self, place: str) -> None:
-        if (place, self._worker.iter) == (self._place, self._iteration):
-            raise KilledError
-
-    def on_start(self) -> None:
-        self._at("on_start")
-
-    def on_gradients_ready(self) -> None:
-        self._at("on_gradients_ready")
-
-
-PLACES = ("before_forward", "after_forward", "before_backward", "after_backward", "on_start", "on_gradients_ready")
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -26,6 +26,9 @@ ROWS = 16
 GROUP = 4
 """Iterations after which it can learn how far the device is."""
 
+PENDING = -1.0
+"""The fate of an iteration whose verdict has not come."""
+
 KINDS = {"float32": 1, "float64": 2, "float16": 5, "uint16": 6}
 
 
@@ -99,6 +102,7 @@ class Control:
         """The learning rate, the weight decay and the rule's own number for the next update."""
         assert self._given - self._told < ROWS
         self._orders[self._given % ROWS] = rate, decay, correction
+        self._reports[self._given % ROWS, -1] = PENDING
 
     def open(self, diff: Array) -> None:
         """Begin to add up gradients and losses."""
@@ -179,6 +183,12 @@ class Control:
             verdicts.append(Verdict(loss, norm, factor, loss_scale, Fate(int(fate))))
         self._told = self._known
         return verdicts
+
+    @property
+    def done(self) -> int:
+        """How many iterations the device is done with by now; for a look from another thread."""
+        first, given = self._told, self._given
+        return next((i for i in range(first, given) if self._reports[i % ROWS, -1] == PENDING), given)
 
     def realign(self) -> None:
         """Forget what was given before an interruption, which may have hit in between."""
