@@ -36,10 +36,13 @@ class Solver:
 
     def _build(self, path: str, param: SolverParameter) -> None:
         rank = mode.solver_rank()
-        if rank:
-            _follow(param, rank)
+        if rank and param.random_seed >= 0:
+            param.random_seed += rank
         reporter = LogReporter() if rank == 0 else Reporter()
         self._solver = Inner(param, device=mode.new_device(), path=path, reporter=reporter)
+        if rank:
+            param.display = param.snapshot = param.test_interval = 0
+            param.debug_info = param.snapshot_after_train = False
         self._net = Net.of(self._solver.net)
         self._test_nets = [Net.of(net) for net in self._solver.test_nets]
 
@@ -149,14 +152,6 @@ def _read(solver_file: str | os.PathLike[str]) -> SolverParameter:
     if not os.path.isfile(path):
         raise ConfigError(f"Could not open file {path}")
     return text.read_solver(path)
-
-
-def _follow(param: SolverParameter, rank: int) -> None:
-    """What a solver that is not the root does not do."""
-    param.display = param.snapshot = param.test_interval = 0
-    param.debug_info = param.snapshot_after_train = False
-    if param.random_seed >= 0:
-        param.random_seed += rank
 
 
 class _Callback:

@@ -218,3 +218,82 @@ def test_a_gpu_tells_of_wrong_labels_at_once(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r'net\.prototxt:2:1: layer "loss" \(SoftmaxWithLoss\): label 3 is not one'):
         net.forward(x=np.zeros((2, 3)), y=np.array([1, 3]))
     assert net.forward(x=np.zeros((2, 3)), y=np.array([1, 2]))["loss"] == pytest.approx(np.log(3))
+
+
+def test_raw_vectors_and_passes_by_number(net: "caffe.Net", tmp_path: Path) -> None:
+    assert [blob.shape for blob in net._blobs] == [(4, 3), (4,), (4, 5), (4, 5)]
+    assert net._layer_names == ["in", "a", "r", "b"]
+    assert net._blob_loss_weights == [0, 0, 0, 0]
+    assert net.layers[1] is net.layers[1] is net.layer_dict["a"]
+    file = tmp_path / "net.prototxt"
+    file.write_text("force_backward: true " + INPUT + ip("a", "x", "a") + LOSS % "a")
+    lossy = caffe.Net(str(file), caffe.TRAIN)
+    lossy.blobs["x"].data[...] = np.random.default_rng(0).standard_normal((4, 3))
+    assert lossy._forward(0, 2) == pytest.approx(float(lossy.blobs["loss"].data))
+    assert lossy._forward(0, 1) == 0
+    assert lossy._blob_loss_weights == [0, 0, 0, 1]
+    lossy._backward(2, 1)
+    assert lossy.params["a"][0].diff.any()
+
+
+def test_setup_and_reshape_of_a_layer(net: "caffe.Net") -> None:
+    x, a = net.blobs["x"], net.blobs["a"]
+    x.reshape(7, 3)
+    net.layer_dict["a"].reshape([x], [a])
+    assert a.shape == (7, 5)
+    net.layer_dict["r"].setup([a], [a])
+
+
+def test_callbacks_get_the_number_of_each_layer(net: "caffe.Net") -> None:
+    calls: dict[str, list[int]] = {name: [] for name in ("before", "after", "under", "over")}
+    net.before_forward(calls["before"].append)
+    net.after_forward(calls["after"].append)
+    net.before_backward(calls["under"].append)
+    net.after_backward(calls["over"].append)
+    net.forward()
+    net.backward()
+    assert calls["before"] == calls["after"] == [0, 1, 2, 3]
+    assert calls["under"] == calls["over"] == [3, 2, 1, 0]
+    with pytest.raises(RuntimeError, match="a function of the layer's index, or an NCCL"):
+        net.after_backward(3)  # type: ignore[arg-type]
+
+
+def test_a_blob_of_the_host_has_no_address_on_a_gpu(net: "caffe.Net") -> None:
+    with pytest.raises(RuntimeError, match="this blob lies in the host's memory"):
+        _ = net.blobs["x"]._gpu_data_ptr
+
+
+def test_data_outlives_the_net(path: Path) -> None:
+    net = caffe.Net(str(path), caffe.TRAIN)
+    blobs, weight = list(net.blobs.values()), net.params["a"][0].data
+    total = weight.sum()
+    del net
+    assert weight.sum() == total
+    assert all(blob.data.shape == blob.shape for blob in blobs)
+
+
+def test_forward_backward_all(tmp_path: Path) -> None:
+    file = tmp_path / "net.prototxt"
+    file.write_text(
+        'force_backward: true layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 4 dim: 3 } } } '
+        + ip("a", "x", "a")
+        + ip("b", "a", "b")
+    )
+    net = caffe.Net(str(file), caffe.TRAIN)
+    rng = np.random.default_rng(0)
+    x, b = rng.standard_normal((6, 3)), rng.standard_normal((6, 5))
+    outs, diffs = net.forward_backward_all(["a"], ["a"], x=x, b=b)
+    assert (outs["b"].shape, outs["a"].shape, diffs["x"].shape, diffs["a"].shape) == ((6, 5), (6, 5), (6, 3), (6, 5))
+    np.testing.assert_allclose(outs["b"], net.forward_all(None, x=x)["b"], rtol=1e-6)
+    wa, wb = (net.params[name][0].data for name in "ab")
+    np.testing.assert_allclose(diffs["x"], b @ wb @ wa, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_blob_of_a_gpu_has_an_address(path: Path) -> None:
+    caffe.set_mode_gpu()
+    try:
+        net = caffe.Net(str(path), caffe.TRAIN)
+    finally:
+        caffe.set_mode_cpu()
+    assert net.blobs["a"]._gpu_data_ptr != net.blobs["a"]._gpu_diff_ptr > 0

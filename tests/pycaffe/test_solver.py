@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 
@@ -83,3 +84,96 @@ def test_updates_by_hand_on_a_gpu(path: str) -> None:
     weight.diff[...] = 2
     solver.apply_update()
     np.testing.assert_allclose(weight.data, before - 0.2, rtol=1e-6)
+
+
+def test_get_solver_makes_the_class_of_the_type(path: str) -> None:
+    assert type(caffe.get_solver(path)) is caffe.AdaDeltaSolver
+    Path(path).write_text(Path(path).read_text().replace('type: "AdaDelta"', ""))
+    assert type(caffe.get_solver(path)) is caffe.SGDSolver
+    with pytest.raises(RuntimeError, match=r"Could not open file gone\.prototxt"):
+        caffe.get_solver("gone.prototxt")
+
+
+def test_rates_may_be_set(path: str) -> None:
+    solver = caffe.SGDSolver(path)
+    assert (solver.param.max_iter, solver.param.display, solver.param.layer_wise_reduce) == (0, 0, True)
+    assert solver.lr == pytest.approx(0.1)
+    solver.param.base_lr = 0.01
+    assert solver.lr == pytest.approx(0.01)
+
+
+def test_callbacks_are_two_functions(path: str) -> None:
+    solver = caffe.SGDSolver(path)
+    heard: list[str] = []
+    solver.add_callback(lambda: heard.append("start"), lambda: heard.append("gradients"))
+    solver.step(2)
+    assert heard == ["start", "gradients"] * 2
+    with pytest.raises(RuntimeError, match="two functions, on_start and on_gradients_ready, or an NCCL"):
+        solver.add_callback(heard.append)
+
+
+def test_share_weights(path: str) -> None:
+    solver, other = caffe.SGDSolver(path), caffe.SGDSolver(path)
+    solver.share_weights(other.net)
+    solver.net.params["ip"][0].data[...] = 7
+    assert (other.net.params["ip"][0].data == 7).all()
+
+
+def test_a_solver_that_is_not_the_root_follows(tmp_path: Path) -> None:
+    file = tmp_path / "solver.prototxt"
+    file.write_text(
+        f"{SETTINGS} test_iter: 1 test_interval: 1 display: 1 snapshot: 1 max_iter: 3 "
+        f'snapshot_prefix: "{tmp_path}/run" net_param {{ {NET} }}'
+    )
+    root = caffe.SGDSolver(str(file))
+    caffe.set_solver_count(2)
+    caffe.set_solver_rank(1)
+    try:
+        assert (caffe.solver_count(), caffe.solver_rank()) == (2, 1)
+        follower = caffe.SGDSolver(str(file))
+    finally:
+        caffe.set_solver_count(1)
+        caffe.set_solver_rank(0)
+    follower.solve()
+    assert follower.iter == 3
+    assert not list(tmp_path.glob("run*"))
+    assert (follower.net.params["ip"][0].data != root.net.params["ip"][0].data).any()  # its seed is another
+    root.step(1)
+    assert list(tmp_path.glob("run_iter_1*"))
+
+
+ROWS = """
+layer { name: "rows" type: "HDF5Data" top: "x" top: "y" hdf5_data_param { source: "%s" batch_size: %d } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "o"
+  inner_product_param { num_output: 2 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """A list of an HDF5 file with 40 rows."""
+    rng = np.random.default_rng(0)
+    with h5py.File(tmp_path / "rows.h5", "w") as file:
+        file["x"] = rng.standard_normal((40, 3)).astype(np.float32)
+        file["y"] = rng.standard_normal((40, 2)).astype(np.float32)
+    (tmp_path / "rows.txt").write_text(f"{tmp_path / 'rows.h5'}\n")
+    return str(tmp_path / "rows.txt")
+
+
+def test_solvers_on_the_cpu_train_together(rows: str, tmp_path: Path) -> None:
+    """Two solvers with half the batch are one with the whole."""
+    solvers = []
+    for batch in (8, 4):
+        file = tmp_path / f"{batch}.prototxt"
+        file.write_text(f"{SETTINGS} net_param {{ {ROWS % (rows, batch)} }}")
+        solvers.append(caffe.SGDSolver(str(file)))
+    one, two = solvers
+    one.step(5)
+    with two.together(cpus=2):
+        two.step(3)
+        two.step(2)
+    np.testing.assert_allclose(two.net.params["ip"][0].data, one.net.params["ip"][0].data, rtol=1e-5)
+    for settings in ({"gpus": [0]}, {}):
+        with pytest.raises(RuntimeError, match="this solver is on the CPU: give cpus=2"), two.together(**settings):
+            pass
