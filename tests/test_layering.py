@@ -34,6 +34,7 @@ ROWS = {
     "convert_mnist": 8,
     "convert_cifar": 8,
     "compute_image_mean": 8,
+    "inspect_data": 8,
     "draw": 8,
     "export": 8,
     "as_caffe": 8,
@@ -63,6 +64,7 @@ ROWS = {
     "registry": 1,
     "paths": 1,
     "files": 1,
+    "graph_svg": 1,
     "models": 4,
 }
 SAME_ROW = {

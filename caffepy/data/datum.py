@@ -34,6 +34,11 @@ def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
     return values.reshape(shape), datum.label, False
 
 
+def image_file(record: Record) -> bytes:
+    """The image file that an encoded record holds."""
+    return Datum.FromString(record).data  # type: ignore[arg-type]  # takes a memoryview too
+
+
 def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None = None) -> Array:
     """(C, H, W) uint8, channels in OpenCV's order (BGR), of an image file's bytes, resized to (width, height)."""
     import cv2

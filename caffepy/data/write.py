@@ -5,7 +5,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from typing import Any
 
 import lmdb
@@ -243,6 +243,16 @@ class Partial:
     def abandon(self) -> None:
         """Remove it."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def unfinished(folder: str) -> str:
+    """How far a `Partial` in this folder is, in words; "" for what is whole."""
+    path = os.path.join(folder, NOTE)
+    if not os.path.exists(path):
+        return ""
+    with suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
+        return ", ".join(f"{value} {name}" for name, value in json.load(file)["progress"].items())
+    return "it does not say how far"
 
 
 def array_to_datum(image: Array, label: int = 0) -> Datum:
