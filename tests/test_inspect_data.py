@@ -68,11 +68,16 @@ def test_only_the_first_records(tmp_path: Path) -> None:
 
 def test_an_unfinished_database_says_so(tmp_path: Path) -> None:
     partial = Partial(f"{tmp_path}/db", "lmdb", {}, {}, False)
-    with partial.open() as writer:
-        writer.write([(b"a", array_to_datum(np.zeros((1, 2, 2), np.uint8)).SerializeToString())])
-        partial.note({"lines": 3, "records": 1})
-        assert "unfinished: 3 lines, 1 records" in show(f"{tmp_path}/db.partial").table()
-    assert "unfinished" not in show(f"{tmp_path}/db").table()
+
+    def stop_in_the_middle() -> None:
+        with partial.open() as writer:
+            writer.write([(b"a", array_to_datum(np.zeros((1, 2, 2), np.uint8)).SerializeToString())])
+            partial.note({"lines": 3, "records": 1})
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stop_in_the_middle()
+    assert "unfinished: 3 lines, 1 records" in show(f"{tmp_path}/db.partial").table()
 
 
 @pytest.fixture
