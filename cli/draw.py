@@ -25,21 +25,40 @@ PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
     help="The phase whose layers are drawn.",
 )
 @click.option("--display-lrm", is_flag=True, help="Show the lr_mult of parameters.")
+@click.option("--shapes", is_flag=True, help="Show the shapes of blobs beside the arrows; the net is built for that.")
+@options.synthetic
 @options.logged(least=1)
-def draw(net: str, out: str, rankdir: str, phase: str, display_lrm: bool) -> None:
+def draw(
+    net: str,
+    out: str,
+    rankdir: str,
+    phase: str,
+    display_lrm: bool,
+    shapes: bool,
+    synthetic: bool,
+    image: tuple[int, ...] | None,
+) -> None:
     """Draw NET, a prototxt or a bundled model, to the file OUT in the format that its extension names.
 
-    .dot needs nothing else; .png, .svg, .pdf and others need graphviz.
+    .dot and .svg need nothing else, but .svg is better with graphviz; .png, .pdf and others need graphviz.
 
     \b
     Examples:
       caffepy draw lenet lenet.svg
       caffepy draw train_val.prototxt net.png --rankdir TB --phase TRAIN
+      caffepy draw lenet lenet.png --phase TRAIN --shapes --synthetic
       caffepy draw deploy.prototxt net.dot
     """
-    from caffepy.draw import draw_net_to_file, extension
+    if (synthetic or image) and not shapes:
+        raise click.UsageError("--synthetic and --image are for --shapes.")
+    from caffepy.draw import draw_net_to_file, extension, shapes_of
     from caffepy.proto.text import read_net
 
     extension(out)
     definition = options.find_definition(net, "train_val")
-    draw_net_to_file(read_net(definition.path), out, rankdir, PHASES[phase], display_lrm)
+    param = read_net(definition.path)
+    known = None
+    if shapes:
+        image = image or options.image_of(definition, synthetic)
+        known = shapes_of(param, PHASES[phase], definition.path, synthetic or image is not None, image)
+    draw_net_to_file(param, out, rankdir, PHASES[phase], display_lrm, known)

@@ -1,5 +1,7 @@
+import re
 import shutil
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -118,7 +120,47 @@ def test_pictures(name: str, start: bytes) -> None:
     assert Path(name).read_bytes().startswith(start)
 
 
+def test_an_svg_needs_no_graphviz(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main.run(["draw", "net.prototxt", "net.svg", "--phase=TRAIN"]) == 0
+    picture = ElementTree.parse("net.svg").getroot()
+    texts = ["\n".join(filter(None, text.itertext())) for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "conv/1\n(Convolution)\nkernel size: 5\nstride: 1\npad: 0\noutputs: 20" in texts
+    assert {"x", "c", "p", "y", "z", "Batch 64"} <= set(texts)
+
+
+def shapes_in(*arguments: str) -> dict[str, str]:
+    """What stands beside the arrows from layers to blobs."""
+    assert main.run(["draw", *arguments, "net.dot", "--shapes"]) == 0
+    found = re.findall(r'"layer (\d+) \S+" -> "blob (\S+)" \[label="(.*)"\];', Path("net.dot").read_text())
+    return {f"{layer} {blob}": label for layer, blob, label in found}
+
+
+def test_shapes() -> None:
+    told = shapes_in("lenet", "--phase", "TRAIN", "--synthetic")
+    assert (told["0 data"], told["0 label"], told["1 conv1"]) == ("64 1 28 28", "64", "64 20 24 24")
+    assert (told["6 ip1"], told["8 loss"]) == ("64 500", "()")
+
+
+def test_shapes_of_each_phase_and_of_training_for_what_is_in_both() -> None:
+    told = shapes_in("lenet", "--synthetic")
+    assert (told["0 data"], told["1 data"], told["2 conv1"]) == ("64 1 28 28", "100 1 28 28", "64 20 24 24")
+    assert told["9 accuracy"] == "()"
+
+
+def test_shapes_of_a_net_without_phases() -> None:
+    Path("net.prototxt").write_text(
+        'layer { name: "in" type: "Input" top: "x" input_param { shape { dim: [2, 6] } } }'
+        'layer { name: "a" type: "Slice" bottom: "x" top: "y" top: "z" slice_param { axis: 1 slice_point: 2 } }'
+        'layer { name: "b" type: "ReLU" bottom: "x" top: "r" }'
+    )
+    told = shapes_in("net.prototxt")
+    assert told == {"0 x": "2 6", "1 y": "2 2", "1 z": "2 4", "2 r": "2 6"}
+
+
 WRONG = {
+    "no data": ("lenet net.dot --shapes", 4, "to go without the data, add --synthetic"),
+    "no shapes": ("lenet net.dot --synthetic", 2, "--synthetic and --image are for --shapes"),
     "no extension": ("net.prototxt net", 2, 'the extension of "net" must tell the format: .png, .svg'),
     "unknown extension": ("net.prototxt net.doc", 2, 'the extension of "net.doc" must tell the format'),
     "no net": ("nte.prototxt net.dot", 3, 'could not open "nte.prototxt": no such file, did you mean "net.prototxt"?'),

@@ -1,0 +1,276 @@
+"""Directed graphs as SVG pictures, for where graphviz is not installed.
+
+Nodes lie in ranks, each behind all that lead to it; within a rank they are ordered, then shifted, to lie close to their
+neighbours (after Sugiyama, Tagawa and Toda 1981). `along` is the direction of the arrows, `across` the other one.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import pairwise
+from statistics import fmean
+from typing import NamedTuple
+
+FONT, LINE, LETTER = 12, 15, 7.0
+"""Pixels: size of letters, height of a line, width of a letter."""
+
+MARGIN, GAP, ROOM = 12, 14, 34
+"""Pixels: around the picture and inside a node, between nodes of a rank, between ranks."""
+
+SWEEPS = 12
+
+
+class Node(NamedTuple):
+    """What a node looks like; `shape` is "box" or "octagon"."""
+
+    label: str
+    shape: str
+    colour: str
+
+
+@dataclass
+class Graph:
+    """Nodes by name, and edges (from, to, label); `rankdir` is where arrows lead: LR, RL, TB or BT."""
+
+    name: str
+    rankdir: str = "LR"
+    nodes: dict[str, Node] = field(default_factory=dict)
+    edges: list[tuple[str, str, str]] = field(default_factory=list)
+
+
+class _Bend(NamedTuple):
+    """A place in a rank where an edge passes."""
+
+    edge: int
+    rank: int
+
+
+_Place = str | _Bend
+_Point = tuple[float, float]
+
+
+def svg(graph: Graph) -> str:
+    """The picture."""
+    lies = graph.rankdir in ("LR", "RL")
+    sizes = {name: _size(node, lies) for name, node in graph.nodes.items()}
+    forward = _without_cycles(graph)
+    ranks = _ranks(graph, forward)
+    chains = {i: _chain(graph, i, ranks) for i in forward}
+    rows = _ordered(graph, ranks, chains)
+    across = _across(rows, chains, sizes)
+    labels = [len(label) for *_, label in graph.edges]
+    room = ROOM + (max(labels, default=0) * LETTER * 0.85 if lies else 0)
+    along, length = _along(rows, sizes, room)
+    width = max(across[place] + _half(place, sizes) for row in rows for place in row) + MARGIN if rows else MARGIN
+
+    def point(u: float, v: float) -> _Point:
+        u = length - u if graph.rankdir in ("RL", "BT") else u
+        return (u, v) if lies else (v, u)
+
+    shown = point(length, width) if graph.rankdir in ("LR", "TB") else point(0, width)
+    parts = [*_edges(graph, ranks, chains, sizes, along, across, point, lies)]
+    parts += [
+        _box(node, sizes[name], point(along[ranks[name]], across[name]), lies) for name, node in graph.nodes.items()
+    ]
+    return (
+        f'<?xml version="1.0" encoding="UTF-8"?>\n'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{shown[0]:.0f}" height="{shown[1]:.0f}" '
+        f'font-family="sans-serif" font-size="{FONT}" text-anchor="middle">\n'
+        f"<title>{_text(graph.name)}</title>\n"
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        '<path d="M0 0L8 4L0 8z"/></marker></defs>\n'
+        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _text(label: str) -> str:
+    return escape("".join(c if c.isprintable() else "\ufffd" for c in label))
+
+
+def _size(node: Node, lies: bool) -> _Point:
+    """How long a node is along and across the ranks."""
+    lines = node.label.split("\n")
+    wide, high = max(map(len, lines)) * LETTER + 2 * MARGIN, len(lines) * LINE + MARGIN
+    return (wide, high) if lies else (high, wide)
+
+
+def _half(place: _Place, sizes: Mapping[str, _Point]) -> float:
+    return sizes[place][1] / 2 if isinstance(place, str) else 0.0
+
+
+def _without_cycles(graph: Graph) -> list[int]:
+    """The edges that lead to no node from which they come, by a search in depth."""
+    leaving: dict[str, list[int]] = defaultdict(list)
+    for i, (start, *_) in enumerate(graph.edges):
+        leaving[start].append(i)
+    kept: list[int] = []
+    done: set[str] = set()
+    open_: set[str] = set()  # on the way from the root to here
+    for root in graph.nodes:
+        stack = [(root, iter(leaving[root]))] if root not in done else []
+        open_.update(name for name, _ in stack)
+        while stack:
+            name, rest = stack[-1]
+            edge = next(rest, None)
+            if edge is None:
+                stack.pop()
+                open_.discard(name)
+                done.add(name)
+                continue
+            end = graph.edges[edge][1]
+            if end not in open_:
+                kept.append(edge)
+                if end not in done:
+                    open_.add(end)
+                    stack.append((end, iter(leaving[end])))
+    return sorted(kept)
+
+
+def _ranks(graph: Graph, forward: Sequence[int]) -> dict[str, int]:
+    """The longest way to each node; what nothing leads to lies just before what it leads to."""
+    ends: dict[str, list[str]] = defaultdict(list)
+    waits = dict.fromkeys(graph.nodes, 0)
+    for i in forward:
+        start, end, _ = graph.edges[i]
+        ends[start].append(end)
+        waits[end] += 1
+    first = [name for name, count in waits.items() if not count]
+    ranks, ready = dict.fromkeys(graph.nodes, 0), list(first)
+    for name in ready:
+        for end in ends[name]:
+            ranks[end] = max(ranks[end], ranks[name] + 1)
+            waits[end] -= 1
+            if not waits[end]:
+                ready.append(end)
+    for name in first:
+        ranks[name] = min((ranks[end] for end in ends[name]), default=1) - 1
+    return ranks
+
+
+def _chain(graph: Graph, edge: int, ranks: Mapping[str, int]) -> list[_Place]:
+    start, end, _ = graph.edges[edge]
+    return [start, *(_Bend(edge, rank) for rank in range(ranks[start] + 1, ranks[end])), end]
+
+
+def _ordered(graph: Graph, ranks: Mapping[str, int], chains: Mapping[int, list[_Place]]) -> list[list[_Place]]:
+    """The places of each rank, so that few edges cross."""
+    rows: list[list[_Place]] = [[] for _ in range(max(ranks.values(), default=-1) + 1)]
+    for name in graph.nodes:
+        rows[ranks[name]].append(name)
+    for chain in chains.values():
+        for bend in chain:
+            if isinstance(bend, _Bend):
+                rows[bend.rank].append(bend)
+    before, after = _neighbours(chains)
+    index = {place: float(i) for row in rows for i, place in enumerate(row)}
+    for sweep in range(SWEEPS):
+        near = before if sweep % 2 == 0 else after
+        for row in rows if sweep % 2 == 0 else reversed(rows):
+            wanted = {place: fmean(index[n] for n in near[place]) if near[place] else index[place] for place in row}
+            row.sort(key=wanted.__getitem__)
+            index.update((place, float(i)) for i, place in enumerate(row))
+    return rows
+
+
+def _neighbours(chains: Mapping[int, list[_Place]]) -> tuple[dict[_Place, list[_Place]], dict[_Place, list[_Place]]]:
+    """What lies before and after each place."""
+    before: dict[_Place, list[_Place]] = defaultdict(list)
+    after: dict[_Place, list[_Place]] = defaultdict(list)
+    for chain in chains.values():
+        for a, b in pairwise(chain):
+            before[b].append(a)
+            after[a].append(b)
+    return before, after
+
+
+def _across(
+    rows: Sequence[Sequence[_Place]], chains: Mapping[int, list[_Place]], sizes: Mapping[str, _Point]
+) -> dict[_Place, float]:
+    """Where the middle of each place lies: as near to its neighbours as the others of its rank allow."""
+    at: dict[_Place, float] = {}
+    for row in rows:
+        at.update(zip(row, _apart(row, [0.0] * len(row), sizes), strict=True))
+    before, after = _neighbours(chains)
+    for sweep in range(SWEEPS):
+        near = before if sweep % 2 == 0 else after
+        for row in rows if sweep % 2 == 0 else reversed(rows):
+            wanted = [fmean(at[n] for n in near[place]) if near[place] else at[place] for place in row]
+            at.update(zip(row, _apart(row, wanted, sizes), strict=True))
+    low = min((at[place] - _half(place, sizes) for row in rows for place in row), default=0.0)
+    return {place: v - low + MARGIN for place, v in at.items()}
+
+
+def _apart(row: Sequence[_Place], wanted: Sequence[float], sizes: Mapping[str, _Point]) -> list[float]:
+    """Positions near those wanted that leave room between the places: halfway between giving way to either side."""
+    halves = [_half(place, sizes) for place in row]
+    rooms = [a + b + GAP for a, b in pairwise(halves)]
+    right, left = list(wanted), list(wanted)
+    for i, room in enumerate(rooms):
+        right[i + 1] = max(right[i + 1], right[i] + room)
+    for i, room in reversed(list(enumerate(rooms))):
+        left[i] = min(left[i], left[i + 1] - room)
+    return [(a + b) / 2 for a, b in zip(left, right, strict=True)]
+
+
+def _along(rows: Sequence[Sequence[_Place]], sizes: Mapping[str, _Point], room: float) -> tuple[list[float], float]:
+    """Where the middle of each rank lies, and how long all of them are."""
+    middles, end = [], float(MARGIN)
+    for row in rows:
+        size = max((sizes[place][0] for place in row if isinstance(place, str)), default=0.0)
+        middles.append(end + size / 2)
+        end += size + room
+    return middles, max(end - room, 0) + MARGIN
+
+
+def _edges(
+    graph: Graph,
+    ranks: Mapping[str, int],
+    chains: Mapping[int, list[_Place]],
+    sizes: Mapping[str, _Point],
+    along: Sequence[float],
+    across: Mapping[_Place, float],
+    point: Callable[[float, float], _Point],
+    lies: bool,
+) -> Iterator[str]:
+    for i, (start, end, label) in enumerate(graph.edges):
+        a, b = along[ranks[start]], along[ranks[end]]
+        if i in chains:
+            stops = [(a + sizes[start][0] / 2, across[start])]
+            stops += [(along[bend.rank], across[bend]) for bend in chains[i] if isinstance(bend, _Bend)]
+            stops.append((b - sizes[end][0] / 2, across[end]))
+        else:  # back, beside the way there
+            aside = GAP / 2
+            stops = [(a - sizes[start][0] / 2, across[start] + aside), (b + sizes[end][0] / 2, across[end] + aside)]
+        path = "M%.1f %.1f" % point(*stops[0])
+        for (u, v), (x, y) in pairwise(stops):
+            middle = (u + x) / 2
+            path += "C%.1f %.1f %.1f %.1f %.1f %.1f" % (*point(middle, v), *point(middle, y), *point(x, y))
+        yield f'<path d="{path}" fill="none" stroke="black" marker-end="url(#tip)"/>'
+        if label:
+            (u, v), (x, y) = stops[:2]
+            at = point((u + x) / 2, (v + y) / 2)
+            beside = (at[0], at[1] - 3, "middle") if lies else (at[0] + 5, at[1] + 3, "start")
+            style = 'x="%.1f" y="%.1f" text-anchor="%s"' % beside
+            yield f'<text {style} font-size="{FONT - 2}">{_text(label)}</text>'
+
+
+def _box(node: Node, size: _Point, middle: _Point, lies: bool) -> str:
+    wide, high = size if lies else size[::-1]
+    (x, y), (w, h) = middle, (wide / 2, high / 2)
+    cut = min(w, h) / 2 if node.shape == "octagon" else 0
+    corners = [
+        (-w, h - cut),
+        (-w, cut - h),
+        (cut - w, -h),
+        (w - cut, -h),
+        (w, cut - h),
+        (w, h - cut),
+        (w - cut, h),
+        (cut - w, h),
+    ]
+    points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
+    lines = node.label.split("\n")
+    top = y - (len(lines) - 1) * LINE / 2 + FONT / 3
+    texts = (f'<tspan x="{x:.1f}" y="{top + i * LINE:.1f}">{_text(line)}</tspan>' for i, line in enumerate(lines))
+    return f'<polygon points="{points}" fill="{escape(node.colour)}" stroke="black"/><text>{"".join(texts)}</text>'
