@@ -12,9 +12,9 @@ from caffepy.report.log_tables import Clock, read_lines, year_of
 from caffepy.report.metrics import read_rows
 from caffepy.report.series import Run, joined, of_metrics
 
-SHOWN = re.compile(r"Iteration (\d+)(?: \((\S+) iter/s\b.*?\))?, loss = (\S+)")
+SHOWN = re.compile(r"Iteration (\d+)(?: \((\S+) iter/s\b[^)]*\))?,(?: [^=]*,)? loss = ([^\s,]+)")
 TESTING = re.compile(r"Iteration (\d+), Testing net \(#(\d+)\)")
-RATE = re.compile(r"Iteration (\d+), lr = (\S+)")
+RATE = re.compile(r"Iteration (\d+), lr = ([^\s,]+)")
 OUTPUT = re.compile(r"(Train|Test) net output #\d+: (\S+) = (\S+)")
 TEST_LOSS = re.compile(r"\] Test loss: (\S+)")
 SUFFIXES = ("_metrics.csv", ".csv", ".log", ".txt", ".INFO")

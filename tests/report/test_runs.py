@@ -64,6 +64,14 @@ def test_a_log_without_times_is_drawn_over_iterations(tmp_path: Path) -> None:
     assert all(map(math.isnan, run.curves["loss"].seconds))
 
 
+def test_lines_as_nvcaffe_has_them(tmp_path: Path) -> None:
+    more = "Iteration %d (31.5 iter/s, 0.6s/20 iters), 0.4/10.2ep, loss = 1.5"
+    rate = "Iteration 20, lr = 0.01, m = 0.9, wd = 0.0005, gs = 1"
+    run = read_run([log(tmp_path, "a.log", "Solving a", more % 0, more % 20, rate)])
+    assert (run.curves["loss"].values, run.curves["lr"].values) == ([1.5, 1.5], [0.01])
+    assert run.curves["iter/s"].values == [31.5]
+
+
 def test_restarts_in_a_log_and_in_several_files(tmp_path: Path) -> None:
     first = ["Solving a", *shown(0, 10, 20, 30)]
     again = ["Solving a", *shown(20, 30, 40)]
