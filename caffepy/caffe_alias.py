@@ -1,10 +1,11 @@
 """The name `caffe` for caffepy, with one set of modules: `caffe.io` is `caffepy.io`."""
 
 import importlib.util
+import os
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
 OURS = "caffepy"
@@ -13,15 +14,22 @@ OTHER_NAMES = {"_caffe": "pycaffe"}
 
 
 class _Caffe(MetaPathFinder, Loader):
-    """Makes `caffe.x` another name of `caffepy.x` while `caffe` is one of caffepy."""
+    """Makes `caffe.x` another name of `caffepy.x` while `caffe` is one of caffepy.
+
+    What caffepy does not have is looked for in folders named caffe on sys.path: modules that people have put there.
+    """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """A spec for what caffepy has under this name."""
+        """A spec for what caffepy, or else a folder named caffe, has under this name."""
         if not fullname.startswith(f"{CAFFES}.") or not is_installed():
             return None
-        return ModuleSpec(fullname, self) if importlib.util.find_spec(_our_name(fullname)) else None
+        if _exists(_our_name(fullname)):
+            return ModuleSpec(fullname, self)
+        if fullname.count(".") == 1:
+            return PathFinder.find_spec(fullname, [os.path.join(folder, CAFFES) for folder in sys.path])
+        return None
 
     def exec_module(self, module: ModuleType) -> None:
         """Put caffepy's module in the place of the empty one."""
@@ -31,6 +39,13 @@ class _Caffe(MetaPathFinder, Loader):
 def _our_name(name: str) -> str:
     first, *rest = name.split(".")[1:]
     return ".".join([OURS, OTHER_NAMES.get(first, first), *rest])
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # of the package that would hold it
+        return False
 
 
 _finder = _Caffe()

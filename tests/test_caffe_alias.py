@@ -99,6 +99,17 @@ def test_the_line_that_python_runs_at_its_start(elsewhere: Path) -> None:
     passes(run(elsewhere, "-c", f"{start}\nimport sys; assert 'caffepy' not in sys.modules"))
 
 
+def test_modules_that_others_put_into_a_caffe_are_found(elsewhere: Path) -> None:
+    (elsewhere / "caffe" / "model_libs.py").write_text("import caffe\nfrom caffe import layers as L\nSIZE = 3\n")
+    (elsewhere / "caffe" / "test" / "test_it.py").write_text("import caffe.io\n")
+    more = """
+from caffe.model_libs import SIZE, L
+import caffe.test.test_it
+assert SIZE == 3 and L is caffe.layers and caffe.test.test_it.caffe is caffe is caffepy
+"""
+    passes(run(elsewhere, "-c", "import caffepy; caffepy.install_as_caffe()" + ONE_SET + more))
+
+
 SCRIPT = "import sys, caffe, caffepy, beside; assert caffe is caffepy; print(sys.argv, __name__)"
 
 
