@@ -12,16 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.blob import Blob
+from caffepy.blob import Array, Blob
 from caffepy.device import Device
 from caffepy.errors import CaffeError, UsageError
 from caffepy.layer import Layer
+from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net, any_turn
 from caffepy.parallel import peers
 from caffepy.parallel.buckets import adders, buckets
 from caffepy.parallel.crew import Crew
 from caffepy.parallel.group import DEADLINES, Group, named
-from caffepy.parallel.sync import Flats, Synchronization, Synchronizer, choose
+from caffepy.parallel.sync import Exchange, Flats, Synchronization, Synchronizer, choose
 from caffepy.parallel.topology import Topology, all_joined, device_pairs, show
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
@@ -32,7 +33,6 @@ from caffepy.solver.worker import WorkerSolver
 
 log = logging.getLogger(__name__)
 
-STATISTICS = ("average", "root")
 PATIENCE = 5.0
 """Seconds that solvers have to end what they are at."""
 
@@ -51,7 +51,8 @@ class Terms:
     """How solvers work together.
 
     `sync` names the way to synchronize. `statistics`: those of BatchNorm layers in tests and snapshots are the
-    "average" of all solvers' or the "root"'s, as in Caffe. `deadlines` are in seconds, by phase.
+    "average" of all solvers' or the "root"'s, as in Caffe; with "sync" they are of all batches together in training,
+    too, as if there were one. `deadlines` are in seconds, by phase.
     """
 
     sync: str = "auto"
@@ -94,6 +95,12 @@ class Team(Followers):
         if choice.root_updates and first_loss_scale(root.net) is not None:
             raise UsageError(f"--sync {choice.name} is not for fp16: only the root would know the loss scale")
         self._way = Synchronization(self.group, choice)
+        self._gather = Exchange(self.group)
+        if terms.statistics == "sync" and self._gpu and normalizing(root.net):
+            if root.saves_memory:
+                raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
+            log.info("Layer by layer: statistics of batches go through the host")
+            root.capture = root.fuse = False
         self._synchronizers: dict[int, Synchronizer] = {}
         self._testers = [0] * len(root.test_nets)  # who has the next batch of each test net
         self._crew = Crew(self.group, self._make, self._within)
@@ -182,6 +189,12 @@ class Team(Followers):
     def _synchronize(self, solver: Solver, rank: int) -> None:
         synchronizer = self._synchronizers[rank] = self._way.join(rank, flats_of(solver))
         solver.synchronize(synchronizer, self._way.choice.root_updates)
+        if self._terms.statistics == "sync":
+            for layer in normalizing(solver.net):
+                layer.meet(partial(self._together, rank))
+
+    def _together(self, rank: int, values: Array) -> Array:
+        return np.stack(self._gather(rank, values))
 
     def _watch(self) -> None:
         if self.failed:
@@ -266,6 +279,8 @@ class Team(Followers):
 
     def _leave(self, solver: Solver, rank: int) -> None:
         solver.synchronize(None)
+        for layer in normalizing(solver.net):
+            layer.meet(None)
         self._synchronizers[rank].close()
 
     # what the root asks for
@@ -301,7 +316,7 @@ class Team(Followers):
 
     def agree(self) -> None:
         """Bring the statistics of BatchNorm layers to one value."""
-        if self.failed or self._terms.statistics == "root":
+        if self.failed or self._terms.statistics != "average":
             return
         mine = statistics(self.root.net)
         if mine:
@@ -387,6 +402,11 @@ def _begin_test(worker: WorkerSolver, k: int, synchronizers: Mapping[int, Synchr
     worker.begin_test(k)
     with worker.device.scope():
         synchronizers[worker.rank].on_start()
+
+
+def normalizing(net: Net) -> list[BatchNorm]:
+    """The layers that compute statistics of their batches."""
+    return [layer for layer in net.layers if isinstance(layer, BatchNorm) and not layer.is_global]
 
 
 def statistics(net: Net) -> list[Blob]:

@@ -126,7 +126,7 @@ def train(
             signals.listen()
             run.action = signals.poll
             run.capture, run.fuse = capture, fuse
-            if capture and fuse and not param.debug_info:
+            if capture and fuse and not param.debug_info and terms.statistics != "sync":
                 run.save_memory()
             for net in (run.net, *run.test_nets):
                 net.before_forward.append(signals.check)

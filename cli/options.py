@@ -165,10 +165,11 @@ batch_mode: Decorator = click.option(
 )
 bn_stats: Decorator = click.option(
     "--bn-stats",
-    type=click.Choice(["average", "root"]),
+    type=click.Choice(["average", "root", "sync"]),
     default="average",
     show_default=True,
-    help="Statistics of BatchNorm in tests and snapshots: the mean of all solvers', or the first one's, as in Caffe.",
+    help="Statistics of BatchNorm in tests and snapshots: the mean of all solvers', or the first one's, as in Caffe; "
+    "sync: solvers normalize their batches as one, in training too, which costs GPUs much of their speed.",
 )
 deterministic: Decorator = click.option(
     "--deterministic", is_flag=True, help="Two runs give the same: a fixed seed, fixed orders of sums."

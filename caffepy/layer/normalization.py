@@ -1,6 +1,6 @@
 """Layers that normalize by neighbours or statistics, and the scale and bias that go with them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 
 import numpy as np
@@ -12,6 +12,9 @@ from caffepy.layer.base import Blobs, layer
 from caffepy.layer.neuron import SameShape, is_in_place
 from caffepy.layer.pooling import check_padded
 from caffepy.proto.caffe_pb2 import TEST, FillerParameter, LRNParameter
+
+Together = Callable[[Array], Array]
+"""Called by solvers each with an array of its own, at the same place: those of all, along an axis more, the first."""
 
 
 @layer("LRN")
@@ -99,9 +102,12 @@ class BatchNorm(SameShape):
     moving_average_fraction and adds its mean, its variance * m/(m-1) and 1. With use_global_stats (TEST unless given)
     mean and variance are those sums divided by that weight, else the batch's own. With NVCaffe's scale_bias y becomes
     y * scale + bias, two learnable blobs (C) more.
+
+    With `together` set the layers of several solvers normalize their batches, of one size, as one.
     """
 
     reads_input = True
+    together: Together | None = None
 
     @property
     def statistics(self) -> Sequence[Blob]:
@@ -141,8 +147,14 @@ class BatchNorm(SameShape):
             raise ConfigError(f"{c} channels do not fit the statistics of {self.blobs[0].count}")
         self.view = (n, c, prod(rest))
         self.numbers = self.buffer([4, c])
-        if self.scales:
-            self.normalized = self.buffer(bottom[0].shape)
+        if self.scales or self.together:
+            self.normalized = self._buffer_like(bottom[0])
+
+    def meet(self, together: Together | None) -> None:
+        """Normalize by the statistics of the batches of all who meet by this, from the next pass on; None: alone."""
+        self.together = together
+        if together and not hasattr(self, "normalized"):
+            self.normalized = self._buffer_like(self.kept)
 
     def format_for(self, native: Format) -> Format:
         """As they come without NVCaffe's scale and bias."""
@@ -156,9 +168,41 @@ class BatchNorm(SameShape):
         running, numbers = [b.data for b in self.blobs[:3]], self.numbers.data
         if self.is_global:
             self.ops.batch_norm_stored(running, self.eps, scale, bias, numbers)
+        elif self.together:
+            self._prepare_together(x, self.together)
         else:
             self.ops.batch_norm_prepare(x, running, self.fraction, self.eps, scale, bias, numbers)
         return numbers
+
+    def _prepare_together(self, x: Array, together: Together) -> None:
+        """Mean and inverse deviation of all batches; the running sums go on with these."""
+        numbers, device = self.numbers.data, self.device
+        self.ops.batch_norm_statistics(x, numbers[0], numbers[1])
+        every = together(np.array(device.on_host(numbers[:2]), np.float64))
+        mean = every[:, 0].mean(axis=0)
+        variance = every[:, 1].mean(axis=0) + every[:, 0].var(axis=0)
+        count = len(every) * x.shape[0] * x.shape[2]
+        unbiased = variance * (count / (count - 1) if count > 1 else 1)
+        for blob, value in zip(self.statistics, (mean, unbiased, 1), strict=True):
+            blob.host_data[...] = blob.host_data * self.fraction + value
+        device.flush()
+        device.upload(np.stack([mean, 1 / np.sqrt(variance + self.eps)]).astype(self.dtype), numbers[:2])
+
+    def _backward_together(self, x: Array, dy: Array, dx: Array, together: Together) -> None:
+        """The gradient of `_prepare_together`: the means over all batches of dy and of dy * y."""
+        numbers, device, ops = self.numbers.data, self.device, self.ops
+        mean, inverse, by_y, by_1 = numbers
+        y = self.normalized.data.reshape(self.view)
+        ops.batch_norm_forward(x, mean, inverse, y)
+        numbers[2:].fill(0)
+        ops.scale_backward(y, inverse, dy, None, by_y, by_1)
+        sums = np.array(device.on_host(numbers[2:]), np.float64)
+        means = together(sums).mean(axis=0) / (x.shape[0] * x.shape[2])
+        shares = -device.on_host(inverse) * means
+        device.upload(shares.astype(self.dtype), numbers[2:])
+        ops.scale_forward(y, by_y, by_1, y)
+        ops.scale_forward(dy, inverse, None, dx)
+        ops.add(y, dx)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Find mean and variance, update the running sums in batch mode, write y."""
@@ -191,6 +235,8 @@ class BatchNorm(SameShape):
         mean, inverse = self.numbers.data[:2]
         if self.is_global:
             self.ops.scale_forward(dy, inverse, None, dx)
+        elif self.together:
+            self._backward_together(self.kept.data.reshape(self.view), dy, dx, self.together)
         else:
             self.ops.batch_norm_backward(self.kept.data.reshape(self.view), mean, inverse, dy, dx)
 

@@ -94,6 +94,33 @@ def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
     root.close()
 
 
+SCALED = NET.replace(
+    'layer { name: "pool"',
+    'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "normal" batch_norm_param { scale_bias: true } } '
+    'layer { name: "pool"',
+).replace('bottom: "conv" top: "pool"', 'bottom: "normal" top: "pool"')
+
+
+@pytest.mark.parametrize("text", [NORMALIZED, SCALED], ids=["in place", "scaled"])
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_solvers_normalize_their_batches_as_one(size: int, sync: str, text: str) -> None:
+    run = Run(size, net(4, text), sync, statistics="sync", until=30)
+    single = Run(1, net(4 * size, text), until=30)
+    np.testing.assert_allclose(run.losses, single.losses, rtol=2e-4)
+    np.testing.assert_allclose(run.data[0], single.data[0], rtol=1e-3, atol=1e-4)
+    first, *others = (statistics(solver) for solver in run.solvers)
+    for own, other in zip(first, statistics(single.root), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5)
+    for theirs in others:
+        for own, other in zip(first, theirs, strict=True):
+            np.testing.assert_array_equal(own, other)
+    own, other = run.tests[-1], single.tests[-1]
+    np.testing.assert_allclose(float(own["loss"]), float(other["loss"]), rtol=5e-4)
+    apart = Run(size, net(4, text), sync, until=30)
+    assert np.abs(apart.data[0] - single.data[0]).max() > 10 * np.abs(run.data[0] - single.data[0]).max()
+
+
 def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
     settings = "base_lr: 0.01 test_iter: 4 test_interval: 100 test_initialization: false "
     recorders = Recorder(), Recorder()

@@ -59,7 +59,13 @@ def params(solver: Solver) -> Array:
 
 
 def on_gpus(
-    size: int, sync: str, settings: str = ONCE, text: str | None = None, iterations: int = ITERATIONS, **how: bool
+    size: int,
+    sync: str,
+    settings: str = ONCE,
+    text: str | None = None,
+    iterations: int = ITERATIONS,
+    statistics: str = "average",
+    **how: bool,
 ) -> Ran:
     """A team on the first GPUs; `how` sets attributes of its solvers."""
     devices = [CudaDevice(i) for i in range(size)]
@@ -68,7 +74,7 @@ def on_gpus(
         setattr(root, name, value)
     before = params(root)
     topology = peers.prepare(peers.query(range(size)))
-    with Team(root, devices, topology, Terms(sync, deadlines=DEADLINES)) as team:
+    with Team(root, devices, topology, Terms(sync, statistics, DEADLINES)) as team:
         root.step(iterations)
         root.test_all()
         team.agree()
@@ -254,6 +260,21 @@ def test_replays_give_what_layers_one_by_one_give(sync: str, size: int, images: 
     np.testing.assert_allclose(replayed.losses, one_by_one.losses, rtol=1e-4)
     error = np.linalg.norm(replayed.moved - one_by_one.moved) / np.linalg.norm(one_by_one.moved)
     assert error <= 1e-3
+
+
+NORMALIZED = NET.replace(
+    'layer { name: "pool"', 'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" } layer { name: "pool"'
+)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sync", ["nccl", "tree"])
+def test_solvers_normalize_their_batches_as_one(sync: str, size: int) -> None:
+    ran = on_gpus(size, sync, text=net(4, NORMALIZED), statistics="sync")
+    expected = alone(ONCE, net(4 * size, NORMALIZED))
+    np.testing.assert_allclose(ran.losses, expected.losses, rtol=2e-4)
+    np.testing.assert_allclose(ran.data[0], expected.data[0], rtol=1e-3, atol=1e-4)
+    agree(ran)
 
 
 def test_a_label_that_is_none_is_told_by_the_solver_that_met_it() -> None:
