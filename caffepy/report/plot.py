@@ -59,6 +59,7 @@ def draw(
     UsageError says what cannot be drawn.
     """
     format_of(path)
+    _check_times(runs, x)
     panels = list(_panels(runs, wanted))
     figure = _figure(len(panels))
     first = None
@@ -68,7 +69,9 @@ def draw(
         for run, name, curve in curves:
             _line(axes, runs, run, name, curve, x, 1 if panel == "lr" else smooth, [known for _, known, _ in curves])
         axes.set_ylabel(panel if panel != "outputs" else _text(_one([name for _, name, _ in curves])))
-        if (panel == "loss" and log_loss) or (panel == "lr" and _spreads([curve for *_, curve in curves])):
+        values = [value for *_, curve in curves for value in curve.values if math.isfinite(value)]
+        spreads = min(values, default=0.0) > 0 and max(values) > SPREAD * min(values)
+        if (panel == "loss" and log_loss and max(values, default=0.0) > 0) or (panel == "lr" and spreads):
             axes.set_yscale("log")
         _finish(axes)
         axes.tick_params(labelbottom=i == len(panels) - 1)
@@ -80,12 +83,19 @@ def draw_chart(runs: Sequence[Run], number: int, path: str) -> None:
     """Write the picture that Caffe's plot_training_log has under this number; UsageError if a run lacks the curve."""
     format_of(path)
     what, x = CHARTS[number]
+    _check_times(runs, x)
     figure = _figure(1)
     axes = figure.add_subplot(title=f"{what} vs. {AXES[x]}", xlabel=AXES[x], ylabel=what)
     for run in runs:
         _line(axes, runs, run, what, _of_chart(run, what), x, 1, [what])
     _finish(axes)
     _save(figure, path)
+
+
+def _check_times(runs: Sequence[Run], x: str) -> None:
+    for run in runs:
+        if x == "seconds" and not any(map(math.isfinite, (s for curve in run.curves.values() for s in curve.seconds))):
+            raise UsageError(f"{run.name} has no times: its lines do not begin as glog's; draw it over iterations")
 
 
 def _of_chart(run: Run, what: str) -> Curve:
@@ -177,11 +187,6 @@ def smoothed(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     starts = np.maximum(ends - count, 0)
     means = (sums[ends] - sums[starts]) / np.maximum(counts[ends] - counts[starts], 1)
     return np.where(known, means, math.nan)
-
-
-def _spreads(curves: Sequence[Curve]) -> bool:
-    values = [value for curve in curves for value in curve.values]
-    return min(values) > 0 and max(values) / min(values) > SPREAD
 
 
 def _one(names: Sequence[str]) -> str:

@@ -112,6 +112,20 @@ def test_caffes_charts(figures: list[Any]) -> None:
         plot.draw_chart([run()], 2, "a.png")
 
 
+def test_a_run_without_times_is_not_drawn_over_seconds() -> None:
+    it = Run("a")
+    it.add("loss", 0, math.nan, 1.0)
+    for draw in (lambda: plot.draw([it], "a.png", x="seconds"), lambda: plot.draw_chart([it], 7, "a.png")):
+        with pytest.raises(UsageError, match="a has no times"):
+            draw()
+
+
+@pytest.mark.parametrize("values", [[math.nan, math.inf], [0.0, -1.0], [1.0]])
+def test_losses_that_a_logarithmic_axis_cannot_show(values: list[float], tmp_path: Path) -> None:
+    plot.draw([run(loss=values)], str(tmp_path / "a.png"), log_loss=True)
+    assert (tmp_path / "a.png").exists()
+
+
 def test_wanted_curves_that_nobody_has() -> None:
     with pytest.raises(UsageError, match=r'no run has curves of "los", did you mean "loss"\? \(there are: loss, lr\)'):
         plot.draw([run()], "a.png", wanted=["los"])
