@@ -7,6 +7,7 @@ from typing import Any
 
 from caffepy.errors import UsageError
 from caffepy.files import written
+from caffepy.graph_bitmap import encoded
 from caffepy.graph_svg import Graph, Node, svg
 from caffepy.layer_text import CONVOLUTIONS, OUTPUTS, has_windows, num_output, window_size
 from caffepy.models.synthetic import synthetic as without_data
@@ -15,6 +16,7 @@ from caffepy.net.build import filter_state
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter, PoolingParameter
 
 TEXT = ("dot", "gv")
+SIMPLE = ("svg", "png", "jpg")
 PICTURES = ("png", "svg", "pdf", "jpg", "gif", "eps", "ps")
 RANKDIRS = ("LR", "RL", "TB", "BT")
 
@@ -83,13 +85,14 @@ def draw_net(
 ) -> bytes:
     """The content of a picture file of the format `ext`; see `dot_text` for the other arguments.
 
-    SVG is drawn by graphviz if it is installed, else in a simpler way; UsageError if another format needs it.
+    SVG, PNG and JPEG are drawn by graphviz if it is installed, else in a simpler way; UsageError if another format
+    needs it.
     """
     graph = _graph(net, rankdir, True, phase, display_lrm, shapes)
     if ext in TEXT:
         return _dot(graph).encode()
-    if ext == "svg" and shutil.which("dot") is None:
-        return svg(graph).encode()
+    if ext in SIMPLE and shutil.which("dot") is None:
+        return svg(graph).encode() if ext == "svg" else encoded(graph, ext)
     return _rendered(_dot(graph), ext)
 
 
@@ -255,7 +258,7 @@ def _rendered(text: str, ext: str) -> bytes:
     except OSError:
         raise UsageError(
             f'pictures in {ext.upper()} are drawn by graphviz, whose program "dot" was not found: install graphviz '
-            "(apt-get install graphviz, brew install graphviz, conda install graphviz), or draw to a .svg or .dot file"
+            "(apt-get install graphviz, brew install graphviz, conda install graphviz), or draw to a .png or .svg file"
         ) from None
     if done.returncode:
         raise UsageError(f"graphviz could not draw {ext.upper()}: {done.stderr.decode(errors='replace').strip()}")

@@ -40,7 +40,7 @@ def draw(
 ) -> None:
     """Draw NET, a prototxt or a bundled model, to the file OUT in the format that its extension names.
 
-    .dot and .svg need nothing else, but .svg is better with graphviz; .png, .pdf and others need graphviz.
+    .dot, .svg, .png and .jpg need nothing else, but pictures are better with graphviz; .pdf and others need it.
 
     \b
     Examples:

@@ -65,6 +65,7 @@ ROWS = {
     "paths": 1,
     "files": 1,
     "graph_svg": 1,
+    "graph_bitmap": 2,
     "models": 4,
 }
 SAME_ROW = {

@@ -120,6 +120,13 @@ def test_pictures(name: str, start: bytes) -> None:
     assert Path(name).read_bytes().startswith(start)
 
 
+@pytest.mark.parametrize(("name", "start"), [("net.png", b"\x89PNG"), ("net.JPG", b"\xff\xd8\xff")])
+def test_bitmaps_need_no_graphviz(name: str, start: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main.run(["draw", "net.prototxt", name]) == 0
+    assert Path(name).read_bytes().startswith(start)
+
+
 def test_an_svg_needs_no_graphviz(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert main.run(["draw", "net.prototxt", "net.svg", "--phase=TRAIN"]) == 0
@@ -165,7 +172,7 @@ WRONG = {
     "unknown extension": ("net.prototxt net.doc", 2, 'the extension of "net.doc" must tell the format'),
     "no net": ("nte.prototxt net.dot", 3, 'could not open "nte.prototxt": no such file, did you mean "net.prototxt"?'),
     "no folder": ("net.prototxt nowhere/net.dot", 2, 'cannot write "nowhere/net.dot"'),
-    "no graphviz": ("lenet net.png", 2, "install graphviz (apt-get install graphviz, "),
+    "no graphviz": ("lenet net.pdf", 2, "install graphviz (apt-get install graphviz, "),
     "direction": ("lenet net.dot -rankdir=XY", 2, "'XY' is not one of 'LR', 'RL', 'TB', 'BT'"),
 }
 
