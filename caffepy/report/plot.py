@@ -69,9 +69,7 @@ def draw(
         for run, name, curve in curves:
             _line(axes, runs, run, name, curve, x, 1 if panel == "lr" else smooth, [known for _, known, _ in curves])
         axes.set_ylabel(panel if panel != "outputs" else _text(_one([name for _, name, _ in curves])))
-        values = [value for *_, curve in curves for value in curve.values if math.isfinite(value)]
-        spreads = min(values, default=0.0) > 0 and max(values) > SPREAD * min(values)
-        if (panel == "loss" and log_loss and max(values, default=0.0) > 0) or (panel == "lr" and spreads):
+        if _is_logarithmic(panel, [curve for *_, curve in curves], log_loss):
             axes.set_yscale("log")
         _finish(axes)
         axes.tick_params(labelbottom=i == len(panels) - 1)
@@ -187,6 +185,13 @@ def smoothed(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     starts = np.maximum(ends - count, 0)
     means = (sums[ends] - sums[starts]) / np.maximum(counts[ends] - counts[starts], 1)
     return np.where(known, means, math.nan)
+
+
+def _is_logarithmic(panel: str, curves: Sequence[Curve], log_loss: bool) -> bool:
+    values = [value for curve in curves for value in curve.values if math.isfinite(value)]
+    if panel == "loss":
+        return log_loss and max(values, default=0.0) > 0
+    return panel == "lr" and min(values, default=0.0) > 0 and max(values) > SPREAD * min(values)
 
 
 def _one(names: Sequence[str]) -> str:
