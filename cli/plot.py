@@ -1,5 +1,7 @@
 """caffepy plot"""
 
+import os
+
 import click
 
 from caffepy.cli import options
@@ -70,7 +72,7 @@ def plot(
         return
     from caffepy.report import plot
 
-    path = output or f"{runs[0].name}.png"
+    path = output or f"{os.path.basename(runs[0].name)}.png"
     if chart is not None:
         plot.draw_chart(runs, chart, path)
     else:

@@ -21,6 +21,7 @@ PICTURES = {
     "one run": (DIGITS, "caffe_train.png"),
     "two runs": (f"{LOG} {DIGITS} --curves loss,lr -x seconds -smooth 5 --names a,b --output ab.svg", "ab.svg"),
     "two parts": (f"{LOG},{LOG} --log-loss", "two_nets.png"),
+    "two of one name": (f"{DIGITS} {DIGITS}", "caffe_train.log.png"),
     "chart": (f"--chart 7 {LOG} {DIGITS} --output=c.png", "c.png"),
 }
 
