@@ -39,6 +39,7 @@ class Crew(Generic[Member]):
         self.members: dict[int, Member] = {}
         self._make = make
         self._work: dict[int, deque[Callable[[Member], object]]] = {rank: deque() for rank in range(1, group.size)}
+        self._awaited = False  # the root waits for members
         self._end: float | None = None  # when the threads must have ended
         self._threads = {
             rank: threading.Thread(target=self._serve, args=(rank,), name=f"{self.NAME} {rank}", daemon=True)
@@ -53,29 +54,34 @@ class Crew(Generic[Member]):
     def give(self, work: Callable[[Member], object], rank: int | None = None) -> None:
         """Let every member, or one, do this when it is done with what it was given before; from the root's thread."""
         ranks = list(self._work) if rank is None else [rank]
-        self.group.until(0, lambda: not self._busy(ranks, AHEAD), lambda: self._busy(ranks, AHEAD))
-        with self.group.change(*ranks):
-            for r in ranks:
-                self._work[r].append(work)
+        self._await(ranks, AHEAD)
+        for r in ranks:
+            self._work[r].append(work)
+        self.group.wake(*ranks)
 
     def settle(self) -> None:
         """Return when all members have done all that they were given; from the root's thread."""
-        ranks = list(self._work)
-        self.group.until(0, lambda: not self._busy(ranks), lambda: self._busy(ranks))
+        self._await(list(self._work), 1)
+
+    def _await(self, ranks: Sequence[int], most: int) -> None:
+        """Let the root's thread wait while one of these has so much before it."""
+        self._awaited = True
+        self.group.until(0, lambda: not self._busy(ranks, most), lambda: self._busy(ranks, most))
+        self._awaited = False
 
     @property
     def left(self) -> list[int]:
         """How much the members have before them, by rank."""
         return [len(work) for work in self._work.values()]
 
-    def _busy(self, ranks: Sequence[int], most: int = 1) -> list[int]:
+    def _busy(self, ranks: Sequence[int], most: int) -> list[int]:
         """Those that have so much before them, or are not there yet."""
         return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
 
     def end(self, seconds: float) -> list[int]:
         """Let the threads end; those that did not within so many seconds of the first time this was called."""
-        with self.group.change():
-            self._end = self._end or time.monotonic() + seconds
+        self._end = self._end or time.monotonic() + seconds
+        self.group.wake()
         for thread in self._threads.values():
             if thread.ident is not None:
                 thread.join(max(0.0, self._end - time.monotonic()))
@@ -85,12 +91,13 @@ class Crew(Generic[Member]):
         try:
             with self.group.guard(rank), self._within(rank):
                 member = self._make(rank)
-                with self.group.change(0):
-                    self.members[rank] = member
+                self.members[rank] = member
+                self.group.wake(0)
                 while (work := self._next(rank)) is not None:
                     work(member)
-                    with self.group.change(0):
-                        self._work[rank].popleft()
+                    self._work[rank].popleft()
+                    if self._awaited:
+                        self.group.wake(0)
         except GroupStoppedError:
             pass
         except BaseException:

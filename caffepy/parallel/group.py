@@ -42,7 +42,9 @@ class Group:
         self.failure: tuple[int, BaseException] | None = None
         self.interrupted: Callable[[], object] = lambda: None
         self._lock = threading.RLock()
-        self._changed = [threading.Condition(self._lock) for _ in range(size)]  # for each rank
+        self._asleep = [threading.Lock() for _ in range(size)]  # what a rank that waits takes, and who wakes it gives
+        for asleep in self._asleep:
+            asleep.acquire()
         self.phase = "set-up"
         self._arrived: dict[str, set[int]] = {}
         self._rounds: dict[str, int] = {}
@@ -85,9 +87,10 @@ class Group:
 
     def fail(self, rank: int, error: BaseException) -> None:
         """Let every rank stop because of this error of one, which may not know of it."""
-        with self.change():
+        with self._lock:
             first = self.failure is None
             self.failure = self.failure or (rank, error)
+        self.wake()
         if first:
             self.end_waits()
 
@@ -127,17 +130,17 @@ class Group:
             raise GroupStoppedError(f"rank {failed} failed: {error}") from error
 
     def until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Return when `holds()`, which somebody brings about by `change`. `missing()` are the ranks waited for."""
-        with self._lock:
+        """Return when `holds()`, which others bring about, leave so and tell by `wake`; `missing()` are waited for."""
+        if not holds():
             self._wait(rank, holds, missing)
+        self.check(rank)
 
-    @contextmanager
-    def change(self, *ranks: int) -> Iterator[None]:
-        """A block that nobody runs at the same time, after which these ranks, or all, look whether they still wait."""
+    def wake(self, *ranks: int) -> None:
+        """Let these ranks, or all, look whether they still wait."""
         with self._lock:
-            yield
             for rank in ranks or range(self.size):
-                self._changed[rank].notify()
+                if self._asleep[rank].locked():
+                    self._asleep[rank].release()
 
     def _wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         began = time.monotonic()
@@ -149,8 +152,7 @@ class Group:
             left = max(began, self._since) + seconds - time.monotonic()
             if left < 0:
                 self._hang(rank, missing(), seconds)
-            self._changed[rank].wait(min(TICK, left + 1e-3))
-        self.check(rank)
+            self._asleep[rank].acquire(timeout=min(TICK, left + 1e-3))
 
     def _hang(self, rank: int, missing: list[int], seconds: float) -> None:
         error = self.hung(missing, seconds, f"; rank {rank} waited for it")
@@ -170,28 +172,25 @@ class Group:
         """Return when all ranks have come here."""
         with self._lock:
             arrived = self._arrived.setdefault(name, set())
+            turn = self._rounds.get(name, 0)
             arrived.add(rank)
             if len(arrived) == self.size:
-                with self.change():
-                    self._arrived[name] = set()
-                    self._rounds[name] = self._rounds.get(name, 0) + 1
-                self.check(rank)
-                return
-            turn = self._rounds.get(name, 0)
-            self._wait(
-                rank,
-                lambda: self._rounds.get(name, 0) > turn,
-                lambda: sorted(set(range(self.size)) - self._arrived[name]),
-            )
+                self._arrived[name] = set()
+                self._rounds[name] = turn + 1
+                self.wake()
+        self.until(
+            rank,
+            lambda: self._rounds.get(name, 0) > turn,
+            lambda: sorted(set(range(self.size)) - self._arrived[name]),
+        )
 
     @contextmanager
     def turn(self, rank: int, key: object) -> Iterator[None]:
         """The ranks enter the block one after the other, 0, 1, ..., and again from 0; `key` names what they share."""
         self.await_turn(rank, key)
         yield
-        following = (rank + 1) % self.size
-        with self.change(following):
-            self._turns[key] = following
+        following = self._turns[key] = (rank + 1) % self.size
+        self.wake(following)
 
     def await_turn(self, rank: int, key: object) -> None:
         """Return when `turn` would let the rank enter; it does not count as one."""

@@ -1,7 +1,5 @@
 """Where the time of a solver's iterations goes, by the clock of its GPU."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +16,22 @@ BETWEEN = len(PARTS)
 
 LANE = "laps"
 """Where laps end, so that nothing waits for that."""
+
+
+class _Spells:
+    """The host's time in blocks of one kind."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        self.on = True
+        self._begin = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.on = False
+        self.seconds += perf_counter() - self._begin
 
 
 class Laps:
@@ -38,8 +52,7 @@ class Laps:
         self._nanoseconds: HostArray = np.frombuffer(self._page, np.uint64, 1 + len(PARTS))
         self._nanoseconds[:] = 0
         self._stopped = True
-        self._fetching = False
-        self._fetched = self._issued = 0.0
+        self._fetching, self._issuing = _Spells(), _Spells()
         self._split = dict.fromkeys(("data", HOST), 0.0)
         self._seen = 0.0, 0.0, 0.0
 
@@ -63,7 +76,7 @@ class Laps:
 
     @property
     def _counts(self) -> bool:
-        return self.running and not self._stopped and not self._fetching
+        return self.running and not self._stopped and not self._fetching.on
 
     def _end_aside(self, place: int) -> None:
         if self._counts:
@@ -77,27 +90,18 @@ class Laps:
         """Count no time."""
         self._stopped = True
 
-    @contextmanager
-    def fetching(self) -> Iterator[None]:
+    def fetching(self) -> "_Spells":
         """A block between iterations in which the host waits for data, or gives them to the device."""
-        begin, self._fetching = perf_counter(), True
-        try:
-            yield
-        finally:
-            self._fetching = False
-            self._fetched += perf_counter() - begin
+        return self._fetching
 
-    @contextmanager
-    def issuing(self) -> Iterator[None]:
+    def issuing(self) -> "_Spells":
         """A block in which the host gives other work to the device."""
-        begin = perf_counter()
-        yield
-        self._issued += perf_counter() - begin
+        return self._issuing
 
     def read(self) -> dict[str, float]:
         """Seconds by part, so far; those of the last iterations may not be in it yet."""
         *seconds, between = (self._nanoseconds / 1e9).tolist()
-        fetched, issued = self._fetched, self._issued
+        fetched, issued = self._fetching.seconds, self._issuing.seconds
         waited, fetching, issuing = (
             now - before for now, before in zip((between, fetched, issued), self._seen, strict=True)
         )
