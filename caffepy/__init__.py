@@ -134,6 +134,8 @@ def layer_type_list() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name in _homes:
         return getattr(import_module(_homes[name]), name)
+    if name == "proto":
+        import_module("caffepy.proto.caffe_pb2")  # `import caffe` brings it
     if name in _modules:
         return import_module(f"caffepy.{name}")
     raise AttributeError(f"module 'caffepy' has no attribute {name!r}")

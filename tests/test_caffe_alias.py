@@ -80,6 +80,12 @@ def test_installed_by_the_environment_when_caffepy_is_imported(elsewhere: Path, 
     passes(run(elsewhere, "-c", "import caffepy" + ONE_SET, CAFFEPY_AS_CAFFE=value))
 
 
+def test_what_import_caffe_brings(tmp_path: Path) -> None:
+    names = "classifier detector io net_spec proto.caffe_pb2 pycaffe Net SGDSolver layers params NCCL Timer TRAIN"
+    for name in names.split():
+        passes(run(tmp_path, "-c", f"import caffepy as caffe; caffe.{name}"))
+
+
 @pytest.mark.parametrize("value", ["", "0"])
 def test_otherwise_caffe_is_not_touched(elsewhere: Path, value: str) -> None:
     script = "import sys, caffepy, caffepy.io\nassert 'caffe' not in sys.modules"
