@@ -14,7 +14,7 @@ import numpy as np
 
 from caffepy.blob import Array, Blob
 from caffepy.device import Device
-from caffepy.errors import CaffeError, UsageError
+from caffepy.errors import CaffeError, ConfigError, UsageError
 from caffepy.layer import Layer
 from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net, any_turn
@@ -346,6 +346,18 @@ class Team(Followers):
         self._crew.give(partial(WorkerSolver.end_test, k=k))
         self._crew.settle()
         return [worker.totals for worker in self._workers]
+
+    @contextmanager
+    def restoring(self) -> Iterator[None]:  # type: ignore[override]
+        """A block in which the root restores a state, from which all go on then."""
+        if self.group.phase != "idle":
+            raise ConfigError(f"no state can be restored during a {self.group.phase} of several solvers")
+        self._settle()
+        yield
+        restored = self.root.followers_positions
+        positions = restored if len(restored) == self.size - 1 else [None] * (self.size - 1)
+        self._crew.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
+        self._crew.settle()
 
     def confess(self) -> None:
         """Raise what a follower has found wrong, if one has."""

@@ -1,11 +1,14 @@
 """Arithmetic on one device. Every back end has the same functions with the same signatures."""
 
+import logging
 from types import ModuleType
 
 from caffepy.blob import PLAIN, Format
 from caffepy.device import Device
 from caffepy.errors import DeviceError
 from caffepy.ops import precisions
+
+log = logging.getLogger(__name__)
 
 
 def backend(device: Device) -> ModuleType:
@@ -36,6 +39,8 @@ def set_precision(device: Device, precision: str | None) -> None:
         from caffepy.ops.cuda import precision as of_gpus
 
         of_gpus.set(precision)
+    elif precision and precision != "fp32":
+        log.warning("The CPU computes in float32: %s is for GPUs", precision)
 
 
 def precision_of(device: Device) -> str:

@@ -6,6 +6,7 @@ from caffepy.blob import Blob
 from caffepy.errors import DivergenceError
 from caffepy.net import Net
 
+WHERE = "capture off (--no-capture) lets this message name the first blob that is not finite"
 HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
 
 
@@ -21,7 +22,7 @@ def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
     """The same where blobs do not hold what they held in that iteration: names a parameter that is not finite."""
     if np.isfinite(loss):
         return DivergenceError(f"iteration {iteration}: gradients are not finite, with no loss scale at all; {HINT}")
-    found = _first_param(net) or "capture off (--no-capture) lets this message name the first blob that is not finite"
+    found = "; ".join(part for part in (_first_param(net), WHERE) if part)
     return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {found}; {HINT}")
 
 

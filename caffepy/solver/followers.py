@@ -46,6 +46,10 @@ class Followers:
         """End the test: what each of the followers that had a batch has added up."""
         return []
 
+    def restoring(self) -> AbstractContextManager[object]:
+        """A block in which the solver restores a state, from which all go on then."""
+        return nullcontext()
+
     def confess(self) -> None:
         """Raise what a follower has found wrong, if one has."""
 

@@ -604,6 +604,10 @@ class Solver:
 
     def restore(self, path: str) -> None:
         """Go on from a snapshot: weights, history, iteration; exactly, where its sidecar lies beside it."""
+        with self.followers.restoring():
+            self._restore(path)
+
+    def _restore(self, path: str) -> None:
         state = read_state(path)
         content = read_sidecar(path)
         if content:
@@ -627,7 +631,7 @@ class Solver:
         missing = dict.fromkeys(self.net.layer_names[i] for i, _ in self.net.learnable_owner)
         warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
         if not content:
-            self._window_restored, self._shown = False, None
+            self._window_restored, self._shown, self.followers_positions = False, None, []
             log.info("No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path)
 
     def _check_type(self, content: dict[str, Any], path: str) -> None:

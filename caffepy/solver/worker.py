@@ -32,18 +32,18 @@ class WorkerSolver(Solver):
             self.save_memory()
         self.loss = 0.0
         self.totals = Totals(0, [], 0.0)
-        self._follow(root)
-        if positions:
-            set_positions(positions, self._nets, self.device)
+        self.follow(root, positions)
 
-    def _follow(self, root: Solver) -> None:
-        """Take over where the root stands."""
+    def follow(self, root: Solver, positions: dict[str, Any] | None) -> None:
+        """Take over where the root stands, and random numbers from `positions`, if they are given."""
         root.device.flush()
         with self.device.scope():
             for mine, theirs in zip((self.params.data, *self.history), (root.params.data, *root.history), strict=True):
                 self.device.upload(root.device.on_host(theirs), mine)
         self.iter, self.current_step = root.iter, root.current_step
         self.control.set_state(root.control.state())
+        if positions:
+            set_positions(positions, self._nets, self.device)
 
     def iterate(self) -> None:
         """Do an iteration."""

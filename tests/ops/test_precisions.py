@@ -1,7 +1,11 @@
+import logging
+
 import numpy as np
 import pytest
 
+from caffepy import ops
 from caffepy.blob import PLAIN, Format
+from caffepy.device import Device
 from caffepy.errors import ConfigError
 from caffepy.ops.precisions import PRECISIONS, checked, default, native_format
 
@@ -25,3 +29,12 @@ def test_activations_lie_as_caffe_has_them_in_fp32_only() -> None:
         "fp16": Format(np.dtype(np.float16), True),
     }
     assert [checked(precision) for precision in PRECISIONS] == list(PRECISIONS)
+
+
+@pytest.mark.parametrize(("precision", "warns"), [("bf16", True), ("fp32", False), (None, False)])
+def test_the_cpu_says_what_it_does_not_compute_in(
+    precision: str | None, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "caffepy"):
+        ops.set_precision(Device(), precision)
+    assert caplog.messages == ["The CPU computes in float32: bf16 is for GPUs"] * warns

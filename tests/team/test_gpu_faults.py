@@ -217,7 +217,7 @@ RecordLoader.load = fail
 
 
 PHASE = {
-    "set-up": ("caffepy.solver.worker:WorkerSolver._follow", 1, 1),
+    "set-up": ("caffepy.solver.worker:WorkerSolver.follow", 1, 1),
     "step": ("caffepy.solver.step:Step.perform", 5, 1),
     "test": ("caffepy.solver.trial:Trial.batch", 3, 1),
     "snapshot": ("caffepy.solver.solver:write", 1, 0),

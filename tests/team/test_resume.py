@@ -6,8 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caffepy.device import Device
+from caffepy.errors import ConfigError
+from caffepy.parallel.topology import all_joined
 from caffepy.solver import Action
-from tests.solver.cases import AskAt
+from caffepy.team import Team, Terms
+from tests.solver.cases import AskAt, solver_of
 from tests.team.cases import SETTINGS, Run, net
 
 LOSSY = net(3).replace(
@@ -49,6 +53,43 @@ def test_stop_in_a_test_repeats_that_test(poll: int, tmp_path: Path) -> None:
     parts = train(tmp_path, 2, "flat", [9, 9], AskAt(poll, Action.STOP | Action.SNAPSHOT))
     assert parts[0].root.iter == 4
     compare(whole, parts)
+
+
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+def test_a_team_restores_as_one(sync: str, tmp_path: Path) -> None:
+    settings = f'{EVERY} snapshot_prefix: "{tmp_path}/s" '
+    root = solver_of(settings, LOSSY)
+    with Team(root, [Device() for _ in range(3)], all_joined(3), Terms(sync)) as team:
+        ends = []
+        for start in (0, 4):
+            if start:
+                root.restore(f"{tmp_path}/s_iter_4.solverstate")
+            for end in range(4, 11, 3):
+                root.step(end - root.iter)
+                root.snapshot()
+            ends.append([solver.params.data.copy() for solver in (root, *team._workers)])
+    root.close()
+    np.testing.assert_array_equal(*ends)
+
+
+def test_nothing_is_restored_within_an_iteration(tmp_path: Path) -> None:
+    (saved,) = train(tmp_path, 2, "flat", [2])
+    root = solver_of(EVERY, LOSSY)
+
+    class Restorer:
+        def on_start(self) -> None:
+            root.restore(str(saved.root.saved_now))
+
+        def on_gradients_ready(self) -> None:
+            pass
+
+    root.add_callback(Restorer())
+    with (
+        pytest.raises(ConfigError, match="no state can be restored during a step of several solvers"),
+        Team(root, [Device(), Device()], all_joined(2), Terms()),
+    ):
+        root.step(1)
+    root.close()
 
 
 def test_a_team_of_another_size_goes_on_with_other_random_numbers(
