@@ -240,7 +240,16 @@ class Team(Followers):
         if self._signals and isinstance(error, Exception):
             self._signals.fail(named(rank, error), self.group.notice)
         if not self.group.root_notices(LAST_PATIENCE) and self._last_resort:
+            self._rescue(error)
             self._last_resort(named(rank, error))
+
+    def _rescue(self, error: BaseException) -> None:
+        """Write the snapshot that the root owes in its place, as far as its state can be reached."""
+        thread = threading.Thread(target=self.root.rescue, args=(error,), name="caffepy rescue", daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        if thread.is_alive():
+            log.error("No snapshot: the state of the last iteration cannot be reached")
 
     @contextmanager
     def _turn(self, lap: Callable[[str], None], rank: int, layer: Layer) -> Iterator[None]:
@@ -348,7 +357,7 @@ class Team(Followers):
         return [worker.totals for worker in self._workers]
 
     @contextmanager
-    def restoring(self) -> Iterator[None]:  # type: ignore[override]
+    def restoring(self) -> Iterator[None]:
         """A block in which the root restores a state, from which all go on then."""
         if self.group.phase != "idle":
             raise ConfigError(f"no state can be restored during a {self.group.phase} of several solvers")

@@ -346,9 +346,9 @@ def logged(least: int = 0) -> Decorator:
     return decorate
 
 
-def leave(error: BaseException, lost: str = "") -> None:
-    """End the process although its main thread cannot; `lost` is what else to tell."""
-    click.echo(f"caffepy: error: {error}\n(the main thread does not answer{lost})", err=True)
+def leave(error: BaseException) -> None:
+    """End the process although its main thread cannot."""
+    click.echo(f"caffepy: error: {error}\n(the main thread does not answer)", err=True)
     os._exit(getattr(error, "exit_code", 70))
 
 

@@ -1,7 +1,5 @@
 """caffepy train"""
 
-from functools import partial
-
 import click
 
 from caffepy.cli import options
@@ -111,6 +109,6 @@ def train(
         tensorboard=tensorboard or None,
         tensorboard_histograms=tensorboard_histograms,
         threads=threads,
-        last_resort=partial(options.leave, lost="; no snapshot is taken"),
+        last_resort=options.leave,
     )
     return result.exit_code or (INTERRUPTED if result.stopped else 0)

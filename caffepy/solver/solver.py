@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from math import isclose, isfinite
 from typing import Any, NamedTuple
@@ -482,7 +483,13 @@ class Solver:
             self._finish()
         self.reporter.done(self.stopped)
 
-    def _save_before_failing(self, error: Exception) -> None:
+    def rescue(self, error: BaseException) -> None:
+        """The snapshot that the run owes, from another thread than the one that hangs, if the state is whole."""
+        with suppress(Exception), self.device.scope():
+            self._hear(wait=True)
+        self._save_before_failing(error)
+
+    def _save_before_failing(self, error: BaseException) -> None:
         """The snapshot that the run owes, of its last whole iteration."""
         wanted = self.param.snapshot > 0 or self.param.snapshot_after_train
         if not wanted or self.saved_now or self.iter == self._started_at or not self._step.whole:
