@@ -1,8 +1,4 @@
-"""Synchronization of GPUs by NCCL: one communicator, all-reduce in buckets beside the backward pass.
-
-NCCL computes and copies on the multiprocessors, which the backward pass then lacks. Where all GPUs reach each other's
-memory, large buckets therefore go by the copy engines.
-"""
+"""Synchronization of GPUs by NCCL: one communicator, all-reduce in buckets beside the backward pass."""
 
 import threading
 from collections.abc import Callable
@@ -12,14 +8,10 @@ from cupy.cuda import get_current_stream, nccl
 
 from caffepy.blob import Array
 from caffepy.errors import SyncError
-from caffepy.ops.cuda.pushing import PushedMean
 from caffepy.parallel.buckets import NEVER, Bucket, Progress
 from caffepy.parallel.gpu import GivenUp
 from caffepy.parallel.group import Group
 from caffepy.parallel.sync import Flats
-
-LARGE = 1 << 20
-"""Elements from which on a bucket goes by the copy engines; NCCL takes less time for smaller ones."""
 
 PATIENCE = 10.0
 """Seconds after which nobody waits any longer for NCCL to let go of its memory."""
@@ -36,9 +28,7 @@ class NcclSync:
     capturable = True
     updates = True
 
-    def __init__(
-        self, group: Group, rank: int, exchange: Callable[[Any], list[Any]], flats: Flats, joined: bool = False
-    ) -> None:
+    def __init__(self, group: Group, rank: int, exchange: Callable[[Any], list[Any]], flats: Flats) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self._device, self._data, self._diff, parts = flats
         self._progress = Progress(parts or [Bucket(0, self._diff.size, NEVER)])
@@ -49,11 +39,6 @@ class NcclSync:
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)
         group.barrier(rank, "nccl")
         self._word = GivenUp()
-        self._pushed: PushedMean | None = None
-        large = [(b.start, b.stop) for b in parts if joined and b.stop - b.start >= LARGE]
-        if large:
-            with self._device.scope():
-                self._pushed = PushedMean(rank, self.size, self._diff, large, exchange, self.given_up)
         group.on_abort(self._abort)
 
     @property
@@ -86,9 +71,6 @@ class NcclSync:
             self._met = True
         for bucket in self._progress.rest():
             self._reduce(bucket)
-        if self._pushed:
-            with self._device.aside("sync"):
-                self._pushed.finish()
         self._device.join("sync")
 
     def reduce(self, count: int) -> None:
@@ -99,9 +81,6 @@ class NcclSync:
     def _reduce(self, bucket: Bucket) -> None:
         self._device.join()  # gradients of parameters may be computed aside
         with self._told(), self._device.aside("sync"):
-            if self._pushed and bucket.layers != NEVER and bucket.stop - bucket.start >= LARGE:
-                self._pushed.run(bucket.start, bucket.stop)
-                return
             arguments = self._range(self._diff, bucket.start, bucket.stop)
             self._communicator.allReduce(*arguments, nccl.NCCL_AVG, get_current_stream().ptr)
 

@@ -50,15 +50,11 @@ class Synchronizer(Protocol):
 
 
 class Choice(NamedTuple):
-    """A way to synchronize; `schedule` is None for NCCL. With `root_updates` parameters come from the root.
-
-    `joined`: all devices reach each other's memory.
-    """
+    """A way to synchronize; `schedule` is None for NCCL. With `root_updates` parameters come from the root."""
 
     name: str
     schedule: Schedule | None
     root_updates: bool = False
-    joined: bool = False
 
 
 def obstacle_to_nccl(gpu: bool) -> str | None:
@@ -87,7 +83,7 @@ def choose(name: str, topology: Topology, gpu: bool) -> Choice:
 def _automatic(topology: Topology, gpu: bool) -> tuple[Choice, str]:
     obstacle = obstacle_to_nccl(gpu)
     if obstacle is None:
-        return _nccl(topology), "the fastest on GPUs"
+        return Choice("nccl", None), "the fastest on GPUs"
     written = muji(topology)
     if written:
         return Choice("muji", written), f"{obstacle}; there is a schedule for {topology.size} devices joined like this"
@@ -96,17 +92,12 @@ def _automatic(topology: Topology, gpu: bool) -> tuple[Choice, str]:
     return Choice("flat", flat(topology)), f"{obstacle}; no device reaches another's memory"
 
 
-def _nccl(topology: Topology) -> Choice:
-    joined = all(topology.reaches(a, b) for a in range(topology.size) for b in range(topology.size) if a != b)
-    return Choice("nccl", None, joined=joined)
-
-
 def _named(name: str, topology: Topology, gpu: bool) -> Choice:
     if name == "nccl":
         obstacle = obstacle_to_nccl(gpu)
         if obstacle:
             raise UsageError(f"--sync nccl: {obstacle}")
-        return _nccl(topology)
+        return Choice(name, None)
     if name == "tree":
         return Choice(name, tree(topology), root_updates=True)
     if name == "muji":
@@ -162,7 +153,7 @@ class Synchronization:
 
     def join(self, rank: int, flats: Flats) -> Synchronizer:
         """This rank's side; returns when all ranks have called it."""
-        group, (_, schedule, root_updates, joined) = self.group, self.choice
+        group, (_, schedule, root_updates) = self.group, self.choice
         exchange = partial(self.exchange, rank)
         if flats.device.kind == "cpu":
             assert schedule is not None
@@ -171,7 +162,7 @@ class Synchronization:
         if schedule is None:
             from caffepy.parallel.nccl import NcclSync
 
-            return NcclSync(group, rank, exchange, flats, joined)
+            return NcclSync(group, rank, exchange, flats)
         from caffepy.parallel.gpu import ScheduleSync
 
         return ScheduleSync(group, rank, exchange, flats, schedule, root_updates)
