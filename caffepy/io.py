@@ -145,30 +145,26 @@ def _interpolated(im: Array, dims: tuple[int, int], order: int, places: Callable
     """The values of `im` at `places` of both axes, float64; 0 beyond its edges."""
     if order > 1:
         return _spline(im, dims, order, places is _between_corners)
-    resample = _linear if order else _nearest
-    values = im.astype(np.float64)
-    for axis in (1, 0):
-        values = resample(values, axis, places(im.shape[axis], dims[axis]))
+    y, x = (places(n, size) for n, size in zip(im.shape[:2], dims, strict=True))
+    if order == 0:
+        nearest: Array = im[np.floor(y + 0.5).astype(int)][:, np.floor(x + 0.5).astype(int)].astype(np.float64)
+        return nearest
+    (rows, down), (columns, across) = _taps(y, im.shape[0]), _taps(x, im.shape[1])
+    used, rows = np.unique(rows, return_inverse=True)
+    lines = im[used].astype(np.float64)
+    lines = sum(lines.take(column, 1) * share[:, np.newaxis] for column, share in zip(columns, across, strict=True))
+    taps = zip(rows.reshape(down.shape), down[..., np.newaxis, np.newaxis], strict=True)
+    values: Array = sum(lines[row] * share for row, share in taps)
     return values
 
 
-def _nearest(values: Array, axis: int, places: Array) -> Array:
-    taken: Array = values.take(np.floor(places + 0.5).astype(int), axis)
-    return taken
-
-
-def _linear(values: Array, axis: int, places: Array) -> Array:
-    n = values.shape[axis]
-    first = np.floor(places).astype(int)
-    rest = places - first
-    others = [i for i in range(3) if i != axis]
-
-    def part(index: Array, weight: Array) -> Array:
-        weight = np.where((index >= 0) & (index < n), weight, 0)
-        share: Array = values.take(index.clip(0, n - 1), axis) * np.expand_dims(weight, others)
-        return share
-
-    return part(first, 1 - rest) + part(first + 1, rest)
+def _taps(places: Array, n: int) -> tuple[Array, Array]:
+    """The pixels (2, places) on both sides of each place in a row of `n`, and their shares: 0 for those beyond it."""
+    first = np.floor(places)
+    index = np.stack([first, first + 1]).astype(int)
+    share = np.stack([1 - (places - first), places - first])
+    share[(index < 0) | (index >= n)] = 0
+    return index.clip(0, n - 1), share
 
 
 def _spline(im: Array, dims: tuple[int, int], order: int, by_corners: bool) -> Array:
