@@ -9,7 +9,7 @@ import numpy as np
 from caffepy.device import import_cupy
 from caffepy.errors import DeviceError
 from caffepy.layer import Layer
-from caffepy.net import Net
+from caffepy.net import Net, any_turn
 from caffepy.parallel.group import Group
 from caffepy.parallel.sync import obstacle_to_nccl
 from caffepy.pycaffe import mode
@@ -39,12 +39,13 @@ class NCCL:
     """
 
     def __init__(self, solver: Solver, uid: bytes) -> None:
-        if mode.gpu() is None:
+        if solver._solver.device.kind == "cpu":
             raise DeviceError("NCCL is for GPUs: caffe.set_mode_gpu() before the solver is built")
         _check()
         from caffepy.parallel.nccl import NcclSync
 
         self.solver = solver
+        self._uid = uid
         rank, count = mode.solver_rank(), mode.solver_count()
         if not 0 <= rank < count:
             raise DeviceError(
@@ -72,6 +73,14 @@ class NCCL:
         with device.scope():
             self.synchronizer.on_start()
         device.synchronize()
+
+    def close(self) -> None:
+        """Let the solver be alone again; all solvers do so."""
+        self.solver._solver.synchronize(None)
+        self.solver._solver.net.turn = any_turn
+        self.synchronizer.close()
+        with _lock:
+            _groups.pop(self._uid, None)
 
 
 def _check() -> None:

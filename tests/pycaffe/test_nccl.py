@@ -104,7 +104,9 @@ def test_threads_train_as_one(rows: str, tmp_path: Path) -> None:  # noqa: F811
         solver.add_callback(nccl)
         solver.net.after_backward(nccl)
         solver.step(5)
-        found[rank] = solver.net.params["ip"][0].data
+        found[rank] = solver.net.params["ip"][0].data.copy()
+        nccl.close()
+        solver.step(1)  # alone
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
     for thread in threads:
