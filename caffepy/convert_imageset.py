@@ -202,7 +202,7 @@ class Job:
                     raise DataError(
                         f"none of the {done.lines} images could be read, such as {self._root}{self._entries[0][0]}"
                     )
-        except (KeyboardInterrupt, DataError):
+        except BaseException:
             done = Done(**partial.progress)
             if done.records:
                 log.warning("%s has what became of the first %d lines; --resume goes on", partial.folder, done.lines)

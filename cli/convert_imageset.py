@@ -20,7 +20,9 @@ from caffepy.cli import options
 @click.option("--encode-type", default="", help="Store image files of this type: jpg, png...")
 @click.option("--resume", is_flag=True, help="Go on with what an interrupted run has left in DB_NAME.partial.")
 @click.option(
-    "--check", is_flag=True, help="Compare the records with the images, then or those of a database there is."
+    "--check",
+    is_flag=True,
+    help="Compare all records with the images, at last. If DB_NAME is there, only that.",
 )
 @options.threads
 @options.progress

@@ -284,3 +284,26 @@ def test_a_map_that_is_too_small_grows(tmp_path: Path, monkeypatch: pytest.Monke
     root, names = draw(tmp_path, 40)
     recipe = Recipe(False, 64, 64)
     assert convert_imageset(root, names, f"{tmp_path}/db", recipe=recipe, check=True).records == 40
+
+
+def test_a_key_that_is_too_long_is_named(tmp_path: Path) -> None:
+    root, names = draw(tmp_path, 2)
+    inner = "/".join(["d" * 200, "e" * 200, "f" * 150])
+    os.makedirs(f"{root}{os.path.dirname(inner)}")
+    shutil.copy(f"{root}1.png", f"{root}{inner}")
+    Path(names).write_text(f"0.png 0\n{inner} 1\n")
+    with pytest.raises(DataError, match=r'keys have 1 to 511 bytes, but "00000001_ddd.*f" 561'):
+        convert_imageset(root, names, f"{tmp_path}/db")
+
+
+def test_a_label_of_more_than_32_bits_is_named(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("a.png 1\nb.png 2147483648\n")
+    with pytest.raises(DataError, match=r"list.txt:2: label 2147483648 has more than 32 bits"):
+        convert_imageset("", f"{tmp_path}/list.txt", f"{tmp_path}/db")
+
+
+def test_lists_of_other_systems(tmp_path: Path) -> None:
+    root, names = draw(tmp_path, 2)
+    Path(names).write_bytes(b"0.png 7\r\n1.png 8\r\n\r\n")
+    convert_imageset(root, names, f"{tmp_path}/db")
+    assert [Datum.FromString(value).label for _, value in records(tmp_path / "db")] == [7, 8]

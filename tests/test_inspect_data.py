@@ -77,7 +77,7 @@ def test_an_unfinished_database_says_so(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError):
         stop_in_the_middle()
-    assert "unfinished: 3 lines, 1 records" in show(f"{tmp_path}/db.partial").table()
+    assert "unfinished: lines 3, records 1" in show(f"{tmp_path}/db.partial").table()
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ Entry = tuple[str, int]
 def read_list(path: str) -> list[Entry]:
     """(image path, label) of each line, split at the last blank; a label is the integer that it starts with, else 0.
 
-    DataError: no such file, a line without a blank, no lines.
+    DataError: no such file, a line without a blank, a label of more than 32 bits, no lines.
     """
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
@@ -33,6 +33,8 @@ def read_list(path: str) -> list[Entry]:
         if blank:
             digits = re.match(r"\s*[+-]?\d+", label)
             entries.append((name, int(digits.group()) if digits else 0))
+            if not -(1 << 31) <= entries[-1][1] < 1 << 31:
+                raise DataError(f"{path}:{number}: label {label.strip()} has more than 32 bits")
         elif line:
             raise DataError(f'{path}:{number}: "{line[:80]}" is not an image path, a blank and a label')
     if not entries:

@@ -12,7 +12,7 @@ import lmdb
 import numpy as np
 
 from caffepy.data.datum import Array
-from caffepy.data.source import import_plyvel
+from caffepy.data.source import import_plyvel, printable
 from caffepy.errors import DataError
 from caffepy.files import replacing
 from caffepy.proto.caffe_pb2 import Datum
@@ -20,6 +20,7 @@ from caffepy.proto.caffe_pb2 import Datum
 COMMIT_EVERY = 1000
 COMMIT_BYTES = 1 << 25
 FIRST_MAP_SIZE = 1 << 24
+LONGEST_KEY = 511  # that LMDB takes
 BLOCK_SIZE, OPEN_FILES = 1 << 16, 100  # of a LevelDB, as Caffe has them
 WRITE_BUFFER = 1 << 25  # Caffe's is eight times as large, which whoever opens the database has to read again
 NOTE = "caffepy_partial.json"
@@ -96,6 +97,12 @@ class LMDBWriter(Writer):
         self._environment = lmdb.open(folder, map_size=size, mode=0o664, lock=False, sync=sync)
 
     def _write(self, records: Sequence[Record]) -> None:
+        for key, _ in records:
+            if not 0 < len(key) <= LONGEST_KEY:
+                raise DataError(
+                    f"{self.name} cannot be written: an LMDB's keys have 1 to {LONGEST_KEY} bytes, "
+                    f"but {printable(key)} {len(key)}"
+                )
         while True:
             try:
                 with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
@@ -251,7 +258,7 @@ def unfinished(folder: str) -> str:
     if not os.path.exists(path):
         return ""
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
-        return ", ".join(f"{value} {name}" for name, value in json.load(file)["progress"].items())
+        return ", ".join(f"{name} {value}" for name, value in json.load(file)["progress"].items())
     return "it does not say how far"
 
 
