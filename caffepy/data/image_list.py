@@ -118,6 +118,10 @@ class ImageLoader(SequentialLoader):
         """An entry's name for messages."""
         return f"{self._path}: {self._root}{item[0]}"
 
+    def place(self, item: Entry) -> str:
+        """The line of the list that an entry is of."""
+        return f"line {1 + self._entries.index(item)}"
+
     def state(self) -> State:
         """Epoch, number in its order, seed of the orders, and the transformer's stream."""
         seed = {} if self._seed is None else {"seed": self._seed}

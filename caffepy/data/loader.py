@@ -148,7 +148,7 @@ class SequentialLoader(Loader):
         items = self._good(self.batch_size)
         while bad := self._load(batch, items):
             for i, error in sorted(bad.items()):
-                self.bad.add(self.name(items[i]), error)
+                self.bad.add(self.name(items[i]), DataError(f"{error.message} ({self.place(items[i])})"))
             rest = [item for i, item in enumerate(items) if i not in bad]
             items = self.joined([*rest, *self._good(len(bad))])
 
@@ -267,6 +267,10 @@ class SequentialLoader(Loader):
         """An item's name for messages."""
         raise NotImplementedError
 
+    def place(self, item: Any) -> str:
+        """Which one of the source an item is that was taken for the last batch, in words."""
+        raise NotImplementedError
+
     def joined(self, items: Sequence[Any]) -> Sequence[Any]:
         """These items, taken one by one, as `take` gives several."""
         return items
@@ -285,8 +289,16 @@ class RecordLoader(SequentialLoader):
     def __init__(self, source: Source, transformer: Transformer, batch_size: int) -> None:
         super().__init__(transformer, batch_size)
         self._source = source
+        self._taken: list[tuple[int, Records]] = []  # for the batch being made: the number of the first, and they
         self.length = source.length
         self._said = False
+
+    def load(self, batch: Batch) -> None:
+        """Fill the batch with the next images."""
+        try:
+            super().load(batch)
+        finally:
+            self._taken.clear()
 
     def peek(self) -> Array:
         """The next image (C, H, W), which is not consumed."""
@@ -294,7 +306,9 @@ class RecordLoader(SequentialLoader):
 
     def take(self, count: int) -> Records:
         """The next records."""
-        return self._source.take(count)
+        start = self._source.position[0]
+        self._taken.append((start, self._source.take(count)))
+        return self._taken[-1][1]
 
     def copy(self, items: Sequence[Any], images: Array, labels: Array) -> Array:
         """Fill in the images of raw datums of this shape."""
@@ -319,6 +333,16 @@ class RecordLoader(SequentialLoader):
     def name(self, item: tuple[Record, Record]) -> str:
         """A record's name for messages."""
         return f"{self._source.path}: record {printable(item[0])}"
+
+    def place(self, item: tuple[Record, Record]) -> str:
+        """The number of a record."""
+        for start, records in reversed(self._taken):
+            keys = [bytes(key) for key, _ in records]
+            if bytes(item[0]) in keys:
+                at = keys.index(bytes(item[0]))
+                wrap = next((i for i in range(1, at + 1) if keys[i] <= keys[i - 1]), None)
+                return f"number {start + at if wrap is None else at - wrap}"
+        return "of unknown number"
 
     def joined(self, items: Sequence[Any]) -> Records:
         """These records as `take` gives several."""

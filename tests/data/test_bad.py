@@ -73,7 +73,9 @@ def test_those_that_follow_come_instead(make: Make, caplog: pytest.LogCaptureFix
     told = [m for m in caplog.messages if m.startswith("Bad record ")]
     assert len(told) == len(BAD)
     assert "Bad record 1 of at most 4 is passed over: " in told[0]
-    assert "its image cannot be decoded (1 bytes)" in told[0]
+    assert "its image cannot be decoded (1 bytes) (" in told[0]
+    numbers = sorted(int(text.rpartition(" ")[2].rstrip(")")) for text in told)
+    assert numbers in ([*BAD], [i + 1 for i in BAD])
     feed.layer.close()
 
 
@@ -86,7 +88,7 @@ def test_one_too_many_is_named(make: Make) -> None:
 
 def test_none_may_be_passed_over_without_the_flag(make: Make) -> None:
     feed = make(0, bad=(7,), batch=12)
-    with pytest.raises(RecordError, match=r"cannot be decoded \(1 bytes\)$"):
+    with pytest.raises(RecordError, match=r"cannot be decoded \(1 bytes\) \((line 8|number 7)\)$"):
         feed.forward()
     feed.layer.close()
 
@@ -184,7 +186,7 @@ def test_the_flag_and_what_is_said_without_it(
     Path("solver.prototxt").write_text(solver % (9, "s"))
     assert main.run(["train", "-solver", "solver.prototxt"]) == 4
     error = capsys.readouterr().err
-    assert 'db: record "03": its image cannot be decoded (1 bytes)' in error
+    assert 'db: record "03": its image cannot be decoded (1 bytes) (number 3)' in error
     assert error.endswith("(to pass over some such records, add --max-bad-records N)\n")
     assert main.run(["train", "-solver", "solver.prototxt", "-max_bad_records", "2"]) == 0
     assert capsys.readouterr().err.count("] Bad record ") == 2
