@@ -47,7 +47,7 @@ class NcclSync:
         return self._word.address
 
     def _told(self) -> "_Told":
-        return _Told(self.group)
+        return _Told(self.group, self.rank)
 
     def on_start(self) -> None:
         """Once, take the root's parameters."""
@@ -104,13 +104,13 @@ class NcclSync:
 class _Told:
     """NCCL's errors come as ours: what stopped the group, or a SyncError."""
 
-    def __init__(self, group: Group) -> None:
-        self._group = group
+    def __init__(self, group: Group, rank: int) -> None:
+        self._group, self._rank = group, rank
 
     def __enter__(self) -> None:
-        self._group.check()
+        self._group.check(self._rank)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, nccl.NcclError):
-            self._group.check()
+            self._group.check(self._rank)
             raise SyncError(f"NCCL failed ({error}); NCCL_DEBUG=INFO tells more") from error
