@@ -425,6 +425,7 @@ class Solver:
             self._tell_overflow(given.iteration, verdict)
 
     def _fail(self, verdict: Verdict) -> None:
+        self._step.take_back()
         self.control.go_on()
         self.device.look()
         self.followers.confess()
@@ -494,6 +495,8 @@ class Solver:
         wanted = self.param.snapshot > 0 or self.param.snapshot_after_train
         if not wanted or self.saved_now or self.iter == self._started_at or not self._step.whole:
             return
+        if self._step.begun:
+            self._step.take_back()
         what = "The data" if isinstance(error, DataError) else "A solver"
         log.warning("%s failed; what was learned up to iteration %d is saved before the run ends", what, self.iter)
         try:

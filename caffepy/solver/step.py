@@ -79,6 +79,8 @@ class Step:
         self.device = device
         self.callbacks = callbacks
         self.whole = True  # no update is under way
+        self.begun = False  # an iteration is under way
+        self._statistics = [blob for layer in net.layers for blob in layer.statistics]
         self.synchronizer: Synchronizer | None = None  # one of the callbacks
         self.pulls = False  # it brings parameters in `on_start`
         self.ops = ops.backend(device)
@@ -104,7 +106,9 @@ class Step:
 
     def open(self) -> None:
         """Begin to add up gradients and losses."""
+        self.begun = True
         self.control.open(self.params.diff)
+        self.control.keep(self._statistics)
         if self.pulls:
             self.laps.lap("update")
         for callback in self.callbacks:
@@ -137,7 +141,14 @@ class Step:
             self.whole = False
             self._apply()
             self.whole = True
+        self.begun = False
         self.laps.lap("update")
+
+    def take_back(self) -> None:
+        """Undo what an iteration that came to nothing did to the statistics of layers."""
+        if self._statistics:
+            self.control.take_back(self._statistics)
+        self.begun = False
 
     def _apply(self) -> None:
         control, param = self.control, self.param
@@ -159,12 +170,14 @@ class Step:
         if self.param.iter_size == 1:
             self._feed()
             self._perform("iteration", self._iteration)
-            return
-        self._perform("open", self._open)
-        for _ in range(self.param.iter_size):
-            self._feed()
-            self._perform("pass", self._fed_pass)
-        self._perform("close", self._close)
+        else:
+            self.begun = True
+            self._perform("open", self._open)
+            for _ in range(self.param.iter_size):
+                self._feed()
+                self._perform("pass", self._fed_pass)
+            self._perform("close", self._close)
+        self.begun = False
 
     def _feed(self) -> None:
         with self.laps.fetching():

@@ -81,6 +81,7 @@ class WorkerSolver(Solver):
 
     def _fail(self, verdict: Verdict) -> None:
         """Raise what is wrong here; what is wrong with the mean of all is for the root to tell."""
+        self._step.take_back()
         self.control.go_on()
         self.device.look()
 

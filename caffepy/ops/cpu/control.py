@@ -31,6 +31,7 @@ class Control:
         self.loss_scale: Number = 1.0
         self._total = self._last = 0.0
         self._verdicts: list[Verdict] = []
+        self._kept: list[Array] = []
 
     def say(self, rate: float, decay: float, correction: float) -> None:
         """The learning rate, the weight decay and the rule's own number for the next update."""
@@ -40,6 +41,15 @@ class Control:
         """Begin to add up gradients and losses."""
         diff.fill(0)
         self._total = 0.0
+
+    def keep(self, blobs: Sequence[Blob]) -> None:
+        """Keep the values of these blobs for `take_back`."""
+        self._kept = [blob.data.copy() for blob in blobs]
+
+    def take_back(self, blobs: Sequence[Blob]) -> None:
+        """Give these blobs the values that were kept."""
+        for blob, kept in zip(blobs, self._kept, strict=True):
+            blob.data[...] = kept
 
     def note(self) -> None:
         """Add the loss of a forward pass: the sum of data times diff over the losses."""

@@ -14,6 +14,7 @@ from caffepy.errors import DeviceError
 from caffepy.ops.control import LEAST_SCALE, MOST_SCALE, PATIENCE, Fate, Limits, Verdict
 from caffepy.ops.cuda.blas import BLOCKS, THREADS
 from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.copies import copy
 from caffepy.ops.cuda.launch import MOST, Array, launch_blocks, packs, scratch
 from caffepy.ops.segments import Number
 
@@ -75,7 +76,8 @@ class Control:
         self._weights = [blob.host_diff.copy() for blob in losses]
         self._device = device
         self._tick, self._problems = device.tick, device.problems
-        self._table = _Table()
+        self._table, self._keeping = _Table(), _Table()
+        self._kept: list[Array] = []
         self._numbers = device.zeros(len(NUMBERS), np.dtype(np.float64))
         self._page = cupy.cuda.alloc_pinned_memory(8 * ROWS * (ORDERS + REPORTS))
         rows: HostArray = np.frombuffer(self._page, np.float64, ROWS * (ORDERS + REPORTS))
@@ -109,6 +111,23 @@ class Control:
         diff.fill(0)
         if self._limits.passes > 1:
             self._number("total").fill(0)
+
+    def keep(self, blobs: Sequence[Blob]) -> None:
+        """Keep the values of these blobs of float32 for `take_back`; give back what is kept if one was STOPPED."""
+        if not blobs:
+            return
+        if not self._kept:
+            self._kept = [self._device.zeros(blob.count, np.dtype(np.float32)) for blob in blobs]
+        kept: list[Array] = self._kept
+        rows = [_row(blob, values.data.ptr) for blob, values in zip(blobs, kept, strict=True)]
+        across = max(1, min(-(-max(blob.count for blob in blobs) // THREADS), MOST))
+        kernel("control", "keep")((across, len(rows)), (THREADS,), (self._keeping.of(rows)[0], self._numbers))
+
+    def take_back(self, blobs: Sequence[Blob]) -> None:
+        """Give these blobs the values that were kept."""
+        with self._device.scope():
+            for blob, kept in zip(blobs, self._kept, strict=True):
+                copy(kept, blob.data.reshape(-1))
 
     def note(self) -> None:
         """Add the loss of a forward pass: the sum of data times diff over the losses. Counts the device's `tick`."""

@@ -124,6 +124,19 @@ __global__ void judge(const double* partial, i64 parts, double clip, i64 passes,
       multiply(losses[k].other, i, losses[k].kind, ratio);
 }
 
+// kept = data, and from an iteration that was stopped on data = kept; a column of blocks for each blob of floats
+__global__ void keep(const Place* blobs, const double* numbers) {
+  const Place p = blobs[blockIdx.y];
+  float *data = static_cast<float*>(const_cast<void*>(p.data)), *kept = static_cast<float*>(p.other);
+  const bool back = numbers[STOPPED] != 0;
+  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < p.count; i += gridDim.x * i64(blockDim.x)) {
+    if (back)
+      data[i] = kept[i];
+    else
+      kept[i] = data[i];
+  }
+}
+
 // sums += data; a column of blocks for each blob
 __global__ void add_up(const Place* blobs) {
   const Place p = blobs[blockIdx.y];

@@ -1,0 +1,80 @@
+"""What BatchNorm layers have gathered goes with the weights: an iteration that came to nothing adds nothing."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.blob import Array
+from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.device import CudaDevice, Device
+from caffepy.errors import DataError
+from caffepy.proto.binary import blob_to_array, read_net
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Solver
+
+WRONG, BATCH = 61, 4
+
+NET = """
+layer { name: "data" type: "Data" top: "data" top: "label"
+  data_param { source: "db" batch_size: 4 backend: LMDB } transform_param { scale: 0.01 } }
+layer { name: "bn" type: "BatchNorm" bottom: "data" top: "normal" }
+layer { name: "ip" type: "InnerProduct" bottom: "normal" top: "ip"
+  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
+layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
+"""
+
+
+def saved(folder: Path, device: Device, size: int, **how: bool) -> dict[str, list[Array]]:
+    """The blobs in the last snapshot of a run on records of which one has a wrong label."""
+    settings = (
+        'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 snapshot: 1000 '
+        f'max_iter: {60 // BATCH // size} iter_size: {size} snapshot_prefix: "{folder}/s" '
+    )
+    text = NET.replace('"db"', f'"{folder}/db"')
+    param = text_format.Parse(f"{settings} net_param {{ {text} }}", SolverParameter())
+    param.max_iter += 40 * how.pop("wrong")
+    solver = Solver(param, device=device, precision="fp32")
+    for name, value in how.items():
+        setattr(solver, name, value)
+    if param.max_iter > 40:
+        with pytest.raises(DataError, match="label"):
+            solver.solve()
+    else:
+        solver.solve()
+    path = f"{folder}/s_iter_{solver.iter}.caffemodel"
+    solver.close()
+    return {layer.name: [blob_to_array(blob) for blob in layer.blobs] for layer in read_net(path).layer if layer.blobs}
+
+
+def compare(tmp_path: Path, device: type[Device], size: int, **how: bool) -> None:
+    draw = np.random.default_rng(0)
+    images = draw.integers(0, 256, (200, 3, 5, 5), np.uint8)
+    with write_lmdb(str(tmp_path / "db")) as writer:
+        for i, image in enumerate(images):
+            writer.put(f"{i:08d}", array_to_datum(image, 70 if i == WRONG else i % 5))
+    failed = saved(tmp_path, device(), size, wrong=True, **how)
+    ended = saved(tmp_path, device(), size, wrong=False, **how)
+    assert failed.keys() == ended.keys() == {"bn", "ip"}
+    for name, blobs in ended.items():
+        for own, other in zip(failed[name], blobs, strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_on_the_cpu(size: int, tmp_path: Path) -> None:
+    compare(tmp_path, Device, size)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capture", [True, False])
+@pytest.mark.parametrize("size", [1, 3])
+def test_on_a_gpu(size: int, capture: bool, tmp_path: Path) -> None:
+    from caffepy.ops.cuda import precision
+
+    before = precision.get()
+    try:
+        compare(tmp_path, CudaDevice, size, capture=capture)
+    finally:
+        precision.set(before)
