@@ -93,7 +93,7 @@ class Source:
                 yield Records.joined(records)
             self._first()
         except self.errors as error:
-            raise DataError(f"{self.path} is damaged: {error}") from None
+            raise DataError(f"{self.path} is damaged: {said(error)}") from None
 
     def read(self) -> Record:
         """Key and value of the next record; the last one is followed by the first."""
@@ -105,7 +105,7 @@ class Source:
                 self._first()
                 self._index = 0
         except self.errors as error:
-            raise DataError(f"{self.path} is damaged near record {self._index}: {error}") from None
+            raise DataError(f"{self.path} is damaged near record {self._index}: {said(error)}") from None
         return record
 
     def take(self, count: int) -> Records:
@@ -135,7 +135,7 @@ class Source:
                 if not self._next():
                     raise DataError(f"{self.path} is damaged: it has fewer records than the {len(self)} that it claims")
         except self.errors as error:
-            raise DataError(f"{self.path} is damaged before record {index}: {error}") from None
+            raise DataError(f"{self.path} is damaged before record {index}: {said(error)}") from None
 
     def close(self) -> None:
         """Release the database; no record may be used any more."""
@@ -249,7 +249,7 @@ class LevelDB(Source):
         try:
             super().__init__(path, _acquire(path, _LinkedLevelDB, lambda database: database.raw_iterator()))
         except (plyvel.Error, OSError) as error:
-            raise DataError(f"{path} cannot be read as a LevelDB: {error}") from None
+            raise DataError(f"{path} cannot be read as a LevelDB: {said(error)}") from None
 
     @property
     def length(self) -> int | None:
@@ -293,7 +293,7 @@ class _LinkedLevelDB:
             self._database = plyvel.DB(folder)
         except plyvel.Error as error:
             self._finalizer()
-            raise plyvel.Error(str(error).replace(folder, path)) from None
+            raise plyvel.Error(said(error).replace(folder, path)) from None
         self.iterator, self.raw_iterator = self._database.iterator, self._database.raw_iterator
 
     def close(self) -> None:
@@ -363,6 +363,12 @@ def import_plyvel(purpose: str) -> Any:
     except ImportError:
         raise DataError(f"{purpose} needs plyvel: pip install caffepy[leveldb], or use an LMDB") from None
     return plyvel
+
+
+def said(error: Exception) -> str:
+    """What an error of a library says; plyvel's say it in bytes."""
+    what = error.args[0] if error.args else ""
+    return what.decode(errors="replace") if isinstance(what, bytes) else str(error)
 
 
 def printable(key: bytes | memoryview) -> str:

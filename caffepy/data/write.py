@@ -12,7 +12,7 @@ import lmdb
 import numpy as np
 
 from caffepy.data.datum import Array
-from caffepy.data.source import import_plyvel, printable
+from caffepy.data.source import import_plyvel, printable, said
 from caffepy.errors import DataError
 from caffepy.files import replacing
 from caffepy.proto.caffe_pb2 import Datum
@@ -159,7 +159,11 @@ def open_writer(name: str, folder: str, backend: str, sync: bool = False) -> Ite
 
 
 def _unwritable(name: str, error: Exception) -> DataError:
-    reason = (error.strerror or str(error)).lower() if isinstance(error, OSError) else error
+    reason = (error.strerror or said(error)).lower() if isinstance(error, OSError) else said(error)
+    with suppress(OSError):  # LMDB does not tell a full disk from a broken one
+        free = shutil.disk_usage(os.path.dirname(os.path.abspath(name))).free
+        if free < COMMIT_BYTES and "space" not in reason:
+            reason = f"the disk has {free:,} bytes left ({reason})"
     return DataError(f"{name} cannot be written: {reason}")
 
 
@@ -244,8 +248,11 @@ class Partial:
     def note(self, progress: Mapping[str, Any]) -> None:
         """What is written so far."""
         self.progress = dict(progress)
-        with replacing(os.path.join(self.folder, NOTE)) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            json.dump({"recipe": self.recipe, "progress": self.progress}, file)
+        try:
+            with replacing(os.path.join(self.folder, NOTE)) as name, open(name, "w", encoding="utf-8") as file:
+                json.dump({"recipe": self.recipe, "progress": self.progress}, file)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
 
     def abandon(self) -> None:
         """Remove it."""
