@@ -247,7 +247,7 @@ class LevelDB(Source):
         plyvel = import_plyvel(f"{path} is a LevelDB; reading one")
         self.errors = (plyvel.Error,)
         try:
-            super().__init__(path, _acquire(path, _LinkedLevelDB, lambda database: database.raw_iterator()))
+            super().__init__(path, _acquire(path, _LinkedLevelDB, lambda database: database.raw_iterator(verify_checksums=True)))
         except (plyvel.Error, OSError) as error:
             raise DataError(f"{path} cannot be read as a LevelDB: {said(error)}") from None
 
@@ -290,7 +290,7 @@ class _LinkedLevelDB:
             if name not in OWN_FILES:
                 os.symlink(os.path.join(os.path.abspath(path), name), os.path.join(folder, name))
         try:
-            self._database = plyvel.DB(folder)
+            self._database = plyvel.DB(folder, paranoid_checks=True)  # else what is damaged is left out silently
         except plyvel.Error as error:
             self._finalizer()
             raise plyvel.Error(said(error).replace(folder, path)) from None

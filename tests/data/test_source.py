@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.data.source import open_source
-from caffepy.data.write import write_lmdb
+from caffepy.data.write import write_database, write_lmdb
 from caffepy.errors import DataError
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
@@ -187,6 +187,22 @@ def test_a_damaged_leveldb_is_told_by_its_name(missing, tmp_path):
         with pytest.raises(DataError, match="db cannot be read as a LevelDB: ") as raised:
             open_source(str(tmp_path / "db"))
         assert "caffepy-leveldb" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [".log", ".ldb"])
+def test_damage_in_a_leveldb_is_met(kind, tmp_path, monkeypatch):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    monkeypatch.setattr("caffepy.data.write.WRITE_BUFFER", 1 << 16)
+    with write_database(f"{tmp_path}/db", "leveldb") as writer:
+        for i in range(3000):
+            writer.put(f"{i:08d}", os.urandom(200))
+    for file in sorted((tmp_path / "db").glob(f"*{kind}")):
+        content = bytearray(file.read_bytes())
+        if len(content) > 1000:
+            content[900] ^= 255
+            file.write_bytes(content)
+    with pytest.raises(DataError, match=r"db (cannot be read as a LevelDB|is damaged near record \d+): .*checksum"):
+        open_source(f"{tmp_path}/db").take(3000)
 
 
 def test_all_records_once(source):
