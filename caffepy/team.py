@@ -14,13 +14,13 @@ import numpy as np
 
 from caffepy.blob import Array, Blob
 from caffepy.device import Device
-from caffepy.errors import CaffeError, ConfigError, UsageError
+from caffepy.errors import ConfigError, DeviceError, UsageError
 from caffepy.layer import Layer
 from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net, any_turn
 from caffepy.parallel import peers
 from caffepy.parallel.buckets import adders, buckets
-from caffepy.parallel.crew import Crew
+from caffepy.parallel.crew import Crew, give_up
 from caffepy.parallel.group import DEADLINES, Group, named
 from caffepy.parallel.sync import Exchange, Flats, Synchronization, Synchronizer, choose
 from caffepy.parallel.topology import Topology, all_joined, device_pairs, show
@@ -128,6 +128,10 @@ class Team(Followers):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end(error)
+        if self.group.failure and isinstance(error, DeviceError):  # perhaps what another rank's did to this one
+            rank, first = self.group.failure
+            if rank:
+                raise named(rank, first) from error
 
     def _begin(self) -> None:
         root, group = self.root, self.group
@@ -269,12 +273,26 @@ class Team(Followers):
                 self._part()
         finally:
             left = self._crew.end(PATIENCE)
+            if error:
+                endless = [rank for rank in range(1, self.size) if rank not in left and not self._rests(rank)]
+                if endless:
+                    give_up()
+                left += endless
             if left:
                 log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
             for rank, worker in self._crew.members.items():
                 if rank not in left:
-                    with suppress(CaffeError) if error else nullcontext():
+                    with suppress(Exception) if error else nullcontext():  # what failed may be the device
                         worker.close()
+
+    def _rests(self, rank: int) -> bool:
+        """Whether the rank's device is done, or is so soon."""
+        until = time.monotonic() + SETTLING
+        while not self._devices[rank].idle:
+            if time.monotonic() > until:
+                return False
+            time.sleep(LOOK / 100)
+        return True
 
     def _part(self) -> None:
         """Let the root be alone again."""
@@ -374,12 +392,14 @@ class Team(Followers):
 
     def positions(self) -> list[dict[str, Any]]:
         """Where the layers and random numbers of each stand, or stood before the test or iteration being done."""
+        members, iteration = self._crew.members, self.root.iter
+        known = list(range(1, self.size))
         if self.failed:
             self._crew.end(PATIENCE)
+            known = [rank for rank in known if rank in members and self._rests(rank)]
         else:
             self._settle()
-        members, iteration = self._crew.members, self.root.iter
-        return [members[rank].positions(iteration) if rank in members else {} for rank in range(1, self.size)]
+        return [members[rank].positions(iteration) if rank in known else {} for rank in range(1, self.size)]
 
     def _settle(self) -> None:
         self._crew.give(WorkerSolver.settle)

@@ -115,7 +115,7 @@ def main() -> None:
     code = run(sys.argv[1:])
     for number in ENDING:  # the exit code is settled; threads and files still take a moment to close
         signal.signal(number, signal.SIG_IGN)
-    if at_work():  # it hangs, perhaps in a way that the end of the process would wait for
+    if at_work():
         logging.shutdown()
         sys.stdout.flush()
         os._exit(code)

@@ -15,9 +15,17 @@ AHEAD = 4
 """Pieces of work that a member may have before it; the root waits then."""
 
 
+_given_up = threading.Event()
+
+
+def give_up() -> None:
+    """Say that some device will never end its work."""
+    _given_up.set()
+
+
 def at_work() -> bool:
-    """Whether a thread of some crew still runs."""
-    return any(thread.name.startswith(Crew.NAME) for thread in threading.enumerate())
+    """Whether a thread of some crew still runs, or a device was given up: the end of the process might wait for it."""
+    return _given_up.is_set() or any(thread.name.startswith(Crew.NAME) for thread in threading.enumerate())
 
 
 class Crew(Generic[Member]):
