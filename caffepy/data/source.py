@@ -69,7 +69,11 @@ class Source:
         self._database, self._cursor = use.handle.database, use.cursor
         self._finalizer = finalize(self, _forgotten.append, use)
         self._index = 0
-        self._first()
+        try:
+            self._first()
+        except BaseException:
+            self.close()
+            raise
         log.info("Opened %s %s", self.kind.lower(), path)
 
     def __len__(self) -> int:
