@@ -43,6 +43,7 @@ class Solver:
         if rank:
             param.display = param.snapshot = param.test_interval = 0
             param.debug_info = param.snapshot_after_train = False
+        self._at_work = False  # and still so after an error
         self._net = Net.of(self._solver.net)
         self._test_nets = [Net.of(net) for net in self._solver.test_nets]
 
@@ -91,11 +92,15 @@ class Solver:
 
     def step(self, iterations: int) -> None:
         """Train for this many iterations."""
+        self._at_work = True
         self._solver.step(iterations)
+        self._at_work = False
 
     def solve(self, state_file: str | os.PathLike[str] | None = None) -> None:
         """Train to max_iter, from the state in `state_file` if given."""
+        self._at_work = True
         self._solver.solve(None if state_file is None else os.fspath(state_file))
+        self._at_work = False
 
     def restore(self, state_file: str | os.PathLike[str]) -> None:
         """Go on from a solver state (binary or HDF5) and the weights it names."""
@@ -134,7 +139,8 @@ class Solver:
 
         `with solver.together(gpus=[0, 1, 2, 3]): solver.step(1000)`. The first of `gpus` is the one that the solver was
         built on; `cpus` is so many solvers on the CPU. `sync`: "auto", "nccl", "tree", "muji" or "flat". The other
-        solvers are threads of this process; UsageError, DeviceError or SyncError says what is wrong.
+        solvers are threads of this process; UsageError, DeviceError or SyncError says what is wrong. After an error in
+        the midst of an iteration the solver cannot go on; a new one can, from a snapshot.
         """
         own = self._solver.device
         if own.kind == "cuda" and (not gpus or gpus[0] != own.index or len(set(gpus)) < len(gpus) or cpus):
@@ -142,8 +148,16 @@ class Solver:
         if own.kind == "cpu" and (gpus or cpus < 1):
             raise UsageError("this solver is on the CPU: give cpus=2 or more, or build it after caffe.set_mode_gpu()")
         others = [CudaDevice(index) for index in gpus[1:]] if gpus else [Device() for _ in range(cpus - 1)]
+        outside = None
         with team_of(self._solver, [own, *others], Terms(sync=sync)):
-            yield
+            try:
+                yield
+            except BaseException as error:
+                if self._at_work:
+                    raise
+                outside = error
+        if outside:
+            raise outside
 
 
 def _read(solver_file: str | os.PathLike[str]) -> SolverParameter:

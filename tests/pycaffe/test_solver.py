@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import h5py
@@ -161,6 +161,13 @@ def rows(tmp_path: Path) -> str:
     return str(tmp_path / "rows.txt")
 
 
+def step_and_do(solver: "caffe.SGDSolver", action: Callable[[], object]) -> None:
+    with solver.together(cpus=2):
+        solver.step(1)
+        action()
+        solver.step(1)
+
+
 def test_solvers_on_the_cpu_train_together(rows: str, tmp_path: Path) -> None:
     """Two solvers with half the batch are one with the whole."""
     solvers = []
@@ -174,6 +181,24 @@ def test_solvers_on_the_cpu_train_together(rows: str, tmp_path: Path) -> None:
         two.step(3)
         two.step(2)
     np.testing.assert_allclose(two.net.params["ip"][0].data, one.net.params["ip"][0].data, rtol=1e-5)
+    with pytest.raises(ZeroDivisionError):
+        step_and_do(two, lambda: 1 / 0)
+    two.step(1)
+    assert two.iter == 7
     for settings in ({"gpus": [0]}, {}):
         with pytest.raises(RuntimeError, match="this solver is on the CPU: give cpus=2"), two.together(**settings):
             pass
+
+
+def test_an_error_in_an_iteration_ends_all_solvers(rows: str, tmp_path: Path) -> None:
+    def fail(_: int) -> None:
+        raise ValueError("mine")
+
+    file = tmp_path / "solver.prototxt"
+    file.write_text(f"{SETTINGS} net_param {{ {ROWS % (rows, 4)} }}")
+    solver = caffe.SGDSolver(str(file))
+    with pytest.raises(ValueError, match="mine"):
+        step_and_do(solver, lambda: solver.net.after_forward(fail))
+    again = caffe.SGDSolver(str(file))
+    with again.together(cpus=2):
+        again.step(2)
