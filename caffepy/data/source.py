@@ -173,7 +173,8 @@ class LMDB(Source):
             self._pages = Pages(path, file)
             super().__init__(path, _acquire(file, _open_lmdb, lambda database: database.begin(buffers=True).cursor()))
         except (lmdb.Error, OSError) as error:
-            raise DataError(f"{path} cannot be read as an LMDB: {error}") from None
+            hint = "; close the one that the script has opened first" if "already open" in str(error) else ""
+            raise DataError(f"{path} cannot be read as an LMDB: {error}{hint}") from None
 
     def __len__(self) -> int:
         """Number of records."""
@@ -251,7 +252,9 @@ class LevelDB(Source):
         plyvel = import_plyvel(f"{path} is a LevelDB; reading one")
         self.errors = (plyvel.Error,)
         try:
-            super().__init__(path, _acquire(path, _LinkedLevelDB, lambda database: database.raw_iterator(verify_checksums=True)))
+            super().__init__(
+                path, _acquire(path, _LinkedLevelDB, lambda database: database.raw_iterator(verify_checksums=True))
+            )
         except (plyvel.Error, OSError) as error:
             raise DataError(f"{path} cannot be read as a LevelDB: {said(error)}") from None
 

@@ -302,6 +302,10 @@ class Net:
         """Load an HDF5 caffemodel."""
         weights.load_hdf5(self._net, os.fspath(path))
 
+    def close(self) -> None:
+        """Stop the threads of data layers and close their files, which a script may then open itself."""
+        self._net.close()
+
     def set_input_arrays(self, data: Array, labels: Array) -> None:
         """Let the MemoryData layer that comes first give these float32 arrays, (N, C, H, W) and (N,) or (N, 1, 1, 1).
 

@@ -110,6 +110,10 @@ class Solver:
         """Write weights and state."""
         self._solver.snapshot()
 
+    def close(self) -> None:
+        """Stop the threads of data layers and close their files, which a script may then open itself."""
+        self._solver.close()
+
     def share_weights(self, net: Net) -> None:
         """Make `net` use the training net's parameter data."""
         net.share_with(self._net)

@@ -1,5 +1,6 @@
 from pathlib import Path
 
+import lmdb
 import numpy as np
 import pytest
 
@@ -287,6 +288,30 @@ def test_forward_backward_all(tmp_path: Path) -> None:
     np.testing.assert_allclose(outs["b"], net.forward_all(None, x=x)["b"], rtol=1e-6)
     wa, wb = (net.params[name][0].data for name in "ab")
     np.testing.assert_allclose(diffs["x"], b @ wb @ wa, rtol=1e-4, atol=1e-5)
+
+
+def test_a_database_is_open_once_in_a_process(tmp_path: Path) -> None:
+    """py-lmdb sees to that."""
+    folder, file = str(tmp_path / "db"), tmp_path / "net.prototxt"
+    file.write_text(
+        f'layer {{ name: "d" type: "Data" top: "x" data_param {{ source: "{folder}" backend: LMDB batch_size: 1 }} }}'
+    )
+    with lmdb.open(folder, map_size=1 << 20) as env, env.begin(write=True) as records:
+        records.put(b"0", caffe.io.array_to_datum(np.ones((1, 2, 2), np.uint8)).SerializeToString())
+    if lmdb.__version__ >= "3":
+        with (
+            lmdb.open(folder, readonly=True),
+            pytest.raises(RuntimeError, match="close the one that the script has opened first"),
+        ):
+            caffe.Net(str(file), caffe.TEST)
+    net = caffe.Net(str(file), caffe.TEST)
+    assert (net.forward()["x"] == 1).all()
+    net.close()
+    lmdb.open(folder, readonly=True).close()
+    solver = tmp_path / "solver.prototxt"
+    solver.write_text(f'net: "{file}" base_lr: 0 lr_policy: "fixed" snapshot_after_train: false')
+    caffe.SGDSolver(str(solver)).close()
+    lmdb.open(folder, readonly=True).close()
 
 
 @pytest.mark.gpu
