@@ -87,11 +87,14 @@ class Crew(Generic[Member]):
         return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
 
     def end(self, seconds: float) -> list[int]:
-        """Let the threads end; those that did not within so many seconds of the first time this was called."""
+        """Let the threads end; those that did not within so many seconds of the first time this was called.
+
+        Those of ranks that hang are not waited for.
+        """
         self._end = self._end or time.monotonic() + seconds
         self.group.wake()
-        for thread in self._threads.values():
-            if thread.ident is not None:
+        for rank, thread in self._threads.items():
+            if thread.ident is not None and rank not in self.group.missing:
                 thread.join(max(0.0, self._end - time.monotonic()))
         return [rank for rank, thread in self._threads.items() if thread.is_alive()]
 

@@ -40,6 +40,7 @@ class Group:
         self.size = size
         self.deadlines = {**DEADLINES, **deadlines}
         self.failure: tuple[int, BaseException] | None = None
+        self.missing: list[int] = []  # ranks that were found to hang
         self.interrupted: Callable[[], object] = lambda: None
         self._lock = threading.RLock()
         self._asleep = [threading.Lock() for _ in range(size)]  # what a rank that waits takes, and who wakes it gives
@@ -163,6 +164,7 @@ class Group:
 
     def hung(self, missing: list[int], seconds: float, more: str = "") -> SyncError:
         """The error for ranks that are missing for so long; the log gets what all threads are doing."""
+        self.missing = missing
         names = ", ".join(f"rank {other}" for other in missing) or "another rank"
         error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}){more}")
         log.error("%s\n%s", error, stacks(self._names))
