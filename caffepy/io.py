@@ -150,11 +150,11 @@ def _interpolated(im: Array, dims: tuple[int, int], order: int, places: Callable
         nearest: Array = im[np.floor(y + 0.5).astype(int)][:, np.floor(x + 0.5).astype(int)].astype(np.float64)
         return nearest
     (rows, down), (columns, across) = _taps(y, im.shape[0]), _taps(x, im.shape[1])
-    used, rows = np.unique(rows, return_inverse=True)
-    lines = im[used].astype(np.float64)
-    lines = sum(lines.take(column, 1) * share[:, np.newaxis] for column, share in zip(columns, across, strict=True))
-    taps = zip(rows.reshape(down.shape), down[..., np.newaxis, np.newaxis], strict=True)
-    values: Array = sum(lines[row] * share for row, share in taps)
+    values = np.zeros((*dims, im.shape[2]))
+    for row, share in zip(rows, down[..., np.newaxis, np.newaxis], strict=True):
+        lines = im[row] * share  # rows before columns, and sums in this order: SciPy's bits
+        for column, part in zip(columns, across[..., np.newaxis], strict=True):
+            values += lines.take(column, 1) * part
     return values
 
 

@@ -129,6 +129,15 @@ def test_resize_image(dims: tuple[int, int], channels: int) -> None:
     np.testing.assert_allclose(resized, bilinear(image - low, *dims) + low, rtol=1e-5, atol=1e-4)
 
 
+def test_resize_image_has_the_bits_of_scipy() -> None:
+    """A smooth image has many values that lie halfway between two float32: the order of the sums decides them."""
+    ndimage = pytest.importorskip("scipy.ndimage")
+    y, x = np.mgrid[:300, :360]
+    image = (np.stack([y + x, 2 * y - x, 3 * x - y], axis=-1) % 256 / 255).astype(np.float32)
+    zoomed = ndimage.zoom(image.astype(float), (227 / 300, 227 / 360, 1), order=1, mode="grid-constant", grid_mode=True)
+    np.testing.assert_array_equal(caffe.io.resize_image(image, (227, 227)), zoomed.astype(np.float32))
+
+
 def test_resize_image_of_bytes_and_by_nearest_pixels() -> None:
     image = RNG.integers(0, 256, (8, 12, 3), np.uint8)
     np.testing.assert_allclose(caffe.io.resize_image(image, (4, 5)), bilinear(image, 4, 5), atol=1 + image.min())
