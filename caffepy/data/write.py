@@ -107,9 +107,13 @@ class LMDBWriter(Writer):
             try:
                 with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
                     cursor.putmulti(records)
+                self._map(1)  # anew, or all pages that were touched would count as this process's memory
                 return
             except lmdb.MapFullError:
-                self._environment.set_mapsize(2 * self._environment.info()["map_size"])
+                self._map(2)
+
+    def _map(self, growth: int) -> None:
+        self._environment.set_mapsize(growth * self._environment.info()["map_size"])
 
     def _flush(self) -> None:
         self._environment.sync(True)
