@@ -26,7 +26,7 @@ EVERY = 0.25  # seconds between looks at the memory
 
 
 class Cost(NamedTuple):
-    """Seconds of a process by the clock and on the cores, and MiB of memory of its own over its time."""
+    """Seconds of a process by the clock and on the cores, and MiB of memory over its time."""
 
     seconds: float
     cpu: float
@@ -80,8 +80,8 @@ def cost_of(command: list[str]) -> Cost:
         if not done:
             with open(f"/proc/{child.pid}/status") as file:
                 known = dict(line.split(":", 1) for line in file)
-            if "RssAnon" in known:
-                memory.append(int(known["RssAnon"].split()[0]) / 1024)
+            if "VmRSS" in known:
+                memory.append(int(known["VmRSS"].split()[0]) / 1024)
             time.sleep(EVERY)
     assert code == 0, f"{command} ended with {code}"
     child.returncode = 0
