@@ -2,6 +2,8 @@
 
 import logging
 import re
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from google.protobuf import text_format
@@ -11,6 +13,7 @@ from caffepy.parallel import peers
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from caffepy.team import Team, Terms
+from caffepy.train import _alone
 from tests.team.cases import SETTINGS, net
 
 pytestmark = pytest.mark.gpus(2)
@@ -42,3 +45,22 @@ def test_every_part_has_its_share(sync: str, passes: int, capture: bool, caplog:
     assert any(re.match(r"    mean +[\d.]+%", message) for message in caplog.messages)
     assert any("the time." in message for message in caplog.messages)
     root.close()
+
+
+def test_the_speed_of_one_gpu_is_that_of_a_run_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def solver(batch: int) -> Solver:
+        text = f"random_seed: 3 base_lr: 0.1 lr_policy: 'fixed' net_param {{ {net(batch)} }} test_iter: 1 "
+        return Solver(text_format.Parse(text + "test_interval: 9", SolverParameter()), device=CudaDevice(0))
+
+    now = 0.0
+    with closing(solver(3)) as one, closing(solver(3)) as another, closing(solver(4)) as other:
+        assert _alone(one, 1) is None
+        monkeypatch.setattr("time.monotonic", lambda: now)
+        for iteration in range(40):
+            now += 1.0
+            one.reporter.iterated(iteration, None, 0.1, 3)
+        one.reporter.done(False)
+        assert _alone(another, 2) == pytest.approx(3)
+        assert _alone(other, 2) is None
