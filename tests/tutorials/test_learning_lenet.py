@@ -149,11 +149,11 @@ def test_lenet_is_learned_step_by_step(mnist: dict[str, str], tmp_path: Path) ->
         if it % every == every - 1:
             shares.append(share_right(test_net))
     _, labels = digits("test")
-    np.testing.assert_array_equal(test_net.blobs["label"].data, labels[:TEST_BATCH])  # after 1, 3 times 3 and 3 batches
-    assert losses[0] > 2 > 0.6 > losses[-10:].mean()
+    np.testing.assert_array_equal(test_net.blobs["label"].data, labels[:TEST_BATCH])  # after 1 + 3 + 3 * 3
+    assert losses[0] > 2 > 0.4 > losses[-10:].mean()
     assert shares[0] < shares[-1]
-    assert shares[-1] > 0.85
-    growth = [scores[-1, i, label] - scores[0, i, label] for i, label in enumerate(test_net.blobs["label"].data[:8])]
+    assert shares[-1] > 0.92
+    growth = [scores[-1, i, label] - scores[0, i, label] for i, label in enumerate(labels[:8])]
     assert np.mean(growth) > 1  # scores of what the images show
 
 
