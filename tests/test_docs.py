@@ -1,0 +1,249 @@
+"""What README.md and docs/ tell people to type and to look for: it runs, it is there, and messages are caffepy's.
+
+Of each ```sh block the lines that begin with `caffepy `, and each ```python block as a script, run in the order of
+their document, in one folder. All other lines of such blocks, and those that need what a test has not, stand in
+NOT_RUN with the reason.
+"""
+
+import ast
+import gzip
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import numpy as np
+import pytest
+
+from caffepy import models
+from caffepy.cli import main
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ("README.md", "docs/from-caffe.md", "docs/troubleshooting.md")
+
+CREATES_ENVIRONMENT = "makes an environment and installs into it"
+STARTS_SHELL = "is for the reader's shell"
+NEEDS_GPUS = "needs GPUs"
+VIEWER = "starts a server"
+NOT_RUN = {
+    "python3 -m venv .venv && .venv/bin/pip install '.[plot]' && .venv/bin/caffepy train --solver digits": (
+        CREATES_ENVIRONMENT
+    ),
+    "python3 -m venv .venv && .venv/bin/pip install -q -e '.[dev]' && .venv/bin/pytest -n auto": CREATES_ENVIRONMENT,
+    "pip install '.[plot,tensorboard,onnx]' onnxruntime": CREATES_ENVIRONMENT,
+    "pip install '.[cuda13]'": CREATES_ENVIRONMENT,
+    ". .venv/bin/activate": STARTS_SHELL,
+    "tensorboard --logdir events": VIEWER,
+    "caffepy doctor": "tells what is broken on this machine by its exit code",
+    "caffepy train --solver digits --gpu 0": NEEDS_GPUS,
+    "caffepy train --solver digits --gpu all": NEEDS_GPUS,
+    "caffepy train --solver solver.prototxt --gpu all": NEEDS_GPUS,
+    "caffepy device-query --gpu all": NEEDS_GPUS,
+    "caffepy device-pairs --gpu all --measure": NEEDS_GPUS,
+    "caffepy bench scaling --model resnet50 --gpu all": NEEDS_GPUS,
+    "caffepy bench allreduce --gpu all": NEEDS_GPUS,
+}
+EXTRAS = {"plot": "matplotlib", "--tensorboard": "tensorboardX", "export": "onnxruntime"}
+"""What a word of a command line needs besides caffepy."""
+
+SOLVER = """
+net: "train_val.prototxt" test_iter: 3 test_interval: 6 base_lr: 0.05 lr_policy: "fixed" momentum: 0.9
+display: 2 max_iter: 6 snapshot: 3 snapshot_prefix: "snap" random_seed: 1
+"""
+
+Captured = pytest.CaptureFixture[str]
+
+
+class Block(NamedTuple):
+    """A fenced block: its language, the line where it starts, its text."""
+
+    language: str
+    line: int
+    text: str
+
+
+@cache
+def text_of(document: str) -> str:
+    return (ROOT / document).read_text(encoding="utf-8")
+
+
+def blocks(document: str) -> Iterator[Block]:
+    text = text_of(document)
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        yield Block(found[1], text.count("\n", 0, found.start()) + 2, found[2])
+
+
+def lines(block: Block) -> list[str]:
+    """The command lines of a block, without comments."""
+    return [line for line in (re.sub(r"(^|\s+)#.*", "", line) for line in block.text.splitlines()) if line]
+
+
+def table(document: str) -> Iterator[list[str]]:
+    """The cells of each row of a document's tables."""
+    for line in text_of(document).splitlines():
+        if line.startswith("|") and not line.startswith("|-"):
+            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with what readers bring: a net of theirs, original files of MNIST and CIFAR-10."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("CAFFEPY_AS_CAFFE", "GLOG_log_dir", "GLOG_minloglevel"):
+        monkeypatch.delenv(name, raising=False)
+    net = models.path("digits", "train_val")
+    assert net
+    digits = Path(net)
+    (tmp_path / "train_val.prototxt").write_text(digits.read_text())
+    for name in ("digits_train_lmdb", "digits_test_lmdb"):
+        (tmp_path / name).symlink_to(digits.parent / name)
+    (tmp_path / "solver.prototxt").write_text(SOLVER)
+    everyone = [[int(a != b) for b in range(4)] for a in range(4)]
+    (tmp_path / "machine.json").write_text(json.dumps({"devices": [0, 1, 2, 3], "access": everyone}))
+    images, labels = np.zeros((3, 28, 28), np.uint8), np.arange(3, dtype=np.uint8)
+    for name, values in (("train-images-idx3-ubyte.gz", images), ("train-labels-idx1-ubyte.gz", labels)):
+        head = np.array([0x800 + values.ndim, *values.shape], ">i4").tobytes()
+        (tmp_path / name).write_bytes(gzip.compress(head + values.tobytes()))
+    cifar = tmp_path / "cifar-10-batches-bin"
+    cifar.mkdir()
+    for name in (*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"):
+        (cifar / name).write_bytes(bytes(3073 * 10_000))
+    return tmp_path
+
+
+def lacks(line: str) -> bool:
+    """Whether a line needs an extra that is not installed."""
+    words = shlex.split(line)
+    return any(word in words and not importable(module) for word, module in EXTRAS.items())
+
+
+@cache
+def importable(module: str) -> bool:
+    try:
+        __import__(module)
+    except ImportError:
+        return False
+    return True
+
+
+def run_script(text: str) -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-W", "error", "-c", text], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_examples_run(document: str, folder: Path, capsys: Captured) -> None:
+    for block in blocks(document):
+        if block.language == "python":
+            run_script(block.text)
+        for line in lines(block) if block.language == "sh" else ():
+            if line not in NOT_RUN and not lacks(line):
+                code = main.run(shlex.split(line)[1:])
+                assert code == 0, f"{document}:{block.line}: {line}\n{capsys.readouterr().err}"
+    if document == "README.md":
+        left = {path.name for path in folder.iterdir()}
+        assert left >= {"digits_iter_500.caffemodel", "features.h5", "images_lmdb", "mine_iter_200.caffemodel"}
+
+
+def test_every_line_runs_or_has_its_reason() -> None:
+    told = {line for document in DOCUMENTS for b in blocks(document) if b.language == "sh" for line in lines(b)}
+    assert {line for line in told if not line.startswith("caffepy ")} <= set(NOT_RUN)
+    assert set(NOT_RUN) <= told
+
+
+def commands(group: click.Group, before: str = "") -> Iterator[tuple[str, click.Command]]:
+    for name, command in group.commands.items():
+        yield f"{before}{name}", command
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{before}{name} ")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_commands_and_flags_exist(document: str) -> None:
+    """Those that stand in the text, too."""
+    known = dict(commands(main.caffepy))
+    flags = {name for command in known.values() for name in flags_of(command)}
+    told = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL))
+    ours = [part.strip() for code in told for part in code.split(",") if part.strip().startswith("caffepy ")]
+    for line in ours:
+        words = [word.replace("_", "-") for word in line.split()[1:]]
+        name = next((name for name in (" ".join(words[:2]), words[0]) if name in known), None)
+        assert name or words[0].startswith("-") or words[0] == "COMMAND", line
+        wrong = {word for word in words if re.match(r"--?[a-z]", word)} - flags_of(known[name]) if name else set()
+        assert not wrong, f"{line}: {wrong}"
+    alone = {code.split()[0].replace("_", "-").split("=")[0] for code in told if code.startswith("--")}
+    assert alone - flags <= OF_OTHERS, alone - flags - OF_OTHERS
+
+
+OF_OTHERS = {"--shm-size", "--ipc", "--timing"}
+"""Flags of Docker and of Caffe's scripts."""
+
+
+def flags_of(command: click.Command) -> set[str]:
+    """All spellings of a command's flags."""
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    long = {name for option in options for name in (*option.opts, *option.secondary_opts)}
+    return long | {name.removeprefix("-") for name in long} | {"--help", "-h", "--version"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", text_of(document)):
+        path, _, heading = target.partition("#")
+        there = (ROOT / document).parent / path
+        assert there.is_file(), target
+        if heading:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            assert heading in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}, target
+
+
+def test_pictures_are_small() -> None:
+    pictures = [path for path in (ROOT / "docs").iterdir() if path.suffix in (".svg", ".png")]
+    assert pictures
+    assert max(path.stat().st_size for path in pictures) < 60_000
+    assert {path.name for path in pictures} == set(re.findall(r"\(docs/([\w-]+\.(?:svg|png))\)", text_of("README.md")))
+
+
+@cache
+def templates() -> list[re.Pattern[str]]:
+    """What the texts in caffepy's code can become, values of any kind in their places."""
+    found = set()
+    for folder in ("caffepy", "cli", "proto"):
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name != "caffe_pb2.py":
+                found.update(pattern for node in ast.walk(ast.parse(path.read_text())) if (pattern := template(node)))
+    return [re.compile(pattern, re.DOTALL) for pattern in found]
+
+
+def template(node: ast.AST) -> str:
+    """The regular expression of a text, empty if it says too little to be recognized."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        parts = re.split(r"%[-.0-9]*[a-z]", node.value)
+    elif isinstance(node, ast.JoinedStr):
+        text = "".join(v.value if isinstance(v, ast.Constant) else "\0" for v in node.values)
+        parts = text.split("\0")
+    else:
+        return ""
+    return ".*".join(map(re.escape, parts)) if len("".join(parts)) >= 12 else ""
+
+
+def quoted() -> list[str]:
+    cells = [row[0] for row in table("docs/troubleshooting.md") if row[0] != "what you see"]
+    return [cell[1:-1] for cell in cells if re.fullmatch(r"`[^`]+`", cell)]
+
+
+@pytest.mark.parametrize("message", quoted())
+def test_messages_are_those_of_caffepy(message: str) -> None:
+    assert any(pattern.fullmatch(message) for pattern in templates()), message
+
+
+def test_many_messages_are_quoted() -> None:
+    assert len(quoted()) > 40
