@@ -14,9 +14,10 @@ FALSE = ("0", "f", "false", "n", "no")
 def normalize(
     arguments: Sequence[str], takes_value: Mapping[str, bool | None], groups: Container[str] = ()
 ) -> list[str]:
-    """The command first, then `--name=value` and `--flag`; `takes_value` has the names of all flags, without dashes.
+    """The command and other words first, then `--name=value` and `--flag`; `takes_value` has the names of all flags,
+    without dashes.
 
-    Those with None take a number, if one follows.
+    Those with None take a number, if one follows; no word may come after them, click would take it.
     `groups` are the commands that have commands of their own: of theirs the first two words stay in front.
     Unknown flags go through, so that click can speak of them. Nothing after `--` is touched.
     """
@@ -32,7 +33,7 @@ def normalize(
             words.append(argument)
     length = 2 if words and words[0].replace("_", "-") in groups else 1
     command = [word.replace("_", "-") for word in words[:length]]
-    return [*command, *flags, *words[length:], *arguments[cut:]]
+    return [*command, *words[length:], *flags, *arguments[cut:]]
 
 
 def _flag(argument: str, rest: deque[str], takes_value: Mapping[str, bool | None]) -> str:
