@@ -76,7 +76,7 @@ class Classification:
 
         Scores that are not finite are null.
         """
-        return json.dumps([_object(image) for image in self.images], ensure_ascii=False)
+        return json.dumps([_object(image) for image in self.images])
 
     def check(self) -> None:
         """DataError that names the images that could not be read, if there are any."""
@@ -177,7 +177,7 @@ def _classifier(
 
 def _labels(path: str, classes: int) -> list[str]:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
             labels = file.read().splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None

@@ -1,6 +1,7 @@
 """The `caffepy` command: its subcommands, and the one place where errors become messages and exit codes."""
 
 import errno
+import io
 import logging
 import os
 import signal
@@ -111,6 +112,9 @@ def main() -> None:
     """Run the command line of this process and end it."""
     if not sys.warnoptions:  # numbers that grow too large are told of by the solver, with the layer that made them
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"caffepy\.")
+    os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # images that cannot be decoded are told of by our errors
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what stands in files and their names
     signal.signal(signal.SIGINT, _interrupt)
     code = run(sys.argv[1:])
     for number in ENDING:  # the exit code is settled; threads and files still take a moment to close

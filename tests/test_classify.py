@@ -1,6 +1,7 @@
 """Classes of the digits' images, held to what the net says of the same images as data."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_arrays_and_files_give_the_same(folder: Path, tmp_path: Path) -> None:
 
 def test_what_is_printed(folder: Path, tmp_path: Path) -> None:
     labels = tmp_path / "labels.txt"
-    labels.write_text("".join(f"digit {i}\n" for i in range(10)), encoding="utf-8")
+    labels.write_text("".join(f"digit {i}\n" for i in range(10)), encoding="utf-8-sig")
     names = sorted(folder.iterdir())[:2]
     result = digits(names, top=2, labels=str(labels))
     head, first, second, third, _ = result.table().splitlines()
@@ -104,6 +105,14 @@ def test_scores_that_are_not_finite() -> None:
     result = Classification([Classified("a.png", [Guess(3, None, float("nan"))])])
     assert json.loads(result.json())[0]["predictions"] == [{"class": 3, "label": None, "score": None}]
     assert result.table().splitlines()[1].split() == ["a.png", "nan", "3"]
+
+
+def test_json_holds_names_of_any_bytes() -> None:
+    result = Classification([Classified(os.fsdecode(b"\xff\xc3\xa9.png"), [Guess(0, "\u732b", 1.0)])])
+    assert result.json().isascii()
+    told = json.loads(result.json())[0]
+    assert os.fsencode(told["image"]) == b"\xff\xc3\xa9.png"
+    assert told["predictions"][0]["label"] == "\u732b"
 
 
 def test_images_that_cannot_be_read_are_named(folder: Path, tmp_path: Path) -> None:

@@ -172,6 +172,16 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert "BrokenPipe" not in error
 
 
+def test_a_locale_that_lacks_a_character(tmp_path: Path) -> None:
+    file = tmp_path / "\u65e5.log"
+    file.touch()
+    done = python_m(
+        "parse-log", str(file), str(tmp_path), "--verbose", env=os.environ | {"PYTHONIOENCODING": "latin-1"}
+    )
+    assert done.returncode == 0
+    assert r"/\u65e5.log.train" in done.stdout
+
+
 def test_no_memory_is_one_message(failing: Any, capsys: Captured) -> None:
     failing(MemoryError("Unable to allocate 3.2 TiB"))
     assert main.run(["device-query"]) == 6
