@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, nan
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ class Detections:
             }
             for one in self.found
         ]
-        return json.dumps(rows, ensure_ascii=False)
+        return json.dumps(rows)
 
     def save(self, path: str) -> None:
         """Write a .csv, .json or .h5 file; UsageError if that is not possible.
@@ -244,10 +244,13 @@ def _rows(path: str, needed: Sequence[str]) -> list[tuple[str, tuple[float, ...]
     rows = []
     for row in lines:
         try:
-            rows.append((row.get("filename") or "", tuple(float(row[side]) for side in SIDES)))
+            window = tuple(float(row[side]) for side in SIDES)
         except (TypeError, ValueError):
+            window = (nan,)
+        if not all(map(isfinite, window)):
             given = ", ".join(str(row[side]) for side in SIDES)
-            raise DataError(f"{path}:{lines.line_num}: {', '.join(SIDES)} are not numbers: {given}") from None
+            raise DataError(f"{path}:{lines.line_num}: {', '.join(SIDES)} are not numbers: {given}")
+        rows.append((row.get("filename") or "", window))
     if not rows:
         raise DataError(f"{path}: no windows are given here")
     return rows

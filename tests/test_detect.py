@@ -99,6 +99,7 @@ def test_what_is_written() -> None:
     read = np.array([[row[f"class{i}"] for i in range(4)] for row in rows], np.float32)
     np.testing.assert_array_equal(read, scores(found))
     told = json.loads(Path("out.json").read_text())
+    assert Path("out.json").read_text().isascii()
     assert told[3]["filename"] == "data/b.png"
     assert (told[0]["xmin"], told[0]["ymax"]) == (1, 12)
     np.testing.assert_array_equal(np.array(told[1]["prediction"], np.float32), scores(found)[1])
@@ -120,6 +121,7 @@ def test_what_is_written() -> None:
         ("", r"w.csv:1: no column filename.*empty"),
         (HEAD, r"w.csv: no windows are given here"),
         (HEAD + "a,1,2,3,4\na,1,2,x,4\n", r"w.csv:3: ymin, xmin, ymax, xmax are not numbers: 2, 1, 4, x"),
+        (HEAD + "a,1,2,inf,nan\n", r"w.csv:2: ymin, xmin, ymax, xmax are not numbers: 2, 1, nan, inf"),
         (HEAD + "a,1,2,3\n", r"w.csv:2: .* not numbers"),
         (HEAD + "data/a.png,90,90,99,99\n", r"data/a.png: window .90, 90, 99, 99. is empty"),
         (HEAD + "data/a.png,0,0,9,9\nno.png,1,2,3,4\n", r"no.png: cannot be read: no such file or directory"),
