@@ -6,6 +6,7 @@ as in newer glogs; without it the first line is of the year in which the file wa
 
 import csv
 import json
+import logging
 import math
 import os
 import re
@@ -16,6 +17,8 @@ from itertools import zip_longest
 
 from caffepy.errors import DataError
 from caffepy.files import written
+
+log = logging.getLogger(__name__)
 
 ITERATION = re.compile(r"Iteration (\d+)", re.ASCII)
 TRAIN, TEST = (re.compile(rf"{net} net output #\d+: (\S+) = ([.\deE+-]+)", re.ASCII) for net in ("Train", "Test"))
@@ -113,8 +116,8 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
     """The rows of train and test outputs as parse_log.py has them.
 
     What ends the script is passed over here: lines of one word or none, outputs that are -nan or -inf, dates with a
-    year, a log without the line that says `Solving`, whose first line is the start then. DataError if the log cannot be
-    read.
+    year, a log without the line that says `Solving`, whose first line is the start then. A warning tells of a log
+    without rows. DataError if the log cannot be read.
     """
     lines = read_lines(path)
     clock = Clock(year_of(path))
@@ -133,6 +136,8 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
             rate = number
         for table in (train, test):
             table.take(line, iteration, (when - start).total_seconds(), rate)
+    if not train.rows and not test.rows:
+        log.warning('"%s" gives no rows: no iteration of it shows all outputs of a net', path)
     return train.mended(), test.mended()
 
 

@@ -46,6 +46,13 @@ def test_json_writes_files_only_where_it_is_told(capsys: Captured) -> None:
     assert len(names()) == 2
 
 
+def test_what_is_no_log_is_told(capsys: Captured) -> None:
+    Path("other.txt").write_text("once upon a time\n")
+    assert main.run(["parse-log", "other.txt"]) == 0
+    assert '"other.txt" gives no rows' in capsys.readouterr().err
+    assert names() == ["other.txt"]
+
+
 WRONG = {
     "no log": ("none.log", 4, 'could not open "none.log": no such file or directory'),
     "a folder": (".", 4, 'could not open "."'),
