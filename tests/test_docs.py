@@ -14,6 +14,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -24,6 +25,7 @@ import pytest
 
 from caffepy import models
 from caffepy.cli import main
+from tests.test_layering import ROWS
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "docs/from-caffe.md", "docs/troubleshooting.md")
@@ -210,6 +212,15 @@ def test_pictures_are_small() -> None:
     assert pictures
     assert max(path.stat().st_size for path in pictures) < 60_000
     assert {path.name for path in pictures} == set(re.findall(r"\(docs/([\w-]+\.(?:svg|png))\)", text_of("README.md")))
+
+
+def test_the_house_is_drawn_as_it_stands() -> None:
+    """ARCHITECTURE.md's rows are those that test_layering enforces."""
+    drawn = [(row[0], re.findall(r"`([^`]+)`", row[1])) for row in table("ARCHITECTURE.md") if row[0].isdigit()]
+    names = {(re.sub(r"^caffepy[./]|/$|\.py$", "", name).rstrip("/"), int(row)) for row, cell in drawn for name in cell}
+    for name, row in ROWS.items():
+        if name != "__main__":
+            assert any(row == drawn_at and fnmatch(name, pattern) for pattern, drawn_at in names), name
 
 
 @cache
