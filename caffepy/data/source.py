@@ -67,7 +67,7 @@ class Source:
         self.path = path
         self._use = use
         self._database, self._cursor = use.handle.database, use.cursor
-        self._finalizer = finalize(self, _forgotten.append, use)
+        self._finalizer = finalize(self, _forget, use)
         self._index = 0
         try:
             self._first()
@@ -336,8 +336,7 @@ def _acquire(path: str, opener: Callable[[str], Any], cursor_of: Callable[[Any],
     status = os.stat(path)
     identity = status.st_dev, status.st_ino
     with _open_lock:
-        while _forgotten:
-            _give_up(_forgotten.popleft())
+        _give_up_forgotten()
         handle = _open.get(identity) or _Handle(identity, opener(path))
         use = _Use(handle, cursor_of(handle.database))
         handle.users += 1
@@ -348,6 +347,22 @@ def _acquire(path: str, opener: Callable[[str], Any], cursor_of: Callable[[Any],
 def _release(use: _Use) -> None:
     with _open_lock:
         _give_up(use)
+
+
+def _forget(use: _Use) -> None:
+    """Release what garbage collection has found: at once, so that others may open the file, or where this thread or
+    another has the lock, when the next file is opened."""
+    _forgotten.append(use)
+    if _open_lock.acquire(blocking=False):
+        try:
+            _give_up_forgotten()
+        finally:
+            _open_lock.release()
+
+
+def _give_up_forgotten() -> None:
+    while _forgotten:
+        _give_up(_forgotten.popleft())
 
 
 def _give_up(use: _Use) -> None:

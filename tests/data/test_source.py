@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import lmdb
 import pytest
 
 from caffepy.data.source import open_source
@@ -114,6 +115,17 @@ def test_several_sources_of_one_environment():
     assert keys(third, 1) == KEYS[:1]
     second.close()
     third.close()
+
+
+def test_what_is_forgotten_is_free_for_others(tmp_path):
+    """A script that let its net go opens the database by itself: lmdb refuses to do that twice in a process."""
+    path = make(tmp_path / "db", 3)
+    first, second = open_source(path), open_source(path)
+    del first
+    assert keys(second, 1) == [b"00000000"]
+    del second
+    with lmdb.open(path, readonly=True, lock=False) as database:
+        assert database.stat()["entries"] == 3
 
 
 def test_sources_come_and_go_in_many_threads():
