@@ -27,7 +27,6 @@ from caffepy.parallel.topology import Topology, all_joined, device_pairs, show
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.followers import Followers
-from caffepy.solver.step import first_loss_scale
 from caffepy.solver.trial import Totals
 from caffepy.solver.worker import WorkerSolver
 
@@ -92,8 +91,6 @@ class Team(Followers):
         self._gpu = devices[0].kind == "cuda"
         log.info("%s pairs %s", "GPUs" if self._gpu else "Solvers", show(device_pairs(topology)))
         choice = choose(terms.sync, topology, self._gpu)
-        if choice.root_updates and first_loss_scale(root.net) is not None:
-            raise UsageError(f"--sync {choice.name} is not for fp16: only the root would know the loss scale")
         self._way = Synchronization(self.group, choice)
         self._gather = Exchange(self.group)
         if terms.statistics == "sync" and self._gpu and normalizing(root.net):
@@ -416,7 +413,7 @@ def flats_of(solver: Solver) -> Flats:
     if solver.param.iter_size == 1 and solver.net.learnable_params:
         *ends, last = map(int, params.ends)
         parts = buckets([*ends, last + params.notes.size], adders(solver.net))
-    return Flats(solver.device, params.data, params.averaged, parts)
+    return Flats(solver.device, params.sent, params.averaged, parts)
 
 
 def team_of(

@@ -10,13 +10,14 @@ ALIGNMENT = 16
 """Elements to a multiple of which each blob starts: 64 bytes, as vector units and cuDNN want it."""
 
 NOTES = ALIGNMENT
-"""Elements behind the diff for what is averaged with it, such as the loss."""
+"""Elements behind the diff for what is averaged with it, such as the loss, and behind the data for what goes along."""
 
 
 class Params:
     """Flat `data` and `diff` of at least one element; the blobs become views of them and keep their values.
 
-    `segments[i]` is (offset, count) of `blobs[i]`. `averaged` is the diff with the `notes` behind it.
+    `segments[i]` is (offset, count) of `blobs[i]`. `averaged` is the diff with the `notes` behind it,
+    `sent` the data with `told`.
     """
 
     def __init__(self, blobs: Sequence[Blob]) -> None:
@@ -27,7 +28,8 @@ class Params:
             self.segments.append((size, blob.count))
             size += -(-blob.count // ALIGNMENT) * ALIGNMENT
         memory = self.blobs[0].data_memory if self.blobs else Memory(np.float32)
-        self.data: Array = memory.zeros(max(size, 1))
+        self.sent: Array = memory.zeros(max(size, 1) + NOTES)
+        self.data, self.told = self.sent[:-NOTES], self.sent[-NOTES:]
         self.averaged: Array = memory.zeros(self.data.size + NOTES)
         self.diff, self.notes = self.averaged[:-NOTES], self.averaged[-NOTES:]
         for blob, (offset, count) in zip(self.blobs, self.segments, strict=True):

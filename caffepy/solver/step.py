@@ -111,9 +111,13 @@ class Step:
         self.control.keep(self._statistics)
         if self.pulls:
             self.laps.lap("update")
+            if self._updates:
+                self.control.tell_scale(self.params.told)
         for callback in self.callbacks:
             callback.on_start()
         if self.pulls:
+            if not self._updates:
+                self.control.hear_scale(self.params.told)
             self.laps.lap("synchronization")
 
     def note(self) -> None:

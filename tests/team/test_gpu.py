@@ -14,7 +14,7 @@ from caffepy import models
 from caffepy.blob import Array
 from caffepy.data.write import array_to_datum, write_lmdb
 from caffepy.device import CudaDevice, Device
-from caffepy.errors import DataError, UsageError
+from caffepy.errors import DataError
 from caffepy.models.synthetic import image_shape
 from caffepy.parallel import peers
 from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
@@ -32,10 +32,10 @@ ITERATIONS = 12
 DEADLINES = {"step": 60.0, "set-up": 300.0, "test": 60.0}
 
 
-def train(settings: str, text: str, device: Device | None = None) -> tuple[Solver, Recorder]:
+def train(settings: str, text: str, device: Device | None = None, precision: str = "fp32") -> tuple[Solver, Recorder]:
     recorder = Recorder()
     param = text_format.Parse(f"random_seed: 3 {settings} net_param {{ {text} }}", SolverParameter())
-    return Solver(param, device=device, reporter=recorder, precision="fp32"), recorder
+    return Solver(param, device=device, reporter=recorder, precision=precision), recorder
 
 
 class Ran(NamedTuple):
@@ -65,11 +65,12 @@ def on_gpus(
     text: str | None = None,
     iterations: int = ITERATIONS,
     statistics: str = "average",
+    precision: str = "fp32",
     **how: bool,
 ) -> Ran:
     """A team on the first GPUs; `how` sets attributes of its solvers."""
     devices = [CudaDevice(i) for i in range(size)]
-    root, recorder = train(settings, net(3) if text is None else text, devices[0])
+    root, recorder = train(settings, net(3) if text is None else text, devices[0], precision)
     for name, value in how.items():
         setattr(root, name, value)
     before = params(root)
@@ -324,10 +325,17 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
     )
 
 
-def test_the_tree_is_not_for_fp16() -> None:
-    param = text_format.Parse(f"random_seed: 3 {ONCE} net_param {{ {net(3)} }}", SolverParameter())
-    devices = [CudaDevice(i) for i in range(2)]
-    root = Solver(param, device=devices[0], precision="fp16")
-    with pytest.raises(UsageError, match="--sync tree is not for fp16"):
-        Team(root, devices, peers.prepare(peers.query([0, 1])), Terms("tree"))
+@pytest.mark.parametrize("capture", [True, False])
+def test_the_tree_brings_the_loss_scale(capture: bool) -> None:
+    expected = on_gpus(2, "flat", text=net(3), precision="fp16")
+    root, recorder = train(ONCE, net(3), CudaDevice(0), "fp16")
+    root.capture = capture
+    before = params(root)
+    joined = peers.prepare(peers.query([0, 1]))
+    with Team(root, [root.device, CudaDevice(1)], joined, Terms("tree", deadlines=DEADLINES)):
+        root.control.set_state({"loss_scale": 1024.0})  # not what the other solver began with
+        root.step(ITERATIONS)
+    moved = params(root) - before
     root.close()
+    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=2e-2)
+    assert np.linalg.norm(moved - expected.moved) <= 5e-2 * np.linalg.norm(expected.moved)

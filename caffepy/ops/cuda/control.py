@@ -144,6 +144,17 @@ class Control:
         """Go on with what came back, unless the int at this address of the host is not 0 by now."""
         kernel("control", "hear")((1,), (1,), (notes, given_up, self._numbers))
 
+    def tell_scale(self, told: Array) -> None:
+        """Put the loss scale into what goes with the parameters, if there is one."""
+        if self._limits.loss_scale is not None:
+            kernel("control", "tell_scale")((1,), (1,), (self._numbers, told))
+
+    def hear_scale(self, told: Array) -> None:
+        """Go on with the loss scale that came with the parameters, if there is one."""
+        if self._limits.loss_scale is not None:
+            table, count = self._table.of(_losses(self._losses))
+            kernel("control", "hear_scale")((1,), (THREADS,), (told, table, count, self._numbers))
+
     def loss(self) -> float:
         """The loss of the last pass, when the device is done with it."""
         return float(self._device.on_host(self._number("last")))

@@ -65,6 +65,23 @@ __global__ void hear(const float* notes, const volatile int* given_up, double* n
   numbers[TOTAL] = given_up && *given_up ? nanf("") : notes[0];
 }
 
+// told_0 = the loss scale
+__global__ void tell_scale(const double* numbers, float* told) { told[0] = float(numbers[LOSS_SCALE]); }
+
+// The loss scale becomes told_0, and the losses' diffs follow it.
+__global__ void hear_scale(const float* told, Place* losses, i64 count, double* numbers) {
+  __shared__ double ratio;
+  if (threadIdx.x == 0) {
+    ratio = told[0] / numbers[LOSS_SCALE];
+    numbers[LOSS_SCALE] = told[0];
+  }
+  __syncthreads();
+  if (ratio == 1) return;
+  for (i64 k = 0; k < count; ++k)
+    for (i64 i = threadIdx.x; i < losses[k].count; i += blockDim.x)
+      multiply(losses[k].other, i, losses[k].kind, ratio);
+}
+
 // partial_b = sum over block b's share of g * g
 template <typename T>
 __global__ void __launch_bounds__(256) squares(const T* g, double* partial, i64 n) {
