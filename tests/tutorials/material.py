@@ -1,8 +1,10 @@
 """What the tutorials work on: the digits that come with caffepy, files of nets and solvers, processes of scripts."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,10 @@ def solver_file(folder: Path, train_net: str, test_net: str = "", **settings: An
 
 def digits(part: str) -> tuple[Array, Array]:
     """Images (N, 8, 8), uint8, and their labels: 1,500 of "train", 297 of "test"."""
-    source = str(MODELS / "digits" / f"digits_{part}_lmdb")
-    with lmdb.open(source, readonly=True, lock=False) as database, database.begin() as records:
-        datums = [caffe_pb2.Datum.FromString(value) for _, value in records.cursor()]
+    with tempfile.TemporaryDirectory() as folder:  # lmdb refuses what a net of this process may have open
+        shutil.copy(MODELS / "digits" / f"digits_{part}_lmdb" / "data.mdb", folder)
+        with lmdb.open(folder, readonly=True, lock=False) as database, database.begin() as records:
+            datums = [caffe_pb2.Datum.FromString(value) for _, value in records.cursor()]
     images = np.stack([np.frombuffer(datum.data, np.uint8).reshape(8, 8) for datum in datums])
     return images, np.array([datum.label for datum in datums])
 
