@@ -1,6 +1,5 @@
 """`caffepy classify`: the classes of images, as a trained net sees them."""
 
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from caffepy.errors import ConfigError, DataError
 from caffepy.files import written
 from caffepy.images import Preparation, load, names_in, on_device, read_array
 from caffepy.report import counting
-from caffepy.report.text import columns, number
+from caffepy.report.text import as_json, columns, number
 from caffepy.trained import load_all
 
 PREPARATION = Preparation()
@@ -76,7 +75,7 @@ class Classification:
 
         Scores that are not finite are null.
         """
-        return json.dumps([_object(image) for image in self.images])
+        return as_json([_object(image) for image in self.images])
 
     def check(self) -> None:
         """DataError that names the images that could not be read, if there are any."""
@@ -89,10 +88,7 @@ class Classification:
 def _object(image: Classified) -> dict[str, Any]:
     if image.error:
         return {"image": image.image, "error": image.error}
-    predictions = [
-        {"class": guess.number, "label": guess.label, "score": guess.score if isfinite(guess.score) else None}
-        for guess in image.guesses
-    ]
+    predictions = [{"class": guess.number, "label": guess.label, "score": guess.score} for guess in image.guesses]
     return {"image": image.image, "predictions": predictions}
 
 

@@ -1,7 +1,6 @@
 """`caffepy detect`: what a trained net sees in windows of images."""
 
 import csv
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from caffepy.images import Preparation, on_device
 from caffepy.net.weights import new_hdf5
 from caffepy.paths import locate
 from caffepy.report import counting
-from caffepy.report.text import columns, number
+from caffepy.report.text import as_json, columns, number
 from caffepy.trained import load_all
 
 PREPARATION = Preparation()
@@ -61,11 +60,11 @@ class Detections:
             {
                 "filename": one.image,
                 **dict(zip(SIDES, one.window, strict=True)),
-                "prediction": [score if isfinite(score) else None for score in one.scores.tolist()],
+                "prediction": one.scores.tolist(),
             }
             for one in self.found
         ]
-        return json.dumps(rows)
+        return as_json(rows)
 
     def save(self, path: str) -> None:
         """Write a .csv, .json or .h5 file; UsageError if that is not possible.

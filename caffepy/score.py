@@ -1,6 +1,5 @@
 """`caffepy test`: the means of a net's outputs over a number of test batches, on one device or several at once."""
 
-import json
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from caffepy.net import Net
 from caffepy.parallel.crew import Crew
 from caffepy.parallel.group import DEADLINES, Group, named
 from caffepy.proto.caffe_pb2 import NetParameter
-from caffepy.report.text import number, scalars
+from caffepy.report.text import as_json, number, scalars
 from caffepy.reporter import Output
 from caffepy.solver.captured import Pass
 from caffepy.team import PATIENCE, quiet
@@ -43,9 +42,12 @@ class Score:
         return "\n".join(scalars(self.outputs))
 
     def json(self) -> str:
-        """An object with iterations, loss, and outputs by name; an output of several scalars is a list of them."""
+        """An object with iterations, loss, and outputs by name; an output of several scalars is a list of them.
+
+        What is not finite is null.
+        """
         outputs = {name: np.asarray(values).tolist() for name, values, _ in self.outputs}
-        return json.dumps({"iterations": self.iterations, "loss": self.loss, "outputs": outputs})
+        return as_json({"iterations": self.iterations, "loss": self.loss, "outputs": outputs})
 
 
 def score(

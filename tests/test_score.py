@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from caffepy.device import count_gpus
@@ -117,6 +118,12 @@ def test_an_output_that_changes_its_shape_has_no_mean(tmp_path: Path) -> None:
     (tmp_path / "net.prototxt").write_text(text)
     with pytest.raises(DataError, match=r'output "g" changed its shape between batches, from 1 \(1\) to 2 \(2\)'):
         score(str(tmp_path / "net.prototxt"), [], iterations=3)
+
+
+def test_json_of_what_is_not_finite() -> None:
+    result = Score(1, float("nan"), [("a", np.array([np.inf, 1], np.float32), 0.0)])
+    assert json.loads(result.json()) == {"iterations": 1, "loss": None, "outputs": {"a": [None, 1]}}
+    assert "NaN" not in result.json()
 
 
 def test_a_data_layer_that_is_not_shared_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,6 @@ as in newer glogs; without it the first line is of the year in which the file wa
 """
 
 import csv
-import json
 import logging
 import math
 import os
@@ -17,6 +16,7 @@ from itertools import zip_longest
 
 from caffepy.errors import DataError
 from caffepy.files import written
+from caffepy.report.text import as_json as to_json
 
 log = logging.getLogger(__name__)
 
@@ -152,11 +152,8 @@ def _start(lines: Sequence[str], clock: Clock) -> tuple[datetime | None, int]:
 
 def as_json(path: str) -> str:
     """The rows of a log as `{"train": [...], "test": [...]}`; what is not a number is null."""
-    train, test = (
-        [{name: value if math.isfinite(value) else None for name, value in row.items()} for row in rows]
-        for rows in parse_log(path)
-    )
-    return json.dumps({"train": train, "test": test})
+    train, test = parse_log(path)
+    return to_json({"train": train, "test": test})
 
 
 def save_csv(rows: Sequence[Row], path: str, delimiter: str = ",") -> None:

@@ -4,11 +4,12 @@ A curve is named as what it shows: `loss` (smoothed), `lr`, `iter/s`, `images/s`
 outputs of the nets, `test1 NAME` for those of the second test net, `NAME[i]` where an output has several values.
 """
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from caffepy.report.text import as_json as to_json
 
 PANELS = ("loss", "outputs", "lr", "images/s", "iter/s")
 """What a curve can be about."""
@@ -43,27 +44,23 @@ class Run:
         self.curves.setdefault(name, Curve()).add(iteration, seconds, value)
 
     def json(self) -> dict[str, object]:
-        """Name and curves; what is not finite is None."""
+        """Name and curves."""
         return {
             "name": self.name,
             "curves": {
                 name: {
                     "iteration": curve.iterations,
-                    "seconds": _finite(curve.seconds),
-                    "value": _finite(curve.values),
+                    "seconds": curve.seconds,
+                    "value": curve.values,
                 }
                 for name, curve in self.curves.items()
             },
         }
 
 
-def _finite(values: Sequence[float]) -> list[float | None]:
-    return [value if math.isfinite(value) else None for value in values]
-
-
 def as_json(runs: Sequence[Run]) -> str:
-    """A list with an object for each run."""
-    return json.dumps([run.json() for run in runs])
+    """A list with an object for each run; what is not finite is null."""
+    return to_json([run.json() for run in runs])
 
 
 def panel_of(name: str) -> str:

@@ -1,6 +1,8 @@
-"""Numbers and outputs as Caffe prints them."""
+"""Numbers and outputs as Caffe prints them, and as JSON."""
 
-from collections.abc import Iterator, Sequence
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,21 @@ def scalars(outputs: Sequence[Output]) -> Iterator[str]:
         for value in np.asarray(values, np.float32).reshape(-1):
             loss = f" (* {number(weight)} = {number(np.float32(weight) * value)} loss)" if weight else ""
             yield f"{name} = {number(value)}{loss}"
+
+
+def as_json(content: object) -> str:
+    """The content as JSON, in ASCII whatever names are in it; numbers that are not finite, which it lacks, are null."""
+    return json.dumps(_finite(content))
+
+
+def _finite(content: object) -> object:
+    if isinstance(content, float) and not math.isfinite(content):
+        return None
+    if isinstance(content, Mapping):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, (list, tuple)):
+        return [_finite(value) for value in content]
+    return content
 
 
 def printable(text: str) -> str:

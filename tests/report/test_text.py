@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from caffepy.report.text import columns, number, printable, scalars
+from caffepy.report.text import as_json, columns, number, printable, scalars
 
 NUMBERS = {
     "six digits": (2.302585093, "2.30259"),
@@ -33,3 +33,8 @@ def test_scalars_count_over_all_outputs_and_name_the_weight() -> None:
 def test_cells_stay_on_their_lines() -> None:
     assert printable("a\nb\x1b[1m\u2028\udc80 é") == r"a\nb\x1b[1m\u2028\udc80 é"
     assert columns([["a\nb", "c"], ["d", "e"]], left=1) == [r"a\nb  c", "d     e"]
+
+
+def test_json_is_ascii_and_has_finite_numbers_only() -> None:
+    content = {"é": [1.5, float("nan")], "b": (float("-inf"), {"c": float("inf")}), "n": [3, True, None, "x"]}
+    assert as_json(content) == r'{"\u00e9": [1.5, null], "b": [null, {"c": null}], "n": [3, true, null, "x"]}'
