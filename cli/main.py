@@ -112,6 +112,7 @@ def main() -> None:
     """Run the command line of this process and end it."""
     if not sys.warnoptions:  # numbers that grow too large are told of by the solver, with the layer that made them
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"caffepy\.")
+    _fill_standard_streams()
     os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # images that cannot be decoded are told of by our errors
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what stands in files and their names
@@ -124,6 +125,17 @@ def main() -> None:
         sys.stdout.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _fill_standard_streams() -> None:
+    """Let what the caller closed lead nowhere, or files that are opened would take the numbers of standard streams."""
+    for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        if getattr(sys, name) is None:
+            descriptor = os.open(os.devnull, os.O_RDWR)
+            if descriptor != number:
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 _interrupted = False

@@ -172,6 +172,17 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert "BrokenPipe" not in error
 
 
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
+    picture = tmp_path / "lenet.svg"
+    line = f'"{sys.executable}" -m caffepy draw lenet "{picture}" && "{sys.executable}" -m caffepy device-query'
+    done = subprocess.run(["sh", "-c", f"({line}) {closed}"], stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+    assert picture.read_text().rstrip().endswith("</svg>")
+
+
 def test_a_locale_that_lacks_a_character(tmp_path: Path) -> None:
     file = tmp_path / "\u65e5.log"
     file.touch()
