@@ -141,5 +141,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'caffepy' has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_modules})
+
+
 if os.environ.get("CAFFEPY_AS_CAFFE", "0") not in ("", "0"):
     import_module("caffepy.caffe_alias").install_as_caffe()

@@ -1,12 +1,12 @@
 """pycaffe's Classifier: class scores of images."""
 
-import os
 from collections.abc import Sequence
 
 import numpy as np
 
 from caffepy import io
 from caffepy.io import Array
+from caffepy.paths import AnyPath
 from caffepy.pycaffe.image_net import ImageNet
 
 CROPS = 10
@@ -22,8 +22,8 @@ class Classifier(ImageNet):
 
     def __init__(
         self,
-        model_file: str | os.PathLike[str],
-        pretrained_file: str | os.PathLike[str] | None,
+        model_file: AnyPath,
+        pretrained_file: AnyPath | None,
         image_dims: Sequence[int] | None = None,
         mean: Array | None = None,
         input_scale: float | None = None,

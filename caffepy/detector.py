@@ -10,6 +10,7 @@ import numpy as np
 from caffepy import io
 from caffepy.errors import ConfigError
 from caffepy.io import Array
+from caffepy.paths import AnyPath
 from caffepy.pycaffe.image_net import ImageNet
 
 Window = Sequence[float] | Array
@@ -25,8 +26,8 @@ class Detector(ImageNet):
 
     def __init__(
         self,
-        model_file: str | os.PathLike[str],
-        pretrained_file: str | os.PathLike[str] | None,
+        model_file: AnyPath,
+        pretrained_file: AnyPath | None,
         mean: Array | None = None,
         input_scale: float | None = None,
         raw_scale: float | None = None,

@@ -278,9 +278,10 @@ class Transformer:
         self._shape(in_)
         self.raw_scale[in_] = scale
 
-    def set_mean(self, in_: str, mean: Array) -> None:
+    def set_mean(self, in_: str, mean: ArrayLike) -> None:
         """Subtract this: a number for each channel, or an image (C, H, W), which is resized to the input's size."""
         _, channels, *dims = self._shape(in_)
+        mean = np.asarray(mean)
         if mean.ndim == 1:
             if len(mean) != channels:
                 raise ValueError(f"Mean channels incompatible with input: {len(mean)} for {channels} channels.")

@@ -8,6 +8,8 @@ import os
 
 log = logging.getLogger(__name__)
 
+AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
+"""What a script may give as a path; `os.fsdecode` makes a str of it."""
 
 BUNDLED = os.path.join(os.path.realpath(os.path.join(os.path.dirname(__file__), "models")), "")
 

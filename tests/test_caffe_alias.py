@@ -29,6 +29,7 @@ assert caffe.coord_map.crop is caffepy.coord_map.crop
 assert isinstance(pickle.loads(pickle.dumps(caffe.io.Transformer({"x": (1, 3, 2, 2)}))), caffepy.io.Transformer)
 assert pickle.loads(pickle.dumps(caffe_pb2.Datum(label=3))).label == 3
 assert [int(x) for x in caffe.__version__.split(".")] >= [0, 1]
+assert {"Net", "SGDSolver", "io", "draw", "layers", "TEST", "__version__"} <= {*dir(caffe)}
 try:
     import caffe.nothing
 except ModuleNotFoundError as error:

@@ -252,6 +252,8 @@ def test_a_mean_image_is_resized() -> None:
     own = RNG.random((3, 6, 6))
     t.set_mean("data", own)
     np.testing.assert_array_equal(t.mean["data"], own)
+    t.set_mean("data", [1, 2, 3])
+    assert t.mean["data"].shape == (3, 1, 1)
     grey = caffe.io.Transformer({"data": (1, 1, 6, 6)})
     grey.set_mean("data", own[0])
     assert grey.mean["data"].shape == (1, 6, 6)

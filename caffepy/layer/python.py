@@ -55,10 +55,13 @@ class Python(Layer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Let the user's code write bottom diffs and add parameter diffs."""
-        if not hasattr(self.instance, "backward"):
-            super().backward(top, propagate_down, bottom)
-            return
-        self._code.call(self.instance.backward, wrap_all(top), list(propagate_down), wrap_all(bottom))
+        if hasattr(self.instance, "backward"):
+            self._code.call(self.instance.backward, wrap_all(top), list(propagate_down), wrap_all(bottom))
+        elif any(propagate_down) or any(self.param_propagate_down):
+            raise ConfigError(
+                f'class "{self.param.python_param.layer}" ({self._code.file}) has no method "backward"; write one, or '
+                "give the bottoms propagate_down: false and the parameters lr_mult: 0"
+            )
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:

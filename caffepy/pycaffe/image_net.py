@@ -7,6 +7,7 @@ import numpy as np
 
 from caffepy.errors import ConfigError
 from caffepy.io import Array, Transformer
+from caffepy.paths import AnyPath
 from caffepy.proto.caffe_pb2 import TEST
 from caffepy.pycaffe.net import Net
 
@@ -20,8 +21,8 @@ class ImageNet(Net):
 
     def __init__(
         self,
-        model_file: str | os.PathLike[str],
-        pretrained_file: str | os.PathLike[str] | None,
+        model_file: AnyPath,
+        pretrained_file: AnyPath | None,
         mean: Array | None = None,
         input_scale: float | None = None,
         raw_scale: float | None = None,
@@ -32,7 +33,7 @@ class ImageNet(Net):
             raise ConfigError(
                 "a net with an input of shape (N, C, H, W) is needed, a deploy net; this one has "
                 + (f"{self.inputs[0]} of {self.blobs[self.inputs[0]]!r}" if self.inputs else "no inputs"),
-                os.fspath(model_file),
+                os.fsdecode(model_file),
             )
         in_ = self.inputs[0]
         self.transformer = Transformer({in_: self.blobs[in_].shape})

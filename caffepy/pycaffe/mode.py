@@ -1,5 +1,6 @@
 """What `set_mode_gpu`, `set_device`, `set_random_seed`, `set_solver_rank`, ... set: per thread, as in pycaffe."""
 
+import operator
 import threading
 
 from caffepy.device import CudaDevice, Device
@@ -39,6 +40,8 @@ def set_mode_gpu() -> None:
 
 def set_device(index: int) -> None:
     """Choose the GPU, numbered from 0, on which nets are built."""
+    if operator.index(index) < 0:
+        raise CaffeError(f"a GPU has a number from 0, not {index}")
     _mode.index = index
 
 

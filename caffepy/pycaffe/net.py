@@ -4,7 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -16,11 +16,13 @@ from caffepy.layer.data import MemoryData
 from caffepy.layer.python import Python
 from caffepy.net import Net as Inner
 from caffepy.net import weights
+from caffepy.paths import AnyPath
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import NetState, Phase
 from caffepy.pyblob import Blob, BlobVec, unwrap_all, wrap
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.log import heed_environment
+from caffepy.registry import nearest
 
 if TYPE_CHECKING:
     from caffepy.pycaffe.nccl import NCCL
@@ -65,28 +67,34 @@ class Net:
 
     def __init__(
         self,
-        network_file: str | os.PathLike[str],
-        phase: int | str | os.PathLike[str],
+        network_file: AnyPath,
+        phase: int | AnyPath,
         level: int = 0,
         stages: Sequence[str] | None = None,
-        weights: str | os.PathLike[str] | None = None,
+        weights: AnyPath | None = None,
     ) -> None:
         heed_environment()
-        if isinstance(phase, (str, os.PathLike)):
+        if isinstance(phase, (str, bytes, os.PathLike)):
             weights, phase, level = phase, level, 0
         if phase not in Phase.values():
             known = ", ".join(f"{name} ({number})" for name, number in Phase.items())
             raise CaffeError(f"there is no phase {phase!r}; give one of {known}")
-        path = os.fspath(network_file)
+        path = os.fsdecode(network_file)
         if not os.path.isfile(path):
             raise CaffeError(f"Could not open file {path}")
         if weights is not None and not os.path.isfile(weights):
-            raise CaffeError(f"Could not open file {os.fspath(weights)}")
+            raise CaffeError(f"Could not open file {os.fsdecode(weights)}")
         param = text.read_net(path)
         param.state.MergeFrom(NetState(phase=Phase.Name(phase), level=level, stage=stages))
         self._attach(Inner(param, device=mode.new_device(), path=path))
         if weights is not None:
             self.copy_from(weights)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError(
+            "a net can be neither copied nor pickled: build another one and let it share_with this one, or copy_from "
+            "what this one has saved"
+        )
 
     @classmethod
     def of(cls, inner: Inner) -> "Net":
@@ -170,6 +178,12 @@ class Net:
         places = {name: i for i, name in enumerate(self._net.blobs)}
         return [places[name] for name in names]
 
+    def _place(self, layer: str) -> int:
+        names = self._net.layer_names
+        if layer not in names:
+            raise ValueError(f'the net has no layer "{layer}"{nearest(layer, names)}')
+        return names.index(layer)
+
     @property
     def _blob_names(self) -> list[str]:
         return list(self._net.blobs)
@@ -201,15 +215,14 @@ class Net:
         Keyword arguments are arrays for exactly the net's inputs. Returns views of the outputs (or of the tops of
         `end`) and of the blobs named in `blobs`.
         """
-        names = self._net.layer_names
-        first = names.index(start) if start is not None else 0
-        last = names.index(end) if end is not None else len(names) - 1
+        first = self._place(start) if start is not None else 0
+        last = self._place(end) if end is not None else len(self._net.layers) - 1
         outputs = set(self._net.top_names[last] if end is not None else self.outputs) | set(blobs or ())
         if inputs:
             if set(inputs) != set(self.inputs):
                 raise Exception("Input blob arguments do not match net inputs.")
             for name, array in inputs.items():
-                if array.shape[0] != self.blobs[name].shape[0]:
+                if np.shape(array)[:1] != self.blobs[name].shape[:1]:
                     raise Exception("Input is not batch sized")
                 self.blobs[name].data[...] = array
         self._forward(first, last)
@@ -223,15 +236,14 @@ class Net:
         Keyword arguments are diffs for exactly the net's outputs. Returns views of the diffs of the inputs (or of the
         bottoms of `end`) and of the blobs named in `diffs`.
         """
-        names = self._net.layer_names
-        first = names.index(start) if start is not None else len(names) - 1
-        last = names.index(end) if end is not None else 0
+        first = self._place(start) if start is not None else len(self._net.layers) - 1
+        last = self._place(end) if end is not None else 0
         wanted = set(self._net.bottom_names[last] if end is not None else self.inputs) | set(diffs or ())
         if tops:
             if set(tops) != set(self.outputs):
                 raise Exception("Top diff arguments do not match net outputs.")
             for name, array in tops.items():
-                if array.shape[0] != self.blobs[name].shape[0]:
+                if np.shape(array)[:1] != self.blobs[name].shape[:1]:
                     raise Exception("Diff is not batch sized")
                 self.blobs[name].diff[...] = array
         self._backward(first, last)
@@ -239,16 +251,18 @@ class Net:
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
         """Run any number of items in batches; returns arrays of as many items for the outputs and `blobs`."""
+        count = _count(inputs)
         collected: dict[str, list[Array]] = {name: [] for name in set(self.outputs) | set(blobs or ())}
         for batch in self._batches(inputs):
             for name, out in self.forward(blobs, **batch).items():
                 collected[name].extend(out.copy())
-        return _joined(collected, len(next(iter(inputs.values()))))
+        return _joined(collected, count)
 
     def forward_backward_all(
         self, blobs: Sequence[str] | None = None, diffs: Sequence[str] | None = None, **inputs: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Run any number of items forward and backward in batches; `inputs` may hold diffs of outputs as well."""
+        count = _count(inputs)
         outs: dict[str, list[Array]] = {name: [] for name in set(self.outputs) | set(blobs or ())}
         grads: dict[str, list[Array]] = {name: [] for name in set(self.inputs) | set(diffs or ())}
         forward_batches = self._batches({k: v for k, v in inputs.items() if k in self.inputs})
@@ -258,13 +272,12 @@ class Net:
                 outs[name].extend(out.copy())
             for name, grad in self.backward(diffs, **(tops or {})).items():
                 grads[name].extend(grad.copy())
-        count = len(next(iter(inputs.values())))
         return _joined(outs, count), _joined(grads, count)
 
     def _batches(self, arrays: dict[str, Any]) -> Iterable[dict[str, Any]]:
         if not arrays:
             return
-        count = len(next(iter(arrays.values())))
+        count = _count(arrays)
         size = next(iter(self.blobs.values())).shape[0]
         for start in range(0, count, size):
             batch = {name: np.asarray(array[start : start + size]) for name, array in arrays.items()}
@@ -282,25 +295,25 @@ class Net:
         """Set all parameter diffs to zero."""
         self._net.clear_param_diffs()
 
-    def copy_from(self, path: str | os.PathLike[str]) -> None:
+    def copy_from(self, path: AnyPath) -> None:
         """Load the weights of a caffemodel (binary or HDF5) by layer name."""
-        weights.load_weights(self._net, os.fspath(path))
+        weights.load_weights(self._net, os.fsdecode(path))
 
     def share_with(self, other: "Net") -> None:
         """Use the parameter data of the other net's layers of the same names."""
         self._net.share_trained_layers_with(other._net)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    def save(self, path: AnyPath) -> None:
         """Write a binary caffemodel."""
-        weights.save_binary(self._net, os.fspath(path))
+        weights.save_binary(self._net, os.fsdecode(path))
 
-    def save_hdf5(self, path: str | os.PathLike[str]) -> None:
+    def save_hdf5(self, path: AnyPath) -> None:
         """Write an HDF5 caffemodel."""
-        weights.save_hdf5(self._net, os.fspath(path))
+        weights.save_hdf5(self._net, os.fsdecode(path))
 
-    def load_hdf5(self, path: str | os.PathLike[str]) -> None:
+    def load_hdf5(self, path: AnyPath) -> None:
         """Load an HDF5 caffemodel."""
-        weights.load_hdf5(self._net, os.fspath(path))
+        weights.load_hdf5(self._net, os.fsdecode(path))
 
     def close(self) -> None:
         """Stop the threads of data layers and close their files, which a script may then open itself."""
@@ -315,6 +328,8 @@ class Net:
         if not isinstance(layer, MemoryData):
             raise CaffeError("set_input_arrays may only be called if the first layer is a MemoryData layer")
         for name, array, axes in (("data", data, (4,)), ("labels", labels, (1, 4))):
+            if not isinstance(array, np.ndarray):
+                raise CaffeError(f"{name} must be a C-contiguous float32 array, not of {type(array)}")
             if array.dtype != np.float32 or array.ndim not in axes or not array.flags.c_contiguous:
                 raise CaffeError(
                     f"{name} must be a C-contiguous float32 array of {' or '.join(map(str, axes))} axes, not "
@@ -345,6 +360,12 @@ class Net:
             self._net.after_backward.append(callback)
         elif not hasattr(callback, "synchronizer"):
             raise UsageError("after_backward takes a function of the layer's index, or an NCCL")
+
+
+def _count(inputs: dict[str, Any]) -> int:
+    if not inputs:
+        raise Exception("Input blob arguments do not match net inputs.")
+    return len(next(iter(inputs.values())))
 
 
 def _joined(collected: dict[str, list[Array]], count: int) -> dict[str, Array]:

@@ -3,10 +3,12 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import index
 from typing import TYPE_CHECKING, ClassVar
 
 from caffepy.device import CudaDevice, Device
 from caffepy.errors import ConfigError, UsageError
+from caffepy.paths import AnyPath
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode
@@ -28,11 +30,11 @@ class Solver:
     displays nor saves by itself.
     """
 
-    def __init__(self, solver_file: str | os.PathLike[str], type: str | None = None) -> None:
+    def __init__(self, solver_file: AnyPath, type: str | None = None) -> None:
         param = _read(solver_file)
         if type is not None:
             param.type = type
-        self._build(os.fspath(solver_file), param)
+        self._build(os.fsdecode(solver_file), param)
 
     def _build(self, path: str, param: SolverParameter) -> None:
         rank = mode.solver_rank()
@@ -92,19 +94,20 @@ class Solver:
 
     def step(self, iterations: int) -> None:
         """Train for this many iterations."""
+        iterations = index(iterations)
         self._at_work = True
         self._solver.step(iterations)
         self._at_work = False
 
-    def solve(self, state_file: str | os.PathLike[str] | None = None) -> None:
+    def solve(self, state_file: AnyPath | None = None) -> None:
         """Train to max_iter, from the state in `state_file` if given."""
         self._at_work = True
-        self._solver.solve(None if state_file is None else os.fspath(state_file))
+        self._solver.solve(None if state_file is None else os.fsdecode(state_file))
         self._at_work = False
 
-    def restore(self, state_file: str | os.PathLike[str]) -> None:
+    def restore(self, state_file: AnyPath) -> None:
         """Go on from a solver state (binary or HDF5) and the weights it names."""
-        self._solver.restore(os.fspath(state_file))
+        self._solver.restore(os.fsdecode(state_file))
 
     def snapshot(self) -> None:
         """Write weights and state."""
@@ -164,9 +167,9 @@ class Solver:
             raise outside
 
 
-def _read(solver_file: str | os.PathLike[str]) -> SolverParameter:
+def _read(solver_file: AnyPath) -> SolverParameter:
     heed_environment()
-    path = os.fspath(solver_file)
+    path = os.fsdecode(solver_file)
     if not os.path.isfile(path):
         raise ConfigError(f"Could not open file {path}")
     return text.read_solver(path)
@@ -183,7 +186,7 @@ class _Typed(Solver):
 
     kind: ClassVar[str]
 
-    def __init__(self, solver_file: str | os.PathLike[str]) -> None:
+    def __init__(self, solver_file: AnyPath) -> None:
         super().__init__(solver_file, self.kind)
 
 
@@ -223,10 +226,10 @@ class AdamSolver(_Typed):
     kind = "Adam"
 
 
-def get_solver(solver_file: str | os.PathLike[str]) -> Solver:
+def get_solver(solver_file: AnyPath) -> Solver:
     """A solver of the type that the file names."""
     param = _read(solver_file)
     made_by = next((known for known in _Typed.__subclasses__() if known.kind == param.type), Solver)
     solver = made_by.__new__(made_by)
-    solver._build(os.fspath(solver_file), param)
+    solver._build(os.fsdecode(solver_file), param)
     return solver

@@ -35,5 +35,9 @@ def test_what_is_set_is_the_threads() -> None:
 def test_counts_and_ranks_are_checked() -> None:
     with pytest.raises(RuntimeError, match="solver count is 1 or more, not 0"):
         caffe.set_solver_count(0)
+    with pytest.raises(RuntimeError, match="a GPU has a number from 0, not -1"):
+        caffe.set_device(-1)
+    with pytest.raises(TypeError, match="'str' object cannot be interpreted as an integer"):
+        caffe.set_device("0")  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="solver rank is 0 or more, not -1"):
         caffe.set_solver_rank(-1)

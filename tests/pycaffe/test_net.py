@@ -1,3 +1,5 @@
+import copy
+import pickle
 from pathlib import Path
 
 import lmdb
@@ -76,6 +78,51 @@ def test_inputs_are_checked(net: "caffe.Net") -> None:
         net.forward(x=np.zeros((5, 3)), y=np.zeros(5))
     with pytest.raises(Exception, match="do not match net outputs"):
         net.backward(a=np.zeros((4, 5)))
+
+
+def test_lists_and_scalars_are_arrays_too(net: "caffe.Net") -> None:
+    x = np.random.default_rng(0).standard_normal((4, 3))
+    expected = net.forward(x=x, y=np.zeros(4))["b"].copy()
+    np.testing.assert_array_equal(net.forward(x=x.tolist(), y=[0] * 4)["b"], expected)
+    with pytest.raises(Exception, match="not batch sized"):
+        net.forward(x=0, y=np.zeros(4))
+
+
+def test_the_diff_of_a_loss_is_a_number(tmp_path: Path) -> None:
+    (tmp_path / "net.prototxt").write_text(INPUT + ip("a", "x", "a") + LOSS % "a")
+    net = caffe.Net(str(tmp_path / "net.prototxt"), caffe.TRAIN)
+    net.forward()
+    net.backward(loss=1)
+    diff = net.params["a"][0].diff.copy()
+    net.clear_param_diffs()
+    net.backward(loss=np.float32(2))
+    np.testing.assert_allclose(net.params["a"][0].diff, 2 * diff)
+
+
+def test_unknown_layers_are_named(net: "caffe.Net") -> None:
+    for run in (net.forward, net.backward):
+        for end in ("start", "end"):
+            with pytest.raises(ValueError, match=r'the net has no layer "A", did you mean "a"\?'):
+                run(**{end: "A"})
+
+
+def test_all_of_nothing_is_refused(net: "caffe.Net") -> None:
+    for run in (net.forward_all, net.forward_backward_all):
+        with pytest.raises(Exception, match="do not match net inputs"):
+            run()
+
+
+def test_a_net_is_neither_copied_nor_pickled(net: "caffe.Net") -> None:
+    for to_copy in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"neither copied nor pickled: .* share_with"):
+            to_copy(net)
+
+
+def test_paths_may_be_bytes(net: "caffe.Net", path: Path, tmp_path: Path) -> None:
+    weights = bytes(tmp_path / "w.caffemodel")
+    net.save(weights)
+    for other in (caffe.Net(bytes(path), weights, caffe.TRAIN), caffe.Net(path, caffe.TRAIN, weights=weights)):
+        assert (other.params["a"][0].data == net.params["a"][0].data).all()
 
 
 def test_forward_all_pads_the_last_batch(net: "caffe.Net") -> None:
@@ -190,6 +237,7 @@ def test_set_input_arrays(net: "caffe.Net", tmp_path: Path) -> None:
         np.testing.assert_array_equal(out["y"].ravel(), labels[i : i + 2])
     wrong = {
         "float64": (data.astype(float), labels),
+        "not of <class 'list'>": (data.tolist(), labels),
         "not .* of shape": (data[0], labels),
         "C-contiguous": (data[..., ::-1], labels),
         "labels must have one number": (data, data),

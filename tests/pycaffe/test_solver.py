@@ -102,6 +102,14 @@ def test_rates_may_be_set(path: str) -> None:
     assert solver.lr == pytest.approx(0.01)
 
 
+def test_steps_are_whole_and_paths_may_be_bytes(path: str) -> None:
+    solver = caffe.SGDSolver(path.encode())
+    solver.step(np.int64(2))
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        solver.step(2.5)  # type: ignore[arg-type]
+    assert solver.iter == 2
+
+
 def test_callbacks_are_two_functions(path: str) -> None:
     solver = caffe.SGDSolver(path)
     heard: list[str] = []
