@@ -207,6 +207,13 @@ def test_links_lead_somewhere(document: str) -> None:
             assert heading in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}, target
 
 
+@pytest.mark.parametrize("document", [*DOCUMENTS, "ARCHITECTURE.md"])
+def test_rows_of_tables_are_whole(document: str) -> None:
+    for found in re.finditer(r"(?:^\|.*\n)+", text_of(document), re.MULTILINE):
+        rows = [len(re.split(r"(?<!\\)\|", line)) for line in found[0].splitlines()]
+        assert len(set(rows)) == 1, found[0].splitlines()[rows.index(max(rows))]
+
+
 def test_pictures_are_small() -> None:
     pictures = [path for path in (ROOT / "docs").iterdir() if path.suffix in (".svg", ".png")]
     assert pictures
