@@ -29,9 +29,8 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         (folder / f"{part}-labels").write_bytes(
             struct.pack(">2I", 2049, len(labels)) + labels.astype(np.uint8).tobytes()
         )
-    convert = "import sys; from caffepy.__main__ import main; main()"
     for part in ("train", "test"):
-        run(folder, "-c", convert, "convert-mnist", f"{part}-images", f"{part}-labels", f"{part}_lmdb")
+        run(folder, "-m", "caffepy", "convert-mnist", f"{part}-images", f"{part}-labels", f"{part}_lmdb")
     return {part: str(folder / f"{part}_lmdb") for part in ("train", "test")}
 
 
