@@ -18,6 +18,7 @@ from caffepy.proto import caffe_pb2
 
 ROOT = Path(caffepy.__file__).parents[1]
 MODELS = Path(models.__file__).parent
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def written(path: Path, message: Any) -> str:
