@@ -1,6 +1,5 @@
 """Detection: windows of images are scored, and of those that overlap the best is kept."""
 
-
 import cv2
 import numpy as np
 import pytest
