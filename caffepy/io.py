@@ -9,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from caffepy.data.datum import decode_image
 from caffepy.errors import CaffeError, DataError
+from caffepy.paths import AnyPath
 from caffepy.proto import caffe_pb2
 
 Array = NDArray[Any]
@@ -81,7 +82,7 @@ def datum_to_array(datum: caffe_pb2.Datum) -> Array:
 # images
 
 
-def load_image(filename: str | os.PathLike[str] | BinaryIO, color: bool = True) -> Array:
+def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
     """An image file as float32 in [0, 1], RGB (H, W, 3) or, without `color`, grey (H, W, 1).
 
     A grey file fills all three channels, transparency is dropped. `filename` may be an open file. DataError if it
@@ -89,8 +90,8 @@ def load_image(filename: str | os.PathLike[str] | BinaryIO, color: bool = True) 
     """
     import cv2
 
-    if isinstance(filename, (str, os.PathLike)):
-        name = os.fspath(filename)
+    if isinstance(filename, (str, bytes, os.PathLike)):
+        name = os.fsdecode(filename)
         try:
             with open(name, "rb") as file:
                 content = file.read()
@@ -116,6 +117,7 @@ def resize_image(im: Array, new_dims: Sequence[int] | Array, interp_order: int =
     anti_aliasing=False)`; for other numbers of channels the middles of the corner pixels stay where they are, as in
     SciPy's `zoom`. `interp_order` is 0 (nearest), 1 (linear) or, with SciPy installed, that of a spline up to 5.
     """
+    im = np.asarray(im)
     if im.ndim != 3:
         raise ValueError(f"an image has axes (H, W, K), not shape {im.shape}")
     height, width = (int(size) for size in new_dims)

@@ -28,29 +28,30 @@ def assign_proto(proto: Message, name: str, val: Any) -> None:
     """Set a field of a message from Python's values.
 
     A dict (or a message) becomes a message, a list a repeated field; a single value for a repeated field counts as a
-    list of one. AttributeError for unknown fields names the nearest one.
+    list of one. AttributeError for unknown fields names the nearest one; TypeError and ValueError name the field whose
+    value is of no use.
     """
     fields = proto.DESCRIPTOR.fields_by_name
     if name not in fields:
         raise AttributeError(f'{proto.DESCRIPTOR.name} has no field "{name}"{nearest(name, fields)}')
-    field = getattr(proto, name)
-    if fields[name].is_repeated:
+    field, kind = getattr(proto, name), fields[name].message_type
+    try:
+        if not fields[name].is_repeated:
+            _fill(field, val) if kind else setattr(proto, name, val)
+            return
         for item in val if isinstance(val, (list, tuple, np.ndarray)) else [val]:
-            if fields[name].message_type:
-                _fill(field.add(), item)
-            else:
-                field.append(item)
-    elif fields[name].message_type:
-        field.SetInParent()
-        _fill(field, val)
-    else:
-        setattr(proto, name, val)
+            _fill(field.add(), item) if kind else field.append(item)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{proto.DESCRIPTOR.name}.{name}: {error}") from None
 
 
 def _fill(message: Message, val: Message | Mapping[str, Any]) -> None:
+    message.SetInParent()
     if isinstance(val, Message):
         message.CopyFrom(val)
         return
+    if not isinstance(val, Mapping):
+        raise TypeError(f"a dict of fields is needed, not {val!r}")
     for key, value in val.items():
         assign_proto(message, key, value)
 

@@ -91,6 +91,13 @@ def test_load_image(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(caffe.io.load_image(python_io.BytesIO(file.read_bytes())), image)
 
 
+def test_names_of_images_may_be_bytes(tmp_path: Path) -> None:
+    cv2.imwrite(str(tmp_path / "a.png"), np.full((2, 2, 3), 255, np.uint8))
+    assert (caffe.io.load_image(bytes(tmp_path / "a.png")) == 1).all()
+    with pytest.raises(ValueError, match=r"an image has axes \(H, W, K\)"):
+        caffe.io.resize_image("a.png", (2, 2))  # type: ignore[arg-type]
+
+
 def test_load_image_names_files_that_are_none(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gone\.jpg: cannot be read: no such file"):
         caffe.io.load_image(tmp_path / "gone.jpg")

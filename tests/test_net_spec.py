@@ -161,3 +161,19 @@ def test_assign_proto_and_the_names_of_parameters() -> None:
     names = param_name_dict()
     assert names["InnerProduct"] == "inner_product"
     assert names["TanH"] == "tanh"
+
+
+def test_values_of_no_use_are_named() -> None:
+    data = caffe.layers.Input(shape={"dim": [1, 3, 8, 8]})
+    wrong = {
+        r"ConvolutionParameter.num_output: 'float' object": {"num_output": 2.5},
+        r"ConvolutionParameter.kernel_size: 'str' object": {"kernel_size": ["3"]},
+        r"weight_filler: FillerParameter.std: .* str": {"weight_filler": {"std": "small"}},
+        r"weight_filler: a dict of fields is needed, not 'xavier'": {"weight_filler": "xavier"},
+        r"LayerParameter.param: a dict of fields is needed, not 1": {"param": [1]},
+    }
+    for message, params in wrong.items():
+        with pytest.raises(TypeError, match=message):
+            caffe.layers.Convolution(data, **params).to_proto()
+    with pytest.raises(ValueError, match=r"DataParameter.batch_size: Value out of range: -1"):
+        caffe.layers.Data(batch_size=-1).to_proto()
