@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -116,7 +117,10 @@ def main() -> None:
     os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # images that cannot be decoded are told of by our errors
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what stands in files and their names
-    signal.signal(signal.SIGINT, _interrupt)
+    for number in ENDING:  # so that what is half done is taken back, whatever ends it
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # ignored after nohup
+            signal.signal(number, _interrupt)
+    sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
     for number in ENDING:  # the exit code is settled; threads and files still take a moment to close
         signal.signal(number, signal.SIG_IGN)
@@ -147,6 +151,17 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         os._exit(INTERRUPTED)
     _interrupted = True  # libraries may turn the exception into another
     raise KeyboardInterrupt
+
+
+def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Python drops an interrupt that comes while it removes an object: let it come once more, a moment later."""
+    thread = threading.main_thread().ident
+    if not isinstance(unraisable.exc_value, KeyboardInterrupt) or thread is None:
+        sys.__unraisablehook__(unraisable)
+    elif hasattr(signal, "pthread_kill"):
+        timer = threading.Timer(0.01, signal.pthread_kill, (thread, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
 
 
 def _is_importing(frame: FrameType | None) -> bool:

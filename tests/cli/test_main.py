@@ -235,3 +235,55 @@ def test_an_interrupt_in_an_import_ends_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, str(tmp_path)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "")
+
+
+INTERRUPTED_REMOVAL = """
+import os, signal, sys, time
+from caffepy.cli import main
+
+class Removed:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0)
+
+def work(**_):
+    Removed()
+    time.sleep(60)
+
+main.device_query.callback = work
+sys.argv = ["caffepy", "device-query"]
+main.main()
+"""
+
+
+def test_an_interrupt_while_an_object_is_removed_is_not_lost() -> None:
+    command = [sys.executable, "-c", INTERRUPTED_REMOVAL]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr.strip()) == (130, "")
+
+
+ENDED = """
+import os, signal, sys
+from caffepy.cli import main
+from caffepy.files import written
+
+_, path, name = sys.argv
+
+def work(**_):
+    with written(path) as temporary:
+        open(temporary, "w").close()
+        os.kill(os.getpid(), getattr(signal, name))
+        signal.pause()
+
+main.device_query.callback = work
+sys.argv = ["caffepy", "device-query"]
+main.main()
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_what_ends_a_command_leaves_nothing_half_written(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDED, str(tmp_path / "out.txt"), name]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr.strip(), list(tmp_path.iterdir())) == (130, "", [])
