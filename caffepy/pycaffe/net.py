@@ -68,14 +68,14 @@ class Net:
     def __init__(
         self,
         network_file: AnyPath,
-        phase: int | AnyPath,
-        level: int = 0,
+        phase: int | AnyPath | None,
+        level: int | None = None,
         stages: Sequence[str] | None = None,
         weights: AnyPath | None = None,
     ) -> None:
         heed_environment()
-        if isinstance(phase, (str, bytes, os.PathLike)):
-            weights, phase, level = phase, level, 0
+        if phase is None or isinstance(phase, (str, bytes, os.PathLike)):
+            weights, phase, level = phase, level, None
         if phase not in Phase.values():
             known = ", ".join(f"{name} ({number})" for name, number in Phase.items())
             raise CaffeError(f"there is no phase {phase!r}; give one of {known}")
@@ -85,7 +85,8 @@ class Net:
         if weights is not None and not os.path.isfile(weights):
             raise CaffeError(f"Could not open file {os.fsdecode(weights)}")
         param = text.read_net(path)
-        param.state.MergeFrom(NetState(phase=Phase.Name(phase), level=level, stage=stages))
+        chosen = [stages] if isinstance(stages, str) else stages
+        param.state.MergeFrom(NetState(phase=Phase.Name(phase), level=level or 0, stage=chosen))
         self._attach(Inner(param, device=mode.new_device(), path=path))
         if weights is not None:
             self.copy_from(weights)

@@ -169,6 +169,8 @@ def test_phase_level_and_stages(tmp_path: Path) -> None:
     )
     assert list(caffe.Net(str(file), caffe.TRAIN).params) == ["train"]
     assert list(caffe.Net(str(file), caffe.TEST, level=2, stages=["deploy"]).params) == ["high", "staged"]
+    assert list(caffe.Net(str(file), caffe.TEST, stages="deploy").params) == ["staged"]
+    assert list(caffe.Net(str(file), None, caffe.TRAIN).params) == ["train"]
 
 
 def test_the_same_seed_gives_the_same_weights(path: Path) -> None:
@@ -209,6 +211,9 @@ def test_ids_are_places_among_the_blobs(net: "caffe.Net") -> None:
 def test_unknown_phases_and_seeds_are_refused(path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"there is no phase 7; give one of TRAIN \(0\), TEST \(1\)"):
         caffe.Net(str(path), 7)
+    for arguments in (("w.caffemodel",), (None,)):  # weights without a phase do not mean the first one
+        with pytest.raises(RuntimeError, match="there is no phase "):
+            caffe.Net(str(path), *arguments)
     with pytest.raises(RuntimeError, match="a random seed is 0 or more, not -1"):
         caffe.set_random_seed(-1)
 
