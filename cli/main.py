@@ -165,8 +165,9 @@ def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being loaded; one that is there is only looked up."""
     while frame is not None:
-        if frame.f_globals.get("__name__") == "importlib._bootstrap":
+        if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_code.co_name == "_load_unlocked":
             return True
         frame = frame.f_back
     return False

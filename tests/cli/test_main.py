@@ -237,6 +237,30 @@ def test_an_interrupt_in_an_import_ends_at_once(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
+LOOKED_UP = """
+import os, signal, sys, types
+from caffepy.cli import main
+
+class Package(types.ModuleType):
+    __path__ = ()
+
+    def __getattr__(self, name):
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, main._interrupt)
+sys.modules["package"] = Package("package")
+try:
+    from package import name
+except KeyboardInterrupt:
+    sys.exit(7)
+"""
+
+
+def test_an_import_of_what_is_there_is_interrupted_as_all_else() -> None:
+    done = subprocess.run([sys.executable, "-c", LOOKED_UP], stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 INTERRUPTED_REMOVAL = """
 import os, signal, sys, time
 from caffepy.cli import main
