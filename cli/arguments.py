@@ -28,7 +28,7 @@ def normalize(
     while rest:
         argument = rest.popleft()
         if argument.startswith("-") and len(argument) > 1:
-            flags.append(_flag(argument, rest, takes_value))
+            flags += _flag(argument, rest, takes_value)
         else:
             words.append(argument)
     length = 2 if words and words[0].replace("_", "-") in groups else 1
@@ -36,7 +36,8 @@ def normalize(
     return [*command, *words[length:], *flags, *arguments[cut:]]
 
 
-def _flag(argument: str, rest: deque[str], takes_value: Mapping[str, bool | None]) -> str:
+def _flag(argument: str, rest: deque[str], takes_value: Mapping[str, bool | None]) -> list[str]:
+    """What click reads for it: nothing for a flag that is switched off and has no negative form."""
     name, equals, value = argument.lstrip("-").partition("=")
     name = name.replace("_", "-")
     if name == "h":
@@ -46,11 +47,11 @@ def _flag(argument: str, rest: deque[str], takes_value: Mapping[str, bool | None
         takes = bool(equals or (rest and rest[0].isdecimal()))
     if takes:
         if not equals:
-            return f"--{name}={rest.popleft()}" if rest else f"--{name}"
-        return f"--{name}={value}"
-    negated = name.removeprefix("no")
-    if name not in takes_value and negated != name and f"no-{negated}" in takes_value:
-        return f"--no-{negated}"
-    if equals and f"no-{name}" in takes_value and value.lower() in TRUE + FALSE:
-        return f"--{name}" if value.lower() in TRUE else f"--no-{name}"
-    return f"--{name}{equals}{value}"
+            return [f"--{name}={rest.popleft()}" if rest else f"--{name}"]
+        return [f"--{name}={value}"]
+    positive = name if name in takes_value else name.removeprefix("no")
+    if takes_value.get(positive) is not False or (equals and value.lower() not in TRUE + FALSE):
+        return [f"--{name}{equals}{value}"]
+    if (positive == name) == (not equals or value.lower() in TRUE):
+        return [f"--{positive}"]
+    return [f"--no-{positive}"] if f"no-{positive}" in takes_value else []
