@@ -3,7 +3,6 @@
 Sums are exact: whole numbers of raw pixels, float64 of others. Caffe's float32 sums round above 2^24.
 """
 
-import json
 import logging
 from contextlib import closing
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from caffepy.errors import DataError
 from caffepy.files import written
 from caffepy.proto import binary
 from caffepy.report import counting
-from caffepy.report.text import number
+from caffepy.report.text import as_json, number
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class Mean:
 
     def json(self) -> str:
         """An object with count, shape and mean_value."""
-        return json.dumps({"count": self.count, "shape": self.image.shape, "mean_value": self.channels})
+        return as_json({"count": self.count, "shape": self.image.shape, "mean_value": self.channels})
 
 
 def compute_image_mean(

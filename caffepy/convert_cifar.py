@@ -34,7 +34,6 @@ def convert_cifar(folder: str, out: str, backend: str = "lmdb") -> dict[str, int
     paths = {name: os.path.join(out, f"cifar10_{name}_{backend}") for name in parts}
     for path in paths.values():
         refuse_existing(path)
-    os.makedirs(out or ".", exist_ok=True)
     head = head_of(SHAPE)
     tails = [Datum(label=label).SerializeToString() for label in range(CLASSES)]
     for name, rows in parts.items():

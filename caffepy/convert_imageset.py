@@ -19,7 +19,7 @@ import cv2
 import numpy as np
 
 from caffepy.data.ahead import mapped
-from caffepy.data.datum import COLOR, GRAY, head_of
+from caffepy.data.datum import COLOR, GRAY, head_of, opened, resized
 from caffepy.data.image_list import Entry, read_list
 from caffepy.data.source import open_source, printable
 from caffepy.data.write import COMMIT_BYTES, COMMIT_EVERY, Partial, Writer
@@ -59,12 +59,11 @@ class Recipe:
                 content = file.read()
         except OSError:
             return Made(None, 0)
-        bytes_ = np.frombuffer(content, np.uint8)
-        image = cv2.imdecode(bytes_, GRAY if self.gray else COLOR) if content else None
+        image = opened(content, GRAY if self.gray else COLOR)
         if image is None:
             return Made(None, 0)
         if self.width:
-            image = cv2.resize(image, (self.width, self.height))
+            image = resized(image, self.width, self.height)
         if self.encode == "":
             return raw(image, label)
         extension = os.path.splitext(path)[1][1:].lower()

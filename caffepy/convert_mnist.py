@@ -4,6 +4,7 @@ import gzip
 import logging
 import os
 import struct
+import zlib
 
 import numpy as np
 
@@ -50,15 +51,17 @@ def read_idx(path: str, magic: int, axes: int) -> Array:
     try:
         with gzip.open(path) if sniff(path) == "a gzip file" else open(path, "rb") as file:
             content = file.read()
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {str(error).lower()}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {(getattr(error, 'strerror', '') or str(error)).lower()}") from None
     length = 4 * (1 + axes)
     found, *shape = struct.unpack_from(f">{1 + axes}I", content.ljust(length, b"\0"))
     if found != magic:
         kind = {IMAGES: "images", LABELS: "labels"}
         other = f"a file of {kind[found]}" if found in kind else sniff(path)
         raise DataError(f"{path} is no file of MNIST's {kind[magic]}, but {other}; it should start with {magic}")
-    values = np.frombuffer(content, np.uint8, offset=length)
+    values = np.frombuffer(content, np.uint8)[length:]
     if values.size != np.prod(shape, dtype=object):
         raise DataError(f"{path} is damaged: it has {values.size} values, not {' x '.join(map(str, shape))}")
+    if not values.size:
+        raise DataError(f"{path} is empty: it has {' x '.join(map(str, shape))} values")
     return values.reshape(shape)

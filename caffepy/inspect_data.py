@@ -1,6 +1,5 @@
 """`caffepy data show`: what a source of data holds, be it a database, HDF5 files, a list of images or a mean."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,9 @@ import numpy as np
 from caffepy.blob import Array, shape_string
 from caffepy.data.ahead import mapped
 from caffepy.data.datum import NATIVE, decode, decode_image, image_file
+from caffepy.data.hdf5 import reading
 from caffepy.data.image_list import find_root, read_list
+from caffepy.data.lists import lines_of
 from caffepy.data.source import Records, open_source, printable
 from caffepy.data.transformer import load_mean
 from caffepy.data.windows import read_windows
@@ -25,7 +26,7 @@ from caffepy.paths import locate
 from caffepy.proto.sniff import sniff
 from caffepy.report import counting, grid
 from caffepy.report.sheet import sheet, thumbnail
-from caffepy.report.text import columns, number
+from caffepy.report.text import as_json, columns, number
 from caffepy.report.text import printable as on_one_line
 
 CHUNK = 32  # items that a thread looks at at a time
@@ -33,6 +34,7 @@ PICTURES = 100  # of a contact sheet
 NAMED = 5  # names of records that are shown
 LABELS = 30  # labels that a table shows
 SIGNATURES = {b"\xff\xd8\xff": "jpeg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp", b"II": "tiff"}
+LARGEST = 1 << 53  # up to which float64 has all whole numbers
 THRESHOLD = 0.5  # WindowData's usual one of foreground and background
 
 
@@ -59,8 +61,7 @@ class DataInfo:
 
     def json(self) -> str:
         """An object of all that; labels are a list of [label, count]."""
-        content = {**vars(self), "labels": sorted(self.labels.items())}
-        return json.dumps(content)
+        return as_json({**vars(self), "labels": sorted(self.labels.items())})
 
     def table(self) -> str:
         """Lines for a person."""
@@ -128,7 +129,8 @@ def show(
         raise DataError(f"{path} is {kind}, not a source of data{advice}")
     if sheet_path:
         if not viewer.pictures:
-            raise DataError(f"{path} has no images for a contact sheet")
+            because = f": {viewer.info.bad[0]}" if viewer.info.bad else ""
+            raise DataError(f"{path} has no images for a contact sheet{because}")
         grid.save(sheet(viewer.pictures), sheet_path)
     return viewer.info
 
@@ -155,15 +157,16 @@ class Viewer:
 
     def text(self) -> None:
         """Look at what a text file lists."""
-        with open(self.path, encoding="utf-8", errors="surrogateescape") as file:
-            head = file.read(4096).split()
-        if head[:2] == ["#", "0"]:
+        head = list(islice(self._words(), 2))
+        if head == ["#", "0"]:
             self._windows()
         elif head and sniff(locate(head[0], self.path)) == "HDF5":
-            with open(self.path, encoding="utf-8", errors="surrogateescape") as file:
-                self.hdf5([locate(name, self.path) for name in file.read().split()], "list of HDF5 files")
+            self.hdf5([locate(name, self.path) for name in self._words()], "list of HDF5 files")
         else:
             self._images()
+
+    def _words(self) -> Iterator[str]:
+        return (word for line in lines_of(self.path) for word in line.split())
 
     def _images(self) -> None:
         entries = read_list(self.path)
@@ -212,11 +215,11 @@ class Viewer:
         sets: dict[str, str] = {}
         for path in paths:
             try:
-                with h5py.File(path, "r") as file:
+                with reading(path) as file:
                     self._hdf5(file, sets)
-            except OSError as error:
+            except DataError as error:
                 self.info.bad_records += 1
-                self.info.bad.append(f"{path}: {error}")
+                self.info.bad.append(error.message)
         self.info.facts = {**({"files": len(paths)} if len(paths) > 1 else {}), **sets}
         if len(paths) > 1:
             self.info.first = list(paths[:NAMED])
@@ -231,11 +234,11 @@ class Viewer:
             sets[f'dataset "{name}"'] = f"rows of {shape_string(data.shape[1:])}, {data.dtype}"
             if name == "label" and data.size == len(data) and data.dtype.kind in "fiu":
                 values, counts = np.unique(data[: self._first], return_counts=True)
-                if (values == np.round(values)).all():
+                if (values == np.round(values)).all() and (np.abs(values) < LARGEST).all():
                     self.info.labels.update(dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True)))
-            if self._wants_pictures and data.ndim == 4 and data.shape[1] in (1, 3):
+            if self._wants_pictures and data.ndim == 4 and data.shape[1] in (1, 3) and data.dtype.kind in "fiub":
                 room = PICTURES - len(self.pictures)
-                self.pictures += [(thumbnail(image), str(i)) for i, image in enumerate(data[:room])]
+                self.pictures += [(thumbnail(image), str(i)) for i, image in enumerate(data[:room]) if image.size]
         self.info.records += rows
         self.info.seen = self.info.records if self._first is None else min(self._first, self.info.records)
 

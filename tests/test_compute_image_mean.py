@@ -81,6 +81,12 @@ def test_a_record_that_does_not_fit_is_named_and_nothing_written(case: str, tmp_
     assert not (tmp_path / "mean").exists()
 
 
+def test_a_mean_that_is_no_number_is_json(tmp_path: Path) -> None:
+    values = np.array([1, np.nan, np.inf], np.float32).reshape(3, 1, 1)
+    mean = compute_image_mean(write(tmp_path, [array_to_datum(values)]))
+    assert mean.json() == '{"count": 1, "shape": [3, 1, 1], "mean_value": [1.0, null, null]}'
+
+
 def test_a_mean_is_read_again(tmp_path: Path) -> None:
     image = np.random.default_rng(0).random((2, 3, 4)).astype(np.float32)
     module.write_mean(f"{tmp_path}/mean.binaryproto", image)

@@ -60,6 +60,13 @@ def test_what_is_wrong_is_told_and_nothing_written(folder: Path) -> None:
     assert not (folder / "out").exists()
 
 
+def test_a_folder_that_cannot_be(folder: Path) -> None:
+    (folder / "file").touch()
+    for name in "file", "file/out":
+        with pytest.raises(DataError, match="cifar10_train_lmdb cannot be written: not a directory"):
+            convert_cifar(str(folder), f"{folder}/{name}")
+
+
 def test_neither_database_may_exist(folder: Path) -> None:
     (folder / "out" / "cifar10_test_lmdb").mkdir(parents=True)
     with pytest.raises(DataError, match="cifar10_test_lmdb exists already"):

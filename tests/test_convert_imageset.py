@@ -4,6 +4,8 @@ import json
 import logging
 import os
 import shutil
+import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -300,6 +302,18 @@ def test_a_label_of_more_than_32_bits_is_named(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a.png 1\nb.png 2147483648\n")
     with pytest.raises(DataError, match=r"list.txt:2: label 2147483648 has more than 32 bits"):
         convert_imageset("", f"{tmp_path}/list.txt", f"{tmp_path}/db")
+
+
+def test_images_that_are_too_large(tmp_path: Path) -> None:
+    root, names = draw(tmp_path, 2)
+    png = bytearray(Path(f"{root}1.png").read_bytes())
+    png[16:24] = struct.pack(">II", 1 << 17, 1 << 17)  # its width and height
+    png[29:33] = struct.pack(">I", zlib.crc32(png[12:29]))
+    Path(f"{root}1.png").write_bytes(png)
+    assert convert_imageset(root, names, f"{tmp_path}/db") == Converted(1, 1)
+    with pytest.raises(MemoryError, match="an image of 2147483648 x 2 pixels"):
+        convert_imageset(root, names, f"{tmp_path}/large", recipe=Recipe(width=1 << 31, height=2))
+    assert sorted(os.listdir(tmp_path)) == ["db", "images", "list.txt"]
 
 
 def test_lists_of_other_systems(tmp_path: Path) -> None:

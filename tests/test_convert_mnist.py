@@ -1,6 +1,7 @@
 """convert-mnist: idx files, packed or not, and what is wrong with them."""
 
 import gzip
+import os
 import struct
 from pathlib import Path
 
@@ -53,6 +54,10 @@ WRONG = {
     "empty": (b"", LABELS, "images is no file of MNIST's images, but empty"),
     "cut short": (IMAGES[:-1], LABELS, "images is damaged: it has 139 values, not 7 x 5 x 4"),
     "packed, cut short": (gzip.compress(IMAGES)[:-9], LABELS, "images cannot be read: "),
+    "packed, damaged": (gzip.compress(os.urandom(999))[:400] + bytes(600), LABELS, "images cannot be read: "),
+    "a short head": (IMAGES[:6], LABELS, "images is empty: it has 0 x 0 x 0 values"),
+    "no images": (struct.pack(">4I", 2051, 0, 28, 28), LABELS, "images is empty: it has 0 x 28 x 28 values"),
+    "no pixels": (struct.pack(">4I", 2051, 7, 0, 0), LABELS, "images is empty: it has 7 x 0 x 0 values"),
     "another number": (IMAGES, struct.pack(">2I", 2049, 2) + b"ab", "has 7 images, but .*labels 2 labels"),
 }
 

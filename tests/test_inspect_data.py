@@ -119,6 +119,36 @@ def test_hdf5_files_and_lists_of_them(tmp_path: Path) -> None:
     assert show(f"{tmp_path}/list.txt").bad_records == 1
 
 
+ODD = {
+    "no pixels": {"data": np.zeros((3, 3, 0, 2))},
+    "complex numbers": {"data": np.zeros((3, 3, 2, 2), np.complex64)},
+    "structures": {"data": np.zeros((3, 3, 2, 2), [("a", "f4")])},
+    "large labels": {"label": np.full(3, 1e30)},
+    "labels that are no numbers": {"label": np.full(3, np.nan)},
+    "links": {"data": h5py.SoftLink("/no"), "label": h5py.ExternalLink("no.h5", "/data")},
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_hdf5_files(case: str, tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, value in ODD[case].items():
+            file[name] = value
+    assert not show(f"{tmp_path}/a.h5").labels
+    with pytest.raises(DataError, match=r"a\.h5 has no images for a contact sheet"):
+        show(f"{tmp_path}/a.h5", sheet_path=f"{tmp_path}/sheet.png")
+
+
+def test_a_damaged_hdf5_file_is_told(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["data"] = np.zeros((3, 3, 4, 5))
+    content = (tmp_path / "a.h5").read_bytes().replace(b"HEAP", b"PAEH")
+    (tmp_path / "a.h5").write_bytes(content)
+    assert show(f"{tmp_path}/a.h5").bad_records == 1
+    with pytest.raises(DataError, match=r"no images for a contact sheet: .*a\.h5 cannot be read: "):
+        show(f"{tmp_path}/a.h5", sheet_path=f"{tmp_path}/sheet.png")
+
+
 def test_window_files(tmp_path: Path) -> None:
     (tmp_path / "w.txt").write_text("# 0\na.png\n3\n9\n9\n2\n4 0.9 0 0 4 4\n0 0.1 1 1 5 5\n")
     info = show(f"{tmp_path}/w.txt")

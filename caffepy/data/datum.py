@@ -43,16 +43,36 @@ def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None =
     """(C, H, W) uint8, channels in OpenCV's order (BGR), of an image file's bytes, resized to (width, height)."""
     import cv2
 
-    image = cv2.imdecode(np.frombuffer(data, np.uint8), mode) if data else None
+    image = opened(data, mode)
     if image is None:
         raise DataError(f"its image cannot be decoded ({len(data)} bytes)")
     if image.dtype != np.uint8:
         raise DataError(f"its image has {image.dtype.itemsize * 8} bits a channel; only 8 are supported")
     if size:
-        image = cv2.resize(image, size)
+        image = resized(image, *size)
     if image.ndim == 2:
-        return np.asarray(image)[None]
+        return image[None]
     return np.stack(cv2.split(image))  # (H, W, C) -> (C, H, W)
+
+
+def opened(data: bytes, mode: int) -> Array | None:
+    """(H, W) or (H, W, C) as OpenCV decodes an image file's bytes; None if that is not possible."""
+    import cv2
+
+    try:
+        return cv2.imdecode(np.frombuffer(data, np.uint8), mode) if data else None
+    except cv2.error:  # more pixels than OpenCV takes
+        return None
+
+
+def resized(image: Array, width: int, height: int) -> Array:
+    """(height, width) or (height, width, C): the image, bilinearly; MemoryError if it is too large."""
+    import cv2
+
+    try:
+        return cv2.resize(image, (width, height))
+    except cv2.error:
+        raise MemoryError(f"an image of {width} x {height} pixels") from None
 
 
 @lru_cache(64)

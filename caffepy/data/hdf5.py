@@ -2,19 +2,24 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.blob import shape_string
+from caffepy.data.lists import lines_of
 from caffepy.data.order import visits
-from caffepy.errors import DataError
+from caffepy.errors import CaffeError, DataError
 from caffepy.paths import locate
 from caffepy.proto.sniff import sniff
 from caffepy.registry import nearest
+
+if TYPE_CHECKING:
+    import h5py
 
 log = logging.getLogger(__name__)
 
@@ -67,18 +72,13 @@ class HDF5Rows:
             self._arrays = self._load(file)
             self._file = file
         self._rows = visits(len(self._arrays[0]), None if self._seed is None else self._seed + 1, visit)
-        self._visit, self._row = visit, row
+        self._visit, self._row = visit, row % len(self._rows)
 
     def _load(self, file: str) -> list[Array]:
-        import h5py
-
         if (kind := sniff(file)) != "HDF5":
             raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
-        try:
-            with h5py.File(file, "r") as h:
-                arrays = [self._dataset(h, name, file) for name in self._names]
-        except OSError as error:
-            raise DataError(f"{file} cannot be read: {error}") from None
+        with reading(file) as h:
+            arrays = [self._dataset(h, name, file) for name in self._names]
         lengths = {name: len(a) for name, a in zip(self._names, arrays, strict=True)}
         if len(set(lengths.values())) > 1 or 0 in lengths.values():
             rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
@@ -90,11 +90,10 @@ class HDF5Rows:
         return arrays
 
     def _dataset(self, h: Any, name: str, file: str) -> Array:
-        if name not in h:
-            raise DataError(
-                f'{file} has no dataset "{name}"{nearest(name, h)}; a top is filled from the dataset of its name'
-            )
-        data = h[name]
+        data = h.get(name)
+        if data is None:
+            hint = ", but a link that leads nowhere" if name in h else nearest(name, h)
+            raise DataError(f'{file} has no dataset "{name}"{hint}; a top is filled from the dataset of its name')
         if getattr(data, "ndim", 0) < 1 or data.dtype.kind not in "fiu":
             raise DataError(f'{file}: "{name}" is no dataset of numbers with at least one axis')
         return np.asarray(data, self._dtype)
@@ -113,12 +112,22 @@ class HDF5Rows:
         self._go(int(state["visit"]), int(state["row"]))
 
 
-def _read_names(path: str) -> list[str]:
+@contextmanager
+def reading(path: str) -> "Iterator[h5py.File]":
+    """The HDF5 file, open for reading; what goes wrong in the block because it is damaged becomes a DataError."""
+    import h5py
+
     try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            names = file.read().split()
-    except OSError as error:
-        raise DataError(f'source "{path}" cannot be read: {(error.strerror or str(error)).lower()}') from None
+        with h5py.File(path, "r") as file:
+            yield file
+    except (CaffeError, MemoryError):
+        raise
+    except Exception as error:  # h5py fails in many ways on damaged files
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _read_names(path: str) -> list[str]:
+    names = [name for line in lines_of(path) for name in line.split()]
     if not names:
         raise DataError(f"{path} names no HDF5 files")
     return names

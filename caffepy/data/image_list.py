@@ -4,6 +4,7 @@ import logging
 import re
 
 from caffepy.data.datum import COLOR, GRAY, Array, decode_image
+from caffepy.data.lists import lines_of
 from caffepy.data.loader import SequentialLoader, State
 from caffepy.data.order import visits
 from caffepy.data.transformer import Transformer
@@ -16,27 +17,25 @@ log = logging.getLogger(__name__)
 
 Entry = tuple[str, int]
 
+LABEL = re.compile(r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII)  # more digits would not change what is said of it
+
 
 def read_list(path: str) -> list[Entry]:
     """(image path, label) of each line, split at the last blank; a label is the integer that it starts with, else 0.
 
     DataError: no such file, a line without a blank, a label of more than 32 bits, no lines.
     """
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            lines = file.read().split("\n")
-    except OSError as error:
-        raise DataError(f'source "{path}" cannot be read: {(error.strerror or str(error)).lower()}') from None
     entries = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(lines_of(path), 1):
         name, blank, label = line.rpartition(" ")
-        if blank:
-            digits = re.match(r"\s*[+-]?\d+", label)
-            entries.append((name, int(digits.group()) if digits else 0))
-            if not -(1 << 31) <= entries[-1][1] < 1 << 31:
-                raise DataError(f"{path}:{number}: label {label.strip()} has more than 32 bits")
-        elif line:
+        if not line.strip():
+            continue
+        if not blank:
             raise DataError(f'{path}:{number}: "{line[:80]}" is not an image path, a blank and a label')
+        digits = LABEL.match(label)
+        entries.append((name, int("".join(digits.groups())) if digits else 0))
+        if not -(1 << 31) <= entries[-1][1] < 1 << 31:
+            raise DataError(f"{path}:{number}: label {label.strip()[:80]} has more than 32 bits")
     if not entries:
         raise DataError(f"{path} lists no images")
     return entries

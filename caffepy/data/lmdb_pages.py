@@ -169,7 +169,7 @@ class Pages:
 
     def _need(self, pages: Array, counts: Array | int) -> None:
         """DataError unless `counts` pages from each of these on are pages of the file behind the metas."""
-        self._refuse(pages[(pages < 2) | (pages + counts - 1 > self._meta.last_page)])
+        self._refuse(pages[(pages < 2) | (pages > self._meta.last_page + 1 - counts)])
 
     def _refuse(self, pages: Array) -> None:
         if len(pages):

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -22,6 +23,7 @@ from caffepy.registry import nearest
 log = logging.getLogger(__name__)
 
 AHEAD = 1 << 27  # bytes of a file that are asked for ahead of time
+LINKED = "caffepy-leveldb-"
 OWN_FILES = ("LOCK", "LOG", "LOG.old")  # of a process that has a LevelDB open
 
 Array = NDArray[Any]
@@ -97,7 +99,7 @@ class Source:
                 yield Records.joined(records)
             self._first()
         except self.errors as error:
-            raise DataError(f"{self.path} is damaged: {said(error)}") from None
+            raise DataError(f"{self.path} is damaged: {self._said(error)}") from None
 
     def read(self) -> Record:
         """Key and value of the next record; the last one is followed by the first."""
@@ -109,7 +111,7 @@ class Source:
                 self._first()
                 self._index = 0
         except self.errors as error:
-            raise DataError(f"{self.path} is damaged near record {self._index}: {said(error)}") from None
+            raise DataError(f"{self.path} is damaged near record {self._index}: {self._said(error)}") from None
         return record
 
     def take(self, count: int) -> Records:
@@ -139,13 +141,17 @@ class Source:
                 if not self._next():
                     raise DataError(f"{self.path} is damaged: it has fewer records than the {len(self)} that it claims")
         except self.errors as error:
-            raise DataError(f"{self.path} is damaged before record {index}: {said(error)}") from None
+            raise DataError(f"{self.path} is damaged before record {index}: {self._said(error)}") from None
 
     def close(self) -> None:
         """Release the database; no record may be used any more."""
         if self._finalizer.detach():
             del self._database, self._cursor
             _release(self._use)
+
+    def _said(self, error: Exception) -> str:
+        """What went wrong, in the user's names."""
+        return said(error)
 
     def _item(self) -> Record:
         raise NotImplementedError
@@ -251,12 +257,13 @@ class LevelDB(Source):
     def __init__(self, path: str) -> None:
         plyvel = import_plyvel(f"{path} is a LevelDB; reading one")
         self.errors = (plyvel.Error,)
+        self.path = path
         try:
             super().__init__(
                 path, _acquire(path, _LinkedLevelDB, lambda database: database.raw_iterator(verify_checksums=True))
             )
         except (plyvel.Error, OSError) as error:
-            raise DataError(f"{path} cannot be read as a LevelDB: {said(error)}") from None
+            raise DataError(f"{path} cannot be read as a LevelDB: {self._said(error)}") from None
 
     @property
     def length(self) -> int | None:
@@ -265,7 +272,13 @@ class LevelDB(Source):
 
     def __len__(self) -> int:
         """Number of records, counted by reading all of them."""
-        return sum(1 for _ in self._database.iterator(include_value=False))
+        try:
+            return sum(1 for _ in self._database.iterator(include_value=False))
+        except self.errors as error:
+            raise DataError(f"{self.path} is damaged: {self._said(error)}") from None
+
+    def _said(self, error: Exception) -> str:
+        return re.sub(f"{re.escape(tempfile.gettempdir())}/{LINKED}\\w+", lambda _: self.path, said(error))
 
     def _item(self) -> Record:
         key, value = self._cursor.item()
@@ -291,16 +304,16 @@ class _LinkedLevelDB:
     def __init__(self, path: str) -> None:
         import plyvel
 
-        folder = tempfile.mkdtemp(prefix="caffepy-leveldb-")
+        folder = tempfile.mkdtemp(prefix=LINKED)
         self._finalizer = finalize(self, shutil.rmtree, folder, ignore_errors=True)
         for name in os.listdir(path):
             if name not in OWN_FILES:
                 os.symlink(os.path.join(os.path.abspath(path), name), os.path.join(folder, name))
         try:
             self._database = plyvel.DB(folder, paranoid_checks=True)  # else what is damaged is left out silently
-        except plyvel.Error as error:
+        except plyvel.Error:
             self._finalizer()
-            raise plyvel.Error(said(error).replace(folder, path)) from None
+            raise
         self.iterator, self.raw_iterator = self._database.iterator, self._database.raw_iterator
 
     def close(self) -> None:
@@ -394,8 +407,12 @@ def said(error: Exception) -> str:
 
 
 def printable(key: bytes | memoryview) -> str:
-    """A key as it stands in messages."""
-    return f'"{bytes(key).decode(errors="backslashreplace")}"'
+    """A key as it stands in messages, what a terminal would not show in escapes."""
+    try:
+        text = repr(bytes(key).decode())
+    except UnicodeDecodeError:
+        text = repr(bytes(key))[1:]
+    return f'"{text[1:-1]}"'
 
 
 def _look(path: str) -> str:

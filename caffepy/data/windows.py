@@ -4,12 +4,14 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from caffepy.blob import shape_string
 from caffepy.data.datum import COLOR, Array, decode_image
 from caffepy.data.image_list import find_root
+from caffepy.data.lists import lines_of
 from caffepy.data.loader import Batch, Loader, Shape, State
 from caffepy.data.transformer import read_mean
 from caffepy.data.twister import new_twister
@@ -62,30 +64,35 @@ def read_windows(path: str, fg_threshold: float, bg_threshold: float) -> WindowF
 
 def _blocks(path: str) -> Iterator[tuple[str, Array]]:
     """Image path and windows (n, 6) of each block."""
-    try:
-        with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            lines = filter(None, map(str.strip, file))
-            for number, head in enumerate(lines):
-                if head.split() != ["#", str(number)]:
-                    raise DataError(f'{path}: "{head[:80]}" where block "# {number}" should start')
-                yield _block(path, number, lines)
-    except OSError as error:
-        raise DataError(f'source "{path}" cannot be read: {(error.strerror or str(error)).lower()}') from None
+    lines = filter(None, map(str.strip, lines_of(path)))
+    for number, head in enumerate(lines):
+        if head.split() != ["#", str(number)]:
+            raise DataError(f'{path}: "{head[:80]}" where block "# {number}" should start')
+        yield _block(path, number, lines)
 
 
 def _block(path: str, number: int, lines: Iterator[str]) -> tuple[str, Array]:
+    image, *numbers = _next(path, number, lines, 5)
     try:
-        image, *numbers = (next(lines) for _ in range(5))
         *_, count = map(int, numbers)
-        rows = [next(lines).split() for _ in range(count)]
+        rows = [line.split() for line in _next(path, number, lines, count)]
         windows = np.array(rows, np.float64).reshape(count, FIELDS)
-    except (RuntimeError, StopIteration):
-        raise DataError(f"{path} ends within block {number}") from None
-    except ValueError as error:
-        raise DataError(f"{path}: block {number} is damaged: {error}") from None
-    if not np.isfinite(windows).all() or (windows[:, 4:] < windows[:, 2:4]).any():
+    except ValueError:
+        raise DataError(
+            f"{path}: block {number} is damaged: it needs an image, its channels, height and width, and a number of "
+            f"windows, each a line of {FIELDS} numbers"
+        ) from None
+    if not (np.abs(windows) < 1 << 31).all() or (windows[:, 4:] < windows[:, 2:4]).any():
         raise DataError(f"{path}: block {number} is damaged: a window needs x1 <= x2 and y1 <= y2")
     return image, windows
+
+
+def _next(path: str, number: int, lines: Iterator[str], count: int) -> list[str]:
+    """The next `count` lines of a block; ValueError for a count that is none."""
+    found = list(islice(lines, count))
+    if len(found) < count:
+        raise DataError(f"{path} ends within block {number}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,8 @@ class WindowLoader(Loader):
             log.info("class %d has %d samples", label, count)
         log.info("Amount of context padding: %d", param.context_pad)
         log.info("Crop mode: %s", param.crop_mode)
+        if not 0 <= param.fg_fraction <= 1:
+            raise ConfigError(f"window_data_param's fg_fraction must be 0 to 1, not {param.fg_fraction:g}")
         foreground = int(Number(self.batch_size) * Number(param.fg_fraction))
         self._wanted = ((file.background, self.batch_size - foreground), (file.foreground, foreground))
         for name, (windows, count) in zip(("background", "foreground"), self._wanted, strict=True):

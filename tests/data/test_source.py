@@ -11,7 +11,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from caffepy.data.source import open_source
+from caffepy.data.source import open_source, printable
 from caffepy.data.write import write_database, write_lmdb
 from caffepy.errors import DataError
 
@@ -215,6 +215,29 @@ def test_damage_in_a_leveldb_is_met(kind, tmp_path, monkeypatch):
             file.write_bytes(content)
     with pytest.raises(DataError, match=r"db (cannot be read as a LevelDB|is damaged near record \d+): .*checksum"):
         open_source(f"{tmp_path}/db").take(3000)
+
+
+def test_a_truncated_leveldb_is_told_by_its_name(tmp_path, monkeypatch):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    monkeypatch.setattr("caffepy.data.write.WRITE_BUFFER", 1 << 16)
+    with write_database(f"{tmp_path}/db", "leveldb") as writer:
+        for i in range(9000):
+            writer.put(f"{i:08d}", os.urandom(200))
+    tables = sorted((tmp_path / "db").glob("*.ldb"))
+    for i in 0, 1:
+        shutil.copytree(tmp_path / "db", tmp_path / f"{i}")
+        os.truncate(tmp_path / f"{i}" / tables[i].name, tables[i].stat().st_size // 2)
+        with pytest.raises(DataError, match=rf"{i} (is damaged|cannot be read as a LevelDB): ") as raised:
+            len(open_source(f"{tmp_path}/{i}"))
+        assert "caffepy-leveldb" not in str(raised.value)
+
+
+KEYS_SHOWN = {b"a b": '"a b"', "ä".encode(): '"ä"', b"\xff\0a": r'"\xff\x00a"', b"a\n\x1b[1m": r'"a\n\x1b[1m"'}
+
+
+@pytest.mark.parametrize("key", KEYS_SHOWN)
+def test_keys_in_messages(key):
+    assert printable(key) == KEYS_SHOWN[key]
 
 
 def test_all_records_once(source):

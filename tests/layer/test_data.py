@@ -355,6 +355,16 @@ def test_hdf5_shuffles_every_round_anew_and_resumes(names, tmp_path):
             np.testing.assert_array_equal(a, b)
 
 
+def test_hdf5_of_fewer_rows_than_before(tmp_path):
+    write_hdf5(tmp_path, a=numbers(0, 7))
+    feed = hdf5('hdf5_data_param { source: "list.txt" batch_size: 5 }', tmp_path)
+    feed.forward()
+    write_hdf5(tmp_path, a=numbers(0, 3))
+    again = hdf5('hdf5_data_param { source: "list.txt" batch_size: 2 }', tmp_path)
+    again.layer.set_state(feed.layer.state())
+    np.testing.assert_array_equal(again.forward()[1], [2, 0])
+
+
 HDF5_REFUSED = {
     "transform": ("transform_param { scale: 2 }", ConfigError, "HDF5Data does not transform data"),
     "no batch_size": ("hdf5_data_param { source: 'list.txt' }", ConfigError, "needs a batch_size"),
@@ -385,6 +395,11 @@ HDF5_DAMAGED = {
         'same number of rows, at least 1: "data" 3, "label" 2',
     ),
     "no rows": ({"data": np.zeros((0, 2)), "label": np.zeros(0)}, 'at least 1: "data" 0, "label" 0'),
+    "a link": (
+        {"data": h5py.SoftLink("/no"), "label": np.zeros(2)},
+        'no dataset "data", but a link that leads nowhere',
+    ),
+    "a link to a file": ({"data": h5py.ExternalLink("no.h5", "/data"), "label": np.zeros(2)}, "that leads nowhere"),
     "scalar": ({"data": 1.0, "label": np.zeros(2)}, '"data" is no dataset of numbers'),
     "text": ({"data": b"hello", "label": np.zeros(2)}, '"data" is no dataset of numbers'),
     "other width": ({"data": np.zeros((2, 3)), "label": np.zeros(2)}, r"shape 3 \(3\), those of .*a.h5 2 \(2\)"),
