@@ -73,6 +73,7 @@ class Prefetching(Feed):
     tops = (1, 2)
     _reader: Reader | None = None
     _length: int | None = None
+    _interrupted = False  # an exception, perhaps Ctrl-C, has come between taking a batch and giving it back
 
     def open(self) -> Loader:
         """What fills the batches."""
@@ -108,7 +109,11 @@ class Prefetching(Feed):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Cut the images of the next batch, subtract the mean, scale."""
-        assert self._reader is not None, "the layer is closed"
+        if self._reader is None:
+            raise DataError("the layer is closed")
+        if self._interrupted:
+            self._reader.stop()
+        self._interrupted = True
         batch = self._reader.take()
         try:
             top[0].reshape(batch.shape)
@@ -119,6 +124,7 @@ class Prefetching(Feed):
             batch.staging.done()
         finally:
             self._reader.give_back(batch)
+        self._interrupted = False
 
     def _mean_for(self, top: Blob) -> Array | None:
         """The mean on the device on which the top lies."""

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 import caffepy as caffe
+from caffepy.data.reader import Reader
+from caffepy.data.write import array_to_datum, write_lmdb
 from tests.net.nets import INPUT, LOSS, ip
 
 TEXT = (
@@ -341,6 +343,32 @@ def test_forward_backward_all(tmp_path: Path) -> None:
     np.testing.assert_allclose(outs["b"], net.forward_all(None, x=x)["b"], rtol=1e-6)
     wa, wb = (net.params[name][0].data for name in "ab")
     np.testing.assert_allclose(diffs["x"], b @ wb @ wa, rtol=1e-4, atol=1e-5)
+
+
+def test_ctrl_c_takes_no_batches_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with write_lmdb(str(tmp_path / "db")) as writer:
+        for i in range(20):
+            writer.put(f"{i:08d}", array_to_datum(np.full((1, 1, 1), i, np.uint8), i))
+    file = tmp_path / "net.prototxt"
+    file.write_text(
+        'layer { name: "d" type: "Data" top: "x" data_param { source: "db" backend: LMDB batch_size: 1 prefetch: 2 } }'
+    )
+    net = caffe.Net(file, caffe.TEST)
+    take = Reader.take
+
+    def interrupted(reader: Reader) -> None:
+        take(reader)
+        raise KeyboardInterrupt
+
+    for i in range(8):
+        with monkeypatch.context() as patch:
+            patch.setattr(Reader, "take", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                net.forward()
+        assert net.forward()["x"].ravel() == 2 * i + 1
+    net.close()
+    with pytest.raises(RuntimeError, match=r'net.prototxt:1:1: layer "d" \(Data\): the layer is closed'):
+        net.forward()
 
 
 def test_a_database_is_open_once_in_a_process(tmp_path: Path) -> None:
