@@ -12,7 +12,7 @@ import numpy as np
 from caffepy.blob import Array
 from caffepy.detector import Detector
 from caffepy.errors import ConfigError, DataError, UsageError
-from caffepy.files import written
+from caffepy.files import check_writable, written
 from caffepy.images import Preparation, on_device
 from caffepy.net.weights import new_hdf5
 from caffepy.paths import locate
@@ -100,10 +100,11 @@ class Detections:
 
 
 def check_output(path: str) -> str:
-    """The extension of a file of detections; UsageError for an unknown one."""
+    """The extension of a file of detections; UsageError for an unknown one, or if the file cannot be written."""
     extension = os.path.splitext(path)[1].lower()
     if extension not in OUTPUTS:
         raise UsageError(f'the extension of "{path}" must tell the format: {", ".join(OUTPUTS)}')
+    check_writable(path)
     return extension
 
 

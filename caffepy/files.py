@@ -1,5 +1,6 @@
 """Files that are whole or absent."""
 
+import errno
 import os
 import re
 import secrets
@@ -73,7 +74,24 @@ def written(path: str) -> Iterator[str]:
             with replacing(path) as temporary:
                 yield temporary
     except OSError as error:
-        raise UsageError(f'cannot write "{path}": {(error.strerror or str(error)).lower()}') from None
+        raise _cannot_write(path, error) from None
+
+
+def check_writable(path: str) -> None:
+    """UsageError if `written` could not begin; for work whose result would be lost at its end."""
+    if not os.path.exists(path) or os.path.isfile(path):
+        path, named = temporary_name(path), path
+        try:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.unlink(path)
+        except OSError as error:
+            raise _cannot_write(named, error) from None
+    elif os.path.isdir(path):
+        raise _cannot_write(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
+
+
+def _cannot_write(path: str, error: OSError) -> UsageError:
+    return UsageError(f'cannot write "{path}": {(error.strerror or str(error)).lower()}')
 
 
 def _flush(path: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from caffepy import models
 from caffepy.classifier import Classifier
-from caffepy.detect import Detections, detect, read_windows
+from caffepy.detect import Detections, check_output, detect, read_windows
 from caffepy.detector import Detector
 from caffepy.errors import ConfigError, DataError, UsageError
 from caffepy.images import Preparation
@@ -112,6 +112,8 @@ def test_what_is_written() -> None:
     assert line == ["data/a.png", "2", "1", "12", "14", f"{scores(found)[0].max():.6g}", str(best)]
     with pytest.raises(UsageError, match=r"must tell the format: .csv, .h5, .hdf5, .json"):
         found.save("out.txt")
+    with pytest.raises(UsageError, match=r'cannot write "none/out.csv": no such file or directory'):
+        check_output("none/out.csv")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.files import remove_stale, replacing, temporary_name
+from caffepy.errors import UsageError
+from caffepy.files import check_writable, remove_stale, replacing, temporary_name
 
 
 def test_a_file_is_whole_or_absent(tmp_path: Path) -> None:
@@ -37,3 +38,12 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     assert remove_stale(str(tmp_path / "s_")) == [dead]
     assert not os.path.exists(dead)
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_what_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
+    check_writable(str(tmp_path / "new"))
+    check_writable(os.devnull)
+    assert not list(tmp_path.iterdir())
+    for path, message in ((tmp_path, "is a directory"), (tmp_path / "none" / "x", "no such file or directory")):
+        with pytest.raises(UsageError, match=f'cannot write "{path}": {message}'):
+            check_writable(str(path))
