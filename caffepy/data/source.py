@@ -8,6 +8,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from typing import Any, overload
 from weakref import finalize
@@ -273,7 +274,8 @@ class LevelDB(Source):
     def __len__(self) -> int:
         """Number of records, counted by reading all of them."""
         try:
-            return sum(1 for _ in self._database.iterator(include_value=False))
+            with closing(self._database.iterator(include_value=False)) as keys:  # else it may outlive the database
+                return sum(1 for _ in keys)
         except self.errors as error:
             raise DataError(f"{self.path} is damaged: {self._said(error)}") from None
 
