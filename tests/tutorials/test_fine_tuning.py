@@ -65,7 +65,7 @@ def image_net(
     if part == "train":
         n.drop2 = L.Dropout(n.relu2, in_place=True, dropout_param={"dropout_ratio": 0.2})
     below = n.drop2 if part == "train" else n.relu2
-    last = L.InnerProduct(below, num_output=5, param=upper, weight_filler=gaussian)
+    last = L.InnerProduct(below, num_output=5, param=upper, weight_filler=gaussian, bias_filler={"value": 0.5})
     n.__setattr__(classifier, last)
     if part == "test":
         n.probs = L.Softmax(last)
@@ -194,7 +194,7 @@ def test_a_layer_learns_as_much_faster_as_its_rate_says(folder: Path, pretrained
         np.testing.assert_allclose(
             weight, 0.01 * factor * (gradient.T @ features + 0.01 * before[2]), rtol=1e-3, atol=1e-6 * factor
         )
-        np.testing.assert_allclose(bias, 0.02 * factor * gradient.sum(0), rtol=1e-3, atol=1e-6 * factor)
+        np.testing.assert_allclose(bias, 0.02 * factor * gradient.sum(0), rtol=1e-3, atol=1e-6 * factor)  # no decay
     for slow, fast, factor in zip(moved[1], moved[10], (1, 1, 10, 10), strict=True):
         assert np.abs(slow).max() > 1e-6
         np.testing.assert_allclose(fast, factor * slow, rtol=1e-3, atol=1e-6)
