@@ -137,7 +137,7 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
         for table in (train, test):
             table.take(line, iteration, (when - start).total_seconds(), rate)
     if not train.rows and not test.rows:
-        log.warning('"%s" gives no rows: no iteration of it shows all outputs of a net', path)
+        log.warning('"%s" gives no rows: no iteration in lines like those of glog shows all outputs of a net', path)
     return train.mended(), test.mended()
 
 

@@ -26,15 +26,27 @@ Row = dict[str, str]
 
 
 def read_rows(path: str) -> tuple[list[str], list[Row]]:
-    """Columns and complete rows of a metrics file; none of either if it does not exist or is something else."""
+    """Columns and complete rows of a metrics file; none of either if it does not exist or is something else.
+
+    Cells are numbers or empty, in every row.
+    """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:
             header, *rows = csv.reader(file)
     except (OSError, ValueError, csv.Error):
         return [], []
     if header[: len(FIRST)] != FIRST or header[-1:] != LAST:
         return [], []
-    return header, [dict(zip(header, row, strict=True)) for row in rows if len(row) == len(header) and row[0].isdigit()]
+    whole = (row for row in rows if len(row) == len(header) and _has_numbers(row))
+    return header, [dict(zip(header, row, strict=True)) for row in whole]
+
+
+def _has_numbers(row: Sequence[str]) -> bool:
+    try:
+        numbers = [int(row[0]), *(float(cell) for cell in row[1:] if cell)]
+    except ValueError:  # damaged, or by another hand
+        return False
+    return numbers[0] >= 0
 
 
 class Metrics(Gathering):

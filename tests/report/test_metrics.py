@@ -8,6 +8,7 @@ import pytest
 
 from caffepy.report import Metrics, curve
 from caffepy.report.metrics import read_rows
+from caffepy.report.runs import read_run
 from tests.report import golden
 
 
@@ -83,6 +84,18 @@ def test_a_fresh_run_begins_a_new_file(prefix: str) -> None:
         with Metrics(prefix) as metrics:
             run(metrics, 0, last)
     assert column(prefix, "iteration") == ["0", "2"]
+
+
+def test_rows_that_other_programs_damaged_are_left_out(prefix: str) -> None:
+    with Metrics(prefix) as metrics:
+        run(metrics, 0, 5)
+    path = Path(f"{prefix}_metrics.csv")
+    bad = ["x,1,1,1,,1", "6,x,1,1,,1", "8,1,x,1,,1", "\u00b2,1,1,1,,1", ",,,,,", "-1,1,1,1,,1"]
+    path.write_text(
+        "\n".join(["\ufeff" + path.read_text(), *bad, "7,,1,1,,\n"]).replace("\n\n", "\n"), encoding="utf-8"
+    )
+    assert column(prefix, "iteration") == ["0", "2", "4", "7"]
+    assert read_run([str(path)]).curves["loss"].iterations == [0, 2, 4, 7]
 
 
 def test_something_else_of_that_name_is_not_continued(prefix: str) -> None:
