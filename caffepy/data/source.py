@@ -274,11 +274,14 @@ class LevelDB(Source):
     def __len__(self) -> int:
         """Number of records, counted by reading all of them."""
         try:
-            with closing(self._database.iterator(include_value=False)) as keys:
-                return sum(1 for _ in keys)
+            return self._count()
         except self.errors as error:
             told = self._said(error)
         raise DataError(f"{self.path} is damaged: {told}")  # the other error is gone, and with it the iterator it held
+
+    def _count(self) -> int:
+        with closing(self._database.iterator(include_value=False)) as keys:
+            return sum(1 for _ in keys)
 
     def _said(self, error: Exception) -> str:
         return re.sub(f"{re.escape(tempfile.gettempdir())}/{LINKED}\\w+", lambda _: self.path, said(error))
