@@ -9,7 +9,7 @@ What is unknown is empty.
 import csv
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
@@ -32,8 +32,16 @@ def read_rows(path: str) -> tuple[list[str], list[Row]]:
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            header, *rows = csv.reader(file)
-    except (OSError, ValueError, csv.Error):
+            return rows_in(file)
+    except (OSError, ValueError):
+        return [], []
+
+
+def rows_in(lines: Iterable[str]) -> tuple[list[str], list[Row]]:
+    """`read_rows` of what was read already."""
+    try:
+        header, *rows = csv.reader(lines)
+    except (ValueError, csv.Error):
         return [], []
     if header[: len(FIRST)] != FIRST or header[-1:] != LAST:
         return [], []

@@ -9,7 +9,7 @@ from datetime import datetime
 
 from caffepy.errors import DataError, UsageError
 from caffepy.report.log_tables import Clock, read_lines, year_of
-from caffepy.report.metrics import read_rows
+from caffepy.report.metrics import rows_in
 from caffepy.report.series import Run, joined, of_metrics
 
 SHOWN = re.compile(r"Iteration (\d+)(?: \((\S+) iter/s\b[^)]*\))?,(?: [^=]*,)? loss = ([^\s,]+)")
@@ -50,8 +50,9 @@ def name_of(path: str) -> str:
 
 
 def _parts(path: str) -> list[Run]:
-    columns, rows = read_rows(path)
-    parts = [of_metrics(path, columns, rows)] if columns else _LogReader(path).parts
+    lines = read_lines(path)  # once: it may be a pipe
+    columns, rows = rows_in(line.removeprefix("\ufeff") for line in lines)
+    parts = [of_metrics(path, columns, rows)] if columns else _LogReader(path, lines).parts
     if not any(part.curves for part in parts):
         raise DataError(
             f'"{path}" tells of no run: it is no metrics file, and no line of it has an iteration and a loss'
@@ -62,9 +63,9 @@ def _parts(path: str) -> list[Run]:
 class _LogReader:
     """Reads a log into the parts of a run: another begins where it says `Solving`, or where iterations go back."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, lines: Sequence[str]) -> None:
         self.parts = [Run(path)]
-        self._clock = Clock(year_of(path)) if os.path.exists(path) else Clock(0)
+        self._clock = Clock(year_of(path))
         self._start: datetime | None = None
         self._seconds = math.nan
         self._iteration = -1
@@ -72,7 +73,7 @@ class _LogReader:
         self._seen: Counter[str] = Counter()  # outputs of the net that was shown last, by name
         self._display: tuple[int, float] | None = None
         self._several: set[str] = set()
-        for line in read_lines(path):
+        for line in lines:
             self._read(line)
         for part in self.parts:
             self._name_elements(part)

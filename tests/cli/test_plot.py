@@ -1,5 +1,7 @@
 import importlib.util
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,3 +64,14 @@ def test_what_is_wrong(case: str, capsys: Captured) -> None:
     line, code, message = WRONG[case]
     assert main.run(["plot", *line.split()]) == code
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a pipe with a name")
+def test_a_log_may_be_a_pipe(capsys: Captured) -> None:
+    assert main.run(["plot", LOG, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)[0]["curves"]
+    os.mkfifo("pipe")
+    with ThreadPoolExecutor() as pool:
+        pool.submit(Path("pipe").write_bytes, Path(LOG).read_bytes())
+        assert main.run(["plot", "pipe", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["curves"]["loss"]["value"] == whole["loss"]["value"]
