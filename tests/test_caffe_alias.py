@@ -146,3 +146,6 @@ def test_without_a_script_it_tells_how_it_is_used(tmp_path: Path) -> None:
     done = run(tmp_path, "-m", "caffepy.as_caffe")
     assert done.returncode == 1
     assert "usage: python -m caffepy.as_caffe SCRIPT" in done.stderr
+    done = run(tmp_path, "-m", "caffepy.as_caffe", "gone.py")
+    assert done.returncode == 1
+    assert done.stderr.startswith("there is no script gone.py; usage: ")

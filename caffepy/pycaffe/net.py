@@ -218,7 +218,7 @@ class Net:
         """
         first = self._place(start) if start is not None else 0
         last = self._place(end) if end is not None else len(self._net.layers) - 1
-        outputs = set(self._net.top_names[last] if end is not None else self.outputs) | set(blobs or ())
+        outputs = _each(self._net.top_names[last] if end is not None else self.outputs, blobs)
         if inputs:
             if set(inputs) != set(self.inputs):
                 raise Exception("Input blob arguments do not match net inputs.")
@@ -239,7 +239,7 @@ class Net:
         """
         first = self._place(start) if start is not None else len(self._net.layers) - 1
         last = self._place(end) if end is not None else 0
-        wanted = set(self._net.bottom_names[last] if end is not None else self.inputs) | set(diffs or ())
+        wanted = _each(self._net.bottom_names[last] if end is not None else self.inputs, diffs)
         if tops:
             if set(tops) != set(self.outputs):
                 raise Exception("Top diff arguments do not match net outputs.")
@@ -253,7 +253,7 @@ class Net:
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
         """Run any number of items in batches; returns arrays of as many items for the outputs and `blobs`."""
         count = _count(inputs)
-        collected: dict[str, list[Array]] = {name: [] for name in set(self.outputs) | set(blobs or ())}
+        collected: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         for batch in self._batches(inputs):
             for name, out in self.forward(blobs, **batch).items():
                 collected[name].extend(out.copy())
@@ -264,8 +264,8 @@ class Net:
     ) -> tuple[dict[str, Array], dict[str, Array]]:
         """Run any number of items forward and backward in batches; `inputs` may hold diffs of outputs as well."""
         count = _count(inputs)
-        outs: dict[str, list[Array]] = {name: [] for name in set(self.outputs) | set(blobs or ())}
-        grads: dict[str, list[Array]] = {name: [] for name in set(self.inputs) | set(diffs or ())}
+        outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
+        grads: dict[str, list[Array]] = {name: [] for name in _each(self.inputs, diffs)}
         forward_batches = self._batches({k: v for k, v in inputs.items() if k in self.inputs})
         backward_batches = self._batches({k: v for k, v in inputs.items() if k in self.outputs})
         for data, tops in zip_longest(forward_batches, backward_batches):
@@ -361,6 +361,11 @@ class Net:
             self._net.after_backward.append(callback)
         elif not hasattr(callback, "synchronizer"):
             raise UsageError("after_backward takes a function of the layer's index, or an NCCL")
+
+
+def _each(names: Iterable[str], more: Iterable[str] | None) -> list[str]:
+    """These names, each once, in this order."""
+    return list(dict.fromkeys([*names, *(more or ())]))
 
 
 def _count(inputs: dict[str, Any]) -> int:
