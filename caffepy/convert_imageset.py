@@ -146,7 +146,7 @@ def convert_imageset(
         job.order(shuffle, seed)
         return job.compare(database)
     made_of = {
-        "list": _digest(list_file),
+        "list": _digest(entries),
         "root folder": os.path.abspath(root) if root.endswith(os.sep) else root,
         "backend": backend,
         "check_size": check_size,
@@ -163,9 +163,9 @@ def convert_imageset(
     return result
 
 
-def _digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+def _digest(entries: list[Entry]) -> str:
+    lines = (b"%b %d\n" % (os.fsencode(name), label) for name, label in entries)
+    return hashlib.sha256(b"".join(lines)).hexdigest()
 
 
 class Job:

@@ -1,5 +1,6 @@
 """convert-imageset: Caffe's keys and bytes, what is left out, interrupted runs that go on, comparisons."""
 
+import fcntl
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from caffepy import convert_imageset as module
 from caffepy.convert_imageset import Converted, Recipe, convert_imageset
 from caffepy.data.datum import decode
 from caffepy.data.source import open_source
-from caffepy.data.write import write_lmdb
+from caffepy.data.write import unfinished, write_lmdb
 from caffepy.errors import DataError, UsageError
 from caffepy.proto.caffe_pb2 import Datum
 
@@ -230,6 +231,79 @@ def test_a_batch_that_was_written_but_not_noted_is_written_again(
     content["progress"].update(lines=8, records=8)
     note.write_text(json.dumps(content))
     assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(30, 0)
+
+
+def test_two_processes_do_not_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, names = draw(tmp_path)
+    with interrupted(monkeypatch, 18):
+        convert_imageset(root, names, f"{tmp_path}/db")
+    descriptor = os.open(tmp_path / "db.partial", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match=r"db\.partial is being written by another process"):
+        convert_imageset(root, names, f"{tmp_path}/db", resume=True)
+    os.close(descriptor)
+    assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(30, 0)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_another_process_starts_at_the_same_moment(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, names = draw(tmp_path)
+    order = module.Job.order
+
+    def other(job: module.Job, shuffle: bool, seed: int | None) -> None:
+        (tmp_path / "db.partial").mkdir()
+        (tmp_path / "db.partial" / "data.mdb").touch()
+        order(job, shuffle, seed)
+
+    monkeypatch.setattr(module.Job, "order", other)
+    with pytest.raises(DataError, match=r"db\.partial is being written by another process"):
+        convert_imageset(root, names, f"{tmp_path}/db", resume=resume)
+    assert os.listdir(tmp_path / "db.partial") == ["data.mdb"]
+
+
+def test_killed_before_anything_was_written(tmp_path: Path) -> None:
+    root, names = draw(tmp_path)
+    (tmp_path / "db.partial").mkdir()
+    (tmp_path / "db.partial" / ".caffepy_partial.json.999999999.0123abcd.tmp").touch()
+    assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(30, 0)
+    assert os.listdir(tmp_path / "db") == ["data.mdb"]
+
+
+@pytest.mark.parametrize("step", ["rename", "unlink"])
+def test_killed_in_the_end(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, names = draw(tmp_path)
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, step, stop)
+        with pytest.raises(Stop):
+            convert_imageset(root, names, f"{tmp_path}/db")
+    if step == "rename":
+        assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(30, 0)
+    else:
+        assert unfinished(f"{tmp_path}/db") == ""
+        assert len(records(tmp_path / "db")) == 30
+
+
+def test_a_list_that_can_be_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, names = draw(tmp_path)
+    with interrupted(monkeypatch, 18):
+        convert_imageset(root, names, f"{tmp_path}/db")
+    reading, writing = os.pipe()
+    os.write(writing, Path(names).read_bytes().replace(b"29.png 29", b"29.png 30"))
+    os.close(writing)
+    with pytest.raises(DataError, match="was made with another list;"):
+        convert_imageset(root, f"/dev/fd/{reading}", f"{tmp_path}/db", resume=True)
+    os.close(reading)
+
+
+def test_a_database_without_a_name(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="the new database has no name"):
+        convert_imageset(*draw(tmp_path), "")
 
 
 def test_a_database_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,5 +1,7 @@
 """Writing databases as Caffe's tools do: whole or not at all, or bit by bit under a name that says so."""
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -14,7 +16,7 @@ import numpy as np
 from caffepy.data.datum import Array
 from caffepy.data.source import import_plyvel, printable, said
 from caffepy.errors import DataError
-from caffepy.files import replacing
+from caffepy.files import remove_stale, replacing
 from caffepy.proto.caffe_pb2 import Datum
 
 COMMIT_EVERY = 1000
@@ -164,6 +166,8 @@ def open_writer(name: str, folder: str, backend: str, sync: bool = False) -> Ite
 
 def _unwritable(name: str, error: Exception) -> DataError:
     reason = (error.strerror or said(error)).lower() if isinstance(error, OSError) else said(error)
+    if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ENOSPC):
+        return DataError(f"{name} cannot be written: {reason}")
     with suppress(OSError):  # LMDB does not tell a full disk from a broken one
         free = shutil.disk_usage(os.path.dirname(os.path.abspath(name))).free
         if free < COMMIT_BYTES and "space" not in reason:
@@ -172,7 +176,9 @@ def _unwritable(name: str, error: Exception) -> DataError:
 
 
 def refuse_existing(path: str) -> None:
-    """DataError if something of that name exists."""
+    """DataError if something of that name exists, or if it is no name."""
+    if not path:
+        raise DataError("the new database has no name")
     if os.path.lexists(path):
         raise DataError(f"{path} exists already; remove it or choose another name")
 
@@ -183,8 +189,8 @@ def write_database(path: str, backend: str) -> Iterator[Writer]:
 
     `backend` is "lmdb" or "leveldb". DataError if something of that name exists, or if it cannot be written.
     """
-    path = os.path.abspath(path)
     refuse_existing(path)
+    path = os.path.abspath(path)
     parent, name = os.path.split(path)
     folder = os.path.join(parent, f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
@@ -217,7 +223,9 @@ class Partial:
         self.progress: dict[str, Any] = {}
         self.recipe = {**choices, **recipe}
         self.backend = backend
-        if os.path.lexists(self.folder):
+        self._is_mine = False
+        self._is_new = not os.path.lexists(self.folder)
+        if not self._is_new:
             if not resume:
                 raise DataError(
                     f"{self.folder} is there, which a run left that did not end; go on with --resume, or remove it"
@@ -226,6 +234,8 @@ class Partial:
 
     def _take_up(self, recipe: Mapping[str, Any]) -> None:
         try:
+            if not [name for name in os.listdir(self.folder) if not name.startswith(".")]:
+                return  # it was killed before it wrote anything
             with open(os.path.join(self.folder, NOTE), encoding="utf-8") as file:
                 note = json.load(file)
             known, self.progress = dict(note["recipe"]), dict(note["progress"])
@@ -241,26 +251,66 @@ class Partial:
     @contextmanager
     def open(self) -> Iterator[Writer]:
         """A writer of what is still missing; when the block is done, the database gets its name."""
-        with open_writer(self.path, self.folder, self.backend, sync=True) as writer:
+        with self._alone():
+            if not self._is_new:
+                self._take_up(self.recipe)  # another process may have gone on meanwhile
             if not self.progress:
                 self.note({})
-            yield writer
-            writer.finish()
-        os.unlink(os.path.join(self.folder, NOTE))
-        os.rename(self.folder, self.path)
+            with open_writer(self.path, self.folder, self.backend, sync=True) as writer:
+                yield writer
+                writer.finish()
+            self.note(self.progress, whole=True)
+            try:
+                os.rename(self.folder, self.path)
+                os.unlink(os.path.join(self.path, NOTE))
+            except OSError as error:
+                raise _unwritable(self.path, error) from error
 
-    def note(self, progress: Mapping[str, Any]) -> None:
-        """What is written so far."""
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Make the folder, if it is new, and keep other processes from writing to it."""
+        try:
+            if self._is_new:
+                os.makedirs(os.path.dirname(os.path.abspath(self.folder)), exist_ok=True)
+                os.mkdir(self.folder, 0o744)
+            descriptor = os.open(self.folder, os.O_RDONLY)
+        except (FileExistsError, FileNotFoundError):
+            raise self._in_use() from None
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        try:
+            self._lock(descriptor)
+            self._is_mine = True
+            remove_stale(os.path.join(self.folder, NOTE))
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _lock(self, descriptor: int) -> None:
+        with suppress(OSError):  # file systems without locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._in_use() from None
+        if not os.path.exists(self.folder) or not os.path.samestat(os.fstat(descriptor), os.stat(self.folder)):
+            raise self._in_use()
+
+    def _in_use(self) -> DataError:
+        return DataError(f"{self.folder} is being written by another process")
+
+    def note(self, progress: Mapping[str, Any], whole: bool = False) -> None:
+        """What is written so far, or that this is all."""
         self.progress = dict(progress)
         try:
             with replacing(os.path.join(self.folder, NOTE)) as name, open(name, "w", encoding="utf-8") as file:
-                json.dump({"recipe": self.recipe, "progress": self.progress}, file)
+                json.dump({"recipe": self.recipe, "progress": self.progress, "whole": whole}, file)
         except OSError as error:
             raise _unwritable(self.path, error) from error
 
     def abandon(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove it, unless another process has it."""
+        if self._is_mine:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def unfinished(folder: str) -> str:
@@ -269,7 +319,8 @@ def unfinished(folder: str) -> str:
     if not os.path.exists(path):
         return ""
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
-        return ", ".join(f"{name} {value}" for name, value in json.load(file)["progress"].items())
+        note = json.load(file)
+        return "" if note.get("whole") else ", ".join(f"{name} {value}" for name, value in note["progress"].items())
     return "it does not say how far"
 
 
