@@ -19,7 +19,8 @@ def init_log(level: int | None = None, to_stderr: bool = True) -> None:
     """Show Caffe's log lines on stderr, or else write them to a file in GLOG_log_dir or the folder of temporary files.
 
     `level`: 0 for all (as GLOG_minloglevel says by default), 1 for warnings and errors, 2 for errors. Called again, it
-    changes that. Without it caffepy's lines go where Python's `logging` sends those of "caffepy".
+    changes that. Without it caffepy's lines go where Python's `logging` sends those of "caffepy"; a script for which
+    CAFFEPY_AS_CAFFE=1 stands gets them on stderr as soon as it builds a net.
     """
     chosen = os.environ.get(VARIABLE, "0") if level is None else str(level)
     if chosen not in ("0", "1", "2", "3"):
@@ -30,9 +31,10 @@ def init_log(level: int | None = None, to_stderr: bool = True) -> None:
 
 
 def heed_environment() -> None:
-    """Show log lines if GLOG_minloglevel is set and nothing else has been chosen."""
+    """Show log lines if GLOG_minloglevel is set, or caffepy stands for Caffe, and nothing else has been chosen."""
     chosen = logging.getLogger("caffepy")
-    if VARIABLE in os.environ and not chosen.handlers and chosen.level == logging.NOTSET:
+    asked = VARIABLE in os.environ or os.environ.get("CAFFEPY_AS_CAFFE", "0") not in ("", "0")
+    if asked and not chosen.handlers and chosen.level == logging.NOTSET:
         init_log()
 
 

@@ -48,6 +48,12 @@ def test_the_environment_shows_lines_of_nets(tmp_path: Path) -> None:
     assert lines(tmp_path, chosen + BUILD, GLOG_minloglevel="0") == []
 
 
+def test_scripts_written_for_caffe_show_what_caffe_shows(tmp_path: Path) -> None:
+    assert "I Network initialization done." in lines(tmp_path, BUILD, CAFFEPY_AS_CAFFE="1")
+    assert lines(tmp_path, BUILD, CAFFEPY_AS_CAFFE="1", GLOG_minloglevel="2") == []
+    assert lines(tmp_path, BUILD, CAFFEPY_AS_CAFFE="0") == []
+
+
 def test_lines_may_go_to_a_file(tmp_path: Path) -> None:
     assert lines(tmp_path, "caffe.init_log(0, False)\ncaffe.log('kept')", GLOG_log_dir=str(tmp_path)) == []
     assert "] kept" in (tmp_path / "caffepy.INFO").read_text()
