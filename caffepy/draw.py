@@ -54,8 +54,9 @@ def get_pydot_graph(
         import pydot
     except ImportError:
         raise UsageError("a graph of pydot needs pydot: pip install pydot; dot_text gives the same as text") from None
-    (graph,) = pydot.graph_from_dot_data(dot_text(caffe_net, rankdir, label_edges, phase, display_lrm))
-    return graph
+    graphs = pydot.graph_from_dot_data(dot_text(caffe_net, rankdir, label_edges, phase, display_lrm))
+    assert graphs, "pydot reads what dot_text writes"
+    return graphs[0]
 
 
 def draw_net_to_file(
