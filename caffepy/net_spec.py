@@ -177,6 +177,9 @@ class NetSpec:
             raise AttributeError(f'the net has no top "{name}"{nearest(name, known)}')
         return self.tops[name]
 
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.tops]
+
     def __delattr__(self, name: str) -> None:
         del self.tops[name]
 
@@ -252,6 +255,9 @@ class Parameters:
             known = [key.removesuffix("Parameter") for key in vars(caffe_pb2) if key.endswith("Parameter")]
             raise AttributeError(f'there are no parameters "{name}"{nearest(name, known)}')
         return found
+
+    def __dir__(self) -> list[str]:
+        return sorted(_param_names)
 
 
 layers = Layers()

@@ -177,3 +177,8 @@ def test_values_of_no_use_are_named() -> None:
             caffe.layers.Convolution(data, **params).to_proto()
     with pytest.raises(ValueError, match=r"DataParameter.batch_size: Value out of range: -1"):
         caffe.layers.Data(batch_size=-1).to_proto()
+
+
+def test_names_are_listed_for_completion() -> None:
+    assert {"Pooling", "Data", "Eltwise"} <= {*dir(P)}
+    assert {"data", "ip", "to_proto"} <= {*dir(two_layers())}
