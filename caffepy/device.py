@@ -148,8 +148,13 @@ class Device:
 
     @property
     def idle(self) -> bool:
-        """Whether all work given to the device is done."""
+        """Whether all work given to the device is done, or can be done no more."""
         return True
+
+    @property
+    def lost(self) -> str:
+        """The error after which the device does nothing more, and its memory cannot be read; empty if all is well."""
+        return ""
 
     def flush(self) -> None:
         """Bring to the device what was written to host arrays of blobs, before operations use other views of those."""
@@ -167,6 +172,9 @@ class Device:
 
 
 MOST_PROBLEMS = 1024
+
+NOT_READY, OF_CAPTURES = 600, range(900, 1000)
+"""cudaError of a stream that is not done, and those that end no more than a recording."""
 
 URGENT = -5
 """The priority of streams whose work others wait for, or the nearest that there is; recorded work keeps it."""
@@ -214,7 +222,7 @@ class CudaDevice(Device):
 
     @contextmanager
     def _scope(self) -> Iterator[None]:
-        with self._cupy.cuda.Device(self.index), self.stream, errors_told(self._cupy, self.index):
+        with errors_told(self._cupy, self.index), self._cupy.cuda.Device(self.index), self.stream:
             yield
 
     def scope(self) -> "AbstractContextManager[object]":
@@ -229,10 +237,17 @@ class CudaDevice(Device):
     @property
     def idle(self) -> bool:
         """Whether all work given to the device is done, or can be done no more."""
-        try:
-            return all(bool(stream.done) for stream in (self.stream, *self._lanes.values()))
-        except self._cupy.cuda.runtime.CUDARuntimeError:
-            return True
+        return all(status != NOT_READY for status in self._statuses())
+
+    @property
+    def lost(self) -> str:
+        """The error after which the device does nothing more, and its memory cannot be read; empty if all is well."""
+        failed = (status for status in self._statuses() if status not in (0, NOT_READY, *OF_CAPTURES))
+        return next((str(self._cupy.cuda.runtime.CUDARuntimeError(status)) for status in failed), "")
+
+    def _statuses(self) -> Iterator[int]:
+        for stream in (self.stream, *tuple(self._lanes.values())):
+            yield 0 if stream.done else int(self._cupy.cuda.runtime.streamQuery(stream.ptr))
 
     @cached_property
     def tick(self) -> Any:

@@ -58,6 +58,10 @@ class DeviceError(CaffeError):
     exit_code = 6
 
 
+class LostDeviceError(DeviceError):
+    """A device whose memory cannot be read any more."""
+
+
 class SyncError(CaffeError):
     """Synchronization between solvers that failed or timed out."""
 

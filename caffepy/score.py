@@ -213,9 +213,10 @@ def _see_to(group: Group, last_resort: Callable[[BaseException], object] | None)
     """See to it that all ends, even if the root is where it does not wait for others."""
 
     def watch() -> None:
-        assert group.failure
+        failure = group.settle()
+        assert failure
         if not group.root_notices(PATIENCE) and last_resort:
-            last_resort(named(*group.failure))
+            last_resort(named(*failure))
 
     threading.Thread(target=watch, name="caffepy watch", daemon=True).start()
 

@@ -14,13 +14,14 @@ import numpy as np
 
 from caffepy.blob import Array, Blob
 from caffepy.device import Device
-from caffepy.errors import ConfigError, DeviceError, UsageError
+from caffepy.errors import ConfigError, LostDeviceError, UsageError
+from caffepy.given_up import give_up
 from caffepy.layer import Layer
 from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net, any_turn
 from caffepy.parallel import peers
 from caffepy.parallel.buckets import adders, buckets
-from caffepy.parallel.crew import Crew, give_up
+from caffepy.parallel.crew import Crew
 from caffepy.parallel.group import DEADLINES, Group, named
 from caffepy.parallel.sync import Exchange, Flats, Synchronization, Synchronizer, choose
 from caffepy.parallel.topology import Topology, all_joined, device_pairs, show
@@ -89,6 +90,8 @@ class Team(Followers):
         self._devices = devices
         self._terms = terms
         self._gpu = devices[0].kind == "cuda"
+        if self._gpu:
+            self.group.culprits = self._culprits
         log.info("%s pairs %s", "GPUs" if self._gpu else "Solvers", show(device_pairs(topology)))
         choice = choose(terms.sync, topology, self._gpu)
         self._way = Synchronization(self.group, choice)
@@ -125,10 +128,10 @@ class Team(Followers):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end(error)
-        if self.group.failure and isinstance(error, DeviceError):  # perhaps what another rank's did to this one
-            rank, first = self.group.failure
-            if rank:
-                raise named(rank, first) from error
+        if isinstance(error, Exception) and not isinstance(error, LostDeviceError):
+            first = self.group.first(error)
+            if str(first) != str(error):  # which may be what another rank's did to this one
+                raise first from error
 
     def _begin(self) -> None:
         root, group = self.root, self.group
@@ -198,44 +201,40 @@ class Team(Followers):
         return np.stack(self._gather(rank, values))
 
     def _watch(self) -> None:
-        if self.failed:
-            threading.Thread(target=self._reach_root, name="caffepy watch", daemon=True).start()
+        threading.Thread(target=self._reach_root, name="caffepy watch", daemon=True).start()
 
     def _guard(self) -> None:
         """Find solvers that hang where none waits for another in a way that a deadline would end: for a GPU."""
         known: object = None
         since = time.monotonic()
-        while not (self.failed or self._ended.wait(LOOK)):
+        while not (self.group.stopped or self._ended.wait(LOOK)):
             progress, now = self._progress(), time.monotonic()
             seconds = self.group.deadlines[self.group.phase]
             if progress != known:
                 known, since = progress, now
             elif now - since > seconds + LOOK:  # those who wait for a solver find it first
-                self._give_up(seconds)
+                self.group.give_up([0], seconds)
 
     def _progress(self) -> object:
         """What changes while solvers get on."""
         done = [solver.control.done for solver in (self.root, *list(self._crew.members.values()))]
         return self.group.phase, self.root.iter, done, self._crew.left, list(self._testers)
 
-    def _give_up(self, seconds: float) -> None:
-        """Name those that hang: whose GPUs, or else threads, are still at work when nothing waits for others."""
-        self.group.end_waits()
+    def _culprits(self, missing: list[int]) -> list[int]:
+        """Those that hang: whose GPUs, or else threads, are still at work when nothing waits for others."""
         until = time.monotonic() + SETTLING
         while (hanging := self._at_work()) and time.monotonic() < until:
             time.sleep(LOOK / 10)
-        ranks = hanging or [0]
-        self.group.fail(ranks[0], self.group.hung(ranks, seconds))
-        self._reach_root()
+        return hanging or missing
 
     def _at_work(self) -> list[int]:
-        gpus = [rank for rank, device in enumerate(self._devices) if not device.idle]
-        return gpus or [rank for rank, left in enumerate(self._crew.left, start=1) if left]
+        return [rank for rank, device in enumerate(self._devices) if not device.idle] or self._crew.at_work
 
     def _reach_root(self) -> None:
         """See to it that the root ends, even if it is where it does not wait for others."""
-        assert self.group.failure
-        rank, error = self.group.failure
+        failure = self.group.settle()
+        assert failure
+        rank, error = failure
         if self.group.root_notices(PATIENCE if rank else 0):
             return
         if self._signals and isinstance(error, Exception):
@@ -266,14 +265,15 @@ class Team(Followers):
         try:
             if error is not None:
                 self.group.abort(0, error)
+                self.group.settle()
             else:
                 self._part()
         finally:
             left = self._crew.end(PATIENCE)
             if error:
                 endless = [rank for rank in range(1, self.size) if rank not in left and not self._rests(rank)]
-                if endless:
-                    give_up()
+                if endless or any(device.lost for device in self._devices):
+                    give_up(self)
                 left += endless
             if left:
                 log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
@@ -312,7 +312,20 @@ class Team(Followers):
     @property
     def failed(self) -> bool:  # type: ignore[override]
         """Followers have ended the run."""
-        return self.group.failure is not None
+        return self.group.stopped
+
+    @property
+    def devices(self) -> Sequence[Device]:  # type: ignore[override]
+        """Those of the followers."""
+        return self._devices[1:]
+
+    def first(self, error: Exception) -> BaseException:
+        """What ended the run where the root has met this error: it itself, or what ended the followers before."""
+        return self.group.first(error)
+
+    def check(self) -> None:
+        """Raise what has ended the followers' run, if anything has."""
+        self.group.check(0)
 
     def stop(self, error: Exception) -> None:
         """The root has met this error, and will not go on: let those end who wait for it."""

@@ -154,7 +154,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Python drops an interrupt that comes while it removes an object: let it come once more, a moment later."""
+    """Python drops an interrupt that comes while it removes an object: let it come once more, a moment later.
+
+    What belongs to a GPU that failed cannot be given back; the GPU's error is told by who met it first.
+    """
+    if type(unraisable.exc_value).__name__ == "CUDARuntimeError":
+        return
     thread = threading.main_thread().ident
     if not isinstance(unraisable.exc_value, KeyboardInterrupt) or thread is None:
         sys.__unraisablehook__(unraisable)

@@ -64,6 +64,7 @@ ROWS = {
     "registry": 1,
     "paths": 1,
     "files": 1,
+    "given_up": 1,
     "graph_svg": 1,
     "graph_bitmap": 2,
     "models": 4,

@@ -4,10 +4,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Generic, TypeVar
 
-from caffepy.parallel.group import Group, GroupStoppedError
+from caffepy.given_up import any_given_up
+from caffepy.parallel.group import Group
 
 Member = TypeVar("Member")
 
@@ -15,17 +16,9 @@ AHEAD = 4
 """Pieces of work that a member may have before it; the root waits then."""
 
 
-_given_up = threading.Event()
-
-
-def give_up() -> None:
-    """Say that some device will never end its work."""
-    _given_up.set()
-
-
 def at_work() -> bool:
     """Whether a thread of some crew still runs, or a device was given up: the end of the process might wait for it."""
-    return _given_up.is_set() or any(thread.name.startswith(Crew.NAME) for thread in threading.enumerate())
+    return any_given_up() or any(thread.name.startswith(Crew.NAME) for thread in threading.enumerate())
 
 
 class Crew(Generic[Member]):
@@ -82,6 +75,12 @@ class Crew(Generic[Member]):
         """How much the members have before them, by rank."""
         return [len(work) for work in self._work.values()]
 
+    @property
+    def at_work(self) -> list[int]:
+        """Those that are in the midst of something, and do not wait for others in it."""
+        alive = [rank for rank, thread in self._threads.items() if thread.is_alive() and self._work[rank]]
+        return [rank for rank in alive if rank not in self.group.waiting]
+
     def _busy(self, ranks: Sequence[int], most: int) -> list[int]:
         """Those that have so much before them, or are not there yet."""
         return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
@@ -99,21 +98,15 @@ class Crew(Generic[Member]):
         return [rank for rank, thread in self._threads.items() if thread.is_alive()]
 
     def _serve(self, rank: int) -> None:
-        try:
-            with self.group.guard(rank), self._within(rank):
-                member = self._make(rank)
-                self.members[rank] = member
-                self.group.wake(0)
-                while (work := self._next(rank)) is not None:
-                    work(member)
-                    self._work[rank].popleft()
-                    if self._awaited:
-                        self.group.wake(0)
-        except GroupStoppedError:
-            pass
-        except BaseException:
-            if self.group.failure is None:
-                raise
+        with suppress(BaseException), self.group.guard(rank), self._within(rank):  # the group tells of errors
+            member = self._make(rank)
+            self.members[rank] = member
+            self.group.wake(0)
+            while (work := self._next(rank)) is not None:
+                work(member)
+                self._work[rank].popleft()
+                if self._awaited:
+                    self.group.wake(0)
 
     def _next(self, rank: int) -> Callable[[Member], object] | None:
         work = self._work[rank]

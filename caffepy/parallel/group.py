@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 
-from caffepy.errors import CaffeError, SyncError
+from caffepy.errors import CaffeError, DivergenceError, SyncError
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class Group:
     """`size` ranks, rank 0 being the root. All methods may be called from any rank's thread.
 
     The root gets the error of the rank that failed, which it names, wherever it waits for others. While it waits it
-    calls `interrupted` now and then, which may raise.
+    calls `interrupted` now and then, which may raise. Of ranks that hang `culprits` finds those that others only wait
+    for, given the ones that are missing; what waits outside was ended before.
     """
 
     def __init__(self, size: int, deadlines: Mapping[str, float] = DEADLINES) -> None:
@@ -42,6 +43,10 @@ class Group:
         self.failure: tuple[int, BaseException] | None = None
         self.missing: list[int] = []  # ranks that were found to hang
         self.interrupted: Callable[[], object] = lambda: None
+        self.culprits: Callable[[list[int]], list[int]] = lambda missing: missing
+        self.waiting: set[int] = set()  # ranks that wait for others
+        self._giving_up = False  # ranks hang, and which is being found out
+        self._settled = threading.Event()  # there is a failure
         self._lock = threading.RLock()
         self._asleep = [threading.Lock() for _ in range(size)]  # what a rank that waits takes, and who wakes it gives
         for asleep in self._asleep:
@@ -84,19 +89,53 @@ class Group:
         """Let every rank stop because of this error, which the rank itself has met; the first one counts."""
         if rank == 0:
             self.notice()
-        self.fail(rank, error)
-
-    def fail(self, rank: int, error: BaseException) -> None:
-        """Let every rank stop because of this error of one, which may not know of it."""
         with self._lock:
-            first = self.failure is None
-            self.failure = self.failure or (rank, error)
-        self.wake()
-        if first:
-            self.end_waits()
+            if self.stopped:  # what is met after that may be what the first one did to others
+                return
+            self._fail(rank, error)
+        self._end_waits()
 
-    def end_waits(self) -> None:
-        """End what waits outside, as `on_abort` said; once."""
+    def give_up(self, missing: list[int], seconds: float, more: str = "") -> None:
+        """Let every rank stop because these, or those that they wait for, did not get on for so long.
+
+        Errors that ranks meet while the culprits are found do not count.
+        """
+        with self._lock:
+            if self.stopped:
+                return
+            self._giving_up = True
+        found, doing = missing, ""
+        try:
+            doing = stacks(self._names)
+            self._end_waits()
+            found = self.culprits(missing)
+        finally:
+            self.missing = found
+            names = ", ".join(f"rank {rank}" for rank in found) or "another rank"
+            waited = more if found == missing else ""
+            error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}){waited}")
+            log.error("%s\n%s", error, doing)
+            self._fail(found[0] if found else 0, error)
+
+    def _fail(self, rank: int, error: BaseException) -> None:
+        self.failure = rank, error
+        self._giving_up = False
+        self._settled.set()
+        self.wake()
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a rank has failed, or ranks were found to hang."""
+        return self._giving_up or self.failure is not None
+
+    def settle(self) -> tuple[int, BaseException] | None:
+        """The failure, also if it is only being found out; None if there is none."""
+        if self._giving_up:
+            self._settled.wait()
+        return self.failure
+
+    def _end_waits(self) -> None:
+        """End what waits outside, as `on_abort` said."""
         callbacks, self._on_abort = self._on_abort, []
         for callback in callbacks:
             callback()
@@ -123,8 +162,9 @@ class Group:
 
     def check(self, rank: int | None = None) -> None:
         """If a rank has failed, its error in the root, GroupStoppedError in others."""
-        if self.failure:
-            failed, error = self.failure
+        failure = self.settle() if rank == 0 else self.failure
+        if failure:
+            failed, error = failure
             if rank == 0:
                 self.notice()
                 raise named(failed, error)
@@ -143,7 +183,25 @@ class Group:
                 if self._asleep[rank].locked():
                     self._asleep[rank].release()
 
+    def first(self, error: Exception) -> BaseException:
+        """The error that counts where the root has met this one: what a rank failed of before, if one did."""
+        failure = self.settle()
+        if failure is None:
+            return error
+        self.notice()
+        rank, cause = failure
+        if isinstance(cause, DivergenceError) and isinstance(error, DivergenceError):
+            return error
+        return named(rank, cause) if rank else cause
+
     def _wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        self.waiting.add(rank)
+        try:
+            self._wait_until(rank, holds, missing)
+        finally:
+            self.waiting.discard(rank)
+
+    def _wait_until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         began = time.monotonic()
         while not holds():
             self.check(rank)
@@ -152,23 +210,9 @@ class Group:
             seconds = self.deadlines[self.phase]
             left = max(began, self._since) + seconds - time.monotonic()
             if left < 0:
-                self._hang(rank, missing(), seconds)
-            self._asleep[rank].acquire(timeout=min(TICK, left + 1e-3))
-
-    def _hang(self, rank: int, missing: list[int], seconds: float) -> None:
-        error = self.hung(missing, seconds, f"; rank {rank} waited for it")
-        if rank == 0:
-            self.notice()
-        self.fail(missing[0] if missing else rank, error)
-        raise error
-
-    def hung(self, missing: list[int], seconds: float, more: str = "") -> SyncError:
-        """The error for ranks that are missing for so long; the log gets what all threads are doing."""
-        self.missing = missing
-        names = ", ".join(f"rank {other}" for other in missing) or "another rank"
-        error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}){more}")
-        log.error("%s\n%s", error, stacks(self._names))
-        return error
+                self.give_up(missing(), seconds, f"; rank {rank} waited for it")
+                self.check(rank)
+            self._asleep[rank].acquire(timeout=min(TICK, left + 1e-3) if left >= 0 else TICK)
 
     def barrier(self, rank: int, name: str = "") -> None:
         """Return when all ranks have come here."""
@@ -206,10 +250,9 @@ def named(rank: int, error: BaseException) -> BaseException:
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         return error
-    if str(error).startswith("rank "):
-        return error
-    told = copy(error)
-    told.where = f"{place}: {error.where}" if error.where else place
+    told = copy(error)  # of which where it is raised may tell
+    if not str(error).startswith("rank "):
+        told.where = f"{place}: {error.where}" if error.where else place
     return told.with_traceback(error.__traceback__)
 
 

@@ -1,8 +1,10 @@
 """Followers: the solvers that take part in what a root solver does, as the root sees them."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from caffepy.device import Device
 from caffepy.solver.trial import Totals
 
 
@@ -14,9 +16,17 @@ class Followers:
 
     size = 1
     failed = False  # followers have ended the run
+    devices: Sequence[Device] = ()
 
     def stop(self, error: Exception) -> None:
         """The solver has met this error, and will not go on: let those end who wait for it."""
+
+    def first(self, error: Exception) -> BaseException:
+        """What ended the run where the solver has met this error: it itself, or what ended the followers before."""
+        return error
+
+    def check(self) -> None:
+        """Raise what has ended the followers' run, if anything has."""
 
     def during(self, phase: str) -> AbstractContextManager[object]:
         """A block in which all are at this: step, test or snapshot."""

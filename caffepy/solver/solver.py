@@ -13,8 +13,9 @@ import numpy as np
 
 from caffepy import ops
 from caffepy.device import Device
-from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError
+from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError, LostDeviceError
 from caffepy.files import remove_stale
+from caffepy.given_up import give_up
 from caffepy.net import Net, arena
 from caffepy.net.weights import MAX_BINARY, check_names, load_weights
 from caffepy.ops.control import Fate, Verdict
@@ -154,6 +155,7 @@ class Solver:
         self._window_restored = False  # the next step goes on with it
         self._shown: tuple[int, float] | None = None  # iteration and time of the last display
         self._saved: tuple[int, str] | None = None  # iteration and state file of the last snapshot
+        self._restored_from: str | None = None  # the state file that was restored
         self._failed_at = -1
         self._saturation_explained = False
         self._positions_before: dict[str, Any] | None = None  # before the test or iteration that is being done
@@ -249,7 +251,11 @@ class Solver:
         """Stop the threads of data layers and release files."""
         for net in self._nets:
             net.close()
-        self.device.synchronize()
+        if self.device.lost:
+            give_up(self)
+        else:
+            with self.device.scope():
+                self.device.synchronize()
 
     # the loop
 
@@ -269,8 +275,11 @@ class Solver:
                 self._hear(wait=True)
             except BaseException as error:
                 self._torn = True
-                if isinstance(error, CaffeError) or self.followers.failed:
+                if not self.device.lost and (isinstance(error, CaffeError) or self.followers.failed):
                     self._hear(wait=True)  # what went wrong before comes first
+                first = self.followers.first(error) if isinstance(error, Exception) else error
+                if first is not error:
+                    raise first from error
                 raise
 
     def _mend(self) -> None:
@@ -341,7 +350,9 @@ class Solver:
             self.net.backward(steps=self._step.run.watched_steps)
             self.laps.lap("backward")
         self._step.gradients_ready()
-        self._window.add(self.iter, self.control.mean())
+        loss = self.control.mean()
+        self.followers.check()  # else it may be the loss of some, or of none
+        self._window.add(self.iter, loss)
         if self._displays:
             self._display(self._window.smoothed)
         learning_rate = self.apply_update()
@@ -427,6 +438,7 @@ class Solver:
     def _fail(self, verdict: Verdict) -> None:
         self._step.take_back()
         self.control.go_on()
+        self.followers.check()
         self.device.look()
         self.followers.confess()
         raise diverged_before(self.net, self.iter, verdict.loss)
@@ -472,10 +484,13 @@ class Solver:
         try:
             self.step(param.max_iter - self.iter)
         except Exception as error:
-            elsewhere = self.followers.failed and not isinstance(error, DivergenceError)
-            if elsewhere or isinstance(error, DataError):
-                self.followers.stop(error)
-                self._save_before_failing(error)
+            if not self.device.lost:
+                elsewhere = self.followers.failed and not isinstance(error, DivergenceError)
+                if elsewhere or isinstance(error, DataError):
+                    self.followers.stop(error)
+                    self._save_before_failing(error)
+            if self.device.lost:
+                raise self._loss_of_devices() from error
             raise
         unsaved = param.snapshot_after_train and not (param.snapshot > 0 and self.iter % param.snapshot == 0)
         if not self.saved_now and (unsaved or self._failed_at == self.iter):
@@ -483,6 +498,17 @@ class Solver:
         if not self.stopped:
             self._finish()
         self.reporter.done(self.stopped)
+
+    def _loss_of_devices(self) -> LostDeviceError:
+        """The error for a device whose memory cannot be read: what is left of the run."""
+        devices = [device for device in (self.device, *self.followers.devices) if device.lost]
+        names = " and ".join(f"GPU {device.index}" for device in devices)
+        left = "is lost; set snapshot in the solver to lose less the next time"
+        if last := self._saved[1] if self._saved else self._restored_from:
+            left = f"after the last snapshot is lost; go on from that with --snapshot {last}"
+        return LostDeviceError(
+            f"{names} failed ({self.device.lost}), and the memory cannot be read any more: what was learned {left}"
+        )
 
     def rescue(self, error: BaseException) -> None:
         """The snapshot that the run owes, from another thread than the one that hangs, if the state is whole."""
@@ -638,6 +664,7 @@ class Solver:
         self.iter = self._started_at = state.iteration
         self.current_step = state.current_step
         self._saved = self._positions_before = None
+        self._restored_from = path
         missing = dict.fromkeys(self.net.layer_names[i] for i, _ in self.net.learnable_owner)
         warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
         if not content:

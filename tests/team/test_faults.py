@@ -1,8 +1,11 @@
 """What goes wrong in one solver ends all: at one iteration, with the snapshot that is owed, and its rank named."""
 
+import math
 import re
 import shutil
 import threading
+import time
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +15,8 @@ import pytest
 from caffepy.data.source import open_source
 from caffepy.data.write import write_lmdb
 from caffepy.device import Device
-from caffepy.errors import ConfigError, DataError, SyncError
+from caffepy.errors import ConfigError, DataError, DeviceError, SyncError
+from caffepy.ops.control import Fate, Verdict
 from caffepy.parallel.topology import all_joined
 from caffepy.solver import Solver
 from caffepy.team import Team, Terms
@@ -183,3 +187,114 @@ def test_data_that_hangs_is_found_and_the_run_ends(folder: Path) -> None:
     assert run.returncode == SyncError.exit_code
     assert "did not get on for 8 s (step)" in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
     assert "Reading data hangs" in run.stderr
+
+
+LOST = """
+import threading
+from caffepy.device import Device
+from caffepy.errors import DeviceError
+from caffepy.solver.step import Step
+from faulty import this_rank
+dead = threading.Event()
+Device.lost = property(lambda device: "cudaErrorIllegalAddress: no such memory" if dead.is_set() else "")
+def unreadable(*_):
+    if dead.is_set():
+        raise DeviceError("GPU 0 failed: cudaErrorIllegalAddress: no such memory")
+read, ready, passes = Device.on_host, Step.gradients_ready, []
+def on_host(device, array):
+    unreadable()
+    return read(device, array)
+def gradients_ready(step):
+    unreadable()
+    if this_rank() == RANK:
+        passes.append(None)
+        if len(passes) == 6:
+            dead.set()
+            unreadable()
+    ready(step)
+Device.on_host, Device.synchronize, Step.gradients_ready = on_host, unreadable, gradients_ready
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("every", [3, 100])
+def test_devices_that_cannot_be_read_any_more(rank: int, every: int, folder: Path) -> None:
+    write(folder, NOTHING, f"snapshot: {every} max_iter: 8")
+    run = caffepy(code=LOST.replace("RANK", str(rank)))
+    assert run.returncode == DeviceError.exit_code, run.stderr
+    last = run.stderr.splitlines()[-1]
+    assert last.startswith("caffepy: error: GPU 0 and GPU 0 and GPU 0 failed (cudaErrorIllegalAddress: no such memory)")
+    assert last.endswith("--snapshot s_iter_3.solverstate" if every == 3 else "to lose less the next time")
+    assert "Traceback" not in run.stderr
+    left = sorted(path.name for path in folder.glob("s_iter*"))
+    assert left == (
+        [f"s_iter_3.{kind}" for kind in ("caffemodel", "caffepystate", "solverstate")] if every == 3 else []
+    )
+
+
+class GivingUp:
+    """A callback of the root at whose n-th call rank 1 is found to hang, which takes a moment; `then` is met in it."""
+
+    def __init__(self, team: Team, at: int, then: Callable[[Team], object], early: bool) -> None:
+        self._team, self._left, self._then, self._early = team, at, then, early
+
+    def on_start(self) -> None:
+        if self._early:
+            self._count()
+
+    def on_gradients_ready(self) -> None:
+        if not self._early:
+            self._count()
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left:
+            return
+        group, found = self._team.group, threading.Event()
+
+        def culprits(missing: list[int]) -> list[int]:
+            found.set()
+            time.sleep(0.5)
+            return [1]
+
+        group.culprits = culprits
+        threading.Thread(target=group.give_up, args=([0], 8.0), daemon=True).start()
+        assert found.wait(20)
+        self._then(self._team)
+
+
+def damaged(*_: object) -> None:
+    raise DataError("the record is damaged")
+
+
+def worker_fails(team: Team) -> None:
+    team._workers[0].net.before_forward.append(damaged)
+
+
+AFTERMATH: dict[str, tuple[bool, Callable[[Team], object]]] = {
+    "loss": (True, lambda team: setattr(team.root.control, "loss", lambda: math.nan)),
+    "mean": (False, lambda team: setattr(team.root.control, "mean", lambda: math.nan)),
+    "verdict": (False, lambda team: setattr(team.root.control, "verdicts", lambda wait: [STOPPED])),
+    "data": (True, lambda team: team.root.net.before_forward.append(damaged)),
+    "worker": (True, worker_fails),
+    "test": (False, lambda team: setattr(team.root._trials[0], "totals", damaged)),
+}
+STOPPED = Verdict(math.nan, 0.0, 1.0, 1.0, Fate.STOPPED)
+
+
+@pytest.mark.parametrize("what", AFTERMATH)
+def test_what_comes_of_giving_a_rank_up_is_no_error_of_its_own(what: str, tmp_path: Path) -> None:
+    early, then = AFTERMATH[what]
+    settings = f'{EVERY} snapshot_prefix: "{tmp_path}/s" snapshot: 100 max_iter: 10 '
+
+    def run(root: Solver) -> None:
+        with Team(root, [Device() for _ in range(2)], all_joined(2), Terms("flat")) as team:
+            root.add_callback(GivingUp(team, 6, then, early))
+            root.solve()
+
+    with closing(solver_of(settings, net(2))) as root:
+        with pytest.raises(SyncError, match=r"^rank 1 did not get on for 8 s \(step\)$"):
+            run(root)
+        assert root.iter == 5
+        assert np.isfinite(root._window.smoothed)
+    assert Path(f"{tmp_path}/s_iter_5.solverstate").exists()
