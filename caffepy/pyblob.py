@@ -1,6 +1,6 @@
 """Blobs as pycaffe's scripts and Python layers see them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import overload
 
@@ -77,6 +77,16 @@ class Blob:
     def __repr__(self) -> str:
         return repr(self._inner)
 
+    def __reduce__(self) -> tuple[Callable[[Array, Array], "Blob"], tuple[Array, Array]]:
+        return _on_host, (self.data.copy(), self.diff.copy())
+
+
+def _on_host(data: Array, diff: Array) -> Blob:
+    """A blob of its own, as copies and pickles are."""
+    inner = Inner(data.shape, data.dtype)
+    inner.host_data[...], inner.host_diff[...] = data, diff
+    return Blob(inner)
+
 
 class BlobVec(Sequence[Blob]):
     """The parameters of a layer, in order."""
@@ -98,6 +108,13 @@ class BlobVec(Sequence[Blob]):
     def add_blob(self, *shape: int) -> None:
         """Append a zero-filled parameter of this shape."""
         self._inner.append(Inner(shape, self._dtype))
+
+    def __reduce__(self) -> tuple[Callable[[list[Blob], DTypeLike], "BlobVec"], tuple[list[Blob], DTypeLike]]:
+        return _vector, (list(self), self._dtype)
+
+
+def _vector(blobs: list[Blob], dtype: DTypeLike) -> BlobVec:
+    return BlobVec(unwrap_all(blobs), dtype)
 
 
 def _address(array: Array) -> int:

@@ -1,5 +1,6 @@
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import lmdb
@@ -118,6 +119,23 @@ def test_a_net_is_neither_copied_nor_pickled(net: "caffe.Net") -> None:
     for to_copy in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match=r"neither copied nor pickled: .* share_with"):
             to_copy(net)
+
+
+@pytest.mark.parametrize("set_mode", [caffe.set_mode_cpu, pytest.param(caffe.set_mode_gpu, marks=pytest.mark.gpu)])
+def test_copies_of_parameters_are_their_own(set_mode: Callable[[], None], path: Path) -> None:
+    set_mode()
+    try:
+        net = caffe.Net(path, caffe.TRAIN)
+    finally:
+        caffe.set_mode_cpu()
+    weight = net.params["a"][0].data.copy()
+    net.params["a"][0].diff[...] = 3
+    for params in (copy.deepcopy(net.params), pickle.loads(pickle.dumps(net.params))):
+        net.params["a"][0].data[...] = 0
+        np.testing.assert_array_equal(params["a"][0].data, weight)
+        assert (params["a"][0].diff == 3).all()
+        assert len(params["a"]) == 2
+        net.params["a"][0].data[...] = weight
 
 
 def test_paths_may_be_bytes(net: "caffe.Net", path: Path, tmp_path: Path) -> None:
