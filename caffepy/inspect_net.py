@@ -1,6 +1,7 @@
 """`caffepy check`: the layers of a net, or of a solver's nets, without running them."""
 
 import json
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,7 @@ import numpy as np
 
 from caffepy.blob import Array, Blob, SyncedMemory, shape_string
 from caffepy.device import Device
+from caffepy.errors import ConfigError
 from caffepy.layer import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
@@ -20,8 +22,11 @@ from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
 from caffepy.solver.captured import obstacle
-from caffepy.solver.check import check_param
+from caffepy.solver.check import at_field, check_param
 from caffepy.solver.nets import net_sources
+from caffepy.solver.snapshot import check_folder
+
+log = logging.getLogger(__name__)
 
 PRODUCTS = ("Convolution", "Deconvolution", "InnerProduct")
 TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
@@ -132,10 +137,10 @@ def inspect(
 
     `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
     `gpu` tells what a GPU would do with the nets, in this precision or the one that they ask for; there need be none.
-    ConfigError and DataError say what is wrong.
+    ConfigError and DataError say what is wrong; what only keeps snapshots from being written is a warning.
     """
     infos = []
-    for role, param, origin in definitions(path, level, stages):
+    for role, param, origin in definitions(path, level, stages, to_train=True):
         param = without_data(param, image=image) if synthetic else param
         chosen = checked(choose_precision(param, precision) or default()) if gpu else "fp32"
         device = ImaginedGpu(seed=0) if gpu else Device(seed=0)
@@ -204,26 +209,36 @@ def outer_fields(text: str) -> Iterator[str]:
 
 
 def definitions(
-    path: str, level: int = 0, stages: Sequence[str] = (), phase: int | None = None
+    path: str, level: int = 0, stages: Sequence[str] = (), phase: int | None = None, to_train: bool = False
 ) -> Iterator[tuple[str, NetParameter, str | None]]:
     """What each net of a prototxt is for, its definition in its state, and the file that the definition is in.
 
     These are all nets of a solver, or a net in each phase that its layers speak of; with a `phase` those of it only.
+    Whether a solver that is `to_train` can write its snapshots is looked at, too.
     """
     text = read_text(path)
     if is_solver(text):
-        yield from (net for net in _solver_nets(path, text) if phase in (None, net[1].state.phase))
+        yield from (net for net in _solver_nets(path, text, to_train) if phase in (None, net[1].state.phase))
     else:
         yield from _phases(path, text, level, stages, phase)
 
 
-def _solver_nets(path: str, text: str) -> Iterator[tuple[str, NetParameter, str | None]]:
+def _solver_nets(path: str, text: str, to_train: bool) -> Iterator[tuple[str, NetParameter, str | None]]:
     param = read_solver(path, text)
     check_param(param, path)
+    if to_train:
+        _check_prefix(param, path)
     train, tests = net_sources(param, path)
     yield "train net", train.param, train.path
     for k, test in enumerate(tests):
         yield f"test net #{k}", test.param, test.path
+
+
+def _check_prefix(param: SolverParameter, path: str) -> None:
+    try:
+        check_folder(param.snapshot_prefix)
+    except ConfigError as error:
+        log.warning("%s", error.at(at_field(path, "snapshot_prefix") or path))
 
 
 def _phases(

@@ -1,4 +1,5 @@
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -78,6 +79,17 @@ def test_solver_settings_that_cannot_work(tmp_path: Path) -> None:
     text = f"net: '{models.path('digits', 'train_val')}' base_lr: 0.1 lr_policy: 'fixd' max_iter: 1"
     with pytest.raises(ConfigError, match='did you mean "fixed"'):
         inspect(write(tmp_path, text))
+
+
+def test_a_folder_for_snapshots_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = f"net: '{models.path('digits', 'train_val')}' base_lr: 0.1 lr_policy: 'fixed'\nsnapshot_prefix: '%s/x'"
+    for folder, told in ((tmp_path, []), (tmp_path / "none", [f"the folder {tmp_path}/none of snapshot_prefix"])):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "caffepy"):
+            assert len(inspect(write(tmp_path, text % folder))) == 1
+        assert [message.split(" does not exist")[0] for message in caplog.messages] == [
+            f"{tmp_path}/file.prototxt:2:1: {message}" for message in told
+        ]
 
 
 KINDS = {
