@@ -134,12 +134,16 @@ def train(
             if snapshot:
                 log.info("Resuming from %s", snapshot)
                 run.restore(snapshot)
+                if run.iter >= param.max_iter:
+                    log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
             with team_of(run, devices, terms, signals, last_resort, _alone(run, len(devices))):
                 for board in boards:
                     board.watch = Watch(run, board.every)
                 log.info("Starting Optimization")
                 run.solve()
             log.info("Optimization Done.")
+            if run.stopped and run.saved_now:
+                log.info("A signal stopped the run at iteration %d; --snapshot %s goes on", run.iter, run.saved_now)
             return TrainResult(run.iter, run.stopped, run.last_outputs, run.saved_now)
 
 

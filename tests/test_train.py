@@ -80,6 +80,9 @@ def test_resuming_says_so_and_drops_the_solvers_weights(digits: Path, caplog: py
     with caplog.at_level(logging.INFO, "caffepy"):
         result = train("solver.prototxt", snapshot="digits_iter_5.solverstate")
     assert result.iteration == 7
+    assert not any("Nothing is left" in message for message in caplog.messages)
+    train("solver.prototxt", snapshot="digits_iter_7.solverstate")
+    assert "Nothing is left to train: max_iter is 7" in caplog.messages
     place = caplog.messages.index("Resuming from digits_iter_5.solverstate")
     assert "Starting Optimization" in caplog.messages[place:]
     assert not any("Finetuning" in message for message in caplog.messages)
@@ -183,7 +186,11 @@ def test_a_stopped_run_goes_on_exactly(number: signal.Signals, digits: Path) -> 
     with start("--weights", "init_iter_0.caffemodel", "--threads", "1") as process:
         wait_for(process, "Iteration 30 ")
         process.send_signal(number)
-        assert "Optimization stopped early." in process.communicate()[1]
+        log = process.communicate()[1]
+        assert "Optimization stopped early." in log
+        assert re.search(
+            r"A signal stopped the run at iteration (\d+); --snapshot digits_iter_\1.solverstate goes on", log
+        )
         assert process.returncode == 75
     assert not Path("digits_iter_600.caffemodel").exists()
     train("solver.prototxt", snapshot="auto", threads=1)
