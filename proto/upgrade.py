@@ -207,7 +207,7 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
             _upgrading("deprecated transformation parameters", path)
             _upgrade_data(upgraded)
             _upgraded("data transformation parameters.")
-            log.warning(
+            log.info(
                 "Note that future Caffe releases will only support transform_param messages for transformation fields."
             )
         if needs_v1_upgrade(upgraded):
@@ -218,7 +218,7 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
             _upgrading("deprecated input fields", path)
             _upgrade_input(upgraded)
             _upgraded("input fields.")
-            log.warning("Note that future Caffe releases will only support input layers and not input fields.")
+            log.info("Note that future Caffe releases will only support input layers and not input fields.")
         if needs_batch_norm_upgrade(upgraded):
             log.info("Attempting to upgrade batch norm layers using deprecated params: %s", path or "(no file)")
             _upgrade_batch_norm(upgraded)
