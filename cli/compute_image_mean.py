@@ -28,7 +28,7 @@ def compute_image_mean(
     \b
     Examples:
       caffepy compute-image-mean train_lmdb mean.binaryproto
-      caffepy compute-image-mean -backend leveldb train_leveldb mean.binaryproto
+      caffepy compute-image-mean train_leveldb mean.binaryproto
       caffepy compute-image-mean train_lmdb --json
     """
     from caffepy.compute_image_mean import compute_image_mean as compute

@@ -49,7 +49,7 @@ def data(context: click.Context) -> None:
     """Sources of data, without a net.
 
     \b
-    Example:
+    Examples:
       caffepy data show train_lmdb --sheet train.png
     """
     if context.invoked_subcommand is None:

@@ -6,7 +6,7 @@ from caffepy.cli import options
 
 
 @click.command(short_help="Show how GPUs are joined, and how they would synchronize.")
-@options.gpu
+@options.gpus_measured
 @click.option("--measure", is_flag=True, help="Measure bandwidth and latency between each two GPUs.")
 @click.option(
     "--simulate",

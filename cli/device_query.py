@@ -39,7 +39,7 @@ FLAGS = ("deviceOverlap", "kernelExecTimeoutEnabled")
 
 
 @click.command(short_help="Show the devices that caffepy can compute on.")
-@options.gpu
+@options.gpus_if_named
 @options.as_json
 @options.logged()
 def device_query(gpu: str | None, as_json: bool) -> None:

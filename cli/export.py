@@ -19,7 +19,7 @@ def _batch(context: click.Context, parameter: click.Parameter, value: str | None
 @click.option(
     "--onnx", is_flag=True, default=True, help="The format to write: ONNX, the only one so far, also without this flag."
 )
-@click.option("--o", "--output", "output", type=click.Path(), required=True, metavar="FILE", help="The model to write.")
+@click.option("--output", "--o", "output", type=click.Path(), required=True, metavar="FILE", help="The model to write.")
 @click.option(
     "--opset",
     type=click.IntRange(13, 21),

@@ -188,7 +188,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         return code
     except click.UsageError as error:
-        _say(_unknown_option(error) if isinstance(error, click.NoSuchOption) else error.format_message())
+        _say(_unknown_option(error) if isinstance(error, click.NoSuchOption) else _misuse(error))
         if error.ctx is not None:
             click.echo(error.ctx.get_usage(), err=True)
         return error.exit_code
@@ -248,6 +248,14 @@ def _all_commands(command: click.Command) -> Iterator[click.Command]:
 def _unknown_option(error: click.NoSuchOption) -> str:
     known = [name for p in error.ctx.command.get_params(error.ctx) for name in p.opts] if error.ctx else []
     return f'no such option "{error.option_name}"{nearest(error.option_name, known)}'
+
+
+def _misuse(error: click.UsageError) -> str:
+    message = error.format_message()
+    command = error.ctx.command if error.ctx else None
+    if command in (train, test, time) and message.startswith("Got unexpected extra argument"):
+        message += f"; its file goes to {'--solver' if command is train else '--model'}"
+    return message
 
 
 def hint(error: CaffeError, arguments: Sequence[str]) -> str:

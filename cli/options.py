@@ -121,6 +121,20 @@ gpu: Decorator = click.option(
     metavar="IDS|all",
     help="GPUs: numbers separated by commas, or all; one of them computes, the first. Default: the CPU.",
 )
+gpus_measured: Decorator = click.option(
+    "--gpu",
+    default="",
+    callback=_devices,
+    metavar="IDS|all",
+    help="GPUs: numbers separated by commas, or all. Default: all.",
+)
+gpus_if_named: Decorator = click.option(
+    "--gpu",
+    default="",
+    callback=_devices,
+    metavar="IDS|all",
+    help="GPUs: numbers separated by commas, or all. Default: the CPU.",
+)
 gpu_if_any: Decorator = click.option(
     "--gpu", is_flag=False, flag_value="0", callback=_devices, metavar="[ID]", help="Compute on this GPU, the first: 0."
 )
@@ -238,7 +252,7 @@ image: Decorator = click.option(
     "--image",
     callback=_shape,
     metavar="C,H,W",
-    help="Shape of random images, where the net does not tell it.",
+    help="Shape of the images, where the net does not tell it.",
 )
 
 

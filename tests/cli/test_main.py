@@ -90,7 +90,8 @@ TYPOS = {
     "no model to time": ("time", "Need a model definition to time"),
     "no weights": ("test -model digits", "Need model weights to score"),
     "nothing to check": ("check", "Need one definition to check"),
-    "argument": ("train digits", "Got unexpected extra argument (digits)"),
+    "argument of another": ("time lenet", "Got unexpected extra argument (lenet); its file goes to --model"),
+    "argument": ("train digits", "Got unexpected extra argument (digits); its file goes to --solver"),
 }
 
 
