@@ -46,7 +46,9 @@ class Detector(ImageNet):
         if not context_pad:
             return
         if 2 * context_pad >= min(height, width):
-            raise ValueError(f"context_pad is less than half of the net's input of {height}x{width}, not {context_pad}")
+            raise ValueError(
+                f"context_pad must be less than half of the net's input of {height}x{width}, not {context_pad}"
+            )
         self.crop_mean = np.zeros((height, width, channels), np.float32)
         mean = self.transformer.mean.get(in_)
         if mean is not None:  # as an image lies before it is prepared

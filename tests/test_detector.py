@@ -61,7 +61,7 @@ def test_windows_that_show_nothing_are_named(files: tuple[str, str]) -> None:  #
         caffe.Detector(*files).crop(image, (5, 5, 5, 9))
     with pytest.raises(ValueError, match=r"window \(90, 90, 95, 95\) lies outside of an image of 40x50"):
         caffe.Detector(*files, context_pad=1).crop(image, (90, 90, 95, 95))
-    with pytest.raises(ValueError, match="context_pad is less than half of the net's input of 8x6, not 3"):
+    with pytest.raises(ValueError, match="context_pad must be less than half of the net's input of 8x6, not 3"):
         caffe.Detector(*files, context_pad=3)
 
 
