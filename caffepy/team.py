@@ -271,10 +271,11 @@ class Team(Followers):
         finally:
             left = self._crew.end(PATIENCE)
             if error:
-                endless = [rank for rank in range(1, self.size) if rank not in left and not self._rests(rank)]
+                until = time.monotonic() + SETTLING
+                endless = [rank for rank in range(1, self.size) if not self._rests(rank, until)]
                 if endless or any(device.lost for device in self._devices):
                     give_up(self)
-                left += endless
+                left = sorted({*left, *endless})
             if left:
                 log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
             for rank, worker in self._crew.members.items():
@@ -282,9 +283,8 @@ class Team(Followers):
                     with suppress(Exception) if error else nullcontext():  # what failed may be the device
                         worker.close()
 
-    def _rests(self, rank: int) -> bool:
-        """Whether the rank's device is done, or is so soon."""
-        until = time.monotonic() + SETTLING
+    def _rests(self, rank: int, until: float) -> bool:
+        """Whether the rank's device is done, or is so by then."""
         while not self._devices[rank].idle:
             if time.monotonic() > until:
                 return False
@@ -406,7 +406,8 @@ class Team(Followers):
         known = list(range(1, self.size))
         if self.failed:
             self._crew.end(PATIENCE)
-            known = [rank for rank in known if rank in members and self._rests(rank)]
+            until = time.monotonic() + SETTLING
+            known = [rank for rank in known if rank in members and self._rests(rank, until)]
         else:
             self._settle()
         return [members[rank].positions(iteration) if rank in known else {} for rank in range(1, self.size)]

@@ -1,5 +1,6 @@
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -137,3 +138,30 @@ def test_where_only_the_root_updates_it_has_the_mean_and_gives_its_parameters() 
     assert together(size, work, group) == [None] * size
     assert all((d == 0).all() for d in data)
     np.testing.assert_array_equal(diffs[0], np.full(7, 2, np.float32))
+
+
+def test_what_is_met_while_the_culprit_is_found_does_not_count() -> None:
+    group, ended = Group(3, {"step": 0.2}), threading.Event()
+    group.phase = "step"
+    group.on_abort(ended.set)
+
+    def culprits(missing: list[int]) -> list[int]:
+        assert missing == [0]
+        time.sleep(0.3)
+        return [2]
+
+    group.culprits = culprits
+
+    def work(rank: int) -> None:
+        if rank == 1:
+            group.until(rank, lambda: False, lambda: [0])
+        assert ended.wait(20)  # where nobody can wake it
+        if rank == 2:
+            raise DataError("damaged")
+        group.check(rank)
+
+    raised = together(3, work, group)
+    assert str(raised[0]) == "rank 2 did not get on for 0.2 s (step)"
+    assert isinstance(raised[1], GroupStoppedError)
+    assert isinstance(raised[2], DataError)
+    assert group.missing == [2]

@@ -34,14 +34,22 @@ def write(folder: Path, orders: dict[str, Any], settings: str = "snapshot: 100 m
     (folder / "solver.prototxt").write_text(f'net: "net.prototxt" {EVERY} snapshot_prefix: "s" {settings}\n')
 
 
+LONGEST = {"--cpu": 300, "--gpu": 60}
+"""Seconds that a run may take at most."""
+
+
 def caffepy(*arguments: str, on: str = "--cpu 3", code: str = "") -> "subprocess.CompletedProcess[str]":
-    """Run `caffepy train` on these devices, after some Python code; nothing of it is left running."""
+    """Run `caffepy train` on these devices, after some Python code; nothing of it is left running.
+
+    It does not time plans of cuDNN, which takes long where many do so at once, and longer than a deadline.
+    """
     program = ["-c", f"{code}\nfrom caffepy.cli.main import main\nmain()"] if code else ["-m", "caffepy"]
     command = [sys.executable, *program, "train", "--solver", "solver.prototxt", *on.split(), *arguments]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stderr=pipe, text=True, env=ENVIRONMENT, start_new_session=True) as process:
+    environment = ENVIRONMENT | {"CAFFEPY_AUTOTUNE": "0"}
+    with subprocess.Popen(command, stderr=pipe, text=True, env=environment, start_new_session=True) as process:
         try:
-            _, said = process.communicate(timeout=300)
+            _, said = process.communicate(timeout=LONGEST[on.split()[0]])
         finally:
             left = still_there(process.pid)
     assert not left, said

@@ -232,6 +232,49 @@ def test_devices_that_cannot_be_read_any_more(rank: int, every: int, folder: Pat
     )
 
 
+class Endless(Device):
+    """A device whose work never ends, from some time on."""
+
+    ends = True
+
+    @property
+    def idle(self) -> bool:
+        return self.ends
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr("caffepy.team.give_up", kept.append)
+    devices, ended = [Device(), Endless(), Device()], threading.Event()
+    passes = iter(range(100))
+
+    def run(root: Solver) -> None:
+        with Team(root, devices, all_joined(3), Terms("flat")) as team:
+            group = team.group
+            group.culprits = team._culprits  # as of GPUs
+            group.on_abort(ended.set)
+
+            class Waiting:
+                def on_start(self) -> None:
+                    pass
+
+                def on_gradients_ready(self) -> None:
+                    if next(passes) == 4:
+                        devices[1].ends = False  # type: ignore[attr-defined]
+                        group.deadlines["step"] = 1.0
+                        assert ended.wait(30)  # as in CUDA
+
+            root.add_callback(Waiting())
+            root.step(8)
+
+    with closing(solver_of(EVERY, net(2))) as root:
+        with pytest.raises(SyncError, match=r"^rank 1 did not get on for 1 s \(step\)$"):
+            run(root)
+        assert root.iter == 4
+    assert kept
+
+
 class GivingUp:
     """A callback of the root at whose n-th call rank 1 is found to hang, which takes a moment; `then` is met in it."""
 
