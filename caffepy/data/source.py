@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from itertools import chain
 from typing import Any, overload
 from weakref import finalize
@@ -91,7 +91,7 @@ class Source:
     def once(self, size: int) -> Iterator[Records]:
         """All records, the first one first, so many at a time."""
         self.seek(0)
-        try:
+        with self._told():
             there = True
             while there:
                 records = [self._item()]
@@ -99,20 +99,16 @@ class Source:
                     records.append(self._item())
                 yield Records.joined(records)
             self._first()
-        except self.errors as error:
-            raise DataError(f"{self.path} is damaged: {self._said(error)}") from None
 
     def read(self) -> Record:
         """Key and value of the next record; the last one is followed by the first."""
-        try:
+        with self._told(f" near record {self._index}"):
             record = self._item()
             self._index += 1
             if not self._next():
                 log.info("Restarting data prefetching from start.")
                 self._first()
                 self._index = 0
-        except self.errors as error:
-            raise DataError(f"{self.path} is damaged near record {self._index}: {self._said(error)}") from None
         return record
 
     def take(self, count: int) -> Records:
@@ -121,16 +117,17 @@ class Source:
 
     def peek(self) -> Record:
         """Key and value of the record that `read` will give."""
-        return self._item()
+        with self._told(f" near record {self._index}"):
+            return self._item()
 
     @property
     def position(self) -> tuple[int, bytes]:
         """Number and key of the record that `read` will give."""
-        return self._index, bytes(self._item()[0])
+        return self._index, bytes(self.peek()[0])
 
     def seek(self, index: int, key: bytes | None = None) -> None:
         """Go to record `index`, directly if its key is given; a key that is not there is looked for by number."""
-        try:
+        with self._told(f" before record {index}"):
             if key is not None and self._find(key):
                 self._index = index
                 return
@@ -141,14 +138,20 @@ class Source:
             for _ in range(self._index):
                 if not self._next():
                     raise DataError(f"{self.path} is damaged: it has fewer records than the {len(self)} that it claims")
-        except self.errors as error:
-            raise DataError(f"{self.path} is damaged before record {index}: {self._said(error)}") from None
 
     def close(self) -> None:
         """Release the database; no record may be used any more."""
         if self._finalizer.detach():
             del self._database, self._cursor
             _release(self._use)
+
+    @contextmanager
+    def _told(self, where: str = "") -> Iterator[None]:
+        """What goes wrong in the block becomes a DataError."""
+        try:
+            yield
+        except self.errors as error:
+            raise DataError(f"{self.path} is damaged{where}: {self._said(error)}") from None
 
     def _said(self, error: Exception) -> str:
         """What went wrong, in the user's names."""
@@ -186,7 +189,7 @@ class LMDB(Source):
     def __len__(self) -> int:
         """Number of records."""
         count, size = int(self._database.stat()["entries"]), os.path.getsize(self._file)
-        if count > size:
+        if not 0 < count <= size:
             raise DataError(f"{self.path} is damaged: it claims {count} records in {size} bytes")
         return count
 
@@ -202,7 +205,7 @@ class LMDB(Source):
         missing = count
         while missing:
             run = self._run(missing)
-            if not run or run[0][0] != self._item()[0]:  # the number and the key of a state may no longer agree
+            if not run or run[0][0] != self.peek()[0]:  # the number and the key of a state may no longer agree
                 return Records.joined([*chain(*runs), *(self.read() for _ in range(missing))])
             runs.append(run)
             missing -= len(run)
@@ -217,7 +220,9 @@ class LMDB(Source):
     def _pass(self, run: Records) -> None:
         """Go on as if these records had been read."""
         self._index += len(run) - 1
-        if not self._cursor.set_key(run[-1][0]):
+        with self._told(f" near record {self._index}"):
+            found = self._cursor.set_key(run[-1][0])
+        if not found:
             raise DataError(f"{self.path} is damaged near record {self._index}: its keys are out of order")
         self.read()
 

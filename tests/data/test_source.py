@@ -413,7 +413,30 @@ def test_another_process_reads_at_the_same_time(tmp_path):
     assert len(source) == 4
 
 
-@pytest.mark.parametrize("claimed", [11, 5000, 1 << 63, (1 << 64) - 1])
+class Broken:
+    """A cursor of a database whose pages are damaged where only LMDB looks."""
+
+    def __init__(self, cursor):
+        self.cursor = cursor
+
+    def __getattr__(self, name):
+        if name in ("set_key", "item"):
+            raise lmdb.CorruptedError("Located page was wrong type")
+        return getattr(self.cursor, name)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda s: s.take(5), lambda s: s.peek(), lambda s: s.position, lambda s: s.seek(2, b"00000002_im2.jpg")]
+)
+def test_damage_that_lmdb_finds(use, tmp_path):
+    source = open_source(str(GOLDEN / "raw_lmdb"))
+    source._cursor = Broken(source._cursor)
+    with pytest.raises(DataError, match=r"raw_lmdb is damaged (near|before) record \d: Located page"):
+        use(source)
+    source.close()
+
+
+@pytest.mark.parametrize("claimed", [0, 11, 5000, 1 << 63, (1 << 64) - 1])
 def test_a_wrong_number_of_records_is_damage(claimed, tmp_path):
     path = Path(make(tmp_path / "db", 10)) / "data.mdb"
     content = bytearray(path.read_bytes())
