@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -180,6 +181,15 @@ URGENT = -5
 """The priority of streams whose work others wait for, or the nearest that there is; recorded work keeps it."""
 
 
+_idle_streams: dict[tuple[int, int], list[Any]] = {}
+"""By GPU and priority: handles of libraries and their memory belong to a stream, and last as long as the process."""
+
+
+def _give_back(streams: Sequence[tuple[tuple[int, int], Any]]) -> None:
+    for kind, stream in streams:
+        _idle_streams[kind].append(stream)
+
+
 class CudaDevice(Device):
     """GPU `index`, with a stream of its own on which all its work runs in order.
 
@@ -195,8 +205,9 @@ class CudaDevice(Device):
         self.index = index
         self._cupy = import_cupy()
         check_gpu(index)
-        with self._cupy.cuda.Device(index):
-            self.stream = self._cupy.cuda.Stream(non_blocking=True, priority=URGENT)
+        self._taken: list[tuple[tuple[int, int], Any]] = []
+        self.stream = self._take_stream(URGENT)
+        weakref.finalize(self, _give_back, self._taken).atexit = False
         self.dirty: set[Any] = set()  # memories whose host array is newer
         self.epoch = 0  # how often a memory got another array
         self._overlaps = False
@@ -204,6 +215,17 @@ class CudaDevice(Device):
         self._apart: set[str] = set()  # lanes that were not joined yet
         self._problems: list[_Noted] = []
         self._ticks = 0
+
+    def _take_stream(self, priority: int) -> Any:
+        """A stream that no other CudaDevice uses, one that another has used before if there is one."""
+        kind = self.index, priority
+        try:
+            stream = _idle_streams.setdefault(kind, []).pop()
+        except IndexError:
+            with self._cupy.cuda.Device(self.index):
+                stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
+        self._taken.append((kind, stream))
+        return stream
 
     @property
     def name(self) -> str:
@@ -328,7 +350,7 @@ class CudaDevice(Device):
         stream = self._lanes.get(lane)
         if stream is None:
             priority = URGENT if lane in ("sync", "laps") else 0  # 0 is the lowest
-            stream = self._lanes[lane] = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
+            stream = self._lanes[lane] = self._take_stream(priority)
         self._wait(stream, self.stream)
         self._apart.add(lane)
         with stream:

@@ -1,7 +1,9 @@
+import gc
+
 import numpy as np
 import pytest
 
-from caffepy.device import Device
+from caffepy.device import CudaDevice, Device
 from caffepy.errors import DataError
 
 
@@ -29,3 +31,21 @@ def test_problems_are_seen_at_once_and_once() -> None:
     with pytest.raises(DataError, match="nan is bad"):
         problem.check()
     problem.check()
+
+
+@pytest.mark.gpu
+def test_devices_take_up_the_streams_of_those_that_are_gone() -> None:
+    from caffepy.ops.cuda.plans import context
+
+    def use() -> tuple[int, int]:
+        device = CudaDevice(0)
+        with device.scope(), device.overlapping():
+            first = id(context())
+            with device.aside():
+                return first, id(context())
+
+    first = use()
+    gc.collect()
+    assert use() == first
+    one, other = CudaDevice(0), CudaDevice(0)
+    assert one.stream.ptr != other.stream.ptr
