@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from caffepy.data.ahead import mapped
 from caffepy.data.datum import COLOR, GRAY, head_of, opened, resized
@@ -319,7 +320,10 @@ def _difference(stored: bytes | None, made: bytes | None) -> str:
         return "%s is missing"
     if made is None:
         return "%s is there, but its image cannot be read"
-    old, new = Datum.FromString(stored), Datum.FromString(made)
+    try:
+        old, new = Datum.FromString(stored), Datum.FromString(made)
+    except DecodeError:
+        return "%s is no Datum"
     if old.label != new.label:
         return f"%s has label {old.label}, not {new.label}"
     return "%s is not what its image gives"

@@ -11,7 +11,9 @@ from caffepy.cli import options
 @click.argument("database", metavar="DB_NAME")
 @click.option("--gray/--no-gray", help="Store grey images, not colour.")
 @click.option("--shuffle/--no-shuffle", help="Take the lines of the list in a random order.")
-@click.option("--seed", type=int, help="The order of --shuffle. Default: another one each time, which is logged.")
+@click.option(
+    "--seed", type=click.IntRange(0), help="The order of --shuffle. Default: another one each time, which is logged."
+)
 @options.backend
 @click.option("--resize-width", type=click.IntRange(0), default=0, help="Width to resize images to; 0: as they are.")
 @click.option("--resize-height", type=click.IntRange(0), default=0, help="Height to resize images to; 0: as they are.")

@@ -332,6 +332,15 @@ def test_a_database_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert convert_imageset(root, names, f"{tmp_path}/good", check=True) == Converted(4, 1)
 
 
+def test_records_that_are_no_datums_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, names = draw(tmp_path, 1)
+    with write_lmdb(f"{tmp_path}/db") as writer:
+        writer.put("00000000_0.png", b"\xff\xff")
+    with pytest.raises(DataError, match="db differs from the list and its images in 1 records"):
+        convert_imageset(root, names, f"{tmp_path}/db", check=True)
+    assert '"00000000_0.png" is no Datum' in caplog.messages
+
+
 def test_a_shuffled_database_is_compared_in_the_order_of_its_seed(tmp_path: Path) -> None:
     root, names = draw(tmp_path, 9)
     convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, seed=3)

@@ -111,6 +111,7 @@ def test_convert_mnist_and_cifar(capsys: Captured) -> None:
 WRONG = {
     "one size": ["convert-imageset", "-resize_width", "3", IMAGES, LIST, "db"],
     "sizes of encoded images": ["convert-imageset", "-check_size", "-encoded", IMAGES, LIST, "db"],
+    "a seed below 0": ["convert-imageset", "-shuffle", "--seed", "-1", IMAGES, LIST, "db"],
     "backend": ["convert-imageset", "-backend", "lmbd", IMAGES, LIST, "db"],
     "too few": ["convert-imageset", IMAGES, LIST],
     "kind": ["convert-cifar", ".", "out", "sqlite"],
