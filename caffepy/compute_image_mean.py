@@ -14,7 +14,7 @@ from caffepy.data.ahead import mapped
 from caffepy.data.datum import decode
 from caffepy.data.source import Records, Source, open_source, printable
 from caffepy.errors import DataError
-from caffepy.files import written
+from caffepy.files import check_writable, written
 from caffepy.proto import binary
 from caffepy.report import counting
 from caffepy.report.text import as_json, number
@@ -55,6 +55,8 @@ def compute_image_mean(
     Encoded records are decoded. `backend` is only compared with what the database is. DataError names the record whose
     image cannot be read or has another size than the first.
     """
+    if output:
+        check_writable(output)
     with closing(open_source(database, backend and backend.upper())) as source:
         shape = _first(source).shape
         log.info("Starting iteration")

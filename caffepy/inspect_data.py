@@ -22,6 +22,7 @@ from caffepy.data.transformer import load_mean
 from caffepy.data.windows import read_windows
 from caffepy.data.write import unfinished
 from caffepy.errors import DataError
+from caffepy.files import check_writable
 from caffepy.paths import locate
 from caffepy.proto.sniff import sniff
 from caffepy.report import counting, grid
@@ -114,6 +115,7 @@ def show(
     """
     if sheet_path:
         grid.check_format(sheet_path)
+        check_writable(sheet_path)
     viewer = Viewer(path, root, first, bool(sheet_path), threads, progress)
     kind = sniff(path)
     if kind in ("LMDB", "LevelDB") or os.path.isdir(path) or kind == "missing":

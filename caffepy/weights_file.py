@@ -128,11 +128,12 @@ def convert(source: str, target: str) -> None:
 @contextmanager
 def _hdf5(path: str) -> Iterator[h5py.File]:
     try:
-        file = h5py.File(path, "r")
-    except OSError as error:
+        with h5py.File(path, "r") as file:
+            yield file
+    except CaffeError:
+        raise
+    except Exception as error:  # h5py fails in many ways on damaged files
         raise ConfigError(f"cannot be read as HDF5: {error}", path) from None
-    with file:
-        yield file
 
 
 def _is_state(file: h5py.File) -> bool:

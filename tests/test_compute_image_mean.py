@@ -12,7 +12,7 @@ from caffepy.blob import Array
 from caffepy.compute_image_mean import compute_image_mean
 from caffepy.data.transformer import load_mean
 from caffepy.data.write import array_to_datum, write_lmdb
-from caffepy.errors import DataError
+from caffepy.errors import DataError, UsageError
 from caffepy.proto.caffe_pb2 import BlobProto, Datum
 
 GOLDEN = Path(__file__).parent / "golden" / "data"
@@ -79,6 +79,12 @@ def test_a_record_that_does_not_fit_is_named_and_nothing_written(case: str, tmp_
     with pytest.raises(DataError, match=message):
         compute_image_mean(write(tmp_path, [good, good, bad, good]), f"{tmp_path}/mean")
     assert not (tmp_path / "mean").exists()
+
+
+def test_an_output_that_cannot_be_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(module, "_mean")
+    with pytest.raises(UsageError, match=r'cannot write ".*no/mean": no such file or directory'):
+        compute_image_mean(write(tmp_path, [array_to_datum(np.zeros((1, 2, 2), np.uint8))]), f"{tmp_path}/no/mean")
 
 
 def test_a_mean_that_is_no_number_is_json(tmp_path: Path) -> None:

@@ -224,6 +224,7 @@ WRONG = {
     "prototxt": ("show net.prototxt", 3, '"net.prototxt" looks like text, not a caffemodel'),
     "data": ("show data.h5", 3, "data.h5: has no group /data, so it holds no weights (it holds data, label)"),
     "damaged": ("show damaged.h5", 3, "damaged.h5: cannot be read as HDF5: "),
+    "damaged within": ("show within.h5", 3, "within.h5: cannot be read as HDF5: "),
     "wrong count": ("show count.caffemodel", 3, 'count.caffemodel: layer "x": a blob holds 1 values'),
     "state": (
         f"convert {ADAM}.solverstate x.h5",
@@ -252,6 +253,7 @@ def test_what_is_wrong(case: str, capsys: Captured) -> None:
     save_hdf5("data.h5", data=[1], label=[1])
     save_hdf5("shared.h5", data__a__1=[1])
     Path("damaged.h5").write_bytes(Path(f"{ADAM}.caffemodel.h5").read_bytes()[:200])
+    Path("within.h5").write_bytes(Path("shared.h5").read_bytes().replace(b"HEAP", b"PAEH"))
     save("count.caffemodel", text.parse('layer { name: "x" blobs { shape { dim: 2 } data: 1 } }', NetParameter()))
     one = 'layer { name: "x" blobs { shape { dim: 1 } data: 1 } }'
     save("twice.caffemodel", text.parse(one + one, NetParameter()))
