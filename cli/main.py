@@ -14,7 +14,7 @@ from types import FrameType
 
 import click
 
-from caffepy import __version__
+from caffepy import __version__, models
 from caffepy.cli import options
 from caffepy.cli.arguments import normalize
 from caffepy.cli.bench import bench
@@ -264,9 +264,15 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
         return "to pass over some such records, add --max-bad-records N"
     if isinstance(error, DataError) and {"time", "check", "draw"} & set(arguments):
         return "to go without the data, add --synthetic"
+    if isinstance(error, DataError) and {"train", "test"} & set(arguments) and _bundled(arguments) - {"digits"}:
+        return "of the bundled nets only digits brings its data; put yours where the net looks for it"
     if isinstance(error, DataError) and "export" in arguments:
         return "to go without the data, give --image C,H,W, or a deploy net"
     return ""
+
+
+def _bundled(arguments: Sequence[str]) -> set[str]:
+    return {argument.partition("=")[2] or argument for argument in arguments} & set(models.names())
 
 
 def _say(message: str, further: str = "") -> None:

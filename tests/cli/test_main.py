@@ -135,6 +135,17 @@ def test_neither_file_nor_bundled_model(capsys: Captured) -> None:
     assert 'no file "digitss", and no bundled model of that name, did you mean "digits"?' in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["train", "-solver=lenet"], ["test", "-model", "lenet", "-weights", "x"]])
+def test_a_bundled_net_without_data(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main.run(arguments) == 4
+    assert capsys.readouterr().err.endswith(
+        "(of the bundled nets only digits brings its data; put yours where the net looks for it)\n"
+    )
+
+
 def test_glogs_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     monkeypatch.setenv("GLOG_log_dir", str(tmp_path))
     assert main.run(["device-query"]) == 0
