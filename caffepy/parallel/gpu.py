@@ -38,7 +38,7 @@ class ScheduleSync:
             log.info("Through the host go the steps %s", ", ".join(f"{a} to {b}" for a, b in staged))
         self._word = GivenUp()
         group.on_abort(self._word.set)
-        self._met = False
+        self._met: set[str] = set()
         self._down: _Execution | None = None
         with flats.device.scope():
             if root_updates:
@@ -54,7 +54,7 @@ class ScheduleSync:
     def on_start(self) -> None:
         """Take the root's parameters, if only the root's are updated."""
         if self._down:
-            self._meet()
+            self._meet("down")
             self._down.run(self._down.size)
 
     def after_backward(self, layer: int) -> None:
@@ -66,16 +66,16 @@ class ScheduleSync:
 
     def reduce(self, count: int) -> None:
         """The first so many elements of the diff become the mean of all ranks'."""
-        self._meet()
+        self._meet("up")
         self._up.run(count)
 
     def close(self) -> None:
         """Nothing is held outside."""
 
-    def _meet(self) -> None:
-        """The first time, wait for all ranks: what they set up may wait for a GPU that waits for others."""
-        if not self._met:
-            self._met = True
+    def _meet(self, way: str) -> None:
+        """The first time each way, wait for all ranks: what they set up may wait for a GPU that waits for others."""
+        if way not in self._met:
+            self._met.add(way)
             self.group.barrier(self.rank, "schedule")
 
 

@@ -20,7 +20,8 @@ PATIENCE = 10.0
 class NcclSync:
     """One rank's side: every rank updates its own parameters with the mean of all gradients.
 
-    The ranks start from the root's parameters. `exchange` brings the root's id of the communicator to all ranks.
+    The ranks start from the root's parameters. `exchange` brings the root's id of the communicator to all ranks; it is
+    not called if they have a `unique_id`.
     Buckets are reduced as soon as the layers that add to them are done, from the second iteration on: in the first one
     all ranks first set up what they need, which may wait for a GPU that waits for others.
     """
@@ -28,12 +29,20 @@ class NcclSync:
     capturable = True
     updates = True
 
-    def __init__(self, group: Group, rank: int, exchange: Callable[[Any], list[Any]], flats: Flats) -> None:
+    def __init__(
+        self,
+        group: Group,
+        rank: int,
+        exchange: Callable[[Any], list[Any]],
+        flats: Flats,
+        unique_id: tuple[int, ...] | None = None,
+    ) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self._device, self._data, self._diff, parts = flats
         self._progress = Progress(parts or [Bucket(0, self._diff.size, NEVER)])
         self._started = self._met = False
-        unique_id, *_ = exchange(nccl.get_unique_id() if rank == 0 else None)
+        if unique_id is None:
+            unique_id, *_ = exchange(nccl.get_unique_id() if rank == 0 else None)
         group.barrier(rank, "nccl")
         with self._told(), self._device.scope():
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)

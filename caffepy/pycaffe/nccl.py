@@ -53,7 +53,7 @@ class NCCL:
             )
         group = _Processes(count) if mode.multiprocess() else _threads(uid, count)
         unique = tuple(np.frombuffer(uid, np.int8).tolist())
-        self.synchronizer = NcclSync(group, rank, lambda _: [unique], flats_of(solver._solver))
+        self.synchronizer = NcclSync(group, rank, lambda value: [value], flats_of(solver._solver), unique)
         group.phase = "idle"
         take_turns(solver._solver.net, rank, count, begun=solver.iter > 0)
 
