@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from caffepy.report.speed import Speed
-from caffepy.report.text import number
 from caffepy.reporter import Output, Reporter
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
 
 REDRAW_S = 0.1
 SPEED_S = 1.0
+WIDE = 100  # columns
 FORMAT = "Iteration {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}, {remaining} left"
 
 
@@ -38,13 +38,18 @@ def write_line(line: str) -> None:
         sys.stderr.flush()
 
 
-def _size() -> dict[str, Any]:
-    """tqdm's settings: follow the terminal's size, unless it says 0 as some without a window do."""
+def _columns() -> int | None:
+    """The terminal's width, None if it says 0 as some without a window do."""
     try:
-        known = all(os.get_terminal_size(sys.stderr.fileno()))
+        size = os.get_terminal_size(sys.stderr.fileno())
     except (OSError, ValueError):
-        known = False
-    return {"dynamic_ncols": True} if known else {"ncols": 79, "nrows": 24}
+        return None
+    return size.columns if all(size) else None
+
+
+def _size() -> dict[str, Any]:
+    """tqdm's settings: follow the terminal's size if it is known."""
+    return {"dynamic_ncols": True} if _columns() else {"ncols": 79, "nrows": 24}
 
 
 @contextmanager
@@ -74,6 +79,7 @@ def _bar(**settings: Any) -> "tqdm[None]":
 class Progress(Reporter):
     """Iteration, loss, learning rate, images a second and time left, redrawn ten times a second at most.
 
+    A narrow terminal gets no learning rate, so that there is room for the rest.
     `iterations` is the number of iterations at which the run ends.
     """
 
@@ -113,8 +119,10 @@ class Progress(Reporter):
         if self._speed.seconds >= SPEED_S or not self._images_per_s:
             images_per_s = self._speed.read()
             self._images_per_s = f", {images_per_s:.0f} images/s" if images_per_s else ""
-        known = "" if loss is None else f"loss {number(loss)}, "
-        self._status = f"{known}lr {number(rate)}{self._images_per_s}"
+        told = [] if loss is None else [f"loss {loss:.4g}"]
+        if not told or (_columns() or 0) >= WIDE:
+            told.append(f"lr {rate:.4g}")
+        self._status = ", ".join(told) + self._images_per_s
         bar.set_postfix_str(self._status, refresh=False)
         bar.update(iteration + 1 - bar.n)
 

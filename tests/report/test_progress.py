@@ -29,10 +29,14 @@ with counting(250, "images") as done:
 """
 
 
-def on_terminal(progress: str, environment: Mapping[str, str], code: str = RUN) -> str:
-    """What the run, or other code, writes to a pseudo-terminal."""
+def on_terminal(progress: str, environment: Mapping[str, str], code: str = RUN, columns: int = 0) -> str:
+    """What the run, or other code, writes to a pseudo-terminal; one of 0 columns does not say how wide it is."""
     pty = pytest.importorskip("pty", reason="needs pseudo-terminals")
     ours, its = pty.openpty()
+    if columns:
+        import termios
+
+        termios.tcsetwinsize(its, (24, columns))
     env = {**os.environ, "TERM": "xterm", **environment}
     child = subprocess.Popen([sys.executable, "-c", code, progress], stdin=its, stdout=its, stderr=its, env=env)
     os.close(its)
@@ -48,13 +52,25 @@ def on_terminal(progress: str, environment: Mapping[str, str], code: str = RUN) 
 
 
 def test_a_terminal_gets_one_line_below_the_log() -> None:
-    written = on_terminal("auto", {"NO_COLOR": "1"})
+    written = on_terminal("auto", {"NO_COLOR": "1"}, columns=120)
     assert "\x1b[3" not in written  # no colours
     last = written.rstrip("\r\n").rpartition("\r")[2]
     assert last.startswith("Iteration 3/3 |")
     assert "| 100%, loss 0.5, lr 0.01, " in last
     assert " images/s, 00:00 left" in last
     assert "Optimization Done.\r\n" in written
+
+
+@pytest.mark.parametrize("columns", [0, 80])
+def test_the_line_fits_into_a_narrow_terminal(columns: int) -> None:
+    long = RUN.replace("None, 3,", "None, 450000,").replace(
+        "iterated(i, 0.5, 0.01, 50)", "iterated(i, 6.45182e-05, 0.019, 50)"
+    )
+    written = on_terminal("auto", {}, long, columns)
+    drawn = [part for part in written.replace("\r\n", "\r").split("\r") if part.startswith("Iteration 2/450000 |")]
+    assert drawn
+    assert all(len(line) <= 80 for line in drawn)
+    assert all(line.rstrip().endswith(" left") and "| 0%, loss 6.452e-05" in line for line in drawn)
 
 
 @pytest.mark.parametrize(("progress", "term"), [("no", "xterm"), ("auto", "dumb")])
