@@ -73,9 +73,10 @@ class Preparation:
 def read_mean(path: str) -> Array:
     """The mean in a .npy file or, of any other name, a .binaryproto: (C, H, W) or (C,). DataError for anything else."""
     if not path.lower().endswith(".npy"):
-        mean = binary.blob_to_array(binary.read_blob(path))
-        return mean.reshape(mean.shape[-3:])
-    mean = read_array(path)
+        mean = binary.read_array(path)
+        mean = mean[0] if mean.ndim == 4 and len(mean) == 1 else mean
+    else:
+        mean = read_array(path)
     if mean.ndim not in (1, 3):
         raise DataError(f"{path}: a mean is (C, H, W) or (C,), not {shape_string(mean.shape)}")
     return mean

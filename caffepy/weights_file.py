@@ -97,7 +97,7 @@ def show(path: str) -> FileInfo:
         facts = {"iter": state.iter, "learned_net": state.learned_net, "current_step": state.current_step}
         return FileInfo("solver state (binary)", facts, [_history(map(binary.blob_to_array, state.history))])
     if kind == "a binaryproto":
-        mean = binary.blob_to_array(binary.read_blob(path))
+        mean = binary.read_array(path)
         channels = mean.reshape(-1, *mean.shape[-2:]).mean((1, 2), np.float64) if mean.ndim > 2 else mean.ravel()
         facts = {"mean of each channel": ", ".join(map(number, channels))}
         return FileInfo("mean file", facts, [_layer_info("mean", "", [mean])])

@@ -60,6 +60,15 @@ def read_blob(path: str) -> BlobProto:
     return _read(path, BlobProto(), "a binaryproto", DataError)
 
 
+def read_array(path: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The values of the blob of a .binaryproto, in its shape; DataError says what is wrong with the file."""
+    blob = read_blob(path)
+    try:
+        return blob_to_array(blob)
+    except CaffeError as error:
+        raise DataError(f"{path}: {error.message}") from None
+
+
 def _read(path: str, message: M, kind: str, error: type[CaffeError]) -> M:
     if sniff(path) != kind:
         raise mismatch(path, kind, error)

@@ -6,6 +6,7 @@ import pytest
 
 from caffepy.errors import ConfigError, DataError
 from caffepy.images import Preparation, image_input, load, names_in, read_array, read_mean
+from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import BlobProto
 
 SHAPE = 1, 3, 2, 2
@@ -79,6 +80,10 @@ def test_files_that_are_no_means_or_arrays(tmp_path: Path) -> None:
     np.save(path, np.zeros((2, 2)))
     with pytest.raises(DataError, match=r"a mean is \(C, H, W\) or \(C,\), not 2 2"):
         read_mean(str(path))
+    two = tmp_path / "two.binaryproto"
+    two.write_bytes(binary.array_to_blob(np.zeros((2, 3, 4, 5))).SerializeToString())
+    with pytest.raises(DataError, match=r"two.binaryproto: a mean is \(C, H, W\) or \(C,\), not 2 3 4 5"):
+        read_mean(str(two))
     for name in ("no.npy", "no.binaryproto"):
         with pytest.raises(DataError, match=rf"{name}.*[Nn]o such file"):
             read_mean(str(tmp_path / name))

@@ -106,7 +106,7 @@ def read_mean(param: TransformationParameter, path: str | None = None) -> Array 
 def load_mean(path: str) -> Array:
     """The mean image (C, H, W), float32, of a .binaryproto file."""
     log.info("Loading mean file from: %s", path)
-    mean = binary.blob_to_array(binary.read_blob(path))
+    mean = binary.read_array(path)
     if mean.ndim == 4 and mean.shape[0] == 1:
         mean = mean[0]
     if mean.ndim != 3:

@@ -197,6 +197,7 @@ def write_database(path: str, backend: str) -> Iterator[Writer]:
         with open_writer(path, folder, backend) as writer:
             yield writer
             writer.finish()
+        refuse_existing(path)
         os.rename(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

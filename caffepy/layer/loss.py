@@ -272,7 +272,7 @@ class InfogainLoss(ClassLoss):
             source = self.param.infogain_loss_param.source
             if not source:
                 raise ConfigError("infogain_loss_param: give source, or the matrix as a third bottom")
-            matrix = binary.blob_to_array(binary.read_blob(locate(source, self.path)))
+            matrix = binary.read_array(locate(source, self.path))
             self.matrix = self.device.on_device(matrix.astype(self.dtype))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

@@ -399,6 +399,17 @@ def test_writer_refuses_what_exists(tmp_path):
         make(tmp_path / "db", 1)
 
 
+def test_writer_refuses_what_another_process_made_meanwhile(tmp_path):
+    def write():
+        with write_lmdb(str(tmp_path / "db")) as writer:
+            writer.put("a", b"x")
+            shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / "db")
+
+    with pytest.raises(DataError, match="exists already"):
+        write()
+    assert os.listdir(tmp_path) == ["db"]
+
+
 def test_writer_names_an_impossible_key(tmp_path):
     with pytest.raises(DataError, match="cannot be written"), write_lmdb(str(tmp_path / "db")) as writer:
         writer.put("k" * 600, b"x")

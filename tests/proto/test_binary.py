@@ -180,6 +180,12 @@ def test_arrays_that_do_not_fit(blob: BlobProto, message: str) -> None:
     assert message in str(caught.value)
 
 
+def test_a_file_of_an_array_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    (tmp_path / "mean").write_bytes(BlobProto(num=1, channels=2, height=1, width=1, data=[1]).SerializeToString())
+    with pytest.raises(DataError, match=r"mean: a blob holds 1 values, which does not fit its shape"):
+        binary.read_array(f"{tmp_path}/mean")
+
+
 @pytest.mark.parametrize("count", [0, 1, 31, 32, 999, 1000, 4095, 4096, 600_000])
 def test_arrays_come_back(count: int) -> None:
     rng = np.random.default_rng(count)
