@@ -145,7 +145,7 @@ def test_what_cannot_be_done() -> None:
         read_windows("no.txt", "data/windows.csv")
     with pytest.raises(ConfigError, match="selective search needs the package"):
         detect("i.txt", "net.prototxt", ["w.caffemodel"], context_pad=0, crop_mode="selective_search")
-    with pytest.raises(ConfigError, match="context_pad is less than half"):
+    with pytest.raises(ConfigError, match="context_pad must be less than half"):
         detect("data/windows.csv", "net.prototxt", ["w.caffemodel"])
     with pytest.raises(ConfigError, match="takes images of 1 channels"):
         detect("data/windows.csv", str(models.path("digits", "deploy")), [])
