@@ -1,25 +1,33 @@
+import queue
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import caffepy as caffe
+from caffepy.parallel.group import stacks
 from caffepy.pycaffe.nccl import take_turns
 from tests.net.nets import net_of
 from tests.pycaffe.test_solver import ROWS, rows  # noqa: F401 # a fixture
 from tests.solver.cases import ENVIRONMENT, SETTINGS
+from tests.team.faults import still_there
 
 TRAIN = """
+import faulthandler
 import sys
 from multiprocessing import Process
 import numpy as np
 import caffepy as caffe
 
 def solve(file, count, uid, rank):
+    faulthandler.dump_traceback_later(50, exit=True)
     caffe.set_mode_gpu()
+    caffe.set_precision("fp32")
     caffe.set_device(rank)
     caffe.set_solver_count(count)
     caffe.set_solver_rank(rank)
@@ -41,7 +49,11 @@ if __name__ == "__main__":
         rank.start()
     for rank in ranks:
         rank.join()
+    codes = [rank.exitcode for rank in ranks]
+    sys.exit(f"exit codes {codes}" if any(codes) else 0)
 """
+SECONDS = 60
+"""How long solvers may take to train together."""
 
 
 def solver_file(folder: Path, rows: str, batch: int) -> str:  # noqa: F811
@@ -77,6 +89,42 @@ def test_nccl_is_for_gpus(rows: str, tmp_path: Path) -> None:  # noqa: F811
             caffe.NCCL.new_uid()
 
 
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """float32 on GPUs, whatever the size of the batch, and no time for the choice of plans."""
+    from caffepy.ops.cuda import plans, precision
+
+    monkeypatch.setattr(plans, "_autotune", False)
+    before = precision.get()
+    precision.set("fp32")
+    yield
+    precision.set(before)
+
+
+def in_threads(count: int, work: Callable[[int], object]) -> None:
+    """Run work(rank) in a thread each; raises what one raises, though others may then wait for it for ever."""
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def guarded(rank: int) -> None:
+        try:
+            work(rank)
+        except BaseException as error:
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    for rank in range(count):
+        threading.Thread(target=guarded, args=(rank,), daemon=True).start()
+    until = time.monotonic() + SECONDS
+    for _ in range(count):
+        try:
+            error = ended.get(timeout=max(0.0, until - time.monotonic()))
+        except queue.Empty:
+            raise AssertionError(stacks({})) from None
+        if error is not None:
+            raise error
+
+
 def alone_on_a_gpu(file: str) -> np.ndarray:  # type: ignore[type-arg]
     caffe.set_mode_gpu()
     try:
@@ -88,6 +136,7 @@ def alone_on_a_gpu(file: str) -> np.ndarray:  # type: ignore[type-arg]
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.usefixtures("exact")
 def test_threads_train_as_one(rows: str, tmp_path: Path) -> None:  # noqa: F811
     uid = caffe.NCCL.new_uid()
     assert isinstance(uid, bytes)
@@ -108,26 +157,35 @@ def test_threads_train_as_one(rows: str, tmp_path: Path) -> None:  # noqa: F811
         nccl.close()
         solver.step(1)  # alone
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(2, work)
     np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_allclose(found[0], alone_on_a_gpu(solver_file(tmp_path, rows, 8)), rtol=1e-3)
+    np.testing.assert_allclose(found[0], alone_on_a_gpu(solver_file(tmp_path, rows, 8)), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.usefixtures("exact")
 def test_processes_train_as_one(rows: str, tmp_path: Path) -> None:  # noqa: F811
     script, file = tmp_path / "train.py", solver_file(tmp_path, rows, 4)
     script.write_text(TRAIN)
-    subprocess.run([sys.executable, str(script), file], env=ENVIRONMENT, check=True, timeout=300)
+    with subprocess.Popen(
+        [sys.executable, str(script), file],
+        env=ENVIRONMENT | {"CAFFEPY_AUTOTUNE": "0"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            _, said = process.communicate(timeout=SECONDS)
+        finally:
+            still_there(process.pid)
+    assert process.returncode == 0, said
     found = [np.load(f"{file}.{rank}.npy") for rank in range(2)]
     np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_allclose(found[0], alone_on_a_gpu(solver_file(tmp_path, rows, 8)), rtol=1e-3)
+    np.testing.assert_allclose(found[0], alone_on_a_gpu(solver_file(tmp_path, rows, 8)), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.usefixtures("exact")
 def test_one_solver_takes_others_in(rows: str, tmp_path: Path) -> None:  # noqa: F811
     caffe.set_mode_gpu()
     try:
@@ -137,7 +195,7 @@ def test_one_solver_takes_others_in(rows: str, tmp_path: Path) -> None:  # noqa:
     with solver.together(gpus=[0, 1]):
         solver.step(5)
     expected = alone_on_a_gpu(solver_file(tmp_path, rows, 8))
-    np.testing.assert_allclose(solver.net.params["ip"][0].data, expected, rtol=1e-3)
+    np.testing.assert_allclose(solver.net.params["ip"][0].data, expected, rtol=1e-3, atol=1e-5)
     for gpus in ([1, 0], [0, 0], []):
         with (
             pytest.raises(RuntimeError, match=r"this solver is on GPU 0: give gpus=\[0, \.\.\.\]"),

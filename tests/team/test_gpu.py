@@ -125,7 +125,8 @@ class Case(NamedTuple):
     `moved` bounds ||team - alone|| / ||alone|| of the way that all parameters went in training, not of the parameters,
     which hardly move. float32 sums of batches that are cut in another way, by kernels chosen for another batch, differ
     by some 1e-6 each; a wrong scale or a batch that is left out or used twice gives 1e-1 and more. ReLU and max pooling
-    make steps of rounding, so that it grows with depth and iterations.
+    make steps of rounding, so that it grows with depth and iterations. Where there is a `side`, images are no larger
+    than that and inner products no wider than WIDEST, so that a run takes seconds.
     """
 
     batch: int
@@ -133,8 +134,10 @@ class Case(NamedTuple):
     settings: str
     loss: float
     moved: float
+    side: int = 0
 
 
+WIDEST = 512
 USUAL = (
     'lr_policy: "step" gamma: 0.5 stepsize: 4 momentum: 0.9 weight_decay: 0.0005 clip_gradients: 3 display: 1 '
     "test_interval: 1000 test_initialization: false "
@@ -142,16 +145,17 @@ USUAL = (
 CASES = {
     "digits": Case(5, 20, f"{USUAL} base_lr: 0.05 test_iter: 3", 1e-3, 5e-3),
     "lenet": Case(4, 12, f"{USUAL} base_lr: 0.01 test_iter: 3", 1e-3, 5e-3),
-    "caffenet": Case(4, 5, f"{USUAL} base_lr: 0.01 test_iter: 2", 1e-3, 1e-2),
+    "caffenet": Case(4, 5, f"{USUAL} base_lr: 0.01 test_iter: 2", 1e-3, 1e-2, side=115),
 }
 IMAGES = 64
 
 
 @pytest.fixture(autouse=True)
-def precision_stays() -> Iterator[None]:
-    """Others compute in what they did before."""
-    from caffepy.ops.cuda import precision
+def precision_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Others compute in what they did before; no time goes into the choice of plans."""
+    from caffepy.ops.cuda import plans, precision
 
+    monkeypatch.setattr(plans, "_autotune", False)
     before = precision.get()
     yield
     precision.set(before)
@@ -167,7 +171,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
             return f"{DIGITS}/digits_train_lmdb"
         folder = str(tmp_path_factory.mktemp(name) / "lmdb")
         draw = np.random.default_rng(5)
-        shape = image_shape(name)
+        channels, *sides = image_shape(name)
+        shape = channels, *(CASES[name].side or side for side in sides)
         patterns = draw.integers(0, 192, (10, *shape), np.uint8)
         with write_lmdb(folder) as writer:
             for i in range(IMAGES):
@@ -186,6 +191,11 @@ def bundled(name: str, batch: int, source: str) -> str:
         if layer.type == "Data":
             layer.data_param.source = source
             layer.data_param.batch_size = 7 if layer.include[0].phase == TEST else batch
+        if side := CASES[name].side:
+            if layer.transform_param.crop_size:
+                layer.transform_param.crop_size = side
+            if layer.type == "InnerProduct":
+                layer.inner_product_param.num_output = min(layer.inner_product_param.num_output, WIDEST)
         if layer.type == "Dropout":  # each solver draws numbers of its own
             layer.dropout_param.dropout_ratio = 0
     return text_format.MessageToString(param, as_one_line=True)

@@ -32,7 +32,8 @@ def test_every_part_has_its_share(sync: str, passes: int, capture: bool, caplog:
     text = f"random_seed: 3 {settings} max_iter: 13 snapshot_after_train: false net_param {{ {net(3)} }}"
     root = Solver(text_format.Parse(text, SolverParameter()), device=devices[0])
     root.capture = capture
-    team = Team(root, devices, peers.prepare(peers.query(range(2))), Terms(sync))
+    deadlines = {"step": 60.0, "set-up": 60.0, "test": 60.0}
+    team = Team(root, devices, peers.prepare(peers.query(range(2))), Terms(sync, deadlines=deadlines))
     with caplog.at_level(logging.INFO, "caffepy"), team:
         root.solve()
         for solver in team.seconds():
@@ -57,10 +58,11 @@ def test_the_speed_of_one_gpu_is_that_of_a_run_before(monkeypatch: pytest.Monkey
     now = 0.0
     with closing(solver(3)) as one, closing(solver(3)) as another, closing(solver(4)) as other:
         assert _alone(one, 1) is None
-        monkeypatch.setattr("time.monotonic", lambda: now)
-        for iteration in range(40):
-            now += 1.0
-            one.reporter.iterated(iteration, None, 0.1, 3)
-        one.reporter.done(False)
+        with monkeypatch.context() as clock:  # threads that wait need the real one
+            clock.setattr("time.monotonic", lambda: now)
+            for iteration in range(40):
+                now += 1.0
+                one.reporter.iterated(iteration, None, 0.1, 3)
+            one.reporter.done(False)
         assert _alone(another, 2) == pytest.approx(3)
         assert _alone(other, 2) is None
