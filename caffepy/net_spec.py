@@ -36,7 +36,7 @@ def assign_proto(proto: Message, name: str, val: Any) -> None:
         raise AttributeError(f'{proto.DESCRIPTOR.name} has no field "{name}"{nearest(name, fields)}')
     field, kind = getattr(proto, name), fields[name].message_type
     try:
-        if not fields[name].is_repeated:
+        if fields[name].default_value != []:  # not repeated; protobuf 5 has no is_repeated
             _fill(field, val) if kind else setattr(proto, name, val)
             return
         for item in val if isinstance(val, (list, tuple, np.ndarray)) else [val]:
