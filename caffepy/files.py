@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -39,15 +40,19 @@ def replacing(path: str) -> Iterator[str]:
 
 
 def remove_stale(prefix: str) -> list[str]:
-    """Remove temporary files of names that start with `prefix` whose process was killed; returns their names."""
+    """Remove temporary files and folders of names that start with `prefix` whose process was killed; returns which."""
     folder, name = os.path.split(prefix)
     removed = []
     for entry in os.listdir(folder or "."):
         match = STALE.search(entry)
         if match and entry.startswith(f".{name}") and not _lives(int(match[1])):
+            path = os.path.join(folder, entry)
             with suppress(OSError):
-                os.unlink(os.path.join(folder, entry))
-                removed.append(os.path.join(folder, entry))
+                if os.path.isdir(path):
+                    shutil.rmtree(path)
+                else:
+                    os.unlink(path)
+                removed.append(path)
     return removed
 
 

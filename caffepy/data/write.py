@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import shutil
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from caffepy.data.datum import Array
 from caffepy.data.source import import_plyvel, printable, said
 from caffepy.errors import DataError
-from caffepy.files import remove_stale, replacing
+from caffepy.files import remove_stale, replacing, temporary_name
 from caffepy.proto.caffe_pb2 import Datum
 
 COMMIT_EVERY = 1000
@@ -191,8 +190,9 @@ def write_database(path: str, backend: str) -> Iterator[Writer]:
     """
     refuse_existing(path)
     path = os.path.abspath(path)
-    parent, name = os.path.split(path)
-    folder = os.path.join(parent, f".{name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    folder = temporary_name(path)
+    with suppress(OSError):  # no folder to look into, yet
+        remove_stale(f"{path}.")
     try:
         with open_writer(path, folder, backend) as writer:
             yield writer

@@ -410,6 +410,17 @@ def test_writer_refuses_what_another_process_made_meanwhile(tmp_path):
     assert os.listdir(tmp_path) == ["db"]
 
 
+def test_writer_removes_what_a_killed_run_has_left(tmp_path):
+    for name in ".db.999999999.0123abcd.tmp", f".db.{os.getpid()}.0123abcd.tmp", ".db2.999999999.0123abcd.tmp":
+        shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / name)
+    make(tmp_path / "db", 1)
+    assert sorted(os.listdir(tmp_path)) == [
+        f".db.{os.getpid()}.0123abcd.tmp",
+        ".db2.999999999.0123abcd.tmp",
+        "db",
+    ]
+
+
 def test_writer_names_an_impossible_key(tmp_path):
     with pytest.raises(DataError, match="cannot be written"), write_lmdb(str(tmp_path / "db")) as writer:
         writer.put("k" * 600, b"x")
