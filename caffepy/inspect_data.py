@@ -32,6 +32,7 @@ from caffepy.report.text import printable as on_one_line
 
 CHUNK = 32  # items that a thread looks at at a time
 PICTURES = 100  # of a contact sheet
+IMAGES = "list of images"
 NAMED = 5  # names of records that are shown
 LABELS = 30  # labels that a table shows
 SIGNATURES = {b"\xff\xd8\xff": "jpeg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp", b"II": "tiff"}
@@ -67,7 +68,7 @@ class DataInfo:
     def table(self) -> str:
         """Lines for a person."""
         seen = f", of which {self.seen:,} were looked at" if self.seen < self.records else ""
-        lines = [f"{self.kind} {self.path}: {self.records:,} records{seen}; {self.size:,} bytes"]
+        lines = [f"{self.kind} {self.path}: {_many(self.records, 'record')}{seen}; {self.size:,} bytes"]
         lines += [f"{name}: {value}" for name, value in self.facts.items()]
         lines += [f"{shape}: {count:,}" for shape, count in self.shapes.most_common(NAMED)]
         if len(self.shapes) > NAMED:
@@ -77,15 +78,21 @@ class DataInfo:
             lines.append(f"first: {', '.join(self.first)}")
         if self.bad_records:
             lines += [f"cannot be read: {self.bad_records:,}", *(f"  {text}" for text in self.bad)]
+        if self.bad_records == self.seen > 0 and self.kind == IMAGES:
+            lines.append("their names begin in another folder, perhaps: give it as --root")
         if self.labels:
             rows = [["label", "records", "share"]]
             total = self.labels.total()
             for label, count in sorted(self.labels.items())[:LABELS]:
                 rows.append([str(label), f"{count:,}", f"{count / total:.2%}"])
-            lines += ["", f"{len(self.labels):,} different labels", *columns(rows, left=0)]
+            lines += ["", _many(len(self.labels), "different label"), *columns(rows, left=0)]
             if len(self.labels) > LABELS:
                 lines.append(f"... and {len(self.labels) - LABELS:,} more, up to {max(self.labels)}")
         return "\n".join(map(on_one_line, lines))
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 class Look(NamedTuple):
@@ -173,7 +180,7 @@ class Viewer:
     def _images(self) -> None:
         entries = read_list(self.path)
         root = self._root or find_root("", entries[0][0], self.path, None)
-        self._begin("list of images", len(entries))
+        self._begin(IMAGES, len(entries))
 
         def look(entry: tuple[str, int], wanted: bool) -> Look:
             name, label = entry
