@@ -216,8 +216,8 @@ def _warn_ignored(
     moved = tuple(n for n in moved if param.HasField(n))
     ignored = [*moved, *(n for n in unused if param.HasField(n))]
     if ignored:
-        remedy = f"; {', '.join(moved)} belong in transform_param" if moved else ""
-        log.warning("%s's %s are ignored, as in Caffe%s", name, ", ".join(ignored), remedy)
+        remedy = f"; write {', '.join(moved)} in transform_param" if moved else ""
+        log.warning("%s: without effect, as in Caffe: %s%s", name, ", ".join(ignored), remedy)
 
 
 @layer("HDF5Data")

@@ -199,8 +199,8 @@ def test_default_backend_opens_an_lmdb_with_one_warning(ten, caplog):
 def test_fields_that_caffe_ignores_are_named(ten, caplog):
     feed = Feed(text("batch_size: 2 crop_size: 3 mirror: true rand_skip: 5"), path=ten)
     assert caplog.messages == [
-        "data_param's crop_size, mirror, rand_skip are ignored, as in Caffe; "
-        "crop_size, mirror belong in transform_param"
+        "data_param: without effect, as in Caffe: crop_size, mirror, rand_skip; "
+        "write crop_size, mirror in transform_param"
     ]
     assert feed.top[0].shape == (2, 3, 7, 9)
     np.testing.assert_array_equal(feed.forward()[1], [0, 1])

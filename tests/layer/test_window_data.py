@@ -236,7 +236,7 @@ def test_a_window_outside_its_image(context, folder):
 def test_fields_that_are_ignored_are_named(folder, caplog):
     feed = windows("crop_size: 4 mirror: true", folder, "crop_size: 8 scale: 2")
     assert caplog.messages == [
-        "window_data_param's crop_size, mirror are ignored, as in Caffe; crop_size, mirror belong in transform_param",
+        "window_data_param: without effect, as in Caffe: crop_size, mirror; write crop_size, mirror in transform_param",
         "transform_param's scale is ignored, as in Caffe; window_data_param has one",
     ]
     feed.layer.close()
