@@ -52,7 +52,13 @@ def _stop_all() -> None:
     for _, ring in threads:
         ring.stop()
     for thread, _ in threads:
-        thread.join(EXIT_WAIT)
+        _join(thread, EXIT_WAIT)
+
+
+def _join(thread: threading.Thread, seconds: float | None) -> None:
+    """Wait for its end, if it ever began: an interruption may have come before."""
+    if thread.ident is not None:
+        thread.join(seconds)
 
 
 def _produce(loader: Loader, ring: _Ring) -> None:
@@ -139,7 +145,7 @@ class Reader:
         if self._thread is None:
             return False
         self._ring.stop()
-        self._thread.join(seconds)
+        _join(self._thread, seconds)
         self._thread = None
         self._finalizer.detach()
         return True
@@ -148,8 +154,11 @@ class Reader:
         self._ring = _Ring(self._batches)
         self._finalizer = weakref.finalize(self, self._ring.stop)
         self._finalizer.atexit = False
-        self._thread = threading.Thread(
-            target=_produce, args=(self._loader, self._ring), name="caffepy-data", daemon=True
-        )
-        _threads[self._thread] = self._ring
-        self._thread.start()
+        thread = threading.Thread(target=_produce, args=(self._loader, self._ring), name="caffepy-data", daemon=True)
+        try:
+            self._thread = thread
+            _threads[thread] = self._ring
+            thread.start()
+        except BaseException:  # an interruption
+            self.stop()
+            raise

@@ -326,3 +326,21 @@ def test_close_does_not_wait_for_a_thread_that_hangs(ten, monkeypatch, caplog):
     go.set()
     thread.join()
     r._loader.close()
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interruption_while_the_thread_begins_loses_nothing(ten, monkeypatch, moment):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if moment == "after":
+            start(thread)
+        raise KeyboardInterrupt
+
+    read, untouched = reader(ten), reader(ten)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(threading.Thread, "start", interrupted)
+        read.take()
+    same(take(read, 3), take(untouched, 3))
+    read.close()
+    untouched.close()
