@@ -1,5 +1,6 @@
 """What all tests share: GPU tests are skipped, with the reason, where there is no GPU."""
 
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -26,3 +27,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         count, reason = gpus()
         if count < needed:
             pytest.skip(f"needs {needed} GPU(s): {reason}")
+
+
+@pytest.fixture
+def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """GPUs compute in float32, whatever the size of a batch, and no time goes into the choice of plans."""
+    from caffepy.ops.cuda import plans, precision
+
+    monkeypatch.setattr(plans, "_autotune", False)
+    before = precision.get()
+    precision.set("fp32")
+    yield
+    precision.set(before)

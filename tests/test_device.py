@@ -1,4 +1,5 @@
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -49,3 +50,23 @@ def test_devices_take_up_the_streams_of_those_that_are_gone() -> None:
     assert use() == first
     one, other = CudaDevice(0), CudaDevice(0)
     assert one.stream.ptr != other.stream.ptr
+
+
+class _FailedError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError {status}")
+
+
+@pytest.mark.parametrize(
+    ("status", "idle", "lost"),
+    [(0, True, ""), (600, False, ""), (700, True, "cudaError 700"), (900, True, "")],
+    ids=["done", "at work", "failed for good", "recording"],
+)
+def test_a_gpu_whose_memory_cannot_be_read_is_lost_and_not_at_work(status: int, idle: bool, lost: str) -> None:
+    """CuPy's `Stream.done` raises nothing: it is False whatever is wrong."""
+    device = object.__new__(CudaDevice)
+    device.stream = SimpleNamespace(ptr=1, done=True)
+    device._lanes = {"layer": SimpleNamespace(ptr=2, done=status == 0)}
+    runtime = SimpleNamespace(streamQuery={2: status}.__getitem__, CUDARuntimeError=_FailedError)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    assert (device.idle, device.lost) == (idle, lost)

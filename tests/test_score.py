@@ -73,6 +73,7 @@ def test_several_nets_give_what_one_does(count: int, caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.gpus(4))])
 @pytest.mark.gpus(2)
+@pytest.mark.usefixtures("exact")
 def test_several_gpus_give_what_one_does(count: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "caffepy.score")
     alone, expected = logged_by(caplog, gpu="0")
@@ -87,6 +88,7 @@ def test_several_gpus_give_what_one_does(count: int, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.gpus(2)
+@pytest.mark.usefixtures("exact")
 def test_all_gpus_test(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "caffepy.device")
     logged_by(caplog, gpu="all", deadlines=DEADLINES)

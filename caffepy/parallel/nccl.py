@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from cupy.cuda import get_current_stream, nccl
@@ -101,13 +102,20 @@ class NcclSync:
     def _abort(self) -> None:
         """End what waits for other ranks; NCCL may then wait until no recording refers to it any more."""
         self._word.set()
-        threading.Thread(target=self._communicator.abort, name=f"nccl abort {self.rank}", daemon=True).start()
+        self._let_go(self._communicator.abort)
 
     def close(self) -> None:
         """Give back the communicator; recordings that it is part of must be gone."""
-        thread = threading.Thread(target=self._communicator.destroy, name=f"nccl close {self.rank}", daemon=True)
+        self._let_go(self._communicator.destroy).join(PATIENCE)
+
+    def _let_go(self, how: Callable[[], object]) -> threading.Thread:
+        def work() -> None:
+            with suppress(nccl.NcclError):  # of a GPU that failed nothing can be given back
+                how()
+
+        thread = threading.Thread(target=work, name=f"nccl end {self.rank}", daemon=True)
         thread.start()
-        thread.join(PATIENCE)
+        return thread
 
 
 class _Told:

@@ -3,7 +3,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -87,18 +87,6 @@ def test_nccl_is_for_gpus(rows: str, tmp_path: Path) -> None:  # noqa: F811
     if not caffe.has_nccl():
         with pytest.raises(RuntimeError, match="NCCL"):
             caffe.NCCL.new_uid()
-
-
-@pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """float32 on GPUs, whatever the size of the batch, and no time for the choice of plans."""
-    from caffepy.ops.cuda import plans, precision
-
-    monkeypatch.setattr(plans, "_autotune", False)
-    before = precision.get()
-    precision.set("fp32")
-    yield
-    precision.set(before)
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> None:
