@@ -38,7 +38,7 @@ def draw(
     synthetic: bool,
     image: tuple[int, ...] | None,
 ) -> None:
-    """Draw NET, a prototxt or a bundled model, to the file OUT in the format that its extension names.
+    """Draw NET, a prototxt or a bundled model, to the file OUT in the format that its extension names; print its name.
 
     .dot, .svg, .png and .jpg need nothing else, but pictures are better with graphviz; .pdf and others need it.
 
@@ -62,3 +62,4 @@ def draw(
         image = image or options.image_of(definition, synthetic)
         known = shapes_of(param, PHASES[phase], definition.path, synthetic or image is not None, image)
     draw_net_to_file(param, out, rankdir, PHASES[phase], display_lrm, known)
+    click.echo(out)

@@ -62,7 +62,8 @@ def test_boxes_octagons_and_arrows(capsys: Captured) -> None:
         '"layer 5 mine" -> "blob z";',
         "}",
     ]
-    assert capsys.readouterr().err == ""
+    told = capsys.readouterr()
+    assert (told.out.splitlines()[-1].endswith(".dot"), told.err) == (True, "")
 
 
 def test_phases() -> None:
