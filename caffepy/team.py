@@ -149,7 +149,7 @@ class Team(Followers):
         group.phase = "idle"
         for rank, device in enumerate(self._devices[1:], start=1):
             place = f"GPU {device.index}" if self._gpu else "the CPU"
-            log.info("Solver %d of %d is ready on %s", rank + 1, self.size, place)
+            log.info("Solver %d (of 0 to %d) is ready on %s", rank, self.size - 1, place)
         root.followers = self
         self._tell_batch()
         root.reporter = Reporters(root.reporter, Performance(self.seconds, self._alone))
