@@ -179,7 +179,8 @@ def test_the_log_of_a_set_up_is_that_of_the_root(caplog: pytest.LogCaptureFixtur
     assert [message for message in caplog.messages if message.startswith("Sharing")] == sharing
     assert not any("Creating Layer" in message for message in caplog.messages)
     assert "Solvers pairs 0:1, 0:2" in caplog.messages
-    assert [m for m in caplog.messages if "is ready" in m] == [f"Solver {i} (of 0 to 2) is ready on the CPU" for i in (1, 2)]
+    ready = [message for message in caplog.messages if "is ready" in message]
+    assert ready == [f"Solver {i} (of 0 to 2) is ready on the CPU" for i in (1, 2)]
 
 
 def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -> None:
