@@ -14,6 +14,7 @@ from caffepy.blob import shape_string
 from caffepy.data.lists import lines_of
 from caffepy.data.order import visits
 from caffepy.errors import CaffeError, DataError
+from caffepy.ops.cpu.threads import parallel
 from caffepy.paths import locate
 from caffepy.proto.sniff import sniff
 from caffepy.registry import nearest
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 Array = NDArray[Any]
 State = dict[str, Any]
 
+GRAIN = 4 << 20  # bytes worth a thread of their own
 CHUNK = 1 << 20  # bytes of rows that are stored together
 OVERHEAD = 1 << 20  # bytes of HDF5's own that an append may add
 
@@ -45,6 +47,7 @@ class HDF5Rows:
         log.info("Number of HDF5 files: %d", len(self._files))
         self._file = ""
         self._arrays: list[Array] = []
+        self._ready = False
         self._go(0, 0)
 
     @property
@@ -54,11 +57,13 @@ class HDF5Rows:
 
     def read(self, outs: Sequence[Array]) -> None:
         """Fill the arrays (N, ...), one a dataset, with the next N rows."""
+        if not self._ready:
+            self._go(self._visit, self._row)  # where it could not be read before
         filled, wanted = 0, len(outs[0])
         while filled < wanted:
             rows = self._rows[self._row : self._row + wanted - filled]
             for array, out in zip(self._arrays, outs, strict=True):
-                out[filled : filled + len(rows)] = array[rows]
+                _gather(array, rows, out[filled : filled + len(rows)])
             filled += len(rows)
             self._row += len(rows)
             if self._row == len(self._rows):
@@ -66,37 +71,45 @@ class HDF5Rows:
 
     def _go(self, visit: int, row: int) -> None:
         """Load the file of the given visit, unless it is in memory, and go to a row of that visit's order."""
+        self._visit, self._row = visit, row
         lap, position = divmod(visit, len(self._files))
         file = self._files[visits(len(self._files), self._seed, lap)[position]]
-        if file != self._file:
+        ready, self._ready = self._ready, False  # in between the memory may hold half a file
+        if file != self._file or not ready:
             self._arrays = self._load(file)
             self._file = file
         self._rows = visits(len(self._arrays[0]), None if self._seed is None else self._seed + 1, visit)
-        self._visit, self._row = visit, row % len(self._rows)
+        self._row %= len(self._rows)
+        self._ready = True
 
     def _load(self, file: str) -> list[Array]:
+        """The datasets; those of the shapes of the last ones take their memory."""
         if (kind := sniff(file)) != "HDF5":
             raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
         with reading(file) as h:
-            arrays = [self._dataset(h, name, file) for name in self._names]
-        lengths = {name: len(a) for name, a in zip(self._names, arrays, strict=True)}
+            datasets = [self._dataset(h, name, file) for name in self._names]
+            self._check(datasets, file)
+            last: Sequence[Array | None] = self._arrays or [None] * len(datasets)
+            return [_array(data, old, self._dtype) for data, old in zip(datasets, last, strict=True)]
+
+    def _check(self, datasets: "Sequence[h5py.Dataset]", file: str) -> None:
+        lengths = {name: len(data) for name, data in zip(self._names, datasets, strict=True)}
         if len(set(lengths.values())) > 1 or 0 in lengths.values():
             rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
             raise DataError(f"{file}: the datasets must have the same number of rows, at least 1: {rows}")
-        for name, old, new in zip(self._names, self._arrays, arrays, strict=False):
+        for name, old, new in zip(self._names, self._arrays, datasets, strict=False):
             if old.shape[1:] != new.shape[1:]:
                 shapes = f"{shape_string(new.shape[1:])}, those of {self._file} {shape_string(old.shape[1:])}"
                 raise DataError(f'{file}: rows of "{name}" have shape {shapes}')
-        return arrays
 
-    def _dataset(self, h: Any, name: str, file: str) -> Array:
+    def _dataset(self, h: Any, name: str, file: str) -> "h5py.Dataset":
         data = h.get(name)
         if data is None:
             hint = ", but a link that leads nowhere" if name in h else nearest(name, h)
             raise DataError(f'{file} has no dataset "{name}"{hint}; a top is filled from the dataset of its name')
         if getattr(data, "ndim", 0) < 1 or data.dtype.kind not in "fiu":
             raise DataError(f'{file}: "{name}" is no dataset of numbers with at least one axis')
-        return np.asarray(data, self._dtype)
+        return data
 
     def state(self) -> State:
         """Number of the visit to a file, row in its order, seed of the orders."""
@@ -110,6 +123,20 @@ class HDF5Rows:
         if self._seed is not None and "seed" in state:
             self._seed = int(state["seed"])
         self._go(int(state["visit"]), int(state["row"]))
+
+
+def _array(data: "h5py.Dataset", old: Array | None, dtype: DTypeLike) -> Array:
+    """The dataset's values, in `old` if that has its shape."""
+    if old is None or old.shape != data.shape or not old.size:
+        return np.asarray(data, dtype)
+    data.read_direct(old)
+    return old
+
+
+def _gather(array: Array, rows: Array, out: Array) -> None:
+    """out = array[rows], by all threads; np.take reads each row once, where indexing would make a copy between."""
+    grain = max(1, GRAIN // (out[0].nbytes + 1))
+    parallel(lambda lo, hi: np.take(array, rows[lo:hi], axis=0, out=out[lo:hi], mode="clip"), len(rows), grain)
 
 
 @contextmanager

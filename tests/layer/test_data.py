@@ -412,8 +412,27 @@ def test_hdf5_damaged(case, tmp_path):
     write_hdf5(tmp_path, a=numbers(0, 3), b=datasets)
     feed = hdf5('hdf5_data_param { source: "list.txt" batch_size: 2 }', tmp_path)
     feed.forward()
-    with pytest.raises(DataError, match=message):
-        feed.forward()
+    for _ in range(2):
+        with pytest.raises(DataError, match=message):
+            feed.forward()
+
+
+def test_hdf5_goes_back_from_a_file_that_ends_early(tmp_path, monkeypatch):
+    write_hdf5(tmp_path, a=numbers(0, 2), b=numbers(2, 4))
+    feed = hdf5('hdf5_data_param { source: "list.txt" batch_size: 2 }', tmp_path)
+    start = feed.layer.state()
+
+    def half(self, out):
+        out[:] = -1
+        raise OSError("unexpected end of file")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(h5py.Dataset, "read_direct", half)
+        with pytest.raises(DataError, match=r"b.h5 cannot be read: unexpected end of file"):
+            feed.forward()
+    feed.layer.set_state(start)
+    feed.forward()
+    assert feed.top[1].data.tolist() == [0, 1]
 
 
 @pytest.fixture
