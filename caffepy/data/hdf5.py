@@ -154,6 +154,8 @@ def reading(path: str) -> "Iterator[h5py.File]":
 
 
 def _read_names(path: str) -> list[str]:
+    if os.path.isfile(path) and sniff(path) == "HDF5":
+        raise DataError(f'source "{path}" is an HDF5 file; give a text file that lists such files, one on each line')
     names = [name for line in lines_of(path) for name in line.split()]
     if not names:
         raise DataError(f"{path} names no HDF5 files")

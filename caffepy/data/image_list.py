@@ -49,6 +49,12 @@ def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
     return locate(folder, beside) if folder else locate(first, path).removesuffix(first)
 
 
+def unreadable(name: str, error: OSError, folder: str) -> DataError:
+    """That an image cannot be read; with a hint if its root folder, put before names as it is, lacks the separator."""
+    hint = f'; root_folder "{folder}" does not end in "/"' if folder and not folder.endswith("/") else ""
+    return DataError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}{hint}")
+
+
 class ImageLoader(SequentialLoader):
     """Batches of image files: decoded in colour or grey, resized (bilinear) if new_height and new_width say so."""
 
@@ -109,7 +115,7 @@ class ImageLoader(SequentialLoader):
             with open(self._root + item[0], "rb") as file:
                 return decode_image(file.read(), COLOR if self._param.is_color else GRAY, size), item[1]
         except OSError as error:
-            raise DataError(f"{self.name(item)} cannot be read: {(error.strerror or str(error)).lower()}") from None
+            raise unreadable(self.name(item), error, self._param.root_folder) from None
         except DataError as error:
             raise DataError(f"{self.name(item)}: {error.message}") from None
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from caffepy.blob import shape_string
 from caffepy.data.datum import COLOR, Array, decode_image
-from caffepy.data.image_list import find_root
+from caffepy.data.image_list import find_root, unreadable
 from caffepy.data.lists import lines_of
 from caffepy.data.loader import Batch, Loader, Shape, State
 from caffepy.data.transformer import read_mean
@@ -269,7 +269,7 @@ class WindowLoader(Loader):
             with open(self._root + name, "rb") as file:
                 return file.read()
         except OSError as error:
-            raise DataError(f"{self._name(name)} cannot be read: {(error.strerror or str(error)).lower()}") from None
+            raise unreadable(self._name(name), error, self._param.root_folder) from None
 
     def _keep(self, name: str) -> None:
         try:

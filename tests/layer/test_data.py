@@ -373,6 +373,11 @@ HDF5_REFUSED = {
         DataError,
         '"no.txt" cannot be read: no such',
     ),
+    "no list": (
+        "hdf5_data_param { source: 'a.h5' batch_size: 1 }",
+        DataError,
+        "an HDF5 file; give a text file that lists",
+    ),
     "empty list": ("hdf5_data_param { source: 'empty.txt' batch_size: 1 }", DataError, "names no HDF5 files"),
     "missing file": ("hdf5_data_param { source: 'other.txt' batch_size: 1 }", DataError, '"x.h5", .* is missing'),
 }
@@ -495,6 +500,10 @@ IMAGES_REFUSED = {
     "empty list": ('source: "empty.txt"', "empty.txt lists no images"),
     "no blank": ('source: "lines.txt"', 'lines.txt:2: "b.png" is not an image path, a blank and a label'),
     "missing image": ('source: "absent.txt"', "absent.txt: x.png cannot be read: no such file"),
+    "root without its slash": (
+        'source: "absent.txt" root_folder: "in"',
+        r'inx.png cannot be read: .*; root_folder "in" does not end in "/"',
+    ),
     "no image": ('source: "text.txt"', r"list.txt: its image cannot be decoded \(\d+ bytes\)"),
     "one size": ("new_height: 3", "new_height and new_width must both be given or neither"),
     "skips too many": ("rand_skip: 4000000000", "lists 6 images, not enough to skip"),

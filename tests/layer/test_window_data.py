@@ -214,6 +214,8 @@ def test_a_missing_image_is_an_error_of_forward(folder):
     feed.layer.close()
     with pytest.raises(DataError, match=r"1.png cannot be read"):
         windows("cache_images: true", folder)
+    with pytest.raises(DataError, match=r'root_folder ".*" does not end in "/"'):
+        windows(f'cache_images: true root_folder: "{folder}"', folder)
 
 
 def test_what_is_no_image_is_an_error_of_forward(folder):
