@@ -126,6 +126,8 @@ class Trainer:
         if capture and fuse:
             self.solver.save_memory()
         self.net: Net = self.solver.net
+        if not any(layer.is_data for layer in self.net.layers):
+            raise ConfigError("the train net has no layer that gives it data, so there are no images to count", solver)
         self._issued: list[float] = []
         self.solver.action = self._note
         self.solver.step(WARM_UP[self.device.kind])

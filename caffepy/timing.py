@@ -9,6 +9,7 @@ from typing import Any
 
 from caffepy import ops
 from caffepy.device import first_device
+from caffepy.errors import ConfigError
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
@@ -82,6 +83,7 @@ def time_net(
     `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
     `gpu`: the number of a GPU, the first of several; times are the device's, which is given each pass as a whole, so
     that it waits neither for the host nor at the end of a layer. `precision` of numbers there, as in PRECISIONS.
+    ConfigError and DataError say what is wrong with the net.
     """
     device = first_device(gpu)
     ops.set_precision(device, precision)
@@ -92,6 +94,8 @@ def time_net(
     param.state.stage.extend(stages)
     net = Net(without_data(param, image=image) if synthetic else param, device=device, path=model)
     try:
+        if not net.layers:
+            raise ConfigError(f"the net has no layers in the {phase} phase", model)
         return _time(net, iterations)
     finally:
         net.close()

@@ -85,6 +85,15 @@ def test_a_net_without_a_data_layer_takes_no_database(tmp_path: Path) -> None:
         Trainer(str(tmp_path / "solver.prototxt"), data="some_lmdb")
 
 
+def test_a_net_without_data_has_no_images_to_count(tmp_path: Path) -> None:
+    (tmp_path / "solver.prototxt").write_text(
+        'base_lr: 1 lr_policy: "fixed" net_param { layer { name: "x" type: "Input" top: "x" '
+        "input_param { shape { dim: 1 } } } }"
+    )
+    with pytest.raises(ConfigError, match="no layer that gives it data"):
+        bench_train(str(tmp_path / "solver.prototxt"))
+
+
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     line = ["bench", "train", "--model", "lenet", "--batch", "2", "--iterations", "1", "--windows", "2"]
     assert main.run([*line, "--json"]) == 0

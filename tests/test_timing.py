@@ -1,10 +1,12 @@
 import json
 import logging
 import re
+from pathlib import Path
 
 import pytest
 
 from caffepy import models
+from caffepy.errors import ConfigError
 from caffepy.models.synthetic import image_shape
 from caffepy.timing import time_net
 
@@ -60,6 +62,12 @@ def test_the_parts_add_up() -> None:
     table = result.table().splitlines()
     assert len(table) == 1 + len(result.layers) + 2
     assert len({len(line) for line in table[: 1 + len(result.layers)]}) == 1
+
+
+def test_a_net_without_layers_in_the_phase_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "net.prototxt").write_text('layer { name: "x" type: "Input" top: "x" include { phase: TEST } }')
+    with pytest.raises(ConfigError, match="no layers in the TRAIN phase"):
+        time_net(f"{tmp_path}/net.prototxt")
 
 
 def test_layers_that_need_no_gradient_are_timed_too() -> None:
