@@ -18,6 +18,7 @@ from caffepy.parallel import peers
 from caffepy.parallel.group import Group
 from caffepy.parallel.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose, obstacle_to_nccl
 from caffepy.parallel.topology import all_joined
+from caffepy.report import plot
 
 SIZES = "64K..512M"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -70,11 +71,13 @@ class AllReduceBench:
         return json.dumps(asdict(self))
 
     def plot(self, path: str) -> None:
-        """Draw the bus bandwidth over the sizes; needs matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise UsageError(f"a plot needs matplotlib ({error}): pip install 'caffepy[plot]'") from None
+        """Draw the bus bandwidth over the sizes, in the format that the file's extension names; needs matplotlib.
+
+        UsageError if it cannot be drawn or written.
+        """
+        plot.format_of(path)
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         axes = figure.add_subplot(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
         for name in dict.fromkeys(t.sync for t in self.timings):
@@ -84,7 +87,7 @@ class AllReduceBench:
         axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
         axes.legend()
-        figure.savefig(path, dpi=150)
+        plot.save(figure, path)
 
 
 def parse_sizes(text: str) -> list[int]:

@@ -31,7 +31,12 @@ def allreduce(gpu: str | None, cpu: int | None, sync: str, sizes: str, as_json: 
     if gpu and cpu:
         raise click.UsageError("Give --gpu or --cpu, not both.")
     from caffepy.bench_allreduce import bench_allreduce
+    from caffepy.files import check_writable
+    from caffepy.report.plot import format_of
 
+    if plot:
+        format_of(plot)
+        check_writable(plot)
     result = bench_allreduce(gpu, cpu or 0, sync, sizes)
     if plot:
         result.plot(plot)

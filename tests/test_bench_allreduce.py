@@ -51,6 +51,15 @@ def test_the_result_as_a_plot(result: AllReduceBench, tmp_path: Path) -> None:
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"), [("gone/bench.png", 'cannot write ".*gone/bench.png": no such file'), ("bench.x", "extension")]
+)
+def test_a_plot_that_cannot_be_written(name: str, problem: str, result: AllReduceBench, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(UsageError, match=problem):
+        result.plot(f"{tmp_path}/{name}")
+
+
 def test_only_what_is_named_is_timed_and_must_be_there() -> None:
     found = bench_allreduce(cpu=3, sync="flat", sizes="4K")
     assert [t.sync for t in found.timings] == ["flat"]

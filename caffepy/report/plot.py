@@ -74,7 +74,7 @@ def draw(
         _finish(axes)
         axes.tick_params(labelbottom=i == len(panels) - 1)
     axes.set_xlabel(x)
-    _save(figure, path)
+    save(figure, path)
 
 
 def draw_chart(runs: Sequence[Run], number: int, path: str) -> None:
@@ -87,7 +87,7 @@ def draw_chart(runs: Sequence[Run], number: int, path: str) -> None:
     for run in runs:
         _line(axes, runs, run, what, _of_chart(run, what), x, 1, [what])
     _finish(axes)
-    _save(figure, path)
+    save(figure, path)
 
 
 def _check_times(runs: Sequence[Run], x: str) -> None:
@@ -213,7 +213,8 @@ def _finish(axes: Any) -> None:
         axes.legend(loc="best" if points < FEW else "upper right", fontsize="small")
 
 
-def _save(figure: "Figure", path: str) -> None:
+def save(figure: "Figure", path: str) -> None:
+    """Write the figure in the format that the file's extension names; UsageError if that cannot be."""
     kind = format_of(path)
     with written(path) as temporary:
         figure.savefig(temporary, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)

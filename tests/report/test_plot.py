@@ -16,7 +16,7 @@ pytest.importorskip("matplotlib")
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would have been saved."""
     saved: list[Any] = []
-    monkeypatch.setattr(plot, "_save", lambda figure, path: saved.append(figure))
+    monkeypatch.setattr(plot, "save", lambda figure, path: saved.append(figure))
     return saved
 
 
