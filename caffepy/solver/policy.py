@@ -87,5 +87,5 @@ def rate(param: SolverParameter, iteration: int, step: int) -> float:
     try:
         with np.errstate(over="ignore"):
             return float(np.float32(policies[param.lr_policy](param, iteration, step)))
-    except OverflowError:
+    except (OverflowError, ZeroDivisionError):  # the latter: 0 to a negative power
         return float("inf")

@@ -21,6 +21,7 @@ CASES = {
     "multistep": (param("multistep", gamma=0.1, stepvalue=[5, 9]), 5, 0.01),
     "poly": (param("poly", power=2, max_iter=100), 25, 0.1 * 0.75**2),
     "poly_beyond_max_iter": (param("poly", power=0.5, max_iter=100), 120, 0.0),
+    "poly_of_negative_power_at_max_iter": (param("poly", power=-1, max_iter=100), 100, inf),
     "sigmoid": (param("sigmoid", gamma=-0.0, stepsize=10), 10, 0.05),
     "sigmoid_late": (param("sigmoid", gamma=0.2, stepsize=10), 30, 0.1 / (1 + exp(-4))),
     "sigmoid_far": (param("sigmoid", gamma=1, stepsize=100000), 0, 0.0),
