@@ -106,5 +106,8 @@ class Runtime:
 
     def run(self, outputs: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
         """The outputs' values."""
-        found: list[Array] = self.session.run(list(outputs), dict(inputs))
+        try:
+            found: list[Array] = self.session.run(list(outputs), dict(inputs))
+        except Exception as error:  # onnxruntime has no base of its errors that it names
+            raise ConfigError(f"onnxruntime cannot compute the model: {error}") from None
         return found

@@ -350,6 +350,15 @@ def test_a_model_that_computes_something_else_is_not_written(monkeypatch: pytest
     assert not Path("net.onnx").exists()
 
 
+def test_a_model_that_cannot_be_computed() -> None:
+    pytest.importorskip("onnxruntime")
+    from caffepy.export.model import Runtime
+
+    exported(inputs((4, 5)) + 'layer { name: "r" type: "TanH" bottom: "x0" top: "y" }')
+    with pytest.raises(ConfigError, match="onnxruntime cannot compute the model"):
+        Runtime(Path("net.onnx").read_bytes()).run(["y"], {"x0": np.zeros((4, 6), np.float32)})
+
+
 def test_without_onnxruntime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     with pytest.raises(UsageError, match="pip install onnxruntime"):
