@@ -242,7 +242,8 @@ class Viewer:
             rows = max(rows, len(data))
             sets[f'dataset "{name}"'] = f"rows of {shape_string(data.shape[1:])}, {data.dtype}"
             if name == "label" and data.size == len(data) and data.dtype.kind in "fiu":
-                values, counts = np.unique(data[: self._first], return_counts=True)
+                wanted = None if self._first is None else max(0, self._first - self.info.records)
+                values, counts = np.unique(data[:wanted], return_counts=True)
                 if (values == np.round(values)).all() and (np.abs(values) < LARGEST).all():
                     self.info.labels.update(dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True)))
             if self._wants_pictures and data.ndim == 4 and data.shape[1] in (1, 3) and data.dtype.kind in "fiub":

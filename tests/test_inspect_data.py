@@ -123,6 +123,9 @@ def test_hdf5_files_and_lists_of_them(tmp_path: Path) -> None:
     info = show(f"{tmp_path}/list.txt")
     assert (info.kind, info.records, info.labels[5], info.labels[0]) == ("list of HDF5 files", 10, 1, 2)
     assert info.facts["files"] == 2
+    info = show(f"{tmp_path}/list.txt", first=5)
+    assert (info.seen, info.labels) == (5, {0: 2, 1: 1, 2: 1, 3: 1})
+    assert show(f"{tmp_path}/list.txt", first=3).labels == {0: 1, 1: 1, 2: 1}
     (tmp_path / "list.txt").write_text("a.h5\nc.h5\n")
     assert show(f"{tmp_path}/list.txt").bad_records == 1
 
