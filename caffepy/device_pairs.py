@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from caffepy.device import gpu_numbers
-from caffepy.errors import ConfigError
+from caffepy.errors import CaffeError, ConfigError
 from caffepy.parallel import links, peers
 from caffepy.parallel.links import Links
 from caffepy.parallel.schedule import Operation, Schedule, flat, muji, tree
@@ -154,8 +154,8 @@ def simulated(path: str) -> Pairing:
     try:
         rows = tuple(tuple(bool(cell) and a != b for b, cell in enumerate(row)) for a, row in enumerate(access))
         topology = Topology(tuple(devices), tuple(boards), rows)
-    except ConfigError as error:
-        raise error.at(path) from None
+    except CaffeError as error:
+        raise ConfigError(error.message, path) from None
     return pairing(topology, joined)
 
 

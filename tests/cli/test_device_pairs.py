@@ -66,8 +66,11 @@ def test_what_joins_the_devices_is_told_if_it_is_known(machine, capsys: Captured
     ],
 )
 def test_a_description_that_does_not_fit(machine, capsys: Captured, fields: dict[str, object], message: str) -> None:
-    assert main.run(["device-pairs", "--simulate", machine(**fields)]) in (2, 3)
-    assert message in capsys.readouterr().err
+    description = machine(**fields)
+    assert main.run(["device-pairs", "--simulate", description]) == 3
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert description in shown
 
 
 def test_what_is_no_json_or_no_file(tmp_path: Path, capsys: Captured) -> None:
