@@ -7,7 +7,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from caffepy.data.datum import decode_image
+from caffepy.data.datum import decode_image, opened
 from caffepy.errors import CaffeError, DataError
 from caffepy.paths import AnyPath
 from caffepy.proto import caffe_pb2
@@ -99,7 +99,7 @@ def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
             raise DataError(f"{name}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     else:
         name, content = str(getattr(filename, "name", "the image")), filename.read()
-    image = cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_UNCHANGED) if content else None
+    image = opened(content, cv2.IMREAD_UNCHANGED)
     if image is None:
         raise DataError(f"{name}: not an image that can be decoded ({len(content)} bytes)")
     scale = 1.0 / (2 ** (8 * image.dtype.itemsize) - 1) if image.dtype.kind == "u" else 1.0

@@ -80,8 +80,9 @@ def show_blob(
         net.forward()
         net.device.look()
         values = shown.host_data
-        if not 0 <= item < (len(values) if values.ndim else 1):
-            raise UsageError(f"item {item} is none of the {len(values)} of the batch")
+        items = len(values) if values.ndim else 1
+        if not 0 <= item < items:
+            raise UsageError(f"item {item} is none of the {items} of the batch")
         one: Array = values[item] if values.ndim else values
         grid.save(grid.grid(*grid.blob_tiles(one)), path)
         return Picture(name, one.shape, path)

@@ -75,6 +75,7 @@ def test_what_a_net_makes_of_an_image() -> None:
         ("--model digits --image no.png", 4, "no.png: cannot be read: no such file or directory"),
         (f"--model {TRAIN_VAL} --blob pool9", 3, 'no blob "pool9" in the net, did you mean "pool'),
         (f"--model {TRAIN_VAL} --item 99", 2, "item 99 is none of the 99 of the batch"),
+        (f"--model {TRAIN_VAL} --blob loss --item 1", 2, "item 1 is none of the 1 of the batch"),
         (f"--model {TRAIN_VAL} --image x.png", 3, "needs an input for images"),
         ("--image x.png", 2, "give --model FILE"),
         ("--model digits --layer conv1", 2, "Give --layer for filters"),
