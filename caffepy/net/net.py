@@ -135,7 +135,7 @@ class Net:
             with self._located(layer_param):
                 if not layer_param.HasField("phase"):
                     layer_param.phase = self.param.state.phase
-                lent = root_net.lend(layer_param.name) if root_net else None
+                lent = root_net.lend(index) if root_net else None
                 layer = lent[0] if lent else self._make_layer(layer_param)
                 need = self._take_bottoms(layer_param, available)
                 self._make_tops(layer, layer_param)
@@ -165,12 +165,10 @@ class Net:
         log.info("Creating Layer %s", layer_param.name)
         return layer
 
-    def lend(self, name: str) -> tuple[Layer, list[Blob]] | None:
-        """The layer of this name and its tops, if it may be shared with worker nets."""
-        for layer, tops in zip(self.layers, self.tops, strict=True):
-            if layer.param.name == name and layer.share_in_parallel:
-                return layer, tops
-        return None
+    def lend(self, index: int) -> tuple[Layer, list[Blob]] | None:
+        """The layer at this place and its tops, if it may be shared with worker nets, which have the same layers."""
+        layer = self.layers[index]
+        return (layer, self.tops[index]) if layer.share_in_parallel else None
 
     @property
     def own_layers(self) -> list[tuple[int, Layer]]:
@@ -222,8 +220,6 @@ class Net:
         self.tops.append(tops)
 
     def _add_layer(self, layer: Layer) -> None:
-        if any(known is layer for known in self.layers):
-            raise ConfigError("the same layer object stands twice in this net")
         self.layers.append(layer)
         bottom, top = self.bottoms[-1], self.tops[-1]
         self._arguments.append(_as_seen(layer, bottom, top))

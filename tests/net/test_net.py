@@ -280,6 +280,13 @@ def test_a_worker_takes_shared_layers_from_the_root(caplog: pytest.LogCaptureFix
     assert (worker.blobs["x"].data != before).any()
 
 
+def test_layers_of_one_name_are_told_apart_by_their_places() -> None:
+    text = DUMMY + DUMMY.replace('"x"', '"y"') + ip("d", "x", "a") + 'layer { name: "s" type: "Silence" bottom: "y" }'
+    root = net_of(text)
+    worker = Net(definition(text), root_net=root)
+    assert [a is b for a, b in zip(worker.layers, root.layers, strict=True)] == [True, True, False, False]
+
+
 # debug_info, callbacks, state
 
 
