@@ -92,8 +92,9 @@ class Step:
             self.control = self.ops.Control(limits, losses(net), device)
             self.laps = self.ops.Laps(device)
         self._ends = device.on_device(self.params.ends)
-        self._rates = device.on_device(np.array(net.params_lr, np.float32))
-        self._decays = device.on_device(np.array(net.params_weight_decay, np.float32))
+        still = [0.0]  # of the one element that `params` has if the net learns nothing
+        self._rates = device.on_device(np.array(net.params_lr or still, np.float32))
+        self._decays = device.on_device(np.array(net.params_weight_decay or still, np.float32))
         self.fuse(True)
 
     def fuse(self, fuse: bool) -> None:

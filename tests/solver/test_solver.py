@@ -289,3 +289,11 @@ def test_loss_after_the_last_iteration_must_be_finite_too() -> None:
     solver.net.before_forward.append(lambda i: solver.params.data.fill(np.nan) if solver.iter else None)
     with pytest.raises(DivergenceError, match="iteration 1: the loss is nan"):
         solver.solve()
+
+
+def test_a_net_without_parameters_updates_nothing() -> None:
+    solver = solver_of("weight_decay: 1 ", NOISE + 'layer { name: "s" type: "Silence" bottom: "x" bottom: "y" }')
+    solver.step(2)
+    step = solver._step
+    assert len(step._rates) == len(step._decays) == len(solver.params.ends), "or updates read foreign memory"
+    assert not solver.params.data.any()
