@@ -135,19 +135,21 @@ def simulated(path: str) -> Pairing:
             told = json.load(file)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(told, dict) or not set(told) <= set(FIELDS) or not isinstance(told.get("devices"), list):
         raise ConfigError(f'{path} must be an object with "devices", and perhaps "boards", "access" and "links"')
     devices = told["devices"]
-    if not all(isinstance(device, int) and not isinstance(device, bool) for device in devices):
+    if not all(map(_is_number, devices)):
         raise ConfigError(f'{path}: "devices" must be whole numbers')
     n = len(devices)
     boards, access = told.get("boards", [None] * n), told.get("access", 1)
     if isinstance(access, int):
         access = [[access] * n] * n
-    if not (isinstance(boards, list) and isinstance(access, list) and all(isinstance(row, list) for row in access)):
-        raise ConfigError(f'{path}: "boards" must be a list and "access" a list of rows')
+    if not (isinstance(boards, list) and all(board is None or _is_number(board) for board in boards)):
+        raise ConfigError(f'{path}: "boards" must be a list of whole numbers, null for a device that has one to itself')
+    if not (isinstance(access, list) and all(_is_row(row) for row in access)):
+        raise ConfigError(f'{path}: "access" must be a list of rows of 0 and 1')
     joined = told.get("links")
     if joined is not None and not _is_matrix(joined, n):
         raise ConfigError(f'{path}: "links" must be {n} rows of {n} texts, or null where there is none')
@@ -157,6 +159,14 @@ def simulated(path: str) -> Pairing:
     except CaffeError as error:
         raise ConfigError(error.message, path) from None
     return pairing(topology, joined)
+
+
+def _is_number(told: Any) -> bool:
+    return isinstance(told, int) and not isinstance(told, bool)
+
+
+def _is_row(told: Any) -> bool:
+    return isinstance(told, list) and all(cell in (0, 1) for cell in told)
 
 
 def _is_matrix(rows: Any, n: int) -> bool:

@@ -61,6 +61,9 @@ def test_what_joins_the_devices_is_told_if_it_is_known(machine, capsys: Captured
         ({"devices": ["a"]}, "whole numbers"),
         ({"device": [0]}, 'must be an object with "devices"'),
         ({"devices": [0], "access": "x"}, "list of rows"),
+        ({"devices": [0, 1], "access": [["yes", "no"], ["no", "yes"]]}, "rows of 0 and 1"),
+        ({"devices": [0, 1], "access": 2}, "rows of 0 and 1"),
+        ({"devices": [0, 1], "boards": [[1], [1]]}, '"boards" must be a list of whole numbers'),
         ({"devices": [0, 1], "links": [[None, "NV4"]]}, '"links" must be 2 rows of 2 texts'),
         ({"devices": [0], "links": [[4]]}, '"links" must be 1 rows of 1 texts'),
     ],
@@ -75,6 +78,9 @@ def test_a_description_that_does_not_fit(machine, capsys: Captured, fields: dict
 
 def test_what_is_no_json_or_no_file(tmp_path: Path, capsys: Captured) -> None:
     (tmp_path / "x.json").write_text("{")
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert main.run(["device-pairs", "--simulate", str(tmp_path / "deep.json")]) == 3
+    assert "deep.json is not JSON" in capsys.readouterr().err
     assert main.run(["device-pairs", "--simulate", str(tmp_path / "x.json")]) == 3
     assert main.run(["device-pairs", "--simulate", str(tmp_path / "y.json")]) == 3
     assert main.run(["device-pairs", "--simulate", "m.json", "--measure"]) == 2
