@@ -68,6 +68,8 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: str) -> 
             raise click.BadParameter(f"{part!r} is not PHASE=SECONDS") from None
         if name.strip() not in PHASES:
             raise click.BadParameter(f"{name!r} is no phase (phases: {', '.join(PHASES)})")
+        if not given[name.strip()] > 0:
+            raise click.BadParameter(f"{part!r} is no number of seconds above 0")
     return given
 
 

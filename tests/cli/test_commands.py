@@ -104,6 +104,20 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    {
+        "step": "'step' is not PHASE=SECONDS",
+        "steps=1": "'steps' is no phase (phases: set-up, step, test, snapshot)",
+        "test=9,step=0": "'step=0' is no number of seconds above 0",
+        "step=nan": "'step=nan' is no number of seconds above 0",
+    }.items(),
+)
+def test_deadlines_that_are_none(given: str, message: str, capsys: Captured) -> None:
+    assert main.run(["train", "--solver", "digits", "--deadlines", given]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_precisions_are_those_that_there_are() -> None:
     assert options.PRECISIONS == precisions.PRECISIONS
 
