@@ -24,7 +24,6 @@ PREPARATION = Preparation()
 SIDES = ("ymin", "xmin", "ymax", "xmax")
 """Of a window, in pycaffe's order."""
 
-CROP_MODES = ("list", "selective_search")
 OUTPUTS = (".csv", ".h5", ".hdf5", ".json")
 
 Windows = tuple[str, list[tuple[float, ...]]]

@@ -18,7 +18,6 @@ from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter, P
 TEXT = ("dot", "gv")
 SIMPLE = ("svg", "png", "jpg")
 PICTURES = ("png", "svg", "pdf", "jpg", "gif", "eps", "ps")
-RANKDIRS = ("LR", "RL", "TB", "BT")
 
 LAYER = "#6495ED"
 IN_PLACE = "box", "#90EE90"

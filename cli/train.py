@@ -32,7 +32,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @options.stage
 @click.option("--sigint-effect", type=EFFECTS, default="stop", show_default=True, help="What Ctrl-C does.")
 @click.option("--sighup-effect", type=EFFECTS, default="snapshot", show_default=True, help="What SIGHUP does.")
-@click.option("--progress/--no-progress", default=None, help="The progress line. Default: on a terminal.")
+@options.progress
 @click.option("--tensorboard", type=click.Path(), default="", metavar="DIR", help="Folder for TensorBoard's events.")
 @click.option(
     "--tensorboard-histograms",

@@ -29,7 +29,7 @@ class Value:
 class Trace:
     """The model's inputs and outputs as (tensor, blob), its layers' numbers, the tensors of every layer.
 
-    `dropped` are the layers that judge, with the reason; `unused` the inputs that nothing needs.
+    `dropped` are the layers that are left out; `unused` the inputs that nothing needs.
     """
 
     inputs: list[tuple[str, str]] = field(default_factory=list)

@@ -191,13 +191,6 @@ class LossLayer(Layer):
             raise ConfigError(f"predictions and labels must agree in their first axis: {list(x)} and {list(label)}")
         top[0].reshape(())
 
-    def format_for(self, native: Format) -> Format:
-        """The format in which the layer takes blobs on a GPU if they come in `native`; its tops follow its bottoms.
-
-        What it does not take is converted before it runs, and back after it.
-        """
-        return PLAIN
-
     def allow_force_backward(self, index: int) -> bool:
         """Labels get no gradient."""
         return index != 1

@@ -18,10 +18,8 @@ def prune_backward(net: "Net") -> None:
         contributes = any(
             weight or name in under_loss for name, weight in zip(names, net.layers[i].loss_weights, strict=True)
         )
-        wanted = any(name not in skipped for name in names) if names else False
-        if not (contributes and wanted):
+        if not contributes or skipped.issuperset(names):
             net.layer_need_backward[i] = False
-        if not contributes or not wanted:
             net.bottom_need_backward[i] = [False] * len(bottoms)
         for j, name in enumerate(bottoms):
             if contributes:

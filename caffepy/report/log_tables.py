@@ -24,7 +24,6 @@ ITERATION = re.compile(r"Iteration (\d+)", re.ASCII)
 TRAIN, TEST = (re.compile(rf"{net} net output #\d+: (\S+) = ([.\deE+-]+)", re.ASCII) for net in ("Train", "Test"))
 RATE = re.compile(r"lr = ([-+]?[0-9]*\.?[0-9]+(?:[eE]?[-+]?[0-9]+)?)")
 FIXED = ("NumIters", "Seconds", "LearningRate")
-BLANKS = " \t\n\r\f\v"
 LEFT_OUT = re.compile(r"Waiting for data|prefetch queue empty|Iteration .* loss|Iteration .* lr|Train net")
 
 Row = dict[str, float]

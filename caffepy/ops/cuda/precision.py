@@ -4,11 +4,8 @@ Parameters, their gradients, statistics, losses and sums are float32 in every pr
 """
 
 import os
-from typing import Any
 
-import numpy as np
-
-from caffepy.ops.precisions import STORAGE, checked, default
+from caffepy.ops.precisions import checked, default
 
 _precision: str | None = None
 _deterministic: bool | None = None
@@ -26,11 +23,6 @@ def set(precision: str) -> None:
     """Use this precision for every product that is planned from now on."""
     global _precision
     _precision = checked(precision)
-
-
-def storage() -> "np.dtype[Any]":
-    """What activations are stored in."""
-    return np.dtype(STORAGE[get()])
 
 
 def deterministic() -> bool:
