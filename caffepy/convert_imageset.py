@@ -20,7 +20,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from caffepy.data.ahead import mapped
-from caffepy.data.datum import COLOR, GRAY, head_of, opened, resized
+from caffepy.data.datum import COLOR, GRAY, head_of, read_image, resized
 from caffepy.data.image_list import Entry, read_list
 from caffepy.data.source import open_source, printable
 from caffepy.data.write import COMMIT_BYTES, COMMIT_EVERY, Partial, Writer
@@ -60,7 +60,7 @@ class Recipe:
                 content = file.read()
         except OSError:
             return Made(None, 0)
-        image = opened(content, GRAY if self.gray else COLOR)
+        image = read_image(content, GRAY if self.gray else COLOR)
         if image is None:
             return Made(None, 0)
         if self.width:

@@ -72,6 +72,15 @@ def test_what_caffe_wrote(name: str, threads: int, tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["caffe", "db"]
 
 
+def test_a_jpeg_that_is_cut_short_is_kept_as_caffe_keeps_it(tmp_path: Path) -> None:
+    root, listed = draw(tmp_path, 2, ".jpg")
+    cut = Path(root) / "1.jpg"
+    cut.write_bytes(cut.read_bytes()[:-2])
+    assert convert_imageset(root, listed, str(tmp_path / "db"), check=True) == Converted(2, 0)
+    image = decode(records(tmp_path / "db")[1][1])[0]
+    np.testing.assert_array_equal(image, cv2.imread(str(cut)).transpose(2, 0, 1))
+
+
 def test_files_are_stored_as_they_are_if_they_can_be(tmp_path: Path) -> None:
     image = np.random.default_rng(0).integers(0, 256, (9, 8, 3), np.uint8)
     for name in ("a.jpg", "b.JPEG", "c.png"):

@@ -15,6 +15,7 @@ Array = NDArray[Any]
 Record = memoryview | bytes
 
 COLOR, GRAY, NATIVE = 1, 0, -1  # how OpenCV decodes: three channels, one, as the file has them
+JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 
 
 def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
@@ -43,7 +44,7 @@ def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None =
     """(C, H, W) uint8, channels in OpenCV's order (BGR), of an image file's bytes, resized to (width, height)."""
     import cv2
 
-    image = opened(data, mode)
+    image = read_image(data, mode)
     if image is None:
         raise DataError(f"its image cannot be decoded ({len(data)} bytes)")
     if image.dtype != np.uint8:
@@ -53,6 +54,12 @@ def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None =
     if image.ndim == 2:
         return image[None]
     return np.stack(cv2.split(image))  # (H, W, C) -> (C, H, W)
+
+
+def read_image(data: bytes, mode: int) -> Array | None:
+    """`opened`, but a JPEG that is cut short is grey where it ends, as Caffe's cv::imread of the file has it."""
+    image = opened(data, mode)
+    return opened(data + JPEG_END, mode) if image is None and data.startswith(JPEG_START) else image
 
 
 def opened(data: bytes, mode: int) -> Array | None:

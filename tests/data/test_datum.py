@@ -48,6 +48,18 @@ def test_encoded_color_gray_and_native():
     assert same(decode(encoded(bgra)), bgra.transpose(2, 0, 1), 0, True)
 
 
+@pytest.mark.parametrize("mode", [COLOR, GRAY])
+@pytest.mark.parametrize("share", [0.3, 0.9, 1])
+def test_a_jpeg_that_is_cut_short_is_as_from_its_file(share, mode, tmp_path):
+    """The end of the file comes when some of its rows are there, or all of them."""
+    _, whole = cv2.imencode(".jpg", np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8))
+    cut = whole[: int(share * (len(whole) - 2))]
+    cut.tofile(tmp_path / "cut.jpg")
+    expected = cv2.imread(str(tmp_path / "cut.jpg"), mode)
+    record = Datum(data=cut.tobytes(), encoded=True).SerializeToString()
+    assert same(decode(record, mode), np.stack(cv2.split(expected)), 0, True)
+
+
 REFUSED = {
     "not a Datum": (b"\xff\xff\xff", r"not a Datum \(3 bytes\)"),
     "no shape": (b"", r"not a Datum with an image: its shape is 0 0 0 \(0\)"),
@@ -58,6 +70,10 @@ REFUSED = {
     "no values": (Datum(channels=1, height=2, width=3).SerializeToString(), "with 0 values"),
     "encoded, empty": (Datum(encoded=True).SerializeToString(), r"cannot be decoded \(0 bytes\)"),
     "encoded, no image": (Datum(encoded=True, data=b"hello").SerializeToString(), r"cannot be decoded \(5 bytes\)"),
+    "encoded, a JPEG without a row": (
+        Datum(encoded=True, data=b"\xff\xd8\xff").SerializeToString(),
+        "cannot be decoded",
+    ),
     "16 bits": (encoded(IMAGE[0].astype(np.uint16) * 200), "16 bits a channel; only 8"),
 }
 
