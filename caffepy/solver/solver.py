@@ -355,9 +355,7 @@ class Solver:
         self._window.add(self.iter, loss)
         if self._displays:
             self._display(self._window.smoothed)
-        learning_rate = self.apply_update()
-        self._positions_before = None
-        return learning_rate
+        return self.apply_update()
 
     def _forward(self) -> float:
         """The loss of one batch; DivergenceError before one that is not finite can do harm."""
@@ -391,6 +389,7 @@ class Solver:
         self._tell_clipping()
         self._tell_overflow(self.iter, verdict)
         self.iter += 1
+        self._positions_before = None
         return learning_rate
 
     # an iteration that a GPU replays
@@ -548,13 +547,14 @@ class Solver:
     # tests
 
     def test_all(self) -> None:
-        """Test all test nets, unless `action` asks to stop; a snapshot in between has the positions from before."""
+        """Test all test nets, unless `action` asks to stop; until they are done, a snapshot begins before them."""
         self.followers.agree()
         self._positions_before = take_positions(self._nets, self.device)
         for k in range(len(self.test_nets)):
             if not self.stopped:
                 self.test(k)
-        self._positions_before = None
+        if not self.stopped:
+            self._positions_before = None
 
     def test(self, k: int) -> None:
         """Run test net k on its test_iter batches with the train net's weights and report the mean outputs."""

@@ -60,7 +60,8 @@ class WorkerSolver(Solver):
     def begin_test(self, k: int) -> None:
         """Begin to add up what test net `k` gives."""
         self.settle()
-        self._positions_before = take_positions(self._nets, self.device)
+        if k == 0 or self._positions_before is None:  # positions are those from before all test nets
+            self._positions_before = take_positions(self._nets, self.device)
         self._trials[k].begin(self.net)
 
     def test_batch(self, k: int) -> None:
@@ -71,7 +72,8 @@ class WorkerSolver(Solver):
     def end_test(self, k: int) -> None:
         """It is over; `totals` is what its batches gave."""
         self.totals = self._trials[k].totals()
-        self._positions_before = None
+        if k == len(self.test_nets) - 1:
+            self._positions_before = None
 
     def settle(self) -> None:
         """Wait for all iterations that were given to the device; others do not follow at once."""

@@ -62,10 +62,11 @@ def test_stop_and_resume_changes_nothing(kind: str, form: str, tmp_path: Path) -
     assert [float(t["loss"]) for t in whole.tests] == [float(t["loss"]) for t in parts.tests]
 
 
-def test_stop_in_a_test_repeats_that_test(tmp_path: Path) -> None:
+@pytest.mark.parametrize("action", [Action.STOP, Action.STOP | Action.SNAPSHOT])
+def test_stop_in_a_test_repeats_that_test(action: Action, tmp_path: Path) -> None:
     whole, weights = run(tmp_path, SETTINGS, [9])
     # polls: 2 of the test at 0, 4 iterations, then the second batch of the test at 4
-    parts, weights_of_parts = run(tmp_path, SETTINGS, [9, 9], AskAt(8, Action.STOP | Action.SNAPSHOT))
+    parts, weights_of_parts = run(tmp_path, SETTINGS, [9, 9], AskAt(8, action))
     np.testing.assert_array_equal(weights, weights_of_parts)
     assert whole.losses == parts.losses
     assert [float(t["loss"]) for t in whole.tests] == [float(t["loss"]) for t in parts.tests]

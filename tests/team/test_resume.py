@@ -46,11 +46,12 @@ def test_stop_and_resume_changes_nothing(size: int, sync: str, tmp_path: Path) -
     compare(whole, train(tmp_path, size, sync, [3, 8, 13]))
 
 
+@pytest.mark.parametrize("action", [Action.STOP, Action.STOP | Action.SNAPSHOT])
 @pytest.mark.parametrize("poll", [8, 9])
-def test_stop_in_a_test_repeats_that_test(poll: int, tmp_path: Path) -> None:
+def test_stop_in_a_test_repeats_that_test(poll: int, action: Action, tmp_path: Path) -> None:
     (whole,) = train(tmp_path, 2, "flat", [9])
     # polls: 3 rounds of the test at 0, 4 iterations, then the first or second round of the test at 4
-    parts = train(tmp_path, 2, "flat", [9, 9], AskAt(poll, Action.STOP | Action.SNAPSHOT))
+    parts = train(tmp_path, 2, "flat", [9, 9], AskAt(poll, action))
     assert parts[0].root.iter == 4
     compare(whole, parts)
 
@@ -99,3 +100,25 @@ def test_a_team_of_another_size_goes_on_with_other_random_numbers(
     with caplog.at_level(logging.WARNING, "caffepy"):
         Run(2, LOSSY, settings=EVERY, until=6, state=first.root.saved_now)
     assert "The snapshot is of 3 solvers, not 2: random numbers of the workers start anew" in caplog.messages
+
+
+def test_in_the_second_test_workers_stand_where_they_stood_before_the_first() -> None:
+    both = f'{EVERY} test_iter: 1 test_state {{ stage: "a" }} test_state {{ stage: "b" }} '
+    root = solver_of(both, LOSSY)
+    found = []
+    with Team(root, [root.device, Device(seed=1)], all_joined(2), Terms("flat")) as team:
+        (worker,) = team._workers
+        before = worker.device.random.state
+
+        def draw() -> Action:
+            found.append(team.positions()[0]["rng"])
+            worker.device.draw_seed()
+            return Action.NONE
+
+        root.action = draw
+        root.test_all()
+        assert len(found) == 3 + 1  # rounds of both tests
+        for state in found:
+            np.testing.assert_equal(state, before)
+        np.testing.assert_equal(team.positions()[0]["rng"], worker.device.random.state)
+    root.close()
