@@ -13,7 +13,7 @@ import numpy as np
 
 from caffepy.blob import Array, shape_string
 from caffepy.data.ahead import mapped
-from caffepy.data.datum import NATIVE, decode, decode_image, image_file
+from caffepy.data.datum import EITHER, decode, decode_image, image_file
 from caffepy.data.hdf5 import reading
 from caffepy.data.image_list import find_root, read_list
 from caffepy.data.lists import lines_of
@@ -187,7 +187,7 @@ class Viewer:
             try:
                 with open(root + name, "rb") as file:
                     content = file.read()
-                image = decode_image(content, NATIVE)
+                image = decode_image(content, EITHER)
             except OSError as error:
                 return Look(name, label=label, error=f"{root}{name}: {(error.strerror or str(error)).lower()}")
             except DataError as error:

@@ -102,6 +102,16 @@ def test_lists_of_images(rooted: bool, images: Path, tmp_path: Path) -> None:
     assert "--root" not in info.table()
 
 
+def test_a_list_of_images_that_layers_bring_to_8_bits_and_three_channels(tmp_path: Path) -> None:
+    """ImageData and convert-imageset read them, so that they are none that cannot be read."""
+    deep = np.full((4, 5), 40000, np.uint16)
+    for name, image in {"deep": deep, "rgba": np.dstack([deep >> 8] * 4).astype(np.uint8)}.items():
+        cv2.imwrite(f"{tmp_path}/{name}.png", image)
+    (tmp_path / "list.txt").write_text("deep.png 0\nrgba.png 1\n")
+    info = show(f"{tmp_path}/list.txt")
+    assert (info.shapes, info.bad) == ({"1 4 5 (20)": 1, "3 4 5 (60)": 1}, [])
+
+
 def test_a_list_of_images_that_lie_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("0.png 3\n")
     lines = show(f"{tmp_path}/list.txt").table().splitlines()

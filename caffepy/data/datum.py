@@ -14,7 +14,7 @@ from caffepy.proto.caffe_pb2 import Datum
 Array = NDArray[Any]
 Record = memoryview | bytes
 
-COLOR, GRAY, NATIVE = 1, 0, -1  # how OpenCV decodes: three channels, one, as the file has them
+COLOR, GRAY, EITHER, NATIVE = 1, 0, 4, -1  # how OpenCV decodes: three channels, one, one or three, as the file has them
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
 
 
