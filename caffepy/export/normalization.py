@@ -59,13 +59,12 @@ def _normalized(site: Site, x: str, axes: list[int], eps: float, inside: bool) -
 
 @writers("MVN")
 def mvn(site: Site) -> None:
-    """Over the pixels of a channel, or of all channels; what has none of these axes is its own mean."""
-    layer, (x,) = site.layer, site.bottoms
-    first = 1 if site.layer.param.mvn_param.across_channels else 2
-    axes = list(range(first, len(site.bottom_shapes[0])))
-    if not axes:
-        site.finish("Sub", x, x)
-    elif layer.normalizes:
+    """Over the pixels of a channel, or of all channels, of four axes."""
+    layer, (x,), (shape,) = site.layer, site.bottoms, site.top_shapes
+    if len(site.bottom_shapes[0]) < len(shape):
+        x = site.reshape(x, shape)
+    axes = list(range(1 if layer.param.mvn_param.across_channels else 2, len(shape)))
+    if layer.normalizes:
         _normalized(site, x, axes, layer.eps, inside=False)
         site.name_last()
     else:

@@ -243,7 +243,10 @@ class BatchNorm(SameShape):
 
 @layer("MVN")
 class MVN(SameShape):
-    """y = (x - mean) / (sqrt(variance) + eps), over each plane of (N, C, H, W) or, across_channels, over each item."""
+    """y = (x - mean) / (sqrt(variance) + eps), over each plane of (N, C, H, W) or, across_channels, over each item.
+
+    The top has four axes even if the bottom has fewer; those that it lacks are 1.
+    """
 
     reads_input = True
 
@@ -253,6 +256,9 @@ class MVN(SameShape):
         param = self.param.mvn_param
         self.eps, self.normalizes = param.eps, param.normalize_variance
         n, c, h, w = bottom[0].legacy_shape()
+        top[0].reshape((n, c, h, w))
+        if self.kept is not bottom[0]:
+            self.kept.reshape((n, c, h, w))
         self.view = (1, n, c * h * w) if param.across_channels else (1, n * c, h * w)
         self.mean, self.variance, self.inverse = (self.buffer([self.view[1]]) for _ in range(3))
 

@@ -86,6 +86,7 @@ CASES = {
         ([IMAGE], 1, "mvn_param { across_channels: true eps: 0.1 }"),
         ([IMAGE], 1, "mvn_param { normalize_variance: false }"),
         ([(4, 3)], 1, ""),
+        ([(4, 3, 5)], 1, "mvn_param { across_channels: true }"),
     ],
     "Scale": [
         ([IMAGE], 1, ""),

@@ -3,6 +3,7 @@ import pytest
 
 from caffepy.errors import ConfigError
 from caffepy.proto.caffe_pb2 import TEST, TRAIN
+from tests.net.nets import net_of
 
 from .harness import Single, check_golden, check_gradient, random
 
@@ -181,6 +182,28 @@ def test_mvn_against_numpy():
     (y,) = Single('type: "MVN"', x).forward()
     std = x.std((2, 3), keepdims=True)
     np.testing.assert_allclose(y, (x - x.mean((2, 3), keepdims=True)) / (std + 1e-9))
+
+
+def test_mvn_of_fewer_axes_gives_four_as_in_caffe():
+    text, x = 'type: "MVN" mvn_param { across_channels: true }', random(2, 3, 4)
+    (y,) = Single(text, x).forward()
+    assert y.shape == (2, 3, 4, 1)
+    std = x.std((1, 2), keepdims=True)
+    np.testing.assert_allclose(y[..., 0], (x - x.mean((1, 2), keepdims=True)) / (std + 1e-9))
+    check_gradient(text, x)
+
+
+def test_mvn_of_fewer_axes_in_place():
+    data = 'layer { name: "d" type: "DummyData" top: "x" dummy_data_param { shape { dim: 3 dim: 4 } } } layer { '
+    data += 'name: "ip" type: "InnerProduct" bottom: "x" top: "y" inner_product_param { num_output: 5 } } '
+    net = net_of(data + 'layer { name: "m" type: "MVN" bottom: "y" top: "y" mvn_param { across_channels: true } }')
+    x, (w, b) = random(3, 4).astype(np.float32), net.params
+    net.blobs["x"].data[...], w.data[...], b.data[...] = x, random(5, 4, seed=1), random(5, seed=2)
+    for _ in range(2):
+        net.forward()
+        product = x @ w.data.T + b.data
+        expected = (product - product.mean(1, keepdims=True)) / product.std(1, keepdims=True)
+        np.testing.assert_allclose(net.blobs["y"].data, expected[:, :, None, None], rtol=1e-4, atol=1e-5)
 
 
 def test_scale_and_bias_start_as_identity():
