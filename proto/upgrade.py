@@ -351,12 +351,12 @@ def _upgrade_v0_layer(old: V1LayerParameter, new: V1LayerParameter) -> bool:
         if v0.type not in V0_TYPES:
             raise ConfigError(f'layer "{v0.name}": unknown V0 layer type "{v0.type}"{nearest(v0.type, V0_TYPES)}')
         new.type = getattr(V1LayerParameter, V0_TYPES[v0.type])
-    if v0.HasField("hdf5_output_param"):
-        new.hdf5_output_param.CopyFrom(v0.hdf5_output_param)
     for field, renamed in _V0_TRANSFORMS.items():
         if v0.HasField(field):
             setattr(new.transform_param, renamed, getattr(v0, field))
     moved = [_move_v0_field(v0, new, field) for field in _V0_FIELDS if v0.HasField(field)]
+    if v0.HasField("hdf5_output_param"):
+        moved.append(_move_hdf5_output(v0, new))
     return all(moved)
 
 
@@ -364,8 +364,7 @@ def _move_v0_field(v0: V0LayerParameter, new: V1LayerParameter, field: str) -> b
     renamed, homes = _V0_FIELDS[field]
     home = homes.get(v0.type)
     if home is None:
-        log.error("Unknown parameter %s for layer type %s", field, v0.type)
-        return False
+        return _placeless(v0, field)
     target, value = getattr(new, home), getattr(v0, field)
     if isinstance(value, (int, float, str)):
         if home == "convolution_param" and field in ("pad", "kernelsize", "stride"):
@@ -375,6 +374,18 @@ def _move_v0_field(v0: V0LayerParameter, new: V1LayerParameter, field: str) -> b
     else:
         getattr(target, renamed).CopyFrom(value)
     return True
+
+
+def _move_hdf5_output(v0: V0LayerParameter, new: V1LayerParameter) -> bool:
+    if v0.type != "hdf5_output":
+        return _placeless(v0, "hdf5_output_param")
+    new.hdf5_output_param.CopyFrom(v0.hdf5_output_param)
+    return True
+
+
+def _placeless(v0: V0LayerParameter, field: str) -> bool:
+    log.error("Unknown parameter %s for layer type %s", field, v0.type)
+    return False
 
 
 def _upgrade_data(net: NetParameter) -> None:

@@ -114,6 +114,14 @@ def test_every_v0_field_has_a_home() -> None:
             assert [f.name for f, _ in new.ListFields()] == [renamed]
 
 
+@pytest.mark.parametrize(("kind", "files"), [("hdf5_output", ["out.h5"]), ("relu", [])])
+def test_v0_output_file_goes_to_its_layer_only(kind: str, files: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    v0 = f'layers {{ layer {{ type: "{kind}" hdf5_output_param {{ file_name: "out.h5" }} }} bottom: "a" }}'
+    (layer,) = upgrade.upgrade_net(net('input: "a" ' + v0), "old").layer
+    assert [value.file_name for field, value in layer.ListFields() if field.name == "hdf5_output_param"] == files
+    assert ("Unknown parameter hdf5_output_param for layer type relu" in caplog.messages) == (not files)
+
+
 def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         upgrade.upgrade_net(net(V0.replace("blobs_lr: 1", "dropout_ratio: 1 blobs_lr: 1")), "old.prototxt")
