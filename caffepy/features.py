@@ -169,8 +169,8 @@ def record(row: Array) -> bytes:
 @contextmanager
 def _hdf5(feature: Feature) -> Iterator[Add]:
     with _file(feature.path) as temporary:
-        new_file(temporary)
-        yield lambda name, values: append_rows(temporary, {name: values})
+        new_file(temporary, feature.path)
+        yield lambda name, values: append_rows(temporary, {name: values}, feature.path)
 
 
 @contextmanager

@@ -116,6 +116,14 @@ def test_nothing_is_left_of_what_fails(tmp_path: Path, monkeypatch: pytest.Monke
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("suffix", [".h5", ".npy"])
+def test_a_file_that_cannot_be_written_is_called_by_its_name(suffix: str, tmp_path: Path) -> None:
+    path = f"{tmp_path}/nowhere/ip1{suffix}"
+    with pytest.raises(DataError) as caught:
+        extract(features_of(["ip1"], [path]), batches=1)
+    assert str(caught.value) == f"{path} cannot be written: no such file or directory"
+
+
 def test_a_blob_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'no blob "ip3" in the net, did you mean "ip\d"\? \(blobs: data, label, con'):
         extract([Feature("ip3", str(tmp_path / "x.npy"), "npy")])

@@ -162,20 +162,24 @@ def _read_names(path: str) -> list[str]:
     return names
 
 
-def new_file(path: str) -> None:
-    """Make an HDF5 file without datasets, in place of whatever `path` was; DataError if that is not possible."""
+def new_file(path: str, name: str = "") -> None:
+    """Make an HDF5 file without datasets, in place of whatever `path` was.
+
+    DataError, which calls it `name` if that is given, if it cannot be written.
+    """
     import h5py
 
     try:
         h5py.File(path, "w").close()
     except OSError as error:
-        raise DataError(f"{path} cannot be created: {error}") from None
+        raise _cannot_write(name or path, error) from None
 
 
-def append_rows(path: str, arrays: Mapping[str, Array]) -> None:
+def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
     """Append arrays (N, ...) to the datasets of these names in an HDF5 file; those that are missing are made.
 
-    DataError if the file cannot be written, which leaves it as it was, or if its rows have another shape.
+    DataError, which calls the file `name` if that is given, if it cannot be written, which leaves it as it was, or if
+    its rows have another shape.
     """
     import h5py
 
@@ -183,13 +187,18 @@ def append_rows(path: str, arrays: Mapping[str, Array]) -> None:
         chunks = sum(2 * a.nbytes + CHUNK for a in arrays.values())  # the last one may be used in part
         _reserve(path, chunks + OVERHEAD)
         with h5py.File(path, "a") as file:
-            for name, array in arrays.items():
-                if name not in file:
-                    _create(file, name, array)
+            for key, array in arrays.items():
+                if key not in file:
+                    _create(file, key, array)
                 else:
-                    _append(file[name], array, path)
+                    _append(file[key], array, name or path)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}") from None
+        raise _cannot_write(name or path, error) from None
+
+
+def _cannot_write(path: str, error: OSError) -> DataError:
+    """h5py's own text names addresses of memory, and the file by its path."""
+    return DataError(f"{path} cannot be written: {(os.strerror(error.errno) if error.errno else str(error)).lower()}")
 
 
 def _reserve(path: str, count: int) -> None:
