@@ -262,7 +262,8 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     """What to try next, where the command line has a way out."""
     if isinstance(error, RecordError) and {"train", "test"} & set(arguments):
         return "to pass over some such records, add --max-bad-records N"
-    if isinstance(error, DataError) and {"time", "check", "draw"} & set(arguments):
+    given = {argument.lstrip("-").partition("=")[0] for argument in arguments}
+    if isinstance(error, DataError) and {"time", "check", "draw"} & given and not {"synthetic", "image"} & given:
         return "to go without the data, add --synthetic"
     if isinstance(error, DataError) and {"train", "test"} & set(arguments) and _bundled(arguments) - {"digits"}:
         return "of the bundled nets only digits brings its data; put yours where the net looks for it"

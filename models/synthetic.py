@@ -7,14 +7,21 @@ from caffepy.models import path
 from caffepy.proto.caffe_pb2 import DummyDataParameter, LayerParameter, NetParameter
 from caffepy.proto.text import read_net
 
+_SOURCES = {
+    "Data": "data_param",
+    "ImageData": "image_data_param",
+    "WindowData": "window_data_param",
+    "HDF5Data": "hdf5_data_param",
+}
+
 # Layers whose tops have as many channels as their bottom; others than these and those with num_output end the trace.
 _KEEP_CHANNELS = frozenset({"BatchNorm", "Dropout", "LRN", "Pooling", "PReLU", "ReLU", "Scale", "Softmax"})
 
 
 def synthetic(net: NetParameter, batch: int | None = None, image: Sequence[int] | None = None) -> NetParameter:
-    """A copy of `net` whose Data and ImageData layers are DummyData: gaussian images, labels drawn from all classes.
+    """A copy of `net` whose layers that read data are DummyData: gaussian images, labels drawn from all classes.
 
-    They are drawn once, so that they cost nothing from the second pass on.
+    They are drawn once, so that they cost nothing from the second pass on. The first top has the images, others labels.
     `batch` replaces the batch size of every data layer. `image` is the shape (C, H, W); without it the layer must tell
     it by its crop_size or its new_height and new_width, else ConfigError. Labels lie in [0, classes) and are whole
     numbers once a loss has truncated them.
@@ -22,17 +29,18 @@ def synthetic(net: NetParameter, batch: int | None = None, image: Sequence[int] 
     copy = NetParameter()
     copy.CopyFrom(net)
     for layer in copy.layer:
-        if layer.type in ("Data", "ImageData"):
+        if layer.type in _SOURCES:
             dummy = DummyDataParameter()
-            for top, shape in zip(layer.top, _shapes(layer, batch, image), strict=False):
-                dummy.shape.add(dim=shape)
-                if len(shape) > 1:
+            size = batch or getattr(layer, _SOURCES[layer.type]).batch_size
+            for i, top in enumerate(layer.top):
+                dummy.shape.add(dim=[size] if i else [size, *(image or _image(layer))])
+                if i == 0:
                     dummy.data_filler.add(type="gaussianstatic", std=1)
                 else:
                     dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
             layer.type = "DummyData"
             layer.dummy_data_param.CopyFrom(dummy)
-            for field in ("transform_param", "data_param", "image_data_param"):
+            for field in ("transform_param", *_SOURCES.values()):
                 layer.ClearField(field)
     return copy
 
@@ -45,12 +53,6 @@ def image_shape(name: str) -> tuple[int, ...]:
     return tuple(read_net(deploy).layer[0].input_param.shape[0].dim[1:])
 
 
-def _shapes(layer: LayerParameter, batch: int | None, image: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """The shapes of a data layer's tops, images and labels."""
-    size = batch or (layer.data_param if layer.type == "Data" else layer.image_data_param).batch_size
-    return [size, *(image or _image(layer))], [size]
-
-
 def _image(layer: LayerParameter) -> list[int]:
     """The shape (C, H, W) of the images as far as the layer itself tells it."""
     transform, files = layer.transform_param, layer.image_data_param
@@ -58,7 +60,7 @@ def _image(layer: LayerParameter) -> list[int]:
     height, width = (transform.crop_size,) * 2 if transform.crop_size else (files.new_height, files.new_width)
     if not (height and width):
         raise ConfigError(
-            f'layer "{layer.name}" has no crop_size: give the shape of its images (channels, height, width)'
+            f'layer "{layer.name}" has no crop_size: give the shape of its images, --image CHANNELS,HEIGHT,WIDTH'
         )
     return [1 if grey else 3, height, width]
 

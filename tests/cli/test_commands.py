@@ -178,6 +178,17 @@ def test_missing_data_and_the_way_around_it(capsys: Captured) -> None:
     assert error.endswith("(to go without the data, add --synthetic)\n")
 
 
+def test_the_way_around_missing_data_is_not_told_twice(tmp_path: Path, capsys: Captured) -> None:
+    data = 'layer { name: "d" type: "Data" top: "x" data_param { source: "x" batch_size: 1 } } '
+    loss = 'layer { name: "l" type: "InfogainLoss" bottom: "x" bottom: "y" infogain_loss_param { source: "gone" } }'
+    labels = 'layer { name: "y" type: "DummyData" top: "y" dummy_data_param { shape { dim: 1 } } } '
+    (tmp_path / "net.prototxt").write_text(data + labels + loss)
+    assert main.run(["check", str(tmp_path / "net.prototxt"), "-image=2,1,1"]) == 4
+    error = capsys.readouterr().err
+    assert 'could not open "' in error
+    assert "--synthetic" not in error
+
+
 def test_check(folder: Path, capsys: Captured) -> None:
     assert main.run(["check", "digits"]) == 0
     shown = capsys.readouterr()

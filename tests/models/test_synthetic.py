@@ -64,6 +64,25 @@ def test_shape_of_resized_images() -> None:
     assert data_shapes(synthetic(param)) == [[3, 3, 5, 6], [3]]
 
 
+def test_windows() -> None:
+    param = net("crop_size: 6")
+    layer = param.layer[0]
+    layer.type = "WindowData"
+    layer.window_data_param.batch_size = 3
+    assert data_shapes(synthetic(param)) == [[3, 3, 6, 6], [3]]
+
+
+def test_arrays_with_two_kinds_of_labels() -> None:
+    param = net("")
+    layer = param.layer[0]
+    layer.type = "HDF5Data"
+    layer.top.append("z")
+    layer.hdf5_data_param.batch_size = 3
+    assert data_shapes(synthetic(param, image=(4, 1, 1))) == [[3, 4, 1, 1], [3], [3]]
+    with pytest.raises(ConfigError, match='layer "d" has no crop_size: give the shape of its images, --image'):
+        synthetic(param)
+
+
 def test_shape_that_nobody_tells() -> None:
     with pytest.raises(ConfigError, match='layer "d" has no crop_size'):
         synthetic(net("mirror: true"))
