@@ -14,10 +14,12 @@ from caffepy.errors import ConfigError, DataError
 from caffepy.io import Transformer, load_image
 from caffepy.proto import binary
 from caffepy.proto.nvcaffe import choose_precision
+from caffepy.proto.sniff import mismatch, sniff
 from caffepy.proto.text import read_net
 from caffepy.pycaffe import mode
 
 BGR = 2, 1, 0
+ARRAY = "a numpy array"
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,8 @@ class Preparation:
 
 
 def read_mean(path: str) -> Array:
-    """The mean in a .npy file or, of any other name, a .binaryproto: (C, H, W) or (C,). DataError for anything else."""
-    if not path.lower().endswith(".npy"):
+    """The mean in a .npy file or a .binaryproto of any name: (C, H, W) or (C,). DataError for anything else."""
+    if not path.lower().endswith(".npy") or sniff(path) == "a binaryproto":
         mean = binary.read_array(path)
         mean = mean[0] if mean.ndim == 4 and len(mean) == 1 else mean
     else:
@@ -89,6 +91,8 @@ def read_array(path: str) -> Array:
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
     except (ValueError, EOFError) as error:
+        if sniff(path) != ARRAY:
+            raise mismatch(path, ARRAY, DataError) from None
         raise DataError(f"{path}: not an array that can be read: {error}") from None
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
         raise DataError(f"{path}: not an array of numbers")

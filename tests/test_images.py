@@ -32,10 +32,13 @@ def test_images_become_what_caffes_nets_take(image: np.ndarray) -> None:
     np.testing.assert_array_equal(prepared(grey, image[..., :1], (1, 1, 2, 2))[0], image[..., 0])
 
 
-@pytest.mark.parametrize("kind", ["npy", "binaryproto", "legacy"])
-def test_means(kind: str, image: np.ndarray, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("npy", "mean.npy"), ("new", "mean.binaryproto"), ("legacy", "mean.binaryproto"), ("legacy", "mean.npy")],
+)
+def test_means(kind: str, name: str, image: np.ndarray, tmp_path: Path) -> None:
     mean = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
-    path = str(tmp_path / ("mean.npy" if kind == "npy" else "mean.binaryproto"))
+    path = str(tmp_path / name)
     if kind == "npy":
         np.save(path, mean)
     else:
@@ -69,8 +72,9 @@ def test_what_does_not_fit(given: Preparation, message: str) -> None:
 def test_files_that_are_no_means_or_arrays(tmp_path: Path) -> None:
     path = tmp_path / "x.npy"
     path.write_bytes(b"no array")
-    with pytest.raises(DataError, match=r"x.npy: not an array that can be read"):
-        read_array(str(path))
+    for read in (read_array, read_mean):
+        with pytest.raises(DataError, match=r'x.npy" looks like text, not a numpy array$'):
+            read(str(path))
     np.save(path, np.array([{}]), allow_pickle=True)
     with pytest.raises(DataError, match=r"x.npy: not an array that can be read"):
         read_array(str(path))
