@@ -206,13 +206,12 @@ class Team(Followers):
     def _guard(self) -> None:
         """Find solvers that hang where none waits for another in a way that a deadline would end: for a GPU."""
         known: object = None
-        since = time.monotonic()
+        waited = 0.0  # in looks: a process that was stopped has not hung
         while not (self.group.stopped or self._ended.wait(LOOK)):
-            progress, now = self._progress(), time.monotonic()
+            progress = self._progress()
+            known, waited = progress, waited + LOOK if progress == known else 0.0
             seconds = self.group.deadlines[self.group.phase]
-            if progress != known:
-                known, since = progress, now
-            elif now - since > seconds + LOOK:  # those who wait for a solver find it first
+            if waited > seconds + LOOK:  # those who wait for a solver find it first
                 self.group.give_up([0], seconds)
 
     def _progress(self) -> object:

@@ -24,6 +24,9 @@ DEADLINES = {"set-up": 900.0, "step": 300.0, "test": 900.0, "snapshot": 900.0, "
 TICK = 0.5
 """Seconds between looks at whether others have failed, for a rank that waits where nobody can wake it."""
 
+MOST = 2 * TICK
+"""Seconds that count at most from one look to the next: more have passed where the whole process was stopped."""
+
 
 class GroupStoppedError(SyncError):
     """Raised in the other ranks, but not in the root, when one has failed: the group has stopped."""
@@ -202,13 +205,16 @@ class Group:
             self.waiting.discard(rank)
 
     def _wait_until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        began = time.monotonic()
+        waited, looked, since = 0.0, time.monotonic(), self._since
         while not holds():
             self.check(rank)
             if rank == 0:
                 self.interrupted()
+            now = time.monotonic()
+            waited = waited + min(now - looked, MOST) if since == self._since else 0.0
+            looked, since = now, self._since
             seconds = self.deadlines[self.phase]
-            left = max(began, self._since) + seconds - time.monotonic()
+            left = seconds - waited
             if left < 0:
                 self.give_up(missing(), seconds, f"; rank {rank} waited for it")
                 self.check(rank)

@@ -2,6 +2,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,6 +103,26 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureF
     assert "rank 2 did not get on for 0.2 s (step)" in str(group.failure and group.failure[1])
     assert "release.wait(20)" in caplog.text
     assert "rank 2:" in caplog.text
+
+
+def test_a_process_that_was_stopped_has_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, looks, stopped_for = Group(2, {"set-up": 60.0}), [], 0.0
+    monkeypatch.setattr(
+        "caffepy.parallel.group.time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_for)
+    )
+    group.interrupted = lambda: looks.append(stopped_for)
+
+    def work(rank: int) -> None:
+        nonlocal stopped_for
+        if rank == 1:
+            while not looks:
+                time.sleep(0.01)
+            stopped_for = 1000.0
+            while looks.count(stopped_for) < 2 and not group.stopped:
+                time.sleep(0.01)
+        group.barrier(rank)
+
+    assert together(2, work, group) == [None, None]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
