@@ -23,9 +23,11 @@ LABEL = re.compile(r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII)  # more digits would 
 def read_list(path: str) -> list[Entry]:
     """(image path, label) of each line, split at the last blank; a label is the integer that it starts with, else 0.
 
-    DataError: no such file, a line without a blank, a label of more than 32 bits, no lines.
+    A warning tells of labels that are more than an integer, or none. DataError: no such file, a line without a blank, a
+    label of more than 32 bits, no lines.
     """
-    entries = []
+    entries: list[Entry] = []
+    odd: list[tuple[str, int, int]] = []
     for number, line in enumerate(lines_of(path), 1):
         name, blank, label = line.rpartition(" ")
         if not line.strip():
@@ -36,8 +38,13 @@ def read_list(path: str) -> list[Entry]:
         entries.append((name, int("".join(digits.groups())) if digits else 0))
         if not -(1 << 31) <= entries[-1][1] < 1 << 31:
             raise DataError(f"{path}:{number}: label {label.strip()[:80]} has more than 32 bits")
+        if not digits or label[digits.end() :].strip():
+            odd.append((label.strip()[:80], number, entries[-1][1]))
     if not entries:
         raise DataError(f"{path} lists no images")
+    if odd:
+        count = f"{len(odd)} labels are no integers" if len(odd) > 1 else "a label is no integer"
+        log.warning('%s: %s; as in Caffe, "%s" in line %d counts as %d', path, count, *odd[0])
     return entries
 
 

@@ -37,6 +37,21 @@ def test_labels_are_what_c_makes_of_them(label: str, tmp_path: Path) -> None:
     assert read_list(f"{tmp_path}/list.txt") == [("a.png", LABELS[label])]
 
 
+ODD = {
+    "a 1\nb -2\nc +3\t\n": "",
+    "a 1 \n": 'a label is no integer; as in Caffe, "" in line 1 counts as 0',
+    "a 1\nb 2.5\n": 'a label is no integer; as in Caffe, "2.5" in line 2 counts as 2',
+    "a cat\nb dog\n": '2 labels are no integers; as in Caffe, "cat" in line 1 counts as 0',
+}
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_labels_that_are_no_integers_are_told(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "list.txt").write_text(text)
+    read_list(f"{tmp_path}/list.txt")
+    assert caplog.messages == ([f"{tmp_path}/list.txt: {ODD[text]}"] if ODD[text] else [])
+
+
 @pytest.mark.parametrize("label", ["2147483648", "-2147483649", "9" * 5000])
 def test_labels_of_more_than_32_bits(label: str, tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text(f"a.png 1\nb.png {label}\n")
