@@ -11,8 +11,9 @@ from time import perf_counter
 from typing import Any
 
 from caffepy import ops
-from caffepy.device import CudaDevice, Device, first_device, gpu_memory, import_cupy
+from caffepy.device import CudaDevice, Device, first_device
 from caffepy.errors import ConfigError
+from caffepy.gpus import gpu_memory, import_cupy
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
 from caffepy.net.fusion import Step

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.device import CudaDevice, Device, gpu_numbers
+from caffepy.device import CudaDevice, Device
 from caffepy.errors import SyncError, UsageError
+from caffepy.gpus import gpu_numbers
 from caffepy.parallel import peers
 from caffepy.parallel.group import Group
 from caffepy.parallel.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose, obstacle_to_nccl

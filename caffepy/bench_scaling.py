@@ -8,7 +8,8 @@ from statistics import median
 
 from caffepy import ops
 from caffepy.bench import WINDOW, Trainer
-from caffepy.device import CudaDevice, Device, gpu_numbers
+from caffepy.device import CudaDevice, Device
+from caffepy.gpus import gpu_numbers
 from caffepy.report.performance import difference, shares
 from caffepy.team import Terms, team_of
 

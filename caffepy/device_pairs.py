@@ -4,8 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from caffepy.device import gpu_numbers
 from caffepy.errors import CaffeError, ConfigError
+from caffepy.gpus import gpu_numbers
 from caffepy.parallel import links, peers
 from caffepy.parallel.links import Links
 from caffepy.parallel.schedule import Operation, Schedule, flat, muji, tree

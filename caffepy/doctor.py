@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy import ops
-from caffepy.device import (
+from caffepy.device import CudaDevice, Device
+from caffepy.errors import DeviceError
+from caffepy.gpus import (
     INSTALL,
     NO_DRIVER,
-    CudaDevice,
-    Device,
     count_gpus,
     cuda_of_cupy,
     cuda_of_driver,
@@ -30,7 +30,6 @@ from caffepy.device import (
     nccl_version,
     too_old,
 )
-from caffepy.errors import DeviceError
 
 OK, MISSING, WRONG = "ok", "missing", "wrong"
 

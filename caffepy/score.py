@@ -13,8 +13,9 @@ import numpy as np
 from caffepy import ops
 from caffepy.blob import Array, shape_string
 from caffepy.data.bad import tolerating
-from caffepy.device import Device, chosen_gpus, first_device, gpu_numbers, tell_devices
+from caffepy.device import Device, chosen_gpus, first_device, tell_devices
 from caffepy.errors import DataError, UsageError
+from caffepy.gpus import gpu_numbers
 from caffepy.layer import Layer
 from caffepy.net import Net
 from caffepy.parallel.crew import Crew

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from caffepy.device import count_gpus
 from caffepy.errors import DeviceError
+from caffepy.gpus import count_gpus
 
 
 @cache

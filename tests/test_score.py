@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.device import count_gpus
 from caffepy.errors import ConfigError, DataError, SyncError, UsageError
+from caffepy.gpus import count_gpus
 from caffepy.score import Score, score
 from tests.solver.cases import ENVIRONMENT
 

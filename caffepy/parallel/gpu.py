@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from caffepy import ops
-from caffepy.device import CudaDevice, import_cupy
+from caffepy.device import CudaDevice
+from caffepy.gpus import import_cupy
 from caffepy.parallel.group import Group
 from caffepy.parallel.schedule import Operation, Schedule, adding, copying, part, totals
 from caffepy.parallel.sync import Flats

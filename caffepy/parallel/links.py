@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from caffepy.device import import_cupy
+from caffepy.gpus import import_cupy
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.device import gpu_properties, import_cupy
 from caffepy.errors import DeviceError, SyncError
+from caffepy.gpus import gpu_properties, import_cupy
 from caffepy.parallel.topology import Topology
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,9 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from caffepy.blob import Array
-from caffepy.device import Device, nccl_version
+from caffepy.device import Device
 from caffepy.errors import DeviceError, UsageError
+from caffepy.gpus import nccl_version
 from caffepy.parallel.buckets import Bucket
 from caffepy.parallel.group import Group
 from caffepy.parallel.host import HostSync

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from caffepy.device import import_cupy
 from caffepy.errors import DeviceError
+from caffepy.gpus import import_cupy
 from caffepy.layer import Layer
 from caffepy.net import Net, any_turn
 from caffepy.parallel.group import Group

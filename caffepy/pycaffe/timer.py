@@ -2,7 +2,7 @@
 
 import time
 
-from caffepy.device import synchronize_gpu
+from caffepy.gpus import synchronize_gpu
 from caffepy.pycaffe import mode
 
 

@@ -12,8 +12,9 @@ import pytest
 
 from caffepy import models
 from caffepy.cli import main
-from caffepy.device import CudaDevice, count_gpus, import_cupy
+from caffepy.device import CudaDevice
 from caffepy.errors import ConfigError, DeviceError, UsageError
+from caffepy.gpus import count_gpus, import_cupy
 from caffepy.train import train
 from tests import fake_cupy
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.device import CudaDevice, count_gpus
+from caffepy.device import CudaDevice
 from caffepy.errors import DataError
+from caffepy.gpus import count_gpus
 from caffepy.parallel import peers
 from caffepy.parallel.buckets import Bucket
 from caffepy.parallel.group import Group

@@ -15,8 +15,9 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.blob import Array
-from caffepy.device import CudaDevice, gpu_memory
+from caffepy.device import CudaDevice
 from caffepy.errors import ConfigError, DataError, DeviceError, SyncError
+from caffepy.gpus import gpu_memory
 from caffepy.parallel import peers
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver, newest_good
