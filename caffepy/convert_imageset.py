@@ -190,6 +190,10 @@ class Job:
             log.info("Shuffling data (seed %d)", seed)
             self._entries = [self._entries[i] for i in np.random.default_rng(seed).permutation(len(self._entries))]
 
+    def _nothing_read(self, count: int) -> DataError:
+        hint = "" if os.path.isdir(self._root or ".") else f'; there is no folder "{self._root}"'
+        return DataError(f"none of the {count} images could be read, such as {self._root}{self._entries[0][0]}{hint}")
+
     def write(self, partial: Partial) -> Converted:
         """Convert what is still missing in `partial`, which then is whole."""
         _keep_freed_memory()
@@ -199,9 +203,7 @@ class Job:
                 self._write(partial, writer)
                 done = Done(**partial.progress)
                 if not done.records:
-                    raise DataError(
-                        f"none of the {done.lines} images could be read, such as {self._root}{self._entries[0][0]}"
-                    )
+                    raise self._nothing_read(done.lines)
         except BaseException:
             done = Done(**partial.progress)
             if done.records:

@@ -128,8 +128,10 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.
 
 def test_no_image_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a.png 0\n")
-    with pytest.raises(DataError, match=r"none of the 1 images could be read, such as nowhere/a.png"):
-        convert_imageset("nowhere/", f"{tmp_path}/list.txt", f"{tmp_path}/db")
+    for root, hint in (("nowhere", '; there is no folder "nowhere"'), (f"{tmp_path}/", ""), ("", "")):
+        with pytest.raises(DataError) as caught:
+            convert_imageset(root, f"{tmp_path}/list.txt", f"{tmp_path}/db")
+        assert str(caught.value) == f"none of the 1 images could be read, such as {root}a.png{hint}"
     assert os.listdir(tmp_path) == ["list.txt"]
 
 
