@@ -390,6 +390,8 @@ class Team(Followers):
             raise ConfigError(f"no state can be restored during a {self.group.phase} of several solvers")
         self._settle()
         yield
+        self._testers = [0] * len(self._testers)
+        self.group.restart_turns()  # data layers that go on from a state begin with the root's batch
         restored = self.root.followers_positions
         positions = restored if len(restored) == self.size - 1 else [None] * (self.size - 1)
         self._crew.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))

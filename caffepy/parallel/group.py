@@ -248,6 +248,10 @@ class Group:
         """Return when `turn` would let the rank enter; it does not count as one."""
         self.until(rank, lambda: self._turns.get(key, 0) == rank, lambda: [self._turns.get(key, 0)])
 
+    def restart_turns(self) -> None:
+        """Let the next turns be rank 0's; nobody may be in one or wait for one."""
+        self._turns.clear()
+
 
 def named(rank: int, error: BaseException) -> BaseException:
     """The error with the rank that it comes from."""

@@ -11,6 +11,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.blob import Array
+from caffepy.data.reader import Reader
 from caffepy.data.write import array_to_datum, write_lmdb
 from caffepy.device import Device
 from caffepy.net import Net
@@ -19,6 +20,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from caffepy.team import Team, Terms
 from tests.solver.cases import SETTINGS
+from tests.team.faulty import this_rank
 
 RECORDS, BATCH = 20, 2
 
@@ -148,6 +150,27 @@ def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> No
             np.testing.assert_array_equal(data, np.full((2, 3), 5, np.float32))
             np.testing.assert_array_equal(drawn, batches[0][1])
             assert drawn.any()
+
+
+def test_batches_lie_where_they_are_taken_after_a_restore_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, places = Reader.take, list[tuple[int, int]]()
+
+    def noting(reader: Reader) -> Any:
+        batch = take(reader)
+        places.append((this_rank(), batch.lane))
+        return batch
+
+    monkeypatch.setattr(Reader, "take", noting)
+    root = root_solver("Data", folder, 3, "")
+    root.param.snapshot_prefix = f"{folder}/s"
+    with Team(root, [root.device, Device(), Device()], all_joined(3), Terms("flat")):
+        root.step(2)
+        root.snapshot()
+        root.restore(f"{folder}/s_iter_2.solverstate")
+        root.step(2)
+    root.close()
+    assert len(places) == 4 * 2 * 3 + 2 * 5
+    assert all(rank == lane for rank, lane in places)
 
 
 @pytest.mark.parametrize("size", [2, 3])
