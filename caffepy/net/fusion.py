@@ -59,7 +59,7 @@ def find_runs(net: Wiring) -> list[list[int]]:
         run = _run_from(net, i)
         run = run[: next((k for k, j in enumerate(run) if j in taken), len(run))]
         weighs = any(net.layers[run[-1]].loss_weights)  # its top's diff must stay, and runs overwrite it
-        if len(run) > 1 and not weighs and not _overtaken(net, run):
+        if len(run) > 1 and not weighs and not _overtaken(net, run) and not _loses_mask(net, run):
             runs.append(run)
             taken |= set(run)
     return runs
@@ -74,6 +74,25 @@ def _overtaken(net: Wiring, run: Sequence[int]) -> bool:
             if any(id(t.data_memory) in reads and any(t is b for b in net.bottoms[j]) for t in net.tops[j]):
                 return True
     return False
+
+
+def _loses_mask(net: Wiring, run: Sequence[int]) -> bool:
+    """Whether a layer behind overwrites the run's top, by which ReLU's gradient would be another than that of it alone.
+
+    Alone, ReLU looks at its own bottom. A Dropout zeroes only where no gradient comes from.
+    """
+    kinds = {net.layers[i].type: i for i in run}
+    if "ReLU" not in kinds or not net.need_backward[run[-1]]:
+        return False
+    memory = net.tops[run[-1]][0].data_memory
+    looks_at_top = "BatchNorm" not in kinds or "Eltwise" in kinds
+    if looks_at_top and net.bottoms[kinds["ReLU"]][0].data_memory is memory:
+        return False
+    return any(
+        net.layers[j].type != "Dropout"
+        and any(t.data_memory is memory and any(t is b for b in net.bottoms[j]) for t in net.tops[j])
+        for j in range(run[-1] + 1, len(net.layers))
+    )
 
 
 def _run_from(net: Wiring, start: int) -> list[int]:

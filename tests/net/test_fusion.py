@@ -43,7 +43,27 @@ RELU = on("ReLU", "r", "last")
 NETS = {
     "conv relu": conv("c", "data") + on("ReLU", "r", "c", top="last"),
     "conv relu in place": conv("c", "data") + on("ReLU", "r", "c") + on("Power", "p", "c", top="last"),
+    "conv relu, overwritten": (
+        conv("c", "data") + on("ReLU", "r", "c", top="x") + on("Sigmoid", "s", "x") + on("Power", "p", "x", top="last")
+    ),
+    "conv relu in place, overwritten": (
+        conv("c", "data") + on("ReLU", "r", "c") + on("Sigmoid", "s", "c") + on("Power", "p", "c", top="last")
+    ),
     "norm": conv("c", "data") + norm("c") + on("ReLU", "r", "c") + on("Power", "p", "c", top="last"),
+    "norm, overwritten": (
+        conv("c", "data")
+        + norm("c")
+        + on("ReLU", "r", "c")
+        + on("Sigmoid", "s", "c")
+        + on("Power", "p", "c", top="last")
+    ),
+    "norm and dropout": (
+        conv("c", "data")
+        + norm("c")
+        + on("ReLU", "r", "c")
+        + on("Dropout", "d", "c")
+        + on("Power", "p", "c", top="last")
+    ),
     "norm not in place": conv("c", "data") + norm("c", False) + on("ReLU", "r", "c_n", top="last"),
     "norm alone": on("Power", "p", "data", top="x") + norm("x", False) + on("ReLU", "r", "x_n", top="last"),
     "residual": (
@@ -92,7 +112,11 @@ NETS = {
 RUNS = {
     "conv relu": [["c", "r"]],
     "conv relu in place": [["c", "r"]],
+    "conv relu, overwritten": [],
+    "conv relu in place, overwritten": [["c", "r"]],
     "norm": [["c", "bn_c", "scale_c", "r"]],
+    "norm, overwritten": [],
+    "norm and dropout": [["c", "bn_c", "scale_c", "r"]],
     "norm not in place": [["c", "bn_c", "scale_c", "r"]],
     "norm alone": [["bn_x", "scale_x", "r"]],
     "residual": [
