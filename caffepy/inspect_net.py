@@ -22,9 +22,9 @@ from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
 from caffepy.solver.captured import obstacle
-from caffepy.solver.check import at_field, check_param
+from caffepy.solver.check import check_param
 from caffepy.solver.nets import net_sources
-from caffepy.solver.snapshot import check_folder
+from caffepy.solver.preflight import check_prefix
 
 log = logging.getLogger(__name__)
 
@@ -227,18 +227,14 @@ def _solver_nets(path: str, text: str, to_train: bool) -> Iterator[tuple[str, Ne
     param = read_solver(path, text)
     check_param(param, path)
     if to_train:
-        _check_prefix(param, path)
+        try:
+            check_prefix(param, path)
+        except ConfigError as error:
+            log.warning("%s", error)
     train, tests = net_sources(param, path)
     yield "train net", train.param, train.path
     for k, test in enumerate(tests):
         yield f"test net #{k}", test.param, test.path
-
-
-def _check_prefix(param: SolverParameter, path: str) -> None:
-    try:
-        check_folder(param.snapshot_prefix)
-    except ConfigError as error:
-        log.warning("%s", error.at(at_field(path, "snapshot_prefix") or path))
 
 
 def _phases(

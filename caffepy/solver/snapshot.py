@@ -7,15 +7,11 @@ sidecar, state.
 import logging
 import os
 import re
-import shutil
-import stat
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape as glob_escape
 from glob import glob
 from itertools import cycle
-from math import inf
 from typing import Any
 
 import h5py
@@ -23,7 +19,7 @@ import numpy as np
 
 from caffepy.blob import Array, shape_string
 from caffepy.errors import CaffeError, ConfigError
-from caffepy.files import replacing, temporary_name
+from caffepy.files import replacing
 from caffepy.net import Net
 from caffepy.net.weights import check_hdf5, new_hdf5, write_binary, write_hdf5
 from caffepy.proto import binary
@@ -34,7 +30,6 @@ from caffepy.solver.update import rules
 log = logging.getLogger(__name__)
 
 STATE_NAME = re.compile(r"_iter_(\d+)\.solverstate(\.h5)?$")
-MIB = 1 << 20
 
 
 @dataclass
@@ -332,58 +327,3 @@ def _check_whole(path: str) -> None:
         check_hdf5(model)
     else:
         binary.read_net(model)
-
-
-def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | None = None) -> None:
-    """ConfigError unless files of `total` bytes in all can be written under the prefix, and under the `last` names."""
-    folder = os.path.dirname(prefix) or "."
-    if not os.path.isdir(folder):
-        raise ConfigError(f"the folder {folder} of snapshot_prefix does not exist; create it or change snapshot_prefix")
-    for path in (last.model, last.state, last.sidecar) if last else ():
-        _check_name(path)
-    try:
-        _probe(last.sidecar if last else prefix)
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} of snapshot_prefix cannot be written: {error.strerror}") from None
-    if largest > (limit := _size_limit()):
-        raise ConfigError(
-            f"a snapshot has a file of {largest} bytes, but this process may write files of {limit} bytes only; see "
-            "ulimit -f"
-        )
-    free = shutil.disk_usage(folder).free
-    if free < total:
-        raise ConfigError(
-            f"a snapshot takes {-(-total // MIB)} MiB, but only {free // MIB} MiB are free in the folder {folder} "
-            "of snapshot_prefix"
-        )
-
-
-def _check_name(path: str) -> None:
-    try:
-        if stat.S_ISDIR(os.stat(path).st_mode):
-            raise ConfigError(f"the last snapshot is to be written to {path}, which is a folder; move it away")
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise ConfigError(f"the last snapshot cannot be written to {path}: {error.strerror}") from None
-
-
-def _probe(path: str) -> None:
-    """Write and remove a file under the name that `path` has while it is being written."""
-    temporary = temporary_name(path)
-    try:
-        with open(temporary, "wb") as file:
-            file.write(b"\0")
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-
-
-def _size_limit() -> float:
-    """The most bytes that a file may have by the limits of this process."""
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return inf
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return inf if limit == resource.RLIM_INFINITY else limit

@@ -14,17 +14,16 @@ import numpy as np
 from caffepy import ops
 from caffepy.device import Device
 from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError, LostDeviceError
-from caffepy.files import remove_stale
 from caffepy.given_up import give_up
 from caffepy.net import Net, arena
-from caffepy.net.weights import MAX_BINARY, check_names, load_weights
+from caffepy.net.weights import load_weights
 from caffepy.ops.control import Fate, Verdict
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import format as format_text
 from caffepy.reporter import Output, Reporter
-from caffepy.solver.check import at_field, check_param
+from caffepy.solver.check import check_param
 from caffepy.solver.divergence import HINT, check_params, diverged, diverged_before
 from caffepy.solver.followers import Followers
 from caffepy.solver.nets import Source, net_sources
@@ -38,12 +37,12 @@ from caffepy.solver.positions import (
     take_positions,
     warn_of_layers,
 )
+from caffepy.solver.preflight import check_layers, check_prefix, check_snapshots
 from caffepy.solver.sidecar import taken_up
 from caffepy.solver.signals import Action
 from caffepy.solver.snapshot import (
     Files,
     State,
-    check_folder,
     check_histories,
     find_model,
     read_sidecar,
@@ -59,7 +58,6 @@ from caffepy.solver.window import LossWindow
 log = logging.getLogger(__name__)
 
 SATURATED = 87.3365  # -log of the smallest float32, the most that SoftmaxWithLoss gives
-SNAPSHOT_SLACK = 4 << 20  # bytes of a snapshot that are neither weights nor history
 
 
 class Given(NamedTuple):
@@ -124,7 +122,7 @@ class Solver:
             log.info("Initializing solver from parameters: \n%s", format_text(param).rstrip("\n"))
         check_param(param, path)
         if param.snapshot > 0:
-            self._check_prefix()
+            check_prefix(param, path)
         if param.random_seed >= 0:
             self.device.seed(param.random_seed + rank)
         source, test_sources = net_sources(param, path)
@@ -160,7 +158,7 @@ class Solver:
         self._saturation_explained = False
         self._positions_before: dict[str, Any] | None = None  # before the test or iteration that is being done
         if param.snapshot > 0:
-            self._check_names()
+            check_layers(param, self.net)
         log.info("Solver scaffolding done.")
 
     # construction
@@ -475,7 +473,8 @@ class Solver:
         """Train up to max_iter, from a snapshot if one is given, with all tests and snapshots that are asked for."""
         param = self.param
         if param.snapshot > 0 or param.snapshot_after_train:
-            self._check_snapshots()
+            model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
+            check_snapshots(param, self.path, self.net, model, sum(flat.nbytes for flat in self.history))
         self.reporter.solving(self.net.name, param.lr_policy)
         if state_file is not None:
             log.info("Restoring previous solver status from %s", state_file)
@@ -696,33 +695,3 @@ class Solver:
             set_positions(before, self._nets, self.device)
             raise
         self._window, self._window_restored = window, True
-
-    def _check_snapshots(self) -> None:
-        """ConfigError now rather than after training if the last snapshot could not be written; clean up its folder."""
-        param = self.param
-        hdf5 = param.snapshot_format == SolverParameter.HDF5
-        model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
-        state = sum(flat.nbytes for flat in self.history)
-        if not hdf5 and max(model, state) >= MAX_BINARY:
-            raise ConfigError(
-                "a snapshot of this net has a file above 2 GiB, which the binary format cannot hold; set "
-                "snapshot_format: HDF5",
-                at_field(self.path, "snapshot_format"),
-            )
-        self._check_names()
-        last = Files(param.snapshot_prefix, max(param.max_iter, 0), hdf5)
-        self._check_prefix(max(model, state), model + state + SNAPSHOT_SLACK, last)
-        for name in remove_stale(f"{param.snapshot_prefix}_"):
-            log.info("Removed %s, which a killed run had left unfinished", name)
-
-    def _check_names(self) -> None:
-        try:
-            check_names(self.net, self.param.snapshot_format == SolverParameter.HDF5)
-        except ConfigError as error:
-            raise (error.at(self.net.path) if self.net.path else error) from None
-
-    def _check_prefix(self, largest: int = 0, total: int = 0, last: Files | None = None) -> None:
-        try:
-            check_folder(self.param.snapshot_prefix, largest, total, last)
-        except ConfigError as error:
-            raise error.at(at_field(self.path, "snapshot_prefix") or "snapshot_prefix") from None

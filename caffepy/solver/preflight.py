@@ -1,0 +1,114 @@
+"""What can keep snapshots from being written, found before training rather than after it."""
+
+import logging
+import os
+import shutil
+import stat
+from contextlib import suppress
+from math import inf
+
+from caffepy.errors import ConfigError
+from caffepy.files import remove_stale, temporary_name
+from caffepy.net import Net
+from caffepy.net.weights import MAX_BINARY, check_names
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver.check import at_field
+from caffepy.solver.snapshot import Files
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+SLACK = 4 << 20
+"""Bytes of a snapshot that are neither weights nor history."""
+
+
+def check_snapshots(param: SolverParameter, path: str | None, net: Net, model: int, history: int) -> None:
+    """ConfigError if the last snapshot, of so many bytes of weights and history, could not be written.
+
+    What killed runs have left under its prefix is removed. `path` is the solver file.
+    """
+    hdf5 = param.snapshot_format == SolverParameter.HDF5
+    if not hdf5 and max(model, history) >= MAX_BINARY:
+        raise ConfigError(
+            "a snapshot of this net has a file above 2 GiB, which the binary format cannot hold; set "
+            "snapshot_format: HDF5",
+            at_field(path, "snapshot_format"),
+        )
+    check_layers(param, net)
+    last = Files(param.snapshot_prefix, max(param.max_iter, 0), hdf5)
+    check_prefix(param, path, max(model, history), model + history + SLACK, last)
+    for name in remove_stale(f"{param.snapshot_prefix}_"):
+        log.info("Removed %s, which a killed run had left unfinished", name)
+
+
+def check_layers(param: SolverParameter, net: Net) -> None:
+    """ConfigError if files of the snapshots' format could not tell the net's layers apart."""
+    try:
+        check_names(net, param.snapshot_format == SolverParameter.HDF5)
+    except ConfigError as error:
+        raise (error.at(net.path) if net.path else error) from None
+
+
+def check_prefix(
+    param: SolverParameter, path: str | None, largest: int = 0, total: int = 0, last: Files | None = None
+) -> None:
+    """`check_folder` for snapshot_prefix; the error names its place in the solver file."""
+    try:
+        check_folder(param.snapshot_prefix, largest, total, last)
+    except ConfigError as error:
+        raise error.at(at_field(path, "snapshot_prefix") or path or "snapshot_prefix") from None
+
+
+def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | None = None) -> None:
+    """ConfigError unless files of `total` bytes in all can be written under the prefix, and under the `last` names."""
+    folder = os.path.dirname(prefix) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(f"the folder {folder} of snapshot_prefix does not exist; create it or change snapshot_prefix")
+    for path in (last.model, last.state, last.sidecar) if last else ():
+        _check_name(path)
+    try:
+        _probe(last.sidecar if last else prefix)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} of snapshot_prefix cannot be written: {error.strerror}") from None
+    if largest > (limit := _size_limit()):
+        raise ConfigError(
+            f"a snapshot has a file of {largest} bytes, but this process may write files of {limit} bytes only; see "
+            "ulimit -f"
+        )
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise ConfigError(
+            f"a snapshot takes {-(-total // MIB)} MiB, but only {free // MIB} MiB are free in the folder {folder} "
+            "of snapshot_prefix"
+        )
+
+
+def _check_name(path: str) -> None:
+    try:
+        if stat.S_ISDIR(os.stat(path).st_mode):
+            raise ConfigError(f"the last snapshot is to be written to {path}, which is a folder; move it away")
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise ConfigError(f"the last snapshot cannot be written to {path}: {error.strerror}") from None
+
+
+def _probe(path: str) -> None:
+    """Write and remove a file under the name that `path` has while it is being written."""
+    temporary = temporary_name(path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(b"\0")
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _size_limit() -> float:
+    """The most bytes that a file may have by the limits of this process."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return inf
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return inf if limit == resource.RLIM_INFINITY else limit
