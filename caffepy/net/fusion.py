@@ -85,7 +85,7 @@ def _loses_mask(net: Wiring, run: Sequence[int]) -> bool:
     if "ReLU" not in kinds or not net.need_backward[run[-1]]:
         return False
     memory = net.tops[run[-1]][0].data_memory
-    looks_at_top = "BatchNorm" not in kinds or "Eltwise" in kinds
+    looks_at_top = "Pooling" not in kinds and ("BatchNorm" not in kinds or "Eltwise" in kinds)
     if looks_at_top and net.bottoms[kinds["ReLU"]][0].data_memory is memory:
         return False
     return any(

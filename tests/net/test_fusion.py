@@ -94,6 +94,13 @@ NETS = {
         + on("Power", "p", "a", top="last")
     ),
     "max pooling": conv("c", "data") + on("Pooling", "m", "c", POOL, "last") + on("ReLU", "r", "last"),
+    "max pooling, overwritten": (
+        conv("c", "data")
+        + on("Pooling", "m", "c", POOL, "x")
+        + on("ReLU", "r", "x")
+        + on("BatchNorm", "bn", "x")
+        + on("Power", "p", "x", top="last")
+    ),
     "mean not in place": conv("c", "data")
     + on("Pooling", "m", "c", POOL.replace("{", "{ pool: AVE"), "m")
     + on("ReLU", "r", "m", top="last"),
@@ -127,6 +134,7 @@ RUNS = {
     "projection": [["a", "bn_a", "scale_a", "sum", "rs"], ["b", "bn_b", "scale_b"]],
     "split without gradient": [["a", "bn_a", "scale_a", "ra", "a_ra_0_split"]],
     "max pooling": [["m", "r"]],
+    "max pooling, overwritten": [],
     "mean not in place": [["m", "r"]],
     "product": [["ip", "r", "d"]],
 }
