@@ -98,6 +98,7 @@ SAME_ROW = {
     ("classifier", "pycaffe"),
     ("detector", "pycaffe"),
     ("export", "__init__"),
+    ("export", "trained"),
     ("registry", "errors"),
     ("files", "errors"),
     ("gpus", "errors"),

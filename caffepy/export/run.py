@@ -1,7 +1,6 @@
 """`caffepy export`: a net and its weights as an ONNX model."""
 
 import json
-import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
@@ -18,14 +17,12 @@ from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
 from caffepy.net.build import filter_state
 from caffepy.net.fusion import Step
-from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
 from caffepy.proto.text import read_net
+from caffepy.trained import load_all
 
 if TYPE_CHECKING:
     from caffepy.export.model import Runtime
-
-log = logging.getLogger(__name__)
 
 OPSETS = range(13, 22)
 DEFAULT_OPSET = 17
@@ -103,7 +100,7 @@ def export_onnx(
         raise ConfigError(f"opsets {OPSETS.start} to {OPSETS.stop - 1} are written, not {opset}")
     net = _build(model, phase, level, stages, image, probabilities)
     try:
-        _load(net, weights)
+        load_all(net, weights)
         if isinstance(batch, int):
             Batch(net).resize(batch)
         found = trace(net)
@@ -167,15 +164,6 @@ def with_probabilities(net: NetParameter) -> NetParameter:
         del layer.bottom[1:], layer.propagate_down[1:], layer.loss_weight[:], layer.top[:]
         layer.top.append(name)
     return copy
-
-
-def _load(net: Net, weights: Iterable[str]) -> None:
-    filled: set[str] = set()
-    for path in weights:
-        filled |= load_weights(net, path)
-    for name, layer in zip(net.layer_names, net.layers, strict=True):
-        if layer.blobs and name not in filled:
-            log.warning('The weights have nothing for layer "%s": it keeps the values of its fillers', name)
 
 
 def _check_trace(net: Net, found: Trace) -> None:
