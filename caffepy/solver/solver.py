@@ -285,7 +285,7 @@ class Solver:
         if self._torn:
             self.control.realign()
             self._given.clear()
-            self.device.ticks = self.device.ticks
+            self.device.ticks = self.device.ticks  # the host's count is the one that holds: upload it
             self._torn = False
 
     def _iterate(self) -> None:
