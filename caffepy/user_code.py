@@ -74,7 +74,9 @@ class UserCode:
         before, _beside.active.folders = _beside.folders(), self._folders
         try:
             return function(*arguments)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             log.info("%s", "".join(traceback.format_exception(error)).rstrip())
             kind = type(error) if isinstance(error, CaffeError) else ConfigError
             said = f": {error}" if str(error) else ""

@@ -310,7 +310,14 @@ def test_the_place_is_in_user_code_though_python_goes_deeper(tmp_path: Path, mon
         beside(tmp_path, python("A", bottom=""), code)
 
 
-ERRORS = ["KeyError('x')", "RuntimeError('no')", "StopIteration()", "AssertionError()", "SystemExit(5)"]
+ERRORS = [
+    "KeyError('x')",
+    "RuntimeError('no')",
+    "StopIteration()",
+    "AssertionError()",
+    "SystemExit(5)",
+    "GeneratorExit()",
+]
 
 
 @pytest.mark.parametrize("error", ERRORS)
