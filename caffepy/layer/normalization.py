@@ -71,21 +71,21 @@ class LRN(SameShape):
         """dx = dy * s^-beta - 2 * beta * (alpha / number in the window) * x * sum over the window of dy * y / s."""
         if not propagate_down[0]:
             return
-        x, y, dy, dx = self.kept.data, top[0].data, top[0].diff, bottom[0].diff
+        x, dy, dx = self.kept.data, top[0].diff, bottom[0].diff
         if self.across:
             # Neighbours read a channel's dy, so in place they must not find its dx there.
             out = self.product.data if dx is dy else dx
-            self.ops.lrn_backward(x, y, self._kept_scale, dy, out, self.size, self.alpha, self.beta, self.k)
+            self.ops.lrn_backward(x, top[0].data, self._kept_scale, dy, out, self.size, self.alpha, self.beta, self.k)
             if out is not dx:
                 self.ops.copy(out, dx)
             return
         s, window, product = self.scale.data, self.window.data, self.product.data
-        np.multiply(dy, y, out=product)
+        self.ops.power_forward(s, product, -self.beta, 1.0, 0.0)
+        self.ops.multiply(dy, product, dx)
+        self.ops.multiply(dx, x, product)  # dy * y, without y: a layer in place may have overwritten it
         np.divide(product, s, out=product)
         self.ops.ave_pool_backward(product, window, *self.pooling)
         self.ops.multiply(x, window, window)
-        self.ops.power_forward(s, product, -self.beta, 1.0, 0.0)
-        self.ops.multiply(dy, product, dx)
         self.ops.axpy(-2 * self.alpha * self.beta, window, dx)
 
     @property

@@ -177,6 +177,17 @@ def test_large_means_do_not_spoil_the_variance():
     np.testing.assert_allclose(y.std((0, 2)), 1, rtol=1e-3)
 
 
+@pytest.mark.parametrize("text", ['type: "LRN" lrn_param { norm_region: WITHIN_CHANNEL local_size: 3 }', 'type: "MVN"'])
+def test_gradient_when_a_layer_in_place_has_overwritten_the_top(text):
+    single = Single(text, random(2, 3, 4, 5))
+    single.forward()
+    dy = random(2, 3, 4, 5, seed=1)
+    ((expected,), _) = single.backward([dy])
+    single.tops[0][...] = 7
+    ((dx,), _) = single.backward([dy])
+    np.testing.assert_array_equal(dx, expected)
+
+
 def test_mvn_against_numpy():
     x = random(2, 3, 4, 5)
     (y,) = Single('type: "MVN"', x).forward()
