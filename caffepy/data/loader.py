@@ -212,11 +212,7 @@ class SequentialLoader(Loader):
                         images[i] = image
                         continue
                     if self._becomes(items[i], image) != shape:
-                        start = shape_string(images.shape[1:])
-                        raise DataError(
-                            f"{self.name(items[i])} has shape {shape_string(image.shape)} "
-                            f"in a batch that starts with {start}"
-                        )
+                        raise self._unlike(items[i], image.shape, images.shape[1:])
                     others[i] = image
                 except CaffeError as error:
                     errors[i] = error
@@ -226,6 +222,11 @@ class SequentialLoader(Loader):
         if errors and min(errors) < min(bad, default=len(items)):
             raise errors[min(errors)]
         return others
+
+    def _unlike(self, item: Any, shape: Shape, first: Shape) -> DataError:
+        remedy = "; resize all images to one size, or set crop_size" if shape[0] == first[0] else ""
+        start = f"in a batch that starts with {shape_string(first)}"
+        return DataError(f"{self.name(item)} has shape {shape_string(shape)} {start}{remedy}")
 
     def _becomes(self, item: Any, image: Array) -> Shape:
         """What the transformer makes of an image of this shape; DataError for one that does not fit."""

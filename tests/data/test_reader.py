@@ -168,12 +168,13 @@ BAD = {
     "other shape": (
         datum((2, 4, 6)),
         "",
-        r'record "0005" has shape 2 4 6 \(48\) in a batch that starts with 2 4 5 \(40\)',
+        r'record "0005" has shape 2 4 6 \(48\) in a batch that starts with 2 4 5 \(40\); '
+        "resize all images to one size, or set crop_size$",
     ),
     "other channels": (
         datum((3, 4, 5)),
         "crop_size: 3",
-        r"shape 3 4 5 \(60\) in a batch that starts with 2 4 5 \(40\)",
+        r"shape 3 4 5 \(60\) in a batch that starts with 2 4 5 \(40\)$",
     ),
     "too small to crop": (
         datum((2, 2, 5)),
