@@ -59,7 +59,7 @@ def find_runs(net: Wiring) -> list[list[int]]:
         run = _run_from(net, i)
         run = run[: next((k for k, j in enumerate(run) if j in taken), len(run))]
         weighs = any(net.layers[run[-1]].loss_weights)  # its top's diff must stay, and runs overwrite it
-        if len(run) > 1 and not weighs and not _overtaken(net, run) and not _loses_mask(net, run):
+        if len(run) > 1 and not (weighs or _overtaken(net, run) or _loses_mask(net, run) or _hides(net, run)):
             runs.append(run)
             taken |= set(run)
     return runs
@@ -93,6 +93,14 @@ def _loses_mask(net: Wiring, run: Sequence[int]) -> bool:
         and any(t.data_memory is memory and any(t is b for b in net.bottoms[j]) for t in net.tops[j])
         for j in range(run[-1] + 1, len(net.layers))
     )
+
+
+def _hides(net: Wiring, run: Sequence[int]) -> bool:
+    """Whether members overwrite the run's bottom in place, which it leaves as it is: a layer before may look at it."""
+    memory = net.bottoms[run[0]][0].data_memory
+    if not net.need_backward[run[0]] or net.tops[run[-1]][0].data_memory is memory:
+        return False
+    return any(t.data_memory is memory for i in run[:-1] for t in net.tops[i])
 
 
 def _run_from(net: Wiring, start: int) -> list[int]:

@@ -66,6 +66,12 @@ NETS = {
     ),
     "norm not in place": conv("c", "data") + norm("c", False) + on("ReLU", "r", "c_n", top="last"),
     "norm alone": on("Power", "p", "data", top="x") + norm("x", False) + on("ReLU", "r", "x_n", top="last"),
+    "norm in place, scale not": (
+        conv("c", "data")
+        + on("ReLU", "r", "c")
+        + on("BatchNorm", "bn", "c")
+        + on("Scale", "s", "c", "scale_param { bias_term: true }", "last")
+    ),
     "residual": (
         conv("a", "data")
         + norm("a")
@@ -126,6 +132,7 @@ RUNS = {
     "norm and dropout": [["c", "bn_c", "scale_c", "r"]],
     "norm not in place": [["c", "bn_c", "scale_c", "r"]],
     "norm alone": [["bn_x", "scale_x", "r"]],
+    "norm in place, scale not": [["c", "r"]],
     "residual": [
         ["a", "bn_a", "scale_a", "ra", "a_ra_0_split"],
         ["b", "bn_b", "scale_b", "sum", "rs", "s_rs_0_split"],
