@@ -19,6 +19,9 @@ def main(arguments: Sequence[str]) -> None:
     """Run a script, or `-m` and a module, for which `caffe` is a name of caffepy, as it is for what they start."""
     by_name = arguments[:1] == ["-m"]
     sys.argv = [*arguments[by_name:]]
+    if sys.argv in (["-h"], ["--help"]):
+        sys.stdout.write(str(__doc__))
+        return
     if not sys.argv:
         sys.exit("usage: python -m caffepy.as_caffe SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]")
     if not by_name and not os.path.exists(sys.argv[0]):

@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 KINDS = ("lmdb", "leveldb", "hdf5", "npy")
 EXTENSIONS = {".h5": "hdf5", ".hdf5": "hdf5", ".npy": "npy"}
+FOREIGN = (".csv", ".json", ".mat", ".npz", ".pkl", ".txt")
+"""Of files that are not written: who gives one does not expect a database of that name."""
 TELL_EVERY = 1000
 TOLD = "Extracted features of %d query images for feature blob %s"
 FLOAT_TAG = 6 << 3 | 5  # of a Datum's field 6, float_data, as 32 bits
@@ -45,8 +47,8 @@ class Feature:
 def features_of(blobs: Sequence[str], paths: Sequence[str], kind: str | None = None) -> list[Feature]:
     """Each blob with its path, or all with one; the kind, if it is not given, is what the path's extension says.
 
-    .h5 and .hdf5 stand for an HDF5 file, .npy for an array, others for an LMDB. UsageError for an unknown kind, and for
-    as many paths as cannot be.
+    .h5 and .hdf5 stand for an HDF5 file, .npy for an array, others for an LMDB. UsageError for an unknown kind, for
+    extensions of other files, and for as many paths as cannot be.
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(f'unknown kind of database "{kind}"{nearest(kind, KINDS)} (known: {", ".join(KINDS)})')
@@ -57,7 +59,10 @@ def features_of(blobs: Sequence[str], paths: Sequence[str], kind: str | None = N
     paths = list(paths) * (len(blobs) if len(paths) == 1 else 1)
     features: list[Feature] = []
     for blob, path in zip(blobs, paths, strict=True):
-        own = kind or EXTENSIONS.get(os.path.splitext(path)[1].lower(), "lmdb")
+        extension = os.path.splitext(path)[1].lower()
+        if not kind and extension in FOREIGN:
+            raise UsageError(f'"{path}": {extension} files are not written; name a .h5 or .npy file, or a database')
+        own = kind or EXTENSIONS.get(extension, "lmdb")
         if any(path == other.path and (own != "hdf5" or blob == other.blob) for other in features):
             raise UsageError(f'"{path}" cannot take blob "{blob}", too; only an HDF5 file holds several')
         features.append(Feature(blob, path, own))

@@ -69,7 +69,7 @@ class DataInfo:
         """Lines for a person."""
         seen = f", of which {self.seen:,} were looked at" if self.seen < self.records else ""
         lines = [f"{self.kind} {self.path}: {_many(self.records, 'record')}{seen}; {self.size:,} bytes"]
-        lines += [f"{name}: {value}" for name, value in self.facts.items()]
+        lines += [f"{name}: {_told(value)}" for name, value in self.facts.items()]
         lines += [f"{shape}: {count:,}" for shape, count in self.shapes.most_common(NAMED)]
         if len(self.shapes) > NAMED:
             lines.append(f"and {len(self.shapes) - NAMED:,} other shapes")
@@ -89,6 +89,10 @@ class DataInfo:
             if len(self.labels) > LABELS:
                 lines.append(f"... and {len(self.labels) - LABELS:,} more, up to {max(self.labels)}")
         return "\n".join(map(on_one_line, lines))
+
+
+def _told(fact: Any) -> str:
+    return ", ".join(map(number, fact)) if isinstance(fact, list) else str(fact)
 
 
 def _many(count: int, noun: str) -> str:
@@ -212,7 +216,7 @@ class Viewer:
         """Look at a mean file."""
         image = load_mean(self.path)
         self._begin("mean file", 1)
-        means = ", ".join(map(number, image.mean((1, 2), np.float64)))
+        means = image.mean((1, 2), np.float64).tolist()
         self.info.facts = {"mean_value": means, "values": f"{number(image.min())} to {number(image.max())}"}
         self._count(Look("mean", image.shape, "float", picture=thumbnail(image)))
         self.info.labels.clear()

@@ -66,6 +66,12 @@ def elsewhere(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_help_tells_how_to_run_a_script(elsewhere: Path) -> None:
+    done = run(elsewhere, "-m", "caffepy.as_caffe", "--help")
+    passes(done)
+    assert "python -m caffepy.as_caffe script.py ARGUMENTS" in done.stdout
+
+
 def test_installed_by_a_call(elsewhere: Path) -> None:
     passes(run(elsewhere, "-c", "import caffepy; caffepy.install_as_caffe(); caffepy.install_as_caffe()" + ONE_SET))
 

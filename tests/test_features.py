@@ -148,6 +148,9 @@ def test_data_of_unknown_length(tmp_path: Path) -> None:
 def test_places_for_blobs() -> None:
     assert [f.kind for f in features_of(["a", "b", "c"], ["x", "y.hdf5", "z.NPY"])] == ["lmdb", "hdf5", "npy"]
     assert [f.path for f in features_of(["a", "b"], ["x.h5"])] == ["x.h5", "x.h5"]
+    with pytest.raises(UsageError, match=r'"x.CSV": .csv files are not written; name a .h5 or .npy file'):
+        features_of(["a"], ["x.CSV"])
+    assert features_of(["a"], ["x.csv"], "lmdb") == [Feature("a", "x.csv", "lmdb")]
     assert features_of(["a"], ["x.npy"], "leveldb") == [Feature("a", "x.npy", "leveldb")]
     with pytest.raises(UsageError, match='unknown kind of database "lmbd", did you mean "lmdb"'):
         features_of(["a"], ["x"], "lmbd")

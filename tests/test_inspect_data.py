@@ -179,7 +179,8 @@ def test_window_files(tmp_path: Path) -> None:
 def test_means(tmp_path: Path) -> None:
     info = show(str(GOLDEN / "mean.binaryproto"), sheet_path=f"{tmp_path}/mean.png")
     assert (info.kind, info.shapes) == ("mean file", {"3 16 18 (864)": 1})
-    assert info.facts["mean_value"] == "135.137, 130.48, 127.093"
+    assert info.facts["mean_value"] == pytest.approx([135.137, 130.48, 127.093], abs=1e-3)
+    assert "mean_value: 135.137, 130.48, 127.093" in info.table()
     assert cv2.imread(f"{tmp_path}/mean.png") is not None
 
 
