@@ -147,7 +147,7 @@ def bench_allreduce(gpu: str | None = None, cpu: int = 0, sync: str = "", sizes:
         except UsageError as error:
             if sync:
                 raise
-            left_out[name] = error.message
+            left_out[name] = error.message.removeprefix(f"--sync {name}: ")
             continue
         timings += _measure(choice, devices, counts)
     return AllReduceBench(where, len(devices), timings, left_out)

@@ -10,8 +10,11 @@ from caffepy.parallel import links, peers
 from caffepy.parallel.links import Links
 from caffepy.parallel.schedule import Operation, Schedule, flat, muji, tree
 from caffepy.parallel.topology import DevicePair, Topology, device_pairs, draw, show
+from caffepy.registry import nearest
 
 FIELDS = ("devices", "boards", "access", "links")
+DERIVED = ("pairs", "schedules", "speeds")
+"""What `Pairing.json` tells besides: it follows from the others, or cannot be known of a machine that is not there."""
 
 LEGEND = (
     "NV#: so many NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, NODE: one NUMA node, SYS: several"
@@ -137,8 +140,11 @@ def simulated(path: str) -> Pairing:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    if not isinstance(told, dict) or not set(told) <= set(FIELDS) or not isinstance(told.get("devices"), list):
+    if not isinstance(told, dict) or not isinstance(told.get("devices"), list):
         raise ConfigError(f'{path} must be an object with "devices", and perhaps "boards", "access" and "links"')
+    for name in told:
+        if name not in FIELDS + DERIVED:
+            raise ConfigError(f'{path}: there is no "{name}"{nearest(name, FIELDS)} (known: {", ".join(FIELDS)})')
     devices = told["devices"]
     if not all(map(_is_number, devices)):
         raise ConfigError(f'{path}: "devices" must be whole numbers')

@@ -65,4 +65,4 @@ def test_only_what_is_named_is_timed_and_must_be_there() -> None:
     assert [t.sync for t in found.timings] == ["flat"]
     with pytest.raises(UsageError, match="muji"):
         bench_allreduce(cpu=3, sync="flat,muji", sizes="4K")
-    assert "muji" in bench_allreduce(cpu=3, sizes="4K").left_out
+    assert bench_allreduce(cpu=3, sizes="4K").left_out["muji"].startswith("it is for 2, 4 or 8 devices")

@@ -81,7 +81,10 @@ def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> 
     for layer in divided.layer:
         for data in (getattr(layer, name) for name in BATCHES if layer.HasField(name)):
             if data.batch_size % parts:
-                message = f"a batch of {data.batch_size} cannot be divided among {parts} solvers"
+                message = (
+                    f"a batch of {data.batch_size} cannot be divided among {parts} solvers; "
+                    f"give a batch_size that {parts} divides, or --batch-mode per-gpu"
+                )
                 raise ConfigError(message, where(path, layer))
             if data.batch_size:
                 data.batch_size //= parts

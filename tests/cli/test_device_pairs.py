@@ -42,6 +42,14 @@ def test_as_json_with_edges_that_go_through_the_host(machine, capsys: Captured) 
     assert told["speeds"] == []
 
 
+def test_what_is_told_as_json_can_be_simulated(machine, capsys: Captured) -> None:
+    description = machine(devices=[3, 5, 6], boards=[None, 1, 1], access=[[0, 0, 0], [0, 0, 1], [0, 1, 0]])
+    assert main.run(["device-pairs", "--simulate", description, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert main.run(["device-pairs", "--simulate", machine(**told), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == told
+
+
 def test_what_joins_the_devices_is_told_if_it_is_known(machine, capsys: Captured) -> None:
     description = machine(devices=[0, 1], links=[[None, "NV18"], ["NV18", None]])
     assert main.run(["device-pairs", "--simulate", description]) == 0
@@ -60,6 +68,7 @@ def test_what_joins_the_devices_is_told_if_it_is_known(machine, capsys: Captured
         ({"devices": [0, 1], "access": [[0, 1]]}, "2 rows of 2"),
         ({"devices": ["a"]}, "whole numbers"),
         ({"device": [0]}, 'must be an object with "devices"'),
+        ({"devices": [0], "acess": 1}, 'there is no "acess", did you mean "access"? (known: devices, boards'),
         ({"devices": [0], "access": "x"}, "list of rows"),
         ({"devices": [0, 1], "access": [["yes", "no"], ["no", "yes"]]}, "rows of 0 and 1"),
         ({"devices": [0, 1], "access": 2}, "rows of 0 and 1"),
