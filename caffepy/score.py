@@ -166,6 +166,7 @@ def _examiners(
     root = make(0)
     crew = Crew(group, make, within)
     group.on_abort(lambda: _see_to(group, last_resort))
+    group.culprits = lambda missing: crew.at_work or missing
     try:
         load_all(root.net, weights)
         root.net.device.flush()
