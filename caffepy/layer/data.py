@@ -358,11 +358,16 @@ class MemoryData(Feed):
             self._unread = self._position > 0
 
 
+STATIC, FRESH = range(2)
+"""Kinds of numbers that DummyData draws."""
+
+
 @layer("DummyData")
 class DummyData(Feed):
     """-> tops of given shapes: constants, which are filled once, or random values: fresh ones at each forward.
 
-    NVCaffe's fillers of names that end in "static" are drawn from at the first forward of each net only.
+    NVCaffe's fillers of names that end in "static" are drawn from at the first forward of each net only. The numbers
+    are the layer's own, since the threads of several solvers ask it for batches beside what else they draw.
     """
 
     tops = (1, None)
@@ -372,6 +377,9 @@ class DummyData(Feed):
         fillers = list(self.param.dummy_data_param.data_filler) or [FillerParameter()]
         self._fillers = _each("data_filler", fillers, len(top))
         self._filled: list[Blob] = []
+        self._draws = any(filler.type != "constant" for filler in self._fillers)
+        self._seed = self.device.draw_seed() if self._draws else 0
+        self._batch = 0
         for blob, shape in zip(top, self._shapes(len(top)), strict=True):
             blob.reshape(shape)
 
@@ -395,16 +403,30 @@ class DummyData(Feed):
         fresh = []
         for blob, filler in zip(top, self._fillers, strict=True):
             if filler.type.endswith("static") and not any(known is blob for known in self._filled):
-                fill(blob, filler, self.device.rng)
+                fill(blob, filler, self._rng(STATIC, len(self._filled)))
                 self._filled.append(blob)
             elif filler.type != "constant" and not filler.type.endswith("static"):
                 fresh.append((blob, filler))
         if fresh:
             self.hand_over([blob for blob, _ in fresh], lambda arrays: self._draw(arrays, [f for _, f in fresh]))
 
+    def _rng(self, kind: int, number: int) -> np.random.Generator:
+        return np.random.Generator(np.random.MT19937([self._seed, kind, number]))
+
     def _draw(self, arrays: Sequence[Array], fillers: Sequence[FillerParameter]) -> None:
+        rng = self._rng(FRESH, self._batch)
         for array, filler in zip(arrays, fillers, strict=True):
-            fill(array, filler, self.device.rng)
+            fill(array, filler, rng)
+        self._batch += 1
+
+    def state(self) -> dict[str, Any]:
+        """Seed of the numbers, how many batches were drawn."""
+        return {"seed": self._seed, "batch": self._batch} if self._draws else {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Draw what follows."""
+        if self._draws and "seed" in state:
+            self._seed, self._batch = int(state["seed"]), int(state["batch"])
 
 
 def _each(name: str, values: list[T], tops: int) -> list[T]:

@@ -296,6 +296,20 @@ def test_dummy_random_values_are_fresh_and_seeded():
     np.testing.assert_array_equal(again.forward()[1], first)
 
 
+def test_dummy_random_values_are_the_layers_own_and_go_on_where_they_stopped():
+    params = 'shape { dim: 50 } data_filler { type: "gaussian" } data_filler { type: "gaussianstatic" }'
+    feed, again, resumed = (dummy(params, tops=2, seed=seed) for seed in (1, 1, 2))
+    feed.forward()
+    state, (drawn, static) = feed.layer.state(), feed.forward()
+    again.forward()
+    again.layer.device.rng.random(7)  # as a Dropout of another solver's may do meanwhile
+    np.testing.assert_array_equal(again.forward()[0], drawn)
+    resumed.layer.set_state(state)
+    for array, expected in zip(resumed.forward(), (drawn, static), strict=True):
+        np.testing.assert_array_equal(array, expected)
+    assert dummy("shape { dim: 3 }").layer.state() == {}
+
+
 def test_dummy_static_values_are_drawn_once():
     feed = dummy('shape { dim: 50 } data_filler { type: "gaussianstatic" } data_filler { type: "uniform" }', tops=2)
     (first, fresh), (second, other) = feed.forward(), feed.forward()
