@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from caffepy import models
+from caffepy.device import Device
 from caffepy.net import Net
 from caffepy.net.fusion import Wiring, find_runs
 from caffepy.proto import text
@@ -151,7 +152,7 @@ def build(body: str) -> Net:
     param = text.parse(HEAD + body + LOSS, NetParameter(), "net.prototxt")
     param.force_backward = False
     param.state.phase = TRAIN
-    return Net(param)
+    return Net(param, device=Device(seed=7))
 
 
 def runs_of(net: Net) -> list[list[str]]:
