@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 CHUNK = 8  # images that a thread decodes at a time
 SHOWN = 10  # differences that are named
+SPELT = {"jpg": "jpeg"}  # the other extension of files that need not be encoded anew; not the other way around
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT = 1 << 25  # bytes, the most that glibc takes for the latter
@@ -69,7 +70,7 @@ class Recipe:
             return raw(image, label)
         extension = os.path.splitext(path)[1][1:].lower()
         kind = extension if self.encode is None else self.encode.lower()
-        if self.width or _same(kind) != _same(extension):
+        if self.width or extension not in (kind, SPELT.get(kind)):
             content = encoded(image, kind, path)
         return Made(Datum(data=content, label=label, encoded=True).SerializeToString(), 0)
 
@@ -97,10 +98,6 @@ def encoded(image: Any, kind: str, path: str) -> bytes:
     if not good:
         raise DataError(f'{path} cannot be stored as an image of type "{kind}"; name another with -encode_type')
     return bytes(content)
-
-
-def _same(kind: str) -> str:
-    return "jpg" if kind == "jpeg" else kind
 
 
 @dataclass(frozen=True)

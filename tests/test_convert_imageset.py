@@ -102,6 +102,9 @@ def test_files_are_stored_as_they_are_if_they_can_be(tmp_path: Path) -> None:
     jpegs = [d.data for d in convert("jpg")]
     assert jpegs[:2] == files[:2]
     assert jpegs[2].startswith(b"\xff\xd8\xff")
+    jpegs = [d.data for d in convert("jpeg")]
+    assert jpegs[1] == files[1]
+    assert jpegs[0] != files[0], "to Caffe .jpg files are of type jpg only, and jpeg is another"
     assert [d.data[1:4] for d in convert("png")] == [b"PNG"] * 3
     assert all(decode(d.SerializeToString())[0].shape == (3, 4, 4) for d in convert(None, 4))
 
