@@ -20,22 +20,24 @@ Entry = tuple[str, int]
 LABEL = re.compile(r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII)  # more digits would not change what is said of it
 
 
-def read_list(path: str) -> list[Entry]:
+def read_list(path: str, *, every_line: bool = False) -> list[Entry]:
     """(image path, label) of each line, split at the last blank; a label is the integer that it starts with, else 0.
 
-    A warning tells of labels that are more than an integer, or none. DataError: no such file, a line without a blank, a
-    label of more than 32 bits, no lines.
+    A line without a blank is both. `every_line` gives blank lines an entry without a path. A warning tells of labels
+    that are more than an integer, or none. DataError: no such file, fields between tabs, a label of more than 32 bits,
+    no lines.
     """
     entries: list[Entry] = []
     odd: list[tuple[str, int, int]] = []
     for number, line in enumerate(lines_of(path), 1):
         name, blank, label = line.rpartition(" ")
         if not line.strip():
+            entries += [("", 0)] * every_line
             continue
-        if not blank:
+        if not blank and line.split() != [line]:
             raise DataError(f'{path}:{number}: "{line[:80]}" is not an image path, a blank and a label')
         digits = LABEL.match(label)
-        entries.append((name, int("".join(digits.groups())) if digits else 0))
+        entries.append((name if blank else line, int("".join(digits.groups())) if digits else 0))
         if not -(1 << 31) <= entries[-1][1] < 1 << 31:
             raise DataError(f"{path}:{number}: label {label.strip()[:80]} has more than 32 bits")
         if not digits or label[digits.end() :].strip():

@@ -512,7 +512,7 @@ def test_image_list_skips_at_random(listed):
 IMAGES_REFUSED = {
     "missing list": ('source: "no.txt"', '"no.txt" cannot be read: no such file'),
     "empty list": ('source: "empty.txt"', "empty.txt lists no images"),
-    "no blank": ('source: "lines.txt"', 'lines.txt:2: "b.png" is not an image path, a blank and a label'),
+    "a tab": ('source: "lines.txt"', 'lines.txt:2: "b.png\t2" is not an image path, a blank and a label'),
     "missing image": ('source: "absent.txt"', "absent.txt: x.png cannot be read: no such file"),
     "root without its slash": (
         'source: "absent.txt" root_folder: "in"',
@@ -526,7 +526,7 @@ IMAGES_REFUSED = {
 
 @pytest.mark.parametrize("case", IMAGES_REFUSED)
 def test_image_list_refused(case, listed):
-    texts = {"empty.txt": "", "lines.txt": "a.png 1\nb.png", "absent.txt": "x.png 0", "text.txt": "list.txt 0"}
+    texts = {"empty.txt": "", "lines.txt": "a.png 1\nb.png\t2", "absent.txt": "x.png 0", "text.txt": "list.txt 0"}
     for name, content in texts.items():
         (Path(listed).parent / name).write_text(content)
     params, message = IMAGES_REFUSED[case]
