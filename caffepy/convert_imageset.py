@@ -125,7 +125,8 @@ def convert_imageset(
 ) -> Converted:
     """Write the images that `list_file` names, each name behind `root`, into the new `database`.
 
-    A line is a path, a blank and a label. Keys are the line's number in eight digits, "_" and the path. `shuffle` takes
+    A line is a path, a blank and a label. Keys are the line's number in eight digits, "_" and the path; a blank line
+    counts as an image that cannot be read. `shuffle` takes
     the lines in a random order, that of `seed` if it is given. `check_size` asks for as many values in each image.
     Images that cannot be read are left out, each with a message. An interrupted run leaves `database`.partial, which
     `resume` completes. `check` then compares all records with the images; of a database that is there already that is
@@ -135,7 +136,7 @@ def convert_imageset(
         raise UsageError("-check_size compares raw images; encoded ones differ in size by nature")
     if os.path.isdir(root) and not root.endswith(os.sep):
         root += os.sep
-    entries = read_list(list_file)
+    entries = read_list(list_file, every_line=True)
     log.info("A total of %d images.", len(entries))
     job = Job(root, entries, recipe, check_size, threads, progress)
     if check and os.path.lexists(database):

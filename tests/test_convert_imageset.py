@@ -129,6 +129,14 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.
     assert "Processed 3 files." in caplog.text
 
 
+def test_blank_lines_count_in_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, names = draw(tmp_path, 2)
+    Path(names).write_text("\n0.png 0\n  \n1.png 1\n")
+    assert convert_imageset(root, names, f"{tmp_path}/db", check=True) == Converted(2, 2)
+    assert [key for key, _ in records(tmp_path / "db")] == [b"00000001_0.png", b"00000003_1.png"]
+    assert caplog.messages[:2] == [f"Could not open or find file {root}"] * 2
+
+
 def test_no_image_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a.png 0\n")
     for root, hint in (("nowhere", '; there is no folder "nowhere"'), (f"{tmp_path}/", ""), ("", "")):
