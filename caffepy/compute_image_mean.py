@@ -58,7 +58,10 @@ def compute_image_mean(
     if output:
         check_writable(output)
     with closing(open_source(database, backend and backend.upper())) as source:
-        shape = _first(source).shape
+        first, encoded = _image(source, source.peek())
+        shape = first.shape
+        if encoded:
+            log.info("Decoding Datum")
         log.info("Starting iteration")
         mean = _mean(source, shape, threads, progress)
     if output:
@@ -86,7 +89,7 @@ def _mean(source: Source, shape: tuple[int, ...], threads: int | None, progress:
     def add(records: Records) -> tuple[Array, int]:
         part: Array = np.zeros(shape, np.uint32)
         for record in records:
-            image = _image(source, record)
+            image, _ = _image(source, record)
             if image.shape != shape:
                 raise DataError(
                     f"{source.path}: record {printable(record[0])} has shape {shape_string(image.shape)}, "
@@ -110,12 +113,10 @@ def _mean(source: Source, shape: tuple[int, ...], threads: int | None, progress:
     return Mean(count, (total / count).astype(np.float32))
 
 
-def _first(source: Source) -> Array:
-    return _image(source, source.peek())
-
-
-def _image(source: Source, record: tuple[memoryview | bytes, memoryview | bytes]) -> Array:
+def _image(source: Source, record: tuple[memoryview | bytes, memoryview | bytes]) -> tuple[Array, bool]:
+    """The image and whether it was encoded."""
     try:
-        return decode(record[1])[0]
+        image, _, encoded = decode(record[1])
+        return image, encoded
     except DataError as error:
         raise DataError(f"{source.path}: record {printable(record[0])}: {error.message}") from None

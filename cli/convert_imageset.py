@@ -1,8 +1,12 @@
 """caffepy convert-imageset"""
 
+import logging
+
 import click
 
 from caffepy.cli import options
+
+log = logging.getLogger(__name__)
 
 
 @click.command(short_help="Make a database of a list of images.")
@@ -63,6 +67,8 @@ def convert_imageset(
     from caffepy.convert_imageset import Recipe
     from caffepy.convert_imageset import convert_imageset as convert
 
+    if encode_type and not encoded:
+        log.info("encode_type specified, assuming encoded=true.")
     recipe = Recipe(gray, resize_width, resize_height, encode_type or (None if encoded else ""))
     convert(
         root,

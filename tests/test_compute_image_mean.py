@@ -43,6 +43,7 @@ def test_what_caffe_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
         "mean_value channel [0]: 135.137",
     ):
         assert line in caplog.messages
+    assert "Decoding Datum" not in caplog.messages
 
 
 def test_many_records_are_told_of_and_summed_exactly(
@@ -57,12 +58,14 @@ def test_many_records_are_told_of_and_summed_exactly(
     assert [m for m in caplog.messages if "Processed" in m] == [f"Processed {n} files." for n in (100, 200, 300, 330)]
 
 
-def test_encoded_and_float_records(tmp_path: Path) -> None:
+def test_encoded_and_float_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy")
     images = np.random.default_rng(0).integers(0, 256, (40, 3, 4, 5), np.uint8)
     values = images[:3] / np.float32(7)
     records = [*map(encoded, images), *map(array_to_datum, values)]
     mean = compute_image_mean(write(tmp_path, records))
     np.testing.assert_allclose(mean.image, (images.sum(0) + values.sum(0, np.float64)) / 43, rtol=1e-6)
+    assert caplog.messages[1:3] == ["Decoding Datum", "Starting iteration"]
 
 
 WRONG = {

@@ -32,14 +32,16 @@ def count(path: str) -> int:
     return number
 
 
-def test_convert_imageset_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convert_imageset_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     given: list[Any] = []
     monkeypatch.setattr("caffepy.convert_imageset.convert_imageset", lambda *a, **k: given.append((a, k)))
     line = "convert_imageset -gray -shuffle=true -backend=leveldb -resize_width=8 --resize_height 9 -check_size"
     line += " -encoded -encode_type png -seed 3 -noprogress -threads 2 -resume -check root/ list db"
     assert main.run(line.split()) == 0
     assert main.run(["convert_imageset", "-noshuffle", "-encoded", "root/", "list", "db"]) == 0
+    assert capsys.readouterr().err == ""
     assert main.run(["convert_imageset", "-encode_type=jpg", "root/", "list", "db"]) == 0
+    assert "encode_type specified, assuming encoded=true." in capsys.readouterr().err
     (arguments, flags), (_, plain), (_, typed) = given
     assert arguments == ("root/", "list", "db")
     recipe = flags.pop("recipe")
