@@ -205,7 +205,7 @@ def test_pictures_of_any_shape(shape: tuple[int, ...], tmp_path: Path) -> None:
 
 WRONG = {
     "nothing": (None, DataError, "does not exist"),
-    "text": (b"hello\n", DataError, "source:1: "),
+    "text": (b"hello\tthere\n", DataError, "source:1: "),
     "weights": (b"", DataError, "source is empty, not a source of data"),
     "a picture": (b"\x89PNG\r\n\x1a\n", DataError, "source is a PNG image, not a source of data"),
 }
