@@ -4,6 +4,7 @@ import click
 
 from caffepy.cli import options
 from caffepy.cli.group import Commands
+from caffepy.errors import DataError
 
 
 @click.command(short_help="Print what a source of data holds.")
@@ -27,7 +28,7 @@ def show(
     """Print the number of records in PATH, their shapes, encoding and labels, and which cannot be read.
 
     PATH is an LMDB, a LevelDB, an HDF5 file, a list of such files or of images, a window file or a mean file; which one
-    shows from its content.
+    shows from its content. The exit code is 4 if none of its records can be read.
 
     \b
     Examples:
@@ -39,6 +40,8 @@ def show(
 
     info = inspect_data.show(path, root=root, first=first, sheet_path=sheet, threads=threads, progress=progress)
     click.echo(info.json() if as_json else info.table())
+    if info.bad_records == info.seen > 0:
+        raise DataError(f"{path}: no record can be read")
 
 
 @click.group(

@@ -88,6 +88,11 @@ def test_data_show(capsys: Captured) -> None:
     assert main.run(["data", "show", LIST, "-root", IMAGES, "-json", "-first", "4"]) == 0
     content = json.loads(capsys.readouterr().out)
     assert (content["seen"], content["records"]) == (4, 10)
+    Path("absent.txt").write_text("a.jpg 0\nb.jpg 1\n")
+    assert main.run(["data", "show", "absent.txt"]) == 4
+    shown = capsys.readouterr()
+    assert "cannot be read: 2" in shown.out
+    assert "absent.txt: no record can be read" in shown.err
     assert main.run(["data", "show", "nowhere"]) == 4
     assert main.run(["data"]) == 0
     assert "show" in capsys.readouterr().out
