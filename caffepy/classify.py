@@ -16,7 +16,7 @@ import numpy as np
 from caffepy.blob import Array, shape_string
 from caffepy.classifier import CROPS, Classifier
 from caffepy.data.npy import new_npy
-from caffepy.errors import ConfigError, DataError
+from caffepy.errors import ConfigError, DataError, reason
 from caffepy.files import written
 from caffepy.images import Preparation, load, names_in, on_device, read_array
 from caffepy.report import counting
@@ -176,7 +176,7 @@ def _labels(path: str, classes: int) -> list[str]:
         with open(path, encoding="utf-8-sig", errors="replace") as file:
             labels = file.read().splitlines()
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
     if len(labels) != classes:
         raise ConfigError(f"{path}: {len(labels)} labels, a line each, for the {classes} classes of the net")
     return labels

@@ -9,7 +9,7 @@ import numpy as np
 from caffepy.blob import Array
 from caffepy.data.datum import head_of
 from caffepy.data.write import refuse_existing, write_database
-from caffepy.errors import DataError
+from caffepy.errors import DataError, reason
 from caffepy.proto.caffe_pb2 import Datum
 
 log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def _read(folder: str, names: Sequence[str]) -> Array:
                 f'"{path}" does not exist; the binary version of CIFAR-10 is at {SOURCE}, unpack it with tar xzf'
             ) from None
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {(error.strerror or str(error)).lower()}") from None
+            raise DataError(f"{path} cannot be read: {reason(error)}") from None
         if not content.size or content.size % ROW or (content[::ROW] >= CLASSES).any():
             raise DataError(f"{path} is damaged or not of CIFAR-10's binary version: {content.size} bytes")
         log.info("%s: %d images", path, content.size // ROW)

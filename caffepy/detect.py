@@ -11,7 +11,7 @@ import numpy as np
 
 from caffepy.blob import Array
 from caffepy.detector import Detector
-from caffepy.errors import ConfigError, DataError, UsageError
+from caffepy.errors import ConfigError, DataError, UsageError, reason
 from caffepy.files import check_writable, written
 from caffepy.images import Preparation, on_device
 from caffepy.net.weights import new_hdf5
@@ -228,7 +228,7 @@ def _lines(path: str) -> list[str]:
         with open(path, encoding="utf-8-sig") as file:
             return file.read().splitlines()
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from None
     except UnicodeDecodeError:
         raise DataError(f"{path}: not a text file") from None
 

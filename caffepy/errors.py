@@ -1,5 +1,7 @@
 """One exception family. Every class carries the exit code with which the command line ends."""
 
+import os
+
 
 class CaffeError(RuntimeError):
     """Base of all errors that a user can cause or meet.
@@ -70,3 +72,8 @@ class SyncError(CaffeError):
 
 STOPPED = 75
 """Exit code of a run that a signal stopped after it wrote its snapshot."""
+
+
+def reason(error: OSError) -> str:
+    """What the system says of it, in lower case; not what libraries such as HDF5 put in its place."""
+    return (os.strerror(error.errno) if error.errno else str(error)).lower()

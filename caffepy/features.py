@@ -13,7 +13,7 @@ from caffepy.blob import Array, shape_string
 from caffepy.data.hdf5 import append_rows, new_file
 from caffepy.data.npy import new_npy
 from caffepy.data.write import refuse_existing, write_database
-from caffepy.errors import DataError, UsageError
+from caffepy.errors import DataError, UsageError, reason
 from caffepy.files import replacing
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import Datum
@@ -191,7 +191,7 @@ def _file(path: str) -> Iterator[str]:
         with replacing(path) as temporary:
             yield temporary
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {(error.strerror or str(error)).lower()}") from error
+        raise DataError(f"{path} cannot be written: {reason(error)}") from error
 
 
 WRITERS = {"lmdb": _database, "leveldb": _database, "hdf5": _hdf5, "npy": _npy}

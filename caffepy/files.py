@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from caffepy.errors import UsageError
+from caffepy.errors import UsageError, reason
 
 NAME_KEPT = 200  # bytes of a name that its temporary name keeps; the rest must fit into 255
 STALE = re.compile(r"\.(\d+)\.[0-9a-f]{8}\.tmp$")
@@ -96,7 +96,7 @@ def check_writable(path: str) -> None:
 
 
 def _cannot_write(path: str, error: OSError) -> UsageError:
-    return UsageError(f'cannot write "{path}": {(error.strerror or str(error)).lower()}')
+    return UsageError(f'cannot write "{path}": {reason(error)}')
 
 
 def _flush(path: str) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 from caffepy import ops
 from caffepy.blob import Array, shape_string
 from caffepy.device import first_device
-from caffepy.errors import ConfigError, DataError
+from caffepy.errors import ConfigError, DataError, reason
 from caffepy.io import Transformer, load_image
 from caffepy.proto import binary
 from caffepy.proto.nvcaffe import choose_precision
@@ -89,7 +89,7 @@ def read_array(path: str) -> Array:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from None
     except (ValueError, EOFError) as error:
         if sniff(path) != ARRAY:
             raise mismatch(path, ARRAY, DataError) from None
@@ -121,7 +121,7 @@ def names_in(folder: str, extensions: Sequence[str]) -> list[str]:
     try:
         names = sorted(name for name in os.listdir(folder) if name.lower().endswith(endings))
     except OSError as error:
-        raise DataError(f"{folder}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise DataError(f"{folder}: cannot be read: {reason(error)}") from None
     if not names:
         raise DataError(f"{folder}: no files *{', *'.join(endings)} are in this folder")
     return [os.path.join(folder, name) for name in names]

@@ -21,7 +21,7 @@ from caffepy.data.source import Records, open_source, printable
 from caffepy.data.transformer import load_mean
 from caffepy.data.windows import read_windows
 from caffepy.data.write import unfinished
-from caffepy.errors import DataError
+from caffepy.errors import DataError, reason
 from caffepy.files import check_writable
 from caffepy.paths import locate
 from caffepy.proto.sniff import sniff
@@ -193,7 +193,7 @@ class Viewer:
                     content = file.read()
                 image = decode_image(content, EITHER)
             except OSError as error:
-                return Look(name, label=label, error=f"{root}{name}: {(error.strerror or str(error)).lower()}")
+                return Look(name, label=label, error=f"{root}{name}: {reason(error)}")
             except DataError as error:
                 return Look(name, label=label, error=f"{root}{name}: {error.message}")
             return Look(name, image.shape, _encoding(content), label, picture=thumbnail(image) if wanted else None)

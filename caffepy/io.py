@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from caffepy.data.datum import decode_image, opened
-from caffepy.errors import CaffeError, DataError
+from caffepy.errors import CaffeError, DataError, reason
 from caffepy.paths import AnyPath
 from caffepy.proto import caffe_pb2
 
@@ -96,7 +96,7 @@ def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
             with open(name, "rb") as file:
                 content = file.read()
         except OSError as error:
-            raise DataError(f"{name}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+            raise DataError(f"{name}: cannot be read: {reason(error)}") from None
     else:
         name, content = str(getattr(filename, "name", "the image")), filename.read()
     image = opened(content, cv2.IMREAD_UNCHANGED)

@@ -43,7 +43,7 @@ from caffepy.cli.upgrade_net import upgrade_net
 from caffepy.cli.upgrade_solver import upgrade_solver
 from caffepy.cli.visualize import visualize
 from caffepy.cli.weights import weights
-from caffepy.errors import CaffeError, DataError, DeviceError, RecordError, UsageError
+from caffepy.errors import CaffeError, DataError, DeviceError, RecordError, UsageError, reason
 from caffepy.parallel.crew import at_work
 from caffepy.registry import nearest
 
@@ -205,7 +205,7 @@ def run(arguments: Sequence[str]) -> int:
             return INTERRUPTED
         if isinstance(error, OSError) and error.errno in FULL and not error.filename:
             _abandon_stdout()
-            _say(f"cannot write the output: {(error.strerror or str(error)).lower()}")
+            _say(f"cannot write the output: {reason(error)}")
             return UsageError.exit_code
         traceback.print_exc()
         _say("this is a bug of caffepy, not yours; please report it with the lines above")

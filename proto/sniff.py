@@ -9,7 +9,7 @@ from typing import BinaryIO
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from caffepy.errors import CaffeError, ConfigError
+from caffepy.errors import CaffeError, ConfigError, reason
 from caffepy.proto import caffe_pb2
 from caffepy.registry import nearest
 
@@ -232,6 +232,6 @@ def _reason(path: str) -> str:
         with open(path, "rb"):
             return "it cannot be read"
     except OSError as error:
-        return (error.strerror or str(error)).lower()
+        return reason(error)
     except ValueError as error:
         return str(error)

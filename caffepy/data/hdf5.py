@@ -13,7 +13,7 @@ from numpy.typing import DTypeLike, NDArray
 from caffepy.blob import shape_string
 from caffepy.data.lists import lines_of
 from caffepy.data.order import visits
-from caffepy.errors import CaffeError, DataError
+from caffepy.errors import CaffeError, DataError, reason
 from caffepy.ops.cpu.threads import parallel
 from caffepy.paths import locate
 from caffepy.proto.sniff import sniff
@@ -198,7 +198,7 @@ def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
 
 def _cannot_write(path: str, error: OSError) -> DataError:
     """h5py's own text names addresses of memory, and the file by its path."""
-    return DataError(f"{path} cannot be written: {(os.strerror(error.errno) if error.errno else str(error)).lower()}")
+    return DataError(f"{path} cannot be written: {reason(error)}")
 
 
 def _reserve(path: str, count: int) -> None:

@@ -9,7 +9,7 @@ from caffepy.data.loader import SequentialLoader, State
 from caffepy.data.order import visits
 from caffepy.data.transformer import Transformer
 from caffepy.device import Device
-from caffepy.errors import ConfigError, DataError
+from caffepy.errors import ConfigError, DataError, reason
 from caffepy.paths import locate
 from caffepy.proto.caffe_pb2 import ImageDataParameter
 
@@ -61,7 +61,7 @@ def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
 def unreadable(name: str, error: OSError, folder: str) -> DataError:
     """That an image cannot be read; with a hint if its root folder, put before names as it is, lacks the separator."""
     hint = f'; root_folder "{folder}" does not end in "/"' if folder and not folder.endswith("/") else ""
-    return DataError(f"{name} cannot be read: {(error.strerror or str(error)).lower()}{hint}")
+    return DataError(f"{name} cannot be read: {reason(error)}{hint}")
 
 
 class ImageLoader(SequentialLoader):

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from caffepy.errors import DataError
+from caffepy.errors import DataError, reason
 from caffepy.proto.sniff import sniff
 
 
@@ -18,4 +18,4 @@ def lines_of(path: str) -> Iterator[str]:
                     raise DataError(f'source "{path}" is {sniff(path)}, not a list as UTF-8 text')
                 yield line.removesuffix("\n")
     except OSError as error:
-        raise DataError(f'source "{path}" cannot be read: {(error.strerror or str(error)).lower()}') from None
+        raise DataError(f'source "{path}" cannot be read: {reason(error)}') from None

@@ -9,7 +9,7 @@ from io import BytesIO
 import h5py
 
 from caffepy.blob import Array, Blob, shape_string
-from caffepy.errors import ConfigError
+from caffepy.errors import ConfigError, reason
 from caffepy.files import replacing
 from caffepy.net import nvcaffe
 from caffepy.net.net import Net
@@ -134,7 +134,7 @@ def _whole(path: str) -> Iterator[str]:
     except ConfigError as error:
         raise error.at(path) from None
     except OSError as error:
-        raise ConfigError(f"cannot be written: {(error.strerror or str(error)).lower()}", path) from None
+        raise ConfigError(f"cannot be written: {reason(error)}", path) from None
 
 
 def write_binary(net: Net, path: str, diff: bool = False) -> None:

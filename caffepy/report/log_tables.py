@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import datetime
 from itertools import zip_longest
 
-from caffepy.errors import DataError
+from caffepy.errors import DataError, reason
 from caffepy.files import written
 from caffepy.report.text import as_json as to_json
 
@@ -35,7 +35,7 @@ def read_lines(path: str) -> list[str]:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return file.read().split("\n")
     except OSError as error:
-        raise DataError(f'could not open "{path}": {(error.strerror or str(error)).lower()}') from None
+        raise DataError(f'could not open "{path}": {reason(error)}') from None
 
 
 def year_of(path: str) -> int:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from caffepy.blob import Array
-from caffepy.errors import UsageError
+from caffepy.errors import UsageError, reason
 from caffepy.report.grid import filter_tiles, grid
 from caffepy.report.shown import Gathering, Shown, elements
 from caffepy.reporter import Output
@@ -72,7 +72,7 @@ class TensorBoard(Gathering):
             if not os.access(folder, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
-            raise UsageError(f'cannot write events in "{folder}": {(error.strerror or str(error)).lower()}') from None
+            raise UsageError(f'cannot write events in "{folder}": {reason(error)}') from None
 
     def begin(self, iteration: int) -> None:
         """Begin a file, and hide what earlier runs left from here on."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.blob import Array
-from caffepy.errors import CaffeError, ConfigError
+from caffepy.errors import CaffeError, ConfigError, reason
 
 FORMAT = 1
 ARRAY = "__array__"
@@ -26,7 +26,7 @@ def checksum(path: str) -> str:
 
 
 def _unreadable(what: str, error: OSError, path: str) -> ConfigError:
-    return ConfigError(f"{what} cannot be read: {(error.strerror or str(error)).lower()}", path)
+    return ConfigError(f"{what} cannot be read: {reason(error)}", path)
 
 
 def write(path: str, content: dict[str, Any]) -> None:
