@@ -17,7 +17,7 @@ from caffepy.errors import SyncError, UsageError
 from caffepy.gpus import gpu_numbers
 from caffepy.parallel import peers
 from caffepy.parallel.group import Group
-from caffepy.parallel.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose, obstacle_to_nccl
+from caffepy.parallel.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose, obstacle
 from caffepy.parallel.topology import all_joined
 from caffepy.report import plot
 
@@ -139,16 +139,10 @@ def bench_allreduce(gpu: str | None = None, cpu: int = 0, sync: str = "", sizes:
     timings: list[Timing] = []
     left_out = {}
     for name in sync.split(",") if sync else NAMES:
-        if not sync and name == "nccl" and (obstacle := obstacle_to_nccl(on_gpu)):
-            left_out[name] = obstacle
+        if not sync and (why := obstacle(name, topology, on_gpu)):
+            left_out[name] = why
             continue
-        try:
-            choice = choose(name, topology, on_gpu)._replace(root_updates=False)
-        except UsageError as error:
-            if sync:
-                raise
-            left_out[name] = error.message.removeprefix(f"--sync {name}: ")
-            continue
+        choice = choose(name, topology, on_gpu)._replace(root_updates=False)
         timings += _measure(choice, devices, counts)
     return AllReduceBench(where, len(devices), timings, left_out)
 

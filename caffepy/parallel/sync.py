@@ -71,6 +71,18 @@ def obstacle_to_nccl(gpu: bool) -> str | None:
     return None
 
 
+def obstacle(name: str, topology: Topology, gpu: bool) -> str | None:
+    """Why these devices cannot be synchronized in the way of this name, if they cannot."""
+    if name == "nccl":
+        return obstacle_to_nccl(gpu)
+    if name == "muji" and not muji(topology):
+        return (
+            "it is for 2, 4 or 8 devices of which all, or all of each half, reach each other's memory, not for these "
+            f"{topology.size}"
+        )
+    return None
+
+
 def choose(name: str, topology: Topology, gpu: bool) -> Choice:
     """What `--sync` means for these devices, "auto" being the fastest that can be had; logs which, and why.
 
@@ -82,33 +94,26 @@ def choose(name: str, topology: Topology, gpu: bool) -> Choice:
 
 
 def _automatic(topology: Topology, gpu: bool) -> tuple[Choice, str]:
-    obstacle = obstacle_to_nccl(gpu)
-    if obstacle is None:
+    without = obstacle_to_nccl(gpu)
+    if without is None:
         return Choice("nccl", None), "the fastest on GPUs"
     written = muji(topology)
     if written:
-        return Choice("muji", written), f"{obstacle}; there is a schedule for {topology.size} devices joined like this"
+        return Choice("muji", written), f"{without}; there is a schedule for {topology.size} devices joined like this"
     if any(topology.reaches(a, b) for a in range(topology.size) for b in range(a)):
-        return Choice("tree", tree(topology)), f"{obstacle}; muji has no schedule for these devices"
-    return Choice("flat", flat(topology)), f"{obstacle}; no device reaches another's memory"
+        return Choice("tree", tree(topology)), f"{without}; muji has no schedule for these devices"
+    return Choice("flat", flat(topology)), f"{without}; no device reaches another's memory"
 
 
 def _named(name: str, topology: Topology, gpu: bool) -> Choice:
+    if why := obstacle(name, topology, gpu):
+        raise UsageError(f"--sync {name}: {why}")
     if name == "nccl":
-        obstacle = obstacle_to_nccl(gpu)
-        if obstacle:
-            raise UsageError(f"--sync nccl: {obstacle}")
         return Choice(name, None)
     if name == "tree":
         return Choice(name, tree(topology), root_updates=True)
     if name == "muji":
-        written = muji(topology)
-        if not written:
-            raise UsageError(
-                "--sync muji: it is for 2, 4 or 8 devices of which all, or all of each half, reach each other's "
-                f"memory, not for these {topology.size}"
-            )
-        return Choice(name, written)
+        return Choice(name, muji(topology))
     if name == "flat":
         return Choice(name, flat(topology))
     raise UsageError(f"--sync {name!r} is none of auto, {', '.join(NAMES)}")
