@@ -40,6 +40,11 @@ def norm(blob: str, in_place: bool = True) -> str:
     )
 
 
+def normed(behind: str) -> str:
+    """A normalized convolution with a ReLU, all in place, and what else comes before the last layer."""
+    return conv("c", "data") + norm("c") + on("ReLU", "r", "c") + behind + on("Power", "p", "c", top="last")
+
+
 RELU = on("ReLU", "r", "last")
 NETS = {
     "conv relu": conv("c", "data") + on("ReLU", "r", "c", top="last"),
@@ -51,20 +56,8 @@ NETS = {
         conv("c", "data") + on("ReLU", "r", "c") + on("Sigmoid", "s", "c") + on("Power", "p", "c", top="last")
     ),
     "norm": conv("c", "data") + norm("c") + on("ReLU", "r", "c") + on("Power", "p", "c", top="last"),
-    "norm, overwritten": (
-        conv("c", "data")
-        + norm("c")
-        + on("ReLU", "r", "c")
-        + on("Sigmoid", "s", "c")
-        + on("Power", "p", "c", top="last")
-    ),
-    "norm and dropout": (
-        conv("c", "data")
-        + norm("c")
-        + on("ReLU", "r", "c")
-        + on("Dropout", "d", "c")
-        + on("Power", "p", "c", top="last")
-    ),
+    "norm, overwritten": normed(on("Sigmoid", "s", "c")),
+    "norm and dropout": normed(on("Dropout", "d", "c")),
     "norm not in place": conv("c", "data") + norm("c", False) + on("ReLU", "r", "c_n", top="last"),
     "norm alone": on("Power", "p", "data", top="x") + norm("x", False) + on("ReLU", "r", "x_n", top="last"),
     "norm in place, scale not": (
