@@ -21,8 +21,8 @@ def gpus() -> tuple[int, str]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip tests marked gpu or gpus(n) that this machine cannot run."""
-    marker = item.get_closest_marker("gpus")
-    needed = marker.args[0] if marker else int(item.get_closest_marker("gpu") is not None)
+    needed = max([marker.args[0] for marker in item.iter_markers("gpus")], default=0)
+    needed = needed or int(item.get_closest_marker("gpu") is not None)
     if needed:
         count, reason = gpus()
         if count < needed:

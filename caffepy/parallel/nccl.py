@@ -36,7 +36,7 @@ class NcclSync:
         rank: int,
         exchange: Callable[[Any], list[Any]],
         flats: Flats,
-        unique_id: tuple[int, ...] | None = None,
+        unique_id: bytes | None = None,
     ) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self._device, self._data, self._diff, parts = flats

@@ -4,8 +4,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from caffepy.errors import DeviceError
 from caffepy.gpus import import_cupy
 from caffepy.layer import Layer
@@ -52,8 +50,7 @@ class NCCL:
                 f"solver rank {rank} of {count}: caffe.set_solver_count and set_solver_rank go before this"
             )
         group = _Processes(count) if mode.multiprocess() else _threads(uid, count)
-        unique = tuple(np.frombuffer(uid, np.int8).tolist())
-        self.synchronizer = NcclSync(group, rank, lambda value: [value], flats_of(solver._solver), unique)
+        self.synchronizer = NcclSync(group, rank, lambda value: [value], flats_of(solver._solver), uid)
         group.phase = "idle"
         take_turns(solver._solver.net, rank, count, begun=solver.iter > 0)
 
@@ -64,7 +61,8 @@ class NCCL:
         import_cupy()
         from cupy.cuda import nccl
 
-        return np.array(nccl.get_unique_id(), np.int8).tobytes()
+        unique_id: bytes = nccl.get_unique_id()
+        return unique_id
 
     def bcast(self) -> None:
         """Give all solvers the parameters of rank 0; returns when this one has them."""
