@@ -121,10 +121,11 @@ class Device:
         """The context in which the calling thread's array operations run on this device."""
         return nullcontext()
 
-    def aside(self, lane: str = "layer") -> "AbstractContextManager[object]":
+    def aside(self, lane: str = "layer", after: str | None = None) -> "AbstractContextManager[object]":
         """A block whose operations may run beside those that follow it, up to `join`; one lane runs in order.
 
-        What they read must stay as it is until then, and what they write belongs to them.
+        They wait for the lane `after`, if one is given. What they read must stay as it is until they are joined, and
+        what they write belongs to them.
         """
         return nullcontext()
 
@@ -172,11 +173,18 @@ URGENT = -5
 """The priority of streams whose work others wait for, or the nearest that there is; recorded work keeps it."""
 
 
-_idle_streams: dict[tuple[int, int], list[Any]] = {}
-"""By GPU and priority: handles of libraries and their memory belong to a stream, and last as long as the process."""
+_idle_streams: dict[tuple[int, str], list[Any]] = {}
+"""By GPU and lane: handles of libraries and their memory belong to a stream, and last as long as the process."""
+
+_lane_streams: set[int] = set()
 
 
-def _give_back(streams: Sequence[tuple[tuple[int, int], Any]]) -> None:
+def is_lane(stream: int) -> bool:
+    """Whether the stream with this handle is for work aside, rather than a device's own."""
+    return stream in _lane_streams
+
+
+def _give_back(streams: Sequence[tuple[tuple[int, str], Any]]) -> None:
     for kind, stream in streams:
         _idle_streams[kind].append(stream)
 
@@ -196,8 +204,8 @@ class CudaDevice(Device):
         self.index = index
         self._cupy = import_cupy()
         check_gpu(index)
-        self._taken: list[tuple[tuple[int, int], Any]] = []
-        self.stream = self._take_stream(URGENT)
+        self._taken: list[tuple[tuple[int, str], Any]] = []
+        self.stream = self._take_stream()
         weakref.finalize(self, _give_back, self._taken).atexit = False
         self.dirty: set[Any] = set()  # memories whose host array is newer
         self.epoch = 0  # how often a memory got another array
@@ -207,14 +215,17 @@ class CudaDevice(Device):
         self._problems: list[_Noted] = []
         self._ticks = 0
 
-    def _take_stream(self, priority: int) -> Any:
-        """A stream that no other CudaDevice uses, one that another has used before if there is one."""
-        kind = self.index, priority
+    def _take_stream(self, lane: str = "") -> Any:
+        """A stream that no other CudaDevice uses, one that another has used before for this lane if there is one."""
+        kind = self.index, lane
         try:
             stream = _idle_streams.setdefault(kind, []).pop()
         except IndexError:
+            priority = URGENT if lane in ("", "sync", "laps") else 0  # 0 is the lowest
             with self._cupy.cuda.Device(self.index):
                 stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
+            if lane:
+                _lane_streams.add(stream.ptr)
         self._taken.append((kind, stream))
         return stream
 
@@ -332,17 +343,21 @@ class CudaDevice(Device):
             self._overlaps = False
             self._apart.clear()
 
-    def aside(self, lane: str = "layer") -> "AbstractContextManager[object]":
-        """A block whose operations may run beside those that follow it, up to `join`; one lane runs in order."""
-        return self._aside(lane) if self._overlaps else nullcontext()
+    def aside(self, lane: str = "layer", after: str | None = None) -> "AbstractContextManager[object]":
+        """A block whose operations may run beside those that follow it, up to `join`; one lane runs in order.
+
+        They wait for the lane `after`, if one is given.
+        """
+        return self._aside(lane, after) if self._overlaps else nullcontext()
 
     @contextmanager
-    def _aside(self, lane: str) -> Iterator[None]:
+    def _aside(self, lane: str, after: str | None) -> Iterator[None]:
         stream = self._lanes.get(lane)
         if stream is None:
-            priority = URGENT if lane in ("sync", "laps") else 0  # 0 is the lowest
-            stream = self._lanes[lane] = self._take_stream(priority)
+            stream = self._lanes[lane] = self._take_stream(lane)
         self._wait(stream, self.stream)
+        if after in self._apart:
+            self._wait(stream, self._lanes[after])
         self._apart.add(lane)
         with stream:
             yield

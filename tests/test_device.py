@@ -38,17 +38,19 @@ def test_problems_are_seen_at_once_and_once() -> None:
 def test_devices_take_up_the_streams_of_those_that_are_gone() -> None:
     from caffepy.ops.cuda.plans import context
 
-    def use() -> tuple[int, int]:
+    def use(*lanes: str) -> list[int]:
         device = CudaDevice(0)
         with device.scope(), device.overlapping():
-            first = id(context())
-            with device.aside():
-                return first, id(context())
+            found = [id(context())]
+            for lane in lanes:
+                with device.aside(lane):
+                    found.append(id(context()))
+        return found
 
     gc.collect()  # the streams of other tests' devices come back now, not between the two
-    first = use()
+    own, layer, sync = use("layer", "sync")
     gc.collect()
-    assert use() == first
+    assert use("sync", "layer") == [own, sync, layer]
     one, other = CudaDevice(0), CudaDevice(0)
     assert one.stream.ptr != other.stream.ptr
 

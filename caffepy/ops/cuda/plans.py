@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.cache import cache_file, keep, read
+from caffepy.device import is_lane
 from caffepy.errors import DeviceError
 from caffepy.ops.cuda import precision
 from caffepy.ops.cuda.compiler import kernel
@@ -45,7 +46,7 @@ BETTER = 0.95
 ALIGNED = 16
 
 CUBLAS, CUBLAS_ASIDE = 32 << 20, 4 << 20
-"""Bytes of cuBLAS's workspace on a device's first stream, and on others."""
+"""Bytes of cuBLAS's workspace on a device's own stream, and on those of lanes; how it rounds depends on that."""
 
 Build = Callable[[Any, Any], Sequence[Any]]
 """(cudnn, graph) -> the graph's tensors in the order in which arrays are given to `Plan.run`."""
@@ -85,9 +86,9 @@ class Context:
     Calls on a stream run one after the other, so they share memory for what does not outlast them.
     """
 
-    def __init__(self, stream: int, is_first: bool) -> None:
+    def __init__(self, stream: int) -> None:
         self.stream = stream
-        self._cublas_size = CUBLAS if is_first else CUBLAS_ASIDE
+        self._cublas_size = CUBLAS_ASIDE if is_lane(stream) else CUBLAS
         self.workspace = Room()
         self._rooms: dict[str, Room] = {}
         self._cudnn: Any = None
@@ -151,8 +152,7 @@ def context() -> Context:
     found = _contexts.get(key)
     if found is None:
         with _lock:
-            is_first = all(device != key[0] for device, _ in _contexts)
-            found = _contexts.setdefault(key, Context(key[1], is_first))
+            found = _contexts.setdefault(key, Context(key[1]))
     return found
 
 
