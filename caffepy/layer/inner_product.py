@@ -2,12 +2,20 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import Protocol
 
 from caffepy.blob import Array, Blob, Format
 from caffepy.errors import ConfigError
 from caffepy.filler import fill
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.convolution import check_shape
+
+
+class Factors(Protocol):
+    """Who takes over the gradient of a layer's weight, the mean of which over several solvers is wanted."""
+
+    def __call__(self, dy: Array, x: Array) -> None:
+        """Add the mean over all solvers of dy.T @ x to it, of dy (M, O) and x (M, K), which may change after that."""
 
 
 @layer("InnerProduct")
@@ -20,6 +28,10 @@ class InnerProduct(Layer):
     on_gpu = True
     seeks_native = True
     in_place = False
+    factors: "Factors | None" = None
+    """Takes what the weight's gradient is made of where several solvers make it together."""
+    overwrites = False
+    """Whether the weight's gradient takes the place of what is there, since nothing else adds to it."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Fill weight and bias."""
@@ -92,7 +104,7 @@ class InnerProduct(Layer):
     def gradients(self, dy: Array, db: Array | None, bottom: Blob, propagate_down: bool) -> None:
         """dw += dy.T @ x, db += column sums of dy (M, O) unless it is None, dx = dy @ w if that is wanted."""
         x = bottom.data.reshape(self.rows, self.inputs)
-        w, dw = self.blobs[0].data, self.blobs[0].diff
+        w = self.blobs[0].data
         if dy.dtype != x.dtype:
             narrow = self.narrow_dy.data
             if db is None:
@@ -105,10 +117,18 @@ class InnerProduct(Layer):
         with self.aside(propagate_down):
             if db is not None:
                 self.ops.bias_gradient(dy, db)
-            if self.param_propagate_down[0] and self.transposed:
-                self.ops.matmul(x.T, dy, dw, accumulate=True)  # (K, M) @ (M, O)
-            elif self.param_propagate_down[0]:
-                self.ops.matmul(dy.T, x, dw, accumulate=True)  # (O, M) @ (M, K)
+            if self.param_propagate_down[0] and self.factors is None:
+                self.add_gradient(dy, x)
+        if self.param_propagate_down[0] and self.factors is not None:
+            self.factors(dy, x)
         if propagate_down:
             dx = bottom.diff.reshape(self.rows, self.inputs)
             self.ops.matmul(dy, w.T if self.transposed else w, dx)  # (M, O) @ (O, K)
+
+    def add_gradient(self, dy: Array, x: Array, scale: float = 1.0) -> None:
+        """dw += scale * dy.T @ x, of dy (M, O) and x (M, K), both of one type."""
+        dw, accumulate = self.blobs[0].diff, not self.overwrites
+        if self.transposed:
+            self.ops.matmul(x.T, dy, dw, accumulate, scale)  # (K, M) @ (M, O)
+        else:
+            self.ops.matmul(dy.T, x, dw, accumulate, scale)  # (O, M) @ (M, K)

@@ -1,6 +1,6 @@
 """Params: the learnable blobs of a net, laid one after the other into one flat data and one flat diff array."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -44,6 +44,13 @@ class Params:
         """Where each segment ends, the zeros that fill it up included, as an array for the update rules."""
         starts = [offset for offset, _ in self.segments]
         return np.array([*starts[1:], self.data.size], np.int64)
+
+    def without(self, numbers: Collection[int]) -> list[Array]:
+        """The diff as views, as few as can be, of all that there is but the blobs with these numbers."""
+        left_out = [self.segments[i] for i in sorted(numbers)]
+        starts = [0, *(offset + count for offset, count in left_out)]
+        stops = [*(offset for offset, _ in left_out), self.diff.size]
+        return [self.diff[start:stop] for start, stop in zip(starts, stops, strict=True) if start < stop]
 
     def split(self, flat: Array) -> list[Array]:
         """Views of a flat array of this layout in the blobs' shapes."""

@@ -294,7 +294,7 @@ class Solver:
         tests = self._test_is_due() and (iteration > 0 or param.test_initialization)
         if tests:
             self._hear(wait=True)
-            self.control.open(self.params.diff)
+            self.control.open([self.params.diff])
             self.test_all()
             if self.stopped:
                 return

@@ -1,7 +1,7 @@
 """What an iteration computes: passes over the train net that add up gradients, then an update of the parameters."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +10,7 @@ from caffepy import ops
 from caffepy.blob import Array, Blob
 from caffepy.device import Device
 from caffepy.net import Net
+from caffepy.net.gradients import large_products
 from caffepy.ops.control import Limits
 from caffepy.ops.segments import Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -95,6 +96,9 @@ class Step:
         still = [0.0]  # of the one element that `params` has if the net learns nothing
         self._rates = device.on_device(np.array(net.params_lr or still, np.float32))
         self._decays = device.on_device(np.array(net.params_weight_decay or still, np.float32))
+        self._large = large_products(net)
+        self._added_to = self.params.without(self._large)
+        self._overwrites = False  # gradients of the large products' weights take the place of what was there
         self.fuse(True)
 
     def fuse(self, fuse: bool) -> None:
@@ -108,7 +112,7 @@ class Step:
     def open(self) -> None:
         """Begin to add up gradients and losses."""
         self.begun = True
-        self.control.open(self.params.diff)
+        self.control.open(self._added_to if self._overwrites else [self.params.diff])
         self.control.keep(self._statistics)
         if self.pulls:
             self.laps.lap("update")
@@ -193,9 +197,24 @@ class Step:
             self.run.perform(name, work)
 
     def _iteration(self) -> None:
-        self._open()
-        self._pass()
+        with self._overwriting():
+            self._open()
+            self._pass()
         self._close()
+
+    @contextmanager
+    def _overwriting(self) -> Iterator[None]:
+        """A block with one pass, so that large gradients need not be cleared and added to: that is what takes time."""
+        self._set_overwriting(True)
+        try:
+            yield
+        finally:
+            self._set_overwriting(False)
+
+    def _set_overwriting(self, yes: bool) -> None:
+        self._overwrites = yes
+        for layer in self._large.values():
+            layer.overwrites = yes
 
     def _open(self) -> None:
         self.laps.begin()

@@ -36,6 +36,11 @@ def test_matmul(shape, transposed, dtype):
     out[...] = start
     cpu.matmul(a, b, out, accumulate=True)
     np.testing.assert_allclose(out, want + start, rtol=1e-4, atol=1e-3)
+    cpu.matmul(a, b, out, scale=-0.3)
+    np.testing.assert_allclose(out, -0.3 * want, rtol=1e-4, atol=1e-3)
+    out[...] = start
+    cpu.matmul(a, b, out, accumulate=True, scale=-0.3)
+    np.testing.assert_allclose(out, start - 0.3 * want, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])

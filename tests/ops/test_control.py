@@ -18,7 +18,7 @@ def test_gradients_are_clipped_and_divided() -> None:
     control = cpu.Control(Limits(1, 2), losses(), Device())
     diff = np.ones(4, np.float32)
     control.say(0.1, 0.2, 0.3)
-    control.open(diff)
+    control.open([diff])
     assert not diff.any()
     control.note()
     control.note()

@@ -43,3 +43,14 @@ def test_split_gives_views_in_the_blobs_shapes() -> None:
 
 def test_no_blobs_still_give_one_element() -> None:
     assert Params([]).data.shape == Params([]).diff.shape == (1,)
+
+
+def test_views_of_all_but_some_blobs_are_as_few_as_can_be() -> None:
+    params = Params([Blob((20,)), Blob((3,)), Blob((16,)), Blob((16,))])
+    params.diff[...] = np.arange(params.diff.size)
+    parts = [part.tolist() for part in params.without([0, 2])]
+    assert parts == [[*range(20, 48)], [*range(64, 80)]]
+    assert [part.size for part in params.without([])] == [params.diff.size]
+    assert [part.size for part in params.without([3, 2])] == [48]
+    params.without([1])[0].fill(-1)
+    assert (params.diff < 0).sum() == 32

@@ -13,17 +13,17 @@ Array = NDArray[Any]
 ADDED = 1 << 20  # elements of a product that are computed before they are added to what is there
 
 
-def matmul(a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
-    """out = a @ b, or out += a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed."""
+def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
+    """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed."""
     m, n = out.shape
     k = a.shape[1]
     grain = max(1, 200_000 // max(1, k * min(m, n)))
 
     def rows(lo: int, hi: int) -> None:
-        _multiply(a[lo:hi], b, out[lo:hi], accumulate)
+        _multiply(a[lo:hi], b, out[lo:hi], accumulate, scale)
 
     def columns(lo: int, hi: int) -> None:
-        _multiply(a, b[:, lo:hi], out[:, lo:hi], accumulate)
+        _multiply(a, b[:, lo:hi], out[:, lo:hi], accumulate, scale)
 
     if m > n:
         parallel(rows, m, max(grain, 16))
@@ -31,13 +31,18 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
         parallel(columns, n, max(grain, 16))
 
 
-def _multiply(a: Array, b: Array, out: Array, accumulate: bool) -> None:
+def _multiply(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
     if not accumulate:
         np.matmul(a, b, out=out)
+        if scale != 1:
+            out *= scale
         return
     rows = 1 + ADDED // max(1, out.shape[1])
     for i in range(0, len(out), rows):
-        out[i : i + rows] += a[i : i + rows] @ b
+        product = a[i : i + rows] @ b
+        if scale != 1:
+            product *= scale
+        out[i : i + rows] += product
 
 
 @kernel

@@ -37,9 +37,10 @@ class Control:
         """The learning rate, the weight decay and the rule's own number for the next update."""
         self.rate, self.decay, self.correction = rate, decay, correction
 
-    def open(self, diff: Array) -> None:
-        """Begin to add up gradients and losses."""
-        diff.fill(0)
+    def open(self, diffs: Sequence[Array]) -> None:
+        """Begin to add up gradients, in these arrays, and losses."""
+        for diff in diffs:
+            diff.fill(0)
         self._total = 0.0
 
     def keep(self, blobs: Sequence[Blob]) -> None:

@@ -49,8 +49,8 @@ def _import_cublas() -> Any:
     return cublas
 
 
-def matmul(a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
-    """out = a @ b, or out += a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed.
+def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
+    """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed.
 
     a and b are of one type, out is of theirs or float32; sums are float32, or double for doubles.
     """
@@ -66,11 +66,11 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False) -> None:
         return
     cublas = _import_cublas()
     if cublas is None:
-        _multiply_by_cudnn(a, b, out, accumulate)
-    elif _is_small(a, b, out) and _ours_is_faster(cublas, a, b, out, accumulate):
+        _multiply_by_cudnn(a, b, out, accumulate, scale)
+    elif scale == 1 and _is_small(a, b, out) and _ours_is_faster(cublas, a, b, out, accumulate):
         _multiply_small(a, b, out, accumulate)
     else:
-        _multiply(cublas, a, b, out, accumulate)
+        _multiply(cublas, a, b, out, accumulate, scale)
 
 
 def _layout(x: Array) -> tuple[bool, int]:
@@ -84,15 +84,16 @@ def _layout(x: Array) -> tuple[bool, int]:
     return True, rows if columns == 1 else across
 
 
-def _multiply(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> None:
+def _multiply(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool, scale: float = 1.0) -> None:
     turned, ldc = _layout(out)
     if turned:
         a, b, out = b.T, a.T, out.T
     (ta, lda), (tb, ldb) = _layout(a), _layout(b)
     (m, n), k = out.shape, a.shape[1]
-    kind, scale = _DATA_TYPES[a.dtype.name], "float64" if a.dtype == np.float64 else "float32"
-    zero = _ZERO[scale]
-    one = zero + _FACTORS[scale].itemsize
+    kind, factors = _DATA_TYPES[a.dtype.name], "float64" if a.dtype == np.float64 else "float32"
+    zero = _ZERO[factors]
+    one = zero + _FACTORS[factors].itemsize
+    alpha = np.array(scale, factors)  # read before the call returns
     # cuBLAS counts columns first: it sees each array transposed and computes out.T (N, M) = b.T @ a.T
     cublas.gemm_ex(
         plans.context().cublas(cublas),
@@ -101,7 +102,7 @@ def _multiply(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> 
         n,
         m,
         k,
-        one,
+        alpha.ctypes.data,
         b.data.ptr,
         kind,
         ldb,
@@ -147,8 +148,9 @@ def _multiply_small(a: Array, b: Array, out: Array, accumulate: bool) -> None:
     kernel("product", name)((-(-n // TILE), -(-m // TILE)), (THREADS,), (a, b, out, *numbers))
 
 
-def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool) -> None:
-    target = plans.context().array("product", out.shape, out.dtype) if accumulate else out
+def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
+    adds = accumulate or scale != 1
+    target = plans.context().array("product", out.shape, out.dtype) if adds else out
 
     def build(cudnn: Any, graph: Any) -> Any:
         x, y = (graph.tensor(dim=[1, *t.shape], stride=[t.size, *(s // t.itemsize for s in t.strides)]) for t in (a, b))
@@ -165,18 +167,20 @@ def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool) -> None
     if plan is None:
         raise DeviceError(f"cuDNN has no plan for a product of {a.shape} and {b.shape}: pip install nvmath-python")
     plan.run(a, b, target)
-    if accumulate:
+    if adds:
         assert out.flags.c_contiguous
-        add_into(target, out)
+        if not accumulate:
+            out.fill(0)
+        add_into(target, out, scale)
 
 
 def _grid(size: int) -> tuple[int]:
     return (max(1, min(4 * BLOCKS, -(-size // (4 * THREADS)))),)
 
 
-def add_into(x: Array, out: Array) -> None:
-    """out += x; both contiguous and of one type."""
-    kernel("blas", f"accumulate<{c_type(out)}>")(_grid(out.size), (THREADS,), (x, out, out.size))
+def add_into(x: Array, out: Array, scale: float = 1.0) -> None:
+    """out += scale * x; both contiguous and of one type."""
+    kernel("blas", f"accumulate<{c_type(out)}>")(_grid(out.size), (THREADS,), (x, out, out.size, np.float64(scale)))
 
 
 def planes(x: Array) -> tuple[int, int, int]:

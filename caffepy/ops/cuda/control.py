@@ -106,9 +106,10 @@ class Control:
         self._orders[self._given % ROWS] = rate, decay, correction
         self._reports[self._given % ROWS, -1] = PENDING
 
-    def open(self, diff: Array) -> None:
-        """Begin to add up gradients and losses."""
-        diff.fill(0)
+    def open(self, diffs: Sequence[Array]) -> None:
+        """Begin to add up gradients, in these arrays, and losses."""
+        for diff in diffs:
+            diff.fill(0)
         if self._limits.passes > 1:
             self._number("total").fill(0)
 

@@ -93,6 +93,11 @@ def check_matmul(shape, transposed, tolerance, kind="float32", result="float32")
     out = stored(start, result)
     cuda.matmul(x, y, out, accumulate=True)
     check(out, want + rounded(start, result), tolerance)
+    cuda.matmul(x, y, out, scale=-0.3)
+    check(out, -0.3 * want, tolerance)
+    out = stored(start, result)
+    cuda.matmul(x, y, out, accumulate=True, scale=-0.3)
+    check(out, rounded(start, result) - 0.3 * want, tolerance)
 
 
 @pytest.mark.parametrize("ours", [False, True])
@@ -114,6 +119,8 @@ def test_add_into(size):
     out = cupy.asarray(b)
     blas.add_into(cupy.asarray(a), out)
     np.testing.assert_array_equal(out.get(), a + b)
+    blas.add_into(cupy.asarray(a), out, -0.5)
+    np.testing.assert_allclose(out.get(), 0.5 * a + b, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "tolerance"), [("float32", TOLERANCE["tf32"]), ("uint16", ROUNDING["uint16"])])

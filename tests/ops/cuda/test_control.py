@@ -32,7 +32,7 @@ class Judging:
         """One iteration; returns the only verdict."""
         with self.device.scope():
             self.control.say(0.5, 0.25, 3.0)
-            self.control.open(self.gradient)
+            self.control.open([self.gradient])
             for _ in range(passes):
                 self.control.note()
             self.device.upload(np.resize(np.array(gradient, np.float32), 4), self.gradient)

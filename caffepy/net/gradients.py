@@ -1,0 +1,38 @@
+"""Which layers add to the gradients of which parameters."""
+
+from caffepy.blob import behind
+from caffepy.layer.inner_product import InnerProduct
+from caffepy.net.net import Net
+
+LARGE = 8 << 20
+"""Bytes of a gradient from which on it is worth work of its own."""
+
+
+def adders(net: Net) -> list[frozenset[int]]:
+    """The layers that add to the gradient of each learnable parameter, those that share it among them."""
+    return [
+        frozenset(
+            index
+            for index, layer in enumerate(net.layers)
+            if any(behind(blob).diff_memory is param.diff_memory for blob in layer.blobs)
+        )
+        for param in net.learnable_params
+    ]
+
+
+def large_products(net: Net) -> dict[int, InnerProduct]:
+    """Learnable parameters, by number, that are the large weight of one InnerProduct layer, which adds to it alone."""
+    found = {}
+    for number, (param, adding) in enumerate(zip(net.learnable_params, adders(net), strict=True)):
+        index = min(adding, default=0)
+        layer = net.layers[index]
+        if (
+            len(adding) == 1
+            and isinstance(layer, InnerProduct)
+            and net.layer_need_backward[index]
+            and layer.param_propagate_down[0]
+            and behind(layer.blobs[0]).diff_memory is param.diff_memory
+            and 4 * param.count >= LARGE
+        ):
+            found[number] = layer
+    return found
