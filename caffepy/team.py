@@ -12,16 +12,20 @@ from typing import Any
 
 import numpy as np
 
+from caffepy import ops
 from caffepy.blob import Array, Blob
-from caffepy.device import Device
+from caffepy.device import CudaDevice, Device
 from caffepy.errors import ConfigError, LostDeviceError, UsageError
 from caffepy.given_up import give_up
 from caffepy.layer import Layer
+from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net, any_turn
+from caffepy.net.gradients import adders
 from caffepy.parallel import peers
-from caffepy.parallel.buckets import adders, buckets
+from caffepy.parallel.buckets import buckets
 from caffepy.parallel.crew import Crew
+from caffepy.parallel.factors import factored
 from caffepy.parallel.group import DEADLINES, Group, named
 from caffepy.parallel.sync import Exchange, Flats, Synchronization, Synchronizer, choose
 from caffepy.parallel.topology import Topology, all_joined, device_pairs, show
@@ -191,11 +195,21 @@ class Team(Followers):
         return worker
 
     def _synchronize(self, solver: Solver, rank: int) -> None:
-        synchronizer = self._synchronizers[rank] = self._way.join(rank, flats_of(solver))
+        made = self._factored(solver) if self._way.choice.name == "nccl" else {}
+        if made and rank == 0:
+            names = ", ".join(layer.param.name for layer in made.values())
+            log.info("Solvers give each other the factors of the weight gradients of %s, not the gradients", names)
+        synchronizer = self._synchronizers[rank] = self._way.join(rank, flats_of(solver, made))
         solver.synchronize(synchronizer, self._way.choice.root_updates)
         if self._terms.statistics == "sync":
             for layer in normalizing(solver.net):
                 layer.meet(partial(self._together, rank))
+
+    def _factored(self, solver: Solver) -> dict[int, InnerProduct]:
+        """Whose gradients every solver makes by itself, which gives all the same on GPUs of one kind alone."""
+        alike = len({device.name for device in self._devices if isinstance(device, CudaDevice)}) == 1
+        passes, precision = solver.param.iter_size, ops.precision_of(solver.device)
+        return factored(solver.net, self.size, precision) if alike and passes == 1 else {}
 
     def _together(self, rank: int, values: Array) -> Array:
         return np.stack(self._gather(rank, values))
@@ -422,13 +436,14 @@ class Team(Followers):
         return [self._crew.members[rank] for rank in range(1, self.size)]
 
 
-def flats_of(solver: Solver) -> Flats:
-    """What of a solver is to be synchronized."""
+def flats_of(solver: Solver, made: Mapping[int, InnerProduct] | None = None) -> Flats:
+    """What of a solver is to be synchronized; the weights of the layers `made`, by parameter, are so by factors."""
     params, parts = solver.params, []
+    made = made or {}
     if solver.param.iter_size == 1 and solver.net.learnable_params:
-        *ends, last = map(int, params.ends)
-        parts = buckets([*ends, last + params.notes.size], adders(solver.net))
-    return Flats(solver.device, params.sent, params.averaged, parts)
+        ends = [*map(int, params.ends), params.averaged.size]  # the notes are there before the backward pass
+        parts = buckets(ends, [*adders(solver.net), frozenset()], without=made)
+    return Flats(solver.device, params.sent, params.averaged, parts, list(made.values()))
 
 
 def team_of(

@@ -1,10 +1,7 @@
 """Buckets: ranges of the flat gradients that are reduced one by one while the backward pass goes on."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
-
-from caffepy.blob import behind
-from caffepy.net import Net
 
 COUNT = 6
 """How many there are at most (NVCaffe's reduce_buckets)."""
@@ -18,52 +15,53 @@ NEVER = frozenset([-1])
 
 
 class Bucket(NamedTuple):
-    """Elements `start` to `stop` of the flat diff, and the layers that add to them."""
+    """Ranges of the flat diff (first element, one behind the last), and the layers that add to them."""
 
+    ranges: tuple[tuple[int, int], ...]
+    layers: frozenset[int]
+
+
+class _Segment(NamedTuple):
     start: int
     stop: int
     layers: frozenset[int]
 
 
-def adders(net: Net) -> list[frozenset[int]]:
-    """The layers that add to the gradient of each learnable parameter, those that share it among them."""
-    return [
-        frozenset(
-            index
-            for index, layer in enumerate(net.layers)
-            if any(behind(blob).diff_memory is param.diff_memory for blob in layer.blobs)
-        )
-        for param in net.learnable_params
-    ]
+def buckets(
+    ends: Sequence[int], layers: Sequence[frozenset[int]], count: int = COUNT, without: Collection[int] = ()
+) -> list[Bucket]:
+    """Cut a flat diff of float32, last part first, into buckets of about a `count`-th of it.
 
-
-def buckets(ends: Sequence[int], layers: Sequence[frozenset[int]], count: int = COUNT) -> list[Bucket]:
-    """Cut a flat diff of float32, last part first, into ranges of about a `count`-th of it.
-
-    `ends` are where its segments end, `layers` which layers add to each.
+    `ends` are where its segments end, `layers` which layers add to each; those numbered in `without` are left out.
     """
-    if not layers:
-        return []
     least = max(ends[-1] / max(count, 1), LEAST / 4)
-    found: list[Bucket] = []
-    stop, adding = ends[-1], frozenset[int]()
-    for start, mine in zip(reversed([0, *ends[:-1]]), reversed(layers), strict=True):
-        adding |= mine
-        if stop - start >= least or start == 0:
-            found.append(Bucket(start, stop, adding))
-            stop, adding = start, frozenset()
-    return [*found[:-1], *_tail(found[-1], ends, layers)]
+    segments = [*map(_Segment, [0, *ends[:-1]], ends, layers)]
+    found: list[list[_Segment]] = [[]]
+    for i, segment in reversed([*enumerate(segments)]):
+        if i not in without:
+            if _size(found[-1]) >= least:
+                found.append([])
+            found[-1].insert(0, segment)
+    found[-1:] = _tail(found[-1])
+    return [_bucket(part) for part in found if part]
 
 
-def _tail(last: Bucket, ends: Sequence[int], layers: Sequence[frozenset[int]]) -> list[Bucket]:
+def _size(segments: Sequence[_Segment]) -> int:
+    return sum(segment.stop - segment.start for segment in segments)
+
+
+def _tail(segments: list[_Segment]) -> list[list[_Segment]]:
     """The last bucket, in two if the first layers have few gradients: less is to do when the backward pass is over."""
-    few = max([1, *(i for i, end in enumerate(ends, start=1) if end * 4 <= LEAST)])
-    if few >= len(ends) or last.stop - ends[few - 1] < LEAST / 4:
-        return [last]
-    inner = frozenset().union(
-        *(mine for end, mine in zip(ends, layers, strict=True) if ends[few - 1] < end <= last.stop)
-    )
-    return [Bucket(ends[few - 1], last.stop, inner), Bucket(0, ends[few - 1], frozenset().union(*layers[:few]))]
+    few = max([1, *(i for i, segment in enumerate(segments, start=1) if segment.stop * 4 <= LEAST)])
+    return [segments[few:], segments[:few]] if _size(segments[few:]) >= LEAST / 4 else [segments]
+
+
+def _bucket(segments: Sequence[_Segment]) -> Bucket:
+    ranges: list[tuple[int, int]] = []
+    for start, stop, _ in segments:
+        begin = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+        ranges.append((begin, stop))
+    return Bucket(tuple(ranges), frozenset().union(*(segment.layers for segment in segments)))
 
 
 class Progress:

@@ -1,8 +1,8 @@
 """Synchronization of GPUs by NCCL: one communicator, all-reduce in buckets beside the backward pass."""
 
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from cupy.cuda import get_current_stream, nccl
@@ -10,6 +10,7 @@ from cupy.cuda import get_current_stream, nccl
 from caffepy.blob import Array
 from caffepy.errors import SyncError
 from caffepy.parallel.buckets import NEVER, Bucket, Progress
+from caffepy.parallel.factors import LANE, Factors
 from caffepy.parallel.gpu import GivenUp
 from caffepy.parallel.group import Group
 from caffepy.parallel.sync import Flats
@@ -24,7 +25,8 @@ class NcclSync:
     The ranks start from the root's parameters. `exchange` brings the root's id of the communicator to all ranks; it is
     not called if they have a `unique_id`.
     Buckets are reduced as soon as the layers that add to them are done, from the second iteration on: in the first one
-    all ranks first set up what they need, which may wait for a GPU that waits for others.
+    all ranks first set up what they need, which may wait for a GPU that waits for others. Gradients that are smaller
+    as factors are not reduced, but made by all ranks.
     """
 
     capturable = True
@@ -39,8 +41,8 @@ class NcclSync:
         unique_id: bytes | None = None,
     ) -> None:
         self.group, self.rank, self.size = group, rank, group.size
-        self._device, self._data, self._diff, parts = flats
-        self._progress = Progress(parts or [Bucket(0, self._diff.size, NEVER)])
+        self._device, self._data, self._diff, parts, factored = flats
+        self._progress = Progress(parts or [Bucket(((0, self._diff.size),), NEVER)])
         self._started = self._met = False
         if unique_id is None:
             unique_id, *_ = exchange(nccl.get_unique_id() if rank == 0 else None)
@@ -49,6 +51,7 @@ class NcclSync:
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)
         group.barrier(rank, "nccl")
         self._word = GivenUp()
+        self._factors = Factors(factored, rank, self.size, self._gather)
         group.on_abort(self._abort)
 
     @property
@@ -82,17 +85,28 @@ class NcclSync:
         for bucket in self._progress.rest():
             self._reduce(bucket)
         self._device.join("sync")
+        self._device.join(LANE)
 
     def reduce(self, count: int) -> None:
         """The first so many elements of the diff become the mean of all ranks'."""
-        self._reduce(Bucket(0, count, NEVER))
+        self._reduce(Bucket(((0, count),), NEVER))
         self._device.join("sync")
 
     def _reduce(self, bucket: Bucket) -> None:
         self._device.join()  # gradients of parameters may be computed aside
-        with self._told(), self._device.aside("sync"):
-            arguments = self._range(self._diff, bucket.start, bucket.stop)
-            self._communicator.allReduce(*arguments, nccl.NCCL_AVG, get_current_stream().ptr)
+        with self._told(), self._device.aside("sync"), _together():
+            for start, stop in bucket.ranges:
+                arguments = self._range(self._diff, start, stop)
+                self._communicator.allReduce(*arguments, nccl.NCCL_AVG, get_current_stream().ptr)
+
+    def _gather(self, wholes: Sequence[Array]) -> None:
+        if not self._met:
+            self.group.barrier(self.rank, "nccl")
+        with self._told(), _together():
+            for whole in wholes:
+                start, count = whole.data.ptr, whole.nbytes // self.size  # type: ignore[attr-defined]
+                mine, stream = start + self.rank * count, get_current_stream().ptr
+                self._communicator.allGather(mine, start, count, nccl.NCCL_CHAR, stream)
 
     @staticmethod
     def _range(flat: Array, start: int, stop: int) -> tuple[int, int, int, int]:
@@ -106,6 +120,7 @@ class NcclSync:
 
     def close(self) -> None:
         """Give back the communicator; recordings that it is part of must be gone."""
+        self._factors.close()
         self._let_go(self._communicator.destroy).join(PATIENCE)
 
     def _let_go(self, how: Callable[[], object]) -> threading.Thread:
@@ -116,6 +131,16 @@ class NcclSync:
         thread = threading.Thread(target=work, name=f"nccl end {self.rank}", daemon=True)
         thread.start()
         return thread
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    """A block whose calls become one launch."""
+    nccl.groupStart()
+    try:
+        yield
+    finally:
+        nccl.groupEnd()
 
 
 class _Told:

@@ -9,6 +9,7 @@ from caffepy.blob import Array
 from caffepy.device import Device
 from caffepy.errors import DeviceError, UsageError
 from caffepy.gpus import nccl_version
+from caffepy.layer.inner_product import InnerProduct
 from caffepy.parallel.buckets import Bucket
 from caffepy.parallel.group import Group
 from caffepy.parallel.host import HostSync
@@ -141,13 +142,15 @@ class Exchange:
 class Flats(NamedTuple):
     """One rank's device and its flat parameters and gradients.
 
-    `buckets` are ranges of the gradients that may be reduced while the backward pass goes on.
+    `buckets` are ranges of the gradients that may be reduced while the backward pass goes on. They leave out those of
+    the weights of the layers `factored`, which a synchronizer that takes buckets makes from the factors of all ranks.
     """
 
     device: Device
     data: Array
     diff: Array
     buckets: Sequence[Bucket] = ()
+    factored: Sequence[InnerProduct] = ()
 
 
 class Synchronization:

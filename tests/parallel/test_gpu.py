@@ -49,7 +49,7 @@ def on_all(shape: Topology, choice: Choice, size: int, work: Work, group: Group 
         with device.scope():
             data = device.on_device(np.full(size, rank, np.float32))
             diff = device.on_device(gradients(rank, size))
-            buckets = [Bucket(size // 2, size, frozenset([2])), Bucket(0, size // 2, frozenset([1]))]
+            buckets = [Bucket(((size // 2, size),), frozenset([2])), Bucket(((0, size // 2),), frozenset([1]))]
             mine = ways.join(rank, Flats(device, data, diff, buckets if size > 1 else ()))
             work(mine, device, data, diff)
             device.synchronize()

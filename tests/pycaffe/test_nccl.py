@@ -126,7 +126,7 @@ def alone_on_a_gpu(file: str) -> np.ndarray:  # type: ignore[type-arg]
 @pytest.mark.gpus(2)
 @pytest.mark.usefixtures("exact")
 def test_threads_train_as_one(rows: str, tmp_path: Path) -> None:  # noqa: F811
-    uid = caffe.NCCL.new_uid()
+    uid, file = caffe.NCCL.new_uid(), solver_file(tmp_path, rows, 4)
     assert isinstance(uid, bytes)
     found = {}
 
@@ -135,7 +135,7 @@ def test_threads_train_as_one(rows: str, tmp_path: Path) -> None:  # noqa: F811
         caffe.set_device(rank)
         caffe.set_solver_count(2)
         caffe.set_solver_rank(rank)
-        solver = caffe.get_solver(solver_file(tmp_path, rows, 4))
+        solver = caffe.get_solver(file)
         nccl = caffe.NCCL(solver, uid)
         nccl.bcast()
         solver.add_callback(nccl)

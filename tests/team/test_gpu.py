@@ -1,6 +1,7 @@
 """Teams on GPUs: n solvers with batch b follow one with batch n * b, replayed or not, by every way, in fp32."""
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -16,11 +17,12 @@ from caffepy.data.write import array_to_datum, write_lmdb
 from caffepy.device import CudaDevice, Device
 from caffepy.errors import DataError
 from caffepy.models.synthetic import image_shape
-from caffepy.parallel import peers
+from caffepy.net import gradients
+from caffepy.parallel import factors, peers
 from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
-from caffepy.solver import Solver
+from caffepy.solver import Action, Solver
 from caffepy.team import Team, Terms
-from tests.solver.cases import DIGITS, Recorder
+from tests.solver.cases import DIGITS, AskAt, Recorder
 from tests.team.cases import NET, SETTINGS, net
 
 pytestmark = pytest.mark.gpus(2)
@@ -240,6 +242,46 @@ def test_solvers_follow_one_in_passes(name: str, sync: str, size: int, images: C
 
 
 @pytest.fixture
+def always_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it paid to exchange factors for all layers of which they are smaller than the gradient."""
+    monkeypatch.setattr(gradients, "LARGE", 0)
+    monkeypatch.setitem(factors.WORTH, "fp32", 10**9)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("how", ["replayed", "layer by layer"])
+@pytest.mark.parametrize("name", ["lenet", "caffenet"])
+@pytest.mark.usefixtures("always_factors")
+def test_solvers_that_exchange_factors_follow_one(
+    name: str, how: str, size: int, images: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    case, source = CASES[name], images(name)
+    text = bundled(name, case.batch, source)
+    with caplog.at_level("INFO", "caffepy.team"):
+        ran = on_gpus(size, "nccl", case.settings, text, case.iterations, capture=how == "replayed")
+    assert re.search(r"the factors of the weight gradients of (ip1|fc6, fc7)", caplog.text)
+    follow(name, size, ran, source)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.usefixtures("deterministic")
+def test_factors_give_what_gradients_give(
+    precision: str, size: int, images: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the rounding of the precision; the solvers agree to the last bit."""
+    case, text = CASES["caffenet"], bundled("caffenet", CASES["caffenet"].batch, images("caffenet"))
+    reduced = on_gpus(size, "nccl", case.settings, text, case.iterations, precision=precision)
+    monkeypatch.setattr(gradients, "LARGE", 0)
+    made, again = (on_gpus(size, "nccl", case.settings, text, case.iterations, precision=precision) for _ in range(2))
+    agree(made)
+    np.testing.assert_array_equal(made.data[0], again.data[0])
+    np.testing.assert_allclose(made.losses, reduced.losses, rtol=1e-2)
+    assert np.linalg.norm(made.moved - reduced.moved) <= 5e-2 * np.linalg.norm(reduced.moved)
+    assert not np.array_equal(made.data[0], reduced.data[0])  # they went another way
+
+
+@pytest.fixture
 def deterministic() -> Iterator[None]:
     """GPUs keep to fixed orders of sums."""
     from caffepy.ops.cuda import precision
@@ -292,6 +334,40 @@ def test_a_label_that_is_none_is_told_by_the_solver_that_met_it() -> None:
     few = NET.replace("num_output: 10", "num_output: 9")
     with pytest.raises(DataError, match="label"):
         on_gpus(2, "nccl", text=net(3, few))
+
+
+@pytest.mark.parametrize("sync", ["nccl", "flat"])
+@pytest.mark.usefixtures("deterministic")
+def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) -> None:
+    """Random numbers of the nets and of the tests go on as in a run that was not stopped, to the last bit."""
+    lossy = NET.replace(
+        'layer { name: "ip"', 'layer { name: "drop" type: "Dropout" bottom: "pool" top: "pool" } layer { name: "ip"'
+    )
+    text = lossy.replace("scale: 0.004", "scale: 0.004 mirror: true crop_size: 7").replace("BATCH", "3")
+    both = 'test_iter: 2 test_interval: 4 test_iter: 2 test_state { stage: "a" } test_state { stage: "b" } '
+    settings = f'{re.sub(r"test_i[^ ]*: [^ ]* ", "", ONCE)} {both} snapshot_prefix: "{tmp_path}/s" '
+
+    def run(state: str | None = None, stop_at: int = 0) -> tuple[Solver, Array]:
+        devices = [CudaDevice(i) for i in range(2)]
+        root, _ = train(settings, text, devices[0])
+        if state:
+            root.restore(state)
+        if stop_at:
+            root.action = AskAt(stop_at, Action.STOP)
+        with Team(root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)) as team:
+            root.step(9 - root.iter)
+            team.agree()
+            data = params(root)
+            if stop_at:
+                root.snapshot()
+        root.close()
+        return root, data
+
+    _, whole = run()
+    stopped, _ = run(stop_at=8)  # polls: a round of both tests at 0, 4 iterations, a round of each test at 4
+    assert stopped.iter == 4
+    _, resumed = run(stopped.saved_now)
+    np.testing.assert_array_equal(resumed, whole)
 
 
 class KilledError(Exception):
