@@ -176,12 +176,12 @@ URGENT = -5
 _idle_streams: dict[tuple[int, str], list[Any]] = {}
 """By GPU and lane: handles of libraries and their memory belong to a stream, and last as long as the process."""
 
-_lane_streams: set[int] = set()
+_layer_streams: set[int] = set()
 
 
-def is_lane(stream: int) -> bool:
-    """Whether the stream with this handle is for work aside, rather than a device's own."""
-    return stream in _lane_streams
+def is_layer_lane(stream: int) -> bool:
+    """Whether the stream with this handle is for gradients that layers compute aside."""
+    return stream in _layer_streams
 
 
 def _give_back(streams: Sequence[tuple[tuple[int, str], Any]]) -> None:
@@ -224,8 +224,8 @@ class CudaDevice(Device):
             priority = URGENT if lane in ("", "sync", "laps") else 0  # 0 is the lowest
             with self._cupy.cuda.Device(self.index):
                 stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
-            if lane:
-                _lane_streams.add(stream.ptr)
+            if lane == "layer":
+                _layer_streams.add(stream.ptr)
         self._taken.append((kind, stream))
         return stream
 

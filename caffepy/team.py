@@ -21,9 +21,9 @@ from caffepy.layer import Layer
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.normalization import BatchNorm
 from caffepy.net import Net, any_turn
-from caffepy.net.gradients import adders
+from caffepy.net.gradients import adders, large_products
 from caffepy.parallel import peers
-from caffepy.parallel.buckets import buckets
+from caffepy.parallel.buckets import Bucket, buckets
 from caffepy.parallel.crew import Crew
 from caffepy.parallel.factors import factored
 from caffepy.parallel.group import DEADLINES, Group, named
@@ -99,6 +99,7 @@ class Team(Followers):
         log.info("%s pairs %s", "GPUs" if self._gpu else "Solvers", show(device_pairs(topology)))
         choice = choose(terms.sync, topology, self._gpu)
         self._way = Synchronization(self.group, choice)
+        self._factored = self._choose_factored()
         self._gather = Exchange(self.group)
         if terms.statistics == "sync" and self._gpu and normalizing(root.net):
             if root.saves_memory:
@@ -195,21 +196,24 @@ class Team(Followers):
         return worker
 
     def _synchronize(self, solver: Solver, rank: int) -> None:
-        made = self._factored(solver) if self._way.choice.name == "nccl" else {}
-        if made and rank == 0:
-            names = ", ".join(layer.param.name for layer in made.values())
-            log.info("Solvers give each other the factors of the weight gradients of %s, not the gradients", names)
+        made = {i: layer for i, layer in large_products(solver.net).items() if i in self._factored}
         synchronizer = self._synchronizers[rank] = self._way.join(rank, flats_of(solver, made))
         solver.synchronize(synchronizer, self._way.choice.root_updates)
         if self._terms.statistics == "sync":
             for layer in normalizing(solver.net):
                 layer.meet(partial(self._together, rank))
 
-    def _factored(self, solver: Solver) -> dict[int, InnerProduct]:
-        """Whose gradients every solver makes by itself, which gives all the same on GPUs of one kind alone."""
+    def _choose_factored(self) -> set[int]:
+        """Parameters whose gradients every solver makes by itself: GPUs of one kind all make the same of the same."""
+        root = self.root
         alike = len({device.name for device in self._devices if isinstance(device, CudaDevice)}) == 1
-        passes, precision = solver.param.iter_size, ops.precision_of(solver.device)
-        return factored(solver.net, self.size, precision) if alike and passes == 1 else {}
+        if self._way.choice.name != "nccl" or root.param.iter_size > 1 or root.param.debug_info or not alike:
+            return set()
+        made = factored(root.net, self.size, ops.precision_of(root.device))
+        if made:
+            names = ", ".join(layer.param.name for layer in made.values())
+            log.info("Solvers give each other the factors of the weight gradients of %s, not the gradients", names)
+        return set(made)
 
     def _together(self, rank: int, values: Array) -> Array:
         return np.stack(self._gather(rank, values))
@@ -441,8 +445,11 @@ def flats_of(solver: Solver, made: Mapping[int, InnerProduct] | None = None) -> 
     params, parts = solver.params, []
     made = made or {}
     if solver.param.iter_size == 1 and solver.net.learnable_params:
+        adding = adders(solver.net)
+        if made:
+            parts.append(Bucket((), frozenset().union(*(adding[i] for i in made))))
         ends = [*map(int, params.ends), params.averaged.size]  # the notes are there before the backward pass
-        parts = buckets(ends, [*adders(solver.net), frozenset()], without=made)
+        parts += buckets(ends, [*adding, frozenset()], without=made)
     return Flats(solver.device, params.sent, params.averaged, parts, list(made.values()))
 
 

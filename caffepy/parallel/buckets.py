@@ -15,7 +15,10 @@ NEVER = frozenset([-1])
 
 
 class Bucket(NamedTuple):
-    """Ranges of the flat diff (first element, one behind the last), and the layers that add to them."""
+    """Ranges of the flat diff (first element, one behind the last), and the layers that add to them.
+
+    Where there are no ranges, the layers' factors are to be exchanged.
+    """
 
     ranges: tuple[tuple[int, int], ...]
     layers: frozenset[int]
@@ -30,9 +33,10 @@ class _Segment(NamedTuple):
 def buckets(
     ends: Sequence[int], layers: Sequence[frozenset[int]], count: int = COUNT, without: Collection[int] = ()
 ) -> list[Bucket]:
-    """Cut a flat diff of float32, last part first, into buckets of about a `count`-th of it.
+    """Cut a flat diff of float32, last part first, into buckets of about a `count`-th of all of it.
 
-    `ends` are where its segments end, `layers` which layers add to each; those numbered in `without` are left out.
+    `ends` are where its segments end, `layers` which layers add to each; those numbered in `without` are left out, and
+    others make fewer buckets then: every one keeps a GPU from other work while it waits for other ranks.
     """
     least = max(ends[-1] / max(count, 1), LEAST / 4)
     segments = [*map(_Segment, [0, *ends[:-1]], ends, layers)]

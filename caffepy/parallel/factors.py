@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from caffepy.blob import Array, Blob
+from caffepy.errors import SyncError
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import Net
 from caffepy.net.gradients import large_products
@@ -23,17 +24,25 @@ LANE = "factors"
 """Where a device multiplies, beside the backward pass and what other ranks are waited for."""
 
 FIXED = frozenset({"Data", "DummyData", "HDF5Data", "ImageData", "WindowData"})
-"""Layers whose batches keep their size, as they must, to be the same in all ranks."""
+"""Layers that give as many items each time, as all ranks must have."""
 
 
 def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
     """The layers whose weight's gradient `size` ranks had better make so, by the number of the learnable parameter."""
-    if any(layer.always_reshape or (layer.is_data and layer.type not in FIXED) for layer in net.layers):
+    sources = [(layer, tops) for layer, tops in zip(net.layers, net.tops, strict=True) if layer.is_data]
+    batches = {tops[0].shape[:1] for _, tops in sources if tops}
+    if (
+        len(batches) != 1
+        or any(layer.type not in FIXED for layer, _ in sources)
+        or any(layer.always_reshape or layer.type == "Reshape" for layer in net.layers)
+    ):
         return {}
     return {
         number: layer
         for number, layer in large_products(net).items()
-        if pays(layer.rows, layer.outputs, layer.inputs, layer.narrow_dy.dtype.itemsize, size, precision)
+        if layer.axis == 1
+        and (layer.rows,) in batches
+        and pays(layer.rows, layer.outputs, layer.inputs, layer.narrow_dy.dtype.itemsize, size, precision)
     }
 
 
@@ -47,10 +56,9 @@ def pays(rows: int, outputs: int, inputs: int, itemsize: int, size: int, precisi
 
 
 class Factors:
-    """One rank's side for these layers of a net, in its order.
+    """One rank's side for these layers of a net, which are in the same order in all ranks.
 
-    `gather` lets arrays whose rank-th part is this rank's be all ranks' parts. It is called once in a backward pass, as
-    what waits for other ranks keeps a GPU from other work.
+    `gather` lets arrays whose rank-th part is this rank's be all ranks' parts.
     """
 
     def __init__(
@@ -62,23 +70,31 @@ class Factors:
             layer.factors = partial(self._take, layer)
 
     def _take(self, layer: InnerProduct, dy: Array, x: Array) -> None:
-        """Keep a layer's factors; those of the first layer are the last that are missing."""
+        """Keep this rank's factors of a layer; SyncError if they are not as many as those before."""
         if layer not in self._all:
             dys, xs = (layer.buffer((self._size, *a.shape), a.dtype) for a in (dy, x))
             self._all[layer] = dys, xs
         for blob, mine in zip(self._all[layer], (dy, x), strict=True):
+            _, *before = blob.shape
+            if before != [*mine.shape]:
+                raise SyncError(
+                    f'layer "{layer.param.name}": a batch of {mine.shape[0]} follows one of {before[0]}, but solvers '
+                    "that train together need batches of one size"
+                )
             blob.data[self._rank] = mine
-        if layer is self._layers[0]:
-            with layer.device.aside("sync"):
-                self._gather([blob.data for factors in self._all.values() for blob in factors])
-            with layer.device.aside(LANE, after="sync"):
-                self._multiply()
 
-    def _multiply(self) -> None:
-        """Add the mean over all ranks of dy.T @ x to the gradient of each layer."""
-        for layer, factors in self._all.items():
-            dys, xs = (blob.data.reshape(-1, blob.shape[-1]) for blob in factors)
-            layer.add_gradient(dys, xs, 1 / self._size)
+    def exchange(self) -> None:
+        """When all layers have run backward, add the mean over all ranks of dy.T @ x to their gradients.
+
+        In one call for all, as what waits for other ranks keeps a GPU from other work. LANE is to be joined after that.
+        """
+        device = self._layers[0].device
+        with device.aside("sync"):
+            self._gather([blob.data for layer in self._layers for blob in self._all[layer]])
+        with device.aside(LANE, after="sync"):
+            for layer in self._layers:
+                dys, xs = (blob.data.reshape(-1, blob.shape[-1]) for blob in self._all[layer])
+                layer.add_gradient(dys, xs, 1 / self._size)
 
     def close(self) -> None:
         """Let the layers make their gradients by themselves again."""

@@ -75,7 +75,7 @@ class NcclSync:
         """Reduce the buckets that are complete now."""
         if self._met:
             for bucket in self._progress.after(layer):
-                self._reduce(bucket)
+                self._send(bucket)
 
     def on_gradients_ready(self) -> None:
         """Reduce what is left, and let what follows wait for all."""
@@ -83,7 +83,7 @@ class NcclSync:
             self.group.barrier(self.rank, "nccl")
             self._met = True
         for bucket in self._progress.rest():
-            self._reduce(bucket)
+            self._send(bucket)
         self._device.join("sync")
         self._device.join(LANE)
 
@@ -91,6 +91,12 @@ class NcclSync:
         """The first so many elements of the diff become the mean of all ranks'."""
         self._reduce(Bucket(((0, count),), NEVER))
         self._device.join("sync")
+
+    def _send(self, bucket: Bucket) -> None:
+        if bucket.ranges:
+            self._reduce(bucket)
+        else:
+            self._factors.exchange()
 
     def _reduce(self, bucket: Bucket) -> None:
         self._device.join()  # gradients of parameters may be computed aside
@@ -100,8 +106,6 @@ class NcclSync:
                 self._communicator.allReduce(*arguments, nccl.NCCL_AVG, get_current_stream().ptr)
 
     def _gather(self, wholes: Sequence[Array]) -> None:
-        if not self._met:
-            self.group.barrier(self.rank, "nccl")
         with self._told(), _together():
             for whole in wholes:
                 start, count = whole.data.ptr, whole.nbytes // self.size  # type: ignore[attr-defined]

@@ -200,11 +200,11 @@ class Step:
         with self._overwriting():
             self._open()
             self._pass()
-        self._close()
+            self._close()
 
     @contextmanager
     def _overwriting(self) -> Iterator[None]:
-        """A block with one pass, so that large gradients need not be cleared and added to: that is what takes time."""
+        """A block for an iteration of one pass: large gradients need not be cleared and added to, which takes time."""
         self._set_overwriting(True)
         try:
             yield

@@ -53,3 +53,18 @@ def test_large_products_are_those_that_add_to_a_weight_of_their_own_which_learns
     for number, layer in found.items():
         assert net.learnable_params[number] is layer.blobs[0]
     net.close()
+
+
+def test_a_weight_that_is_the_bias_as_well_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 0)
+    text = """
+    layer { name: "data" type: "DummyData" top: "x" top: "y" dummy_data_param
+            { shape { dim: 2 dim: 1 } shape { dim: 2 dim: 6 } } }
+    layer { name: "ip" type: "InnerProduct" bottom: "x" top: "a" inner_product_param { num_output: 6 }
+            param { name: "w" } param { name: "w" share_mode: PERMISSIVE } }
+    layer { name: "loss" type: "EuclideanLoss" bottom: "a" bottom: "y" top: "loss" }
+    """
+    net = Net(parse(text, NetParameter(), "net.prototxt"))
+    assert len(net.learnable_params) == 1
+    assert large_products(net) == {}
+    net.close()

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 
 from caffepy.blob import Array
+from caffepy.device import Device
+from caffepy.errors import SyncError
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import Net, gradients
+from caffepy.net.gradients import large_products
 from caffepy.parallel import factors
 from caffepy.parallel.factors import Factors, factored, pays
 from caffepy.proto.caffe_pb2 import NetParameter
@@ -22,8 +25,8 @@ layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s" %s inner_product_
 LOSS = 'layer { name: "loss" type: "EuclideanLoss" bottom: "b" bottom: "x" top: "loss" }'
 
 
-def net_of(*layers: str) -> Net:
-    return Net(parse("\n".join(layers), NetParameter(), "net.prototxt"))
+def net_of(*layers: str, seed: int = 0) -> Net:
+    return Net(parse("\n".join(layers), NetParameter(), "net.prototxt"), device=Device(seed))
 
 
 @pytest.fixture
@@ -62,61 +65,100 @@ def test_layers_for_which_it_pays() -> None:
         net.close()
 
 
+INPUT = 'layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 12 } } }'
+MEMORY = """
+layer { name: "in" type: "MemoryData" top: "x" top: "y"
+        memory_data_param { batch_size: 2 channels: 12 height: 1 width: 1 } }
+"""
+THREE = DATA.replace('"x"', '"y"').replace("dim: 2", "dim: 3") % RANDOM
+FOLDED = (
+    DATA.replace('"x"', '"y"').replace("dim: 12", "dim: 2 dim: 12") % RANDOM
+    + """
+layer { name: "fold" type: "Reshape" bottom: "y" top: "x" reshape_param { shape { dim: -1 dim: 12 } } }
+"""
+)
+
+
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize(
-    "given",
+    ("data", "settings"),
     [
-        'layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 4 dim: 6 } } }',
-        'layer { name: "in" type: "MemoryData" top: "x" top: "y" memory_data_param '
-        "{ batch_size: 4 channels: 6 height: 1 width: 1 } }",
+        (INPUT, ""),
+        (MEMORY, ""),
+        (DATA % RANDOM + THREE, ""),
+        (FOLDED, ""),
+        (DATA.replace("dim: 12", "dim: 1 dim: 12") % RANDOM, "axis: 2"),
     ],
-    ids=["Input", "MemoryData"],
+    ids=["Input", "MemoryData", "two batches", "Reshape", "another axis"],
 )
-def test_no_layers_where_the_batch_may_change(given: str) -> None:
-    net = net_of(given, PRODUCT % ("ip", "x", "b", "", ""), 'layer { name: "s" type: "Silence" bottom: "b" }')
+def test_no_layers_where_rows_may_become_more_or_fewer(data: str, settings: str) -> None:
+    loss = 'layer { name: "loss" type: "Reduction" bottom: "b" top: "l" loss_weight: 1 }'
+    net = net_of(data, PRODUCT % ("ip", "x", "b", "", settings), loss)
+    assert len(large_products(net)) == 1
     assert factored(net, 2, "fp32") == {}
     net.close()
 
 
+BRANCHES = (
+    PRODUCT % ("first", "x", "a", "", "%s"),
+    PRODUCT % ("second", "x", "c", "", ""),
+    'layer { name: "second relu" type: "ReLU" bottom: "c" top: "c" }',
+    'layer { name: "first relu" type: "ReLU" bottom: "a" top: "a" }',
+    'layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "c" top: "b" }',
+)
+
+
 @pytest.mark.parametrize("transposed", ["", "transpose: true"], ids=["plain", "transposed"])
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_gradients_are_the_means_of_the_ranks(size: int, transposed: str) -> None:
-    text = DATA % RANDOM, PRODUCT % ("first", "x", "a", "", transposed), PRODUCT % ("second", "a", "b", "", ""), LOSS
-    nets = [net_of(*text) for _ in range(size)]
-    kept = [weights(net) for net in nets]
-    expected = []
-    for net, layers in zip(nets, kept, strict=True):
-        net.forward()
-        net.backward()
-        expected.append([layer.blobs[0].diff.copy() for layer in layers])
-        net.clear_param_diffs()
+def test_the_gradients_are_the_means_of_the_ranks(size: int, fused: bool, transposed: str) -> None:
+    """Again and again, whichever layer comes first: in runs it is the second one here."""
+    text = "\n".join([DATA % RANDOM, *BRANCHES, LOSS]) % transposed
+    alone, together = ([net_of(text, seed=rank) for rank in range(size)] for _ in range(2))
+    layers = [products(net) for net in together]
+    given: list[list[Array]] = []
 
-    gathered: list[list[Array]] = [[], []]  # of the ranks in turn: what they have, then what they get
-    for again in range(2):
-        for rank, (net, layers) in enumerate(zip(nets, kept, strict=True)):
+    def gather(wholes: Sequence[Array]) -> None:
+        for rank, parts in enumerate(given):
+            for whole, part in zip(wholes, parts, strict=True):
+                whole[rank] = part
 
-            def gather(wholes: Sequence[Array], rank: int = rank, again: int = again) -> None:
-                gathered[again].append([whole[rank].copy() for whole in wholes])
-                for other, parts in enumerate(gathered[0]):
-                    for whole, part in zip(wholes, parts, strict=True):
-                        whole[other] = part
-
-            made = Factors(layers, rank, size, gather)
+    made = [Factors(layers[rank], rank, size, gather) for rank in range(size)]
+    for _ in range(3):
+        for net in (*alone, *together):
             net.clear_param_diffs()
-            net.backward()
-            made.close()
-            if again:
-                for place, layer in enumerate(layers):
-                    mean = np.mean([of_rank[place] for of_rank in expected], axis=0)
-                    np.testing.assert_allclose(layer.blobs[0].diff, mean, rtol=1e-5, atol=1e-6)
-                    layer.blobs[0].diff[...] = 0
-                net.backward()  # by itself again
-                for layer, own in zip(layers, expected[rank], strict=True):
-                    np.testing.assert_array_equal(layer.blobs[0].diff, own)
-    assert len(gathered[1]) == size
-    for net in nets:
+            net.forward(steps=net.steps if fused else None)
+            net.backward(steps=net.steps if fused else None)
+        given[:] = [
+            [blob.data[rank].copy() for layer in layers[rank] for blob in made[rank]._all[layer]]
+            for rank in range(size)
+        ]
+        for rank in range(size):
+            assert not any(layer.blobs[0].diff.any() for layer in layers[rank])
+            made[rank].exchange()
+            for place, layer in enumerate(layers[rank]):
+                mean = np.mean([products(net)[place].blobs[0].diff for net in alone], axis=0)
+                np.testing.assert_allclose(layer.blobs[0].diff, mean, rtol=1e-5, atol=1e-6)
+    for rank in range(size):
+        made[rank].close()
+        together[rank].clear_param_diffs()
+        together[rank].backward()
+        assert all(layer.blobs[0].diff.any() for layer in layers[rank])
+    for net in (*alone, *together):
         net.close()
 
 
-def weights(net: Net) -> list[InnerProduct]:
+def products(net: Net) -> list[InnerProduct]:
     return [layer for layer in net.layers if isinstance(layer, InnerProduct)]
+
+
+def test_batches_of_another_size_are_refused() -> None:
+    net = net_of(DATA % RANDOM, PRODUCT % ("ip", "x", "b", "", ""), LOSS)
+    (layer,) = products(net)
+    made = Factors([layer], 0, 2, lambda wholes: None)
+    net.forward()
+    net.backward()
+    with pytest.raises(SyncError, match=r'layer "ip": a batch of 1 follows one of 2, but solvers .* one size'):
+        layer.factors(np.ones((1, 12), np.float32), np.ones((1, 12), np.float32))  # type: ignore[misc]
+    made.close()
+    net.close()

@@ -11,6 +11,7 @@ from google.protobuf import text_format
 
 from caffepy.device import CudaDevice, Device
 from caffepy.errors import DataError, DivergenceError
+from caffepy.net import gradients
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.solver.cases import DIGITS, NET, Recorder
@@ -466,3 +467,24 @@ def test_memory_is_shared_without_a_change(tmp_path: Path) -> None:
 
 def test_noise_net_with_a_data_layer_on_the_host() -> None:
     same(RULES["SGD"] + SHOWN, NET)
+
+
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("rule", RULES)
+def test_large_gradients_are_written(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if all were large: after more passes than one recording, and where something else stood before."""
+    without = solver_of(RULES[rule])
+    monkeypatch.setattr(gradients, "LARGE", 0)
+    solver = solver_of(RULES[rule])
+    assert [layer.param.name for layer in solver._step._large.values()] == ["ip1", "ip2"]
+    for one in (without, solver):
+        one.step(4)
+        with one.device.scope():
+            one.params.diff.fill(np.nan)
+        one.step(4)
+        one.device.flush()
+    np.testing.assert_allclose(
+        solver.device.on_host(solver.params.data), without.device.on_host(without.params.data), rtol=1e-5, atol=1e-6
+    )
+    for one in (without, solver):
+        one.close()

@@ -263,6 +263,55 @@ def test_solvers_that_exchange_factors_follow_one(
     follow(name, size, ran, source)
 
 
+PRODUCTS = """layer { name: "%s" type: "InnerProduct" bottom: "pool" top: "%s"
+  inner_product_param { num_output: 24 weight_filler { type: "xavier" } } }
+"""
+BRANCHES = NET.replace(
+    'layer { name: "ip" type: "InnerProduct" bottom: "pool"',
+    PRODUCTS % ("first", "first")
+    + PRODUCTS % ("second", "second")
+    + """
+layer { name: "second relu" type: "ReLU" bottom: "second" top: "second" }
+layer { name: "first relu" type: "ReLU" bottom: "first" top: "first" }
+layer { name: "sum" type: "Eltwise" bottom: "first" bottom: "second" top: "sum" }
+layer { name: "ip" type: "InnerProduct" bottom: "sum\"""",
+)
+
+
+class Heard:
+    """A callback that cannot be recorded, so that its solver runs layer by layer."""
+
+    def on_start(self) -> None:
+        """Nothing."""
+
+    def on_gradients_ready(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("heard", [False, True], ids=["all alike", "the root layer by layer"])
+@pytest.mark.usefixtures("always_factors", "deterministic")
+def test_layers_run_in_another_order_in_runs(heard: bool, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    text = net(3, BRANCHES)
+    root, recorder = train(ONCE, text, CudaDevice(0))
+    if heard:
+        root.add_callback(Heard())
+    devices = [root.device, *(CudaDevice(i) for i in range(1, size))]
+    with (
+        caplog.at_level("INFO", "caffepy.team"),
+        Team(root, devices, peers.prepare(peers.query(range(size))), Terms("nccl", deadlines=DEADLINES)) as team,
+    ):
+        root.step(ITERATIONS)
+        data = [params(solver) for solver in (root, *team._workers)]
+    root.close()
+    assert "the factors of the weight gradients of first, second" in caplog.text
+    for other in data[1:]:
+        np.testing.assert_array_equal(other, data[0])
+    expected = alone(ONCE, net(3 * size, BRANCHES))
+    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=2e-4)
+    np.testing.assert_allclose(data[0], expected.data[0], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
 @pytest.mark.usefixtures("deterministic")

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.cache import cache_file, keep, read
-from caffepy.device import is_lane
+from caffepy.device import is_layer_lane
 from caffepy.errors import DeviceError
 from caffepy.ops.cuda import precision
 from caffepy.ops.cuda.compiler import kernel
@@ -46,7 +46,10 @@ BETTER = 0.95
 ALIGNED = 16
 
 CUBLAS, CUBLAS_ASIDE = 32 << 20, 4 << 20
-"""Bytes of cuBLAS's workspace on a device's own stream, and on those of lanes; how it rounds depends on that."""
+"""Bytes of cuBLAS's workspace, and those for gradients that layers compute aside; how it rounds depends on that.
+
+What solvers must all round alike runs on a device's own stream in one, and in a lane in another.
+"""
 
 Build = Callable[[Any, Any], Sequence[Any]]
 """(cudnn, graph) -> the graph's tensors in the order in which arrays are given to `Plan.run`."""
@@ -88,7 +91,7 @@ class Context:
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
-        self._cublas_size = CUBLAS_ASIDE if is_lane(stream) else CUBLAS
+        self._cublas_size = CUBLAS_ASIDE if is_layer_lane(stream) else CUBLAS
         self.workspace = Room()
         self._rooms: dict[str, Room] = {}
         self._cudnn: Any = None
