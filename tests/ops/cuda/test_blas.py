@@ -75,29 +75,25 @@ def test_matmul_of_other_types(kind, result, shape, transposed, by_cublas):
 @pytest.mark.parametrize("shape", [*SHAPES, (64, 800, 500), (33, 129, 65), (16, 16, 16), (1, 1000, 17)], ids=str)
 def test_matmul_by_our_own_kernel(shape, transposed, monkeypatch):
     monkeypatch.setattr(blas, "_ours_is_faster", lambda *_: True)
-    check_matmul(shape, transposed, ROUNDING["float32"])
+    check_matmul(shape, transposed, ROUNDING["float32"], scales=[1.0])
     for kind in ("float16", "uint16"):
         for result in (kind, "float32"):
-            check_matmul(shape, transposed, ROUNDING[result], kind, result)
+            check_matmul(shape, transposed, ROUNDING[result], kind, result, scales=[1.0])
 
 
-def check_matmul(shape, transposed, tolerance, kind="float32", result="float32"):
+def check_matmul(shape, transposed, tolerance, kind="float32", result="float32", scales=(1.0, -0.3)):
     m, k, n = shape
     a, b, start = arrays((m, k), (k, n), (m, n))
     want = rounded(a, kind).astype(np.float64) @ rounded(b, kind).astype(np.float64)
     x = stored(a.T, kind).T if "a" in transposed else stored(a, kind)
     y = stored(b.T, kind).T if "b" in transposed else stored(b, kind)
-    out = stored(np.full((m, n), np.nan), result)
-    cuda.matmul(x, y, out)
-    check(out, want, tolerance)
-    out = stored(start, result)
-    cuda.matmul(x, y, out, accumulate=True)
-    check(out, want + rounded(start, result), tolerance)
-    cuda.matmul(x, y, out, scale=-0.3)
-    check(out, -0.3 * want, tolerance)
-    out = stored(start, result)
-    cuda.matmul(x, y, out, accumulate=True, scale=-0.3)
-    check(out, rounded(start, result) - 0.3 * want, tolerance)
+    for scale in scales:
+        out = stored(np.full((m, n), np.nan), result)
+        cuda.matmul(x, y, out, scale=scale)
+        check(out, scale * want, tolerance)
+        out = stored(start, result)
+        cuda.matmul(x, y, out, accumulate=True, scale=scale)
+        check(out, rounded(start, result) + scale * want, tolerance)
 
 
 @pytest.mark.parametrize("ours", [False, True])
