@@ -9,7 +9,11 @@ from statistics import median
 from caffepy import ops
 from caffepy.bench import WINDOW, Trainer
 from caffepy.device import CudaDevice, Device
+from caffepy.errors import UsageError
 from caffepy.gpus import gpu_numbers
+from caffepy.parallel import peers
+from caffepy.parallel.sync import obstacle
+from caffepy.parallel.topology import all_joined
 from caffepy.report.performance import difference, shares
 from caffepy.team import Terms, team_of
 
@@ -72,10 +76,15 @@ def bench_scaling(
     """Train the net of the solver file on synthetic data with 1, 2, 4... of the devices, and with all of them.
 
     `gpu` names GPUs ("all" for every one), `cpu` a number of solvers on the CPU; `batch` is that of each device.
+    UsageError if so many cannot be synchronized by `sync`.
     """
     numbers = gpu_numbers(gpu) if gpu else []
     size = len(numbers) or max(1, cpu)
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= size} | {size})
+    for count in counts[1:] if sync != "auto" else []:
+        joined = peers.query(numbers[:count]) if numbers else all_joined(count)
+        if why := obstacle(sync, joined, bool(numbers)):
+            raise UsageError(f"--sync {sync}: {why}")
     points: list[Point] = []
     for count in counts:
         devices = [CudaDevice(number) for number in numbers[:count]] if numbers else [Device() for _ in range(count)]

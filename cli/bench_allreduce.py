@@ -7,7 +7,7 @@ from caffepy.cli import options
 
 @click.command(short_help="What each way of synchronizing solvers costs.")
 @options.gpus_measured
-@click.option("--cpu", type=click.IntRange(min=1), metavar="N", help="N threads of the CPU, instead of GPUs.")
+@click.option("--cpu", type=options.SOLVERS, metavar="N", help="N threads of the CPU, instead of GPUs.")
 @click.option("--sync", default="", metavar="LIST", help="Of nccl,tree,muji,flat. Default: all that can be had.")
 @click.option(
     "--sizes",

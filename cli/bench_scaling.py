@@ -9,7 +9,7 @@ from caffepy.cli import options
 @options.solver
 @click.option("--model", metavar="NAME", default="", help="A bundled model, instead of a solver.")
 @options.gpus_if_named
-@click.option("--cpu", type=click.IntRange(min=1), default=None, metavar="N", help="N solvers on the CPU.")
+@click.option("--cpu", type=options.SOLVERS, default=None, metavar="N", help="N solvers on the CPU.")
 @options.precision
 @click.option("--batch", type=click.IntRange(min=1), help="Images of each device. Default: what the net says.")
 @click.option(

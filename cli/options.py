@@ -16,6 +16,8 @@ Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 PHASES = ("set-up", "step", "test", "snapshot")
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # of ops.precisions, which takes long to import
+SOLVERS = click.IntRange(1, 256)
+"""How many may be asked for on the CPU: each has a net of its own, and more are a slip."""
 LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 
@@ -158,12 +160,12 @@ cpus: Decorator = click.option(
     "--cpu",
     is_flag=False,
     flag_value="1",
-    type=click.IntRange(min=1),
+    type=SOLVERS,
     metavar="[N]",
     help="Compute on the CPU even if the solver says solver_mode: GPU; with N so many solvers train as one.",
 )
 cpus_in_turn: Decorator = click.option(
-    "--cpu", type=click.IntRange(min=1), metavar="N", help="Compute on the CPU, N batches at a time."
+    "--cpu", type=SOLVERS, metavar="N", help="Compute on the CPU, N batches at a time."
 )
 sync: Decorator = click.option(
     "--sync",

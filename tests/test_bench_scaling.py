@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from caffepy import bench_scaling
 from caffepy.cli import main
 
 
@@ -24,3 +25,16 @@ def test_what_to_train_and_where_must_be_said_once(capsys: pytest.CaptureFixture
     assert main.run(["bench", "scaling", "--cpu", "2"]) == 2
     assert main.run(["bench", "scaling", "--model", "lenet", "--cpu", "2", "--gpu", "0"]) == 2
     assert "not both" in capsys.readouterr().err
+    for command in ("bench scaling --model lenet", "bench allreduce", "train --solver digits"):
+        assert main.run([*command.split(), "--cpu", "100000"]) == 2
+        assert "100000 is not in the range 1<=x<=256" in capsys.readouterr().err
+
+
+def test_a_way_that_cannot_be_had_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_scaling, "Trainer", None)
+    for sync, why in (("muji", "for 2, 4 or 8 devices"), ("nccl", "NCCL is for GPUs")):
+        assert main.run(["bench", "scaling", "--model", "lenet", "--cpu", "3", "--sync", sync]) == 2
+        assert f"--sync {sync}: " in (told := capsys.readouterr().err)
+        assert why in told
