@@ -15,7 +15,7 @@ class Factors(Protocol):
     """Who takes over the gradient of a layer's weight, the mean of which over several solvers is wanted."""
 
     def __call__(self, dy: Array, x: Array) -> None:
-        """Add the mean over all solvers of dy.T @ x to it, of dy (M, O) and x (M, K), which may change after that."""
+        """See to it that the mean over all solvers of dy.T @ x is added; dy (M, O) and x (M, K) may change then."""
 
 
 @layer("InnerProduct")
