@@ -341,13 +341,14 @@ class Solver:
         """Do an iteration and wait for its loss; returns the rate."""
         self.laps.begin()
         self._positions_before = take_positions(self._nets, self.device)
-        self._step.open()
-        for _ in range(self.param.iter_size):
-            self._forward()
-            self.laps.lap("forward")
-            self.net.backward(steps=self._step.run.watched_steps)
-            self.laps.lap("backward")
-        self._step.gradients_ready()
+        with self._step.overwriting():
+            self._step.open()
+            for _ in range(self.param.iter_size):
+                self._forward()
+                self.laps.lap("forward")
+                self.net.backward(steps=self._step.run.watched_steps)
+                self.laps.lap("backward")
+            self._step.gradients_ready()
         loss = self.control.mean()
         self.followers.check()  # else it may be the loss of some, or of none
         self._window.add(self.iter, loss)

@@ -105,6 +105,20 @@ class Step:
         """Let a GPU compute layers together where it can, or not."""
         self.run = Pass(self.net, fuse and self.device.store is not None, "The training step runs", self.callbacks)
 
+    @contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """A block for an iteration: in one of one pass large gradients need not be cleared and added to."""
+        self._set_overwriting(self.param.iter_size == 1)
+        try:
+            yield
+        finally:
+            self._set_overwriting(False)
+
+    def _set_overwriting(self, yes: bool) -> None:
+        self._overwrites = yes
+        for layer in self._large.values():
+            layer.overwrites = yes
+
     def say(self, learning_rate: float, iteration: int) -> None:
         """What the next update needs to know."""
         self.control.say(learning_rate, self.param.weight_decay, self.rule.correction(self.param, iteration))
@@ -197,24 +211,10 @@ class Step:
             self.run.perform(name, work)
 
     def _iteration(self) -> None:
-        with self._overwriting():
+        with self.overwriting():
             self._open()
             self._pass()
             self._close()
-
-    @contextmanager
-    def _overwriting(self) -> Iterator[None]:
-        """A block for an iteration of one pass: large gradients need not be cleared and added to, which takes time."""
-        self._set_overwriting(True)
-        try:
-            yield
-        finally:
-            self._set_overwriting(False)
-
-    def _set_overwriting(self, yes: bool) -> None:
-        self._overwrites = yes
-        for layer in self._large.values():
-            layer.overwrites = yes
 
     def _open(self) -> None:
         self.laps.begin()

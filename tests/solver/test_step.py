@@ -16,24 +16,30 @@ layer { name: "ip" type: "InnerProduct" bottom: "h\"""",
 )
 
 
+@pytest.mark.parametrize("how", ["layer by layer", "in runs", "two passes"])
 @pytest.mark.parametrize("least", [0, 41, 10**6], ids=["all", "the first", "none"])
-def test_large_gradients_are_written_rather_than_added_to(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "LARGE", least)
-    straight, other = solver_of("weight_decay: 0.01 ", DEEPER), solver_of("weight_decay: 0.01 ", DEEPER)
+def test_large_gradients_are_written_rather_than_added_to(
+    least: int, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = f"weight_decay: 0.01 iter_size: {1 + (how == 'two passes')} "
+    straight = solver_of(settings, DEEPER)
     straight.step(4)
-    step = other._step
-    written = []
+    monkeypatch.setattr(gradients, "LARGE", least)
+    solver = solver_of(settings, DEEPER)
+    step, net = solver._step, solver.net
+    assert [layer.param.name for layer in step._large.values()] == {0: ["first", "ip"], 41: ["first"], 10**6: []}[least]
     for iteration in range(4):
         step.params.diff.fill(np.nan)  # of weights that are written it does not matter what is there
-        step.say(0.1, iteration)
-        with step._overwriting():
-            step.open()
-            other.net.forward(steps=other.net.steps)
-            step.note()
-            other.net.backward(steps=other.net.steps)
-            step.update()
-        written = [layer.param.name for layer in step._large.values()]
-        assert not any(isinstance(layer, InnerProduct) and layer.overwrites for layer in other.net.layers)
-    assert written == {0: ["first", "ip"], 41: ["first"], 10**6: []}[least]
-    np.testing.assert_allclose(other.params.data, straight.params.data, rtol=1e-5, atol=1e-7)
-    np.testing.assert_allclose(other.params.diff, straight.params.diff, rtol=1e-5, atol=1e-7)
+        if how != "in runs":
+            solver.step(1)
+        else:
+            step.say(0.1, iteration)
+            with step.overwriting():
+                step.open()
+                net.forward(steps=net.steps)
+                step.note()
+                net.backward(steps=net.steps)
+                step.update()
+        assert not any(isinstance(layer, InnerProduct) and layer.overwrites for layer in net.layers)
+    np.testing.assert_allclose(solver.params.data, straight.params.data, rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(solver.params.diff, straight.params.diff, rtol=1e-5, atol=1e-7)
