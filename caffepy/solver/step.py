@@ -107,8 +107,12 @@ class Step:
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """A block for an iteration: in one of one pass large gradients need not be cleared and added to."""
-        self._set_overwriting(self.param.iter_size == 1)
+        """A block for an iteration: in one of one pass large gradients need not be cleared and added to.
+
+        Unless somebody is called in between, who may add to them, too.
+        """
+        alone = all(callback is self.synchronizer for callback in self.callbacks) and self.run.watched_steps is not None
+        self._set_overwriting(self.param.iter_size == 1 and alone)
         try:
             yield
         finally:

@@ -5,6 +5,7 @@ import pytest
 
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
+from caffepy.solver import Solver
 from tests.solver.cases import NET, solver_of
 
 DEEPER = NET.replace(
@@ -43,3 +44,33 @@ def test_large_gradients_are_written_rather_than_added_to(
         assert not any(isinstance(layer, InnerProduct) and layer.overwrites for layer in net.layers)
     np.testing.assert_allclose(solver.params.data, straight.params.data, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(solver.params.diff, straight.params.diff, rtol=1e-5, atol=1e-7)
+
+
+class Adds:
+    """A callback that adds to gradients before those of the layers."""
+
+    def __init__(self, solver: Solver) -> None:
+        self.solver = solver
+
+    def on_start(self) -> None:
+        assert not self.solver.params.diff.any()
+        self.solver.params.diff += 0.1
+
+    def on_gradients_ready(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("where", ["the solver", "the net"])
+def test_what_callbacks_add_to_large_gradients_stays(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for least in (10**6, 0):
+        monkeypatch.setattr(gradients, "LARGE", least)
+        solver = solver_of("", DEEPER)
+        adds = Adds(solver)
+        if where == "the solver":
+            solver.add_callback(adds)
+        else:
+            solver.net.before_forward.append(lambda index, adds=adds: None if index else adds.on_start())
+        solver.step(3)
+        found.append(solver.params.data.copy())
+    np.testing.assert_array_equal(*found)
