@@ -207,7 +207,8 @@ class Team(Followers):
         """Parameters whose gradients every solver makes by itself: GPUs of one kind all make the same of the same."""
         root = self.root
         alike = len({device.name for device in self._devices if isinstance(device, CudaDevice)}) == 1
-        if self._way.choice.name != "nccl" or root.param.iter_size > 1 or root.param.debug_info or not alike:
+        plain = root.param.iter_size == 1 and not root.param.debug_info and root.undisturbed
+        if not (self._way.choice.name == "nccl" and alike and plain):
             return set()
         made = factored(root.net, self.size, ops.precision_of(root.device))
         if made:

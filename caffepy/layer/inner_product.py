@@ -15,7 +15,7 @@ class Factors(Protocol):
     """Who takes over the gradient of a layer's weight, the mean of which over several solvers is wanted."""
 
     def __call__(self, dy: Array, x: Array) -> None:
-        """See to it that the mean over all solvers of dy.T @ x is added; dy (M, O) and x (M, K) may change then."""
+        """See to it that dw becomes the mean over all solvers of dy.T @ x; dy (M, O) and x (M, K) may change then."""
 
 
 @layer("InnerProduct")
@@ -125,9 +125,16 @@ class InnerProduct(Layer):
             dx = bottom.diff.reshape(self.rows, self.inputs)
             self.ops.matmul(dy, w.T if self.transposed else w, dx)  # (M, O) @ (O, K)
 
-    def add_gradient(self, dy: Array, x: Array, scale: float = 1.0) -> None:
-        """dw += scale * dy.T @ x, of dy (M, O) and x (M, K), both of one type."""
-        dw, accumulate = self.blobs[0].diff, not self.overwrites
+    def add_gradient(self, dy: Array, x: Array) -> None:
+        """dw += dy.T @ x, or dw = dy.T @ x if it `overwrites`, of dy (M, O) and x (M, K), both of one type."""
+        self._multiply(dy, x, not self.overwrites, 1.0)
+
+    def set_gradient(self, dy: Array, x: Array, scale: float) -> None:
+        """dw = scale * dy.T @ x, of dy (M, O) and x (M, K), both of one type."""
+        self._multiply(dy, x, False, scale)
+
+    def _multiply(self, dy: Array, x: Array, accumulate: bool, scale: float) -> None:
+        dw = self.blobs[0].diff
         if self.transposed:
             self.ops.matmul(x.T, dy, dw, accumulate, scale)  # (K, M) @ (M, O)
         else:

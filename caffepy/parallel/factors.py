@@ -83,8 +83,13 @@ class Factors:
                 )
             blob.data[self._rank] = mine
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Those of dy and x of all layers that have run backward, which must be the same in all ranks."""
+        return [blob.shape for layer in self._layers for blob in self._all.get(layer, ())]
+
     def exchange(self) -> None:
-        """When all layers have run backward, add the mean over all ranks of dy.T @ x to their gradients.
+        """When all layers have run backward, their gradients become the mean over all ranks of dy.T @ x.
 
         In one call for all, as what waits for other ranks keeps a GPU from other work. LANE is to be joined after that.
         """
@@ -94,7 +99,7 @@ class Factors:
         with device.aside(LANE, after="sync"):
             for layer in self._layers:
                 dys, xs = (blob.data.reshape(-1, blob.shape[-1]) for blob in self._all[layer])
-                layer.add_gradient(dys, xs, 1 / self._size)
+                layer.set_gradient(dys, xs, 1 / self._size)
 
     def close(self) -> None:
         """Let the layers make their gradients by themselves again."""

@@ -52,6 +52,7 @@ class NcclSync:
         group.barrier(rank, "nccl")
         self._word = GivenUp()
         self._factors = Factors(factored, rank, self.size, self._gather)
+        self._exchange = exchange
         group.on_abort(self._abort)
 
     @property
@@ -80,6 +81,8 @@ class NcclSync:
     def on_gradients_ready(self) -> None:
         """Reduce what is left, and let what follows wait for all."""
         if not self._met:
+            if any(shapes != self._factors.shapes for shapes in self._exchange(self._factors.shapes)):
+                raise SyncError("solvers that train together need batches of one size, but theirs differ")
             self.group.barrier(self.rank, "nccl")
             self._met = True
         for bucket in self._progress.rest():
@@ -120,6 +123,7 @@ class NcclSync:
     def _abort(self) -> None:
         """End what waits for other ranks; NCCL may then wait until no recording refers to it any more."""
         self._word.set()
+        self._factors.close()
         self._let_go(self._communicator.abort)
 
     def close(self) -> None:

@@ -147,7 +147,8 @@ class Solver:
         `with solver.together(gpus=[0, 1, 2, 3]): solver.step(1000)`. The first of `gpus` is the one that the solver was
         built on; `cpus` is so many solvers on the CPU. `sync`: "auto", "nccl", "tree", "muji" or "flat". The other
         solvers are threads of this process; UsageError, DeviceError or SyncError says what is wrong. After an error in
-        the midst of an iteration the solver cannot go on; a new one can, from a snapshot.
+        the midst of an iteration the solver cannot go on; a new one can, from a snapshot. Callbacks that add to
+        gradients are to be added before the block.
         """
         own = self._solver.device
         if own.kind == "cuda" and (not gpus or gpus[0] != own.index or len(set(gpus)) < len(gpus) or cpus):

@@ -68,7 +68,7 @@ class Pass:
         if self.net.device.store is None or self.net.debug_info:
             return False
         reason = self._obstacle
-        if reason is None and not all(map(may_be_recorded, (*self._net_callbacks, *self._callbacks))):
+        if reason is None and not all(map(may_be_recorded, (*self.net_callbacks, *self._callbacks))):
             reason = "a callback does not say that it can be recorded"
         if reason is not None and not self._explained:
             self._explained = True
@@ -76,14 +76,15 @@ class Pass:
         return reason is None
 
     @property
-    def _net_callbacks(self) -> tuple[object, ...]:
+    def net_callbacks(self) -> tuple[object, ...]:
+        """Those of the net, which are called around its layers."""
         net = self.net
         return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
 
     @property
     def watched_steps(self) -> Sequence[Step] | None:
         """The steps, or None for each layer by itself where someone looks at each."""
-        watched = self.net.debug_info or not all(map(may_be_recorded, self._net_callbacks))
+        watched = self.net.debug_info or not all(map(may_be_recorded, self.net_callbacks))
         return None if watched else self.steps
 
     def feed(self) -> None:
@@ -117,7 +118,7 @@ class Pass:
     def _circumstances(self) -> Hashable:
         """What a recording depends on."""
         shapes = (top.shape for top in self._fed)
-        return (self._store.epoch, *shapes, *map(id, self._net_callbacks), *map(id, self._callbacks))
+        return (self._store.epoch, *shapes, *map(id, self.net_callbacks), *map(id, self._callbacks))
 
     def _record(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
         if self._recorded > MOST_RECORDINGS and self._replayed < WORTH * self._recorded:

@@ -71,7 +71,7 @@ class Given(NamedTuple):
 class _Passing:
     """Passes on to a synchronizer which layers are done."""
 
-    capturable = True
+    capturable = adds_nothing = True
 
     def __init__(self, synchronizer: Synchronizer) -> None:
         self._synchronizer = synchronizer
@@ -314,6 +314,11 @@ class Solver:
     def batch(self) -> int:
         """How many images a pass takes, 0 if that is unknown."""
         return self._batch.shape[0] if self._batch and self._batch.shape else 0
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether nobody is called within iterations who may add to gradients."""
+        return self._step.undisturbed
 
     @property
     def laps(self) -> Any:

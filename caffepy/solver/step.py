@@ -1,7 +1,7 @@
 """What an iteration computes: passes over the train net that add up gradients, then an update of the parameters."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Protocol
 
 import numpy as np
@@ -25,7 +25,8 @@ LOSS_SCALE = 2.0**16
 class Callback(Protocol):
     """Somebody who is called around the gradients of an iteration.
 
-    One that says `capturable = True` does nothing but give work to the current stream: its calls can be recorded.
+    One that says `capturable = True` does nothing but give work to the current stream: its calls can be recorded. One
+    that says `adds_nothing = True` leaves gradients as they are. Callbacks of nets may say the same.
     """
 
     def on_start(self) -> object:
@@ -98,6 +99,7 @@ class Step:
         self._decays = device.on_device(np.array(net.params_weight_decay or still, np.float32))
         self._large = large_products(net)
         self._added_to = self.params.without(self._large)
+        self._without_python = all(layer.type != "Python" for layer in net.layers)  # which may reach anything
         self._overwrites = False  # gradients of the large products' weights take the place of what was there
         self.fuse(True)
 
@@ -105,18 +107,30 @@ class Step:
         """Let a GPU compute layers together where it can, or not."""
         self.run = Pass(self.net, fuse and self.device.store is not None, "The training step runs", self.callbacks)
 
+    @property
+    def undisturbed(self) -> bool:
+        """Whether nobody is called within iterations who may add to gradients."""
+        called = [*(one for one in self.callbacks if one is not self.synchronizer), *self.run.net_callbacks]
+        return self._without_python and all(getattr(callback, "adds_nothing", False) for callback in called)
+
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """A block for an iteration: in one of one pass large gradients need not be cleared and added to.
-
-        Unless somebody is called in between, who may add to them, too.
-        """
-        alone = all(callback is self.synchronizer for callback in self.callbacks) and self.run.watched_steps is not None
-        self._set_overwriting(self.param.iter_size == 1 and alone)
+        """A block for an iteration: in one of one pass large gradients need not be cleared and added to."""
         try:
+            self._set_overwriting(self.param.iter_size == 1 and self.undisturbed)
             yield
+        except BaseException:
+            with suppress(Exception):  # of a device that failed, say
+                self._clear_what_is_written()
+            raise
         finally:
             self._set_overwriting(False)
+
+    def _clear_what_is_written(self) -> None:
+        """Let no update stand where others that look after an error expect a gradient."""
+        if self._overwrites:
+            for layer in self._large.values():
+                layer.blobs[0].diff.fill(0)
 
     def _set_overwriting(self, yes: bool) -> None:
         self._overwrites = yes

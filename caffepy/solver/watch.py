@@ -27,7 +27,7 @@ class Watch:
     in the solver's thread.
     """
 
-    capturable = True
+    capturable = adds_nothing = True
 
     def __init__(self, solver: Solver, every: int) -> None:
         self._solver = solver

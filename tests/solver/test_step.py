@@ -1,11 +1,16 @@
 """What GPUs record does what layers do one by one."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
+import caffepy as caffe
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
-from caffepy.solver import Solver
+from caffepy.solver import Signals, Solver
+from caffepy.solver.watch import Watch
 from tests.solver.cases import NET, solver_of
 
 DEEPER = NET.replace(
@@ -74,3 +79,51 @@ def test_what_callbacks_add_to_large_gradients_stays(where: str, monkeypatch: py
         solver.step(3)
         found.append(solver.params.data.copy())
     np.testing.assert_array_equal(*found)
+
+
+PYTHON = """
+layer { name: "python" type: "Python" bottom: "o" top: "p"
+  python_param { module: "tests.solver.test_step" layer: "Same" } }
+layer { name: "silence" type: "Silence" bottom: "p" }
+"""
+
+
+class Same(caffe.Layer):
+    """A layer of a user's, which may reach gradients."""
+
+    def reshape(self, bottom: Sequence[Any], top: Sequence[Any]) -> None:
+        top[0].reshape(*bottom[0].shape)
+
+    def forward(self, bottom: Sequence[Any], top: Sequence[Any]) -> None:
+        top[0].data[...] = bottom[0].data
+
+
+def test_who_may_add_to_gradients_is_known() -> None:
+    signals = Signals()
+    solver = solver_of("", DEEPER)
+    Watch(solver, 1)
+    solver.net.before_forward.append(signals.check)
+    assert solver.undisturbed
+    solver.net.before_backward.append(lambda index: None)
+    assert not solver.undisturbed
+    other = solver_of("", DEEPER)
+    other.add_callback(Adds(other))
+    assert not other.undisturbed
+    assert not solver_of("", DEEPER + PYTHON).undisturbed
+
+
+def test_after_an_error_no_update_passes_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 0)
+    solver = solver_of("", DEEPER)
+    solver.step(2)
+    assert solver.params.diff.any()
+
+    def fail(layer: int) -> None:
+        raise KeyboardInterrupt
+
+    fail.adds_nothing = True  # type: ignore[attr-defined]
+    solver.net.before_backward.append(fail)
+    with pytest.raises(KeyboardInterrupt):
+        solver.step(1)
+    assert not solver.params.diff.any()
+    assert not any(layer.overwrites for layer in solver._step._large.values())

@@ -294,13 +294,13 @@ class Heard:
 def test_layers_run_in_another_order_in_runs(heard: bool, size: int, caplog: pytest.LogCaptureFixture) -> None:
     text = net(3, BRANCHES)
     root, recorder = train(ONCE, text, CudaDevice(0))
-    if heard:
-        root.add_callback(Heard())
     devices = [root.device, *(CudaDevice(i) for i in range(1, size))]
     with (
         caplog.at_level("INFO", "caffepy.team"),
         Team(root, devices, peers.prepare(peers.query(range(size))), Terms("nccl", deadlines=DEADLINES)) as team,
     ):
+        if heard:
+            root.add_callback(Heard())
         root.step(ITERATIONS)
         data = [params(solver) for solver in (root, *team._workers)]
     root.close()
