@@ -111,13 +111,13 @@ class NcclSync:
     def _gather(self, wholes: Sequence[Array]) -> None:
         with self._told(), _together():
             for whole in wholes:
-                start, count = whole.data.ptr, whole.nbytes // self.size  # type: ignore[attr-defined]
+                start, count = _address(whole), whole.nbytes // self.size
                 mine, stream = start + self.rank * count, get_current_stream().ptr
                 self._communicator.allGather(mine, start, count, nccl.NCCL_CHAR, stream)
 
     @staticmethod
     def _range(flat: Array, start: int, stop: int) -> tuple[int, int, int, int]:
-        pointer = flat.data.ptr + start * flat.itemsize  # type: ignore[attr-defined]
+        pointer = _address(flat) + start * flat.itemsize
         return pointer, pointer, stop - start, nccl.NCCL_FLOAT32
 
     def _abort(self) -> None:
@@ -139,6 +139,10 @@ class NcclSync:
         thread = threading.Thread(target=work, name=f"nccl end {self.rank}", daemon=True)
         thread.start()
         return thread
+
+
+def _address(array: Any) -> int:
+    return int(array.data.ptr)
 
 
 @contextmanager

@@ -1,0 +1,159 @@
+"""NcclSync without GPUs: solvers on the CPU, in threads, with something that does what NCCL does to memory."""
+
+import ctypes
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caffepy.blob import Array
+from caffepy.errors import SyncError
+from caffepy.net import gradients
+from caffepy.net.gradients import large_products
+from caffepy.parallel.group import Group
+from caffepy.parallel.sync import Exchange
+from caffepy.solver import Solver
+from caffepy.team import flats_of
+from tests.solver.cases import solver_of
+
+SIZE = 3
+NET = """
+layer { name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param {
+  shape { dim: 2 dim: 8 } shape { dim: 2 dim: 4 } data_filler { type: "gaussian" } data_filler { type: "uniform" } } }
+layer { name: "first" type: "InnerProduct" bottom: "x" top: "a"
+  inner_product_param { num_output: 12 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "second" type: "InnerProduct" bottom: "x" top: "b"
+  inner_product_param { num_output: 12 transpose: true weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "relu" type: "ReLU" bottom: "a" top: "a" }
+layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "c" }
+layer { name: "last" type: "InnerProduct" bottom: "c" top: "o"
+  inner_product_param { num_output: 4 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
+"""
+
+
+class Communicator:
+    """One rank's: waits for all in every call, then reads theirs."""
+
+    calls: list[list[str]]
+    meet: threading.Barrier
+    given: list[int]
+
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
+        assert unique_id == b"id"
+        self.size, self.rank = size, rank
+
+    def _all(self, name: str, mine: int, count: int, kind: Any) -> list[Array]:
+        self.calls[self.rank].append(name)
+        self.given[self.rank] = mine
+        self.meet.wait()
+        found = [at(pointer, count, kind).copy() for pointer in self.given]
+        self.meet.wait()
+        return found
+
+    def broadcast(self, mine: int, to: int, count: int, kind: Any, root: int, stream: int) -> None:
+        at(to, count, kind)[:] = self._all("broadcast", mine, count, kind)[root]
+
+    def allReduce(self, mine: int, to: int, count: int, kind: Any, how: str, stream: int) -> None:  # noqa: N802
+        assert how == "mean"
+        at(to, count, kind)[:] = np.mean(self._all(f"reduce {count}", mine, count, kind), axis=0)
+
+    def allGather(self, mine: int, to: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
+        at(to, self.size * count, kind)[:] = np.concatenate(self._all("gather", mine, count, kind))
+
+    def destroy(self) -> None:
+        """Nothing is held."""
+
+
+def at(pointer: int, count: int, kind: Any) -> Array:
+    whole = (ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(pointer)
+    return np.frombuffer(whole, kind)
+
+
+@pytest.fixture
+def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The class, of a module that was imported with a CuPy that needs no GPU."""
+    Communicator.calls = [[] for _ in range(SIZE)]
+    Communicator.meet, Communicator.given = threading.Barrier(SIZE, timeout=30), [0] * SIZE
+    nccl = SimpleNamespace(
+        NcclCommunicator=Communicator,
+        NcclError=OSError,
+        get_unique_id=lambda: b"id",
+        groupStart=lambda: None,
+        groupEnd=lambda: None,
+        NCCL_AVG="mean",
+        NCCL_FLOAT32=np.float32,
+        NCCL_CHAR=np.int8,
+    )
+    fake = ModuleType("cupy.cuda")
+    fake.nccl, fake.get_current_stream = nccl, lambda: SimpleNamespace(ptr=0)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", fake)
+    before = sys.modules.pop("caffepy.parallel.nccl", None)
+    module = importlib.import_module("caffepy.parallel.nccl")
+    monkeypatch.setattr(module, "_address", lambda array: array.ctypes.data)
+    monkeypatch.setattr(module, "GivenUp", lambda: SimpleNamespace(address=0, set=lambda: None))
+    yield module.NcclSync
+    sys.modules.pop("caffepy.parallel.nccl", None)
+    if before:
+        sys.modules["caffepy.parallel.nccl"] = before
+
+
+def trained(nccl_sync: Any, factors: bool, iterations: int = 4, rows: tuple[int, ...] = (2,) * SIZE) -> list[Solver]:
+    """Solvers with batches of their own, after so many iterations together."""
+    group = Group(SIZE)
+    exchange = Exchange(group)
+    solvers = [solver_of(f"weight_decay: 0.01 random_seed: {rank} ", NET) for rank in range(SIZE)]
+    errors: list[BaseException] = []
+
+    def work(rank: int, solver: Solver) -> None:
+        group.join(rank)
+        for name in ("x", "y"):
+            solver.net.blobs[name].reshape((rows[rank], solver.net.blobs[name].shape[1]))
+        made = large_products(solver.net) if factors else {}
+        try:
+            sync = nccl_sync(group, rank, lambda value: exchange(rank, value), flats_of(solver, made))
+            solver.synchronize(sync)
+            solver.step(iterations)
+            solver.synchronize(None)
+            sync.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(solvers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return solvers
+
+
+def test_factors_give_what_gradients_give(nccl_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 300)  # first and second
+    made = trained(nccl_sync, True)
+    calls, *others = Communicator.calls
+    assert others == [calls] * (SIZE - 1)
+    size = made[0].params.averaged.size
+    left = [call for call in calls if call.startswith("reduce")]
+    assert calls[:1] == ["broadcast"]
+    assert calls[1:] == (["gather"] * 4 + left[: len(left) // 4]) * 4  # dy and x of two layers come first
+    assert sum(int(call.split()[1]) for call in left) == 4 * (size - 2 * 8 * 12)
+    for other in made[1:]:
+        np.testing.assert_array_equal(other.params.data, made[0].params.data)
+    Communicator.calls = [[] for _ in range(SIZE)]
+    reduced = trained(nccl_sync, False)
+    assert "gather" not in Communicator.calls[0]
+    np.testing.assert_allclose(made[0].params.data, reduced[0].params.data, rtol=1e-5, atol=1e-7)
+
+
+def test_batches_of_different_sizes_are_refused(nccl_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 300)
+    with pytest.raises(SyncError, match="need batches of one size, but theirs differ"):
+        trained(nccl_sync, True, rows=(2, 2, 3))
