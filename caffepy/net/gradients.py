@@ -22,18 +22,12 @@ def adders(net: Net) -> list[frozenset[int]]:
 
 def large_products(net: Net) -> dict[int, InnerProduct]:
     """Learnable parameters, by number, that are the large weight of one InnerProduct layer and nothing else."""
-    blobs = [behind(blob).diff_memory for layer in net.layers for blob in layer.blobs]
+    numbers = {param.diff_memory: number for number, param in enumerate(net.learnable_params)}
+    memories = [behind(blob).diff_memory for layer in net.layers for blob in layer.blobs]
     found = {}
-    for number, (param, adding) in enumerate(zip(net.learnable_params, adders(net), strict=True)):
-        index = min(adding, default=0)
-        layer = net.layers[index]
-        if (
-            isinstance(layer, InnerProduct)
-            and net.layer_need_backward[index]
-            and layer.param_propagate_down[0]
-            and behind(layer.blobs[0]).diff_memory is param.diff_memory
-            and sum(memory is param.diff_memory for memory in blobs) == 1
-            and 4 * param.count >= LARGE
-        ):
-            found[number] = layer
+    for layer, needed in zip(net.layers, net.layer_need_backward, strict=True):
+        if isinstance(layer, InnerProduct) and needed and layer.param_propagate_down[0]:
+            memory = behind(layer.blobs[0]).diff_memory
+            if memory in numbers and memories.count(memory) == 1 and 4 * layer.blobs[0].count >= LARGE:
+                found[numbers[memory]] = layer
     return found
