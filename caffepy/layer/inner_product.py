@@ -118,22 +118,15 @@ class InnerProduct(Layer):
             if db is not None:
                 self.ops.bias_gradient(dy, db)
             if self.param_propagate_down[0] and self.factors is None:
-                self.add_gradient(dy, x)
+                self.weight_gradient(dy, x, not self.overwrites)
         if self.param_propagate_down[0] and self.factors is not None:
             self.factors(dy, x)
         if propagate_down:
             dx = bottom.diff.reshape(self.rows, self.inputs)
             self.ops.matmul(dy, w.T if self.transposed else w, dx)  # (M, O) @ (O, K)
 
-    def add_gradient(self, dy: Array, x: Array) -> None:
-        """dw += dy.T @ x, or dw = dy.T @ x if it `overwrites`, of dy (M, O) and x (M, K), both of one type."""
-        self._multiply(dy, x, not self.overwrites, 1.0)
-
-    def set_gradient(self, dy: Array, x: Array, scale: float) -> None:
-        """dw = scale * dy.T @ x, of dy (M, O) and x (M, K), both of one type."""
-        self._multiply(dy, x, False, scale)
-
-    def _multiply(self, dy: Array, x: Array, accumulate: bool, scale: float) -> None:
+    def weight_gradient(self, dy: Array, x: Array, accumulate: bool, scale: float = 1.0) -> None:
+        """dw = scale * dy.T @ x, or dw += that, of dy (M, O) and x (M, K), both of one type."""
         dw = self.blobs[0].diff
         if self.transposed:
             self.ops.matmul(x.T, dy, dw, accumulate, scale)  # (K, M) @ (M, O)

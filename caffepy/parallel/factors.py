@@ -99,7 +99,7 @@ class Factors:
         with device.aside(LANE, after="sync"):
             for layer in self._layers:
                 dys, xs = (blob.data.reshape(-1, blob.shape[-1]) for blob in self._all[layer])
-                layer.set_gradient(dys, xs, 1 / self._size)
+                layer.weight_gradient(dys, xs, False, 1 / self._size)
 
     def close(self) -> None:
         """Let the layers make their gradients by themselves again."""
