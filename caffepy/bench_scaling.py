@@ -81,7 +81,7 @@ def bench_scaling(
     numbers = gpu_numbers(gpu) if gpu else []
     size = len(numbers) or max(1, cpu)
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= size} | {size})
-    for count in counts[1:] if sync != "auto" else []:
+    for count in counts[1:]:
         joined = peers.query(numbers[:count]) if numbers else all_joined(count)
         if why := obstacle(sync, joined, bool(numbers)):
             raise UsageError(f"--sync {sync}: {why}")
