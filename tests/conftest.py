@@ -30,6 +30,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture
+def always_factors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it paid to exchange factors for all layers of which they are smaller than the gradient."""
+    from caffepy.net import gradients
+    from caffepy.parallel import factors
+
+    monkeypatch.setattr(gradients, "LARGE", 0)
+    monkeypatch.setitem(factors.WORTH, "fp32", 10**9)
+
+
+@pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """GPUs compute in float32, whatever the size of a batch, and no time goes into the choice of plans."""
     from caffepy.ops.cuda import plans, precision

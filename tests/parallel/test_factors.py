@@ -9,9 +9,8 @@ from caffepy.blob import Array
 from caffepy.device import Device
 from caffepy.errors import SyncError
 from caffepy.layer.inner_product import InnerProduct
-from caffepy.net import Net, gradients
+from caffepy.net import Net
 from caffepy.net.gradients import large_products
-from caffepy.parallel import factors
 from caffepy.parallel.factors import Factors, factored, pays
 from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.proto.text import parse
@@ -27,13 +26,6 @@ LOSS = 'layer { name: "loss" type: "EuclideanLoss" bottom: "b" bottom: "x" top: 
 
 def net_of(*layers: str, seed: int = 0) -> Net:
     return Net(parse("\n".join(layers), NetParameter(), "net.prototxt"), device=Device(seed))
-
-
-@pytest.fixture
-def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it paid for the smallest layers."""
-    monkeypatch.setattr(gradients, "LARGE", 0)
-    monkeypatch.setitem(factors.WORTH, "fp32", 10**9)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +48,7 @@ def test_factors_pay_where_much_less_is_sent(
     assert pays(*shape, itemsize, size, precision) is expected
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("always_factors")
 def test_layers_for_which_it_pays() -> None:
     layers = PRODUCT % ("first", "x", "a", "", ""), PRODUCT % ("second", "a", "b", "", ""), LOSS
     for rows, names in ((2, ["first", "second"]), (7, [])):  # the factors of seven rows are larger than the gradient
@@ -79,7 +71,7 @@ layer { name: "fold" type: "Reshape" bottom: "y" top: "x" reshape_param { shape 
 )
 
 
-@pytest.mark.usefixtures("always")
+@pytest.mark.usefixtures("always_factors")
 @pytest.mark.parametrize(
     ("data", "settings"),
     [

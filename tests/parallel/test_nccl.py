@@ -104,8 +104,8 @@ def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules["caffepy.parallel.nccl"] = before
 
 
-def trained(nccl_sync: Any, factors: bool, iterations: int = 4, rows: tuple[int, ...] = (2,) * SIZE) -> list[Solver]:
-    """Solvers with batches of their own, after so many iterations together."""
+def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) -> list[Solver]:
+    """Solvers with batches of their own, after four iterations together."""
     group = Group(SIZE)
     exchange = Exchange(group)
     solvers = [solver_of(f"weight_decay: 0.01 random_seed: {rank} ", NET) for rank in range(SIZE)]
@@ -119,7 +119,7 @@ def trained(nccl_sync: Any, factors: bool, iterations: int = 4, rows: tuple[int,
         try:
             sync = nccl_sync(group, rank, lambda value: exchange(rank, value), flats_of(solver, made))
             solver.synchronize(sync)
-            solver.step(iterations)
+            solver.step(4)
             solver.synchronize(None)
             sync.close()
         except BaseException as error:

@@ -18,7 +18,7 @@ from caffepy.device import CudaDevice, Device
 from caffepy.errors import DataError
 from caffepy.models.synthetic import image_shape
 from caffepy.net import gradients
-from caffepy.parallel import factors, peers
+from caffepy.parallel import peers
 from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
 from caffepy.solver import Action, Solver
 from caffepy.team import Team, Terms
@@ -239,13 +239,6 @@ def test_solvers_follow_one_in_passes(name: str, sync: str, size: int, images: C
     settings = f"{case.settings} iter_size: 2"
     ran = on_gpus(size, sync, settings, bundled(name, case.batch, source), case.iterations)
     follow(name, size, ran, source, passes=2)
-
-
-@pytest.fixture
-def always_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it paid to exchange factors for all layers of which they are smaller than the gradient."""
-    monkeypatch.setattr(gradients, "LARGE", 0)
-    monkeypatch.setitem(factors.WORTH, "fp32", 10**9)
 
 
 @pytest.mark.parametrize("size", SIZES)
