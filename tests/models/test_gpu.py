@@ -16,11 +16,14 @@ from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 BATCH = 4
 LOSS = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 # ||gpu - cpu|| / ||cpu|| over the gradient of all parameters: the same sums in another order, factors and activations
-# of fewer bits. vgg16's differ most: by 5.1e-2 in fp16, and as much in tf32, whose factors have as many bits.
-GRADIENT = {"fp32": 5e-3, "tf32": 1e-1, "bf16": 2e-1, "fp16": 1e-1}
+# of fewer bits. vgg16's differ most: by 5.1e-2 in fp16, and by 5.02e-2 in tf32 with the plans that are taken untimed.
+GRADIENT = {"fp32": 5e-3, "tf32": 5e-2, "bf16": 2e-1, "fp16": 1e-1}
 # At its first weights resnet50 turns rounding into far more: on the CPU its gradients in float32 and in float64 differ
 # by 2.5e-2, so those of fewer bits say nothing.
-SENSITIVE = {"resnet50": {"fp32": 6e-2, "tf32": float("inf"), "bf16": float("inf"), "fp16": float("inf")}}
+SENSITIVE = {
+    "resnet50": {"fp32": 6e-2, "tf32": float("inf"), "bf16": float("inf"), "fp16": float("inf")},
+    "vgg16": GRADIENT | {"tf32": GRADIENT["fp16"]},  # whose factors have as many bits
+}
 LOSS_SCALE = {"fp16": 1024.0}  # small gradients are below what fp16 can tell from 0
 
 
