@@ -39,6 +39,13 @@ def net(batch: int, text: str = NET) -> str:
     return text.replace("BATCH", str(batch))
 
 
+LOSSY = net(3).replace(
+    'layer { name: "ip"', 'layer { name: "drop" type: "Dropout" bottom: "pool" top: "pool" } layer { name: "ip"'
+)
+LOSSY = LOSSY.replace("scale: 0.004", "scale: 0.004 mirror: true crop_size: 7")
+"""A net that draws random numbers, for its data and its dropout."""
+
+
 class Run:
     """A root solver and `size` - 1 workers, trained together; what they were like at the end."""
 

@@ -23,7 +23,7 @@ from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
 from caffepy.solver import Action, Solver
 from caffepy.team import Team, Terms
 from tests.solver.cases import DIGITS, AskAt, Recorder
-from tests.team.cases import NET, SETTINGS, net
+from tests.team.cases import LOSSY, NET, SETTINGS, net
 
 pytestmark = pytest.mark.gpus(2)
 
@@ -382,16 +382,12 @@ def test_a_label_that_is_none_is_told_by_the_solver_that_met_it() -> None:
 @pytest.mark.usefixtures("deterministic")
 def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) -> None:
     """Random numbers of the nets and of the tests go on as in a run that was not stopped, to the last bit."""
-    lossy = NET.replace(
-        'layer { name: "ip"', 'layer { name: "drop" type: "Dropout" bottom: "pool" top: "pool" } layer { name: "ip"'
-    )
-    text = lossy.replace("scale: 0.004", "scale: 0.004 mirror: true crop_size: 7").replace("BATCH", "3")
     both = 'test_iter: 2 test_interval: 4 test_iter: 2 test_state { stage: "a" } test_state { stage: "b" } '
     settings = f'{re.sub(r"test_i[^ ]*: [^ ]* ", "", ONCE)} {both} snapshot_prefix: "{tmp_path}/s" '
 
     def run(state: str | None = None, stop_at: int = 0) -> tuple[Solver, Array]:
         devices = [CudaDevice(i) for i in range(2)]
-        root, _ = train(settings, text, devices[0])
+        root, _ = train(settings, LOSSY, devices[0])
         if state:
             root.restore(state)
         if stop_at:

@@ -12,12 +12,8 @@ from caffepy.parallel.topology import all_joined
 from caffepy.solver import Action
 from caffepy.team import Team, Terms
 from tests.solver.cases import AskAt, solver_of
-from tests.team.cases import SETTINGS, Run, net
+from tests.team.cases import LOSSY, SETTINGS, Run
 
-LOSSY = net(3).replace(
-    'layer { name: "ip"', 'layer { name: "drop" type: "Dropout" bottom: "pool" top: "pool" } layer { name: "ip"'
-)
-LOSSY = LOSSY.replace("scale: 0.004", "scale: 0.004 mirror: true crop_size: 7")
 EVERY = SETTINGS.replace("test_interval: 20", "test_interval: 4")
 
 
