@@ -293,6 +293,8 @@ class Team(Followers):
                 endless = [rank for rank in range(1, self.size) if not self._rests(rank, until)]
                 if endless or any(device.lost for device in self._devices):
                     give_up(self)
+                elif not left:
+                    self._let_go(until)
                 left = sorted({*left, *endless})
             if left:
                 log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
@@ -319,10 +321,16 @@ class Team(Followers):
             for layer in net.shared_layers:
                 layer.serve(self._devices[:1])
 
+    def _let_go(self, until: float) -> None:
+        """After an error, let communicators end: they wait until no recording of any rank refers to them."""
+        if self._rests(0, until):
+            for solver in (self.root, *self._crew.members.values()):
+                _be_alone(solver)
+            for synchronizer in self._synchronizers.values():
+                synchronizer.close()
+
     def _leave(self, solver: Solver, rank: int) -> None:
-        solver.synchronize(None)
-        for layer in normalizing(solver.net):
-            layer.meet(None)
+        _be_alone(solver)
         self._synchronizers[rank].close()
 
     # what the root asks for
@@ -468,6 +476,12 @@ def team_of(
     gpus = [device.index for device in devices if device.kind == "cuda"]
     joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
     return Team(root, devices, joined, terms, signals, last_resort, alone)
+
+
+def _be_alone(solver: Solver) -> None:
+    solver.synchronize(None)
+    for layer in normalizing(solver.net):
+        layer.meet(None)
 
 
 def _no_lap(part: str) -> None:

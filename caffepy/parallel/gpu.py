@@ -32,6 +32,7 @@ class ScheduleSync:
         self, group: Group, rank: int, exchange: Exchanged, flats: Flats, schedule: Schedule, root_updates: bool = False
     ) -> None:
         self.group, self.rank, self.size = group, rank, group.size
+        self._device: Any = flats.device
         self.updates = rank == 0 or not root_updates
         staged = sorted({(s.source, s.destination) for level in schedule for s in level if s.staged})
         self.capturable = not staged
@@ -55,8 +56,7 @@ class ScheduleSync:
     def on_start(self) -> None:
         """Take the root's parameters, if only the root's are updated."""
         if self._down:
-            self._meet("down")
-            self._down.run(self._down.size)
+            self._run("down", self._down, self._down.size)
 
     def after_backward(self, layer: int) -> None:
         """Nothing: all gradients are summed at once."""
@@ -67,16 +67,23 @@ class ScheduleSync:
 
     def reduce(self, count: int) -> None:
         """The first so many elements of the diff become the mean of all ranks'."""
-        self._meet("up")
-        self._up.run(count)
+        self._run("up", self._up, count)
 
     def close(self) -> None:
         """Nothing is held outside."""
 
-    def _meet(self, way: str) -> None:
-        """The first time each way, wait for all ranks: what they set up may wait for a GPU that waits for others."""
-        if way not in self._met:
+    def _run(self, way: str, execution: "_Execution", count: int) -> None:
+        """The first time each way all ranks begin together, and end before one goes on.
+
+        What a rank then does for the first time, such as to load a kernel, may wait for a GPU that waits for others.
+        """
+        first = way not in self._met
+        if first:
+            self.group.barrier(self.rank, "schedule")
+        execution.run(count)
+        if first:
             self._met.add(way)
+            self._device.stream.synchronize()
             self.group.barrier(self.rank, "schedule")
 
 

@@ -15,7 +15,7 @@ from caffepy.parallel.gpu import GivenUp
 from caffepy.parallel.group import Group
 from caffepy.parallel.sync import Flats
 
-PATIENCE = 10.0
+PATIENCE = 3.0
 """Seconds after which nobody waits any longer for NCCL to let go of its memory."""
 
 
@@ -24,8 +24,8 @@ class NcclSync:
 
     The ranks start from the root's parameters. `exchange` brings the root's id of the communicator to all ranks; it is
     not called if they have a `unique_id`.
-    Buckets are reduced as soon as the layers that add to them are done, from the second iteration on: in the first one
-    all ranks first set up what they need, which may wait for a GPU that waits for others. Gradients that are smaller
+    Buckets are reduced as soon as the layers that add to them are done, from the second iteration on. In the first one
+    nobody sets up what it needs while a GPU waits for others, as that may wait for the GPU. Gradients that are smaller
     as factors are not reduced, but made by all ranks.
     """
 
@@ -44,6 +44,8 @@ class NcclSync:
         self._device, self._data, self._diff, parts, factored = flats
         self._progress = Progress(parts or [Bucket(((0, self._diff.size),), NEVER)])
         self._started = self._met = False
+        self._ending: threading.Thread | None = None
+        self._lock = threading.Lock()
         if unique_id is None:
             unique_id, *_ = exchange(nccl.get_unique_id() if rank == 0 else None)
         group.barrier(rank, "nccl")
@@ -68,7 +70,7 @@ class NcclSync:
         if not self._started:
             self._started = True
             self.group.barrier(self.rank, "nccl")
-            with self._told():
+            with self._collective():
                 self._communicator.broadcast(*self._range(self._data, 0, self._data.size), 0, get_current_stream().ptr)
         self._progress.restart()
 
@@ -84,15 +86,16 @@ class NcclSync:
             if any(shapes != self._factors.shapes for shapes in self._exchange(self._factors.shapes)):
                 raise SyncError("solvers that train together need batches of one size, but theirs differ")
             self.group.barrier(self.rank, "nccl")
-            self._met = True
         for bucket in self._progress.rest():
             self._send(bucket)
+        self._met = True
         self._device.join("sync")
         self._device.join(LANE)
 
     def reduce(self, count: int) -> None:
         """The first so many elements of the diff become the mean of all ranks'."""
         self._reduce(Bucket(((0, count),), NEVER))
+        self._met = True
         self._device.join("sync")
 
     def _send(self, bucket: Bucket) -> None:
@@ -103,17 +106,30 @@ class NcclSync:
 
     def _reduce(self, bucket: Bucket) -> None:
         self._device.join()  # gradients of parameters may be computed aside
-        with self._told(), self._device.aside("sync"), _together():
+        with self._device.aside("sync"), self._collective():
             for start, stop in bucket.ranges:
                 arguments = self._range(self._diff, start, stop)
                 self._communicator.allReduce(*arguments, nccl.NCCL_AVG, get_current_stream().ptr)
 
     def _gather(self, wholes: Sequence[Array]) -> None:
-        with self._told(), _together():
+        with self._collective():
             for whole in wholes:
                 start, count = _address(whole), whole.nbytes // self.size
                 mine, stream = start + self.rank * count, get_current_stream().ptr
                 self._communicator.allGather(mine, start, count, nccl.NCCL_CHAR, stream)
+
+    @contextmanager
+    def _collective(self) -> Iterator[None]:
+        """A block whose calls become one launch; in the first iteration it ends when all ranks' are done."""
+        with self._told():
+            nccl.groupStart()
+            try:
+                yield
+            finally:
+                nccl.groupEnd()
+        if not self._met:
+            get_current_stream().synchronize()
+            self.group.barrier(self.rank, "nccl")
 
     @staticmethod
     def _range(flat: Array, start: int, stop: int) -> tuple[int, int, int, int]:
@@ -132,27 +148,21 @@ class NcclSync:
         self._let_go(self._communicator.destroy).join(PATIENCE)
 
     def _let_go(self, how: Callable[[], object]) -> threading.Thread:
+        """A thread that does so, unless one has begun to."""
+
         def work() -> None:
             with suppress(nccl.NcclError):  # of a GPU that failed nothing can be given back
                 how()
 
-        thread = threading.Thread(target=work, name=f"nccl end {self.rank}", daemon=True)
-        thread.start()
-        return thread
+        with self._lock:
+            if self._ending is None:
+                self._ending = threading.Thread(target=work, name=f"nccl end {self.rank}", daemon=True)
+                self._ending.start()
+            return self._ending
 
 
 def _address(array: Any) -> int:
     return int(array.data.ptr)
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    """A block whose calls become one launch."""
-    nccl.groupStart()
-    try:
-        yield
-    finally:
-        nccl.groupEnd()
 
 
 class _Told:

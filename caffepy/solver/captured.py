@@ -87,6 +87,12 @@ class Pass:
         watched = self.net.debug_info or not all(map(may_be_recorded, self.net_callbacks))
         return None if watched else self.steps
 
+    def forget(self) -> None:
+        """Let all recordings go, whoever still refers to the pass."""
+        for part in self._parts.values():
+            part.recording = None
+        self._parts.clear()
+
     def feed(self) -> None:
         """Run the data layers, and bring to the device what a user wrote on the host."""
         if self._feeding:

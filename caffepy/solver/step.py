@@ -101,11 +101,15 @@ class Step:
         self._added_to = self.params.without(self._large)
         self._without_python = all(layer.type != "Python" for layer in net.layers)  # which may reach anything
         self._overwrites = False  # gradients of the large products' weights take the place of what was there
-        self.fuse(True)
+        self.run = self._new_pass(True)
 
     def fuse(self, fuse: bool) -> None:
-        """Let a GPU compute layers together where it can, or not."""
-        self.run = Pass(self.net, fuse and self.device.store is not None, "The training step runs", self.callbacks)
+        """Let a GPU compute layers together where it can, or not; recordings go."""
+        self.run.forget()
+        self.run = self._new_pass(fuse)
+
+    def _new_pass(self, fuse: bool) -> Pass:
+        return Pass(self.net, fuse and self.device.store is not None, "The training step runs", self.callbacks)
 
     @property
     def undisturbed(self) -> bool:

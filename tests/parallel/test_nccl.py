@@ -67,7 +67,16 @@ class Communicator:
         at(to, self.size * count, kind)[:] = np.concatenate(self._all("gather", mine, count, kind))
 
     def destroy(self) -> None:
-        """Nothing is held."""
+        self.calls[self.rank].append("destroy")
+
+    def abort(self) -> None:
+        self.calls[self.rank].append("abort")
+
+
+def waited() -> None:
+    """The thread of a rank has waited for its GPU."""
+    rank = int(threading.current_thread().name)
+    Communicator.calls[rank].append("wait")
 
 
 def at(pointer: int, count: int, kind: Any) -> Array:
@@ -91,7 +100,8 @@ def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         NCCL_CHAR=np.int8,
     )
     fake = ModuleType("cupy.cuda")
-    fake.nccl, fake.get_current_stream = nccl, lambda: SimpleNamespace(ptr=0)  # type: ignore[attr-defined]
+    stream = SimpleNamespace(ptr=0, synchronize=waited)
+    fake.nccl, fake.get_current_stream = nccl, lambda: stream  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
     monkeypatch.setitem(sys.modules, "cupy.cuda", fake)
     before = sys.modules.pop("caffepy.parallel.nccl", None)
@@ -125,7 +135,7 @@ def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) 
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=pair, daemon=True) for pair in enumerate(solvers)]
+    threads = [threading.Thread(target=work, name=str(i), args=(i, s), daemon=True) for i, s in enumerate(solvers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -142,8 +152,13 @@ def test_factors_give_what_gradients_give(nccl_sync: Any, monkeypatch: pytest.Mo
     assert others == [calls] * (SIZE - 1)
     size = made[0].params.averaged.size
     left = [call for call in calls if call.startswith("reduce")]
-    assert calls[:1] == ["broadcast"]
-    assert calls[1:] == (["gather"] * 4 + left[: len(left) // 4]) * 4  # dy and x of two layers come first
+    iteration = [*["gather"] * 4, *left[: len(left) // 4]]  # dy and x of two layers come first
+    later = 3 * iteration
+    first, rest = calls[: -1 - len(later)], calls[-1 - len(later) :]
+    assert rest == [*later, "destroy"]
+    assert [call for call in first if call != "wait"] == ["broadcast", *iteration]
+    assert first[:7] == ["broadcast", "wait", *["gather"] * 4, "wait"]
+    assert first[-1] == "wait"
     assert sum(int(call.split()[1]) for call in left) == 4 * (size - 2 * 8 * 12)
     for other in made[1:]:
         np.testing.assert_array_equal(other.params.data, made[0].params.data)
@@ -157,3 +172,12 @@ def test_batches_of_different_sizes_are_refused(nccl_sync: Any, monkeypatch: pyt
     monkeypatch.setattr(gradients, "LARGE", 300)
     with pytest.raises(SyncError, match="need batches of one size, but theirs differ"):
         trained(nccl_sync, True, rows=(2, 2, 3))
+
+
+def test_a_communicator_ends_once(nccl_sync: Any) -> None:
+    group, solver = Group(1), solver_of("", NET)
+    sync = nccl_sync(group, 0, lambda value: [value], flats_of(solver))
+    group.abort(0, OSError("it went wrong"))
+    sync.close()
+    assert Communicator.calls[0] == ["abort"]
+    solver.close()

@@ -17,6 +17,7 @@ from caffepy.data.write import write_lmdb
 from caffepy.device import Device
 from caffepy.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.ops.control import Fate, Verdict
+from caffepy.parallel.host import HostSync
 from caffepy.parallel.topology import all_joined
 from caffepy.solver import Solver
 from caffepy.team import Team, Terms
@@ -166,6 +167,26 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     resumed = Run(size, net(2), sync, settings=settings, until=10, state=state)
     straight = Run(size, net(2), sync, settings=settings, until=10)
     np.testing.assert_array_equal(resumed.data[0], straight.data[0])
+
+
+def test_all_recordings_go_before_a_communicator_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs NCCL ends in no rank while a recording of any refers to it."""
+    solvers: list[Solver] = []
+    left: list[int] = []
+
+    def close(synchronizer: HostSync) -> None:
+        left.append(sum(bool(solver.callbacks) for solver in solvers))
+
+    def run(root: Solver) -> None:
+        with Team(root, [Device() for _ in range(3)], all_joined(3), Terms("flat")) as team:
+            solvers.extend([root, *team._workers])
+            Killer(team._workers[1], 2, "before_forward")
+            root.step(8)
+
+    monkeypatch.setattr(HostSync, "close", close)
+    with closing(solver_of(EVERY, net(2))) as root, pytest.raises(KilledError):
+        run(root)
+    assert left == [0, 0, 0]
 
 
 HANGING_DATA = """

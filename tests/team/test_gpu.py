@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -431,8 +432,10 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
             worker._step.perform = fail  # type: ignore[method-assign]
             root.solve()
 
-    with pytest.raises(KilledError):
+    with pytest.raises(KilledError) as told:
         run()
+    assert told.tb  # which still refers to all that there was
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nccl end")]
     root.close()
     assert root.iter == 7
     state = f"{tmp_path}/s_iter_7.solverstate"
