@@ -446,6 +446,10 @@ class Recording:
         """Give all of them to the stream again."""
         self._graph.launch(self._stream)
 
+    def close(self) -> None:
+        """Give back what it holds, whoever still refers to it; there is nothing to replay then."""
+        self._graph = self._pool = None
+
 
 def chosen_gpus(gpus: str) -> list[Device]:
     """The GPUs that a list such as "0,1" or "all" names, for a solver or a net each; UsageError for one named twice."""

@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
 from caffepy import ops
 from caffepy.blob import Array, Blob
 from caffepy.device import CudaDevice, Device
-from caffepy.errors import ConfigError, LostDeviceError, UsageError
+from caffepy.errors import ConfigError, LostDeviceError, SyncError, UsageError
 from caffepy.given_up import give_up
 from caffepy.layer import Layer
 from caffepy.layer.inner_product import InnerProduct
@@ -281,27 +281,38 @@ class Team(Followers):
         root.followers, root.reporter = Followers(), self._reporter
         self._ended.set()
         try:
-            if error is not None:
-                self.group.abort(0, error)
-                self.group.settle()
-            else:
+            if error is None:
                 self._part()
+        except BaseException as met:
+            error = met
+            raise
         finally:
-            left = self._crew.end(PATIENCE)
-            if error:
-                until = time.monotonic() + SETTLING
-                endless = [rank for rank in range(1, self.size) if not self._rests(rank, until)]
-                if endless or any(device.lost for device in self._devices):
-                    give_up(self)
-                elif not left:
-                    self._let_go(until)
-                left = sorted({*left, *endless})
-            if left:
-                log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
-            for rank, worker in self._crew.members.items():
-                if rank not in left:
-                    with suppress(Exception) if error else nullcontext():  # what failed may be the device
-                        worker.close()
+            try:
+                if error is not None:
+                    self.group.abort(0, error)
+                    self.group.settle()
+            finally:
+                self._clear(failed=error is not None)
+
+    def _clear(self, failed: bool) -> None:
+        """End the threads, and give back what can be."""
+        left = self._crew.end(PATIENCE)
+        if failed:
+            for net in (self.root.net, *self.root.test_nets):
+                net.turn = _no_turn
+            until = time.monotonic() + SETTLING
+            endless = [rank for rank in range(1, self.size) if not self._rests(rank, until)]
+            if endless or any(device.lost for device in self._devices):
+                give_up(self)
+            elif not left:
+                self._let_go(until)
+            left = sorted({*left, *endless})
+        if left:
+            log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
+        for rank, worker in self._crew.members.items():
+            if rank not in left:
+                with suppress(Exception) if failed else nullcontext():  # what failed may be the device
+                    worker.close()
 
     def _rests(self, rank: int, until: float) -> bool:
         """Whether the rank's device is done, or is so by then."""
@@ -325,9 +336,11 @@ class Team(Followers):
         """After an error, let communicators end: they wait until no recording of any rank refers to them."""
         if self._rests(0, until):
             for solver in (self.root, *self._crew.members.values()):
-                _be_alone(solver)
+                with suppress(Exception):  # the error that counts is another
+                    _be_alone(solver)
             for synchronizer in self._synchronizers.values():
-                synchronizer.close()
+                with suppress(Exception):
+                    synchronizer.close(max(0.0, until - time.monotonic()))
 
     def _leave(self, solver: Solver, rank: int) -> None:
         _be_alone(solver)
@@ -482,6 +495,13 @@ def _be_alone(solver: Solver) -> None:
     solver.synchronize(None)
     for layer in normalizing(solver.net):
         layer.meet(None)
+
+
+def _no_turn(layer: Layer) -> NoReturn:
+    raise SyncError(
+        "this solver trained together with others until one failed, so that it cannot go on; a new one can, from a "
+        "snapshot"
+    )
 
 
 def _no_lap(part: str) -> None:

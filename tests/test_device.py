@@ -1,10 +1,11 @@
 import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from caffepy.device import CudaDevice, Device
+from caffepy.device import CudaDevice, Device, Recording
 from caffepy.errors import DataError
 
 
@@ -73,3 +74,15 @@ def test_a_gpu_whose_memory_cannot_be_read_is_lost_and_not_at_work(status: int, 
     runtime = SimpleNamespace(streamQuery={2: status}.__getitem__, CUDARuntimeError=_FailedError)
     device._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     assert (device.idle, device.lost) == (idle, lost)
+
+
+def test_a_recording_gives_back_what_it_holds_whoever_refers_to_it() -> None:
+    class Graph:
+        """What CuPy records."""
+
+    graph = Graph()
+    held = weakref.ref(graph)
+    recording = Recording(graph, None, None)
+    del graph
+    recording.close()
+    assert held() is None

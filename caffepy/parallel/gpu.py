@@ -10,7 +10,7 @@ import numpy as np
 from caffepy import ops
 from caffepy.device import CudaDevice
 from caffepy.gpus import import_cupy
-from caffepy.parallel.group import Group
+from caffepy.parallel.group import PATIENCE, Group
 from caffepy.parallel.schedule import Operation, Schedule, adding, copying, part, totals
 from caffepy.parallel.sync import Flats
 
@@ -69,7 +69,7 @@ class ScheduleSync:
         """The first so many elements of the diff become the mean of all ranks'."""
         self._run("up", self._up, count)
 
-    def close(self) -> None:
+    def close(self, patience: float = PATIENCE) -> None:
         """Nothing is held outside."""
 
     def _run(self, way: str, execution: "_Execution", count: int) -> None:

@@ -24,6 +24,9 @@ DEADLINES = {"set-up": 900.0, "step": 300.0, "test": 900.0, "snapshot": 900.0, "
 TICK = 0.5
 """Seconds between looks at whether others have failed, for a rank that waits where nobody can wake it."""
 
+PATIENCE = 3.0
+"""Seconds after which nobody waits any longer for a library to let go of its memory."""
+
 MOST = 2 * TICK
 """Seconds that count at most from one look to the next: more have passed where the whole process was stopped."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from caffepy.blob import Array
-from caffepy.parallel.group import Group
+from caffepy.parallel.group import PATIENCE, Group
 from caffepy.parallel.schedule import Level, Schedule, adding, copying
 
 
@@ -52,7 +52,7 @@ class HostSync:
             mine = diffs[self.rank]
             mine *= mine.dtype.type(1 / self.size)
 
-    def close(self) -> None:
+    def close(self, patience: float = PATIENCE) -> None:
         """Nothing is held outside."""
 
     def _run(self, levels: Sequence[Level], buffers: Sequence[Array]) -> None:

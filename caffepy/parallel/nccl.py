@@ -12,11 +12,8 @@ from caffepy.errors import SyncError
 from caffepy.parallel.buckets import NEVER, Bucket, Progress
 from caffepy.parallel.factors import LANE, Factors
 from caffepy.parallel.gpu import GivenUp
-from caffepy.parallel.group import Group
+from caffepy.parallel.group import PATIENCE, Group
 from caffepy.parallel.sync import Flats
-
-PATIENCE = 3.0
-"""Seconds after which nobody waits any longer for NCCL to let go of its memory."""
 
 
 class NcclSync:
@@ -69,7 +66,6 @@ class NcclSync:
         """Once, take the root's parameters."""
         if not self._started:
             self._started = True
-            self.group.barrier(self.rank, "nccl")
             with self._collective():
                 self._communicator.broadcast(*self._range(self._data, 0, self._data.size), 0, get_current_stream().ptr)
         self._progress.restart()
@@ -82,10 +78,8 @@ class NcclSync:
 
     def on_gradients_ready(self) -> None:
         """Reduce what is left, and let what follows wait for all."""
-        if not self._met:
-            if any(shapes != self._factors.shapes for shapes in self._exchange(self._factors.shapes)):
-                raise SyncError("solvers that train together need batches of one size, but theirs differ")
-            self.group.barrier(self.rank, "nccl")
+        if not self._met and any(shapes != self._factors.shapes for shapes in self._exchange(self._factors.shapes)):
+            raise SyncError("solvers that train together need batches of one size, but theirs differ")
         for bucket in self._progress.rest():
             self._send(bucket)
         self._met = True
@@ -120,7 +114,9 @@ class NcclSync:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """A block whose calls become one launch; in the first iteration it ends when all ranks' are done."""
+        """A block whose calls become one launch; in the first iteration all ranks begin and end it together."""
+        if not self._met:
+            self.group.barrier(self.rank, "nccl")
         with self._told():
             nccl.groupStart()
             try:
@@ -142,10 +138,10 @@ class NcclSync:
         self._factors.close()
         self._let_go(self._communicator.abort)
 
-    def close(self) -> None:
-        """Give back the communicator; recordings that it is part of must be gone."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """Give back the communicator, for which it waits so many seconds; recordings of it must be gone."""
         self._factors.close()
-        self._let_go(self._communicator.destroy).join(PATIENCE)
+        self._let_go(self._communicator.destroy).join(patience)
 
     def _let_go(self, how: Callable[[], object]) -> threading.Thread:
         """A thread that does so, unless one has begun to."""

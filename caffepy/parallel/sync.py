@@ -11,7 +11,7 @@ from caffepy.errors import DeviceError, UsageError
 from caffepy.gpus import nccl_version
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.parallel.buckets import Bucket
-from caffepy.parallel.group import Group
+from caffepy.parallel.group import PATIENCE, Group
 from caffepy.parallel.host import HostSync
 from caffepy.parallel.schedule import Schedule, flat, muji, tree
 from caffepy.parallel.topology import Topology
@@ -47,8 +47,8 @@ class Synchronizer(Protocol):
     def reduce(self, count: int) -> None:
         """The first so many elements of the diff become the mean of all ranks'."""
 
-    def close(self) -> None:
-        """Give back what is held outside; recordings that it is part of must be gone."""
+    def close(self, patience: float = PATIENCE) -> None:
+        """Give back what is held outside, for which it waits so many seconds; recordings of its calls must be gone."""
 
 
 class Choice(NamedTuple):

@@ -90,7 +90,8 @@ class Pass:
     def forget(self) -> None:
         """Let all recordings go, whoever still refers to the pass."""
         for part in self._parts.values():
-            part.recording = None
+            if part.recording is not None:
+                part.recording.close()
         self._parts.clear()
 
     def feed(self) -> None:

@@ -236,7 +236,7 @@ class Solver:
         before, self._step.synchronizer = self._step.synchronizer, synchronizer
         self._step.pulls, self.laps.running = pulls, synchronizer is not None
         if before:
-            self.callbacks.remove(before)
+            self.callbacks[:] = [callback for callback in self.callbacks if callback is not before]
             self._step.fuse(self._fuse)  # recordings of its calls go
         passed_on = self.net.after_backward
         passed_on[:] = [callback for callback in passed_on if not isinstance(callback, _Passing)]

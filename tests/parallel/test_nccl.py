@@ -13,6 +13,7 @@ import pytest
 
 from caffepy.blob import Array
 from caffepy.errors import SyncError
+from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
 from caffepy.net.gradients import large_products
 from caffepy.parallel.group import Group
@@ -172,6 +173,30 @@ def test_batches_of_different_sizes_are_refused(nccl_sync: Any, monkeypatch: pyt
     monkeypatch.setattr(gradients, "LARGE", 300)
     with pytest.raises(SyncError, match="need batches of one size, but theirs differ"):
         trained(nccl_sync, True, rows=(2, 2, 3))
+
+
+def test_in_the_first_iteration_nobody_sets_up_while_another_waits(
+    nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 makes its first product of factors, and no other has launched what comes after that."""
+    monkeypatch.setattr(gradients, "LARGE", 300)
+    launched, early = threading.Event(), list[bool]()
+    product, reduce = InnerProduct.weight_gradient, Communicator.allReduce
+
+    def made(layer: InnerProduct, dy: Array, x: Array, accumulate: bool, scale: float = 1.0) -> None:
+        if threading.current_thread().name == "2" and scale != 1 and not early:
+            early.append(launched.wait(0.2))
+        product(layer, dy, x, accumulate, scale)
+
+    def all_reduce(communicator: Communicator, *arguments: Any) -> None:
+        launched.set()
+        reduce(communicator, *arguments)
+
+    monkeypatch.setattr(InnerProduct, "weight_gradient", made)
+    monkeypatch.setattr(Communicator, "allReduce", all_reduce)
+    trained(nccl_sync, True)
+    assert early == [False]
+    assert launched.is_set()
 
 
 def test_a_communicator_ends_once(nccl_sync: Any) -> None:

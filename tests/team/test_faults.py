@@ -12,14 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caffepy import team
 from caffepy.data.source import open_source
 from caffepy.data.write import write_lmdb
 from caffepy.device import Device
 from caffepy.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.ops.control import Fate, Verdict
+from caffepy.parallel.group import PATIENCE
 from caffepy.parallel.host import HostSync
 from caffepy.parallel.topology import all_joined
 from caffepy.solver import Solver
+from caffepy.solver.worker import WorkerSolver
 from caffepy.team import Team, Terms
 from tests.solver.cases import DIGITS, solver_of
 from tests.team.cases import Run, net
@@ -169,24 +172,85 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     np.testing.assert_array_equal(resumed.data[0], straight.data[0])
 
 
-def test_all_recordings_go_before_a_communicator_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs NCCL ends in no rank while a recording of any refers to it."""
-    solvers: list[Solver] = []
-    left: list[int] = []
+class Ends:
+    """In place of HostSync's `close`: with what patience it was called, and whether all solvers were alone by then."""
 
-    def close(synchronizer: HostSync) -> None:
-        left.append(sum(bool(solver.callbacks) for solver in solvers))
+    def __init__(self, then: Callable[[float], object]) -> None:
+        self.solvers: list[Solver] = []
+        self.patience: list[float] = []
+        self.alone: list[bool] = []
+        self._then = then
+
+    def __call__(self, patience: float = PATIENCE) -> None:
+        callbacks = [callback for solver in self.solvers for callback in solver.callbacks]
+        self.alone.append(not any(isinstance(callback, HostSync) for callback in callbacks))
+        self.patience.append(patience)
+        self._then(patience)
+
+
+class Late:
+    """A callback that fails in the last of eight iterations, when the team has begun to end."""
+
+    def __init__(self, worker: Solver, ended: threading.Event) -> None:
+        self._worker, self._ended = worker, ended
+
+    def on_start(self) -> None:
+        pass
+
+    def on_gradients_ready(self) -> None:
+        if self._worker.iter == 7:
+            assert self._ended.wait(30)
+            raise KilledError
+
+
+def fails(monkeypatch: pytest.MonkeyPatch, then: Callable[[float], object], late: bool = False) -> Ends:
+    """Train eight iterations with a team of which rank 2 fails."""
+    ends, closed = Ends(then), set[int]()
+
+    def close(worker: WorkerSolver) -> None:
+        closed.add(worker.rank)
 
     def run(root: Solver) -> None:
         with Team(root, [Device() for _ in range(3)], all_joined(3), Terms("flat")) as team:
-            solvers.extend([root, *team._workers])
-            Killer(team._workers[1], 2, "before_forward")
+            ends.solvers += [root, *team._workers]
+            worker = team._workers[1]
+            if late:
+                worker.add_callback(Late(worker, team._ended))
+            else:
+                Killer(worker, 2, "before_forward")
             root.step(8)
 
-    monkeypatch.setattr(HostSync, "close", close)
-    with closing(solver_of(EVERY, net(2))) as root, pytest.raises(KilledError):
-        run(root)
-    assert left == [0, 0, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(HostSync, "close", lambda _, *patience: ends(*patience))
+        patch.setattr(WorkerSolver, "close", close)
+        with closing(solver_of(EVERY, net(2))) as root:
+            with pytest.raises(KilledError):
+                run(root)
+            with pytest.raises(SyncError, match=r'layer "data" \(Data\): .* until one failed, so that it cannot go on'):
+                root.step(1)
+    assert closed == {1, 2}
+    return ends
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_all_solvers_are_alone_before_a_synchronizer_ends(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As NCCL ends in no rank while a recording of any refers to it."""
+    alone = fails(monkeypatch, lambda patience: None, late).alone
+    assert alone[-3:] == [True] * 3
+
+
+def test_all_synchronizers_together_have_so_long_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "SETTLING", 0.2)
+    first, *others = fails(monkeypatch, time.sleep).patience
+    assert 0 < first <= 0.2
+    assert others == [0, 0]
+
+
+def test_an_error_of_an_end_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def end(patience: float) -> None:
+        raise RuntimeError("the GPU is lost")
+
+    assert len(fails(monkeypatch, end).alone) == 3
 
 
 HANGING_DATA = """
