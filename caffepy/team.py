@@ -1,5 +1,6 @@
 """Team: a root solver and its workers, each on a device of its own, which train as one solver with a larger batch."""
 
+import gc
 import logging
 import threading
 import time
@@ -140,6 +141,7 @@ class Team(Followers):
 
     def _begin(self) -> None:
         root, group = self.root, self.group
+        gc.collect()  # to free what earlier solvers left may wait for a GPU that waits for others
         group.join(0)
         for net in (root.net, *root.test_nets):
             net.turn = partial(self._turn, root.laps.lap if net is root.net else _no_lap, 0)

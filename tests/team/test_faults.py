@@ -1,10 +1,12 @@
 """What goes wrong in one solver ends all: at one iteration, with the snapshot that is owed, and its rank named."""
 
+import gc
 import math
 import re
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -237,6 +239,23 @@ def test_all_solvers_are_alone_before_a_synchronizer_ends(late: bool, monkeypatc
     """As NCCL ends in no rank while a recording of any refers to it."""
     alone = fails(monkeypatch, lambda patience: None, late).alone
     assert alone[-3:] == [True] * 3
+
+
+def test_what_earlier_solvers_left_is_freed_before_a_team_begins() -> None:
+    class Left:
+        """What refers to itself, as solvers do."""
+
+    left = Left()
+    left.self = left  # type: ignore[attr-defined]
+    there = weakref.ref(left)
+    gc.disable()
+    try:
+        del left
+        assert there()
+        with closing(solver_of(EVERY, net(2))) as root, Team(root, [Device(), Device()], all_joined(2), Terms("flat")):
+            assert not there()
+    finally:
+        gc.enable()
 
 
 def test_all_synchronizers_together_have_so_long_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
