@@ -16,7 +16,7 @@ import numpy as np
 from caffepy import ops
 from caffepy.blob import Array, Blob
 from caffepy.device import CudaDevice, Device
-from caffepy.errors import ConfigError, LostDeviceError, SyncError, UsageError
+from caffepy.errors import ConfigError, LostDeviceError, UsageError
 from caffepy.given_up import give_up
 from caffepy.layer import Layer
 from caffepy.layer.inner_product import InnerProduct
@@ -32,7 +32,7 @@ from caffepy.parallel.sync import Exchange, Flats, Synchronization, Synchronizer
 from caffepy.parallel.topology import Topology, all_joined, device_pairs, show
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
-from caffepy.solver.followers import Followers
+from caffepy.solver.followers import Ended, Followers
 from caffepy.solver.trial import Totals
 from caffepy.solver.worker import WorkerSolver
 
@@ -83,6 +83,7 @@ class Team(Followers):
         last_resort: Callable[[BaseException], object] | None = None,
         alone: float | None = None,
     ) -> None:
+        root.followers.check()
         self.root = root
         self._alone = alone
         self.size = len(devices)
@@ -127,6 +128,8 @@ class Team(Followers):
             self._begin()
         except BaseException as error:
             self._end(error)
+            with suppress(Exception):  # the error that counts is another
+                self._free()
             raise
         return self
 
@@ -279,16 +282,18 @@ class Team(Followers):
         lap("data")
 
     def _end(self, error: BaseException | None) -> None:
-        root = self.root
-        root.followers, root.reporter = Followers(), self._reporter
+        self.root.reporter = self._reporter
         self._ended.set()
         try:
             if error is None:
                 self._part()
+                self._free()
         except BaseException as met:
             error = met
             raise
         finally:
+            if error is not None:
+                self._condemn()
             try:
                 if error is not None:
                     self.group.abort(0, error)
@@ -300,8 +305,6 @@ class Team(Followers):
         """End the threads, and give back what can be."""
         left = self._crew.end(PATIENCE)
         if failed:
-            for net in (self.root.net, *self.root.test_nets):
-                net.turn = _no_turn
             until = time.monotonic() + SETTLING
             endless = [rank for rank in range(1, self.size) if not self._rests(rank, until)]
             if endless or any(device.lost for device in self._devices):
@@ -329,10 +332,20 @@ class Team(Followers):
         self._crew.give(lambda worker: self._leave(worker, worker.rank))
         self._leave(self.root, 0)
         self._crew.settle()
+
+    def _free(self) -> None:
+        """The root can go on alone."""
+        self.root.followers = Followers()
         for net in (self.root.net, *self.root.test_nets):
             net.turn = any_turn
             for layer in net.shared_layers:
                 layer.serve(self._devices[:1])
+
+    def _condemn(self) -> None:
+        """The root cannot go on: its last iteration may have ended in some ranks."""
+        self.root.followers = Ended()
+        for net in (self.root.net, *self.root.test_nets):
+            net.turn = _no_turn
 
     def _let_go(self, until: float) -> None:
         """After an error, let communicators end: they wait until no recording of any rank refers to them."""
@@ -368,7 +381,7 @@ class Team(Followers):
         """Raise what has ended the followers' run, if anything has."""
         self.group.check(0)
 
-    def stop(self, error: Exception) -> None:
+    def stop(self, error: BaseException) -> None:
         """The root has met this error, and will not go on: let those end who wait for it."""
         self.group.abort(0, error)
 
@@ -500,10 +513,7 @@ def _be_alone(solver: Solver) -> None:
 
 
 def _no_turn(layer: Layer) -> NoReturn:
-    raise SyncError(
-        "this solver trained together with others until one failed, so that it cannot go on; a new one can, from a "
-        "snapshot"
-    )
+    Ended().check()
 
 
 def _no_lap(part: str) -> None:

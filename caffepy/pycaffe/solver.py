@@ -156,7 +156,7 @@ class Solver:
         if own.kind == "cpu" and (gpus or cpus < 1):
             raise UsageError("this solver is on the CPU: give cpus=2 or more, or build it after caffe.set_mode_gpu()")
         others = [CudaDevice(index) for index in gpus[1:]] if gpus else [Device() for _ in range(cpus - 1)]
-        outside = None
+        self._at_work, outside = False, None
         with team_of(self._solver, [own, *others], Terms(sync=sync)):
             try:
                 yield

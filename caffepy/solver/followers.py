@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 from caffepy.device import Device
+from caffepy.errors import SyncError
 from caffepy.solver.trial import Totals
 
 
@@ -18,7 +19,7 @@ class Followers:
     failed = False  # followers have ended the run
     devices: Sequence[Device] = ()
 
-    def stop(self, error: Exception) -> None:
+    def stop(self, error: BaseException) -> None:
         """The solver has met this error, and will not go on: let those end who wait for it."""
 
     def first(self, error: Exception) -> BaseException:
@@ -66,3 +67,22 @@ class Followers:
     def positions(self) -> list[dict[str, Any]]:
         """Where the layers and random numbers of each stand, or stood before the test or iteration being done."""
         return []
+
+
+class Ended(Followers):
+    """Those of a solver that met an error while it trained with others: it can still save, but not go on."""
+
+    def check(self) -> NoReturn:
+        """Say so."""
+        raise SyncError(
+            "this solver trained together with others until an error ended that, so that it cannot go on; a new one "
+            "can, from a snapshot"
+        )
+
+    def during(self, phase: str) -> AbstractContextManager[object]:
+        """Only a snapshot is left."""
+        return nullcontext() if phase == "snapshot" else self.check()
+
+    def restoring(self) -> NoReturn:
+        """Another solver can do so."""
+        self.check()

@@ -276,6 +276,10 @@ class Solver:
                 if not self.device.lost and (isinstance(error, CaffeError) or self.followers.failed):
                     self._hear(wait=True)  # what went wrong before comes first
                 first = self.followers.first(error) if isinstance(error, Exception) else error
+                self.followers.stop(first)
+                if self._step.begun:
+                    with suppress(Exception):  # of a device that failed, say
+                        self._step.take_back()
                 if first is not error:
                     raise first from error
                 raise
@@ -489,9 +493,8 @@ class Solver:
             self.step(param.max_iter - self.iter)
         except Exception as error:
             if not self.device.lost:
-                elsewhere = self.followers.failed and not isinstance(error, DivergenceError)
-                if elsewhere or isinstance(error, DataError):
-                    self.followers.stop(error)
+                together = self.followers.failed and not isinstance(error, DivergenceError)
+                if together or isinstance(error, DataError):
                     self._save_before_failing(error)
             if self.device.lost:
                 raise self._loss_of_devices() from error

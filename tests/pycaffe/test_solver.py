@@ -1,4 +1,5 @@
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import h5py
@@ -198,10 +199,11 @@ def test_solvers_on_the_cpu_train_together(rows: str, tmp_path: Path) -> None:
             pass
 
 
-def test_an_error_in_an_iteration_ends_all_solvers(rows: str, tmp_path: Path) -> None:
-    def fail(_: int) -> None:
-        raise ValueError("mine")
+def fail(_: int) -> None:
+    raise ValueError("mine")
 
+
+def test_an_error_in_an_iteration_ends_all_solvers(rows: str, tmp_path: Path) -> None:
     file = tmp_path / "solver.prototxt"
     file.write_text(f"{SETTINGS} net_param {{ {ROWS % (rows, 4)} }}")
     solver = caffe.SGDSolver(str(file))
@@ -210,3 +212,41 @@ def test_an_error_in_an_iteration_ends_all_solvers(rows: str, tmp_path: Path) ->
     again = caffe.SGDSolver(str(file))
     with again.together(cpus=2):
         again.step(2)
+
+
+def test_an_error_that_the_block_catches_ends_it(rows: str, tmp_path: Path) -> None:
+    file = tmp_path / "solver.prototxt"
+    file.write_text(f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" net_param {{ {ROWS % (rows, 4)} }}')
+    solver = caffe.SGDSolver(str(file))
+    solver.net.after_forward(fail)
+
+    def train() -> None:
+        with solver.together(cpus=2), suppress(ValueError):
+            solver.step(1)
+
+    with pytest.raises(ValueError, match="mine"):
+        train()
+    for more in (lambda: solver.step(1), train, lambda: solver.restore(f"{tmp_path}/s_iter_0.solverstate")):
+        with pytest.raises(RuntimeError, match="until an error ended that, so that it cannot go on"):
+            more()
+    solver.snapshot()
+    assert (tmp_path / "s_iter_0.solverstate").exists()
+
+
+def test_an_error_of_a_solver_alone_condemns_no_block(rows: str, tmp_path: Path) -> None:
+    file = tmp_path / "solver.prototxt"
+    file.write_text(f"{SETTINGS} net_param {{ {ROWS % (rows, 4)} }}")
+    solver = caffe.SGDSolver(str(file))
+    errors = [ValueError("once")]
+
+    def fail_once(_: int) -> None:
+        if errors:
+            raise errors.pop()
+
+    solver.net.after_forward(fail_once)
+    with pytest.raises(ValueError, match="once"):
+        solver.step(1)
+    with pytest.raises(KeyError), solver.together(cpus=2):
+        raise KeyError("outside of steps")
+    solver.step(1)
+    assert solver.iter == 1

@@ -1,5 +1,6 @@
 """What BatchNorm layers have gathered goes with the weights: an iteration that came to nothing adds nothing."""
 
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,30 @@ def compare(tmp_path: Path, device: type[Device], size: int, **how: bool) -> Non
 @pytest.mark.parametrize("size", [1, 3])
 def test_on_the_cpu(size: int, tmp_path: Path) -> None:
     compare(tmp_path, Device, size)
+
+
+def test_an_iteration_that_a_callback_ends_adds_nothing(tmp_path: Path) -> None:
+    class Failing:
+        def on_start(self) -> None:
+            pass
+
+        def on_gradients_ready(self) -> None:
+            raise ValueError("mine")
+
+    with write_lmdb(str(tmp_path / "db")) as writer:
+        for i in range(8):
+            writer.put(f"{i:08d}", array_to_datum(np.full((3, 5, 5), 30 * i, np.uint8), i % 5))
+    text = NET.replace('"db"', f'"{tmp_path}/db"')
+    settings = f'base_lr: 0.1 lr_policy: "fixed" net_param {{ {text} }}'
+    with closing(Solver(text_format.Parse(settings, SolverParameter()))) as solver:
+        solver.step(2)
+        (bn,) = (layer for layer in solver.net.layers if layer.type == "BatchNorm")
+        before = [blob.host_data.copy() for blob in bn.blobs]
+        solver.add_callback(Failing())
+        with pytest.raises(ValueError, match="mine"):
+            solver.step(1)
+        for blob, values in zip(bn.blobs, before, strict=True):
+            np.testing.assert_array_equal(blob.host_data, values)
 
 
 @pytest.mark.gpu

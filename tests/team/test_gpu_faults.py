@@ -179,8 +179,7 @@ def test_a_python_layer_raises(rank: int, folder: Path) -> None:
     assert run.returncode == ConfigError.exit_code, run.stderr
     where = rf'{"" if rank == 0 else f"rank {rank}: "}net.prototxt:\d+:\d+: layer "faulty" \(Python\): .*it went wrong'
     assert re.search(f"^caffepy: error: {where}", run.stderr.splitlines()[-1])
-    if rank:
-        is_good(5)
+    is_good(5)
 
 
 @pytest.mark.parametrize("sync", SYNCS)
