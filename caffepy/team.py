@@ -292,10 +292,9 @@ class Team(Followers):
             error = met
             raise
         finally:
-            if error is not None:
-                self._condemn()
             try:
                 if error is not None:
+                    self._condemn()
                     self.group.abort(0, error)
                     self.group.settle()
             finally:
