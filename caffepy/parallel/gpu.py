@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -73,18 +74,11 @@ class ScheduleSync:
         """Nothing is held outside."""
 
     def _run(self, way: str, execution: "_Execution", count: int) -> None:
-        """The first time each way all ranks begin together, and end before one goes on.
-
-        What a rank then does for the first time, such as to load a kernel, may wait for a GPU that waits for others.
-        """
+        """Run it, abreast of the others the first time each way."""
         first = way not in self._met
-        if first:
-            self.group.barrier(self.rank, "schedule")
-        execution.run(count)
-        if first:
-            self._met.add(way)
-            self._device.stream.synchronize()
-            self.group.barrier(self.rank, "schedule")
+        self._met.add(way)
+        with self.group.abreast(self.rank, "schedule", self._device.stream.synchronize) if first else nullcontext():
+            execution.run(count)
 
 
 class GivenUp:

@@ -24,11 +24,11 @@ DEADLINES = {"set-up": 900.0, "step": 300.0, "test": 900.0, "snapshot": 900.0, "
 TICK = 0.5
 """Seconds between looks at whether others have failed, for a rank that waits where nobody can wake it."""
 
-PATIENCE = 3.0
-"""Seconds after which nobody waits any longer for a library to let go of its memory."""
-
 MOST = 2 * TICK
 """Seconds that count at most from one look to the next: more have passed where the whole process was stopped."""
+
+PATIENCE = 3.0
+"""Seconds after which nobody waits any longer for a library to let go of its memory."""
 
 
 class GroupStoppedError(SyncError):
@@ -238,6 +238,17 @@ class Group:
             lambda: self._rounds.get(name, 0) > turn,
             lambda: sorted(set(range(self.size)) - self._arrived[name]),
         )
+
+    @contextmanager
+    def abreast(self, rank: int, name: str, done: Callable[[], object]) -> Iterator[None]:
+        """A block that all ranks begin together, and leave when `done` has returned in all.
+
+        So that nothing is set up, such as a kernel that is loaded, while a GPU waits for others: it may wait for that.
+        """
+        self.barrier(rank, name)
+        yield
+        done()
+        self.barrier(rank, name)
 
     @contextmanager
     def turn(self, rank: int, key: object) -> Iterator[None]:

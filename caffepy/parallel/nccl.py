@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 from cupy.cuda import get_current_stream, nccl
@@ -114,18 +114,14 @@ class NcclSync:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """A block whose calls become one launch; in the first iteration all ranks begin and end it together."""
-        if not self._met:
-            self.group.barrier(self.rank, "nccl")
-        with self._told():
+        """A block whose calls become one launch, abreast of the others in the first iteration."""
+        done = get_current_stream().synchronize
+        with nullcontext() if self._met else self.group.abreast(self.rank, "nccl", done), self._told():
             nccl.groupStart()
             try:
                 yield
             finally:
                 nccl.groupEnd()
-        if not self._met:
-            get_current_stream().synchronize()
-            self.group.barrier(self.rank, "nccl")
 
     @staticmethod
     def _range(flat: Array, start: int, stop: int) -> tuple[int, int, int, int]:
