@@ -100,7 +100,6 @@ class Step:
         self._large = large_products(net)
         self._added_to = self.params.without(self._large)
         self._without_python = all(layer.type != "Python" for layer in net.layers)  # which may reach anything
-        self._overwrites = False  # gradients of the large products' weights take the place of what was there
         self.run = self._new_pass(True)
 
     def fuse(self, fuse: bool) -> None:
@@ -136,8 +135,11 @@ class Step:
             for layer in self._large.values():
                 layer.blobs[0].diff.fill(0)
 
+    @property
+    def _overwrites(self) -> bool:
+        return any(layer.overwrites for layer in self._large.values())
+
     def _set_overwriting(self, yes: bool) -> None:
-        self._overwrites = yes
         for layer in self._large.values():
             layer.overwrites = yes
 
