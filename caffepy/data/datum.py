@@ -42,8 +42,6 @@ def image_file(record: Record) -> bytes:
 
 def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None = None) -> Array:
     """(C, H, W) uint8, channels in OpenCV's order (BGR), of an image file's bytes, resized to (width, height)."""
-    import cv2
-
     image = read_image(data, mode)
     if image is None:
         raise DataError(f"its image cannot be decoded ({len(data)} bytes)")
@@ -51,9 +49,7 @@ def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None =
         raise DataError(f"its image has {image.dtype.itemsize * 8} bits a channel; only 8 are supported")
     if size:
         image = resized(image, *size)
-    if image.ndim == 2:
-        return image[None]
-    return np.stack(cv2.split(image))  # (H, W, C) -> (C, H, W)
+    return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)  # (H, W, C) seen as (C, H, W)
 
 
 def read_image(data: bytes, mode: int) -> Array | None:
