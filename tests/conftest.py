@@ -29,6 +29,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip(f"needs {needed} GPU(s): {reason}")
 
 
+@pytest.fixture(params=[False, True], ids=["one at a time", "several"])
+def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether helpers fill several batches at a time, as they do where there are many threads."""
+    monkeypatch.setattr("caffepy.data.reader.MANY", 1 if request.param else 1 << 20)
+
+
 @pytest.fixture
 def always_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it paid to exchange factors for all layers of which they are smaller than the gradient."""

@@ -1,8 +1,9 @@
 """Loaders fill batches: most read images one by one, decoded by all threads, and leave it to the net to cut them."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -92,6 +93,14 @@ class Loader:
         """Fill the batch with the next images and state what follows it."""
         raise NotImplementedError
 
+    def begin(self, batch: Batch) -> Callable[[], bool]:
+        """Go past the next images; what is returned fills the batch with them, while others begin, in any thread.
+
+        It returns false, or raises an error, where only `load` can do it, from the state before.
+        """
+        self.load(batch)
+        return lambda: True
+
     def state(self) -> State:
         """Position and random stream: numbers and arrays."""
         raise NotImplementedError
@@ -145,12 +154,18 @@ class SequentialLoader(Loader):
 
     def load(self, batch: Batch) -> None:
         """Fill the batch with the next images."""
-        items = self._good(self.batch_size)
-        while bad := self._load(batch, items):
+        items, draws = self._good(self.batch_size), self.transformer.draw(self.batch_size)
+        while bad := self._load(batch, items, draws, self.state()):
             for i, error in sorted(bad.items()):
                 self.bad.add(self.name(items[i]), DataError(f"{error.message} ({self.place(items[i])})"))
             rest = [item for i, item in enumerate(items) if i not in bad]
             items = self.joined([*rest, *self._good(len(bad))])
+
+    def begin(self, batch: Batch) -> Callable[[], bool]:
+        """Go past the next images; what is returned fills the batch, and returns false if one of them is bad."""
+        items, draws = self._good(self.batch_size), self.transformer.draw(self.batch_size)
+        load = partial(self._load, batch, items, draws, self.state())
+        return lambda: not load()
 
     def _good(self, count: int) -> Sequence[Any]:
         """The next items that are not known to be bad."""
@@ -165,8 +180,8 @@ class SequentialLoader(Loader):
             taken += count
         return self.joined(good)
 
-    def _load(self, batch: Batch, items: Sequence[Any]) -> dict[int, DataError]:
-        """Fill the batch with these, or return what is wrong with some, by number."""
+    def _load(self, batch: Batch, items: Sequence[Any], draws: Array, state: State) -> dict[int, DataError]:
+        """Fill the batch with these, which `state` follows, or return what is wrong with some, by number."""
         try:
             first, label = self.decode(items[0])
         except DataError as error:
@@ -178,13 +193,12 @@ class SequentialLoader(Loader):
         others = self._fill(items, images, labels, shape, bad)
         if bad:
             return bad
-        draws = self.transformer.draw(self.batch_size)
         if others:
             all_images = [others[i] if i in others else image.copy() for i, image in enumerate(images)]
             place = self._cut(batch, all_images, draws)
         else:
             place = self.transformer.place(draws, first.shape[1:])
-        batch.finish(shape, self.state(), *place, labels)
+        batch.finish(shape, state, *place, labels)
         return {}
 
     def _fill(
@@ -298,6 +312,15 @@ class RecordLoader(SequentialLoader):
         """Fill the batch with the next images."""
         try:
             super().load(batch)
+        finally:
+            self._taken.clear()
+
+    def begin(self, batch: Batch) -> Callable[[], bool]:
+        """Go past the next images; what is returned fills the batch, and returns false if one of them is bad."""
+        if not self._source.in_place:  # to go past them is most of the work
+            return Loader.begin(self, batch)
+        try:
+            return super().begin(batch)
         finally:
             self._taken.clear()
 

@@ -1,4 +1,4 @@
-"""Batches made ahead of time by a thread.
+"""Batches made ahead of time by a thread; where there are many, others fill several of them at a time.
 
 Batch k is always batch k. Each carries the state (position, random stream) after it, so that the state of a Reader is
 that after the last batch taken: batches made ahead do not count. Batches may come in several lanes, one after the
@@ -9,10 +9,13 @@ import atexit
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from itertools import count, cycle
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from numpy.typing import DTypeLike
 
@@ -21,6 +24,8 @@ from caffepy.data.loader import Batch, Loader, Staging, State
 log = logging.getLogger(__name__)
 
 EXIT_WAIT = 2.0  # seconds that an end waits for a thread in the middle of a batch
+HELPERS = 3  # fill as many batches at a time: of one alone some pieces end late, and what goes before them is serial
+MANY = 4  # threads are needed for that
 MOST_BATCHES = 100
 WAITS_PER_LINE = 1000
 
@@ -61,17 +66,82 @@ def _join(thread: threading.Thread, seconds: float | None) -> None:
         thread.join(seconds)
 
 
-def _produce(loader: Loader, ring: _Ring) -> None:
-    for lane in cycle(ring.free):
-        batch = lane.get()
-        if batch is None or ring.stopped:
-            return
+class _Begun(NamedTuple):
+    """A batch that is being filled, whether it could be, and the state before it."""
+
+    batch: Batch
+    filled: Future[bool]
+    before: State
+
+
+class _Producer:
+    """Begins batches one after the other, has some filled at a time, and hands them over in their order."""
+
+    def __init__(self, loader: Loader, ring: _Ring) -> None:
+        self._loader, self._ring = loader, ring
+        self._begun: deque[_Begun] = deque()
+        self._jobs: SimpleQueue[tuple[Future[bool], Callable[[], bool]] | None] = SimpleQueue()
+
+    def run(self) -> None:
+        """Until it is told to stop, or something fails."""
+        from caffepy.ops.cpu.threads import num_threads  # here, since the package loads numba
+
+        helpers = HELPERS if num_threads() >= MANY else 0
+        make = self._begin if helpers else self._load
         try:
-            loader.load(batch)
+            for _ in range(helpers):
+                threading.Thread(target=self._help, name="caffepy-fill", daemon=True).start()
+            for lane in cycle(self._ring.free):
+                while self._must_hand_over(lane):
+                    self._hand_over()
+                batch = lane.get()
+                if batch is None or self._ring.stopped:
+                    return
+                make(batch)
         except BaseException as error:  # raised again where the batch is taken
-            ring.full.put(error)
+            self._ring.full.put(error)
+        finally:
+            wait([begun.filled for begun in self._begun])
+            for _ in range(helpers):
+                self._jobs.put(None)
+
+    def _load(self, batch: Batch) -> None:
+        self._loader.load(batch)
+        self._ring.full.put(batch)
+
+    def _begin(self, batch: Batch) -> None:
+        begun = _Begun(batch, Future(), self._loader.state())
+        self._begun.append(begun)
+        try:
+            self._jobs.put((begun.filled, self._loader.begin(batch)))
+        except BaseException as error:  # comes up again behind the batches before it
+            begun.filled.set_exception(error)
+
+    def _help(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            filled, fill = job
+            try:
+                filled.set_result(fill())
+            except BaseException as error:  # comes up again when the batch is loaded
+                filled.set_exception(error)
+
+    def _must_hand_over(self, lane: "SimpleQueue[Batch | None]") -> bool:
+        """Whether a batch is ready, or none can be begun before one is."""
+        if not self._begun:
+            return False
+        return self._begun[0].filled.done() or len(self._begun) == HELPERS or lane.empty()
+
+    def _hand_over(self) -> None:
+        """The batch that was begun first; if it could not be filled, load it and those behind it one by one."""
+        batch, filled, before = self._begun[0]
+        if filled.exception() is None and filled.result():
+            self._begun.popleft()
+            self._ring.full.put(batch)
             return
-        ring.full.put(batch)
+        wait([begun.filled for begun in self._begun])
+        self._loader.set_state(before)
+        while self._begun:
+            self._load(self._begun.popleft().batch)
 
 
 _waits = count()
@@ -154,7 +224,8 @@ class Reader:
         self._ring = _Ring(self._batches)
         self._finalizer = weakref.finalize(self, self._ring.stop)
         self._finalizer.atexit = False
-        thread = threading.Thread(target=_produce, args=(self._loader, self._ring), name="caffepy-data", daemon=True)
+        producer = _Producer(self._loader, self._ring)
+        thread = threading.Thread(target=producer.run, name="caffepy-data", daemon=True)
         try:
             self._thread = thread
             _threads[thread] = self._ring

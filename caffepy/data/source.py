@@ -64,6 +64,7 @@ class Source:
     """The records of one database. Reading wraps at the end; a record is valid until `close`."""
 
     kind = ""
+    in_place = False  # `take` reads no record, but says where each lies
     errors: tuple[type[Exception], ...] = ()  # what the library raises when the database is damaged
 
     def __init__(self, path: str, use: "_Use") -> None:
@@ -174,6 +175,7 @@ class LMDB(Source):
     """The unnamed database of an LMDB environment: read-only, without locks, hence also on read-only media."""
 
     kind = "LMDB"
+    in_place = True
     errors = (lmdb.Error,)
 
     def __init__(self, path: str, file: str) -> None:

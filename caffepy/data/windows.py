@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -168,10 +168,11 @@ class WindowLoader(Loader):
         if not 0 <= param.fg_fraction <= 1:
             raise ConfigError(f"window_data_param's fg_fraction must be 0 to 1, not {param.fg_fraction:g}")
         foreground = int(Number(self.batch_size) * Number(param.fg_fraction))
-        self._wanted = ((file.background, self.batch_size - foreground), (file.foreground, foreground))
-        for name, (windows, count) in zip(("background", "foreground"), self._wanted, strict=True):
+        wanted = ((file.background, self.batch_size - foreground), (file.foreground, foreground))
+        for name, (windows, count) in zip(("background", "foreground"), wanted, strict=True):
             if count > 0 and not len(windows):
                 raise DataError(f"{self._path} has no {name} windows, of which each batch wants {count}")
+        self._kinds = [windows for windows, count in wanted for _ in range(count)]  # by place in a batch
         return file
 
     def _expand_mean(self, mean: Array | None) -> Array:
@@ -194,20 +195,51 @@ class WindowLoader(Loader):
 
     def load(self, batch: Batch) -> None:
         """Fill the batch with windows; each draws its number, then its mirroring."""
-        images, labels = batch.room(self.shape(), batch.dtype), np.zeros(self.batch_size)
-        images.fill(0)
-        kinds = [windows for windows, count in self._wanted for _ in range(count)]
-        missing = list(range(len(kinds)))
+        images, labels = self._room(batch)
+        missing = list(range(self.batch_size))
         while missing:
-            missing = self._fill(missing, kinds, images, labels)
+            windows, mirrored = self._draw(missing)
+            bad = self._fill(missing, windows, mirrored, images, labels)
+            for k, error in sorted(bad.items()):
+                self._put_up_with(windows[k][0], error, self._kinds[missing[k]])
+            missing = [missing[k] for k in sorted(bad)]
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 
-    def _fill(self, places: list[int], kinds: Sequence[Array], images: Array, labels: Array) -> list[int]:
-        """Draw windows for these places of a batch; returns those of windows in bad images."""
+    def begin(self, batch: Batch) -> Callable[[], bool]:
+        """Draw windows; what is returned fills the batch with them, and returns false if one lies in a bad image."""
+        if len(self.bad):
+            return super().begin(batch)
+        places = list(range(self.batch_size))
+        drawn, state = self._draw(places), self.state()
+
+        def fill() -> bool:
+            images, labels = self._room(batch)
+            if self._fill(places, *drawn, images, labels):
+                return False
+            batch.finish(self.shape(), state, 0, 0, False, labels)
+            return True
+
+        return fill
+
+    def _room(self, batch: Batch) -> tuple[Array, Array]:
+        """Images (N, 3, crop_size, crop_size) and labels (N,), all 0."""
+        images = batch.room(self.shape(), batch.dtype)
+        images.fill(0)
+        return images, np.zeros(self.batch_size)
+
+    def _draw(self, places: list[int]) -> tuple[list[Array], list[bool]]:
+        """Windows for these places of a batch, and which are mirrored."""
+        draws = self._twister.draw(len(places) * (1 + self._mirror)).reshape(len(places), -1)
+        kinds = [self._kinds[i] for i in places]
+        windows = [kind[draw[0] % len(kind)] for kind, draw in zip(kinds, draws, strict=True)]
+        return windows, [self._mirror and bool(draw[1] % 2) for draw in draws]
+
+    def _fill(
+        self, places: list[int], windows: list[Array], mirrored: list[bool], images: Array, labels: Array
+    ) -> dict[int, DataError]:
+        """Warp windows into these places of a batch; returns what is wrong with those in bad images, by number."""
         from caffepy.ops.cpu.threads import parallel  # here, since the package loads numba
 
-        draws = self._twister.draw(len(places) * (1 + self._mirror)).reshape(len(places), -1)
-        windows = [kinds[i][draw[0] % len(kinds[i])] for i, draw in zip(places, draws, strict=True)]
         bad: dict[int, DataError] = {}
 
         def warp_some(lo: int, hi: int) -> None:
@@ -215,15 +247,12 @@ class WindowLoader(Loader):
                 image, label, *corners = map(int, windows[k])
                 labels[places[k]] = label
                 try:
-                    name = self._file.images[image]
-                    self._warp(name, corners, self._mirror and bool(draws[k][1] % 2), images[places[k]])
+                    self._warp(self._file.images[image], corners, mirrored[k], images[places[k]])
                 except DataError as error:
                     bad[k] = error
 
         parallel(warp_some, len(places))
-        for k, error in sorted(bad.items()):
-            self._put_up_with(windows[k][0], error, kinds[places[k]])
-        return [places[k] for k in sorted(bad)]
+        return bad
 
     def _put_up_with(self, image: int, error: DataError, windows: Array) -> None:
         """Draw another one in place of a window in a bad image, if that may be and if there is one."""

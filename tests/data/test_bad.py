@@ -16,6 +16,8 @@ from caffepy.errors import DataError, RecordError
 from caffepy.proto.caffe_pb2 import Datum
 from tests.layer.test_data import Feed
 
+pytestmark = pytest.mark.usefixtures("several")
+
 COUNT = 12
 BAD = (0, 5, 6, 11)
 Make = Callable[..., Feed]

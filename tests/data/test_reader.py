@@ -2,11 +2,12 @@
 
 import gc
 import logging
+import re
 import subprocess
 import sys
 import threading
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +15,13 @@ import cv2
 import numpy as np
 import pytest
 from google.protobuf import text_format
+from hypothesis import given
+from hypothesis import strategies as st
 
-from caffepy.data.loader import RecordLoader
-from caffepy.data.reader import Reader
+from caffepy.data import reader as reader_module
+from caffepy.data.bad import tolerating
+from caffepy.data.loader import Batch, RecordLoader
+from caffepy.data.reader import HELPERS, Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
 from caffepy.data.write import array_to_datum, write_lmdb
@@ -24,6 +29,8 @@ from caffepy.device import Device
 from caffepy.errors import DataError
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
+
+pytestmark = pytest.mark.usefixtures("several")
 
 SHAPE = (2, 4, 5)
 
@@ -70,8 +77,20 @@ def same(a, b):
         np.testing.assert_array_equal(label, label_b)
 
 
-def data_threads():
-    return [t for t in threading.enumerate() if t.name == "caffepy-data"]
+def data_threads(name="caffepy-data"):
+    return [t for t in threading.enumerate() if t.name == name]
+
+
+def before_each_fill(monkeypatch, reader, do):
+    """Let threads do this before they fill a batch."""
+    begin, load = reader._loader.begin, reader._loader.load
+
+    def begin_late(batch):
+        fill = begin(batch)
+        return lambda: (do(), fill())[1]
+
+    monkeypatch.setattr(reader._loader, "begin", begin_late)
+    monkeypatch.setattr(reader._loader, "load", lambda batch: (do(), load(batch)))
 
 
 def test_batches_in_order_and_around_again(ten):
@@ -117,9 +136,70 @@ def test_the_thread_starts_at_the_first_batch_and_ends_at_close(ten):
     assert data_threads() == before
     take(r)
     (thread,) = set(data_threads()) - set(before)
-    assert thread.daemon
+    helpers = data_threads("caffepy-fill")
+    assert len(helpers) == (HELPERS if reader_module.MANY == 1 else 0)
+    assert all(t.daemon for t in (thread, *helpers))
     r.close()
-    assert not thread.is_alive()
+    for t in (thread, *helpers):
+        t.join(60)
+        assert not t.is_alive()
+
+
+def test_helpers_fill_several_batches_at_a_time(ten, monkeypatch):
+    monkeypatch.setattr(reader_module, "MANY", 1)
+    made, whole = reader(ten, depth=HELPERS), reader(ten)
+    together = threading.Barrier(HELPERS)
+    before_each_fill(monkeypatch, made, lambda: together.wait(60))  # breaks, and with it the batch, if one is alone
+    same(take(made, HELPERS), take(whole, HELPERS))
+    together.abort()
+    made.close()
+    whole.close()
+
+
+def kinds(i):
+    """A raw record, an encoded one, one that is larger, one of floats."""
+    return (
+        array_to_datum(images(20)[i], i).SerializeToString(),
+        png((1, 4, 5), label=i),
+        datum((2, 6, 5), i),
+        array_to_datum(images(20)[i].astype(np.float32), i).SerializeToString(),
+        b"\xff\xff",
+    )
+
+
+@given(
+    records=st.lists(st.sampled_from([0, 0, 0, 0, 0, 0, 2, 2, 3, 1, 4]), min_size=1, max_size=20),
+    most=st.integers(0, 4),
+    crop=st.sampled_from(["crop_size: 3 mirror: true", "mirror: true"]),
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 5), st.integers(1, 3)),
+    pauses=st.sets(st.integers(0, 11)),
+)
+def test_batches_are_those_of_a_loader_alone(tmp_path_factory, records, most, crop, sizes, pauses):
+    path = write(tmp_path_factory.mktemp("any"), [kinds(i)[kind] for i, kind in enumerate(records)])
+    batch_size, depth, lanes = sizes
+    with tolerating(most):
+        made, alone = reader(path, batch_size, depth, crop), reader(path, batch_size, transform=crop)._loader
+    made.serve([nullcontext] * lanes)
+    batch = Batch(batch_size, np.float32, cpu.Staging())
+    for k in range(12):
+        try:
+            alone.load(batch)
+        except DataError as error:
+            with pytest.raises(DataError, match=f"^{re.escape(str(error))}$"):
+                made.take()
+            break
+        found = made.take()
+        assert found.shape == batch.shape
+        for a, b in zip(found.staging.take(), batch.staging.take(), strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert found.state.keys() == batch.state.keys() == made.state().keys()
+        for name, value in batch.state.items():
+            np.testing.assert_array_equal(found.state[name], value)
+        made.give_back(found)
+        if k in pauses and (k + 1) % lanes == 0:
+            made.stop()
+    made.close()
+    alone.close()
 
 
 def test_a_forgotten_reader_ends_its_thread(ten):
@@ -146,12 +226,10 @@ def test_every_thousandth_wait_is_logged(ten, caplog, monkeypatch):
 
     monkeypatch.setattr("caffepy.data.reader._waits", waits())
     r = reader(ten)
-    load = r._loader.load
-    monkeypatch.setattr(r._loader, "load", lambda batch: (gate.acquire(), load(batch)))
+    before_each_fill(monkeypatch, r, gate.acquire)
     take(r, 4)
     assert caplog.messages.count("Waiting for data") == 2
-    gate.release()
-    gate.release()
+    gate.release(3)
     r.close()
 
 
@@ -310,14 +388,7 @@ def test_batches_come_in_lanes_by_turns(ten, lanes):
 def test_close_does_not_wait_for_a_thread_that_hangs(ten, monkeypatch, caplog):
     monkeypatch.setattr("caffepy.data.reader.EXIT_WAIT", 0.1)
     r, begun, go = reader(ten), threading.Event(), threading.Event()
-    load = r._loader.load
-
-    def hang(batch):
-        begun.set()
-        go.wait()
-        load(batch)
-
-    monkeypatch.setattr(r._loader, "load", hang)
+    before_each_fill(monkeypatch, r, lambda: (begun.set(), go.wait()))
     r._start()
     begun.wait()
     (thread,) = data_threads()

@@ -12,6 +12,8 @@ from caffepy.solver import sidecar
 from tests.layer.test_data import Feed
 from tests.team.test_data import LAYERS, folder  # noqa: F401  # a fixture
 
+pytestmark = pytest.mark.usefixtures("several")
+
 SOURCES = {
     **{kind: text for kind, text in LAYERS.items() if kind != "Python"},
     "LevelDB": LAYERS["Data"].replace('"db"', '"leveldb"').replace("LMDB", "LEVELDB"),

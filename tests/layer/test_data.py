@@ -16,6 +16,8 @@ from caffepy.errors import CaffeError, ConfigError, DataError
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
 
+pytestmark = pytest.mark.usefixtures("several")
+
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 CASES = sorted(p.stem for p in GOLDEN.glob("*.npz"))
 

@@ -14,6 +14,8 @@ from caffepy.proto.caffe_pb2 import TEST, BlobProto
 
 from .test_data import Feed
 
+pytestmark = pytest.mark.usefixtures("several")
+
 HEIGHT, WIDTH = 12, 16
 
 
