@@ -1,4 +1,4 @@
-"""Records a second of every source of data: what its loader fills batches with, in memory of the host.
+"""Records a second of every source of data: what batches are filled with ahead of time, in memory of the host.
 
 usage: python tests/benchmark/sources.py FOLDER [--count 2000] [--size 256] [--batch 64] [--rounds 3] [--threads 1,2]
 
@@ -24,7 +24,7 @@ from google.protobuf import text_format
 from caffepy.blob import Array
 from caffepy.convert_imageset import Recipe, convert_imageset
 from caffepy.data.hdf5 import HDF5Rows
-from caffepy.data.loader import Batch
+from caffepy.data.reader import Reader
 from caffepy.device import Device
 from caffepy.layer import create_layer
 from caffepy.layer.data import Prefetching
@@ -32,6 +32,7 @@ from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 SECONDS = 1.5
+DEPTH = 4  # batches, as data layers have it unless they are told
 ROWS = 1000  # of an HDF5 file
 CROP = 227
 
@@ -108,10 +109,9 @@ def measure(name: str, text: str, batch: int, rounds: int) -> float:
         text = f"{text % batch} transform_param {{ crop_size: {CROP} mirror: true }}"
         layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, Device(seed=1))
         assert isinstance(layer, Prefetching)
-        loader = layer.open()
-        stack.callback(loader.close)
-        batches = [Batch(batch, np.float32, cpu.Staging()) for _ in range(2)]
-        return median(rate(lambda: [loader.load(b) for b in batches], 2 * batch) for _ in range(rounds))
+        reader = Reader(layer.open(), DEPTH, np.float32, cpu.Staging)
+        stack.callback(reader.close)
+        return median(rate(lambda: reader.give_back(reader.take()), batch) for _ in range(rounds))
 
 
 def main() -> None:
