@@ -49,7 +49,12 @@ def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None =
         raise DataError(f"its image has {image.dtype.itemsize * 8} bits a channel; only 8 are supported")
     if size:
         image = resized(image, *size)
-    return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)  # (H, W, C) seen as (C, H, W)
+    return planes(image)
+
+
+def planes(image: Array) -> Array:
+    """(C, H, W), a view of an image (H, W) or (H, W, C)."""
+    return image[None] if image.ndim == 2 else image.transpose(2, 0, 1)
 
 
 def read_image(data: bytes, mode: int) -> Array | None:
@@ -58,12 +63,12 @@ def read_image(data: bytes, mode: int) -> Array | None:
     return opened(data + JPEG_END, mode) if image is None and data.startswith(JPEG_START) else image
 
 
-def opened(data: bytes, mode: int) -> Array | None:
+def opened(data: bytes | Array, mode: int) -> Array | None:
     """(H, W) or (H, W, C) as OpenCV decodes an image file's bytes; None if that is not possible."""
     import cv2
 
     try:
-        return cv2.imdecode(np.frombuffer(data, np.uint8), mode) if data else None
+        return cv2.imdecode(np.frombuffer(data, np.uint8), mode) if len(data) else None
     except cv2.error:  # more pixels than OpenCV takes
         return None
 

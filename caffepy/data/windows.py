@@ -12,7 +12,7 @@ from caffepy.blob import shape_string
 from caffepy.data.datum import COLOR, Array, decode_image
 from caffepy.data.image_list import find_root, unreadable
 from caffepy.data.lists import lines_of
-from caffepy.data.loader import Batch, Loader, Shape, State
+from caffepy.data.loader import DECODERS, Batch, Loader, Shape, State
 from caffepy.data.transformer import read_mean
 from caffepy.data.twister import new_twister
 from caffepy.device import Device
@@ -251,7 +251,7 @@ class WindowLoader(Loader):
                 except DataError as error:
                     bad[k] = error
 
-        parallel(warp_some, len(places))
+        parallel(warp_some, len(places), max(1, len(places) // DECODERS))
         return bad
 
     def _put_up_with(self, image: int, error: DataError, windows: Array) -> None:

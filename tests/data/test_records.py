@@ -1,10 +1,12 @@
-"""Raw datums that are copied without being parsed: the same images and labels, and nothing that needs parsing."""
+"""Datums that are copied or found without being parsed: the same images and labels, and nothing that needs parsing."""
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from caffepy.data.datum import head_of
-from caffepy.data.records import copy_images
+from caffepy.data.records import copy_images, find_encoded
 from caffepy.data.source import Records
 from caffepy.data.write import array_to_datum
 from caffepy.proto.caffe_pb2 import Datum
@@ -68,3 +70,58 @@ def test_joined_records_are_found_again():
     assert [(bytes(key), bytes(value)) for key, value in joined] == records
     assert [bytes(key) for key, _ in joined[1:]] == [b"bcd", b"e"]
     assert len(joined) == 3
+
+
+def found(*records):
+    joined = Records.joined([(b"key", record) for record in records])
+    images, labels = find_encoded(joined.content, joined.rows)
+    return [joined.content[start : start + size].tobytes() for start, size in images.tolist()], labels.tolist()
+
+
+FILE = b"\xff\xd8 an image"
+
+
+@pytest.mark.parametrize("label", [0, 5, 1000, -1, 2**31 - 1, -(2**31)])
+def test_encoded_images_and_labels_are_found(label):
+    plain = Datum(encoded=True, data=FILE, label=label)
+    shaped = Datum(channels=3, height=700, width=5, encoded=True, data=FILE * 40, label=label)
+    files, labels = found(*(d.SerializeToString() for d in (plain, shaped, Datum(encoded=True, data=b"x"))))
+    assert files == [FILE, FILE * 40, b"x"]
+    assert labels == [label, label, 0]
+
+
+JPEG = Datum(encoded=True, data=FILE, label=3).SerializeToString()
+NOT_FOUND = {
+    "raw": WHOLE,
+    "no longer encoded": JPEG + Datum(encoded=False).SerializeToString(),
+    "no image": Datum(encoded=True, label=3).SerializeToString(),
+    "float data": JPEG + Datum(float_data=[1]).SerializeToString(),
+    "another field": JPEG + b"\x48\x01",
+    "a field of a large number": JPEG + b"\x80\x01\x01",
+    "a field of a large number at the end": JPEG + b"\xb8\x01",
+    "cut in the image": JPEG[:8],
+    "cut behind a tag": JPEG + b"\x28",
+    "an image of 2 ** 64 - 1 bytes": b"\x22" + b"\xff" * 9 + b"\x01" + JPEG,
+    "a number without an end": JPEG + b"\x28" + b"\xff" * 20,
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("case", NOT_FOUND)
+def test_other_datums_are_not_taken_for_encoded_images(case):
+    files, _ = found(JPEG, NOT_FOUND[case], JPEG)
+    assert files == [FILE, b"", FILE]
+
+
+def test_the_last_of_several_values_counts():
+    twice = JPEG + Datum(encoded=True, data=b"later", label=-7).SerializeToString()
+    assert found(twice) == ([b"later"], [-7])
+
+
+@given(st.binary(max_size=40), st.integers(0, 60), st.integers(0, 60))
+def test_what_is_found_is_what_parsing_finds(noise, lo, hi):
+    record = JPEG[: min(lo, hi)] + noise + JPEG[max(lo, hi) :]
+    (file,), (label,) = found(record)
+    if file:
+        datum = Datum.FromString(record)
+        assert (datum.encoded, datum.data, datum.label) == (True, file, label)
