@@ -1,10 +1,10 @@
-"""Whether a database keeps up with a net: its images a second on synthetic data, on a database, and of its loader.
+"""Whether a database keeps up with a net: its images a second on synthetic data, on a database, and read alone.
 
 usage: python tests/benchmark/pipeline.py --lmdb FOLDER [--net caffenet] [--precision bf16] [--gpu 0] [--rounds 2]
            [--iterations 100] [--batch 256]
 
 Makes the database if there is none (make_lmdb.py). Synthetic data and database take turns, each time in a process of
-its own; then the loader runs alone, into memory of the host, with 1, 2, 4... threads.
+its own; then the data are read alone, into memory of the host, with 1, 2, 4... threads.
 """
 
 import argparse
@@ -19,7 +19,8 @@ import numpy as np
 from make_lmdb import make
 
 from caffepy import models
-from caffepy.data.loader import Batch, RecordLoader
+from caffepy.data.loader import RecordLoader
+from caffepy.data.reader import Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
 from caffepy.device import Device
@@ -28,6 +29,7 @@ from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.proto.text import read_net
 
 SECONDS = 1.5
+DEPTH = 4  # batches, as data layers have it unless they are told
 
 
 def say(text: str) -> None:
@@ -46,23 +48,22 @@ def trained(args: argparse.Namespace, data: str) -> dict[str, float]:
     return result
 
 
-def loaded(args: argparse.Namespace, threads: int) -> float:
-    """Images a second that the loader fills batches with, as the net's data layer would have it do."""
+def read_alone(args: argparse.Namespace, threads: int) -> float:
+    """Images a second that are read ahead, as the net's data layer would have it."""
     path = models.path(args.net, "train_val")
     assert path, f"no bundled model {args.net}"
     layer = next(layer for layer in read_net(path).layer if layer.type == "Data")
     cpu.set_num_threads(threads)
     transformer = Transformer(layer.transform_param, TRAIN, Device(seed=1), path)
-    loader = RecordLoader(open_source(args.lmdb), transformer, args.batch)
-    batches = [Batch(args.batch, np.float32, cpu.Staging()) for _ in range(4)]
-    for batch in batches:
-        loader.load(batch)
+    reader = Reader(RecordLoader(open_source(args.lmdb), transformer, args.batch), DEPTH, np.float32, cpu.Staging)
+    for _ in range(2 * DEPTH):
+        reader.give_back(reader.take())
     count, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < SECONDS:
-        loader.load(batches[count % len(batches)])
+        reader.give_back(reader.take())
         count += 1
     seconds = time.perf_counter() - begin
-    loader.close()
+    reader.close()
     return count * args.batch / seconds
 
 
@@ -90,8 +91,8 @@ def main() -> None:
     source.close()
     threads = 1
     while threads <= (os.cpu_count() or 1):
-        rate = loaded(args, threads)
-        say(f"loader alone, {threads} threads: {rate:.0f} images/s, {rate * size / 1e9:.1f} GB/s")
+        rate = read_alone(args, threads)
+        say(f"read alone, {threads} threads: {rate:.0f} images/s, {rate * size / 1e9:.1f} GB/s")
         threads *= 2
     say(json.dumps({"synthetic": synthetic, "database": database, "rounds": rounds}))
 

@@ -311,12 +311,12 @@ def test_an_error_of_an_end_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 HANGING_DATA = """
 import time
 from caffepy.data.loader import RecordLoader
-load = RecordLoader.load
-def hang(self, batch):
+take = RecordLoader.take
+def hang(self, count):
     if self.state()["record"] >= 60 and self.batch_size == 3:
         time.sleep(60)
-    load(self, batch)
-RecordLoader.load = hang
+    return take(self, count)
+RecordLoader.take = hang
 """
 
 

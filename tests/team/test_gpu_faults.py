@@ -199,13 +199,13 @@ def test_a_data_layer_fails() -> None:
 import faulthandler
 from caffepy.data.loader import RecordLoader
 from caffepy.errors import DataError
-load = RecordLoader.load
-def fail(self, batch):
+take = RecordLoader.take
+def fail(self, count):
     if self.state()["record"] >= 30 and self.batch_size == 3:
         faulthandler.dump_traceback_later({SECONDS}, exit=True)
         raise DataError("the record is damaged")
-    load(self, batch)
-RecordLoader.load = fail
+    return take(self, count)
+RecordLoader.take = fail
 """
     run = caffepy(on=GPUS, code=code)
     assert run.returncode == DataError.exit_code, run.stderr
