@@ -214,6 +214,8 @@ class SequentialLoader(Loader):
         from caffepy.ops.cpu.threads import parallel  # here, since the package loads numba
 
         todo = 1 + np.flatnonzero(~self.copy(items, images, labels)[1:])
+        if not len(todo):
+            return {}
         others: dict[int, Array] = {}
         errors: dict[int, CaffeError] = {}
         decode = self.decoder(items)
@@ -352,21 +354,21 @@ class RecordLoader(SequentialLoader):
         return copy_images(items.content, items.rows, head_of(images.shape[1:]), images, labels)
 
     def decoder(self, items: Sequence[Any]) -> Callable[[int], tuple[Array, int]]:
-        """What decodes one of these records, by number, and needs Python as little as can be: all threads do."""
+        """What decodes one of these records, by number; called by several threads at once."""
         from caffepy.data.records import find_encoded
 
         assert isinstance(items, Records)
         content, (found, numbers) = items.content, find_encoded(items.content, items.rows)
         places, labels, mode = found.tolist(), numbers.tolist(), self.transformer.decode_mode
 
-        def decode(i: int) -> tuple[Array, int]:
+        def decode_one(i: int) -> tuple[Array, int]:
             start, size = places[i]
             image = opened(content[start : start + size], mode)
             if image is None or image.dtype != np.uint8:
                 return self.decode(items[i])
             return planes(image), labels[i]
 
-        return decode
+        return decode_one
 
     def decode(self, item: tuple[Record, Record]) -> tuple[Array, int]:
         """The image and the label of a key and its datum."""
