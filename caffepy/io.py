@@ -72,7 +72,7 @@ def datum_to_array(datum: caffe_pb2.Datum) -> Array:
     """The image (C, H, W) of a datum: uint8 if it holds bytes, which are decoded if they are an image file's (then the
     channels are BGR); else float64."""
     if datum.encoded:
-        return decode_image(datum.data)
+        return np.ascontiguousarray(decode_image(datum.data))
     shape = datum.channels, datum.height, datum.width
     if datum.data:
         return np.frombuffer(datum.data, np.uint8).reshape(shape).copy()

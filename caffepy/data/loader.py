@@ -19,7 +19,7 @@ from caffepy.errors import CaffeError, DataError, RecordError
 log = logging.getLogger(__name__)
 
 DECODERS = 6
-"""Threads that decode one batch. They need Python's lock for each image: more of them only wait for it."""
+"""At most so many threads decode one batch. They need Python's lock for each image: more of them wait for it."""
 
 Array = NDArray[Any]
 State = dict[str, Any]
@@ -96,13 +96,13 @@ class Loader:
         """Fill the batch with the next images and state what follows it."""
         raise NotImplementedError
 
-    def begin(self, batch: Batch) -> Callable[[], bool]:
-        """Go past the next images; what is returned fills the batch with them, while others begin, in any thread.
+    def begin(self, batch: Batch) -> Callable[[], bool] | None:
+        """Go past the next images; what is returned fills the batch with them, in any thread, while others begin.
 
-        It returns false, or raises an error, where only `load` can do it, from the state before.
+        It returns false, or raises an error, where only `load` can fill the batch, from the state before. None is
+        returned, and nothing done, where that is known at once.
         """
-        self.load(batch)
-        return lambda: True
+        return None
 
     def state(self) -> State:
         """Position and random stream: numbers and arrays."""
@@ -164,7 +164,7 @@ class SequentialLoader(Loader):
             rest = [item for i, item in enumerate(items) if i not in bad]
             items = self.joined([*rest, *self._good(len(bad))])
 
-    def begin(self, batch: Batch) -> Callable[[], bool]:
+    def begin(self, batch: Batch) -> Callable[[], bool] | None:
         """Go past the next images; what is returned fills the batch, and returns false if one of them is bad."""
         items, draws = self._good(self.batch_size), self.transformer.draw(self.batch_size)
         load = partial(self._load, batch, items, draws, self.state())
@@ -238,7 +238,7 @@ class SequentialLoader(Loader):
                     errors[i] = error
                     return
 
-        parallel(decode_some, len(todo), max(1, len(todo) // DECODERS))
+        parallel(decode_some, len(todo), most=DECODERS)
         if errors and min(errors) < min(bad, default=len(items)):
             raise errors[min(errors)]
         return others
@@ -325,10 +325,10 @@ class RecordLoader(SequentialLoader):
         finally:
             self._taken.clear()
 
-    def begin(self, batch: Batch) -> Callable[[], bool]:
+    def begin(self, batch: Batch) -> Callable[[], bool] | None:
         """Go past the next images; what is returned fills the batch, and returns false if one of them is bad."""
         if not self._source.in_place:  # to go past them is most of the work
-            return Loader.begin(self, batch)
+            return None
         try:
             return super().begin(batch)
         finally:

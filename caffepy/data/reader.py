@@ -67,7 +67,7 @@ def _join(thread: threading.Thread, seconds: float | None) -> None:
 
 
 class _Begun(NamedTuple):
-    """A batch that is being filled, whether it could be, and the state before it."""
+    """A batch that is being filled, whether that was possible or what went wrong, and the state before it."""
 
     batch: Batch
     filled: Future[bool]
@@ -84,11 +84,12 @@ class _Producer:
 
     def run(self) -> None:
         """Until it is told to stop, or something fails."""
-        from caffepy.ops.cpu.threads import num_threads  # here, since the package loads numba
-
-        helpers = HELPERS if num_threads() >= MANY else 0
-        make = self._begin if helpers else self._load
+        helpers = 0
         try:
+            from caffepy.ops.cpu.threads import num_threads  # here, since the package loads numba
+
+            helpers = HELPERS if num_threads() >= MANY else 0
+            make = self._begin if helpers else self._load
             for _ in range(helpers):
                 threading.Thread(target=self._help, name="caffepy-fill", daemon=True).start()
             for lane in cycle(self._ring.free):
@@ -104,25 +105,33 @@ class _Producer:
             wait([begun.filled for begun in self._begun])
             for _ in range(helpers):
                 self._jobs.put(None)
+            _threads.pop(threading.current_thread(), None)  # an error that nobody takes refers to its thread
 
     def _load(self, batch: Batch) -> None:
         self._loader.load(batch)
         self._ring.full.put(batch)
 
     def _begin(self, batch: Batch) -> None:
-        begun = _Begun(batch, Future(), self._loader.state())
-        self._begun.append(begun)
+        before = self._loader.state()
         try:
-            self._jobs.put((begun.filled, self._loader.begin(batch)))
-        except BaseException as error:  # comes up again behind the batches before it
-            begun.filled.set_exception(error)
+            fill = self._loader.begin(batch)
+        except Exception:  # it comes up again in its place, if it is still there when those before are loaded
+            self._loader.set_state(before)
+            fill = None
+        if fill is None:
+            while self._begun:
+                self._hand_over()
+            self._load(batch)
+        else:
+            self._begun.append(_Begun(batch, Future(), before))
+            self._jobs.put((self._begun[-1].filled, fill))
 
     def _help(self) -> None:
         while (job := self._jobs.get()) is not None:
             filled, fill = job
             try:
                 filled.set_result(fill())
-            except BaseException as error:  # comes up again when the batch is loaded
+            except BaseException as error:
                 filled.set_exception(error)
 
     def _must_hand_over(self, lane: "SimpleQueue[Batch | None]") -> bool:
@@ -132,7 +141,10 @@ class _Producer:
         return self._begun[0].filled.done() or len(self._begun) == HELPERS or lane.empty()
 
     def _hand_over(self) -> None:
-        """The batch that was begun first; if it could not be filled, load it and those behind it one by one."""
+        """The batch that was begun first; if it could not be filled, load it and those behind it one by one.
+
+        What went wrong in filling it goes wrong in loading it, too, unless it is a bad record that may be passed over.
+        """
         batch, filled, before = self._begun[0]
         if filled.exception() is None and filled.result():
             self._begun.popleft()

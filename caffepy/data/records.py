@@ -12,6 +12,7 @@ from caffepy.ops.cpu.threads import parallel
 Array = NDArray[Any]
 GRAIN = 4 << 20  # bytes worth a thread of their own: to hand them out takes 20 us or more, to copy them 0.7 ms
 CHANNELS, HEIGHT, WIDTH, DATA, LABEL, ENCODED = 0x08, 0x10, 0x18, 0x22, 0x28, 0x38  # tags of Datum's fields
+SIZE = 5  # bytes that protobuf lets the size of a field have
 
 _memcpy: Any = types.ExternalFunction("memcpy", types.voidptr(types.uintp, types.uintp, types.uintp))
 """C's: three times as fast as a loop of numba's."""
@@ -79,14 +80,14 @@ def _find(content: Array, rows: Array, images: Array, labels: Array) -> None:
         at, end, encoded = rows[i, 2], rows[i, 2] + rows[i, 3], False
         images[i], labels[i] = 0, 0
         while 0 <= at < end:
-            tag = content[at]
-            value, at = _varint(content, at + 1, end)
+            tag, start = content[at], at + 1
+            value, at = _varint(content, start, end)
             if at < 0:
                 break
             if tag == DATA:
                 size = np.int64(value)
                 images[i] = at, size
-                at = at + size if 0 <= size <= end - at else -1
+                at = at + size if at - start <= SIZE and size <= end - at else -1
             elif tag == LABEL:
                 labels[i] = _int32(value)
             elif tag == ENCODED:
@@ -100,7 +101,8 @@ def _find(content: Array, rows: Array, images: Array, labels: Array) -> None:
 def find_encoded(content: Array, rows: Array) -> tuple[Array, Array]:
     """Where the image files of records lie, (n, 2): start and size, and their labels (n,).
 
-    The size is 0 if a record is no datum, or not one of an encoded image alone. `content` and `rows` are Records'.
+    The size is 0 if a record is no datum, or not one of an encoded image alone, which is to be parsed then. `content`
+    and `rows` are those of Records.
     """
     images, labels = np.empty((len(rows), 2), np.int64), np.empty(len(rows), np.int64)
     _find(content, rows, images, labels)

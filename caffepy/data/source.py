@@ -129,7 +129,7 @@ class Source:
     def seek(self, index: int, key: bytes | None = None) -> None:
         """Go to record `index`, directly if its key is given; a key that is not there is looked for by number."""
         with self._told(f" before record {index}"):
-            if key is not None and self._find(key):
+            if key is not None and self._find(key, index):
                 self._index = index
                 return
             if key is not None:
@@ -167,7 +167,8 @@ class Source:
     def _next(self) -> bool:
         raise NotImplementedError
 
-    def _find(self, key: bytes) -> bool:
+    def _find(self, key: bytes, index: int) -> bool:
+        """Go to the record of this key, whose number most probably is `index`; whether there is one."""
         raise NotImplementedError
 
 
@@ -206,7 +207,7 @@ class LMDB(Source):
         runs: list[Records] = []
         missing = count
         while missing:
-            run = self._run(missing)
+            run = self._run(self._index, missing)
             if not run or run[0][0] != self.peek()[0]:  # the number and the key of a state may no longer agree
                 return Records.joined([*chain(*runs), *(self.read() for _ in range(missing))])
             runs.append(run)
@@ -215,9 +216,9 @@ class LMDB(Source):
         self._read_ahead(int(runs[-1].rows[-1, 2]))
         return Records(self._pages.bytes, np.concatenate([run.rows for run in runs]))
 
-    def _run(self, most: int) -> Records:
-        """Some of the records from the next one on."""
-        return Records(self._pages.bytes, self._pages.places(self._index)[:most])
+    def _run(self, index: int, most: int) -> Records:
+        """Some of the records from this one on."""
+        return Records(self._pages.bytes, self._pages.places(index)[:most])
 
     def _pass(self, run: Records) -> None:
         """Go on as if these records had been read."""
@@ -251,9 +252,11 @@ class LMDB(Source):
             self._pages.check_more()
         return bool(self._cursor.next())
 
-    def _find(self, key: bytes) -> bool:
-        while not self._pages.whole:
-            self._pages.check_more()
+    def _find(self, key: bytes, index: int) -> bool:
+        here = self._run(max(index, 0), 1)
+        if not here or here[0][0] != key:
+            while not self._pages.whole:
+                self._pages.check_more()
         return bool(self._cursor.set_key(key))
 
 
@@ -306,7 +309,7 @@ class LevelDB(Source):
         self._cursor.next()
         return bool(self._cursor.valid())
 
-    def _find(self, key: bytes) -> bool:
+    def _find(self, key: bytes, index: int) -> bool:
         self._cursor.seek(key)
         return bool(self._cursor.valid() and self._cursor.key() == key)
 

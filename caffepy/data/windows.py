@@ -205,10 +205,10 @@ class WindowLoader(Loader):
             missing = [missing[k] for k in sorted(bad)]
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 
-    def begin(self, batch: Batch) -> Callable[[], bool]:
+    def begin(self, batch: Batch) -> Callable[[], bool] | None:
         """Draw windows; what is returned fills the batch with them, and returns false if one lies in a bad image."""
-        if len(self.bad):
-            return super().begin(batch)
+        if len(self.bad):  # and will be drawn again
+            return None
         places = list(range(self.batch_size))
         drawn, state = self._draw(places), self.state()
 
@@ -251,7 +251,7 @@ class WindowLoader(Loader):
                 except DataError as error:
                     bad[k] = error
 
-        parallel(warp_some, len(places), max(1, len(places) // DECODERS))
+        parallel(warp_some, len(places), most=DECODERS)
         return bad
 
     def _put_up_with(self, image: int, error: DataError, windows: Array) -> None:

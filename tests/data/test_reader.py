@@ -24,7 +24,7 @@ from caffepy.data.loader import Batch, RecordLoader
 from caffepy.data.reader import HELPERS, Reader
 from caffepy.data.source import open_source
 from caffepy.data.transformer import Transformer
-from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.data.write import array_to_datum, write_database, write_lmdb
 from caffepy.device import Device
 from caffepy.errors import DataError
 from caffepy.ops import cpu
@@ -128,6 +128,52 @@ def test_stopping_drops_nothing(ten):
     same(parts, take(whole, 8))
     r.close()
     whole.close()
+
+
+def test_what_is_loaded_anew_reads_no_further(tmp_path):
+    records = [array_to_datum(np.full((1, 30, 30), i % 251, np.uint8)) for i in range(3000)]
+    path = write(tmp_path, [b"\xff\xff" if i == 5 else record for i, record in enumerate(records)])
+    content = bytearray(Path(path, "data.mdb").read_bytes())
+    page = content.find(b"2900") // 4096 * 4096
+    content[page + 10 : page + 12] = b"\xff\xff"  # damages a leaf that no batch reaches
+    Path(path, "data.mdb").write_bytes(content)
+    with tolerating(1):
+        made = reader(path, 4)
+    take(made, 100)
+    made.close()
+
+
+def test_what_is_passed_over_is_said_once(tmp_path, caplog):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    with write_database(f"{tmp_path}/db", "leveldb") as writer:
+        for i in range(9):
+            writer.put(f"{i}", b"\xff\xff" if i in (1, 3, 7) else datum(SHAPE))
+    with tolerating(2):
+        made = reader(f"{tmp_path}/db", 9)
+    with pytest.raises(DataError, match="2 bad records were passed over before"):
+        take(made)
+    made.close()
+    assert [m[:12] for m in caplog.messages if m.startswith("Bad record")] == ["Bad record 1", "Bad record 2"]
+
+
+def test_a_thread_that_cannot_begin_says_so(ten, monkeypatch):
+    monkeypatch.setattr(cpu.threads, "num_threads", lambda: 1 // 0)
+    made = reader(ten)
+    with pytest.raises(ZeroDivisionError):
+        made.take()
+    made.close()
+
+
+def test_an_error_that_nobody_takes_is_forgotten(tmp_path):
+    made = reader(write(tmp_path, [datum(SHAPE), b"\xff\xff"]), 1)
+    take(made)
+    loader = weakref.ref(made._loader)
+    made.close()
+    del made
+    for thread in data_threads("caffepy-fill"):
+        thread.join(60)
+    gc.collect()
+    assert loader() is None
 
 
 def test_the_thread_starts_at_the_first_batch_and_ends_at_close(ten):

@@ -103,8 +103,15 @@ NOT_FOUND = {
     "cut behind a tag": JPEG + b"\x28",
     "an image of 2 ** 64 - 1 bytes": b"\x22" + b"\xff" * 9 + b"\x01" + JPEG,
     "a number without an end": JPEG + b"\x28" + b"\xff" * 20,
+    "a size of six bytes": bytes([0x22, 0x81, 0x80, 0x80, 0x80, 0x80, 0, 0x78, 0x38, 1]),
     "empty": b"",
 }
+
+
+def test_a_size_may_have_five_bytes():
+    record = bytes([0x22, 0x81, 0x80, 0x80, 0x80, 0, 0x78, 0x38, 1])
+    assert Datum.FromString(record).data == b"x"
+    assert found(record) == ([b"x"], [0])
 
 
 @pytest.mark.parametrize("case", NOT_FOUND)

@@ -26,6 +26,12 @@ def test_pieces_make_up_the_range(four_threads, n, grain):
     assert all(hi - lo >= min(grain, n) for lo, hi in seen)
 
 
+def test_there_are_so_many_pieces_at_most(four_threads):
+    seen = []
+    cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 10, most=3)
+    assert sorted(seen) == [(0, 3), (3, 6), (6, 10)]
+
+
 def test_works_on_several_threads(four_threads):
     meeting = threading.Barrier(4, timeout=60)
     cpu.parallel(lambda lo, hi: meeting.wait(), 4)

@@ -128,12 +128,13 @@ def _get_pool() -> _Pool:
         return _pool
 
 
-def parallel(function: Piece, n: int, grain: int = 1) -> None:
+def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
     """Call function(lo, hi) on consecutive ranges that make up range(n), at least `grain` long, on all threads.
 
-    Returns when all are done; an exception in one is raised here. A call from inside a piece runs at once.
+    There are as many ranges as `most` at most. Returns when all are done; an exception in one is raised here. A call
+    from inside a piece runs at once.
     """
-    pieces = min(_most_pieces(), n // grain)
+    pieces = min(_most_pieces(), n // grain, n if most is None else most)
     if pieces <= 1 or getattr(_inside, "yes", False):
         if n > 0:
             function(0, n)
