@@ -20,7 +20,7 @@ def set_num_threads(n: int) -> None:
     assert n > 0
 
 
-def parallel(function: Piece, n: int, grain: int = 1) -> None:
+def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
     """Call function(0, n) if n is not 0: what it launches is parallel already."""
     if n > 0:
         function(0, n)
