@@ -1,4 +1,4 @@
-"""Loaders fill batches: most read images one by one, decoded by all threads, and leave it to the net to cut them."""
+"""Loaders fill batches: most read images one by one, decoded by some threads, and leave it to the net to cut them."""
 
 import logging
 from collections.abc import Callable, Sequence

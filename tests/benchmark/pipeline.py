@@ -29,7 +29,6 @@ from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.proto.text import read_net
 
 SECONDS = 1.5
-DEPTH = 4  # batches, as data layers have it unless they are told
 
 
 def say(text: str) -> None:
@@ -55,8 +54,9 @@ def read_alone(args: argparse.Namespace, threads: int) -> float:
     layer = next(layer for layer in read_net(path).layer if layer.type == "Data")
     cpu.set_num_threads(threads)
     transformer = Transformer(layer.transform_param, TRAIN, Device(seed=1), path)
-    reader = Reader(RecordLoader(open_source(args.lmdb), transformer, args.batch), DEPTH, np.float32, cpu.Staging)
-    for _ in range(2 * DEPTH):
+    depth = layer.data_param.prefetch
+    reader = Reader(RecordLoader(open_source(args.lmdb), transformer, args.batch), depth, np.float32, cpu.Staging)
+    for _ in range(2 * depth):
         reader.give_back(reader.take())
     count, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < SECONDS:

@@ -32,7 +32,6 @@ from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
 SECONDS = 1.5
-DEPTH = 4  # batches, as data layers have it unless they are told
 ROWS = 1000  # of an HDF5 file
 CROP = 227
 
@@ -109,7 +108,7 @@ def measure(name: str, text: str, batch: int, rounds: int) -> float:
         text = f"{text % batch} transform_param {{ crop_size: {CROP} mirror: true }}"
         layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, Device(seed=1))
         assert isinstance(layer, Prefetching)
-        reader = Reader(layer.open(), DEPTH, np.float32, cpu.Staging)
+        reader = Reader(layer.open(), layer.param.data_param.prefetch, np.float32, cpu.Staging)
         stack.callback(reader.close)
         return median(rate(lambda: reader.give_back(reader.take()), batch) for _ in range(rounds))
 

@@ -203,7 +203,7 @@ def test_helpers_fill_several_batches_at_a_time(ten, monkeypatch):
 
 
 def kinds(i):
-    """A raw record, an encoded one, one that is larger, one of floats."""
+    """A raw record, an encoded one, one that is larger, one of floats, and what is no record."""
     return (
         array_to_datum(images(20)[i], i).SerializeToString(),
         png((1, 4, 5), label=i),
