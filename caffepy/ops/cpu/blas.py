@@ -1,5 +1,6 @@
 """Matrix products and biases. Each thread calls BLAS on its share, so a product is a plain 2-d call."""
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -10,39 +11,57 @@ from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
 
+WORK = 200_000  # multiplications that are worth a thread
 ADDED = 1 << 20  # elements of a product that are computed before they are added to what is there
+MOST = 8  # pieces of a product that is not larger than ADDED
+ALIGNED = 16  # rows or columns: pieces begin at multiples, since BLAS computes blocks of so many
 
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
     """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed."""
-    m, n = out.shape
-    k = a.shape[1]
-    grain = max(1, 200_000 // max(1, k * min(m, n)))
+    by_rows, bounds = _cut(*out.shape, a.shape[1], accumulate)
+    if len(bounds) == 2:
+        _multiply(a, b, out, accumulate, scale)
+        return
 
-    def rows(lo: int, hi: int) -> None:
-        _multiply(a[lo:hi], b, out[lo:hi], accumulate, scale)
+    def pieces(first: int, end: int) -> None:
+        for lo, hi in zip(bounds[first:end], bounds[first + 1 : end + 1], strict=True):
+            if by_rows:
+                _multiply(a[lo:hi], b, out[lo:hi], accumulate, scale)
+            else:
+                _multiply(a, b[:, lo:hi], out[:, lo:hi], accumulate, scale)
 
-    def columns(lo: int, hi: int) -> None:
-        _multiply(a, b[:, lo:hi], out[:, lo:hi], accumulate, scale)
+    parallel(pieces, len(bounds) - 1)
 
-    if m > n:
-        parallel(rows, m, max(grain, 16))
-    else:
-        parallel(columns, n, max(grain, 16))
+
+@lru_cache(maxsize=1024)
+def _cut(m: int, n: int, k: int, accumulate: bool) -> tuple[bool, list[int]]:
+    """True to cut (M, K) @ (K, N) by rows, False by columns, and the bounds of the pieces.
+
+    BLAS rounds by the shapes that it sees, so pieces follow from the product's shape alone, never from the number of
+    threads. The longer side is cut in 1, 2, 4 or 8, as long as BLAS need not copy the other factor too often for that;
+    sums are added row by row, and in pieces that stay in the cache until they are added.
+    """
+    by_rows = m > n or (accumulate and m >= 256)
+    length, other = (m, n) if by_rows else (n, m)
+    shortest = max(ALIGNED, WORK // max(1, k * min(m, n)))
+    pieces = 1
+    while pieces < MOST and length // (2 * pieces) >= shortest:
+        pieces *= 2
+        shortest = max(shortest, 64 if accumulate else min(other, 256))
+    if accumulate:
+        pieces = max(pieces, -(-m * n // ADDED))
+    blocks = -(-length // ALIGNED)
+    pieces = max(1, min(pieces, blocks))
+    return by_rows, [min(length, ALIGNED * (blocks * i // pieces)) for i in range(pieces + 1)]
 
 
 def _multiply(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
-    if not accumulate:
-        np.matmul(a, b, out=out)
-        if scale != 1:
-            out *= scale
-        return
-    rows = 1 + ADDED // max(1, out.shape[1])
-    for i in range(0, len(out), rows):
-        product = a[i : i + rows] @ b
-        if scale != 1:
-            product *= scale
-        out[i : i + rows] += product
+    product = a @ b if accumulate else np.matmul(a, b, out=out)
+    if scale != 1:
+        product *= scale
+    if accumulate:
+        out += product
 
 
 @kernel

@@ -15,6 +15,8 @@ from threadpoolctl import ThreadpoolController
 
 Piece = Callable[[int, int], Any]
 
+ALIGNED = 64  # elements of a vector loop: four registers of 64 bytes hold as many float32
+
 
 class _Call:
     """One `parallel` call: pieces are taken in order by whoever is free; the last one done says so."""
@@ -131,15 +133,19 @@ def _get_pool() -> _Pool:
 def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
     """Call function(lo, hi) on consecutive ranges that make up range(n), at least `grain` long, on all threads.
 
-    There are as many ranges as `most` at most. Returns when all are done; an exception in one is raised here. A call
-    from inside a piece runs at once.
+    There are as many ranges as `most` at most. Ranges begin at multiples of the largest power of two that is no longer
+    than `grain` and 64, so that in loops over single elements each has the same place in a vector, however many threads
+    there are. What depends on the range in another way (BLAS rounds by shapes) must be cut by the caller. Returns when
+    all are done; an exception in one is raised here. A call from inside a piece runs at once.
     """
-    pieces = min(_most_pieces(), n // grain, n if most is None else most)
+    step = min(ALIGNED, 1 << grain.bit_length() - 1)
+    pieces = min(_most_pieces(), n // (-(-grain // step) * step), n if most is None else most)
     if pieces <= 1 or getattr(_inside, "yes", False):
         if n > 0:
             function(0, n)
         return
-    call = _Call(function, [n * i // pieces for i in range(pieces + 1)])
+    steps = n // step
+    call = _Call(function, [*(steps * i // pieces * step for i in range(pieces)), n])
     queue = (_pool or _get_pool()).queue
     for _ in range(pieces - 1):
         queue.put(call)
