@@ -7,12 +7,15 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from caffepy.core.caffe_alias import add_names, install_as_caffe
+
 if TYPE_CHECKING:
-    from caffepy import classifier, detector, io, net_spec, proto
-    from caffepy.caffe_alias import install_as_caffe
-    from caffepy.classifier import Classifier
-    from caffepy.detector import Detector
-    from caffepy.net_spec import NetSpec, layers, params, to_proto
+    from caffepy import proto
+    from caffepy.pycaffe import classifier, detector, io, net_spec
+    from caffepy.pycaffe import coord_map as coord_map
+    from caffepy.pycaffe import draw as draw
+    from caffepy.pycaffe.classifier import Classifier
+    from caffepy.pycaffe.detector import Detector
     from caffepy.pycaffe.layer import Layer
     from caffepy.pycaffe.log import init_log, log
     from caffepy.pycaffe.mode import (
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     )
     from caffepy.pycaffe.nccl import NCCL, has_nccl
     from caffepy.pycaffe.net import Net
+    from caffepy.pycaffe.net_spec import NetSpec, layers, params, to_proto
     from caffepy.pycaffe.solver import (
         AdaDeltaSolver,
         AdaGradSolver,
@@ -48,23 +52,22 @@ _homes = {
     "AdaDeltaSolver": "caffepy.pycaffe.solver",
     "AdaGradSolver": "caffepy.pycaffe.solver",
     "AdamSolver": "caffepy.pycaffe.solver",
-    "Classifier": "caffepy.classifier",
-    "Detector": "caffepy.detector",
+    "Classifier": "caffepy.pycaffe.classifier",
+    "Detector": "caffepy.pycaffe.detector",
     "Layer": "caffepy.pycaffe.layer",
     "NCCL": "caffepy.pycaffe.nccl",
     "NesterovSolver": "caffepy.pycaffe.solver",
     "Net": "caffepy.pycaffe.net",
-    "NetSpec": "caffepy.net_spec",
+    "NetSpec": "caffepy.pycaffe.net_spec",
     "RMSPropSolver": "caffepy.pycaffe.solver",
     "SGDSolver": "caffepy.pycaffe.solver",
     "Timer": "caffepy.pycaffe.timer",
     "get_solver": "caffepy.pycaffe.solver",
     "has_nccl": "caffepy.pycaffe.nccl",
     "init_log": "caffepy.pycaffe.log",
-    "install_as_caffe": "caffepy.caffe_alias",
-    "layers": "caffepy.net_spec",
+    "layers": "caffepy.pycaffe.net_spec",
     "log": "caffepy.pycaffe.log",
-    "params": "caffepy.net_spec",
+    "params": "caffepy.pycaffe.net_spec",
     "set_device": "caffepy.pycaffe.mode",
     "set_mode_cpu": "caffepy.pycaffe.mode",
     "set_mode_gpu": "caffepy.pycaffe.mode",
@@ -75,10 +78,19 @@ _homes = {
     "set_solver_rank": "caffepy.pycaffe.mode",
     "solver_count": "caffepy.pycaffe.mode",
     "solver_rank": "caffepy.pycaffe.mode",
-    "to_proto": "caffepy.net_spec",
+    "to_proto": "caffepy.pycaffe.net_spec",
 }
 
-_modules = {"classifier", "coord_map", "detector", "draw", "io", "net_spec", "proto", "pycaffe"}
+_modules = {
+    "classifier": "caffepy.pycaffe.classifier",
+    "coord_map": "caffepy.pycaffe.coord_map",
+    "detector": "caffepy.pycaffe.detector",
+    "draw": "caffepy.pycaffe.draw",
+    "io": "caffepy.pycaffe.io",
+    "net_spec": "caffepy.pycaffe.net_spec",
+    "proto": "caffepy.proto",
+    "pycaffe": "caffepy.pycaffe",
+}
 
 __all__ = [
     "NCCL",
@@ -137,7 +149,7 @@ def __getattr__(name: str) -> Any:
     if name == "proto":
         import_module("caffepy.proto.caffe_pb2")  # `import caffe` brings it
     if name in _modules:
-        return import_module(f"caffepy.{name}")
+        return import_module(_modules[name])
     raise AttributeError(f"module 'caffepy' has no attribute {name!r}")
 
 
@@ -145,5 +157,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_modules})
 
 
+add_names({f"caffepy.{name}": module for name, module in _modules.items()})  # `import caffepy.io` finds it, too
 if os.environ.get("CAFFEPY_AS_CAFFE", "0") not in ("", "0"):
-    import_module("caffepy.caffe_alias").install_as_caffe()
+    install_as_caffe()

@@ -12,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from caffepy.caffe_alias import install_as_caffe
+from caffepy.core.caffe_alias import install_as_caffe
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -65,7 +65,7 @@ def train(
       caffepy bench train --solver solver.prototxt --gpu 0 --data train_lmdb
     """
     definition = options.trained(solver, model, gpu, cpu)
-    from caffepy.bench import bench_train
+    from caffepy.commands.bench.train import bench_train
 
     result = bench_train(
         definition.path,

@@ -30,8 +30,8 @@ def allreduce(gpu: str | None, cpu: int | None, sync: str, sizes: str, as_json: 
     """
     if gpu and cpu:
         raise click.UsageError("Give --gpu or --cpu, not both.")
-    from caffepy.bench_allreduce import bench_allreduce
-    from caffepy.files import check_writable
+    from caffepy.commands.bench.allreduce import bench_allreduce
+    from caffepy.core.files import check_writable
     from caffepy.report.plot import format_of
 
     if plot:

@@ -43,7 +43,7 @@ def scaling(
       caffepy bench scaling --model lenet --cpu 2 --json
     """
     definition = options.trained(solver, model, gpu, cpu)
-    from caffepy.bench_scaling import bench_scaling
+    from caffepy.commands.bench.scaling import bench_scaling
 
     result = bench_scaling(
         definition.path,

@@ -54,8 +54,8 @@ def check(
         given.append(options.find_definition(file, "solver"))
     if len(given) != 1:
         raise click.UsageError("Need one definition to check: FILE, --solver FILE or --model FILE.")
-    from caffepy.inspect_net import as_json as to_json
-    from caffepy.inspect_net import inspect
+    from caffepy.commands.check import as_json as to_json
+    from caffepy.commands.check import inspect
 
     nets = inspect(
         given[0].path,

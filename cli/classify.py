@@ -83,8 +83,8 @@ def classify(
         raise click.UsageError("--images-dim: give a height and a width, such as 256,256.")
     if len(inputs) == 2 and inputs[1].endswith(".npy") and not (output or os.path.exists(inputs[1])):
         output, inputs = inputs[1], inputs[:1]
-    from caffepy.classify import EXTENSIONS
-    from caffepy.classify import classify as run
+    from caffepy.commands.classify import EXTENSIONS
+    from caffepy.commands.classify import classify as run
 
     result = run(
         inputs,

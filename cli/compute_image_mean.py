@@ -31,7 +31,7 @@ def compute_image_mean(
       caffepy compute-image-mean train_leveldb mean.binaryproto
       caffepy compute-image-mean train_lmdb --json
     """
-    from caffepy.compute_image_mean import compute_image_mean as compute
+    from caffepy.commands.data.compute_image_mean import compute_image_mean as compute
 
     mean = compute(database, output, backend=backend, threads=threads, progress=progress)
     if as_json:

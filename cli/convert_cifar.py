@@ -20,6 +20,6 @@ def convert_cifar(folder: str, out: str, kind: str) -> None:
       caffepy convert-cifar cifar-10-batches-bin examples/cifar10 lmdb
       caffepy compute-image-mean examples/cifar10/cifar10_train_lmdb examples/cifar10/mean.binaryproto
     """
-    from caffepy.convert_cifar import convert_cifar as convert
+    from caffepy.commands.data.convert_cifar import convert_cifar as convert
 
     convert(folder, out, kind)

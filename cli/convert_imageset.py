@@ -64,8 +64,8 @@ def convert_imageset(
     """
     if (resize_width > 0) != (resize_height > 0):
         raise click.UsageError("Give both --resize-width and --resize-height, or neither.")
-    from caffepy.convert_imageset import Recipe
-    from caffepy.convert_imageset import convert_imageset as convert
+    from caffepy.commands.data.convert_imageset import Recipe
+    from caffepy.commands.data.convert_imageset import convert_imageset as convert
 
     if encode_type and not encoded:
         log.info("encode_type specified, assuming encoded=true.")

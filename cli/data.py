@@ -4,7 +4,7 @@ import click
 
 from caffepy.cli import options
 from caffepy.cli.group import Commands
-from caffepy.errors import DataError
+from caffepy.core.errors import DataError
 
 
 @click.command(short_help="Print what a source of data holds.")
@@ -36,9 +36,9 @@ def show(
       caffepy data show train.txt --root images/ --first 1000
       caffepy data show mean.binaryproto --json
     """
-    from caffepy import inspect_data
+    from caffepy.commands.data.show import show as show_source
 
-    info = inspect_data.show(path, root=root, first=first, sheet_path=sheet, threads=threads, progress=progress)
+    info = show_source(path, root=root, first=first, sheet_path=sheet, threads=threads, progress=progress)
     click.echo(info.json() if as_json else info.table())
     if info.bad_records == info.seen > 0:
         raise DataError(f"{path}: no record can be read")

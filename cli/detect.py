@@ -69,8 +69,8 @@ def detect(
     """
     if model is None or not weights:
         raise click.UsageError("Need a net and trained weights: give --model FILE and --weights FILE.")
-    from caffepy.detect import check_output
-    from caffepy.detect import detect as run
+    from caffepy.commands.detect import check_output
+    from caffepy.commands.detect import detect as run
 
     if output:
         check_output(output)

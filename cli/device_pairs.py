@@ -27,7 +27,7 @@ def device_pairs(gpu: str | None, measure: bool, simulate: str | None, as_json: 
       caffepy device-pairs --gpu 0,1,2,3 --measure
       caffepy device-pairs --simulate machine.json --json
     """
-    from caffepy.device_pairs import of_this_machine, simulated
+    from caffepy.commands.device_pairs import of_this_machine, simulated
 
     if simulate and (gpu or measure):
         raise click.UsageError("--simulate is for devices that are not here; leave out --gpu and --measure")

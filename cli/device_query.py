@@ -51,7 +51,7 @@ def device_query(gpu: str | None, as_json: bool) -> None:
       caffepy device-query --gpu all
     """
     log.info("Querying GPUs %s", gpu or "")
-    from caffepy.gpus import gpu_numbers, gpu_properties
+    from caffepy.device.gpus import gpu_numbers, gpu_properties
 
     gpus = [{"id": number} | gpu_properties(number) for number in (gpu_numbers(gpu) if gpu else [])]
     cpu = {"name": cpu_name(), "threads": os.cpu_count()}

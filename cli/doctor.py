@@ -3,7 +3,7 @@
 import click
 
 from caffepy.cli import options
-from caffepy.errors import DeviceError
+from caffepy.core.errors import DeviceError
 
 
 @click.command(short_help="Tell what GPUs need, what of it is here, and whether it works.")
@@ -20,7 +20,7 @@ def doctor(as_json: bool) -> int:
       caffepy doctor
       caffepy doctor --json
     """
-    from caffepy.doctor import examine
+    from caffepy.commands.doctor import examine
 
     health = examine()
     click.echo(health.json() if as_json else health.table())

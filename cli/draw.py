@@ -51,8 +51,8 @@ def draw(
     """
     if (synthetic or image) and not shapes:
         raise click.UsageError("--synthetic and --image are for --shapes.")
-    from caffepy.draw import draw_net_to_file, extension, shapes_of
     from caffepy.proto.text import read_net
+    from caffepy.pycaffe.draw import draw_net_to_file, extension, shapes_of
 
     extension(out)
     definition = options.find_definition(net, "train_val")

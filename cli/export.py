@@ -73,7 +73,7 @@ def export(
       caffepy export --onnx deploy.prototxt run.caffemodel -o net.onnx --batch dynamic --check
       caffepy export --onnx train_val.prototxt run.caffemodel.h5 -o net.onnx --probabilities --image 3,227,227
     """
-    from caffepy.export import export_onnx
+    from caffepy.commands.export import export_onnx
 
     definition = options.find_definition(net, "deploy")
     done = export_onnx(

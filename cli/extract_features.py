@@ -74,8 +74,8 @@ def extract_features(
         raise click.UsageError("Need a net and trained weights: give --model FILE and --weights FILE.")
     if not blobs or not outputs:
         raise click.UsageError("Need to know what to write, and where to: give --blob NAME and --output PATH.")
-    from caffepy.features import extract_features as run
-    from caffepy.features import features_of
+    from caffepy.commands.extract_features import extract_features as run
+    from caffepy.commands.extract_features import features_of
 
     run(
         model.path,

@@ -4,7 +4,7 @@ from typing import Any
 
 import click
 
-from caffepy.registry import nearest
+from caffepy.core.registry import nearest
 
 
 class Commands(click.Group):

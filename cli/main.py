@@ -43,9 +43,9 @@ from caffepy.cli.upgrade_net import upgrade_net
 from caffepy.cli.upgrade_solver import upgrade_solver
 from caffepy.cli.visualize import visualize
 from caffepy.cli.weights import weights
-from caffepy.errors import CaffeError, DataError, DeviceError, RecordError, UsageError, reason
-from caffepy.parallel.crew import at_work
-from caffepy.registry import nearest
+from caffepy.collectives.worker_threads import at_work
+from caffepy.core.errors import CaffeError, DataError, DeviceError, RecordError, UsageError, reason
+from caffepy.core.registry import nearest
 
 BUG = 70
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}

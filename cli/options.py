@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import click
 
 from caffepy import models
-from caffepy.errors import ConfigError
-from caffepy.registry import nearest
+from caffepy.core.errors import ConfigError
+from caffepy.core.registry import nearest
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -286,7 +286,7 @@ def prepared(command: Command) -> Command:
         channel_swap: tuple[int, ...],
         **values: Any,
     ) -> Any:
-        from caffepy.images import Preparation
+        from caffepy.commands.preprocess import Preparation
 
         if mean_file and mean_values:
             raise click.UsageError("Give --mean-file or --mean-values, not both.")

@@ -49,8 +49,8 @@ def summarize(
       caffepy summarize train_val.prototxt --phase TRAIN --max-width 20
       caffepy summarize deploy.prototxt --json
     """
-    from caffepy.summarize import as_json as to_json
-    from caffepy.summarize import summarize as run
+    from caffepy.commands.summarize import as_json as to_json
+    from caffepy.commands.summarize import summarize as run
 
     definition = options.find_definition(net, "train_val")
     nets = run(

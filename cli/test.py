@@ -47,7 +47,7 @@ def test(
         raise click.UsageError("Need a model definition to score: give --model FILE or the name of a bundled model.")
     if not weights:
         raise click.UsageError("Need model weights to score: give --weights FILE.")
-    from caffepy.score import score
+    from caffepy.commands.test import score
 
     result = score(
         model.path,

@@ -42,7 +42,7 @@ def time(
     """
     if model is None:
         raise click.UsageError("Need a model definition to time: give --model FILE or the name of a bundled model.")
-    from caffepy.timing import time_net
+    from caffepy.commands.time import time_net
 
     result = time_net(
         model.path,

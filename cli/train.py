@@ -85,8 +85,8 @@ def train(
     """
     if solver is None:
         raise click.UsageError("Need a solver definition to train: give --solver FILE or the name of a bundled model.")
-    from caffepy.team import Terms
-    from caffepy.train import train as run
+    from caffepy.commands.train import train as run
+    from caffepy.parallel.manager import Terms
 
     result = run(
         solver.path,

@@ -24,6 +24,6 @@ def upgrade_net(source: str, target: str, as_binary: bool | None) -> int:
       caffepy upgrade-net old.caffemodel new.caffemodel
       caffepy upgrade-net --text old.caffemodel weights.prototxt
     """
-    from caffepy import upgrade_files
+    from caffepy.commands import upgrade
 
-    return 0 if upgrade_files.upgrade_net(source, target, as_binary=as_binary) else MISPLACED
+    return 0 if upgrade.upgrade_net(source, target, as_binary=as_binary) else MISPLACED

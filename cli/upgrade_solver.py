@@ -18,6 +18,6 @@ def upgrade_solver(source: str, target: str) -> None:
     Examples:
       caffepy upgrade-solver solver.prototxt new.prototxt
     """
-    from caffepy import upgrade_files
+    from caffepy.commands import upgrade
 
-    upgrade_files.upgrade_solver(source, target)
+    upgrade.upgrade_solver(source, target)

@@ -51,7 +51,7 @@ def visualize(
         raise click.UsageError("Give --layer for filters, or --model and --blob for what a net computes.")
     if (image or blob) and not model:
         raise click.UsageError("Need the net that takes the image: give --model FILE.")
-    from caffepy.visualize import show_blob, show_filters
+    from caffepy.commands.visualize import show_blob, show_filters
 
     if model is None:
         shown = show_filters(weights[-1], out, layer=layer)

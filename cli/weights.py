@@ -21,9 +21,9 @@ def show(file: str, as_json: bool) -> None:
       caffepy weights show digits_iter_500.caffemodel
       caffepy weights show run_iter_500.solverstate.h5 --json
     """
-    from caffepy import weights_file
+    from caffepy.commands.weights import show as show_weights
 
-    info = weights_file.show(file)
+    info = show_weights(file)
     click.echo(info.json() if as_json else info.table())
 
 
@@ -41,9 +41,9 @@ def convert(source: str, target: str) -> None:
       caffepy weights convert caffenet.caffemodel caffenet.caffemodel.h5
       caffepy weights convert run_iter_500.caffemodel.h5 run_iter_500.caffemodel
     """
-    from caffepy import weights_file
+    from caffepy.commands.weights import convert as convert_weights
 
-    weights_file.convert(source, target)
+    convert_weights(source, target)
 
 
 @click.group(

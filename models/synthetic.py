@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.models import path
 from caffepy.proto.caffe_pb2 import DummyDataParameter, LayerParameter, NetParameter
 from caffepy.proto.text import read_net

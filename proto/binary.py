@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState, Type
 from caffepy.proto.sniff import mismatch, sniff
 from caffepy.proto.upgrade import upgrade_net

@@ -9,9 +9,9 @@ from typing import BinaryIO
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from caffepy.errors import CaffeError, ConfigError, reason
+from caffepy.core.errors import CaffeError, ConfigError, reason
+from caffepy.core.registry import nearest
 from caffepy.proto import caffe_pb2
-from caffepy.registry import nearest
 
 _SIGNATURES = (
     (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19", "a PyTorch file"),

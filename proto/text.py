@@ -15,12 +15,12 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.message import Message
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.core.registry import nearest
 from caffepy.proto import upgrade
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, SolverParameter, V1LayerParameter
 from caffepy.proto.forks import fork_of_field, fork_of_value
 from caffepy.proto.sniff import is_binary, mismatch, sniff
-from caffepy.registry import nearest
 
 M = TypeVar("M", bound=Message)
 

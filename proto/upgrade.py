@@ -7,7 +7,8 @@ new already). Log lines are Caffe's. What Caffe aborts on is a ConfigError; what
 import logging
 import os
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.core.registry import nearest
 from caffepy.proto.caffe_pb2 import (
     BlobShape,
     LayerParameter,
@@ -16,7 +17,6 @@ from caffepy.proto.caffe_pb2 import (
     V0LayerParameter,
     V1LayerParameter,
 )
-from caffepy.registry import nearest
 
 log = logging.getLogger(__name__)
 

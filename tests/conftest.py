@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from caffepy.errors import DeviceError
-from caffepy.gpus import count_gpus
+from caffepy.core.errors import DeviceError
+from caffepy.device.gpus import count_gpus
 
 
 @cache
@@ -38,8 +38,8 @@ def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def always_factors(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if it paid to exchange factors for all layers of which they are smaller than the gradient."""
+    from caffepy.collectives import factors
     from caffepy.net import gradients
-    from caffepy.parallel import factors
 
     monkeypatch.setattr(gradients, "LARGE", 0)
     monkeypatch.setitem(factors.WORTH, "fp32", 10**9)

@@ -68,6 +68,6 @@ def install(
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setitem(sys.modules, "cupy.cuda", fake.cuda)
-    for module in ("gpus", "doctor"):
+    for module in ("device.gpus", "commands.doctor"):
         monkeypatch.setattr(f"caffepy.{module}.cuda_of_driver", lambda: driver)
     return fake

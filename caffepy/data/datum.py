@@ -7,8 +7,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from caffepy.blob import shape_string
-from caffepy.errors import DataError
+from caffepy.core.errors import DataError
+from caffepy.device.blob import shape_string
 from caffepy.proto.caffe_pb2 import Datum
 
 Array = NDArray[Any]

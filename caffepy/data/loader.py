@@ -9,12 +9,12 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from caffepy.blob import shape_string
-from caffepy.data.bad import BadRecords
+from caffepy.core.errors import CaffeError, DataError, RecordError
+from caffepy.data.bad_records import BadRecords
 from caffepy.data.datum import Record, decode, head_of, opened, planes
-from caffepy.data.source import Records, Source, printable
+from caffepy.data.sources.database import Records, Source, printable
 from caffepy.data.transformer import Transformer
-from caffepy.errors import CaffeError, DataError, RecordError
+from caffepy.device.blob import shape_string
 
 log = logging.getLogger(__name__)
 
@@ -211,7 +211,7 @@ class SequentialLoader(Loader):
 
         What is wrong with items that cannot be decoded goes to `bad`.
         """
-        from caffepy.ops.cpu.threads import parallel  # here, since the package loads numba
+        from caffepy.device.threads import parallel  # here, since the package loads numba
 
         todo = 1 + np.flatnonzero(~self.copy(items, images, labels)[1:])
         if not len(todo):

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from caffepy.blob import Array, shape_string
-from caffepy.errors import DataError
+from caffepy.core.errors import DataError
+from caffepy.device.blob import Array, shape_string
 
 
 @contextmanager

@@ -86,7 +86,7 @@ class _Producer:
         """Until it is told to stop, or something fails."""
         helpers = 0
         try:
-            from caffepy.ops.cpu.threads import num_threads  # here, since the package loads numba
+            from caffepy.device.threads import num_threads  # here, since the package loads numba
 
             helpers = HELPERS if num_threads() >= MANY else 0
             make = self._begin if helpers else self._load

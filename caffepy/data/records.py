@@ -6,8 +6,8 @@ import numpy as np
 from numba import types
 from numpy.typing import NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
 GRAIN = 4 << 20  # bytes worth a thread of their own: to hand them out takes 20 us or more, to copy them 0.7 ms

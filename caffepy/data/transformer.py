@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from caffepy import ops
-from caffepy.blob import shape_string
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.paths import locate
 from caffepy.data import datum
-from caffepy.data.twister import Twister, new_twister
-from caffepy.device import Device
-from caffepy.errors import ConfigError, DataError
-from caffepy.paths import locate
+from caffepy.data.random_stream import Twister, new_twister
+from caffepy.device.blob import shape_string
+from caffepy.device.device import Device
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import TRAIN, TransformationParameter
 

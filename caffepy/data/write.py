@@ -12,10 +12,10 @@ from typing import Any
 import lmdb
 import numpy as np
 
+from caffepy.core.errors import DataError
+from caffepy.core.files import remove_stale, replacing, temporary_name
 from caffepy.data.datum import Array
-from caffepy.data.source import import_plyvel, printable, said
-from caffepy.errors import DataError
-from caffepy.files import remove_stale, replacing, temporary_name
+from caffepy.data.sources.database import import_plyvel, printable, said
 from caffepy.proto.caffe_pb2 import Datum
 
 COMMIT_EVERY = 1000

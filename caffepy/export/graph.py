@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.blob import Array
-from caffepy.registry import Registry
+from caffepy.core.registry import Registry
+from caffepy.device.blob import Array
 
 Shape = tuple[int, ...]
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from caffepy import __version__
-from caffepy.blob import Array
-from caffepy.errors import ConfigError, UsageError
+from caffepy.core.errors import ConfigError, UsageError
+from caffepy.device.blob import Array
 from caffepy.export.graph import Body, Graph, Node
 from caffepy.export.write import Dim
 

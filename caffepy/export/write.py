@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.export.graph import Graph, InexpressibleError, Node, Shape, Site, writers
 from caffepy.export.trace import Trace, sources
 from caffepy.net import Net

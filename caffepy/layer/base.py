@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy import ops
-from caffepy.blob import PLAIN, Array, Blob, Format, on_host
-from caffepy.device import Device
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.core.registry import Registry
+from caffepy.device.blob import PLAIN, Array, Blob, Format, on_host
+from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from caffepy.proto.forks import fork_of_layer
-from caffepy.registry import Registry
 
 Blobs = Sequence[Blob]
 

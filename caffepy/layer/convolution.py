@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from caffepy.blob import PLAIN, Array, Blob, Format, shape_string
-from caffepy.errors import ConfigError
-from caffepy.filler import fill
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import PLAIN, Array, Blob, Format, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import ConvolutionParameter
 
 

@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from caffepy.blob import Array, Blob, Format, shape_string
-from caffepy.data.hdf5 import HDF5Rows, append_rows, new_file
-from caffepy.data.image_list import ImageLoader
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.paths import locate
 from caffepy.data.loader import Loader, RecordLoader, Staging
 from caffepy.data.reader import Reader
-from caffepy.data.source import open_source
+from caffepy.data.sources.database import open_source
+from caffepy.data.sources.hdf5 import HDF5Rows, append_rows, new_file
+from caffepy.data.sources.image_list import ImageLoader
+from caffepy.data.sources.windows import WindowLoader
 from caffepy.data.transformer import Transformer
-from caffepy.data.windows import WindowLoader
-from caffepy.device import Device
-from caffepy.errors import ConfigError, DataError
-from caffepy.filler import fill
+from caffepy.device.blob import Array, Blob, Format, shape_string
+from caffepy.device.device import Device
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.paths import locate
+from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import DataParameter, FillerParameter, ImageDataParameter, WindowDataParameter
 
 log = logging.getLogger(__name__)

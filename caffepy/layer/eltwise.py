@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.blob import Format
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Format
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.neuron import is_in_place
 from caffepy.proto.caffe_pb2 import EltwiseParameter

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from caffepy.errors import ConfigError, DataError
-from caffepy.filler import fill
+from caffepy.core.errors import ConfigError, DataError
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.problem import problem
+from caffepy.layer.data_error import problem
+from caffepy.layer.filler import fill
 
 
 @layer("Embed")

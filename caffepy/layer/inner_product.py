@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Protocol
 
-from caffepy.blob import Array, Blob, Format
-from caffepy.errors import ConfigError
-from caffepy.filler import fill
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Array, Blob, Format
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.convolution import check_shape
+from caffepy.layer.filler import fill
 
 
 class Factors(Protocol):

@@ -10,13 +10,13 @@ from math import prod
 
 import numpy as np
 
-from caffepy.blob import Array, Blob
-from caffepy.device import Problem
-from caffepy.errors import ConfigError, DataError
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.paths import locate
+from caffepy.device.blob import Array, Blob
+from caffepy.device.device import Problem
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
+from caffepy.layer.data_error import problem
 from caffepy.layer.neuron import SameShape
-from caffepy.layer.problem import problem
-from caffepy.paths import locate
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import HingeLossParameter, LossParameter
 

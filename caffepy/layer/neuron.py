@@ -5,10 +5,10 @@ from math import isfinite, log, prod
 
 import numpy as np
 
-from caffepy.blob import PLAIN, Array, Blob, Format
-from caffepy.errors import ConfigError
-from caffepy.filler import fill
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import PLAIN, Array, Blob, Format
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
+from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import FillerParameter
 
 

@@ -5,8 +5,8 @@ from math import ceil, floor, prod
 
 import numpy as np
 
-from caffepy.blob import MAX_COUNT, PLAIN, Blob, Format
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import MAX_COUNT, PLAIN, Blob, Format
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
 from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
 

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.core.python_modules import UserCode
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.pyblob import BlobVec, wrap_all
-from caffepy.user_code import UserCode
+from caffepy.layer.python_blob import BlobVec, wrap_all
 
 
 @layer("Python")

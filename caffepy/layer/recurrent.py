@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, ClassVar
 
-from caffepy.blob import Array, shape_string
-from caffepy.errors import ConfigError
-from caffepy.filler import fill
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Array, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.convolution import check_shape
+from caffepy.layer.filler import fill
 
 log = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from math import prod
 
 import numpy as np
 
-from caffepy.blob import Format
-from caffepy.errors import ConfigError, DataError
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.blob import Format
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.problem import problem
+from caffepy.layer.data_error import problem
 
 
 @layer("ArgMax")

@@ -6,8 +6,8 @@ from math import prod
 
 import numpy as np
 
-from caffepy.blob import PLAIN, Blob, Format, shape_string
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import PLAIN, Blob, Format, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ReductionParameter
 

@@ -3,10 +3,10 @@
 import logging
 from collections import defaultdict
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.core.registry import nearest
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, NetState, NetStateRule
 from caffepy.proto.text import locate_layer
-from caffepy.registry import nearest
 
 log = logging.getLogger(__name__)
 

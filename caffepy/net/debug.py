@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 
 if TYPE_CHECKING:
     from caffepy.net.net import Net

@@ -7,13 +7,13 @@ nobody looks at it.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from caffepy.blob import Blob
+from caffepy.device.blob import Blob
 from caffepy.layer import Layer
-from caffepy.layer.fused import FusedRun, Member
-from caffepy.layer.fused_convolution import ConvolutionReLU
-from caffepy.layer.fused_inner_product import InnerProductRun
-from caffepy.layer.fused_norm import NormRun
-from caffepy.layer.fused_pooling import METHODS, PoolingReLU
+from caffepy.layer.fused.base import FusedRun, Member
+from caffepy.layer.fused.convolution import ConvolutionReLU
+from caffepy.layer.fused.inner_product import InnerProductRun
+from caffepy.layer.fused.normalization import NormRun
+from caffepy.layer.fused.pooling import METHODS, PoolingReLU
 from caffepy.proto.caffe_pb2 import EltwiseParameter
 
 NORM = ("Scale", "Eltwise", "ReLU", "Split")

@@ -1,6 +1,6 @@
 """Which layers add to the gradients of which parameters."""
 
-from caffepy.blob import behind
+from caffepy.device.blob import behind
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net.net import Net
 

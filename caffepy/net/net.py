@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy import ops
-from caffepy.blob import PLAIN, Blob, Format, behind, on_host, shape_string
-from caffepy.device import Device
-from caffepy.errors import CaffeError, ConfigError
+from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.device.blob import PLAIN, Blob, Format, behind, on_host, shape_string
+from caffepy.device.device import Device
 from caffepy.layer import Layer, check_counts, create_layer
-from caffepy.layer.fused import FusedRun, Member
+from caffepy.layer.fused.base import FusedRun, Member
 from caffepy.net import debug
 from caffepy.net.backprop import prune_backward
 from caffepy.net.build import divide_batches, filter_state, insert_splits, where
-from caffepy.net.formats import Twins, plan
 from caffepy.net.fusion import Step, Wiring, find_runs, make_run
+from caffepy.net.layouts import Twins, plan
 from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
 from caffepy.proto.text import format as format_text

@@ -6,7 +6,7 @@ bias, mean, variance and an unused number.
 
 from collections.abc import Iterator
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.net.net import Net
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetParameter

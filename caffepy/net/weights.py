@@ -8,9 +8,9 @@ from io import BytesIO
 
 import h5py
 
-from caffepy.blob import Array, Blob, shape_string
-from caffepy.errors import ConfigError, reason
-from caffepy.files import replacing
+from caffepy.core.errors import ConfigError, reason
+from caffepy.core.files import replacing
+from caffepy.device.blob import Array, Blob, shape_string
 from caffepy.net import nvcaffe
 from caffepy.net.net import Net
 from caffepy.proto import binary

@@ -3,9 +3,9 @@
 import logging
 from types import ModuleType
 
-from caffepy.blob import PLAIN, Format
-from caffepy.device import Device
-from caffepy.errors import DeviceError
+from caffepy.core.errors import DeviceError
+from caffepy.device.blob import PLAIN, Format
+from caffepy.device.device import Device
 from caffepy.ops import precisions
 
 log = logging.getLogger(__name__)

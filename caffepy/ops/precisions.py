@@ -4,8 +4,8 @@ import os
 
 import numpy as np
 
-from caffepy.blob import PLAIN, Format
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import PLAIN, Format
 
 STORAGE = {"fp32": "float32", "tf32": "float32", "bf16": "uint16", "fp16": "float16"}
 """The element type of activations and their gradients; uint16 stands for bfloat16, a type that numpy has not."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 
 Number = float | Array
 """A number, or an array without axes that holds it when an operation runs."""

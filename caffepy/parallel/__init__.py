@@ -1,4 +1,6 @@
-"""Several solvers as one: the tree of devices, schedules of all-reduce, and those who run them.
+"""Solvers that train as one: the only place where the solver and the collectives meet.
 
-It knows the solver only through its callbacks.
+`manager` joins a root solver, on the main thread, with workers in threads of their own, watches
+them, and ends all of them when one fails; start reading with its `team_of`. `worker` has the
+solver that follows a root.
 """

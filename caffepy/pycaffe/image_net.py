@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.errors import ConfigError
-from caffepy.io import Array, Transformer
-from caffepy.paths import AnyPath
+from caffepy.core.errors import ConfigError
+from caffepy.core.paths import AnyPath
 from caffepy.proto.caffe_pb2 import TEST
+from caffepy.pycaffe.io import Array, Transformer
 from caffepy.pycaffe.net import Net
 
 

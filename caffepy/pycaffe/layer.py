@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from caffepy.pyblob import Blob, BlobVec
+from caffepy.layer.python_blob import Blob, BlobVec
 
 
 class Layer:

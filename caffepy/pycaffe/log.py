@@ -5,7 +5,7 @@ import os
 import tempfile
 from contextlib import ExitStack
 
-from caffepy.errors import UsageError
+from caffepy.core.errors import UsageError
 from caffepy.report import logging_to
 
 LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)

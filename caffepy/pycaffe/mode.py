@@ -3,8 +3,8 @@
 import operator
 import threading
 
-from caffepy.device import CudaDevice, Device
-from caffepy.errors import CaffeError
+from caffepy.core.errors import CaffeError
+from caffepy.device.device import CudaDevice, Device
 
 
 class _Mode(threading.local):

@@ -4,15 +4,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from caffepy.errors import DeviceError
-from caffepy.gpus import import_cupy
+from caffepy.collectives.rank_group import Group
+from caffepy.collectives.sync import obstacle_to_nccl
+from caffepy.core.errors import DeviceError
+from caffepy.device.gpus import import_cupy
 from caffepy.layer import Layer
 from caffepy.net import Net, any_turn
-from caffepy.parallel.group import Group
-from caffepy.parallel.sync import obstacle_to_nccl
+from caffepy.parallel.manager import flats_of
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.solver import Solver
-from caffepy.team import flats_of
 
 SHARED = ("Data", "HDF5Data", "ImageData", "WindowData")
 """Layers of whose batches each solver takes its share."""
@@ -40,7 +40,7 @@ class NCCL:
         if solver._solver.device.kind == "cpu":
             raise DeviceError("NCCL is for GPUs: caffe.set_mode_gpu() before the solver is built")
         _check()
-        from caffepy.parallel.nccl import NcclSync
+        from caffepy.collectives.nccl import NcclSync
 
         self.solver = solver
         self._uid = uid
@@ -59,10 +59,9 @@ class NCCL:
         """What solvers that are to train together have in common; made once, and given to all."""
         _check()
         import_cupy()
-        from cupy.cuda import nccl
+        from caffepy.collectives.nccl import new_unique_id
 
-        unique_id: bytes = nccl.get_unique_id()
-        return unique_id
+        return new_unique_id()
 
     def bcast(self) -> None:
         """Give all solvers the parameters of rank 0; returns when this one has them."""

@@ -8,21 +8,21 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 import numpy as np
 
-from caffepy.blob import Array, on_host
-from caffepy.errors import CaffeError, UsageError
+from caffepy.core.errors import CaffeError, UsageError
+from caffepy.core.paths import AnyPath
+from caffepy.core.registry import nearest
+from caffepy.device.blob import Array, on_host
 from caffepy.layer import Layer as InnerLayer
 from caffepy.layer.base import Blobs
 from caffepy.layer.data import MemoryData
 from caffepy.layer.python import Python
+from caffepy.layer.python_blob import Blob, BlobVec, unwrap_all, wrap
 from caffepy.net import Net as Inner
 from caffepy.net import weights
-from caffepy.paths import AnyPath
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import NetState, Phase
-from caffepy.pyblob import Blob, BlobVec, unwrap_all, wrap
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.log import heed_environment
-from caffepy.registry import nearest
 
 if TYPE_CHECKING:
     from caffepy.pycaffe.nccl import NCCL

@@ -6,18 +6,18 @@ from contextlib import contextmanager
 from operator import index
 from typing import TYPE_CHECKING, ClassVar
 
-from caffepy.device import CudaDevice, Device
-from caffepy.errors import ConfigError, UsageError
-from caffepy.paths import AnyPath
+from caffepy.core.errors import ConfigError, UsageError
+from caffepy.core.events import Reporter
+from caffepy.core.paths import AnyPath
+from caffepy.device.device import CudaDevice, Device
+from caffepy.parallel.manager import Terms, team_of
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.log import heed_environment
 from caffepy.pycaffe.net import Net
 from caffepy.report import LogReporter
-from caffepy.reporter import Reporter
 from caffepy.solver import Solver as Inner
-from caffepy.team import Terms, team_of
 
 if TYPE_CHECKING:
     from caffepy.pycaffe.nccl import NCCL

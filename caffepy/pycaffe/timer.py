@@ -2,7 +2,7 @@
 
 import time
 
-from caffepy.gpus import synchronize_gpu
+from caffepy.device.gpus import synchronize_gpu
 from caffepy.pycaffe import mode
 
 

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from caffepy.errors import CaffeError, UsageError
+from caffepy.core.errors import CaffeError, UsageError
 from caffepy.report.progress import write_line
 
 PROGRAM = "caffepy"

@@ -6,9 +6,9 @@ from math import ceil, isqrt
 
 import numpy as np
 
-from caffepy.blob import Array, shape_string
-from caffepy.errors import UsageError
-from caffepy.files import written
+from caffepy.core.errors import UsageError
+from caffepy.core.files import written
+from caffepy.device.blob import Array, shape_string
 
 log = logging.getLogger(__name__)
 

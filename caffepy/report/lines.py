@@ -3,8 +3,8 @@
 import logging
 from collections.abc import Sequence
 
+from caffepy.core.events import Output, Reporter
 from caffepy.report.text import number, scalars
-from caffepy.reporter import Output, Reporter
 
 log = logging.getLogger(__name__)
 

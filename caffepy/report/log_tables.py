@@ -14,8 +14,8 @@ from contextlib import suppress
 from datetime import datetime
 from itertools import zip_longest
 
-from caffepy.errors import DataError, reason
-from caffepy.files import written
+from caffepy.core.errors import DataError, reason
+from caffepy.core.files import written
 from caffepy.report.text import as_json as to_json
 
 log = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from caffepy.files import replacing
+from caffepy.core.files import replacing
 from caffepy.report import curve
-from caffepy.report.shown import Gathering, Shown, elements
+from caffepy.report.display_record import Gathering, Shown, elements
 from caffepy.report.text import number
 
 log = logging.getLogger(__name__)

@@ -3,9 +3,9 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from caffepy.core.events import Output
 from caffepy.report.speed import Speed, Timed
 from caffepy.report.text import columns
-from caffepy.reporter import Output
 
 log = logging.getLogger(__name__)
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.errors import UsageError
-from caffepy.files import written
-from caffepy.registry import nearest
+from caffepy.core.errors import UsageError
+from caffepy.core.files import written
+from caffepy.core.registry import nearest
 from caffepy.report.series import PANELS, Curve, Run, panel_of
 
 if TYPE_CHECKING:

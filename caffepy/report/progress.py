@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from caffepy.core.events import Output, Reporter
 from caffepy.report.speed import Speed
-from caffepy.reporter import Output, Reporter
 
 if TYPE_CHECKING:
     from tqdm import tqdm

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from caffepy.reporter import Output, Reporter
+from caffepy.core.events import Output, Reporter
 
 
 class Reporters(Reporter):

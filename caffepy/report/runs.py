@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 
-from caffepy.errors import DataError, UsageError
+from caffepy.core.errors import DataError, UsageError
 from caffepy.report.log_tables import Clock, read_lines, year_of
 from caffepy.report.metrics import rows_in
 from caffepy.report.series import Run, joined, of_metrics

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from caffepy.reporter import Output, Reporter
+from caffepy.core.events import Output, Reporter
 
 
 class Speed:

@@ -17,11 +17,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from caffepy.blob import Array
-from caffepy.errors import UsageError, reason
+from caffepy.core.errors import UsageError, reason
+from caffepy.core.events import Output
+from caffepy.device.blob import Array
+from caffepy.report.display_record import Gathering, Shown, elements
 from caffepy.report.grid import filter_tiles, grid
-from caffepy.report.shown import Gathering, Shown, elements
-from caffepy.reporter import Output
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.reporter import Output
+from caffepy.core.events import Output
 
 
 def number(value: Any) -> str:

@@ -1,5 +1,6 @@
 """The solver: its loop, learning-rate policies, update rules, snapshots and signals."""
 
+from caffepy.solver.gradient_probe import Watch
 from caffepy.solver.params import Params
 from caffepy.solver.policy import policies
 from caffepy.solver.preflight import check_folder
@@ -8,7 +9,6 @@ from caffepy.solver.snapshot import newest_good
 from caffepy.solver.solver import Solver
 from caffepy.solver.step import Callback
 from caffepy.solver.update import Rule, Update, rules
-from caffepy.solver.watch import Watch
 
 __all__ = [
     "Action",

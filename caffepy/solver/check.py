@@ -3,10 +3,10 @@
 import logging
 from typing import Any
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.core.registry import Registry
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field
-from caffepy.registry import Registry
 from caffepy.solver.policy import FIELDS, policies
 from caffepy.solver.update import rules
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from caffepy.blob import Blob
-from caffepy.errors import DivergenceError
+from caffepy.core.errors import DivergenceError
+from caffepy.device.blob import Blob
 from caffepy.net import Net
 
 WHERE = "capture off (--no-capture) lets this message name the first blob that is not finite"

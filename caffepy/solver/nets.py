@@ -4,8 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-from caffepy.errors import ConfigError
-from caffepy.paths import locate
+from caffepy.core.errors import ConfigError
+from caffepy.core.paths import locate
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverParameter
 from caffepy.proto.text import read_net
 from caffepy.proto.upgrade import upgrade_net

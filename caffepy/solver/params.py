@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from caffepy.blob import Array, Blob, Memory
+from caffepy.device.blob import Array, Blob, Memory
 
 ALIGNMENT = 16
 """Elements to a multiple of which each blob starts: 64 bytes, as vector units and cuDNN want it."""

@@ -9,8 +9,8 @@ from math import tanh
 
 import numpy as np
 
+from caffepy.core.registry import Registry
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.registry import Registry
 
 log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import stat
 from contextlib import suppress
 from math import inf
 
-from caffepy.errors import ConfigError
-from caffepy.files import remove_stale, temporary_name
+from caffepy.core.errors import ConfigError
+from caffepy.core.files import remove_stale, temporary_name
 from caffepy.net import Net
 from caffepy.net.weights import MAX_BINARY, check_names
 from caffepy.proto.caffe_pb2 import SolverParameter

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.blob import Array
-from caffepy.errors import CaffeError, ConfigError, reason
+from caffepy.core.errors import CaffeError, ConfigError, reason
+from caffepy.device.blob import Array
 
 FORMAT = 1
 ARRAY = "__array__"

@@ -8,8 +8,8 @@ from enum import Flag
 from types import FrameType, TracebackType
 from typing import Any
 
-from caffepy.errors import UsageError
-from caffepy.registry import nearest
+from caffepy.core.errors import UsageError
+from caffepy.core.registry import nearest
 
 log = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from caffepy.blob import Array, shape_string
-from caffepy.errors import CaffeError, ConfigError
-from caffepy.files import replacing
+from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.core.files import replacing
+from caffepy.device.blob import Array, shape_string
 from caffepy.net import Net
 from caffepy.net.weights import check_hdf5, new_hdf5, write_binary, write_hdf5
 from caffepy.proto import binary

@@ -12,23 +12,23 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy import ops
-from caffepy.device import Device
-from caffepy.errors import CaffeError, ConfigError, DataError, DivergenceError, LostDeviceError
-from caffepy.given_up import give_up
-from caffepy.net import Net, arena
+from caffepy.core.abandoned import give_up
+from caffepy.core.errors import CaffeError, ConfigError, DataError, DivergenceError, LostDeviceError
+from caffepy.core.events import Output, Reporter
+from caffepy.core.paths import locate
+from caffepy.device.device import Device
+from caffepy.net import Net, memory
 from caffepy.net.weights import load_weights
-from caffepy.ops.control import Fate, Verdict
-from caffepy.paths import locate
+from caffepy.ops.update_state import Fate, Verdict
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import format as format_text
-from caffepy.reporter import Output, Reporter
 from caffepy.solver.check import check_param
 from caffepy.solver.divergence import HINT, check_params, diverged, diverged_before
-from caffepy.solver.followers import Followers
 from caffepy.solver.nets import Source, net_sources
 from caffepy.solver.policy import advance, next_step, rate
-from caffepy.solver.positions import (
+from caffepy.solver.preflight import check_layers, check_prefix, check_snapshots
+from caffepy.solver.resume_state import (
     compare_layers,
     completed,
     data_layers,
@@ -37,9 +37,9 @@ from caffepy.solver.positions import (
     take_positions,
     warn_of_layers,
 )
-from caffepy.solver.preflight import check_layers, check_prefix, check_snapshots
 from caffepy.solver.sidecar import taken_up
 from caffepy.solver.signals import Action
+from caffepy.solver.smoothed_loss import LossWindow
 from caffepy.solver.snapshot import (
     Files,
     State,
@@ -52,8 +52,8 @@ from caffepy.solver.snapshot import (
     write,
 )
 from caffepy.solver.step import Callback, Step, Synchronizer
-from caffepy.solver.trial import Trial
-from caffepy.solver.window import LossWindow
+from caffepy.solver.test_pass import Trial
+from caffepy.solver.worker_group import Followers
 
 log = logging.getLogger(__name__)
 
@@ -220,8 +220,8 @@ class Solver:
     def save_memory(self) -> None:
         """Let the blobs of all nets share memory on a GPU, for good: after a pass most of them hold nothing of use."""
         if self.device.store is not None:
-            tests = (arena.Usage(trial.net, trial.run.steps, False) for trial in self._trials)
-            arena.save_memory([arena.Usage(self.net, self._step.run.steps, True), *tests], arena.WORTH)
+            tests = (memory.Usage(trial.net, trial.run.steps, False) for trial in self._trials)
+            memory.save_memory([memory.Usage(self.net, self._step.run.steps, True), *tests], memory.WORTH)
             self.saves_memory = True
 
     def add_callback(self, callback: Callback) -> None:

@@ -7,14 +7,14 @@ from typing import Protocol
 import numpy as np
 
 from caffepy import ops
-from caffepy.blob import Array, Blob
-from caffepy.device import Device
+from caffepy.device.blob import Array, Blob
+from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.net.gradients import large_products
-from caffepy.ops.control import Limits
 from caffepy.ops.segments import Segments
+from caffepy.ops.update_state import Limits
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.solver.captured import Pass
+from caffepy.solver.capture import Pass
 from caffepy.solver.params import Params
 from caffepy.solver.update import Update, rules
 

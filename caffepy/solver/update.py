@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from math import sqrt
 from types import ModuleType
 
-from caffepy.blob import Array
+from caffepy.core.registry import Registry
+from caffepy.device.blob import Array
 from caffepy.ops.segments import Number, Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.registry import Registry
 
 
 @dataclass

@@ -5,7 +5,7 @@ import pytest
 from click.testing import CliRunner
 
 from caffepy.cli.bench_allreduce import allreduce
-from caffepy.errors import UsageError
+from caffepy.core.errors import UsageError
 
 
 def test_the_command_prints_a_table_or_json() -> None:

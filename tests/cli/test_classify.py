@@ -8,11 +8,11 @@ import cv2
 import numpy as np
 import pytest
 
-from caffepy.classify import EXTENSIONS, Classification
 from caffepy.cli import main
+from caffepy.commands.classify import EXTENSIONS, Classification
+from caffepy.commands.preprocess import Preparation
 from caffepy.data.datum import decode
-from caffepy.data.source import open_source
-from caffepy.images import Preparation
+from caffepy.data.sources.database import open_source
 
 DIGITS = Path(__file__).parents[1] / "golden" / "digits"
 WEIGHTS = str(DIGITS / "digits_iter_500.caffemodel")
@@ -68,7 +68,7 @@ def test_flags_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
         given.append((values, flags))
         return Classification([])
 
-    monkeypatch.setattr("caffepy.classify.classify", classify)
+    monkeypatch.setattr("caffepy.commands.classify.classify", classify)
     Path("n.prototxt").write_text("")
     line = "classify a b --model n.prototxt --weights w --labels l --top 3 --oversample --images-dim 4,5 --ext png,jpg"
     line += " --mean-values 1,2,3 --raw-scale 2 --channel-swap 0,1,2 --batch 7 --gpu 2 --precision bf16"

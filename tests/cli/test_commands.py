@@ -12,10 +12,10 @@ import pytest
 
 import caffepy
 from caffepy.cli import main, options
+from caffepy.commands.train import TrainResult
 from caffepy.ops import precisions
+from caffepy.parallel.manager import Terms
 from caffepy.report.metrics import read_rows
-from caffepy.team import Terms
-from caffepy.train import TrainResult
 from tests.report import parsers
 
 DIGITS = Path(__file__).parents[1] / "golden" / "digits"
@@ -74,7 +74,7 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         given.update(flags, solver=solver)
         return TrainResult(3, True, [], None)
 
-    monkeypatch.setattr("caffepy.train.train", train)
+    monkeypatch.setattr("caffepy.commands.train.train", train)
     line = "train -solver digits -weights a.h5,b.h5 -level 2 -stage x,y -sigint_effect none -noprogress -threads=1"
     line += " -nofuse -precision bf16 -cpu 3 -sync tree -batch_mode global -bn_stats root -deterministic"
     line += " -deadlines step=5 -max_bad_records 7 -tensorboard events -tensorboard_histograms 0"

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from caffepy.cli import main
-from caffepy.data.source import open_source
+from caffepy.data.sources.database import open_source
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 IMAGES, LIST = f"{GOLDEN / 'images'}/", str(GOLDEN / "list.txt")
@@ -34,7 +34,7 @@ def count(path: str) -> int:
 
 def test_convert_imageset_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("caffepy.convert_imageset.convert_imageset", lambda *a, **k: given.append((a, k)))
+    monkeypatch.setattr("caffepy.commands.data.convert_imageset.convert_imageset", lambda *a, **k: given.append((a, k)))
     line = "convert_imageset -gray -shuffle=true -backend=leveldb -resize_width=8 --resize_height 9 -check_size"
     line += " -encoded -encode_type png -seed 3 -noprogress -threads 2 -resume -check root/ list db"
     assert main.run(line.split()) == 0

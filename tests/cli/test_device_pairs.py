@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from caffepy.cli import main
-from caffepy.gpus import import_cupy
+from caffepy.device.gpus import import_cupy
 from tests import fake_cupy
 
 Captured = pytest.CaptureFixture[str]

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from caffepy.cli import main
-from caffepy.doctor import MISSING, OK, WRONG, Finding, Health
+from caffepy.commands.doctor import MISSING, OK, WRONG, Finding, Health
 
 Captured = pytest.CaptureFixture[str]
 
@@ -13,7 +13,7 @@ def test_the_exit_code_tells_what_is_broken(
     state: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     health = Health([Finding("CuPy", OK, "14.2.0"), Finding("cuDNN", state, "9.19.0")])
-    monkeypatch.setattr("caffepy.doctor.examine", lambda: health)
+    monkeypatch.setattr("caffepy.commands.doctor.examine", lambda: health)
     assert main.run(["doctor"]) == code
     assert capsys.readouterr().out.splitlines() == ["CuPy   ok       14.2.0", f"cuDNN  {state:7}  9.19.0"]
     assert main.run(["doctor", "--json"]) == code

@@ -5,10 +5,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from caffepy import draw
 from caffepy.cli import main
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter
+from caffepy.pycaffe import draw
 
 Captured = pytest.CaptureFixture[str]
 NET = r"""

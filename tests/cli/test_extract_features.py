@@ -5,8 +5,8 @@ import h5py
 import pytest
 
 from caffepy.cli import main
-from caffepy.data.source import open_source
-from caffepy.features import Feature
+from caffepy.commands.extract_features import Feature
+from caffepy.data.sources.database import open_source
 
 WEIGHTS = str(Path(__file__).parents[1] / "golden" / "digits" / "digits_iter_500.caffemodel")
 Captured = pytest.CaptureFixture[str]
@@ -38,7 +38,9 @@ def test_options() -> None:
 
 def test_both_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("caffepy.features.extract_features", lambda *given, **more: calls.append((given, more)))
+    monkeypatch.setattr(
+        "caffepy.commands.extract_features.extract_features", lambda *given, **more: calls.append((given, more))
+    )
     Path("n.prototxt").write_text("")
     assert main.run(["extract_features", "w", "n.prototxt", "a,b", "x,y", "7", "leveldb", "GPU", "3"]) == 0
     line = "extract-features --model n.prototxt --weights w --blob a,b --output x --output y --batches 7 --gpu 3"

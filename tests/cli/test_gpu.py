@@ -12,10 +12,10 @@ import pytest
 
 from caffepy import models
 from caffepy.cli import main
-from caffepy.device import CudaDevice
-from caffepy.errors import ConfigError, DeviceError, UsageError
-from caffepy.gpus import count_gpus, import_cupy
-from caffepy.train import train
+from caffepy.commands.train import train
+from caffepy.core.errors import ConfigError, DeviceError, UsageError
+from caffepy.device.device import CudaDevice
+from caffepy.device.gpus import count_gpus, import_cupy
 from tests import fake_cupy
 
 Captured = pytest.CaptureFixture[str]
@@ -37,7 +37,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         devices.append(device)
         raise ConfigError("made")
 
-    monkeypatch.setattr("caffepy.train.Solver", solver)
+    monkeypatch.setattr("caffepy.commands.train.Solver", solver)
     return devices
 
 
@@ -67,7 +67,7 @@ def test_which_gpu_trains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
-    caplog.set_level(logging.INFO, "caffepy.device")
+    caplog.set_level(logging.INFO, "caffepy.device.device")
     with pytest.raises(ConfigError, match="made"):
         train(solver_file(folder, more), gpu=gpu)
     assert [(type(device), device.index) for device in opened] == [(CudaDevice, index)]
@@ -78,7 +78,7 @@ def test_which_gpu_trains(
 def test_when_the_cpu_trains(
     more: str, cpu: bool, folder: Path, opened: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "caffepy.device")
+    caplog.set_level(logging.INFO, "caffepy.device.device")
     with pytest.raises(ConfigError, match="made"):
         train(solver_file(folder, more), cpu=cpu)
     assert [device.kind for device in opened] == ["cpu"]
@@ -87,7 +87,7 @@ def test_when_the_cpu_trains(
 
 def test_all_gpus_train(folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
-    caplog.set_level(logging.INFO, "caffepy.device")
+    caplog.set_level(logging.INFO, "caffepy.device.device")
     with pytest.raises(ConfigError, match="made"):
         train(solver_file(folder, ""), gpu="all")
     assert caplog.messages == ["Using GPUs 0, 1", "GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]

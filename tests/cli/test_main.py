@@ -9,7 +9,7 @@ import pytest
 
 from caffepy import __version__
 from caffepy.cli import main
-from caffepy.errors import (
+from caffepy.core.errors import (
     ConfigError,
     DataError,
     DeviceError,
@@ -301,7 +301,7 @@ def test_an_interrupt_while_an_object_is_removed_is_not_lost() -> None:
 ENDED = """
 import os, signal, sys
 from caffepy.cli import main
-from caffepy.files import written
+from caffepy.core.files import written
 
 _, path, name = sys.argv
 

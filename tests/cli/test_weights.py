@@ -9,8 +9,8 @@ import pytest
 
 import caffepy
 from caffepy import models
-from caffepy.blob import Array
 from caffepy.cli import main
+from caffepy.device.blob import Array
 from caffepy.net import weights
 from caffepy.proto import binary, text
 from caffepy.proto.caffe_pb2 import BlobProto, NetParameter

@@ -4,9 +4,9 @@ import cv2
 import numpy as np
 import pytest
 
+from caffepy.core.errors import DataError
 from caffepy.data.datum import COLOR, GRAY, decode
 from caffepy.data.write import array_to_datum
-from caffepy.errors import DataError
 from caffepy.proto.caffe_pb2 import Datum
 
 IMAGE = np.random.default_rng(0).integers(0, 256, (3, 4, 5), np.uint8)

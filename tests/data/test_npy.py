@@ -3,8 +3,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caffepy.core.errors import DataError
 from caffepy.data.npy import new_npy
-from caffepy.errors import DataError
 
 
 @pytest.mark.parametrize("counts", [[], [3], [1, 4, 0, 2], [1234567, 8000000]])

@@ -18,15 +18,15 @@ from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
 
+from caffepy.core.errors import DataError
 from caffepy.data import reader as reader_module
-from caffepy.data.bad import tolerating
+from caffepy.data.bad_records import tolerating
 from caffepy.data.loader import Batch, RecordLoader
 from caffepy.data.reader import HELPERS, Reader
-from caffepy.data.source import open_source
+from caffepy.data.sources.database import open_source
 from caffepy.data.transformer import Transformer
 from caffepy.data.write import array_to_datum, write_database, write_lmdb
-from caffepy.device import Device
-from caffepy.errors import DataError
+from caffepy.device.device import Device
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
 
@@ -157,7 +157,7 @@ def test_what_is_passed_over_is_said_once(tmp_path, caplog):
 
 
 def test_a_thread_that_cannot_begin_says_so(ten, monkeypatch):
-    monkeypatch.setattr(cpu.threads, "num_threads", lambda: 1 // 0)
+    monkeypatch.setattr("caffepy.device.threads.num_threads", lambda: 1 // 0)
     made = reader(ten)
     with pytest.raises(ZeroDivisionError):
         made.take()

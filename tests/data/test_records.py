@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from caffepy.data.datum import head_of
 from caffepy.data.records import copy_images, find_encoded
-from caffepy.data.source import Records
+from caffepy.data.sources.database import Records
 from caffepy.data.write import array_to_datum
 from caffepy.proto.caffe_pb2 import Datum
 

@@ -10,7 +10,7 @@ from caffepy.data.write import array_to_datum, write_database
 from caffepy.layer.data import MemoryData
 from caffepy.solver import sidecar
 from tests.layer.test_data import Feed
-from tests.team.test_data import LAYERS, folder  # noqa: F401  # a fixture
+from tests.parallel.test_data import LAYERS, folder  # noqa: F401  # a fixture
 
 pytestmark = pytest.mark.usefixtures("several")
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.data.random_stream import Twister
 from caffepy.data.transformer import Transformer
-from caffepy.data.twister import Twister
-from caffepy.device import Device
-from caffepy.errors import ConfigError, DataError
+from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, TransformationParameter
 
 SHAPE = (3, 8, 11)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from caffepy.blob import Array
-from caffepy.export import run, write
+from caffepy.commands import export
+from caffepy.device.blob import Array
+from caffepy.export import write
 from caffepy.export.graph import Graph
 from caffepy.export.trace import Trace, trace
 from caffepy.net import Net
@@ -88,7 +89,7 @@ def forward(net: Net, given: dict[str, Array]) -> None:
 
 def compare(model: Model, given: dict[str, Array] | None = None, relative: float = 1e-5) -> None:
     """Hold onnxruntime's outputs to caffepy's: differences up to `relative` of the largest value of the output."""
-    inputs = run.random_inputs(model.net, model.found) | (given or {})
+    inputs = export.random_inputs(model.net, model.found) | (given or {})
     forward(model.net, inputs)
     for (_, blob), (name, answer) in zip(model.found.outputs, answers(model, inputs).items(), strict=True):
         expected = model.net.blobs[blob].data

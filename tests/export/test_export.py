@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import caffepy
-from caffepy.blob import Array
-from caffepy.errors import ConfigError, DataError, UsageError
-from caffepy.export import export_onnx, run
+from caffepy.commands import export
+from caffepy.commands.export import export_onnx
+from caffepy.core.errors import ConfigError, DataError, UsageError
+from caffepy.device.blob import Array
 from caffepy.net import Net
 from caffepy.net.weights import save_binary
 from caffepy.proto.caffe_pb2 import TEST
@@ -52,7 +53,7 @@ def save(text: str) -> tuple[str, str]:
     return "net.prototxt", "w.caffemodel"
 
 
-def exported(text: str, **how: Any) -> run.Exported:
+def exported(text: str, **how: Any) -> export.Exported:
     net, weights = save(text)
     return export_onnx(net, [weights], "net.onnx", **how)
 

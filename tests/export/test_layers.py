@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.export import write
 from caffepy.export.trace import JUDGES
 from caffepy.layer import registry

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from caffepy import models
-from caffepy.blob import Array
-from caffepy.device import Device
-from caffepy.export import export_onnx
+from caffepy.commands.export import export_onnx
+from caffepy.commands.test import score
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
 from caffepy.export.write import Batch
 from caffepy.net import Net
 from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.proto.text import read_net
-from caffepy.score import score
 
 from .models import compare, model_of, randomize
 

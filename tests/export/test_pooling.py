@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 
 from .models import compare, inputs, written
 

@@ -7,8 +7,8 @@ import numpy as np
 from google.protobuf import text_format
 
 import caffepy.layer
-from caffepy.blob import Array, Blob
-from caffepy.device import Device
+from caffepy.device.blob import Array, Blob
+from caffepy.device.device import Device
 from caffepy.layer.base import check_counts, create_layer
 from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter

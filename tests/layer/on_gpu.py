@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.blob import PLAIN, Array, Blob, Format
-from caffepy.device import CudaDevice
-from caffepy.errors import DataError
+from caffepy.core.errors import DataError
+from caffepy.device.blob import PLAIN, Array, Blob, Format
+from caffepy.device.device import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 

@@ -15,9 +15,11 @@ from caffepy.proto.caffe_pb2 import NetParameter
 
 from .harness import GOLDEN
 
-TESTS = {path.name: path.read_text() for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)}
+HERE = Path(__file__).parent
+TESTS = {str(path.relative_to(HERE)): path.read_text() for path in HERE.rglob("test_*.py") if path != Path(__file__)}
 DATA = GOLDEN.parent / "data"
-LAYERS = {path.name: path.read_text() for path in Path(caffepy.layer.__file__).parent.glob("*.py")}
+PACKAGE = Path(caffepy.layer.__file__).parent
+LAYERS = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
 
 NO_GRADIENT = {
     "Accuracy": "counts",

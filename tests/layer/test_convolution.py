@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 
 from .harness import Single, check_golden, check_gradient, random
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.blob import Blob, Format, from_bfloat16, to_bfloat16
+from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.data.write import array_to_datum, write_lmdb
-from caffepy.device import CudaDevice, Device
-from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.device.blob import Blob, Format, from_bfloat16, to_bfloat16
+from caffepy.device.device import CudaDevice, Device
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError, DataError
+from caffepy.core.errors import ConfigError, DataError
 
 from .harness import Single, check_golden, check_gradient
 from .on_gpu import check_plain_on_gpu, check_problem_on_gpu

@@ -9,8 +9,8 @@ import h5py
 import numpy as np
 import pytest
 
-from caffepy.data.hdf5 import append_rows, new_file
-from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError
+from caffepy.data.sources.hdf5 import append_rows, new_file
 
 from .harness import Single, random
 
@@ -111,8 +111,8 @@ def test_a_full_disk_is_an_error_and_leaves_the_rows_before(tmp_path):
     program = """
 import resource, signal, sys
 import numpy as np
-from caffepy.data.hdf5 import append_rows, new_file
-from caffepy.errors import DataError
+from caffepy.data.sources.hdf5 import append_rows, new_file
+from caffepy.core.errors import DataError
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5_000_000, 5_000_000))

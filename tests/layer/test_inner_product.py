@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.blob import Blob, Format
-from caffepy.device import CudaDevice
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Blob, Format
+from caffepy.device.device import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 

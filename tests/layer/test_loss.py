@@ -3,7 +3,7 @@ from math import exp, log
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError, DataError
+from caffepy.core.errors import ConfigError, DataError
 from caffepy.proto.binary import array_to_blob
 
 from .harness import Single, check_golden, check_gradient, random, seeded

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.proto.caffe_pb2 import TEST, TRAIN
 from tests.net.nets import net_of
 

@@ -7,9 +7,9 @@ from textwrap import dedent
 import numpy as np
 import pytest
 
-from caffepy import user_code
-from caffepy.device import Device
-from caffepy.errors import ConfigError, DataError
+from caffepy.core import python_modules
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.net.weights import load_weights, save_binary, save_hdf5
 from caffepy.proto.caffe_pb2 import TEST, TRAIN
@@ -72,7 +72,7 @@ class Growing:
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a test imports from its folder is forgotten after it."""
     monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
-    monkeypatch.setattr(user_code, "_beside", user_code._Beside())
+    monkeypatch.setattr(python_modules, "_beside", python_modules._Beside())
     yield
     forget(tmp_path)
 
@@ -343,7 +343,7 @@ def test_an_error_while_the_net_runs_keeps_its_cause(error: str, tmp_path: Path)
 
 def test_caffes_own_errors_keep_their_kind(tmp_path: Path) -> None:
     code = """
-    from caffepy.errors import DataError
+    from caffepy.core.errors import DataError
     class Raising:
         def reshape(self, bottom, top):
             raise DataError("no picture")

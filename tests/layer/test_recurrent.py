@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.device import Device
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.solver import sidecar

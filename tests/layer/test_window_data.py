@@ -7,8 +7,8 @@ import cv2
 import numpy as np
 import pytest
 
-from caffepy.data.windows import expand, read_windows
-from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError
+from caffepy.data.sources.windows import expand, read_windows
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import TEST, BlobProto
 

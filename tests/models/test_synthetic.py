@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from caffepy import models
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter

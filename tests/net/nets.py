@@ -3,7 +3,7 @@
 import numpy as np
 from google.protobuf import text_format
 
-from caffepy.device import Device
+from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.net import filter_state, insert_splits
 from tests.net.nets import definition
 

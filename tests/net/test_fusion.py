@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from caffepy import models
-from caffepy.device import Device
+from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.net.fusion import Wiring, find_runs
 from caffepy.proto import text

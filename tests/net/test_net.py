@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.device import Device
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.device import Device
 from caffepy.net import Net
 from tests.net.nets import INPUT, LOSS, definition, ip, net_of
 

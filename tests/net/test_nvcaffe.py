@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.blob import Array
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Array
 from caffepy.net import weights
 from caffepy.proto.caffe_pb2 import (
     DOUBLE,

@@ -6,7 +6,7 @@ import h5py
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.net import Net, weights
 from caffepy.proto.caffe_pb2 import FLOAT16, NetParameter
 from tests.net.nets import INPUT, LOSS, ip, net_of

@@ -5,7 +5,7 @@ It learns by the cross entropy; the squared error is shown beside it with weight
 
 import numpy as np
 
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 
 from .training import Training, fall, inputs
 

@@ -6,7 +6,7 @@ deconvolutions, and Crop brings them to the size of what they meet.
 
 import numpy as np
 
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 
 from .training import Training, fall, inputs
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 
 from .training import Training, fall, gratings, inputs
 

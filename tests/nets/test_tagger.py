@@ -6,7 +6,7 @@ came before it or is it, in its own sentence: a net that cannot remember, or tha
 
 import numpy as np
 
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 
 from .training import Training, fall, inputs
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from google.protobuf import text_format
 
-from caffepy.blob import Array
-from caffepy.device import Device
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from caffepy import ops
-from caffepy.blob import PLAIN, Format
-from caffepy.device import Device
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import PLAIN, Format
+from caffepy.device.device import Device
 from caffepy.ops.precisions import PRECISIONS, checked, default, native_format
 
 

@@ -56,7 +56,7 @@ def test_the_same_names(cuda):
 
 
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):
-    from caffepy.errors import DeviceError
+    from caffepy.core.errors import DeviceError
 
     for name in [name for name in sys.modules if name.startswith("caffepy.ops.cuda")]:
         monkeypatch.delitem(sys.modules, name)

@@ -1,152 +1,468 @@
-"""Synchronizers on several GPUs: sums, parameters, replays, staging, and the end when a rank fails."""
+"""Teams on GPUs: n solvers with batch b follow one with batch n * b, replayed or not, by every way, in fp32."""
 
-import ctypes
-import time
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from google.protobuf import text_format
 
-from caffepy.device import CudaDevice
-from caffepy.errors import DataError
-from caffepy.gpus import count_gpus
-from caffepy.parallel import peers
-from caffepy.parallel.buckets import Bucket
-from caffepy.parallel.group import Group
-from caffepy.parallel.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose
-from caffepy.parallel.topology import Topology
-from tests.parallel.test_group import together
+from caffepy import models
+from caffepy.collectives import peers
+from caffepy.core.errors import DataError
+from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.device.blob import Array
+from caffepy.device.device import CudaDevice, Device
+from caffepy.models.synthetic import image_shape
+from caffepy.net import gradients
+from caffepy.parallel.manager import Team, Terms
+from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
+from caffepy.solver import Action, Solver
+from tests.parallel.cases import LOSSY, NET, SETTINGS, net
+from tests.solver.cases import DIGITS, AskAt, Recorder
 
 pytestmark = pytest.mark.gpus(2)
 
-COUNTS = (1, 3, 16, 1000, 4097, 200_003, 2_000_000, 4_500_000)
-
-Work = Callable[[Synchronizer, CudaDevice, Any, Any], None]
-
-
-def machine(joined: bool = True) -> Topology:
-    """All GPUs, at most 8; not joined: as if none reached another's memory."""
-    found = peers.prepare(peers.query(range(min(count_gpus(), 8))))
-    return found if joined else replace(found, access=((False,) * found.size,) * found.size)
+SIZES = [2, pytest.param(4, marks=pytest.mark.gpus(4))]
+SYNCS = ["nccl", "tree", "muji", "flat"]
+ONCE = SETTINGS.replace("iter_size: 2", "iter_size: 1")
+ITERATIONS = 12
+DEADLINES = {"step": 60.0, "set-up": 300.0, "test": 60.0}
 
 
-def way(name: str, shape: Topology) -> Choice:
-    if name == "muji" and shape.size not in (2, 4, 8):
-        pytest.skip(f"muji has no schedule for {shape.size} GPUs")
-    return choose(name, shape, gpu=True)
+def train(settings: str, text: str, device: Device | None = None, precision: str = "fp32") -> tuple[Solver, Recorder]:
+    recorder = Recorder()
+    param = text_format.Parse(f"random_seed: 3 {settings} net_param {{ {text} }}", SolverParameter())
+    return Solver(param, device=device, reporter=recorder, precision=precision), recorder
 
 
-def on_all(shape: Topology, choice: Choice, size: int, work: Work, group: Group | None = None) -> list[Any]:
-    """Run work(synchronizer, device, data, diff) in all ranks; data is filled with rank, diff with random numbers."""
-    group = group or Group(shape.size)
-    ways = Synchronization(group, choice)
-    devices = [CudaDevice(index) for index in shape.devices]
+class Ran(NamedTuple):
+    """What was shown, and the parameters: the root's before, at the end those of all solvers that update theirs."""
 
-    def rank_work(rank: int) -> None:
-        device = devices[rank]
-        with device.scope():
-            data = device.on_device(np.full(size, rank, np.float32))
-            diff = device.on_device(gradients(rank, size))
-            buckets = [Bucket(((size // 2, size),), frozenset([2])), Bucket(((0, size // 2),), frozenset([1]))]
-            mine = ways.join(rank, Flats(device, data, diff, buckets if size > 1 else ()))
-            work(mine, device, data, diff)
-            device.synchronize()
-            group.barrier(rank)
-            mine.close()
+    losses: list[float]
+    tests: list[dict[str, Array]]
+    before: Array
+    data: list[Array]
 
-    return together(shape.size, rank_work, group)
+    @property
+    def moved(self) -> Array:
+        """How far the root's parameters went."""
+        return self.data[0] - self.before
 
 
-def gradients(rank: int, size: int) -> Any:
-    return np.random.default_rng(rank).integers(-50, 50, size).astype(np.float32)
+def params(solver: Solver) -> Array:
+    """A copy on the host of all parameters."""
+    solver.device.flush()
+    return np.array(solver.device.on_host(solver.params.data))
 
 
-def mean(ranks: int, size: int) -> Any:
-    return np.sum([gradients(rank, size) for rank in range(ranks)], axis=0) / ranks
+def on_gpus(
+    size: int,
+    sync: str,
+    settings: str = ONCE,
+    text: str | None = None,
+    iterations: int = ITERATIONS,
+    statistics: str = "average",
+    precision: str = "fp32",
+    **how: bool,
+) -> Ran:
+    """A team on the first GPUs; `how` sets attributes of its solvers."""
+    devices = [CudaDevice(i) for i in range(size)]
+    root, recorder = train(settings, net(3) if text is None else text, devices[0], precision)
+    for name, value in how.items():
+        setattr(root, name, value)
+    before = params(root)
+    topology = peers.prepare(peers.query(range(size)))
+    with Team(root, devices, topology, Terms(sync, statistics, DEADLINES)) as team:
+        root.step(iterations)
+        root.test_all()
+        team.agree()
+        data = [params(solver) for solver in (root, *team._workers)]
+    root.close()
+    if sync == "tree":
+        del data[1:]
+    return Ran(recorder.losses, recorder.tests, before, data)
 
 
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("size", COUNTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_mean_comes_to_all_who_update_and_the_roots_parameters_to_the_others(
-    name: str, size: int, joined: bool
+def alone(settings: str, text: str, device: Device | None = None, iterations: int = ITERATIONS) -> Ran:
+    """One solver."""
+    solver, recorder = train(settings, text, device)
+    before = params(solver)
+    solver.step(iterations)
+    solver.test_all()
+    data = params(solver)
+    solver.close()
+    return Ran(recorder.losses, recorder.tests, before, [data])
+
+
+@pytest.mark.parametrize("size", [*SIZES, pytest.param(3, marks=pytest.mark.gpus(3))])
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("how", ["replayed", "two passes", "layer by layer"])
+def test_solvers_follow_one_on_the_cpu(how: str, sync: str, size: int) -> None:
+    if sync == "muji" and size == 3:
+        pytest.skip("muji has no schedule for 3")
+    settings = SETTINGS if how == "two passes" else ONCE
+    ran = on_gpus(size, sync, settings, capture=how != "layer by layer")
+    expected = alone(settings, net(3 * size))
+    np.testing.assert_allclose(ran.losses, expected.losses, rtol=2e-4)
+    np.testing.assert_allclose(ran.data[0], expected.data[0], rtol=1e-3, atol=1e-4)
+    for own, other in zip(ran.tests, expected.tests, strict=True):
+        np.testing.assert_allclose(float(own["loss"]), float(other["loss"]), rtol=5e-4)
+    agree(ran)
+
+
+def agree(ran: Ran) -> None:
+    """All solvers that update their parameters have the same, to the last bit."""
+    for other in ran.data[1:]:
+        np.testing.assert_array_equal(other, ran.data[0])
+
+
+class Case(NamedTuple):
+    """A bundled net: images for each solver and pass, iterations, the rate, and the bounds.
+
+    `moved` bounds ||team - alone|| / ||alone|| of the way that all parameters went in training, not of the parameters,
+    which hardly move. float32 sums of batches that are cut in another way, by kernels chosen for another batch, differ
+    by some 1e-6 each; a wrong scale or a batch that is left out or used twice gives 1e-1 and more. ReLU and max pooling
+    make steps of rounding, so that it grows with depth and iterations. Where there is a `side`, images are no larger
+    than that and inner products no wider than WIDEST, so that a run takes seconds.
+    """
+
+    batch: int
+    iterations: int
+    settings: str
+    loss: float
+    moved: float
+    side: int = 0
+
+
+WIDEST = 512
+USUAL = (
+    'lr_policy: "step" gamma: 0.5 stepsize: 4 momentum: 0.9 weight_decay: 0.0005 clip_gradients: 3 display: 1 '
+    "test_interval: 1000 test_initialization: false "
+)
+CASES = {
+    "digits": Case(5, 20, f"{USUAL} base_lr: 0.05 test_iter: 3", 1e-3, 5e-3),
+    "lenet": Case(4, 12, f"{USUAL} base_lr: 0.01 test_iter: 3", 1e-3, 5e-3),
+    "caffenet": Case(4, 5, f"{USUAL} base_lr: 0.01 test_iter: 2", 1e-3, 1e-2, side=115),
+}
+IMAGES = 64
+
+
+@pytest.fixture(autouse=True)
+def precision_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Others compute in what they did before; no time goes into the choice of plans."""
+    from caffepy.ops.cuda import plans, precision
+
+    monkeypatch.setattr(plans, "_autotune", False)
+    before = precision.get()
+    yield
+    precision.set(before)
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The LMDB of a net's images: those of the digits, else ten patterns, each with noise."""
+
+    @cache
+    def made(name: str) -> str:
+        if name == "digits":
+            return f"{DIGITS}/digits_train_lmdb"
+        folder = str(tmp_path_factory.mktemp(name) / "lmdb")
+        draw = np.random.default_rng(5)
+        channels, *sides = image_shape(name)
+        shape = channels, *(CASES[name].side or side for side in sides)
+        patterns = draw.integers(0, 192, (10, *shape), np.uint8)
+        with write_lmdb(folder) as writer:
+            for i in range(IMAGES):
+                image = patterns[i % 10] + draw.integers(0, 64, shape, np.uint8)
+                writer.put(f"{i:08d}", array_to_datum(image, i % 10))
+        return folder
+
+    return made
+
+
+def bundled(name: str, batch: int, source: str) -> str:
+    """The net on these images, so many at a time, without dropout; mirrors and crops go with the images."""
+    with open(os.fspath(models.path(name, "train_val") or "")) as file:
+        param = text_format.Parse(file.read(), NetParameter())
+    for layer in param.layer:
+        if layer.type == "Data":
+            layer.data_param.source = source
+            layer.data_param.batch_size = 7 if layer.include[0].phase == TEST else batch
+        if side := CASES[name].side:
+            if layer.transform_param.crop_size:
+                layer.transform_param.crop_size = side
+            if layer.type == "InnerProduct":
+                layer.inner_product_param.num_output = min(layer.inner_product_param.num_output, WIDEST)
+        if layer.type == "Dropout":  # each solver draws numbers of its own
+            layer.dropout_param.dropout_ratio = 0
+    return text_format.MessageToString(param, as_one_line=True)
+
+
+@cache
+def one(name: str, source: str, passes: int, size: int) -> Ran:
+    """One solver on GPU 0 with the batch of so many, layer by layer."""
+    case = CASES[name]
+    settings = f"{case.settings} iter_size: {passes}"
+    return alone(settings, bundled(name, case.batch * size, source), CudaDevice(0), case.iterations)
+
+
+def follow(name: str, size: int, ran: Ran, source: str, passes: int = 1) -> None:
+    """The run went where one solver with the batch of all goes."""
+    case, expected = CASES[name], one(name, source, passes, size)
+    np.testing.assert_allclose(ran.losses, expected.losses, rtol=case.loss)
+    error = np.linalg.norm(ran.moved - expected.moved) / np.linalg.norm(expected.moved)
+    assert error <= case.moved
+    for own, other in zip(ran.tests, expected.tests, strict=True):
+        np.testing.assert_allclose(float(own["loss"]), float(other["loss"]), rtol=case.loss)
+    agree(ran)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("name", CASES)
+def test_solvers_follow_one(name: str, sync: str, size: int, images: Callable[[str], str]) -> None:
+    case, source = CASES[name], images(name)
+    ran = on_gpus(size, sync, case.settings, bundled(name, case.batch, source), case.iterations)
+    follow(name, size, ran, source)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.parametrize("name", ["digits", "lenet"])
+def test_solvers_follow_one_in_passes(name: str, sync: str, size: int, images: Callable[[str], str]) -> None:
+    case, source = CASES[name], images(name)
+    settings = f"{case.settings} iter_size: 2"
+    ran = on_gpus(size, sync, settings, bundled(name, case.batch, source), case.iterations)
+    follow(name, size, ran, source, passes=2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("how", ["replayed", "layer by layer"])
+@pytest.mark.parametrize("name", ["lenet", "caffenet"])
+@pytest.mark.usefixtures("always_factors")
+def test_solvers_that_exchange_factors_follow_one(
+    name: str, how: str, size: int, images: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    if name == "nccl" and not joined:
-        pytest.skip("NCCL looks itself who reaches whom")
-    shape = machine(joined)
-    choice = way(name, shape) if joined or name != "muji" else way("flat", shape)
-    expected = mean(shape.size, size)
-
-    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
-        assert mine.capturable == joined
-        for _ in range(3):
-            device.upload(gradients(mine.rank, size), diff)
-            mine.on_start()
-            for layer in (2, 1, 0):
-                mine.after_backward(layer)
-            mine.on_gradients_ready()
-            if mine.updates:
-                np.testing.assert_allclose(device.on_host(diff), expected, rtol=1e-5, atol=1e-5)
-            if name in ("nccl", "tree"):
-                np.testing.assert_array_equal(device.on_host(data), 0)
-
-    assert on_all(shape, choice, size, work) == [None] * shape.size
+    case, source = CASES[name], images(name)
+    text = bundled(name, case.batch, source)
+    with caplog.at_level("INFO", "caffepy.parallel.manager"):
+        ran = on_gpus(size, "nccl", case.settings, text, case.iterations, capture=how == "replayed")
+    assert re.search(r"the factors of the weight gradients of (ip1|fc6, fc7)", caplog.text)
+    follow(name, size, ran, source)
 
 
-@pytest.mark.parametrize("size", [16, 4097, 400_000, 4_500_064])
-@pytest.mark.parametrize("name", NAMES)
-def test_replays_give_what_calls_give(name: str, size: int) -> None:
-    shape = machine()
-    expected = mean(shape.size, size)
-
-    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
-        fresh = diff.copy()
-
-        def step() -> None:
-            diff[...] = fresh
-            mine.on_start()
-            for layer in (2, 1, 0):
-                mine.after_backward(layer)
-            mine.on_gradients_ready()
-
-        step()
-        step()
-        recording = device.capture(step)
-        for _ in range(5):
-            diff.fill(mine.rank)
-            for _ in range(4):
-                recording.replay()
-            if mine.updates:
-                np.testing.assert_allclose(device.on_host(diff), expected, rtol=1e-5, atol=1e-5)
-            mine.reduce(size // 3)  # of another size, in between
-        device.synchronize()
-
-    assert on_all(shape, way(name, shape), size, work) == [None] * shape.size
+PRODUCTS = """layer { name: "%s" type: "InnerProduct" bottom: "pool" top: "%s"
+  inner_product_param { num_output: 24 weight_filler { type: "xavier" } } }
+"""
+BRANCHES = NET.replace(
+    'layer { name: "ip" type: "InnerProduct" bottom: "pool"',
+    PRODUCTS % ("first", "first")
+    + PRODUCTS % ("second", "second")
+    + """
+layer { name: "second relu" type: "ReLU" bottom: "second" top: "second" }
+layer { name: "first relu" type: "ReLU" bottom: "first" top: "first" }
+layer { name: "sum" type: "Eltwise" bottom: "first" bottom: "second" top: "sum" }
+layer { name: "ip" type: "InnerProduct" bottom: "sum\"""",
+)
 
 
-@pytest.mark.parametrize("name", ["tree", "muji", "flat", "nccl"])
-def test_a_rank_that_fails_ends_what_waits_on_the_gpus_of_others(name: str) -> None:
-    shape, group = machine(), Group(machine().size)
-    choice = way(name, shape)._replace(root_updates=False)
-    ended, sides = [], []
+class Heard:
+    """A callback that cannot be recorded, so that its solver runs layer by layer."""
 
-    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
-        sides.append(mine)
-        mine.reduce(diff.size)
-        device.synchronize()
-        group.barrier(mine.rank)
-        if mine.rank == shape.size - 1:
-            time.sleep(0.5)  # the others wait for this rank by now
-            raise DataError("no more images")
-        mine.reduce(diff.size)
-        device.synchronize()
-        ended.append(mine.rank)
+    def on_start(self) -> None:
+        """Nothing."""
 
-    raised = on_all(shape, choice, 1_000_000, work, group)
-    assert isinstance(raised[-1], DataError)
-    assert all(raised)
-    assert [ctypes.c_int.from_address(mine.given_up).value for mine in sides] == [1] * shape.size
-    if name != "nccl":  # which may refuse the call
-        assert sorted(ended) == list(range(shape.size - 1))
+    def on_gradients_ready(self) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("heard", [False, True], ids=["all alike", "the root layer by layer"])
+@pytest.mark.usefixtures("always_factors", "deterministic")
+def test_layers_run_in_another_order_in_runs(heard: bool, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    text = net(3, BRANCHES)
+    root, recorder = train(ONCE, text, CudaDevice(0))
+    devices = [root.device, *(CudaDevice(i) for i in range(1, size))]
+    with (
+        caplog.at_level("INFO", "caffepy.parallel.manager"),
+        Team(root, devices, peers.prepare(peers.query(range(size))), Terms("nccl", deadlines=DEADLINES)) as team,
+    ):
+        if heard:
+            root.add_callback(Heard())
+        root.step(ITERATIONS)
+        data = [params(solver) for solver in (root, *team._workers)]
+    root.close()
+    assert "the factors of the weight gradients of first, second" in caplog.text
+    for other in data[1:]:
+        np.testing.assert_array_equal(other, data[0])
+    expected = alone(ONCE, net(3 * size, BRANCHES))
+    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=2e-4)
+    np.testing.assert_allclose(data[0], expected.data[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
+@pytest.mark.usefixtures("deterministic")
+def test_factors_give_what_gradients_give(
+    precision: str, size: int, images: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the rounding of the precision; the solvers agree to the last bit."""
+    case, text = CASES["caffenet"], bundled("caffenet", CASES["caffenet"].batch, images("caffenet"))
+    reduced = on_gpus(size, "nccl", case.settings, text, case.iterations, precision=precision)
+    monkeypatch.setattr(gradients, "LARGE", 0)
+    made, again = (on_gpus(size, "nccl", case.settings, text, case.iterations, precision=precision) for _ in range(2))
+    agree(made)
+    np.testing.assert_array_equal(made.data[0], again.data[0])
+    np.testing.assert_allclose(made.losses, reduced.losses, rtol=1e-2)
+    assert np.linalg.norm(made.moved - reduced.moved) <= 5e-2 * np.linalg.norm(reduced.moved)
+    assert not np.array_equal(made.data[0], reduced.data[0])  # they went another way
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """GPUs keep to fixed orders of sums."""
+    from caffepy.ops.cuda import precision
+
+    before = precision.deterministic()
+    precision.set_deterministic(True)
+    yield
+    precision.set_deterministic(before)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.usefixtures("deterministic")
+def test_deterministic_runs_repeat_bit_for_bit(sync: str, size: int, images: Callable[[str], str]) -> None:
+    case, text = CASES["lenet"], bundled("lenet", CASES["lenet"].batch, images("lenet"))
+    first, again = (on_gpus(size, sync, case.settings, text, case.iterations) for _ in range(2))
+    assert first.losses == again.losses
+    np.testing.assert_array_equal(first.data[0], again.data[0])
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sync", SYNCS)
+@pytest.mark.usefixtures("deterministic")
+def test_replays_give_what_layers_one_by_one_give(sync: str, size: int, images: Callable[[str], str]) -> None:
+    """To rounding: layers that are computed together round once where they round twice by themselves."""
+    case, text = CASES["lenet"], bundled("lenet", CASES["lenet"].batch, images("lenet"))
+    replayed = on_gpus(size, sync, case.settings, text, case.iterations)
+    one_by_one = on_gpus(size, sync, case.settings, text, case.iterations, capture=False, fuse=False)
+    np.testing.assert_allclose(replayed.losses, one_by_one.losses, rtol=1e-4)
+    error = np.linalg.norm(replayed.moved - one_by_one.moved) / np.linalg.norm(one_by_one.moved)
+    assert error <= 1e-3
+
+
+NORMALIZED = NET.replace(
+    'layer { name: "pool"', 'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" } layer { name: "pool"'
+)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sync", ["nccl", "tree"])
+def test_solvers_normalize_their_batches_as_one(sync: str, size: int) -> None:
+    ran = on_gpus(size, sync, text=net(4, NORMALIZED), statistics="sync")
+    expected = alone(ONCE, net(4 * size, NORMALIZED))
+    np.testing.assert_allclose(ran.losses, expected.losses, rtol=2e-4)
+    np.testing.assert_allclose(ran.data[0], expected.data[0], rtol=1e-3, atol=1e-4)
+    agree(ran)
+
+
+def test_a_label_that_is_none_is_told_by_the_solver_that_met_it() -> None:
+    few = NET.replace("num_output: 10", "num_output: 9")
+    with pytest.raises(DataError, match="label"):
+        on_gpus(2, "nccl", text=net(3, few))
+
+
+@pytest.mark.parametrize("sync", ["nccl", "flat"])
+@pytest.mark.usefixtures("deterministic")
+def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) -> None:
+    """Random numbers of the nets and of the tests go on as in a run that was not stopped, to the last bit."""
+    both = 'test_iter: 2 test_interval: 4 test_iter: 2 test_state { stage: "a" } test_state { stage: "b" } '
+    settings = f'{re.sub(r"test_i[^ ]*: [^ ]* ", "", ONCE)} {both} snapshot_prefix: "{tmp_path}/s" '
+
+    def run(state: str | None = None, stop_at: int = 0) -> tuple[Solver, Array]:
+        devices = [CudaDevice(i) for i in range(2)]
+        root, _ = train(settings, LOSSY, devices[0])
+        if state:
+            root.restore(state)
+        if stop_at:
+            root.action = AskAt(stop_at, Action.STOP)
+        with Team(root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)) as team:
+            root.step(9 - root.iter)
+            team.agree()
+            data = params(root)
+            if stop_at:
+                root.snapshot()
+        root.close()
+        return root, data
+
+    _, whole = run()
+    stopped, _ = run(stop_at=8)  # polls: a round of both tests at 0, 4 iterations, a round of each test at 4
+    assert stopped.iter == 4
+    _, resumed = run(stopped.saved_now)
+    np.testing.assert_array_equal(resumed, whole)
+
+
+class KilledError(Exception):
+    """What ends a worker."""
+
+
+@pytest.mark.parametrize("sync", ["nccl", "tree", "flat"])
+def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path) -> None:
+    settings = f'{ONCE} snapshot_prefix: "{tmp_path}/s" snapshot: 100 max_iter: 12 '
+    devices = [CudaDevice(i) for i in range(2)]
+    root, _ = train(settings, net(3), devices[0])
+
+    def run() -> None:
+        with Team(root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)) as team:
+            (worker,) = team._workers
+            perform = worker._step.perform
+
+            def fail() -> None:
+                if worker.iter == 7:
+                    raise KilledError
+                perform()
+
+            worker._step.perform = fail  # type: ignore[method-assign]
+            root.solve()
+
+    with pytest.raises(KilledError) as told:
+        run()
+    assert told.tb  # which still refers to all that there was
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nccl end")]
+    root.close()
+    assert root.iter == 7
+    state = f"{tmp_path}/s_iter_7.solverstate"
+    resumed, _ = train(settings, net(3), CudaDevice(0))
+    resumed.restore(state)
+    resumed.device.flush()
+    straight, _ = train(settings, net(6), CudaDevice(0))
+    straight.step(7)
+    np.testing.assert_allclose(
+        resumed.device.on_host(resumed.params.data),
+        straight.device.on_host(straight.params.data),
+        rtol=1e-3,
+        atol=1e-4,
+    )
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_the_tree_brings_the_loss_scale(capture: bool) -> None:
+    expected = on_gpus(2, "flat", text=net(3), precision="fp16")
+    root, recorder = train(ONCE, net(3), CudaDevice(0), "fp16")
+    root.capture = capture
+    before = params(root)
+    joined = peers.prepare(peers.query([0, 1]))
+    with Team(root, [root.device, CudaDevice(1)], joined, Terms("tree", deadlines=DEADLINES)):
+        root.control.set_state({"loss_scale": 1024.0})  # not what the other solver began with
+        root.step(ITERATIONS)
+    moved = params(root) - before
+    root.close()
+    np.testing.assert_allclose(recorder.losses, expected.losses, rtol=2e-2)
+    assert np.linalg.norm(moved - expected.moved) <= 5e-2 * np.linalg.norm(expected.moved)

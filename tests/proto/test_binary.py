@@ -10,7 +10,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.proto import binary, text
 from caffepy.proto.caffe_pb2 import BOOL, DOUBLE, FLOAT, FLOAT16, INT, BlobProto, BlobShape, NetParameter, SolverState
 

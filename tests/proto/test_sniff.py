@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from google.protobuf.message import Message
 
-from caffepy.errors import DataError
+from caffepy.core.errors import DataError
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState
 from caffepy.proto.sniff import mismatch, sniff
 

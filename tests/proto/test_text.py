@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from caffepy.errors import CaffeError, ConfigError
+from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import TRAIN, BlobProto, C2TensorProto, LayerParameter, NetParameter, SolverParameter
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.proto import text, upgrade
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, V1LayerParameter
 

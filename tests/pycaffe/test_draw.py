@@ -1,9 +1,9 @@
 import sys
 
+import caffepy.draw
 import pytest
 from google.protobuf import text_format
 
-import caffepy.draw
 from caffepy.proto import caffe_pb2
 
 NET = text_format.Parse(

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import caffepy as caffe
-from caffepy.parallel.group import stacks
+from caffepy.collectives.rank_group import stacks
 from caffepy.pycaffe.nccl import take_turns
 from tests.net.nets import net_of
+from tests.parallel.faults import still_there
 from tests.pycaffe.test_solver import ROWS, rows  # noqa: F401 # a fixture
 from tests.solver.cases import ENVIRONMENT, SETTINGS
-from tests.team.faults import still_there
 
 TRAIN = """
 import faulthandler

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caffepy.reporter import Reporter
+from caffepy.core.events import Reporter
 
 LOG = Path(__file__).parents[1] / "golden" / "digits" / "caffe_train.log"
 PREFIX = re.compile(r"^[IWEF]\d+ [\d:.]+ +\d+ [\w.]+:\d+\] ")

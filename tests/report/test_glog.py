@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.errors import ConfigError, UsageError
+from caffepy.core.errors import ConfigError, UsageError
 from caffepy.report import logging_to
 from caffepy.report.glog import Formatter
 

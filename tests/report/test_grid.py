@@ -4,7 +4,7 @@ import cv2
 import numpy as np
 import pytest
 
-from caffepy.errors import UsageError
+from caffepy.core.errors import UsageError
 from caffepy.report import grid
 
 

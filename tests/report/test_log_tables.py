@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from caffepy.errors import DataError, UsageError
+from caffepy.core.errors import DataError, UsageError
 from caffepy.report import LogReporter, log_tables, logging_to
 from tests.report import golden, parsers
 

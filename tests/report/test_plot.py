@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.errors import UsageError
+from caffepy.core.errors import UsageError
 from caffepy.report import plot
 from caffepy.report.series import Run
 

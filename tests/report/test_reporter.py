@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
+from caffepy.core.events import Reporter
 from caffepy.report import LogReporter, Metrics, Progress, Reporters
-from caffepy.reporter import Reporter
 
 METHODS = [name for name, method in vars(Reporter).items() if inspect.isfunction(method) and not name.startswith("_")]
 EVENTS = [name for name in METHODS if name != "close"]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.errors import DataError, UsageError
+from caffepy.core.errors import DataError, UsageError
 from caffepy.report import Metrics, curve
 from caffepy.report.runs import name_of, read_run, read_runs
 from caffepy.report.series import Run, as_json, joined, panel_of

@@ -8,8 +8,8 @@ import cv2
 import numpy as np
 import pytest
 
-from caffepy.blob import Array
-from caffepy.errors import UsageError
+from caffepy.core.errors import UsageError
+from caffepy.device.blob import Array
 from caffepy.report import TensorBoard, open_report, tensorboard
 from tests.report import golden
 from tests.report.events import events, scalars, values

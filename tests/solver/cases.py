@@ -7,10 +7,10 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from caffepy.blob import Array
-from caffepy.device import Device
+from caffepy.core.events import Output, Reporter
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.reporter import Output, Reporter
 from caffepy.solver import Action, Solver
 
 GOLDEN = Path(__file__).parent.parent / "golden"

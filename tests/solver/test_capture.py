@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.device import CudaDevice, Device
-from caffepy.errors import DataError, DivergenceError
+from caffepy.core.errors import DataError, DivergenceError
+from caffepy.device.device import CudaDevice, Device
 from caffepy.net import gradients
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver

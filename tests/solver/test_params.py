@@ -1,6 +1,6 @@
 import numpy as np
 
-from caffepy.blob import Blob
+from caffepy.device.blob import Blob
 from caffepy.solver import Params
 
 

@@ -3,7 +3,7 @@ from math import exp, inf, isclose
 
 import pytest
 
-from caffepy.errors import ConfigError
+from caffepy.core.errors import ConfigError
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.check import check_param
 from caffepy.solver.policy import FIELDS, advance, policies, rate

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from caffepy.errors import UsageError
+from caffepy.core.errors import UsageError
 from caffepy.solver import Action, Signals
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, SolverState
 from caffepy.solver import Solver, check_folder, newest_good, sidecar, snapshot
 from tests.solver.cases import ENVIRONMENT, GOLDEN, NET, solver_of
@@ -481,7 +481,7 @@ def test_failing_last_snapshot_is_an_error(tmp_path: Path, monkeypatch: pytest.M
 FULL = """
 import resource, signal, sys
 from tests.solver.cases import solver_of
-from caffepy.errors import CaffeError, ConfigError, DataError
+from caffepy.core.errors import CaffeError, ConfigError, DataError
 solver = solver_of(sys.argv[1])
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.errors import ConfigError, DataError, DivergenceError
+from caffepy.core.errors import ConfigError, DataError, DivergenceError
 from caffepy.solver import Action
 from tests.solver.cases import NET, NOISE, AskAt, Recorder, solver_of
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from google.protobuf import text_format
 
-from caffepy.blob import Array
+from caffepy.core.errors import DataError
 from caffepy.data.write import array_to_datum, write_lmdb
-from caffepy.device import CudaDevice, Device
-from caffepy.errors import DataError
+from caffepy.device.blob import Array
+from caffepy.device.device import CudaDevice, Device
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver

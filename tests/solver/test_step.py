@@ -10,7 +10,7 @@ import caffepy as caffe
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
 from caffepy.solver import Signals, Solver
-from caffepy.solver.watch import Watch
+from caffepy.solver.gradient_probe import Watch
 from tests.solver.cases import NET, solver_of
 
 DEEPER = NET.replace(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 from caffepy.ops import cpu
 from caffepy.ops.segments import Segments
 from caffepy.proto.caffe_pb2 import SolverParameter

@@ -13,7 +13,7 @@ import numpy as np
 
 import caffepy
 from caffepy import models
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 from caffepy.proto import caffe_pb2
 
 ROOT = Path(caffepy.__file__).parents[1]

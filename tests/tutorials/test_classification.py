@@ -9,7 +9,7 @@ import pytest
 from numpy.lib.stride_tricks import sliding_window_view
 
 import caffepy as caffe
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 from tests.tutorials.material import MODELS
 
 SIZE = 227

@@ -6,7 +6,7 @@ import pytest
 from google.protobuf import text_format
 
 import caffepy as caffe
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 from caffepy.proto import caffe_pb2
 from tests.tutorials.material import GOLDEN, MODELS, digits, written
 

@@ -10,7 +10,7 @@ import pytest
 import caffepy as caffe
 from caffepy import layers as L  # noqa: N812 # pycaffe's habit
 from caffepy import params as P  # noqa: N812
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 from tests.tutorials.material import digits, solver_file, written
 
 BATCH = 25

@@ -9,7 +9,7 @@ import pytest
 
 import caffepy as caffe
 from caffepy import layers as L  # noqa: N812 # pycaffe's habit
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 from caffepy.proto import caffe_pb2
 from tests.tutorials.material import run, written
 

@@ -10,7 +10,7 @@ from google.protobuf import text_format
 import caffepy as caffe
 from caffepy import layers as L  # noqa: N812 # pycaffe's habit
 from caffepy import params as P  # noqa: N812
-from caffepy.blob import Array
+from caffepy.device.blob import Array
 from caffepy.proto import caffe_pb2
 from tests.tutorials.material import MODELS, as_mnist, digits, solver_file, written
 

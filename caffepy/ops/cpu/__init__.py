@@ -1,8 +1,8 @@
 """Arithmetic on the CPU: numba loops and BLAS calls, shared out over a pool of threads. All arrays C-contiguous."""
 
+from caffepy.device.threads import blas_scope, num_threads, parallel, set_num_threads
 from caffepy.ops.cpu.bias_relu import relu_bias_backward
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
-from caffepy.ops.cpu.control import Control, Sums
 from caffepy.ops.cpu.convolution import Convolution
 from caffepy.ops.cpu.copies import convert, copy, cut, join
 from caffepy.ops.cpu.elementwise import (
@@ -17,7 +17,6 @@ from caffepy.ops.cpu.elementwise import (
     scale_forward,
     scaled,
 )
-from caffepy.ops.cpu.laps import Laps
 from caffepy.ops.cpu.loss import (
     accuracy,
     contrastive_loss_backward,
@@ -67,6 +66,7 @@ from caffepy.ops.cpu.normalization import (
     norm_backward,
     norm_forward,
 )
+from caffepy.ops.cpu.phase_timer import Laps
 from caffepy.ops.cpu.pooling import (
     ave_pool_backward,
     ave_pool_forward,
@@ -80,7 +80,6 @@ from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_f
 from caffepy.ops.cpu.selection import add_rows, take_rows, top_values
 from caffepy.ops.cpu.staging import Staging
 from caffepy.ops.cpu.stopwatch import Stopwatch
-from caffepy.ops.cpu.threads import blas_scope, num_threads, parallel, set_num_threads
 from caffepy.ops.cpu.transform import transform_batch
 from caffepy.ops.cpu.update import (
     adadelta_update,
@@ -90,6 +89,7 @@ from caffepy.ops.cpu.update import (
     rmsprop_update,
     sgd_update,
 )
+from caffepy.ops.cpu.update_state import Control, Sums
 
 __all__ = [
     "LSTM",

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.depthwise import Depthwise, suits
 from caffepy.ops.cpu.neuron import relu_forward
-from caffepy.ops.cpu.threads import parallel
 from caffepy.ops.cpu.tile import Schedule, accumulate_by, best_shape, schedule, shapes, transpose
 
 Array = NDArray[Any]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.ops.cpu.threads import parallel
+from caffepy.device.threads import parallel
 
 Array = NDArray[Any]
 

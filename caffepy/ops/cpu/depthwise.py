@@ -18,8 +18,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.threads import parallel
 from caffepy.ops.cpu.tile import shapes
 
 Array = NDArray[Any]

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, scaled
-from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
 

@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.blas import add_bias, bias_gradient
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, blockwise
 from caffepy.ops.cpu.random import mix, seed_of_pass
-from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
 

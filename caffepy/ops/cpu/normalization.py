@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, add, scale_backward, scale_forward
 from caffepy.ops.cpu.neuron import relu_backward, relu_forward
-from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
 Maybe = Array | None

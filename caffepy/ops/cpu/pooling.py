@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.random import mix, seed_of_pass
-from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
 Pair = tuple[int, int]

@@ -14,8 +14,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
-from caffepy.ops.cpu.threads import parallel
 
 Array = NDArray[Any]
 

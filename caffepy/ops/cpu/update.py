@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.threads import parallel
 from caffepy.ops.segments import Number, Segments
 
 Array = NDArray[Any]

@@ -7,14 +7,13 @@ CUDA graph once every shape has been seen. Sums that are Python floats on the CP
 try:
     import cupy  # noqa: F401
 except ImportError as error:
-    from caffepy.errors import DeviceError
+    from caffepy.core.errors import DeviceError
 
     raise DeviceError(f"no GPU arithmetic without CuPy ({error}): pip install 'caffepy[cuda13]'") from error
 
 from caffepy.ops.cuda.bias import add_bias, bias_gradient
 from caffepy.ops.cuda.bias_relu import relu_bias_backward
 from caffepy.ops.cuda.blas import matmul
-from caffepy.ops.cuda.control import Control, Sums
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, join
 from caffepy.ops.cuda.elementwise import (
@@ -27,7 +26,6 @@ from caffepy.ops.cuda.elementwise import (
     multiply,
     scaled,
 )
-from caffepy.ops.cuda.laps import Laps
 from caffepy.ops.cuda.loss import (
     accuracy,
     contrastive_loss_backward,
@@ -79,6 +77,7 @@ from caffepy.ops.cuda.normalization import (
     scale_backward,
     scale_forward,
 )
+from caffepy.ops.cuda.phase_timer import Laps
 from caffepy.ops.cuda.pooling import (
     ave_pool_backward,
     ave_pool_forward,
@@ -102,6 +101,7 @@ from caffepy.ops.cuda.update import (
     rmsprop_update,
     sgd_update,
 )
+from caffepy.ops.cuda.update_state import Control, Sums
 
 __all__ = [
     "LSTM",

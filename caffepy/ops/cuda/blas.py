@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.errors import DeviceError
+from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda import plans, precision
 from caffepy.ops.cuda.compiler import kernel
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.errors import DeviceError
+from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda import plans
 from caffepy.ops.cuda.blas import BLOCKS, THREADS, c_type, matmul
 from caffepy.ops.cuda.compiler import kernel

@@ -15,7 +15,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.errors import DeviceError
+from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda import graphs, plans, small_convolution
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into

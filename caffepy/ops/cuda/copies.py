@@ -6,7 +6,7 @@ from math import gcd, prod
 import cupy
 import numpy as np
 
-from caffepy.errors import DeviceError
+from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda.blas import THREADS, TYPES, c_type
 from caffepy.ops.cuda.launch import Array, channels_last, divisor, launch_expression, lies_channels_last
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.errors import DeviceError
+from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda import plans
 from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.compiler import kernel

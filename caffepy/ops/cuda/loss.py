@@ -11,8 +11,8 @@ them found, in their order.
 from typing import Any
 
 from caffepy.ops.cuda.blas import THREADS, c_type
+from caffepy.ops.cuda.block_reduce import launch_finding
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.found import launch_finding
 from caffepy.ops.cuda.launch import Array, launch, number, packs
 
 LABELS = 2048

@@ -22,9 +22,9 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.cache import cache_file, keep, read
-from caffepy.device import is_layer_lane
-from caffepy.errors import DeviceError
+from caffepy.core.cache import cache_file, keep, read
+from caffepy.core.errors import DeviceError
+from caffepy.device.device import is_layer_lane
 from caffepy.ops.cuda import precision
 from caffepy.ops.cuda.compiler import kernel
 

@@ -9,7 +9,7 @@ from typing import Any
 import cupy
 import numpy as np
 
-from caffepy.errors import DeviceError
+from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.launch import MOST, Array, channels_last, packs

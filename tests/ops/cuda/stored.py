@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.blob import Format, from_bfloat16
+from caffepy.device.blob import Format, from_bfloat16
 
 Tolerance = tuple[float, float]  # relative, absolute
 

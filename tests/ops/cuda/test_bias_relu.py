@@ -6,8 +6,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
-from caffepy.blob import Format, from_bfloat16  # noqa: E402
-from caffepy.errors import DeviceError  # noqa: E402
+from caffepy.core.errors import DeviceError  # noqa: E402
+from caffepy.device.blob import Format, from_bfloat16  # noqa: E402
 from caffepy.ops import cuda  # noqa: E402
 from caffepy.ops.cuda.bias_relu import bias_relu  # noqa: E402
 

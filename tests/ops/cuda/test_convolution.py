@@ -9,8 +9,8 @@ import pytest
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
-from caffepy.blob import Format, from_bfloat16  # noqa: E402
-from caffepy.errors import DeviceError  # noqa: E402
+from caffepy.core.errors import DeviceError  # noqa: E402
+from caffepy.device.blob import Format, from_bfloat16  # noqa: E402
 from caffepy.ops import cpu, cuda  # noqa: E402
 from caffepy.ops.cuda import filters, plans, precision, small_convolution  # noqa: E402
 from tests.ops.test_convolution import CASES as CPU_CASES  # noqa: E402

@@ -122,7 +122,7 @@ def test_convert_rounds_to_even_and_keeps_what_is_no_number():
 def test_convert_refuses_views():
     import cupy
 
-    from caffepy.errors import DeviceError
+    from caffepy.core.errors import DeviceError
     from caffepy.ops import cuda
 
     with pytest.raises(DeviceError, match="cannot be converted"):

@@ -111,7 +111,7 @@ def test_sums_and_maxima_in_types_and_orders(kind, last):
 
 
 def test_arrays_that_lie_differently_are_refused():
-    from caffepy.errors import DeviceError
+    from caffepy.core.errors import DeviceError
     from caffepy.ops import cuda
 
     x, y = (narrow.stored(data((2, 3, 4, 5)), "float32", last) for last in (False, True))

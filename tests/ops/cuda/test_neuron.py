@@ -179,7 +179,7 @@ def test_arrays_at_odd_addresses():
 
 
 def test_arrays_in_different_orders_are_refused():
-    from caffepy.errors import DeviceError
+    from caffepy.core.errors import DeviceError
     from caffepy.ops import cuda
 
     x = data((2, 3, 4))

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from caffepy.blob import Format
+from caffepy.device.blob import Format
 from tests.ops.cuda.compare import agree
 
 pytestmark = pytest.mark.gpu

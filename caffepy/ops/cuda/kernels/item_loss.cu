@@ -3,7 +3,7 @@
 
 #include "pack.cuh"
 #include "reduce.cuh"
-#include "found.cuh"
+#include "block_reduce.cuh"
 
 constexpr double THRESHOLD = 1e-20;  // no likelihood counts as smaller
 

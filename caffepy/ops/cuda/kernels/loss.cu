@@ -3,7 +3,7 @@
 
 #include "pack.cuh"
 #include "reduce.cuh"
-#include "found.cuh"
+#include "block_reduce.cuh"
 
 constexpr double SMALLEST = 1.17549435082228750797e-38;  // FLT_MIN: no loss of a label is larger than -log of it
 

@@ -2,7 +2,7 @@
 
 #include "pack.cuh"
 #include "reduce.cuh"
-#include "found.cuh"
+#include "block_reduce.cuh"
 
 // y_m = x_index(m), 0 where there is no such row; an index is cut off as C does, after a look at it unless `cut`
 template <typename T>

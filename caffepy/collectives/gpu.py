@@ -1,0 +1,222 @@
+"""Synchronization of GPUs by schedules: a kernel on each over peer memory, or through the host where that is needed."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from caffepy import ops
+from caffepy.collectives.rank_group import PATIENCE, Group
+from caffepy.collectives.schedule import Operation, Schedule, adding, copying, part, totals
+from caffepy.collectives.sync import Flats
+from caffepy.device.device import CudaDevice
+from caffepy.device.gpus import import_cupy
+
+log = logging.getLogger(__name__)
+
+PIECE = 1 << 20
+"""Elements that go through the host at a time."""
+
+Exchanged = Callable[[Any], list[Any]]
+
+
+class ScheduleSync:
+    """One rank's side of a schedule. With `root_updates` only the root's parameters are updated, as in Caffe.
+
+    Levels with steps between GPUs that do not reach each other's memory go through the host's, and cannot be captured.
+    """
+
+    def __init__(
+        self, group: Group, rank: int, exchange: Exchanged, flats: Flats, schedule: Schedule, root_updates: bool = False
+    ) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
+        self._device: Any = flats.device
+        self.updates = rank == 0 or not root_updates
+        staged = sorted({(s.source, s.destination) for level in schedule for s in level if s.staged})
+        self.capturable = not staged
+        if staged and rank == 0:
+            log.info("Through the host go the steps %s", ", ".join(f"{a} to {b}" for a, b in staged))
+        self._word = GivenUp()
+        group.on_abort(self._word.set)
+        self._met: set[str] = set()
+        self._down: _Execution | None = None
+        with flats.device.scope():
+            if root_updates:
+                self._down = _Execution(self, exchange, flats.device, flats.data, copying(schedule))
+                schedule = adding(schedule)
+            self._up = _Execution(self, exchange, flats.device, flats.diff, schedule)
+
+    @property
+    def given_up(self) -> int:
+        """The host's address of an int that is not 0 when the group was given up."""
+        return self._word.address
+
+    def on_start(self) -> None:
+        """Take the root's parameters, if only the root's are updated."""
+        if self._down:
+            self._run("down", self._down, self._down.size)
+
+    def after_backward(self, layer: int) -> None:
+        """Nothing: all gradients are summed at once."""
+
+    def on_gradients_ready(self) -> None:
+        """Make the diff the mean of all ranks' where parameters are updated."""
+        self.reduce(self._up.size)
+
+    def reduce(self, count: int) -> None:
+        """The first so many elements of the diff become the mean of all ranks'."""
+        self._run("up", self._up, count)
+
+    def close(self, patience: float = PATIENCE) -> None:
+        """Nothing is held outside."""
+
+    def _run(self, way: str, execution: "_Execution", count: int) -> None:
+        """Run it, abreast of the others the first time each way."""
+        first = way not in self._met
+        self._met.add(way)
+        with self.group.abreast(self.rank, "schedule", self._device.stream.synchronize) if first else nullcontext():
+            execution.run(count)
+
+
+class GivenUp:
+    """An int in the host's memory that kernels look at while they wait."""
+
+    def __init__(self) -> None:
+        self._page = import_cupy().cuda.alloc_pinned_memory(np.dtype(np.int32).itemsize)
+        self._value = np.frombuffer(self._page, np.int32, 1)
+        self._value[0] = 0
+
+    @property
+    def address(self) -> int:
+        """Where it is, for every device."""
+        return int(self._page.ptr)
+
+    def set(self) -> None:
+        """Let all kernels that look at it end."""
+        self._value[0] = 1
+
+
+class _Execution:
+    """One rank's runs of one schedule on one flat array."""
+
+    def __init__(self, sync: ScheduleSync, exchange: Exchanged, device: Any, flat: Any, schedule: Schedule) -> None:
+        self.size = flat.size
+        complete = totals(schedule, sync.size)
+        self._runs: list[_Peers | _Staged] = []
+        first = 0
+        for staged, found in groupby(schedule, lambda level: any(step.staged for step in level)):
+            levels = tuple(found)
+            done = {(number - first, rank) for number, rank in complete}
+            kind = _Staged if staged else _Peers
+            self._runs.append(kind(sync, exchange, device, flat, levels, done))
+            first += len(levels)
+
+    def run(self, count: int) -> None:
+        """Run it on the first `count` elements."""
+        for run in self._runs:
+            run.run(count)
+
+
+class _Peers:
+    """Levels whose steps are all between GPUs that reach each other's memory: one launch."""
+
+    def __init__(
+        self,
+        sync: ScheduleSync,
+        exchange: Exchanged,
+        device: CudaDevice,
+        flat: Any,
+        levels: Schedule,
+        complete: set[tuple[int, int]],
+    ) -> None:
+        from caffepy.ops.cuda.schedule import ADD, COPY, ScheduleRun, pointers
+
+        rank = sync.rank
+        codes = {Operation.ADD: ADD, Operation.COPY: COPY}
+        mine, last = part(levels, rank)
+        steps = [(a.level, codes[a.operation], a.source, a.waits, (a.level - 1, rank) in complete) for a in mine]
+        most = max(len(part(levels, other).actions) for other in range(sync.size))
+        self._run = ScheduleRun(rank, len(levels), steps, last, most, sync.given_up)
+        device.synchronize()
+        self._progress: Sequence[Any] = exchange(self._run.progress)
+        self._flats: Sequence[Any] = exchange(flat)
+        self._run.connect(self._progress)
+        self._pointers = pointers(self._flats)
+        self._scale = 1 / sync.size
+
+    def run(self, count: int) -> None:
+        """Launch it."""
+        self._run.run(self._pointers, count, self._scale)
+
+
+class _Staged:
+    """Levels whose steps go through the host's memory, pieces behind one another; ranks meet twice a level."""
+
+    def __init__(
+        self,
+        sync: ScheduleSync,
+        exchange: Exchanged,
+        device: CudaDevice,
+        flat: Any,
+        levels: Schedule,
+        complete: set[tuple[int, int]],
+    ) -> None:
+        self._cupy = import_cupy()
+        self._group, self._rank, self._scale = sync.group, sync.rank, np.float32(1 / sync.size)
+        self._device, self._flat, self._levels, self._complete = device, flat, levels, complete
+        self._add = ops.backend(device).add
+        sources = {step.source for level in levels for step in level}
+        page = self._cupy.cuda.alloc_pinned_memory(flat.nbytes) if self._rank in sources else None
+        host = np.frombuffer(page, flat.dtype, flat.size) if page is not None else None
+        self._hosts: Sequence[Any] = exchange(host)
+        self._pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
+        self._sent: Sequence[Any] = exchange([self._event() for _ in self._pieces])  # of all ranks
+        self._taken: Sequence[Any] = exchange(self._event())
+        self._room = self._cupy.empty(min(PIECE, flat.size), flat.dtype)
+
+    def _event(self) -> Any:
+        return self._cupy.cuda.Event(disable_timing=True)
+
+    def run(self, count: int) -> None:
+        """Give it to the stream."""
+        pieces = [slice(p.start, min(p.stop, count)) for p in self._pieces if p.start < count]
+        for number, level in enumerate(self._levels):
+            if any(step.source == self._rank for step in level):
+                self._send(pieces)
+            self._group.barrier(self._rank, "sent")
+            for step in level:
+                if step.destination == self._rank:
+                    self._take(step.operation, step.source, pieces, (number, self._rank) in self._complete)
+            self._group.barrier(self._rank, "taken")
+            for step in level:
+                if step.source == self._rank:
+                    self._device.stream.wait_event(self._taken[step.destination])
+
+    def _send(self, pieces: Sequence[slice]) -> None:
+        for piece, event in zip(pieces, self._sent[self._rank], strict=False):
+            self._copy(self._hosts[self._rank][piece].ctypes.data, self._flat[piece], to_host=True)
+            event.record(self._device.stream)
+
+    def _take(self, operation: Operation, source: int, pieces: Sequence[slice], complete: bool) -> None:
+        for piece, event in zip(pieces, self._sent[source], strict=False):
+            self._device.stream.wait_event(event)
+            mine, theirs = self._flat[piece], self._hosts[source][piece].ctypes.data
+            if operation is Operation.COPY:
+                self._copy(theirs, mine)
+                continue
+            room = self._room[: mine.size]
+            self._copy(theirs, room)
+            self._add(room, mine)
+            if complete:
+                mine *= self._scale
+        self._taken[self._rank].record(self._device.stream)
+
+    def _copy(self, host: int, array: Any, to_host: bool = False) -> None:
+        runtime, stream = self._cupy.cuda.runtime, self._device.stream.ptr
+        if to_host:
+            runtime.memcpyAsync(host, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, stream)
+        else:
+            runtime.memcpyAsync(array.data.ptr, host, array.nbytes, runtime.memcpyHostToDevice, stream)

@@ -1,0 +1,125 @@
+"""What joins NVIDIA GPUs, as `nvidia-smi topo -m` names it: NVLinks, or how much of the host lies between them.
+
+NVML knows, which comes with the driver. It numbers GPUs by itself, so that they are found by their place on the bus.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from caffepy.device.gpus import import_cupy
+
+log = logging.getLogger(__name__)
+
+Links = Sequence[Sequence[str | None]]
+"""By place: what joins two devices, such as "NV18" or "SYS"; None for a device and itself, or if it is not known."""
+
+LIBRARY = "libnvidia-ml.so.1"
+LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""nvmlGpuTopologyLevel_t: one bridge, several, the host bridge, one NUMA node, several of them."""
+
+MOST_LINKS = 18
+"""NVML_NVLINK_MAX_LINKS"""
+
+NVLINK_CAPABILITY, OK, ACTIVE = 2, 0, 1
+"""NVML_P2P_CAPS_INDEX_NVLINK, what every function returns that did its work, NVML_FEATURE_ENABLED."""
+
+
+class _Place(ctypes.Structure):
+    """nvmlPciInfo_t"""
+
+    _fields_ = (
+        ("legacy_id", ctypes.c_char * 16),
+        ("domain", ctypes.c_uint),
+        ("bus", ctypes.c_uint),
+        ("device", ctypes.c_uint),
+        ("device_id", ctypes.c_uint),
+        ("subsystem_id", ctypes.c_uint),
+        ("id", ctypes.c_char * 32),
+    )
+
+
+class _UnknownError(Exception):
+    """NVML does not know."""
+
+
+UNKNOWN = (OSError, AttributeError, _UnknownError)
+"""There is no NVML, it is too old for a function, or it does not know."""
+
+
+def query(devices: Sequence[int], library: Any = None) -> Links | None:
+    """What joins these GPUs; None if NVML cannot be asked. `library` stands in for NVML."""
+    try:
+        nvml = library or ctypes.CDLL(LIBRARY)
+        _call(nvml.nvmlInit_v2)
+    except UNKNOWN as error:
+        log.debug("links are not known: %s", error)
+        return None
+    try:
+        runtime = import_cupy().cuda.runtime
+        return _matrix(nvml, [str(runtime.deviceGetPCIBusId(device)) for device in devices])
+    except UNKNOWN as error:
+        log.debug("links are not known: %s", error)
+        return None
+    finally:
+        with suppress(_UnknownError):
+            _call(nvml.nvmlShutdown)
+
+
+def _matrix(nvml: Any, ids: Sequence[str]) -> Links:
+    handles = [_found(ctypes.c_void_p(), nvml.nvmlDeviceGetHandleByPciBusId_v2, each.encode()) for each in ids]
+    ends = [_ends(nvml, handle) for handle in handles]
+    places = [_numbers(each) for each in ids]
+
+    def link(a: int, b: int) -> str | None:
+        direct = ends[a].count(places[b])
+        if direct:
+            return f"NV{direct}"
+        with suppress(_UnknownError):
+            status = _found(ctypes.c_int(), nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], NVLINK_CAPABILITY)
+            through_switches = min(len(ends[a]), len(ends[b]))
+            if status.value == OK and through_switches:
+                return f"NV{through_switches}"
+        with suppress(_UnknownError):
+            level = _found(ctypes.c_int(), nvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b])
+            return LEVELS.get(level.value)
+        return None
+
+    return [[None if a == b else link(a, b) for b in range(len(ids))] for a in range(len(ids))]
+
+
+def _ends(nvml: Any, handle: Any) -> list[tuple[int, int, int] | None]:
+    """Where each NVLink of a GPU that is active ends: at another device's place, or where NVML does not say."""
+    found: list[tuple[int, int, int] | None] = []
+    for link in range(MOST_LINKS):
+        with suppress(_UnknownError):
+            if _found(ctypes.c_int(), nvml.nvmlDeviceGetNvLinkState, handle, link).value == ACTIVE:
+                found.append(_end(nvml, handle, link))
+    return found
+
+
+def _end(nvml: Any, handle: Any, link: int) -> tuple[int, int, int] | None:
+    with suppress(_UnknownError):
+        place = _found(_Place(), nvml.nvmlDeviceGetNvLinkRemotePciInfo_v2, handle, link)
+        return place.domain, place.bus, place.device
+    return None
+
+
+def _numbers(bus_id: str) -> tuple[int, int, int]:
+    """Domain, bus and device of CUDA's "0000:1b:00.0"."""
+    domain, bus, rest = bus_id.split(":")
+    return int(domain, 16), int(bus, 16), int(rest.partition(".")[0], 16)
+
+
+def _found(into: Any, function: Callable[..., int], *arguments: Any) -> Any:
+    """What a function puts where its last argument points to."""
+    _call(function, *arguments, ctypes.byref(into))
+    return into
+
+
+def _call(function: Callable[..., int], *arguments: Any) -> None:
+    status = function(*arguments)
+    if status != OK:
+        raise _UnknownError(f"{getattr(function, '__name__', function)} returned {status}")

@@ -1,0 +1,153 @@
+"""NVIDIA GPUs as a topology: who reaches whose memory, and how fast.
+
+Copies between any two devices are CUDA's (`memcpyPeerAsync`), which goes through the host where peers do not reach
+each other.
+"""
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from caffepy.collectives.topology import Topology
+from caffepy.core.errors import DeviceError, SyncError
+from caffepy.device.gpus import gpu_properties, import_cupy
+
+log = logging.getLogger(__name__)
+
+PATTERN = 1 << 20
+"""Bytes that are sent along an edge to see whether they arrive as they are."""
+
+LARGE, TIMES = 256 << 20, 5
+"""Bytes of the copies whose bandwidth is measured, and how many."""
+
+SMALL, MANY = 4, 200
+"""Likewise for the latency."""
+
+
+class Speed(NamedTuple):
+    """From the device at place `source` to that at `destination`."""
+
+    source: int
+    destination: int
+    gigabytes_per_s: float
+    microseconds: float
+
+
+def query(devices: Sequence[int]) -> Topology:
+    """The topology of these GPUs, the root first; DeviceError for one that is not there."""
+    boards = []
+    for device in devices:
+        properties = gpu_properties(device)
+        shared = properties.get("isMultiGpuBoard")
+        boards.append(int(properties["multiGpuBoardGroupID"]) if shared else None)
+    runtime = import_cupy().cuda.runtime
+    access = tuple(tuple(a != b and bool(runtime.deviceCanAccessPeer(a, b)) for b in devices) for a in devices)
+    return Topology(tuple(devices), tuple(boards), access)
+
+
+def enable(topology: Topology) -> None:
+    """Let each device use the memory of those that it can reach."""
+    cupy = import_cupy()
+    runtime = cupy.cuda.runtime
+    for a, device in enumerate(topology.devices):
+        with cupy.cuda.Device(device):
+            for b, other in enumerate(topology.devices):
+                if a == b or not topology.reaches(a, b):
+                    continue
+                try:
+                    runtime.deviceEnablePeerAccess(other)
+                except runtime.CUDARuntimeError as error:
+                    if "PeerAccessAlreadyEnabled" not in str(error):
+                        raise DeviceError(f"GPU {device} cannot use the memory of GPU {other} ({error})") from error
+
+
+def prepare(topology: Topology) -> Topology:
+    """Let devices use one another's memory where they can; without the access that does not work, of which it warns."""
+    enable(topology)
+    access = [list(row) for row in topology.access]
+    for a, device in enumerate(topology.devices):
+        for b, other in enumerate(topology.devices):
+            if a == b or not topology.reaches(a, b):
+                continue
+            try:
+                verify(device, other)
+            except SyncError as error:
+                log.warning("%s", error)
+                access[a][b] = access[b][a] = False
+    found = replace(topology, access=tuple(map(tuple, access)))
+    if found != topology:
+        os.environ.setdefault("NCCL_P2P_DISABLE", "1")
+    return found
+
+
+class _Ends:
+    """A buffer on each of two devices, and a stream of the first."""
+
+    def __init__(self, source: int, destination: int, size: int) -> None:
+        self.cupy: Any = import_cupy()
+        self.source, self.destination = source, destination
+        with self.cupy.cuda.Device(destination):
+            self.there = self.cupy.zeros(size, np.uint8)
+        with self.cupy.cuda.Device(source):
+            self.here = self.cupy.zeros(size, np.uint8)
+            self.stream = self.cupy.cuda.Stream(non_blocking=True)
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for what other streams do with the buffers: the own one waits for none of them."""
+        for device in (self.source, self.destination):
+            self.cupy.cuda.Device(device).synchronize()
+
+    def send(self, size: int) -> None:
+        """Copy so many bytes."""
+        self.cupy.cuda.runtime.memcpyPeerAsync(
+            self.there.data.ptr, self.destination, self.here.data.ptr, self.source, size, self.stream.ptr
+        )
+
+    def seconds(self, size: int, times: int) -> float:
+        """The time of one copy of so many bytes."""
+        with self.cupy.cuda.Device(self.source):
+            self.send(size)
+            start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
+            start.record(self.stream)
+            for _ in range(times):
+                self.send(size)
+            stop.record(self.stream)
+            stop.synchronize()
+            return float(self.cupy.cuda.get_elapsed_time(start, stop)) / times / 1e3
+
+
+def verify(source: int, destination: int) -> None:
+    """SyncError unless a pattern of bits sent from one GPU to the other arrives as it is."""
+    ends = _Ends(source, destination, PATTERN)
+    sent = np.random.default_rng(source * 64 + destination).integers(0, 256, PATTERN, np.uint8)
+    with ends.cupy.cuda.Device(source):
+        ends.here.set(sent)
+        ends.settle()
+        ends.send(PATTERN)
+        ends.stream.synchronize()
+    with ends.cupy.cuda.Device(destination):
+        arrived = ends.there.get()
+    wrong = int(np.count_nonzero(arrived != sent))
+    if wrong:
+        raise SyncError(
+            f"{wrong} of {PATTERN} bytes sent from GPU {source} to GPU {destination} arrived damaged: peer-to-peer "
+            "copies do not work on this machine (an IOMMU or ACS setting is the usual cause); such pairs synchronize "
+            "through the host"
+        )
+
+
+def measure(topology: Topology) -> list[Speed]:
+    """Bandwidth and latency between each two devices, both ways."""
+    found = []
+    for a, source in enumerate(topology.devices):
+        for b, destination in enumerate(topology.devices):
+            if a != b:
+                ends = _Ends(source, destination, LARGE)
+                fast, slow = ends.seconds(LARGE, TIMES), ends.seconds(SMALL, MANY)
+                found.append(Speed(a, b, LARGE / fast / 1e9, slow * 1e6))
+    return found

@@ -1,0 +1,134 @@
+"""Which devices there are, how they reach each other, and the tree of pairs that follows from it.
+
+Devices are named by their numbers; `access[a][b]` tells whether a can read and write b's memory.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import NamedTuple
+
+from caffepy.core.errors import ConfigError, UsageError
+
+NO_PARENT = -1
+
+
+class DevicePair(NamedTuple):
+    """An edge of the tree: `device` sends its gradients to `parent`, which sends its parameters back."""
+
+    parent: int
+    device: int
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Devices in the order in which they were given, the root first, with what joins them.
+
+    `boards[i]` numbers the board that device i shares with others, None if it has one to itself.
+    """
+
+    devices: tuple[int, ...]
+    boards: tuple[int | None, ...]
+    access: tuple[tuple[bool, ...], ...]  # by place in `devices`
+
+    def __post_init__(self) -> None:
+        n = len(self.devices)
+        if not n:
+            raise UsageError("no device is named")
+        for device in self.devices:
+            if self.devices.count(device) > 1:
+                raise UsageError(f"device {device} is named twice")
+            if device < 0:
+                raise UsageError(f"{device} is no device number")
+        if len(self.boards) != n or len(self.access) != n or any(len(row) != n for row in self.access):
+            raise ConfigError(f"{n} devices need as many boards and {n} rows of {n} of access")
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    def reaches(self, a: int, b: int) -> bool:
+        """Whether each of two places can use the other's memory."""
+        return a == b or (self.access[a][b] and self.access[b][a])
+
+    def same_board(self, a: int, b: int) -> bool:
+        """Whether two places are GPUs of one board."""
+        return self.boards[a] is not None and self.boards[a] == self.boards[b]
+
+
+def all_joined(size: int) -> Topology:
+    """Threads of one process: each reaches the memory of all."""
+    access = tuple(tuple(a != b for b in range(size)) for a in range(size))
+    return Topology(tuple(range(size)), (None,) * size, access)
+
+
+def device_pairs(topology: Topology) -> list[DevicePair]:
+    """Caffe's tree: devices of one board are paired first, then those with peer access, then the rest.
+
+    The first is (NO_PARENT, root); then come the leaves, so that gradients summed along the list, parents last, end in
+    the root.
+    """
+    remaining = list(range(topology.size))
+    pairs: list[tuple[int, int]] = []
+    for joined in (topology.same_board, lambda a, b: topology.access[a][b], lambda a, b: True):
+        _pair(remaining, pairs, joined)
+    (root,) = remaining
+    named = topology.devices
+    found = [DevicePair(NO_PARENT, named[root]), *(DevicePair(named[a], named[b]) for a, b in pairs)]
+    check_pairs(found, topology.devices)
+    return found
+
+
+def _pair(remaining: list[int], pairs: list[tuple[int, int]], joined: Callable[[int, int], bool]) -> None:
+    """Rounds in which each device that remains takes the next one that it is joined to as its child."""
+    for _ in range(ceil(log2(len(remaining)))):
+        i = 0
+        while i < len(remaining):
+            parent = remaining[i]
+            child = next((device for device in remaining[i + 1 :] if joined(parent, device)), None)
+            if child is not None:
+                pairs.append((parent, child))
+                remaining.remove(child)
+            i += 1
+
+
+def check_pairs(pairs: Sequence[DevicePair], devices: Sequence[int]) -> None:
+    """ConfigError unless every device stands once as a child, none is its own parent and all hang on the root."""
+    children = [pair.device for pair in pairs]
+    if sorted(children) != sorted(devices):
+        raise ConfigError(f"the pairs {show(pairs)} do not have each of the devices {list(devices)} once")
+    above = {pair.device: pair.parent for pair in pairs}
+    for device in children:
+        seen = {device}
+        while above[device] != NO_PARENT:
+            device = above[device]
+            if device in seen or device not in above:
+                raise ConfigError(f"the pairs {show(pairs)} are no tree")
+            seen.add(device)
+    if list(above.values()).count(NO_PARENT) != 1:
+        raise ConfigError(f"the pairs {show(pairs)} have no single root")
+
+
+def show(pairs: Sequence[DevicePair]) -> str:
+    """Caffe's form, parent:child with commas; the root's own entry is left out."""
+    return ", ".join(f"{pair.parent}:{pair.device}" for pair in pairs if pair.parent != NO_PARENT)
+
+
+def draw(pairs: Sequence[DevicePair]) -> str:
+    """The tree in text, a line a device, children below their parent in the order in which they are summed."""
+    children: dict[int, list[int]] = {}
+    for pair in pairs:
+        children.setdefault(pair.parent, []).append(pair.device)
+
+    def lines(device: int, indent: str, last: bool, root: bool) -> list[str]:
+        own = "" if root else ("└── " if last else "├── ")
+        found = [f"{indent}{own}{device}"]
+        below = children.get(device, [])
+        deeper = indent if root else indent + ("    " if last else "│   ")
+        for child in below:
+            found += lines(child, deeper, child == below[-1], False)
+        return found
+
+    (root,) = children[NO_PARENT]
+    return "\n".join(lines(root, "", True, True))

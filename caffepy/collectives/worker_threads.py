@@ -1,0 +1,114 @@
+"""Crew: threads of the ranks above the root, which do in order what the root gives them to do."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Generic, TypeVar
+
+from caffepy.collectives.rank_group import Group
+from caffepy.core.abandoned import any_given_up
+
+Member = TypeVar("Member")
+
+AHEAD = 4
+"""Pieces of work that a member may have before it; the root waits then."""
+
+
+def at_work() -> bool:
+    """Whether a thread of some crew still runs, or a device was given up: the end of the process might wait for it."""
+    return any_given_up() or any(thread.name.startswith(Crew.NAME) for thread in threading.enumerate())
+
+
+class Crew(Generic[Member]):
+    """`make` is called in each rank's thread for its member, which then gets all work, `within` a context.
+
+    An error in a thread stops the group; the root hears of it wherever it waits.
+    """
+
+    NAME = "caffepy rank"
+
+    def __init__(
+        self,
+        group: Group,
+        make: Callable[[int], Member],
+        within: Callable[[int], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.group = group
+        self._within = within
+        self.members: dict[int, Member] = {}
+        self._make = make
+        self._work: dict[int, deque[Callable[[Member], object]]] = {rank: deque() for rank in range(1, group.size)}
+        self._awaited = False  # the root waits for members
+        self._end: float | None = None  # when the threads must have ended
+        self._threads = {
+            rank: threading.Thread(target=self._serve, args=(rank,), name=f"{self.NAME} {rank}", daemon=True)
+            for rank in self._work
+        }
+
+    def start(self) -> None:
+        """Let the threads begin; returns at once."""
+        for thread in self._threads.values():
+            thread.start()
+
+    def give(self, work: Callable[[Member], object], rank: int | None = None) -> None:
+        """Let every member, or one, do this when it is done with what it was given before; from the root's thread."""
+        ranks = list(self._work) if rank is None else [rank]
+        self._await(ranks, AHEAD)
+        for r in ranks:
+            self._work[r].append(work)
+        self.group.wake(*ranks)
+
+    def settle(self) -> None:
+        """Return when all members have done all that they were given; from the root's thread."""
+        self._await(list(self._work), 1)
+
+    def _await(self, ranks: Sequence[int], most: int) -> None:
+        """Let the root's thread wait while one of these has so much before it."""
+        self._awaited = True
+        self.group.until(0, lambda: not self._busy(ranks, most), lambda: self._busy(ranks, most))
+        self._awaited = False
+
+    @property
+    def left(self) -> list[int]:
+        """How much the members have before them, by rank."""
+        return [len(work) for work in self._work.values()]
+
+    @property
+    def at_work(self) -> list[int]:
+        """Those that are in the midst of something, and do not wait for others in it."""
+        alive = [rank for rank, thread in self._threads.items() if thread.is_alive() and self._work[rank]]
+        return [rank for rank in alive if rank not in self.group.waiting]
+
+    def _busy(self, ranks: Sequence[int], most: int) -> list[int]:
+        """Those that have so much before them, or are not there yet."""
+        return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
+
+    def end(self, seconds: float) -> list[int]:
+        """Let the threads end; those that did not within so many seconds of the first time this was called.
+
+        Those of ranks that hang are not waited for.
+        """
+        self._end = self._end or time.monotonic() + seconds
+        self.group.wake()
+        for rank, thread in self._threads.items():
+            if thread.ident is not None and rank not in self.group.missing:
+                thread.join(max(0.0, self._end - time.monotonic()))
+        return [rank for rank, thread in self._threads.items() if thread.is_alive()]
+
+    def _serve(self, rank: int) -> None:
+        with suppress(BaseException), self.group.guard(rank), self._within(rank):  # the group tells of errors
+            member = self._make(rank)
+            self.members[rank] = member
+            self.group.wake(0)
+            while (work := self._next(rank)) is not None:
+                work(member)
+                self._work[rank].popleft()
+                if self._awaited:
+                    self.group.wake(0)
+
+    def _next(self, rank: int) -> Callable[[Member], object] | None:
+        work = self._work[rank]
+        self.group.until(rank, lambda: bool(work) or self._end is not None, lambda: [0])
+        return work[0] if work else None

@@ -1,0 +1,236 @@
+"""`caffepy bench allreduce`: what each way of synchronizing solvers costs, over sizes of their parameters."""
+
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from caffepy.collectives import peers
+from caffepy.collectives.rank_group import Group
+from caffepy.collectives.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose, obstacle
+from caffepy.collectives.topology import all_joined
+from caffepy.core.errors import SyncError, UsageError
+from caffepy.device.device import CudaDevice, Device
+from caffepy.device.gpus import gpu_numbers
+from caffepy.report import plot
+
+SIZES = "64K..512M"
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+STEP = 2  # from one size to the next
+WINDOWS = 7
+ENOUGH = 64 << 20  # bytes that a window moves at least
+MOST_RUNS = 50  # of a window
+RECORDED = 10  # in one recording, so that the times are the device's
+EDGE = 256  # elements at each end that are looked at
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The median time of one all-reduce of so many bytes; GB/s of the algorithm, and of each bus at 2(n - 1)/n."""
+
+    sync: str
+    bytes: int
+    ms: float
+    captured: bool
+    algorithm_gb_s: float
+    bus_gb_s: float
+
+
+@dataclass(frozen=True)
+class AllReduceBench:
+    """What came out; `left_out` says why a way could not be measured."""
+
+    devices: str
+    ranks: int
+    timings: Sequence[Timing]
+    left_out: dict[str, str]
+
+    def table(self) -> str:
+        """A line a size, for people: microseconds, then the bus bandwidth in GB/s, of each way."""
+        names = list(dict.fromkeys(t.sync for t in self.timings))
+        of = {(t.sync, t.bytes): t for t in self.timings}
+        rows = [["size", *(f"{name} us" for name in names), *(f"{name} GB/s" for name in names)]]
+        for size in dict.fromkeys(t.bytes for t in self.timings):
+            found = [of[name, size] for name in names]
+            rows.append([show_size(size), *(f"{t.ms * 1e3:.1f}" for t in found), *(f"{t.bus_gb_s:.2f}" for t in found)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        how = [f"{name}: not captured" for name in names if not all(t.captured for t in self.timings if t.sync == name)]
+        missing = [f"{name}: {why}" for name, why in self.left_out.items()]
+        head = f"All-reduce of {self.ranks} ranks on {self.devices}; times, and bus bandwidth"
+        return "\n".join([head, *lines, *(how if "GPU" in self.devices else []), *missing])
+
+    def json(self) -> str:
+        """An object of the same fields."""
+        return json.dumps(asdict(self))
+
+    def plot(self, path: str) -> None:
+        """Draw the bus bandwidth over the sizes, in the format that the file's extension names; needs matplotlib.
+
+        UsageError if it cannot be drawn or written.
+        """
+        plot.format_of(path)
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot(xscale="log", xlabel="bytes", ylabel="bus bandwidth, GB/s")
+        for name in dict.fromkeys(t.sync for t in self.timings):
+            mine = [t for t in self.timings if t.sync == name]
+            axes.plot([t.bytes for t in mine], [t.bus_gb_s for t in mine], marker="o", label=name)
+        axes.set_title(f"All-reduce of {self.ranks} ranks on {self.devices}")
+        axes.set_ylim(bottom=0)
+        axes.grid(alpha=0.3)
+        axes.legend()
+        plot.save(figure, path)
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Bytes: sizes such as 64K or 1M with commas, or first..last, doubling; UsageError for anything else."""
+    found: list[int] = []
+    for item in text.split(","):
+        ends = [_size(end) for end in item.split("..")]
+        if len(ends) > 2 or ends[0] > ends[-1]:
+            raise UsageError(f"{item!r} is not a range of sizes such as {SIZES}")
+        size = ends[0]
+        while size <= ends[-1]:
+            found.append(size)
+            size *= STEP
+    return found
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip())
+    if not match or not int(match[1]):
+        raise UsageError(f"{text!r} is not a size such as 64K, 16M or 1G")
+    bytes_ = int(match[1]) * UNITS[match[2]]
+    if bytes_ % 4:
+        raise UsageError(f"{text!r} is not a whole number of floats of 4 bytes")
+    return bytes_
+
+
+def show_size(size: int) -> str:
+    """Bytes in the largest unit of which they are a whole number."""
+    unit = next(unit for unit in reversed(UNITS) if size % UNITS[unit] == 0)
+    return f"{size // UNITS[unit]}{unit}"
+
+
+def bench_allreduce(gpu: str | None = None, cpu: int = 0, sync: str = "", sizes: str = SIZES) -> AllReduceBench:
+    """Time these ways (all that can be had, unless they are named with commas) on GPUs, or `cpu` threads.
+
+    Whether the result is the mean is looked at for each size; SyncError if it is not.
+    """
+    counts = [size // 4 for size in parse_sizes(sizes)]
+    on_gpu = not cpu
+    if on_gpu:
+        topology = peers.prepare(peers.query(gpu_numbers(gpu or "all")))
+        devices: Sequence[Device] = [CudaDevice(index) for index in topology.devices]
+        where = f"{len(devices)} GPUs ({devices[0].name})"  # type: ignore[attr-defined]
+    else:
+        topology = all_joined(cpu)
+        devices = [Device() for _ in range(cpu)]
+        where = "the CPU"
+    timings: list[Timing] = []
+    left_out = {}
+    for name in sync.split(",") if sync else NAMES:
+        if not sync and (why := obstacle(name, topology, on_gpu)):
+            left_out[name] = why
+            continue
+        choice = choose(name, topology, on_gpu)._replace(root_updates=False)
+        timings += _measure(choice, devices, counts)
+    return AllReduceBench(where, len(devices), timings, left_out)
+
+
+def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -> list[Timing]:
+    group = Group(len(devices), {})
+    ways = Synchronization(group, choice)
+    times: list[list[tuple[float, bool]]] = [[] for _ in devices]
+    errors: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            with group.guard(rank):
+                times[rank] = _rank(group, rank, ways, devices[rank], counts)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(len(devices))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if group.failure:
+        raise group.failure[1]
+    if errors:
+        raise errors[0]
+    n = len(devices)
+    found = []
+    for count, slowest in zip(counts, map(max, zip(*times, strict=True)), strict=True):
+        ms, captured = slowest
+        speed = count * 4 / ms / 1e6
+        found.append(Timing(choice.name, count * 4, ms, captured, speed, speed * 2 * (n - 1) / n))
+    return found
+
+
+def _rank(
+    group: Group, rank: int, ways: Synchronization, device: Device, counts: Sequence[int]
+) -> list[tuple[float, bool]]:
+    """One rank's times, in milliseconds, and whether they are those of replays."""
+    with device.scope():
+        diff: Any = np.zeros(max(counts), np.float32)
+        if device.kind == "cuda":
+            diff = device.on_device(diff)
+        synchronizer = ways.join(rank, Flats(device, diff, diff))
+        meet = partial(group.barrier, rank, "bench")
+        found = []
+        for count in counts:
+            _check(synchronizer, device, diff, count, meet)
+            found.append(_time(synchronizer, device, count, meet))
+        device.synchronize()
+        meet()
+        synchronizer.close()
+    return found
+
+
+def _check(synchronizer: Synchronizer, device: Device, diff: Any, count: int, meet: Callable[[], None]) -> None:
+    diff[:count] = synchronizer.rank + 1
+    synchronizer.reduce(count)
+    mean = (synchronizer.size + 1) / 2
+    for part in (diff[:count][:EDGE], diff[:count][-EDGE:]):
+        if not np.allclose(device.on_host(part), mean, rtol=1e-5):
+            raise SyncError(f"the mean of {count} numbers in rank {synchronizer.rank} is wrong")
+    meet()
+
+
+def _time(synchronizer: Synchronizer, device: Device, count: int, meet: Callable[[], None]) -> tuple[float, bool]:
+    """The median over windows of the milliseconds of one run."""
+    runs = max(2, min(MOST_RUNS, ENOUGH // (count * 4)))
+    work: Callable[[], None] = partial(synchronizer.reduce, count)
+    store = device.store if synchronizer.capturable else None
+    if store is not None:
+        recording = store.capture(lambda: _repeat(work, RECORDED))
+        replay, replays = recording.replay, max(1, runs // RECORDED)
+        runs = replays * RECORDED
+    else:
+        replay, replays = work, runs
+    times = []
+    for _ in range(WINDOWS):
+        device.synchronize()
+        meet()
+        begin = perf_counter()
+        _repeat(replay, replays)
+        device.synchronize()
+        times.append((perf_counter() - begin) / runs * 1e3)
+    meet()  # before the recording goes
+    return median(times), store is not None
+
+
+def _repeat(work: Callable[[], None], times: int) -> None:
+    for _ in range(times):
+        work()

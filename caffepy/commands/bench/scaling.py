@@ -1,0 +1,108 @@
+"""`caffepy bench scaling`: how much faster several devices train than one."""
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from caffepy import ops
+from caffepy.collectives import peers
+from caffepy.collectives.sync import obstacle
+from caffepy.collectives.topology import all_joined
+from caffepy.commands.bench.train import WINDOW, Trainer
+from caffepy.core.errors import UsageError
+from caffepy.device.device import CudaDevice, Device
+from caffepy.device.gpus import gpu_numbers
+from caffepy.parallel.manager import Terms, team_of
+from caffepy.report.performance import difference, shares
+
+
+@dataclass(frozen=True)
+class Point:
+    """So many devices: images a second of all, `times` those of one, of which each has `efficiency`; ms an iteration.
+
+    `exposed` is the part of an iteration in which devices, in the mean, do nothing but synchronize.
+    """
+
+    devices: int
+    images_per_s: float
+    times: float
+    efficiency: float
+    ms: float
+    exposed: float
+    host_ms: float | None
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """What came out, in the order of the numbers of devices, 1 first."""
+
+    net: str
+    device: str
+    precision: str
+    sync: str
+    batch: int
+    points: Sequence[Point]
+
+    def table(self) -> str:
+        """A few lines for people."""
+        lines = [
+            f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each, sync {self.sync}",
+            f"{'devices':>8}{'images/s':>12}{'times one':>12}{'efficiency':>12}{'ms':>10}{'exposed sync':>14}",
+        ]
+        lines += [
+            f"{p.devices:8}{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}{p.ms:10.3f}{p.exposed:14.1%}"
+            for p in self.points
+        ]
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """An object of the same fields."""
+        return json.dumps(asdict(self))
+
+
+def bench_scaling(
+    solver: str,
+    *,
+    gpu: str | None = None,
+    cpu: int = 0,
+    batch: int | None = None,
+    image: Sequence[int] | None = None,
+    precision: str | None = None,
+    sync: str = "auto",
+    windows: int = 5,
+) -> Scaling:
+    """Train the net of the solver file on synthetic data with 1, 2, 4... of the devices, and with all of them.
+
+    `gpu` names GPUs ("all" for every one), `cpu` a number of solvers on the CPU; `batch` is that of each device.
+    UsageError if so many cannot be synchronized by `sync`.
+    """
+    numbers = gpu_numbers(gpu) if gpu else []
+    size = len(numbers) or max(1, cpu)
+    counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= size} | {size})
+    for count in counts[1:]:
+        joined = peers.query(numbers[:count]) if numbers else all_joined(count)
+        if why := obstacle(sync, joined, bool(numbers)):
+            raise UsageError(f"--sync {sync}: {why}")
+    points: list[Point] = []
+    for count in counts:
+        devices = [CudaDevice(number) for number in numbers[:count]] if numbers else [Device() for _ in range(count)]
+        ops.set_precision(devices[0], precision)
+        with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
+            with team_of(trainer.solver, devices, Terms(sync)) as team:
+                trainer.window(5)
+                iterations = trainer.iterations_in(WINDOW)
+                before = team.seconds() if team else []
+                done = [trainer.window(iterations) for _ in range(windows)]
+                spent = [difference(*both) for both in zip(team.seconds(), before, strict=True)] if team else []
+            ms = median(w.seconds / w.iterations for w in done) * 1000
+            hosts = [w.host_ms for w in done if w.host_ms is not None]
+            rate = count * trainer.batch / ms * 1000
+            times = rate / points[0].images_per_s if points else 1.0
+            exposed = shares(spent)["synchronization"] if spent else 0.0
+            points.append(Point(count, rate, times, times / count, ms, exposed, median(hosts) if hosts else None))
+            name, each = trainer.net.name, trainer.batch
+    first = devices[0]
+    kind = first.name if isinstance(first, CudaDevice) else "the CPU"
+    return Scaling(name, kind, ops.precision_of(first), sync, each, points)

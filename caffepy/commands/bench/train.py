@@ -1,0 +1,308 @@
+"""`caffepy bench train`: how fast a net trains, and what that takes."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from caffepy import ops
+from caffepy.core.errors import ConfigError
+from caffepy.core.paths import locate
+from caffepy.device.device import CudaDevice, Device, first_device
+from caffepy.device.gpus import gpu_memory, import_cupy
+from caffepy.models.synthetic import synthetic
+from caffepy.net import Net
+from caffepy.net.fusion import Step
+from caffepy.proto.caffe_pb2 import DataParameter, NetParameter, SolverParameter
+from caffepy.proto.text import read_solver
+from caffepy.solver import Action, Solver
+from caffepy.solver.capture import obstacle
+from caffepy.solver.nets import net_sources
+
+log = logging.getLogger(__name__)
+
+SYNTHETIC = "synthetic"
+WARM_UP = {"cpu": 2, "cuda": 10}  # iterations
+AHEAD = 8  # iterations whose issue is timed: a solver lets the host go so far ahead of a GPU, and further
+PASSES = 5  # that tell the shares
+WINDOW = 0.3  # seconds, unless iterations are given
+GENTLE = 1e-3  # a learning rate at which no net grows without bounds on random data
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Window:
+    """So many iterations: seconds that they took, and milliseconds that the host took to issue one of them."""
+
+    iterations: int
+    seconds: float
+    host_ms: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a GPU's memory: that the driver counts for this run, and that CuPy's pool has taken of it.
+
+    The driver's are the free bytes before the nets are built less those at the end, so they have in them cuDNN's and
+    cuBLAS's own memory, loaded kernels and recorded graphs, and what other processes took in the meantime.
+    """
+
+    driver: int
+    pool: int
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What came out: `windows` are images a second of each window, whose median is `images_per_s`.
+
+    `ms` is the time of an iteration, `host_ms` what the host needs to issue one (None on the CPU, which computes it).
+    `shares` are the parts of data, forward, backward and update in the time of a pass, from passes that are issued
+    layer by layer, which a GPU gets as a whole: side by side work of a captured step is not in them.
+    """
+
+    net: str
+    device: str
+    precision: str
+    data: str
+    batch: int
+    captured: bool
+    fused: bool
+    iterations: int
+    windows: Sequence[float]
+    images_per_s: float
+    spread: float
+    ms: float
+    host_ms: float | None
+    shares: dict[str, float]
+    memory: Memory | None
+    loss: float
+
+    def table(self) -> str:
+        """A few lines for people."""
+        data = "synthetic data" if self.data == SYNTHETIC else f"data of {self.data}"
+        how = [self.precision, f"batch {self.batch}", data]
+        if self.memory:
+            how += ["captured" if self.captured else "not captured", "fused" if self.fused else "not fused"]
+        count = len(self.windows)
+        lines = [
+            f"{self.net} on {self.device}, {', '.join(how)}",
+            f"{self.images_per_s:.0f} images/s, the median of {count} windows of {self.iterations} iterations "
+            f"({min(self.windows):.0f} to {max(self.windows):.0f})",
+            f"{self.ms:.3f} ms an iteration" + (f", the host {self.host_ms:.3f} ms" if self.host_ms else ""),
+            ", ".join(f"{name} {share:.1%}" for name, share in self.shares.items()),
+        ]
+        if self.memory:
+            lines.append(f"{self.memory.driver // MIB} MiB of GPU memory, {self.memory.pool // MIB} MiB of it in pools")
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """An object of the same fields."""
+        return json.dumps(asdict(self))
+
+
+class Trainer:
+    """A solver whose train net has its data replaced, ready to be timed; call `close` at the end."""
+
+    def __init__(
+        self,
+        solver: str,
+        *,
+        device: Device | None = None,
+        batch: int | None = None,
+        image: Sequence[int] | None = None,
+        data: str = SYNTHETIC,
+        capture: bool = True,
+        fuse: bool = True,
+    ) -> None:
+        self.device = device or Device()
+        self._free = self._free_memory()
+        param = _definition(solver, batch, image, data)
+        self.solver = Solver(param, device=self.device, path=solver)
+        self.solver.capture, self.solver.fuse = capture, fuse
+        if capture and fuse:
+            self.solver.save_memory()
+        self.net: Net = self.solver.net
+        if not any(layer.is_data for layer in self.net.layers):
+            raise ConfigError("the train net has no layer that gives it data, so there are no images to count", solver)
+        self._issued: list[float] = []
+        self.solver.action = self._note
+        self.solver.step(WARM_UP[self.device.kind])
+        self.device.synchronize()
+
+    def _note(self) -> Action:
+        self._issued.append(perf_counter())
+        return Action.NONE
+
+    def _free_memory(self) -> int:
+        """Bytes of a GPU that are free once the pool gave back what nobody uses."""
+        if self.device.kind == "cpu":
+            return 0
+        self.device.synchronize()
+        with self.device.scope():
+            import_cupy().get_default_memory_pool().free_all_blocks()
+        return gpu_memory(self.device.index)[0]
+
+    @property
+    def batch(self) -> int:
+        """Images of an iteration."""
+        fed = next(top[0] for top, layer in zip(self.net.tops, self.net.layers, strict=True) if layer.is_data)
+        return int(fed.shape[0])
+
+    def window(self, iterations: int) -> Window:
+        """Train so long."""
+        self._issued.clear()
+        begin = perf_counter()
+        self.solver.step(iterations)
+        self.device.synchronize()
+        seconds = perf_counter() - begin
+        issued = self._issued[: AHEAD + 1]
+        gaps = len(issued) - 1
+        host = (issued[-1] - issued[0]) / gaps * 1000 if gaps > 0 and self.device.kind == "cuda" else None
+        return Window(iterations, seconds, host)
+
+    def iterations_in(self, seconds: float) -> int:
+        """How many iterations take about so long."""
+        probe = self.window(5)
+        return max(5, round(seconds / probe.seconds * probe.iterations))
+
+    def shares(self) -> dict[str, float]:
+        """The parts of data, forward, backward and update in the device's time of a pass."""
+        net = self.net
+        fused = self.solver.fuse and self.device.kind == "cuda"
+        steps = net.steps if fused else [Step(i) for i in range(len(net.layers))]
+        feeding, learning = ([s for s in steps if net.layers[s.last].is_data == is_data] for is_data in (True, False))
+        parts = {
+            "data": lambda: net.forward(steps=feeding),
+            "forward": lambda: net.forward(steps=learning),
+            "backward": lambda: net.backward(steps=learning),
+            "update": self.solver.apply_update,
+        }
+        with self.device.scope(), net.ops.blas_scope():
+            watch = net.ops.Stopwatch()
+            host = _timed(parts.values(), watch, [0.0] * len(parts))[0]
+            times = [_timed(parts.values(), watch, host)[1] for _ in range(PASSES)]
+        sums = [sum(column) for column in zip(*times, strict=True)]
+        return {name: part / sum(sums) for name, part in zip(parts, sums, strict=True)}
+
+    def memory(self) -> Memory | None:
+        """What the GPU's memory is used for so far; None on the CPU."""
+        if self.device.kind == "cpu":
+            return None
+        with self.device.scope():
+            pool = import_cupy().get_default_memory_pool().total_bytes()
+        return Memory(self._free - gpu_memory(self.device.index)[0], int(pool))
+
+    def close(self) -> None:
+        """Stop the threads of data layers and release files."""
+        self.solver.close()
+
+
+def _timed(
+    parts: Iterable[Callable[[], object]], watch: Any, holds: Sequence[float]
+) -> tuple[list[float], list[float]]:
+    """The milliseconds that the host and the device need for each part, before which the device is held back."""
+    host = []
+    for part, hold in zip(parts, holds, strict=True):
+        watch.hold(hold)
+        watch.mark()
+        begin = perf_counter()
+        part()
+        host.append((perf_counter() - begin) * 1000)
+        watch.mark()
+    return host, watch.read()[::2]
+
+
+def _definition(path: str, batch: int | None, image: Sequence[int] | None, data: str) -> SolverParameter:
+    """The solver's settings for its train net alone, with its data replaced, and for as long as it takes.
+
+    An iteration is one pass and an update.
+    """
+    param = read_solver(path)
+    for field in ("test_iter", "test_net", "test_net_param", "test_state", "weights"):
+        param.ClearField(field)
+    param.test_interval = param.display = param.snapshot = 0
+    param.snapshot_after_train = param.debug_info = False
+    param.base_lr, param.max_iter = min(param.base_lr, GENTLE), 2**31 - 1
+    param.iter_size = 1
+    source, _ = net_sources(param, path)
+    for field in ("net", "net_param", "train_net"):
+        param.ClearField(field)
+    net = synthetic(source.param, batch, image) if data == SYNTHETIC else _fed(source.param, batch, data, source.path)
+    param.train_net_param.CopyFrom(net)
+    return param
+
+
+def _fed(net: NetParameter, batch: int | None, database: str, path: str | None) -> NetParameter:
+    """A copy of the net whose data layers read this database; what they do to images stays."""
+    copy = NetParameter()
+    copy.CopyFrom(net)
+    layers = [layer for layer in copy.layer if layer.type in ("Data", "ImageData")]
+    if not layers:
+        raise ConfigError("the net has no Data layer that could read a database", path)
+    for layer in layers:
+        batch_size = layer.data_param.batch_size or layer.image_data_param.batch_size
+        layer.type = "Data"
+        layer.ClearField("image_data_param")
+        layer.data_param.source, layer.data_param.batch_size = os.path.abspath(database), batch or batch_size
+        layer.data_param.backend = DataParameter.LMDB
+        if layer.transform_param.mean_file:
+            layer.transform_param.mean_file = os.path.abspath(locate(layer.transform_param.mean_file, path))
+    return copy
+
+
+def bench_train(
+    solver: str,
+    *,
+    gpu: str | None = None,
+    batch: int | None = None,
+    image: Sequence[int] | None = None,
+    precision: str | None = None,
+    iterations: int | None = None,
+    windows: int = 5,
+    data: str = SYNTHETIC,
+    capture: bool = True,
+    fuse: bool = True,
+    threads: int | None = None,
+) -> Bench:
+    """Train the net of the solver file for some windows of `iterations` and tell how fast that went.
+
+    Without `iterations` a window is as many as take 0.3 s. The data are random images, of the shape `image` (C, H, W)
+    where the net does not tell it, and labels, made once, or those of the database `data`. `batch` images at a time,
+    else as many as the net says. `gpu`: the number of a GPU, the first of several, else the CPU; `precision` of numbers
+    there; `capture`: a step is recorded and replayed; `fuse`: layers are computed together where they can be. The
+    learning rate is 0.001 at most.
+    """
+    device = first_device(gpu)
+    ops.set_precision(device, precision)
+    if threads:
+        ops.backend(device).set_num_threads(threads)
+    trainer = Trainer(solver, device=device, batch=batch, image=image, data=data, capture=capture, fuse=fuse)
+    with closing(trainer):
+        count = iterations or trainer.iterations_in(WINDOW)
+        done = [trainer.window(count) for _ in range(windows)]
+        rates = [trainer.batch * w.iterations / w.seconds for w in done]
+        hosts = [w.host_ms for w in done if w.host_ms is not None]
+        memory, loss = trainer.memory(), trainer.solver.control.loss()
+        return Bench(
+            net=trainer.net.name,
+            device=device.name if isinstance(device, CudaDevice) else "the CPU",
+            precision=ops.precision_of(device),
+            data=data,
+            batch=trainer.batch,
+            captured=capture and device.kind == "cuda" and obstacle(trainer.net) is None,
+            fused=fuse and device.kind == "cuda",
+            iterations=count,
+            windows=rates,
+            images_per_s=median(rates),
+            spread=(max(rates) - min(rates)) / median(rates),
+            ms=trainer.batch / median(rates) * 1000,
+            host_ms=median(hosts) if hosts else None,
+            shares=trainer.shares(),
+            memory=memory,
+            loss=loss,
+        )

@@ -1,0 +1,330 @@
+"""`caffepy check`: the layers of a net, or of a solver's nets, without running them."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Array, Blob, SyncedMemory, shape_string
+from caffepy.device.device import Device
+from caffepy.layer import Layer
+from caffepy.models.synthetic import synthetic as without_data
+from caffepy.net import Net
+from caffepy.net.memory import Usage, lifetimes, plan
+from caffepy.ops.precisions import checked, default, native_format
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
+from caffepy.proto.nvcaffe import choose_precision
+from caffepy.proto.text import read_net, read_solver, read_text
+from caffepy.report.text import columns
+from caffepy.solver.capture import obstacle
+from caffepy.solver.check import check_param
+from caffepy.solver.nets import net_sources
+from caffepy.solver.preflight import check_prefix
+
+log = logging.getLogger(__name__)
+
+PRODUCTS = ("Convolution", "Deconvolution", "InnerProduct")
+TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
+
+
+@dataclass(frozen=True)
+class LayerOnGpu:
+    """What a GPU would do with a layer: whether the host computes it instead, the layers that are computed with it, the
+    formats of its tops, and of blobs that are copied into another format for it."""
+
+    on_host: bool
+    run: Sequence[str]
+    formats: dict[str, str]
+    converts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class NetOnGpu:
+    """What a GPU would do with a net: its precision, the bytes that its blobs share, and why a step cannot be captured
+    as one graph, if it cannot."""
+
+    precision: str
+    memory: int
+    obstacle: str | None
+
+    def text(self) -> str:
+        """Two lines."""
+        captured = f"not captured as one graph: {self.obstacle}" if self.obstacle else "captured as one graph"
+        return f"on a GPU: {self.precision}; data and gradients share {mebibytes(self.memory)}\na step is {captured}"
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """One layer: shapes of its tops, number of parameters, bytes that its tops add, operations of a forward pass, and
+    how many of those are multiplications, each with an addition."""
+
+    name: str
+    type: str
+    tops: dict[str, tuple[int, ...]]
+    parameters: int
+    memory: int
+    flops: int
+    gpu: LayerOnGpu | None = None
+    macs: int = 0
+
+
+@dataclass(frozen=True)
+class NetInfo:
+    """One net. Layers that share parameters list them each; `parameters` of the net counts them once."""
+
+    role: str
+    name: str
+    layers: Sequence[LayerInfo]
+    parameters: int
+    gpu: NetOnGpu | None = None
+
+    @property
+    def memory(self) -> int:
+        """Bytes that all blobs between the layers take for their data; training takes as many again for their diffs."""
+        return sum(layer.memory for layer in self.layers)
+
+    @property
+    def flops(self) -> int:
+        """Operations of a forward pass of the batch."""
+        return sum(layer.flops for layer in self.layers)
+
+    def table(self) -> str:
+        """A line a layer and the totals."""
+        rows = [("layer", "type", "top shapes", "parameters", "memory", "FLOPs")]
+        for layer in self.layers:
+            shapes = ", ".join(shape_string(shape) for shape in layer.tops.values())
+            rows.append(
+                (layer.name, layer.type, shapes, f"{layer.parameters:,}", mebibytes(layer.memory), si(layer.flops))
+            )
+        rows.append(("all", "", "", f"{self.parameters:,}", mebibytes(self.memory), si(self.flops)))
+        head = f"{self.role}{f' of {self.name!r}' if self.name else ''}"
+        lines = [head, *columns(rows, left=3)]
+        if self.gpu:
+            lines += ["", *columns(list(self._gpu_rows()), left=5), self.gpu.text()]
+        return "\n".join(lines)
+
+    def _gpu_rows(self) -> Iterator[Sequence[str]]:
+        yield "layer", "type", "computed", "top formats", "converted"
+        for layer in self.layers:
+            if layer.gpu:
+                where = "on the host" if layer.gpu.on_host else f"with {layer.gpu.run[0]}" if layer.gpu.run else ""
+                formats = ", ".join(layer.gpu.formats.values())
+                converted = ", ".join(f"{name}: {change}" for name, change in layer.gpu.converts.items())
+                yield layer.name, layer.type, where, formats, converted
+
+
+def as_json(nets: Sequence[NetInfo]) -> str:
+    """A list with an object for each net, and in it one for each layer; memory in bytes."""
+    return json.dumps([asdict(net) | {"memory": net.memory, "flops": net.flops} for net in nets])
+
+
+def inspect(
+    path: str,
+    *,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    synthetic: bool = False,
+    image: Sequence[int] | None = None,
+    gpu: bool = False,
+    precision: str | None = None,
+) -> list[NetInfo]:
+    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers speak of.
+
+    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
+    `gpu` tells what a GPU would do with the nets, in this precision or the one that they ask for; there need be none.
+    ConfigError and DataError say what is wrong; what only keeps snapshots from being written is a warning.
+    """
+    infos = []
+    for role, param, origin in definitions(path, level, stages, to_train=True):
+        param = without_data(param, image=image) if synthetic else param
+        chosen = checked(choose_precision(param, precision) or default()) if gpu else "fp32"
+        device = ImaginedGpu(seed=0) if gpu else Device(seed=0)
+        net = Net(param, device=device, path=origin, native=native_format(chosen))
+        try:
+            on_gpu = NetOnGpu(chosen, _shared(net), obstacle(net)) if gpu else None
+            parameters = sum(blob.count for blob in net.learnable_params)
+            infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
+        finally:
+            net.close()
+    return infos
+
+
+class ImaginedGpu(Device):
+    """A GPU for nets that are not run: layers and blobs are as on a real one, their arrays are the host's."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self.dirty: set[SyncedMemory] = set()
+        self.epoch = 0
+
+    @property
+    def store(self) -> "ImaginedGpu":  # type: ignore[override]
+        """The device itself."""
+        return self
+
+    @property
+    def host(self) -> Device:
+        """The CPU with this device's random numbers."""
+        host = Device()
+        host.random = self.random
+        return host
+
+    def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
+        """An array of zeros."""
+        return np.zeros(count, dtype)
+
+    def download(self, array: Array, host: Array) -> None:
+        """Copy."""
+        host[...] = array
+
+
+def _shared(net: Net) -> int:
+    """The bytes that the net's blobs take while it runs, without those of its inputs and outputs."""
+    _, total = plan(list(lifetimes(Usage(net, net.steps, net.phase == TRAIN)).values()))
+    return total
+
+
+def is_solver(text: str) -> bool:
+    """Whether the outermost fields of a text are those of a solver rather than those of a net."""
+    names = set(outer_fields(text))
+    solver, net = SolverParameter.DESCRIPTOR.fields_by_name, NetParameter.DESCRIPTOR.fields_by_name
+    return sum(name in solver for name in names) > sum(name in net for name in names)
+
+
+def outer_fields(text: str) -> Iterator[str]:
+    """The names of the outermost fields, and unquoted values, of a text in protobuf's text format."""
+    depth = 0
+    for token in TOKEN.findall(text):
+        if token in "{<":
+            depth += 1
+        elif token in "}>":
+            depth -= 1
+        elif depth == 0 and token[0] not in "#\"'":
+            yield token
+
+
+def definitions(
+    path: str, level: int = 0, stages: Sequence[str] = (), phase: int | None = None, to_train: bool = False
+) -> Iterator[tuple[str, NetParameter, str | None]]:
+    """What each net of a prototxt is for, its definition in its state, and the file that the definition is in.
+
+    These are all nets of a solver, or a net in each phase that its layers speak of; with a `phase` those of it only.
+    Whether a solver that is `to_train` can write its snapshots is looked at, too.
+    """
+    text = read_text(path)
+    if is_solver(text):
+        yield from (net for net in _solver_nets(path, text, to_train) if phase in (None, net[1].state.phase))
+    else:
+        yield from _phases(path, text, level, stages, phase)
+
+
+def _solver_nets(path: str, text: str, to_train: bool) -> Iterator[tuple[str, NetParameter, str | None]]:
+    param = read_solver(path, text)
+    check_param(param, path)
+    if to_train:
+        try:
+            check_prefix(param, path)
+        except ConfigError as error:
+            log.warning("%s", error)
+    train, tests = net_sources(param, path)
+    yield "train net", train.param, train.path
+    for k, test in enumerate(tests):
+        yield f"test net #{k}", test.param, test.path
+
+
+def _phases(
+    path: str, text: str, level: int, stages: Sequence[str], wanted: int | None
+) -> Iterator[tuple[str, NetParameter, str | None]]:
+    param = read_net(path, text)
+    rules = [rule for layer in param.layer for rule in (*layer.include, *layer.exclude)]
+    param.state.level = level
+    param.state.stage.extend(stages)
+    spoken_of = (TRAIN, TEST) if any(rule.HasField("phase") for rule in rules) else (TEST,)
+    for phase in spoken_of if wanted is None else (wanted,):
+        in_phase = NetParameter()
+        in_phase.CopyFrom(param)
+        in_phase.state.phase = phase  # type: ignore[assignment] # phases are numbers to those who ask
+        yield f"{'TRAIN' if phase == TRAIN else 'TEST'} net", in_phase, path
+
+
+def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
+    """What is to be known of each layer of a net, those that Caffe inserts included; with `gpu` also of a GPU."""
+    seen: set[int] = set()
+    runs = {i: step.layers for step in net.steps for i in step.layers} if gpu else {}
+    for i, layer in enumerate(net.layers):
+        memory = 0
+        counts = [b.count for b in net.bottoms[i]], [t.count for t in net.tops[i]]
+        for top in net.tops[i]:
+            if id(top.data_memory) not in seen:
+                seen.add(id(top.data_memory))
+                memory += top.count * top.dtype.itemsize
+        yield LayerInfo(
+            net.layer_names[i],
+            layer.type,
+            dict(zip(net.top_names[i], (top.shape for top in net.tops[i]), strict=True)),
+            sum(blob.count for blob in layer.blobs),
+            memory,
+            flops(layer, *counts),
+            _on_gpu(net, i, runs.get(i, ())) if gpu else None,
+            macs(layer, *counts),
+        )
+
+
+def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
+    formats = {name: _format(top) for name, top in zip(net.top_names[index], net.tops[index], strict=True)}
+    converts = {}
+    if twins := net.twins.get(index):
+        names = net.bottom_names[index] + net.top_names[index]
+        blobs = net.bottoms[index] + net.tops[index]
+        for name, blob, twin in zip(names, blobs, twins.bottoms + twins.tops, strict=True):
+            if twin is not blob:
+                converts[name] = f"{_format(blob)} to {_format(twin)}"
+    return LayerOnGpu(net.layers[index].on_host, [net.layer_names[i] for i in run], formats, converts)
+
+
+def _format(blob: Blob) -> str:
+    """The type of a blob's elements, and the order of its axes if it has one that matters."""
+    kind = blob.format.dtype.name.replace("uint16", "bfloat16")
+    axes = len(blob.shape)
+    if axes < 3:
+        return kind
+    spatial = "DHW"[-(axes - 2) :] if axes <= 5 else "..."
+    return f"{kind} {f'N{spatial}C' if blob.format.channels_last else f'NC{spatial}'}"
+
+
+def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+    """Operations of a forward pass on bottoms and tops of these counts: two for each multiplication with its addition.
+
+    As in `macs`, with one operation more a value for the bias; what other layers do is small beside that and counts
+    nothing. A backward pass takes about twice as many.
+    """
+    bias = sum(tops) if layer.type in PRODUCTS and len(layer.blobs) > 1 else 0
+    return 2 * macs(layer, bottoms, tops) + bias
+
+
+def macs(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+    """Multiplications, each with an addition, of a forward pass of a Convolution, Deconvolution or InnerProduct."""
+    if layer.type not in PRODUCTS:
+        return 0
+    weight = layer.blobs[0]
+    if layer.type == "InnerProduct":
+        return weight.count * tops[0] // layer.param.inner_product_param.num_output
+    return weight.count * (sum(bottoms if layer.type == "Deconvolution" else tops) // weight.shape[0])
+
+
+def mebibytes(count: int) -> str:
+    """A number of bytes as people read it."""
+    return f"{count / 2**20:.2f} MiB"
+
+
+def si(count: int) -> str:
+    """A large number as people read it: 18.43 M."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return str(count)

@@ -1,0 +1,230 @@
+"""`caffepy classify`: the classes of images, as a trained net sees them."""
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from caffepy.commands.inference import load_all
+from caffepy.commands.preprocess import Preparation, load, names_in, on_device, read_array
+from caffepy.core.errors import ConfigError, DataError, reason
+from caffepy.core.files import written
+from caffepy.data.npy import new_npy
+from caffepy.device.blob import Array, shape_string
+from caffepy.pycaffe.classifier import CROPS, Classifier
+from caffepy.report import counting
+from caffepy.report.text import as_json, columns, number
+
+PREPARATION = Preparation()
+EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
+USUAL_DIMS = 256, 256
+"""What Caffe's script resizes images to, for nets that take somewhat less."""
+
+READERS = 4
+"""Threads that read image files."""
+
+AHEAD = 16
+"""Images that are read before they are needed."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A class, its label if labels are known, and its score."""
+
+    number: int
+    label: str | None
+    score: float
+
+
+@dataclass(frozen=True)
+class Classified:
+    """An image and its best classes, the best first; `error` says why there are none."""
+
+    image: str
+    guesses: Sequence[Guess]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Classification:
+    """What was found in images."""
+
+    images: Sequence[Classified]
+
+    def table(self) -> str:
+        """A line a guess: image, score, class, label."""
+        rows = [["image", "score", "class", "label"]]
+        for image in self.images:
+            guesses = [[number(guess.score), str(guess.number), guess.label or ""] for guess in image.guesses]
+            names = [image.image, *[""] * len(guesses)]
+            rows += [[name, *cells] for name, cells in zip(names, guesses or [["-", "-", "unreadable"]], strict=False)]
+        if not any(row[3] for row in rows[1:]):
+            rows = [row[:3] for row in rows]
+        return "\n".join(columns(rows, left=4))
+
+    def json(self) -> str:
+        """A list of objects with the image and its predictions (class, label, score), or the error.
+
+        Scores that are not finite are null.
+        """
+        return as_json([_object(image) for image in self.images])
+
+    def check(self) -> None:
+        """DataError that names the images that could not be read, if there are any."""
+        unread = [image for image in self.images if image.error]
+        if unread:
+            more = f" (and {len(unread) - 1} more of {len(self.images)} images)" if len(unread) > 1 else ""
+            raise DataError(f"{unread[0].error}{more}")
+
+
+def _object(image: Classified) -> dict[str, Any]:
+    if image.error:
+        return {"image": image.image, "error": image.error}
+    predictions = [{"class": guess.number, "label": guess.label, "score": guess.score} for guess in image.guesses]
+    return {"image": image.image, "predictions": predictions}
+
+
+Item = tuple[str, Callable[[], Array]]
+"""The name of an image, and what reads it."""
+
+
+def classify(
+    inputs: Sequence[str],
+    model: str,
+    weights: Sequence[str],
+    *,
+    preparation: Preparation = PREPARATION,
+    images_dim: Sequence[int] = (),
+    oversample: bool | None = None,
+    labels: str = "",
+    top: int = 5,
+    extensions: Sequence[str] = EXTENSIONS,
+    output: str = "",
+    batch: int | None = None,
+    gpu: str | None = None,
+    precision: str | None = None,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> Classification:
+    """The `top` best classes of images, by the deploy net of `model` with these weights.
+
+    `inputs` are image files, folders, of which files with these `extensions` are taken, and .npy arrays (N, H, W, K) or
+    (H, W, K) of values in 0 to 1. Images are resized to `images_dim` (height, width; by default 256x256 for nets that
+    take more than 128x128 of that, else what the net takes). With `oversample` a score is the mean over ten crops and
+    mirror images, without it that of the centre; by default images larger than what the net takes are oversampled.
+    `labels` is a file of a line a class. `output` is a .npy file for all scores, (N, classes); an image that cannot be
+    read has NaN there. `batch` images are computed at once, if not what the net says.
+
+    ConfigError, DataError and UsageError say what does not fit. Images that cannot be read are told of in the result.
+    """
+    with on_device(model, gpu, precision, threads):
+        net = _classifier(model, weights, preparation, images_dim, batch)
+    if oversample is None:
+        oversample = any(np.greater(net.image_dims, net.crop_dims))
+    classes = prod(net.blobs[net.outputs[0]].shape[1:])
+    names = _labels(labels, classes) if labels else None
+    _, channels, *_ = net.blobs[net.inputs[0]].shape
+    items = [item for path in inputs for item in _items(path, channels, extensions)]
+    at_once = max(1, net.blobs[net.inputs[0]].shape[0] // (CROPS if oversample else 1))
+    found = []
+    with ExitStack() as stack:
+        add = stack.enter_context(new_npy(stack.enter_context(written(output)))) if output else None
+        done = stack.enter_context(counting(len(items), "images", progress))
+        loaded = stack.enter_context(_reading(items))
+        while part := list(islice(loaded, at_once)):
+            scores = np.full((len(part), classes), np.nan, np.float32)
+            read = {i: image for i, (_, image) in enumerate(part) if not isinstance(image, DataError)}
+            if read:
+                scores[list(read)] = net.predict(list(read.values()), oversample).reshape(len(read), -1)
+            if add:
+                add(scores)
+            found += [_best(name, image, row, top, names) for (name, image), row in zip(part, scores, strict=True)]
+            done(len(part))
+    return Classification(found)
+
+
+def _classifier(
+    model: str, weights: Sequence[str], preparation: Preparation, images_dim: Sequence[int], batch: int | None
+) -> Classifier:
+    net = Classifier(model, None)
+    load_all(net._net, weights)
+    name = net.inputs[0]
+    shape = net.blobs[name].shape
+    net.transformer = preparation.transformer(name, shape)
+    if batch:
+        net.blobs[name].reshape(batch, *shape[1:])
+        net.reshape()
+    crop = tuple(shape[2:])
+    between = all(usual // 2 < size <= usual for size, usual in zip(crop, USUAL_DIMS, strict=True))
+    net.image_dims = tuple(images_dim) or (USUAL_DIMS if between else crop)
+    if any(np.less(net.image_dims, crop)):
+        own, taken = ("x".join(map(str, dims)) for dims in (net.image_dims, crop))
+        raise ConfigError(f"images of {own} are smaller than the {taken} that the net takes", model)
+    return net
+
+
+def _labels(path: str, classes: int) -> list[str]:
+    try:
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            labels = file.read().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
+    if len(labels) != classes:
+        raise ConfigError(f"{path}: {len(labels)} labels, a line each, for the {classes} classes of the net")
+    return labels
+
+
+def _items(path: str, channels: int, extensions: Sequence[str]) -> Iterator[Item]:
+    if os.path.isdir(path):
+        for name in names_in(path, extensions):
+            yield name, partial(load, name, channels)
+    elif path.lower().endswith(".npy"):
+        array = read_array(path)
+        if array.ndim not in (3, 4) or array.shape[-1] != channels:
+            raise DataError(
+                f"{path}: an array (N, H, W, {channels}) or (H, W, {channels}) is needed, not "
+                f"{shape_string(array.shape)}"
+            )
+        for i, image in enumerate(array if array.ndim == 4 else array[None]):
+            yield (f"{path}[{i}]" if array.ndim == 4 else path), partial(np.array, image, np.float32)
+    else:
+        yield path, partial(load, path, channels)
+
+
+@contextmanager
+def _reading(items: Sequence[Item]) -> Iterator[Iterator[tuple[str, Array | DataError]]]:
+    """The images in their order, or what is wrong with them, read by threads some way ahead."""
+    with ThreadPoolExecutor(READERS, "caffepy images") as pool:
+
+        def results() -> Iterator[tuple[str, Array | DataError]]:
+            pending: deque[tuple[str, Future[Array]]] = deque()
+            for name, read in items:
+                pending.append((name, pool.submit(read)))
+                if len(pending) > AHEAD:
+                    yield _result(*pending.popleft())
+            while pending:
+                yield _result(*pending.popleft())
+
+        yield results()
+
+
+def _result(name: str, image: "Future[Array]") -> tuple[str, Array | DataError]:
+    try:
+        return name, image.result()
+    except DataError as error:
+        return name, error
+
+
+def _best(name: str, image: Array | DataError, scores: Array, top: int, labels: Sequence[str] | None) -> Classified:
+    if isinstance(image, DataError):
+        return Classified(name, [], str(image))
+    order = np.argsort(-scores, kind="stable")[:top]
+    return Classified(name, [Guess(int(i), labels[i] if labels else None, float(scores[i])) for i in order])

@@ -1,0 +1,122 @@
+"""`caffepy compute-image-mean`: the mean of all images of a database, as a mean file, with Caffe's log lines.
+
+Sums are exact: whole numbers of raw pixels, float64 of others. Caffe's float32 sums round above 2^24.
+"""
+
+import logging
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+
+from caffepy.core.errors import DataError
+from caffepy.core.files import check_writable, written
+from caffepy.data.datum import decode
+from caffepy.data.prefetch import mapped
+from caffepy.data.sources.database import Records, Source, open_source, printable
+from caffepy.device.blob import Array, shape_string
+from caffepy.proto import binary
+from caffepy.report import counting
+from caffepy.report.text import as_json, number
+
+log = logging.getLogger(__name__)
+
+CHUNK = 32  # records that a thread adds up at a time
+TELL_EVERY = 10_000
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean (C, H, W) of so many images, float32."""
+
+    count: int
+    image: Array
+
+    @property
+    def channels(self) -> list[float]:
+        """The mean of each channel: transform_param's mean_value."""
+        return [float(value) for value in self.image.mean((1, 2), np.float64)]
+
+    def json(self) -> str:
+        """An object with count, shape and mean_value."""
+        return as_json({"count": self.count, "shape": self.image.shape, "mean_value": self.channels})
+
+
+def compute_image_mean(
+    database: str,
+    output: str | None = None,
+    *,
+    backend: str | None = None,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> Mean:
+    """The mean of all records of an LMDB or LevelDB, written to the .binaryproto `output` if one is named.
+
+    Encoded records are decoded. `backend` is only compared with what the database is. DataError names the record whose
+    image cannot be read or has another size than the first.
+    """
+    if output:
+        check_writable(output)
+    with closing(open_source(database, backend and backend.upper())) as source:
+        first, encoded = _image(source, source.peek())
+        shape = first.shape
+        if encoded:
+            log.info("Decoding Datum")
+        log.info("Starting iteration")
+        mean = _mean(source, shape, threads, progress)
+    if output:
+        log.info("Write to %s", output)
+        write_mean(output, mean.image)
+    log.info("Number of channels: %d", shape[0])
+    for c, value in enumerate(mean.channels):
+        log.info("mean_value channel [%d]: %s", c, number(value))
+    return mean
+
+
+def write_mean(path: str, image: Array) -> None:
+    """Write an image (C, H, W) as the mean file that Caffe's tool writes, with four legacy extents."""
+    channels, height, width = image.shape
+    blob = binary.array_to_blob(image)
+    blob.ClearField("shape")
+    blob.num, blob.channels, blob.height, blob.width = 1, channels, height, width
+    with written(path) as temporary, open(temporary, "wb") as file:
+        file.write(blob.SerializeToString())
+
+
+def _mean(source: Source, shape: tuple[int, ...], threads: int | None, progress: bool | None) -> Mean:
+    total, count = np.zeros(shape, np.int64), 0
+
+    def add(records: Records) -> tuple[Array, int]:
+        part: Array = np.zeros(shape, np.uint32)
+        for record in records:
+            image, _ = _image(source, record)
+            if image.shape != shape:
+                raise DataError(
+                    f"{source.path}: record {printable(record[0])} has shape {shape_string(image.shape)}, "
+                    f"the first one {shape_string(shape)}"
+                )
+            if image.dtype != np.uint8:
+                part = part.astype(np.float64, copy=False)
+            part += image
+        return part, len(records)
+
+    sums = mapped(add, source.once(CHUNK), threads)
+    with closing(sums), counting(source.length, "records", progress) as advance:
+        for part, added in sums:
+            before, count = count, count + added
+            total = total + part
+            if count // TELL_EVERY > before // TELL_EVERY:
+                log.info("Processed %d files.", count // TELL_EVERY * TELL_EVERY)
+            advance(added)
+    if count % TELL_EVERY:
+        log.info("Processed %d files.", count)
+    return Mean(count, (total / count).astype(np.float32))
+
+
+def _image(source: Source, record: tuple[memoryview | bytes, memoryview | bytes]) -> tuple[Array, bool]:
+    """The image and whether it was encoded."""
+    try:
+        image, _, encoded = decode(record[1])
+        return image, encoded
+    except DataError as error:
+        raise DataError(f"{source.path}: record {printable(record[0])}: {error.message}") from None

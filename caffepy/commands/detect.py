@@ -1,0 +1,255 @@
+"""`caffepy detect`: what a trained net sees in windows of images."""
+
+import csv
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Any
+
+import numpy as np
+
+from caffepy.commands.inference import load_all
+from caffepy.commands.preprocess import Preparation, on_device
+from caffepy.core.errors import ConfigError, DataError, UsageError, reason
+from caffepy.core.files import check_writable, written
+from caffepy.core.paths import locate
+from caffepy.device.blob import Array
+from caffepy.net.weights import new_hdf5
+from caffepy.pycaffe.detector import Detector
+from caffepy.report import counting
+from caffepy.report.text import as_json, columns, number
+
+PREPARATION = Preparation()
+SIDES = ("ymin", "xmin", "ymax", "xmax")
+"""Of a window, in pycaffe's order."""
+
+OUTPUTS = (".csv", ".h5", ".hdf5", ".json")
+
+Windows = tuple[str, list[tuple[float, ...]]]
+"""An image file and its windows."""
+
+
+@dataclass(frozen=True)
+class Detection:
+    """A window (ymin, xmin, ymax, xmax) of an image and the scores of all classes there."""
+
+    image: str
+    window: tuple[float, ...]
+    scores: Array
+
+
+@dataclass(frozen=True)
+class Detections:
+    """What was found in windows of images."""
+
+    found: Sequence[Detection]
+
+    def table(self) -> str:
+        """A line a window, with its best class."""
+        rows = [["image", *SIDES, "score", "class"]]
+        for one in self.found:
+            best = int(np.argmax(one.scores))
+            rows.append([one.image, *(f"{side:g}" for side in one.window), number(one.scores[best]), str(best)])
+        return "\n".join(columns(rows, left=1))
+
+    def json(self) -> str:
+        """A list of objects with filename, ymin, xmin, ymax, xmax and the prediction: scores, null if not finite."""
+        rows = [
+            {
+                "filename": one.image,
+                **dict(zip(SIDES, one.window, strict=True)),
+                "prediction": one.scores.tolist(),
+            }
+            for one in self.found
+        ]
+        return as_json(rows)
+
+    def save(self, path: str) -> None:
+        """Write a .csv, .json or .h5 file; UsageError if that is not possible.
+
+        A CSV has columns filename, ymin, xmin, ymax, xmax, class0, class1, ... An HDF5 file has the datasets filename,
+        window (N, 4) in that order, and prediction (N, classes).
+        """
+        kind = check_output(path)
+        with written(path) as temporary:
+            if kind == ".csv":
+                self._save_csv(temporary)
+            elif kind == ".json":
+                with open(temporary, "w", encoding="utf-8") as file:
+                    file.write(self.json() + "\n")
+            else:
+                self._save_hdf5(temporary)
+
+    def _save_csv(self, path: str) -> None:
+        classes = range(len(self.found[0].scores) if self.found else 0)
+        with open(path, "w", encoding="utf-8", newline="") as file:
+            rows = csv.writer(file, lineterminator="\n")
+            rows.writerow(["filename", *SIDES, *(f"class{i}" for i in classes)])
+            for one in self.found:
+                rows.writerow([one.image, *(f"{side:g}" for side in one.window), *one.scores.tolist()])
+
+    def _save_hdf5(self, path: str) -> None:
+        with new_hdf5(path) as file:
+            file.create_dataset("filename", data=[one.image.encode() for one in self.found] or np.zeros(0, "S1"))
+            windows = file.create_dataset("window", data=np.array([one.window for one in self.found]).reshape(-1, 4))
+            windows.attrs["columns"] = SIDES
+            scores = [one.scores for one in self.found]
+            file.create_dataset("prediction", data=np.stack(scores) if scores else np.zeros((0, 0), np.float32))
+
+
+def check_output(path: str) -> str:
+    """The extension of a file of detections; UsageError for an unknown one, or if the file cannot be written."""
+    extension = os.path.splitext(path)[1].lower()
+    if extension not in OUTPUTS:
+        raise UsageError(f'the extension of "{path}" must tell the format: {", ".join(OUTPUTS)}')
+    check_writable(path)
+    return extension
+
+
+def detect(
+    source: str,
+    model: str,
+    weights: Sequence[str],
+    *,
+    windows: str = "",
+    crop_mode: str = "list",
+    context_pad: int = 16,
+    preparation: Preparation = PREPARATION,
+    batch: int | None = None,
+    gpu: str | None = None,
+    precision: str | None = None,
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> Detections:
+    """Score windows of images with the deploy net of `model` and these weights.
+
+    `source` is a CSV with the columns filename, xmin, ymin, xmax, ymax; or a text list of image files, which all have
+    the windows of the CSV `windows`, or with `crop_mode` "selective_search" those that an external package proposes.
+    Each window is shown with `context_pad` pixels, of those that the net takes, around it. `batch` windows are computed
+    at once, if not what the net says. ConfigError and DataError say what does not fit or cannot be read.
+    """
+    with on_device(model, gpu, precision, threads):
+        net = _detector(model, weights, preparation, context_pad, batch)
+    if crop_mode == "selective_search":
+        return _detections(net.detect_selective_search(_names(source)))
+    images = read_windows(source, windows)
+    found: list[dict[str, Any]] = []
+    with counting(sum(len(own) for _, own in images), "windows", progress) as done:
+        for group in _groups(images, net.blobs[net.inputs[0]].shape[0]):
+            found += _scored(net, group)
+            done(sum(len(own) for _, own in group))
+    return _detections(found)
+
+
+def _detector(
+    model: str, weights: Sequence[str], preparation: Preparation, context_pad: int, batch: int | None
+) -> Detector:
+    net = Detector(model, None)
+    load_all(net._net, weights)
+    name = net.inputs[0]
+    shape = net.blobs[name].shape
+    if shape[1] != 3:
+        raise ConfigError(f"takes images of {shape[1]} channels; windows are cut from colour images, of three", model)
+    net.transformer = preparation.transformer(name, shape, by_channel=True)
+    if batch:
+        net.blobs[name].reshape(batch, *shape[1:])
+        net.reshape()
+    try:
+        net.configure_crop(context_pad)
+    except ValueError as error:
+        raise ConfigError(str(error), model) from None
+    return net
+
+
+def _detections(found: Iterable[dict[str, Any]]) -> Detections:
+    return Detections(
+        [
+            Detection(one["filename"], tuple(float(side) for side in one["window"]), np.ravel(one["prediction"]))
+            for one in found
+        ]
+    )
+
+
+def _groups(images: Sequence[Windows], batch: int) -> Iterator[list[Windows]]:
+    """Images one after the other, so many together that their windows fill a batch."""
+    group: list[Windows] = []
+    for image in images:
+        group.append(image)
+        if sum(len(windows) for _, windows in group) >= batch:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def _scored(net: Detector, group: Sequence[Windows]) -> list[dict[str, Any]]:
+    try:
+        return net.detect_windows(group)
+    except ValueError as error:
+        if len(group) == 1:
+            raise DataError(f"{group[0][0]}: {error}") from None
+        return [found for image in group for found in _scored(net, [image])]
+
+
+# what to look at
+
+
+def read_windows(source: str, windows: str = "") -> list[Windows]:
+    """The images of a CSV with their windows, or those of a text list, each with the windows of the CSV `windows`.
+
+    Images stand beside the source if not in the working directory. DataError says in which line a number is wrong.
+    """
+    if source.lower().endswith(".csv"):
+        if windows:
+            raise UsageError(f"{source} has windows of its own; a separate file of windows goes with a text list")
+        found: dict[str, list[tuple[float, ...]]] = {}
+        for name, window in _rows(source, ("filename", *SIDES)):
+            found.setdefault(locate(name, source), []).append(window)
+        return list(found.items())
+    if not windows:
+        raise UsageError(
+            f"which windows to look at in the images of {source} is not known: give a CSV with the columns filename, "
+            "xmin, ymin, xmax, ymax instead, or a file of windows for all"
+        )
+    own = [window for _, window in _rows(windows, SIDES)]
+    return [(name, own) for name in _names(source)]
+
+
+def _names(source: str) -> list[str]:
+    names = [locate(line.strip(), source) for line in _lines(source) if line.strip()]
+    if not names:
+        raise DataError(f"{source}: no images are named here")
+    return names
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read().splitlines()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path}: not a text file") from None
+
+
+def _rows(path: str, needed: Sequence[str]) -> list[tuple[str, tuple[float, ...]]]:
+    """The file name, if it is needed, and the window of each row of a CSV."""
+    lines = csv.DictReader(_lines(path), skipinitialspace=True)
+    missing = [name for name in needed if name not in (lines.fieldnames or ())]
+    if missing:
+        head = ", ".join(lines.fieldnames or ()) or "empty"
+        raise DataError(f"{path}:1: no column {', '.join(missing)} (the first line is: {head})")
+    rows = []
+    for row in lines:
+        try:
+            window = tuple(float(row[side]) for side in SIDES)
+        except (TypeError, ValueError):
+            window = (nan,)
+        if not all(map(isfinite, window)):
+            given = ", ".join(str(row[side]) for side in SIDES)
+            raise DataError(f"{path}:{lines.line_num}: {', '.join(SIDES)} are not numbers: {given}")
+        rows.append((row.get("filename") or "", window))
+    if not rows:
+        raise DataError(f"{path}: no windows are given here")
+    return rows

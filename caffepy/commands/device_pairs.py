@@ -1,0 +1,184 @@
+"""`caffepy device-pairs`: how devices are joined, and what each way of synchronizing makes of it."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from caffepy.collectives import links, peers
+from caffepy.collectives.links import Links
+from caffepy.collectives.schedule import Operation, Schedule, flat, muji, tree
+from caffepy.collectives.topology import DevicePair, Topology, device_pairs, draw, show
+from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.core.registry import nearest
+from caffepy.device.gpus import gpu_numbers
+
+FIELDS = ("devices", "boards", "access", "links")
+DERIVED = ("pairs", "schedules", "speeds")
+"""What `Pairing.json` tells besides: it follows from the others, or cannot be known of a machine that is not there."""
+
+LEGEND = (
+    "NV#: so many NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, NODE: one NUMA node, SYS: several"
+)
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """Devices with all that follows from how they are joined.
+
+    `links` is None if it is not known what joins them, `speeds` is empty unless they were measured.
+    """
+
+    topology: Topology
+    pairs: list[DevicePair]
+    schedules: dict[str, Schedule | None]
+    speeds: list[peers.Speed]
+    links: Links | None = None
+
+    def json(self) -> str:
+        """As one JSON object; steps are [operation, source, destination, through the host]."""
+        names = self.topology.devices
+        return json.dumps(
+            {
+                "devices": names,
+                "boards": self.topology.boards,
+                "access": self.topology.access,
+                "links": self.links,
+                "pairs": [[pair.parent, pair.device] for pair in self.pairs],
+                "schedules": {
+                    name: schedule and [[_step(step, names) for step in level] for level in schedule]
+                    for name, schedule in self.schedules.items()
+                },
+                "speeds": [
+                    {
+                        "from": names[speed.source],
+                        "to": names[speed.destination],
+                        "gigabytes_per_s": round(speed.gigabytes_per_s, 1),
+                        "microseconds": round(speed.microseconds, 1),
+                    }
+                    for speed in self.speeds
+                ],
+            }
+        )
+
+    def text(self) -> str:
+        """The tree, who reaches whom, the schedules and the speeds, for people."""
+        parts = [
+            f"GPUs pairs {show(self.pairs) or 'none'}\n{draw(self.pairs)}",
+            "Peer access (board: +, peer: P, through the host: -)\n" + self._matrix(self._reach),
+        ]
+        links = self.links
+        if links:
+            parts.append(f"Links ({LEGEND})\n" + self._matrix(lambda a, b: links[a][b] or "?"))
+        parts += [self._schedule(name, schedule) for name, schedule in self.schedules.items()]
+        if self.speeds:
+            of = {(speed.source, speed.destination): speed for speed in self.speeds}
+            parts.append(
+                "Bandwidth from row to column, GB/s\n"
+                + self._matrix(lambda a, b: f"{of[a, b].gigabytes_per_s:.0f}")
+                + "\n\nTime of 4 bytes from row to column, us\n"
+                + self._matrix(lambda a, b: f"{of[a, b].microseconds:.1f}")
+            )
+        return "\n\n".join(parts)
+
+    def _reach(self, a: int, b: int) -> str:
+        return "+" if self.topology.same_board(a, b) else "P" if self.topology.reaches(a, b) else "-"
+
+    def _matrix(self, cell: Any) -> str:
+        names = [str(device) for device in self.topology.devices]
+        rows = [["", *names]]
+        for a, name in enumerate(names):
+            rows.append([name, *("." if a == b else cell(a, b) for b in range(len(names)))])
+        width = max(len(text) for row in rows for text in row)
+        return "\n".join(" ".join(text.rjust(width) for text in row) for row in rows)
+
+    def _schedule(self, name: str, schedule: Schedule | None) -> str:
+        if schedule is None:
+            return f"{name}: no schedule for {self.topology.size} devices joined like this"
+        names = self.topology.devices
+        signs = {Operation.ADD: "+=", Operation.COPY: "="}
+        levels = [
+            "  "
+            + ", ".join(
+                f"{names[step.destination]} {signs[step.operation]} {names[step.source]}{' (host)' * step.staged}"
+                for step in level
+            )
+            for level in schedule
+        ]
+        return "\n".join([f"{name}: {len(schedule)} levels", *levels])
+
+
+def _step(step: Any, names: tuple[int, ...]) -> list[Any]:
+    return [step.operation.value, names[step.source], names[step.destination], step.staged]
+
+
+def pairing(topology: Topology, joined: Links | None = None, measured: bool = False) -> Pairing:
+    """All of these devices, `joined` by these links; their speeds are measured on the GPUs of this machine."""
+    speeds = []
+    if measured and topology.size > 1:
+        peers.enable(topology)
+        speeds = peers.measure(topology)
+    schedules = {"tree": tree(topology), "muji": muji(topology), "flat": flat(topology)}
+    return Pairing(topology, device_pairs(topology), schedules, speeds, joined)
+
+
+def of_this_machine(gpus: str, measured: bool = False) -> Pairing:
+    """The GPUs that --gpu names, "all" for every one."""
+    topology = peers.query(gpu_numbers(gpus))
+    return pairing(topology, links.query(topology.devices), measured)
+
+
+def simulated(path: str) -> Pairing:
+    """The devices that a JSON file describes: {"devices": [0, 1], "boards": [null, null], "access": [[0, 1], [1, 0]]}.
+
+    `boards` may be left out; `access` may be one number for all pairs. "links" may have rows of texts such as "NV18" or
+    "SYS", and null where a device meets itself. ConfigError says what does not fit.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            told = json.load(file)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from None
+    if not isinstance(told, dict) or not isinstance(told.get("devices"), list):
+        raise ConfigError(f'{path} must be an object with "devices", and perhaps "boards", "access" and "links"')
+    for name in told:
+        if name not in FIELDS + DERIVED:
+            raise ConfigError(f'{path}: there is no "{name}"{nearest(name, FIELDS)} (known: {", ".join(FIELDS)})')
+    devices = told["devices"]
+    if not all(map(_is_number, devices)):
+        raise ConfigError(f'{path}: "devices" must be whole numbers')
+    n = len(devices)
+    boards, access = told.get("boards", [None] * n), told.get("access", 1)
+    if isinstance(access, int):
+        access = [[access] * n] * n
+    if not (isinstance(boards, list) and all(board is None or _is_number(board) for board in boards)):
+        raise ConfigError(f'{path}: "boards" must be a list of whole numbers, null for a device that has one to itself')
+    if not (isinstance(access, list) and all(_is_row(row) for row in access)):
+        raise ConfigError(f'{path}: "access" must be a list of rows of 0 and 1')
+    joined = told.get("links")
+    if joined is not None and not _is_matrix(joined, n):
+        raise ConfigError(f'{path}: "links" must be {n} rows of {n} texts, or null where there is none')
+    try:
+        rows = tuple(tuple(bool(cell) and a != b for b, cell in enumerate(row)) for a, row in enumerate(access))
+        topology = Topology(tuple(devices), tuple(boards), rows)
+    except CaffeError as error:
+        raise ConfigError(error.message, path) from None
+    return pairing(topology, joined)
+
+
+def _is_number(told: Any) -> bool:
+    return isinstance(told, int) and not isinstance(told, bool)
+
+
+def _is_row(told: Any) -> bool:
+    return isinstance(told, list) and all(cell in (0, 1) for cell in told)
+
+
+def _is_matrix(rows: Any, n: int) -> bool:
+    return (
+        isinstance(rows, list)
+        and len(rows) == n
+        and all(isinstance(row, list) and len(row) == n for row in rows)
+        and all(cell is None or isinstance(cell, str) for row in rows for cell in row)
+    )

@@ -1,0 +1,228 @@
+"""`caffepy doctor`: what a GPU needs, whether it is here and works, and what to do where not."""
+
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy import ops
+from caffepy.core.errors import DeviceError
+from caffepy.device.device import CudaDevice, Device
+from caffepy.device.gpus import (
+    INSTALL,
+    NO_DRIVER,
+    count_gpus,
+    cuda_of_cupy,
+    cuda_of_driver,
+    cuda_version,
+    driver_version,
+    gpu_memory,
+    gpu_properties,
+    import_cupy,
+    last_line,
+    nccl_version,
+    too_old,
+)
+
+OK, MISSING, WRONG = "ok", "missing", "wrong"
+
+FOR_GPUS = f"for GPUs: {INSTALL}"
+
+TOLERANCE = 5e-3
+"""Of the largest value: products may be of factors with 10 bits."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at: its state is "ok", "missing" or "wrong"."""
+
+    name: str
+    state: str
+    told: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Health:
+    """All that was found."""
+
+    findings: list[Finding]
+
+    @property
+    def works(self) -> bool:
+        """Whether all that is installed works."""
+        return not any(finding.state == WRONG for finding in self.findings)
+
+    def table(self) -> str:
+        """A line a finding; what to do about it in the line below, once where several need the same."""
+        width = max(len(finding.name) for finding in self.findings)
+        lines: list[str] = []
+        told = {""}
+        for finding in self.findings:
+            lines.append(f"{finding.name:{width}}  {finding.state:7}  {finding.told}".rstrip())
+            if finding.remedy not in told:
+                lines.append(f"{'':{width}}  {'':7}  -> {finding.remedy}")
+                told.add(finding.remedy)
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """An object: whether all works, and the findings."""
+        return json.dumps({"works": self.works, "findings": [asdict(finding) for finding in self.findings]})
+
+
+def examine() -> Health:
+    """Look at everything, the GPUs last; raises nothing."""
+    parts = (_kernel_cache, _driver, _cupy, _cuda, _cudnn, _nvmath, _nccl)
+    return Health([finding for part in parts for finding in part()] + list(_gpus()))
+
+
+def _kernel_cache() -> Iterator[Finding]:
+    from numba.core.caching import FunctionCache
+
+    name = "CPU kernel cache"
+    try:
+        yield Finding(name, OK, FunctionCache(ops.backend(Device()).parallel).cache_path)  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        told = "there is no folder where compiled kernels could be kept: every start compiles anew"
+        yield Finding(name, MISSING, told, "set NUMBA_CACHE_DIR to a folder that can be written")
+
+
+def _driver() -> Iterator[Finding]:
+    cuda = cuda_of_driver()
+    if cuda:
+        told = ", ".join(filter(None, (driver_version(), f"up to CUDA {cuda_version(cuda)}")))
+        yield Finding("NVIDIA driver", OK, told)
+    else:
+        yield Finding("NVIDIA driver", MISSING, NO_DRIVER, "nothing, to compute on the CPU")
+
+
+def _cupy() -> Iterator[Finding]:
+    try:
+        yield Finding("CuPy", OK, str(import_cupy().__version__))
+    except DeviceError as error:
+        yield _failed("CuPy", "cupy", error)
+
+
+def _cuda() -> Iterator[Finding]:
+    try:
+        built = cuda_of_cupy()
+    except Exception:  # CuPy's own line says why
+        yield Finding("CUDA runtime", MISSING, "comes with CuPy", FOR_GPUS)
+        return
+    driver = cuda_of_driver()
+    if driver and driver // 1000 < built // 1000:
+        yield Finding("CUDA runtime", WRONG, cuda_version(built), too_old(driver, built))
+    else:
+        yield Finding("CUDA runtime", OK, cuda_version(built))
+
+
+def _cudnn() -> Iterator[Finding]:
+    try:
+        frontend = importlib.import_module("cudnn")
+        number = int(frontend.backend_version())
+    except Exception as error:  # whatever the search for libcudnn ends with
+        yield _failed("cuDNN", "cudnn", error)
+        yield _failed("cuDNN frontend", "cudnn", error)
+        return
+    yield Finding("cuDNN", OK, f"{number // 10000}.{number % 10000 // 100}.{number % 100}")
+    yield Finding("cuDNN frontend", OK, str(frontend.__version__))
+
+
+def _nvmath() -> Iterator[Finding]:
+    try:
+        importlib.import_module("nvmath.bindings.cublas")
+    except Exception as error:
+        yield _failed("cuBLAS (nvmath)", "nvmath", error)
+        return
+    try:
+        yield Finding("cuBLAS (nvmath)", OK, version("nvmath-python"))
+    except PackageNotFoundError:
+        yield Finding("cuBLAS (nvmath)", OK, "of an unknown version")
+
+
+def _nccl() -> Iterator[Finding]:
+    try:
+        number = nccl_version()
+    except DeviceError as error:
+        yield _failed("NCCL", "cupy", error)
+        return
+    except ImportError as error:
+        yield Finding("NCCL", MISSING, f"not found ({last_line(error)})", FOR_GPUS)
+        return
+    yield Finding("NCCL", OK, f"{number // 10000}.{number % 10000 // 100}.{number % 100}")
+
+
+def _failed(name: str, module: str, error: BaseException) -> Finding:
+    """Missing if the module is not installed, else wrong."""
+    if importlib.util.find_spec(module) is None:
+        return Finding(name, MISSING, "not installed", FOR_GPUS)
+    return Finding(name, WRONG, last_line(error), INSTALL)
+
+
+def _gpus() -> Iterator[Finding]:
+    try:
+        count = count_gpus()
+    except Exception as error:
+        if importlib.util.find_spec("cupy") is None:
+            yield Finding("GPUs", MISSING, "not looked for: that needs CuPy")
+        else:
+            yield Finding("GPUs", WRONG if cuda_of_driver() else MISSING, last_line(error))
+        return
+    if not count:
+        yield Finding("GPUs", MISSING, "CUDA sees none")
+    for index in range(count):
+        yield _examined(f"GPU {index}", lambda index=index: _described(index))  # type: ignore[misc]
+        yield _examined(f"GPU {index} self-test", lambda index=index: _tested(index))  # type: ignore[misc]
+
+
+def _examined(name: str, look: Callable[[], str]) -> Finding:
+    try:
+        return Finding(name, OK, look())
+    except Exception as error:  # a broken installation fails in many ways
+        return Finding(
+            name, WRONG, last_line(error), "see what is missing or wrong above; is another program using it?"
+        )
+
+
+def _described(index: int) -> str:
+    properties = gpu_properties(index)
+    free, total = (size / (1 << 30) for size in gpu_memory(index))
+    capability = f"{properties['major']}.{properties['minor']}"
+    return f"{properties['name']}, compute capability {capability}, {free:.1f} of {total:.1f} GiB free"
+
+
+def _tested(index: int) -> str:
+    """A copy, a product and a convolution on the GPU against the CPU's; DeviceError if they differ."""
+    start = perf_counter()
+    device, rng = CudaDevice(index), np.random.default_rng(1)
+    gpu, cpu = ops.backend(device), ops.backend(Device())
+
+    def random(*shape: int) -> tuple[NDArray[np.float32], Any]:
+        array = rng.standard_normal(shape, np.float32)
+        there: Any = device.zeros(array.size, array.dtype)
+        device.upload(array.reshape(-1), there)
+        return array, there.reshape(shape)
+
+    def compare(what: str, there: Any, expected: NDArray[np.float32], tolerance: float) -> None:
+        error = float(np.abs(device.on_host(there) - expected).max() / np.abs(expected).max())
+        if not error <= tolerance:
+            raise DeviceError(f"the GPU gives another {what} than the CPU (relative difference {error:.2g})")
+
+    with device.scope():
+        (a, a_there), (b, b_there), (_, out_there) = random(64, 48), random(48, 32), random(64, 32)
+        compare("copy", a_there, a, 0.0)
+        gpu.matmul(a_there, b_there, out_there)
+        compare("product", out_there, a @ b, TOLERANCE)
+        (x, x_there), (w, w_there), (y, y_there) = random(2, 4, 9, 9), random(6, 4, 3, 3), random(2, 6, 9, 9)
+        sizes = (x.shape, w.shape, (1, 1), (1, 1), (1, 1), 1, np.float32)
+        cpu.Convolution(*sizes).forward(x, w, None, y)
+        gpu.Convolution(*sizes).forward(x_there, w_there, None, y_there)
+        compare("convolution", y_there, y, TOLERANCE)
+    return f"copy, product and convolution agree with the CPU's ({perf_counter() - start:.1f} s)"

@@ -1,0 +1,227 @@
+"""`caffepy export`: a net and its weights as an ONNX model."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from caffepy.commands.inference import load_all
+from caffepy.core.errors import ConfigError, DataError
+from caffepy.core.files import written
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
+from caffepy.export.trace import Trace, sources, trace
+from caffepy.export.write import Batch, Dim, operators, write_dynamic, write_graph
+from caffepy.models.synthetic import synthetic
+from caffepy.net import Net
+from caffepy.net.build import filter_state
+from caffepy.net.fusion import Step
+from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
+from caffepy.proto.text import read_net
+
+if TYPE_CHECKING:
+    from caffepy.export.model import Runtime
+
+OPSETS = range(13, 22)
+DEFAULT_OPSET = 17
+DYNAMIC = "dynamic"
+TOLERANCE = 1e-3
+PROBABILITIES = {"SoftmaxWithLoss": "Softmax", "SigmoidCrossEntropyLoss": "Sigmoid"}
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written: inputs and outputs with their shapes, how often each operator occurs, values and bytes.
+
+    `dropped` are the layers that judge, `unused` the inputs that only they need, `notes` what a user of the model
+    should know, `differences` the largest of each output from caffepy's, relative to its largest value, if checked.
+    """
+
+    file: str
+    opset: int
+    inputs: dict[str, list[Dim]]
+    outputs: dict[str, list[Dim]]
+    operators: dict[str, int]
+    parameters: int
+    bytes: int
+    dropped: Sequence[str]
+    unused: Sequence[str]
+    notes: Sequence[str]
+    differences: dict[str, float] | None = None
+
+    def json(self) -> str:
+        """An object of the same fields."""
+        return json.dumps(asdict(self))
+
+    def text(self) -> str:
+        """A line for the file, for each input and output, and for all that is to be known."""
+        nodes = sum(self.operators.values())
+        lines = [
+            f"{self.file}: opset {self.opset}, {nodes} nodes, {self.parameters:,} parameters, {self.bytes:,} bytes"
+        ]
+        for what, tensors in (("input", self.inputs), ("output", self.outputs)):
+            lines += [f"{what} {name}: {' x '.join(map(str, dims)) or 'a number'}" for name, dims in tensors.items()]
+        if self.dropped:
+            lines.append(f"left out, since they judge: {', '.join(self.dropped)}")
+        if self.unused:
+            lines.append(f"inputs that are not needed any more: {', '.join(self.unused)}")
+        lines += self.notes
+        for name, difference in (self.differences or {}).items():
+            lines.append(f"onnxruntime's {name} differs from caffepy's by {difference:.1e}")
+        return "\n".join(lines)
+
+
+def export_onnx(
+    model: str,
+    weights: Iterable[str],
+    out: str,
+    *,
+    opset: int = DEFAULT_OPSET,
+    batch: int | str | None = None,
+    phase: str = "TEST",
+    level: int = 0,
+    stages: Sequence[str] = (),
+    image: Sequence[int] | None = None,
+    probabilities: bool = False,
+    check: bool = False,
+) -> Exported:
+    """Write the net of the prototxt `model` with these trained weights to the file `out`, whole or not at all.
+
+    `batch` is the size of the inputs' first axis, "dynamic" for any, None for what the net says. `image` (C, H, W)
+    replaces data layers by images of this shape. With `probabilities` losses become the Softmax or Sigmoid in them.
+    `check` compares what onnxruntime computes of random inputs with what caffepy does. ConfigError names all layers
+    that cannot be expressed, or says what else is wrong.
+    """
+    from caffepy.export.model import to_model
+
+    if opset not in OPSETS:
+        raise ConfigError(f"opsets {OPSETS.start} to {OPSETS.stop - 1} are written, not {opset}")
+    net = _build(model, phase, level, stages, image, probabilities)
+    try:
+        load_all(net, weights)
+        if isinstance(batch, int):
+            Batch(net).resize(batch)
+        found = trace(net)
+        _check_trace(net, found)
+        shapes: Mapping[str, Sequence[Dim]]
+        if batch == DYNAMIC:
+            graph, shapes = write_dynamic(net, found, opset)
+        else:
+            graph = write_graph(net, found, opset)
+            shapes = graph.shapes
+        inputs, outputs = [name for name, _ in found.inputs], found.output_names
+        content = to_model(graph, net.name, inputs, outputs, shapes)
+        differences = _compare(net, found, content, dynamic=batch == DYNAMIC) if check else None
+        with written(out) as temporary, open(temporary, "wb") as file:
+            file.write(content)
+        used = {b.data_memory: b.count for i in found.layers for b in net.layers[i].blobs}
+        return Exported(
+            out,
+            opset,
+            {name: list(shapes[name]) for name in inputs},
+            {name: list(shapes[name]) for name in outputs},
+            operators(graph.nodes),
+            sum(used.values()),
+            len(content),
+            [f"{net.layer_names[i]} ({net.layers[i].type})" for i in found.dropped],
+            found.unused,
+            [f"{layer} {text}" for layer, text in graph.notes],
+            differences,
+        )
+    finally:
+        net.close()
+
+
+def _build(
+    model: str, phase: str, level: int, stages: Sequence[str], image: Sequence[int] | None, probabilities: bool
+) -> Net:
+    param = read_net(model)
+    param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
+    param.state.stage.extend(stages)
+    if probabilities:
+        param = with_probabilities(filter_state(param, model))
+    if image is not None:
+        param = synthetic(param, image=image)
+    try:
+        return Net(param, device=Device(seed=0), path=model)
+    except DataError as error:
+        try:
+            return Net(synthetic(param), device=Device(seed=0), path=model)
+        except (ConfigError, DataError):
+            raise error from None
+
+
+def with_probabilities(net: NetParameter) -> NetParameter:
+    """A copy in which the losses that contain a Softmax or Sigmoid are that: `prob`, or LAYER_prob of several."""
+    copy = NetParameter()
+    copy.CopyFrom(net)
+    losses = [layer for layer in copy.layer if layer.type in PROBABILITIES]
+    for layer in losses:
+        name = "prob" if len(losses) == 1 else f"{layer.name}_prob"
+        layer.type = PROBABILITIES[layer.type]
+        del layer.bottom[1:], layer.propagate_down[1:], layer.loss_weight[:], layer.top[:]
+        layer.top.append(name)
+    return copy
+
+
+def _check_trace(net: Net, found: Trace) -> None:
+    if not found.outputs:
+        raise ConfigError("nothing is left to be written: all that the net computes is judged or thrown away", net.path)
+    for _, blob in found.inputs:
+        if not net.blobs[blob].count:
+            raise ConfigError(f'input "{blob}" has no shape, or an empty one; give it in input_param', net.path)
+
+
+def _compare(net: Net, found: Trace, content: bytes, dynamic: bool) -> dict[str, float]:
+    """The largest difference of each output, relative to its largest value; ConfigError if one is not small."""
+    from caffepy.export.model import Runtime
+
+    runtime = Runtime(content)
+    differences = _differences(net, found, runtime)
+    if dynamic:
+        Batch(net).resize(3)
+        again = _differences(net, found, runtime)
+        differences = {name: max(value, again[name]) for name, value in differences.items()}
+    for name, difference in differences.items():
+        if not difference < TOLERANCE:
+            raise ConfigError(
+                f"onnxruntime computes another {name}: it differs by {difference:.1e} of its largest value, "
+                f"where {TOLERANCE:g} is allowed"
+            )
+    return differences
+
+
+def _differences(net: Net, found: Trace, runtime: "Runtime") -> dict[str, float]:
+    inputs = random_inputs(net, found)
+    for tensor, blob in found.inputs:
+        net.blobs[blob].host_data[...] = inputs[tensor]
+    given = set(sources(net))
+    net.forward(steps=[Step(i) for i in range(len(net.layers)) if i not in given and i not in found.dropped])
+    answers = runtime.run(found.output_names, inputs)
+    return {
+        name: _difference(net.blobs[blob].host_data, answer)
+        for name, (_, blob), answer in zip(found.output_names, found.outputs, answers, strict=True)
+    }
+
+
+def _difference(expected: Array, answer: Array) -> float:
+    if expected.shape != answer.shape:
+        return float("inf")
+    size = float(np.abs(expected).max(initial=0)) or 1.0
+    return float(np.abs(answer.astype(np.float64) - expected).max(initial=0)) / size
+
+
+def random_inputs(net: Net, found: Trace) -> dict[str, Array]:
+    """Normally distributed values for the inputs; for those that are indices, indices."""
+    rng = np.random.default_rng(0)
+    inputs = {tensor: rng.standard_normal(net.blobs[blob].shape).astype(np.float32) for tensor, blob in found.inputs}
+    for i in found.layers:
+        layer, bottoms = net.layers[i], found.bottoms[i]
+        place, number = {"Embed": (0, getattr(layer, "inputs", 0)), "BatchReindex": (1, 0)}.get(layer.type, (0, 0))
+        if layer.type == "BatchReindex":
+            number = net.bottoms[i][0].shape[0]
+        if number and bottoms[place] in inputs:
+            inputs[bottoms[place]] = rng.integers(0, number, inputs[bottoms[place]].shape).astype(np.float32)
+    return inputs

@@ -1,0 +1,197 @@
+"""What a trained net makes of its data: the values of its blobs, row by row, in databases and files of arrays."""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+
+from caffepy.commands.inference import find_blob, trained_net
+from caffepy.core.errors import DataError, UsageError, reason
+from caffepy.core.files import replacing
+from caffepy.core.registry import nearest
+from caffepy.data.npy import new_npy
+from caffepy.data.sources.hdf5 import append_rows, new_file
+from caffepy.data.write import refuse_existing, write_database
+from caffepy.device.blob import Array, shape_string
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import Datum
+from caffepy.report import counting
+
+log = logging.getLogger(__name__)
+
+KINDS = ("lmdb", "leveldb", "hdf5", "npy")
+EXTENSIONS = {".h5": "hdf5", ".hdf5": "hdf5", ".npy": "npy"}
+FOREIGN = (".csv", ".json", ".mat", ".npz", ".pkl", ".txt")
+"""Of files that are not written: who gives one does not expect a database of that name."""
+TELL_EVERY = 1000
+TOLD = "Extracted features of %d query images for feature blob %s"
+FLOAT_TAG = 6 << 3 | 5  # of a Datum's field 6, float_data, as 32 bits
+
+Add = Callable[[str, Array], object]
+"""Takes rows (N, ...) of the blob of this name."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A blob and where its values go: a path, and what lies there, one of KINDS."""
+
+    blob: str
+    path: str
+    kind: str
+
+
+def features_of(blobs: Sequence[str], paths: Sequence[str], kind: str | None = None) -> list[Feature]:
+    """Each blob with its path, or all with one; the kind, if it is not given, is what the path's extension says.
+
+    .h5 and .hdf5 stand for an HDF5 file, .npy for an array, others for an LMDB. UsageError for an unknown kind, for
+    extensions of other files, and for as many paths as cannot be.
+    """
+    if kind is not None and kind not in KINDS:
+        raise UsageError(f'unknown kind of database "{kind}"{nearest(kind, KINDS)} (known: {", ".join(KINDS)})')
+    if len(paths) not in (1, len(blobs)):
+        raise UsageError(
+            f"the numbers of blobs and of places for them must be equal, not {len(blobs)} and {len(paths)}"
+        )
+    paths = list(paths) * (len(blobs) if len(paths) == 1 else 1)
+    features: list[Feature] = []
+    for blob, path in zip(blobs, paths, strict=True):
+        extension = os.path.splitext(path)[1].lower()
+        if not kind and extension in FOREIGN:
+            raise UsageError(f'"{path}": {extension} files are not written; name a .h5 or .npy file, or a database')
+        own = kind or EXTENSIONS.get(extension, "lmdb")
+        if any(path == other.path and (own != "hdf5" or blob == other.blob) for other in features):
+            raise UsageError(f'"{path}" cannot take blob "{blob}", too; only an HDF5 file holds several')
+        features.append(Feature(blob, path, own))
+    return features
+
+
+def extract_features(
+    model: str,
+    weights: Sequence[str],
+    features: Sequence[Feature],
+    *,
+    batches: int | None = None,
+    gpu: str | None = None,
+    precision: str | None = None,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    threads: int | None = None,
+    progress: bool | None = None,
+) -> list[int]:
+    """Run the net of `model` over its data and write the values of blobs; returns how many rows each of them gave.
+
+    `batches` None takes what the net's data layer has, each item once. Databases are Caffe's: a record a row, with key
+    `%010d` of its number and a Datum of float_data without a label. An HDF5 file has a dataset (rows, ...) for each
+    blob that goes there; a .npy file has the array alone. All of them appear when everything is done, or not at all.
+    ConfigError for blobs that the net does not have, DataError for targets that exist or cannot be written.
+    """
+    for feature in features:
+        refuse_existing(feature.path)
+    with (
+        trained_net(model, weights, gpu=gpu, precision=precision, level=level, stages=stages, threads=threads) as net,
+        ExitStack() as stack,
+    ):
+        for feature in features:
+            find_blob(net, feature.blob)
+        size, left = _epoch(net) if batches is None else (0, 0)
+        batches = ceil(left / size) if batches is None else batches
+        adds: dict[str, Add] = {}
+        for feature in features:
+            if feature.path not in adds:
+                adds[feature.path] = stack.enter_context(WRITERS[feature.kind](feature))
+        rows = [0] * len(features)
+        log.info("Extracting Features")
+        done = stack.enter_context(counting(batches, "batches", progress))
+        for _ in range(batches):
+            net.forward()
+            net.device.look()
+            for i, feature in enumerate(features):
+                values = _rows(net, feature.blob)
+                if size and len(values) == size:
+                    values = values[:left]
+                adds[feature.path](feature.blob, values)
+                _tell(feature.blob, rows[i], rows[i] + len(values))
+                rows[i] += len(values)
+            left -= size
+            done(1)
+        for count, feature in zip(rows, features, strict=True):
+            if count % TELL_EVERY:
+                log.info(TOLD, count, feature.blob)
+    log.info("Successfully extracted the features!")
+    return rows
+
+
+def _epoch(net: Net) -> tuple[int, int]:
+    """The batch size and the number of items of the data; UsageError if they are not known."""
+    for layer, tops in zip(net.layers, net.tops, strict=True):
+        if layer.length:
+            return tops[0].shape[0], layer.length
+    raise UsageError("how much data the net's data layers have is not known: say how many batches to take")
+
+
+def _rows(net: Net, name: str) -> Array:
+    """The values of a blob, (N, ...); those of a scalar are one row."""
+    values = net.blobs[name].host_data
+    return values if values.ndim else values[None]
+
+
+def _tell(blob: str, before: int, after: int) -> None:
+    for count in range(before // TELL_EVERY + 1, after // TELL_EVERY + 1):
+        log.info(TOLD, count * TELL_EVERY, blob)
+
+
+@contextmanager
+def _database(feature: Feature) -> Iterator[Add]:
+    with write_database(feature.path, feature.kind) as writer:
+        count = 0
+
+        def add(name: str, values: Array) -> None:
+            nonlocal count
+            for row in values:
+                writer.put(f"{count:010d}", record(row))
+                count += 1
+
+        yield add
+
+
+def record(row: Array) -> bytes:
+    """A serialized Datum of up to three axes (channels, height, width), those that are missing being 1, in float32.
+
+    DataError for more axes.
+    """
+    if row.ndim > 3:
+        raise DataError(f"a record holds three axes, not {shape_string(row.shape)}; write an HDF5 or .npy file")
+    channels, height, width = (*row.shape, 1, 1, 1)[:3]
+    values = np.empty(row.size, [("tag", "u1"), ("value", "<f4")])  # as protobuf writes them, one by one
+    values["tag"], values["value"] = FLOAT_TAG, row.reshape(-1)
+    return Datum(channels=channels, height=height, width=width).SerializeToString() + values.tobytes()
+
+
+@contextmanager
+def _hdf5(feature: Feature) -> Iterator[Add]:
+    with _file(feature.path) as temporary:
+        new_file(temporary, feature.path)
+        yield lambda name, values: append_rows(temporary, {name: values}, feature.path)
+
+
+@contextmanager
+def _npy(feature: Feature) -> Iterator[Add]:
+    with _file(feature.path) as temporary, new_npy(temporary) as add:
+        yield lambda name, values: add(values)
+
+
+@contextmanager
+def _file(path: str) -> Iterator[str]:
+    """A temporary name that becomes `path`; DataError if it cannot be written."""
+    try:
+        with replacing(path) as temporary:
+            yield temporary
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {reason(error)}") from error
+
+
+WRITERS = {"lmdb": _database, "leveldb": _database, "hdf5": _hdf5, "npy": _npy}

@@ -1,0 +1,76 @@
+"""Nets with trained weights in their TEST phase, as the tools that use them take them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+from caffepy import ops
+from caffepy.core.errors import ConfigError
+from caffepy.core.registry import nearest
+from caffepy.device.blob import Blob
+from caffepy.device.device import Device, first_device
+from caffepy.net import Net
+from caffepy.net.weights import load_weights
+from caffepy.proto.caffe_pb2 import TEST, NetParameter
+from caffepy.proto.nvcaffe import choose_precision
+from caffepy.proto.text import read_net
+from caffepy.solver.resume_state import warn_of_layers
+
+
+def definition(
+    model: str, device: Device, *, precision: str | None = None, level: int = 0, stages: Sequence[str] = ()
+) -> NetParameter:
+    """What the file `model` defines, for its TEST phase; the device's precision is set to what it says.
+
+    `precision` goes before that; `level` and `stages` join the net's state.
+    """
+    param = read_net(model)
+    ops.set_precision(device, choose_precision(param, precision))
+    param.state.phase, param.state.level = TEST, level
+    param.state.stage.extend(stages)
+    return param
+
+
+@contextmanager
+def trained_net(
+    model: str,
+    weights: Iterable[str],
+    *,
+    gpu: str | None = None,
+    precision: str | None = None,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    threads: int | None = None,
+) -> Iterator[Net]:
+    """The net of the file `model` in its TEST phase with these weights, closed when the block ends.
+
+    `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError and DataError say what
+    is wrong with the net, its data or the weights.
+    """
+    device = first_device(gpu)
+    if threads:
+        ops.backend(device).set_num_threads(threads)
+    net = Net(definition(model, device, precision=precision, level=level, stages=stages), device=device, path=model)
+    try:
+        load_all(net, weights)
+        yield net
+    finally:
+        net.close()
+
+
+def load_all(net: Net, weights: Iterable[str]) -> None:
+    """Load these files of weights, one after the other; one warning names the layers for which none has any."""
+    missing = dict.fromkeys(net.layer_names[i] for i, _ in net.learnable_owner)
+    names = list(weights)
+    for name in names:
+        filled = load_weights(net, name)
+        missing = {layer: None for layer in missing if layer not in filled}
+    if names:
+        warn_of_layers(f"{', '.join(names)}: no weights for", missing, "they are what the fillers give")
+
+
+def find_blob(net: Net, name: str) -> Blob:
+    """The blob of this name; ConfigError names the nearest there is."""
+    if name not in net.blobs:
+        known = [blob for blob in net.blobs if "_split_" not in blob]
+        raise ConfigError(f'no blob "{name}" in the net{nearest(name, known)} (blobs: {", ".join(known)})', net.path)
+    return net.blobs[name]

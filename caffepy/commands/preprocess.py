@@ -1,0 +1,143 @@
+"""Images on their way into a net, as Caffe's Python tools prepare them."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from caffepy import ops
+from caffepy.core.errors import ConfigError, DataError, reason
+from caffepy.device.blob import Array, shape_string
+from caffepy.device.device import first_device
+from caffepy.proto import binary
+from caffepy.proto.nvcaffe import choose_precision
+from caffepy.proto.sniff import mismatch, sniff
+from caffepy.proto.text import read_net
+from caffepy.pycaffe import mode
+from caffepy.pycaffe.io import Transformer, load_image
+
+BGR = 2, 1, 0
+ARRAY = "a numpy array"
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What happens to an image, (H, W, K) in 0 to 1 and RGB, before a net takes it, in this order.
+
+    `channel_swap` is the new order of the channels; None turns three to BGR and leaves others. Values are multiplied by
+    `raw_scale`; the mean, an image in `mean_file` or `mean_values` by channel, is subtracted; the rest is multiplied by
+    `input_scale`.
+    """
+
+    mean_file: str = ""
+    mean_values: Sequence[float] = ()
+    input_scale: float | None = None
+    raw_scale: float | None = 255.0
+    channel_swap: Sequence[int] | None = None
+
+    def mean(self) -> Array | None:
+        """The mean, (C, H, W) or (C,); DataError for a file that cannot be read."""
+        if self.mean_values:
+            return np.array(self.mean_values, np.float32)
+        return read_mean(self.mean_file) if self.mean_file else None
+
+    def transformer(self, name: str, shape: Sequence[int], by_channel: bool = False) -> Transformer:
+        """What prepares images for the input `name` of this shape (N, C, H, W); ConfigError for what does not fit it.
+
+        With `by_channel` of an image of a mean the mean of each channel is taken.
+        """
+        transformer = Transformer({name: shape})
+        mean = self.mean()
+        swap = self.channel_swap
+        if swap is None and shape[1] == len(BGR):
+            swap = BGR
+        try:
+            transformer.set_transpose(name, (2, 0, 1))
+            if swap is not None:
+                if sorted(swap) != list(range(len(swap))):
+                    raise ValueError(f"Channel swap {','.join(map(str, swap))} does not name each channel once.")
+                transformer.set_channel_swap(name, swap)
+            if self.raw_scale is not None:
+                transformer.set_raw_scale(name, self.raw_scale)
+            if mean is not None:
+                if mean.ndim == 3 and (len(mean) != shape[1] or by_channel):
+                    mean = mean.mean((1, 2))
+                transformer.set_mean(name, mean)
+            if self.input_scale is not None:
+                transformer.set_input_scale(name, self.input_scale)
+        except ValueError as error:
+            raise ConfigError(f'images do not fit input "{name}" of {shape_string(tuple(shape))}: {error}') from None
+        return transformer
+
+
+def read_mean(path: str) -> Array:
+    """The mean in a .npy file or a .binaryproto of any name: (C, H, W) or (C,). DataError for anything else."""
+    if not path.lower().endswith(".npy") or sniff(path) == "a binaryproto":
+        mean = binary.read_array(path)
+        mean = mean[0] if mean.ndim == 4 and len(mean) == 1 else mean
+    else:
+        mean = read_array(path)
+    if mean.ndim not in (1, 3):
+        raise DataError(f"{path}: a mean is (C, H, W) or (C,), not {shape_string(mean.shape)}")
+    return mean
+
+
+def read_array(path: str) -> Array:
+    """The numbers in a .npy file, which stay on the disk until they are asked for; DataError for anything else."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {reason(error)}") from None
+    except (ValueError, EOFError) as error:
+        if sniff(path) != ARRAY:
+            raise mismatch(path, ARRAY, DataError) from None
+        raise DataError(f"{path}: not an array that can be read: {error}") from None
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "fiu":
+        raise DataError(f"{path}: not an array of numbers")
+    return array
+
+
+def image_input(inputs: Sequence[str], shapes: Mapping[str, Sequence[int]], path: str) -> tuple[str, tuple[int, ...]]:
+    """The input of a net that takes images, and its shape (N, C, H, W); ConfigError if there is none."""
+    for name in inputs[:1]:
+        if len(shapes[name]) == 4:
+            return name, tuple(shapes[name])
+    what = f"{inputs[0]} of {shape_string(tuple(shapes[inputs[0]]))}" if inputs else "none"
+    raise ConfigError(f"needs an input for images, of shape (N, C, H, W), as deploy nets have; it has {what}", path)
+
+
+def load(path: str, channels: int) -> Array:
+    """An image file for a net of 1 or 3 channels, (H, W, K) in 0 to 1; DataError names one that cannot be read."""
+    if channels not in (1, 3):
+        raise DataError(f"{path}: an image file has no {channels} channels, which the net takes; give a .npy file")
+    return load_image(path, color=channels == 3)
+
+
+def names_in(folder: str, extensions: Sequence[str]) -> list[str]:
+    """The files of a folder with these extensions, sorted; DataError if there are none."""
+    endings = tuple(f".{extension.lower().removeprefix('.')}" for extension in extensions)
+    try:
+        names = sorted(name for name in os.listdir(folder) if name.lower().endswith(endings))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read: {reason(error)}") from None
+    if not names:
+        raise DataError(f"{folder}: no files *{', *'.join(endings)} are in this folder")
+    return [os.path.join(folder, name) for name in names]
+
+
+@contextmanager
+def on_device(model: str, gpu: str | None, precision: str | None, threads: int | None) -> Iterator[None]:
+    """A block in which pycaffe's nets are built on the first of these GPUs, or on the CPU, in this precision."""
+    device = first_device(gpu)
+    if threads:
+        ops.backend(device).set_num_threads(threads)
+    ops.set_precision(device, choose_precision(read_net(model), precision))
+    if device.kind == "cuda":
+        mode.set_device(device.index)
+        mode.set_mode_gpu()
+    try:
+        yield
+    finally:
+        mode.set_mode_cpu()

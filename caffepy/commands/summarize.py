@@ -1,0 +1,223 @@
+"""`caffepy summarize`: the layers of a net in a table, as Caffe's summarize has it, with shapes and what they cost."""
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+
+from caffepy.commands.check import LayerInfo, definitions, layers_of, mebibytes, si
+from caffepy.core.errors import CaffeError, DataError
+from caffepy.device.device import Device
+from caffepy.drawing.labels import arguments
+from caffepy.models.synthetic import synthetic as without_data
+from caffepy.net import Net
+from caffepy.net.build import filter_state
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
+from caffepy.report.text import printable
+
+log = logging.getLogger(__name__)
+
+COLOURS = ("92", "93", "94", "95", "96", "32", "33", "34", "35", "36")
+"""Of blobs, one after the other."""
+
+UNKNOWN, UNCONSUMED, PLAIN = "41", "1;4", "\033[0m"
+MARKS = re.compile(r"\033\[[\d;]+m")
+HEAD = ("layer", "type", "", "bottoms", "", "tops", "arguments", "top shapes", "parameters", "MACs", "memory")
+NUMBERS = 3
+"""Columns at the end that lie to the right."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """What a definition says of one of a layer's parameters."""
+
+    name: str
+    lr_mult: float
+    decay_mult: float
+
+    def text(self) -> str:
+        """Its name and multipliers, as far as they are not the usual ones."""
+        rate = f"x{self.lr_mult:g}" if self.lr_mult != 1 else ""
+        decay = f"Dx{self.decay_mult:g}" if self.decay_mult != 1 else ""
+        return " ".join(filter(None, (self.name, rate, decay)))
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One layer as it is defined, and as it was built: its `shapes` and the counts are None where it was not.
+
+    `memory` is in bytes, `macs` are multiplications of a forward pass, each with an addition.
+    """
+
+    name: str
+    type: str
+    params: Sequence[Parameter]
+    bottoms: Sequence[str]
+    tops: Sequence[str]
+    loss_weights: Sequence[float]
+    arguments: str
+    shapes: Sequence[tuple[int, ...]] | None
+    parameters: int | None
+    macs: int | None
+    memory: int | None
+
+
+@dataclass
+class NetSummary:
+    """One net: tops that no layer takes, bottoms that no layer before gives, why it could not be built, if so."""
+
+    role: str
+    name: str
+    layers: list[LayerSummary] = field(default_factory=list)
+    unconsumed: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    parameters: int | None = None
+    problem: str | None = None
+
+    @property
+    def macs(self) -> int:
+        """Multiplications of a forward pass of the batch, each with an addition."""
+        return sum(layer.macs or 0 for layer in self.layers)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the data of all blobs between the layers; training takes as many again for their diffs."""
+        return sum(layer.memory or 0 for layer in self.layers)
+
+    def table(self, max_width: int = 30) -> str:
+        """A line a layer, totals and what hangs loose, in the colours of a terminal.
+
+        Columns are no wider than `max_width`; what is wider moves what follows as little as possible.
+        """
+        styles = self._styles()
+        rows = [list(HEAD)]
+        rows += [self._row(layer, styles) for layer in self.layers]
+        if self.parameters is not None:
+            counts = [f"{self.parameters:,}", si(self.macs), mebibytes(self.memory)]
+            rows.append(["all", *[""] * (len(HEAD) - NUMBERS - 1), *counts])
+        else:
+            rows = [row[: -NUMBERS - 1] for row in rows]
+        lines = [f"{self.role}{f' of {self.name!r}' if self.name else ''}", *_aligned(rows, max_width)]
+        for what, names in (("never taken", self.unconsumed), ("never given", self.unknown)):
+            if names:
+                lines.append(f"{what}: {', '.join(map(printable, names))}")
+        return "\n".join(lines)
+
+    def _styles(self) -> dict[str, str]:
+        tops = dict.fromkeys(name for layer in self.layers for name in layer.tops)
+        return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(tops)}
+
+    def _row(self, layer: LayerSummary, styles: dict[str, str]) -> list[str]:
+        tops = []
+        for i, name in enumerate(layer.tops):
+            weight = f"{layer.loss_weights[i]:g} * " if i < len(layer.loss_weights) else ""
+            loose = f";{UNCONSUMED}" if name in self.unconsumed else ""
+            tops.append(f"{weight}\033[{styles[name]}{loose}m{printable(name)}{PLAIN}")
+        given = (f"\033[{UNKNOWN if b in self.unknown else styles[b]}m{printable(b)}{PLAIN}" for b in layer.bottoms)
+        params = ", ".join(param.text() for param in layer.params)
+        return [
+            printable(layer.name),
+            printable(layer.type),
+            printable(f"({params})") if params.strip(", ") else "",
+            ", ".join(given),
+            "->",
+            ", ".join(tops),
+            layer.arguments,
+            ", ".join(" ".join(map(str, shape)) or "()" for shape in layer.shapes or ()),
+            f"{layer.parameters:,}" if layer.parameters else "",
+            si(layer.macs) if layer.macs else "",
+            mebibytes(layer.memory) if layer.memory else "",
+        ]
+
+
+def _width(cell: str) -> int:
+    return len(MARKS.sub("", cell))
+
+
+def _aligned(rows: Sequence[Sequence[str]], max_width: int) -> Iterator[str]:
+    """The rows as lines; numbers lie to the right."""
+    widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
+    ends = len(HEAD) - NUMBERS
+    for row in rows:
+        line, edge = "", 0
+        for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            edge += min(width, max_width)
+            room = max(edge - _width(line) - _width(cell), 0)
+            line += " " * room + cell if i >= ends else cell + " " * room
+            line += "  "
+            edge += 2
+        yield line.rstrip()
+
+
+def as_json(nets: Sequence[NetSummary]) -> str:
+    """A list with an object for each net, and in it one for each layer; memory in bytes."""
+    return json.dumps([asdict(net) | {"macs": net.macs, "memory": net.memory} for net in nets])
+
+
+def summarize(
+    path: str,
+    *,
+    phase: int | None = None,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    synthetic: bool = False,
+    image: Sequence[int] | None = None,
+) -> list[NetSummary]:
+    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers speak of, or in one.
+
+    A net that cannot be built, as where data is absent, comes without shapes, and the log says why; `synthetic` puts
+    random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data. ConfigError says
+    what is wrong with the prototxt itself.
+    """
+    nets = []
+    for role, param, origin in definitions(path, level, stages, phase):
+        param = without_data(param, image=image) if synthetic else param
+        nets.append(_summary(role, param, origin))
+    return nets
+
+
+def _summary(role: str, param: NetParameter, path: str | None) -> NetSummary:
+    summary = NetSummary(role, param.name)
+    built: Iterator[LayerInfo] = iter(())
+    try:
+        net = Net(param, device=Device(seed=0), path=path)
+        try:
+            summary.parameters = sum(blob.count for blob in net.learnable_params)
+            built = iter(list(layers_of(net)))
+        finally:
+            net.close()
+    except CaffeError as error:
+        summary.problem = str(error)
+        way_out = "; --synthetic goes without the data" if isinstance(error, DataError) else ""
+        log.warning("the %s comes without shapes: %s%s", role, error, way_out)
+    given: set[str] = set()
+    loose: dict[str, None] = {}
+    for layer in filter_state(param, path).layer:
+        summary.unknown += [name for name in layer.bottom if name not in given and name not in summary.unknown]
+        for name in layer.bottom:
+            loose.pop(name, None)
+        given.update(layer.top)
+        loose.update(dict.fromkeys(layer.top))
+        info = next((info for info in built if info.name == layer.name), None)  # Caffe's own splits lie in between
+        summary.layers.append(_layer(layer, info))
+    summary.unconsumed = list(loose)
+    return summary
+
+
+def _layer(layer: LayerParameter, info: LayerInfo | None) -> LayerSummary:
+    kind = f"{layer.python_param.module}.{layer.python_param.layer}" if layer.type == "Python" else layer.type
+    return LayerSummary(
+        layer.name,
+        kind,
+        [_parameter(spec) for spec in layer.param],
+        list(layer.bottom),
+        list(layer.top),
+        list(layer.loss_weight),
+        arguments(layer),
+        *((list(info.tops.values()), info.parameters, info.macs, info.memory) if info else (None,) * 4),
+    )
+
+
+def _parameter(spec: ParamSpec) -> Parameter:
+    return Parameter(spec.name, spec.lr_mult, spec.decay_mult)

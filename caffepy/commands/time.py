@@ -1,0 +1,157 @@
+"""`caffe time`: how long each layer takes, forward and backward."""
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from time import perf_counter
+from typing import Any
+
+from caffepy import ops
+from caffepy.core.errors import ConfigError
+from caffepy.device.device import first_device
+from caffepy.layer.base import Layer
+from caffepy.models.synthetic import synthetic as without_data
+from caffepy.net import Net
+from caffepy.proto.caffe_pb2 import TEST, TRAIN
+from caffepy.proto.text import read_net
+from caffepy.report.text import number
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class LayerTime:
+    """Mean milliseconds of one layer."""
+
+    name: str
+    type: str
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Mean milliseconds of each layer and of whole passes over `iterations` batches of `batch` images (0: unknown)."""
+
+    layers: Sequence[LayerTime]
+    forward: float
+    backward: float
+    total: float
+    iterations: int
+    batch: int
+
+    @property
+    def images_per_s(self) -> float:
+        """Images a second, forward and backward."""
+        return self.batch * self.iterations / self.total * 1000
+
+    def table(self) -> str:
+        """A line a layer: name, type, milliseconds forward and backward, share of the sum."""
+        width = max(len(layer.name) for layer in self.layers)
+        kind = max(len(layer.type) for layer in self.layers)
+        whole = sum(layer.forward + layer.backward for layer in self.layers)
+        lines = [f"{'layer':{width}}  {'type':{kind}}  forward ms  backward ms  share"]
+        for t in self.layers:
+            share = (t.forward + t.backward) / whole
+            lines.append(f"{t.name:{width}}  {t.type:{kind}}  {t.forward:10.3f}  {t.backward:11.3f}  {share:5.1%}")
+        lines.append(f"{'all':{width}}  {'':{kind}}  {self.forward:10.3f}  {self.backward:11.3f}")
+        if self.batch:
+            lines.append(f"{self.images_per_s:.0f} images/s")
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """An object of the same fields; times in milliseconds."""
+        return json.dumps(asdict(self) | {"images_per_s": self.images_per_s})
+
+
+def time_net(
+    model: str,
+    *,
+    iterations: int = 50,
+    phase: str = "TRAIN",
+    gpu: str | None = None,
+    precision: str | None = None,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    threads: int | None = None,
+    synthetic: bool = False,
+    image: Sequence[int] | None = None,
+) -> Timing:
+    """Time the net of the file `model`, after one pass to warm up; logs Caffe's lines.
+
+    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
+    `gpu`: the number of a GPU, the first of several; times are the device's, which is given each pass as a whole, so
+    that it waits neither for the host nor at the end of a layer. `precision` of numbers there, as in PRECISIONS.
+    ConfigError and DataError say what is wrong with the net.
+    """
+    device = first_device(gpu)
+    ops.set_precision(device, precision)
+    if threads:
+        ops.backend(device).set_num_threads(threads)
+    param = read_net(model)
+    param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
+    param.state.stage.extend(stages)
+    net = Net(without_data(param, image=image) if synthetic else param, device=device, path=model)
+    try:
+        if not net.layers:
+            raise ConfigError(f"the net has no layers in the {phase} phase", model)
+        return _time(net, iterations)
+    finally:
+        net.close()
+
+
+def _time(net: Net, iterations: int) -> Timing:
+    layers = [LayerTime(name, layer.type) for name, layer in zip(net.layer_names, net.layers, strict=True)]
+    net.layer_need_backward = [type(layer).backward is not Layer.backward for layer in net.layers]  # as in Caffe: all
+    with net.device.scope(), net.ops.blas_scope():
+        watch = net.ops.Stopwatch()
+        log.info("Performing Forward")
+        net.forward()
+        log.info("Initial loss: %s", number(net.loss()))
+        log.info("Performing Backward")
+        net.backward()
+        net.device.synchronize()
+        begin = perf_counter()
+        _pass(net, watch, 0)
+        host = (perf_counter() - begin) * 1000
+        watch.read()
+        log.info("*** Benchmark begins ***")
+        log.info("Testing for %d iterations.", iterations)
+        forward = backward = 0.0
+        for j in range(iterations):
+            _pass(net, watch, host)
+            times = watch.read()
+            ahead, back = times[: len(layers)], times[len(layers) + 1 :]
+            for layer, f, b in zip(layers, ahead, reversed(back), strict=True):
+                layer.forward, layer.backward = layer.forward + f / iterations, layer.backward + b / iterations
+            forward, backward = forward + sum(ahead), backward + sum(back)
+            log.info("Iteration: %d forward-backward time: %s ms.", j + 1, number(sum(ahead) + sum(back)))
+    first = net.tops[0][0].shape if net.tops and net.tops[0] else ()
+    batch = first[0] if first else 0
+    timing = Timing(layers, forward / iterations, backward / iterations, forward + backward, iterations, batch)
+    _log(timing)
+    return timing
+
+
+def _pass(net: Net, watch: Any, hold: float) -> None:
+    """Forward and backward, each with a mark before the first layer and after each; held back before both."""
+    count = len(net.layers)
+    for run, order in ((net.forward, range(count)), (net.backward, reversed(range(count)))):
+        watch.hold(hold)
+        watch.mark()
+        for i in order:
+            run(i, i)
+            watch.mark()
+
+
+def _log(timing: Timing) -> None:
+    log.info("Average time per layer: ")
+    for layer in timing.layers:
+        log.info("%10s\tforward: %s ms.", layer.name, number(layer.forward))
+        log.info("%10s\tbackward: %s ms.", layer.name, number(layer.backward))
+    log.info("Average Forward pass: %s ms.", number(timing.forward))
+    log.info("Average Backward pass: %s ms.", number(timing.backward))
+    log.info("Average Forward-Backward: %s ms.", number(timing.total / timing.iterations))
+    log.info("Total Time: %s ms.", number(timing.total))
+    log.info("*** Benchmark ends ***")

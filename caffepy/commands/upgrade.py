@@ -1,0 +1,47 @@
+"""`caffepy upgrade-net` and `upgrade-solver`: files of old formats, written in today's."""
+
+import logging
+
+from google.protobuf.message import Message
+
+from caffepy.core.files import written
+from caffepy.proto import binary, text, upgrade
+from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
+
+log = logging.getLogger(__name__)
+
+
+def upgrade_net(source: str, target: str, *, as_binary: bool | None = None) -> bool:
+    """Write the net of the text or binary file `source` to `target` (may be the same), by default in the same form.
+
+    What NVCaffe stores as raw bytes becomes floats. False if the net has settings that found no place in today's
+    format; the log names them. ConfigError for a file that is no net, UsageError for one that cannot be written.
+    """
+    is_text = binary.sniff(source) in ("text", "a pipe", "a device")
+    net = text.read_message(source, NetParameter()) if is_text else binary.read_stored_net(source)
+    upgraded = upgrade.upgrade_net(net, source)
+    had_raw = binary.drop_raw(upgraded, source)
+    _tell(source, upgraded is net and not had_raw)
+    _write(upgraded, target, not is_text if as_binary is None else as_binary)
+    return not upgrade.misplaced_fields(net)
+
+
+def upgrade_solver(source: str, target: str) -> None:
+    """Write the solver of the prototxt `source` to `target` (may be the same)."""
+    solver = text.read_message(source, SolverParameter())
+    upgraded = upgrade.upgrade_solver_fields(solver, source)
+    _tell(source, upgraded == solver)
+    _write(upgraded, target, as_binary=False)
+
+
+def _tell(path: str, is_new: bool) -> None:
+    if is_new:
+        log.error("File already in latest proto format: %s", path)
+
+
+def _write(message: Message, path: str, as_binary: bool) -> None:
+    content = message.SerializeToString() if as_binary else text.format(message).encode()
+    with written(path) as temporary, open(temporary, "wb") as file:
+        file.write(content)
+    form = "binary" if as_binary else "text"
+    log.info("Wrote upgraded %s %s proto to %s", message.DESCRIPTOR.name, form, path)

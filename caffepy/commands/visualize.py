@@ -1,0 +1,105 @@
+"""`caffepy visualize`: the filters of a layer, or what a layer makes of an image, as a picture."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from caffepy.commands.inference import find_blob, trained_net
+from caffepy.commands.preprocess import Preparation, image_input, load
+from caffepy.commands.weights import read_weights
+from caffepy.core.errors import ConfigError, UsageError
+from caffepy.core.registry import nearest
+from caffepy.device.blob import Array
+from caffepy.net import Net
+from caffepy.proto.binary import blob_to_array
+from caffepy.report import grid
+
+PREPARATION = Preparation()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a picture shows: a name, a shape, and where it is."""
+
+    name: str
+    shape: tuple[int, ...]
+    path: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({' x '.join(map(str, self.shape))}): {self.path}"
+
+
+def show_filters(weights: str, path: str, *, layer: str = "") -> Picture:
+    """Draw the filters of a layer, by default of the first convolution, of a file of weights into the picture `path`.
+
+    ConfigError for a layer that is not there or has no filters.
+    """
+    grid.check_format(path)
+    filters: dict[str, Array] = {}
+    others: list[str] = []
+    for stored in read_weights(weights).layer:
+        first = blob_to_array(stored.blobs[0]) if stored.blobs else None
+        if first is not None and first.ndim == 4 and first[0, 0].size > 1:
+            filters.setdefault(stored.name, first)
+        elif first is not None:
+            others.append(stored.name)
+    name = layer or next(iter(filters), "")
+    if name not in filters:
+        known = f"layers with filters: {', '.join(filters)}" if filters else "no layer has filters"
+        what = f'"{name}" has no filters' if name in others else f'no layer "{name}"{nearest(name, filters)}'
+        raise ConfigError(f"{what} ({known})" if name else known, weights)
+    grid.save(grid.grid(*grid.filter_tiles(filters[name])), path)
+    return Picture(name, filters[name].shape, path)
+
+
+def show_blob(
+    model: str,
+    weights: Sequence[str],
+    path: str,
+    *,
+    blob: str = "",
+    image: str = "",
+    item: int = 0,
+    preparation: Preparation = PREPARATION,
+    gpu: str | None = None,
+    precision: str | None = None,
+    threads: int | None = None,
+) -> Picture:
+    """Draw what a blob, by default of the first convolution, holds after a forward pass into the picture `path`.
+
+    The net takes the file `image`, prepared like that; or without one it takes its own data, of whose first batch
+    `item` is shown. ConfigError for a blob that is not there.
+    """
+    grid.check_format(path)
+    with trained_net(model, weights, gpu=gpu, precision=precision, threads=threads) as net:
+        name = blob or _first(net)
+        shown = find_blob(net, name)
+        if image:
+            _feed(net, image, preparation)
+        elif net.inputs:
+            raise UsageError(f'the net takes "{net.inputs[0]}": give an image')
+        net.forward()
+        net.device.look()
+        values = shown.host_data
+        items = len(values) if values.ndim else 1
+        if not 0 <= item < items:
+            raise UsageError(f"item {item} is none of the {items} of the batch")
+        one: Array = values[item] if values.ndim else values
+        grid.save(grid.grid(*grid.blob_tiles(one)), path)
+        return Picture(name, one.shape, path)
+
+
+def _first(net: Net) -> str:
+    for layer, tops in zip(net.layers, net.top_names, strict=True):
+        if layer.type == "Convolution":
+            return tops[0]
+    raise UsageError("the net has no convolution: say which blob to show")
+
+
+def _feed(net: Net, image: str, preparation: Preparation) -> None:
+    """Let the net's input be this image alone."""
+    shapes = {name: net.blobs[name].shape for name in net.inputs}
+    name, shape = image_input(net.inputs, shapes, net.path or "the net")
+    prepared = preparation.transformer(name, shape).preprocess(name, load(image, shape[1]))
+    net.blobs[name].reshape((1, *shape[1:]))
+    net.reshape()
+    net.blobs[name].host_data[...] = prepared

@@ -1,0 +1,260 @@
+"""`caffepy weights`: files of weights as such, without a net: what is in them, and from one form into the other."""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import h5py
+import numpy as np
+
+from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.core.files import written
+from caffepy.device.blob import Array, shape_string
+from caffepy.net.weights import new_hdf5, write_layers
+from caffepy.proto import binary
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+from caffepy.report.text import columns, number, printable
+
+log = logging.getLogger(__name__)
+
+HDF5_NAMES = (".h5", ".hdf5")
+LEGACY_AXES = {"Convolution": 4, "Deconvolution": 4, "InnerProduct": 2}
+
+
+@dataclass(frozen=True)
+class BlobInfo:
+    """One blob: its shape, and figures of its finite values (None if there are none)."""
+
+    shape: tuple[int, ...]
+    count: int
+    min: float | None
+    mean: float | None
+    max: float | None
+    std: float | None
+    not_finite: int
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """The blobs stored under one name; HDF5 files do not tell the layer's type."""
+
+    name: str
+    type: str
+    blobs: Sequence[BlobInfo]
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What a file holds: `kind` in words, facts about the whole, the blobs by layer (or as history, or as mean)."""
+
+    kind: str
+    facts: dict[str, Any]
+    layers: Sequence[LayerInfo]
+
+    @property
+    def count(self) -> int:
+        """The number of values in all."""
+        return sum(blob.count for layer in self.layers for blob in layer.blobs)
+
+    def json(self) -> str:
+        """An object with kind, facts, the number of values, and a list of layers with their blobs."""
+        layers = [
+            {"name": layer.name, "type": layer.type, "blobs": [vars(blob) for blob in layer.blobs]}
+            for layer in self.layers
+        ]
+        return json.dumps({"kind": self.kind, **self.facts, "count": self.count, "layers": layers})
+
+    def table(self) -> str:
+        """The kind and the facts, a line a blob, and the total."""
+        rows = [["layer", "type", "blob", "shape", "min", "mean", "max", "std", "not finite"]]
+        for layer in self.layers:
+            for i, blob in enumerate(layer.blobs):
+                figures = ["-" if x is None else number(x) for x in (blob.min, blob.mean, blob.max, blob.std)]
+                rows.append(
+                    [layer.name, layer.type, str(i), shape_string(blob.shape), *figures, f"{blob.not_finite:,}"]
+                )
+        if not any(blob.not_finite for layer in self.layers for blob in layer.blobs):
+            rows = [row[:-1] for row in rows]
+        facts = [printable(f"{name}: {value}") for name, value in self.facts.items() if value != ""]
+        total = f"{self.count:,} values, {4 * self.count:,} bytes as float32"
+        return "\n".join([self.kind, *facts, "", *columns(rows, left=4), "", total])
+
+
+def show(path: str) -> FileInfo:
+    """What a caffemodel, a solver state (each binary or HDF5) or a mean file holds; ConfigError for other files."""
+    kind = binary.sniff(path)
+    if kind == "HDF5":
+        with _hdf5(path) as file:
+            if _is_state(file):
+                return _show_hdf5_state(file)
+            layers = [_layer_info(name, "", blobs.values()) for name, blobs in _stored(_weights(file, path))]
+            return FileInfo("weights (HDF5)", {}, layers)
+    if kind == "a solver state":
+        state = binary.read_state(path)
+        facts = {"iter": state.iter, "learned_net": state.learned_net, "current_step": state.current_step}
+        return FileInfo("solver state (binary)", facts, [_history(map(binary.blob_to_array, state.history))])
+    if kind == "a binaryproto":
+        mean = binary.read_array(path)
+        channels = mean.reshape(-1, *mean.shape[-2:]).mean((1, 2), np.float64) if mean.ndim > 2 else mean.ravel()
+        facts = {"mean of each channel": ", ".join(map(number, channels))}
+        return FileInfo("mean file", facts, [_layer_info("mean", "", [mean])])
+    net = binary.read_net(path)
+    layers = [_layer_info(layer.name, layer.type, _arrays(path, layer)) for layer in net.layer]
+    return FileInfo("weights (binary)", {"name": net.name}, layers)
+
+
+def convert(source: str, target: str) -> None:
+    """Write the weights in `source` to `target`: as HDF5 if that ends in .h5 or .hdf5, else as a binary caffemodel.
+
+    Old formats are upgraded, and what NVCaffe stores as raw bytes becomes floats. Gradients go along where they are
+    stored. ConfigError for a file that holds no weights, or some that the other form cannot hold; UsageError for one
+    that cannot be written.
+    """
+    if target.lower().endswith(HDF5_NAMES):
+        _write_hdf5(target, read_weights(source), source)
+    else:
+        net = read_weights(source)
+        binary.drop_raw(net, source)
+        _write_binary(target, net)
+    log.info("Wrote the weights in %s to %s", source, target)
+
+
+# reading
+
+
+@contextmanager
+def _hdf5(path: str) -> Iterator[h5py.File]:
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except CaffeError:
+        raise
+    except Exception as error:  # h5py fails in many ways on damaged files
+        raise ConfigError(f"cannot be read as HDF5: {error}", path) from None
+
+
+def _is_state(file: h5py.File) -> bool:
+    return isinstance(file.get("history"), h5py.Group) and "iter" in file
+
+
+def _weights(file: h5py.File, path: str) -> h5py.Group:
+    group = file.get("data")
+    if not isinstance(group, h5py.Group):
+        held = ", ".join(file) or "nothing"
+        raise ConfigError(f"has no group /data, so it holds no weights (it holds {held})", path)
+    return group
+
+
+def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
+    """The layers in a group of an HDF5 file and their arrays by index; a name with a slash is a group in a group."""
+    groups: list[tuple[str, h5py.Group]] = []
+    group.visititems(lambda name, item: groups.append((name, item)) if isinstance(item, h5py.Group) else None)
+    layers = []
+    for name, item in groups:
+        arrays = {int(key): x[()] for key, x in item.items() if isinstance(x, h5py.Dataset) and key.isdigit()}
+        if arrays or not len(item):
+            layers.append((name, dict(sorted(arrays.items()))))
+    return layers
+
+
+def read_weights(path: str) -> NetParameter:
+    """The net of a file of weights; of an HDF5 file only names and blobs of its layers are known."""
+    kind = binary.sniff(path)
+    is_state = f'"{path}" is a solver state, not weights; train --snapshot goes on from it'
+    if kind == "a solver state":
+        raise ConfigError(is_state)
+    if kind != "HDF5":
+        return binary.read_net(path)
+    net = NetParameter()
+    with _hdf5(path) as file:
+        if _is_state(file):
+            raise ConfigError(is_state)
+        diffs = dict(_stored(file["diff"])) if isinstance(file.get("diff"), h5py.Group) else {}
+        for name, arrays in _stored(_weights(file, path)):
+            if list(arrays) != list(range(len(arrays))):
+                raise ConfigError(
+                    f'layer "{name}": only blobs {", ".join(map(str, arrays))} are stored, as the others are shared '
+                    "with another layer; such weights need their net: load and save them from Python",
+                    path,
+                )
+            if arrays:  # a layer that stores none, since it shares all, must not stand in a binary file
+                layer = net.layer.add(name=name)
+                known = diffs.get(name, {})
+                layer.blobs.extend(binary.array_to_blob(x, known.get(i)) for i, x in arrays.items())
+    return net
+
+
+def _arrays(path: str, layer: LayerParameter) -> Iterator[Array]:
+    try:
+        yield from map(binary.blob_to_array, layer.blobs)
+    except CaffeError as error:
+        raise error.at(f'{path}: layer "{layer.name}"') from None
+
+
+# figures
+
+
+def _layer_info(name: str, type: str, arrays: Any) -> LayerInfo:
+    return LayerInfo(name, type, [_figures(array) for array in arrays])
+
+
+def _history(arrays: Any) -> LayerInfo:
+    return _layer_info("history", "", arrays)
+
+
+def _show_hdf5_state(file: h5py.File) -> FileInfo:
+    facts = {key: np.ravel(file[key][()])[0] for key in ("iter", "learned_net", "current_step") if key in file}
+    plain = {key: value.decode() if isinstance(value, bytes) else value.item() for key, value in facts.items()}
+    history = file["history"]
+    keys = sorted(filter(str.isdigit, history), key=int)
+    return FileInfo("solver state (HDF5)", plain, [_history(history[key][()] for key in keys)])
+
+
+def _figures(array: Array) -> BlobInfo:
+    finite = np.isfinite(array)
+    values = array if finite.all() else array[finite]
+    damaged = array.size - values.size
+    if not values.size:
+        return BlobInfo(array.shape, array.size, None, None, None, None, damaged)
+    low, high = float(values.min()), float(values.max())
+    mean, std = float(values.mean(dtype=np.float64)), float(values.std(dtype=np.float64))
+    return BlobInfo(array.shape, array.size, low, mean, high, std, damaged)
+
+
+# writing
+
+
+def _write_binary(path: str, net: NetParameter) -> None:
+    try:
+        with written(path) as temporary:
+            write_layers(net.name, net.layer, temporary, "give a file name in .h5")
+    except ConfigError as error:
+        raise error.at(path) from None
+
+
+def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
+    """A group for every layer, as Caffe writes it; parameters that layers share are stored with each of them."""
+    with written(path) as temporary, new_hdf5(temporary) as file:
+        nested = [layer.name for layer in net.layer if "/" in layer.name]
+        if nested:
+            log.warning('Caffe itself does not read layers with a slash in their names from HDF5: "%s"', nested[0])
+        for layer in net.layer:
+            group = file.require_group(f"data/{layer.name}")
+            if len(group) and layer.blobs:
+                raise ConfigError(f'two layers are named "{layer.name}", which HDF5 cannot tell apart', source)
+            for i, array in enumerate(_arrays(source, layer)):
+                legacy = not layer.blobs[i].HasField("shape")
+                shape = _modern(array.shape, layer.type, i) if legacy else array.shape
+                group.create_dataset(str(i), data=array.reshape(shape))
+                diff = binary.blob_to_diff(layer.blobs[i])
+                if diff is not None:
+                    file.require_group(f"diff/{layer.name}").create_dataset(str(i), data=diff.reshape(shape))
+
+
+def _modern(shape: tuple[int, ...], type: str, index: int) -> tuple[int, ...]:
+    """Today's shape of a blob from when all had four axes: HDF5 is read by exact shapes."""
+    axes = LEGACY_AXES.get(type, 4) if index == 0 else 1 if type in LEGACY_AXES else 4
+    return shape[-axes:] if all(size == 1 for size in shape[:-axes]) else shape

@@ -1,0 +1,38 @@
+"""What is worth keeping from run to run: objects of JSON in files of the user's cache."""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from caffepy.core.files import replacing
+
+log = logging.getLogger(__name__)
+
+
+def cache_file(name: str) -> Path:
+    """Where the file of this name is, or would be."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root) / "caffepy" / name
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The object in a file; an empty one if there is none to be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def keep(path: Path, entries: Mapping[str, Any]) -> None:
+    """Put entries into the object of a file; where nothing can be written, nothing is kept."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        together = {**read(path), **entries}
+        with replacing(str(path)) as temporary:
+            Path(temporary).write_text(json.dumps(together, indent=0, sort_keys=True))
+    except OSError as error:
+        log.debug("nothing is kept in %s: %s", path, error)

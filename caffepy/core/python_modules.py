@@ -1,0 +1,161 @@
+"""Python modules that a prototxt names: found on sys.path, in the working directory, or beside the prototxt.
+
+Modules found in the latter two belong to their folder, so nets in different folders may have modules of the same name;
+sys.path is left alone. `import caffe` in them finds caffepy where Caffe itself cannot be imported.
+"""
+
+import importlib
+import importlib.util
+import logging
+import os
+import pkgutil
+import sys
+import threading
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any, TypeVar
+
+from caffepy.core.caffe_alias import install_as_caffe
+from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.core.registry import nearest
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+_loading = threading.RLock()
+
+
+class UserCode:
+    """A module, and what runs of it: errors of `code.call(function)` name its file and line.
+
+    `path` is the prototxt that names the module. ConfigError if there is no such module.
+    """
+
+    def __init__(self, module: str, path: str | None) -> None:
+        folders = [os.getcwd()] + ([os.path.dirname(os.path.abspath(path))] if path else [])
+        self._folders = list(dict.fromkeys(folders))
+        self._home = ""
+        self._name = self.file = module
+        with _loading:
+            _let_caffe_be_ours()
+            _beside.enter(self._folders)
+            self.module = self._load(module)
+
+    def _load(self, name: str) -> ModuleType:
+        if name not in sys.modules:
+            importlib.invalidate_caches()
+            spec = self.call(_find, name)
+            if spec is None:
+                known = {found.name for found in pkgutil.iter_modules([*self._folders, *sys.path])}
+                raise ConfigError(
+                    f'no Python module "{name}"{nearest(name, known)} '
+                    f"(looked on sys.path and in {' and '.join(self._folders)})"
+                )
+            self._home = os.path.dirname(spec.origin or "")
+        module = self.call(importlib.import_module, name)
+        self.file = getattr(module, "__file__", None) or name
+        self._home = os.path.dirname(self.file)
+        return module
+
+    def find(self, name: str) -> Callable[..., Any]:
+        """The class of this name; ConfigError names the nearest one."""
+        found = getattr(self.module, name, None)
+        if not callable(found):
+            known = [key for key, value in vars(self.module).items() if isinstance(value, type)]
+            raise ConfigError(f'module "{self._name}" ({self.file}) has no class "{name}"{nearest(name, known)}')
+        return found  # type: ignore[no-any-return]
+
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Run user code: imports in it also look beside it, and an error becomes one that says where in it."""
+        before, _beside.active.folders = _beside.folders(), self._folders
+        try:
+            return function(*arguments)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            log.info("%s", "".join(traceback.format_exception(error)).rstrip())
+            kind = type(error) if isinstance(error, CaffeError) else ConfigError
+            said = f": {error}" if str(error) else ""
+            raise kind(f"{self._place(error)}{type(error).__name__}{said}") from error
+        finally:
+            _beside.active.folders = before
+
+    def _place(self, error: BaseException) -> str:
+        """`file:line: in function: ` of the innermost frame that is the user's, else of the innermost one."""
+        if isinstance(error, SyntaxError) and error.filename:
+            return f"{error.filename}:{error.lineno}: "
+        frames = list(traceback.walk_tb(error.__traceback__))
+        own = [(frame, line) for frame, line in frames if self._owns(frame.f_globals, frame.f_code.co_filename)]
+        frame, line = (own or frames)[-1]
+        function = frame.f_code.co_name
+        return f"{frame.f_code.co_filename}:{line}: " + ("" if function == "<module>" else f"in {function}: ")
+
+    def _owns(self, names: dict[str, Any], file: str) -> bool:
+        return names.get("__name__") == self._name or os.path.dirname(file) == self._home != ""
+
+
+def _find(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name and f"{name}.".startswith(f"{error.name}."):
+            return None  # the package that should hold it
+        raise
+
+
+class _Beside(MetaPathFinder):
+    """Finds modules in the folders that are active in a thread, and keeps those of different folders apart."""
+
+    def __init__(self) -> None:
+        self.active = threading.local()
+        self._names: defaultdict[str, set[str]] = defaultdict(set)  # folder -> names of modules found there
+        self._away: dict[str, dict[str, ModuleType]] = {}  # folder -> its modules that are not in sys.modules
+
+    def folders(self) -> Sequence[str]:
+        """The folders in which this thread's imports look after sys.path."""
+        found: Sequence[str] = getattr(self.active, "folders", ())
+        return found
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The top-level module of this name in an active folder; folders that are no packages do not count."""
+        for folder in self.folders() if path is None else ():
+            spec = PathFinder.find_spec(fullname, [folder])
+            if spec is not None and spec.origin is not None:
+                self._names[folder].add(fullname)
+                return spec
+        return None
+
+    def enter(self, folders: Sequence[str]) -> None:
+        """Put modules found in these folders into sys.modules, and take those of other folders out."""
+        if self not in sys.meta_path:
+            sys.meta_path.append(self)
+        for folder, names in self._names.items():
+            if folder not in folders and folder not in self._away:
+                loaded = [name for name in sys.modules if name.partition(".")[0] in names]
+                self._away[folder] = {name: sys.modules.pop(name) for name in loaded}
+        for folder in folders:
+            sys.modules.update(self._away.pop(folder, {}))
+
+
+_beside = _Beside()
+
+
+def _let_caffe_be_ours() -> None:
+    """Let `import caffe` find caffepy, unless Caffe is there and can be imported."""
+    if "caffe" in sys.modules:
+        return
+    spec = importlib.util.find_spec("caffe")
+    if spec is not None and spec.origin is not None:  # without an origin it is any folder named caffe
+        try:
+            importlib.import_module("caffe")
+        except Exception as error:
+            log.warning("%s cannot be imported (%s); `import caffe` finds caffepy instead", spec.origin, error)
+        else:
+            return
+    install_as_caffe()

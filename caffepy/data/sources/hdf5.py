@@ -1,0 +1,231 @@
+"""Rows of HDF5 files: several datasets of one length a file, a whole file in memory at a time."""
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from caffepy.core.errors import CaffeError, DataError, reason
+from caffepy.core.paths import locate
+from caffepy.core.registry import nearest
+from caffepy.data.order import visits
+from caffepy.data.sources.lists import lines_of
+from caffepy.device.blob import shape_string
+from caffepy.device.threads import parallel
+from caffepy.proto.sniff import sniff
+
+if TYPE_CHECKING:
+    import h5py
+
+log = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+State = dict[str, Any]
+
+GRAIN = 4 << 20  # bytes worth a thread of their own
+CHUNK = 1 << 20  # bytes of rows that are stored together
+OVERHEAD = 1 << 20  # bytes of HDF5's own that an append may add
+
+
+class HDF5Rows:
+    """The rows of the datasets `names` in the files that the text file `path` names, endlessly.
+
+    With a seed each round visits the files, and each visit the rows of a file, in an order of its own.
+    """
+
+    def __init__(self, path: str, names: Sequence[str], dtype: DTypeLike, seed: int | None = None) -> None:
+        self._path = path
+        self._names = names
+        self._dtype = dtype
+        self._seed = seed
+        self._files = [locate(file, path) for file in _read_names(path)]
+        log.info("Number of HDF5 files: %d", len(self._files))
+        self._file = ""
+        self._arrays: list[Array] = []
+        self._ready = False
+        self._go(0, 0)
+
+    @property
+    def row_shapes(self) -> list[tuple[int, ...]]:
+        """The shape of one row of each dataset."""
+        return [a.shape[1:] for a in self._arrays]
+
+    def read(self, outs: Sequence[Array]) -> None:
+        """Fill the arrays (N, ...), one a dataset, with the next N rows."""
+        if not self._ready:
+            self._go(self._visit, self._row)  # where it could not be read before
+        filled, wanted = 0, len(outs[0])
+        while filled < wanted:
+            rows = self._rows[self._row : self._row + wanted - filled]
+            for array, out in zip(self._arrays, outs, strict=True):
+                _gather(array, rows, out[filled : filled + len(rows)])
+            filled += len(rows)
+            self._row += len(rows)
+            if self._row == len(self._rows):
+                self._go(self._visit + 1, 0)
+
+    def _go(self, visit: int, row: int) -> None:
+        """Load the file of the given visit, unless it is in memory, and go to a row of that visit's order."""
+        self._visit, self._row = visit, row
+        lap, position = divmod(visit, len(self._files))
+        file = self._files[visits(len(self._files), self._seed, lap)[position]]
+        ready, self._ready = self._ready, False  # in between the memory may hold half a file
+        if file != self._file or not ready:
+            self._arrays = self._load(file)
+            self._file = file
+        self._rows = visits(len(self._arrays[0]), None if self._seed is None else self._seed + 1, visit)
+        self._row %= len(self._rows)
+        self._ready = True
+
+    def _load(self, file: str) -> list[Array]:
+        """The datasets; those of the shapes of the last ones take their memory."""
+        if (kind := sniff(file)) != "HDF5":
+            raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
+        with reading(file) as h:
+            datasets = [self._dataset(h, name, file) for name in self._names]
+            self._check(datasets, file)
+            last: Sequence[Array | None] = self._arrays or [None] * len(datasets)
+            return [_array(data, old, self._dtype) for data, old in zip(datasets, last, strict=True)]
+
+    def _check(self, datasets: "Sequence[h5py.Dataset]", file: str) -> None:
+        lengths = {name: len(data) for name, data in zip(self._names, datasets, strict=True)}
+        if len(set(lengths.values())) > 1 or 0 in lengths.values():
+            rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
+            raise DataError(f"{file}: the datasets must have the same number of rows, at least 1: {rows}")
+        for name, old, new in zip(self._names, self._arrays, datasets, strict=False):
+            if old.shape[1:] != new.shape[1:]:
+                shapes = f"{shape_string(new.shape[1:])}, those of {self._file} {shape_string(old.shape[1:])}"
+                raise DataError(f'{file}: rows of "{name}" have shape {shapes}')
+
+    def _dataset(self, h: Any, name: str, file: str) -> "h5py.Dataset":
+        data = h.get(name)
+        if data is None:
+            hint = ", but a link that leads nowhere" if name in h else nearest(name, h)
+            raise DataError(f'{file} has no dataset "{name}"{hint}; a top is filled from the dataset of its name')
+        if getattr(data, "ndim", 0) < 1 or data.dtype.kind not in "fiu":
+            raise DataError(f'{file}: "{name}" is no dataset of numbers with at least one axis')
+        return data
+
+    def state(self) -> State:
+        """Number of the visit to a file, row in its order, seed of the orders."""
+        return {"visit": self._visit, "row": self._row, **({} if self._seed is None else {"seed": self._seed})}
+
+    def set_state(self, state: State) -> None:
+        """Go where `state` was taken; a state of another kind of source leaves everything as it is."""
+        if not {"visit", "row"} <= state.keys():
+            log.warning("the saved state does not say where to go on in %s; starting at its first row", self._path)
+            return
+        if self._seed is not None and "seed" in state:
+            self._seed = int(state["seed"])
+        self._go(int(state["visit"]), int(state["row"]))
+
+
+def _array(data: "h5py.Dataset", old: Array | None, dtype: DTypeLike) -> Array:
+    """The dataset's values, in `old` if that has its shape."""
+    if old is None or old.shape != data.shape or not old.size:
+        return np.asarray(data, dtype)
+    data.read_direct(old)
+    return old
+
+
+def _gather(array: Array, rows: Array, out: Array) -> None:
+    """out = array[rows], by all threads; np.take reads each row once, where indexing would make a copy between."""
+    grain = max(1, GRAIN // (out[0].nbytes + 1))
+    parallel(lambda lo, hi: np.take(array, rows[lo:hi], axis=0, out=out[lo:hi], mode="clip"), len(rows), grain)
+
+
+@contextmanager
+def reading(path: str) -> "Iterator[h5py.File]":
+    """The HDF5 file, open for reading; what goes wrong in the block because it is damaged becomes a DataError."""
+    import h5py
+
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (CaffeError, MemoryError):
+        raise
+    except Exception as error:  # h5py fails in many ways on damaged files
+        raise DataError(f"{path} cannot be read: {error}") from None
+
+
+def _read_names(path: str) -> list[str]:
+    if os.path.isfile(path) and sniff(path) == "HDF5":
+        raise DataError(f'source "{path}" is an HDF5 file; give a text file that lists such files, one on each line')
+    names = [name for line in lines_of(path) for name in line.split()]
+    if not names:
+        raise DataError(f"{path} names no HDF5 files")
+    return names
+
+
+def new_file(path: str, name: str = "") -> None:
+    """Make an HDF5 file without datasets, in place of whatever `path` was.
+
+    DataError, which calls it `name` if that is given, if it cannot be written.
+    """
+    import h5py
+
+    try:
+        h5py.File(path, "w").close()
+    except OSError as error:
+        raise _cannot_write(name or path, error) from None
+
+
+def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
+    """Append arrays (N, ...) to the datasets of these names in an HDF5 file; those that are missing are made.
+
+    DataError, which calls the file `name` if that is given, if it cannot be written, which leaves it as it was, or if
+    its rows have another shape.
+    """
+    import h5py
+
+    try:
+        chunks = sum(2 * a.nbytes + CHUNK for a in arrays.values())  # the last one may be used in part
+        _reserve(path, chunks + OVERHEAD)
+        with h5py.File(path, "a") as file:
+            for key, array in arrays.items():
+                if key not in file:
+                    _create(file, key, array)
+                else:
+                    _append(file[key], array, name or path)
+    except OSError as error:
+        raise _cannot_write(name or path, error) from None
+
+
+def _cannot_write(path: str, error: OSError) -> DataError:
+    """h5py's own text names addresses of memory, and the file by its path."""
+    return DataError(f"{path} cannot be written: {reason(error)}")
+
+
+def _reserve(path: str, count: int) -> None:
+    """Lengthen the file, if the disk has room; what HDF5 does not use it cuts off when it closes the file.
+
+    HDF5 crashes the process if the disk is full when it writes.
+    """
+    with open(path, "r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            os.posix_fallocate(file.fileno(), size, count)
+        except OSError:
+            file.truncate(size)
+            raise
+
+
+def _create(file: Any, name: str, array: Array) -> None:
+    row = array.shape[1:]
+    rows = CHUNK // (prod(row) * array.itemsize or 1)
+    chunk = [max(1, size) for size in (min(rows, len(array)), *row)]
+    file.create_dataset(name, data=array, maxshape=(None, *row), chunks=tuple(chunk))
+
+
+def _append(dataset: Any, array: Array, path: str) -> None:
+    if dataset.shape[1:] != array.shape[1:]:
+        shapes = f"{shape_string(dataset.shape[1:])}, those to be added {shape_string(array.shape[1:])}"
+        raise DataError(f"{path}: rows of {dataset.name} have shape {shapes}")
+    start = len(dataset)
+    dataset.resize(start + len(array), axis=0)
+    dataset[start:] = array

@@ -1,0 +1,176 @@
+"""The pages of an LMDB file, checked before LMDB follows them: it trusts its file and crashes on a damaged one.
+
+A file (of a 64-bit LMDB) is pages of one size. Pages 0 and 1 are metas; that of the later transaction names the root of
+the tree: branch pages down to leaf pages, whose nodes are records or name the overflow pages of a large value. Page
+header, 16 bytes: number (8), unused (2), flags (2), end of the node offsets (2), start of the nodes (2). Node header,
+8 bytes: size or child page, low and high (2 + 2), flags (2), key size (2). Format 1, little endian.
+"""
+
+import mmap
+import os
+import struct
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.core.errors import DataError
+from caffepy.proto.sniff import sniff
+
+Array = NDArray[Any]
+
+MAGIC = 0xBEEFC0DE
+META_SIZE = 152
+PAGE_SIZES = [1 << n for n in range(9, 17)]
+HEADER, NODE = 16, 8
+BRANCH, LEAF = 0x01, 0x02  # page flags
+BIG = 0x01  # node flag: the value lies in overflow pages
+DUPLICATES = 0x04  # database flag: several values a key
+BLOCK = 64  # leaf pages that are checked at a time
+KEPT = 1 << 20  # records whose places are remembered
+
+
+class Meta(NamedTuple):
+    """What a meta page says; the later transaction is the larger."""
+
+    transaction: int
+    page_size: int
+    last_page: int
+    flags: int
+    depth: int
+    root: int
+
+
+def read_meta(path: str, file: str) -> Meta:
+    """The meta of the last transaction; DataError unless the file is an LMDB with all its pages."""
+    size = os.path.getsize(file)
+    metas = _metas(file)
+    if not metas and (kind := sniff(file)) != "LMDB":
+        raise DataError(f"{path} is not an LMDB: {file} {'is' if kind == 'empty' else 'looks like'} {kind}")
+    meta = max(metas, default=Meta(0, 4096, 1, 0, 0, 0))
+    if meta.page_size not in PAGE_SIZES:
+        raise DataError(f"{path} is damaged: {file} speaks of pages of {meta.page_size} bytes")
+    needed = (meta.last_page + 1) * meta.page_size
+    if len(metas) < 2 or size < needed:
+        raise DataError(
+            f"{path} is a truncated LMDB: {file} has {size} of at least {needed} bytes; copy or create it anew"
+        )
+    return meta
+
+
+def _metas(file: str) -> list[Meta]:
+    metas: list[Meta] = []
+    with open(file, "rb") as f:
+        for _ in range(2):
+            f.seek(metas[0].page_size if metas else 0)
+            page = f.read(META_SIZE)
+            if len(page) < META_SIZE or struct.unpack_from("<I", page, 16)[0] != MAGIC:
+                break
+            (page_size,) = struct.unpack_from("<I", page, 40)
+            flags, depth = struct.unpack_from("<HH", page, 92)
+            root, last_page, transaction = struct.unpack_from("<QQQ", page, 128)
+            metas.append(Meta(transaction, page_size, last_page, flags, depth, root))
+    return metas
+
+
+class Pages:
+    """Checks the tree of an LMDB: its branches at once, its leaves in order when they are about to be read."""
+
+    def __init__(self, path: str, file: str) -> None:
+        self._path = path
+        self._meta = meta = read_meta(path, file)
+        self._leaves: Array = np.empty(0, np.int64)
+        self._ends = [0]  # numbers of the records up to each checked block of leaves, from the first on
+        self._blocks: dict[int, Array] = {}
+        self._plain = True  # no node is anything but a record
+        self.bytes: Array = np.empty(0, np.uint8)  # the file, if it has records
+        if meta.flags & DUPLICATES or not meta.depth:
+            return
+        size = (meta.last_page + 1) * meta.page_size
+        with open(file, "rb") as f:
+            self.bytes = np.frombuffer(mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
+        level = np.array([meta.root & 0x7FFFFFFFFFFFFFFF], np.int64)
+        self._need(level, 1)
+        for _ in range(meta.depth - 1):
+            _, sizes, flags, _ = self._nodes(level, BRANCH)
+            level = sizes | flags << 32
+            self._need(level, 1)
+            self._refuse(level[meta.last_page :])  # more pages than there are: some are named twice
+        self._leaves = level
+
+    @property
+    def records(self) -> int:
+        """So many records, from the first on, lie in pages that were checked."""
+        return self._ends[-1]
+
+    @property
+    def whole(self) -> bool:
+        """Whether all leaves were checked."""
+        return (len(self._ends) - 1) * BLOCK >= len(self._leaves)
+
+    def check_more(self) -> None:
+        """Check the next leaves; DataError names the first damaged page."""
+        self._block(len(self._ends) - 1)
+
+    def places(self, index: int) -> Array:
+        """Where in `bytes` record `index` and some after it lie: rows of key start, key size, value start, value size.
+
+        Empty behind the last record, and where there is more to a record than a key and a value.
+        """
+        while index >= self.records and not self.whole:
+            self.check_more()
+        if not self._plain or index >= self.records:
+            return np.empty((0, 4), np.int64)
+        number = bisect_right(self._ends, index) - 1
+        return self._block(number)[index - self._ends[number] :]
+
+    def _block(self, number: int) -> Array:
+        """The places of the records of a block of leaves, which are checked."""
+        if number not in self._blocks:
+            places = self._read(self._leaves[number * BLOCK : (number + 1) * BLOCK])
+            if number == len(self._ends) - 1:
+                self._ends.append(self.records + len(places))
+            if sum(map(len, self._blocks.values())) > KEPT:
+                self._blocks.clear()
+            self._blocks[number] = places
+        return self._blocks[number]
+
+    def _read(self, leaves: Array) -> Array:
+        nodes, sizes, flags, keys = self._nodes(leaves, LEAF)
+        big = flags & BIG != 0
+        ends = nodes % self._meta.page_size + NODE + keys + np.where(big, 8, sizes)
+        self._refuse(nodes[ends > self._meta.page_size] // self._meta.page_size)
+        self._plain &= not (flags & ~BIG).any()
+        values = nodes + NODE + keys
+        pages = self.bytes[values[big, None] + np.arange(8)].view("<i8").ravel()
+        self._need(pages, -(-(sizes[big] + HEADER) // self._meta.page_size))
+        values[big] = pages * self._meta.page_size + HEADER
+        return np.stack([nodes + NODE, keys, values, sizes], 1)
+
+    def _nodes(self, pages: Array, kind: int) -> tuple[Array, Array, Array, Array]:
+        """Place in the file, size or low part of the child, flags and key size of all nodes of pages of one kind."""
+        page_size = self._meta.page_size
+        start = pages * page_size
+        header = self.bytes[start[:, None] + np.arange(HEADER)]
+        number = header[:, :8].copy().view("<i8").ravel()
+        flags, lower, upper = header[:, 10:].copy().view("<u2").astype(np.int64).T
+        good = (number == pages) & (flags & (BRANCH | LEAF) == kind)
+        self._refuse(pages[~(good & (lower > HEADER) & (lower <= upper) & (upper <= page_size) & (lower % 2 == 0))])
+        counts = (lower - HEADER) // 2
+        owner = np.repeat(np.arange(len(pages)), counts)
+        nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        offset = self.bytes[(start[owner] + HEADER + 2 * nth)[:, None] + np.arange(2)].view("<u2").ravel()
+        self._refuse(pages[owner[(offset < upper[owner]) | (offset > page_size - NODE)]])
+        nodes = start[owner] + offset
+        low, high, node_flags, keys = self.bytes[nodes[:, None] + np.arange(NODE)].view("<u2").astype(np.int64).T
+        self._refuse(pages[owner[offset + NODE + keys > page_size]])
+        return nodes, low | high << 16, node_flags, keys
+
+    def _need(self, pages: Array, counts: Array | int) -> None:
+        """DataError unless `counts` pages from each of these on are pages of the file behind the metas."""
+        self._refuse(pages[(pages < 2) | (pages > self._meta.last_page + 1 - counts)])
+
+    def _refuse(self, pages: Array) -> None:
+        if len(pages):
+            raise DataError(f"{self._path} is damaged at page {pages[0]} of {self._meta.last_page + 1}; copy it anew")

@@ -1,0 +1,162 @@
+"""What GPUs a machine has, what CUDA says of them, and what to do where there are none or they fail."""
+
+import ctypes
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from caffepy.core.errors import DeviceError, UsageError
+
+INSTALL = "pip install 'caffepy[cuda13]' (or caffepy[cuda12] for a driver of CUDA 12)"
+NO_DRIVER = "no NVIDIA driver is found: install one, or give the container access to the GPU"
+
+DRIVER_FILE = Path("/proc/driver/nvidia/version")
+MAX_PITCH, CLOCK_RATE, GPU_OVERLAP, EXECUTION_TIMEOUT = 11, 13, 15, 17
+"""cudaDeviceAttr of what CuPy, or CUDA 13, does not have among a device's properties."""
+
+
+def gpu_numbers(gpus: str) -> list[int]:
+    """The GPUs that a list such as "0,1" names, or all there are for "all"; UsageError for anything else."""
+    if gpus == "all":
+        count = count_gpus()
+        if not count:
+            raise DeviceError("this machine has no GPU")
+        return list(range(count))
+    tokens = [token.strip() for token in gpus.split(",")]
+    if not all(re.fullmatch(r"[0-9]+", token) for token in tokens):
+        raise UsageError(f'{gpus!r} is neither "all" nor device numbers separated by commas')
+    return [int(token) for token in tokens]
+
+
+def import_cupy() -> Any:
+    """CuPy; DeviceError that says what to install if it cannot be imported."""
+    try:
+        import cupy
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "cupy":
+            raise DeviceError(f"a GPU needs CuPy: {INSTALL} ({error})") from None
+        if "libcuda.so" in str(error):
+            raise DeviceError(NO_DRIVER) from None
+        raise DeviceError(f"CuPy is installed but cannot be loaded ({last_line(error)}): {INSTALL}") from None
+    return cupy
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of an error's text that has words in it."""
+    lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]
+    return lines[-1] if lines else type(error).__name__
+
+
+def count_gpus() -> int:
+    """How many GPUs CUDA sees; DeviceError that says what is wrong if it cannot be asked."""
+    runtime = import_cupy().cuda.runtime
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as error:
+        raise DeviceError(_why_no_gpu(error)) from None
+
+
+def _why_no_gpu(error: BaseException) -> str:
+    built, driver = cuda_of_cupy(), cuda_of_driver()
+    if not driver:
+        return NO_DRIVER
+    if driver // 1000 < built // 1000:
+        return too_old(driver, built)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return f"CUDA finds no GPU ({error})" + ("" if visible is None else f'; CUDA_VISIBLE_DEVICES is "{visible}"')
+
+
+def too_old(driver: int, built: int) -> str:
+    """What to do when CuPy is built for a CUDA that the driver does not know."""
+    other = ", or pip uninstall cupy-cuda13x and pip install 'caffepy[cuda12]'" if driver // 1000 == 12 else ""
+    return (
+        f"CuPy is built for CUDA {cuda_version(built)}, but the NVIDIA driver goes up to CUDA {cuda_version(driver)}: "
+        f"update the driver{other}"
+    )
+
+
+def cuda_version(number: int) -> str:
+    """CUDA's number of a version as people write it: 12040 is 12.4."""
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def cuda_of_cupy() -> int:
+    """The CUDA that CuPy is built for."""
+    return int(import_cupy().cuda.runtime.runtimeGetVersion())
+
+
+def cuda_of_driver() -> int:
+    """The newest CUDA that the NVIDIA driver knows, 0 if there is no driver; needs no CuPy."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    version = ctypes.c_int()
+    library.cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
+def driver_version() -> str:
+    """The NVIDIA driver's own version, empty if it is not known."""
+    try:
+        found = re.search(r"\s(\d+\.[\d.]+)\s", DRIVER_FILE.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def nccl_version() -> int:
+    """NCCL's number of its version, such as 22809 for 2.28.9; ImportError if it cannot be loaded."""
+    import_cupy()
+    from cupy.cuda import nccl
+
+    return int(nccl.get_version())
+
+
+def check_gpu(index: int) -> None:
+    """DeviceError if there is no such GPU."""
+    count = count_gpus()
+    if not 0 <= index < count:
+        raise DeviceError(f"there is no GPU {index}: this machine has {count}, numbered from 0")
+
+
+def gpu_properties(index: int) -> dict[str, Any]:
+    """The fields of cudaDeviceProp, those that CUDA 13 or CuPy left out among them; the name as text."""
+    check_gpu(index)
+    runtime = import_cupy().cuda.runtime
+    properties = dict(runtime.getDeviceProperties(index))
+    attributes = {
+        "clockRate": CLOCK_RATE,
+        "deviceOverlap": GPU_OVERLAP,
+        "kernelExecTimeoutEnabled": EXECUTION_TIMEOUT,
+        "memPitch": MAX_PITCH,
+    }
+    properties |= {name: int(runtime.deviceGetAttribute(number, index)) for name, number in attributes.items()}
+    return properties | {"name": properties["name"].decode()}
+
+
+def gpu_memory(index: int) -> tuple[int, int]:
+    """Bytes of the GPU's memory: free, and in all."""
+    cupy = import_cupy()
+    with cupy.cuda.Device(index):
+        free, total = cupy.cuda.runtime.memGetInfo()
+    return int(free), int(total)
+
+
+def synchronize_gpu(index: int) -> None:
+    """Return when all work that this process has given to the GPU is done."""
+    import_cupy().cuda.Device(index).synchronize()
+
+
+@contextmanager
+def errors_told(cupy: Any, index: int) -> Iterator[None]:
+    """Turn CuPy's out-of-memory error into a DeviceError that says what helps, and CUDA's into one that says where."""
+    try:
+        yield
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        raise DeviceError(f"the GPU's memory is full ({error}); a smaller batch_size, with iter_size, helps") from None
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
+        raise DeviceError(f"GPU {index} failed: {last_line(error)}") from error

@@ -1,0 +1,136 @@
+"""The pictures of `svg` as bitmaps, drawn by OpenCV, for where graphviz is not installed.
+
+It knows the elements that `svg` writes and no others. Letters are OpenCV's, which are those of ASCII: others become
+question marks.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from math import atan2, cos, hypot, pi, sin
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.drawing.svg import Graph, svg
+
+Bitmap = NDArray[np.uint8]
+Point = tuple[float, float]
+
+SCALE = 2.0
+"""Pixels for one of the SVG."""
+
+MOST = 6e7
+"""Pixels of a bitmap; a graph for which they do not suffice is drawn smaller."""
+
+TIP, SPREAD = 8.0, pi / 7
+"""Pixels of the SVG along the head of an arrow, and half its angle."""
+
+FRACTION = 4
+"""Bits after the binary point of the coordinates that OpenCV gets."""
+
+BLACK = (0, 0, 0)
+STEPS = 12
+NUMBER = re.compile(r"-?[\d.]+")
+
+
+def bitmap(graph: Graph) -> Bitmap:
+    """The picture, (H, W, 3) BGR."""
+    return _Canvas(ElementTree.fromstring(svg(graph).encode())).draw()
+
+
+def encoded(graph: Graph, ext: str) -> bytes:
+    """The content of a file of the format that OpenCV knows as `ext`."""
+    import cv2
+
+    return bytes(cv2.imencode(f".{ext}", bitmap(graph))[1])
+
+
+class _Canvas:
+    def __init__(self, picture: ElementTree.Element) -> None:
+        self.picture = picture
+        width, height = (float(picture.attrib[side]) for side in ("width", "height"))
+        self.scale = min(SCALE, (MOST / max(width * height, 1)) ** 0.5)
+        size = [max(round(side * self.scale), 1) for side in (height, width)]
+        self.pixels: Bitmap = np.full((*size, 3), 255, np.uint8)
+        self.font_size = float(picture.attrib["font-size"])
+
+    def draw(self) -> Bitmap:
+        """Draw all elements, in their order."""
+        for element in self.picture:
+            kind = element.tag.rpartition("}")[2]
+            if kind == "path":
+                self._arrow(list(_curve(element.attrib["d"])))
+            elif kind == "polygon":
+                points = _points(element.attrib["points"])
+                self._fill(points, _colour(element.attrib["fill"]))
+                self._line([*points, points[0]])
+            elif kind == "text":
+                for line in element if len(element) else [element]:
+                    self._text(line, element)
+        return self.pixels
+
+    def _fixed(self, points: Iterable[Point]) -> Any:
+        """Points as OpenCV takes them."""
+        return np.round(np.array(list(points)) * self.scale * (1 << FRACTION)).astype(np.int32)
+
+    def _line(self, points: Iterable[Point]) -> None:
+        import cv2
+
+        cv2.polylines(self.pixels, [self._fixed(points)], False, BLACK, 1, cv2.LINE_AA, FRACTION)
+
+    def _fill(self, points: Iterable[Point], colour: tuple[int, ...]) -> None:
+        import cv2
+
+        cv2.fillPoly(self.pixels, [self._fixed(points)], colour, cv2.LINE_AA, FRACTION)
+
+    def _arrow(self, points: list[Point]) -> None:
+        (x, y), end = next(((p, points[-1]) for p in reversed(points[:-1]) if p != points[-1]), (points[0], points[0]))
+        angle = atan2(end[1] - y, end[0] - x)
+        wings = [(end[0] - TIP * cos(angle + turn), end[1] - TIP * sin(angle + turn)) for turn in (-SPREAD, SPREAD)]
+        self._line([*(p for p in points if hypot(p[0] - end[0], p[1] - end[1]) > TIP / 2), _middle(wings)])
+        self._fill([end, *wings], BLACK)
+
+    def _text(self, line: ElementTree.Element, whole: ElementTree.Element) -> None:
+        import cv2
+
+        text = (line.text or "").encode("ascii", "replace").decode()
+        size = float(whole.get("font-size", self.font_size)) * self.scale
+        font, factor = cv2.FONT_HERSHEY_SIMPLEX, size / 32
+        (width, _), _ = cv2.getTextSize(text, font, factor, 1)
+        x, y = float(line.attrib["x"]) * self.scale, float(line.attrib["y"]) * self.scale
+        left = x if whole.get("text-anchor") == "start" else x - width / 2
+        cv2.putText(self.pixels, text, (round(left), round(y)), font, factor, BLACK, 1, cv2.LINE_AA)
+
+
+def _colour(text: str) -> tuple[int, ...]:
+    """BGR of `#RRGGBB`."""
+    return tuple(int(text[i : i + 2], 16) for i in (5, 3, 1))
+
+
+def _points(text: str) -> list[Point]:
+    numbers = list(map(float, NUMBER.findall(text)))
+    return list(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def _curve(path: str) -> Iterator[Point]:
+    """Points on a path that starts by `M` and goes on by `C`, Bezier's curves of third order."""
+    start, *rest = _points(path)
+    yield start
+    for i in range(0, len(rest), 3):
+        a, b, end = rest[i : i + 3]
+        for step in range(1, STEPS + 1):
+            t = step / STEPS
+            shares = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3
+            corners = (start, a, b, end)
+            yield (
+                sum(share * corner[0] for share, corner in zip(shares, corners, strict=True)),
+                sum(share * corner[1] for share, corner in zip(shares, corners, strict=True)),
+            )
+        start = end
+
+
+def _middle(points: Iterable[Point]) -> Point:
+    xs, ys = zip(*points, strict=True)
+    return sum(xs) / len(xs), sum(ys) / len(ys)

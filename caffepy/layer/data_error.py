@@ -1,0 +1,19 @@
+"""What layers find wrong with their data: told at once on the CPU, when the host next looks on a GPU."""
+
+from collections.abc import Callable
+
+from caffepy.core.errors import CaffeError
+from caffepy.device.device import Problem
+from caffepy.layer.base import Layer
+from caffepy.proto.text import locate_layer
+
+
+def problem(layer: Layer, error: Callable[[float], CaffeError]) -> Problem:
+    """Room to note a value that a layer cannot use; the error made of it says where the layer is defined."""
+
+    def located(value: float) -> CaffeError:
+        name = f'layer "{layer.param.name}" ({layer.type})'
+        where = f"{locate_layer(layer.path, layer.param)}: {name}" if layer.path else name
+        return error(value).at(where)
+
+    return layer.device.problem(located)

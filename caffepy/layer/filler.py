@@ -1,0 +1,119 @@
+"""Fillers: how a parameter or a made-up input gets its first values.
+
+A filler is a function `(array, FillerParameter, rng)` that writes the whole array.
+"""
+
+from collections.abc import Callable
+from math import ceil, prod, sqrt
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError
+from caffepy.core.registry import Registry
+from caffepy.device.blob import Array, Blob, HostView, shape_string
+from caffepy.proto.caffe_pb2 import FillerParameter
+
+Filler = Callable[[Array, FillerParameter, np.random.Generator], None]
+fillers: Registry[Filler] = Registry("filler name")
+
+
+def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """Write the first values that `param` describes; ConfigError for an unknown name or impossible values."""
+    array = target.host_data if isinstance(target, Blob | HostView) else target
+    filler = fillers[param.type]
+    if array.size == 0:
+        raise ConfigError(f"a blob of shape {shape_string(array.shape)} has nothing to fill")
+    if param.sparse != -1 and filler is not gaussian:
+        raise ConfigError(f'sparse is for the filler "gaussian", not for "{param.type}"')
+    filler(array, param, rng)
+
+
+@fillers("constant")
+def constant(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """Every element is `value`."""
+    array[...] = param.value
+
+
+@fillers("uniform", "uniformstatic")
+def uniform(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """U[min, max)."""
+    if param.min > param.max:
+        raise ConfigError(f"a uniform filler needs min <= max, not min {param.min:g} and max {param.max:g}")
+    _uniform(array, param.min, param.max, rng)
+
+
+@fillers("gaussian", "gaussianstatic")
+def gaussian(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """N(mean, std); with `sparse` s each element is kept with probability s / shape(0), otherwise 0."""
+    if param.std < 0:
+        raise ConfigError(f"a gaussian filler needs a std of 0 or more, not {param.std:g}")
+    _gaussian(array, param.mean, param.std, rng)
+    if param.sparse >= 0:
+        outputs = _rows(array)
+        if param.sparse > outputs:
+            raise ConfigError(f"sparse {param.sparse} asks for more non-zero weights than {outputs} outputs")
+        array *= rng.random(array.shape, np.float32) < param.sparse / outputs
+
+
+@fillers("positive_unitball", "positive_unitballstatic")
+def positive_unitball(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """U[0, 1), then each row (first axis) divided by its sum."""
+    _uniform(array, 0.0, 1.0, rng)
+    rows = array.reshape(_rows(array), -1)
+    rows /= rows.sum(axis=1, keepdims=True)
+
+
+@fillers("xavier", "xavierstatic")
+def xavier(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """U(-s, s), s = sqrt(3 / n), n by variance_norm (Glorot and Bengio 2010)."""
+    s = sqrt(3 / fan(array.shape, param))
+    _uniform(array, -s, s, rng)
+
+
+@fillers("msra", "msrastatic")
+def msra(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """N(0, sqrt(2 / n)), n by variance_norm (He et al. 2015)."""
+    _gaussian(array, 0.0, sqrt(2 / fan(array.shape, param)), rng)
+
+
+@fillers("bilinear", "bilinearstatic")
+def bilinear(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
+    """Bilinear interpolation kernels for a Deconvolution that enlarges: (1 - |x/f - c|) (1 - |y/f - c|).
+
+    f = ceil(k/2), c = (k - 1) / (2f) for k x k kernels.
+    """
+    if array.ndim != 4 or array.shape[2] != array.shape[3]:
+        raise ConfigError(f"a bilinear filler needs 4 axes and square kernels, not {shape_string(array.shape)}")
+    f = ceil(array.shape[3] / 2)
+    c = (array.shape[3] - 1) / (2 * f)
+    hat = 1 - np.abs(np.arange(array.shape[3]) / f - c)
+    array[...] = np.outer(hat, hat)
+
+
+def fan(shape: tuple[int, ...], param: FillerParameter) -> float:
+    """Inputs of one output, outputs of one input or their mean, as variance_norm says.
+
+    fan_in = count / shape(0), fan_out = count / shape(1), or the count where there is one axis.
+    """
+    count = prod(shape)
+    fan_in = count / shape[0] if shape else count
+    fan_out = count / shape[1] if len(shape) > 1 else count
+    if param.variance_norm == FillerParameter.AVERAGE:
+        return (fan_in + fan_out) / 2
+    return fan_out if param.variance_norm == FillerParameter.FAN_OUT else fan_in
+
+
+def _rows(array: Array) -> int:
+    return int(array.shape[0]) if array.ndim else 1
+
+
+def _uniform(array: Array, low: float, high: float, rng: np.random.Generator) -> None:
+    rng.random(out=array, dtype=array.dtype)
+    array *= high - low
+    array += low
+
+
+def _gaussian(array: Array, mean: float, std: float, rng: np.random.Generator) -> None:
+    rng.standard_normal(out=array, dtype=array.dtype)
+    array *= std
+    array += mean

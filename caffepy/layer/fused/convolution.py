@@ -1,0 +1,39 @@
+"""A Convolution and the ReLU that follows it, computed together."""
+
+from caffepy.device.blob import Array, Blob
+from caffepy.layer.base import Layer
+from caffepy.layer.convolution import Convolution
+
+
+class ConvolutionReLU:
+    """top = relu(w * bottom + b), in place or not, with a slope of 0.
+
+    Backward changes the top's diff: it becomes that of the convolution.
+    """
+
+    def __init__(self, convolution: Layer, relu: Layer, bottom: Blob, top: Blob, propagate_down: bool) -> None:
+        assert isinstance(convolution, Convolution)
+        assert relu.type == "ReLU"
+        assert relu.param.relu_param.negative_slope == 0
+        self.layer, self.bottom, self.top, self.propagate_down = convolution, bottom, top, propagate_down
+
+    def forward(self) -> None:
+        """Write the top's data."""
+        layer = self.layer
+        b = layer.blobs[1].data if len(layer.blobs) > 1 else None
+        layer.conv.forward(self.bottom.data, layer.blobs[0].data, b, self.top.data, relu=True)
+
+    def backward(self) -> None:
+        """Add to the gradients of the parameters, then write the bottom's."""
+        layer, dy = self.layer, self.top.diff
+        dw, db = layer.gradients()
+        layer.ops.relu_bias_backward(self._rows(self.top.data), self._rows(dy), db)
+        if dw is not None:
+            with layer.aside(self.propagate_down):
+                layer.conv.backward_weight(self.bottom.data, dy, dw, None)
+        if self.propagate_down:
+            layer.conv.backward_data(dy, layer.blobs[0].data, self.bottom.diff)
+
+    def _rows(self, array: Array) -> Array:
+        """The top's array as (N, O, ...), also where several axes stand for N."""
+        return array.reshape(self.layer.conv.y_shape) if self.layer.axis != 1 else array

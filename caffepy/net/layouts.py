@@ -1,0 +1,131 @@
+"""In which format each blob of a net lies on a GPU, and where it must be converted.
+
+Layers follow their bottoms: what comes in the native format goes on in it as long as layers take it. Those that gain
+most, the convolutions and products, ask for it. Labels, losses and whatever else is not an activation stay plain.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+from caffepy.device.blob import PLAIN, Blob, Format
+from caffepy.layer import Layer
+from caffepy.proto.nvcaffe import keeps_float32
+
+Convert = Callable[[Any, Any], None]
+"""ops.convert: copies an array into one of another format."""
+
+VIEWS = frozenset({"Flatten", "Reshape"})
+"""Layers whose top is their bottom in another shape."""
+
+
+class Plan(NamedTuple):
+    """`tops`: the format of each top, by layer and place. `bottoms`: that in which each layer takes its bottoms."""
+
+    tops: list[list[Format]]
+    bottoms: list[list[Format]]
+
+
+def plan(
+    layers: Sequence[Layer], bottoms: Sequence[Sequence[Blob]], tops: Sequence[Sequence[Blob]], native: Format
+) -> Plan:
+    """The formats of a net whose layers are wired by these blobs, each of which has its shape already."""
+    of: dict[int, Format] = {}  # by id of the blob
+    taken: list[list[Format]] = []
+    readers: dict[int, list[Format]] = {}
+    losses = {id(t) for layer, outs in zip(layers, tops, strict=True) if any(layer.loss_weights) for t in outs}
+    for layer, ins, outs in zip(layers, bottoms, tops, strict=True):
+        coming = [of[id(b)] for b in ins]
+        base = native if layer.seeks_native or layer.is_data or any(f != PLAIN for f in coming) else PLAIN
+        if keeps_float32(layer.param) or any(id(t) in losses for t in outs):  # a scaled loss weight may be large
+            base = base._replace(dtype=PLAIN.dtype)
+        wanted = layer.format_for(base)
+        taken.append([_as_taken(layer, b, of[id(b)], wanted) for b in ins])
+        for b, format in zip(ins, taken[-1], strict=True):
+            readers.setdefault(id(b), []).append(format)
+        going = PLAIN if wanted == PLAIN else Format(base.dtype, base.channels_last and wanted.channels_last)
+        for t in outs:
+            if layer.is_data and len(t.shape) < 3:
+                of[id(t)] = PLAIN
+            elif not any(t is b for b in ins):  # in place nothing changes
+                of[id(t)] = fit(going, t)
+    for layer, ins, outs, formats in reversed([*zip(layers, bottoms, tops, taken, strict=True)]):
+        if layer.type in VIEWS and _is_plain_to(readers, outs):
+            readers[id(ins[0])].remove(formats[0])
+            readers[id(ins[0])].append(PLAIN)
+            formats[0] = of[id(outs[0])] = PLAIN
+        elif layer.type == "InnerProduct" and _is_plain_to(readers, outs):
+            of[id(outs[0])] = PLAIN
+    return Plan([[of[id(t)] for t in outs] for outs in tops], taken)
+
+
+def fit(format: Format, blob: Blob) -> Format:
+    """The format for a blob of this shape: up to two axes have one order only."""
+    return Format(format.dtype, format.channels_last and len(blob.shape) > 2)
+
+
+def _as_taken(layer: Layer, blob: Blob, lies: Format, wanted: Format) -> Format:
+    """How a layer takes a bottom; one position or one channel has one order, and a product's bottom keeps its size."""
+    if (
+        layer.type == "InnerProduct"
+        and wanted.dtype == lies.dtype
+        and (prod(blob.shape[2:]) == 1 or blob.shape[1:2] == (1,))
+    ):
+        return lies
+    return fit(wanted, blob)
+
+
+def _is_plain_to(readers: dict[int, list[Format]], tops: Sequence[Blob]) -> bool:
+    """Whether nobody takes a layer's tops otherwise, as before a loss: products of 16-bit numbers are float32 there."""
+    return all(format == PLAIN for t in tops for format in readers.get(id(t), []))
+
+
+class Twins:
+    """What one layer takes in another format than the blobs have: copies in its own, made around its passes."""
+
+    def __init__(self, bottoms: Sequence[Blob], tops: Sequence[Blob], formats: Sequence[Format]) -> None:
+        self._of: dict[int, tuple[Blob, Blob]] = {}  # id of the blob -> the blob and its twin
+        for blob, format in zip(bottoms, formats, strict=True):
+            if blob.format != format and id(blob) not in self._of:
+                twin = Blob(blob.shape, blob.dtype, blob.store)
+                twin.take(format)
+                self._of[id(blob)] = blob, twin
+        self.bottoms = [self._seen(b) for b in bottoms]
+        self.tops = [self._seen(t) for t in tops]
+        self._in_place = [self._of[id(t)] for t in tops if id(t) in self._of]
+
+    def __bool__(self) -> bool:
+        return bool(self._of)
+
+    def __iter__(self) -> Iterator[Blob]:
+        return (twin for _, twin in self._of.values())
+
+    def _seen(self, blob: Blob) -> Blob:
+        return self._of[id(blob)][1] if id(blob) in self._of else blob
+
+    def reshape(self) -> None:
+        """Give the copies the shapes of the blobs."""
+        for blob, twin in self._of.values():
+            twin.reshape_like(blob)
+
+    def before_forward(self, convert: Convert) -> None:
+        """Copy what the layer reads."""
+        for blob, twin in self._of.values():
+            convert(blob.data, twin.data)
+
+    def after_forward(self, convert: Convert) -> None:
+        """Copy back what it wrote in place."""
+        for blob, twin in self._in_place:
+            blob.reshape_like(twin)
+            convert(twin.data, blob.data)
+
+    def before_backward(self, convert: Convert) -> None:
+        """Copy the gradients of the tops in place."""
+        for blob, twin in self._in_place:
+            convert(blob.diff, twin.diff)
+
+    def after_backward(self, convert: Convert, bottoms: Sequence[Blob], propagate_down: Sequence[bool]) -> None:
+        """Copy the gradients that it wrote."""
+        for blob, down in zip(bottoms, propagate_down, strict=True):
+            if down and id(blob) in self._of:
+                convert(self._of[id(blob)][1].diff, blob.diff)

@@ -1,0 +1,215 @@
+"""Memory that the blobs of nets share because they need it at different times.
+
+A pass of a net is a line of moments, one for each of its steps, forwards and, in a net that learns, backwards again. A
+blob's data are needed from the moment that writes them to the last one that reads them, and so is its diff. Memories
+that are never needed at the same moment may lie in one place, and nets that run one after the other in one arena.
+
+Between passes, blobs whose memory lies in an arena hold nothing of use. Work that runs beside a step (`device.aside`)
+must be done before the next moment begins.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from caffepy.device.blob import Array, Blob, Memory
+from caffepy.device.device import Device
+from caffepy.layer import Layer
+from caffepy.net.fusion import Step
+from caffepy.net.net import Net
+from caffepy.proto.caffe_pb2 import EltwiseParameter
+
+log = logging.getLogger(__name__)
+
+ALIGNMENT = 256
+
+WORTH = 256 << 20
+"""Bytes of blobs below which sharing costs more than it saves: gradients of parameters then wait for each other."""
+
+READ_NO_DATA = frozenset({"Concat", "Dropout", "Eltwise", "Flatten", "Pooling", "Reshape", "Silence", "Slice", "Split"})
+"""Layers whose backward pass reads no data of bottoms and tops: gradients, and what forward kept, are enough."""
+
+READ_BOTTOMS = frozenset({"BatchNorm", "Convolution", "Deconvolution", "InnerProduct", "ReLU", "Scale"})
+"""Layers whose backward pass reads data of bottoms alone. All other layers are taken to read those of tops, too."""
+
+
+class Interval(NamedTuple):
+    """`size` bytes that are needed from the moment `first` to the moment `last`, both included."""
+
+    size: int
+    first: int
+    last: int
+
+
+class Usage(NamedTuple):
+    """How a net runs: forward through these steps and, if it learns, backward through them."""
+
+    net: Net
+    steps: Sequence[Step]
+    learns: bool
+
+
+def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
+    """The offset of each interval, a multiple of ALIGNMENT, and the bytes in all; those that share a moment lie apart.
+
+    The largest come first, each into the smallest gap that holds it.
+    """
+    offsets = [0] * len(intervals)
+    placed: list[int] = []
+    total = 0
+    for i in sorted(range(len(intervals)), key=lambda i: (-intervals[i].size, intervals[i].first)):
+        size, first, last = intervals[i]
+        beside = [j for j in placed if intervals[j].first <= last and first <= intervals[j].last]
+        offsets[i] = _gap(size, sorted((offsets[j], offsets[j] + intervals[j].size) for j in beside))
+        placed.append(i)
+        total = max(total, offsets[i] + size)
+    return offsets, total
+
+
+def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
+    """Where the smallest gap between these ranges, in rising order, begins that holds the size; behind all if none."""
+    gaps, end = [], 0
+    for start, stop in taken:
+        if start - end >= size:
+            gaps.append((start - end, end))
+        end = max(end, -(-stop // ALIGNMENT) * ALIGNMENT)
+    return min(gaps)[1] if gaps else end
+
+
+def lifetimes(usage: Usage) -> dict[Memory, Interval]:
+    """When each memory is needed that may share its place with others.
+
+    The rest is what lives longer than a pass: parameters, what is fed and what comes out, loss weights, whatever is
+    read before it is written, and all that layers touch whose shapes change from pass to pass.
+    """
+    kept = set(_kept(usage.net))
+    spans: dict[Memory, tuple[int, int]] = {}
+    for moment, touches in enumerate(_moments(usage)):
+        for memory, writes in touches:
+            if memory in spans:
+                spans[memory] = (spans[memory][0], moment)
+            elif writes:
+                spans[memory] = (moment, moment)
+            else:
+                kept.add(memory)
+    return {
+        memory: Interval(memory.capacity * memory.format.dtype.itemsize, *span)
+        for memory, span in spans.items()
+        if memory not in kept
+    }
+
+
+def _kept(net: Net) -> Iterator[Memory]:
+    for blob in [*net.params, *(net.blobs[name] for name in net.outputs)]:
+        yield from (blob.data_memory, blob.diff_memory)
+    for layer, bottoms, tops in zip(net.layers, net.bottoms, net.tops, strict=True):
+        if not bottoms:
+            yield from (top.data_memory for top in tops)
+        weighted = (top for top, weight in zip(tops, layer.loss_weights, strict=True) if weight)
+        for blob in [*bottoms, *tops] if layer.always_reshape else weighted:
+            yield from (blob.data_memory, blob.diff_memory)
+
+
+Touches = Iterator[tuple[Memory, bool]]
+"""Memories in the order in which a moment touches them, and whether it writes them."""
+
+
+def _moments(usage: Usage) -> Iterator[Touches]:
+    for step in usage.steps:
+        yield _forward_touches(usage.net, step)
+    for step in reversed(usage.steps) if usage.learns else ():
+        yield _backward_touches(usage.net, step)
+
+
+def _forward_touches(net: Net, step: Step) -> Touches:
+    bottoms, _ = _ends(net, step)
+    yield from ((bottom.blob.data_memory, False) for bottom in bottoms)
+    yield from ((twin.data_memory, True) for twin in _twins(net, step))
+    yield from ((top.data_memory, True) for top in net.tops[step.last])
+
+
+def _backward_touches(net: Net, step: Step) -> Touches:
+    if not net.layer_need_backward[step.last]:
+        return
+    (bottoms, tops_are_read), tops, twins = _ends(net, step), net.tops[step.last], _twins(net, step)
+    again = [*(bottom.blob for bottom in bottoms if bottom.read_back), *twins, *(tops if tops_are_read else ())]
+    yield from ((blob.data_memory, False) for blob in again)
+    yield from ((top.diff_memory, False) for top in tops)
+    yield from ((twin.diff_memory, True) for twin in twins)
+    yield from ((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted)
+
+
+class _Bottom(NamedTuple):
+    """What comes into a step, whether its gradient is wanted, and whether backward reads its data again."""
+
+    blob: Blob
+    wanted: bool
+    read_back: bool
+
+
+def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
+    """What comes into a step, and whether backward reads the data of its tops again.
+
+    Blobs between the layers of a run do not count: a ReLU's input shows in the tops, other layers' the run keeps.
+    """
+    bottoms: list[_Bottom] = []
+    within: list[Blob] = []
+    tops_are_read = False
+    for i in step.layers or [step.last]:
+        reads_bottoms, reads_tops = _reads_back(net.layers[i])
+        for blob, wanted in zip(net.bottoms[i], net.bottom_need_backward[i], strict=True):
+            if any(blob is top for top in within):
+                tops_are_read |= net.layers[i].type == "ReLU"
+            else:
+                bottoms.append(_Bottom(blob, wanted, reads_bottoms))
+        tops_are_read |= reads_tops
+        within += net.tops[i]
+    return bottoms, tops_are_read
+
+
+def _reads_back(layer: Layer) -> tuple[bool, bool]:
+    """Whether the backward pass of a layer reads the data of its bottoms, and of its tops."""
+    product = layer.type == "Eltwise" and layer.param.eltwise_param.operation == EltwiseParameter.PROD
+    if layer.type in READ_NO_DATA and not product:
+        return False, False
+    return True, layer.type not in READ_BOTTOMS
+
+
+def _twins(net: Net, step: Step) -> list[Blob]:
+    """The copies in another format that a step works on."""
+    found = (net.twins[i] for i in step.layers or [step.last] if i in net.twins)
+    return [twin for twins in found for twin in twins]
+
+
+def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
+    """Let the blobs of nets on one device, of which one runs at a time, share an arena; returns its size in bytes.
+
+    From then on the nets must run as these usages say. A blob that grows leaves the arena. Nothing is shared if the
+    blobs take less than `least` bytes.
+    """
+    needs = [lifetimes(usage) for usage in usages]
+    before = sum(interval.size for need in needs for interval in need.values())
+    if before < least:
+        return 0
+    plans = [plan(list(need.values())) for need in needs]
+    size = max((total for _, total in plans), default=0)
+    if not size:
+        return 0
+    arena = _bytes(usages[0].net.device, size)
+    for need, (offsets, _) in zip(needs, plans, strict=True):
+        for (memory, interval), offset in zip(need.items(), offsets, strict=True):
+            memory.bind(arena[offset : offset + interval.size].view(memory.format.dtype))
+    for usage in usages:
+        usage.net.shares_memory = True
+    log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
+    return size
+
+
+def _bytes(device: Device, count: int) -> Array:
+    dtype = np.dtype(np.uint8)
+    if device.store is None:
+        return np.zeros(count, dtype)
+    with device.scope():
+        return device.store.zeros(count, dtype)

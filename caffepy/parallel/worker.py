@@ -1,0 +1,108 @@
+"""WorkerSolver: follows a root solver, with its own device and its own share of the batches."""
+
+import copy
+from typing import Any, NoReturn
+
+from caffepy.core.errors import ConfigError
+from caffepy.device.device import Device
+from caffepy.ops.update_state import Verdict
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver.resume_state import set_positions, take_positions
+from caffepy.solver.solver import Solver
+from caffepy.solver.test_pass import Totals
+
+
+class WorkerSolver(Solver):
+    """Does one iteration or test batch when it is told to; shows nothing, saves nothing.
+
+    It starts where the root stands; data layers and others that are shared in parallel are the root's. Where it is not
+    given `positions`, of a worker of the same rank, its random numbers start anew.
+    """
+
+    def __init__(self, root: Solver, rank: int, device: Device, positions: dict[str, Any] | None = None) -> None:
+        self.rank = rank
+        param = SolverParameter()
+        param.CopyFrom(root.param)
+        param.display = param.snapshot = 0
+        param.debug_info = param.snapshot_after_train = False
+        del param.weights[:]
+        super().__init__(param, device=device, path=root.path, rank=rank, precision=root.precision, root=root)
+        self.capture, self.fuse = root.capture, root.fuse
+        if root.saves_memory:
+            self.save_memory()
+        self.loss = 0.0
+        self.totals = Totals(0, [], 0.0)
+        self.follow(root, positions)
+
+    def follow(self, root: Solver, positions: dict[str, Any] | None) -> None:
+        """Take over where the root stands, and random numbers from `positions`, if they are given."""
+        root.device.flush()
+        with self.device.scope():
+            for mine, theirs in zip((self.params.data, *self.history), (root.params.data, *root.history), strict=True):
+                self.device.upload(root.device.on_host(theirs), mine)
+        self.iter, self.current_step = root.iter, root.current_step
+        self.control.set_state(root.control.state())
+        if positions:
+            set_positions(positions, self._nets, self.device)
+
+    def iterate(self) -> None:
+        """Do an iteration."""
+        with self.device.scope(), self.ops.blas_scope():
+            self._advance(False)
+
+    def forward(self) -> None:
+        """One forward pass of the train net; its loss is `loss`."""
+        with self.device.scope(), self.ops.blas_scope():
+            self.loss = self._forward()
+        self.device.ticks += 1
+        self.device.look()
+
+    def begin_test(self, k: int) -> None:
+        """Begin to add up what test net `k` gives."""
+        self.settle()
+        if k == 0 or self._positions_before is None:  # positions are those from before all test nets
+            self._positions_before = take_positions(self._nets, self.device)
+        self._trials[k].begin(self.net)
+
+    def test_batch(self, k: int) -> None:
+        """Do one of its batches."""
+        with self.device.scope(), self.ops.blas_scope():
+            self._trials[k].batch(self.capture)
+
+    def end_test(self, k: int) -> None:
+        """It is over; `totals` is what its batches gave."""
+        self.totals = self._trials[k].totals()
+        if k == len(self.test_nets) - 1:
+            self._positions_before = None
+
+    def settle(self) -> None:
+        """Wait for all iterations that were given to the device; others do not follow at once."""
+        self.laps.stop()
+        with self.device.scope():
+            self._hear(wait=True)
+
+    def _fail(self, verdict: Verdict) -> None:
+        """Raise what is wrong here; what is wrong with the mean of all is for the root to tell."""
+        self._step.take_back()
+        self.control.go_on()
+        self.device.look()
+
+    def positions(self, iteration: int) -> dict[str, Any]:
+        """Where its own layers and random numbers stand, or stood before the test or iteration that is being done.
+
+        If the root has ended that iteration, it counts as done.
+        """
+        done = self.iter < iteration
+        return copy.deepcopy(take_positions(self._nets, self.device) if done else self._positions())
+
+    def snapshot(self) -> NoReturn:
+        """Workers save nothing."""
+        raise ConfigError("Should not be called on worker solver.")
+
+    def restore(self, path: str) -> NoReturn:
+        """Workers follow their root."""
+        raise ConfigError("Should not be called on worker solver.")
+
+    def solve(self, state_file: str | None = None) -> NoReturn:
+        """Workers follow their root."""
+        raise ConfigError("Should not be called on worker solver.")

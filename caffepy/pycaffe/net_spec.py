@@ -1,0 +1,264 @@
+"""pycaffe's NetSpec: nets written in Python, `n.conv1 = L.Convolution(n.data, num_output=20, kernel_size=5)`."""
+
+from collections import Counter
+from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
+from typing import Any
+
+import numpy as np
+from google.protobuf.message import Message
+
+from caffepy.core.registry import nearest
+from caffepy.proto import caffe_pb2
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
+
+
+def param_name_dict() -> dict[str, str]:
+    """Type names of layers to the names of the LayerParameter's fields that hold their parameters, less `_param`."""
+    return {
+        field.message_type.name.removesuffix("Parameter"): field.name.removesuffix("_param")
+        for field in LayerParameter.DESCRIPTOR.fields
+        if field.name.endswith("_param") and field.message_type
+    }
+
+
+_param_names = param_name_dict()
+
+
+def assign_proto(proto: Message, name: str, val: Any) -> None:
+    """Set a field of a message from Python's values.
+
+    A dict (or a message) becomes a message, a list a repeated field; a single value for a repeated field counts as a
+    list of one. AttributeError for unknown fields names the nearest one; TypeError and ValueError name the field whose
+    value is of no use.
+    """
+    fields = proto.DESCRIPTOR.fields_by_name
+    if name not in fields:
+        raise AttributeError(f'{proto.DESCRIPTOR.name} has no field "{name}"{nearest(name, fields)}')
+    field, kind = getattr(proto, name), fields[name].message_type
+    try:
+        if fields[name].default_value != []:  # not repeated; protobuf 5 has no is_repeated
+            _fill(field, val) if kind else setattr(proto, name, val)
+            return
+        for item in val if isinstance(val, (list, tuple, np.ndarray)) else [val]:
+            _fill(field.add(), item) if kind else field.append(item)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{proto.DESCRIPTOR.name}.{name}: {error}") from None
+
+
+def _fill(message: Message, val: Message | Mapping[str, Any]) -> None:
+    message.SetInParent()
+    if isinstance(val, Message):
+        message.CopyFrom(val)
+        return
+    if not isinstance(val, Mapping):
+        raise TypeError(f"a dict of fields is needed, not {val!r}")
+    for key, value in val.items():
+        assign_proto(message, key, value)
+
+
+class Top:
+    """Output number `n` of a layer, `fn`."""
+
+    def __init__(self, fn: "Function", n: int) -> None:
+        self.fn = fn
+        self.n = n
+
+    def to_proto(self) -> NetParameter:
+        """The net that computes this output, its layers named by type and number."""
+        return to_proto(self)
+
+    def _update(self, params: Mapping[str, Any]) -> None:
+        self.fn._update(params)
+
+
+class Function:
+    """A layer to be: type, inputs, parameters, and its outputs, `tops`. TypeError for inputs that are no Tops."""
+
+    def __init__(self, type_name: str, inputs: Iterable[Top], params: Mapping[str, Any]) -> None:
+        self.type_name = type_name
+        self.inputs = tuple(inputs)
+        for i, top in enumerate(self.inputs):
+            if not isinstance(top, Top):
+                raise TypeError(f"{type_name} input {i} is not a Top (type is {type(top)})")
+        self.params = dict(params)
+        self.ntop: int = self.params.pop("ntop", 1)
+        self.in_place: bool = self.params.pop("in_place", False)
+        self.tops = tuple(Top(self, n) for n in range(self.ntop))
+
+    def to_proto(self) -> NetParameter:
+        """The net that this layer is the last of, its layers named by type and number."""
+        return to_proto(self)
+
+    @property
+    def fn(self) -> "Function":
+        """Itself, as for a Top."""
+        return self
+
+    def _update(self, params: Mapping[str, Any]) -> None:
+        self.params.update(params)
+
+    def _assign(self, layer: LayerParameter) -> None:
+        """Set the layer's fields: those of its own kind of parameters first, then those that all layers have."""
+        name = f"{_param_names.get(self.type_name)}_param"
+        own = LayerParameter.DESCRIPTOR.fields_by_name[name].message_type if hasattr(layer, name) else None
+        for key, value in self.params.items():
+            if own and key in own.fields_by_name and not key.endswith("param"):
+                assign_proto(getattr(layer, name), key, value)
+            elif own and key not in LayerParameter.DESCRIPTOR.fields_by_name:
+                known = [*own.fields_by_name, *LayerParameter.DESCRIPTOR.fields_by_name]
+                raise AttributeError(f'{self.type_name} has no parameter "{key}"{nearest(key, known)}')
+            else:
+                assign_proto(layer, key, value)
+
+
+class _Names:
+    """Names of layers and tops: those given, else the type and a number."""
+
+    def __init__(self, given: Mapping[Top | Function, str]) -> None:
+        self._names = dict(given)
+        self._counts: Counter[str] = Counter()
+
+    def top(self, top: Top | Function) -> str:
+        """The name of a top, or of a layer without tops."""
+        if top not in self._names:
+            kind = top.fn.type_name
+            self._counts[kind] += 1
+            self._names[top] = f"{kind}{self._counts[kind]}"
+        return self._names[top]
+
+    def layer(self, fn: Function) -> str:
+        """The name of a layer: its own, or its first top's."""
+        return self.top(fn if fn in self._names or not fn.tops else fn.tops[0])
+
+
+def _net(ends: Iterable[Top | Function], names: _Names) -> NetParameter:
+    """The layers that these need, each after those that it takes its inputs from."""
+    made: dict[Function, LayerParameter] = {}
+    for end in ends:
+        needed = [end.fn]
+        while needed:
+            fn = needed[-1]
+            missing = [top.fn for top in fn.inputs if top.fn not in made]
+            if missing:
+                needed += reversed(missing)
+                continue
+            needed.pop()
+            if fn not in made:
+                bottoms = [made[top.fn].top[top.n] for top in fn.inputs]
+                tops = bottoms if fn.in_place else [names.top(top) for top in fn.tops]
+                made[fn] = LayerParameter(type=fn.type_name, bottom=bottoms, top=tops, name=names.layer(fn))
+                fn._assign(made[fn])
+    return NetParameter(layer=made.values())
+
+
+def to_proto(*tops: Top | Function) -> NetParameter:
+    """The net that computes these outputs, its layers named by type and number."""
+    return _net(tops, _Names({}))
+
+
+class NetSpec:
+    """A net to be: tops under the names that they, and their layers, are to have.
+
+    Names are given as attributes or as items, and layers come in that order, unless others need them before:
+    `n = NetSpec(); n.data = L.Input(...); n["ip/1"] = L.InnerProduct(n.data, num_output=10); n.to_proto()`.
+    """
+
+    tops: "dict[str, Top | Function]"
+
+    def __init__(self) -> None:
+        super().__setattr__("tops", {})
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.tops[name] = value
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "tops" or name not in self.tops:
+            known = () if name == "tops" else self.tops
+            raise AttributeError(f'the net has no top "{name}"{nearest(name, known)}')
+        return self.tops[name]
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *self.tops]
+
+    def __delattr__(self, name: str) -> None:
+        del self.tops[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.tops[name] = value
+
+    def __getitem__(self, name: str) -> Any:
+        return self.tops[name]
+
+    def __delitem__(self, name: str) -> None:
+        del self.tops[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tops
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tops)
+
+    def __len__(self) -> int:
+        return len(self.tops)
+
+    def keys(self) -> "KeysView[str]":
+        """The names."""
+        return self.tops.keys()
+
+    def vals(self) -> "ValuesView[Top | Function]":
+        """The tops."""
+        return self.tops.values()
+
+    def items(self) -> "ItemsView[str, Top | Function]":
+        """Names and tops."""
+        return self.tops.items()
+
+    def update(self, name: str, params: Mapping[str, Any]) -> None:
+        """Set further parameters of the layer that makes this top."""
+        self.tops[name]._update(params)
+
+    def to_proto(self) -> NetParameter:
+        """The net. TypeError for a name that is not of one top."""
+        for name, top in self.tops.items():
+            if not isinstance(top, (Top, Function)):
+                raise TypeError(f"{name} is not a Top (type is {type(top)}); a layer with several has a name for each")
+        return _net(self.tops.values(), _Names({top: name for name, top in self.tops.items()}))
+
+
+class Layers:
+    """`layers.Type(*bottoms, **params)` is a layer: its top, the tuple of its `ntop` tops, or itself for `ntop=0`.
+
+    `in_place=True` gives tops the names of bottoms. Parameters whose names end in "param" are fields of LayerParameter,
+    others are of the layer type's own parameters or else of LayerParameter (`name`, `loss_weight`, `include`, ...).
+    """
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def layer(*bottoms: Top, **params: Any) -> Any:
+            fn = Function(name, bottoms, params)
+            if fn.ntop == 0:
+                return fn
+            return fn.tops[0] if fn.ntop == 1 else fn.tops
+
+        layer.__name__ = name
+        return layer
+
+
+class Parameters:
+    """`params.Pooling.MAX` is the number of an enum's value in PoolingParameter."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(caffe_pb2, f"{name}Parameter", None)
+        if found is None:
+            known = [key.removesuffix("Parameter") for key in vars(caffe_pb2) if key.endswith("Parameter")]
+            raise AttributeError(f'there are no parameters "{name}"{nearest(name, known)}')
+        return found
+
+    def __dir__(self) -> list[str]:
+        return sorted(_param_names)
+
+
+layers = Layers()
+params = Parameters()

@@ -1,0 +1,87 @@
+"""Tests of a net: its mean outputs over batches."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from caffepy import ops
+from caffepy.core.errors import DataError
+from caffepy.core.events import Output
+from caffepy.device.blob import Array, shape_string
+from caffepy.net import Net
+from caffepy.solver.capture import Pass
+from caffepy.solver.step import losses
+
+
+class Totals(NamedTuple):
+    """What a number of batches gave: the sums of the outputs, in double precision, and of the loss."""
+
+    batches: int
+    outputs: list[Array]
+    loss: float
+
+
+class Trial:
+    """A test net and the sums of what it gives, with its loss if that is asked for: `begin`, `batch`..., `totals`."""
+
+    def __init__(self, net: Net, what: str, fuse: bool, with_loss: bool) -> None:
+        self.net = net
+        self.run = Pass(net, fuse and net.device.store is not None, what)
+        with net.device.scope():
+            outputs = [net.blobs[name] for name in net.outputs]
+            self._sums = ops.backend(net.device).Sums(outputs, losses(net) if with_loss else [], net.device)
+        self._with_loss = with_loss
+        self._batches = 0
+        self._shapes: list[tuple[int, ...]] = []
+
+    def begin(self, train_net: Net) -> None:
+        """Forget the batches before; those to come are of a net with this one's parameters."""
+        self.net.share_trained_layers_with(train_net)
+        self._batches = 0
+
+    def batch(self, replay: bool) -> None:
+        """Run a batch, by replay where that may be; DataError for outputs of other shapes than those of the first."""
+        if replay and self.run.may_be_replayed():
+            self.run.feed()
+            self.run.perform("forward", self._forward)
+        else:
+            self.net.forward(steps=self.run.watched_steps)
+        if not self._batches:
+            self._shapes = [self.net.blobs[name].shape for name in self.net.outputs]
+            self._sums.clear()
+        self._check_shapes()
+        self._sums.add()
+        self._batches += 1
+
+    def _forward(self) -> None:
+        self.net.forward(steps=self.run.computing)
+
+    def _check_shapes(self) -> None:
+        for name, shape in zip(self.net.outputs, self._shapes, strict=True):
+            self._compare(name, shape, self.net.blobs[name].shape)
+
+    def _compare(self, name: str, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
+        if other != shape:
+            raise DataError(
+                f'output "{name}" of a test net changed its shape between batches, from '
+                f"{shape_string(shape)} to {shape_string(other)}, so there is no mean"
+            )
+
+    def totals(self) -> Totals:
+        """What the batches gave; DataError for what a GPU found wrong with the data."""
+        sums, loss = self._sums.read() if self._batches else ([], 0.0)
+        self.net.device.look()
+        return Totals(self._batches, sums, loss)
+
+    def means(self, parts: Sequence[Totals]) -> tuple[list[Output], float | None]:
+        """The mean outputs over all batches of all parts, and the mean loss."""
+        parts = [part for part in parts if part.batches]
+        batches = sum(part.batches for part in parts)
+        weights = self.net.blob_loss_weights
+        outputs = []
+        for name, *sums in zip(self.net.outputs, *(part.outputs for part in parts), strict=True):
+            for other in sums:
+                self._compare(name, sums[0].shape, other.shape)
+            outputs.append((name, (sum(sums) / batches).astype(np.float32), weights[name]))
+        return outputs, sum(part.loss for part in parts) / batches if self._with_loss else None

@@ -1,0 +1,152 @@
+"""Synchronizers on several GPUs: sums, parameters, replays, staging, and the end when a rank fails."""
+
+import ctypes
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caffepy.collectives import peers
+from caffepy.collectives.buckets import Bucket
+from caffepy.collectives.rank_group import Group
+from caffepy.collectives.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose
+from caffepy.collectives.topology import Topology
+from caffepy.core.errors import DataError
+from caffepy.device.device import CudaDevice
+from caffepy.device.gpus import count_gpus
+from tests.collectives.test_rank_group import together
+
+pytestmark = pytest.mark.gpus(2)
+
+COUNTS = (1, 3, 16, 1000, 4097, 200_003, 2_000_000, 4_500_000)
+
+Work = Callable[[Synchronizer, CudaDevice, Any, Any], None]
+
+
+def machine(joined: bool = True) -> Topology:
+    """All GPUs, at most 8; not joined: as if none reached another's memory."""
+    found = peers.prepare(peers.query(range(min(count_gpus(), 8))))
+    return found if joined else replace(found, access=((False,) * found.size,) * found.size)
+
+
+def way(name: str, shape: Topology) -> Choice:
+    if name == "muji" and shape.size not in (2, 4, 8):
+        pytest.skip(f"muji has no schedule for {shape.size} GPUs")
+    return choose(name, shape, gpu=True)
+
+
+def on_all(shape: Topology, choice: Choice, size: int, work: Work, group: Group | None = None) -> list[Any]:
+    """Run work(synchronizer, device, data, diff) in all ranks; data is filled with rank, diff with random numbers."""
+    group = group or Group(shape.size)
+    ways = Synchronization(group, choice)
+    devices = [CudaDevice(index) for index in shape.devices]
+
+    def rank_work(rank: int) -> None:
+        device = devices[rank]
+        with device.scope():
+            data = device.on_device(np.full(size, rank, np.float32))
+            diff = device.on_device(gradients(rank, size))
+            buckets = [Bucket(((size // 2, size),), frozenset([2])), Bucket(((0, size // 2),), frozenset([1]))]
+            mine = ways.join(rank, Flats(device, data, diff, buckets if size > 1 else ()))
+            work(mine, device, data, diff)
+            device.synchronize()
+            group.barrier(rank)
+            mine.close()
+
+    return together(shape.size, rank_work, group)
+
+
+def gradients(rank: int, size: int) -> Any:
+    return np.random.default_rng(rank).integers(-50, 50, size).astype(np.float32)
+
+
+def mean(ranks: int, size: int) -> Any:
+    return np.sum([gradients(rank, size) for rank in range(ranks)], axis=0) / ranks
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("size", COUNTS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_mean_comes_to_all_who_update_and_the_roots_parameters_to_the_others(
+    name: str, size: int, joined: bool
+) -> None:
+    if name == "nccl" and not joined:
+        pytest.skip("NCCL looks itself who reaches whom")
+    shape = machine(joined)
+    choice = way(name, shape) if joined or name != "muji" else way("flat", shape)
+    expected = mean(shape.size, size)
+
+    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
+        assert mine.capturable == joined
+        for _ in range(3):
+            device.upload(gradients(mine.rank, size), diff)
+            mine.on_start()
+            for layer in (2, 1, 0):
+                mine.after_backward(layer)
+            mine.on_gradients_ready()
+            if mine.updates:
+                np.testing.assert_allclose(device.on_host(diff), expected, rtol=1e-5, atol=1e-5)
+            if name in ("nccl", "tree"):
+                np.testing.assert_array_equal(device.on_host(data), 0)
+
+    assert on_all(shape, choice, size, work) == [None] * shape.size
+
+
+@pytest.mark.parametrize("size", [16, 4097, 400_000, 4_500_064])
+@pytest.mark.parametrize("name", NAMES)
+def test_replays_give_what_calls_give(name: str, size: int) -> None:
+    shape = machine()
+    expected = mean(shape.size, size)
+
+    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
+        fresh = diff.copy()
+
+        def step() -> None:
+            diff[...] = fresh
+            mine.on_start()
+            for layer in (2, 1, 0):
+                mine.after_backward(layer)
+            mine.on_gradients_ready()
+
+        step()
+        step()
+        recording = device.capture(step)
+        for _ in range(5):
+            diff.fill(mine.rank)
+            for _ in range(4):
+                recording.replay()
+            if mine.updates:
+                np.testing.assert_allclose(device.on_host(diff), expected, rtol=1e-5, atol=1e-5)
+            mine.reduce(size // 3)  # of another size, in between
+        device.synchronize()
+
+    assert on_all(shape, way(name, shape), size, work) == [None] * shape.size
+
+
+@pytest.mark.parametrize("name", ["tree", "muji", "flat", "nccl"])
+def test_a_rank_that_fails_ends_what_waits_on_the_gpus_of_others(name: str) -> None:
+    shape, group = machine(), Group(machine().size)
+    choice = way(name, shape)._replace(root_updates=False)
+    ended, sides = [], []
+
+    def work(mine: Synchronizer, device: CudaDevice, data: Any, diff: Any) -> None:
+        sides.append(mine)
+        mine.reduce(diff.size)
+        device.synchronize()
+        group.barrier(mine.rank)
+        if mine.rank == shape.size - 1:
+            time.sleep(0.5)  # the others wait for this rank by now
+            raise DataError("no more images")
+        mine.reduce(diff.size)
+        device.synchronize()
+        ended.append(mine.rank)
+
+    raised = on_all(shape, choice, 1_000_000, work, group)
+    assert isinstance(raised[-1], DataError)
+    assert all(raised)
+    assert [ctypes.c_int.from_address(mine.given_up).value for mine in sides] == [1] * shape.size
+    if name != "nccl":  # which may refuse the call
+        assert sorted(ended) == list(range(shape.size - 1))

@@ -1,0 +1,208 @@
+"""NcclSync without GPUs: solvers on the CPU, in threads, with something that does what NCCL does to memory."""
+
+import ctypes
+import importlib
+import sys
+import threading
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caffepy.collectives.rank_group import Group
+from caffepy.collectives.sync import Exchange
+from caffepy.core.errors import SyncError
+from caffepy.device.blob import Array
+from caffepy.layer.inner_product import InnerProduct
+from caffepy.net import gradients
+from caffepy.net.gradients import large_products
+from caffepy.parallel.manager import flats_of
+from caffepy.solver import Solver
+from tests.solver.cases import solver_of
+
+SIZE = 3
+NET = """
+layer { name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param {
+  shape { dim: 2 dim: 8 } shape { dim: 2 dim: 4 } data_filler { type: "gaussian" } data_filler { type: "uniform" } } }
+layer { name: "first" type: "InnerProduct" bottom: "x" top: "a"
+  inner_product_param { num_output: 12 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "second" type: "InnerProduct" bottom: "x" top: "b"
+  inner_product_param { num_output: 12 transpose: true weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "relu" type: "ReLU" bottom: "a" top: "a" }
+layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "c" }
+layer { name: "last" type: "InnerProduct" bottom: "c" top: "o"
+  inner_product_param { num_output: 4 weight_filler { type: "gaussian" std: 0.3 } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
+"""
+
+
+class Communicator:
+    """One rank's: waits for all in every call, then reads theirs."""
+
+    calls: list[list[str]]
+    meet: threading.Barrier
+    given: list[int]
+
+    def __init__(self, size: int, unique_id: bytes, rank: int) -> None:
+        assert unique_id == b"id"
+        self.size, self.rank = size, rank
+
+    def _all(self, name: str, mine: int, count: int, kind: Any) -> list[Array]:
+        self.calls[self.rank].append(name)
+        self.given[self.rank] = mine
+        self.meet.wait()
+        found = [at(pointer, count, kind).copy() for pointer in self.given]
+        self.meet.wait()
+        return found
+
+    def broadcast(self, mine: int, to: int, count: int, kind: Any, root: int, stream: int) -> None:
+        at(to, count, kind)[:] = self._all("broadcast", mine, count, kind)[root]
+
+    def allReduce(self, mine: int, to: int, count: int, kind: Any, how: str, stream: int) -> None:  # noqa: N802
+        assert how == "mean"
+        at(to, count, kind)[:] = np.mean(self._all(f"reduce {count}", mine, count, kind), axis=0)
+
+    def allGather(self, mine: int, to: int, count: int, kind: Any, stream: int) -> None:  # noqa: N802
+        at(to, self.size * count, kind)[:] = np.concatenate(self._all("gather", mine, count, kind))
+
+    def destroy(self) -> None:
+        self.calls[self.rank].append("destroy")
+
+    def abort(self) -> None:
+        self.calls[self.rank].append("abort")
+
+
+def waited() -> None:
+    """The thread of a rank has waited for its GPU."""
+    rank = int(threading.current_thread().name)
+    Communicator.calls[rank].append("wait")
+
+
+def at(pointer: int, count: int, kind: Any) -> Array:
+    whole = (ctypes.c_char * (count * np.dtype(kind).itemsize)).from_address(pointer)
+    return np.frombuffer(whole, kind)
+
+
+@pytest.fixture
+def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The class, of a module that was imported with a CuPy that needs no GPU."""
+    Communicator.calls = [[] for _ in range(SIZE)]
+    Communicator.meet, Communicator.given = threading.Barrier(SIZE, timeout=30), [0] * SIZE
+    nccl = SimpleNamespace(
+        NcclCommunicator=Communicator,
+        NcclError=OSError,
+        get_unique_id=lambda: b"id",
+        groupStart=lambda: None,
+        groupEnd=lambda: None,
+        NCCL_AVG="mean",
+        NCCL_FLOAT32=np.float32,
+        NCCL_CHAR=np.int8,
+    )
+    fake = ModuleType("cupy.cuda")
+    stream = SimpleNamespace(ptr=0, synchronize=waited)
+    fake.nccl, fake.get_current_stream = nccl, lambda: stream  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cupy", ModuleType("cupy"))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", fake)
+    before = sys.modules.pop("caffepy.collectives.nccl", None)
+    module = importlib.import_module("caffepy.collectives.nccl")
+    monkeypatch.setattr(module, "_address", lambda array: array.ctypes.data)
+    monkeypatch.setattr(module, "GivenUp", lambda: SimpleNamespace(address=0, set=lambda: None))
+    yield module.NcclSync
+    sys.modules.pop("caffepy.collectives.nccl", None)
+    if before:
+        sys.modules["caffepy.collectives.nccl"] = before
+
+
+def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) -> list[Solver]:
+    """Solvers with batches of their own, after four iterations together."""
+    group = Group(SIZE)
+    exchange = Exchange(group)
+    solvers = [solver_of(f"weight_decay: 0.01 random_seed: {rank} ", NET) for rank in range(SIZE)]
+    errors: list[BaseException] = []
+
+    def work(rank: int, solver: Solver) -> None:
+        group.join(rank)
+        for name in ("x", "y"):
+            solver.net.blobs[name].reshape((rows[rank], solver.net.blobs[name].shape[1]))
+        made = large_products(solver.net) if factors else {}
+        try:
+            sync = nccl_sync(group, rank, lambda value: exchange(rank, value), flats_of(solver, made))
+            solver.synchronize(sync)
+            solver.step(4)
+            solver.synchronize(None)
+            sync.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, name=str(i), args=(i, s), daemon=True) for i, s in enumerate(solvers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+    return solvers
+
+
+def test_factors_give_what_gradients_give(nccl_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 300)  # first and second
+    made = trained(nccl_sync, True)
+    calls, *others = Communicator.calls
+    assert others == [calls] * (SIZE - 1)
+    size = made[0].params.averaged.size
+    left = [call for call in calls if call.startswith("reduce")]
+    iteration = [*["gather"] * 4, *left[: len(left) // 4]]  # dy and x of two layers come first
+    later = 3 * iteration
+    first, rest = calls[: -1 - len(later)], calls[-1 - len(later) :]
+    assert rest == [*later, "destroy"]
+    assert [call for call in first if call != "wait"] == ["broadcast", *iteration]
+    assert first[:7] == ["broadcast", "wait", *["gather"] * 4, "wait"]
+    assert first[-1] == "wait"
+    assert sum(int(call.split()[1]) for call in left) == 4 * (size - 2 * 8 * 12)
+    for other in made[1:]:
+        np.testing.assert_array_equal(other.params.data, made[0].params.data)
+    Communicator.calls = [[] for _ in range(SIZE)]
+    reduced = trained(nccl_sync, False)
+    assert "gather" not in Communicator.calls[0]
+    np.testing.assert_allclose(made[0].params.data, reduced[0].params.data, rtol=1e-5, atol=1e-7)
+
+
+def test_batches_of_different_sizes_are_refused(nccl_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradients, "LARGE", 300)
+    with pytest.raises(SyncError, match="need batches of one size, but theirs differ"):
+        trained(nccl_sync, True, rows=(2, 2, 3))
+
+
+def test_in_the_first_iteration_nobody_sets_up_while_another_waits(
+    nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 makes its first product of factors, and no other has launched what comes after that."""
+    monkeypatch.setattr(gradients, "LARGE", 300)
+    launched, early = threading.Event(), list[bool]()
+    product, reduce = InnerProduct.weight_gradient, Communicator.allReduce
+
+    def made(layer: InnerProduct, dy: Array, x: Array, accumulate: bool, scale: float = 1.0) -> None:
+        if threading.current_thread().name == "2" and scale != 1 and not early:
+            early.append(launched.wait(0.2))
+        product(layer, dy, x, accumulate, scale)
+
+    def all_reduce(communicator: Communicator, *arguments: Any) -> None:
+        launched.set()
+        reduce(communicator, *arguments)
+
+    monkeypatch.setattr(InnerProduct, "weight_gradient", made)
+    monkeypatch.setattr(Communicator, "allReduce", all_reduce)
+    trained(nccl_sync, True)
+    assert early == [False]
+    assert launched.is_set()
+
+
+def test_a_communicator_ends_once(nccl_sync: Any) -> None:
+    group, solver = Group(1), solver_of("", NET)
+    sync = nccl_sync(group, 0, lambda value: [value], flats_of(solver))
+    group.abort(0, OSError("it went wrong"))
+    sync.close()
+    assert Communicator.calls[0] == ["abort"]
+    solver.close()

@@ -1,0 +1,89 @@
+import random
+
+import pytest
+
+from caffepy.collectives.topology import NO_PARENT, DevicePair, Topology, check_pairs, device_pairs, draw, show
+from caffepy.core.errors import CaffeError, ConfigError, UsageError
+
+
+def topology(n: int, access: float = 1.0, boards: int = 0, seed: int = 0) -> Topology:
+    """n devices; each pair reaches each other with this probability; `boards` devices a board, 0 for none shared."""
+    rng = random.Random(seed)
+    rows = [[False] * n for _ in range(n)]
+    for a in range(n):
+        for b in range(a):
+            rows[a][b] = rows[b][a] = rng.random() < access
+    numbers = tuple(i // boards if boards else None for i in range(n))
+    return Topology(tuple(range(n)), numbers, tuple(map(tuple, rows)))
+
+
+@pytest.mark.parametrize(
+    ("size", "tree"),
+    [
+        (1, ""),
+        (2, "0:1"),
+        (3, "0:1, 0:2"),
+        (4, "0:1, 2:3, 0:2"),
+        (5, "0:1, 2:3, 0:2, 0:4"),
+        (8, "0:1, 2:3, 4:5, 6:7, 0:2, 4:6, 0:4"),
+    ],
+)
+def test_devices_that_all_reach_each_other_are_paired_as_caffe_pairs_them(size: int, tree: str) -> None:
+    assert show(device_pairs(topology(size))) == tree
+
+
+def test_devices_of_a_board_come_first_then_peers_then_the_rest() -> None:
+    boards = (0, None, 0, None, None, None)
+    access = [[False] * 6 for _ in range(6)]
+    access[1][4] = access[4][1] = True
+    pairs = device_pairs(Topology((0, 1, 2, 3, 4, 5), boards, tuple(map(tuple, access))))
+    assert [(p.parent, p.device) for p in pairs[1:3]] == [(0, 2), (1, 4)]
+    assert pairs[0] == (NO_PARENT, 0)
+
+
+def test_the_first_device_that_is_given_is_the_root() -> None:
+    access = ((True,) * 3,) * 3
+    assert show(device_pairs(Topology((5, 0, 3), (None,) * 3, access))) == "5:0, 5:3"
+
+
+@pytest.mark.parametrize("size", range(1, 65))
+def test_any_devices_become_a_tree(size: int) -> None:
+    for seed, access in enumerate((0.0, 0.1, 0.5, 0.9, 1.0)):
+        for boards in (0, 2, 3):
+            shape = topology(size, access, boards, seed)
+            pairs = device_pairs(shape)
+            assert len(pairs) == size
+            check_pairs(pairs, shape.devices)
+            assert pairs[0] == (NO_PARENT, 0)
+
+
+def test_a_device_named_twice_is_refused() -> None:
+    with pytest.raises(UsageError, match="device 1 is named twice"):
+        Topology((0, 1, 1), (None,) * 3, ((True,) * 3,) * 3)
+    with pytest.raises(UsageError, match="no device"):
+        Topology((), (), ())
+
+
+@pytest.mark.parametrize(
+    ("pairs", "message"),
+    [
+        ([(-1, 0), (0, 1), (0, 1)], "each of the devices"),
+        ([(-1, 0), (1, 1)], "no tree"),
+        ([(-1, 0), (2, 1), (1, 2)], "no tree"),
+        ([(-1, 0), (-1, 1)], "no single root"),
+        ([(-1, 0), (7, 1)], "no tree"),
+    ],
+)
+def test_what_is_no_tree_is_refused(pairs: list[tuple[int, int]], message: str) -> None:
+    devices = range(max(device for _, device in pairs) + 1)
+    with pytest.raises(ConfigError, match=message):
+        check_pairs([DevicePair(*pair) for pair in pairs], list(devices))
+
+
+def test_the_tree_is_drawn() -> None:
+    assert draw(device_pairs(topology(4))).splitlines() == ["0", "├── 1", "└── 2", "    └── 3"]
+
+
+def test_access_must_be_given_for_every_pair() -> None:
+    with pytest.raises(CaffeError, match="3 rows of 3"):
+        Topology((0, 1, 2), (None,) * 3, ((True,) * 2,) * 3)

@@ -1,0 +1,40 @@
+import json
+
+import pytest
+
+from caffepy.cli import main
+from caffepy.commands.bench import scaling
+
+
+def test_two_solvers_beside_one(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "scaling", "--model", "lenet", "--cpu", "2", "--batch", "2", "--windows", "1", "--json"]
+    assert main.run(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    one, two = told["points"]
+    assert (one["devices"], two["devices"]) == (1, 2)
+    assert told["precision"] == "fp32"
+    assert one["efficiency"] == one["times"] == 1
+    assert one["exposed"] == 0
+    assert two["times"] == pytest.approx(two["images_per_s"] / one["images_per_s"])
+    assert two["efficiency"] == pytest.approx(two["images_per_s"] / (2 * one["images_per_s"]))
+    assert two["images_per_s"] == pytest.approx(2 * 2 * 1000 / two["ms"])
+    assert 0 < two["exposed"] < 1
+
+
+def test_what_to_train_and_where_must_be_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(["bench", "scaling", "--cpu", "2"]) == 2
+    assert main.run(["bench", "scaling", "--model", "lenet", "--cpu", "2", "--gpu", "0"]) == 2
+    assert "not both" in capsys.readouterr().err
+    for command in ("bench scaling --model lenet", "bench allreduce", "train --solver digits"):
+        assert main.run([*command.split(), "--cpu", "100000"]) == 2
+        assert "100000 is not in the range 1<=x<=256" in capsys.readouterr().err
+
+
+def test_a_way_that_cannot_be_had_is_refused_before_anything_is_measured(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaling, "Trainer", None)
+    for sync, why in (("muji", "for 2, 4 or 8 devices"), ("nccl", "NCCL is for GPUs")):
+        assert main.run(["bench", "scaling", "--model", "lenet", "--cpu", "3", "--sync", sync]) == 2
+        assert f"--sync {sync}: " in (told := capsys.readouterr().err)
+        assert why in told

@@ -1,0 +1,207 @@
+import json
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from caffepy import models
+from caffepy.commands.check import LayerOnGpu, NetInfo, as_json, inspect, is_solver, outer_fields
+from caffepy.core.errors import ConfigError
+
+NET = """
+layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 8 dim: 8 } } }
+layer { name: "conv" type: "Convolution" bottom: "x" top: "c" %s
+  convolution_param { num_output: 4 kernel_size: 3 group: 1 } }
+layer { name: "relu" type: "ReLU" bottom: "c" top: "c" }
+layer { name: "flat" type: "Flatten" bottom: "c" top: "f" }
+layer { name: "ip" type: "InnerProduct" bottom: "f" top: "y" inner_product_param { num_output: 5 bias_term: false } }
+"""
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "file.prototxt"
+    path.write_text(text)
+    return str(path)
+
+
+def test_shapes_parameters_memory_and_operations(tmp_path: Path) -> None:
+    (net,) = inspect(write(tmp_path, NET % ""))
+    assert net.role == "TEST net"
+    rows = {row.name: row for row in net.layers}
+    assert [row.type for row in net.layers] == ["Input", "Convolution", "ReLU", "Flatten", "InnerProduct"]
+    assert rows["conv"].tops == {"c": (2, 4, 6, 6)}
+    assert (rows["conv"].parameters, rows["ip"].parameters, net.parameters) == (112, 720, 832)
+    # nothing for what works in place or looks at the same memory
+    assert [row.memory for row in net.layers] == [4 * 384, 4 * 288, 0, 0, 4 * 10]
+    assert rows["conv"].flops == 2 * (3 * 3 * 3) * 288 + 288
+    assert rows["ip"].flops == 2 * 144 * 10
+    assert net.flops == rows["conv"].flops + rows["ip"].flops
+
+
+def test_table_and_json(tmp_path: Path) -> None:
+    nets = inspect(write(tmp_path, NET % ""))
+    lines = nets[0].table().splitlines()
+    assert lines[0] == "TEST net"
+    assert len({len(line) for line in lines[1:]}) == 1
+    assert lines[3].split() == ["conv", "Convolution", "2", "4", "6", "6", "(288)", "112", "0.00", "MiB", "15.84", "k"]
+    assert lines[-1].split()[:2] == ["all", "832"]
+    (told,) = json.loads(as_json(nets))
+    assert told["memory"] == nets[0].memory
+    assert told["layers"][1]["tops"] == {"c": [2, 4, 6, 6]}
+
+
+def test_a_net_whose_layers_speak_of_phases_is_built_in_both(tmp_path: Path) -> None:
+    train, test = inspect(write(tmp_path, NET % "exclude { phase: TEST stage: 'a' }"))
+    assert (train.role, test.role) == ("TRAIN net", "TEST net")
+    with pytest.raises(ConfigError, match="c"):  # the TEST net of this stage lacks the blob
+        inspect(write(tmp_path, NET % "exclude { phase: TEST stage: 'a' }"), stages=["a"])
+
+
+def test_a_solver_shows_all_its_nets() -> None:
+    path = models.path("digits", "solver")
+    assert path
+    train, test = inspect(path)
+    assert (train.role, test.role) == ("train net", "test net #0")
+    assert (train.name, train.parameters) == ("digits", 13706)
+    assert "accuracy" in [row.name for row in test.layers]
+    assert train.layers[0].tops == {"data": (50, 1, 8, 8), "label": (50,)}
+
+
+def test_random_images_in_the_place_of_data() -> None:
+    path = models.path("cifar10_quick", "train_val")
+    assert path
+    train, _test = inspect(path, synthetic=True, image=(3, 32, 32))
+    assert train.layers[0].tops["data"] == (100, 3, 32, 32)
+
+
+def test_solver_settings_that_cannot_work(tmp_path: Path) -> None:
+    text = f"net: '{models.path('digits', 'train_val')}' base_lr: 0.1 lr_policy: 'fixd' max_iter: 1"
+    with pytest.raises(ConfigError, match='did you mean "fixed"'):
+        inspect(write(tmp_path, text))
+
+
+def test_a_folder_for_snapshots_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    text = f"net: '{models.path('digits', 'train_val')}' base_lr: 0.1 lr_policy: 'fixed'\nsnapshot_prefix: '%s/x'"
+    for folder, told in ((tmp_path, []), (tmp_path / "none", [f"the folder {tmp_path}/none of snapshot_prefix"])):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "caffepy"):
+            assert len(inspect(write(tmp_path, text % folder))) == 1
+        assert [message.split(" does not exist")[0] for message in caplog.messages] == [
+            f"{tmp_path}/file.prototxt:2:1: {message}" for message in told
+        ]
+
+
+KINDS = {
+    "solver": ('net: "a.prototxt" base_lr: 0.1 # layer { }\nmax_iter: 3', True),
+    "solver with a net in it": ('net_param { layer { name: "a" } layer { } } base_lr: 1 max_iter: 1', True),
+    "net": ('name: "x" layer { name: "net" type: "base_lr" } # net: "x"', False),
+    "net with angle brackets": ('layer < name: "momentum" > layer < >', False),
+    "old net": ("input: 'data' input_dim: 1 layers { }", False),
+    "empty": ("", False),
+}
+
+
+@pytest.mark.parametrize(("text", "solver"), KINDS.values(), ids=KINDS.keys())
+def test_solver_or_net(text: str, solver: bool) -> None:
+    assert is_solver(text) is solver
+
+
+def test_a_missing_file() -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        inspect("/nowhere/solver.prototxt")
+
+
+@pytest.mark.parametrize("text", [NET % "", f"net_param {{ {NET % ''} }} base_lr: 1 lr_policy: 'fixed' max_iter: 1"])
+def test_pipes_are_read_once(text: str) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, text.encode())
+    os.close(writing)
+    try:
+        (net,) = inspect(f"/dev/fd/{reading}")
+    finally:
+        os.close(reading)
+    assert net.parameters == 832
+
+
+def test_names_stay_on_their_lines(tmp_path: Path) -> None:
+    (net,) = inspect(write(tmp_path, (NET % "").replace('"conv"', '"co\\nnv"')))
+    assert len(net.table().splitlines()) == 8
+    assert net.table().splitlines()[3].startswith("co\\nnv  Convolution")
+
+
+def test_outer_fields_skip_blocks_comments_and_strings() -> None:
+    assert list(outer_fields('a: "x { \\" y" b { c: \'d\' } # e: 1\nf <g: 2>')) == ["a", "b", "f"]
+
+
+def on_gpu(folder: Path, text: str, precision: str | None = None) -> NetInfo:
+    (net,) = inspect(write(folder, text), gpu=True, precision=precision)
+    return net
+
+
+def gpu_of(net: NetInfo, name: str) -> LayerOnGpu:
+    (layer,) = [layer for layer in net.layers if layer.name == name]
+    assert layer.gpu is not None
+    return layer.gpu
+
+
+def test_what_a_gpu_would_do_is_told_without_one(tmp_path: Path) -> None:
+    net = on_gpu(tmp_path, NET % "", "bf16")
+    assert net.gpu is not None
+    assert (net.gpu.precision, net.gpu.obstacle) == ("bf16", None)
+    assert net.gpu.memory >= 2 * 288
+    assert gpu_of(net, "conv").run == gpu_of(net, "relu").run == ["conv", "relu"]
+    assert gpu_of(net, "conv").formats == {"c": "bfloat16 NHWC"}
+    assert gpu_of(net, "ip").formats == {"y": "float32"}
+    assert not gpu_of(net, "ip").on_host
+    table = net.table().splitlines()
+    assert table[-2:] == ["on a GPU: bf16; data and gradients share 0.00 MiB", "a step is captured as one graph"]
+    (line,) = [line.split() for line in table if line.startswith("relu") and "with" in line]
+    assert line == ["relu", "ReLU", "with", "conv", "bfloat16", "NHWC"]
+
+
+def test_in_fp32_blobs_lie_as_in_caffe(tmp_path: Path) -> None:
+    net = on_gpu(tmp_path, NET % "", "fp32")
+    assert gpu_of(net, "conv").formats == {"c": "float32 NCHW"}
+    assert not any(layer.gpu and layer.gpu.converts for layer in net.layers)
+
+
+def test_the_net_may_ask_for_a_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CAFFEPY_PRECISION", raising=False)
+    text = "default_forward_type: FLOAT16 default_backward_type: FLOAT16" + NET % "forward_type: FLOAT"
+    net = on_gpu(tmp_path, text)
+    assert net.gpu is not None
+    assert net.gpu.precision == "fp16"
+    assert gpu_of(net, "in").formats == {"x": "float32 NCHW"}
+    assert gpu_of(net, "conv").formats == {"c": "float32 NHWC"}
+    told = on_gpu(tmp_path, NET % "").gpu
+    assert told is not None
+    assert told.precision == "tf32"
+
+
+def test_what_is_computed_on_the_host_is_told(tmp_path: Path) -> None:
+    keep = 'layer { name: "keep" type: "Filter" bottom: "x" bottom: "s" top: "x_kept" }'
+    text = NET.replace('bottom: "x" top: "c"', 'bottom: "x_kept" top: "c"') % ""
+    selector = 'layer { name: "s" type: "Input" top: "s" input_param { shape { dim: 2 } } }'
+    first, rest = text.strip().split("\n", 1)
+    net = on_gpu(tmp_path, "\n".join([first, selector, keep, rest]), "tf32")
+    assert net.gpu is not None
+    assert net.gpu.obstacle == 'layer "keep" (Filter) computes on the host'
+    assert gpu_of(net, "keep").on_host
+    lines = net.table().splitlines()
+    assert lines[-1] == 'a step is not captured as one graph: layer "keep" (Filter) computes on the host'
+    assert gpu_of(net, "conv").converts == {"x_kept": "float32 NCHW to float32 NHWC"}
+
+
+def test_json_has_what_a_gpu_would_do_where_that_was_asked(tmp_path: Path) -> None:
+    (plain,) = json.loads(as_json(inspect(write(tmp_path, NET % ""))))
+    assert plain["gpu"] is None
+    (told,) = json.loads(as_json([on_gpu(tmp_path, NET % "", "fp16")]))
+    assert told["gpu"].pop("memory") >= 2 * 288
+    assert told["gpu"] == {"precision": "fp16", "obstacle": None}
+    assert told["layers"][1]["gpu"] == {
+        "on_host": False,
+        "run": ["conv", "relu"],
+        "formats": {"c": "float16 NHWC"},
+        "converts": {"x": "float32 NCHW to float16 NHWC"},
+    }

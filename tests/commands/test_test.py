@@ -1,0 +1,171 @@
+import json
+import logging
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from caffepy.commands.test import Score, score
+from caffepy.core.errors import ConfigError, DataError, SyncError, UsageError
+from caffepy.device.gpus import count_gpus
+from tests.solver.cases import ENVIRONMENT
+
+DIGITS = Path(__file__).parents[1] / "golden" / "digits"
+MODEL, WEIGHTS = str(DIGITS / "train_val.prototxt"), str(DIGITS / "digits_iter_500.caffemodel")
+DEADLINES = {"set-up": 60.0, "test": 60.0}
+NUMBER = re.compile(r"(?<== )[\d.e+-]+|(?<=Loss: )[\d.e+-]+|(?<=\* 1 = )[\d.e+-]+")
+FAULTY = f"""
+layer {{ name: "data" type: "Data" top: "data" top: "label"
+  data_param {{ source: "{DIGITS}/digits_test_lmdb" batch_size: 7 backend: LMDB }} }}
+layer {{ name: "faulty" type: "Python" bottom: "data" top: "faulty"
+  python_param {{ module: "tests.parallel.faulty" layer: "Faulty" param_str: 'ORDERS' }} }}
+layer {{ name: "mean" type: "Reduction" bottom: "faulty" top: "mean" reduction_param {{ operation: MEAN }} }}
+"""
+
+
+def test_caffes_weights_score_as_caffe_says(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy.device.device")
+    caplog.set_level(logging.INFO, "caffepy.commands.test")
+    result = score(MODEL, [WEIGHTS], iterations=3)
+    lines = result.table().splitlines()
+    assert lines[0] == "accuracy = 0.983165"
+    assert result.loss == pytest.approx(0.0564856, rel=1e-4)
+    told = json.loads(result.json())
+    assert told["iterations"] == 3
+    assert told["outputs"]["accuracy"] == pytest.approx(0.983165, abs=1e-6)
+
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged[:2] == ["Use CPU.", "Running for 3 iterations."]
+    for batch in range(3):
+        accuracy, loss = logged[2 + 2 * batch : 4 + 2 * batch]
+        assert accuracy.startswith(f"Batch {batch}, accuracy = ")
+        assert loss.startswith(f"Batch {batch}, loss = ")
+    assert logged[8] == f"Loss: {result.loss:.6g}"
+    assert logged[9:] == lines
+    assert lines[1] == f"loss = {result.loss:.6g} (* 1 = {result.loss:.6g} loss)"
+
+
+def test_weights_that_are_none_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"digits_iter_250.solverstate"):
+        score(MODEL, [str(DIGITS / "digits_iter_250.solverstate")])
+
+
+def logged_by(caplog: pytest.LogCaptureFixture, **where: Any) -> tuple[Score, list[str]]:
+    caplog.clear()
+    result = score(MODEL, [WEIGHTS], iterations=7, **where)
+    return result, [record.getMessage() for record in caplog.records if record.name == "caffepy.commands.test"]
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_several_nets_give_what_one_does(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy.commands.test")
+    alone, expected = logged_by(caplog)
+    together, logged = logged_by(caplog, cpu=count)
+    assert logged == expected
+    assert together.json() == alone.json()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("caffepy rank")]
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.gpus(4))])
+@pytest.mark.gpus(2)
+@pytest.mark.usefixtures("exact")
+def test_several_gpus_give_what_one_does(count: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy.commands.test")
+    alone, expected = logged_by(caplog, gpu="0")
+    together, logged = logged_by(caplog, gpu=",".join(map(str, range(count))), deadlines=DEADLINES)
+    assert [NUMBER.sub("", line) for line in logged] == [NUMBER.sub("", line) for line in expected]
+    for line, other in zip(logged, expected, strict=True):  # sums of atomic additions are rounded as they come
+        own, others = (list(map(float, NUMBER.findall(text))) for text in (line, other))
+        assert own == pytest.approx(others, rel=1e-4), line
+    for (name, values, weight), (other_name, others, other_weight) in zip(together.outputs, alone.outputs, strict=True):
+        assert (name, weight) == (other_name, other_weight)
+        np.testing.assert_allclose(values, others, rtol=1e-4)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.usefixtures("exact")
+def test_all_gpus_test(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy.device.device")
+    logged_by(caplog, gpu="all", deadlines=DEADLINES)
+    messages = [record.getMessage() for record in caplog.records if record.name == "caffepy.device.device"]
+    assert messages[0].startswith("Using GPUs 0, 1")
+    assert len(messages) == 1 + count_gpus()
+
+
+def test_either_gpus_or_the_cpu() -> None:
+    with pytest.raises(UsageError, match="not both"):
+        score(MODEL, [WEIGHTS], gpu="0", cpu=2)
+
+
+def faulty(folder: Path, **orders: Any) -> str:
+    """A net of which a layer goes wrong in a rank and one of its passes."""
+    path = folder / "faulty.prototxt"
+    path.write_text(FAULTY.replace("ORDERS", json.dumps({"phase": 1, **orders})))
+    return str(path)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_an_error_in_one_ends_all(rank: int, tmp_path: Path) -> None:
+    name = f"rank {rank}: " if rank else ""
+    with pytest.raises(ConfigError, match=rf'^{name}[^:]*faulty.prototxt:\d+:\d+: layer "faulty".*it went wrong'):
+        score(faulty(tmp_path, what="raise", rank=rank, at=2), [], iterations=9, cpu=3)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("caffepy rank")]
+
+
+def test_an_output_that_changes_its_shape_has_no_mean(tmp_path: Path) -> None:
+    (tmp_path / "growing.py").write_text(
+        "class Growing:\n"
+        "    passes = 0\n"
+        "    def reshape(self, bottom, top): top[0].reshape(1 + self.passes)\n"
+        "    def forward(self, bottom, top): self.passes += 1\n"
+    )
+    text = 'layer { name: "g" type: "Python" top: "g" python_param { module: "growing" layer: "Growing" } }'
+    (tmp_path / "net.prototxt").write_text(text)
+    with pytest.raises(DataError, match=r'output "g" changed its shape between batches, from 1 \(1\) to 2 \(2\)'):
+        score(str(tmp_path / "net.prototxt"), [], iterations=3)
+
+
+def test_json_of_what_is_not_finite() -> None:
+    result = Score(1, float("nan"), [("a", np.array([np.inf, 1], np.float32), 0.0)])
+    assert json.loads(result.json()) == {"iterations": 1, "loss": None, "outputs": {"a": [None, 1]}}
+    assert "NaN" not in result.json()
+
+
+def test_a_data_layer_that_is_not_shared_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "constant.py").write_text(
+        "class Constant:\n"
+        "    def reshape(self, bottom, top): top[0].reshape(1)\n"
+        "    def forward(self, bottom, top): top[0].data[...] = 3\n"
+    )
+    text = 'layer { name: "c" type: "Python" top: "c" python_param { module: "constant" layer: "Constant" SHARED } }'
+    for shared, told in (("", 1), ("share_in_parallel: true", 0)):
+        caplog.clear()
+        (tmp_path / "net.prototxt").write_text(text.replace("SHARED", shared))
+        result = score(str(tmp_path / "net.prototxt"), [], iterations=3, cpu=2)
+        assert json.loads(result.json())["outputs"] == {"c": [3]}
+        assert sum("share_in_parallel: true" in record.getMessage() for record in caplog.records) == told
+
+
+def caffepy(model: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    weights = ["--weights", WEIGHTS]
+    command = [sys.executable, "-m", "caffepy", "test", "--model", model, *weights, "--cpu", "3", *arguments]
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interrupt_ends_all(rank: int, tmp_path: Path) -> None:
+    run = caffepy(faulty(tmp_path, what="SIGINT", rank=rank, at=2))
+    assert run.returncode == 130, run.stderr[-2000:]
+
+
+@pytest.mark.parametrize(("rank", "how"), [(0, "the main thread does not answer"), (2, "Still at work.*: rank 2")])
+def test_one_that_hangs_is_found_and_named(rank: int, how: str, tmp_path: Path) -> None:
+    run = caffepy(faulty(tmp_path, what="hang", rank=rank, at=2), "--deadlines", "test=8")
+    assert run.returncode == SyncError.exit_code
+    assert f"rank {rank} did not get on for 8 s (test)" in run.stderr
+    assert re.search(how, run.stderr), run.stderr[-2000:]

@@ -1,0 +1,251 @@
+import logging
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caffepy.commands.train import train
+from caffepy.core.errors import ConfigError, DeviceError, UsageError
+from caffepy.proto.binary import blob_to_array, read_net
+from tests.report.events import values
+from tests.solver.cases import ENVIRONMENT, GOLDEN
+
+DIGITS = GOLDEN / "digits"
+LOSS = re.compile(r"Iteration (\d+)(?: \(.*\))?, loss = (\S+)")
+ACCURACY = re.compile(r"Test net output #0: accuracy = (\S+)")
+
+
+@pytest.fixture
+def digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(DIGITS, tmp_path / "digits")
+    monkeypatch.chdir(tmp_path / "digits")
+    for path in Path().glob("digits_iter_*"):
+        path.unlink()
+    return tmp_path / "digits"
+
+
+def edit(solver: Path, *settings: str) -> None:
+    """Replace or append settings of a solver file."""
+    text = solver.read_text()
+    for setting in settings:
+        name = setting.split(":")[0]
+        text = re.sub(rf"^{name}:.*\n", "", text, flags=re.MULTILINE) + setting + "\n"
+    solver.write_text(text)
+
+
+def losses(messages: list[str]) -> dict[int, float]:
+    return {int(m[1]): float(m[2]) for m in map(LOSS.search, messages) if m}
+
+
+def test_digits_from_caffes_first_weights(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "caffepy"):
+        result = train("solver.prototxt", weights=["init_iter_0.caffemodel"])
+    caffe_lines = (digits / "caffe_train.log").read_text().splitlines()
+    caffe, own = losses(caffe_lines), losses(caplog.messages)
+    assert list(own) == list(caffe), "a loss line where Caffe has one"
+    for i in range(0, 101, 20):
+        assert abs(own[i] - caffe[i]) <= 1e-3 * caffe[i], f"iteration {i}"
+    accuracy = [float(m[1]) for m in map(ACCURACY.search, caffe_lines) if m]
+    assert abs(float(result.outputs[0][0][1]) - accuracy[-1]) <= 0.01
+    assert (result.iteration, result.stopped, result.exit_code) == (500, False, 0)
+    assert result.snapshot == "digits_iter_500.solverstate"
+
+
+def test_lines_stand_where_caffes_stand(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shape = re.compile(r"\(.*(iter/s|loss).*\)|= -?[\d.e+-]+|digits_iter\S+")
+    kept = re.compile(
+        r"Use CPU|Creating t|Finetuning|scaffolding|Starting|Solving|Learning Rate|Iteration|net output|Snapshot|Done"
+    )
+
+    def skeleton(lines: list[str]) -> list[str]:
+        texts = [line.split("] ", 1)[-1] if "] " in line[:80] else line for line in lines]
+        return [shape.sub("", text) for text in texts if kept.search(text)]
+
+    with caplog.at_level(logging.INFO, "caffepy"):
+        train("solver.prototxt", weights=["init_iter_0.caffemodel"])
+    assert skeleton(caplog.messages) == skeleton((digits / "caffe_train.log").read_text().splitlines())
+
+
+def test_resuming_says_so_and_drops_the_solvers_weights(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    solver = digits / "solver.prototxt"
+    edit(solver, "max_iter: 5", "display: 0", "test_interval: 100", "test_initialization: false")
+    train("solver.prototxt")
+    edit(solver, "max_iter: 7", 'weights: "gone.caffemodel"')
+    with caplog.at_level(logging.INFO, "caffepy"):
+        result = train("solver.prototxt", snapshot="digits_iter_5.solverstate")
+    assert result.iteration == 7
+    assert not any("Nothing is left" in message for message in caplog.messages)
+    train("solver.prototxt", snapshot="digits_iter_7.solverstate")
+    assert "Nothing is left to train: max_iter is 7" in caplog.messages
+    place = caplog.messages.index("Resuming from digits_iter_5.solverstate")
+    assert "Starting Optimization" in caplog.messages[place:]
+    assert not any("Finetuning" in message for message in caplog.messages)
+
+
+def test_auto_resumes_the_newest_good_snapshot(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    solver = digits / "solver.prototxt"
+    edit(solver, "max_iter: 6", "snapshot: 2", "display: 0", "test_interval: 100", "test_initialization: false")
+    with caplog.at_level(logging.INFO, "caffepy"):
+        train("solver.prototxt", snapshot="auto", weights=["init_iter_0.caffemodel"])
+        assert "No snapshot under digits; starting from scratch" in caplog.messages
+        assert "Finetuning from init_iter_0.caffemodel" in caplog.messages
+        (digits / "digits_iter_6.caffemodel").write_bytes(b"")
+        caplog.clear()
+        train("solver.prototxt", snapshot="auto", weights=["init_iter_0.caffemodel"])
+    assert "Resuming from digits_iter_4.solverstate" in caplog.messages
+    assert any("digits_iter_6.solverstate cannot be resumed from" in message for message in caplog.messages)
+    assert not any("Finetuning" in message for message in caplog.messages)
+
+
+def test_level_and_stages_reach_the_train_net_only(digits: Path) -> None:
+    net = digits / "train_val.prototxt"
+    rule = 'layer { name: "extra" type: "Silence" bottom: "conv1" include { stage: "more" min_level: 2 } }'
+    net.write_text(net.read_text() + rule)
+    edit(digits / "solver.prototxt", "max_iter: 1", "test_initialization: false")
+    train("solver.prototxt", level=2, stages=["more"])
+    saved = read_net("digits_iter_1.caffemodel")
+    assert "extra" in [layer.name for layer in saved.layer]
+
+
+def test_log_dir_gets_the_log(digits: Path) -> None:
+    edit(digits / "solver.prototxt", "max_iter: 1", "test_initialization: false")
+    train("solver.prototxt", log_dir="logs")
+    assert "Optimization Done." in (digits / "logs" / "caffepy.INFO").read_text()
+
+
+def test_snapshot_and_weights_exclude_each_other() -> None:
+    with pytest.raises(UsageError, match="Give a snapshot to resume training or weights to finetune but not both"):
+        train("solver.prototxt", snapshot="x.solverstate", weights=["x.caffemodel"])
+
+
+def test_a_solver_for_the_gpu_where_there_is_none(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    edit(digits / "solver.prototxt", "solver_mode: GPU")
+    with pytest.raises(DeviceError) as caught:
+        train("solver.prototxt")
+    assert re.fullmatch(
+        r"solver\.prototxt:15:1: solver_mode: GPU asks for GPU 0, but a GPU needs CuPy: pip install .*; "
+        r"or set solver_mode: CPU, or give --cpu",
+        str(caught.value),
+    )
+    with pytest.raises(DeviceError, match=r"^a GPU needs CuPy: pip install"):
+        train("solver.prototxt", gpu="0")
+
+
+def test_cpu_overrules_the_solver_file(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    edit(digits / "solver.prototxt", "solver_mode: GPU", "max_iter: 1")
+    assert train("solver.prototxt", cpu=True).iteration == 1
+    with pytest.raises(UsageError, match="not both"):
+        train("solver.prototxt", cpu=True, gpu="0")
+
+
+def test_deterministic_runs_are_the_same_without_a_seed(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit(digits / "solver.prototxt", "max_iter: 3", "random_seed: -1")
+    runs = []
+    with caplog.at_level(logging.INFO, "caffepy"):
+        for _ in range(2):
+            train("solver.prototxt", cpu=2, deterministic=True)
+            runs.append(weights("digits_iter_3.caffemodel"))
+    np.testing.assert_array_equal(*runs)
+    assert "Deterministic: random_seed is 1" in caplog.messages
+    train("solver.prototxt", cpu=2)
+    assert (weights("digits_iter_3.caffemodel") != runs[0]).any()
+
+
+def test_settings_are_located(digits: Path) -> None:
+    edit(digits / "solver.prototxt", 'lr_policy: "stepp"')
+    with pytest.raises(ConfigError, match=r'solver\.prototxt:15:1: unknown lr_policy "stepp", did you mean "step"'):
+        train("solver.prototxt")
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "caffepy", "train", "--solver", "solver.prototxt", *arguments]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stderr is not None
+    assert any(text in line for line in process.stderr), f"no line with {text!r}"
+
+
+def weights(path: str) -> np.ndarray:
+    return np.concatenate([blob_to_array(blob).ravel() for layer in read_net(path).layer for blob in layer.blobs])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stopped_run_goes_on_exactly(number: signal.Signals, digits: Path) -> None:
+    settings = ["max_iter: 600", "display: 10", "snapshot: 0", "test_interval: 250"]
+    edit(digits / "solver.prototxt", *settings)
+    with start("--weights", "init_iter_0.caffemodel", "--threads", "1") as process:
+        wait_for(process, "Iteration 30 ")
+        process.send_signal(number)
+        log = process.communicate()[1]
+        assert "Optimization stopped early." in log
+        assert re.search(
+            r"A signal stopped the run at iteration (\d+); --snapshot digits_iter_\1.solverstate goes on", log
+        )
+        assert process.returncode == 75
+    assert not Path("digits_iter_600.caffemodel").exists()
+    train("solver.prototxt", snapshot="auto", threads=1)
+    resumed = weights("digits_iter_600.caffemodel")
+    train("solver.prototxt", weights=["init_iter_0.caffemodel"], threads=1)
+    np.testing.assert_array_equal(weights("digits_iter_600.caffemodel"), resumed)
+
+
+def test_sighup_takes_a_snapshot_and_goes_on(digits: Path) -> None:
+    edit(digits / "solver.prototxt", "max_iter: 100000", "display: 10", "snapshot: 0", "test_interval: 100000")
+    with start() as process:
+        wait_for(process, "Iteration 10 ")
+        process.send_signal(signal.SIGHUP)
+        wait_for(process, "Snapshotting solver state")
+        wait_for(process, "Iteration ")
+        process.send_signal(signal.SIGTERM)
+        process.communicate()
+        assert process.returncode == 75
+    assert len(list(digits.glob("*.solverstate"))) == 2
+
+
+def test_second_sigint_quits_without_a_snapshot(digits: Path) -> None:
+    edit(digits / "solver.prototxt", "max_iter: 100000", "display: 1", "snapshot: 0", "test_iter: 100000")
+    with start() as process:
+        wait_for(process, "Testing net")
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        assert process.returncode in (130, 75)
+
+
+def test_further_sigterms_change_nothing(digits: Path) -> None:
+    """Not while the snapshot is written, not while the curve is drawn, not while the process ends."""
+    edit(digits / "solver.prototxt", "max_iter: 100000", "display: 5", "snapshot: 0", "test_interval: 100000")
+    with start() as process:
+        wait_for(process, "Iteration 5 ")
+        while process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.002)
+        assert process.returncode == 75
+
+
+def test_events_for_tensorboard_go_on_in_a_resumed_run(digits: Path) -> None:
+    pytest.importorskip("tensorboardX")
+    edit(digits / "solver.prototxt", "max_iter: 60", "snapshot: 40", "test_interval: 30")
+    how = {"tensorboard": "events", "tensorboard_histograms": 20, "progress": False}
+    train("solver.prototxt", weights=["init_iter_0.caffemodel"], **how)
+    whole = values(digits / "events")
+    train("solver.prototxt", snapshot="digits_iter_40.solverstate", **how)
+    again = values(digits / "events")
+    assert list(again["loss"]) == list(whole["loss"]) == [0, 20, 30, 40, 60]
+    assert list(again["test/accuracy"]) == [0, 30, 60]
+    assert list(again["gradients/conv1/0"]) == list(again["weights/conv1/0"]) == [0, 20, 40]
+    assert list(again["filters/conv1"]) == [0, 20, 40, 60]
+    for tag in again.keys() - {"images_per_s"}:
+        for step, value in again[tag].items():
+            assert value == whole[tag][step], f"{tag} at {step}"
+    assert len(list((digits / "events").iterdir())) == 2

@@ -1,0 +1,472 @@
+"""Databases: order, wrapping, positions, sharing, and everything that can be wrong with a path."""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from caffepy.core.errors import DataError
+from caffepy.data.sources.database import open_source, printable
+from caffepy.data.write import write_database, write_lmdb
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "data"
+KEYS = [f"0000000{i}_im{i}.{'png' if i % 2 else 'jpg'}".encode() for i in range(10)]
+
+
+def make(path, count, size=20):
+    with write_lmdb(str(path)) as writer:
+        for i in range(count):
+            writer.put(f"{i:08d}", bytes([i % 256]) * size)
+    return str(path)
+
+
+def keys(source, count):
+    return [bytes(source.read()[0]) for _ in range(count)]
+
+
+@pytest.fixture(params=["folder", "file", "LevelDB"])
+def source(request, tmp_path):
+    if request.param == "LevelDB":
+        pytest.importorskip("plyvel", reason="plyvel is not installed")
+        path = shutil.copytree(GOLDEN / "raw_leveldb", tmp_path / "db")
+    else:
+        path = GOLDEN / "raw_lmdb" / ("data.mdb" if request.param == "file" else "")
+    source = open_source(str(path))
+    yield source
+    source.close()
+
+
+def test_key_order_and_around_again(source, caplog):
+    caplog.set_level(logging.INFO, "caffepy")
+    assert len(source) == 10
+    assert keys(source, 23) == KEYS + KEYS + KEYS[:3]
+    assert [r.message for r in caplog.records].count("Restarting data prefetching from start.") == 2
+
+
+def test_peek_consumes_nothing(source):
+    key, value = source.peek()
+    assert source.read() == (key, value)
+    assert bytes(source.read()[0]) == KEYS[1]
+
+
+@pytest.mark.parametrize("count", [1, 3, 10, 25])
+def test_taking_is_reading(source, count, caplog):
+    caplog.set_level(logging.INFO, "caffepy")
+    other = open_source(source.path)
+    for _ in range(4):
+        records = source.take(count)
+        assert len(records) == count
+        assert [(bytes(k), bytes(v)) for k, v in records] == [
+            (bytes(k), bytes(v)) for k, v in (other.read() for _ in range(count))
+        ]
+        assert source.position == other.position
+    assert caplog.messages.count("Restarting data prefetching from start.") == 2 * (4 * count // 10)
+    other.close()
+
+
+@pytest.mark.parametrize("read", [0, 4, 9, 10, 17])
+def test_position_and_seek(source, read):
+    keys(source, read)
+    index, key = source.position
+    assert (index, key) == (read % 10, KEYS[read % 10])
+    source.seek(0)
+    assert keys(source, 1) == KEYS[:1]
+    source.seek(index, key)
+    assert source.position == (index, key)
+    source.seek(index)
+    assert source.position == (index, key)
+    assert keys(source, 2) == (KEYS + KEYS)[index : index + 2]
+
+
+def test_seek_to_a_key_that_is_gone_goes_by_number(source, caplog):
+    source.seek(3, b"no such key")
+    assert source.position == (3, KEYS[3])
+    assert 'no longer holds record "no such key"' in caplog.text
+
+
+def test_taking_goes_on_at_the_key_when_its_number_has_changed(tmp_path):
+    source = open_source(make(tmp_path / "db", 10))
+    source.seek(2, b"00000005")
+    assert [bytes(key) for key, _ in source.take(7)] == [b"%08d" % i for i in (5, 6, 7, 8, 9, 0, 1)]
+    assert [bytes(key) for key, _ in source.take(12)] == [b"%08d" % (i % 10) for i in range(2, 14)]
+
+
+def test_taking_many_small_records(tmp_path, monkeypatch):
+    monkeypatch.setattr("caffepy.data.sources.lmdb_pages.KEPT", 3000)  # so that some places are forgotten
+    source = open_source(make(tmp_path / "db", 20_000))
+    for start in range(0, 45_000, 900):
+        assert [bytes(key) for key, _ in source.take(900)] == [
+            b"%08d" % (i % 20_000) for i in range(start, start + 900)
+        ]
+
+
+def test_several_sources_of_one_environment():
+    first, second = (open_source(str(GOLDEN / "raw_lmdb")) for _ in range(2))
+    third = open_source(str(GOLDEN / "raw_lmdb" / "data.mdb"))
+    assert keys(first, 3) == KEYS[:3]
+    first.close()
+    assert keys(second, 2) == KEYS[:2]
+    assert keys(third, 1) == KEYS[:1]
+    second.close()
+    third.close()
+
+
+def test_what_is_forgotten_is_free_for_others(tmp_path):
+    """A script that let its net go opens the database by itself: lmdb refuses to do that twice in a process."""
+    path = make(tmp_path / "db", 3)
+    first, second = open_source(path), open_source(path)
+    del first
+    assert keys(second, 1) == [b"00000000"]
+    del second
+    with lmdb.open(path, readonly=True, lock=False) as database:
+        assert database.stat()["entries"] == 3
+
+
+def test_sources_come_and_go_in_many_threads():
+    path, errors = str(GOLDEN / "raw_lmdb"), []
+
+    def open_and_forget(close):
+        try:
+            for _ in range(100):
+                source = open_source(path)
+                assert keys(source, 2) == KEYS[:2]
+                if close:
+                    source.close()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=open_and_forget, args=(i % 2,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+
+
+def test_closing_twice_is_fine():
+    source, other = (open_source(str(GOLDEN / "raw_lmdb")) for _ in range(2))
+    source.close()
+    source.close()
+    assert keys(other, 1) == KEYS[:1]
+    other.close()
+
+
+def test_a_new_database_under_an_old_name(tmp_path):
+    old = open_source(make(tmp_path / "db", 3))
+    os.rename(tmp_path / "db", tmp_path / "old")
+    new = open_source(make(tmp_path / "db", 5))
+    assert (len(old), len(new)) == (3, 5)
+
+
+def test_read_only_folder(tmp_path):
+    shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / "db")
+    os.chmod(tmp_path / "db" / "data.mdb", 0o444)
+    os.chmod(tmp_path / "db", 0o555)
+    source = open_source(str(tmp_path / "db"))
+    assert keys(source, 10) == KEYS
+    source.close()
+    os.chmod(tmp_path / "db", 0o755)
+    assert os.listdir(tmp_path / "db") == ["data.mdb"]
+
+
+def test_a_leveldb_stays_as_it_is_and_others_may_read_it_at_the_same_time(tmp_path):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    path = GOLDEN / "raw_leveldb"
+    before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()}
+    source = open_source(str(path))
+    program = f"from caffepy.data.sources.database import open_source; assert len(open_source({str(path)!r})) == 10"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
+    assert keys(source, 12) == KEYS + KEYS[:2]
+    source.close()
+    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()} == before
+
+
+@pytest.mark.parametrize("missing", ["CURRENT", "MANIFEST-000002"])
+def test_a_damaged_leveldb_is_told_by_its_name(missing, tmp_path):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    shutil.copytree(GOLDEN / "raw_leveldb", tmp_path / "db")
+    os.remove(tmp_path / "db" / missing)
+    if missing == "CURRENT":
+        with pytest.raises(DataError, match="db is no database"):
+            open_source(str(tmp_path / "db"))
+    else:
+        with pytest.raises(DataError, match="db cannot be read as a LevelDB: ") as raised:
+            open_source(str(tmp_path / "db"))
+        assert "caffepy-leveldb" not in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [".log", ".ldb"])
+def test_damage_in_a_leveldb_is_met(kind, tmp_path, monkeypatch):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    monkeypatch.setattr("caffepy.data.write.WRITE_BUFFER", 1 << 16)
+    with write_database(f"{tmp_path}/db", "leveldb") as writer:
+        for i in range(3000):
+            writer.put(f"{i:08d}", os.urandom(200))
+    for file in sorted((tmp_path / "db").glob(f"*{kind}")):
+        content = bytearray(file.read_bytes())
+        if len(content) > 1000:
+            content[900] ^= 255
+            file.write_bytes(content)
+    with pytest.raises(DataError, match=r"db (cannot be read as a LevelDB|is damaged near record \d+): .*checksum"):
+        open_source(f"{tmp_path}/db").take(3000)
+
+
+def test_a_truncated_leveldb_is_told_by_its_name(tmp_path, monkeypatch):
+    pytest.importorskip("plyvel", reason="plyvel is not installed")
+    monkeypatch.setattr("caffepy.data.write.WRITE_BUFFER", 1 << 16)
+    with write_database(f"{tmp_path}/db", "leveldb") as writer:
+        for i in range(9000):
+            writer.put(f"{i:08d}", os.urandom(200))
+    tables = sorted((tmp_path / "db").glob("*.ldb"))
+    for i in 0, 1:
+        shutil.copytree(tmp_path / "db", tmp_path / f"{i}")
+        os.truncate(tmp_path / f"{i}" / tables[i].name, tables[i].stat().st_size // 2)
+        with pytest.raises(DataError, match=rf"{i} (is damaged|cannot be read as a LevelDB): ") as raised:
+            len(open_source(f"{tmp_path}/{i}"))
+        assert "caffepy-leveldb" not in str(raised.value)
+
+
+KEYS_SHOWN = {b"a b": '"a b"', "ä".encode(): '"ä"', b"\xff\0a": r'"\xff\x00a"', b"a\n\x1b[1m": r'"a\n\x1b[1m"'}
+
+
+@pytest.mark.parametrize("key", KEYS_SHOWN)
+def test_keys_in_messages(key):
+    assert printable(key) == KEYS_SHOWN[key]
+
+
+def test_all_records_once(source):
+    source.read()
+    for size in (1, 3, 10, 99):
+        runs = [[bytes(key) for key, _ in records] for records in source.once(size)]
+        assert [key for run in runs for key in run] == KEYS
+        assert {len(run) for run in runs[:-1]} <= {size}
+
+
+def test_larger_than_the_default_map(tmp_path):
+    source = open_source(make(tmp_path / "db", 300, 100_000))
+    assert len(source) == 300
+    assert bytes(source.read()[1]) == bytes(100_000)
+
+
+def test_backend_of_the_wrong_name_warns_once(tmp_path, caplog):
+    path = make(tmp_path / "db", 1)
+    for _ in range(2):
+        open_source(path, "LEVELDB")
+    open_source(path, "LMDB")
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        f"{path} is opened as the LMDB it is; write backend: LMDB"
+    ]
+
+
+def test_opened_line(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "caffepy")
+    path = make(tmp_path / "db", 1)
+    open_source(path, "LMDB")
+    assert f"Opened lmdb {path}" in caplog.messages
+
+
+def test_leveldb_without_plyvel_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plyvel", None)
+    with pytest.raises(DataError, match=r"raw_leveldb is a LevelDB; .* pip install caffepy\[leveldb\]"):
+        open_source(str(GOLDEN / "raw_leveldb"), "LMDB")
+
+
+def damaged(tmp_path, content):
+    (tmp_path / "db").mkdir(parents=True)
+    (tmp_path / "db" / "data.mdb").write_bytes(content)
+    return str(tmp_path / "db")
+
+
+BYTES = (GOLDEN / "raw_lmdb" / "data.mdb").read_bytes()
+DAMAGED = {
+    "empty": (b"", "is not an LMDB: .*data.mdb is empty"),
+    "text": (b"name: 'lenet'\n" * 1000, "is not an LMDB: .*data.mdb looks like text"),
+    "short text": (b"hello", "is not an LMDB: .*data.mdb looks like text"),
+    "zeros": (bytes(20000), "is not an LMDB: .*data.mdb looks like zero bytes"),
+    "within the first lines": (BYTES[:100], "truncated LMDB: .* has 100 of at least 8192 bytes"),
+    "within the first page": (BYTES[:1000], "truncated LMDB: .* has 1000 of at least 8192 bytes"),
+    "one page": (BYTES[:4096], "truncated LMDB: .* has 4096 of at least 8192 bytes"),
+    "two pages": (BYTES[:8192], "truncated LMDB: .* has 8192 of at least 24576 bytes"),
+    "within a page": (BYTES[:12000], "truncated LMDB: .* has 12000 of at least 24576 bytes"),
+    "last byte": (BYTES[:-1], "truncated LMDB: .* has 24575 of at least 24576 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGED)
+def test_damaged_file(case, tmp_path):
+    content, message = DAMAGED[case]
+    with pytest.raises(DataError, match=message) as raised:
+        open_source(damaged(tmp_path, content))
+    assert raised.value.exit_code == 4
+
+
+def read_until_error(path, at_a_time):
+    records = 0
+    try:
+        source = open_source(path)
+        while True:
+            records += len(source.take(at_a_time)) if at_a_time else bool(source.read())
+    except DataError as error:
+        return records, error
+
+
+@pytest.mark.parametrize("at_a_time", [0, 50])
+@pytest.mark.parametrize("leaf", [3, 500])
+def test_a_damaged_page_is_met_before_it_is_read(leaf, at_a_time, tmp_path):
+    """LMDB itself would crash on it; the first leaves are checked at once."""
+    make(tmp_path / "db", 20_000, 120)
+    content = bytearray((tmp_path / "db" / "data.mdb").read_bytes())
+    leaves = [p for p in range(2, len(content) // 4096) if content[p * 4096 + 10] == 2]
+    page = leaves[leaf]
+    content[4096 * page : 4096 * (page + 1)] = bytes(4096)
+    path = damaged(tmp_path / "copy", bytes(content))
+    records, error = read_until_error(path, at_a_time)
+    assert f"copy/db is damaged at page {page} of {len(content) // 4096}; copy it anew" in str(error)
+    assert (records > 1000) == (leaf > 100)
+
+
+def test_random_damage_never_crashes(tmp_path):
+    """In a child process, which a crash would end."""
+    make(tmp_path / "small", 500)
+    make(tmp_path / "large", 20, 10_000)
+    program = f"""
+import os, random
+from caffepy.data.sources.database import open_source
+from caffepy.core.errors import DataError
+random.seed(1)
+for i in range(200):
+    content = bytearray(open(f"{tmp_path}/{{('small', 'large')[i % 2]}}/data.mdb", "rb").read())
+    for _ in range(3):
+        page = random.randrange(len(content) // 4096)
+        content[page * 4096 + random.randrange(150)] = random.randrange(256)
+    os.makedirs(f"{tmp_path}/{{i}}")
+    open(f"{tmp_path}/{{i}}/data.mdb", "wb").write(content)
+    try:
+        source = open_source(f"{tmp_path}/{{i}}")
+        count = len(source) % 1000
+        for records in ([source.read() for _ in range(count)], source.take(count)):
+            records = [(bytes(k), bytes(v)) for k, v in records]
+        source.seek(5, b"00000005")
+        print("read")
+    except DataError:
+        print("refused")
+"""
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.split()
+    assert len(lines) == 200
+    assert lines.count("refused") > 20
+
+
+def test_missing_and_foreign_paths(tmp_path):
+    with pytest.raises(DataError, match=r'source "nowhere_lmdb" does not exist \(the working directory is /'):
+        open_source("nowhere_lmdb")
+    with pytest.raises(DataError, match=r"neither data.mdb \(LMDB\) nor CURRENT \(LevelDB\)"):
+        open_source(str(tmp_path))
+    (tmp_path / "train_lmdb").touch()
+    with pytest.raises(DataError, match='train_lmbd" does not exist, did you mean "train_lmdb"'):
+        open_source(f"{tmp_path}/train_lmbd")
+    with pytest.raises(DataError, match="no source is given"):
+        open_source("")
+
+
+def test_database_without_records(tmp_path):
+    with pytest.raises(DataError, match="is an LMDB without records"):
+        open_source(make(tmp_path / "db", 0))
+
+
+def test_writer_leaves_nothing_when_the_block_raises(tmp_path):
+    def stop_in_the_middle():
+        with write_lmdb(str(tmp_path / "db")) as writer:
+            writer.put("a", b"x")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        stop_in_the_middle()
+    assert os.listdir(tmp_path) == []
+
+
+def test_writer_refuses_what_exists(tmp_path):
+    make(tmp_path / "db", 1)
+    with pytest.raises(DataError, match="exists already"):
+        make(tmp_path / "db", 1)
+
+
+def test_writer_refuses_what_another_process_made_meanwhile(tmp_path):
+    def write():
+        with write_lmdb(str(tmp_path / "db")) as writer:
+            writer.put("a", b"x")
+            shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / "db")
+
+    with pytest.raises(DataError, match="exists already"):
+        write()
+    assert os.listdir(tmp_path) == ["db"]
+
+
+def test_writer_removes_what_a_killed_run_has_left(tmp_path):
+    for name in ".db.999999999.0123abcd.tmp", f".db.{os.getpid()}.0123abcd.tmp", ".db2.999999999.0123abcd.tmp":
+        shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / name)
+    make(tmp_path / "db", 1)
+    assert sorted(os.listdir(tmp_path)) == [
+        f".db.{os.getpid()}.0123abcd.tmp",
+        ".db2.999999999.0123abcd.tmp",
+        "db",
+    ]
+
+
+def test_writer_names_an_impossible_key(tmp_path):
+    with pytest.raises(DataError, match="cannot be written"), write_lmdb(str(tmp_path / "db")) as writer:
+        writer.put("k" * 600, b"x")
+    assert os.listdir(tmp_path) == []
+
+
+def test_another_process_reads_at_the_same_time(tmp_path):
+    path = make(tmp_path / "db", 4)
+    source = open_source(path)
+    program = f"from caffepy.data.sources.database import open_source; assert len(open_source({path!r})) == 4"
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
+    assert len(source) == 4
+
+
+class Broken:
+    """A cursor of a database whose pages are damaged where only LMDB looks."""
+
+    def __init__(self, cursor):
+        self.cursor = cursor
+
+    def __getattr__(self, name):
+        if name in ("set_key", "item"):
+            raise lmdb.CorruptedError("Located page was wrong type")
+        return getattr(self.cursor, name)
+
+
+@pytest.mark.parametrize(
+    "use", [lambda s: s.take(5), lambda s: s.peek(), lambda s: s.position, lambda s: s.seek(2, b"00000002_im2.jpg")]
+)
+def test_damage_that_lmdb_finds(use, tmp_path):
+    source = open_source(str(GOLDEN / "raw_lmdb"))
+    source._cursor = Broken(source._cursor)
+    with pytest.raises(DataError, match=r"raw_lmdb is damaged (near|before) record \d: Located page"):
+        use(source)
+    source.close()
+
+
+@pytest.mark.parametrize("claimed", [0, 11, 5000, 1 << 63, (1 << 64) - 1])
+def test_a_wrong_number_of_records_is_damage(claimed, tmp_path):
+    path = Path(make(tmp_path / "db", 10)) / "data.mdb"
+    content = bytearray(path.read_bytes())
+    for page in range(2):  # the entries of the main database stand before its root
+        content[page * 4096 + 120 : page * 4096 + 128] = claimed.to_bytes(8, "little")
+    path.write_bytes(content)
+    source = open_source(str(tmp_path / "db"))
+    assert keys(source, 12)[10:] == [b"00000000", b"00000001"]
+    with pytest.raises(DataError, match=r"is damaged: it (claims|has fewer records than)"):
+        source.seek(claimed - 1 if claimed < 1 << 60 else 3)
+    source.close()

@@ -1,0 +1,88 @@
+import gc
+import weakref
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from caffepy.core.errors import DataError
+from caffepy.device.device import CudaDevice, Device, Recording
+
+
+def test_where_random_numbers_stand_is_taken_up_again() -> None:
+    device = Device(3)
+    device.draw_seed()
+    state = device.random.state
+    assert device.random.state is state
+    drawn = [device.draw_seed(), device.rng.random()]
+    assert device.random.state is not state
+    device.random.state = state
+    assert [device.draw_seed(), device.rng.random()] == drawn
+
+
+def test_seeds_fix_the_numbers() -> None:
+    device = Device()
+    device.seed(5)
+    assert device.draw_seed() == Device(5).draw_seed()
+
+
+def test_problems_are_seen_at_once_and_once() -> None:
+    problem = Device().problem(lambda value: DataError(f"{value:g} is bad"))
+    problem.check()
+    problem.found[:] = 1, np.nan
+    with pytest.raises(DataError, match="nan is bad"):
+        problem.check()
+    problem.check()
+
+
+@pytest.mark.gpu
+def test_devices_take_up_the_streams_of_those_that_are_gone() -> None:
+    from caffepy.ops.cuda.plans import context
+
+    def use(*lanes: str) -> list[int]:
+        device = CudaDevice(0)
+        with device.scope(), device.overlapping():
+            found = [id(context())]
+            for lane in lanes:
+                with device.aside(lane):
+                    found.append(id(context()))
+        return found
+
+    gc.collect()  # the streams of other tests' devices come back now, not between the two
+    own, layer, sync = use("layer", "sync")
+    gc.collect()
+    assert use("sync", "layer") == [own, sync, layer]
+    one, other = CudaDevice(0), CudaDevice(0)
+    assert one.stream.ptr != other.stream.ptr
+
+
+class _FailedError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError {status}")
+
+
+@pytest.mark.parametrize(
+    ("status", "idle", "lost"),
+    [(0, True, ""), (600, False, ""), (700, True, "cudaError 700"), (900, True, "")],
+    ids=["done", "at work", "failed for good", "recording"],
+)
+def test_a_gpu_whose_memory_cannot_be_read_is_lost_and_not_at_work(status: int, idle: bool, lost: str) -> None:
+    """CuPy's `Stream.done` raises nothing: it is False whatever is wrong."""
+    device = object.__new__(CudaDevice)
+    device.stream = SimpleNamespace(ptr=1, done=True)
+    device._lanes = {"layer": SimpleNamespace(ptr=2, done=status == 0)}
+    runtime = SimpleNamespace(streamQuery={2: status}.__getitem__, CUDARuntimeError=_FailedError)
+    device._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    assert (device.idle, device.lost) == (idle, lost)
+
+
+def test_a_recording_gives_back_what_it_holds_whoever_refers_to_it() -> None:
+    class Graph:
+        """What CuPy records."""
+
+    graph = Graph()
+    held = weakref.ref(graph)
+    recording = Recording(graph, None, None)
+    del graph
+    recording.close()
+    assert held() is None

@@ -1,0 +1,109 @@
+import os
+import threading
+
+import numpy as np
+import pytest
+from threadpoolctl import threadpool_info
+
+from caffepy.device import threads
+from caffepy.ops import cpu
+
+
+@pytest.fixture
+def four_threads():
+    before = cpu.num_threads()
+    cpu.set_num_threads(4)
+    yield
+    cpu.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("n", "grain"), [(0, 1), (1, 1), (3, 1), (4, 1), (1000, 7), (10, 100), (16, 4)])
+def test_pieces_make_up_the_range(four_threads, n, grain):
+    seen = []
+    cpu.parallel(lambda lo, hi: seen.append((lo, hi)), n, grain)
+    assert sorted(i for lo, hi in seen for i in range(lo, hi)) == list(range(n))
+    assert len(seen) <= max(1, min(4, n // grain))
+    assert all(hi - lo >= min(grain, n) for lo, hi in seen)
+
+
+def test_there_are_so_many_pieces_at_most(four_threads):
+    seen = []
+    cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 10, most=3)
+    assert sorted(seen) == [(0, 3), (3, 6), (6, 10)]
+
+
+def test_works_on_several_threads(four_threads):
+    meeting = threading.Barrier(4, timeout=60)
+    cpu.parallel(lambda lo, hi: meeting.wait(), 4)
+
+
+def test_an_exception_reaches_the_caller(four_threads):
+    def fail(lo, hi):
+        if lo > 0:
+            raise ValueError(f"piece {lo}")
+
+    with pytest.raises(ValueError, match="piece"):
+        cpu.parallel(fail, 4)
+    seen = []
+    cpu.parallel(lambda lo, hi: seen.append(lo), 4)
+    assert len(seen) == 4
+
+
+def test_a_call_inside_a_piece_runs_at_once(four_threads):
+    inner = []
+
+    def outer(lo, hi):
+        me = threading.get_ident()
+        cpu.parallel(lambda a, b: inner.append((threading.get_ident() == me, a, b)), 8)
+
+    cpu.parallel(outer, 4)
+    assert inner == [(True, 0, 8)] * 4
+
+
+def test_several_callers_share_the_pool(four_threads):
+    sums = np.zeros((6, 64))
+
+    def caller(i):
+        def add(lo, hi):
+            sums[i, lo:hi] += 1
+
+        for _ in range(200):
+            cpu.parallel(add, 64)
+
+    callers = [threading.Thread(target=caller, args=(i,)) for i in range(6)]
+    for t in callers:
+        t.start()
+    for t in callers:
+        t.join()
+    assert (sums == 200).all()
+
+
+@pytest.mark.parametrize(("value", "want"), [("3", 3), ("", None), ("0", None), ("many", None)])
+def test_the_environment_sets_the_number(monkeypatch, value, want):
+    monkeypatch.setenv("CAFFEPY_NUM_THREADS", value)
+    assert threads._available() == (want or len(os.sched_getaffinity(0)))
+
+
+def blas_threads():
+    """Of the library that numpy uses; others (OpenCV's) may have been loaded since."""
+    return [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas" and "numpy" in i["filepath"]]
+
+
+def test_blas_scope_nests_and_restores():
+    before = blas_threads()
+    with cpu.blas_scope():
+        with cpu.blas_scope():
+            assert set(blas_threads()) <= {1}
+        assert set(blas_threads()) <= {1}
+    assert blas_threads() == before
+
+
+def test_a_share_of_the_threads(four_threads):
+    seen = []
+    for part, expected in ((0, 2), (1, 1), (2, 1)):
+        with threads.share(part, 3):
+            seen.clear()
+            cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 100)
+            assert len(seen) == expected
+    cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 100)
+    assert len(seen) == 5

@@ -1,0 +1,124 @@
+"""A Convolution with its ReLU against the two layers one after the other."""
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+import caffepy.layer
+from caffepy.device.blob import PLAIN, Blob, Format
+from caffepy.device.device import CudaDevice, Device
+from caffepy.layer.base import create_layer
+from caffepy.layer.fused.convolution import ConvolutionReLU
+from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
+from tests.layer.harness import random
+
+assert caffepy.layer  # imported so that every type is registered
+
+CASES = {
+    "basic": ((2, 3, 6, 5), "num_output: 4 kernel_size: 3"),
+    "no bias": ((2, 3, 6, 5), "num_output: 4 kernel_size: 3 bias_term: false"),
+    "group": ((2, 4, 6, 5), "num_output: 6 kernel_size: 3 group: 2 pad: 1"),
+    "1 axis": ((2, 3, 9), "num_output: 4 kernel_size: 3"),
+    "no spatial axis": ((4, 3), "num_output: 2 kernel_size: 1"),
+    "axis 2": ((2, 2, 3, 5, 4), "num_output: 4 kernel_size: 3 axis: 2 pad: 1"),
+}
+
+
+def quarters(values):
+    """Numbers that every format has, so that no rounding changes the sign of a sum."""
+    return np.round(4 * values) / 4
+
+
+class Pair:
+    """A Convolution and a ReLU with their blobs; two with the same seed have the same weights."""
+
+    def __init__(self, case, in_place, wanted, device=None, format=None):
+        self.device = device or Device(seed=1)
+        shape, param = CASES[case]
+        fillers = 'weight_filler { type: "gaussian" std: 1 }'
+        if "bias_term" not in param:
+            fillers += ' bias_filler { type: "gaussian" std: 1 }'
+        texts = [f'type: "Convolution" convolution_param {{ {param} {fillers} }}', 'type: "ReLU"']
+        with self.device.scope():
+            self.conv, self.relu = (
+                create_layer(text_format.Parse(text, LayerParameter()), TRAIN, self.device) for text in texts
+            )
+            self.x, self.middle, y = (Blob(store=self.device.store) for _ in range(3))
+            for blob in (self.x, self.middle, y) if format else ():
+                blob.take(format)
+            self.y = self.middle if in_place else y
+            self.x.reshape(shape)
+            self.conv.setup([self.x], [self.middle])
+            self.conv.reshape([self.x], [self.middle])
+            self.relu.setup([self.middle], [self.y])
+            self.relu.reshape([self.middle], [self.y])
+            if format:
+                assert self.conv.format_for(format) == format
+        self.conv.param_propagate_down = wanted[: len(self.conv.blobs)]
+        self.x.host_data[...] = quarters(random(*shape))
+        self.x.host_diff.fill(7)
+        for blob in self.conv.blobs:
+            blob.host_data[...] = quarters(blob.host_data)
+            blob.host_diff.fill(1)
+
+    def one_by_one(self, down):
+        with self.device.scope():
+            self.conv.forward([self.x], [self.middle])
+            self.relu.forward([self.middle], [self.y])
+            self.y.host_diff[...] = quarters(random(*self.y.shape, seed=1))
+            self.relu.backward([self.y], [True], [self.middle])
+            self.conv.backward([self.middle], [down], [self.x])
+        return self.results()
+
+    def together(self, down):
+        run = ConvolutionReLU(self.conv, self.relu, self.x, self.y, down)
+        with self.device.scope():
+            run.forward()
+            self.y.host_diff[...] = quarters(random(*self.y.shape, seed=1))
+            run.backward()
+        return self.results()
+
+    def results(self):
+        arrays = [self.y.host_data, self.x.host_diff, *(blob.host_diff for blob in self.conv.blobs)]
+        return [a.copy() for a in arrays]
+
+
+def agree(have, want, tolerance):
+    for a, b in zip(have, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(initial=1), rtol=0)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("case", CASES)
+def test_as_the_layers_one_by_one(case, in_place):
+    for down, *wanted in ((True, True, True), (False, True, True), (True, False, True), (True, True, False)):
+        apart = Pair(case, in_place, wanted).one_by_one(down)
+        together = Pair(case, in_place, wanted).together(down)
+        agree(together, apart, 1e-6)
+
+
+FORMATS = {
+    "plain": (Format(np.dtype(np.float32), False), 5e-3),
+    "tf32": (Format(np.dtype(np.float32), True), 5e-3),
+    "bf16": (Format(np.dtype(np.uint16), True), 4e-2),
+    "fp16": (Format(np.dtype(np.float16), True), 5e-3),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("case", CASES)
+def test_on_a_gpu(case, format):
+    format, tolerance = FORMATS[format]
+    if case in ("no spatial axis", "axis 2"):
+        format = PLAIN
+    want = Pair(case, True, [True, True]).one_by_one(True)
+    agree(Pair(case, False, [True, True], CudaDevice(seed=1), format).one_by_one(True), want, tolerance)
+    agree(Pair(case, True, [True, True], CudaDevice(seed=1), format).together(True), want, tolerance)
+
+
+def test_formats_that_are_not_taken():
+    native = FORMATS["bf16"][0]
+    assert Pair("basic", True, [True, True]).conv.format_for(native) == native
+    assert Pair("no spatial axis", True, [True, True]).conv.format_for(native) == PLAIN
+    assert Pair("axis 2", True, [True, True]).conv.format_for(native) == PLAIN

@@ -1,0 +1,119 @@
+"""In which format the blobs of a net lie on a GPU."""
+
+import numpy as np
+import pytest
+
+from caffepy.device.blob import PLAIN, Format
+from caffepy.net import Net
+from caffepy.net.layouts import plan
+
+from .nets import definition, net_of
+
+HALF = Format(np.dtype(np.float16), True)
+WIDE = Format(np.dtype(np.float32), True)
+DATA = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 4 dim: 4 } } }\n'
+
+
+def conv(name: str, bottom: str, extra: str = "") -> str:
+    return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" {extra}
+  convolution_param {{ num_output: 2 kernel_size: 1 }} }}\n"""
+
+
+def test_a_layer_of_forward_type_float_keeps_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("caffepy.layer.convolution.Convolution.format_for", lambda self, native: native)
+    net = net_of(DATA + conv("a", "data") + conv("b", "a", "forward_type: FLOAT") + conv("c", "b"))
+    formats = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert formats.bottoms == [[], [HALF], [WIDE], [HALF]]
+    assert formats.tops == [[PLAIN], [HALF], [WIDE], [HALF]]
+    in_float32 = plan(net.layers, net.bottoms, net.tops, WIDE)
+    assert in_float32.tops == [[PLAIN], [WIDE], [WIDE], [WIDE]]
+
+
+HEAD = 'layer { name: "y" type: "Input" top: "y" input_param { shape { dim: 2 } } }\n'
+IP = """layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s"
+  inner_product_param { num_output: 4 weight_filler { type: "xavier" } } }\n"""
+FLATTEN = 'layer { name: "%s" type: "Flatten" bottom: "%s" top: "%s" }\n'
+LOSS = 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "%s" bottom: "y" top: "loss" }\n'
+NARROW = HALF._replace(channels_last=False)
+
+
+def test_another_shape_keeps_the_type() -> None:
+    net = net_of(DATA + HEAD + conv("a", "data") + FLATTEN % ("f", "a", "f") + IP % ("ip", "f", "ip") + LOSS % "ip")
+    formats = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert formats.bottoms == [[], [], [HALF], [NARROW], [NARROW], [PLAIN, PLAIN]]
+    assert formats.tops == [[PLAIN], [PLAIN], [HALF], [NARROW], [PLAIN], [PLAIN]]
+
+
+def test_another_shape_is_plain_before_a_loss_and_so_is_the_product_that_it_shows() -> None:
+    net = net_of(DATA + HEAD + IP % ("ip", "data", "ip") + FLATTEN % ("f", "ip", "f") + LOSS % "f")
+    formats = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert formats.bottoms == [[], [], [NARROW], [PLAIN], [PLAIN, PLAIN]]
+    assert formats.tops == [[PLAIN]] * 5
+    net = net_of(DATA + HEAD + conv("a", "data") + FLATTEN % ("f", "a", "f") + LOSS % "f")
+    formats = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert formats.bottoms == [[], [], [HALF], [PLAIN], [PLAIN, PLAIN]]
+    assert formats.tops == [[PLAIN], [PLAIN], [HALF], [PLAIN], [PLAIN]]
+
+
+def test_what_has_a_loss_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss scale goes into its diff, and float16 ends at 65504."""
+    monkeypatch.setattr("caffepy.layer.neuron.ReLU.format_for", lambda self, native: native)
+    relu = 'layer { name: "r" type: "ReLU" bottom: "b" top: "b" loss_weight: 1 }\n'
+    net = net_of(DATA + conv("a", "data") + conv("b", "a") + relu)
+    formats = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert formats.bottoms == [[], [HALF], [WIDE], [WIDE]]
+    assert formats.tops == [[PLAIN], [HALF], [WIDE], [WIDE]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["uint16", "float16", "float32"])
+@pytest.mark.parametrize(
+    "view",
+    [
+        'type: "Flatten"',
+        'type: "Reshape" reshape_param { shape { dim: 0 dim: -1 } }',
+        'type: "Reshape" reshape_param { shape { dim: 0 dim: 4 dim: 1 dim: -1 } }',
+    ],
+)
+def test_another_shape_on_gpu(view: str, kind: str) -> None:
+    from caffepy.device.device import CudaDevice
+
+    text = DATA + HEAD + conv("a", "data").replace("num_output", 'weight_filler { type: "xavier" } num_output')
+    text += f'layer {{ name: "f" {view} bottom: "a" top: "f" }}\n' + IP % ("ip", "f", "ip") + LOSS % "ip"
+    nets = [net_of(text), Net(definition(text), device=CudaDevice(seed=1), native=Format(np.dtype(kind), True))]
+    for net in nets:
+        net.blobs["data"].host_data[...] = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
+        net.blobs["y"].host_data[...] = 1, 3
+        for _ in range(2):
+            net.clear_param_diffs()
+            net.forward()
+            net.backward()
+    here, there = nets
+    assert [there.blobs[name].format for name in "af"] == [Format(np.dtype(kind), last) for last in (True, False)]
+    atol = 3e-2 if kind == "uint16" else 4e-3
+    for name in ("a", "f", "ip", "loss"):
+        np.testing.assert_allclose(there.blobs[name].host_data, here.blobs[name].data, 3e-2, atol, err_msg=name)
+    for mine, theirs in zip(there.params, here.params, strict=True):
+        np.testing.assert_allclose(mine.host_diff, theirs.diff, 3e-2, atol)
+
+
+@pytest.mark.gpu
+def test_a_copy_with_a_loss_weight_on_gpu() -> None:
+    """The Split after "a" gets the weight and is of float32, its bottom is of float16."""
+    from caffepy.device.device import CudaDevice
+
+    text = DATA + conv("a", "data", "loss_weight: 0.5").replace(
+        "num_output", 'weight_filler { type: "xavier" } num_output'
+    )
+    text += conv("b", "a", "loss_weight: 2").replace("num_output", 'weight_filler { type: "xavier" } num_output')
+    nets = [net_of(text), Net(definition(text), device=CudaDevice(seed=1), native=HALF)]
+    for mine, theirs in zip(nets[1].params, nets[0].params, strict=True):
+        mine.host_data[...] = theirs.data
+    for net in nets:
+        net.blobs["data"].host_data[...] = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
+        net.forward()
+        net.backward()
+    assert nets[1].blobs["a"].format == HALF
+    np.testing.assert_allclose(nets[1].loss(), nets[0].loss(), 1e-2, 1e-2)
+    for mine, theirs in zip(nets[1].params, nets[0].params, strict=True):
+        np.testing.assert_allclose(mine.host_diff, theirs.diff, 1e-2, 1e-2)

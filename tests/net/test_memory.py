@@ -1,0 +1,364 @@
+"""Nets whose blobs share an arena give the numbers of nets whose blobs have memory of their own, to the last bit."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from caffepy import models
+from caffepy.device.blob import Array, Format, Memory
+from caffepy.device.device import Device
+from caffepy.models.synthetic import image_shape, synthetic
+from caffepy.net import Net
+from caffepy.net.fusion import Step
+from caffepy.net.memory import ALIGNMENT, Interval, Usage, lifetimes, plan, save_memory
+from caffepy.proto.caffe_pb2 import TRAIN
+from caffepy.proto.text import read_net
+
+from ..nets import test_autoencoder, test_depthwise_separable, test_siamese, test_squeezenet, test_tagger
+from ..nets.training import Batch, inputs
+from .nets import definition, net_of
+
+BATCH = 4
+Source = Callable[[np.random.Generator], Batch]
+
+
+def conv(name: str, bottom: str, relu: bool = True) -> str:
+    neuron = f'layer {{ name: "{name}_relu" type: "ReLU" bottom: "{name}" top: "{name}" }}\n' if relu else ""
+    return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" convolution_param {{
+  num_output: 6 kernel_size: 3 pad: 1 weight_filler {{ type: "xavier" }} }} }}
+{neuron}"""
+
+
+def loss(name: str, bottom: str, weight: float = 1) -> str:
+    return f"""layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}"
+  inner_product_param {{ num_output: 5 weight_filler {{ type: "xavier" }} }} }}
+layer {{ name: "{name}_drop" type: "Dropout" bottom: "{name}" top: "{name}" dropout_param {{ dropout_ratio: 0.2 }} }}
+layer {{ name: "{name}_loss" type: "SoftmaxWithLoss" bottom: "{name}" bottom: "label" top: "{name}_loss"
+  loss_weight: {weight} }}
+layer {{ name: "{name}_accuracy" type: "Accuracy" bottom: "{name}" bottom: "label" top: "{name}_accuracy" }}
+"""
+
+
+def norm(name: str, bottom: str, top: str) -> str:
+    return f"""layer {{ name: "{name}_bn" type: "BatchNorm" bottom: "{bottom}" top: "{top}" }}
+layer {{ name: "{name}_scale" type: "Scale" bottom: "{top}" top: "{top}" scale_param {{ bias_term: true }} }}
+"""
+
+
+DATA = inputs(data=(BATCH, 3, 8, 8), label=(BATCH,))
+INCEPTION = (
+    DATA
+    + conv("stem", "data")
+    + 'layer { name: "norm" type: "LRN" bottom: "stem" top: "norm" lrn_param { local_size: 3 alpha: 0.1 } }\n'
+    + conv("a", "norm")
+    + conv("b1", "norm")
+    + conv("b2", "b1")
+    + 'layer { name: "pool" type: "Pooling" bottom: "norm" top: "pool" '
+    + "pooling_param { kernel_size: 3 stride: 1 pad: 1 } }\n"
+    + conv("c", "pool")
+    + 'layer { name: "cat" type: "Concat" bottom: "a" bottom: "b2" bottom: "c" top: "cat" }\n'
+    + loss("aux", "cat", 0.3)
+    + conv("d", "cat")
+    + loss("fc", "d")
+)
+RESIDUAL = (
+    DATA
+    + conv("stem", "data")
+    + conv("a", "stem", relu=False)
+    + norm("a", "a", "a_normal")
+    + conv("b", "stem")
+    + conv("c", "b", relu=False)
+    + norm("c", "c", "c")
+    + 'layer { name: "sum" type: "Eltwise" bottom: "a_normal" bottom: "c" top: "sum" }\n'
+    + 'layer { name: "sum_relu" type: "ReLU" bottom: "sum" top: "sum" }\n'
+    + conv("d", "sum")
+    + 'layer { name: "out" type: "Eltwise" bottom: "sum" bottom: "d" top: "out" eltwise_param { operation: MAX } }\n'
+    + 'layer { name: "flat" type: "Flatten" bottom: "out" top: "flat" }\n'
+    + loss("fc", "flat")
+)
+POOLED = (
+    DATA
+    + conv("stem", "data")
+    + 'layer { name: "max" type: "Pooling" bottom: "stem" top: "max" pooling_param { kernel_size: 3 stride: 1 } }\n'
+    + 'layer { name: "max_relu" type: "ReLU" bottom: "max" top: "max" }\n'
+    + conv("a", "max", relu=False)
+    + 'layer { name: "mean" type: "Pooling" bottom: "a" top: "mean" pooling_param { pool: AVE kernel_size: 2 } }\n'
+    + 'layer { name: "mean_relu" type: "ReLU" bottom: "mean" top: "positive" }\n'
+    + 'layer { name: "again" type: "Pooling" bottom: "positive" top: "again" '
+    + "pooling_param { pool: AVE kernel_size: 2 } }\n"
+    + loss("fc", "again")
+)
+FORCED = (
+    "force_backward: true "
+    + DATA
+    + conv("stem", "data", relu=False)
+    + 'layer { name: "cut" type: "Slice" bottom: "stem" top: "a" top: "b" }\n'
+    + 'layer { name: "a_flat" type: "Flatten" bottom: "a" top: "a_flat" }\n'
+    + 'layer { name: "b_flat" type: "Flatten" bottom: "b" top: "b_flat" }\n'
+    + 'layer { name: "b_relu" type: "ReLU" bottom: "b_flat" top: "b_flat" }\n'
+    + 'layer { name: "accuracy" type: "Accuracy" bottom: "b_flat" bottom: "label" top: "accuracy" }\n'
+    + loss("fc", "a_flat")
+)
+OTHERS = (
+    DATA
+    + conv("stem", "data", relu=False)
+    + 'layer { name: "relu" type: "ReLU" bottom: "stem" top: "relu" }\n'
+    + conv("a", "relu", relu=False)
+    + 'layer { name: "a_scale" type: "Scale" bottom: "a" top: "a_scale" scale_param { bias_term: true } }\n'
+    + conv("b", "relu", relu=False)
+    + 'layer { name: "mean" type: "Pooling" bottom: "b" top: "mean" '
+    + "pooling_param { pool: AVE kernel_size: 2 stride: 2 } }\n"
+    + 'layer { name: "up" type: "Deconvolution" bottom: "mean" top: "up" convolution_param { '
+    + 'num_output: 6 kernel_size: 2 stride: 2 weight_filler { type: "xavier" } } }\n'
+    + 'layer { name: "by" type: "Eltwise" bottom: "a_scale" bottom: "up" top: "by" '
+    + "eltwise_param { operation: PROD } }\n"
+    + 'layer { name: "drop" type: "Dropout" bottom: "by" top: "drop" }\n'
+    + 'layer { name: "cut" type: "Slice" bottom: "drop" top: "c" top: "d" }\n'
+    + 'layer { name: "scaled" type: "Eltwise" bottom: "c" bottom: "d" top: "scaled" '
+    + "eltwise_param { coeff: 2 coeff: 3 } }\n"
+    + 'layer { name: "joined" type: "Concat" bottom: "scaled" bottom: "relu" top: "joined" }\n'
+    + 'layer { name: "rows" type: "Reshape" bottom: "joined" top: "rows" reshape_param { shape { dim: 0 dim: -1 } } }\n'
+    + 'layer { name: "tanh" type: "TanH" bottom: "rows" top: "tanh" }\n'
+    + loss("fc", "tanh")
+)
+
+
+def images(rng: np.random.Generator) -> Batch:
+    return {"data": rng.standard_normal((BATCH, 3, 8, 8)), "label": rng.integers(0, 5, BATCH)}
+
+
+NETS: dict[str, tuple[str, Source]] = {
+    "inception": (INCEPTION, images),
+    "residual": (RESIDUAL, images),
+    "forced": (FORCED, images),
+    "pooled": (POOLED, images),
+    "others": (OTHERS, images),
+    "siamese": (test_siamese.NET, test_siamese.pairs),
+    "recurrent": (test_tagger.NET, test_tagger.sentences),
+    "autoencoder": (test_autoencoder.NET, test_autoencoder.bars),
+    "depthwise": (test_depthwise_separable.NET, test_squeezenet.images),
+    "squeezenet": (test_squeezenet.NET, test_squeezenet.images),
+}
+
+
+class Driven:
+    """A net run step by step; what nobody should need any more is overwritten with NaN as soon as that is so."""
+
+    def __init__(self, net: Net, source: Source, steps: Sequence[Step], learns: bool = True) -> None:
+        self.net, self.source, self.steps, self.learns = net, source, steps, learns
+        self.rng = np.random.default_rng(3)
+        self.shared: dict[Memory, Interval] = {}
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(self.net, self.steps, self.learns)
+
+    def poison(self, moment: int) -> None:
+        for memory, interval in self.shared.items():
+            if interval.last == moment:
+                memory.array.fill(np.nan)
+
+    def run(self) -> list[Array]:
+        """The outputs of a pass and the gradients of the parameters, by which these then change."""
+        for name, array in self.source(self.rng).items():
+            self.net.blobs[name].data[...] = array
+        count = len(self.steps)
+        for i, step in enumerate(self.steps):
+            self.net.forward(steps=[step])
+            self.poison(i)
+        for i, step in enumerate(reversed(self.steps) if self.learns else ()):
+            self.net.backward(steps=[step])
+            self.poison(count + i)
+        found = [self.net.blobs[name].data.copy() for name in self.net.outputs]
+        for blob in self.net.learnable_params if self.learns else ():
+            found.append(blob.diff.copy())
+            blob.data[...] -= np.float32(0.05) * blob.diff
+            blob.diff.fill(0)
+        return found
+
+
+def plain(net: Net) -> list[Step]:
+    return [Step(i) for i in range(len(net.layers))]
+
+
+def assert_same(a: Sequence[Array], b: Sequence[Array]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert np.isfinite(x).all()
+        np.testing.assert_array_equal(x, y)
+
+
+intervals = st.builds(
+    lambda size, first, length: Interval(size, first, first + length),
+    st.integers(1, 5000),
+    st.integers(0, 30),
+    st.integers(0, 12),
+)
+
+
+@given(st.lists(intervals, max_size=40))
+def test_what_is_needed_at_one_moment_lies_apart(needs: list[Interval]) -> None:
+    offsets, total = plan(needs)
+    places = list(zip(needs, offsets, strict=True))
+    for i, (a, start) in enumerate(places):
+        assert start % ALIGNMENT == 0
+        assert start + a.size <= total
+        for b, other in places[:i]:
+            if a.first <= b.last and b.first <= a.last:
+                assert start + a.size <= other or other + b.size <= start
+    assert total <= sum(-(-need.size // ALIGNMENT) * ALIGNMENT for need in needs)
+
+
+def test_memory_is_used_again_as_soon_as_it_is_free() -> None:
+    assert plan([Interval(1024, i, i + 1) for i in range(10)]) == ([0, 1024] * 5, 2048)
+    assert plan([]) == ([], 0)
+
+
+def test_the_smallest_gap_is_taken() -> None:
+    below, above = Interval(4096, 0, 0), Interval(4095, 0, 9)  # at 0 and 4096
+    wide, narrow = Interval(2048, 5, 5), Interval(1000, 5, 5)
+    assert plan([below, above, Interval(3000, 1, 5), narrow]) == ([0, 4096, 0, 3072], 8191)
+    assert plan([below, above, wide, narrow]) == ([0, 4096, 0, 2048], 8191)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", NETS)
+def test_numbers_are_the_same_to_the_last_bit(name: str, fuse: bool) -> None:
+    text, source = NETS[name]
+    nets = [Driven(net := net_of(text), source, net.steps if fuse else plain(net)) for _ in range(2)]
+    nets[1].shared = lifetimes(nets[1].usage)
+    size = save_memory([nets[1].usage])
+    assert 0 < size < sum(interval.size for interval in nets[1].shared.values())
+    for memory in nets[1].shared:
+        memory.array.fill(np.nan)
+    for _ in range(3):
+        assert_same(nets[0].run(), nets[1].run())
+
+
+def test_every_net_of_a_solver_may_lie_in_one_arena() -> None:
+    text, source = NETS["depthwise"]
+    found = []
+    for shared in (False, True):
+        train, test = net_of(text), net_of("state { phase: TEST }" + text)
+        runs = [Driven(train, source, plain(train)), Driven(test, source, plain(test), learns=False)]
+        if shared:
+            sizes = [save_memory([run.usage]) for run in runs]
+            assert save_memory([run.usage for run in runs]) == max(sizes)
+        found.append([])
+        for _ in range(3):
+            test.share_trained_layers_with(train)
+            found[-1] += [*runs[1].run(), *runs[0].run()]
+    assert_same(*found)
+
+
+def test_the_digits_learn_as_without(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "caffepy.net.memory")
+    path = models.path("digits", "train_val")
+    assert path is not None
+    param = read_net(path)
+    param.state.phase = TRAIN
+    nets = [Net(param, device=Device(seed=1), path=path) for _ in range(2)]
+    save_memory([Usage(nets[1], plain(nets[1]), True)])
+    assert "share" in caplog.messages[-1]
+    runs = [Driven(net, lambda rng: {}, plain(net)) for net in nets]
+    for _ in range(4):
+        assert_same(*(run.run() for run in runs))
+    for net in nets:
+        net.close()
+
+
+@pytest.mark.parametrize("name", ["googlenet", "resnet50"])
+def test_large_nets_take_little_more_than_the_data_alone(name: str) -> None:
+    path = models.path(name, "train_val")
+    assert path is not None
+    param = synthetic(read_net(path), 2, image_shape(name))
+    param.state.phase = TRAIN
+    net = Net(param, device=Device(seed=1))
+    data = {top.data_memory: top.count for tops in net.tops for top in tops}
+    _, total = plan(list(lifetimes(Usage(net, plain(net), True)).values()))
+    assert total < 1.1 * 4 * sum(data.values())
+
+
+def test_what_lives_longer_than_a_pass_is_left_alone() -> None:
+    net = net_of(
+        DATA
+        + 'layer { name: "p" type: "Parameter" top: "p" parameter_param { shape { dim: 6 } } }\n'
+        + conv("a", "data")
+        + 'layer { name: "plus" type: "Bias" bottom: "a" bottom: "p" top: "plus" bias_param { axis: 1 } }\n'
+        + 'layer { name: "keep" type: "Filter" bottom: "plus" bottom: "label" top: "kept" }\n'
+        + 'layer { name: "mask" type: "Pooling" bottom: "kept" top: "max" top: "at" '
+        + "pooling_param { kernel_size: 2 } }\n"
+        + 'layer { name: "hush" type: "Silence" bottom: "at" }\n'
+        + loss("fc", "max")
+    )
+    shared = lifetimes(Usage(net, plain(net), True))
+    blobs = net.blobs
+    names = {name for name, blob in blobs.items() if blob.data_memory in shared}
+    assert names == {"a", "max", "at", "fc", *(name for name in blobs if name.startswith("fc_fc_drop_0_split"))}
+    names = {name for name, blob in blobs.items() if blob.diff_memory in shared}
+    assert names == {"p", "a", "max", "fc", "fc_fc_drop_0_split_0"}
+
+
+def test_a_blob_that_grows_leaves_the_arena_and_the_others_stay() -> None:
+    text, source = NETS["inception"]
+    nets = [net_of(text) for _ in range(2)]
+    save_memory([Usage(nets[1], plain(nets[1]), True)])
+    runs = [Driven(net, source, plain(net)) for net in nets]
+    assert_same(*(run.run() for run in runs))
+    larger = {name: np.concatenate([a, a]) for name, a in source(np.random.default_rng(5)).items()}
+    for run in runs:
+        run.source = lambda rng: larger
+        for name, array in larger.items():
+            run.net.blobs[name].reshape(array.shape)
+    for _ in range(2):
+        assert_same(*(run.run() for run in runs))
+
+
+class Gpu(Device):
+    """A device that computes as the CPU does, but whose blobs can lie in another format."""
+
+    def __init__(self) -> None:
+        super().__init__(seed=1)
+        self.dirty: set[Memory] = set()
+        self.epoch = 0
+
+    @property
+    def store(self) -> "Gpu":  # type: ignore[override]
+        return self
+
+    def zeros(self, count: int, dtype: np.dtype) -> Array:
+        return np.zeros(count, dtype)
+
+    def download(self, array: Array, host: Array) -> None:
+        host[...] = array
+
+
+def test_copies_in_another_format_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Format(np.dtype(np.float16), True)
+    monkeypatch.setattr("caffepy.ops.native_format", lambda device: half)
+    monkeypatch.setattr("caffepy.layer.convolution.Convolution.format_for", lambda self, native: native)
+    absolute = 'layer { name: "abs" type: "AbsVal" bottom: "a" top: "abs" }\n'
+    text = DATA + conv("a", "data", relu=False) + absolute + conv("b", "abs", relu=False) + loss("fc", "b")
+    net = Net(definition(text), device=Gpu())
+    run = Usage(net, plain(net), True)
+    shared = lifetimes(run)
+    a = net.blobs["a"]
+    at = net.layer_names.index("abs")
+    back = 2 * len(net.layers) - 1 - at
+    (twin,) = net.twins[at]
+    count = BATCH * 6 * 8 * 8
+    assert a.format == half
+    assert shared[a.data_memory] == Interval(2 * count, at - 1, back)
+    assert shared[twin.data_memory] == Interval(4 * count, at, back)
+    assert shared[a.diff_memory] == Interval(2 * count, back, back + 1)
+    assert shared[twin.diff_memory] == Interval(4 * count, back, back)
+    save_memory([run])
+    assert a.data.dtype == np.float16
+    assert a.data.strides == (8 * 8 * 6 * 2, 2, 8 * 6 * 2, 6 * 2)
+    assert twin.diff.dtype == np.float32
+    for m, mine in shared.items():
+        for n, others in shared.items():
+            if m is not n and mine.first <= others.last and others.first <= mine.last:
+                assert not np.may_share_memory(m.array, n.array)

@@ -1,0 +1,52 @@
+import numpy as np
+import pytest
+
+from caffepy.device.blob import Blob
+from caffepy.device.device import Device
+from caffepy.ops import cpu
+from caffepy.ops.update_state import Fate, Limits
+
+
+def losses() -> list[Blob]:
+    blobs = [Blob((2,)), Blob(())]
+    blobs[0].data[...], blobs[0].diff[...] = (1, 2), 0.5
+    blobs[1].data[...], blobs[1].diff[...] = 3, 1
+    return blobs
+
+
+def test_gradients_are_clipped_and_divided() -> None:
+    control = cpu.Control(Limits(1, 2), losses(), Device())
+    diff = np.ones(4, np.float32)
+    control.say(0.1, 0.2, 0.3)
+    control.open([diff])
+    assert not diff.any()
+    control.note()
+    control.note()
+    assert control.loss() == 4.5
+    diff[:] = 3
+    control.judge(diff)
+    control.given()
+    assert control.verdicts(wait=False) == [(4.5, 6, pytest.approx(1 / 6), 1, Fate.UPDATED)]
+    assert control.verdicts(wait=True) == []
+    assert (control.rate, control.decay, control.correction, control.go) == (0.1, 0.2, 0.3, 1)
+    assert control.scale == pytest.approx(1 / 12)
+
+
+def test_gradients_below_the_limit_stay() -> None:
+    for limit, norm in ((-1, 0), (9, 6)):
+        control = cpu.Control(Limits(limit, 1), [], Device())
+        control.judge(np.full(4, 3, np.float32))
+        assert control.verdicts(wait=True) == [(0, norm, 1, 1, Fate.UPDATED)]
+        assert control.scale == 1
+
+
+def test_sums() -> None:
+    blobs = losses()
+    sums = cpu.Sums(blobs, blobs[1:], Device())
+    for _ in range(2):
+        sums.clear()
+        sums.add()
+        sums.add()
+        (first, second), loss = sums.read()
+        np.testing.assert_array_equal(first, [2, 4])
+        assert (float(second), loss) == (6, 6)

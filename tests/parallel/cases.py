@@ -1,0 +1,87 @@
+"""Teams of solvers on the CPU for tests."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.collectives.topology import all_joined
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
+from caffepy.parallel.manager import Team, Terms
+from caffepy.solver import Solver
+from tests.solver.cases import DIGITS, AskAt, Recorder, solver_of
+
+NET = f"""
+layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TRAIN }}
+  transform_param {{ scale: 0.004 }}
+  data_param {{ source: "{DIGITS}/digits_train_lmdb" batch_size: BATCH backend: LMDB }} }}
+layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TEST }}
+  transform_param {{ scale: 0.004 }}
+  data_param {{ source: "{DIGITS}/digits_test_lmdb" batch_size: 7 backend: LMDB }} }}
+layer {{ name: "conv" type: "Convolution" bottom: "data" top: "conv" param {{ lr_mult: 1 }} param {{ lr_mult: 2 }}
+  convolution_param {{ num_output: 4 kernel_size: 3 weight_filler {{ type: "xavier" }} }} }}
+layer {{ name: "relu" type: "ReLU" bottom: "conv" top: "conv" }}
+layer {{ name: "pool" type: "Pooling" bottom: "conv" top: "pool" pooling_param {{ kernel_size: 2 stride: 2 }} }}
+layer {{ name: "ip" type: "InnerProduct" bottom: "pool" top: "ip"
+  inner_product_param {{ num_output: 10 weight_filler {{ type: "xavier" }} }} }}
+layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }}
+layer {{ name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" include {{ phase: TEST }} }}
+"""
+SETTINGS = (
+    'base_lr: 0.05 lr_policy: "step" gamma: 0.5 stepsize: 20 momentum: 0.9 weight_decay: 0.001 clip_gradients: 2 '
+    "iter_size: 2 display: 1 test_iter: 5 test_interval: 20 average_loss: 3 "
+)
+ITERATIONS = 50
+
+
+def net(batch: int, text: str = NET) -> str:
+    return text.replace("BATCH", str(batch))
+
+
+LOSSY = net(3).replace(
+    'layer { name: "ip"', 'layer { name: "drop" type: "Dropout" bottom: "pool" top: "pool" } layer { name: "ip"'
+)
+LOSSY = LOSSY.replace("scale: 0.004", "scale: 0.004 mirror: true crop_size: 7")
+"""A net that draws random numbers, for its data and its dropout."""
+
+
+class Run:
+    """A root solver and `size` - 1 workers, trained together; what they were like at the end."""
+
+    def __init__(
+        self,
+        size: int,
+        text: str,
+        sync: str = "auto",
+        *,
+        settings: str = SETTINGS,
+        until: int = ITERATIONS,
+        state: str | None = None,
+        ask: AskAt | None = None,
+        **terms: Any,
+    ) -> None:
+        self.recorder = Recorder()
+        self.root = solver_of(settings, text, reporter=self.recorder)
+        if state:
+            self.root.restore(state)
+        devices = [self.root.device, *(Device(seed=rank) for rank in range(1, size))]
+        with Team(self.root, devices, all_joined(size), Terms(sync, **terms)) as team:
+            self.root.action = ask or self.root.action
+            self.root.step(until - self.root.iter)
+            if "snapshot_prefix" in settings and not self.root.saved_now:
+                self.root.snapshot()
+            elif not ask and self.root.test_nets:
+                self.root.test_all()
+            self.solvers: Sequence[Solver] = [self.root, *team._workers]
+            self.data: list[Array] = [solver.params.data.copy() for solver in self.solvers]
+            self.history = np.concatenate(self.root.history)
+        self.root.close()
+
+    @property
+    def losses(self) -> list[float]:
+        return self.recorder.losses
+
+    @property
+    def tests(self) -> list[dict[str, Array]]:
+        return self.recorder.tests

@@ -1,0 +1,201 @@
+"""Batch k of a shared data layer goes to rank k mod n, in train and test nets, whatever the layer."""
+
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import cv2
+import h5py
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.collectives.topology import all_joined
+from caffepy.data.reader import Reader
+from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
+from caffepy.net import Net
+from caffepy.parallel.manager import Team, Terms
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Solver
+from tests.parallel.faulty import this_rank
+from tests.solver.cases import SETTINGS
+
+RECORDS, BATCH = 20, 2
+
+LAYERS = {
+    "Data": 'data_param { source: "db" batch_size: 2 backend: LMDB prefetch: 3 } '
+    "transform_param { crop_size: 4 mirror: true mean_value: 7 scale: 0.5 }",
+    "HDF5Data": 'hdf5_data_param { source: "h5.txt" batch_size: 2 shuffle: true }',
+    "ImageData": 'image_data_param { source: "images.txt" batch_size: 2 shuffle: true } '
+    "transform_param { mirror: true }",
+    "WindowData": 'window_data_param { source: "windows.txt" batch_size: 2 fg_fraction: 0.5 } '
+    "transform_param { crop_size: 4 mirror: true }",
+    "MemoryData": "memory_data_param { batch_size: 2 channels: 3 height: 6 width: 6 }",
+    "DummyData": "dummy_data_param { shape { dim: 2 dim: 3 dim: 6 dim: 6 } shape { dim: 2 } "
+    'data_filler { type: "gaussian" } data_filler { type: "uniform" } }',
+    "Python": 'python_param { module: "counting" layer: "Counting" share_in_parallel: true }',
+}
+ONCE = ("Data", "HDF5Data", "ImageData", "MemoryData", "Python")  # their labels tell the records
+
+MODULE = """
+    class Counting:
+        def setup(self, bottom, top):
+            self.at = 0
+        def reshape(self, bottom, top):
+            top[0].reshape(2, 3, 6, 6)
+            top[1].reshape(2)
+        def forward(self, bottom, top):
+            top[1].data[...] = self.at % 20, (self.at + 1) % 20
+            top[0].data[...] = self.at
+            self.at += 2
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Twenty records of each kind; the label tells which it is."""
+    monkeypatch.chdir(tmp_path)
+    images = np.random.default_rng(0).integers(0, 256, (RECORDS, 3, 6, 6), np.uint8)
+    np.save("images.npy", images)
+    with write_lmdb("db") as writer:
+        for i, image in enumerate(images):
+            writer.put(f"{i:08d}", array_to_datum(image, i))
+    with h5py.File("rows.h5", "w") as file:
+        file["data"], file["label"] = images.astype(np.float32), np.arange(RECORDS)
+    Path("h5.txt").write_text("rows.h5\n")
+    for i, image in enumerate(images):
+        cv2.imwrite(f"{i}.png", image.transpose(1, 2, 0))
+    Path("images.txt").write_text("".join(f"{i}.png {i}\n" for i in range(RECORDS)))
+    block = "# {i}\n{i}.png\n3\n6\n6\n2\n{label} 0.9 0 0 4 4\n0 0.1 1 1 5 5\n"
+    Path("windows.txt").write_text("".join(block.format(i=i, label=i + 1) for i in range(RECORDS)))
+    Path("counting.py").write_text(dedent(MODULE))
+    return tmp_path
+
+
+def root_solver(kind: str, folder: Path, interval: int, more: str) -> Solver:
+    text = (
+        f'layer {{ name: "in" type: "{kind}" top: "data" top: "label" {LAYERS[kind]} }} {more} '
+        'layer { name: "end" type: "Silence" bottom: "data" bottom: "label" }'
+    )
+    settings = f"{SETTINGS} iter_size: 2 test_iter: 5 test_interval: {interval} net_param {{ {text} }}"
+    param = text_format.Parse(settings, SolverParameter())
+    solver = Solver(param, device=Device(seed=1), path=str(folder / "solver.prototxt"))
+    if kind == "MemoryData":
+        for net in (solver.net, *solver.test_nets):
+            images, labels = np.load(folder / "images.npy").astype(np.float32), np.arange(RECORDS)
+            net.layers[0].reset(images, labels)  # type: ignore[attr-defined]
+    return solver
+
+
+Batch = list[Array]
+
+
+def watch(net: Net) -> list[Batch]:
+    """What the data layer of the net gives from now on."""
+    batches: list[Batch] = []
+
+    def keep(index: int) -> None:
+        if index == 0:
+            batches.append([top.host_data.copy() for top in net.tops[0]])
+
+    net.after_forward.append(keep)
+    return batches
+
+
+def batches_of(
+    size: int, kind: str, folder: Path, iterations: int, interval: int = 3, more: str = ""
+) -> tuple[list[Batch], list[Batch]]:
+    """The batches of a run of so many solvers, dealt out again in turn: those of the train and of the test net."""
+    root = root_solver(kind, folder, interval, more)
+    devices = [root.device, *(Device() for _ in range(size - 1))]
+    with Team(root, devices, all_joined(size), Terms("flat")) as team:
+        solvers = [root, *team._workers]
+        seen = [[watch(s.net) for s in solvers], [watch(s.test_nets[0]) for s in solvers]]
+        root.step(iterations)
+    root.close()
+    train, test = ([per[k % size][k // size] for k in range(sum(map(len, per)))] for per in seen)
+    return train, test
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_batches_go_round(kind: str, size: int, folder: Path) -> None:
+    train, test = batches_of(size, kind, folder, 5)
+    alone_train, alone_test = batches_of(1, kind, folder, 5 * size, 3 * size)
+    assert len(train) == len(alone_train) == 5 * 2 * size
+    assert len(test) == 2 * 5
+    for own, other in zip(train + test, alone_train + alone_test, strict=False):
+        for a, b in zip(own, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+    if kind in ONCE:
+        epoch = RECORDS // BATCH
+        for batches in (train[:epoch], test[:epoch]):
+            assert sorted(int(label) for _, labels in batches for label in labels.reshape(-1)) == list(range(RECORDS))
+
+
+def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> None:
+    text = """
+    name: "in" type: "DummyData" top: "data" top: "label" dummy_data_param { shape { dim: 2 dim: 3 }
+      data_filler { type: "constant" value: 5 } data_filler { type: "gaussianstatic" } }
+    """
+    param = text_format.Parse(f"{SETTINGS} net_param {{ layer {{ {text} }} }}", SolverParameter())
+    root = Solver(param, device=Device(seed=1))
+    with Team(root, [root.device, Device()], all_joined(2), Terms()) as team:
+        seen = [watch(s.net) for s in (root, *team._workers)]
+        root.step(3)
+    for batches in seen:
+        for data, drawn in batches:
+            np.testing.assert_array_equal(data, np.full((2, 3), 5, np.float32))
+            np.testing.assert_array_equal(drawn, batches[0][1])
+            assert drawn.any()
+
+
+def test_batches_lie_where_they_are_taken_after_a_restore_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    take, places = Reader.take, list[tuple[int, int]]()
+
+    def noting(reader: Reader) -> Any:
+        batch = take(reader)
+        places.append((this_rank(), batch.lane))
+        return batch
+
+    monkeypatch.setattr(Reader, "take", noting)
+    root = root_solver("Data", folder, 3, "")
+    root.param.snapshot_prefix = f"{folder}/s"
+    with Team(root, [root.device, Device(), Device()], all_joined(3), Terms("flat")):
+        root.step(2)
+        root.snapshot()
+        root.restore(f"{folder}/s_iter_2.solverstate")
+        root.step(2)
+    root.close()
+    assert len(places) == 4 * 2 * 3 + 2 * 5
+    assert all(rank == lane for rank, lane in places)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_are_written_in_the_order_of_batches(size: int, folder: Path) -> None:
+    more = """
+    layer { name: "out" type: "HDF5Output" bottom: "data" bottom: "label" include { phase: TRAIN }
+      hdf5_output_param { file_name: "out.h5" } }
+    """
+    written: list[dict[str, Any]] = []
+    for n, iterations in ((size, 4), (1, 4 * size)):
+        batches_of(n, "HDF5Data", folder, iterations, more=more)
+        with h5py.File("out.h5") as file:
+            written.append({name: item[()] for name, item in file.items()})
+    for name, array in written[0].items():
+        np.testing.assert_array_equal(array, written[1][name])
+
+
+def test_a_shared_layer_serves_one_solver_at_a_time(folder: Path) -> None:
+    (folder / "counting.py").write_text(
+        dedent(MODULE)
+        .replace(
+            "        self.at += 2\n", "        assert not self.busy.locked()\n        with self.busy: self.at += 2\n"
+        )
+        .replace(
+            "        self.at = 0\n", "        import threading\n        self.at, self.busy = 0, threading.Lock()\n"
+        )
+    )
+    batches_of(4, "Python", folder, 6)

@@ -1,0 +1,213 @@
+"""Several solvers as one: n with batch b follow one with batch n * b."""
+
+import logging
+from functools import cache
+from pathlib import Path
+from textwrap import dedent
+
+import numpy as np
+import pytest
+
+from caffepy.collectives.topology import all_joined
+from caffepy.core.errors import ConfigError, UsageError
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
+from caffepy.parallel.manager import Team, Terms
+from caffepy.proto.binary import blob_to_array, read_net
+from caffepy.solver import Solver
+from tests.parallel.cases import ITERATIONS, NET, SETTINGS, Run, net
+from tests.solver.cases import NET as SMALL
+from tests.solver.cases import Recorder, solver_of
+
+
+@cache
+def alone(batch: int) -> tuple[list[float], Array, list[dict[str, Array]]]:
+    """Losses, weights and test results of one solver."""
+    recorder = Recorder()
+    solver = solver_of(SETTINGS, net(batch), reporter=recorder)
+    solver.step(ITERATIONS)
+    solver.test_all()
+    solver.close()
+    return recorder.losses, solver.params.data, recorder.tests
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("sync", ["tree", "muji", "flat"])
+def test_solvers_follow_one_with_their_batches_together(size: int, sync: str) -> None:
+    if sync == "muji" and size not in (2, 4, 8):
+        with pytest.raises(UsageError, match="it is for 2, 4 or 8 devices"):
+            Run(size, net(3), sync)
+        return
+    run = Run(size, net(3), sync)
+    losses, data, tests = alone(3 * size)
+    np.testing.assert_allclose(run.losses, losses, rtol=2e-4)
+    np.testing.assert_allclose(run.data[0], data, rtol=1e-3, atol=1e-4)
+    assert len(run.tests) == len(tests) == 4
+    for own, other in zip(run.tests, tests, strict=True):
+        np.testing.assert_allclose(float(own["loss"]), float(other["loss"]), rtol=5e-4)
+        assert own["accuracy"] == other["accuracy"]
+    for data in run.data[1:]:
+        if sync == "tree":
+            assert not np.isnan(data).any()
+        else:
+            np.testing.assert_array_equal(data, run.data[0])
+
+
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+def test_runs_repeat_bit_for_bit(sync: str) -> None:
+    first, again = Run(3, net(3), sync, until=15), Run(3, net(3), sync, until=15)
+    assert first.losses == again.losses
+    for a, b in zip([*first.data, first.history], [*again.data, again.history], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+NORMALIZED = NET.replace(
+    'layer { name: "pool"', 'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" } layer { name: "pool"'
+)
+
+
+def statistics(solver: Solver) -> list[Array]:
+    """Those of the one layer that has some."""
+    (layer,) = (layer for layer in solver.net.layers if layer.type == "BatchNorm")
+    return [blob.data.copy() for blob in layer.blobs]
+
+
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+@pytest.mark.parametrize("kind", ["average", "root"])
+def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
+    root = solver_of(f'base_lr: 0.01 iter_size: 2 snapshot_prefix: "{tmp_path}/s" ', net(3, NORMALIZED))
+    with Team(root, [Device() for _ in range(3)], all_joined(3), Terms(sync, kind)) as team:
+        root.step(4)
+        before = [statistics(solver) for solver in (root, *team._workers)]
+        root.snapshot()
+        after = [statistics(solver) for solver in (root, *team._workers)]
+    assert not (before[0][0] == before[1][0]).any()
+    saved = {layer.name: layer for layer in read_net(f"{tmp_path}/s_iter_4.caffemodel").layer}["bn"]
+    for i, blob in enumerate(saved.blobs):
+        found = blob_to_array(blob)
+        if kind == "root":
+            np.testing.assert_array_equal(found, before[0][i])
+            assert all((own[i] == other[i]).all() for own, other in zip(before, after, strict=True))
+        else:
+            np.testing.assert_allclose(found, np.mean([own[i] for own in before], axis=0), rtol=1e-6)
+            assert all((own[i] == found).all() for own in after)
+    root.close()
+
+
+SCALED = NET.replace(
+    'layer { name: "pool"',
+    'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "normal" batch_norm_param { scale_bias: true } } '
+    'layer { name: "pool"',
+).replace('bottom: "conv" top: "pool"', 'bottom: "normal" top: "pool"')
+
+
+@pytest.mark.parametrize("text", [NORMALIZED, SCALED], ids=["in place", "scaled"])
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_solvers_normalize_their_batches_as_one(size: int, sync: str, text: str) -> None:
+    run = Run(size, net(4, text), sync, statistics="sync", until=30)
+    single = Run(1, net(4 * size, text), until=30)
+    np.testing.assert_allclose(run.losses, single.losses, rtol=2e-4)
+    np.testing.assert_allclose(run.data[0], single.data[0], rtol=1e-3, atol=1e-4)
+    first, *others = (statistics(solver) for solver in run.solvers)
+    for own, other in zip(first, statistics(single.root), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-3, atol=1e-5)
+    for theirs in others:
+        for own, other in zip(first, theirs, strict=True):
+            np.testing.assert_array_equal(own, other)
+    own, other = run.tests[-1], single.tests[-1]
+    np.testing.assert_allclose(float(own["loss"]), float(other["loss"]), rtol=5e-4)
+    apart = Run(size, net(4, text), sync, until=30)
+    assert np.abs(apart.data[0] - single.data[0]).max() > 10 * np.abs(run.data[0] - single.data[0]).max()
+
+
+def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
+    settings = "base_lr: 0.01 test_iter: 4 test_interval: 100 test_initialization: false "
+    recorders = Recorder(), Recorder()
+    for recorder, size in zip(recorders, (3, 1), strict=True):
+        root = solver_of(settings, net(3, NORMALIZED), reporter=recorder)
+        with Team(root, [Device() for _ in range(3)], all_joined(3), Terms("flat")) as team:
+            root.step(4)
+            team.agree()
+            if size == 3:
+                root.test_all()
+        if size == 1:
+            root.test_all()
+        root.close()
+    assert recorders[0].tests[0]["accuracy"] == recorders[1].tests[0]["accuracy"]
+    np.testing.assert_allclose(recorders[0].tests[0]["loss"], recorders[1].tests[0]["loss"], rtol=1e-6)
+
+
+def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        dedent(
+            """
+            class Mine:
+                def setup(self, bottom, top): self.blobs.add_blob(1)
+                def reshape(self, bottom, top): top[0].reshape(*bottom[0].data.shape)
+                def forward(self, bottom, top): top[0].data[...] = bottom[0].data
+                def backward(self, top, propagate_down, bottom): bottom[0].diff[...] = top[0].diff
+            """
+        )
+    )
+    mine = 'layer { name: "mine" type: "Python" bottom: "x" top: "z" python_param { module: "mine" layer: "Mine" '
+    text = SMALL.replace('bottom: "x" top: "o"', 'bottom: "z" top: "o"').replace(
+        'layer { name: "ip"', mine + 'share_in_parallel: true } } layer { name: "ip"'
+    )
+    root = solver_of("", text)
+    with pytest.raises(ConfigError, match=r'rank 1.*layer "mine" \(Python\) has parameters, so that solvers cannot'):
+        Team(root, [Device(), Device()], all_joined(2), Terms()).__enter__()
+
+
+def test_workers_save_restore_and_solve_nothing() -> None:
+    root = solver_of("")
+    with Team(root, [Device(), Device()], all_joined(2), Terms()) as team:
+        (worker,) = team._workers
+        for wrong in (worker.snapshot, lambda: worker.restore("x"), worker.solve):
+            with pytest.raises(ConfigError, match="Should not be called on worker solver"):
+                wrong()
+        assert worker.param.display == worker.param.snapshot == 0
+        assert worker.net.layers[0] is root.net.layers[0]
+
+
+def test_the_log_of_a_set_up_is_that_of_the_root(caplog: pytest.LogCaptureFixture) -> None:
+    root = solver_of("test_iter: 1 test_interval: 1 ")
+    with caplog.at_level(logging.INFO, "caffepy"), Team(root, [Device() for _ in range(3)], all_joined(3), Terms()):
+        pass
+    sharing = ["Sharing layer in from root net"] * 4
+    assert [message for message in caplog.messages if message.startswith("Sharing")] == sharing
+    assert not any("Creating Layer" in message for message in caplog.messages)
+    assert "Solvers pairs 0:1, 0:2" in caplog.messages
+    ready = [message for message in caplog.messages if "is ready" in message]
+    assert ready == [f"Solver {i} (of 0 to 2) is ready on the CPU" for i in (1, 2)]
+
+
+def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -> None:
+    root = solver_of(SETTINGS + "max_iter: 3 snapshot_after_train: false ", net(3))
+    team = Team(root, [Device() for _ in range(2)], all_joined(2), Terms())
+    with caplog.at_level(logging.INFO, "caffepy"), team:
+        root.solve()
+        assert all(seconds > 0 for solver in (root, *team._workers) for seconds in solver.laps.read().values())
+    assert "An iteration takes 2 solvers x 3 images x iter_size 2 = 12; an epoch of 1500 is 125 iterations" in (
+        caplog.messages
+    )
+    rule = "base_lr is 0.05; if it is right for one solver, the linear rule gives 0.1 for 2 (it is not changed)"
+    assert rule in caplog.messages
+    assert any(message.startswith("Performance of 2 solvers: ") for message in caplog.messages)
+    root.close()
+
+
+def test_a_global_batch_is_divided(caplog: pytest.LogCaptureFixture) -> None:
+    root = solver_of(SETTINGS, net(6), batch_parts=2)
+    with caplog.at_level(logging.INFO, "caffepy"), Team(root, [Device(), Device()], all_joined(2), Terms()):
+        pass
+    assert root.net.blobs["data"].shape[0] == 3
+    assert root.test_nets[0].blobs["data"].shape[0] == 7
+    assert not any("linear rule" in message for message in caplog.messages)
+    root.close()
+    with pytest.raises(
+        ConfigError,
+        match=r'layer "data" \(Data\): a batch of 6 cannot be divided among 4.*a batch_size that 4',
+    ):
+        solver_of(SETTINGS, net(6), batch_parts=4)

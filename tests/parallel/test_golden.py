@@ -1,0 +1,102 @@
+"""Caffe's own numbers from two solvers with half the batch each: twenty steps, and on from Caffe's snapshots.
+
+All cases can be halved: their loss is a mean over the batch, so that the mean of both halves' gradients is the whole's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from google.protobuf import text_format
+
+from caffepy.collectives import peers
+from caffepy.collectives.topology import all_joined
+from caffepy.device.device import CudaDevice, Device
+from caffepy.parallel.manager import Team, Terms
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver import Solver
+from tests.solver.cases import GOLDEN
+
+FOLDER = GOLDEN / "solvers"
+CASES = sorted(path.stem for path in FOLDER.glob("*.npz"))
+HALF = 3
+
+
+def build(case: Any, device: Device) -> Solver:
+    net = str(case["net"]).replace("dim: 6", f"dim: {HALF}")
+    text = f"{case['solver']} snapshot_after_train: false net_param {{ {net} }}"
+    return Solver(text_format.Parse(text, SolverParameter()), device=device, precision="fp32")
+
+
+def begin(solver: Solver, case: Any) -> None:
+    """Give the parameters their first values."""
+    for key in case.files:
+        what, _, rest = key.partition(":")
+        if what == "init":
+            layer, _, index = rest.partition(":")
+            blobs = solver.net.layers[solver.net.layer_names.index(layer)].blobs
+            blobs[int(index)].host_data[...] = case[key]
+
+
+def walk(team: Team, case: Any) -> None:
+    """Step through what is left of the case, and compare as for one solver."""
+    solvers: Sequence[Solver] = [team.root, *team._workers]
+    root = team.root
+    params = {name: layer.blobs for name, layer in zip(root.net.layer_names, root.net.layers, strict=True)}
+    for i in range(root.iter, len(case["x"])):
+        for solver, part in zip(solvers, (slice(0, HALF), slice(HALF, None)), strict=True):
+            solver.net.blobs["x"].host_data[...] = case["x"][i][part]
+            solver.net.blobs["y"].host_data[...] = case["y"][i][part]
+        root.step(1)
+        team.confess()
+        loss = np.mean([float(solver.net.blobs["loss"].host_data) for solver in solvers])
+        assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), f"loss {i + 1}"
+        for key in case.files:
+            when, _, rest = key.partition(":")
+            if when == f"after{i + 1}":
+                layer, _, index = rest.partition(":")
+                np.testing.assert_allclose(params[layer][int(index)].host_data, case[key], 1e-3, 1e-4, err_msg=key)
+
+
+def together(name: str, sync: str, devices: Sequence[Device], state: str) -> None:
+    case = np.load(FOLDER / f"{name}.npz")
+    root = build(case, devices[0])
+    if state:
+        root.restore(str(FOLDER / f"{name}_iter_10.{state}"))
+        assert root.iter == 10
+    else:
+        begin(root, case)
+    gpus = [device.index for device in devices if device.kind == "cuda"]
+    joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
+    with Team(root, devices, joined, Terms(sync)) as team:
+        walk(team, case)
+    root.close()
+
+
+STATES = ["", "solverstate", "solverstate.h5"]
+
+
+def test_there_are_cases() -> None:
+    assert len(CASES) >= 14
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("sync", ["tree", "muji", "flat"])
+@pytest.mark.parametrize("name", CASES)
+def test_halves_on_the_cpu_move_as_caffe_does(name: str, sync: str, state: str) -> None:
+    together(name, sync, [Device(), Device()], state)
+
+
+@pytest.mark.gpus(2)
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("sync", ["nccl", "tree"])
+@pytest.mark.parametrize("name", CASES)
+def test_halves_on_two_gpus_move_as_caffe_does(name: str, sync: str, state: str) -> None:
+    from caffepy.ops.cuda import precision
+
+    before = precision.get()
+    try:
+        together(name, sync, [CudaDevice(0), CudaDevice(1)], state)
+    finally:
+        precision.set(before)

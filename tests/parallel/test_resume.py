@@ -1,0 +1,120 @@
+"""A team goes on from a snapshot as if it had never stopped: to the last bit, workers' random numbers and all."""
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from caffepy.collectives.topology import all_joined
+from caffepy.core.errors import ConfigError
+from caffepy.device.device import Device
+from caffepy.parallel.manager import Team, Terms
+from caffepy.solver import Action
+from tests.parallel.cases import LOSSY, SETTINGS, Run
+from tests.solver.cases import AskAt, solver_of
+
+EVERY = SETTINGS.replace("test_interval: 20", "test_interval: 4")
+
+
+def train(folder: Path, size: int, sync: str, until: list[int], ask: AskAt | None = None) -> list[Run]:
+    """Train up to each of `until` in turn, each part by a team of its own that goes on from the one before."""
+    runs: list[Run] = []
+    for end in until:
+        settings = f'{EVERY} snapshot_prefix: "{folder}/s" '
+        state = runs[-1].root.saved_now if runs else None
+        runs.append(Run(size, LOSSY, sync, settings=settings, until=end, state=state, ask=None if runs else ask))
+    return runs
+
+
+def compare(whole: Run, parts: list[Run]) -> None:
+    for a, b in zip([*whole.data, whole.history], [*parts[-1].data, parts[-1].history], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert whole.losses == [loss for part in parts for loss in part.losses]
+    tests = [test for part in parts for test in part.tests]
+    assert [float(test["loss"]) for test in whole.tests] == [float(test["loss"]) for test in tests]
+
+
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_stop_and_resume_changes_nothing(size: int, sync: str, tmp_path: Path) -> None:
+    (whole,) = train(tmp_path, size, sync, [13])
+    compare(whole, train(tmp_path, size, sync, [3, 8, 13]))
+
+
+@pytest.mark.parametrize("action", [Action.STOP, Action.STOP | Action.SNAPSHOT])
+@pytest.mark.parametrize("poll", [8, 9])
+def test_stop_in_a_test_repeats_that_test(poll: int, action: Action, tmp_path: Path) -> None:
+    (whole,) = train(tmp_path, 2, "flat", [9])
+    # polls: 3 rounds of the test at 0, 4 iterations, then the first or second round of the test at 4
+    parts = train(tmp_path, 2, "flat", [9, 9], AskAt(poll, action))
+    assert parts[0].root.iter == 4
+    compare(whole, parts)
+
+
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+def test_a_team_restores_as_one(sync: str, tmp_path: Path) -> None:
+    settings = f'{EVERY} snapshot_prefix: "{tmp_path}/s" '
+    root = solver_of(settings, LOSSY)
+    with Team(root, [Device() for _ in range(3)], all_joined(3), Terms(sync)) as team:
+        ends = []
+        for start in (0, 4):
+            if start:
+                root.restore(f"{tmp_path}/s_iter_4.solverstate")
+            for end in range(4, 11, 3):
+                root.step(end - root.iter)
+                root.snapshot()
+            ends.append([solver.params.data.copy() for solver in (root, *team._workers)])
+    root.close()
+    np.testing.assert_array_equal(*ends)
+
+
+def test_nothing_is_restored_within_an_iteration(tmp_path: Path) -> None:
+    (saved,) = train(tmp_path, 2, "flat", [2])
+    root = solver_of(EVERY, LOSSY)
+
+    class Restorer:
+        def on_start(self) -> None:
+            root.restore(str(saved.root.saved_now))
+
+        def on_gradients_ready(self) -> None:
+            pass
+
+    root.add_callback(Restorer())
+    with (
+        pytest.raises(ConfigError, match="no state can be restored during a step of several solvers"),
+        Team(root, [Device(), Device()], all_joined(2), Terms()),
+    ):
+        root.step(1)
+    root.close()
+
+
+def test_a_team_of_another_size_goes_on_with_other_random_numbers(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (first,) = train(tmp_path, 3, "flat", [4])
+    with caplog.at_level(logging.WARNING, "caffepy"):
+        Run(2, LOSSY, settings=EVERY, until=6, state=first.root.saved_now)
+    assert "The snapshot is of 3 solvers, not 2: random numbers of the workers start anew" in caplog.messages
+
+
+def test_in_the_second_test_workers_stand_where_they_stood_before_the_first() -> None:
+    both = f'{EVERY} test_iter: 1 test_state {{ stage: "a" }} test_state {{ stage: "b" }} '
+    root = solver_of(both, LOSSY)
+    found = []
+    with Team(root, [root.device, Device(seed=1)], all_joined(2), Terms("flat")) as team:
+        (worker,) = team._workers
+        before = worker.device.random.state
+
+        def draw() -> Action:
+            found.append(team.positions()[0]["rng"])
+            worker.device.draw_seed()
+            return Action.NONE
+
+        root.action = draw
+        root.test_all()
+        assert len(found) == 3 + 1  # rounds of both tests
+        for state in found:
+            np.testing.assert_equal(state, before)
+        np.testing.assert_equal(team.positions()[0]["rng"], worker.device.random.state)
+    root.close()
