@@ -1,12 +1,14 @@
-"""caffepy beside PyTorch's DistributedDataParallel on 1, 2, 4... GPUs: training steps on data that lies on the devices.
+"""caffepy beside PyTorch's DistributedDataParallel on 1, 2, 4... GPUs: training steps on data that
+lies on the devices.
 
 usage: python benchmarks/beside_ddp.py --peer peer_torch.py --out FOLDER [--nets lenet:64,caffenet:256]
            [--modes tf32,bf16] [--gpus 1,2,4]
 
-The file given as --peer trains the nets that --nets names, with the batch of each GPU, in one process a GPU, and prints
-a line of JSON a case: net, mode, gpus, images_s; it takes --nets, --batch, --modes, --seconds. For every number of GPUs
-it runs under torch.distributed.run; in between `caffepy bench scaling` trains the same nets. Medians are printed as a
-table, which FOLDER keeps as table.md, and all figures as results.json.
+The file given as --peer trains the nets that --nets names, with the batch of each GPU, in one
+process a GPU, and prints a line of JSON a case: net, mode, gpus, images_s; it takes --nets,
+--batch, --modes, --seconds. For every number of GPUs it runs under torch.distributed.run; in
+between `caffepy bench scaling` trains the same nets. Medians are printed as a table, which FOLDER
+keeps as table.md, and all figures as results.json.
 """
 
 import argparse
@@ -29,7 +31,14 @@ def lines(command: list[str], environment: dict[str, str] | None = None) -> list
 def theirs(peer: str, nets: dict[str, int], modes: list[str], gpus: int) -> Rates:
     """PyTorch's images a second."""
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={gpus}"] if gpus > 1 else []
-    what = ["--nets", ",".join(nets), "--batch", ",".join(map(str, nets.values())), "--modes", ",".join(modes)]
+    what = [
+        "--nets",
+        ",".join(nets),
+        "--batch",
+        ",".join(map(str, nets.values())),
+        "--modes",
+        ",".join(modes),
+    ]
     visible = {**os.environ, "OMP_NUM_THREADS": "1"}
     found = lines([sys.executable, *launch, peer, *what, "--seconds", "1.5"], visible)
     return {(a["net"], a["mode"], gpus): a["images_s"] for a in found if "images_s" in a}
@@ -67,14 +76,18 @@ def main() -> None:
     parser.add_argument("--modes", default="tf32,bf16")
     parser.add_argument("--gpus", default="1,2,4")
     arguments = parser.parse_args()
-    nets = {name: int(batch) for name, batch in (item.split(":") for item in arguments.nets.split(","))}
+    nets = {
+        name: int(batch) for name, batch in (item.split(":") for item in arguments.nets.split(","))
+    }
     modes, gpus = arguments.modes.split(","), [int(n) for n in arguments.gpus.split(",")]
     os.makedirs(arguments.out, exist_ok=True)
     peer: Rates = {}
     own: dict[tuple[str, str], list[Any]] = {}
     for turn, (net, batch) in enumerate(nets.items()):
         for mode in modes:
-            own[net, mode] = [point for told in ours(net, batch, mode, gpus) for point in told["points"]]
+            own[net, mode] = [
+                point for told in ours(net, batch, mode, gpus) for point in told["points"]
+            ]
         for count in gpus[turn : turn + 1] if turn + 1 < len(nets) else gpus[turn:]:
             peer.update(theirs(arguments.peer, nets, modes, count))
     text = table(own, peer)

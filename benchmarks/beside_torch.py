@@ -1,8 +1,10 @@
 """caffepy beside PyTorch on the CPU: forward + backward of one training batch on random input.
 
-Both run the same prototxt, alternately, each time in a process of its own; medians over all rounds are printed.
+Both run the same prototxt, alternately, each time in a process of its own; medians over all rounds
+are printed.
 
-usage: python benchmarks/beside_torch.py [--nets lenet:64,cifar10_quick:100] [--rounds 5] [--seconds 3]
+usage: python benchmarks/beside_torch.py [--nets lenet:64,cifar10_quick:100] [--rounds 5] [--seconds
+3]
 
 Needs PyTorch's CPU build in the environment of caffepy.
 """
@@ -92,7 +94,11 @@ def torch_module(layer: LayerParameter, shape: tuple[int, ...]) -> Any:
 
     if layer.type == "Convolution":
         p = layer.convolution_param
-        pair = {"stride": p.stride[0] if p.stride else 1, "padding": p.pad[0] if p.pad else 0, "groups": p.group}
+        pair = {
+            "stride": p.stride[0] if p.stride else 1,
+            "padding": p.pad[0] if p.pad else 0,
+            "groups": p.group,
+        }
         return nn.Conv2d(shape[1], p.num_output, p.kernel_size[0], bias=p.bias_term, **pair)
     if layer.type == "Pooling":
         return torch_pooling(layer.pooling_param, shape)
@@ -166,7 +172,9 @@ def main() -> None:
                     "--seconds",
                     str(args.seconds),
                 ]
-                result = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+                result = json.loads(
+                    subprocess.run(command, capture_output=True, check=True, text=True).stdout
+                )
                 times[framework].append(median(result["ms"]))
                 peaks[framework] = result["peak"]
         ours, theirs = (median(times[f]) for f in times)

@@ -1,15 +1,18 @@
-"""caffepy beside PyTorch on one GPU: training steps on data that lies on the device, in alternating windows.
+"""caffepy beside PyTorch on one GPU: training steps on data that lies on the device, in alternating
+windows.
 
 usage: python benchmarks/beside_torch_gpu.py --peer peer_torch.py --out FOLDER [--nets lenet:64,caffenet:256]
            [--modes tf32,bf16] [--kinds eager,compiled] [--windows 5] [--seconds 0.3] [--python PATH]
 
-The file given as --peer defines PyTorch's nets: NETS, a table of functions that give (module, image shape, classes),
-and loss_of(outputs, labels). PyTorch runs them as its users would: TF32 or autocast with channels_last, cuDNN's timing,
-fused SGD; eager, and compiled with mode reduce-overhead. All contenders of a net and precision are warmed up one after
-the other, then take turns by windows of so many seconds, while the others wait; medians are printed as a table, which
+The file given as --peer defines PyTorch's nets: NETS, a table of functions that give (module, image
+shape, classes), and loss_of(outputs, labels). PyTorch runs them as its users would: TF32 or
+autocast with channels_last, cuDNN's timing, fused SGD; eager, and compiled with mode
+reduce-overhead. All contenders of a net and precision are warmed up one after the other, then take
+turns by windows of so many seconds, while the others wait; medians are printed as a table, which
 FOLDER keeps as table.md and all figures as results.json.
 
-Memory is PyTorch's max_memory_allocated and max_memory_reserved, caffepy's what the driver counts for it, and its pool.
+Memory is PyTorch's max_memory_allocated and max_memory_reserved, caffepy's what the driver counts
+for it, and its pool.
 """
 
 import argparse
@@ -31,7 +34,9 @@ Answer = dict[str, Any]
 
 
 def ours(job: Answer) -> tuple[Callable[[float], Answer], Callable[[], Answer]]:
-    """caffepy's contender: what runs a window of so many seconds, and what tells its memory at the end."""
+    """caffepy's contender: what runs a window of so many seconds, and what tells its memory at the
+    end.
+    """
     from caffepy import models, ops
     from caffepy.commands.bench.train import Trainer
     from caffepy.device.device import CudaDevice
@@ -75,7 +80,10 @@ def theirs(job: Answer) -> tuple[Callable[[float], Answer], Callable[[], Answer]
     x = torch.randn(job["batch"], *shape, device="cuda")
     y = torch.randint(classes, (job["batch"],), device="cuda")
     if narrow is not None:
-        net, x = net.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+        net, x = (
+            net.to(memory_format=torch.channels_last),
+            x.contiguous(memory_format=torch.channels_last),
+        )
     update = torch.optim.SGD(net.parameters(), 0.001, 0.9, weight_decay=5e-4, fused=True)
     run = torch.compile(net, mode="reduce-overhead") if job["kind"] == "compiled" else net
 
@@ -96,7 +104,10 @@ def theirs(job: Answer) -> tuple[Callable[[float], Answer], Callable[[], Answer]
         return {"ms": (perf_counter() - begin) / count * 1000}
 
     def memory() -> Answer:
-        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
 
     for _ in range(WARM_UP):
         step()
@@ -105,14 +116,18 @@ def theirs(job: Answer) -> tuple[Callable[[float], Answer], Callable[[], Answer]
 
 
 def work(job: Answer) -> None:
-    """Be a contender: say when ready, then answer each line of stdin, seconds or `memory`, by one of stdout."""
+    """Be a contender: say when ready, then answer each line of stdin, seconds or `memory`, by one
+    of stdout.
+    """
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     window, memory = (ours if job["kind"] == "caffepy" else theirs)(job)
     answers.write("{}\n")
     answers.flush()
     for line in sys.stdin:
-        answers.write(json.dumps(memory() if line.strip() == "memory" else window(float(line))) + "\n")
+        answers.write(
+            json.dumps(memory() if line.strip() == "memory" else window(float(line))) + "\n"
+        )
         answers.flush()
 
 
@@ -121,7 +136,9 @@ class Contender:
 
     def __init__(self, job: Answer, python: str) -> None:
         command = [python, __file__, "--work", json.dumps(job)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self._read()
 
     def _read(self) -> Answer:
@@ -183,19 +200,36 @@ HEAD = (
 
 
 def line_of(result: Answer) -> str:
-    """A line of the table; the ratio is to PyTorch's best, the memory of PyTorch that of its eager mode if it ran."""
+    """A line of the table; the ratio is to PyTorch's best, the memory of PyTorch that of its eager
+    mode if it ran.
+    """
     peers = [result[kind] for kind in ("eager", "compiled") if "ms" in result.get(kind, {})]
     own = result["caffepy"]
 
     def rate(kind: str) -> str:
         return f"{result[kind]['images_per_s']:,.0f}" if "ms" in result.get(kind, {}) else ""
 
-    cells = [result["net"], str(result["batch"]), result["mode"], rate("eager"), rate("compiled"), rate("caffepy")]
+    cells = [
+        result["net"],
+        str(result["batch"]),
+        result["mode"],
+        rate("eager"),
+        rate("compiled"),
+        rate("caffepy"),
+    ]
     if "ms" not in own:
         return "| " + " | ".join([*cells, *[""] * 6]) + " |"
-    cells.append(f"{own['images_per_s'] / max(peer['images_per_s'] for peer in peers):.2f}" if peers else "")
-    cells += [f"{own['ms']:.3f}", f"{own['host_ms']:.3f}" if own["host_ms"] else "", f"{own['spread']:.1%}"]
-    cells.append(f"{peers[0]['allocated'] / MIB:.0f} / {peers[0]['reserved'] / MIB:.0f}" if peers else "")
+    cells.append(
+        f"{own['images_per_s'] / max(peer['images_per_s'] for peer in peers):.2f}" if peers else ""
+    )
+    cells += [
+        f"{own['ms']:.3f}",
+        f"{own['host_ms']:.3f}" if own["host_ms"] else "",
+        f"{own['spread']:.1%}",
+    ]
+    cells.append(
+        f"{peers[0]['allocated'] / MIB:.0f} / {peers[0]['reserved'] / MIB:.0f}" if peers else ""
+    )
     cells.append(f"{own['allocated'] / MIB:.0f} / {own['reserved'] / MIB:.0f}")
     return "| " + " | ".join(cells) + " |"
 

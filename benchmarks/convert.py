@@ -1,9 +1,11 @@
-"""convert-imageset beside a plain loop that does in one thread what Caffe's tool does, and the memory it takes.
+"""convert-imageset beside a plain loop that does in one thread what Caffe's tool does, and the
+memory it takes.
 
 usage: python benchmarks/convert.py FOLDER [--count 10000] [--size 256] [--resize 0] [--rounds 3]
 
-The loop calls what Caffe's tool calls: cv2.imread, cv2.resize, a Datum's serialization, LMDB's put, a commit with its
-flush to the disk each 1000 records. Both take turns, in processes of their own. FOLDER keeps the images.
+The loop calls what Caffe's tool calls: cv2.imread, cv2.resize, a Datum's serialization, LMDB's put,
+a commit with its flush to the disk each 1000 records. Both take turns, in processes of their own.
+FOLDER keeps the images.
 """
 
 import argparse
@@ -34,16 +36,26 @@ class Cost(NamedTuple):
 
 
 def make_images(folder: str, count: int, size: int) -> str:
-    """Noisy JPEGs of about 24 kB, as photographs of 256 x 256 are, and their list; returns the list's name."""
+    """Noisy JPEGs of about 24 kB, as photographs of 256 x 256 are, and their list; returns the
+    list's name.
+    """
     names = os.path.join(folder, f"list_{count}_{size}.txt")
     if os.path.exists(names):
         return names
     rng = np.random.default_rng(0)
     os.makedirs(os.path.join(folder, "images"), exist_ok=True)
     for i in range(count):
-        smooth = cv2.resize(rng.integers(0, 256, (16, 16, 3), np.uint8), (size, size), interpolation=cv2.INTER_CUBIC)
-        noisy = np.clip(smooth.astype(np.int16) + rng.integers(-12, 13, smooth.shape, np.int16), 0, 255)
-        cv2.imwrite(f"{folder}/images/{size}_{i:06d}.jpg", noisy.astype(np.uint8), [cv2.IMWRITE_JPEG_QUALITY, 90])
+        smooth = cv2.resize(
+            rng.integers(0, 256, (16, 16, 3), np.uint8), (size, size), interpolation=cv2.INTER_CUBIC
+        )
+        noisy = np.clip(
+            smooth.astype(np.int16) + rng.integers(-12, 13, smooth.shape, np.int16), 0, 255
+        )
+        cv2.imwrite(
+            f"{folder}/images/{size}_{i:06d}.jpg",
+            noisy.astype(np.uint8),
+            [cv2.IMWRITE_JPEG_QUALITY, 90],
+        )
     with open(names, "w") as file:
         file.writelines(f"{size}_{i:06d}.jpg {i % 1000}\n" for i in range(count))
     return names
@@ -60,7 +72,9 @@ def plain_loop(root: str, names: str, database: str, resize: int) -> None:
             if resize:
                 image = cv2.resize(image, (resize, resize))
             height, width, channels = image.shape
-            datum = Datum(channels=channels, height=height, width=width, label=int(label), encoded=False)
+            datum = Datum(
+                channels=channels, height=height, width=width, label=int(label), encoded=False
+            )
             datum.data = np.stack(cv2.split(image)).tobytes()
             transaction.put(f"{i:08d}_{name}".encode(), datum.SerializeToString())
             if (i + 1) % 1000 == 0:
@@ -107,8 +121,26 @@ def main() -> None:
     size = f"{args.resize}"
     flags = ["-resize_width", size, "-resize_height", size]
     commands = {
-        "plain loop": [sys.executable, __file__, args.folder, "--resize", size, "--loop", names, database],
-        "caffepy": [sys.executable, "-m", "caffepy", "convert-imageset", *flags, root, names, database],
+        "plain loop": [
+            sys.executable,
+            __file__,
+            args.folder,
+            "--resize",
+            size,
+            "--loop",
+            names,
+            database,
+        ],
+        "caffepy": [
+            sys.executable,
+            "-m",
+            "caffepy",
+            "convert-imageset",
+            *flags,
+            root,
+            names,
+            database,
+        ],
     }
     costs: dict[str, list[Cost]] = {name: [] for name in commands}
     for _ in range(args.rounds):
@@ -119,7 +151,9 @@ def main() -> None:
     for name, runs in costs.items():
         seconds, cpu = median(run.seconds for run in runs), median(run.cpu for run in runs)
         memory = runs[-1].memory
-        quarters = [max(memory[len(memory) * k // 4 : len(memory) * (k + 1) // 4] or [0]) for k in range(4)]
+        quarters = [
+            max(memory[len(memory) * k // 4 : len(memory) * (k + 1) // 4] or [0]) for k in range(4)
+        ]
         sys.stdout.write(
             f"{name}: {args.count / seconds:.0f} images/s ({', '.join(f'{run.seconds:.1f}' for run in runs)} s), "
             f"{cpu:.1f} s on the cores; most memory in each quarter {', '.join(f'{q:.0f}' for q in quarters)} MiB\n"

@@ -1,7 +1,8 @@
-"""A depthwise convolution beside PyTorch's on the CPU: forward + backward, the gradient of the input included.
+"""A depthwise convolution beside PyTorch's on the CPU: forward + backward, the gradient of the
+input included.
 
-Processes of caffepy and PyTorch take turns; the best step and the median of the rounds' medians are printed. A step
-has 6 * kernel^2 operations for each element of the output.
+Processes of caffepy and PyTorch take turns; the best step and the median of the rounds' medians are
+printed. A step has 6 * kernel^2 operations for each element of the output.
 
 usage: python benchmarks/depthwise.py [--images 32] [--channels 64] [--side 56] [--kernel 3] [--stride 1]
                                            [--threads 2] [--rounds 5] [--seconds 2]
@@ -47,7 +48,9 @@ def torch_step(x: Any, dy: Any, w: Any, sizes: dict[str, int]) -> Callable[[], N
 
     torch.set_num_threads(sizes["threads"])
     channels, kernel = sizes["channels"], sizes["kernel"]
-    conv = torch.nn.Conv2d(channels, channels, kernel, sizes["stride"], kernel // 2, groups=channels)
+    conv = torch.nn.Conv2d(
+        channels, channels, kernel, sizes["stride"], kernel // 2, groups=channels
+    )
     x, dy = torch.from_numpy(x).requires_grad_(), torch.from_numpy(dy)
 
     def step() -> None:
@@ -101,7 +104,11 @@ def main() -> None:
     for _ in range(args.rounds):
         for what, rounds in times.items():
             command = [sys.executable, *sys.argv, "--measure", what]
-            rounds.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout))
+            rounds.append(
+                json.loads(
+                    subprocess.run(command, capture_output=True, check=True, text=True).stdout
+                )
+            )
     work = 6 * args.images * args.channels * out(sizes) ** 2 * args.kernel**2
     sys.stdout.write("| | best ms | median ms | GFLOP/s at best |\n|---|---|---|---|\n")
     for what, rounds in times.items():

@@ -1,10 +1,12 @@
-"""An LSTM layer beside PyTorch's on the CPU: forward + backward, the gradient of the input included.
+"""An LSTM layer beside PyTorch's on the CPU: forward + backward, the gradient of the input
+included.
 
-Processes of caffepy, PyTorch and a large matrix product of numpy take turns; the best step and the median of the
-rounds' medians are printed. A step has 6 * T * N * 4H * (D + H) operations in its matrix products; the large product
-says what the machine gives to matrix products at that time.
+Processes of caffepy, PyTorch and a large matrix product of numpy take turns; the best step and the
+median of the rounds' medians are printed. A step has 6 * T * N * 4H * (D + H) operations in its
+matrix products; the large product says what the machine gives to matrix products at that time.
 
-usage: python benchmarks/lstm.py [--steps 20] [--streams 32] [--inputs 256] [--size 256] [--rounds 5] [--seconds 2]
+usage: python benchmarks/lstm.py [--steps 20] [--streams 32] [--inputs 256] [--size 256] [--rounds
+5] [--seconds 2]
 
 Needs PyTorch's CPU build in the environment of caffepy.
 """
@@ -100,7 +102,13 @@ def measure(what: str, sizes: dict[str, int], seconds: float) -> None:
 def main() -> None:
     """Take turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    for name, default in (("steps", 20), ("streams", 32), ("inputs", 256), ("size", 256), ("rounds", 5)):
+    for name, default in (
+        ("steps", 20),
+        ("streams", 32),
+        ("inputs", 256),
+        ("size", 256),
+        ("rounds", 5),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--seconds", type=float, default=2)
     parser.add_argument("--measure", choices=STEPS, help=argparse.SUPPRESS)
@@ -112,7 +120,11 @@ def main() -> None:
     for _ in range(args.rounds):
         for what, rounds in times.items():
             command = [sys.executable, *sys.argv, "--measure", what]
-            rounds.append(json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout))
+            rounds.append(
+                json.loads(
+                    subprocess.run(command, capture_output=True, check=True, text=True).stdout
+                )
+            )
     work = 6 * args.steps * args.streams * 4 * args.size * (args.inputs + args.size)
     sys.stdout.write("| | best ms | median ms | GFLOP/s at best |\n|---|---|---|---|\n")
     for what, rounds in times.items():

@@ -1,4 +1,5 @@
-"""A database of random images, as raw uint8 records, for timing data layers: 20,000 of 3 x 256 x 256 in 4 GB.
+"""A database of random images, as raw uint8 records, for timing data layers: 20,000 of 3 x 256 x
+256 in 4 GB.
 
 usage: python benchmarks/make_lmdb.py FOLDER [--count 20000] [--shape 3,256,256] [--classes 1000]
 
@@ -28,7 +29,9 @@ def make(folder: str, count: int, shape: Sequence[int], classes: int) -> None:
     labels = [Datum(label=label).SerializeToString() for label in range(classes)]
     with write_lmdb(folder) as writer:
         for i, start in enumerate(rng.integers(0, POOL, count).tolist()):
-            writer.put(f"{i:08d}", b"".join((head, pool[start : start + size], labels[i % classes])))
+            writer.put(
+                f"{i:08d}", b"".join((head, pool[start : start + size], labels[i % classes]))
+            )
 
 
 def main() -> None:
@@ -41,7 +44,9 @@ def main() -> None:
     args = parser.parse_args()
     begin = time.perf_counter()
     make(args.folder, args.count, [int(size) for size in args.shape.split(",")], args.classes)
-    sys.stdout.write(f"{args.count} records in {args.folder}, {time.perf_counter() - begin:.1f} s\n")
+    sys.stdout.write(
+        f"{args.count} records in {args.folder}, {time.perf_counter() - begin:.1f} s\n"
+    )
 
 
 if __name__ == "__main__":

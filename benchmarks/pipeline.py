@@ -1,10 +1,12 @@
-"""Whether a database keeps up with a net: its images a second on synthetic data, on a database, and read alone.
+"""Whether a database keeps up with a net: its images a second on synthetic data, on a database, and
+read alone.
 
 usage: python benchmarks/pipeline.py --lmdb FOLDER [--net caffenet] [--precision bf16] [--gpu 0] [--rounds 2]
            [--iterations 100] [--batch 256]
 
-Makes the database if there is none (make_lmdb.py). Synthetic data and database take turns, each time in a process of
-its own; then the data are read alone, into memory of the host, with 1, 2, 4... threads.
+Makes the database if there is none (make_lmdb.py). Synthetic data and database take turns, each
+time in a process of its own; then the data are read alone, into memory of the host, with 1, 2, 4...
+threads.
 """
 
 import argparse
@@ -39,8 +41,26 @@ def say(text: str) -> None:
 
 def trained(args: argparse.Namespace, data: str) -> dict[str, float]:
     """What `caffepy bench train` says."""
-    command = [sys.executable, "-m", "caffepy", "bench", "train", "--model", args.net, "--json", "--data", data]
-    command += ["--precision", args.precision, "--iterations", str(args.iterations), "--batch", str(args.batch)]
+    command = [
+        sys.executable,
+        "-m",
+        "caffepy",
+        "bench",
+        "train",
+        "--model",
+        args.net,
+        "--json",
+        "--data",
+        data,
+    ]
+    command += [
+        "--precision",
+        args.precision,
+        "--iterations",
+        str(args.iterations),
+        "--batch",
+        str(args.batch),
+    ]
     command += ["--gpu", args.gpu] if args.gpu else []
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -55,7 +75,12 @@ def read_alone(args: argparse.Namespace, threads: int) -> float:
     cpu.set_num_threads(threads)
     transformer = Transformer(layer.transform_param, TRAIN, Device(seed=1), path)
     depth = layer.data_param.prefetch
-    reader = Reader(RecordLoader(open_source(args.lmdb), transformer, args.batch), depth, np.float32, cpu.Staging)
+    reader = Reader(
+        RecordLoader(open_source(args.lmdb), transformer, args.batch),
+        depth,
+        np.float32,
+        cpu.Staging,
+    )
     for _ in range(2 * depth):
         reader.give_back(reader.take())
     count, begin = 0, time.perf_counter()
@@ -82,9 +107,12 @@ def main() -> None:
         make(args.lmdb, 20_000, (3, 256, 256), 1000)
     rounds = [(trained(args, "synthetic"), trained(args, args.lmdb)) for _ in range(args.rounds)]
     synthetic, database = (
-        median(result["images_per_s"] for result in results) for results in zip(*rounds, strict=True)
+        median(result["images_per_s"] for result in results)
+        for results in zip(*rounds, strict=True)
     )
-    say(f"{args.net} {args.precision}, batch {args.batch}: synthetic {synthetic:.0f}, database {database:.0f} images/s")
+    say(
+        f"{args.net} {args.precision}, batch {args.batch}: synthetic {synthetic:.0f}, database {database:.0f} images/s"
+    )
     say(f"{database / synthetic:.1%} of the rate on synthetic data")
     source = open_source(args.lmdb)
     size = len(source.peek()[1])

@@ -1,9 +1,11 @@
-"""Records a second of every source of data: what batches are filled with ahead of time, in memory of the host.
+"""Records a second of every source of data: what batches are filled with ahead of time, in memory
+of the host.
 
-usage: python benchmarks/sources.py FOLDER [--count 2000] [--size 256] [--batch 64] [--rounds 3] [--threads 1,2]
+usage: python benchmarks/sources.py FOLDER [--count 2000] [--size 256] [--batch 64] [--rounds 3]
+[--threads 1,2]
 
-Images are JPEGs of about 24 kB (convert.py), in FOLDER, and databases and files that are made of them there. Batches
-are cut to 227 x 227 and mirrored by the net, which is not timed.
+Images are JPEGs of about 24 kB (convert.py), in FOLDER, and databases and files that are made of
+them there. Batches are cut to 227 x 227 and mirrored by the net, which is not timed.
 """
 
 import argparse
@@ -40,7 +42,10 @@ def make(folder: str, count: int, size: int) -> dict[str, str]:
     """Make what is missing; returns the text of a layer for each source."""
     names = make_images(folder, count, size)
     root = os.path.join(folder, "images", "")
-    paths = {name: os.path.join(folder, f"{name}_{count}_{size}") for name in ("raw", "jpeg", "leveldb", "windows")}
+    paths = {
+        name: os.path.join(folder, f"{name}_{count}_{size}")
+        for name in ("raw", "jpeg", "leveldb", "windows")
+    }
     for name, recipe, backend in (
         ("raw", Recipe(), "lmdb"),
         ("jpeg", Recipe(encode=None), "lmdb"),

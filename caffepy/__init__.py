@@ -157,6 +157,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, *_modules})
 
 
-add_names({f"caffepy.{name}": module for name, module in _modules.items()})  # `import caffepy.io` finds it, too
+add_names(
+    {f"caffepy.{name}": module for name, module in _modules.items()}
+)  # `import caffepy.io` finds it, too
 if os.environ.get("CAFFEPY_AS_CAFFE", "0") not in ("", "0"):
     install_as_caffe()

@@ -5,7 +5,9 @@ import signal
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C while its modules are being imported ends the process without a word."""
+    """Run the command line; Ctrl-C while its modules are being imported ends the process without a
+    word.
+    """
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     from caffepy.cli.main import main as command
 

@@ -3,8 +3,8 @@
     python -m caffepy.as_caffe script.py ARGUMENTS
     python -m caffepy.as_caffe -m pytest ARGUMENTS
 
-The same, for all Python processes of an installed caffepy, does the variable CAFFEPY_AS_CAFFE=1, by a .pth file; and
-from a line of a script on, `caffepy.install_as_caffe()`.
+The same, for all Python processes of an installed caffepy, does the variable CAFFEPY_AS_CAFFE=1, by
+a .pth file; and from a line of a script on, `caffepy.install_as_caffe()`.
 """
 
 import os
@@ -16,7 +16,9 @@ from caffepy.core.caffe_alias import install_as_caffe
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or `-m` and a module, for which `caffe` is a name of caffepy, as it is for what they start."""
+    """Run a script, or `-m` and a module, for which `caffe` is a name of caffepy, as it is for what
+    they start.
+    """
     by_name = arguments[:1] == ["-m"]
     sys.argv = [*arguments[by_name:]]
     if sys.argv in (["-h"], ["--help"]):
@@ -25,7 +27,9 @@ def main(arguments: Sequence[str]) -> None:
     if not sys.argv:
         sys.exit("usage: python -m caffepy.as_caffe SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]")
     if not by_name and not os.path.exists(sys.argv[0]):
-        sys.exit(f"there is no script {sys.argv[0]}; usage: python -m caffepy.as_caffe SCRIPT, or -m MODULE")
+        sys.exit(
+            f"there is no script {sys.argv[0]}; usage: python -m caffepy.as_caffe SCRIPT, or -m MODULE"
+        )
     os.environ["CAFFEPY_AS_CAFFE"] = "1"
     install_as_caffe()
     if by_name:

@@ -1,7 +1,7 @@
 """Caffe's ways to write a command line, turned into the one that click reads.
 
-Caffe's flags come as `-solver x`, `-solver=x`, `--solver x` and `--solver=x`, booleans as `-flag`, `-noflag` and
-`-flag=false`, and may stand before the command; dashes and underscores are the same.
+Caffe's flags come as `-solver x`, `-solver=x`, `--solver x` and `--solver=x`, booleans as `-flag`,
+`-noflag` and `-flag=false`, and may stand before the command; dashes and underscores are the same.
 """
 
 from collections import deque
@@ -14,12 +14,12 @@ FALSE = ("0", "f", "false", "n", "no")
 def normalize(
     arguments: Sequence[str], takes_value: Mapping[str, bool | None], groups: Container[str] = ()
 ) -> list[str]:
-    """The command and other words first, then `--name=value` and `--flag`; `takes_value` has the names of all flags,
-    without dashes.
+    """The command and other words first, then `--name=value` and `--flag`; `takes_value` has the
+    names of all flags, without dashes.
 
     Those with None take a number, if one follows; no word may come after them, click would take it.
-    `groups` are the commands that have commands of their own: of theirs the first two words stay in front.
-    Unknown flags go through, so that click can speak of them. Nothing after `--` is touched.
+    `groups` are the commands that have commands of their own: of theirs the first two words stay in
+    front. Unknown flags go through, so that click can speak of them. Nothing after `--` is touched.
     """
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     flags: list[str] = []

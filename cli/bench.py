@@ -24,9 +24,23 @@ def bench() -> None:
 @options.gpu
 @click.option("--cpu", is_flag=True, help="Compute on the CPU, as without --gpu.")
 @options.precision
-@click.option("--batch", type=click.IntRange(min=1), help="Images of an iteration. Default: what the net says.")
-@click.option("--iterations", type=click.IntRange(min=1), help="Those of a window. Default: as many as take 0.3 s.")
-@click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="How many are timed.")
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="Images of an iteration. Default: what the net says.",
+)
+@click.option(
+    "--iterations",
+    type=click.IntRange(min=1),
+    help="Those of a window. Default: as many as take 0.3 s.",
+)
+@click.option(
+    "--windows",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="How many are timed.",
+)
 @click.option(
     "--data",
     default="synthetic",
@@ -56,7 +70,8 @@ def train(
     threads: int | None,
     as_json: bool,
 ) -> None:
-    """Train a net in windows of some iterations; print the median, the spread, memory, and where the time goes.
+    """Train a net in windows of some iterations; print the median, the spread, memory, and where
+    the time goes.
 
     \b
     Examples:

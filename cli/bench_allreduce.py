@@ -7,8 +7,15 @@ from caffepy.cli import options
 
 @click.command(short_help="What each way of synchronizing solvers costs.")
 @options.gpus_measured
-@click.option("--cpu", type=options.SOLVERS, metavar="N", help="N threads of the CPU, instead of GPUs.")
-@click.option("--sync", default="", metavar="LIST", help="Of nccl,tree,muji,flat. Default: all that can be had.")
+@click.option(
+    "--cpu", type=options.SOLVERS, metavar="N", help="N threads of the CPU, instead of GPUs."
+)
+@click.option(
+    "--sync",
+    default="",
+    metavar="LIST",
+    help="Of nccl,tree,muji,flat. Default: all that can be had.",
+)
 @click.option(
     "--sizes",
     default="64K..512M",
@@ -17,10 +24,15 @@ from caffepy.cli import options
     help="Bytes, with commas; first..last doubles from one to the next.",
 )
 @options.as_json
-@click.option("--plot", type=click.Path(), metavar="FILE.png", help="Draw the bandwidths; needs matplotlib.")
+@click.option(
+    "--plot", type=click.Path(), metavar="FILE.png", help="Draw the bandwidths; needs matplotlib."
+)
 @options.logged(least=1)
-def allreduce(gpu: str | None, cpu: int | None, sync: str, sizes: str, as_json: bool, plot: str | None) -> None:
-    """Sum buffers of all GPUs (or threads) into each of them, by every way; print times and bus bandwidths.
+def allreduce(
+    gpu: str | None, cpu: int | None, sync: str, sizes: str, as_json: bool, plot: str | None
+) -> None:
+    """Sum buffers of all GPUs (or threads) into each of them, by every way; print times and bus
+    bandwidths.
 
     \b
     Examples:

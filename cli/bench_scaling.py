@@ -9,9 +9,13 @@ from caffepy.cli import options
 @options.solver
 @click.option("--model", metavar="NAME", default="", help="A bundled model, instead of a solver.")
 @options.gpus_if_named
-@click.option("--cpu", type=options.SOLVERS, default=None, metavar="N", help="N solvers on the CPU.")
+@click.option(
+    "--cpu", type=options.SOLVERS, default=None, metavar="N", help="N solvers on the CPU."
+)
 @options.precision
-@click.option("--batch", type=click.IntRange(min=1), help="Images of each device. Default: what the net says.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), help="Images of each device. Default: what the net says."
+)
 @click.option(
     "--sync",
     type=click.Choice(["auto", "nccl", "tree", "muji", "flat"]),
@@ -19,7 +23,13 @@ from caffepy.cli import options
     show_default=True,
     help="How they keep in step.",
 )
-@click.option("--windows", type=click.IntRange(min=1), default=5, show_default=True, help="How many are timed.")
+@click.option(
+    "--windows",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="How many are timed.",
+)
 @options.image
 @options.as_json
 @options.logged(least=1)
@@ -35,7 +45,8 @@ def scaling(
     image: tuple[int, ...] | None,
     as_json: bool,
 ) -> None:
-    """Train a net on synthetic data with 1, 2, 4... devices; print images a second and what synchronization adds.
+    """Train a net on synthetic data with 1, 2, 4... devices; print images a second and what
+    synchronization adds.
 
     \b
     Examples:

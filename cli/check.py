@@ -32,14 +32,16 @@ def check(
     precision: str | None,
     as_json: bool,
 ) -> None:
-    """Build the nets of a solver, or a net in its phases, and print a table of their layers to stdout.
+    """Build the nets of a solver, or a net in its phases, and print a table of their layers to
+    stdout.
 
-    For each layer: name, type, shapes of its tops, parameters, memory of the tops, operations of a forward pass
-    (convolutions and inner products only). Whether FILE is a solver or a net shows from its fields.
+    For each layer: name, type, shapes of its tops, parameters, memory of the tops, operations of a
+    forward pass (convolutions and inner products only). Whether FILE is a solver or a net shows
+    from its fields.
 
-    With --gpu also: what is computed on the host, which layers are computed together, the formats of the tops, what is
-    converted into another format, the memory that data and gradients take, and whether a training step can be captured
-    as one graph.
+    With --gpu also: what is computed on the host, which layers are computed together, the formats
+    of the tops, what is converted into another format, the memory that data and gradients take, and
+    whether a training step can be captured as one graph.
 
     \b
     Examples:

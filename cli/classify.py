@@ -16,8 +16,19 @@ def _extensions(context: click.Context, parameter: click.Parameter, value: str) 
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT... [OUTPUT.npy]")
 @options.deploy
 @options.pretrained
-@click.option("--labels", type=click.Path(), default="", help="A text file with the name of a class in each line.")
-@click.option("--top", type=click.IntRange(min=1), default=5, show_default=True, help="How many classes to tell.")
+@click.option(
+    "--labels",
+    type=click.Path(),
+    default="",
+    help="A text file with the name of a class in each line.",
+)
+@click.option(
+    "--top",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="How many classes to tell.",
+)
 @click.option(
     "--oversample/--center-only",
     default=None,
@@ -39,8 +50,14 @@ def _extensions(context: click.Context, parameter: click.Parameter, value: str) 
     callback=_extensions,
     help="Which files of a folder to take. Default: all images.",
 )
-@click.option("--output", type=click.Path(), default="", help="A .npy file for all scores, images x classes.")
-@click.option("--batch", type=click.IntRange(min=1), help="How many images, or crops, at once. Default: the net's.")
+@click.option(
+    "--output", type=click.Path(), default="", help="A .npy file for all scores, images x classes."
+)
+@click.option(
+    "--batch",
+    type=click.IntRange(min=1),
+    help="How many images, or crops, at once. Default: the net's.",
+)
 @options.gpu_if_any
 @options.precision
 @options.threads
@@ -65,23 +82,30 @@ def classify(
     progress: bool | None,
     as_json: bool,
 ) -> None:
-    """Tell the classes of images: files, folders, or .npy arrays (N, H, W, channels) of values from 0 to 1.
+    """Tell the classes of images: files, folders, or .npy arrays (N, H, W, channels) of values from
+    0 to 1.
 
-    The net is a deploy net. It takes what Caffe's classify.py would give it: images in RGB and 0 to 1 are resized,
-    turned to BGR, multiplied by --raw-scale, less the mean, multiplied by --input-scale. As there, scores go to a
-    second argument that ends in .npy, unless it exists. Images that cannot be read are named; the exit code is 4 then.
+    The net is a deploy net. It takes what Caffe's classify.py would give it: images in RGB and 0 to
+    1 are resized, turned to BGR, multiplied by --raw-scale, less the mean, multiplied by
+    --input-scale. As there, scores go to a second argument that ends in .npy, unless it exists.
+    Images that cannot be read are named; the exit code is 4 then.
 
-    \b
-    Examples:
-      caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel --mean-values 104,117,123
-      caffepy classify photos/ --model caffenet --weights net.caffemodel --labels synset_words.txt --json --gpu 0
-      caffepy classify cat.jpg scores.npy --model_def deploy.prototxt --pretrained_model net.caffemodel --center_only
+    \b Examples: caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel
+    --mean-values 104,117,123 caffepy classify photos/ --model caffenet --weights net.caffemodel
+    --labels synset_words.txt --json --gpu 0 caffepy classify cat.jpg scores.npy --model_def
+    deploy.prototxt --pretrained_model net.caffemodel --center_only
     """
     if model is None or not weights:
-        raise click.UsageError("Need a net and trained weights: give --model FILE and --weights FILE.")
+        raise click.UsageError(
+            "Need a net and trained weights: give --model FILE and --weights FILE."
+        )
     if images_dim and (len(images_dim) != 2 or min(images_dim) < 1):
         raise click.UsageError("--images-dim: give a height and a width, such as 256,256.")
-    if len(inputs) == 2 and inputs[1].endswith(".npy") and not (output or os.path.exists(inputs[1])):
+    if (
+        len(inputs) == 2
+        and inputs[1].endswith(".npy")
+        and not (output or os.path.exists(inputs[1]))
+    ):
         output, inputs = inputs[1], inputs[:1]
     from caffepy.commands.classify import EXTENSIONS
     from caffepy.commands.classify import classify as run

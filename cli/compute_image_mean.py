@@ -8,7 +8,12 @@ from caffepy.cli import options
 @click.command(short_help="Compute the mean image of a database.")
 @click.argument("database", metavar="INPUT_DB")
 @click.argument("output", metavar="[OUTPUT_FILE]", required=False)
-@click.option("--backend", default=None, hidden=True, type=click.Choice(["lmdb", "leveldb"], case_sensitive=False))
+@click.option(
+    "--backend",
+    default=None,
+    hidden=True,
+    type=click.Choice(["lmdb", "leveldb"], case_sensitive=False),
+)
 @options.threads
 @options.progress
 @options.as_json
@@ -21,7 +26,8 @@ def compute_image_mean(
     progress: bool | None,
     as_json: bool,
 ) -> None:
-    """Compute the mean of all images in INPUT_DB, an LMDB or LevelDB, and write it to OUTPUT_FILE, a binaryproto.
+    """Compute the mean of all images in INPUT_DB, an LMDB or LevelDB, and write it to OUTPUT_FILE,
+    a binaryproto.
 
     The log ends with the mean of each channel, for mean_value. Sums are exact.
 

@@ -16,15 +16,33 @@ log = logging.getLogger(__name__)
 @click.option("--gray/--no-gray", help="Store grey images, not colour.")
 @click.option("--shuffle/--no-shuffle", help="Take the lines of the list in a random order.")
 @click.option(
-    "--seed", type=click.IntRange(0), help="The order of --shuffle. Default: another one each time, which is logged."
+    "--seed",
+    type=click.IntRange(0),
+    help="The order of --shuffle. Default: another one each time, which is logged.",
 )
 @options.backend
-@click.option("--resize-width", type=click.IntRange(0), default=0, help="Width to resize images to; 0: as they are.")
-@click.option("--resize-height", type=click.IntRange(0), default=0, help="Height to resize images to; 0: as they are.")
-@click.option("--check-size/--no-check-size", help="Stop at an image of another size than the first.")
-@click.option("--encoded/--no-encoded", help="Store image files, not pixels: as they are, if they can be.")
+@click.option(
+    "--resize-width",
+    type=click.IntRange(0),
+    default=0,
+    help="Width to resize images to; 0: as they are.",
+)
+@click.option(
+    "--resize-height",
+    type=click.IntRange(0),
+    default=0,
+    help="Height to resize images to; 0: as they are.",
+)
+@click.option(
+    "--check-size/--no-check-size", help="Stop at an image of another size than the first."
+)
+@click.option(
+    "--encoded/--no-encoded", help="Store image files, not pixels: as they are, if they can be."
+)
 @click.option("--encode-type", default="", help="Store image files of this type: jpg, png...")
-@click.option("--resume", is_flag=True, help="Go on with what an interrupted run has left in DB_NAME.partial.")
+@click.option(
+    "--resume", is_flag=True, help="Go on with what an interrupted run has left in DB_NAME.partial."
+)
 @click.option(
     "--check",
     is_flag=True,
@@ -51,16 +69,16 @@ def convert_imageset(
     threads: int | None,
     progress: bool | None,
 ) -> None:
-    """Write the images of LISTFILE to the new database DB_NAME, with the keys and bytes of Caffe's tool.
+    """Write the images of LISTFILE to the new database DB_NAME, with the keys and bytes of Caffe's
+    tool.
 
-    A line of LISTFILE is the path of an image behind ROOTFOLDER/, a blank and a label. Images that cannot be read are
-    left out, each with a message, and the exit code is 0 as long as there is one.
+    A line of LISTFILE is the path of an image behind ROOTFOLDER/, a blank and a label. Images that
+    cannot be read are left out, each with a message, and the exit code is 0 as long as there is
+    one.
 
-    \b
-    Examples:
-      caffepy convert-imageset -resize_width 256 -resize_height 256 -shuffle train/ train.txt train_lmdb
-      caffepy convert-imageset -encoded train/ train.txt train_lmdb --resume
-      caffepy convert-imageset -gray -backend leveldb images/ list.txt list_leveldb --check
+    \b Examples: caffepy convert-imageset -resize_width 256 -resize_height 256 -shuffle train/
+    train.txt train_lmdb caffepy convert-imageset -encoded train/ train.txt train_lmdb --resume
+    caffepy convert-imageset -gray -backend leveldb images/ list.txt list_leveldb --check
     """
     if (resize_width > 0) != (resize_height > 0):
         raise click.UsageError("Give both --resize-width and --resize-height, or neither.")

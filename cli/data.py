@@ -10,8 +10,18 @@ from caffepy.core.errors import DataError
 @click.command(short_help="Print what a source of data holds.")
 @click.argument("path")
 @click.option("--root", default="", help="What to put before the names in a list of images.")
-@click.option("--first", type=click.IntRange(1), metavar="N", help="Look only at the first N records. Default: all.")
-@click.option("--sheet", type=click.Path(), metavar="FILE.png", help="Draw a contact sheet of up to 100 images.")
+@click.option(
+    "--first",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Look only at the first N records. Default: all.",
+)
+@click.option(
+    "--sheet",
+    type=click.Path(),
+    metavar="FILE.png",
+    help="Draw a contact sheet of up to 100 images.",
+)
 @options.threads
 @options.progress
 @options.as_json
@@ -25,10 +35,12 @@ def show(
     progress: bool | None,
     as_json: bool,
 ) -> None:
-    """Print the number of records in PATH, their shapes, encoding and labels, and which cannot be read.
+    """Print the number of records in PATH, their shapes, encoding and labels, and which cannot be
+    read.
 
-    PATH is an LMDB, a LevelDB, an HDF5 file, a list of such files or of images, a window file or a mean file; which one
-    shows from its content. The exit code is 4 if none of its records can be read.
+    PATH is an LMDB, a LevelDB, an HDF5 file, a list of such files or of images, a window file or a
+    mean file; which one shows from its content. The exit code is 4 if none of its records can be
+    read.
 
     \b
     Examples:
@@ -38,14 +50,19 @@ def show(
     """
     from caffepy.commands.data.show import show as show_source
 
-    info = show_source(path, root=root, first=first, sheet_path=sheet, threads=threads, progress=progress)
+    info = show_source(
+        path, root=root, first=first, sheet_path=sheet, threads=threads, progress=progress
+    )
     click.echo(info.json() if as_json else info.table())
     if info.bad_records == info.seen > 0:
         raise DataError(f"{path}: no record can be read")
 
 
 @click.group(
-    cls=Commands, commands=(show,), invoke_without_command=True, short_help="Show what a source of data holds."
+    cls=Commands,
+    commands=(show,),
+    invoke_without_command=True,
+    short_help="Show what a source of data holds.",
 )
 @click.pass_context
 def data(context: click.Context) -> None:

@@ -33,7 +33,9 @@ from caffepy.cli import options
     help="Pixels of the net's input that show what lies around a window.",
 )
 @options.prepared
-@click.option("--batch", type=click.IntRange(min=1), help="How many windows at once. Default: the net's.")
+@click.option(
+    "--batch", type=click.IntRange(min=1), help="How many windows at once. Default: the net's."
+)
 @options.gpu_if_any
 @options.precision
 @options.threads
@@ -56,19 +58,22 @@ def detect(
     progress: bool | None,
     as_json: bool,
 ) -> None:
-    """Score windows of images with a deploy net, and write all scores to OUTPUT (.csv, .h5 or .json).
+    """Score windows of images with a deploy net, and write all scores to OUTPUT (.csv, .h5 or
+    .json).
 
-    INPUT is a CSV with the columns filename,xmin,ymin,xmax,ymax, or a text file with an image a line and --windows.
-    Images are prepared as by caffepy classify; of a mean image the mean of each channel is taken.
+    INPUT is a CSV with the columns filename,xmin,ymin,xmax,ymax, or a text file with an image a
+    line and --windows. Images are prepared as by caffepy classify; of a mean image the mean of each
+    channel is taken.
 
-    \b
-    Examples:
-      caffepy detect windows.csv scores.csv --model deploy.prototxt --weights net.caffemodel
-      caffepy detect images.txt --windows grid.csv --model deploy.prototxt --weights net.caffemodel --json
-      caffepy detect windows.csv scores.h5 --model_def deploy.prototxt --pretrained_model net.caffemodel --gpu 0
+    \b Examples: caffepy detect windows.csv scores.csv --model deploy.prototxt --weights
+    net.caffemodel caffepy detect images.txt --windows grid.csv --model deploy.prototxt --weights
+    net.caffemodel --json caffepy detect windows.csv scores.h5 --model_def deploy.prototxt
+    --pretrained_model net.caffemodel --gpu 0
     """
     if model is None or not weights:
-        raise click.UsageError("Need a net and trained weights: give --model FILE and --weights FILE.")
+        raise click.UsageError(
+            "Need a net and trained weights: give --model FILE and --weights FILE."
+        )
     from caffepy.commands.detect import check_output
     from caffepy.commands.detect import detect as run
 

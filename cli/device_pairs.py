@@ -7,7 +7,9 @@ from caffepy.cli import options
 
 @click.command(short_help="Show how GPUs are joined, and how they would synchronize.")
 @options.gpus_measured
-@click.option("--measure", is_flag=True, help="Measure bandwidth and latency between each two GPUs.")
+@click.option(
+    "--measure", is_flag=True, help="Measure bandwidth and latency between each two GPUs."
+)
 @click.option(
     "--simulate",
     type=click.Path(),
@@ -17,7 +19,8 @@ from caffepy.cli import options
 @options.as_json
 @options.logged(least=1)
 def device_pairs(gpu: str | None, measure: bool, simulate: str | None, as_json: bool) -> None:
-    """Print the tree of device pairs, who reaches whose memory, and the schedule of each way to synchronize, to stdout.
+    """Print the tree of device pairs, who reaches whose memory, and the schedule of each way to
+    synchronize, to stdout.
 
     Links are named as nvidia-smi names them, where the driver tells.
 
@@ -30,6 +33,8 @@ def device_pairs(gpu: str | None, measure: bool, simulate: str | None, as_json: 
     from caffepy.commands.device_pairs import of_this_machine, simulated
 
     if simulate and (gpu or measure):
-        raise click.UsageError("--simulate is for devices that are not here; leave out --gpu and --measure")
+        raise click.UsageError(
+            "--simulate is for devices that are not here; leave out --gpu and --measure"
+        )
     found = simulated(simulate) if simulate else of_this_machine(gpu or "all", measure)
     click.echo(found.json() if as_json else found.text())

@@ -79,6 +79,8 @@ def cpu_name() -> str:
     """The processor's name as Linux knows it, else the platform's word for it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+            return next(
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            )
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()

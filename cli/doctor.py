@@ -10,10 +10,11 @@ from caffepy.core.errors import DeviceError
 @options.as_json
 @options.logged(least=1)
 def doctor(as_json: bool) -> int:
-    """Look at driver, CUDA and libraries, let each GPU compute for about a second, and print a table to stdout.
+    """Look at driver, CUDA and libraries, let each GPU compute for about a second, and print a
+    table to stdout.
 
-    What is missing is no error on a machine that computes on the CPU. Exit code 6: something that is installed is
-    broken; the table says what to do about it.
+    What is missing is no error on a machine that computes on the CPU. Exit code 6: something that
+    is installed is broken; the table says what to do about it.
 
     \b
     Examples:

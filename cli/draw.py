@@ -25,7 +25,11 @@ PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
     help="The phase whose layers are drawn.",
 )
 @click.option("--display-lrm", is_flag=True, help="Show the lr_mult of parameters.")
-@click.option("--shapes", is_flag=True, help="Show the shapes of blobs beside the arrows; the net is built for that.")
+@click.option(
+    "--shapes",
+    is_flag=True,
+    help="Show the shapes of blobs beside the arrows; the net is built for that.",
+)
 @options.synthetic
 @options.logged(least=1)
 def draw(
@@ -38,9 +42,11 @@ def draw(
     synthetic: bool,
     image: tuple[int, ...] | None,
 ) -> None:
-    """Draw NET, a prototxt or a bundled model, to the file OUT in the format that its extension names; print its name.
+    """Draw NET, a prototxt or a bundled model, to the file OUT in the format that its extension
+    names; print its name.
 
-    .dot, .svg, .png and .jpg need nothing else, but pictures are better with graphviz; .pdf and others need it.
+    .dot, .svg, .png and .jpg need nothing else, but pictures are better with graphviz; .pdf and
+    others need it.
 
     \b
     Examples:
@@ -60,6 +66,8 @@ def draw(
     known = None
     if shapes:
         image = image or options.image_of(definition, synthetic)
-        known = shapes_of(param, PHASES[phase], definition.path, synthetic or image is not None, image)
+        known = shapes_of(
+            param, PHASES[phase], definition.path, synthetic or image is not None, image
+        )
     draw_net_to_file(param, out, rankdir, PHASES[phase], display_lrm, known)
     click.echo(out)

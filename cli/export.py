@@ -5,7 +5,9 @@ import click
 from caffepy.cli import options
 
 
-def _batch(context: click.Context, parameter: click.Parameter, value: str | None) -> int | str | None:
+def _batch(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> int | str | None:
     if value is None or value == "dynamic":
         return value
     if not value.isdigit() or int(value) < 1:
@@ -17,9 +19,20 @@ def _batch(context: click.Context, parameter: click.Parameter, value: str | None
 @click.argument("net", metavar="NET")
 @click.argument("weights", nargs=-1, required=True)
 @click.option(
-    "--onnx", is_flag=True, default=True, help="The format to write: ONNX, the only one so far, also without this flag."
+    "--onnx",
+    is_flag=True,
+    default=True,
+    help="The format to write: ONNX, the only one so far, also without this flag.",
 )
-@click.option("--output", "--o", "output", type=click.Path(), required=True, metavar="FILE", help="The model to write.")
+@click.option(
+    "--output",
+    "--o",
+    "output",
+    type=click.Path(),
+    required=True,
+    metavar="FILE",
+    help="The model to write.",
+)
 @click.option(
     "--opset",
     type=click.IntRange(13, 21),
@@ -34,7 +47,11 @@ def _batch(context: click.Context, parameter: click.Parameter, value: str | None
     help="Size of the inputs' first axis, or any. Default: what the net says.",
 )
 @click.option(
-    "--phase", type=click.Choice(["TEST", "TRAIN"]), default="TEST", show_default=True, help="Phase of the net."
+    "--phase",
+    type=click.Choice(["TEST", "TRAIN"]),
+    default="TEST",
+    show_default=True,
+    help="Phase of the net.",
 )
 @options.level
 @options.stage
@@ -44,7 +61,11 @@ def _batch(context: click.Context, parameter: click.Parameter, value: str | None
     is_flag=True,
     help="Put Softmax in the place of SoftmaxWithLoss, Sigmoid in that of SigmoidCrossEntropyLoss.",
 )
-@click.option("--check", is_flag=True, help="Compare with what onnxruntime, which must be installed, computes.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Compare with what onnxruntime, which must be installed, computes.",
+)
 @options.as_json
 @options.logged(least=1)
 def export(
@@ -62,16 +83,16 @@ def export(
     check: bool,
     as_json: bool,
 ) -> None:
-    """Write NET, a prototxt or a bundled model, with trained WEIGHTS as an ONNX model; print what was written.
+    """Write NET, a prototxt or a bundled model, with trained WEIGHTS as an ONNX model; print what
+    was written.
 
-    Blobs keep their names, parameters are named after layer and index: conv1.0, conv1.1. Data layers become inputs;
-    losses, Accuracy and labels are left out. Layers that ONNX cannot express are all named, and nothing is written.
+    Blobs keep their names, parameters are named after layer and index: conv1.0, conv1.1. Data
+    layers become inputs; losses, Accuracy and labels are left out. Layers that ONNX cannot express
+    are all named, and nothing is written.
 
-    \b
-    Examples:
-      caffepy export --onnx deploy.prototxt run_iter_500.caffemodel -o net.onnx
-      caffepy export --onnx deploy.prototxt run.caffemodel -o net.onnx --batch dynamic --check
-      caffepy export --onnx train_val.prototxt run.caffemodel.h5 -o net.onnx --probabilities --image 3,227,227
+    \b Examples: caffepy export --onnx deploy.prototxt run_iter_500.caffemodel -o net.onnx caffepy
+    export --onnx deploy.prototxt run.caffemodel -o net.onnx --batch dynamic --check caffepy export
+    --onnx train_val.prototxt run.caffemodel.h5 -o net.onnx --probabilities --image 3,227,227
     """
     from caffepy.commands.export import export_onnx
 

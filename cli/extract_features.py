@@ -7,7 +7,9 @@ from caffepy.cli import options
 CAFFES = "WEIGHTS PROTO BLOB[,BLOB] DB[,DB] NUM_BATCHES DB_TYPE [CPU|GPU [DEVICE_ID]]"
 
 
-def _names(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[str]:
+def _names(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> list[str]:
     return [name.strip() for value in values for name in value.split(",") if name.strip()]
 
 
@@ -16,7 +18,11 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
 @options.model
 @options.weights
 @click.option(
-    "--blob", "blobs", multiple=True, callback=_names, help="A blob to write; several: again, or separated by commas."
+    "--blob",
+    "blobs",
+    multiple=True,
+    callback=_names,
+    help="A blob to write; several: again, or separated by commas.",
 )
 @click.option(
     "--output",
@@ -31,7 +37,9 @@ def _names(context: click.Context, parameter: click.Parameter, values: tuple[str
     type=click.Choice(["lmdb", "leveldb", "hdf5", "npy"]),
     help="What to write. Default: what the extension of the output says, else an LMDB.",
 )
-@click.option("--batches", type=click.IntRange(min=1), help="How many batches. Default: all the data, once.")
+@click.option(
+    "--batches", type=click.IntRange(min=1), help="How many batches. Default: all the data, once."
+)
 @options.gpu
 @options.precision
 @options.level
@@ -54,26 +62,30 @@ def extract_features(
     threads: int | None,
     progress: bool | None,
 ) -> None:
-    """Run a trained net over the data of its data layers and write the values of blobs, a record or row an item.
+    """Run a trained net over the data of its data layers and write the values of blobs, a record or
+    row an item.
 
-    Databases are those of Caffe's tool: keys 0000000000, 0000000001, ..., Datums of float_data. An HDF5 file has a
-    dataset for each blob, so that an HDF5Data layer can read it. What exists already is not touched.
-    Takes options, or the arguments of Caffe's tool, in their order.
+    Databases are those of Caffe's tool: keys 0000000000, 0000000001, ..., Datums of float_data. An
+    HDF5 file has a dataset for each blob, so that an HDF5Data layer can read it. What exists
+    already is not touched. Takes options, or the arguments of Caffe's tool, in their order.
 
-    \b
-    Examples:
-      caffepy extract-features --model digits --weights digits_iter_500.caffemodel --blob ip1 --output ip1_lmdb
-      caffepy extract-features --model net.prototxt --weights w.caffemodel --blob fc7,label --output features.h5
-      caffepy extract-features w.caffemodel net.prototxt fc7,prob fc7_db,prob_db 10 leveldb GPU 0
+    \b Examples: caffepy extract-features --model digits --weights digits_iter_500.caffemodel --blob
+    ip1 --output ip1_lmdb caffepy extract-features --model net.prototxt --weights w.caffemodel
+    --blob fc7,label --output features.h5 caffepy extract-features w.caffemodel net.prototxt
+    fc7,prob fc7_db,prob_db 10 leveldb GPU 0
     """
     if caffes:
         if model or weights or blobs or outputs or backend or batches or gpu:
             raise click.UsageError(f"Give options or Caffe's arguments ({CAFFES}), not both.")
         weights, model, blobs, outputs, batches, backend, gpu = _parsed(caffes)
     if model is None or not weights:
-        raise click.UsageError("Need a net and trained weights: give --model FILE and --weights FILE.")
+        raise click.UsageError(
+            "Need a net and trained weights: give --model FILE and --weights FILE."
+        )
     if not blobs or not outputs:
-        raise click.UsageError("Need to know what to write, and where to: give --blob NAME and --output PATH.")
+        raise click.UsageError(
+            "Need to know what to write, and where to: give --blob NAME and --output PATH."
+        )
     from caffepy.commands.extract_features import extract_features as run
     from caffepy.commands.extract_features import features_of
 
@@ -103,7 +115,9 @@ def _parsed(words: tuple[str, ...]) -> Parsed:
         raise click.UsageError(f'The number of batches is 1 or more, not "{batches}".')
     mode, device = [*(where or ["CPU"]), "0"][:2]
     if mode not in ("CPU", "GPU") or not device.isdecimal():
-        raise click.UsageError(f'After the kind of database come CPU or GPU and its number, not "{" ".join(where)}".')
+        raise click.UsageError(
+            f'After the kind of database come CPU or GPU and its number, not "{" ".join(where)}".'
+        )
     return (
         (weights,),
         options.find_definition(model, "train_val"),

@@ -15,5 +15,7 @@ class Commands(click.Group):
         name = args[0]
         if self.get_command(ctx, name) is None and not name.startswith("-"):
             known = self.list_commands(ctx)
-            ctx.fail(f'no such command "{name}"{nearest(name, known)} (commands: {", ".join(known)})')
+            ctx.fail(
+                f'no such command "{name}"{nearest(name, known)} (commands: {", ".join(known)})'
+            )
         return super().resolve_command(ctx, args)

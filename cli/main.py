@@ -1,4 +1,6 @@
-"""The `caffepy` command: its subcommands, and the one place where errors become messages and exit codes."""
+"""The `caffepy` command: its subcommands, and the one place where errors become messages and exit
+codes.
+"""
 
 import errno
 import io
@@ -49,7 +51,9 @@ from caffepy.core.registry import nearest
 
 BUG = 70
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
-ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+ENDING = [
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
+]
 
 EPILOG = """
 \b
@@ -111,18 +115,28 @@ def caffepy(context: click.Context) -> None:
 
 def main() -> None:
     """Run the command line of this process and end it."""
-    if not sys.warnoptions:  # numbers that grow too large are told of by the solver, with the layer that made them
+    if (
+        not sys.warnoptions
+    ):  # numbers that grow too large are told of by the solver, with the layer that made them
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"caffepy\.")
     _fill_standard_streams()
-    os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # images that cannot be decoded are told of by our errors
+    os.environ.setdefault(
+        "OPENCV_LOG_LEVEL", "ERROR"
+    )  # images that cannot be decoded are told of by our errors
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack what stands in files and their names
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # a locale may lack what stands in files and their names
     for number in ENDING:  # so that what is half done is taken back, whatever ends it
-        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:  # ignored after nohup
+        if (
+            number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
+        ):  # ignored after nohup
             signal.signal(number, _interrupt)
     sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
-    for number in ENDING:  # the exit code is settled; threads and files still take a moment to close
+    for (
+        number
+    ) in ENDING:  # the exit code is settled; threads and files still take a moment to close
         signal.signal(number, signal.SIG_IGN)
     if at_work():
         logging.shutdown()
@@ -132,7 +146,9 @@ def main() -> None:
 
 
 def _fill_standard_streams() -> None:
-    """Let what the caller closed lead nowhere, or files that are opened would take the numbers of standard streams."""
+    """Let what the caller closed lead nowhere, or files that are opened would take the numbers of
+    standard streams.
+    """
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
@@ -154,9 +170,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Python drops an interrupt that comes while it removes an object: let it come once more, a moment later.
+    """Python drops an interrupt that comes while it removes an object: let it come once more, a
+    moment later.
 
-    What belongs to a GPU that failed cannot be given back; the GPU's error is told by who met it first.
+    What belongs to a GPU that failed cannot be given back; the GPU's error is told by who met it
+    first.
     """
     if type(unraisable.exc_value).__name__ == "CUDARuntimeError":
         return
@@ -172,7 +190,10 @@ def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
 def _is_importing(frame: FrameType | None) -> bool:
     """Whether a module is being loaded; one that is there is only looked up."""
     while frame is not None:
-        if frame.f_globals.get("__name__") == "importlib._bootstrap" and frame.f_code.co_name == "_load_unlocked":
+        if (
+            frame.f_globals.get("__name__") == "importlib._bootstrap"
+            and frame.f_code.co_name == "_load_unlocked"
+        ):
             return True
         frame = frame.f_back
     return False
@@ -182,7 +203,11 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line; messages go to stderr. Returns the exit code."""
     try:
         code = (
-            caffepy.main(normalize(arguments, flags(arguments), groups()), prog_name="caffepy", standalone_mode=False)
+            caffepy.main(
+                normalize(arguments, flags(arguments), groups()),
+                prog_name="caffepy",
+                standalone_mode=False,
+            )
             or 0
         )
         sys.stdout.flush()
@@ -198,7 +223,10 @@ def run(arguments: Sequence[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except MemoryError as error:
-        _say(f"out of memory{f': {error}' if str(error) else ''}", "smaller batches or images need less")
+        _say(
+            f"out of memory{f': {error}' if str(error) else ''}",
+            "smaller batches or images need less",
+        )
         return DeviceError.exit_code
     except Exception as error:
         if _interrupted:
@@ -218,7 +246,8 @@ def _abandon_stdout() -> None:
 
 
 def flags(arguments: Sequence[str] = ()) -> dict[str, bool | None]:
-    """The names of the flags of all commands, without dashes, and whether each takes a value: None if it may.
+    """The names of the flags of all commands, without dashes, and whether each takes a value: None
+    if it may.
 
     Where commands disagree, the first command among the arguments knows.
     """
@@ -246,7 +275,11 @@ def _all_commands(command: click.Command) -> Iterator[click.Command]:
 
 
 def _unknown_option(error: click.NoSuchOption) -> str:
-    known = [name for p in error.ctx.command.get_params(error.ctx) for name in p.opts] if error.ctx else []
+    known = (
+        [name for p in error.ctx.command.get_params(error.ctx) for name in p.opts]
+        if error.ctx
+        else []
+    )
     return f'no such option "{error.option_name}"{nearest(error.option_name, known)}'
 
 
@@ -263,10 +296,20 @@ def hint(error: CaffeError, arguments: Sequence[str]) -> str:
     if isinstance(error, RecordError) and {"train", "test"} & set(arguments):
         return "to pass over some such records, add --max-bad-records N"
     given = {argument.lstrip("-").partition("=")[0] for argument in arguments}
-    if isinstance(error, DataError) and {"time", "check", "draw"} & given and not {"synthetic", "image"} & given:
+    if (
+        isinstance(error, DataError)
+        and {"time", "check", "draw"} & given
+        and not {"synthetic", "image"} & given
+    ):
         return "to go without the data, add --synthetic"
-    if isinstance(error, DataError) and {"train", "test"} & set(arguments) and _bundled(arguments) - {"digits"}:
-        return "of the bundled nets only digits brings its data; put yours where the net looks for it"
+    if (
+        isinstance(error, DataError)
+        and {"train", "test"} & set(arguments)
+        and _bundled(arguments) - {"digits"}
+    ):
+        return (
+            "of the bundled nets only digits brings its data; put yours where the net looks for it"
+        )
     if isinstance(error, DataError) and "export" in arguments:
         return "to go without the data, give --image C,H,W, or a deploy net"
     return ""

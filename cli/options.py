@@ -27,14 +27,18 @@ def is_optional(option: click.Option) -> bool:
 
 
 class Definition(NamedTuple):
-    """A prototxt file, and the name of the bundled model that it belongs to, if it was given by that name."""
+    """A prototxt file, and the name of the bundled model that it belongs to, if it was given by
+    that name.
+    """
 
     path: str
     bundled: str | None = None
 
 
 def find_definition(name: str, kind: str) -> Definition:
-    """The file of this name, else the bundled model's prototxt of this kind; ConfigError if it can be neither."""
+    """The file of this name, else the bundled model's prototxt of this kind; ConfigError if it can
+    be neither.
+    """
     path = models.path(name, kind)
     if os.path.exists(name) or (path is None and {os.sep, "."} & set(name)):
         return Definition(name)  # reading it will tell what is wrong
@@ -52,7 +56,9 @@ def _definition(kind: str) -> Callable[[click.Context, click.Parameter, str], De
 
 def _devices(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
     if value and value != "all" and not all(token.strip().isdigit() for token in value.split(",")):
-        raise click.BadParameter(f'{value!r} is neither "all" nor device numbers separated by commas')
+        raise click.BadParameter(
+            f'{value!r} is neither "all" nor device numbers separated by commas'
+        )
     return value or None
 
 
@@ -140,7 +146,12 @@ gpus_if_named: Decorator = click.option(
     help="GPUs: numbers separated by commas, or all. Default: the CPU.",
 )
 gpu_if_any: Decorator = click.option(
-    "--gpu", is_flag=False, flag_value="0", callback=_devices, metavar="[ID]", help="Compute on this GPU, the first: 0."
+    "--gpu",
+    is_flag=False,
+    flag_value="0",
+    callback=_devices,
+    metavar="[ID]",
+    help="Compute on this GPU, the first: 0.",
 )
 gpus: Decorator = click.option(
     "--gpu",
@@ -190,7 +201,9 @@ bn_stats: Decorator = click.option(
     "sync: solvers normalize their batches as one, in training too, which costs GPUs much of their speed.",
 )
 deterministic: Decorator = click.option(
-    "--deterministic", is_flag=True, help="Two runs give the same: a fixed seed, fixed orders of sums."
+    "--deterministic",
+    is_flag=True,
+    help="Two runs give the same: a fixed seed, fixed orders of sums.",
 )
 deadlines: Decorator = click.option(
     "--deadlines",
@@ -207,20 +220,34 @@ precision: Decorator = click.option(
     "Default: what the net says, CAFFEPY_PRECISION, else tf32.",
 )
 capture: Decorator = click.option(
-    "--capture/--no-capture", default=True, help="Whether a GPU replays a recorded step, or runs layer by layer."
+    "--capture/--no-capture",
+    default=True,
+    help="Whether a GPU replays a recorded step, or runs layer by layer.",
 )
 fuse: Decorator = click.option(
     "--fuse/--no-fuse", default=True, help="Whether a GPU computes layers together where it can."
 )
 iterations: Decorator = click.option(
-    "--iterations", type=click.IntRange(min=1), default=50, show_default=True, help="How many batches."
+    "--iterations",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="How many batches.",
 )
-level: Decorator = click.option("--level", type=int, default=0, show_default=True, help="Level of the net's state.")
+level: Decorator = click.option(
+    "--level", type=int, default=0, show_default=True, help="Level of the net's state."
+)
 stage: Decorator = click.option(
-    "--stage", "stages", default="", callback=_split, help="Stages of the net's state, separated by commas."
+    "--stage",
+    "stages",
+    default="",
+    callback=_split,
+    help="Stages of the net's state, separated by commas.",
 )
 threads: Decorator = click.option(
-    "--threads", type=click.IntRange(min=1), help="CPU threads to compute with. Default: one a core."
+    "--threads",
+    type=click.IntRange(min=1),
+    help="CPU threads to compute with. Default: one a core.",
 )
 backend: Decorator = click.option(
     "--backend",
@@ -240,10 +267,14 @@ max_bad_records: Decorator = click.option(
     metavar="N",
     help="How many records or images of each source that cannot be read are passed over, each with a warning.",
 )
-as_json: Decorator = click.option("--json", "as_json", is_flag=True, help="Print the result to stdout as JSON.")
+as_json: Decorator = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result to stdout as JSON."
+)
 
 
-def _shape(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[int, ...] | None:
+def _shape(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...] | None:
     if value is None:
         return None
     sizes = value.split(",")
@@ -260,12 +291,16 @@ image: Decorator = click.option(
 )
 
 
-def _numbers(kind: type[int] | type[float]) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
+def _numbers(
+    kind: type[int] | type[float],
+) -> Callable[[click.Context, click.Parameter, str], tuple[float, ...]]:
     def parse(context: click.Context, parameter: click.Parameter, value: str) -> tuple[float, ...]:
         try:
             return tuple(kind(part) for part in value.split(",")) if value else ()
         except ValueError:
-            raise click.BadParameter(f"{value!r} is not a list of numbers separated by commas") from None
+            raise click.BadParameter(
+                f"{value!r} is not a list of numbers separated by commas"
+            ) from None
 
     return parse
 
@@ -290,11 +325,18 @@ def prepared(command: Command) -> Command:
 
         if mean_file and mean_values:
             raise click.UsageError("Give --mean-file or --mean-values, not both.")
-        preparation = Preparation(mean_file, mean_values, input_scale, raw_scale, channel_swap or None)
+        preparation = Preparation(
+            mean_file, mean_values, input_scale, raw_scale, channel_swap or None
+        )
         return command(**values, preparation=preparation)
 
     flags = (
-        click.option("--mean-file", type=click.Path(), default="", help="Mean to subtract: a .npy or .binaryproto."),
+        click.option(
+            "--mean-file",
+            type=click.Path(),
+            default="",
+            help="Mean to subtract: a .npy or .binaryproto.",
+        ),
         click.option(
             "--mean-values",
             default="",
@@ -325,12 +367,16 @@ def prepared(command: Command) -> Command:
 
 def synthetic(command: Command) -> Command:
     """--synthetic and --image, which replaces the data layers of a net even without it."""
-    flag = click.option("--synthetic", is_flag=True, help="Put random images and labels in the place of the data.")
+    flag = click.option(
+        "--synthetic", is_flag=True, help="Put random images and labels in the place of the data."
+    )
     return flag(image(command))
 
 
 def logged(least: int = 0) -> Decorator:
-    """glog's flags, and what is logged goes where they say while the command runs; `least` is the default level."""
+    """glog's flags, and what is logged goes where they say while the command runs; `least` is the
+    default level.
+    """
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -343,7 +389,11 @@ def logged(least: int = 0) -> Decorator:
 
         flags = (
             click.option(
-                "--log-dir", type=click.Path(), default="", envvar="GLOG_log_dir", help="Folder for a log file."
+                "--log-dir",
+                type=click.Path(),
+                default="",
+                envvar="GLOG_log_dir",
+                help="Folder for a log file.",
             ),
             click.option(
                 "--minloglevel",
@@ -353,8 +403,17 @@ def logged(least: int = 0) -> Decorator:
                 envvar="GLOG_minloglevel",
                 help="Least severity to log: 0 information, 1 warnings, 2 errors, 3 fatal errors.",
             ),
-            click.option("--logtostderr/--no-logtostderr", envvar="GLOG_logtostderr", help="Log to stderr only."),
-            click.option("--alsologtostderr/--no-alsologtostderr", default=True, hidden=True, expose_value=False),
+            click.option(
+                "--logtostderr/--no-logtostderr",
+                envvar="GLOG_logtostderr",
+                help="Log to stderr only.",
+            ),
+            click.option(
+                "--alsologtostderr/--no-alsologtostderr",
+                default=True,
+                hidden=True,
+                expose_value=False,
+            ),
             click.option("--v", type=int, default=0, envvar="GLOG_v", help="1: log more."),
         )
         for option in reversed(flags):
@@ -380,7 +439,9 @@ def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
 
 
 def trained(solver: Definition | None, model: str, gpu: str | None, cpu: object) -> Definition:
-    """What a benchmark trains: the bundled model of this name, else the solver; UsageError unless it is clear."""
+    """What a benchmark trains: the bundled model of this name, else the solver; UsageError unless
+    it is clear.
+    """
     if model:
         solver = find_definition(model, "solver")
     if solver is None:

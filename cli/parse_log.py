@@ -8,16 +8,29 @@ from caffepy.cli import options
 @click.command(short_help="Make tables of a training log.")
 @click.argument("log", metavar="LOG")
 @click.argument("outdir", default="", metavar="[OUTDIR]")
-@click.option("--delimiter", default=",", show_default=True, help="What stands between columns, such as ';' or '\\t'.")
-@click.option("--columns", is_flag=True, help="The tables of Caffe's parse_log.sh instead of parse_log.py's CSV.")
+@click.option(
+    "--delimiter",
+    default=",",
+    show_default=True,
+    help="What stands between columns, such as ';' or '\\t'.",
+)
+@click.option(
+    "--columns",
+    is_flag=True,
+    help="The tables of Caffe's parse_log.sh instead of parse_log.py's CSV.",
+)
 @click.option("--verbose", is_flag=True, help="Say what is written.")
 @options.as_json
 @options.logged(least=1)
-def parse_log(log: str, outdir: str, delimiter: str, columns: bool, verbose: bool, as_json: bool) -> None:
-    """Write the net outputs in a training log, caffepy's or Caffe's, to LOG.train and LOG.test in the folder OUTDIR.
+def parse_log(
+    log: str, outdir: str, delimiter: str, columns: bool, verbose: bool, as_json: bool
+) -> None:
+    """Write the net outputs in a training log, caffepy's or Caffe's, to LOG.train and LOG.test in
+    the folder OUTDIR.
 
-    The files are those of Caffe's parse_log.py: iterations, seconds, learning rates and a column for each output.
-    OUTDIR is the current folder if it is not given; with --json nothing is written then, the rows go to stdout.
+    The files are those of Caffe's parse_log.py: iterations, seconds, learning rates and a column
+    for each output. OUTDIR is the current folder if it is not given; with --json nothing is written
+    then, the rows go to stdout.
 
     \b
     Examples:

@@ -9,7 +9,12 @@ from caffepy.cli import options
 
 @click.command(short_help="Draw the curves of training runs.")
 @click.argument("logs", nargs=-1, metavar="LOG...")
-@click.option("--output", default="", metavar="FILE", help="Picture to write: .png, .svg or .pdf. Default: NAME.png.")
+@click.option(
+    "--output",
+    default="",
+    metavar="FILE",
+    help="Picture to write: .png, .svg or .pdf. Default: NAME.png.",
+)
 @click.option(
     "--x",
     "axis",
@@ -25,11 +30,24 @@ from caffepy.cli import options
     help="What to draw: loss, outputs, lr, images/s, iter/s, or curves by name such as 'test accuracy'. Default: all.",
 )
 @click.option(
-    "--smooth", type=click.IntRange(min=1), default=1, metavar="N", help="Draw means of N values; the values are pale."
+    "--smooth",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Draw means of N values; the values are pale.",
 )
 @click.option("--log-loss", is_flag=True, help="Draw losses on a logarithmic axis.")
-@click.option("--chart", type=click.IntRange(0, 7), help="The chart of this number of Caffe's plot_training_log.")
-@click.option("--names", default="", metavar="NAME,...", help="What to call the runs. Default: as their files.")
+@click.option(
+    "--chart",
+    type=click.IntRange(0, 7),
+    help="The chart of this number of Caffe's plot_training_log.",
+)
+@click.option(
+    "--names",
+    default="",
+    metavar="NAME,...",
+    help="What to call the runs. Default: as their files.",
+)
 @options.as_json
 @options.logged(least=1)
 def plot(
@@ -43,10 +61,12 @@ def plot(
     names: str,
     as_json: bool,
 ) -> None:
-    """Draw loss, net outputs, learning rate and speed of runs that each LOG tells of, and print the picture's name.
+    """Draw loss, net outputs, learning rate and speed of runs that each LOG tells of, and print the
+    picture's name.
 
-    A LOG is a training log, caffepy's or Caffe's, or a PREFIX_metrics.csv. Restarts in it are one run; a run with
-    several files is FILE,FILE,... in the order in which they were written. With --json the curves are printed instead.
+    A LOG is a training log, caffepy's or Caffe's, or a PREFIX_metrics.csv. Restarts in it are one
+    run; a run with several files is FILE,FILE,... in the order in which they were written. With
+    --json the curves are printed instead.
 
     \b
     Charts: 0 and 1 test accuracy, 2 and 3 test loss, 4 and 5 learning rate, 6 and 7 loss,

@@ -19,7 +19,12 @@ PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
     help="The phase whose net is shown; ALL: each that the layers speak of.",
 )
 @click.option(
-    "--max-width", "--w", type=click.IntRange(min=1), default=30, show_default=True, help="Widest that a column gets."
+    "--max-width",
+    "--w",
+    type=click.IntRange(min=1),
+    default=30,
+    show_default=True,
+    help="Widest that a column gets.",
 )
 @options.level
 @options.stage
@@ -38,10 +43,11 @@ def summarize(
 ) -> None:
     """Print the layers of NET, a net or solver prototxt or a bundled model, to stdout.
 
-    For each layer: name, type, names and multipliers of parameters (x: lr_mult, Dx: decay_mult), bottoms -> tops, sizes
-    as kernel/stride+pad outputs/group, shapes of the tops, number of parameters, multiplications (with additions) of a
-    forward pass, memory of the tops. On a terminal blobs have colours, tops that no layer takes are underlined, bottoms
-    that no layer gives are red. A net that cannot be built is shown without shapes.
+    For each layer: name, type, names and multipliers of parameters (x: lr_mult, Dx: decay_mult),
+    bottoms -> tops, sizes as kernel/stride+pad outputs/group, shapes of the tops, number of
+    parameters, multiplications (with additions) of a forward pass, memory of the tops. On a
+    terminal blobs have colours, tops that no layer takes are underlined, bottoms that no layer
+    gives are red. A net that cannot be built is shown without shapes.
 
     \b
     Examples:
@@ -62,4 +68,6 @@ def summarize(
         image=image or options.image_of(definition, synthetic),
     )
     colour = False if os.environ.get("NO_COLOR") else None  # None: on a terminal
-    click.echo(to_json(nets) if as_json else "\n\n".join(it.table(max_width) for it in nets), color=colour)
+    click.echo(
+        to_json(nets) if as_json else "\n\n".join(it.table(max_width) for it in nets), color=colour
+    )

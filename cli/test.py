@@ -44,7 +44,9 @@ def test(
       caffepy test --model train_val.prototxt --weights net.caffemodel --gpu all --iterations 1000
     """
     if model is None:
-        raise click.UsageError("Need a model definition to score: give --model FILE or the name of a bundled model.")
+        raise click.UsageError(
+            "Need a model definition to score: give --model FILE or the name of a bundled model."
+        )
     if not weights:
         raise click.UsageError("Need model weights to score: give --weights FILE.")
     from caffepy.commands.test import score

@@ -32,7 +32,8 @@ def time(
     image: tuple[int, ...] | None,
     as_json: bool,
 ) -> None:
-    """Time forward and backward of each layer, means over the iterations, and print a table to stdout.
+    """Time forward and backward of each layer, means over the iterations, and print a table to
+    stdout.
 
     \b
     Examples:
@@ -41,7 +42,9 @@ def time(
       caffepy time --model caffenet --synthetic --gpu 0
     """
     if model is None:
-        raise click.UsageError("Need a model definition to time: give --model FILE or the name of a bundled model.")
+        raise click.UsageError(
+            "Need a model definition to time: give --model FILE or the name of a bundled model."
+        )
     from caffepy.commands.time import time_net
 
     result = time_net(

@@ -30,10 +30,20 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 @options.fuse
 @options.level
 @options.stage
-@click.option("--sigint-effect", type=EFFECTS, default="stop", show_default=True, help="What Ctrl-C does.")
-@click.option("--sighup-effect", type=EFFECTS, default="snapshot", show_default=True, help="What SIGHUP does.")
+@click.option(
+    "--sigint-effect", type=EFFECTS, default="stop", show_default=True, help="What Ctrl-C does."
+)
+@click.option(
+    "--sighup-effect", type=EFFECTS, default="snapshot", show_default=True, help="What SIGHUP does."
+)
 @options.progress
-@click.option("--tensorboard", type=click.Path(), default="", metavar="DIR", help="Folder for TensorBoard's events.")
+@click.option(
+    "--tensorboard",
+    type=click.Path(),
+    default="",
+    metavar="DIR",
+    help="Folder for TensorBoard's events.",
+)
 @click.option(
     "--tensorboard-histograms",
     type=click.IntRange(min=0),
@@ -70,10 +80,11 @@ def train(
 ) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
-    Computes on the GPUs that --gpu names, else on that of a solver with solver_mode: GPU, else on the CPU. Several GPUs
-    train as one with a larger batch; the data is read once for all of them.
-    SIGTERM takes a snapshot and stops. A stopped run ends with exit code 75; --snapshot auto goes on from there.
-    Besides the snapshots a run leaves PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png.
+    Computes on the GPUs that --gpu names, else on that of a solver with solver_mode: GPU, else on
+    the CPU. Several GPUs train as one with a larger batch; the data is read once for all of them.
+    SIGTERM takes a snapshot and stops. A stopped run ends with exit code 75; --snapshot auto goes
+    on from there. Besides the snapshots a run leaves PREFIX_metrics.csv and, if matplotlib is
+    installed, PREFIX_curve.png.
 
     \b
     Examples:
@@ -84,7 +95,9 @@ def train(
       caffepy train --solver solver.prototxt --snapshot auto --log-dir logs --tensorboard events
     """
     if solver is None:
-        raise click.UsageError("Need a solver definition to train: give --solver FILE or the name of a bundled model.")
+        raise click.UsageError(
+            "Need a solver definition to train: give --solver FILE or the name of a bundled model."
+        )
     from caffepy.commands.train import train as run
     from caffepy.parallel.manager import Terms
 

@@ -10,13 +10,16 @@ MISPLACED = 1
 @click.command(short_help="Write a net of an old format in today's.")
 @click.argument("source", metavar="IN")
 @click.argument("target", metavar="OUT")
-@click.option("--binary/--text", "as_binary", default=None, help="Form of OUT. Default: that of IN.")
+@click.option(
+    "--binary/--text", "as_binary", default=None, help="Form of OUT. Default: that of IN."
+)
 @options.logged()
 def upgrade_net(source: str, target: str, as_binary: bool | None) -> int:
-    """Read the net IN, a prototxt or a binary caffemodel of any age, and write it to OUT, which may be the same file.
+    """Read the net IN, a prototxt or a binary caffemodel of any age, and write it to OUT, which may
+    be the same file.
 
-    A net that is new already is written too. Exit code 1: some settings found no place in today's format; the log
-    names them.
+    A net that is new already is written too. Exit code 1: some settings found no place in today's
+    format; the log names them.
 
     \b
     Examples:

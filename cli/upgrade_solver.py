@@ -12,7 +12,8 @@ from caffepy.cli import options
 def upgrade_solver(source: str, target: str) -> None:
     """Read the solver prototxt IN and write it to OUT, which may be the same file.
 
-    The nets that it names are not touched: see upgrade-net. A solver that is new already is written too.
+    The nets that it names are not touched: see upgrade-net. A solver that is new already is written
+    too.
 
     \b
     Examples:

@@ -10,11 +10,26 @@ from caffepy.cli import options
 @click.command(short_help="Draw the filters of a layer, or what it makes of an image.")
 @click.argument("out")
 @options.pretrained
-@click.option("--layer", default="", help="Whose filters to draw. Default: the first convolution's.")
+@click.option(
+    "--layer", default="", help="Whose filters to draw. Default: the first convolution's."
+)
 @options.deploy
-@click.option("--image", type=click.Path(), default="", help="What the net takes. Default: the data of its data layer.")
-@click.option("--blob", default="", help="What to draw of the net. Default: the top of the first convolution.")
-@click.option("--item", type=click.IntRange(min=0), default=0, show_default=True, help="Which of a batch of data.")
+@click.option(
+    "--image",
+    type=click.Path(),
+    default="",
+    help="What the net takes. Default: the data of its data layer.",
+)
+@click.option(
+    "--blob", default="", help="What to draw of the net. Default: the top of the first convolution."
+)
+@click.option(
+    "--item",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Which of a batch of data.",
+)
 @options.prepared
 @options.gpu
 @options.precision
@@ -33,10 +48,12 @@ def visualize(
     precision: str | None,
     threads: int | None,
 ) -> None:
-    """Draw filters, or with --model the values of a blob, side by side into the picture OUT (.png, .jpg and others).
+    """Draw filters, or with --model the values of a blob, side by side into the picture OUT (.png,
+    .jpg and others).
 
-    Filters need only the weights. Those of three channels are in colour; of others each channel stands by itself, a row
-    a filter. The smallest value is black, the largest white, and what is not finite is red.
+    Filters need only the weights. Those of three channels are in colour; of others each channel
+    stands by itself, a row a filter. The smallest value is black, the largest white, and what is
+    not finite is red.
 
     \b
     Examples:
@@ -48,7 +65,9 @@ def visualize(
     if not weights:
         raise click.UsageError("Need trained weights: give --weights FILE.")
     if layer and model:
-        raise click.UsageError("Give --layer for filters, or --model and --blob for what a net computes.")
+        raise click.UsageError(
+            "Give --layer for filters, or --model and --blob for what a net computes."
+        )
     if (image or blob) and not model:
         raise click.UsageError("Need the net that takes the image: give --model FILE.")
     from caffepy.commands.visualize import show_blob, show_filters

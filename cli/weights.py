@@ -13,8 +13,8 @@ from caffepy.cli.group import Commands
 def show(file: str, as_json: bool) -> None:
     """Print names, shapes and figures (of finite values) of the blobs in FILE to stdout.
 
-    FILE is a caffemodel of any age or a solver state, each binary or HDF5, or a mean file; which one shows from its
-    content.
+    FILE is a caffemodel of any age or a solver state, each binary or HDF5, or a mean file; which
+    one shows from its content.
 
     \b
     Examples:

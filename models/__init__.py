@@ -1,4 +1,6 @@
-"""The bundled nets: one folder each, with the prototxts of its solver, of training and of deployment."""
+"""The bundled nets: one folder each, with the prototxts of its solver, of training and of
+deployment.
+"""
 
 import os
 

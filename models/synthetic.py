@@ -1,4 +1,6 @@
-"""Nets that need no data: their data layers give random images and labels, for timings, benchmarks and tests."""
+"""Nets that need no data: their data layers give random images and labels, for timings, benchmarks
+and tests.
+"""
 
 from collections.abc import Sequence
 
@@ -14,17 +16,24 @@ _SOURCES = {
     "HDF5Data": "hdf5_data_param",
 }
 
-# Layers whose tops have as many channels as their bottom; others than these and those with num_output end the trace.
-_KEEP_CHANNELS = frozenset({"BatchNorm", "Dropout", "LRN", "Pooling", "PReLU", "ReLU", "Scale", "Softmax"})
+# Layers whose tops have as many channels as their bottom; others than these and those with
+# num_output end the trace.
+_KEEP_CHANNELS = frozenset(
+    {"BatchNorm", "Dropout", "LRN", "Pooling", "PReLU", "ReLU", "Scale", "Softmax"}
+)
 
 
-def synthetic(net: NetParameter, batch: int | None = None, image: Sequence[int] | None = None) -> NetParameter:
-    """A copy of `net` whose layers that read data are DummyData: gaussian images, labels drawn from all classes.
+def synthetic(
+    net: NetParameter, batch: int | None = None, image: Sequence[int] | None = None
+) -> NetParameter:
+    """A copy of `net` whose layers that read data are DummyData: gaussian images, labels drawn from
+    all classes.
 
-    They are drawn once, so that they cost nothing from the second pass on. The first top has the images, others labels.
-    `batch` replaces the batch size of every data layer. `image` is the shape (C, H, W); without it the layer must tell
-    it by its crop_size or its new_height and new_width, else ConfigError. Labels lie in [0, classes) and are whole
-    numbers once a loss has truncated them.
+    They are drawn once, so that they cost nothing from the second pass on. The first top has the
+    images, others labels. `batch` replaces the batch size of every data layer. `image` is the shape
+    (C, H, W); without it the layer must tell it by its crop_size or its new_height and new_width,
+    else ConfigError. Labels lie in [0, classes) and are whole numbers once a loss has truncated
+    them.
     """
     copy = NetParameter()
     copy.CopyFrom(net)
@@ -37,7 +46,9 @@ def synthetic(net: NetParameter, batch: int | None = None, image: Sequence[int] 
                 if i == 0:
                     dummy.data_filler.add(type="gaussianstatic", std=1)
                 else:
-                    dummy.data_filler.add(type="uniformstatic", min=0, max=_classes(net, top) - 0.01)
+                    dummy.data_filler.add(
+                        type="uniformstatic", min=0, max=_classes(net, top) - 0.01
+                    )
             layer.type = "DummyData"
             layer.dummy_data_param.CopyFrom(dummy)
             for field in ("transform_param", *_SOURCES.values()):
@@ -57,7 +68,9 @@ def _image(layer: LayerParameter) -> list[int]:
     """The shape (C, H, W) of the images as far as the layer itself tells it."""
     transform, files = layer.transform_param, layer.image_data_param
     grey = transform.force_gray or not files.is_color
-    height, width = (transform.crop_size,) * 2 if transform.crop_size else (files.new_height, files.new_width)
+    height, width = (
+        (transform.crop_size,) * 2 if transform.crop_size else (files.new_height, files.new_width)
+    )
     if not (height and width):
         raise ConfigError(
             f'layer "{layer.name}" has no crop_size: give the shape of its images, --image CHANNELS,HEIGHT,WIDTH'
@@ -75,5 +88,7 @@ def _classes(net: NetParameter, label: str) -> int:
             found.append(first)
         kept = first if layer.type in _KEEP_CHANNELS else 0
         for top in layer.top:
-            channels[top] = layer.inner_product_param.num_output or layer.convolution_param.num_output or kept
+            channels[top] = (
+                layer.inner_product_param.num_output or layer.convolution_param.num_output or kept
+            )
     return min(found, default=1)

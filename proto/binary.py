@@ -1,4 +1,6 @@
-"""Binary files of Caffe, read whole: weights, solver states, means; and the arrays inside their blobs."""
+"""Binary files of Caffe, read whole: weights, solver states, means; and the arrays inside their
+blobs.
+"""
 
 import math
 from contextlib import suppress
@@ -28,7 +30,13 @@ __all__ = [
 
 M = TypeVar("M", bound=Message)
 
-_RAW_TYPES = {Type.DOUBLE: "<f8", Type.FLOAT: "<f4", Type.FLOAT16: "<f2", Type.INT: "<i4", Type.UINT: "<u4"}
+_RAW_TYPES = {
+    Type.DOUBLE: "<f8",
+    Type.FLOAT: "<f4",
+    Type.FLOAT16: "<f2",
+    Type.INT: "<i4",
+    Type.UINT: "<u4",
+}
 _RAW_FIELDS = ("raw_data", "raw_data_type", "raw_diff", "raw_diff_type")
 _NVCAFFE_RECURRENT_PARAM = 151
 _DATA_TAG, _DIFF_TAG = b"\x2a", b"\x32"  # fields 5 and 6, length-delimited
@@ -61,7 +69,9 @@ def read_blob(path: str) -> BlobProto:
 
 
 def read_array(path: str) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """The values of the blob of a .binaryproto, in its shape; DataError says what is wrong with the file."""
+    """The values of the blob of a .binaryproto, in its shape; DataError says what is wrong with the
+    file.
+    """
     blob = read_blob(path)
     try:
         return blob_to_array(blob)
@@ -90,7 +100,9 @@ def _merge(message: Message, data: bytes, path: str, kind: str, error: type[Caff
 
 
 def _repair_strings(message: Message) -> None:
-    """Make every string text: C++ writes names and paths of any encoding, and Python shows those as bytes."""
+    """Make every string text: C++ writes names and paths of any encoding, and Python shows those as
+    bytes.
+    """
     for field, value in message.ListFields():
         repeated = field.default_value == []
         if field.message_type is BlobProto.DESCRIPTOR:
@@ -112,8 +124,8 @@ def _as_text(string: str | bytes) -> str:
 def blob_to_array(blob: BlobProto) -> np.ndarray[Any, np.dtype[np.float32]]:
     """The values of a blob as float32, in its shape (four axes if a legacy extent is set).
 
-    double_data wins over data; NVCaffe's raw_data is read where neither is set. Raises ConfigError if the number of
-    values is not that of the shape.
+    double_data wins over data; NVCaffe's raw_data is read where neither is set. Raises ConfigError
+    if the number of values is not that of the shape.
     """
     return _shaped(blob, _values(blob, "double_data", "data", "raw_data"))
 
@@ -124,7 +136,9 @@ def blob_to_diff(blob: BlobProto) -> np.ndarray[Any, np.dtype[np.float32]] | Non
     return _shaped(blob, values) if values.size else None
 
 
-def array_to_blob(array: np.ndarray[Any, Any], diff: np.ndarray[Any, Any] | None = None) -> BlobProto:
+def array_to_blob(
+    array: np.ndarray[Any, Any], diff: np.ndarray[Any, Any] | None = None
+) -> BlobProto:
     """A BlobProto with the array's shape and, as float32, its values and perhaps its gradient."""
     blob = BlobProto(shape=BlobShape(dim=array.shape))
     blob.MergeFromString(_packed(_DATA_TAG, array))
@@ -135,9 +149,11 @@ def array_to_blob(array: np.ndarray[Any, Any], diff: np.ndarray[Any, Any] | None
 
 
 def drop_raw(net: NetParameter, path: str) -> bool:
-    """Turn the values that NVCaffe stores as raw bytes into those that every Caffe reads; False if there are none.
+    """Turn the values that NVCaffe stores as raw bytes into those that every Caffe reads; False if
+    there are none.
 
-    The layers of `net` are changed. Raises ConfigError, which names the layer, if a blob's bytes do not fit its shape.
+    The layers of `net` are changed. Raises ConfigError, which names the layer, if a blob's bytes do
+    not fit its shape.
     """
     found = False
     for layer in net.layer:
@@ -150,7 +166,9 @@ def drop_raw(net: NetParameter, path: str) -> bool:
 
 
 def _drop_raw(blob: BlobProto) -> bool:
-    """Only what is raw changes, so that legacy extents and values in double precision stay what they are."""
+    """Only what is raw changes, so that legacy extents and values in double precision stay what
+    they are.
+    """
     if not any(map(blob.HasField, _RAW_FIELDS)):
         return False
     if blob.HasField("raw_data") and not (blob.double_data or blob.data):
@@ -165,7 +183,9 @@ def _drop_raw(blob: BlobProto) -> bool:
 
 
 def _packed(tag: bytes, array: np.ndarray[Any, Any]) -> bytes:
-    """A packed float field. Joining bytes takes no time; protobuf's own containers take values one by one."""
+    """A packed float field. Joining bytes takes no time; protobuf's own containers take values one
+    by one.
+    """
     payload = np.ascontiguousarray(array, "<f4").tobytes()
     length, prefix = len(payload), bytearray(tag)
     while length >= 0x80:
@@ -183,15 +203,21 @@ def _values(blob: BlobProto, double: str, single: str, raw: str) -> np.ndarray[A
         return _unpacked(blob, single)
     stored = getattr(blob, f"{raw}_type")
     if stored not in _RAW_TYPES:
-        raise ConfigError(f"a blob holds values of type {Type.Name(stored)}, which weights cannot have")
+        raise ConfigError(
+            f"a blob holds values of type {Type.Name(stored)}, which weights cannot have"
+        )
     data, dtype = getattr(blob, raw), np.dtype(_RAW_TYPES[stored])
     if len(data) % dtype.itemsize:
-        raise ConfigError(f"a blob holds {len(data)} bytes, which is not a whole number of {Type.Name(stored)} values")
+        raise ConfigError(
+            f"a blob holds {len(data)} bytes, which is not a whole number of {Type.Name(stored)} values"
+        )
     return np.frombuffer(data, dtype)
 
 
 def _unpacked(blob: BlobProto, field: str) -> np.ndarray[Any, Any]:
-    """A float field of the blob; where protobuf (before 7) would hand it over value by value, its serialized form."""
+    """A float field of the blob; where protobuf (before 7) would hand it over value by value, its
+    serialized form.
+    """
     values = getattr(blob, field)
     if hasattr(values, "__array__") or len(values) < 1000:
         return np.array(values, np.float32)

@@ -1,4 +1,6 @@
-"""Fields, enum values and layer types that well-known forks of Caffe have and this schema lacks, by fork."""
+"""Fields, enum values and layer types that well-known forks of Caffe have and this schema lacks, by
+fork.
+"""
 
 _FIELDS = {
     "NVCaffe": {
@@ -80,7 +82,9 @@ def _joined(forks: list[str]) -> str | None:
 
 def fork_of_field(message: str, field: str) -> str | None:
     """The forks whose message of this name has the field, such as "PSPNet or SegNet", or None."""
-    return _joined([fork for fork, messages in _FIELDS.items() if field in messages.get(message, "").split()])
+    return _joined(
+        [fork for fork, messages in _FIELDS.items() if field in messages.get(message, "").split()]
+    )
 
 
 def fork_of_value(name: str) -> str | None:

@@ -1,7 +1,8 @@
 """What the number formats that NVCaffe's prototxts name mean here.
 
-NVCaffe gives a net, and each of its layers, formats for values and for arithmetic, forwards and backwards. Here a net
-has one precision, in which FLOAT16 is fp16, both ways; a layer may keep to float32 in it; sums are always float32.
+NVCaffe gives a net, and each of its layers, formats for values and for arithmetic, forwards and
+backwards. Here a net has one precision, in which FLOAT16 is fp16, both ways; a layer may keep to
+float32 in it; sums are always float32.
 """
 
 import logging
@@ -15,7 +16,8 @@ _MATH = ("forward_math", "backward_math")
 
 
 def choose_precision(net: NetParameter, asked: str | None = None) -> str | None:
-    """The precision that is asked for, else "fp16" for a net whose default_forward_type is FLOAT16, else None.
+    """The precision that is asked for, else "fp16" for a net whose default_forward_type is FLOAT16,
+    else None.
 
     Logs what the net says of number formats to no effect.
     """
@@ -25,7 +27,8 @@ def choose_precision(net: NetParameter, asked: str | None = None) -> str | None:
     precision = asked or wanted
     if ignored := list(dict.fromkeys(_ignored(net, precision in ("fp16", "bf16")))):
         log.info(
-            "%s: without effect; values have one format forwards and backwards, sums are float32", ", ".join(ignored)
+            "%s: without effect; values have one format forwards and backwards, sums are float32",
+            ", ".join(ignored),
         )
     return precision
 
@@ -36,11 +39,16 @@ def keeps_float32(layer: LayerParameter) -> bool:
 
 
 def _ignored(net: NetParameter, is_half: bool) -> Iterator[str]:
-    """The fields that ask for something else than what is done, in a net with 16-bit values or without."""
+    """The fields that ask for something else than what is done, in a net with 16-bit values or
+    without.
+    """
     done = (FLOAT, FLOAT16) if is_half else (FLOAT,)
     if net.default_forward_type not in (FLOAT, FLOAT16):
         yield "default_forward_type"
-    if net.HasField("default_backward_type") and net.default_backward_type != net.default_forward_type:
+    if (
+        net.HasField("default_backward_type")
+        and net.default_backward_type != net.default_forward_type
+    ):
         yield "default_backward_type"
     yield from (f"default_{math}" for math in _MATH if net.HasField(f"default_{math}"))
     for layer in net.layer:

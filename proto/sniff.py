@@ -1,4 +1,6 @@
-"""What a file looks like, judged by its first bytes and, for protobuf, by its outermost fields; and how to say so."""
+"""What a file looks like, judged by its first bytes and, for protobuf, by its outermost fields; and
+how to say so.
+"""
 
 import os
 import re
@@ -59,7 +61,15 @@ _MESSAGES = {
     "a caffemodel": _outer_fields(caffe_pb2.NetParameter),
     "a solver state": _outer_fields(caffe_pb2.SolverState),
     "a binaryproto": _outer_fields(caffe_pb2.BlobProto),
-    "an ONNX model": {(1, _VARINT), (2, _BYTES), (3, _BYTES), (4, _BYTES), (5, _VARINT), (7, _BYTES), (8, _BYTES)},
+    "an ONNX model": {
+        (1, _VARINT),
+        (2, _BYTES),
+        (3, _BYTES),
+        (4, _BYTES),
+        (5, _VARINT),
+        (7, _BYTES),
+        (8, _BYTES),
+    },
 }
 
 STATE_GOES_TO = "a solver state goes to caffepy train --snapshot"
@@ -80,9 +90,10 @@ _ADVICE = {
 def sniff(path: str) -> str:
     """What the file at `path` looks like, as words for a message; never raises.
 
-    Caffe's own kinds are "a caffemodel", "a solver state", "a binaryproto", "text", "HDF5", "LMDB" and "LevelDB"; the
-    first three may be followed by " that is cut short". Others are "empty", "missing", "unreadable", "a directory",
-    "a pipe", "a device", "zero bytes", well-known foreign kinds such as "a PyTorch file", and "unknown binary data".
+    Caffe's own kinds are "a caffemodel", "a solver state", "a binaryproto", "text", "HDF5", "LMDB"
+    and "LevelDB"; the first three may be followed by " that is cut short". Others are "empty",
+    "missing", "unreadable", "a directory", "a pipe", "a device", "zero bytes", well-known foreign
+    kinds such as "a PyTorch file", and "unknown binary data".
     """
     try:
         if os.path.isdir(path):
@@ -157,7 +168,9 @@ def _sniff_message(file: BinaryIO) -> str | None:
             return None
         if end <= size:
             seen.add(pair)
-    fitting = [kind for kind, known in _MESSAGES.items() if seen & known and not _clash(seen, known)]
+    fitting = [
+        kind for kind, known in _MESSAGES.items() if seen & known and not _clash(seen, known)
+    ]
     if not fitting:
         return None
     best = max(fitting, key=lambda kind: len(seen & _MESSAGES[kind]))
@@ -165,13 +178,17 @@ def _sniff_message(file: BinaryIO) -> str | None:
 
 
 def _clash(seen: set[tuple[int, int]], known: set[tuple[int, int]]) -> bool:
-    """Whether a number was seen with another wire type than it has; unknown numbers may come from a fork."""
+    """Whether a number was seen with another wire type than it has; unknown numbers may come from a
+    fork.
+    """
     numbers = {number for number, _ in known}
     return any(number in numbers for number, _ in seen - known)
 
 
 def _scan(file: BinaryIO, size: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Outermost fields of a protobuf file, without reading their contents: ((number, wire type), end of the field)."""
+    """Outermost fields of a protobuf file, without reading their contents: ((number, wire type),
+    end of the field).
+    """
     position = 0
     for _ in range(_MOST_FIELDS):
         if position >= size:
@@ -189,7 +206,9 @@ def _scan(file: BinaryIO, size: int) -> Iterator[tuple[tuple[int, int], int]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The varint at a position and the position behind it, which lies behind the data if the varint is cut short."""
+    """The varint at a position and the position behind it, which lies behind the data if the varint
+    is cut short.
+    """
     value = shift = 0
     for byte in data[position : position + 10]:
         position += 1
@@ -201,7 +220,9 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> CaffeError:
-    """The error for a file that is not, or not a sound, `wanted` ("a caffemodel"): says what it is instead."""
+    """The error for a file that is not, or not a sound, `wanted` ("a caffemodel"): says what it is
+    instead.
+    """
     kind = sniff(path)
     if kind == "missing":
         return error(f'could not open "{path}": no such file{_neighbour(path)}')

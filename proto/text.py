@@ -1,6 +1,8 @@
-"""Protobuf's text format, as prototxt files hold it: read with errors that point at the place, and written.
+"""Protobuf's text format, as prototxt files hold it: read with errors that point at the place, and
+written.
 
-The grammar is protobuf's own. Positions are character offsets until they are shown; lines and columns start at 1.
+The grammar is protobuf's own. Positions are character offsets until they are shown; lines and
+columns start at 1.
 """
 
 import os
@@ -42,7 +44,16 @@ _ESCAPE = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _ESCAPED = dict(zip(b"abfnrtv?'\"\\", b"\a\b\f\n\r\t\v?'\"\\", strict=True))
-_BOOLEANS = {"true": True, "True": True, "t": True, "1": True, "false": False, "False": False, "f": False, "0": False}
+_BOOLEANS = {
+    "true": True,
+    "True": True,
+    "t": True,
+    "1": True,
+    "false": False,
+    "False": False,
+    "f": False,
+    "0": False,
+}
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -78,7 +89,8 @@ def read_text(path: str) -> str:
 
 
 def read_message(path: str, message: M, text: str | None = None) -> M:
-    """Read a prototxt file as it stands into `message` and return it; ConfigError says what else the file is.
+    """Read a prototxt file as it stands into `message` and return it; ConfigError says what else
+    the file is.
 
     `text` is what `read_text` gave, if that was called before: a pipe gives its content only once.
     """
@@ -88,7 +100,9 @@ def read_message(path: str, message: M, text: str | None = None) -> M:
     except ConfigError:
         kind = sniff(path)
         if kind == "a pipe" and is_binary(text.encode("utf-8", "surrogateescape")):
-            raise ConfigError(f'"{path}" is a pipe that gives binary data; save its content as a file') from None
+            raise ConfigError(
+                f'"{path}" is a pipe that gives binary data; save its content as a file'
+            ) from None
         if kind not in ("text", "a pipe"):
             raise mismatch(path, "a prototxt") from None
         raise
@@ -98,12 +112,15 @@ def read_message(path: str, message: M, text: str | None = None) -> M:
 
 
 def read_net(path: str, text: str | None = None) -> NetParameter:
-    """The net of a prototxt file, upgraded; ConfigError if there is no such net. `text` as in `read_message`."""
+    """The net of a prototxt file, upgraded; ConfigError if there is no such net. `text` as in
+    `read_message`.
+    """
     return upgrade.upgrade_net(read_message(path, NetParameter(), text), path)
 
 
 def read_solver(path: str, text: str | None = None) -> SolverParameter:
-    """The solver of a prototxt file, upgraded, with a snapshot prefix; the nets it names are not read.
+    """The solver of a prototxt file, upgraded, with a snapshot prefix; the nets it names are not
+    read.
 
     `text` as in `read_message`.
     """
@@ -111,7 +128,8 @@ def read_solver(path: str, text: str | None = None) -> SolverParameter:
 
 
 def locate_layer(path: str, layer: LayerParameter) -> str:
-    """`path:line:col` of the block that `layer`, perhaps upgraded or made by a rewrite of the net, comes from.
+    """`path:line:col` of the block that `layer`, perhaps upgraded or made by a rewrite of the net,
+    comes from.
 
     The file is read anew; `path` alone is returned when the block is not found there.
     """
@@ -193,7 +211,9 @@ class _Field:
         self.repeated = proto.label == FieldDescriptorProto.LABEL_REPEATED
         self.required = proto.label == FieldDescriptorProto.LABEL_REQUIRED
         self.holds_message = descriptor.message_type is not None
-        self.values = {v.name: v.number for v in descriptor.enum_type.values} if descriptor.enum_type else {}
+        self.values = (
+            {v.name: v.number for v in descriptor.enum_type.values} if descriptor.enum_type else {}
+        )
         self.read = _READERS.get(descriptor.cpp_type, _Parser.integer)
 
 
@@ -272,7 +292,10 @@ class _Parser:
         fork = fork_of_field(descriptor.name, name)
         if fork is not None:
             self.fail(f"{said}: it is a field of {fork}, which caffepy does not have")
-        for mine, other, kind in ((NetParameter, SolverParameter, "solver"), (SolverParameter, NetParameter, "net")):
+        for mine, other, kind in (
+            (NetParameter, SolverParameter, "solver"),
+            (SolverParameter, NetParameter, "net"),
+        ):
             if isinstance(message, mine) and name in _fields(other.DESCRIPTOR):
                 self.fail(f"{said}: it is a field of a {kind}; is this file a {kind}?")
         homes = [
@@ -288,7 +311,9 @@ class _Parser:
     # What may stand where.
 
     def block(self, message: Message, closer: str, opened: int, seen: dict[str, int]) -> None:
-        """Fields up to the closing brace, which is left for the caller; the end of the file closes the outermost."""
+        """Fields up to the closing brace, which is left for the caller; the end of the file closes
+        the outermost.
+        """
         fields = _fields(message.DESCRIPTOR)
         while self.value != closer:
             if self.kind != "name":
@@ -302,7 +327,9 @@ class _Parser:
                 self.unknown_field(message)
             if field.name in seen and not field.repeated:
                 line = self.text.count("\n", 0, seen[field.name]) + 1
-                self.fail(f'"{field.name}" is given a second time in {message.DESCRIPTOR.name} (first in line {line})')
+                self.fail(
+                    f'"{field.name}" is given a second time in {message.DESCRIPTOR.name} (first in line {line})'
+                )
             start = self.start
             seen.setdefault(field.name, start)
             self.advance()
@@ -419,15 +446,24 @@ class _Parser:
         fork = fork_of_value(name)
         if fork is not None:
             self.fail(f"{said}: it is a value of {fork}, which caffepy does not have")
-        if field.descriptor.containing_type is V1LayerParameter.DESCRIPTOR and name in upgrade.V1_TYPES.values():
+        if (
+            field.descriptor.containing_type is V1LayerParameter.DESCRIPTOR
+            and name in upgrade.V1_TYPES.values()
+        ):
             self.fail(f'{said}: a layer whose type is a string is called "layer", not "layers"')
         self.fail(f"{said}{nearest(name, field.values)} (it takes {_known(field)})")
 
     def string(self, field: _Field) -> str | bytes:
         if self.kind != "string":
             if self.kind == "name":
-                suggestion = upgrade.V1_TYPES.get(self.value, self.value) if field.name == "type" else self.value
-                self.fail(f'"{field.name}" needs a string in quotes: {field.name}: "{suggestion[:80]}"')
+                suggestion = (
+                    upgrade.V1_TYPES.get(self.value, self.value)
+                    if field.name == "type"
+                    else self.value
+                )
+                self.fail(
+                    f'"{field.name}" needs a string in quotes: {field.name}: "{suggestion[:80]}"'
+                )
             self.unexpected(f'a string in quotes for "{field.name}"')
         start, data = self.start, b""
         while self.kind == "string":

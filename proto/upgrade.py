@@ -1,7 +1,9 @@
-"""Old formats made new: V0 and V1 layers, data settings, inputs, BatchNorm's params, the solver's type.
+"""Old formats made new: V0 and V1 layers, data settings, inputs, BatchNorm's params, the solver's
+type.
 
-Each `upgrade_*` takes a message, leaves it as it is, and returns the upgraded one (of a net, the same object if it is
-new already). Log lines are Caffe's. What Caffe aborts on is a ConfigError; what it only warns of is a logged error.
+Each `upgrade_*` takes a message, leaves it as it is, and returns the upgraded one (of a net, the
+same object if it is new already). Log lines are Caffe's. What Caffe aborts on is a ConfigError;
+what it only warns of is a logged error.
 """
 
 import logging
@@ -92,7 +94,11 @@ V0_TYPES = {
 }
 """Layer types of V0, and their names in V1's enum."""
 
-_CONV, _POOL, _IP = {"conv": "convolution_param"}, {"pool": "pooling_param"}, {"innerproduct": "inner_product_param"}
+_CONV, _POOL, _IP = (
+    {"conv": "convolution_param"},
+    {"pool": "pooling_param"},
+    {"innerproduct": "inner_product_param"},
+)
 _DATA, _IMAGES = {"data": "data_param"}, {"images": "image_data_param"}
 _HDF5, _WINDOWS = {"hdf5_data": "hdf5_data_param"}, {"window_data": "window_data_param"}
 _LRN = {"lrn": "lrn_param"}
@@ -111,7 +117,10 @@ _V0_FIELDS = {
     "alpha": ("alpha", _LRN),
     "beta": ("beta", _LRN),
     "k": ("k", _LRN),
-    "source": ("source", _DATA | _HDF5 | _IMAGES | _WINDOWS | {"infogain_loss": "infogain_loss_param"}),
+    "source": (
+        "source",
+        _DATA | _HDF5 | _IMAGES | _WINDOWS | {"infogain_loss": "infogain_loss_param"},
+    ),
     "batchsize": ("batch_size", _DATA | _HDF5 | _IMAGES | _WINDOWS),
     "rand_skip": ("rand_skip", _DATA | _IMAGES),
     "shuffle_images": ("shuffle", _IMAGES),
@@ -126,7 +135,12 @@ _V0_FIELDS = {
 }
 """V0 field: its new name, and the V0 types that have it with the message into which it moves."""
 
-_V0_TRANSFORMS = {"scale": "scale", "meanfile": "mean_file", "cropsize": "crop_size", "mirror": "mirror"}
+_V0_TRANSFORMS = {
+    "scale": "scale",
+    "meanfile": "mean_file",
+    "cropsize": "crop_size",
+    "mirror": "mirror",
+}
 _TRANSFORMS = ("scale", "mean_file", "crop_size", "mirror")
 _DATA_PARAMS = {
     V1LayerParameter.DATA: "data_param",
@@ -153,7 +167,8 @@ def needs_v0_upgrade(net: NetParameter) -> bool:
 def needs_data_upgrade(net: NetParameter) -> bool:
     """Whether some V1 data layer has settings that belong to transform_param."""
     return any(
-        layer.type in _DATA_PARAMS and any(map(getattr(layer, _DATA_PARAMS[layer.type]).HasField, _TRANSFORMS))
+        layer.type in _DATA_PARAMS
+        and any(map(getattr(layer, _DATA_PARAMS[layer.type]).HasField, _TRANSFORMS))
         for layer in net.layers
     )
 
@@ -194,7 +209,9 @@ def misplaced_fields(net: NetParameter) -> list[str]:
 
 
 def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
-    """The net in today's format; `path` is the file it was read from, if any, for the log and for errors."""
+    """The net in today's format; `path` is the file it was read from, if any, for the log and for
+    errors.
+    """
     if not needs_upgrade(net):
         return net
     try:
@@ -218,9 +235,14 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
             _upgrading("deprecated input fields", path)
             _upgrade_input(upgraded)
             _upgraded("input fields.")
-            log.info("Note that future Caffe releases will only support input layers and not input fields.")
+            log.info(
+                "Note that future Caffe releases will only support input layers and not input fields."
+            )
         if needs_batch_norm_upgrade(upgraded):
-            log.info("Attempting to upgrade batch norm layers using deprecated params: %s", path or "(no file)")
+            log.info(
+                "Attempting to upgrade batch norm layers using deprecated params: %s",
+                path or "(no file)",
+            )
             _upgrade_batch_norm(upgraded)
             log.info("Successfully upgraded batch norm layers using deprecated params.")
     except ConfigError as error:
@@ -231,7 +253,8 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
 def upgrade_solver(solver: SolverParameter, path: str) -> SolverParameter:
     """The solver, and the nets inside it, in today's format, with a snapshot prefix.
 
-    A missing `snapshot_prefix` is `path` without its extension; one that names a folder gets the stem of `path`.
+    A missing `snapshot_prefix` is `path` without its extension; one that names a folder gets the
+    stem of `path`.
     """
     upgraded = upgrade_solver_fields(solver, path)
     try:
@@ -244,7 +267,9 @@ def upgrade_solver(solver: SolverParameter, path: str) -> SolverParameter:
 
 
 def upgrade_solver_fields(solver: SolverParameter, path: str) -> SolverParameter:
-    """A copy of the solver with its type and the nets inside it in today's format, and nothing else changed."""
+    """A copy of the solver with its type and the nets inside it in today's format, and nothing else
+    changed.
+    """
     upgraded = SolverParameter()
     upgraded.CopyFrom(solver)
     if needs_type_upgrade(solver):
@@ -256,7 +281,9 @@ def upgrade_solver_fields(solver: SolverParameter, path: str) -> SolverParameter
         log.info(
             "Successfully upgraded file specified using deprecated 'solver_type' field (enum) to 'type' field (string)."
         )
-        log.warning("Note that future Caffe releases will only support 'type' field (string) for a solver's type.")
+        log.warning(
+            "Note that future Caffe releases will only support 'type' field (string) for a solver's type."
+        )
     for field in ("net_param", "train_net_param"):
         if solver.HasField(field):
             getattr(upgraded, field).CopyFrom(upgrade_net(getattr(solver, field), path))
@@ -289,7 +316,10 @@ def _upgraded(what: str, sound: bool = True, conversion: str = "") -> None:
     if sound:
         log.info("Successfully upgraded file specified using deprecated %s", what)
     else:
-        log.error("Warning: had one or more problems upgrading %s (see above); continuing anyway.", conversion)
+        log.error(
+            "Warning: had one or more problems upgrading %s (see above); continuing anyway.",
+            conversion,
+        )
 
 
 def _upgrade_v0(net: NetParameter) -> tuple[NetParameter, bool]:
@@ -303,7 +333,9 @@ def _upgrade_v0(net: NetParameter) -> tuple[NetParameter, bool]:
 
 
 def _without_padding(net: NetParameter) -> list[V1LayerParameter]:
-    """The V0 layers, those of type "padding" folded into the convolution or pooling that reads them."""
+    """The V0 layers, those of type "padding" folded into the convolution or pooling that reads
+    them.
+    """
     kept: list[V1LayerParameter] = []
     source: dict[str, V1LayerParameter | None] = dict.fromkeys(net.input)
     for layer in net.layers:
@@ -349,7 +381,9 @@ def _upgrade_v0_layer(old: V1LayerParameter, new: V1LayerParameter) -> bool:
         new.name = v0.name
     if v0.HasField("type"):
         if v0.type not in V0_TYPES:
-            raise ConfigError(f'layer "{v0.name}": unknown V0 layer type "{v0.type}"{nearest(v0.type, V0_TYPES)}')
+            raise ConfigError(
+                f'layer "{v0.name}": unknown V0 layer type "{v0.type}"{nearest(v0.type, V0_TYPES)}'
+            )
         new.type = getattr(V1LayerParameter, V0_TYPES[v0.type])
     for field, renamed in _V0_TRANSFORMS.items():
         if v0.HasField(field):
@@ -401,7 +435,9 @@ def _upgrade_data(net: NetParameter) -> None:
 
 def _upgrade_v1(net: NetParameter) -> None:
     if net.layer:
-        raise ConfigError('the net has both old "layers" and new "layer" entries; use "layer" for all of them')
+        raise ConfigError(
+            'the net has both old "layers" and new "layer" entries; use "layer" for all of them'
+        )
     for old in net.layers:
         upgrade_layer(old, net.layer.add())
     net.ClearField("layers")
@@ -423,7 +459,9 @@ def upgrade_layer(old: V1LayerParameter, new: LayerParameter) -> None:
                 getattr(new, name).CopyFrom(value)
     if old.HasField("type"):
         new.type = V1_TYPES[V1LayerParameter.LayerType.Name(old.type)]
-    for _ in range(max(len(old.param), len(old.blob_share_mode), len(old.blobs_lr), len(old.weight_decay))):
+    for _ in range(
+        max(len(old.param), len(old.blob_share_mode), len(old.blobs_lr), len(old.weight_decay))
+    ):
         new.param.add()
     for spec, name in zip(new.param, old.param, strict=False):
         spec.name = name
@@ -445,7 +483,9 @@ def _upgrade_input(net: NetParameter) -> None:
         shapes = [BlobShape(dim=net.input_dim[i : i + 4]) for i in range(0, len(net.input_dim), 4)]
     if shapes:
         if len(shapes) != len(net.input):
-            raise ConfigError(f"{len(net.input)} inputs need as many input_shape entries, not {len(shapes)}")
+            raise ConfigError(
+                f"{len(net.input)} inputs need as many input_shape entries, not {len(shapes)}"
+            )
         layer = LayerParameter(name="input", type="Input", top=net.input)
         layer.input_param.shape.extend(shapes)
         net.layer.insert(0, layer)

@@ -47,7 +47,9 @@ def always_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """GPUs compute in float32, whatever the size of a batch, and no time goes into the choice of plans."""
+    """GPUs compute in float32, whatever the size of a batch, and no time goes into the choice of
+    plans.
+    """
     from caffepy.ops.cuda import plans, precision
 
     monkeypatch.setattr(plans, "_autotune", False)

@@ -42,7 +42,9 @@ def install(
     driver: int = 13000,
     built: int = 13000,
 ) -> Any:
-    """Put a CuPy that sees so many GPUs, or meets this error, in the place of the real one; returns it."""
+    """Put a CuPy that sees so many GPUs, or meets this error, in the place of the real one; returns
+    it.
+    """
 
     def count() -> int:
         if error:

@@ -1,8 +1,9 @@
-"""What README.md and docs/ tell people to type and to look for: it runs, it is there, and messages are caffepy's.
+"""What README.md and docs/ tell people to type and to look for: it runs, it is there, and messages
+are caffepy's.
 
-Of each ```sh block the lines that begin with `caffepy `, and each ```python block as a script, run in the order of
-their document, in one folder. All other lines of such blocks, and those that need what a test has not, stand in
-NOT_RUN with the reason.
+Of each ```sh block the lines that begin with `caffepy `, and each ```python block as a script, run
+in the order of their document, in one folder. All other lines of such blocks, and those that need
+what a test has not, stand in NOT_RUN with the reason.
 """
 
 import ast
@@ -84,7 +85,11 @@ def blocks(document: str) -> Iterator[Block]:
 
 def lines(block: Block) -> list[str]:
     """The command lines of a block, without comments."""
-    return [line for line in (re.sub(r"(^|\s+)#.*", "", line) for line in block.text.splitlines()) if line]
+    return [
+        line
+        for line in (re.sub(r"(^|\s+)#.*", "", line) for line in block.text.splitlines())
+        if line
+    ]
 
 
 def table(document: str) -> Iterator[list[str]]:
@@ -96,7 +101,9 @@ def table(document: str) -> Iterator[list[str]]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with what readers bring: a net of theirs, original files of MNIST and CIFAR-10."""
+    """The working directory, with what readers bring: a net of theirs, original files of MNIST and
+    CIFAR-10.
+    """
     monkeypatch.chdir(tmp_path)
     for name in ("CAFFEPY_AS_CAFFE", "GLOG_log_dir", "GLOG_minloglevel"):
         monkeypatch.delenv(name, raising=False)
@@ -108,9 +115,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).symlink_to(digits.parent / name)
     (tmp_path / "solver.prototxt").write_text(SOLVER)
     everyone = [[int(a != b) for b in range(4)] for a in range(4)]
-    (tmp_path / "machine.json").write_text(json.dumps({"devices": [0, 1, 2, 3], "access": everyone}))
+    (tmp_path / "machine.json").write_text(
+        json.dumps({"devices": [0, 1, 2, 3], "access": everyone})
+    )
     images, labels = np.zeros((3, 28, 28), np.uint8), np.arange(3, dtype=np.uint8)
-    for name, values in (("train-images-idx3-ubyte.gz", images), ("train-labels-idx1-ubyte.gz", labels)):
+    for name, values in (
+        ("train-images-idx3-ubyte.gz", images),
+        ("train-labels-idx1-ubyte.gz", labels),
+    ):
         head = np.array([0x800 + values.ndim, *values.shape], ">i4").tobytes()
         (tmp_path / name).write_bytes(gzip.compress(head + values.tobytes()))
     cifar = tmp_path / "cifar-10-batches-bin"
@@ -137,7 +149,9 @@ def importable(module: str) -> bool:
 
 def run_script(text: str) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-W", "error", "-c", text], env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", text], env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -152,11 +166,22 @@ def test_examples_run(document: str, folder: Path, capsys: Captured) -> None:
                 assert code == 0, f"{document}:{block.line}: {line}\n{capsys.readouterr().err}"
     if document == "README.md":
         left = {path.name for path in folder.iterdir()}
-        assert left >= {"digits_iter_500.caffemodel", "features.h5", "images_lmdb", "mine_iter_200.caffemodel"}
+        assert left >= {
+            "digits_iter_500.caffemodel",
+            "features.h5",
+            "images_lmdb",
+            "mine_iter_200.caffemodel",
+        }
 
 
 def test_every_line_runs_or_has_its_reason() -> None:
-    told = {line for document in DOCUMENTS for b in blocks(document) if b.language == "sh" for line in lines(b)}
+    told = {
+        line
+        for document in DOCUMENTS
+        for b in blocks(document)
+        if b.language == "sh"
+        for line in lines(b)
+    }
     assert {line for line in told if not line.startswith("caffepy ")} <= set(NOT_RUN)
     assert set(NOT_RUN) <= told
 
@@ -174,14 +199,25 @@ def test_commands_and_flags_exist(document: str) -> None:
     known = dict(commands(main.caffepy))
     flags = {name for command in known.values() for name in flags_of(command)}
     told = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL))
-    ours = [part.strip() for code in told for part in code.split(",") if part.strip().startswith("caffepy ")]
+    ours = [
+        part.strip()
+        for code in told
+        for part in code.split(",")
+        if part.strip().startswith("caffepy ")
+    ]
     for line in ours:
         words = [word.replace("_", "-") for word in line.split()[1:]]
         name = next((name for name in (" ".join(words[:2]), words[0]) if name in known), None)
         assert name or words[0].startswith("-") or words[0] == "COMMAND", line
-        wrong = {word for word in words if re.match(r"--?[a-z]", word)} - flags_of(known[name]) if name else set()
+        wrong = (
+            {word for word in words if re.match(r"--?[a-z]", word)} - flags_of(known[name])
+            if name
+            else set()
+        )
         assert not wrong, f"{line}: {wrong}"
-    alone = {code.split()[0].replace("_", "-").split("=")[0] for code in told if code.startswith("--")}
+    alone = {
+        code.split()[0].replace("_", "-").split("=")[0] for code in told if code.startswith("--")
+    }
     assert alone - flags <= OF_OTHERS, alone - flags - OF_OTHERS
 
 
@@ -204,7 +240,9 @@ def test_links_lead_somewhere(document: str) -> None:
         assert there.is_file(), target
         if heading:
             headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
-            assert heading in {re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings}, target
+            assert heading in {
+                re.sub(r"[^\w-]", "", h.lower().replace(" ", "-")) for h in headings
+            }, target
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, "ARCHITECTURE.md"])
@@ -218,16 +256,28 @@ def test_pictures_are_small() -> None:
     pictures = [path for path in (ROOT / "docs").iterdir() if path.suffix in (".svg", ".png")]
     assert pictures
     assert max(path.stat().st_size for path in pictures) < 60_000
-    assert {path.name for path in pictures} == set(re.findall(r"\(docs/([\w-]+\.(?:svg|png))\)", text_of("README.md")))
+    assert {path.name for path in pictures} == set(
+        re.findall(r"\(docs/([\w-]+\.(?:svg|png))\)", text_of("README.md"))
+    )
 
 
 def test_the_house_is_drawn_as_it_stands() -> None:
     """ARCHITECTURE.md's rows are those that test_layering enforces."""
-    drawn = [(row[0], re.findall(r"`([^`]+)`", row[1])) for row in table("ARCHITECTURE.md") if row[0].isdigit()]
-    names = {(re.sub(r"^caffepy[./]|/$|\.py$", "", name).rstrip("/"), int(row)) for row, cell in drawn for name in cell}
+    drawn = [
+        (row[0], re.findall(r"`([^`]+)`", row[1]))
+        for row in table("ARCHITECTURE.md")
+        if row[0].isdigit()
+    ]
+    names = {
+        (re.sub(r"^caffepy[./]|/$|\.py$", "", name).rstrip("/"), int(row))
+        for row, cell in drawn
+        for name in cell
+    }
     for name, row in ROWS.items():
         if name != "__main__":
-            assert any(row == drawn_at and fnmatch(name, pattern) for pattern, drawn_at in names), name
+            assert any(row == drawn_at and fnmatch(name, pattern) for pattern, drawn_at in names), (
+                name
+            )
 
 
 @cache
@@ -237,7 +287,11 @@ def templates() -> list[re.Pattern[str]]:
     for folder in ("caffepy", "cli", "proto"):
         for path in (ROOT / folder).rglob("*.py"):
             if path.name != "caffe_pb2.py":
-                found.update(pattern for node in ast.walk(ast.parse(path.read_text())) if (pattern := template(node)))
+                found.update(
+                    pattern
+                    for node in ast.walk(ast.parse(path.read_text()))
+                    if (pattern := template(node))
+                )
     return [re.compile(pattern, re.DOTALL) for pattern in found]
 
 

@@ -1,4 +1,6 @@
-"""Packages import only from rows below them, as ARCHITECTURE.md draws the house; neighbours do not know each other."""
+"""Packages import only from rows below them, as ARCHITECTURE.md draws the house; neighbours do not
+know each other.
+"""
 
 import ast
 from pathlib import Path
@@ -38,7 +40,10 @@ SAME_ROW = {
 
 def sources() -> dict[Path, str]:
     """Every module and the package (or top-level module) of the table that it belongs to."""
-    files = {path: path.relative_to(ROOT / "caffepy").parts[0] for path in (ROOT / "caffepy").rglob("*.py")}
+    files = {
+        path: path.relative_to(ROOT / "caffepy").parts[0]
+        for path in (ROOT / "caffepy").rglob("*.py")
+    }
     for folder in ("cli", "proto", "models"):
         files.update(dict.fromkeys((ROOT / folder).rglob("*.py"), folder))
     return {path: name.removesuffix(".py") for path, name in files.items()}
@@ -49,8 +54,16 @@ def imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         names = []
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "caffepy":
-            names = [node.module] if node.module != "caffepy" else [f"caffepy.{a.name}" for a in node.names]
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and node.module.split(".")[0] == "caffepy"
+        ):
+            names = (
+                [node.module]
+                if node.module != "caffepy"
+                else [f"caffepy.{a.name}" for a in node.names]
+            )
         elif isinstance(node, ast.Import):
             names = [a.name for a in node.names if a.name.startswith("caffepy.")]
         found.update(name.split(".")[1] for name in names)
@@ -76,5 +89,9 @@ def test_only_the_device_layer_knows_cupy() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, (ast.Import, ast.ImportFrom))
         }
-        allowed = any(f"caffepy/{room}/" in path.as_posix() for room in ("device", "ops/cuda", "collectives"))
-        assert allowed or not any(m.split(".")[0] == "cupy" for m in modules), f"{path} imports cupy"
+        allowed = any(
+            f"caffepy/{room}/" in path.as_posix() for room in ("device", "ops/cuda", "collectives")
+        )
+        assert allowed or not any(m.split(".")[0] == "cupy" for m in modules), (
+            f"{path} imports cupy"
+        )

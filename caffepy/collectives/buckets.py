@@ -1,4 +1,6 @@
-"""Buckets: ranges of the flat gradients that are reduced one by one while the backward pass goes on."""
+"""Buckets: ranges of the flat gradients that are reduced one by one while the backward pass goes
+on.
+"""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -15,7 +17,8 @@ NEVER = frozenset([-1])
 
 
 class Bucket(NamedTuple):
-    """Ranges of the flat diff (first element, one behind the last), and the layers that add to them.
+    """Ranges of the flat diff (first element, one behind the last), and the layers that add to
+    them.
 
     Where there are no ranges, the layers' factors are to be exchanged.
     """
@@ -31,12 +34,16 @@ class _Segment(NamedTuple):
 
 
 def buckets(
-    ends: Sequence[int], layers: Sequence[frozenset[int]], count: int = COUNT, without: Collection[int] = ()
+    ends: Sequence[int],
+    layers: Sequence[frozenset[int]],
+    count: int = COUNT,
+    without: Collection[int] = (),
 ) -> list[Bucket]:
     """Cut a flat diff of float32, last part first, into buckets of about a `count`-th of all of it.
 
-    `ends` are where its segments end, `layers` which layers add to each; those numbered in `without` are left out, and
-    others make fewer buckets then: every one keeps a GPU from other work while it waits for other ranks.
+    `ends` are where its segments end, `layers` which layers add to each; those numbered in
+    `without` are left out, and others make fewer buckets then: every one keeps a GPU from other
+    work while it waits for other ranks.
     """
     least = max(ends[-1] / max(count, 1), LEAST / 4)
     segments = [*map(_Segment, [0, *ends[:-1]], ends, layers)]
@@ -55,7 +62,9 @@ def _size(segments: Sequence[_Segment]) -> int:
 
 
 def _tail(segments: list[_Segment]) -> list[list[_Segment]]:
-    """The last bucket, in two if the first layers have few gradients: less is to do when the backward pass is over."""
+    """The last bucket, in two if the first layers have few gradients: less is to do when the
+    backward pass is over.
+    """
     few = max([1, *(i for i, segment in enumerate(segments, start=1) if segment.stop * 4 <= LEAST)])
     return [segments[few:], segments[:few]] if _size(segments[few:]) >= LEAST / 4 else [segments]
 
@@ -69,7 +78,9 @@ def _bucket(segments: Sequence[_Segment]) -> Bucket:
 
 
 class Progress:
-    """Which buckets are complete as the layers of a backward pass are done, in the order of the buckets."""
+    """Which buckets are complete as the layers of a backward pass are done, in the order of the
+    buckets.
+    """
 
     def __init__(self, parts: Sequence[Bucket]) -> None:
         self._parts = parts

@@ -1,8 +1,10 @@
-"""Gradients of weights that every rank makes from the factors of all, which are smaller than the gradients.
+"""Gradients of weights that every rank makes from the factors of all, which are smaller than the
+gradients.
 
-The gradient of a fully connected layer's weight is dy.T @ x: (O, K) elements made of (M, O) and (M, K), of a batch of
-M. The sum over the batches of all ranks is the same product of their factors, laid one below the other: exact, and the
-same on all ranks. This is sufficient factor broadcasting (Xie et al., 2016; Zhang et al., "Poseidon", 2017).
+The gradient of a fully connected layer's weight is dy.T @ x: (O, K) elements made of (M, O) and (M,
+K), of a batch of M. The sum over the batches of all ranks is the same product of their factors,
+laid one below the other: exact, and the same on all ranks. This is sufficient factor broadcasting
+(Xie et al., 2016; Zhang et al., "Poseidon", 2017).
 """
 
 from collections.abc import Callable, Sequence
@@ -15,21 +17,29 @@ from caffepy.net import Net
 from caffepy.net.gradients import large_products
 
 WORTH = {"fp32": 80, "tf32": 250, "bf16": 1000, "fp16": 1000}
-"""Operations that hold up a GPU as long as a byte of an all-reduce beside the backward pass, by precision.
+"""Operations that hold up a GPU as long as a byte of an all-reduce beside the backward pass, by
+precision.
 
-So that on four H200 those nets exchange factors that gain by it: caffenet and vgg16 in bf16, vgg16 in tf32.
+So that on four H200 those nets exchange factors that gain by it: caffenet and vgg16 in bf16, vgg16
+in tf32.
 """
 
 LANE = "factors"
-"""Where a device multiplies factors, beside the backward pass and beside what waits for other ranks."""
+"""Where a device multiplies factors, beside the backward pass and beside what waits for other
+ranks.
+"""
 
 FIXED = frozenset({"Data", "DummyData", "HDF5Data", "ImageData", "WindowData"})
 """Layers that give as many items each time, as all ranks must have."""
 
 
 def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
-    """The layers whose weight's gradient `size` ranks had better make so, by the number of the learnable parameter."""
-    sources = [(layer, tops) for layer, tops in zip(net.layers, net.tops, strict=True) if layer.is_data]
+    """The layers whose weight's gradient `size` ranks had better make so, by the number of the
+    learnable parameter.
+    """
+    sources = [
+        (layer, tops) for layer, tops in zip(net.layers, net.tops, strict=True) if layer.is_data
+    ]
     batches = {tops[0].shape[:1] for _, tops in sources if tops}
     if (
         len(batches) != 1
@@ -42,12 +52,16 @@ def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
         for number, layer in large_products(net).items()
         if layer.axis == 1
         and (layer.rows,) in batches
-        and pays(layer.rows, layer.outputs, layer.inputs, layer.narrow_dy.dtype.itemsize, size, precision)
+        and pays(
+            layer.rows, layer.outputs, layer.inputs, layer.narrow_dy.dtype.itemsize, size, precision
+        )
     }
 
 
 def pays(rows: int, outputs: int, inputs: int, itemsize: int, size: int, precision: str) -> bool:
-    """Whether the operations that every rank does for the others cost less than the bytes that need not be sent."""
+    """Whether the operations that every rank does for the others cost less than the bytes that need
+    not be sent.
+    """
     gradient = 4 * outputs * inputs
     reduced = 2 * (size - 1) * gradient // size
     gathered = (size - 1) * rows * (outputs + inputs) * itemsize
@@ -62,7 +76,11 @@ class Factors:
     """
 
     def __init__(
-        self, layers: Sequence[InnerProduct], rank: int, size: int, gather: Callable[[Sequence[Array]], None]
+        self,
+        layers: Sequence[InnerProduct],
+        rank: int,
+        size: int,
+        gather: Callable[[Sequence[Array]], None],
     ) -> None:
         self._layers, self._rank, self._size, self._gather = layers, rank, size, gather
         self._all: dict[InnerProduct, tuple[Blob, Blob]] = {}  # dy and x of all ranks
@@ -85,13 +103,17 @@ class Factors:
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Those of dy and x of all layers that have run backward, which must be the same in all ranks."""
+        """Those of dy and x of all layers that have run backward, which must be the same in all
+        ranks.
+        """
         return [blob.shape for layer in self._layers for blob in self._all.get(layer, ())]
 
     def exchange(self) -> None:
-        """When all layers have run backward, their gradients become the mean over all ranks of dy.T @ x.
+        """When all layers have run backward, their gradients become the mean over all ranks of dy.T
+        @ x.
 
-        In one call for all, as what waits for other ranks keeps a GPU from other work. LANE is to be joined after that.
+        In one call for all, as what waits for other ranks keeps a GPU from other work. LANE is to
+        be joined after that.
         """
         device = self._layers[0].device
         with device.aside("sync"):

@@ -1,4 +1,6 @@
-"""Synchronization of GPUs by schedules: a kernel on each over peer memory, or through the host where that is needed."""
+"""Synchronization of GPUs by schedules: a kernel on each over peer memory, or through the host
+where that is needed.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -24,21 +26,33 @@ Exchanged = Callable[[Any], list[Any]]
 
 
 class ScheduleSync:
-    """One rank's side of a schedule. With `root_updates` only the root's parameters are updated, as in Caffe.
+    """One rank's side of a schedule. With `root_updates` only the root's parameters are updated, as
+    in Caffe.
 
-    Levels with steps between GPUs that do not reach each other's memory go through the host's, and cannot be captured.
+    Levels with steps between GPUs that do not reach each other's memory go through the host's, and
+    cannot be captured.
     """
 
     def __init__(
-        self, group: Group, rank: int, exchange: Exchanged, flats: Flats, schedule: Schedule, root_updates: bool = False
+        self,
+        group: Group,
+        rank: int,
+        exchange: Exchanged,
+        flats: Flats,
+        schedule: Schedule,
+        root_updates: bool = False,
     ) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self._device: Any = flats.device
         self.updates = rank == 0 or not root_updates
-        staged = sorted({(s.source, s.destination) for level in schedule for s in level if s.staged})
+        staged = sorted(
+            {(s.source, s.destination) for level in schedule for s in level if s.staged}
+        )
         self.capturable = not staged
         if staged and rank == 0:
-            log.info("Through the host go the steps %s", ", ".join(f"{a} to {b}" for a, b in staged))
+            log.info(
+                "Through the host go the steps %s", ", ".join(f"{a} to {b}" for a, b in staged)
+            )
         self._word = GivenUp()
         group.on_abort(self._word.set)
         self._met: set[str] = set()
@@ -77,7 +91,11 @@ class ScheduleSync:
         """Run it, abreast of the others the first time each way."""
         first = way not in self._met
         self._met.add(way)
-        with self.group.abreast(self.rank, "schedule", self._device.stream.synchronize) if first else nullcontext():
+        with (
+            self.group.abreast(self.rank, "schedule", self._device.stream.synchronize)
+            if first
+            else nullcontext()
+        ):
             execution.run(count)
 
 
@@ -102,7 +120,9 @@ class GivenUp:
 class _Execution:
     """One rank's runs of one schedule on one flat array."""
 
-    def __init__(self, sync: ScheduleSync, exchange: Exchanged, device: Any, flat: Any, schedule: Schedule) -> None:
+    def __init__(
+        self, sync: ScheduleSync, exchange: Exchanged, device: Any, flat: Any, schedule: Schedule
+    ) -> None:
         self.size = flat.size
         complete = totals(schedule, sync.size)
         self._runs: list[_Peers | _Staged] = []
@@ -137,7 +157,10 @@ class _Peers:
         rank = sync.rank
         codes = {Operation.ADD: ADD, Operation.COPY: COPY}
         mine, last = part(levels, rank)
-        steps = [(a.level, codes[a.operation], a.source, a.waits, (a.level - 1, rank) in complete) for a in mine]
+        steps = [
+            (a.level, codes[a.operation], a.source, a.waits, (a.level - 1, rank) in complete)
+            for a in mine
+        ]
         most = max(len(part(levels, other).actions) for other in range(sync.size))
         self._run = ScheduleRun(rank, len(levels), steps, last, most, sync.given_up)
         device.synchronize()
@@ -153,7 +176,9 @@ class _Peers:
 
 
 class _Staged:
-    """Levels whose steps go through the host's memory, pieces behind one another; ranks meet twice a level."""
+    """Levels whose steps go through the host's memory, pieces behind one another; ranks meet twice
+    a level.
+    """
 
     def __init__(
         self,
@@ -189,7 +214,9 @@ class _Staged:
             self._group.barrier(self._rank, "sent")
             for step in level:
                 if step.destination == self._rank:
-                    self._take(step.operation, step.source, pieces, (number, self._rank) in self._complete)
+                    self._take(
+                        step.operation, step.source, pieces, (number, self._rank) in self._complete
+                    )
             self._group.barrier(self._rank, "taken")
             for step in level:
                 if step.source == self._rank:
@@ -200,7 +227,9 @@ class _Staged:
             self._copy(self._hosts[self._rank][piece].ctypes.data, self._flat[piece], to_host=True)
             event.record(self._device.stream)
 
-    def _take(self, operation: Operation, source: int, pieces: Sequence[slice], complete: bool) -> None:
+    def _take(
+        self, operation: Operation, source: int, pieces: Sequence[slice], complete: bool
+    ) -> None:
         for piece, event in zip(pieces, self._sent[source], strict=False):
             self._device.stream.wait_event(event)
             mine, theirs = self._flat[piece], self._hosts[source][piece].ctypes.data
@@ -217,6 +246,10 @@ class _Staged:
     def _copy(self, host: int, array: Any, to_host: bool = False) -> None:
         runtime, stream = self._cupy.cuda.runtime, self._device.stream.ptr
         if to_host:
-            runtime.memcpyAsync(host, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, stream)
+            runtime.memcpyAsync(
+                host, array.data.ptr, array.nbytes, runtime.memcpyDeviceToHost, stream
+            )
         else:
-            runtime.memcpyAsync(array.data.ptr, host, array.nbytes, runtime.memcpyHostToDevice, stream)
+            runtime.memcpyAsync(
+                array.data.ptr, host, array.nbytes, runtime.memcpyHostToDevice, stream
+            )

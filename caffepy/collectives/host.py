@@ -8,10 +8,12 @@ from caffepy.device.blob import Array
 
 
 class HostSync:
-    """One rank's side of a schedule over numpy buffers: a rank does the steps that write its own buffer.
+    """One rank's side of a schedule over numpy buffers: a rank does the steps that write its own
+    buffer.
 
-    `data` and `diffs` are the flat arrays of all ranks. With `root_updates` only the root's parameters are updated:
-    the other ranks get them before each iteration, and the sum is needed in the root only.
+    `data` and `diffs` are the flat arrays of all ranks. With `root_updates` only the root's
+    parameters are updated: the other ranks get them before each iteration, and the sum is needed in
+    the root only.
     """
 
     capturable = False

@@ -1,6 +1,8 @@
-"""What joins NVIDIA GPUs, as `nvidia-smi topo -m` names it: NVLinks, or how much of the host lies between them.
+"""What joins NVIDIA GPUs, as `nvidia-smi topo -m` names it: NVLinks, or how much of the host lies
+between them.
 
-NVML knows, which comes with the driver. It numbers GPUs by itself, so that they are found by their place on the bus.
+NVML knows, which comes with the driver. It numbers GPUs by itself, so that they are found by their
+place on the bus.
 """
 
 import ctypes
@@ -14,7 +16,9 @@ from caffepy.device.gpus import import_cupy
 log = logging.getLogger(__name__)
 
 Links = Sequence[Sequence[str | None]]
-"""By place: what joins two devices, such as "NV18" or "SYS"; None for a device and itself, or if it is not known."""
+"""By place: what joins two devices, such as "NV18" or "SYS"; None for a device and itself, or if it
+is not known.
+"""
 
 LIBRARY = "libnvidia-ml.so.1"
 LEVELS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -24,7 +28,8 @@ MOST_LINKS = 18
 """NVML_NVLINK_MAX_LINKS"""
 
 NVLINK_CAPABILITY, OK, ACTIVE = 2, 0, 1
-"""NVML_P2P_CAPS_INDEX_NVLINK, what every function returns that did its work, NVML_FEATURE_ENABLED."""
+"""NVML_P2P_CAPS_INDEX_NVLINK, what every function returns that did its work, NVML_FEATURE_ENABLED.
+"""
 
 
 class _Place(ctypes.Structure):
@@ -69,7 +74,10 @@ def query(devices: Sequence[int], library: Any = None) -> Links | None:
 
 
 def _matrix(nvml: Any, ids: Sequence[str]) -> Links:
-    handles = [_found(ctypes.c_void_p(), nvml.nvmlDeviceGetHandleByPciBusId_v2, each.encode()) for each in ids]
+    handles = [
+        _found(ctypes.c_void_p(), nvml.nvmlDeviceGetHandleByPciBusId_v2, each.encode())
+        for each in ids
+    ]
     ends = [_ends(nvml, handle) for handle in handles]
     places = [_numbers(each) for each in ids]
 
@@ -78,12 +86,20 @@ def _matrix(nvml: Any, ids: Sequence[str]) -> Links:
         if direct:
             return f"NV{direct}"
         with suppress(_UnknownError):
-            status = _found(ctypes.c_int(), nvml.nvmlDeviceGetP2PStatus, handles[a], handles[b], NVLINK_CAPABILITY)
+            status = _found(
+                ctypes.c_int(),
+                nvml.nvmlDeviceGetP2PStatus,
+                handles[a],
+                handles[b],
+                NVLINK_CAPABILITY,
+            )
             through_switches = min(len(ends[a]), len(ends[b]))
             if status.value == OK and through_switches:
                 return f"NV{through_switches}"
         with suppress(_UnknownError):
-            level = _found(ctypes.c_int(), nvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b])
+            level = _found(
+                ctypes.c_int(), nvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b]
+            )
             return LEVELS.get(level.value)
         return None
 
@@ -91,7 +107,9 @@ def _matrix(nvml: Any, ids: Sequence[str]) -> Links:
 
 
 def _ends(nvml: Any, handle: Any) -> list[tuple[int, int, int] | None]:
-    """Where each NVLink of a GPU that is active ends: at another device's place, or where NVML does not say."""
+    """Where each NVLink of a GPU that is active ends: at another device's place, or where NVML does
+    not say.
+    """
     found: list[tuple[int, int, int] | None] = []
     for link in range(MOST_LINKS):
         with suppress(_UnknownError):

@@ -1,4 +1,6 @@
-"""Synchronization of GPUs by NCCL: one communicator, all-reduce in buckets beside the backward pass."""
+"""Synchronization of GPUs by NCCL: one communicator, all-reduce in buckets beside the backward
+pass.
+"""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +27,11 @@ def new_unique_id() -> bytes:
 class NcclSync:
     """One rank's side: every rank updates its own parameters with the mean of all gradients.
 
-    The ranks start from the root's parameters. `exchange` brings the root's id of the communicator to all ranks; it is
-    not called if they have a `unique_id`.
-    Buckets are reduced as soon as the layers that add to them are done, from the second iteration on. In the first one
-    nobody sets up what it needs while a GPU waits for others, as that may wait for the GPU. Gradients that are smaller
-    as factors are not reduced, but made by all ranks.
+    The ranks start from the root's parameters. `exchange` brings the root's id of the communicator
+    to all ranks; it is not called if they have a `unique_id`. Buckets are reduced as soon as the
+    layers that add to them are done, from the second iteration on. In the first one nobody sets up
+    what it needs while a GPU waits for others, as that may wait for the GPU. Gradients that are
+    smaller as factors are not reduced, but made by all ranks.
     """
 
     capturable = True
@@ -73,7 +75,9 @@ class NcclSync:
         if not self._started:
             self._started = True
             with self._collective():
-                self._communicator.broadcast(*self._range(self._data, 0, self._data.size), 0, get_current_stream().ptr)
+                self._communicator.broadcast(
+                    *self._range(self._data, 0, self._data.size), 0, get_current_stream().ptr
+                )
         self._progress.restart()
 
     def after_backward(self, layer: int) -> None:
@@ -84,8 +88,12 @@ class NcclSync:
 
     def on_gradients_ready(self) -> None:
         """Reduce what is left, and let what follows wait for all."""
-        if not self._met and any(shapes != self._factors.shapes for shapes in self._exchange(self._factors.shapes)):
-            raise SyncError("solvers that train together need batches of one size, but theirs differ")
+        if not self._met and any(
+            shapes != self._factors.shapes for shapes in self._exchange(self._factors.shapes)
+        ):
+            raise SyncError(
+                "solvers that train together need batches of one size, but theirs differ"
+            )
         for bucket in self._progress.rest():
             self._send(bucket)
         self._met = True
@@ -122,7 +130,10 @@ class NcclSync:
     def _collective(self) -> Iterator[None]:
         """A block whose calls become one launch, abreast of the others in the first iteration."""
         done = get_current_stream().synchronize
-        with nullcontext() if self._met else self.group.abreast(self.rank, "nccl", done), self._told():
+        with (
+            nullcontext() if self._met else self.group.abreast(self.rank, "nccl", done),
+            self._told(),
+        ):
             nccl.groupStart()
             try:
                 yield
@@ -135,13 +146,17 @@ class NcclSync:
         return pointer, pointer, stop - start, nccl.NCCL_FLOAT32
 
     def _abort(self) -> None:
-        """End what waits for other ranks; NCCL may then wait until no recording refers to it any more."""
+        """End what waits for other ranks; NCCL may then wait until no recording refers to it any
+        more.
+        """
         self._word.set()
         self._factors.close()
         self._let_go(self._communicator.abort)
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Give back the communicator, for which it waits so many seconds; recordings of it must be gone."""
+        """Give back the communicator, for which it waits so many seconds; recordings of it must be
+        gone.
+        """
         self._factors.close()
         self._let_go(self._communicator.destroy).join(patience)
 
@@ -154,7 +169,9 @@ class NcclSync:
 
         with self._lock:
             if self._ending is None:
-                self._ending = threading.Thread(target=work, name=f"nccl end {self.rank}", daemon=True)
+                self._ending = threading.Thread(
+                    target=work, name=f"nccl end {self.rank}", daemon=True
+                )
                 self._ending.start()
             return self._ending
 

@@ -1,7 +1,7 @@
 """NVIDIA GPUs as a topology: who reaches whose memory, and how fast.
 
-Copies between any two devices are CUDA's (`memcpyPeerAsync`), which goes through the host where peers do not reach
-each other.
+Copies between any two devices are CUDA's (`memcpyPeerAsync`), which goes through the host where
+peers do not reach each other.
 """
 
 import logging
@@ -45,7 +45,9 @@ def query(devices: Sequence[int]) -> Topology:
         shared = properties.get("isMultiGpuBoard")
         boards.append(int(properties["multiGpuBoardGroupID"]) if shared else None)
     runtime = import_cupy().cuda.runtime
-    access = tuple(tuple(a != b and bool(runtime.deviceCanAccessPeer(a, b)) for b in devices) for a in devices)
+    access = tuple(
+        tuple(a != b and bool(runtime.deviceCanAccessPeer(a, b)) for b in devices) for a in devices
+    )
     return Topology(tuple(devices), tuple(boards), access)
 
 
@@ -62,11 +64,15 @@ def enable(topology: Topology) -> None:
                     runtime.deviceEnablePeerAccess(other)
                 except runtime.CUDARuntimeError as error:
                     if "PeerAccessAlreadyEnabled" not in str(error):
-                        raise DeviceError(f"GPU {device} cannot use the memory of GPU {other} ({error})") from error
+                        raise DeviceError(
+                            f"GPU {device} cannot use the memory of GPU {other} ({error})"
+                        ) from error
 
 
 def prepare(topology: Topology) -> Topology:
-    """Let devices use one another's memory where they can; without the access that does not work, of which it warns."""
+    """Let devices use one another's memory where they can; without the access that does not work,
+    of which it warns.
+    """
     enable(topology)
     access = [list(row) for row in topology.access]
     for a, device in enumerate(topology.devices):
@@ -105,7 +111,12 @@ class _Ends:
     def send(self, size: int) -> None:
         """Copy so many bytes."""
         self.cupy.cuda.runtime.memcpyPeerAsync(
-            self.there.data.ptr, self.destination, self.here.data.ptr, self.source, size, self.stream.ptr
+            self.there.data.ptr,
+            self.destination,
+            self.here.data.ptr,
+            self.source,
+            size,
+            self.stream.ptr,
         )
 
     def seconds(self, size: int, times: int) -> float:

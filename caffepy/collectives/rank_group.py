@@ -1,7 +1,7 @@
 """Group: ranks that work in threads of one process, wait for one another, and stop together.
 
-Every wait ends: when its condition holds, when a rank has failed, or when the deadline of the phase has passed; then
-the rank that is missing is named, with what every thread was doing.
+Every wait ends: when its condition holds, when a rank has failed, or when the deadline of the phase
+has passed; then the rank that is missing is named, with what every thread was doing.
 """
 
 import logging
@@ -22,10 +22,14 @@ DEADLINES = {"set-up": 900.0, "step": 300.0, "test": 900.0, "snapshot": 900.0, "
 """Seconds after which a rank that others wait for counts as hung, by phase."""
 
 TICK = 0.5
-"""Seconds between looks at whether others have failed, for a rank that waits where nobody can wake it."""
+"""Seconds between looks at whether others have failed, for a rank that waits where nobody can wake
+it.
+"""
 
 MOST = 2 * TICK
-"""Seconds that count at most from one look to the next: more have passed where the whole process was stopped."""
+"""Seconds that count at most from one look to the next: more have passed where the whole process
+was stopped.
+"""
 
 PATIENCE = 3.0
 """Seconds after which nobody waits any longer for a library to let go of its memory."""
@@ -38,9 +42,10 @@ class GroupStoppedError(SyncError):
 class Group:
     """`size` ranks, rank 0 being the root. All methods may be called from any rank's thread.
 
-    The root gets the error of the rank that failed, which it names, wherever it waits for others. While it waits it
-    calls `interrupted` now and then, which may raise. Of ranks that hang `culprits` finds those that others only wait
-    for, given the ones that are missing; what waits outside was ended before.
+    The root gets the error of the rank that failed, which it names, wherever it waits for others.
+    While it waits it calls `interrupted` now and then, which may raise. Of ranks that hang
+    `culprits` finds those that others only wait for, given the ones that are missing; what waits
+    outside was ended before.
     """
 
     def __init__(self, size: int, deadlines: Mapping[str, float] = DEADLINES) -> None:
@@ -54,7 +59,9 @@ class Group:
         self._giving_up = False  # ranks hang, and which is being found out
         self._settled = threading.Event()  # there is a failure
         self._lock = threading.RLock()
-        self._asleep = [threading.Lock() for _ in range(size)]  # what a rank that waits takes, and who wakes it gives
+        self._asleep = [
+            threading.Lock() for _ in range(size)
+        ]  # what a rank that waits takes, and who wakes it gives
         for asleep in self._asleep:
             asleep.acquire()
         self.phase = "set-up"
@@ -88,11 +95,15 @@ class Group:
         self._names[rank] = threading.get_ident()
 
     def on_abort(self, callback: Callable[[], object]) -> None:
-        """Call this once when the group stops for an error: to end what waits outside, such as a communicator."""
+        """Call this once when the group stops for an error: to end what waits outside, such as a
+        communicator.
+        """
         self._on_abort.append(callback)
 
     def abort(self, rank: int, error: BaseException) -> None:
-        """Let every rank stop because of this error, which the rank itself has met; the first one counts."""
+        """Let every rank stop because of this error, which the rank itself has met; the first one
+        counts.
+        """
         if rank == 0:
             self.notice()
         with self._lock:
@@ -102,7 +113,8 @@ class Group:
         self._end_waits()
 
     def give_up(self, missing: list[int], seconds: float, more: str = "") -> None:
-        """Let every rank stop because these, or those that they wait for, did not get on for so long.
+        """Let every rank stop because these, or those that they wait for, did not get on for so
+        long.
 
         Errors that ranks meet while the culprits are found do not count.
         """
@@ -177,7 +189,9 @@ class Group:
             raise GroupStoppedError(f"rank {failed} failed: {error}") from error
 
     def until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Return when `holds()`, which others bring about, leave so and tell by `wake`; `missing()` are waited for."""
+        """Return when `holds()`, which others bring about, leave so and tell by `wake`; `missing()`
+        are waited for.
+        """
         if not holds():
             self._wait(rank, holds, missing)
         self.check(rank)
@@ -190,7 +204,9 @@ class Group:
                     self._asleep[rank].release()
 
     def first(self, error: Exception) -> BaseException:
-        """The error that counts where the root has met this one: what a rank failed of before, if one did."""
+        """The error that counts where the root has met this one: what a rank failed of before, if
+        one did.
+        """
         failure = self.settle()
         if failure is None:
             return error
@@ -207,7 +223,9 @@ class Group:
         finally:
             self.waiting.discard(rank)
 
-    def _wait_until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+    def _wait_until(
+        self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]
+    ) -> None:
         waited, looked, since = 0.0, time.monotonic(), self._since
         while not holds():
             self.check(rank)
@@ -243,7 +261,8 @@ class Group:
     def abreast(self, rank: int, name: str, done: Callable[[], object]) -> Iterator[None]:
         """A block that all ranks begin together, and leave when `done` has returned in all.
 
-        So that nothing is set up, such as a kernel that is loaded, while a GPU waits for others: it may wait for that.
+        So that nothing is set up, such as a kernel that is loaded, while a GPU waits for others: it
+        may wait for that.
         """
         self.barrier(rank, name)
         yield
@@ -252,7 +271,9 @@ class Group:
 
     @contextmanager
     def turn(self, rank: int, key: object) -> Iterator[None]:
-        """The ranks enter the block one after the other, 0, 1, ..., and again from 0; `key` names what they share."""
+        """The ranks enter the block one after the other, 0, 1, ..., and again from 0; `key` names
+        what they share.
+        """
         self.await_turn(rank, key)
         yield
         following = self._turns[key] = (rank + 1) % self.size

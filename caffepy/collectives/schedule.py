@@ -1,8 +1,8 @@
 """All-reduce algorithms as data: which rank adds or copies whose buffer, level by level.
 
-A schedule leaves the sum of all ranks' buffers in every rank's. Steps of one level may run at the same time; a level
-begins, for what it reads and writes, when the levels before it have ended. One executor runs any schedule on GPUs, one
-in numpy (`run`).
+A schedule leaves the sum of all ranks' buffers in every rank's. Steps of one level may run at the
+same time; a level begins, for what it reads and writes, when the levels before it have ended. One
+executor runs any schedule on GPUs, one in numpy (`run`).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,9 @@ class Operation(Enum):
 
 
 class Step(NamedTuple):
-    """One buffer goes from rank `source` to rank `destination`, through the host if neither can use the other's."""
+    """One buffer goes from rank `source` to rank `destination`, through the host if neither can use
+    the other's.
+    """
 
     operation: Operation
     source: int
@@ -52,9 +54,13 @@ def _copy(*edges: tuple[int, int]) -> Level:
 
 
 def tree(topology: Topology) -> Schedule:
-    """Sums up the tree of device pairs, then copies down it; each level has what does not wait for one another."""
+    """Sums up the tree of device pairs, then copies down it; each level has what does not wait for
+    one another.
+    """
     place = {device: i for i, device in enumerate(topology.devices)}
-    edges = [(place[p.device], place[p.parent]) for p in device_pairs(topology) if p.parent != NO_PARENT]
+    edges = [
+        (place[p.device], place[p.parent]) for p in device_pairs(topology) if p.parent != NO_PARENT
+    ]
     up: list[list[tuple[int, int]]] = []
     busy: dict[int, int] = {}  # rank -> the first level in which it may take part again
     for child, parent in edges:
@@ -67,7 +73,9 @@ def tree(topology: Topology) -> Schedule:
 
 
 def flat(topology: Topology) -> Schedule:
-    """The root adds every other rank's buffer, one after the other, and each copies the sum; needs no peer access."""
+    """The root adds every other rank's buffer, one after the other, and each copies the sum; needs
+    no peer access.
+    """
     others = range(1, topology.size)
     return _stage((*(_add((i, 0)) for i in others), *(_copy((0, i)) for i in others)), topology)
 
@@ -85,10 +93,12 @@ EIGHT: Schedule = (
 
 
 def muji(topology: Topology) -> Schedule | None:
-    """The schedule written for 2, 4 or 8 devices, if those that it joins within a group reach each other.
+    """The schedule written for 2, 4 or 8 devices, if those that it joins within a group reach each
+    other.
 
-    The groups of 4 are all four or two pairs, those of 8 all eight or two fours; between groups one pair of devices
-    talks, through the host where there is no peer access. None where the pattern does not fit.
+    The groups of 4 are all four or two pairs, those of 8 all eight or two fours; between groups one
+    pair of devices talks, through the host where there is no peer access. None where the pattern
+    does not fit.
     """
     written = {2: TWO, 4: FOUR, 8: EIGHT}.get(topology.size)
     if written is None:
@@ -117,13 +127,18 @@ def copying(schedule: Schedule) -> Schedule:
 def _stage(schedule: Schedule, topology: Topology) -> Schedule:
     """Mark the steps between devices that cannot use each other's memory."""
     return tuple(
-        tuple(step._replace(staged=not topology.reaches(step.source, step.destination)) for step in level)
+        tuple(
+            step._replace(staged=not topology.reaches(step.source, step.destination))
+            for step in level
+        )
         for level in schedule
     )
 
 
 def check(schedule: Schedule, size: int) -> None:
-    """ConfigError unless the schedule gives every rank the sum of all and no level has conflicting steps."""
+    """ConfigError unless the schedule gives every rank the sum of all and no level has conflicting
+    steps.
+    """
     held = [{rank: 1} for rank in range(size)]  # how often each rank's buffer is in whose
     for number, level in enumerate(schedule):
         written = [step.destination for step in level]
@@ -131,10 +146,13 @@ def check(schedule: Schedule, size: int) -> None:
             raise ConfigError(f"level {number} of the schedule has steps that wait for one another")
         for operation, source, destination, _ in level:
             if not (0 <= source < size and 0 <= destination < size and source != destination):
-                raise ConfigError(f"level {number} of the schedule goes from {source} to {destination} of {size}")
+                raise ConfigError(
+                    f"level {number} of the schedule goes from {source} to {destination} of {size}"
+                )
             mine = {} if operation is Operation.COPY else held[destination]
             held[destination] = {
-                rank: mine.get(rank, 0) + held[source].get(rank, 0) for rank in mine.keys() | held[source].keys()
+                rank: mine.get(rank, 0) + held[source].get(rank, 0)
+                for rank in mine.keys() | held[source].keys()
             }
     everything = dict.fromkeys(range(size), 1)
     wrong = [rank for rank in range(size) if held[rank] != everything]
@@ -150,7 +168,9 @@ def run(schedule: Schedule, buffers: Sequence[Array]) -> None:
 
 
 def totals(schedule: Schedule, size: int) -> frozenset[tuple[int, int]]:
-    """Where sums are complete: (level, rank) for each step that adds the last of all buffers to a rank's."""
+    """Where sums are complete: (level, rank) for each step that adds the last of all buffers to a
+    rank's.
+    """
     held = [frozenset([rank]) for rank in range(size)]
     found = set()
     for number, level in enumerate(schedule):
@@ -163,7 +183,9 @@ def totals(schedule: Schedule, size: int) -> frozenset[tuple[int, int]]:
 
 
 Wait = tuple[int, int]
-"""For a rank to have ended what it does in a level; level 0 is to have begun, the schedule's levels count from 1."""
+"""For a rank to have ended what it does in a level; level 0 is to have begun, the schedule's levels
+count from 1.
+"""
 
 
 class Action(NamedTuple):
@@ -178,8 +200,9 @@ class Action(NamedTuple):
 class Part(NamedTuple):
     """What one rank does, and the waits after which nobody reads its buffer any more.
 
-    Ranks know of one another only which levels each has ended. The actions may run at the same time, on one piece of
-    the buffers after the other; they wait only for lower levels, so somebody can always get on.
+    Ranks know of one another only which levels each has ended. The actions may run at the same
+    time, on one piece of the buffers after the other; they wait only for lower levels, so somebody
+    can always get on.
     """
 
     actions: tuple[Action, ...]
@@ -197,7 +220,11 @@ def part(schedule: Schedule, rank: int) -> Part:
             now[destination] = number
             if destination == rank:
                 own = [(rank, wrote[rank])] if rank in wrote else []
-                found.append(Action(number, operation, source, ((source, wrote.get(source, 0)), *own, *readers)))
+                found.append(
+                    Action(
+                        number, operation, source, ((source, wrote.get(source, 0)), *own, *readers)
+                    )
+                )
                 readers = []
             elif source == rank:
                 readers.append((destination, number))

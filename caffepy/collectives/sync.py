@@ -1,4 +1,6 @@
-"""How the solvers of a group keep in step: what a solver calls, and the choice among the ways to do it."""
+"""How the solvers of a group keep in step: what a solver calls, and the choice among the ways to do
+it.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -33,13 +35,17 @@ class Synchronizer(Protocol):
 
     @property
     def given_up(self) -> int:
-        """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no mean of all."""
+        """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no
+        mean of all.
+        """
 
     def on_start(self) -> None:
         """Before the forward pass: parameters are in step."""
 
     def after_backward(self, layer: int) -> None:
-        """The gradients to which this layer of the net adds may be final, in an iteration of one pass."""
+        """The gradients to which this layer of the net adds may be final, in an iteration of one
+        pass.
+        """
 
     def on_gradients_ready(self) -> None:
         """The diff becomes the mean of all ranks', where parameters are updated."""
@@ -48,11 +54,15 @@ class Synchronizer(Protocol):
         """The first so many elements of the diff become the mean of all ranks'."""
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Give back what is held outside, for which it waits so many seconds; recordings of its calls must be gone."""
+        """Give back what is held outside, for which it waits so many seconds; recordings of its
+        calls must be gone.
+        """
 
 
 class Choice(NamedTuple):
-    """A way to synchronize; `schedule` is None for NCCL. With `root_updates` parameters come from the root."""
+    """A way to synchronize; `schedule` is None for NCCL. With `root_updates` parameters come from
+    the root.
+    """
 
     name: str
     schedule: Schedule | None
@@ -85,11 +95,16 @@ def obstacle(name: str, topology: Topology, gpu: bool) -> str | None:
 
 
 def choose(name: str, topology: Topology, gpu: bool) -> Choice:
-    """What `--sync` means for these devices, "auto" being the fastest that can be had; logs which, and why.
+    """What `--sync` means for these devices, "auto" being the fastest that can be had; logs which,
+    and why.
 
     UsageError says why a way that is named cannot be had.
     """
-    choice, why = _automatic(topology, gpu) if name == "auto" else (_named(name, topology, gpu), "as asked for")
+    choice, why = (
+        _automatic(topology, gpu)
+        if name == "auto"
+        else (_named(name, topology, gpu), "as asked for")
+    )
     log.info("Synchronizing %d solvers by %s: %s", topology.size, choice.name, why)
     return choice
 
@@ -100,7 +115,9 @@ def _automatic(topology: Topology, gpu: bool) -> tuple[Choice, str]:
         return Choice("nccl", None), "the fastest on GPUs"
     written = muji(topology)
     if written:
-        return Choice("muji", written), f"{without}; there is a schedule for {topology.size} devices joined like this"
+        return Choice(
+            "muji", written
+        ), f"{without}; there is a schedule for {topology.size} devices joined like this"
     if any(topology.reaches(a, b) for a in range(topology.size) for b in range(a)):
         return Choice("tree", tree(topology)), f"{without}; muji has no schedule for these devices"
     return Choice("flat", flat(topology)), f"{without}; no device reaches another's memory"
@@ -121,7 +138,8 @@ def _named(name: str, topology: Topology, gpu: bool) -> Choice:
 
 
 class Exchange:
-    """Gives every rank what all ranks have: called by each with its value, returns the values by rank.
+    """Gives every rank what all ranks have: called by each with its value, returns the values by
+    rank.
 
     This one is for threads; ranks of several processes bring one of their own.
     """
@@ -142,8 +160,9 @@ class Exchange:
 class Flats(NamedTuple):
     """One rank's device and its flat parameters and gradients.
 
-    `buckets` are ranges of the gradients that may be reduced while the backward pass goes on. They leave out those of
-    the weights of the layers `factored`, which a synchronizer that takes buckets makes from the factors of all ranks.
+    `buckets` are ranges of the gradients that may be reduced while the backward pass goes on. They
+    leave out those of the weights of the layers `factored`, which a synchronizer that takes buckets
+    makes from the factors of all ranks.
     """
 
     device: Device
@@ -154,9 +173,13 @@ class Flats(NamedTuple):
 
 
 class Synchronization:
-    """What the ranks of a group synchronize by: made once; each rank's thread gets its side from `join`."""
+    """What the ranks of a group synchronize by: made once; each rank's thread gets its side from
+    `join`.
+    """
 
-    def __init__(self, group: Group, choice: Choice, exchange: Callable[[int, Any], list[Any]] | None = None) -> None:
+    def __init__(
+        self, group: Group, choice: Choice, exchange: Callable[[int, Any], list[Any]] | None = None
+    ) -> None:
         self.group, self.choice = group, choice
         self.exchange = exchange or Exchange(group)
 

@@ -14,7 +14,9 @@ NO_PARENT = -1
 
 
 class DevicePair(NamedTuple):
-    """An edge of the tree: `device` sends its gradients to `parent`, which sends its parameters back."""
+    """An edge of the tree: `device` sends its gradients to `parent`, which sends its parameters
+    back.
+    """
 
     parent: int
     device: int
@@ -40,7 +42,11 @@ class Topology:
                 raise UsageError(f"device {device} is named twice")
             if device < 0:
                 raise UsageError(f"{device} is no device number")
-        if len(self.boards) != n or len(self.access) != n or any(len(row) != n for row in self.access):
+        if (
+            len(self.boards) != n
+            or len(self.access) != n
+            or any(len(row) != n for row in self.access)
+        ):
             raise ConfigError(f"{n} devices need as many boards and {n} rows of {n} of access")
 
     @property
@@ -64,10 +70,11 @@ def all_joined(size: int) -> Topology:
 
 
 def device_pairs(topology: Topology) -> list[DevicePair]:
-    """Caffe's tree: devices of one board are paired first, then those with peer access, then the rest.
+    """Caffe's tree: devices of one board are paired first, then those with peer access, then the
+    rest.
 
-    The first is (NO_PARENT, root); then come the leaves, so that gradients summed along the list, parents last, end in
-    the root.
+    The first is (NO_PARENT, root); then come the leaves, so that gradients summed along the list,
+    parents last, end in the root.
     """
     remaining = list(range(topology.size))
     pairs: list[tuple[int, int]] = []
@@ -75,13 +82,20 @@ def device_pairs(topology: Topology) -> list[DevicePair]:
         _pair(remaining, pairs, joined)
     (root,) = remaining
     named = topology.devices
-    found = [DevicePair(NO_PARENT, named[root]), *(DevicePair(named[a], named[b]) for a, b in pairs)]
+    found = [
+        DevicePair(NO_PARENT, named[root]),
+        *(DevicePair(named[a], named[b]) for a, b in pairs),
+    ]
     check_pairs(found, topology.devices)
     return found
 
 
-def _pair(remaining: list[int], pairs: list[tuple[int, int]], joined: Callable[[int, int], bool]) -> None:
-    """Rounds in which each device that remains takes the next one that it is joined to as its child."""
+def _pair(
+    remaining: list[int], pairs: list[tuple[int, int]], joined: Callable[[int, int], bool]
+) -> None:
+    """Rounds in which each device that remains takes the next one that it is joined to as its
+    child.
+    """
     for _ in range(ceil(log2(len(remaining)))):
         i = 0
         while i < len(remaining):
@@ -94,10 +108,14 @@ def _pair(remaining: list[int], pairs: list[tuple[int, int]], joined: Callable[[
 
 
 def check_pairs(pairs: Sequence[DevicePair], devices: Sequence[int]) -> None:
-    """ConfigError unless every device stands once as a child, none is its own parent and all hang on the root."""
+    """ConfigError unless every device stands once as a child, none is its own parent and all hang
+    on the root.
+    """
     children = [pair.device for pair in pairs]
     if sorted(children) != sorted(devices):
-        raise ConfigError(f"the pairs {show(pairs)} do not have each of the devices {list(devices)} once")
+        raise ConfigError(
+            f"the pairs {show(pairs)} do not have each of the devices {list(devices)} once"
+        )
     above = {pair.device: pair.parent for pair in pairs}
     for device in children:
         seen = {device}
@@ -116,7 +134,9 @@ def show(pairs: Sequence[DevicePair]) -> str:
 
 
 def draw(pairs: Sequence[DevicePair]) -> str:
-    """The tree in text, a line a device, children below their parent in the order in which they are summed."""
+    """The tree in text, a line a device, children below their parent in the order in which they are
+    summed.
+    """
     children: dict[int, list[int]] = {}
     for pair in pairs:
         children.setdefault(pair.parent, []).append(pair.device)

@@ -17,12 +17,17 @@ AHEAD = 4
 
 
 def at_work() -> bool:
-    """Whether a thread of some crew still runs, or a device was given up: the end of the process might wait for it."""
-    return any_given_up() or any(thread.name.startswith(Crew.NAME) for thread in threading.enumerate())
+    """Whether a thread of some crew still runs, or a device was given up: the end of the process
+    might wait for it.
+    """
+    return any_given_up() or any(
+        thread.name.startswith(Crew.NAME) for thread in threading.enumerate()
+    )
 
 
 class Crew(Generic[Member]):
-    """`make` is called in each rank's thread for its member, which then gets all work, `within` a context.
+    """`make` is called in each rank's thread for its member, which then gets all work, `within` a
+    context.
 
     An error in a thread stops the group; the root hears of it wherever it waits.
     """
@@ -39,11 +44,15 @@ class Crew(Generic[Member]):
         self._within = within
         self.members: dict[int, Member] = {}
         self._make = make
-        self._work: dict[int, deque[Callable[[Member], object]]] = {rank: deque() for rank in range(1, group.size)}
+        self._work: dict[int, deque[Callable[[Member], object]]] = {
+            rank: deque() for rank in range(1, group.size)
+        }
         self._awaited = False  # the root waits for members
         self._end: float | None = None  # when the threads must have ended
         self._threads = {
-            rank: threading.Thread(target=self._serve, args=(rank,), name=f"{self.NAME} {rank}", daemon=True)
+            rank: threading.Thread(
+                target=self._serve, args=(rank,), name=f"{self.NAME} {rank}", daemon=True
+            )
             for rank in self._work
         }
 
@@ -53,7 +62,9 @@ class Crew(Generic[Member]):
             thread.start()
 
     def give(self, work: Callable[[Member], object], rank: int | None = None) -> None:
-        """Let every member, or one, do this when it is done with what it was given before; from the root's thread."""
+        """Let every member, or one, do this when it is done with what it was given before; from the
+        root's thread.
+        """
         ranks = list(self._work) if rank is None else [rank]
         self._await(ranks, AHEAD)
         for r in ranks:
@@ -78,7 +89,9 @@ class Crew(Generic[Member]):
     @property
     def at_work(self) -> list[int]:
         """Those that are in the midst of something, and do not wait for others in it."""
-        alive = [rank for rank, thread in self._threads.items() if thread.is_alive() and self._work[rank]]
+        alive = [
+            rank for rank, thread in self._threads.items() if thread.is_alive() and self._work[rank]
+        ]
         return [rank for rank in alive if rank not in self.group.waiting]
 
     def _busy(self, ranks: Sequence[int], most: int) -> list[int]:
@@ -86,7 +99,8 @@ class Crew(Generic[Member]):
         return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
 
     def end(self, seconds: float) -> list[int]:
-        """Let the threads end; those that did not within so many seconds of the first time this was called.
+        """Let the threads end; those that did not within so many seconds of the first time this was
+        called.
 
         Those of ranks that hang are not waited for.
         """
@@ -98,7 +112,11 @@ class Crew(Generic[Member]):
         return [rank for rank, thread in self._threads.items() if thread.is_alive()]
 
     def _serve(self, rank: int) -> None:
-        with suppress(BaseException), self.group.guard(rank), self._within(rank):  # the group tells of errors
+        with (
+            suppress(BaseException),
+            self.group.guard(rank),
+            self._within(rank),
+        ):  # the group tells of errors
             member = self._make(rank)
             self.members[rank] = member
             self.group.wake(0)

@@ -34,8 +34,9 @@ TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+
 
 @dataclass(frozen=True)
 class LayerOnGpu:
-    """What a GPU would do with a layer: whether the host computes it instead, the layers that are computed with it, the
-    formats of its tops, and of blobs that are copied into another format for it."""
+    """What a GPU would do with a layer: whether the host computes it instead, the layers that are
+    computed with it, the formats of its tops, and of blobs that are copied into another format for
+    it."""
 
     on_host: bool
     run: Sequence[str]
@@ -45,8 +46,8 @@ class LayerOnGpu:
 
 @dataclass(frozen=True)
 class NetOnGpu:
-    """What a GPU would do with a net: its precision, the bytes that its blobs share, and why a step cannot be captured
-    as one graph, if it cannot."""
+    """What a GPU would do with a net: its precision, the bytes that its blobs share, and why a step
+    cannot be captured as one graph, if it cannot."""
 
     precision: str
     memory: int
@@ -54,14 +55,18 @@ class NetOnGpu:
 
     def text(self) -> str:
         """Two lines."""
-        captured = f"not captured as one graph: {self.obstacle}" if self.obstacle else "captured as one graph"
+        captured = (
+            f"not captured as one graph: {self.obstacle}"
+            if self.obstacle
+            else "captured as one graph"
+        )
         return f"on a GPU: {self.precision}; data and gradients share {mebibytes(self.memory)}\na step is {captured}"
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer: shapes of its tops, number of parameters, bytes that its tops add, operations of a forward pass, and
-    how many of those are multiplications, each with an addition."""
+    """One layer: shapes of its tops, number of parameters, bytes that its tops add, operations of a
+    forward pass, and how many of those are multiplications, each with an addition."""
 
     name: str
     type: str
@@ -75,7 +80,9 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class NetInfo:
-    """One net. Layers that share parameters list them each; `parameters` of the net counts them once."""
+    """One net. Layers that share parameters list them each; `parameters` of the net counts them
+    once.
+    """
 
     role: str
     name: str
@@ -85,7 +92,9 @@ class NetInfo:
 
     @property
     def memory(self) -> int:
-        """Bytes that all blobs between the layers take for their data; training takes as many again for their diffs."""
+        """Bytes that all blobs between the layers take for their data; training takes as many again
+        for their diffs.
+        """
         return sum(layer.memory for layer in self.layers)
 
     @property
@@ -99,7 +108,14 @@ class NetInfo:
         for layer in self.layers:
             shapes = ", ".join(shape_string(shape) for shape in layer.tops.values())
             rows.append(
-                (layer.name, layer.type, shapes, f"{layer.parameters:,}", mebibytes(layer.memory), si(layer.flops))
+                (
+                    layer.name,
+                    layer.type,
+                    shapes,
+                    f"{layer.parameters:,}",
+                    mebibytes(layer.memory),
+                    si(layer.flops),
+                )
             )
         rows.append(("all", "", "", f"{self.parameters:,}", mebibytes(self.memory), si(self.flops)))
         head = f"{self.role}{f' of {self.name!r}' if self.name else ''}"
@@ -112,9 +128,17 @@ class NetInfo:
         yield "layer", "type", "computed", "top formats", "converted"
         for layer in self.layers:
             if layer.gpu:
-                where = "on the host" if layer.gpu.on_host else f"with {layer.gpu.run[0]}" if layer.gpu.run else ""
+                where = (
+                    "on the host"
+                    if layer.gpu.on_host
+                    else f"with {layer.gpu.run[0]}"
+                    if layer.gpu.run
+                    else ""
+                )
                 formats = ", ".join(layer.gpu.formats.values())
-                converted = ", ".join(f"{name}: {change}" for name, change in layer.gpu.converts.items())
+                converted = ", ".join(
+                    f"{name}: {change}" for name, change in layer.gpu.converts.items()
+                )
                 yield layer.name, layer.type, where, formats, converted
 
 
@@ -133,11 +157,13 @@ def inspect(
     gpu: bool = False,
     precision: str | None = None,
 ) -> list[NetInfo]:
-    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers speak of.
+    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers
+    speak of.
 
-    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
-    `gpu` tells what a GPU would do with the nets, in this precision or the one that they ask for; there need be none.
-    ConfigError and DataError say what is wrong; what only keeps snapshots from being written is a warning.
+    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it,
+    in the place of data. `gpu` tells what a GPU would do with the nets, in this precision or the
+    one that they ask for; there need be none. ConfigError and DataError say what is wrong; what
+    only keeps snapshots from being written is a warning.
     """
     infos = []
     for role, param, origin in definitions(path, level, stages, to_train=True):
@@ -155,7 +181,9 @@ def inspect(
 
 
 class ImaginedGpu(Device):
-    """A GPU for nets that are not run: layers and blobs are as on a real one, their arrays are the host's."""
+    """A GPU for nets that are not run: layers and blobs are as on a real one, their arrays are the
+    host's.
+    """
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__(seed)
@@ -209,21 +237,30 @@ def outer_fields(text: str) -> Iterator[str]:
 
 
 def definitions(
-    path: str, level: int = 0, stages: Sequence[str] = (), phase: int | None = None, to_train: bool = False
+    path: str,
+    level: int = 0,
+    stages: Sequence[str] = (),
+    phase: int | None = None,
+    to_train: bool = False,
 ) -> Iterator[tuple[str, NetParameter, str | None]]:
-    """What each net of a prototxt is for, its definition in its state, and the file that the definition is in.
+    """What each net of a prototxt is for, its definition in its state, and the file that the
+    definition is in.
 
-    These are all nets of a solver, or a net in each phase that its layers speak of; with a `phase` those of it only.
-    Whether a solver that is `to_train` can write its snapshots is looked at, too.
+    These are all nets of a solver, or a net in each phase that its layers speak of; with a `phase`
+    those of it only. Whether a solver that is `to_train` can write its snapshots is looked at, too.
     """
     text = read_text(path)
     if is_solver(text):
-        yield from (net for net in _solver_nets(path, text, to_train) if phase in (None, net[1].state.phase))
+        yield from (
+            net for net in _solver_nets(path, text, to_train) if phase in (None, net[1].state.phase)
+        )
     else:
         yield from _phases(path, text, level, stages, phase)
 
 
-def _solver_nets(path: str, text: str, to_train: bool) -> Iterator[tuple[str, NetParameter, str | None]]:
+def _solver_nets(
+    path: str, text: str, to_train: bool
+) -> Iterator[tuple[str, NetParameter, str | None]]:
     param = read_solver(path, text)
     check_param(param, path)
     if to_train:
@@ -253,7 +290,9 @@ def _phases(
 
 
 def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
-    """What is to be known of each layer of a net, those that Caffe inserts included; with `gpu` also of a GPU."""
+    """What is to be known of each layer of a net, those that Caffe inserts included; with `gpu`
+    also of a GPU.
+    """
     seen: set[int] = set()
     runs = {i: step.layers for step in net.steps for i in step.layers} if gpu else {}
     for i, layer in enumerate(net.layers):
@@ -276,7 +315,9 @@ def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
 
 
 def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
-    formats = {name: _format(top) for name, top in zip(net.top_names[index], net.tops[index], strict=True)}
+    formats = {
+        name: _format(top) for name, top in zip(net.top_names[index], net.tops[index], strict=True)
+    }
     converts = {}
     if twins := net.twins.get(index):
         names = net.bottom_names[index] + net.top_names[index]
@@ -284,7 +325,9 @@ def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
         for name, blob, twin in zip(names, blobs, twins.bottoms + twins.tops, strict=True):
             if twin is not blob:
                 converts[name] = f"{_format(blob)} to {_format(twin)}"
-    return LayerOnGpu(net.layers[index].on_host, [net.layer_names[i] for i in run], formats, converts)
+    return LayerOnGpu(
+        net.layers[index].on_host, [net.layer_names[i] for i in run], formats, converts
+    )
 
 
 def _format(blob: Blob) -> str:
@@ -298,23 +341,28 @@ def _format(blob: Blob) -> str:
 
 
 def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
-    """Operations of a forward pass on bottoms and tops of these counts: two for each multiplication with its addition.
+    """Operations of a forward pass on bottoms and tops of these counts: two for each multiplication
+    with its addition.
 
-    As in `macs`, with one operation more a value for the bias; what other layers do is small beside that and counts
-    nothing. A backward pass takes about twice as many.
+    As in `macs`, with one operation more a value for the bias; what other layers do is small beside
+    that and counts nothing. A backward pass takes about twice as many.
     """
     bias = sum(tops) if layer.type in PRODUCTS and len(layer.blobs) > 1 else 0
     return 2 * macs(layer, bottoms, tops) + bias
 
 
 def macs(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
-    """Multiplications, each with an addition, of a forward pass of a Convolution, Deconvolution or InnerProduct."""
+    """Multiplications, each with an addition, of a forward pass of a Convolution, Deconvolution or
+    InnerProduct.
+    """
     if layer.type not in PRODUCTS:
         return 0
     weight = layer.blobs[0]
     if layer.type == "InnerProduct":
         return weight.count * tops[0] // layer.param.inner_product_param.num_output
-    return weight.count * (sum(bottoms if layer.type == "Deconvolution" else tops) // weight.shape[0])
+    return weight.count * (
+        sum(bottoms if layer.type == "Deconvolution" else tops) // weight.shape[0]
+    )
 
 
 def mebibytes(count: int) -> str:

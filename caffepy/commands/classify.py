@@ -63,9 +63,15 @@ class Classification:
         """A line a guess: image, score, class, label."""
         rows = [["image", "score", "class", "label"]]
         for image in self.images:
-            guesses = [[number(guess.score), str(guess.number), guess.label or ""] for guess in image.guesses]
+            guesses = [
+                [number(guess.score), str(guess.number), guess.label or ""]
+                for guess in image.guesses
+            ]
             names = [image.image, *[""] * len(guesses)]
-            rows += [[name, *cells] for name, cells in zip(names, guesses or [["-", "-", "unreadable"]], strict=False)]
+            rows += [
+                [name, *cells]
+                for name, cells in zip(names, guesses or [["-", "-", "unreadable"]], strict=False)
+            ]
         if not any(row[3] for row in rows[1:]):
             rows = [row[:3] for row in rows]
         return "\n".join(columns(rows, left=4))
@@ -81,14 +87,21 @@ class Classification:
         """DataError that names the images that could not be read, if there are any."""
         unread = [image for image in self.images if image.error]
         if unread:
-            more = f" (and {len(unread) - 1} more of {len(self.images)} images)" if len(unread) > 1 else ""
+            more = (
+                f" (and {len(unread) - 1} more of {len(self.images)} images)"
+                if len(unread) > 1
+                else ""
+            )
             raise DataError(f"{unread[0].error}{more}")
 
 
 def _object(image: Classified) -> dict[str, Any]:
     if image.error:
         return {"image": image.image, "error": image.error}
-    predictions = [{"class": guess.number, "label": guess.label, "score": guess.score} for guess in image.guesses]
+    predictions = [
+        {"class": guess.number, "label": guess.label, "score": guess.score}
+        for guess in image.guesses
+    ]
     return {"image": image.image, "predictions": predictions}
 
 
@@ -116,14 +129,16 @@ def classify(
 ) -> Classification:
     """The `top` best classes of images, by the deploy net of `model` with these weights.
 
-    `inputs` are image files, folders, of which files with these `extensions` are taken, and .npy arrays (N, H, W, K) or
-    (H, W, K) of values in 0 to 1. Images are resized to `images_dim` (height, width; by default 256x256 for nets that
-    take more than 128x128 of that, else what the net takes). With `oversample` a score is the mean over ten crops and
-    mirror images, without it that of the centre; by default images larger than what the net takes are oversampled.
-    `labels` is a file of a line a class. `output` is a .npy file for all scores, (N, classes); an image that cannot be
-    read has NaN there. `batch` images are computed at once, if not what the net says.
+    `inputs` are image files, folders, of which files with these `extensions` are taken, and .npy
+    arrays (N, H, W, K) or (H, W, K) of values in 0 to 1. Images are resized to `images_dim`
+    (height, width; by default 256x256 for nets that take more than 128x128 of that, else what the
+    net takes). With `oversample` a score is the mean over ten crops and mirror images, without it
+    that of the centre; by default images larger than what the net takes are oversampled. `labels`
+    is a file of a line a class. `output` is a .npy file for all scores, (N, classes); an image that
+    cannot be read has NaN there. `batch` images are computed at once, if not what the net says.
 
-    ConfigError, DataError and UsageError say what does not fit. Images that cannot be read are told of in the result.
+    ConfigError, DataError and UsageError say what does not fit. Images that cannot be read are told
+    of in the result.
     """
     with on_device(model, gpu, precision, threads):
         net = _classifier(model, weights, preparation, images_dim, batch)
@@ -141,18 +156,29 @@ def classify(
         loaded = stack.enter_context(_reading(items))
         while part := list(islice(loaded, at_once)):
             scores = np.full((len(part), classes), np.nan, np.float32)
-            read = {i: image for i, (_, image) in enumerate(part) if not isinstance(image, DataError)}
+            read = {
+                i: image for i, (_, image) in enumerate(part) if not isinstance(image, DataError)
+            }
             if read:
-                scores[list(read)] = net.predict(list(read.values()), oversample).reshape(len(read), -1)
+                scores[list(read)] = net.predict(list(read.values()), oversample).reshape(
+                    len(read), -1
+                )
             if add:
                 add(scores)
-            found += [_best(name, image, row, top, names) for (name, image), row in zip(part, scores, strict=True)]
+            found += [
+                _best(name, image, row, top, names)
+                for (name, image), row in zip(part, scores, strict=True)
+            ]
             done(len(part))
     return Classification(found)
 
 
 def _classifier(
-    model: str, weights: Sequence[str], preparation: Preparation, images_dim: Sequence[int], batch: int | None
+    model: str,
+    weights: Sequence[str],
+    preparation: Preparation,
+    images_dim: Sequence[int],
+    batch: int | None,
 ) -> Classifier:
     net = Classifier(model, None)
     load_all(net._net, weights)
@@ -178,7 +204,9 @@ def _labels(path: str, classes: int) -> list[str]:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {reason(error)}") from None
     if len(labels) != classes:
-        raise ConfigError(f"{path}: {len(labels)} labels, a line each, for the {classes} classes of the net")
+        raise ConfigError(
+            f"{path}: {len(labels)} labels, a line each, for the {classes} classes of the net"
+        )
     return labels
 
 
@@ -194,7 +222,10 @@ def _items(path: str, channels: int, extensions: Sequence[str]) -> Iterator[Item
                 f"{shape_string(array.shape)}"
             )
         for i, image in enumerate(array if array.ndim == 4 else array[None]):
-            yield (f"{path}[{i}]" if array.ndim == 4 else path), partial(np.array, image, np.float32)
+            yield (
+                (f"{path}[{i}]" if array.ndim == 4 else path),
+                partial(np.array, image, np.float32),
+            )
     else:
         yield path, partial(load, path, channels)
 
@@ -223,8 +254,12 @@ def _result(name: str, image: "Future[Array]") -> tuple[str, Array | DataError]:
         return name, error
 
 
-def _best(name: str, image: Array | DataError, scores: Array, top: int, labels: Sequence[str] | None) -> Classified:
+def _best(
+    name: str, image: Array | DataError, scores: Array, top: int, labels: Sequence[str] | None
+) -> Classified:
     if isinstance(image, DataError):
         return Classified(name, [], str(image))
     order = np.argsort(-scores, kind="stable")[:top]
-    return Classified(name, [Guess(int(i), labels[i] if labels else None, float(scores[i])) for i in order])
+    return Classified(
+        name, [Guess(int(i), labels[i] if labels else None, float(scores[i])) for i in order]
+    )

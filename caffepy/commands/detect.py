@@ -50,11 +50,20 @@ class Detections:
         rows = [["image", *SIDES, "score", "class"]]
         for one in self.found:
             best = int(np.argmax(one.scores))
-            rows.append([one.image, *(f"{side:g}" for side in one.window), number(one.scores[best]), str(best)])
+            rows.append(
+                [
+                    one.image,
+                    *(f"{side:g}" for side in one.window),
+                    number(one.scores[best]),
+                    str(best),
+                ]
+            )
         return "\n".join(columns(rows, left=1))
 
     def json(self) -> str:
-        """A list of objects with filename, ymin, xmin, ymax, xmax and the prediction: scores, null if not finite."""
+        """A list of objects with filename, ymin, xmin, ymax, xmax and the prediction: scores, null
+        if not finite.
+        """
         rows = [
             {
                 "filename": one.image,
@@ -68,8 +77,8 @@ class Detections:
     def save(self, path: str) -> None:
         """Write a .csv, .json or .h5 file; UsageError if that is not possible.
 
-        A CSV has columns filename, ymin, xmin, ymax, xmax, class0, class1, ... An HDF5 file has the datasets filename,
-        window (N, 4) in that order, and prediction (N, classes).
+        A CSV has columns filename, ymin, xmin, ymax, xmax, class0, class1, ... An HDF5 file has the
+        datasets filename, window (N, 4) in that order, and prediction (N, classes).
         """
         kind = check_output(path)
         with written(path) as temporary:
@@ -87,19 +96,29 @@ class Detections:
             rows = csv.writer(file, lineterminator="\n")
             rows.writerow(["filename", *SIDES, *(f"class{i}" for i in classes)])
             for one in self.found:
-                rows.writerow([one.image, *(f"{side:g}" for side in one.window), *one.scores.tolist()])
+                rows.writerow(
+                    [one.image, *(f"{side:g}" for side in one.window), *one.scores.tolist()]
+                )
 
     def _save_hdf5(self, path: str) -> None:
         with new_hdf5(path) as file:
-            file.create_dataset("filename", data=[one.image.encode() for one in self.found] or np.zeros(0, "S1"))
-            windows = file.create_dataset("window", data=np.array([one.window for one in self.found]).reshape(-1, 4))
+            file.create_dataset(
+                "filename", data=[one.image.encode() for one in self.found] or np.zeros(0, "S1")
+            )
+            windows = file.create_dataset(
+                "window", data=np.array([one.window for one in self.found]).reshape(-1, 4)
+            )
             windows.attrs["columns"] = SIDES
             scores = [one.scores for one in self.found]
-            file.create_dataset("prediction", data=np.stack(scores) if scores else np.zeros((0, 0), np.float32))
+            file.create_dataset(
+                "prediction", data=np.stack(scores) if scores else np.zeros((0, 0), np.float32)
+            )
 
 
 def check_output(path: str) -> str:
-    """The extension of a file of detections; UsageError for an unknown one, or if the file cannot be written."""
+    """The extension of a file of detections; UsageError for an unknown one, or if the file cannot
+    be written.
+    """
     extension = os.path.splitext(path)[1].lower()
     if extension not in OUTPUTS:
         raise UsageError(f'the extension of "{path}" must tell the format: {", ".join(OUTPUTS)}')
@@ -124,10 +143,11 @@ def detect(
 ) -> Detections:
     """Score windows of images with the deploy net of `model` and these weights.
 
-    `source` is a CSV with the columns filename, xmin, ymin, xmax, ymax; or a text list of image files, which all have
-    the windows of the CSV `windows`, or with `crop_mode` "selective_search" those that an external package proposes.
-    Each window is shown with `context_pad` pixels, of those that the net takes, around it. `batch` windows are computed
-    at once, if not what the net says. ConfigError and DataError say what does not fit or cannot be read.
+    `source` is a CSV with the columns filename, xmin, ymin, xmax, ymax; or a text list of image
+    files, which all have the windows of the CSV `windows`, or with `crop_mode` "selective_search"
+    those that an external package proposes. Each window is shown with `context_pad` pixels, of
+    those that the net takes, around it. `batch` windows are computed at once, if not what the net
+    says. ConfigError and DataError say what does not fit or cannot be read.
     """
     with on_device(model, gpu, precision, threads):
         net = _detector(model, weights, preparation, context_pad, batch)
@@ -143,14 +163,21 @@ def detect(
 
 
 def _detector(
-    model: str, weights: Sequence[str], preparation: Preparation, context_pad: int, batch: int | None
+    model: str,
+    weights: Sequence[str],
+    preparation: Preparation,
+    context_pad: int,
+    batch: int | None,
 ) -> Detector:
     net = Detector(model, None)
     load_all(net._net, weights)
     name = net.inputs[0]
     shape = net.blobs[name].shape
     if shape[1] != 3:
-        raise ConfigError(f"takes images of {shape[1]} channels; windows are cut from colour images, of three", model)
+        raise ConfigError(
+            f"takes images of {shape[1]} channels; windows are cut from colour images, of three",
+            model,
+        )
     net.transformer = preparation.transformer(name, shape, by_channel=True)
     if batch:
         net.blobs[name].reshape(batch, *shape[1:])
@@ -165,7 +192,11 @@ def _detector(
 def _detections(found: Iterable[dict[str, Any]]) -> Detections:
     return Detections(
         [
-            Detection(one["filename"], tuple(float(side) for side in one["window"]), np.ravel(one["prediction"]))
+            Detection(
+                one["filename"],
+                tuple(float(side) for side in one["window"]),
+                np.ravel(one["prediction"]),
+            )
             for one in found
         ]
     )
@@ -196,13 +227,17 @@ def _scored(net: Detector, group: Sequence[Windows]) -> list[dict[str, Any]]:
 
 
 def read_windows(source: str, windows: str = "") -> list[Windows]:
-    """The images of a CSV with their windows, or those of a text list, each with the windows of the CSV `windows`.
+    """The images of a CSV with their windows, or those of a text list, each with the windows of the
+    CSV `windows`.
 
-    Images stand beside the source if not in the working directory. DataError says in which line a number is wrong.
+    Images stand beside the source if not in the working directory. DataError says in which line a
+    number is wrong.
     """
     if source.lower().endswith(".csv"):
         if windows:
-            raise UsageError(f"{source} has windows of its own; a separate file of windows goes with a text list")
+            raise UsageError(
+                f"{source} has windows of its own; a separate file of windows goes with a text list"
+            )
         found: dict[str, list[tuple[float, ...]]] = {}
         for name, window in _rows(source, ("filename", *SIDES)):
             found.setdefault(locate(name, source), []).append(window)

@@ -14,11 +14,11 @@ from caffepy.device.gpus import gpu_numbers
 
 FIELDS = ("devices", "boards", "access", "links")
 DERIVED = ("pairs", "schedules", "speeds")
-"""What `Pairing.json` tells besides: it follows from the others, or cannot be known of a machine that is not there."""
+"""What `Pairing.json` tells besides: it follows from the others, or cannot be known of a machine
+that is not there.
+"""
 
-LEGEND = (
-    "NV#: so many NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, NODE: one NUMA node, SYS: several"
-)
+LEGEND = "NV#: so many NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, NODE: one NUMA node, SYS: several"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Pairing:
                 "links": self.links,
                 "pairs": [[pair.parent, pair.device] for pair in self.pairs],
                 "schedules": {
-                    name: schedule and [[_step(step, names) for step in level] for level in schedule]
+                    name: schedule
+                    and [[_step(step, names) for step in level] for level in schedule]
                     for name, schedule in self.schedules.items()
                 },
                 "speeds": [
@@ -81,7 +82,9 @@ class Pairing:
         return "\n\n".join(parts)
 
     def _reach(self, a: int, b: int) -> str:
-        return "+" if self.topology.same_board(a, b) else "P" if self.topology.reaches(a, b) else "-"
+        return (
+            "+" if self.topology.same_board(a, b) else "P" if self.topology.reaches(a, b) else "-"
+        )
 
     def _matrix(self, cell: Any) -> str:
         names = [str(device) for device in self.topology.devices]
@@ -112,7 +115,9 @@ def _step(step: Any, names: tuple[int, ...]) -> list[Any]:
 
 
 def pairing(topology: Topology, joined: Links | None = None, measured: bool = False) -> Pairing:
-    """All of these devices, `joined` by these links; their speeds are measured on the GPUs of this machine."""
+    """All of these devices, `joined` by these links; their speeds are measured on the GPUs of this
+    machine.
+    """
     speeds = []
     if measured and topology.size > 1:
         peers.enable(topology)
@@ -128,10 +133,12 @@ def of_this_machine(gpus: str, measured: bool = False) -> Pairing:
 
 
 def simulated(path: str) -> Pairing:
-    """The devices that a JSON file describes: {"devices": [0, 1], "boards": [null, null], "access": [[0, 1], [1, 0]]}.
+    """The devices that a JSON file describes: {"devices": [0, 1], "boards": [null, null], "access":
+    [[0, 1], [1, 0]]}.
 
-    `boards` may be left out; `access` may be one number for all pairs. "links" may have rows of texts such as "NV18" or
-    "SYS", and null where a device meets itself. ConfigError says what does not fit.
+    `boards` may be left out; `access` may be one number for all pairs. "links" may have rows of
+    texts such as "NV18" or "SYS", and null where a device meets itself. ConfigError says what does
+    not fit.
     """
     try:
         with open(path, encoding="utf-8") as file:
@@ -141,10 +148,14 @@ def simulated(path: str) -> Pairing:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(told, dict) or not isinstance(told.get("devices"), list):
-        raise ConfigError(f'{path} must be an object with "devices", and perhaps "boards", "access" and "links"')
+        raise ConfigError(
+            f'{path} must be an object with "devices", and perhaps "boards", "access" and "links"'
+        )
     for name in told:
         if name not in FIELDS + DERIVED:
-            raise ConfigError(f'{path}: there is no "{name}"{nearest(name, FIELDS)} (known: {", ".join(FIELDS)})')
+            raise ConfigError(
+                f'{path}: there is no "{name}"{nearest(name, FIELDS)} (known: {", ".join(FIELDS)})'
+            )
     devices = told["devices"]
     if not all(map(_is_number, devices)):
         raise ConfigError(f'{path}: "devices" must be whole numbers')
@@ -152,15 +163,24 @@ def simulated(path: str) -> Pairing:
     boards, access = told.get("boards", [None] * n), told.get("access", 1)
     if isinstance(access, int):
         access = [[access] * n] * n
-    if not (isinstance(boards, list) and all(board is None or _is_number(board) for board in boards)):
-        raise ConfigError(f'{path}: "boards" must be a list of whole numbers, null for a device that has one to itself')
+    if not (
+        isinstance(boards, list) and all(board is None or _is_number(board) for board in boards)
+    ):
+        raise ConfigError(
+            f'{path}: "boards" must be a list of whole numbers, null for a device that has one to itself'
+        )
     if not (isinstance(access, list) and all(_is_row(row) for row in access)):
         raise ConfigError(f'{path}: "access" must be a list of rows of 0 and 1')
     joined = told.get("links")
     if joined is not None and not _is_matrix(joined, n):
-        raise ConfigError(f'{path}: "links" must be {n} rows of {n} texts, or null where there is none')
+        raise ConfigError(
+            f'{path}: "links" must be {n} rows of {n} texts, or null where there is none'
+        )
     try:
-        rows = tuple(tuple(bool(cell) and a != b for b, cell in enumerate(row)) for a, row in enumerate(access))
+        rows = tuple(
+            tuple(bool(cell) and a != b for b, cell in enumerate(row))
+            for a, row in enumerate(access)
+        )
         topology = Topology(tuple(devices), tuple(boards), rows)
     except CaffeError as error:
         raise ConfigError(error.message, path) from None

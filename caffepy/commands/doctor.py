@@ -61,7 +61,9 @@ class Health:
         return not any(finding.state == WRONG for finding in self.findings)
 
     def table(self) -> str:
-        """A line a finding; what to do about it in the line below, once where several need the same."""
+        """A line a finding; what to do about it in the line below, once where several need the
+        same.
+        """
         width = max(len(finding.name) for finding in self.findings)
         lines: list[str] = []
         told = {""}
@@ -74,7 +76,9 @@ class Health:
 
     def json(self) -> str:
         """An object: whether all works, and the findings."""
-        return json.dumps({"works": self.works, "findings": [asdict(finding) for finding in self.findings]})
+        return json.dumps(
+            {"works": self.works, "findings": [asdict(finding) for finding in self.findings]}
+        )
 
 
 def examine() -> Health:
@@ -187,7 +191,10 @@ def _examined(name: str, look: Callable[[], str]) -> Finding:
         return Finding(name, OK, look())
     except Exception as error:  # a broken installation fails in many ways
         return Finding(
-            name, WRONG, last_line(error), "see what is missing or wrong above; is another program using it?"
+            name,
+            WRONG,
+            last_line(error),
+            "see what is missing or wrong above; is another program using it?",
         )
 
 
@@ -195,7 +202,9 @@ def _described(index: int) -> str:
     properties = gpu_properties(index)
     free, total = (size / (1 << 30) for size in gpu_memory(index))
     capability = f"{properties['major']}.{properties['minor']}"
-    return f"{properties['name']}, compute capability {capability}, {free:.1f} of {total:.1f} GiB free"
+    return (
+        f"{properties['name']}, compute capability {capability}, {free:.1f} of {total:.1f} GiB free"
+    )
 
 
 def _tested(index: int) -> str:
@@ -213,14 +222,20 @@ def _tested(index: int) -> str:
     def compare(what: str, there: Any, expected: NDArray[np.float32], tolerance: float) -> None:
         error = float(np.abs(device.on_host(there) - expected).max() / np.abs(expected).max())
         if not error <= tolerance:
-            raise DeviceError(f"the GPU gives another {what} than the CPU (relative difference {error:.2g})")
+            raise DeviceError(
+                f"the GPU gives another {what} than the CPU (relative difference {error:.2g})"
+            )
 
     with device.scope():
         (a, a_there), (b, b_there), (_, out_there) = random(64, 48), random(48, 32), random(64, 32)
         compare("copy", a_there, a, 0.0)
         gpu.matmul(a_there, b_there, out_there)
         compare("product", out_there, a @ b, TOLERANCE)
-        (x, x_there), (w, w_there), (y, y_there) = random(2, 4, 9, 9), random(6, 4, 3, 3), random(2, 6, 9, 9)
+        (x, x_there), (w, w_there), (y, y_there) = (
+            random(2, 4, 9, 9),
+            random(6, 4, 3, 3),
+            random(2, 6, 9, 9),
+        )
         sizes = (x.shape, w.shape, (1, 1), (1, 1), (1, 1), 1, np.float32)
         cpu.Convolution(*sizes).forward(x, w, None, y)
         gpu.Convolution(*sizes).forward(x_there, w_there, None, y_there)

@@ -33,10 +33,12 @@ PROBABILITIES = {"SoftmaxWithLoss": "Softmax", "SigmoidCrossEntropyLoss": "Sigmo
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: inputs and outputs with their shapes, how often each operator occurs, values and bytes.
+    """What was written: inputs and outputs with their shapes, how often each operator occurs,
+    values and bytes.
 
-    `dropped` are the layers that judge, `unused` the inputs that only they need, `notes` what a user of the model
-    should know, `differences` the largest of each output from caffepy's, relative to its largest value, if checked.
+    `dropped` are the layers that judge, `unused` the inputs that only they need, `notes` what a
+    user of the model should know, `differences` the largest of each output from caffepy's, relative
+    to its largest value, if checked.
     """
 
     file: str
@@ -62,7 +64,10 @@ class Exported:
             f"{self.file}: opset {self.opset}, {nodes} nodes, {self.parameters:,} parameters, {self.bytes:,} bytes"
         ]
         for what, tensors in (("input", self.inputs), ("output", self.outputs)):
-            lines += [f"{what} {name}: {' x '.join(map(str, dims)) or 'a number'}" for name, dims in tensors.items()]
+            lines += [
+                f"{what} {name}: {' x '.join(map(str, dims)) or 'a number'}"
+                for name, dims in tensors.items()
+            ]
         if self.dropped:
             lines.append(f"left out, since they judge: {', '.join(self.dropped)}")
         if self.unused:
@@ -87,12 +92,14 @@ def export_onnx(
     probabilities: bool = False,
     check: bool = False,
 ) -> Exported:
-    """Write the net of the prototxt `model` with these trained weights to the file `out`, whole or not at all.
+    """Write the net of the prototxt `model` with these trained weights to the file `out`, whole or
+    not at all.
 
-    `batch` is the size of the inputs' first axis, "dynamic" for any, None for what the net says. `image` (C, H, W)
-    replaces data layers by images of this shape. With `probabilities` losses become the Softmax or Sigmoid in them.
-    `check` compares what onnxruntime computes of random inputs with what caffepy does. ConfigError names all layers
-    that cannot be expressed, or says what else is wrong.
+    `batch` is the size of the inputs' first axis, "dynamic" for any, None for what the net says.
+    `image` (C, H, W) replaces data layers by images of this shape. With `probabilities` losses
+    become the Softmax or Sigmoid in them. `check` compares what onnxruntime computes of random
+    inputs with what caffepy does. ConfigError names all layers that cannot be expressed, or says
+    what else is wrong.
     """
     from caffepy.export.model import to_model
 
@@ -135,7 +142,12 @@ def export_onnx(
 
 
 def _build(
-    model: str, phase: str, level: int, stages: Sequence[str], image: Sequence[int] | None, probabilities: bool
+    model: str,
+    phase: str,
+    level: int,
+    stages: Sequence[str],
+    image: Sequence[int] | None,
+    probabilities: bool,
 ) -> Net:
     param = read_net(model)
     param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
@@ -154,7 +166,9 @@ def _build(
 
 
 def with_probabilities(net: NetParameter) -> NetParameter:
-    """A copy in which the losses that contain a Softmax or Sigmoid are that: `prob`, or LAYER_prob of several."""
+    """A copy in which the losses that contain a Softmax or Sigmoid are that: `prob`, or LAYER_prob
+    of several.
+    """
     copy = NetParameter()
     copy.CopyFrom(net)
     losses = [layer for layer in copy.layer if layer.type in PROBABILITIES]
@@ -168,14 +182,21 @@ def with_probabilities(net: NetParameter) -> NetParameter:
 
 def _check_trace(net: Net, found: Trace) -> None:
     if not found.outputs:
-        raise ConfigError("nothing is left to be written: all that the net computes is judged or thrown away", net.path)
+        raise ConfigError(
+            "nothing is left to be written: all that the net computes is judged or thrown away",
+            net.path,
+        )
     for _, blob in found.inputs:
         if not net.blobs[blob].count:
-            raise ConfigError(f'input "{blob}" has no shape, or an empty one; give it in input_param', net.path)
+            raise ConfigError(
+                f'input "{blob}" has no shape, or an empty one; give it in input_param', net.path
+            )
 
 
 def _compare(net: Net, found: Trace, content: bytes, dynamic: bool) -> dict[str, float]:
-    """The largest difference of each output, relative to its largest value; ConfigError if one is not small."""
+    """The largest difference of each output, relative to its largest value; ConfigError if one is
+    not small.
+    """
     from caffepy.export.model import Runtime
 
     runtime = Runtime(content)
@@ -198,7 +219,9 @@ def _differences(net: Net, found: Trace, runtime: "Runtime") -> dict[str, float]
     for tensor, blob in found.inputs:
         net.blobs[blob].host_data[...] = inputs[tensor]
     given = set(sources(net))
-    net.forward(steps=[Step(i) for i in range(len(net.layers)) if i not in given and i not in found.dropped])
+    net.forward(
+        steps=[Step(i) for i in range(len(net.layers)) if i not in given and i not in found.dropped]
+    )
     answers = runtime.run(found.output_names, inputs)
     return {
         name: _difference(net.blobs[blob].host_data, answer)
@@ -216,12 +239,19 @@ def _difference(expected: Array, answer: Array) -> float:
 def random_inputs(net: Net, found: Trace) -> dict[str, Array]:
     """Normally distributed values for the inputs; for those that are indices, indices."""
     rng = np.random.default_rng(0)
-    inputs = {tensor: rng.standard_normal(net.blobs[blob].shape).astype(np.float32) for tensor, blob in found.inputs}
+    inputs = {
+        tensor: rng.standard_normal(net.blobs[blob].shape).astype(np.float32)
+        for tensor, blob in found.inputs
+    }
     for i in found.layers:
         layer, bottoms = net.layers[i], found.bottoms[i]
-        place, number = {"Embed": (0, getattr(layer, "inputs", 0)), "BatchReindex": (1, 0)}.get(layer.type, (0, 0))
+        place, number = {"Embed": (0, getattr(layer, "inputs", 0)), "BatchReindex": (1, 0)}.get(
+            layer.type, (0, 0)
+        )
         if layer.type == "BatchReindex":
             number = net.bottoms[i][0].shape[0]
         if number and bottoms[place] in inputs:
-            inputs[bottoms[place]] = rng.integers(0, number, inputs[bottoms[place]].shape).astype(np.float32)
+            inputs[bottoms[place]] = rng.integers(0, number, inputs[bottoms[place]].shape).astype(
+                np.float32
+            )
     return inputs

@@ -1,4 +1,6 @@
-"""What a trained net makes of its data: the values of its blobs, row by row, in databases and files of arrays."""
+"""What a trained net makes of its data: the values of its blobs, row by row, in databases and files
+of arrays.
+"""
 
 import logging
 import os
@@ -44,14 +46,19 @@ class Feature:
     kind: str
 
 
-def features_of(blobs: Sequence[str], paths: Sequence[str], kind: str | None = None) -> list[Feature]:
-    """Each blob with its path, or all with one; the kind, if it is not given, is what the path's extension says.
+def features_of(
+    blobs: Sequence[str], paths: Sequence[str], kind: str | None = None
+) -> list[Feature]:
+    """Each blob with its path, or all with one; the kind, if it is not given, is what the path's
+    extension says.
 
-    .h5 and .hdf5 stand for an HDF5 file, .npy for an array, others for an LMDB. UsageError for an unknown kind, for
-    extensions of other files, and for as many paths as cannot be.
+    .h5 and .hdf5 stand for an HDF5 file, .npy for an array, others for an LMDB. UsageError for an
+    unknown kind, for extensions of other files, and for as many paths as cannot be.
     """
     if kind is not None and kind not in KINDS:
-        raise UsageError(f'unknown kind of database "{kind}"{nearest(kind, KINDS)} (known: {", ".join(KINDS)})')
+        raise UsageError(
+            f'unknown kind of database "{kind}"{nearest(kind, KINDS)} (known: {", ".join(KINDS)})'
+        )
     if len(paths) not in (1, len(blobs)):
         raise UsageError(
             f"the numbers of blobs and of places for them must be equal, not {len(blobs)} and {len(paths)}"
@@ -61,10 +68,14 @@ def features_of(blobs: Sequence[str], paths: Sequence[str], kind: str | None = N
     for blob, path in zip(blobs, paths, strict=True):
         extension = os.path.splitext(path)[1].lower()
         if not kind and extension in FOREIGN:
-            raise UsageError(f'"{path}": {extension} files are not written; name a .h5 or .npy file, or a database')
+            raise UsageError(
+                f'"{path}": {extension} files are not written; name a .h5 or .npy file, or a database'
+            )
         own = kind or EXTENSIONS.get(extension, "lmdb")
         if any(path == other.path and (own != "hdf5" or blob == other.blob) for other in features):
-            raise UsageError(f'"{path}" cannot take blob "{blob}", too; only an HDF5 file holds several')
+            raise UsageError(
+                f'"{path}" cannot take blob "{blob}", too; only an HDF5 file holds several'
+            )
         features.append(Feature(blob, path, own))
     return features
 
@@ -82,17 +93,27 @@ def extract_features(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Run the net of `model` over its data and write the values of blobs; returns how many rows each of them gave.
+    """Run the net of `model` over its data and write the values of blobs; returns how many rows
+    each of them gave.
 
-    `batches` None takes what the net's data layer has, each item once. Databases are Caffe's: a record a row, with key
-    `%010d` of its number and a Datum of float_data without a label. An HDF5 file has a dataset (rows, ...) for each
-    blob that goes there; a .npy file has the array alone. All of them appear when everything is done, or not at all.
-    ConfigError for blobs that the net does not have, DataError for targets that exist or cannot be written.
+    `batches` None takes what the net's data layer has, each item once. Databases are Caffe's: a
+    record a row, with key `%010d` of its number and a Datum of float_data without a label. An HDF5
+    file has a dataset (rows, ...) for each blob that goes there; a .npy file has the array alone.
+    All of them appear when everything is done, or not at all. ConfigError for blobs that the net
+    does not have, DataError for targets that exist or cannot be written.
     """
     for feature in features:
         refuse_existing(feature.path)
     with (
-        trained_net(model, weights, gpu=gpu, precision=precision, level=level, stages=stages, threads=threads) as net,
+        trained_net(
+            model,
+            weights,
+            gpu=gpu,
+            precision=precision,
+            level=level,
+            stages=stages,
+            threads=threads,
+        ) as net,
         ExitStack() as stack,
     ):
         for feature in features:
@@ -130,7 +151,9 @@ def _epoch(net: Net) -> tuple[int, int]:
     for layer, tops in zip(net.layers, net.tops, strict=True):
         if layer.length:
             return tops[0].shape[0], layer.length
-    raise UsageError("how much data the net's data layers have is not known: say how many batches to take")
+    raise UsageError(
+        "how much data the net's data layers have is not known: say how many batches to take"
+    )
 
 
 def _rows(net: Net, name: str) -> Array:
@@ -159,16 +182,23 @@ def _database(feature: Feature) -> Iterator[Add]:
 
 
 def record(row: Array) -> bytes:
-    """A serialized Datum of up to three axes (channels, height, width), those that are missing being 1, in float32.
+    """A serialized Datum of up to three axes (channels, height, width), those that are missing
+    being 1, in float32.
 
     DataError for more axes.
     """
     if row.ndim > 3:
-        raise DataError(f"a record holds three axes, not {shape_string(row.shape)}; write an HDF5 or .npy file")
+        raise DataError(
+            f"a record holds three axes, not {shape_string(row.shape)}; write an HDF5 or .npy file"
+        )
     channels, height, width = (*row.shape, 1, 1, 1)[:3]
-    values = np.empty(row.size, [("tag", "u1"), ("value", "<f4")])  # as protobuf writes them, one by one
+    values = np.empty(
+        row.size, [("tag", "u1"), ("value", "<f4")]
+    )  # as protobuf writes them, one by one
     values["tag"], values["value"] = FLOAT_TAG, row.reshape(-1)
-    return Datum(channels=channels, height=height, width=width).SerializeToString() + values.tobytes()
+    return (
+        Datum(channels=channels, height=height, width=width).SerializeToString() + values.tobytes()
+    )
 
 
 @contextmanager

@@ -17,9 +17,15 @@ from caffepy.solver.resume_state import warn_of_layers
 
 
 def definition(
-    model: str, device: Device, *, precision: str | None = None, level: int = 0, stages: Sequence[str] = ()
+    model: str,
+    device: Device,
+    *,
+    precision: str | None = None,
+    level: int = 0,
+    stages: Sequence[str] = (),
 ) -> NetParameter:
-    """What the file `model` defines, for its TEST phase; the device's precision is set to what it says.
+    """What the file `model` defines, for its TEST phase; the device's precision is set to what it
+    says.
 
     `precision` goes before that; `level` and `stages` join the net's state.
     """
@@ -43,13 +49,17 @@ def trained_net(
 ) -> Iterator[Net]:
     """The net of the file `model` in its TEST phase with these weights, closed when the block ends.
 
-    `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError and DataError say what
-    is wrong with the net, its data or the weights.
+    `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError
+    and DataError say what is wrong with the net, its data or the weights.
     """
     device = first_device(gpu)
     if threads:
         ops.backend(device).set_num_threads(threads)
-    net = Net(definition(model, device, precision=precision, level=level, stages=stages), device=device, path=model)
+    net = Net(
+        definition(model, device, precision=precision, level=level, stages=stages),
+        device=device,
+        path=model,
+    )
     try:
         load_all(net, weights)
         yield net
@@ -58,19 +68,26 @@ def trained_net(
 
 
 def load_all(net: Net, weights: Iterable[str]) -> None:
-    """Load these files of weights, one after the other; one warning names the layers for which none has any."""
+    """Load these files of weights, one after the other; one warning names the layers for which none
+    has any.
+    """
     missing = dict.fromkeys(net.layer_names[i] for i, _ in net.learnable_owner)
     names = list(weights)
     for name in names:
         filled = load_weights(net, name)
         missing = {layer: None for layer in missing if layer not in filled}
     if names:
-        warn_of_layers(f"{', '.join(names)}: no weights for", missing, "they are what the fillers give")
+        warn_of_layers(
+            f"{', '.join(names)}: no weights for", missing, "they are what the fillers give"
+        )
 
 
 def find_blob(net: Net, name: str) -> Blob:
     """The blob of this name; ConfigError names the nearest there is."""
     if name not in net.blobs:
         known = [blob for blob in net.blobs if "_split_" not in blob]
-        raise ConfigError(f'no blob "{name}" in the net{nearest(name, known)} (blobs: {", ".join(known)})', net.path)
+        raise ConfigError(
+            f'no blob "{name}" in the net{nearest(name, known)} (blobs: {", ".join(known)})',
+            net.path,
+        )
     return net.blobs[name]

@@ -26,9 +26,9 @@ ARRAY = "a numpy array"
 class Preparation:
     """What happens to an image, (H, W, K) in 0 to 1 and RGB, before a net takes it, in this order.
 
-    `channel_swap` is the new order of the channels; None turns three to BGR and leaves others. Values are multiplied by
-    `raw_scale`; the mean, an image in `mean_file` or `mean_values` by channel, is subtracted; the rest is multiplied by
-    `input_scale`.
+    `channel_swap` is the new order of the channels; None turns three to BGR and leaves others.
+    Values are multiplied by `raw_scale`; the mean, an image in `mean_file` or `mean_values` by
+    channel, is subtracted; the rest is multiplied by `input_scale`.
     """
 
     mean_file: str = ""
@@ -44,7 +44,8 @@ class Preparation:
         return read_mean(self.mean_file) if self.mean_file else None
 
     def transformer(self, name: str, shape: Sequence[int], by_channel: bool = False) -> Transformer:
-        """What prepares images for the input `name` of this shape (N, C, H, W); ConfigError for what does not fit it.
+        """What prepares images for the input `name` of this shape (N, C, H, W); ConfigError for
+        what does not fit it.
 
         With `by_channel` of an image of a mean the mean of each channel is taken.
         """
@@ -57,7 +58,9 @@ class Preparation:
             transformer.set_transpose(name, (2, 0, 1))
             if swap is not None:
                 if sorted(swap) != list(range(len(swap))):
-                    raise ValueError(f"Channel swap {','.join(map(str, swap))} does not name each channel once.")
+                    raise ValueError(
+                        f"Channel swap {','.join(map(str, swap))} does not name each channel once."
+                    )
                 transformer.set_channel_swap(name, swap)
             if self.raw_scale is not None:
                 transformer.set_raw_scale(name, self.raw_scale)
@@ -68,12 +71,16 @@ class Preparation:
             if self.input_scale is not None:
                 transformer.set_input_scale(name, self.input_scale)
         except ValueError as error:
-            raise ConfigError(f'images do not fit input "{name}" of {shape_string(tuple(shape))}: {error}') from None
+            raise ConfigError(
+                f'images do not fit input "{name}" of {shape_string(tuple(shape))}: {error}'
+            ) from None
         return transformer
 
 
 def read_mean(path: str) -> Array:
-    """The mean in a .npy file or a .binaryproto of any name: (C, H, W) or (C,). DataError for anything else."""
+    """The mean in a .npy file or a .binaryproto of any name: (C, H, W) or (C,). DataError for
+    anything else.
+    """
     if not path.lower().endswith(".npy") or sniff(path) == "a binaryproto":
         mean = binary.read_array(path)
         mean = mean[0] if mean.ndim == 4 and len(mean) == 1 else mean
@@ -85,7 +92,9 @@ def read_mean(path: str) -> Array:
 
 
 def read_array(path: str) -> Array:
-    """The numbers in a .npy file, which stay on the disk until they are asked for; DataError for anything else."""
+    """The numbers in a .npy file, which stay on the disk until they are asked for; DataError for
+    anything else.
+    """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -99,19 +108,30 @@ def read_array(path: str) -> Array:
     return array
 
 
-def image_input(inputs: Sequence[str], shapes: Mapping[str, Sequence[int]], path: str) -> tuple[str, tuple[int, ...]]:
-    """The input of a net that takes images, and its shape (N, C, H, W); ConfigError if there is none."""
+def image_input(
+    inputs: Sequence[str], shapes: Mapping[str, Sequence[int]], path: str
+) -> tuple[str, tuple[int, ...]]:
+    """The input of a net that takes images, and its shape (N, C, H, W); ConfigError if there is
+    none.
+    """
     for name in inputs[:1]:
         if len(shapes[name]) == 4:
             return name, tuple(shapes[name])
     what = f"{inputs[0]} of {shape_string(tuple(shapes[inputs[0]]))}" if inputs else "none"
-    raise ConfigError(f"needs an input for images, of shape (N, C, H, W), as deploy nets have; it has {what}", path)
+    raise ConfigError(
+        f"needs an input for images, of shape (N, C, H, W), as deploy nets have; it has {what}",
+        path,
+    )
 
 
 def load(path: str, channels: int) -> Array:
-    """An image file for a net of 1 or 3 channels, (H, W, K) in 0 to 1; DataError names one that cannot be read."""
+    """An image file for a net of 1 or 3 channels, (H, W, K) in 0 to 1; DataError names one that
+    cannot be read.
+    """
     if channels not in (1, 3):
-        raise DataError(f"{path}: an image file has no {channels} channels, which the net takes; give a .npy file")
+        raise DataError(
+            f"{path}: an image file has no {channels} channels, which the net takes; give a .npy file"
+        )
     return load_image(path, color=channels == 3)
 
 
@@ -128,8 +148,12 @@ def names_in(folder: str, extensions: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def on_device(model: str, gpu: str | None, precision: str | None, threads: int | None) -> Iterator[None]:
-    """A block in which pycaffe's nets are built on the first of these GPUs, or on the CPU, in this precision."""
+def on_device(
+    model: str, gpu: str | None, precision: str | None, threads: int | None
+) -> Iterator[None]:
+    """A block in which pycaffe's nets are built on the first of these GPUs, or on the CPU, in this
+    precision.
+    """
     device = first_device(gpu)
     if threads:
         ops.backend(device).set_num_threads(threads)

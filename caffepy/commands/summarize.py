@@ -1,4 +1,6 @@
-"""`caffepy summarize`: the layers of a net in a table, as Caffe's summarize has it, with shapes and what they cost."""
+"""`caffepy summarize`: the layers of a net in a table, as Caffe's summarize has it, with shapes and
+what they cost.
+"""
 
 import json
 import logging
@@ -23,7 +25,19 @@ COLOURS = ("92", "93", "94", "95", "96", "32", "33", "34", "35", "36")
 
 UNKNOWN, UNCONSUMED, PLAIN = "41", "1;4", "\033[0m"
 MARKS = re.compile(r"\033\[[\d;]+m")
-HEAD = ("layer", "type", "", "bottoms", "", "tops", "arguments", "top shapes", "parameters", "MACs", "memory")
+HEAD = (
+    "layer",
+    "type",
+    "",
+    "bottoms",
+    "",
+    "tops",
+    "arguments",
+    "top shapes",
+    "parameters",
+    "MACs",
+    "memory",
+)
 NUMBERS = 3
 """Columns at the end that lie to the right."""
 
@@ -45,7 +59,8 @@ class Parameter:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer as it is defined, and as it was built: its `shapes` and the counts are None where it was not.
+    """One layer as it is defined, and as it was built: its `shapes` and the counts are None where
+    it was not.
 
     `memory` is in bytes, `macs` are multiplications of a forward pass, each with an addition.
     """
@@ -65,7 +80,9 @@ class LayerSummary:
 
 @dataclass
 class NetSummary:
-    """One net: tops that no layer takes, bottoms that no layer before gives, why it could not be built, if so."""
+    """One net: tops that no layer takes, bottoms that no layer before gives, why it could not be
+    built, if so.
+    """
 
     role: str
     name: str
@@ -82,13 +99,16 @@ class NetSummary:
 
     @property
     def memory(self) -> int:
-        """Bytes of the data of all blobs between the layers; training takes as many again for their diffs."""
+        """Bytes of the data of all blobs between the layers; training takes as many again for their
+        diffs.
+        """
         return sum(layer.memory or 0 for layer in self.layers)
 
     def table(self, max_width: int = 30) -> str:
         """A line a layer, totals and what hangs loose, in the colours of a terminal.
 
-        Columns are no wider than `max_width`; what is wider moves what follows as little as possible.
+        Columns are no wider than `max_width`; what is wider moves what follows as little as
+        possible.
         """
         styles = self._styles()
         rows = [list(HEAD)]
@@ -98,7 +118,10 @@ class NetSummary:
             rows.append(["all", *[""] * (len(HEAD) - NUMBERS - 1), *counts])
         else:
             rows = [row[: -NUMBERS - 1] for row in rows]
-        lines = [f"{self.role}{f' of {self.name!r}' if self.name else ''}", *_aligned(rows, max_width)]
+        lines = [
+            f"{self.role}{f' of {self.name!r}' if self.name else ''}",
+            *_aligned(rows, max_width),
+        ]
         for what, names in (("never taken", self.unconsumed), ("never given", self.unknown)):
             if names:
                 lines.append(f"{what}: {', '.join(map(printable, names))}")
@@ -114,7 +137,10 @@ class NetSummary:
             weight = f"{layer.loss_weights[i]:g} * " if i < len(layer.loss_weights) else ""
             loose = f";{UNCONSUMED}" if name in self.unconsumed else ""
             tops.append(f"{weight}\033[{styles[name]}{loose}m{printable(name)}{PLAIN}")
-        given = (f"\033[{UNKNOWN if b in self.unknown else styles[b]}m{printable(b)}{PLAIN}" for b in layer.bottoms)
+        given = (
+            f"\033[{UNKNOWN if b in self.unknown else styles[b]}m{printable(b)}{PLAIN}"
+            for b in layer.bottoms
+        )
         params = ", ".join(param.text() for param in layer.params)
         return [
             printable(layer.name),
@@ -164,11 +190,12 @@ def summarize(
     synthetic: bool = False,
     image: Sequence[int] | None = None,
 ) -> list[NetSummary]:
-    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers speak of, or in one.
+    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers
+    speak of, or in one.
 
-    A net that cannot be built, as where data is absent, comes without shapes, and the log says why; `synthetic` puts
-    random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data. ConfigError says
-    what is wrong with the prototxt itself.
+    A net that cannot be built, as where data is absent, comes without shapes, and the log says why;
+    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it,
+    in the place of data. ConfigError says what is wrong with the prototxt itself.
     """
     nets = []
     for role, param, origin in definitions(path, level, stages, phase):
@@ -194,19 +221,27 @@ def _summary(role: str, param: NetParameter, path: str | None) -> NetSummary:
     given: set[str] = set()
     loose: dict[str, None] = {}
     for layer in filter_state(param, path).layer:
-        summary.unknown += [name for name in layer.bottom if name not in given and name not in summary.unknown]
+        summary.unknown += [
+            name for name in layer.bottom if name not in given and name not in summary.unknown
+        ]
         for name in layer.bottom:
             loose.pop(name, None)
         given.update(layer.top)
         loose.update(dict.fromkeys(layer.top))
-        info = next((info for info in built if info.name == layer.name), None)  # Caffe's own splits lie in between
+        info = next(
+            (info for info in built if info.name == layer.name), None
+        )  # Caffe's own splits lie in between
         summary.layers.append(_layer(layer, info))
     summary.unconsumed = list(loose)
     return summary
 
 
 def _layer(layer: LayerParameter, info: LayerInfo | None) -> LayerSummary:
-    kind = f"{layer.python_param.module}.{layer.python_param.layer}" if layer.type == "Python" else layer.type
+    kind = (
+        f"{layer.python_param.module}.{layer.python_param.layer}"
+        if layer.type == "Python"
+        else layer.type
+    )
     return LayerSummary(
         layer.name,
         kind,
@@ -215,7 +250,11 @@ def _layer(layer: LayerParameter, info: LayerInfo | None) -> LayerSummary:
         list(layer.top),
         list(layer.loss_weight),
         arguments(layer),
-        *((list(info.tops.values()), info.parameters, info.macs, info.memory) if info else (None,) * 4),
+        *(
+            (list(info.tops.values()), info.parameters, info.macs, info.memory)
+            if info
+            else (None,) * 4
+        ),
     )
 
 

@@ -1,4 +1,6 @@
-"""`caffepy test`: the means of a net's outputs over a number of test batches, on one device or several at once."""
+"""`caffepy test`: the means of a net's outputs over a number of test batches, on one device or
+several at once.
+"""
 
 import logging
 import threading
@@ -32,7 +34,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Score:
-    """What a net scored: mean loss and mean outputs (name, values, loss weight) over `iterations` batches."""
+    """What a net scored: mean loss and mean outputs (name, values, loss weight) over `iterations`
+    batches.
+    """
 
     iterations: int
     loss: float
@@ -43,7 +47,8 @@ class Score:
         return "\n".join(scalars(self.outputs))
 
     def json(self) -> str:
-        """An object with iterations, loss, and outputs by name; an output of several scalars is a list of them.
+        """An object with iterations, loss, and outputs by name; an output of several scalars is a
+        list of them.
 
         What is not finite is null.
         """
@@ -66,13 +71,15 @@ def score(
     deadlines: Mapping[str, float] = DEADLINES,
     last_resort: Callable[[BaseException], object] | None = None,
 ) -> Score:
-    """Run the net of the file `model` in its TEST phase with these trained weights; logs each batch as Caffe does.
+    """Run the net of the file `model` in its TEST phase with these trained weights; logs each batch
+    as Caffe does.
 
-    `gpu`: the numbers of GPUs, or "all"; `cpu`: so many nets on the CPU. Several devices take the batches in turn, from
-    data layers that they share, and give what one would. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16".
-    `deadlines`: see `Group`. So many records of each source that cannot be read are passed over: `max_bad_records`.
-    `last_resort` is called with the error of another device, in a thread, if the first one
-    does not get on. ConfigError and DataError say what is wrong with the net, the weights or the data.
+    `gpu`: the numbers of GPUs, or "all"; `cpu`: so many nets on the CPU. Several devices take the
+    batches in turn, from data layers that they share, and give what one would. `precision` on a
+    GPU: "fp32", "tf32", "bf16" or "fp16". `deadlines`: see `Group`. So many records of each source
+    that cannot be read are passed over: `max_bad_records`. `last_resort` is called with the error
+    of another device, in a thread, if the first one does not get on. ConfigError and DataError say
+    what is wrong with the net, the weights or the data.
     """
     devices = _devices(gpu, cpu)
     if threads:
@@ -142,9 +149,11 @@ def _examiners(
     group: Group,
     last_resort: Callable[[BaseException], object] | None,
 ) -> Iterator[tuple[_Examiner, Crew[_Examiner]]]:
-    """The net on the first device, with these weights, and those on the others, in threads of their own.
+    """The net on the first device, with these weights, and those on the others, in threads of their
+    own.
 
-    Data layers are the first one's: their batches go to one after the other. What ends the block ends all.
+    Data layers are the first one's: their batches go to one after the other. What ends the block
+    ends all.
     """
 
     def make(rank: int) -> _Examiner:
@@ -183,7 +192,9 @@ def _examiners(
     finally:
         left = crew.end(PATIENCE)
         if left:
-            log.warning("Still at work when the test ended: %s", ", ".join(f"rank {rank}" for rank in left))
+            log.warning(
+                "Still at work when the test ended: %s", ", ".join(f"rank {rank}" for rank in left)
+            )
         for rank, examiner in crew.members.items():
             if rank not in left:
                 examiner.net.close()
@@ -224,7 +235,9 @@ def _see_to(group: Group, last_resort: Callable[[BaseException], object] | None)
 
 
 class _Sums:
-    """Adds up batches in their order, whatever the order in which they come, and logs them as Caffe does."""
+    """Adds up batches in their order, whatever the order in which they come, and logs them as Caffe
+    does.
+    """
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -235,7 +248,9 @@ class _Sums:
         self.outputs: list[Array] = []  # in double precision
 
     def take(self, number: int, batch: Batch) -> None:
-        """Batch `number`, counted from 0; DataError if the shape of an output is not that of the first batch."""
+        """Batch `number`, counted from 0; DataError if the shape of an output is not that of the
+        first batch.
+        """
         with self._lock:
             self._waiting[number] = batch
             while self._done in self._waiting:

@@ -32,7 +32,9 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Timing:
-    """Mean milliseconds of each layer and of whole passes over `iterations` batches of `batch` images (0: unknown)."""
+    """Mean milliseconds of each layer and of whole passes over `iterations` batches of `batch`
+    images (0: unknown).
+    """
 
     layers: Sequence[LayerTime]
     forward: float
@@ -54,7 +56,9 @@ class Timing:
         lines = [f"{'layer':{width}}  {'type':{kind}}  forward ms  backward ms  share"]
         for t in self.layers:
             share = (t.forward + t.backward) / whole
-            lines.append(f"{t.name:{width}}  {t.type:{kind}}  {t.forward:10.3f}  {t.backward:11.3f}  {share:5.1%}")
+            lines.append(
+                f"{t.name:{width}}  {t.type:{kind}}  {t.forward:10.3f}  {t.backward:11.3f}  {share:5.1%}"
+            )
         lines.append(f"{'all':{width}}  {'':{kind}}  {self.forward:10.3f}  {self.backward:11.3f}")
         if self.batch:
             lines.append(f"{self.images_per_s:.0f} images/s")
@@ -80,10 +84,11 @@ def time_net(
 ) -> Timing:
     """Time the net of the file `model`, after one pass to warm up; logs Caffe's lines.
 
-    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the place of data.
-    `gpu`: the number of a GPU, the first of several; times are the device's, which is given each pass as a whole, so
-    that it waits neither for the host nor at the end of a layer. `precision` of numbers there, as in PRECISIONS.
-    ConfigError and DataError say what is wrong with the net.
+    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it,
+    in the place of data. `gpu`: the number of a GPU, the first of several; times are the device's,
+    which is given each pass as a whole, so that it waits neither for the host nor at the end of a
+    layer. `precision` of numbers there, as in PRECISIONS. ConfigError and DataError say what is
+    wrong with the net.
     """
     device = first_device(gpu)
     ops.set_precision(device, precision)
@@ -102,8 +107,12 @@ def time_net(
 
 
 def _time(net: Net, iterations: int) -> Timing:
-    layers = [LayerTime(name, layer.type) for name, layer in zip(net.layer_names, net.layers, strict=True)]
-    net.layer_need_backward = [type(layer).backward is not Layer.backward for layer in net.layers]  # as in Caffe: all
+    layers = [
+        LayerTime(name, layer.type) for name, layer in zip(net.layer_names, net.layers, strict=True)
+    ]
+    net.layer_need_backward = [
+        type(layer).backward is not Layer.backward for layer in net.layers
+    ]  # as in Caffe: all
     with net.device.scope(), net.ops.blas_scope():
         watch = net.ops.Stopwatch()
         log.info("Performing Forward")
@@ -124,18 +133,27 @@ def _time(net: Net, iterations: int) -> Timing:
             times = watch.read()
             ahead, back = times[: len(layers)], times[len(layers) + 1 :]
             for layer, f, b in zip(layers, ahead, reversed(back), strict=True):
-                layer.forward, layer.backward = layer.forward + f / iterations, layer.backward + b / iterations
+                layer.forward, layer.backward = (
+                    layer.forward + f / iterations,
+                    layer.backward + b / iterations,
+                )
             forward, backward = forward + sum(ahead), backward + sum(back)
-            log.info("Iteration: %d forward-backward time: %s ms.", j + 1, number(sum(ahead) + sum(back)))
+            log.info(
+                "Iteration: %d forward-backward time: %s ms.", j + 1, number(sum(ahead) + sum(back))
+            )
     first = net.tops[0][0].shape if net.tops and net.tops[0] else ()
     batch = first[0] if first else 0
-    timing = Timing(layers, forward / iterations, backward / iterations, forward + backward, iterations, batch)
+    timing = Timing(
+        layers, forward / iterations, backward / iterations, forward + backward, iterations, batch
+    )
     _log(timing)
     return timing
 
 
 def _pass(net: Net, watch: Any, hold: float) -> None:
-    """Forward and backward, each with a mark before the first layer and after each; held back before both."""
+    """Forward and backward, each with a mark before the first layer and after each; held back
+    before both.
+    """
     count = len(net.layers)
     for run, order in ((net.forward, range(count)), (net.backward, reversed(range(count)))):
         watch.hold(hold)

@@ -35,8 +35,8 @@ SEED = 1
 class TrainResult:
     """How a training run ended.
 
-    `outputs` are the mean outputs (name, values, loss weight) of each test net's last test, `snapshot` is the state
-    file that holds the run as it ended, None if none was written.
+    `outputs` are the mean outputs (name, values, loss weight) of each test net's last test,
+    `snapshot` is the state file that holds the run as it ended, None if none was written.
     """
 
     iteration: int
@@ -77,17 +77,19 @@ def train(
 ) -> TrainResult:
     """Train as the solver file says; raises the errors of `caffepy.core.errors`.
 
-    `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the newest good one under
-    the solver's snapshot_prefix (a fresh start, from `weights` if given, if there is none). `gpu`: the numbers of GPUs,
-    or "all", a solver each; `cpu`: so many solvers on the CPU, even if they say solver_mode: GPU. Several solvers train
-    as one, on these `terms`; batches are what the net says for each, or with `global_batch` for all together.
-    `deterministic` runs are the same each time. So many records of each source that
-    cannot be read are passed over: `max_bad_records`. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16". Without
-    `capture` a GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM stops with a snapshot;
-    `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file; `progress` False
-    keeps the terminal free of a progress bar; `tensorboard` is a folder for events, with histograms and filters every
-    `tensorboard_histograms` iterations, never if that is 0; `threads` is the number of CPU threads. `last_resort` is
-    called with the error of another solver, in its thread, if this one does not get on.
+    `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the
+    newest good one under the solver's snapshot_prefix (a fresh start, from `weights` if given, if
+    there is none). `gpu`: the numbers of GPUs, or "all", a solver each; `cpu`: so many solvers on
+    the CPU, even if they say solver_mode: GPU. Several solvers train as one, on these `terms`;
+    batches are what the net says for each, or with `global_batch` for all together. `deterministic`
+    runs are the same each time. So many records of each source that cannot be read are passed over:
+    `max_bad_records`. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16". Without `capture` a
+    GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM stops with a snapshot;
+    `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file;
+    `progress` False keeps the terminal free of a progress bar; `tensorboard` is a folder for
+    events, with histograms and filters every `tensorboard_histograms` iterations, never if that is
+    0; `threads` is the number of CPU threads. `last_resort` is called with the error of another
+    solver, in its thread, if this one does not get on.
     """
     if snapshot and weights and snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
@@ -111,7 +113,9 @@ def train(
         with (
             signals,
             tolerating(max_bad_records),
-            open_report(param.snapshot_prefix or None, param.max_iter, progress, boards) as reporter,
+            open_report(
+                param.snapshot_prefix or None, param.max_iter, progress, boards
+            ) as reporter,
             closing(
                 Solver(
                     param,
@@ -143,12 +147,18 @@ def train(
                 run.solve()
             log.info("Optimization Done.")
             if run.stopped and run.saved_now:
-                log.info("A signal stopped the run at iteration %d; --snapshot %s goes on", run.iter, run.saved_now)
+                log.info(
+                    "A signal stopped the run at iteration %d; --snapshot %s goes on",
+                    run.iter,
+                    run.saved_now,
+                )
             return TrainResult(run.iter, run.stopped, run.last_outputs, run.saved_now)
 
 
 def _alone(run: Solver, solvers: int) -> float | None:
-    """How many images a second a GPU takes by itself, if it is known; a run of one solver makes it known."""
+    """How many images a second a GPU takes by itself, if it is known; a run of one solver makes it
+    known.
+    """
     device = run.device
     if not isinstance(device, CudaDevice):
         return None
@@ -178,7 +188,9 @@ def _logging(log_dir: str | None) -> Iterator[None]:
 
 
 def _devices(param: SolverParameter, path: str, gpu: str | None) -> list[Device]:
-    """The devices of the run: the CPU unless `gpu` or an explicit solver_mode asks for others, as in Caffe's tool."""
+    """The devices of the run: the CPU unless `gpu` or an explicit solver_mode asks for others, as
+    in Caffe's tool.
+    """
     if gpu:
         return chosen_gpus(gpu)
     if param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU:
@@ -201,8 +213,12 @@ def _determine(param: SolverParameter, device: Device) -> None:
     ops.set_deterministic(device)
 
 
-def _start(param: SolverParameter, path: str, snapshot: str | None, weights: Sequence[str]) -> str | None:
-    """The state file to go on from, if any, and in `param` the weights to begin with: a snapshot needs none."""
+def _start(
+    param: SolverParameter, path: str, snapshot: str | None, weights: Sequence[str]
+) -> str | None:
+    """The state file to go on from, if any, and in `param` the weights to begin with: a snapshot
+    needs none.
+    """
     if snapshot == AUTO:
         snapshot = _newest(param)
         if snapshot and weights:
@@ -213,7 +229,9 @@ def _start(param: SolverParameter, path: str, snapshot: str | None, weights: Seq
         return None
     snapshot = locate(snapshot, path)
     if not os.path.exists(snapshot):
-        raise ConfigError(f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})')
+        raise ConfigError(
+            f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})'
+        )
     del param.weights[:]
     return snapshot
 

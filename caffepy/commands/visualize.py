@@ -29,7 +29,8 @@ class Picture:
 
 
 def show_filters(weights: str, path: str, *, layer: str = "") -> Picture:
-    """Draw the filters of a layer, by default of the first convolution, of a file of weights into the picture `path`.
+    """Draw the filters of a layer, by default of the first convolution, of a file of weights into
+    the picture `path`.
 
     ConfigError for a layer that is not there or has no filters.
     """
@@ -45,7 +46,11 @@ def show_filters(weights: str, path: str, *, layer: str = "") -> Picture:
     name = layer or next(iter(filters), "")
     if name not in filters:
         known = f"layers with filters: {', '.join(filters)}" if filters else "no layer has filters"
-        what = f'"{name}" has no filters' if name in others else f'no layer "{name}"{nearest(name, filters)}'
+        what = (
+            f'"{name}" has no filters'
+            if name in others
+            else f'no layer "{name}"{nearest(name, filters)}'
+        )
         raise ConfigError(f"{what} ({known})" if name else known, weights)
     grid.save(grid.grid(*grid.filter_tiles(filters[name])), path)
     return Picture(name, filters[name].shape, path)
@@ -64,10 +69,11 @@ def show_blob(
     precision: str | None = None,
     threads: int | None = None,
 ) -> Picture:
-    """Draw what a blob, by default of the first convolution, holds after a forward pass into the picture `path`.
+    """Draw what a blob, by default of the first convolution, holds after a forward pass into the
+    picture `path`.
 
-    The net takes the file `image`, prepared like that; or without one it takes its own data, of whose first batch
-    `item` is shown. ConfigError for a blob that is not there.
+    The net takes the file `image`, prepared like that; or without one it takes its own data, of
+    whose first batch `item` is shown. ConfigError for a blob that is not there.
     """
     grid.check_format(path)
     with trained_net(model, weights, gpu=gpu, precision=precision, threads=threads) as net:

@@ -1,4 +1,6 @@
-"""`caffepy weights`: files of weights as such, without a net: what is in them, and from one form into the other."""
+"""`caffepy weights`: files of weights as such, without a net: what is in them, and from one form
+into the other.
+"""
 
 import json
 import logging
@@ -48,7 +50,9 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a file holds: `kind` in words, facts about the whole, the blobs by layer (or as history, or as mean)."""
+    """What a file holds: `kind` in words, facts about the whole, the blobs by layer (or as history,
+    or as mean).
+    """
 
     kind: str
     facts: dict[str, Any]
@@ -72,9 +76,19 @@ class FileInfo:
         rows = [["layer", "type", "blob", "shape", "min", "mean", "max", "std", "not finite"]]
         for layer in self.layers:
             for i, blob in enumerate(layer.blobs):
-                figures = ["-" if x is None else number(x) for x in (blob.min, blob.mean, blob.max, blob.std)]
+                figures = [
+                    "-" if x is None else number(x)
+                    for x in (blob.min, blob.mean, blob.max, blob.std)
+                ]
                 rows.append(
-                    [layer.name, layer.type, str(i), shape_string(blob.shape), *figures, f"{blob.not_finite:,}"]
+                    [
+                        layer.name,
+                        layer.type,
+                        str(i),
+                        shape_string(blob.shape),
+                        *figures,
+                        f"{blob.not_finite:,}",
+                    ]
                 )
         if not any(blob.not_finite for layer in self.layers for blob in layer.blobs):
             rows = [row[:-1] for row in rows]
@@ -84,21 +98,36 @@ class FileInfo:
 
 
 def show(path: str) -> FileInfo:
-    """What a caffemodel, a solver state (each binary or HDF5) or a mean file holds; ConfigError for other files."""
+    """What a caffemodel, a solver state (each binary or HDF5) or a mean file holds; ConfigError for
+    other files.
+    """
     kind = binary.sniff(path)
     if kind == "HDF5":
         with _hdf5(path) as file:
             if _is_state(file):
                 return _show_hdf5_state(file)
-            layers = [_layer_info(name, "", blobs.values()) for name, blobs in _stored(_weights(file, path))]
+            layers = [
+                _layer_info(name, "", blobs.values())
+                for name, blobs in _stored(_weights(file, path))
+            ]
             return FileInfo("weights (HDF5)", {}, layers)
     if kind == "a solver state":
         state = binary.read_state(path)
-        facts = {"iter": state.iter, "learned_net": state.learned_net, "current_step": state.current_step}
-        return FileInfo("solver state (binary)", facts, [_history(map(binary.blob_to_array, state.history))])
+        facts = {
+            "iter": state.iter,
+            "learned_net": state.learned_net,
+            "current_step": state.current_step,
+        }
+        return FileInfo(
+            "solver state (binary)", facts, [_history(map(binary.blob_to_array, state.history))]
+        )
     if kind == "a binaryproto":
         mean = binary.read_array(path)
-        channels = mean.reshape(-1, *mean.shape[-2:]).mean((1, 2), np.float64) if mean.ndim > 2 else mean.ravel()
+        channels = (
+            mean.reshape(-1, *mean.shape[-2:]).mean((1, 2), np.float64)
+            if mean.ndim > 2
+            else mean.ravel()
+        )
         facts = {"mean of each channel": ", ".join(map(number, channels))}
         return FileInfo("mean file", facts, [_layer_info("mean", "", [mean])])
     net = binary.read_net(path)
@@ -107,11 +136,12 @@ def show(path: str) -> FileInfo:
 
 
 def convert(source: str, target: str) -> None:
-    """Write the weights in `source` to `target`: as HDF5 if that ends in .h5 or .hdf5, else as a binary caffemodel.
+    """Write the weights in `source` to `target`: as HDF5 if that ends in .h5 or .hdf5, else as a
+    binary caffemodel.
 
-    Old formats are upgraded, and what NVCaffe stores as raw bytes becomes floats. Gradients go along where they are
-    stored. ConfigError for a file that holds no weights, or some that the other form cannot hold; UsageError for one
-    that cannot be written.
+    Old formats are upgraded, and what NVCaffe stores as raw bytes becomes floats. Gradients go
+    along where they are stored. ConfigError for a file that holds no weights, or some that the
+    other form cannot hold; UsageError for one that cannot be written.
     """
     if target.lower().endswith(HDF5_NAMES):
         _write_hdf5(target, read_weights(source), source)
@@ -149,12 +179,20 @@ def _weights(file: h5py.File, path: str) -> h5py.Group:
 
 
 def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
-    """The layers in a group of an HDF5 file and their arrays by index; a name with a slash is a group in a group."""
+    """The layers in a group of an HDF5 file and their arrays by index; a name with a slash is a
+    group in a group.
+    """
     groups: list[tuple[str, h5py.Group]] = []
-    group.visititems(lambda name, item: groups.append((name, item)) if isinstance(item, h5py.Group) else None)
+    group.visititems(
+        lambda name, item: groups.append((name, item)) if isinstance(item, h5py.Group) else None
+    )
     layers = []
     for name, item in groups:
-        arrays = {int(key): x[()] for key, x in item.items() if isinstance(x, h5py.Dataset) and key.isdigit()}
+        arrays = {
+            int(key): x[()]
+            for key, x in item.items()
+            if isinstance(x, h5py.Dataset) and key.isdigit()
+        }
         if arrays or not len(item):
             layers.append((name, dict(sorted(arrays.items()))))
     return layers
@@ -180,7 +218,9 @@ def read_weights(path: str) -> NetParameter:
                     "with another layer; such weights need their net: load and save them from Python",
                     path,
                 )
-            if arrays:  # a layer that stores none, since it shares all, must not stand in a binary file
+            if (
+                arrays
+            ):  # a layer that stores none, since it shares all, must not stand in a binary file
                 layer = net.layer.add(name=name)
                 known = diffs.get(name, {})
                 layer.blobs.extend(binary.array_to_blob(x, known.get(i)) for i, x in arrays.items())
@@ -206,8 +246,15 @@ def _history(arrays: Any) -> LayerInfo:
 
 
 def _show_hdf5_state(file: h5py.File) -> FileInfo:
-    facts = {key: np.ravel(file[key][()])[0] for key in ("iter", "learned_net", "current_step") if key in file}
-    plain = {key: value.decode() if isinstance(value, bytes) else value.item() for key, value in facts.items()}
+    facts = {
+        key: np.ravel(file[key][()])[0]
+        for key in ("iter", "learned_net", "current_step")
+        if key in file
+    }
+    plain = {
+        key: value.decode() if isinstance(value, bytes) else value.item()
+        for key, value in facts.items()
+    }
     history = file["history"]
     keys = sorted(filter(str.isdigit, history), key=int)
     return FileInfo("solver state (HDF5)", plain, [_history(history[key][()] for key in keys)])
@@ -236,22 +283,31 @@ def _write_binary(path: str, net: NetParameter) -> None:
 
 
 def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
-    """A group for every layer, as Caffe writes it; parameters that layers share are stored with each of them."""
+    """A group for every layer, as Caffe writes it; parameters that layers share are stored with
+    each of them.
+    """
     with written(path) as temporary, new_hdf5(temporary) as file:
         nested = [layer.name for layer in net.layer if "/" in layer.name]
         if nested:
-            log.warning('Caffe itself does not read layers with a slash in their names from HDF5: "%s"', nested[0])
+            log.warning(
+                'Caffe itself does not read layers with a slash in their names from HDF5: "%s"',
+                nested[0],
+            )
         for layer in net.layer:
             group = file.require_group(f"data/{layer.name}")
             if len(group) and layer.blobs:
-                raise ConfigError(f'two layers are named "{layer.name}", which HDF5 cannot tell apart', source)
+                raise ConfigError(
+                    f'two layers are named "{layer.name}", which HDF5 cannot tell apart', source
+                )
             for i, array in enumerate(_arrays(source, layer)):
                 legacy = not layer.blobs[i].HasField("shape")
                 shape = _modern(array.shape, layer.type, i) if legacy else array.shape
                 group.create_dataset(str(i), data=array.reshape(shape))
                 diff = binary.blob_to_diff(layer.blobs[i])
                 if diff is not None:
-                    file.require_group(f"diff/{layer.name}").create_dataset(str(i), data=diff.reshape(shape))
+                    file.require_group(f"diff/{layer.name}").create_dataset(
+                        str(i), data=diff.reshape(shape)
+                    )
 
 
 def _modern(shape: tuple[int, ...], type: str, index: int) -> tuple[int, ...]:

@@ -1,4 +1,6 @@
-"""What belongs to devices that will never end their work: it cannot be given back, so it is kept to the end."""
+"""What belongs to devices that will never end their work: it cannot be given back, so it is kept to
+the end.
+"""
 
 _things: list[object] = []
 

@@ -38,7 +38,9 @@ class _Names(Loader):
         if _exists(_our_name(fullname)):
             return ModuleSpec(fullname, self)
         if fullname.count(".") == 1:
-            return PathFinder.find_spec(fullname, [os.path.join(folder, CAFFES) for folder in sys.path])
+            return PathFinder.find_spec(
+                fullname, [os.path.join(folder, CAFFES) for folder in sys.path]
+            )
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:

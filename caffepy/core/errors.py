@@ -6,8 +6,9 @@ import os
 class CaffeError(RuntimeError):
     """Base of all errors that a user can cause or meet.
 
-    `where` is the place that the message speaks of, such as `net.prototxt:57:3: layer "conv2" (Convolution)`; the code
-    that knows it sets it, by `at`, on the error that a deeper layer raised.
+    `where` is the place that the message speaks of, such as `net.prototxt:57:3: layer "conv2"
+    (Convolution)`; the code that knows it sets it, by `at`, on the error that a deeper layer
+    raised.
     """
 
     exit_code = 70
@@ -18,7 +19,9 @@ class CaffeError(RuntimeError):
         self.where = where
 
     def at(self, where: str) -> "CaffeError":
-        """Prefix the message with the place, unless a deeper one named it already; returns the error itself."""
+        """Prefix the message with the place, unless a deeper one named it already; returns the
+        error itself.
+        """
         self.where = self.where or where
         return self
 

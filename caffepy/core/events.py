@@ -1,7 +1,9 @@
-"""The events of a training run: the solver calls them, a reporter overrides those that it cares about.
+"""The events of a training run: the solver calls them, a reporter overrides those that it cares
+about.
 
-An iteration has the number that Caffe prints: 0 for the first. Events of one iteration come in this order: a test
-before the iteration's work, `displayed` and `lr` after its gradients, `snapshotted` and `iterated` after its update.
+An iteration has the number that Caffe prints: 0 for the first. Events of one iteration come in this
+order: a test before the iteration's work, `displayed` and `lr` after its gradients, `snapshotted`
+and `iterated` after its update.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,9 @@ class Reporter:
     def test_started(self, iteration: int, k: int) -> None:
         """Test net `k` begins its batches."""
 
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+    def test_done(
+        self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
+    ) -> None:
         """Test net `k` gave these means; `loss` only where the solver asks for it."""
 
     def displayed(
@@ -35,7 +39,9 @@ class Reporter:
         seconds: float,
         display: int,
     ) -> None:
-        """An iteration that is to be shown: smoothed loss, the train net's outputs, the speed since the last one."""
+        """An iteration that is to be shown: smoothed loss, the train net's outputs, the speed since
+        the last one.
+        """
 
     def lr(self, iteration: int, rate: float) -> None:
         """The learning rate of an iteration that is to be shown."""
@@ -43,8 +49,9 @@ class Reporter:
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         """Every iteration, after its update; `images` is how many it used, 0 if that is unknown.
 
-        `loss` is the smoothed loss, of an iteration just before on a GPU that is some iterations behind, and None while
-        none is known. Where something is displayed or tested it is that of the iteration itself.
+        `loss` is the smoothed loss, of an iteration just before on a GPU that is some iterations
+        behind, and None while none is known. Where something is displayed or tested it is that of
+        the iteration itself.
         """
 
     def snapshotted(self, kind: str, path: str) -> None:
@@ -63,6 +70,9 @@ class Reporter:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close(complete=error is None or isinstance(error, Exception))

@@ -23,7 +23,8 @@ def temporary_name(path: str) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Give a temporary name beside `path`; once the block wrote it, flush it to the disk and rename it to `path`.
+    """Give a temporary name beside `path`; once the block wrote it, flush it to the disk and rename
+    it to `path`.
 
     If the block raises, the temporary file goes and whatever stood at `path` stays as it was.
     """
@@ -40,7 +41,9 @@ def replacing(path: str) -> Iterator[str]:
 
 
 def remove_stale(prefix: str) -> list[str]:
-    """Remove temporary files and folders of names that start with `prefix` whose process was killed; returns which."""
+    """Remove temporary files and folders of names that start with `prefix` whose process was
+    killed; returns which.
+    """
     folder, name = os.path.split(prefix)
     removed = []
     for entry in os.listdir(folder or "."):

@@ -1,6 +1,8 @@
-"""Where a path in a prototxt leads: from the working directory, as in Caffe, else beside the file that names it.
+"""Where a path in a prototxt leads: from the working directory, as in Caffe, else beside the file
+that names it.
 
-A bundled net means its own files first: what lies in the working directory under the same name is somebody else's.
+A bundled net means its own files first: what lies in the working directory under the same name is
+somebody else's.
 """
 
 import logging
@@ -11,13 +13,17 @@ log = logging.getLogger(__name__)
 AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """What a script may give as a path; `os.fsdecode` makes a str of it."""
 
-BUNDLED = os.path.join(os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "models")), "")
+BUNDLED = os.path.join(
+    os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "models")), ""
+)
 
 
 def locate(name: str, beside: str | None = None) -> str:
-    """The path under which `name` exists: `name` itself, or, for a relative name, one beside the file `beside`.
+    """The path under which `name` exists: `name` itself, or, for a relative name, one beside the
+    file `beside`.
 
-    A name that exists in neither place is returned unchanged, so that the caller's message shows what the user wrote.
+    A name that exists in neither place is returned unchanged, so that the caller's message shows
+    what the user wrote.
     """
     if not name or os.path.isabs(name) or beside is None:
         return name

@@ -1,7 +1,9 @@
-"""Python modules that a prototxt names: found on sys.path, in the working directory, or beside the prototxt.
+"""Python modules that a prototxt names: found on sys.path, in the working directory, or beside the
+prototxt.
 
-Modules found in the latter two belong to their folder, so nets in different folders may have modules of the same name;
-sys.path is left alone. `import caffe` in them finds caffepy where Caffe itself cannot be imported.
+Modules found in the latter two belong to their folder, so nets in different folders may have
+modules of the same name; sys.path is left alone. `import caffe` in them finds caffepy where Caffe
+itself cannot be imported.
 """
 
 import importlib
@@ -66,11 +68,15 @@ class UserCode:
         found = getattr(self.module, name, None)
         if not callable(found):
             known = [key for key, value in vars(self.module).items() if isinstance(value, type)]
-            raise ConfigError(f'module "{self._name}" ({self.file}) has no class "{name}"{nearest(name, known)}')
+            raise ConfigError(
+                f'module "{self._name}" ({self.file}) has no class "{name}"{nearest(name, known)}'
+            )
         return found  # type: ignore[no-any-return]
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run user code: imports in it also look beside it, and an error becomes one that says where in it."""
+        """Run user code: imports in it also look beside it, and an error becomes one that says
+        where in it.
+        """
         before, _beside.active.folders = _beside.folders(), self._folders
         try:
             return function(*arguments)
@@ -85,14 +91,22 @@ class UserCode:
             _beside.active.folders = before
 
     def _place(self, error: BaseException) -> str:
-        """`file:line: in function: ` of the innermost frame that is the user's, else of the innermost one."""
+        """`file:line: in function: ` of the innermost frame that is the user's, else of the
+        innermost one.
+        """
         if isinstance(error, SyntaxError) and error.filename:
             return f"{error.filename}:{error.lineno}: "
         frames = list(traceback.walk_tb(error.__traceback__))
-        own = [(frame, line) for frame, line in frames if self._owns(frame.f_globals, frame.f_code.co_filename)]
+        own = [
+            (frame, line)
+            for frame, line in frames
+            if self._owns(frame.f_globals, frame.f_code.co_filename)
+        ]
         frame, line = (own or frames)[-1]
         function = frame.f_code.co_name
-        return f"{frame.f_code.co_filename}:{line}: " + ("" if function == "<module>" else f"in {function}: ")
+        return f"{frame.f_code.co_filename}:{line}: " + (
+            "" if function == "<module>" else f"in {function}: "
+        )
 
     def _owns(self, names: dict[str, Any], file: str) -> bool:
         return names.get("__name__") == self._name or os.path.dirname(file) == self._home != ""
@@ -108,12 +122,18 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 class _Beside(MetaPathFinder):
-    """Finds modules in the folders that are active in a thread, and keeps those of different folders apart."""
+    """Finds modules in the folders that are active in a thread, and keeps those of different
+    folders apart.
+    """
 
     def __init__(self) -> None:
         self.active = threading.local()
-        self._names: defaultdict[str, set[str]] = defaultdict(set)  # folder -> names of modules found there
-        self._away: dict[str, dict[str, ModuleType]] = {}  # folder -> its modules that are not in sys.modules
+        self._names: defaultdict[str, set[str]] = defaultdict(
+            set
+        )  # folder -> names of modules found there
+        self._away: dict[
+            str, dict[str, ModuleType]
+        ] = {}  # folder -> its modules that are not in sys.modules
 
     def folders(self) -> Sequence[str]:
         """The folders in which this thread's imports look after sys.path."""
@@ -123,7 +143,9 @@ class _Beside(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The top-level module of this name in an active folder; folders that are no packages do not count."""
+        """The top-level module of this name in an active folder; folders that are no packages do
+        not count.
+        """
         for folder in self.folders() if path is None else ():
             spec = PathFinder.find_spec(fullname, [folder])
             if spec is not None and spec.origin is not None:
@@ -151,11 +173,17 @@ def _let_caffe_be_ours() -> None:
     if "caffe" in sys.modules:
         return
     spec = importlib.util.find_spec("caffe")
-    if spec is not None and spec.origin is not None:  # without an origin it is any folder named caffe
+    if (
+        spec is not None and spec.origin is not None
+    ):  # without an origin it is any folder named caffe
         try:
             importlib.import_module("caffe")
         except Exception as error:
-            log.warning("%s cannot be imported (%s); `import caffe` finds caffepy instead", spec.origin, error)
+            log.warning(
+                "%s cannot be imported (%s); `import caffe` finds caffepy instead",
+                spec.origin,
+                error,
+            )
         else:
             return
     install_as_caffe()

@@ -35,7 +35,9 @@ class Registry(Generic[T]):
         return register
 
     def __getitem__(self, name: str) -> T:
-        """The thing registered under the name; ConfigError names the nearest known one and lists them all."""
+        """The thing registered under the name; ConfigError names the nearest known one and lists
+        them all.
+        """
         try:
             return self._entries[name]
         except KeyError:

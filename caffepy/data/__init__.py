@@ -1,1 +1,3 @@
-"""Where training data comes from: databases of Datums, their transformation, and the thread that reads ahead."""
+"""Where training data comes from: databases of Datums, their transformation, and the thread that
+reads ahead.
+"""

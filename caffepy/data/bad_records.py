@@ -1,4 +1,6 @@
-"""Records that cannot be read, of which a run may pass over some: each is counted once, however often it comes."""
+"""Records that cannot be read, of which a run may pass over some: each is counted once, however
+often it comes.
+"""
 
 import logging
 from collections.abc import Iterator
@@ -15,7 +17,9 @@ _most: ContextVar[int] = ContextVar("most", default=0)
 
 @contextmanager
 def tolerating(most: int) -> Iterator[None]:
-    """Sources that are opened in this block, by its thread, let so many bad records be passed over, each source."""
+    """Sources that are opened in this block, by its thread, let so many bad records be passed over,
+    each source.
+    """
     token = _most.set(most)
     try:
         yield
@@ -44,7 +48,9 @@ class BadRecords:
             told = f"; {self.most} bad records were passed over before" if self.most else ""
             raise RecordError(f"{error.message}{told}", error.where)
         self._names.append(name)
-        log.warning("Bad record %d of at most %d is passed over: %s", len(self), self.most, error.message)
+        log.warning(
+            "Bad record %d of at most %d is passed over: %s", len(self), self.most, error.message
+        )
 
     def state(self) -> dict[str, Any]:
         """The names, if there are any."""

@@ -1,4 +1,6 @@
-"""Loaders fill batches: most read images one by one, decoded by some threads, and leave it to the net to cut them."""
+"""Loaders fill batches: most read images one by one, decoded by some threads, and leave it to the
+net to cut them.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -19,7 +21,9 @@ from caffepy.device.blob import shape_string
 log = logging.getLogger(__name__)
 
 DECODERS = 6
-"""At most so many threads decode one batch. They need Python's lock for each image: more of them wait for it."""
+"""At most so many threads decode one batch. They need Python's lock for each image: more of them
+wait for it.
+"""
 
 Array = NDArray[Any]
 State = dict[str, Any]
@@ -43,10 +47,12 @@ class Staging(Protocol):
 
 
 class Batch:
-    """Images as they were read and labels on their way to a net, and the state of their Loader after them.
+    """Images as they were read and labels on their way to a net, and the state of their Loader
+    after them.
 
-    What arrives by `staging`, in the order of ops.transform_batch: images (N, C, H, W), where their crops start in rows
-    and columns (N,), whether they are mirrored (N,); then labels (N,). The images become (N, C, h, w) = `shape`.
+    What arrives by `staging`, in the order of ops.transform_batch: images (N, C, H, W), where their
+    crops start in rows and columns (N,), whether they are mirrored (N,); then labels (N,). The
+    images become (N, C, h, w) = `shape`.
     """
 
     __slots__ = ("_parts", "dtype", "lane", "shape", "size", "staging", "state")
@@ -63,7 +69,13 @@ class Batch:
         """An array (N, *shape) for the images; one that was given before is no longer good."""
         n = (self.size,)
         images, *self._parts = self.staging.room(
-            ((n + shape, np.dtype(dtype)), (n, np.int64), (n, np.int64), (n, np.bool_), (n, self.dtype))
+            (
+                (n + shape, np.dtype(dtype)),
+                (n, np.int64),
+                (n, np.int64),
+                (n, np.bool_),
+                (n, self.dtype),
+            )
         )
         assert isinstance(images, np.ndarray)
         return images
@@ -77,7 +89,9 @@ class Batch:
 
 
 class Loader:
-    """Base of the loaders: what a Reader asks of them. `mean` and `scale` are what images become net inputs by."""
+    """Base of the loaders: what a Reader asks of them. `mean` and `scale` are what images become
+    net inputs by.
+    """
 
     position: ClassVar[frozenset[str]]  # what a state says of the position
     mean: Array | None = None
@@ -97,10 +111,11 @@ class Loader:
         raise NotImplementedError
 
     def begin(self, batch: Batch) -> Callable[[], bool] | None:
-        """Go past the next images; what is returned fills the batch with them, in any thread, while others begin.
+        """Go past the next images; what is returned fills the batch with them, in any thread, while
+        others begin.
 
-        It returns false, or raises an error, where only `load` can fill the batch, from the state before. None is
-        returned, and nothing done, where that is known at once.
+        It returns false, or raises an error, where only `load` can fill the batch, from the state
+        before. None is returned, and nothing done, where that is known at once.
         """
         return None
 
@@ -109,7 +124,9 @@ class Loader:
         raise NotImplementedError
 
     def set_state(self, state: State) -> None:
-        """Go where `state` was taken; a state of another kind of source leaves the position as it is."""
+        """Go where `state` was taken; a state of another kind of source leaves the position as it
+        is.
+        """
         if self.position <= state.keys():
             self.bad.set_state(state)
             self.seek(state)
@@ -127,8 +144,8 @@ class Loader:
 class SequentialLoader(Loader):
     """Base of the loaders that read one image after the other, endlessly.
 
-    The first image of a batch decides the shape of the batch; others may differ if a crop makes them equal. In the
-    place of bad ones that may be passed over come those that follow.
+    The first image of a batch decides the shape of the batch; others may differ if a crop makes
+    them equal. In the place of bad ones that may be passed over come those that follow.
     """
 
     def __init__(self, transformer: Transformer, batch_size: int) -> None:
@@ -160,12 +177,16 @@ class SequentialLoader(Loader):
         items, draws = self._good(self.batch_size), self.transformer.draw(self.batch_size)
         while bad := self._load(batch, items, draws, self.state()):
             for i, error in sorted(bad.items()):
-                self.bad.add(self.name(items[i]), DataError(f"{error.message} ({self.place(items[i])})"))
+                self.bad.add(
+                    self.name(items[i]), DataError(f"{error.message} ({self.place(items[i])})")
+                )
             rest = [item for i, item in enumerate(items) if i not in bad]
             items = self.joined([*rest, *self._good(len(bad))])
 
     def begin(self, batch: Batch) -> Callable[[], bool] | None:
-        """Go past the next images; what is returned fills the batch, and returns false if one of them is bad."""
+        """Go past the next images; what is returned fills the batch, and returns false if one of
+        them is bad.
+        """
         items, draws = self._good(self.batch_size), self.transformer.draw(self.batch_size)
         load = partial(self._load, batch, items, draws, self.state())
         return lambda: not load()
@@ -179,12 +200,18 @@ class SequentialLoader(Loader):
         while len(good) < count:
             if not good and taken >= (self.length or len(self.bad) + 1):
                 raise DataError(f"{self.name(items[0])}: so are all others, bad")
-            good += [item for item in self.take(count - len(good)) if self.name(item) not in self.bad]
+            good += [
+                item for item in self.take(count - len(good)) if self.name(item) not in self.bad
+            ]
             taken += count
         return self.joined(good)
 
-    def _load(self, batch: Batch, items: Sequence[Any], draws: Array, state: State) -> dict[int, DataError]:
-        """Fill the batch with these, which `state` follows, or return what is wrong with some, by number."""
+    def _load(
+        self, batch: Batch, items: Sequence[Any], draws: Array, state: State
+    ) -> dict[int, DataError]:
+        """Fill the batch with these, which `state` follows, or return what is wrong with some, by
+        number.
+        """
         try:
             first, label = self.decode(items[0])
         except DataError as error:
@@ -197,7 +224,9 @@ class SequentialLoader(Loader):
         if bad:
             return bad
         if others:
-            all_images = [others[i] if i in others else image.copy() for i, image in enumerate(images)]
+            all_images = [
+                others[i] if i in others else image.copy() for i, image in enumerate(images)
+            ]
             place = self._cut(batch, all_images, draws)
         else:
             place = self.transformer.place(draws, first.shape[1:])
@@ -205,9 +234,15 @@ class SequentialLoader(Loader):
         return {}
 
     def _fill(
-        self, items: Sequence[Any], images: Array, labels: Array, shape: Shape, bad: dict[int, DataError]
+        self,
+        items: Sequence[Any],
+        images: Array,
+        labels: Array,
+        shape: Shape,
+        bad: dict[int, DataError],
     ) -> dict[int, Array]:
-        """Decode all items but the first; returns the images of another kind than those that have room, by number.
+        """Decode all items but the first; returns the images of another kind than those that have
+        room, by number.
 
         What is wrong with items that cannot be decoded goes to `bad`.
         """
@@ -249,14 +284,18 @@ class SequentialLoader(Loader):
         return DataError(f"{self.name(item)} has shape {shape_string(shape)} {start}{remedy}")
 
     def _becomes(self, item: Any, image: Array) -> Shape:
-        """What the transformer makes of an image of this shape; DataError for one that does not fit."""
+        """What the transformer makes of an image of this shape; DataError for one that does not
+        fit.
+        """
         try:
             return self.transformer.output_shape(image.shape)
         except CaffeError as error:
             raise DataError(f"{self.name(item)}: {error.message}") from None
 
     def _cut(self, batch: Batch, images: list[Array], draws: Array) -> tuple[Any, Any, Any]:
-        """Give the batch images of several types or sizes, of the latter the crops; returns what is left to be cut."""
+        """Give the batch images of several types or sizes, of the latter the crops; returns what is
+        left to be cut.
+        """
         h_off, w_off, mirror = self.transformer.place(draws, [image.shape[1:] for image in images])
         dtype = np.result_type(*images)
         if len({image.shape for image in images}) == 1:
@@ -301,7 +340,9 @@ class SequentialLoader(Loader):
         return items
 
     def set_state(self, state: State) -> None:
-        """Go where `state` was taken; a state of another kind of source leaves the position as it is."""
+        """Go where `state` was taken; a state of another kind of source leaves the position as it
+        is.
+        """
         super().set_state(state)
         self.transformer.set_state(state)
 
@@ -314,7 +355,9 @@ class RecordLoader(SequentialLoader):
     def __init__(self, source: Source, transformer: Transformer, batch_size: int) -> None:
         super().__init__(transformer, batch_size)
         self._source = source
-        self._taken: list[tuple[int, Records]] = []  # for the batch being made: the number of the first, and they
+        self._taken: list[
+            tuple[int, Records]
+        ] = []  # for the batch being made: the number of the first, and they
         self.length = source.length
         self._said = False
 
@@ -326,7 +369,9 @@ class RecordLoader(SequentialLoader):
             self._taken.clear()
 
     def begin(self, batch: Batch) -> Callable[[], bool] | None:
-        """Go past the next images; what is returned fills the batch, and returns false if one of them is bad."""
+        """Go past the next images; what is returned fills the batch, and returns false if one of
+        them is bad.
+        """
         if not self._source.in_place:  # to go past them is most of the work
             return None
         try:
@@ -376,7 +421,11 @@ class RecordLoader(SequentialLoader):
             image, label, encoded = decode(item[1], self.transformer.decode_mode)
         except DataError as error:
             raise DataError(f"{self.name(item)}: {error.message}") from None
-        if not encoded and not self._said and (self.transformer.param.force_color or self.transformer.param.force_gray):
+        if (
+            not encoded
+            and not self._said
+            and (self.transformer.param.force_color or self.transformer.param.force_gray)
+        ):
             self._said = True
             log.error("force_color and force_gray only for encoded datum")
         return image, label

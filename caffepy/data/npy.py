@@ -11,7 +11,8 @@ from caffepy.device.blob import Array, shape_string
 
 @contextmanager
 def new_npy(path: str) -> Iterator[Callable[[Array], None]]:
-    """A new .npy file of float32: call what the block gets with rows (N, ...); it is whole when the block ends.
+    """A new .npy file of float32: call what the block gets with rows (N, ...); it is whole when the
+    block ends.
 
     DataError for rows of another shape than the first. Memory holds no rows.
     """
@@ -21,7 +22,9 @@ def new_npy(path: str) -> Iterator[Callable[[Array], None]]:
         def head() -> None:
             file.seek(0)
             describes = {"descr": "<f4", "fortran_order": False, "shape": (count, *(shape or ()))}
-            np.lib.format.write_array_header_1_0(file, describes)  # leaves room for any number of rows
+            np.lib.format.write_array_header_1_0(
+                file, describes
+            )  # leaves room for any number of rows
 
         def add(rows: Array) -> None:
             nonlocal count, shape
@@ -29,7 +32,9 @@ def new_npy(path: str) -> Iterator[Callable[[Array], None]]:
                 shape = rows.shape[1:]
                 head()
             if rows.shape[1:] != shape:
-                raise DataError(f"rows of {shape_string(rows.shape[1:])} follow rows of {shape_string(shape)}")
+                raise DataError(
+                    f"rows of {shape_string(rows.shape[1:])} follow rows of {shape_string(shape)}"
+                )
             file.write(np.ascontiguousarray(rows, "<f4").data)
             count += len(rows)
 

@@ -12,10 +12,14 @@ R = TypeVar("R")
 AHEAD = 4  # results a thread that may wait to be taken
 
 
-def mapped(function: Callable[[T], R], items: Iterable[T], threads: int | None = None) -> Generator[R, None, None]:
-    """The function of each item, in the order of the items, which are taken one after the other by the caller.
+def mapped(
+    function: Callable[[T], R], items: Iterable[T], threads: int | None = None
+) -> Generator[R, None, None]:
+    """The function of each item, in the order of the items, which are taken one after the other by
+    the caller.
 
-    `threads` is how many compute, by default as many as the process may use cores. Only some results wait at a time.
+    `threads` is how many compute, by default as many as the process may use cores. Only some
+    results wait at a time.
     """
     threads = threads or _cores()
     waiting: deque[Future[R]] = deque()

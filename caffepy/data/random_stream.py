@@ -1,4 +1,6 @@
-"""A stream of random 32-bit numbers as Caffe's layers draw them, which can be saved and taken up again."""
+"""A stream of random 32-bit numbers as Caffe's layers draw them, which can be saved and taken up
+again.
+"""
 
 from ctypes import c_uint32
 from typing import Any
@@ -37,9 +39,14 @@ class Twister:
         if "twister" in state:
             key = np.asarray(state["twister"], np.uint32)
             position = int(state["twister_position"])
-            self._generator.state = {"bit_generator": "MT19937", "state": {"key": key, "pos": position}}
+            self._generator.state = {
+                "bit_generator": "MT19937",
+                "state": {"key": key, "pos": position},
+            }
 
 
 def new_twister(param: TransformationParameter, device: Device) -> Twister:
-    """A stream that starts at transform_param's random_seed or, without one, at a number that the device draws."""
+    """A stream that starts at transform_param's random_seed or, without one, at a number that the
+    device draws.
+    """
     return Twister(param.random_seed if param.random_seed >= 0 else device.draw_seed())

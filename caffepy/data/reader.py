@@ -1,8 +1,9 @@
-"""Batches made ahead of time by a thread; where there are many, others fill several of them at a time.
+"""Batches made ahead of time by a thread; where there are many, others fill several of them at a
+time.
 
-Batch k is always batch k. Each carries the state (position, random stream) after it, so that the state of a Reader is
-that after the last batch taken: batches made ahead do not count. Batches may come in several lanes, one after the
-other, each with a Staging of its own device.
+Batch k is always batch k. Each carries the state (position, random stream) after it, so that the
+state of a Reader is that after the last batch taken: batches made ahead do not count. Batches may
+come in several lanes, one after the other, each with a Staging of its own device.
 """
 
 import atexit
@@ -67,7 +68,9 @@ def _join(thread: threading.Thread, seconds: float | None) -> None:
 
 
 class _Begun(NamedTuple):
-    """A batch that is being filled, whether that was possible or what went wrong, and the state before it."""
+    """A batch that is being filled, whether that was possible or what went wrong, and the state
+    before it.
+    """
 
     batch: Batch
     filled: Future[bool]
@@ -75,7 +78,9 @@ class _Begun(NamedTuple):
 
 
 class _Producer:
-    """Begins batches one after the other, has some filled at a time, and hands them over in their order."""
+    """Begins batches one after the other, has some filled at a time, and hands them over in their
+    order.
+    """
 
     def __init__(self, loader: Loader, ring: _Ring) -> None:
         self._loader, self._ring = loader, ring
@@ -105,7 +110,9 @@ class _Producer:
             wait([begun.filled for begun in self._begun])
             for _ in range(helpers):
                 self._jobs.put(None)
-            _threads.pop(threading.current_thread(), None)  # an error that nobody takes refers to its thread
+            _threads.pop(
+                threading.current_thread(), None
+            )  # an error that nobody takes refers to its thread
 
     def _load(self, batch: Batch) -> None:
         self._loader.load(batch)
@@ -115,7 +122,9 @@ class _Producer:
         before = self._loader.state()
         try:
             fill = self._loader.begin(batch)
-        except Exception:  # it comes up again in its place, if it is still there when those before are loaded
+        except (
+            Exception
+        ):  # it comes up again in its place, if it is still there when those before are loaded
             self._loader.set_state(before)
             fill = None
         if fill is None:
@@ -141,9 +150,11 @@ class _Producer:
         return self._begun[0].filled.done() or len(self._begun) == HELPERS or lane.empty()
 
     def _hand_over(self) -> None:
-        """The batch that was begun first; if it could not be filled, load it and those behind it one by one.
+        """The batch that was begun first; if it could not be filled, load it and those behind it
+        one by one.
 
-        What went wrong in filling it goes wrong in loading it, too, unless it is a bad record that may be passed over.
+        What went wrong in filling it goes wrong in loading it, too, unless it is a bad record that
+        may be passed over.
         """
         batch, filled, before = self._begun[0]
         if filled.exception() is None and filled.result():
@@ -160,9 +171,13 @@ _waits = count()
 
 
 class Reader:
-    """A Loader and a thread that keeps up to `depth` batches ready; it starts when the first one is asked for."""
+    """A Loader and a thread that keeps up to `depth` batches ready; it starts when the first one is
+    asked for.
+    """
 
-    def __init__(self, loader: Loader, depth: int, dtype: DTypeLike, staging: Callable[[], Staging]) -> None:
+    def __init__(
+        self, loader: Loader, depth: int, dtype: DTypeLike, staging: Callable[[], Staging]
+    ) -> None:
         self._loader = loader
         if depth > MOST_BATCHES:
             log.warning("%d batches are read ahead, not %d", MOST_BATCHES, depth)
@@ -173,16 +188,22 @@ class Reader:
         self._thread: threading.Thread | None = None
 
     def serve(self, scopes: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
-        """Make batches in as many lanes, each with a Staging made in its scope; the next batch is of the first."""
+        """Make batches in as many lanes, each with a Staging made in its scope; the next batch is
+        of the first.
+        """
         self.stop()
         self._batches = []
         for lane, scope in enumerate(scopes):
             with scope():
                 for _ in range(self._depth):
-                    self._batches.append(Batch(self._loader.batch_size, self._dtype, self._staging(), lane))
+                    self._batches.append(
+                        Batch(self._loader.batch_size, self._dtype, self._staging(), lane)
+                    )
 
     def take(self) -> Batch:
-        """The next batch; hand it back with `give_back` when it was used. Raises what went wrong in making it."""
+        """The next batch; hand it back with `give_back` when it was used. Raises what went wrong in
+        making it.
+        """
         if self._thread is None:
             self._start()
         elif self._ring.full.empty() and next(_waits) % WAITS_PER_LINE == 0:
@@ -209,7 +230,9 @@ class Reader:
         self._state = self._loader.state()
 
     def stop(self) -> None:
-        """End the thread and forget what it made ahead; `take` starts it again after the last batch taken."""
+        """End the thread and forget what it made ahead; `take` starts it again after the last batch
+        taken.
+        """
         if self._end_thread():
             self._loader.set_state(self._state)
 

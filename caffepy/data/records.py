@@ -1,4 +1,6 @@
-"""Where the images of datums lie in a file's bytes, and raw ones copied by all threads; numba compiles these loops."""
+"""Where the images of datums lie in a file's bytes, and raw ones copied by all threads; numba
+compiles these loops.
+"""
 
 from typing import Any
 
@@ -10,17 +12,35 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
-GRAIN = 4 << 20  # bytes worth a thread of their own: to hand them out takes 20 us or more, to copy them 0.7 ms
-CHANNELS, HEIGHT, WIDTH, DATA, LABEL, ENCODED = 0x08, 0x10, 0x18, 0x22, 0x28, 0x38  # tags of Datum's fields
+GRAIN = (
+    4 << 20
+)  # bytes worth a thread of their own: to hand them out takes 20 us or more, to copy them 0.7 ms
+CHANNELS, HEIGHT, WIDTH, DATA, LABEL, ENCODED = (
+    0x08,
+    0x10,
+    0x18,
+    0x22,
+    0x28,
+    0x38,
+)  # tags of Datum's fields
 SIZE = 5  # bytes that protobuf lets the size of a field have
 
-_memcpy: Any = types.ExternalFunction("memcpy", types.voidptr(types.uintp, types.uintp, types.uintp))
+_memcpy: Any = types.ExternalFunction(
+    "memcpy", types.voidptr(types.uintp, types.uintp, types.uintp)
+)
 """C's: three times as fast as a loop of numba's."""
 
 
 @kernel
 def _copy(
-    content: Array, rows: Array, head: Array, images: Array, labels: Array, done: Array, lo: int, hi: int
+    content: Array,
+    rows: Array,
+    head: Array,
+    images: Array,
+    labels: Array,
+    done: Array,
+    lo: int,
+    hi: int,
 ) -> None:
     size = images.shape[1]
     for i in range(lo, hi):
@@ -40,7 +60,9 @@ def _copy(
 
 @kernel
 def _label(content: Array, at: int, end: int) -> tuple[Any, bool]:
-    """The label that the fields at the end of a datum give; false if there are any but the label and no encoding."""
+    """The label that the fields at the end of a datum give; false if there are any but the label
+    and no encoding.
+    """
     label = np.int64(0)
     while at < end:
         tag = content[at]
@@ -101,8 +123,8 @@ def _find(content: Array, rows: Array, images: Array, labels: Array) -> None:
 def find_encoded(content: Array, rows: Array) -> tuple[Array, Array]:
     """Where the image files of records lie, (n, 2): start and size, and their labels (n,).
 
-    The size is 0 if a record is no datum, or not one of an encoded image alone, which is to be parsed then. `content`
-    and `rows` are those of Records.
+    The size is 0 if a record is no datum, or not one of an encoded image alone, which is to be
+    parsed then. `content` and `rows` are those of Records.
     """
     images, labels = np.empty((len(rows), 2), np.int64), np.empty(len(rows), np.int64)
     _find(content, rows, images, labels)
@@ -110,11 +132,16 @@ def find_encoded(content: Array, rows: Array) -> tuple[Array, Array]:
 
 
 def copy_images(content: Array, rows: Array, head: bytes, images: Array, labels: Array) -> Array:
-    """Copy the images of records with this head into images (n, ...) uint8 and their labels; which records had it.
+    """Copy the images of records with this head into images (n, ...) uint8 and their labels; which
+    records had it.
 
     `content` and `rows` are those of Records.
     """
     n, start = len(rows), np.frombuffer(head, np.uint8)
     flat, done = images.reshape(n, -1), np.empty(n, np.bool_)
-    parallel(lambda lo, hi: _copy(content, rows, start, flat, labels, done, lo, hi), n, max(1, GRAIN // flat.shape[1]))
+    parallel(
+        lambda lo, hi: _copy(content, rows, start, flat, labels, done, lo, hi),
+        n,
+        max(1, GRAIN // flat.shape[1]),
+    )
     return done

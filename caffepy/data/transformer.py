@@ -22,7 +22,16 @@ Array = NDArray[Any]
 Shape = tuple[int, ...]
 
 KNOWN = {
-    *("scale", "mirror", "crop_size", "mean_file", "mean_value", "force_color", "force_gray", "random_seed"),
+    *(
+        "scale",
+        "mirror",
+        "crop_size",
+        "mean_file",
+        "mean_value",
+        "force_color",
+        "force_gray",
+        "random_seed",
+    ),
     *("use_gpu_transform", "forward_packing", "display"),  # change no values
 }
 
@@ -30,11 +39,14 @@ KNOWN = {
 class Transformer:
     """y[c, h, w'] = (x[c, h_off + h, w_off + w] - mean) * scale, w' = w or mirrored.
 
-    Each image draws, where they are wanted: mirror, then in TRAIN h_off and w_off of the crop; TEST crops the centre.
-    The stream is a Mersenne twister and a draw below n is its output modulo n, as in Caffe.
+    Each image draws, where they are wanted: mirror, then in TRAIN h_off and w_off of the crop; TEST
+    crops the centre. The stream is a Mersenne twister and a draw below n is its output modulo n, as
+    in Caffe.
     """
 
-    def __init__(self, param: TransformationParameter, phase: int, device: Device, path: str | None = None) -> None:
+    def __init__(
+        self, param: TransformationParameter, phase: int, device: Device, path: str | None = None
+    ) -> None:
         self.param = param
         self.crop = param.crop_size
         self.random_crop = phase == TRAIN and self.crop > 0
@@ -44,20 +56,33 @@ class Transformer:
         self.decode_mode = self._decode_mode()
         without_effect = [f.name for f, _ in param.ListFields() if f.name not in KNOWN]
         if without_effect:
-            log.warning("transform_param's %s, known to forks of Caffe, have no effect", ", ".join(without_effect))
+            log.warning(
+                "transform_param's %s, known to forks of Caffe, have no effect",
+                ", ".join(without_effect),
+            )
         self.mean = read_mean(param, path)
 
     def _decode_mode(self) -> int:
         if self.param.force_color and self.param.force_gray:
             raise ConfigError("force_color and force_gray cannot both be set")
-        return datum.COLOR if self.param.force_color else datum.GRAY if self.param.force_gray else datum.NATIVE
+        return (
+            datum.COLOR
+            if self.param.force_color
+            else datum.GRAY
+            if self.param.force_gray
+            else datum.NATIVE
+        )
 
     def output_shape(self, shape: Shape) -> Shape:
-        """(C, h, w) of what an image (C, H, W) becomes; ConfigError or DataError where the sizes do not fit."""
+        """(C, h, w) of what an image (C, H, W) becomes; ConfigError or DataError where the sizes do
+        not fit.
+        """
         channels, height, width = shape
         param, mean, crop = self.param, self.mean, self.crop
         if param.mean_value and len(param.mean_value) not in (1, channels):
-            raise ConfigError(f"{len(param.mean_value)} mean_value for {channels} channels; give 1 or {channels}")
+            raise ConfigError(
+                f"{len(param.mean_value)} mean_value for {channels} channels; give 1 or {channels}"
+            )
         if param.mean_file and mean is not None and mean.shape != shape:
             raise DataError(
                 f"the mean in {param.mean_file} has shape {shape_string(mean.shape)}, the image {shape_string(shape)};"
@@ -72,17 +97,27 @@ class Transformer:
         return self._twister.draw(count * self._draws).reshape(count, self._draws)
 
     def place(self, draws: Array, sizes: ArrayLike) -> tuple[Array, Array, Array]:
-        """Where the crops of images of these sizes, (n, 2) or (H, W), start in rows and columns; which are mirrored."""
+        """Where the crops of images of these sizes, (n, 2) or (H, W), start in rows and columns;
+        which are mirrored.
+        """
         n = len(draws)
         mirror = draws[:, 0] % 2 == 1 if self.param.mirror else np.zeros(n, np.bool_)
-        room = np.broadcast_to(np.asarray(sizes, np.uint64) - np.uint64(self.crop) if self.crop else 0, (n, 2))
-        starts = draws[:, -2:] % (room + np.uint64(1)) if self.random_crop else room // 2  # of 0 to room
+        room = np.broadcast_to(
+            np.asarray(sizes, np.uint64) - np.uint64(self.crop) if self.crop else 0, (n, 2)
+        )
+        starts = (
+            draws[:, -2:] % (room + np.uint64(1)) if self.random_crop else room // 2
+        )  # of 0 to room
         h_off, w_off = starts.astype(np.int64).T
         return h_off, w_off, mirror
 
     def apply(self, images: Array, out: Array, draws: Array) -> None:
-        """Write out (N, C, h, w) from images (N, C, H, W) of sizes that `output_shape` accepted, on the host."""
-        self._ops.transform_batch(images, out, *self.place(draws, images.shape[2:]), self.mean, self.param.scale)
+        """Write out (N, C, h, w) from images (N, C, H, W) of sizes that `output_shape` accepted, on
+        the host.
+        """
+        self._ops.transform_batch(
+            images, out, *self.place(draws, images.shape[2:]), self.mean, self.param.scale
+        )
 
     def state(self) -> dict[str, Any]:
         """Where the random stream stands; empty if nothing is drawn."""
@@ -110,5 +145,7 @@ def load_mean(path: str) -> Array:
     if mean.ndim == 4 and mean.shape[0] == 1:
         mean = mean[0]
     if mean.ndim != 3:
-        raise DataError(f"{path} is no mean image: its shape is {shape_string(mean.shape)}, not 1 C H W")
+        raise DataError(
+            f"{path} is no mean image: its shape is {shape_string(mean.shape)}, not 1 C H W"
+        )
     return mean

@@ -1,4 +1,6 @@
-"""Writing databases as Caffe's tools do: whole or not at all, or bit by bit under a name that says so."""
+"""Writing databases as Caffe's tools do: whole or not at all, or bit by bit under a name that says
+so.
+"""
 
 import errno
 import fcntl
@@ -23,14 +25,18 @@ COMMIT_BYTES = 1 << 25
 FIRST_MAP_SIZE = 1 << 24
 LONGEST_KEY = 511  # that LMDB takes
 BLOCK_SIZE, OPEN_FILES = 1 << 16, 100  # of a LevelDB, as Caffe has them
-WRITE_BUFFER = 1 << 25  # Caffe's is eight times as large, which whoever opens the database has to read again
+WRITE_BUFFER = (
+    1 << 25
+)  # Caffe's is eight times as large, which whoever opens the database has to read again
 NOTE = "caffepy_partial.json"
 
 Record = tuple[bytes, bytes]
 
 
 class Writer:
-    """Puts records into the database `name`, a transaction each 1000 records or 32 MiB; use a subclass."""
+    """Puts records into the database `name`, a transaction each 1000 records or 32 MiB; use a
+    subclass.
+    """
 
     errors: tuple[type[Exception], ...] = (OSError,)  # what the library raises if it cannot write
 
@@ -57,7 +63,8 @@ class Writer:
     def write(self, records: Sequence[Record]) -> None:
         """Write these keys and values, all or none; those of a key that is there are replaced.
 
-        DataError if that is not possible: a full disk, a key that LMDB does not take, of 0 or over 511 bytes.
+        DataError if that is not possible: a full disk, a key that LMDB does not take, of 0 or over
+        511 bytes.
         """
         with self._told():
             self._write(records)
@@ -87,7 +94,9 @@ class Writer:
 
 
 class LMDBWriter(Writer):
-    """Puts records into an LMDB folder; the map grows as needed. Without `sync` a crash of the system may damage it."""
+    """Puts records into an LMDB folder; the map grows as needed. Without `sync` a crash of the
+    system may damage it.
+    """
 
     errors = (lmdb.Error, OSError)
 
@@ -106,9 +115,14 @@ class LMDBWriter(Writer):
                 )
         while True:
             try:
-                with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
+                with (
+                    self._environment.begin(write=True) as transaction,
+                    transaction.cursor() as cursor,
+                ):
                     cursor.putmulti(records)
-                self._map(1)  # anew, or all pages that were touched would count as this process's memory
+                self._map(
+                    1
+                )  # anew, or all pages that were touched would count as this process's memory
                 return
             except lmdb.MapFullError:
                 self._map(2)
@@ -152,7 +166,9 @@ class LevelDBWriter(Writer):
 
 @contextmanager
 def open_writer(name: str, folder: str, backend: str, sync: bool = False) -> Iterator[Writer]:
-    """A writer of the database in `folder`, which is made if it is not there; messages call it `name`."""
+    """A writer of the database in `folder`, which is made if it is not there; messages call it
+    `name`.
+    """
     kinds = {"lmdb": LMDBWriter, "leveldb": LevelDBWriter}
     try:
         os.makedirs(folder, 0o744, exist_ok=True)
@@ -184,9 +200,11 @@ def refuse_existing(path: str) -> None:
 
 @contextmanager
 def write_database(path: str, backend: str) -> Iterator[Writer]:
-    """A writer of the new database `path`, which appears when the block is done and not at all if it raises.
+    """A writer of the new database `path`, which appears when the block is done and not at all if
+    it raises.
 
-    `backend` is "lmdb" or "leveldb". DataError if something of that name exists, or if it cannot be written.
+    `backend` is "lmdb" or "leveldb". DataError if something of that name exists, or if it cannot be
+    written.
     """
     refuse_existing(path)
     path = os.path.abspath(path)
@@ -209,15 +227,21 @@ def write_lmdb(path: str) -> AbstractContextManager[Writer]:
 
 
 class Partial:
-    """A database that is made bit by bit beside its later name, in `path`.partial, with a note of how far it is.
+    """A database that is made bit by bit beside its later name, in `path`.partial, with a note of
+    how far it is.
 
-    `recipe` says what it is made of: only the same may go on with it. `choices` belong to it, too, but what an earlier
-    run chose stands. DataError if `path` exists, if an unfinished database is there and `resume` is false, or if that
-    is of another recipe.
+    `recipe` says what it is made of: only the same may go on with it. `choices` belong to it, too,
+    but what an earlier run chose stands. DataError if `path` exists, if an unfinished database is
+    there and `resume` is false, or if that is of another recipe.
     """
 
     def __init__(
-        self, path: str, backend: str, recipe: Mapping[str, Any], choices: Mapping[str, Any], resume: bool
+        self,
+        path: str,
+        backend: str,
+        recipe: Mapping[str, Any],
+        choices: Mapping[str, Any],
+        resume: bool,
     ) -> None:
         refuse_existing(path)
         self.path, self.folder = path, f"{path.rstrip(os.sep)}.partial"
@@ -241,7 +265,9 @@ class Partial:
                 note = json.load(file)
             known, self.progress = dict(note["recipe"]), dict(note["progress"])
         except (OSError, ValueError, KeyError, TypeError):
-            raise DataError(f"{self.folder} does not say how far it is (it has no good {NOTE}); remove it") from None
+            raise DataError(
+                f"{self.folder} does not say how far it is (it has no good {NOTE}); remove it"
+            ) from None
         other = [name for name, value in recipe.items() if known.get(name) != value]
         if other:
             raise DataError(
@@ -293,7 +319,9 @@ class Partial:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise self._in_use() from None
-        if not os.path.exists(self.folder) or not os.path.samestat(os.fstat(descriptor), os.stat(self.folder)):
+        if not os.path.exists(self.folder) or not os.path.samestat(
+            os.fstat(descriptor), os.stat(self.folder)
+        ):
             raise self._in_use()
 
     def _in_use(self) -> DataError:
@@ -303,7 +331,10 @@ class Partial:
         """What is written so far, or that this is all."""
         self.progress = dict(progress)
         try:
-            with replacing(os.path.join(self.folder, NOTE)) as name, open(name, "w", encoding="utf-8") as file:
+            with (
+                replacing(os.path.join(self.folder, NOTE)) as name,
+                open(name, "w", encoding="utf-8") as file,
+            ):
                 json.dump({"recipe": self.recipe, "progress": self.progress, "whole": whole}, file)
         except OSError as error:
             raise _unwritable(self.path, error) from error
@@ -321,7 +352,11 @@ def unfinished(folder: str) -> str:
         return ""
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
         note = json.load(file)
-        return "" if note.get("whole") else ", ".join(f"{name} {value}" for name, value in note["progress"].items())
+        return (
+            ""
+            if note.get("whole")
+            else ", ".join(f"{name} {value}" for name, value in note["progress"].items())
+        )
     return "it does not say how far"
 
 

@@ -1,9 +1,10 @@
 """Blob: a shaped pair of arrays, data and diff, that stay where they are between iterations.
 
-Memory is allocated and zeroed on first touch, grows and never shrinks. Blobs that share (`share_data`) hold the same
-Memory object, so whatever one writes, reallocates or binds is seen by all. On a GPU a Memory has a device array and a
-host array; whoever asks for one of them gets the newest values there, and is taken to change them. The device array
-may have a Format of its own; the host's is float32 in the order of the shape.
+Memory is allocated and zeroed on first touch, grows and never shrinks. Blobs that share
+(`share_data`) hold the same Memory object, so whatever one writes, reallocates or binds is seen by
+all. On a GPU a Memory has a device array and a host array; whoever asks for one of them gets the
+newest values there, and is taken to change them. The device array may have a Format of its own; the
+host's is float32 in the order of the shape.
 """
 
 from collections.abc import Iterable
@@ -21,7 +22,8 @@ MAX_COUNT = 2**31 - 1
 
 
 class Format(NamedTuple):
-    """How a blob lies on a GPU: its element type, where uint16 stands for bfloat16, and the order of its axes.
+    """How a blob lies on a GPU: its element type, where uint16 stands for bfloat16, and the order
+    of its axes.
 
     `channels_last` puts the elements of a shape (N, C, ...) into memory in the order (N, ..., C).
     """
@@ -71,7 +73,9 @@ class Store(Protocol):
     """Memories whose host array is newer than the device's; `flush` of each brings it over."""
 
     epoch: int
-    """Grows whenever a memory gets another device array: what was captured with the old one must not run again."""
+    """Grows whenever a memory gets another device array: what was captured with the old one must
+    not run again.
+    """
 
     def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
         """A flat device array of zeros."""
@@ -84,7 +88,9 @@ class Store(Protocol):
 
 
 class Memory:
-    """A flat, lazily allocated, zero-initialised array of at least `capacity` elements, in the host's memory."""
+    """A flat, lazily allocated, zero-initialised array of at least `capacity` elements, in the
+    host's memory.
+    """
 
     __slots__ = ("_array", "capacity", "dtype")
 
@@ -133,7 +139,9 @@ class Memory:
 
 
 class SyncedMemory(Memory):
-    """Memory of a GPU with a copy on the host. `array` brings the host's values over if `host` was asked for last."""
+    """Memory of a GPU with a copy on the host. `array` brings the host's values over if `host` was
+    asked for last.
+    """
 
     __slots__ = ("_format", "_host", "_host_is_newer", "_shape", "store")
 
@@ -210,8 +218,8 @@ class SyncedMemory(Memory):
         return self.format == (self.dtype, False)
 
     def host_of(self, shape: tuple[int, ...]) -> Array:
-        """The host array of a blob of this shape, up to date; what is written to it reaches `array` when that is asked
-        for."""
+        """The host array of a blob of this shape, up to date; what is written to it reaches `array`
+        when that is asked for."""
         if self._host is None:
             self._host = np.zeros(self.capacity, self.dtype)
         count = prod(shape)
@@ -252,15 +260,20 @@ class _View:
 
 
 class Blob:
-    """Data and diff of one shape; up to 32 axes, a 0-axis blob is a scalar. Shape sizes are in elements.
+    """Data and diff of one shape; up to 32 axes, a 0-axis blob is a scalar. Shape sizes are in
+    elements.
 
     `store` is the GPU that they lie on, None for the host.
     """
 
     __slots__ = ("_data", "_diff", "count", "shape")
 
-    def __init__(self, shape: Iterable[int] = (0,), dtype: DTypeLike = np.float32, store: Store | None = None) -> None:
-        self._data, self._diff = (_View(SyncedMemory(dtype, store) if store else Memory(dtype)) for _ in range(2))
+    def __init__(
+        self, shape: Iterable[int] = (0,), dtype: DTypeLike = np.float32, store: Store | None = None
+    ) -> None:
+        self._data, self._diff = (
+            _View(SyncedMemory(dtype, store) if store else Memory(dtype)) for _ in range(2)
+        )
         self.shape: tuple[int, ...] = ()
         self.count = 1
         self.reshape(shape)
@@ -311,7 +324,9 @@ class Blob:
         return self._data.memory.store if isinstance(self._data.memory, SyncedMemory) else None
 
     def take(self, format: Format) -> None:
-        """Lie in this format on the GPU from now on, in other memory if it is another; the values are lost."""
+        """Lie in this format on the GPU from now on, in other memory if it is another; the values
+        are lost.
+        """
         for view in (self._data, self._diff):
             memory = view.memory
             assert isinstance(memory, SyncedMemory)
@@ -355,16 +370,22 @@ class Blob:
             self._diff.point(other._diff.memory)
 
     def axis(self, index: int) -> int:
-        """The axis number in 0..n-1 that `index` (may be negative) names; ConfigError if there is none."""
+        """The axis number in 0..n-1 that `index` (may be negative) names; ConfigError if there is
+        none.
+        """
         n = len(self.shape)
         if not -n <= index < n:
-            raise ConfigError(f"axis {index} is out of range for a blob with {n} axes ({shape_string(self.shape)})")
+            raise ConfigError(
+                f"axis {index} is out of range for a blob with {n} axes ({shape_string(self.shape)})"
+            )
         return index % n
 
     def legacy_shape(self) -> tuple[int, int, int, int]:
         """num, channels, height, width of a blob with at most 4 axes; missing axes count 1."""
         if len(self.shape) > 4:
-            raise ConfigError(f"a blob of at most 4 axes is needed here, not {shape_string(self.shape)}")
+            raise ConfigError(
+                f"a blob of at most 4 axes is needed here, not {shape_string(self.shape)}"
+            )
         n, c, h, w = self.shape + (1,) * (4 - len(self.shape))
         return n, c, h, w
 
@@ -373,7 +394,9 @@ class Blob:
 
 
 class HostView:
-    """A blob of a GPU as a layer that computes on the host sees it: `data` and `diff` are its host arrays."""
+    """A blob of a GPU as a layer that computes on the host sees it: `data` and `diff` are its host
+    arrays.
+    """
 
     __slots__ = ("blob",)
 
@@ -413,6 +436,8 @@ def behind(blob: Blob) -> Blob:
 
 
 def shape_string(shape: Iterable[int]) -> str:
-    """Caffe's form of a shape: each size and a blank, then the count in parentheses, as in `64 3 7 7 (9408)`."""
+    """Caffe's form of a shape: each size and a blank, then the count in parentheses, as in `64 3 7
+    7 (9408)`.
+    """
     shape = tuple(shape)
     return "".join(f"{d} " for d in shape) + f"({prod(shape)})"

@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.core.errors import CaffeError, DeviceError, UsageError
-from caffepy.device.gpus import check_gpu, errors_told, gpu_numbers, gpu_properties, import_cupy, last_line
+from caffepy.device.gpus import (
+    check_gpu,
+    errors_told,
+    gpu_numbers,
+    gpu_properties,
+    import_cupy,
+    last_line,
+)
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -45,14 +52,18 @@ class RandomNumbers:
 
 
 class Problem:
-    """What operations found wrong with data: `found` is 0, then 1 and the first value that could not be used."""
+    """What operations found wrong with data: `found` is 0, then 1 and the first value that could
+    not be used.
+    """
 
     def __init__(self, found: NDArray[Any], error: Callable[[float], CaffeError]) -> None:
         self.found = found
         self.error = error
 
     def check(self) -> None:
-        """Raise the error if there is one to be seen by now: a GPU's work has only begun, see `Device.look`."""
+        """Raise the error if there is one to be seen by now: a GPU's work has only begun, see
+        `Device.look`.
+        """
         if self.found[0]:
             self.found[0] = 0
             raise self.error(float(self.found[1]))
@@ -61,7 +72,8 @@ class Problem:
 class Device:
     """The CPU as a solver sees it: kind "cpu", random generator. CudaDevice is the same for a GPU.
 
-    Every solver has its own Device, hence its own random numbers; `seed` None takes one from the system.
+    Every solver has its own Device, hence its own random numbers; `seed` None takes one from the
+    system.
     """
 
     kind = "cpu"
@@ -72,7 +84,9 @@ class Device:
 
     @property
     def rng(self) -> np.random.Generator:
-        """The random generator of setting up and of whatever is drawn on the host; take it anew for each use."""
+        """The random generator of setting up and of whatever is drawn on the host; take it anew for
+        each use.
+        """
         return self.random.generator
 
     def seed(self, seed: int | None) -> None:
@@ -80,12 +94,16 @@ class Device:
         self.random.state = dict(np.random.MT19937(seed).state)
 
     def draw_seed(self) -> int:
-        """One 32-bit number that starts a generator of its own: of a transformer, a dropout mask, a shuffle."""
+        """One 32-bit number that starts a generator of its own: of a transformer, a dropout mask, a
+        shuffle.
+        """
         return int(self.rng.integers(1 << 32))
 
     @property
     def tick(self) -> Any:
-        """On a GPU an int64 array without axes that counts passes, so that each draws numbers of its own; else None."""
+        """On a GPU an int64 array without axes that counts passes, so that each draws numbers of
+        its own; else None.
+        """
         return None
 
     def tick_on(self) -> None:
@@ -101,11 +119,15 @@ class Device:
         pass
 
     def problem(self, error: Callable[[float], CaffeError]) -> Problem:
-        """Room for operations to note what is wrong with their data; `error` makes an error of the value."""
+        """Room for operations to note what is wrong with their data; `error` makes an error of the
+        value.
+        """
         return Problem(np.zeros(2), error)
 
     def look(self) -> None:
-        """Wait until the device's work is done and raise the error of the first problem that it met."""
+        """Wait until the device's work is done and raise the error of the first problem that it
+        met.
+        """
 
     @property
     def store(self) -> "CudaDevice | None":
@@ -121,11 +143,14 @@ class Device:
         """The context in which the calling thread's array operations run on this device."""
         return nullcontext()
 
-    def aside(self, lane: str = "layer", after: str | None = None) -> "AbstractContextManager[object]":
-        """A block whose operations may run beside those that follow it, up to `join`; one lane runs in order.
+    def aside(
+        self, lane: str = "layer", after: str | None = None
+    ) -> "AbstractContextManager[object]":
+        """A block whose operations may run beside those that follow it, up to `join`; one lane runs
+        in order.
 
-        They wait for the lane `after`, if one is given. What they read must stay as it is until they are joined, and
-        what they write belongs to them.
+        They wait for the lane `after`, if one is given. What they read must stay as it is until
+        they are joined, and what they write belongs to them.
         """
         return nullcontext()
 
@@ -146,11 +171,15 @@ class Device:
 
     @property
     def lost(self) -> str:
-        """The error after which the device does nothing more, and its memory cannot be read; empty if all is well."""
+        """The error after which the device does nothing more, and its memory cannot be read; empty
+        if all is well.
+        """
         return ""
 
     def flush(self) -> None:
-        """Bring to the device what was written to host arrays of blobs, before operations use other views of those."""
+        """Bring to the device what was written to host arrays of blobs, before operations use other
+        views of those.
+        """
 
     def upload(self, host: NDArray[Any], array: NDArray[Any]) -> None:
         """Copy a host array into an array of this device of the same shape and type."""
@@ -170,11 +199,15 @@ NOT_READY, OF_CAPTURES = 600, range(900, 1000)
 """cudaError of a stream that is not done, and those that end no more than a recording."""
 
 URGENT = -5
-"""The priority of streams whose work others wait for, or the nearest that there is; recorded work keeps it."""
+"""The priority of streams whose work others wait for, or the nearest that there is; recorded work
+keeps it.
+"""
 
 
 _idle_streams: dict[tuple[int, str], list[Any]] = {}
-"""By GPU and lane: handles of libraries and their memory belong to a stream, and last as long as the process."""
+"""By GPU and lane: handles of libraries and their memory belong to a stream, and last as long as
+the process.
+"""
 
 _layer_streams: set[int] = set()
 
@@ -216,7 +249,9 @@ class CudaDevice(Device):
         self._ticks = 0
 
     def _take_stream(self, lane: str = "") -> Any:
-        """A stream that no other CudaDevice uses, one that another has used before for this lane if there is one."""
+        """A stream that no other CudaDevice uses, one that another has used before for this lane if
+        there is one.
+        """
         kind = self.index, lane
         try:
             stream = _idle_streams.setdefault(kind, []).pop()
@@ -265,9 +300,15 @@ class CudaDevice(Device):
 
     @property
     def lost(self) -> str:
-        """The error after which the device does nothing more, and its memory cannot be read; empty if all is well."""
-        failed = (status for status in self._statuses() if status not in (0, NOT_READY, *OF_CAPTURES))
-        return next((str(self._cupy.cuda.runtime.CUDARuntimeError(status)) for status in failed), "")
+        """The error after which the device does nothing more, and its memory cannot be read; empty
+        if all is well.
+        """
+        failed = (
+            status for status in self._statuses() if status not in (0, NOT_READY, *OF_CAPTURES)
+        )
+        return next(
+            (str(self._cupy.cuda.runtime.CUDARuntimeError(status)) for status in failed), ""
+        )
 
     def _statuses(self) -> Iterator[int]:
         for stream in (self.stream, *tuple(self._lanes.values())):
@@ -298,7 +339,9 @@ class CudaDevice(Device):
 
     @cached_property
     def problems(self) -> Any:
-        """What all operations noted: an array (MOST_PROBLEMS, 2), of which `problem_count` rows are in use."""
+        """What all operations noted: an array (MOST_PROBLEMS, 2), of which `problem_count` rows are
+        in use.
+        """
         return self.zeros(2 * MOST_PROBLEMS, np.dtype(np.float64)).reshape(MOST_PROBLEMS, 2)
 
     @property
@@ -307,14 +350,20 @@ class CudaDevice(Device):
         return len(self._problems)
 
     def problem(self, error: Callable[[float], CaffeError]) -> Problem:
-        """Room for operations to note what is wrong with their data; `error` makes an error of the value."""
+        """Room for operations to note what is wrong with their data; `error` makes an error of the
+        value.
+        """
         if len(self._problems) == MOST_PROBLEMS:
-            raise DeviceError(f"nets of one device have {MOST_PROBLEMS} layers that read labels at most")
+            raise DeviceError(
+                f"nets of one device have {MOST_PROBLEMS} layers that read labels at most"
+            )
         self._problems.append(_Noted(self.problems[len(self._problems)], error))
         return self._problems[-1]
 
     def look(self) -> None:
-        """Wait until the device's work is done and raise the error of the first problem that it met."""
+        """Wait until the device's work is done and raise the error of the first problem that it
+        met.
+        """
         if not self._problems:
             return
         noted = self.on_host(self.problems[: len(self._problems)])
@@ -325,7 +374,9 @@ class CudaDevice(Device):
                 raise problem.error(float(value))
 
     def flush(self) -> None:
-        """Bring to the device what was written to host arrays of blobs, before operations use other views of those."""
+        """Bring to the device what was written to host arrays of blobs, before operations use other
+        views of those.
+        """
         if self.dirty:
             with self.scope():
                 for memory in tuple(self.dirty):
@@ -343,8 +394,11 @@ class CudaDevice(Device):
             self._overlaps = False
             self._apart.clear()
 
-    def aside(self, lane: str = "layer", after: str | None = None) -> "AbstractContextManager[object]":
-        """A block whose operations may run beside those that follow it, up to `join`; one lane runs in order.
+    def aside(
+        self, lane: str = "layer", after: str | None = None
+    ) -> "AbstractContextManager[object]":
+        """A block whose operations may run beside those that follow it, up to `join`; one lane runs
+        in order.
 
         They wait for the lane `after`, if one is given.
         """
@@ -374,7 +428,8 @@ class CudaDevice(Device):
         stream.wait_event(event)
 
     def capture(self, work: Callable[[], None]) -> "Recording":
-        """Record the operations of `work`, which are not carried out; DeviceError if they cannot be recorded.
+        """Record the operations of `work`, which are not carried out; DeviceError if they cannot be
+        recorded.
 
         Memory that it takes for a while stays reserved for the recording.
         """
@@ -452,7 +507,9 @@ class Recording:
 
 
 def chosen_gpus(gpus: str) -> list[Device]:
-    """The GPUs that a list such as "0,1" or "all" names, for a solver or a net each; UsageError for one named twice."""
+    """The GPUs that a list such as "0,1" or "all" names, for a solver or a net each; UsageError for
+    one named twice.
+    """
     numbers = gpu_numbers(gpus)
     for number in numbers:
         if numbers.count(number) > 1:

@@ -1,4 +1,6 @@
-"""What GPUs a machine has, what CUDA says of them, and what to do where there are none or they fail."""
+"""What GPUs a machine has, what CUDA says of them, and what to do where there are none or they
+fail.
+"""
 
 import ctypes
 import os
@@ -19,7 +21,9 @@ MAX_PITCH, CLOCK_RATE, GPU_OVERLAP, EXECUTION_TIMEOUT = 11, 13, 15, 17
 
 
 def gpu_numbers(gpus: str) -> list[int]:
-    """The GPUs that a list such as "0,1" names, or all there are for "all"; UsageError for anything else."""
+    """The GPUs that a list such as "0,1" names, or all there are for "all"; UsageError for anything
+    else.
+    """
     if gpus == "all":
         count = count_gpus()
         if not count:
@@ -40,7 +44,9 @@ def import_cupy() -> Any:
             raise DeviceError(f"a GPU needs CuPy: {INSTALL} ({error})") from None
         if "libcuda.so" in str(error):
             raise DeviceError(NO_DRIVER) from None
-        raise DeviceError(f"CuPy is installed but cannot be loaded ({last_line(error)}): {INSTALL}") from None
+        raise DeviceError(
+            f"CuPy is installed but cannot be loaded ({last_line(error)}): {INSTALL}"
+        ) from None
     return cupy
 
 
@@ -66,12 +72,18 @@ def _why_no_gpu(error: BaseException) -> str:
     if driver // 1000 < built // 1000:
         return too_old(driver, built)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f"CUDA finds no GPU ({error})" + ("" if visible is None else f'; CUDA_VISIBLE_DEVICES is "{visible}"')
+    return f"CUDA finds no GPU ({error})" + (
+        "" if visible is None else f'; CUDA_VISIBLE_DEVICES is "{visible}"'
+    )
 
 
 def too_old(driver: int, built: int) -> str:
     """What to do when CuPy is built for a CUDA that the driver does not know."""
-    other = ", or pip uninstall cupy-cuda13x and pip install 'caffepy[cuda12]'" if driver // 1000 == 12 else ""
+    other = (
+        ", or pip uninstall cupy-cuda13x and pip install 'caffepy[cuda12]'"
+        if driver // 1000 == 12
+        else ""
+    )
     return (
         f"CuPy is built for CUDA {cuda_version(built)}, but the NVIDIA driver goes up to CUDA {cuda_version(driver)}: "
         f"update the driver{other}"
@@ -124,7 +136,9 @@ def check_gpu(index: int) -> None:
 
 
 def gpu_properties(index: int) -> dict[str, Any]:
-    """The fields of cudaDeviceProp, those that CUDA 13 or CuPy left out among them; the name as text."""
+    """The fields of cudaDeviceProp, those that CUDA 13 or CuPy left out among them; the name as
+    text.
+    """
     check_gpu(index)
     runtime = import_cupy().cuda.runtime
     properties = dict(runtime.getDeviceProperties(index))
@@ -134,7 +148,9 @@ def gpu_properties(index: int) -> dict[str, Any]:
         "kernelExecTimeoutEnabled": EXECUTION_TIMEOUT,
         "memPitch": MAX_PITCH,
     }
-    properties |= {name: int(runtime.deviceGetAttribute(number, index)) for name, number in attributes.items()}
+    properties |= {
+        name: int(runtime.deviceGetAttribute(number, index)) for name, number in attributes.items()
+    }
     return properties | {"name": properties["name"].decode()}
 
 
@@ -153,10 +169,14 @@ def synchronize_gpu(index: int) -> None:
 
 @contextmanager
 def errors_told(cupy: Any, index: int) -> Iterator[None]:
-    """Turn CuPy's out-of-memory error into a DeviceError that says what helps, and CUDA's into one that says where."""
+    """Turn CuPy's out-of-memory error into a DeviceError that says what helps, and CUDA's into one
+    that says where.
+    """
     try:
         yield
     except cupy.cuda.memory.OutOfMemoryError as error:
-        raise DeviceError(f"the GPU's memory is full ({error}); a smaller batch_size, with iter_size, helps") from None
+        raise DeviceError(
+            f"the GPU's memory is full ({error}); a smaller batch_size, with iter_size, helps"
+        ) from None
     except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as error:
         raise DeviceError(f"GPU {index} failed: {last_line(error)}") from error

@@ -1,6 +1,8 @@
-"""A pool of persistent threads that share out index ranges, and the scope in which BLAS keeps to one thread.
+"""A pool of persistent threads that share out index ranges, and the scope in which BLAS keeps to
+one thread.
 
-Work runs without the GIL (numba kernels, BLAS calls); several Python threads may use the pool at the same time.
+Work runs without the GIL (numba kernels, BLAS calls); several Python threads may use the pool at
+the same time.
 """
 
 import os
@@ -63,7 +65,9 @@ class _Pool:
             self.queue.put(None)
 
 
-_inside = threading.local()  # .yes is set in a thread that runs a piece, .share in one that has a share
+_inside = (
+    threading.local()
+)  # .yes is set in a thread that runs a piece, .share in one that has a share
 _lock = threading.Lock()
 _pool: _Pool | None = None
 _threads = 0
@@ -87,7 +91,9 @@ def num_threads() -> int:
 
 @contextmanager
 def share(part: int, parts: int) -> Iterator[None]:
-    """In this block the calling thread's `parallel` calls use its share, of several, of all threads; at least one."""
+    """In this block the calling thread's `parallel` calls use its share, of several, of all
+    threads; at least one.
+    """
     _inside.share = part, parts
     try:
         yield
@@ -131,12 +137,14 @@ def _get_pool() -> _Pool:
 
 
 def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
-    """Call function(lo, hi) on consecutive ranges that make up range(n), at least `grain` long, on all threads.
+    """Call function(lo, hi) on consecutive ranges that make up range(n), at least `grain` long, on
+    all threads.
 
-    There are as many ranges as `most` at most. Ranges begin at multiples of the largest power of two that is no longer
-    than `grain` and 64, so that in loops over single elements each has the same place in a vector, however many threads
-    there are. What depends on the range in another way (BLAS rounds by shapes) must be cut by the caller. Returns when
-    all are done; an exception in one is raised here. A call from inside a piece runs at once.
+    There are as many ranges as `most` at most. Ranges begin at multiples of the largest power of
+    two that is no longer than `grain` and 64, so that in loops over single elements each has the
+    same place in a vector, however many threads there are. What depends on the range in another way
+    (BLAS rounds by shapes) must be cut by the caller. Returns when all are done; an exception in
+    one is raised here. A call from inside a piece runs at once.
     """
     step = min(ALIGNED, 1 << grain.bit_length() - 1)
     pieces = min(_most_pieces(), n // (-(-grain // step) * step), n if most is None else most)
@@ -166,7 +174,9 @@ _blas_before: Any = None
 
 @contextmanager
 def blas_scope() -> Iterator[None]:
-    """BLAS keeps to the calling thread inside; scopes nest and overlap, the last one out restores the setting."""
+    """BLAS keeps to the calling thread inside; scopes nest and overlap, the last one out restores
+    the setting.
+    """
     global _blas, _blas_depth, _blas_before
     with _lock:
         _blas_depth += 1

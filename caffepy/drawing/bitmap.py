@@ -1,7 +1,7 @@
 """The pictures of `svg` as bitmaps, drawn by OpenCV, for where graphviz is not installed.
 
-It knows the elements that `svg` writes and no others. Letters are OpenCV's, which are those of ASCII: others become
-question marks.
+It knows the elements that `svg` writes and no others. Letters are OpenCV's, which are those of
+ASCII: others become question marks.
 """
 
 import re
@@ -86,10 +86,18 @@ class _Canvas:
         cv2.fillPoly(self.pixels, [self._fixed(points)], colour, cv2.LINE_AA, FRACTION)
 
     def _arrow(self, points: list[Point]) -> None:
-        (x, y), end = next(((p, points[-1]) for p in reversed(points[:-1]) if p != points[-1]), (points[0], points[0]))
+        (x, y), end = next(
+            ((p, points[-1]) for p in reversed(points[:-1]) if p != points[-1]),
+            (points[0], points[0]),
+        )
         angle = atan2(end[1] - y, end[0] - x)
-        wings = [(end[0] - TIP * cos(angle + turn), end[1] - TIP * sin(angle + turn)) for turn in (-SPREAD, SPREAD)]
-        self._line([*(p for p in points if hypot(p[0] - end[0], p[1] - end[1]) > TIP / 2), _middle(wings)])
+        wings = [
+            (end[0] - TIP * cos(angle + turn), end[1] - TIP * sin(angle + turn))
+            for turn in (-SPREAD, SPREAD)
+        ]
+        self._line(
+            [*(p for p in points if hypot(p[0] - end[0], p[1] - end[1]) > TIP / 2), _middle(wings)]
+        )
         self._fill([end, *wings], BLACK)
 
     def _text(self, line: ElementTree.Element, whole: ElementTree.Element) -> None:

@@ -17,7 +17,8 @@ DEFAULTS = {"kernel_size": 0, "stride": 1, "pad": 0, "dilation": 1, "group": 1}
 
 
 def window_size(layer: LayerParameter, name: str) -> str:
-    """A size of the windows of a convolution or pooling: kernel_size, stride, pad, dilation or group.
+    """A size of the windows of a convolution or pooling: kernel_size, stride, pad, dilation or
+    group.
 
     As `3`, or as `3x5` where it differs between the axes.
     """
@@ -33,7 +34,9 @@ def window_size(layer: LayerParameter, name: str) -> str:
 
 def has_windows(layer: LayerParameter) -> bool:
     """Whether the layer slides a window over its bottom."""
-    return layer.type in CONVOLUTIONS or (layer.type == "Pooling" and not layer.pooling_param.global_pooling)
+    return layer.type in CONVOLUTIONS or (
+        layer.type == "Pooling" and not layer.pooling_param.global_pooling
+    )
 
 
 def num_output(layer: LayerParameter) -> int | None:
@@ -45,12 +48,18 @@ def num_output(layer: LayerParameter) -> int | None:
 
 
 def arguments(layer: LayerParameter) -> str:
-    """The sizes in Caffe's short form, `kernel/stride+pad outputs/group`, with `*dilation`; usual ones are left out."""
+    """The sizes in Caffe's short form, `kernel/stride+pad outputs/group`, with `*dilation`; usual
+    ones are left out.
+    """
     words = []
     if has_windows(layer):
         words.append(window_size(layer, "kernel_size"))
         for name, mark in (("stride", "/"), ("pad", "+"), ("dilation", "*")):
-            size = window_size(layer, name) if name != "dilation" or layer.type in CONVOLUTIONS else "1"
+            size = (
+                window_size(layer, name)
+                if name != "dilation" or layer.type in CONVOLUTIONS
+                else "1"
+            )
             words[0] += f"{mark}{size}" if size != str(DEFAULTS[name]) else ""
     elif layer.type == "Pooling":
         words.append("global")

@@ -1,7 +1,8 @@
 """Directed graphs as SVG pictures, for where graphviz is not installed.
 
-Nodes lie in ranks, each behind all that lead to it; within a rank they are ordered, then shifted, to lie close to their
-neighbours (after Sugiyama, Tagawa and Toda 1981). `along` is the direction of the arrows, `across` the other one.
+Nodes lie in ranks, each behind all that lead to it; within a rank they are ordered, then shifted,
+to lie close to their neighbours (after Sugiyama, Tagawa and Toda 1981). `along` is the direction of
+the arrows, `across` the other one.
 """
 
 from collections import defaultdict
@@ -62,7 +63,11 @@ def svg(graph: Graph) -> str:
     labels = [len(label) for *_, label in graph.edges]
     room = ROOM + (max(labels, default=0) * LETTER * 0.85 if lies else 0)
     along, length = _along(rows, sizes, room)
-    width = max(across[place] + _half(place, sizes) for row in rows for place in row) + MARGIN if rows else MARGIN
+    width = (
+        max(across[place] + _half(place, sizes) for row in rows for place in row) + MARGIN
+        if rows
+        else MARGIN
+    )
 
     def point(u: float, v: float) -> _Point:
         u = length - u if graph.rankdir in ("RL", "BT") else u
@@ -71,7 +76,8 @@ def svg(graph: Graph) -> str:
     shown = point(length, width) if graph.rankdir in ("LR", "TB") else point(0, width)
     parts = [*_edges(graph, ranks, chains, sizes, along, across, point, lies)]
     parts += [
-        _box(node, sizes[name], point(along[ranks[name]], across[name]), lies) for name, node in graph.nodes.items()
+        _box(node, sizes[name], point(along[ranks[name]], across[name]), lies)
+        for name, node in graph.nodes.items()
     ]
     return (
         f'<?xml version="1.0" encoding="UTF-8"?>\n'
@@ -153,7 +159,9 @@ def _chain(graph: Graph, edge: int, ranks: Mapping[str, int]) -> list[_Place]:
     return [start, *(_Bend(edge, rank) for rank in range(ranks[start] + 1, ranks[end])), end]
 
 
-def _ordered(graph: Graph, ranks: Mapping[str, int], chains: Mapping[int, list[_Place]]) -> list[list[_Place]]:
+def _ordered(
+    graph: Graph, ranks: Mapping[str, int], chains: Mapping[int, list[_Place]]
+) -> list[list[_Place]]:
     """The places of each rank, so that few edges cross."""
     rows: list[list[_Place]] = [[] for _ in range(max(ranks.values(), default=-1) + 1)]
     for name in graph.nodes:
@@ -167,13 +175,18 @@ def _ordered(graph: Graph, ranks: Mapping[str, int], chains: Mapping[int, list[_
     for sweep in range(SWEEPS):
         near = before if sweep % 2 == 0 else after
         for row in rows if sweep % 2 == 0 else reversed(rows):
-            wanted = {place: fmean(index[n] for n in near[place]) if near[place] else index[place] for place in row}
+            wanted = {
+                place: fmean(index[n] for n in near[place]) if near[place] else index[place]
+                for place in row
+            }
             row.sort(key=wanted.__getitem__)
             index.update((place, float(i)) for i, place in enumerate(row))
     return rows
 
 
-def _neighbours(chains: Mapping[int, list[_Place]]) -> tuple[dict[_Place, list[_Place]], dict[_Place, list[_Place]]]:
+def _neighbours(
+    chains: Mapping[int, list[_Place]],
+) -> tuple[dict[_Place, list[_Place]], dict[_Place, list[_Place]]]:
     """What lies before and after each place."""
     before: dict[_Place, list[_Place]] = defaultdict(list)
     after: dict[_Place, list[_Place]] = defaultdict(list)
@@ -185,9 +198,13 @@ def _neighbours(chains: Mapping[int, list[_Place]]) -> tuple[dict[_Place, list[_
 
 
 def _across(
-    rows: Sequence[Sequence[_Place]], chains: Mapping[int, list[_Place]], sizes: Mapping[str, _Point]
+    rows: Sequence[Sequence[_Place]],
+    chains: Mapping[int, list[_Place]],
+    sizes: Mapping[str, _Point],
 ) -> dict[_Place, float]:
-    """Where the middle of each place lies: as near to its neighbours as the others of its rank allow."""
+    """Where the middle of each place lies: as near to its neighbours as the others of its rank
+    allow.
+    """
     at: dict[_Place, float] = {}
     for row in rows:
         at.update(zip(row, _apart(row, [0.0] * len(row), sizes), strict=True))
@@ -195,14 +212,20 @@ def _across(
     for sweep in range(SWEEPS):
         near = before if sweep % 2 == 0 else after
         for row in rows if sweep % 2 == 0 else reversed(rows):
-            wanted = [fmean(at[n] for n in near[place]) if near[place] else at[place] for place in row]
+            wanted = [
+                fmean(at[n] for n in near[place]) if near[place] else at[place] for place in row
+            ]
             at.update(zip(row, _apart(row, wanted, sizes), strict=True))
     low = min((at[place] - _half(place, sizes) for row in rows for place in row), default=0.0)
     return {place: v - low + MARGIN for place, v in at.items()}
 
 
-def _apart(row: Sequence[_Place], wanted: Sequence[float], sizes: Mapping[str, _Point]) -> list[float]:
-    """Positions near those wanted that leave room between the places: halfway between giving way to either side."""
+def _apart(
+    row: Sequence[_Place], wanted: Sequence[float], sizes: Mapping[str, _Point]
+) -> list[float]:
+    """Positions near those wanted that leave room between the places: halfway between giving way to
+    either side.
+    """
     halves = [_half(place, sizes) for place in row]
     rooms = [a + b + GAP for a, b in pairwise(halves)]
     right, left = list(wanted), list(wanted)
@@ -213,7 +236,9 @@ def _apart(row: Sequence[_Place], wanted: Sequence[float], sizes: Mapping[str, _
     return [(a + b) / 2 for a, b in zip(left, right, strict=True)]
 
 
-def _along(rows: Sequence[Sequence[_Place]], sizes: Mapping[str, _Point], room: float) -> tuple[list[float], float]:
+def _along(
+    rows: Sequence[Sequence[_Place]], sizes: Mapping[str, _Point], room: float
+) -> tuple[list[float], float]:
     """Where the middle of each rank lies, and how long all of them are."""
     middles, end = [], float(MARGIN)
     for row in rows:
@@ -237,15 +262,24 @@ def _edges(
         a, b = along[ranks[start]], along[ranks[end]]
         if i in chains:
             stops = [(a + sizes[start][0] / 2, across[start])]
-            stops += [(along[bend.rank], across[bend]) for bend in chains[i] if isinstance(bend, _Bend)]
+            stops += [
+                (along[bend.rank], across[bend]) for bend in chains[i] if isinstance(bend, _Bend)
+            ]
             stops.append((b - sizes[end][0] / 2, across[end]))
         else:  # back, beside the way there
             aside = GAP / 2
-            stops = [(a - sizes[start][0] / 2, across[start] + aside), (b + sizes[end][0] / 2, across[end] + aside)]
+            stops = [
+                (a - sizes[start][0] / 2, across[start] + aside),
+                (b + sizes[end][0] / 2, across[end] + aside),
+            ]
         path = "M%.1f %.1f" % point(*stops[0])
         for (u, v), (x, y) in pairwise(stops):
             middle = (u + x) / 2
-            path += "C%.1f %.1f %.1f %.1f %.1f %.1f" % (*point(middle, v), *point(middle, y), *point(x, y))
+            path += "C%.1f %.1f %.1f %.1f %.1f %.1f" % (
+                *point(middle, v),
+                *point(middle, y),
+                *point(x, y),
+            )
         yield f'<path d="{path}" fill="none" stroke="black" marker-end="url(#tip)"/>'
         if label:
             (u, v), (x, y) = stops[:2]
@@ -272,5 +306,8 @@ def _box(node: Node, size: _Point, middle: _Point, lies: bool) -> str:
     points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
     lines = node.label.split("\n")
     top = y - (len(lines) - 1) * LINE / 2 + FONT / 3
-    texts = (f'<tspan x="{x:.1f}" y="{top + i * LINE:.1f}">{_text(line)}</tspan>' for i, line in enumerate(lines))
+    texts = (
+        f'<tspan x="{x:.1f}" y="{top + i * LINE:.1f}">{_text(line)}</tspan>'
+        for i, line in enumerate(lines)
+    )
     return f'<polygon points="{points}" fill="{escape(node.colour)}" stroke="black"/><text>{"".join(texts)}</text>'

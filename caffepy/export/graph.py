@@ -1,7 +1,8 @@
-"""The graph as it grows: nodes, constants and parameters by name, and what a layer's writer sees of it.
+"""The graph as it grows: nodes, constants and parameters by name, and what a layer's writer sees of
+it.
 
-Tensors are named after blobs. What lies between a layer's bottoms and tops has the top's name, a colon and the
-operator.
+Tensors are named after blobs. What lies between a layer's bottoms and tops has the top's name, a
+colon and the operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,9 +45,10 @@ class Body:
 class Graph:
     """Nodes in the order in which they can run.
 
-    `values` are constants and parameters, `shapes` those of the tensors that are blobs. `reserved` names are the
-    blobs', the parameters' and all that were given away. `once` are the tensors that a single layer reads and that are
-    no blob's last value. `notes` are layers and what a user should know of them.
+    `values` are constants and parameters, `shapes` those of the tensors that are blobs. `reserved`
+    names are the blobs', the parameters' and all that were given away. `once` are the tensors that
+    a single layer reads and that are no blob's last value. `notes` are layers and what a user
+    should know of them.
     """
 
     opset: int
@@ -80,9 +82,13 @@ class Site:
     top_shapes: Sequence[Shape]
     params: Sequence[str]
 
-    def node(self, op: str, *inputs: str, out: str | Sequence[str] | None = None, **attributes: Any) -> str:
+    def node(
+        self, op: str, *inputs: str, out: str | Sequence[str] | None = None, **attributes: Any
+    ) -> str:
         """Add an operator and return its first output: `out`, or a tensor in between."""
-        outputs = [self.between(op)] if out is None else [out] if isinstance(out, str) else list(out)
+        outputs = (
+            [self.between(op)] if out is None else [out] if isinstance(out, str) else list(out)
+        )
         self.graph.nodes.append(Node(op, list(inputs), outputs, attributes, self.name))
         return outputs[0]
 
@@ -105,7 +111,8 @@ class Site:
         return self.constant(list(values), np.int64, what)
 
     def param(self, index: int, shape: Shape | None = None, value: Array | None = None) -> str:
-        """The layer's parameter, in this shape; `value` is what is stored instead of the blob's data.
+        """The layer's parameter, in this shape; `value` is what is stored instead of the blob's
+        data.
 
         It is stored once, in the shape that is asked for first.
         """
@@ -122,8 +129,12 @@ class Site:
         """The tensor in another shape."""
         return self.node("Reshape", x, self.integers(shape, "shape"), out=out)
 
-    def reduce(self, op: str, x: str, axes: Sequence[int], keep: bool = True, out: str | None = None) -> str:
-        """Reduce over the axes; whether they are an attribute or an input depends on operator and opset."""
+    def reduce(
+        self, op: str, x: str, axes: Sequence[int], keep: bool = True, out: str | None = None
+    ) -> str:
+        """Reduce over the axes; whether they are an attribute or an input depends on operator and
+        opset.
+        """
         if op == "ReduceSum" or self.graph.opset >= 18:
             return self.node(op, x, self.integers(axes, "axes"), out=out, keepdims=int(keep))
         return self.node(op, x, out=out, axes=list(axes), keepdims=int(keep))

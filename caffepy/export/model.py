@@ -16,14 +16,20 @@ try:
     import onnx
     from onnx import TensorProto, helper, numpy_helper
 except ImportError as error:
-    raise UsageError(f"an ONNX file needs the package onnx ({error}): pip install 'caffepy[onnx]'") from None
+    raise UsageError(
+        f"an ONNX file needs the package onnx ({error}): pip install 'caffepy[onnx]'"
+    ) from None
 
 LIMIT = 1 << 31
 """Bytes that a protobuf file must stay below."""
 
 
 def to_model(
-    graph: Graph, name: str, inputs: Sequence[str], outputs: Sequence[str], shapes: Mapping[str, Sequence[Dim]]
+    graph: Graph,
+    name: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    shapes: Mapping[str, Sequence[Dim]],
 ) -> bytes:
     """The content of the file, which onnx has checked and whose shapes it has inferred to be these.
 
@@ -33,7 +39,9 @@ def to_model(
     values = {name: value for name, value in graph.values.items() if name in used}
     size = sum(value.nbytes for value in values.values())
     if size >= LIMIT - (1 << 20):
-        raise ConfigError(f"the parameters take {size / 1e9:.1f} GB, and an ONNX file must stay below 2 GB")
+        raise ConfigError(
+            f"the parameters take {size / 1e9:.1f} GB, and an ONNX file must stay below 2 GB"
+        )
     inner = [t for node in graph.nodes for t in node.outputs if t in shapes and t not in outputs]
     proto = helper.make_graph(
         _nodes(graph.nodes),
@@ -80,7 +88,9 @@ def _attribute(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return numpy_helper.from_array(value)
     if isinstance(value, Body):
-        inputs, outputs = ([_typed(name, shape) for name, shape in side] for side in (value.inputs, value.outputs))
+        inputs, outputs = (
+            [_typed(name, shape) for name, shape in side] for side in (value.inputs, value.outputs)
+        )
         return helper.make_graph(_nodes(value.nodes, "_step"), "body", inputs, outputs)
     return value
 
@@ -90,19 +100,27 @@ def _typed(name: str, shape: Sequence[Dim]) -> Any:
 
 
 class Runtime:
-    """onnxruntime with a model; UsageError if it is not installed, ConfigError if it cannot run the model."""
+    """onnxruntime with a model; UsageError if it is not installed, ConfigError if it cannot run the
+    model.
+    """
 
     def __init__(self, content: bytes) -> None:
         try:
             import onnxruntime
         except ImportError as error:
-            raise UsageError(f"checking a model needs onnxruntime ({error}): pip install onnxruntime") from None
+            raise UsageError(
+                f"checking a model needs onnxruntime ({error}): pip install onnxruntime"
+            ) from None
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         try:
-            self.session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+            self.session = onnxruntime.InferenceSession(
+                content, options, providers=["CPUExecutionProvider"]
+            )
         except Exception as error:
-            raise ConfigError(f"onnxruntime {onnxruntime.__version__} does not take the model: {error}") from None
+            raise ConfigError(
+                f"onnxruntime {onnxruntime.__version__} does not take the model: {error}"
+            ) from None
 
     def run(self, outputs: Sequence[str], inputs: Mapping[str, Array]) -> list[Array]:
         """The outputs' values."""

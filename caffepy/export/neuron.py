@@ -52,7 +52,9 @@ def swish(site: Site) -> None:
 @writers("Clip")
 def clip(site: Site) -> None:
     """Clip."""
-    site.finish("Clip", site.bottoms[0], site.constant(site.layer.low), site.constant(site.layer.high))
+    site.finish(
+        "Clip", site.bottoms[0], site.constant(site.layer.low), site.constant(site.layer.high)
+    )
 
 
 @writers("Threshold")
@@ -64,7 +66,9 @@ def threshold(site: Site) -> None:
 
 @writers("Power")
 def power(site: Site) -> None:
-    """(shift + scale * x)^power, without the parts that do nothing; a constant where power or scale is 0."""
+    """(shift + scale * x)^power, without the parts that do nothing; a constant where power or scale
+    is 0.
+    """
     (x,) = site.bottoms
     power, scale, shift = site.layer.numbers
     if power * scale == 0:

@@ -21,7 +21,9 @@ def lrn(site: Site) -> None:
 
 @writers("BatchNorm")
 def batch_norm(site: Site) -> None:
-    """BatchNormalization with the stored statistics, divided by their weight; with those of the batch, its parts."""
+    """BatchNormalization with the stored statistics, divided by their weight; with those of the
+    batch, its parts.
+    """
     layer, (x,) = site.layer, site.bottoms
     channels = layer.blobs[0].count
     if not layer.is_global:
@@ -33,7 +35,10 @@ def batch_norm(site: Site) -> None:
     if layer.scales:
         scale, bias = site.param(3), site.param(4)
     else:
-        scale, bias = site.constant(np.ones(channels), what="ones"), site.constant(np.zeros(channels), what="zeros")
+        scale, bias = (
+            site.constant(np.ones(channels), what="ones"),
+            site.constant(np.zeros(channels), what="zeros"),
+        )
     site.finish("BatchNormalization", x, scale, bias, mean, variance, epsilon=layer.eps)
 
 
@@ -49,7 +54,9 @@ def _batch_statistics(site: Site, channels: int) -> None:
 
 
 def _normalized(site: Site, x: str, axes: list[int], eps: float, inside: bool) -> str:
-    """(x - mean) / deviation; eps is added to the variance if it stands inside the root, else to the deviation."""
+    """(x - mean) / deviation; eps is added to the variance if it stands inside the root, else to
+    the deviation.
+    """
     centred = site.node("Sub", x, site.reduce("ReduceMean", x, axes))
     variance = site.reduce("ReduceMean", site.node("Mul", centred, centred), axes)
     if inside:
@@ -94,7 +101,11 @@ def scale(site: Site) -> None:
 @writers("Bias")
 def bias(site: Site) -> None:
     """Add."""
-    site.finish("Add", site.bottoms[0], _operand(site, site.layer.param.bias_param.axis, site.layer.bias.shape))
+    site.finish(
+        "Add",
+        site.bottoms[0],
+        _operand(site, site.layer.param.bias_param.axis, site.layer.bias.shape),
+    )
 
 
 def _waits_for_scale(site: Site) -> bool:

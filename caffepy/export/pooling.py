@@ -1,7 +1,7 @@
 """Pooling as Caffe counts: the last windows may hang over, and means count padding but no overhang.
 
-All is said by explicit paddings: what ceil_mode and count_include_pad mean together differs between opsets and
-runtimes.
+All is said by explicit paddings: what ceil_mode and count_include_pad mean together differs between
+opsets and runtimes.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,9 @@ def pool(site: Site, layer: Any, out_shape: Shape, outs: Sequence[str | None]) -
         for n, o, k, s, p in zip(size, out, layer.kernel, layer.stride, layer.pad, strict=True)
     ]
     if any(b >= k for b, k in zip(beyond, layer.kernel, strict=True)):
-        raise InexpressibleError("its strides are so large that its last windows lie outside the image")
+        raise InexpressibleError(
+            "its strides are so large that its last windows lie outside the image"
+        )
     end = [max(0, b) for b in beyond]
     (x,) = site.bottoms
     if layer.method == PoolingParameter.MAX:
@@ -40,7 +42,11 @@ def pool(site: Site, layer: Any, out_shape: Shape, outs: Sequence[str | None]) -
 
 
 def _window(layer: Any, begin: Sequence[int], end: Sequence[int]) -> dict[str, list[int]]:
-    return {"kernel_shape": list(layer.kernel), "strides": list(layer.stride), "pads": [*begin, *end]}
+    return {
+        "kernel_shape": list(layer.kernel),
+        "strides": list(layer.stride),
+        "pads": [*begin, *end],
+    }
 
 
 def _max(site: Site, layer: Any, end: Sequence[int], outs: Sequence[str | None]) -> str:
@@ -65,7 +71,9 @@ def _mean(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -
         return site.node("GlobalAveragePool", x, out=out)
     pad = layer.pad
     if all(e <= p for e, p in zip(end, pad, strict=True)):
-        return site.node("AveragePool", x, out=out, count_include_pad=int(any(pad)), **_window(layer, pad, end))
+        return site.node(
+            "AveragePool", x, out=out, count_include_pad=int(any(pad)), **_window(layer, pad, end)
+        )
     if any(pad):  # the padding becomes part of the image, the overhang is padding
         x = site.node("Pad", x, site.integers([0, 0, *pad, 0, 0, *pad], "pads"))
         end = [max(0, e - p) for e, p in zip(end, pad, strict=True)]

@@ -9,7 +9,9 @@ from caffepy.export.graph import Site, writers
 
 @writers("Convolution")
 def convolution(site: Site) -> None:
-    """Conv for each bottom; axes before the channels become one, and without spatial axes there is one of size 1."""
+    """Conv for each bottom; axes before the channels become one, and without spatial axes there is
+    one of size 1.
+    """
     _slide(site, "Conv")
 
 
@@ -32,7 +34,9 @@ def _slide(site: Site, op: str) -> None:
         "dilations": list(dilation or (1,)),
         "group": layer.group,
     }
-    for x, shape, y, top_shape in zip(site.bottoms, site.bottom_shapes, site.tops, site.top_shapes, strict=True):
+    for x, shape, y, top_shape in zip(
+        site.bottoms, site.bottom_shapes, site.tops, site.top_shapes, strict=True
+    ):
         if layer.axis == 1 and kernel:
             site.node(op, x, weight, *bias, out=y, **attributes)
             continue
@@ -42,12 +46,19 @@ def _slide(site: Site, op: str) -> None:
 
 @writers("Im2col")
 def im2col(site: Site) -> None:
-    """A convolution with one kernel for each channel and place in the window, 1 there and 0 elsewhere."""
+    """A convolution with one kernel for each channel and place in the window, 1 there and 0
+    elsewhere.
+    """
     layer, shape = site.layer, site.bottom_shapes[0]
     kernel, stride, pad, dilation = layer.window
     channels, places = shape[layer.axis], prod(kernel)
     one = np.tile(np.eye(places).reshape(places, 1, *kernel), (channels, 1) + (1,) * len(kernel))
-    attributes = {"strides": list(stride), "pads": list(pad * 2), "dilations": list(dilation), "group": channels}
+    attributes = {
+        "strides": list(stride),
+        "pads": list(pad * 2),
+        "dilations": list(dilation),
+        "group": channels,
+    }
     weight = site.constant(one, what="places")
     (x,), (y,) = site.bottoms, site.tops
     if layer.axis == 1:

@@ -1,6 +1,7 @@
 """Recurrent layers: the inputs' product for all steps, then a Scan over the steps.
 
-ONNX's own LSTM and RNN have no marks within a batch where a sequence begins, so the steps are written out.
+ONNX's own LSTM and RNN have no marks within a batch where a sequence begins, so the steps are
+written out.
 """
 
 from collections.abc import Sequence
@@ -25,7 +26,9 @@ def rnn(site: Site) -> None:
     """h = tanh(sums_t + w_h (cont_t h)); the top is tanh(w_o h + b_o)."""
     steps = _Steps(site, states=1)
     h, sums, cont = steps.inputs
-    following = steps.node("Tanh", steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1))
+    following = steps.node(
+        "Tanh", steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1)
+    )
     all_h = steps.run([following], steps.node("Identity", following))
     first = site.layer.state_weight + 1
     flat = site.node("Flatten", all_h, axis=2)  # (T N, H)
@@ -39,7 +42,12 @@ def lstm_unit(site: Site) -> None:
     c, gates, cont = site.bottoms
     cont = site.node("Unsqueeze", cont, site.integers([2], "axes"))
     i, f, o, g = _gates(site, gates, 2)
-    site.node("Add", site.node("Mul", site.node("Mul", f, cont), c), site.node("Mul", i, g), out=site.tops[0])
+    site.node(
+        "Add",
+        site.node("Mul", site.node("Mul", f, cont), c),
+        site.node("Mul", i, g),
+        out=site.tops[0],
+    )
     site.node("Mul", o, site.node("Tanh", site.tops[0]), out=site.tops[1])
 
 
@@ -54,11 +62,15 @@ def _gates(place: "Site | _Steps", gates: str, axis: int) -> list[str]:
     parts = [place.between(what) for what in ("i", "f", "o", "g")]
     number = {"num_outputs": 4} if place.graph.opset >= 18 else {}
     place.node("Split", gates, out=parts, axis=axis, **number)
-    return [place.node(op, part) for op, part in zip(("Sigmoid",) * 3 + ("Tanh",), parts, strict=True)]
+    return [
+        place.node(op, part) for op, part in zip(("Sigmoid",) * 3 + ("Tanh",), parts, strict=True)
+    ]
 
 
 class _Steps:
-    """The body of the Scan while it is written: `inputs` are the states, the inputs' sums and cont of one step."""
+    """The body of the Scan while it is written: `inputs` are the states, the inputs' sums and cont
+    of one step.
+    """
 
     def __init__(self, site: Site, states: int) -> None:
         self.site, self.graph = site, site.graph
@@ -75,14 +87,18 @@ class _Steps:
         """A name within the body."""
         return self.site.between(what)
 
-    def node(self, op: str, *inputs: str, out: Sequence[str] | None = None, **attributes: object) -> str:
+    def node(
+        self, op: str, *inputs: str, out: Sequence[str] | None = None, **attributes: object
+    ) -> str:
         """Add an operator to the body and return its first output."""
         outputs = [self.between(op)] if out is None else list(out)
         self.nodes.append(Node(op, list(inputs), outputs, attributes, self.site.name))
         return outputs[0]
 
     def run(self, states: Sequence[str], given: str, out: str | None = None) -> str:
-        """Close the body, whose new states and output these are, and scan; returns the outputs of all steps."""
+        """Close the body, whose new states and output these are, and scan; returns the outputs of
+        all steps.
+        """
         site, layer = self.site, self.site.layer
         body = Body(self.nodes, self.typed, [(name, self.state) for name in (*states, given)])
         exposed = layer.exposed
@@ -90,7 +106,9 @@ class _Steps:
             first = [site.reshape(x, self.state) for x in site.bottoms[-exposed:]]
         else:
             first = [site.constant(np.zeros(self.state), what="first")] * len(states)
-            site.note("begins each run with a state of 0; with expose_hidden the state goes in and out")
+            site.note(
+                "begins each run with a state of 0; with expose_hidden the state goes in and out"
+            )
         cont = site.node("Unsqueeze", site.bottoms[1], site.integers([2], "axes"))
         last = [site.between("last") for _ in states]
         y = out or site.between("steps")

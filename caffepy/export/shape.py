@@ -91,7 +91,8 @@ def reduction(site: Site) -> None:
 
 @writers("ArgMax")
 def argmax(site: Site) -> None:
-    """Of equal values TopK takes those at the lowest places, Caffe those at the highest: so the axis is turned round.
+    """Of equal values TopK takes those at the lowest places, Caffe those at the highest: so the
+    axis is turned round.
 
     For a single place ArgMax has an attribute for that.
     """
@@ -111,14 +112,20 @@ def argmax(site: Site) -> None:
     site.reshape(parts[0], site.top_shapes[0], out=site.tops[0])
 
 
-def _largest(site: Site, x: str, axis: int, size: int, count: int, places: bool, values: bool) -> list[str]:
+def _largest(
+    site: Site, x: str, axis: int, size: int, count: int, places: bool, values: bool
+) -> list[str]:
     """The places, as floats, and the values of the `count` largest, as far as they are wanted."""
     found = []
     number = np.dtype(np.float32)
     if count == 1:
         if places:
             found.append(
-                site.node("Cast", site.node("ArgMax", x, axis=axis, keepdims=1, select_last_index=1), to=number)
+                site.node(
+                    "Cast",
+                    site.node("ArgMax", x, axis=axis, keepdims=1, select_last_index=1),
+                    to=number,
+                )
             )
         if values:
             found.append(site.reduce("ReduceMax", x, [axis]))
@@ -141,7 +148,11 @@ def _largest(site: Site, x: str, axis: int, size: int, count: int, places: bool,
 def crop(site: Site) -> None:
     """Slice of the axes that get smaller."""
     (x, _), shape = site.bottoms, site.bottom_shapes[0]
-    cuts = [(i, w) for i, w in enumerate(site.layer.window) if w.start is not None and w != slice(0, shape[i])]
+    cuts = [
+        (i, w)
+        for i, w in enumerate(site.layer.window)
+        if w.start is not None and w != slice(0, shape[i])
+    ]
     if not cuts:
         site.finish("Identity", x)
         return

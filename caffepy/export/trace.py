@@ -1,7 +1,9 @@
-"""What of a built net becomes part of the model: its inputs and outputs, its layers, the names of its tensors.
+"""What of a built net becomes part of the model: its inputs and outputs, its layers, the names of
+its tensors.
 
-Losses, Accuracy and what only they need are left out; what they judge becomes an output. A tensor has its blob's name;
-of a blob that is written several times, in place, the last value has it and those before have the layer's name added.
+Losses, Accuracy and what only they need are left out; what they judge becomes an output. A tensor
+has its blob's name; of a blob that is written several times, in place, the last value has it and
+those before have the layer's name added.
 """
 
 from collections import Counter
@@ -18,7 +20,9 @@ JUDGES = ("Accuracy", "HDF5Output", "Silence")
 
 @dataclass
 class Value:
-    """A tensor: its name, the layer that gives it (an input: None), whether parameters went into it."""
+    """A tensor: its name, the layer that gives it (an input: None), whether parameters went into
+    it.
+    """
 
     name: str
     layer: int | None
@@ -27,7 +31,8 @@ class Value:
 
 @dataclass
 class Trace:
-    """The model's inputs and outputs as (tensor, blob), its layers' numbers, the tensors of every layer.
+    """The model's inputs and outputs as (tensor, blob), its layers' numbers, the tensors of every
+    layer.
 
     `dropped` are the layers that are left out; `unused` the inputs that nothing needs.
     """
@@ -44,12 +49,16 @@ class Trace:
     @property
     def output_names(self) -> list[str]:
         """The outputs' tensors: named after the blob, unless another tensor has that name."""
-        taken = {name for names in self.tops.values() for name in names} | {name for name, _ in self.inputs}
+        taken = {name for names in self.tops.values() for name in names} | {
+            name for name, _ in self.inputs
+        }
         return [tensor if blob in taken else blob for tensor, blob in self.outputs]
 
 
 def is_source(layer: Layer, others: bool) -> bool:
-    """Whether the layer's tops are inputs: data and Input; constant DummyData only where there are no others."""
+    """Whether the layer's tops are inputs: data and Input; constant DummyData only where there are
+    no others.
+    """
     if layer.param.bottom or layer.type == "Parameter":
         return False
     return layer.type != "DummyData" or not (others and _is_constant(layer.param))
@@ -66,7 +75,9 @@ def _is_constant(param: LayerParameter) -> bool:
 
 
 def judges(layer: Layer) -> bool:
-    """Whether the layer is a loss, also one in Python, or something else that only looks at what a net computes."""
+    """Whether the layer is a loss, also one in Python, or something else that only looks at what a
+    net computes.
+    """
     is_python = layer.type == "Python" and any(layer.loss_weights)
     return isinstance(layer, LossLayer) or layer.type in JUDGES or is_python
 
@@ -83,7 +94,9 @@ def trace(net: Net) -> Trace:
     found = walk.found
     for i in range(len(net.layers)):
         walk.take(i)
-    outputs = {name: v for name in net.outputs if (v := walk.values.get(name)) and v.layer is not None}
+    outputs = {
+        name: v for name in net.outputs if (v := walk.values.get(name)) and v.layer is not None
+    }
     judged = walk.judged.values()
     read = {name for i in walk.needed([*outputs.values(), *judged]) for name in found.bottoms[i]}
     outputs |= {walk.blobs[v.name]: v for v in judged if v.name not in read}
@@ -91,9 +104,13 @@ def trace(net: Net) -> Trace:
     readers = Counter(name for i in found.layers for name in found.bottoms[i])
     found.inputs = [(v.name, blob) for blob, v in walk.inputs if readers[v.name]]
     found.unused = [blob for blob, v in walk.inputs if not readers[v.name]]
-    found.outputs = sorted(((v.name, blob) for blob, v in outputs.items()), key=lambda o: (outputs[o[1]].layer or 0, o))
+    found.outputs = sorted(
+        ((v.name, blob) for blob, v in outputs.items()), key=lambda o: (outputs[o[1]].layer or 0, o)
+    )
     named = {v.name for v in outputs.values()} | set(net.blobs)
-    found.once = frozenset(name for name, count in readers.items() if count == 1 and name not in named)
+    found.once = frozenset(
+        name for name, count in readers.items() if count == 1 and name not in named
+    )
     return found
 
 
@@ -108,7 +125,12 @@ class _Walk:
         self.judged: dict[str, Value] = {}
         self.blobs: dict[str, str] = {}  # tensor -> blob
         self.sources = set(sources(net))
-        self.last = {name: i for i, layer in enumerate(net.layers) if not passes(layer) for name in net.top_names[i]}
+        self.last = {
+            name: i
+            for i, layer in enumerate(net.layers)
+            if not passes(layer)
+            for name in net.top_names[i]
+        }
         for i in self.sources:  # an input keeps its name, whatever is done to it in place
             self.last |= dict.fromkeys(net.top_names[i], i)
 

@@ -14,8 +14,14 @@ Dim = int | str
 
 
 def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
-    """The trace's layers as operators; ConfigError names all that have none, and where they stand in the file."""
-    graph = Graph(opset, set(net.blobs) | {name for names in trace.tops.values() for name in names}, trace.once)
+    """The trace's layers as operators; ConfigError names all that have none, and where they stand
+    in the file.
+    """
+    graph = Graph(
+        opset,
+        set(net.blobs) | {name for names in trace.tops.values() for name in names},
+        trace.once,
+    )
     owners = _parameter_names(net, graph)
     shapes = {tensor: net.blobs[blob].shape for tensor, blob in trace.inputs}
     failed = []
@@ -25,7 +31,16 @@ def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
         shapes |= dict(zip(tops, top_shapes, strict=True))
         params = [owners[id(b.data_memory)] for b in layer.blobs]
         bottom_shapes = [b.shape for b in net.bottoms[i]]
-        site = Site(graph, layer, net.layer_names[i], trace.bottoms[i], bottom_shapes, tops, top_shapes, params)
+        site = Site(
+            graph,
+            layer,
+            net.layer_names[i],
+            trace.bottoms[i],
+            bottom_shapes,
+            tops,
+            top_shapes,
+            params,
+        )
         try:
             if layer.type not in writers:
                 raise InexpressibleError("caffepy does not know how to say it in ONNX")
@@ -33,7 +48,9 @@ def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
         except InexpressibleError as reason:
             failed.append(f"{where(net.path, net.param.layer[i])}: {reason}")
     if failed:
-        raise ConfigError("\n  ".join(["what these layers do cannot be expressed in ONNX:", *failed]))
+        raise ConfigError(
+            "\n  ".join(["what these layers do cannot be expressed in ONNX:", *failed])
+        )
     graph.shapes = shapes
     _name_outputs(graph, trace)
     return graph
@@ -48,7 +65,9 @@ def _parameter_names(net: Net, graph: Graph) -> dict[int, str]:
 
 
 def _name_outputs(graph: Graph, trace: Trace) -> None:
-    """Give outputs whose tensor has another name than their blob, behind a Split, a tensor of their own."""
+    """Give outputs whose tensor has another name than their blob, behind a Split, a tensor of their
+    own.
+    """
     for name, (tensor, blob) in zip(trace.output_names, trace.outputs, strict=True):
         if name != tensor:
             graph.nodes.append(Node("Identity", [tensor], [name], {}, blob))
@@ -56,7 +75,9 @@ def _name_outputs(graph: Graph, trace: Trace) -> None:
 
 
 class Batch:
-    """The inputs whose first axis is the batch, of `size`: all whose first axis is the first input's."""
+    """The inputs whose first axis is the batch, of `size`: all whose first axis is the first
+    input's.
+    """
 
     def __init__(self, net: Net) -> None:
         inputs = [top for i in sources(net) for top in net.tops[i] if top.shape]
@@ -79,7 +100,8 @@ class Batch:
 
 
 def write_dynamic(net: Net, trace: Trace, opset: int) -> tuple[Graph, dict[str, list[Dim]]]:
-    """A graph for batches of any size N, and the shapes of its blobs, in which sizes that grow with N are text.
+    """A graph for batches of any size N, and the shapes of its blobs, in which sizes that grow with
+    N are text.
 
     The net is written with two batch sizes; where the two differ lies the batch.
     """
@@ -90,7 +112,10 @@ def write_dynamic(net: Net, trace: Trace, opset: int) -> tuple[Graph, dict[str, 
     double = write_graph(net, trace, opset)
     batch.resize(size)
     _merge(graph, double, net)
-    shapes = {name: _symbolic(shape, double.shapes[name], size, name) for name, shape in graph.shapes.items()}
+    shapes = {
+        name: _symbolic(shape, double.shapes[name], size, name)
+        for name, shape in graph.shapes.items()
+    }
     return graph, shapes
 
 
@@ -107,11 +132,15 @@ def _symbolic(one: Shape, two: Shape, size: int, name: str) -> list[Dim]:
 
 
 def _merge(graph: Graph, double: Graph, net: Net) -> None:
-    """Replace the one size of a Reshape that depends on the batch by -1; ConfigError where more depends on it."""
+    """Replace the one size of a Reshape that depends on the batch by -1; ConfigError where more
+    depends on it.
+    """
     targets = {node.inputs[1] for node in graph.nodes if node.op == "Reshape"}
     failed: dict[str, None] = {}
     for node, other in zip(graph.nodes, double.nodes, strict=False):
-        if node != other or not all(_merge_value(graph, double, name, name in targets) for name in node.inputs):
+        if node != other or not all(
+            _merge_value(graph, double, name, name in targets) for name in node.inputs
+        ):
             failed[node.layer] = None
     if failed:
         params = {layer.name: layer for layer in net.param.layer}

@@ -1,7 +1,7 @@
 """The layer contract, the same for built-in and for user-written layers, and the registry of types.
 
-`forward` writes the tops' data. `backward` writes bottom diffs and adds to parameter diffs. Arrays are allocated in
-`reshape` and stay where they are until shapes change.
+`forward` writes the tops' data. `backward` writes bottom diffs and adds to parameter diffs. Arrays
+are allocated in `reshape` and stay where they are until shapes change.
 """
 
 import threading
@@ -26,11 +26,12 @@ Blobs = Sequence[Blob]
 class Layer:
     """One layer of a net.
 
-    A subclass states how many blobs it takes (`bottoms`, `tops`: a number, or (least, most) with None for no bound)
-    and overrides `setup` (once), `reshape` (whenever a bottom's shape changed), `forward` and `backward`.
+    A subclass states how many blobs it takes (`bottoms`, `tops`: a number, or (least, most) with
+    None for no bound) and overrides `setup` (once), `reshape` (whenever a bottom's shape changed),
+    `forward` and `backward`.
 
-    `blobs` are the learnable parameters, `param_propagate_down[i]` says whether parameter i wants its gradient,
-    `loss_weights[i]` is the weight of top i in the net's loss.
+    `blobs` are the learnable parameters, `param_propagate_down[i]` says whether parameter i wants
+    its gradient, `loss_weights[i]` is the weight of top i in the net's loss.
     """
 
     bottoms: ClassVar[int | tuple[int, int | None]] = 1
@@ -38,11 +39,19 @@ class Layer:
     same_count: ClassVar[bool] = False  # as many tops as bottoms
     auto_top_blobs: ClassVar[bool] = False  # missing tops are made up to the least number
     share_in_parallel: bool = False  # workers use the root net's instance, under its forward_lock
-    always_reshape: ClassVar[bool] = False  # reshape before every forward, not only when bottom shapes change
-    is_data: ClassVar[bool] = False  # feeds the net from outside; runs before the captured part of a step
+    always_reshape: ClassVar[bool] = (
+        False  # reshape before every forward, not only when bottom shapes change
+    )
+    is_data: ClassVar[bool] = (
+        False  # feeds the net from outside; runs before the captured part of a step
+    )
     in_place: ClassVar[bool] = True  # top may be the bottom itself
-    on_gpu: ClassVar[bool] = False  # computes with arrays of a GPU too; else on the host, on copies of the blobs
-    seeks_native: ClassVar[bool] = False  # wants bottoms in the native format even if they come in another
+    on_gpu: ClassVar[bool] = (
+        False  # computes with arrays of a GPU too; else on the host, on copies of the blobs
+    )
+    seeks_native: ClassVar[bool] = (
+        False  # wants bottoms in the native format even if they come in another
+    )
 
     def __init__(
         self,
@@ -82,16 +91,23 @@ class Layer:
         raise NotImplementedError
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Write the diff of each bottom with propagate_down, add to the diffs of the parameters that want theirs."""
+        """Write the diff of each bottom with propagate_down, add to the diffs of the parameters
+        that want theirs.
+        """
         if any(propagate_down):
-            raise ConfigError(f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false")
+            raise ConfigError(
+                f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false"
+            )
 
     def aside(self, propagate_down: bool) -> AbstractContextManager[object]:
-        """A block for the gradients of parameters: beside what follows if a bottom wants its gradient, else at once."""
+        """A block for the gradients of parameters: beside what follows if a bottom wants its
+        gradient, else at once.
+        """
         return self.device.aside() if propagate_down else nullcontext()
 
     def format_for(self, native: Format) -> Format:
-        """The format in which the layer takes blobs on a GPU if they come in `native`; its tops follow its bottoms.
+        """The format in which the layer takes blobs on a GPU if they come in `native`; its tops
+        follow its bottoms.
 
         What it does not take is converted before it runs, and back after it.
         """
@@ -115,7 +131,9 @@ class Layer:
         """Forward will be called for nets on these devices in turn, the layer being shared."""
 
     def state(self) -> dict[str, Any]:
-        """What must be kept so that a resumed run goes on exactly: numbers, strings, lists, numpy arrays."""
+        """What must be kept so that a resumed run goes on exactly: numbers, strings, lists, numpy
+        arrays.
+        """
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -125,7 +143,9 @@ class Layer:
         """Stop threads and release files."""
 
     def buffer(self, shape: Sequence[int] = (0,), dtype: DTypeLike | None = None) -> Blob:
-        """A blob of the layer's own, on its device, for what forward keeps for backward; of `self.dtype` by default."""
+        """A blob of the layer's own, on its device, for what forward keeps for backward; of
+        `self.dtype` by default.
+        """
         return Blob(shape, dtype or self.dtype, self.device.store)
 
     def add_blob(self, shape: Sequence[int]) -> Blob:
@@ -151,12 +171,20 @@ def layer(*types: str) -> Callable[[type[Layer]], type[Layer]]:
 
 
 def create_layer(
-    param: LayerParameter, phase: int, device: Device, dtype: DTypeLike = np.float32, path: str | None = None
+    param: LayerParameter,
+    phase: int,
+    device: Device,
+    dtype: DTypeLike = np.float32,
+    path: str | None = None,
 ) -> Layer:
-    """A layer of `param.type`; ConfigError names the fork that has an unknown type, or the nearest known one."""
+    """A layer of `param.type`; ConfigError names the fork that has an unknown type, or the nearest
+    known one.
+    """
     fork = fork_of_layer(param.type)
     if fork and param.type not in registry:
-        raise ConfigError(f'layer type "{param.type}" is one of {fork}, which caffepy does not have')
+        raise ConfigError(
+            f'layer type "{param.type}" is one of {fork}, which caffepy does not have'
+        )
     return registry[param.type](param, phase, device, dtype, path)
 
 
@@ -165,14 +193,22 @@ def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
     for what, have, want in (("bottom", bottoms, layer.bottoms), ("top", tops, layer.tops)):
         least, most = want if isinstance(want, tuple) else (want, want)
         if have < least or (most is not None and have > most):
-            wanted = f"{least}" if least == most else f"{least} or more" if most is None else f"{least} to {most}"
+            wanted = (
+                f"{least}"
+                if least == most
+                else f"{least} or more"
+                if most is None
+                else f"{least} to {most}"
+            )
             raise ConfigError(f"{layer.type} takes {wanted} {what} blob(s), not {have}")
     if layer.same_count and bottoms != tops:
         raise ConfigError(f"{layer.type} takes as many tops as bottoms, not {tops} for {bottoms}")
 
 
 class LossLayer(Layer):
-    """Base of the losses: two bottoms (predictions, labels), a scalar top, loss weight 1 unless given."""
+    """Base of the losses: two bottoms (predictions, labels), a scalar top, loss weight 1 unless
+    given.
+    """
 
     bottoms: ClassVar[int | tuple[int, int | None]] = 2
     tops: ClassVar[int | tuple[int, int | None]] = 1
@@ -188,7 +224,9 @@ class LossLayer(Layer):
         """Scalar top; both bottoms must have the same first axis."""
         x, label = bottom[0].shape, bottom[1].shape
         if x[:1] != label[:1]:
-            raise ConfigError(f"predictions and labels must agree in their first axis: {list(x)} and {list(label)}")
+            raise ConfigError(
+                f"predictions and labels must agree in their first axis: {list(x)} and {list(label)}"
+            )
         top[0].reshape(())
 
     def allow_force_backward(self, index: int) -> bool:
@@ -206,10 +244,13 @@ class LossLayer(Layer):
 class Drawing(Layer):
     """Base of layers that draw random numbers in forward.
 
-    Where the device counts passes, all numbers come from one seed and the pass; else from a seed for each pass.
+    Where the device counts passes, all numbers come from one seed and the pass; else from a seed
+    for each pass.
     """
 
-    seed: int | None = None  # drawn when it is needed, so that fillers get the same numbers on any device
+    seed: int | None = (
+        None  # drawn when it is needed, so that fillers get the same numbers on any device
+    )
 
     @property
     def draws(self) -> bool:

@@ -24,9 +24,12 @@ class Window(NamedTuple):
     def check_fits(self, size: Sequence[int]) -> None:
         """ConfigError if the kernel is larger than the padded input of this size."""
         if any(
-            d * (k - 1) + 1 > n + 2 * p for n, k, p, d in zip(size, self.kernel, self.pad, self.dilation, strict=True)
+            d * (k - 1) + 1 > n + 2 * p
+            for n, k, p, d in zip(size, self.kernel, self.pad, self.dilation, strict=True)
         ):
-            dilation = f", dilation {by(self.dilation)}" if any(d > 1 for d in self.dilation) else ""
+            dilation = (
+                f", dilation {by(self.dilation)}" if any(d > 1 for d in self.dilation) else ""
+            )
             raise ConfigError(
                 f"kernel {by(self.kernel, False)} does not fit its {by(size, False)} input "
                 f"(pad {by(self.pad)}{dilation})"
@@ -39,13 +42,19 @@ def by(sizes: Sequence[int], brief: bool = True) -> str:
 
 
 def read_window(param: ConvolutionParameter, axes: int) -> Window:
-    """The sizes that a layer with this many spatial axes gives: one for all, one for each, or (2 axes) _h and _w."""
+    """The sizes that a layer with this many spatial axes gives: one for all, one for each, or (2
+    axes) _h and _w.
+    """
 
-    def sizes(name: str, values: Sequence[int], default: int | None, least: int, pair: str | None) -> tuple[int, ...]:
+    def sizes(
+        name: str, values: Sequence[int], default: int | None, least: int, pair: str | None
+    ) -> tuple[int, ...]:
         h, w = f"{pair}_h", f"{pair}_w"
         if pair and (param.HasField(h) or param.HasField(w)):
             if axes != 2:
-                raise ConfigError(f"{h} and {w} are for inputs with 2 spatial axes, not {axes}; give {name}")
+                raise ConfigError(
+                    f"{h} and {w} are for inputs with 2 spatial axes, not {axes}; give {name}"
+                )
             if values:
                 raise ConfigError(f"{name} and {h}/{w} exclude each other")
             found: tuple[int, ...] = (getattr(param, h), getattr(param, w))
@@ -60,7 +69,9 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
                 f"{name} must be given once or once for each of {axes} spatial axes, not {len(values)} times"
             )
         if any(v < least for v in found):
-            raise ConfigError(f"{name} must be {least} or more along every axis, not {by(found, False)}")
+            raise ConfigError(
+                f"{name} must be {least} or more along every axis, not {by(found, False)}"
+            )
         return found
 
     return Window(
@@ -81,7 +92,8 @@ def check_shape(what: str, blob: Blob, shape: Sequence[int]) -> None:
 
 
 class _Filtering(Layer):
-    """What Convolution and its transpose share: the window, weight and bias, how shapes are checked.
+    """What Convolution and its transpose share: the window, weight and bias, how shapes are
+    checked.
 
     Bottom i gives top i; all share the weights.
     """
@@ -105,7 +117,11 @@ class _Filtering(Layer):
         if outputs < 1:
             raise ConfigError("num_output must be 1 or more")
         if group < 1 or channels % group or outputs % group:
-            what = f"{outputs} outputs" if group and channels % group == 0 else f"{channels} input channels"
+            what = (
+                f"{outputs} outputs"
+                if group and channels % group == 0
+                else f"{channels} input channels"
+            )
             raise ConfigError(f"{what} cannot be split into {group} groups")
         self.channels, self.outputs, self.group = channels, outputs, group
         shapes = [self.weight_shape()] + [(outputs,)] * param.bias_term
@@ -114,7 +130,9 @@ class _Filtering(Layer):
             for shape, filler in zip(shapes, fillers, strict=False):
                 fill(self.add_blob(shape), filler, self.device.rng)
         if len(self.blobs) != len(shapes):
-            raise ConfigError(f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}")
+            raise ConfigError(
+                f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"
+            )
         for what, blob, shape in zip(("weight", "bias"), self.blobs, shapes, strict=False):
             check_shape(what, blob, shape)
 
@@ -123,16 +141,24 @@ class _Filtering(Layer):
         shape = bottom[0].shape
         for b in bottom[1:]:
             if b.shape != shape:
-                raise ConfigError(f"all inputs must have one shape, not {list(shape)} and {list(b.shape)}")
+                raise ConfigError(
+                    f"all inputs must have one shape, not {list(shape)} and {list(b.shape)}"
+                )
         spatial = shape[self.axis + 1 :]
         if len(spatial) != len(self.window.kernel):
-            raise ConfigError(f"{len(self.window.kernel)} spatial axes are needed, not {len(spatial)}")
+            raise ConfigError(
+                f"{len(self.window.kernel)} spatial axes are needed, not {len(spatial)}"
+            )
         if shape[self.axis] != self.channels:
-            raise ConfigError(f"the weights are for {self.channels} input channels, not {shape[self.axis]}")
+            raise ConfigError(
+                f"the weights are for {self.channels} input channels, not {shape[self.axis]}"
+            )
         return spatial
 
     def plan(self, images: int, channels: int, spatial: tuple[int, ...]) -> None:
-        """Plan the convolution of an input of this many channels; without spatial axes it is one of single points."""
+        """Plan the convolution of an input of this many channels; without spatial axes it is one of
+        single points.
+        """
         point = () if spatial else (1,)
         stride, pad, dilation = self.window[1:] if spatial else ((1,), (0,), (1,))
         self.conv = self.ops.Convolution(
@@ -199,7 +225,8 @@ class Convolution(_Filtering):
 
 @layer("Deconvolution")
 class Deconvolution(_Filtering):
-    """(..., C, *in) -> (..., O, *out), the transpose of Convolution; weight (C, O/group, *kernel), bias (O,).
+    """(..., C, *in) -> (..., O, *out), the transpose of Convolution; weight (C, O/group, *kernel),
+    bias (O,).
 
     out = stride*(in - 1) + dilation*(kernel - 1) + 1 - 2*pad.
     """
@@ -211,9 +238,14 @@ class Deconvolution(_Filtering):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Plan the convolution that this is the transpose of."""
         spatial = self.check_bottoms(bottom)
-        out = tuple(s * (n - 1) + d * (k - 1) + 1 - 2 * p for n, k, s, p, d in zip(spatial, *self.window, strict=True))
+        out = tuple(
+            s * (n - 1) + d * (k - 1) + 1 - 2 * p
+            for n, k, s, p, d in zip(spatial, *self.window, strict=True)
+        )
         if min(out, default=1) < 1:
-            raise ConfigError(f"pad {by(self.window.pad)} leaves nothing of the {by(spatial, False)} input's output")
+            raise ConfigError(
+                f"pad {by(self.window.pad)} leaves nothing of the {by(spatial, False)} input's output"
+            )
         outer = bottom[0].shape[: self.axis]
         self.plan(prod(outer), self.outputs, out)
         self.rows = prod(outer), self.outputs, prod(out)
@@ -241,7 +273,8 @@ class Deconvolution(_Filtering):
 
 @layer("Im2col")
 class Im2col(Layer):
-    """(..., C, *in) -> (..., C * prod(kernel), *out): the window of each output position as a column.
+    """(..., C, *in) -> (..., C * prod(kernel), *out): the window of each output position as a
+    column.
 
     Rows are ordered by channel, then by position in the kernel.
     """
@@ -265,13 +298,20 @@ class Im2col(Layer):
             (n + 2 * p - (d * (k - 1) + 1)) // s + 1
             for n, k, s, p, d in zip(spatial, kernel, stride, pad, dilation, strict=True)
         )
-        self.pad_buffer = self.buffer((prod(outer), channels, *(n + 2 * p for n, p in zip(spatial, pad, strict=True))))
-        self.within: tuple[Any, ...] = (..., *(slice(p, p + n) for n, p in zip(spatial, pad, strict=True)))
+        self.pad_buffer = self.buffer(
+            (prod(outer), channels, *(n + 2 * p for n, p in zip(spatial, pad, strict=True)))
+        )
+        self.within: tuple[Any, ...] = (
+            ...,
+            *(slice(p, p + n) for n, p in zip(spatial, pad, strict=True)),
+        )
         self.columns = (prod(outer), channels, *kernel, *self.out)
         top[0].reshape((*outer, channels * prod(kernel), *self.out))
 
     def windows(self) -> Iterator[tuple[tuple[Any, ...], Array]]:
-        """For each position in the kernel: its index in the columns, and the padded elements that go there."""
+        """For each position in the kernel: its index in the columns, and the padded elements that
+        go there.
+        """
         _, stride, _, dilation = self.window
         for at in np.ndindex(*self.window.kernel):
             where: list[Any] = [

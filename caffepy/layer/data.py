@@ -1,4 +1,6 @@
-"""Layers that feed a net from outside, and one that writes to the outside: nothing to differentiate."""
+"""Layers that feed a net from outside, and one that writes to the outside: nothing to
+differentiate.
+"""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -21,7 +23,12 @@ from caffepy.device.blob import Array, Blob, Format, shape_string
 from caffepy.device.device import Device
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.filler import fill
-from caffepy.proto.caffe_pb2 import DataParameter, FillerParameter, ImageDataParameter, WindowDataParameter
+from caffepy.proto.caffe_pb2 import (
+    DataParameter,
+    FillerParameter,
+    ImageDataParameter,
+    WindowDataParameter,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +48,9 @@ class Feed(Layer):
         return native
 
     def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
-        """Copy to the tops what `write` puts into host arrays of their shapes, which a GPU gets when it is ready."""
+        """Copy to the tops what `write` puts into host arrays of their shapes, which a GPU gets
+        when it is ready.
+        """
         place = top[0].store
         if place not in self._stagings:
             self._stagings[place] = self.ops.Staging()
@@ -65,7 +74,8 @@ class Feed(Layer):
 
 
 class Prefetching(Feed):
-    """-> (N, C, h, w) and labels (N,): images that a thread reads up to `data_param.prefetch` batches ahead.
+    """-> (N, C, h, w) and labels (N,): images that a thread reads up to `data_param.prefetch`
+    batches ahead.
 
     The first image of a batch decides its shape.
     """
@@ -73,7 +83,9 @@ class Prefetching(Feed):
     tops = (1, 2)
     _reader: Reader | None = None
     _length: int | None = None
-    _interrupted = False  # an exception, perhaps Ctrl-C, has come between taking a batch and giving it back
+    _interrupted = (
+        False  # an exception, perhaps Ctrl-C, has come between taking a batch and giving it back
+    )
 
     def open(self) -> Loader:
         """What fills the batches."""
@@ -118,7 +130,9 @@ class Prefetching(Feed):
         try:
             top[0].reshape(batch.shape)
             images, *place, labels = batch.staging.take()
-            self.ops.transform_batch(images, top[0].data, *place, self._mean_for(top[0]), self._scale)
+            self.ops.transform_batch(
+                images, top[0].data, *place, self._mean_for(top[0]), self._scale
+            )
             if len(top) > 1:
                 self.ops.copy(labels, top[1].data)
             batch.staging.done()
@@ -161,14 +175,18 @@ class Data(Prefetching):
         _need_batch_size(param.batch_size, "data_param")
         _warn_ignored(param, "data_param", MOVED, ("rand_skip", "force_encoded_color"))
         if param.shuffle:
-            log.warning("data_param's shuffle has no effect: records come in the order of their keys")
+            log.warning(
+                "data_param's shuffle has no effect: records come in the order of their keys"
+            )
         source = open_source(locate(param.source, self.path), DataParameter.DB.Name(param.backend))
         return RecordLoader(source, self.transformer(), param.batch_size)
 
 
 @layer("ImageData")
 class ImageData(Prefetching):
-    """-> (N, C, h, w) and labels (N,): image files of a list, in its order or shuffled, transformed."""
+    """-> (N, C, h, w) and labels (N,): image files of a list, in its order or shuffled,
+    transformed.
+    """
 
     tops = (2, 2)
 
@@ -184,7 +202,9 @@ class ImageData(Prefetching):
 
 @layer("WindowData")
 class WindowData(Prefetching):
-    """-> (N, 3, crop, crop) and labels (N,): windows of images, background before foreground (Girshick et al. 2014)."""
+    """-> (N, 3, crop, crop) and labels (N,): windows of images, background before foreground
+    (Girshick et al. 2014).
+    """
 
     tops = (2, 2)
 
@@ -194,7 +214,9 @@ class WindowData(Prefetching):
         _need_batch_size(param.batch_size, "window_data_param")
         _warn_ignored(param, "window_data_param", MOVED[1:])
         if self.param.transform_param.HasField("scale"):
-            log.warning("transform_param's scale is ignored, as in Caffe; window_data_param has one")
+            log.warning(
+                "transform_param's scale is ignored, as in Caffe; window_data_param has one"
+            )
         return WindowLoader(self.param, self.device, self.path)
 
 
@@ -212,7 +234,9 @@ def _warn_ignored(
     moved: tuple[str, ...],
     unused: tuple[str, ...] = (),
 ) -> None:
-    """Name the given fields that Caffe ignores: those that transform_param has now and those without any effect."""
+    """Name the given fields that Caffe ignores: those that transform_param has now and those
+    without any effect.
+    """
     moved = tuple(n for n in moved if param.HasField(n))
     ignored = [*moved, *(n for n in unused if param.HasField(n))]
     if ignored:
@@ -222,7 +246,9 @@ def _warn_ignored(
 
 @layer("HDF5Data")
 class HDF5Data(Feed):
-    """-> one top a dataset of the top's name: N rows of the HDF5 files that the source lists, as they are."""
+    """-> one top a dataset of the top's name: N rows of the HDF5 files that the source lists, as
+    they are.
+    """
 
     tops = (1, None)
 
@@ -254,8 +280,8 @@ class HDF5Data(Feed):
 class HDF5Output(Layer):
     """(N, ...) and (N, ...) -> datasets `data` and `label` of an HDF5 file, with four axes each.
 
-    One forward gives Caffe's file; where Caffe's second one fails, rows are appended. Between forwards the file is
-    whole and closed.
+    One forward gives Caffe's file; where Caffe's second one fails, rows are appended. Between
+    forwards the file is whole and closed.
     """
 
     bottoms = 2
@@ -273,11 +299,16 @@ class HDF5Output(Layer):
         """Check that both bottoms have as many rows."""
         data, label = (b.legacy_shape() for b in bottom)
         if data[0] != label[0]:
-            raise ConfigError(f"data and labels must have the same number of rows, not {data[0]} and {label[0]}")
+            raise ConfigError(
+                f"data and labels must have the same number of rows, not {data[0]} and {label[0]}"
+            )
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Append the rows."""
-        rows = {name: b.data.reshape(b.legacy_shape()) for name, b in zip(("data", "label"), bottom, strict=True)}
+        rows = {
+            name: b.data.reshape(b.legacy_shape())
+            for name, b in zip(("data", "label"), bottom, strict=True)
+        }
         append_rows(self._file, rows)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -286,7 +317,9 @@ class HDF5Output(Layer):
 
 @layer("MemoryData")
 class MemoryData(Feed):
-    """-> (N, C, H, W) and labels (N, 1, 1, 1): arrays given by `reset`, around and around, or images given by `add`."""
+    """-> (N, C, H, W) and labels (N, 1, 1, 1): arrays given by `reset`, around and around, or
+    images given by `add`.
+    """
 
     tops = 2
 
@@ -296,8 +329,12 @@ class MemoryData(Feed):
         self._shape = param.channels, param.height, param.width
         self.batch_size = param.batch_size
         if not self.batch_size * prod(self._shape):
-            raise ConfigError("memory_data_param needs batch_size, channels, height and width of 1 or more")
-        self._transformer = Transformer(self.param.transform_param, self.phase, self.device, self.path)
+            raise ConfigError(
+                "memory_data_param needs batch_size, channels, height and width of 1 or more"
+            )
+        self._transformer = Transformer(
+            self.param.transform_param, self.phase, self.device, self.path
+        )
         self._data: Array | None = None
         self._unread = False
         self._restored = 0  # where to go on in arrays that are still to come
@@ -305,20 +342,28 @@ class MemoryData(Feed):
         top[1].reshape((self.batch_size,))
 
     def reset(self, data: Array, labels: Array) -> None:
-        """Take arrays (n, C, H, W) and (n, ...) as they are; n must be a multiple of the batch size."""
+        """Take arrays (n, C, H, W) and (n, ...) as they are; n must be a multiple of the batch
+        size.
+        """
         n = len(data)
         if data.shape[1:] != self._shape:
             raise DataError(
                 f"arrays of shape {shape_string(data.shape[1:])} for a layer of {shape_string(self._shape)}"
             )
         if not n or n % self.batch_size or len(labels) != n:
-            raise DataError(f"{n} arrays and {len(labels)} labels; give a multiple of the batch size {self.batch_size}")
+            raise DataError(
+                f"{n} arrays and {len(labels)} labels; give a multiple of the batch size {self.batch_size}"
+            )
         self._data, self._labels = data, np.reshape(labels, (n, -1))[:, 0]
         self._position, self._restored, self._unread = self._restored % n, 0, True
-        self._before: dict[str, Any] | None = None  # where the random stream stood before the images were added
+        self._before: dict[str, Any] | None = (
+            None  # where the random stream stood before the images were added
+        )
 
     def add(self, images: Array, labels: Array) -> None:
-        """Take images (n, C, H, W), which are transformed; those given before must have been used up."""
+        """Take images (n, C, H, W), which are transformed; those given before must have been used
+        up.
+        """
         if self._unread:
             raise DataError("images cannot be added before those given earlier were used up")
         before = self._transformer.state()
@@ -343,11 +388,16 @@ class MemoryData(Feed):
         self._position = here.stop % len(self._data)
 
     def state(self) -> dict[str, Any]:
-        """Position in the arrays, and where the random stream of `add` stands, or stood before what is being read."""
+        """Position in the arrays, and where the random stream of `add` stands, or stood before what
+        is being read.
+        """
         if self._data is None:
             return {"position": self._restored, **self._transformer.state()}
         before = self._before if self._unread else None
-        return {"position": self._position, **(self._transformer.state() if before is None else before)}
+        return {
+            "position": self._position,
+            **(self._transformer.state() if before is None else before),
+        }
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from there, in the arrays that there are or in the next that are given."""
@@ -364,10 +414,12 @@ STATIC, FRESH = range(2)
 
 @layer("DummyData")
 class DummyData(Feed):
-    """-> tops of given shapes: constants, which are filled once, or random values: fresh ones at each forward.
+    """-> tops of given shapes: constants, which are filled once, or random values: fresh ones at
+    each forward.
 
-    NVCaffe's fillers of names that end in "static" are drawn from at the first forward of each net only. The numbers
-    are the layer's own, since the threads of several solvers ask it for batches beside what else they draw.
+    NVCaffe's fillers of names that end in "static" are drawn from at the first forward of each net
+    only. The numbers are the layer's own, since the threads of several solvers ask it for batches
+    beside what else they draw.
     """
 
     tops = (1, None)
@@ -385,15 +437,23 @@ class DummyData(Feed):
 
     def _shapes(self, tops: int) -> list[tuple[int, ...]]:
         param = self.param.dummy_data_param
-        legacy = {name: list(getattr(param, name)) for name in ("num", "channels", "height", "width")}
+        legacy = {
+            name: list(getattr(param, name)) for name in ("num", "channels", "height", "width")
+        }
         if any(legacy.values()):
             if param.shape:
-                raise ConfigError("dummy_data_param takes either shape or num, channels, height and width, not both")
-            return list(zip(*(_each(name, sizes, tops) for name, sizes in legacy.items()), strict=True))
+                raise ConfigError(
+                    "dummy_data_param takes either shape or num, channels, height and width, not both"
+                )
+            return list(
+                zip(*(_each(name, sizes, tops) for name, sizes in legacy.items()), strict=True)
+            )
         return _each("shape", [tuple(shape.dim) for shape in param.shape], tops)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Fill tops with constant fillers that are still untouched; a user may overwrite them for good."""
+        """Fill tops with constant fillers that are still untouched; a user may overwrite them for
+        good.
+        """
         for blob, filler in zip(top, self._fillers, strict=True):
             if filler.type == "constant" and not blob.data_memory.touched:
                 fill(blob, filler, self.device.rng)
@@ -408,7 +468,10 @@ class DummyData(Feed):
             elif filler.type != "constant" and not filler.type.endswith("static"):
                 fresh.append((blob, filler))
         if fresh:
-            self.hand_over([blob for blob, _ in fresh], lambda arrays: self._draw(arrays, [f for _, f in fresh]))
+            self.hand_over(
+                [blob for blob, _ in fresh],
+                lambda arrays: self._draw(arrays, [f for _, f in fresh]),
+            )
 
     def _rng(self, kind: int, number: int) -> np.random.Generator:
         return np.random.Generator(np.random.MT19937([self._seed, kind, number]))
@@ -432,5 +495,7 @@ class DummyData(Feed):
 def _each(name: str, values: list[T], tops: int) -> list[T]:
     """One value for each top, from one for all of them or one each."""
     if len(values) not in (1, tops):
-        raise ConfigError(f"{name} must be given once or once for each top, not {len(values)} times for {tops} tops")
+        raise ConfigError(
+            f"{name} must be given once or once for each top, not {len(values)} times for {tops} tops"
+        )
     return values * tops if len(values) == 1 else values

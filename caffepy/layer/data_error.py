@@ -1,4 +1,6 @@
-"""What layers find wrong with their data: told at once on the CPU, when the host next looks on a GPU."""
+"""What layers find wrong with their data: told at once on the CPU, when the host next looks on a
+GPU.
+"""
 
 from collections.abc import Callable
 
@@ -9,7 +11,9 @@ from caffepy.proto.text import locate_layer
 
 
 def problem(layer: Layer, error: Callable[[float], CaffeError]) -> Problem:
-    """Room to note a value that a layer cannot use; the error made of it says where the layer is defined."""
+    """Room to note a value that a layer cannot use; the error made of it says where the layer is
+    defined.
+    """
 
     def located(value: float) -> CaffeError:
         name = f'layer "{layer.param.name}" ({layer.type})'

@@ -13,10 +13,12 @@ from caffepy.proto.caffe_pb2 import EltwiseParameter
 
 @layer("Eltwise")
 class Eltwise(Layer):
-    """y = sum of coeff_i * x_i, product of x_i or maximum of x_i over two or more bottoms of one shape.
+    """y = sum of coeff_i * x_i, product of x_i or maximum of x_i over two or more bottoms of one
+    shape.
 
-    In place, the gradient of bottom 0 is written last, over that of the top. The product cannot be in place. A maximum
-    gives its gradient to the winner alone: of the first two, when they are equal, the second; then the earliest.
+    In place, the gradient of bottom 0 is written last, over that of the top. The product cannot be
+    in place. A maximum gives its gradient to the winner alone: of the first two, when they are
+    equal, the second; then the earliest.
     """
 
     on_gpu = True
@@ -29,19 +31,27 @@ class Eltwise(Layer):
         if param.coeff and self.operation == EltwiseParameter.PROD:
             raise ConfigError("eltwise_param: coeff is for SUM, not for PROD")
         if param.coeff and len(param.coeff) != len(bottom):
-            raise ConfigError(f"eltwise_param: {len(param.coeff)} coeff do not fit {len(bottom)} bottoms")
+            raise ConfigError(
+                f"eltwise_param: {len(param.coeff)} coeff do not fit {len(bottom)} bottoms"
+            )
         self.coefficients = list(param.coeff) or [1.0] * len(bottom)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check that the bottoms agree."""
         for i, b in enumerate(bottom):
             if b.shape != bottom[0].shape:
-                raise ConfigError(f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}")
+                raise ConfigError(
+                    f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}"
+                )
         top[0].reshape_like(bottom[0])
         if self.operation == EltwiseParameter.MAX:
             self.winner = self.buffer(bottom[0].shape, np.int32)
-        elif self.operation == EltwiseParameter.PROD and any(is_in_place(b, top[0]) for b in bottom):
-            raise ConfigError("a product in place loses what its gradient needs; give the top a name of its own")
+        elif self.operation == EltwiseParameter.PROD and any(
+            is_in_place(b, top[0]) for b in bottom
+        ):
+            raise ConfigError(
+                "a product in place loses what its gradient needs; give the top a name of its own"
+            )
 
     def format_for(self, native: Format) -> Format:
         """As they come."""
@@ -60,7 +70,9 @@ class Eltwise(Layer):
                 self.ops.multiply(y, x, y)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """SUM: dx_i = coeff_i * dy. PROD: dy times the other inputs. MAX: dy where bottom i won, else 0."""
+        """SUM: dx_i = coeff_i * dy. PROD: dy times the other inputs. MAX: dy where bottom i won,
+        else 0.
+        """
         dy = top[0].diff
         for i in reversed(range(len(bottom))):
             if not propagate_down[i]:

@@ -23,10 +23,14 @@ class Embed(Layer):
             raise ConfigError("embed_param: input_dim and num_output must be 1 or more")
         shapes = [(self.inputs, self.outputs)] + [(self.outputs,)] * param.bias_term
         if not self.blobs:
-            for shape, filler in zip(shapes, (param.weight_filler, param.bias_filler), strict=False):
+            for shape, filler in zip(
+                shapes, (param.weight_filler, param.bias_filler), strict=False
+            ):
                 fill(self.add_blob(shape), filler, self.device.rng)
         if [b.shape for b in self.blobs] != shapes:
-            raise ConfigError(f"the parameters have shapes {[list(b.shape) for b in self.blobs]}, not {shapes}")
+            raise ConfigError(
+                f"the parameters have shapes {[list(b.shape) for b in self.blobs]}, not {shapes}"
+            )
         self.wrong = problem(self, self.no_row)
 
     def no_row(self, x: float) -> DataError:
@@ -40,7 +44,9 @@ class Embed(Layer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Look up, then add the bias; DataError for a number that names no row."""
         y = top[0].data.reshape(-1, self.outputs)
-        self.ops.take_rows(self.blobs[0].data, bottom[0].data.reshape(-1), True, y, self.wrong.found)
+        self.ops.take_rows(
+            self.blobs[0].data, bottom[0].data.reshape(-1), True, y, self.wrong.found
+        )
         self.wrong.check()
         if len(self.blobs) > 1:
             self.ops.add_bias(y, self.blobs[1].data)

@@ -18,7 +18,9 @@ fillers: Registry[Filler] = Registry("filler name")
 
 
 def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """Write the first values that `param` describes; ConfigError for an unknown name or impossible values."""
+    """Write the first values that `param` describes; ConfigError for an unknown name or impossible
+    values.
+    """
     array = target.host_data if isinstance(target, Blob | HostView) else target
     filler = fillers[param.type]
     if array.size == 0:
@@ -38,20 +40,26 @@ def constant(array: Array, param: FillerParameter, rng: np.random.Generator) -> 
 def uniform(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
     """U[min, max)."""
     if param.min > param.max:
-        raise ConfigError(f"a uniform filler needs min <= max, not min {param.min:g} and max {param.max:g}")
+        raise ConfigError(
+            f"a uniform filler needs min <= max, not min {param.min:g} and max {param.max:g}"
+        )
     _uniform(array, param.min, param.max, rng)
 
 
 @fillers("gaussian", "gaussianstatic")
 def gaussian(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """N(mean, std); with `sparse` s each element is kept with probability s / shape(0), otherwise 0."""
+    """N(mean, std); with `sparse` s each element is kept with probability s / shape(0), otherwise
+    0.
+    """
     if param.std < 0:
         raise ConfigError(f"a gaussian filler needs a std of 0 or more, not {param.std:g}")
     _gaussian(array, param.mean, param.std, rng)
     if param.sparse >= 0:
         outputs = _rows(array)
         if param.sparse > outputs:
-            raise ConfigError(f"sparse {param.sparse} asks for more non-zero weights than {outputs} outputs")
+            raise ConfigError(
+                f"sparse {param.sparse} asks for more non-zero weights than {outputs} outputs"
+            )
         array *= rng.random(array.shape, np.float32) < param.sparse / outputs
 
 
@@ -78,12 +86,15 @@ def msra(array: Array, param: FillerParameter, rng: np.random.Generator) -> None
 
 @fillers("bilinear", "bilinearstatic")
 def bilinear(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """Bilinear interpolation kernels for a Deconvolution that enlarges: (1 - |x/f - c|) (1 - |y/f - c|).
+    """Bilinear interpolation kernels for a Deconvolution that enlarges: (1 - |x/f - c|) (1 - |y/f -
+    c|).
 
     f = ceil(k/2), c = (k - 1) / (2f) for k x k kernels.
     """
     if array.ndim != 4 or array.shape[2] != array.shape[3]:
-        raise ConfigError(f"a bilinear filler needs 4 axes and square kernels, not {shape_string(array.shape)}")
+        raise ConfigError(
+            f"a bilinear filler needs 4 axes and square kernels, not {shape_string(array.shape)}"
+        )
     f = ceil(array.shape[3] / 2)
     c = (array.shape[3] - 1) / (2 * f)
     hat = 1 - np.abs(np.arange(array.shape[3]) / f - c)

@@ -12,15 +12,20 @@ from caffepy.layer.filler import fill
 
 
 class Factors(Protocol):
-    """Who takes over the gradient of a layer's weight, the mean of which over several solvers is wanted."""
+    """Who takes over the gradient of a layer's weight, the mean of which over several solvers is
+    wanted.
+    """
 
     def __call__(self, dy: Array, x: Array) -> None:
-        """See to it that dw becomes the mean over all solvers of dy.T @ x; dy (M, O) and x (M, K) may change then."""
+        """See to it that dw becomes the mean over all solvers of dy.T @ x; dy (M, O) and x (M, K)
+        may change then.
+        """
 
 
 @layer("InnerProduct")
 class InnerProduct(Layer):
-    """(*outer, *inner) -> (*outer, O), the axes from `axis` on as one of size K; weight (O, K) or, transposed, (K, O).
+    """(*outer, *inner) -> (*outer, O), the axes from `axis` on as one of size K; weight (O, K) or,
+    transposed, (K, O).
 
     y = x @ w.T + b. Of a bottom in a narrower type than the weight's, products are in the bottom's.
     """
@@ -31,7 +36,9 @@ class InnerProduct(Layer):
     factors: "Factors | None" = None
     """Takes what the weight's gradient is made of where several solvers make it together."""
     overwrites = False
-    """Whether the weight's gradient takes the place of what is there, since nothing else adds to it."""
+    """Whether the weight's gradient takes the place of what is there, since nothing else adds to
+    it.
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Fill weight and bias."""
@@ -44,10 +51,14 @@ class InnerProduct(Layer):
         weight = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
         shapes = [weight] + [(self.outputs,)] * param.bias_term
         if not self.blobs:
-            for shape, filler in zip(shapes, (param.weight_filler, param.bias_filler), strict=False):
+            for shape, filler in zip(
+                shapes, (param.weight_filler, param.bias_filler), strict=False
+            ):
                 fill(self.add_blob(shape), filler, self.device.rng)
         if len(self.blobs) != len(shapes):
-            raise ConfigError(f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}")
+            raise ConfigError(
+                f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"
+            )
         for what, blob, shape in zip(("weight", "bias"), self.blobs, shapes, strict=False):
             check_shape(what, blob, shape)
 
@@ -102,7 +113,9 @@ class InnerProduct(Layer):
         self.gradients(dy, self.bias_diff, bottom[0], propagate_down[0])
 
     def gradients(self, dy: Array, db: Array | None, bottom: Blob, propagate_down: bool) -> None:
-        """dw += dy.T @ x, db += column sums of dy (M, O) unless it is None, dx = dy @ w if that is wanted."""
+        """dw += dy.T @ x, db += column sums of dy (M, O) unless it is None, dx = dy @ w if that is
+        wanted.
+        """
         x = bottom.data.reshape(self.rows, self.inputs)
         w = self.blobs[0].data
         if dy.dtype != x.dtype:

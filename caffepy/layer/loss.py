@@ -1,8 +1,8 @@
 """Losses, softmax and accuracy.
 
-Predictions are seen as (outer, C, inner) around the axis of the classes, labels as (outer, inner). A loss's backward
-finds its loss weight in the top's diff. Layers that run on a GPU read nothing back: loss, divisor and the first label
-that names no class stay in arrays of the device.
+Predictions are seen as (outer, C, inner) around the axis of the classes, labels as (outer, inner).
+A loss's backward finds its loss weight in the top's diff. Layers that run on a GPU read nothing
+back: loss, divisor and the first label that names no class stay in arrays of the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,12 +48,16 @@ def bad_label(label: float, classes: int) -> DataError:
 
 
 def bad_labels(layer: Layer, classes: Callable[[], int]) -> Problem:
-    """Room to note a label of a layer that names none of the classes; the error says where the layer is defined."""
+    """Room to note a label of a layer that names none of the classes; the error says where the
+    layer is defined.
+    """
     return problem(layer, lambda label: bad_label(label, classes()))
 
 
 class ClassLoss(LossLayer):
-    """A loss with the `loss_param` that says which label does not count and what the sum is divided by."""
+    """A loss with the `loss_param` that says which label does not count and what the sum is divided
+    by.
+    """
 
     normalization = LossParameter.VALID  # unless loss_param says otherwise
 
@@ -64,18 +68,24 @@ class ClassLoss(LossLayer):
         if param.HasField("normalization"):
             self.normalization = param.normalization
         elif param.HasField("normalize"):
-            self.normalization = LossParameter.VALID if param.normalize else LossParameter.BATCH_SIZE
+            self.normalization = (
+                LossParameter.VALID if param.normalize else LossParameter.BATCH_SIZE
+            )
         if len(self.param.loss_weight) < len(top):
             self.param.loss_weight.append(0)
 
     def divisor(self, outer: int, inner: int) -> float | None:
-        """FULL: outer * inner, VALID: None for how many labels count, BATCH_SIZE: outer, NONE: 1; 1 in place of 0."""
+        """FULL: outer * inner, VALID: None for how many labels count, BATCH_SIZE: outer, NONE: 1; 1
+        in place of 0.
+        """
         sizes = {
             LossParameter.FULL: outer * inner,
             LossParameter.BATCH_SIZE: outer,
             LossParameter.NONE: 1,
         }
-        return None if self.normalization == LossParameter.VALID else max(1, sizes[self.normalization])
+        return (
+            None if self.normalization == LossParameter.VALID else max(1, sizes[self.normalization])
+        )
 
 
 @layer("Softmax")
@@ -100,9 +110,11 @@ class Softmax(SameShape):
 
 @layer("SoftmaxWithLoss")
 class SoftmaxWithLoss(ClassLoss):
-    """-sum of log p(label) / divisor, p = softmax of the scores along `axis`; scores (N, C, ...), labels (N, ...).
+    """-sum of log p(label) / divisor, p = softmax of the scores along `axis`; scores (N, C, ...),
+    labels (N, ...).
 
-    p is taken as no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p.
+    p is taken as no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is
+    p.
     """
 
     on_gpu = True
@@ -131,7 +143,9 @@ class SoftmaxWithLoss(ClassLoss):
         outer, _, inner = self.view
         x, prob = bottom[0].data.reshape(self.view), self.prob.data
         given = self.labels(bottom), self.ignore, self.divisor(outer, inner)
-        self.ops.softmax_loss_forward(x, *given, prob, top[0].data, self.norm.data, self.wrong.found)
+        self.ops.softmax_loss_forward(
+            x, *given, prob, top[0].data, self.norm.data, self.wrong.found
+        )
         self.wrong.check()
         if len(top) > 1:
             self.ops.copy(prob, top[1].data.reshape(self.view))
@@ -170,7 +184,9 @@ class EuclideanLoss(LossLayer):
         """da = weight / N * (a - b), db = -da."""
         for b, wanted, sign in zip(bottom, propagate_down, (1, -1), strict=True):
             if wanted:
-                self.ops.euclidean_loss_backward(self.difference.data, top[0].diff, sign * self.items, b.diff)
+                self.ops.euclidean_loss_backward(
+                    self.difference.data, top[0].diff, sign * self.items, b.diff
+                )
 
     def allow_force_backward(self, index: int) -> bool:
         """Both bottoms get a gradient."""
@@ -179,9 +195,11 @@ class EuclideanLoss(LossLayer):
 
 @layer("SigmoidCrossEntropyLoss")
 class SigmoidCrossEntropyLoss(ClassLoss):
-    """Sum of max(x, 0) - x*t + log(1 + exp(-|x|)) / divisor: -t log s(x) - (1-t) log(1 - s(x)), s the sigmoid.
+    """Sum of max(x, 0) - x*t + log(1 + exp(-|x|)) / divisor: -t log s(x) - (1-t) log(1 - s(x)), s
+    the sigmoid.
 
-    Scores x and targets t of one count; the divisor is the batch size unless loss_param says otherwise.
+    Scores x and targets t of one count; the divisor is the batch size unless loss_param says
+    otherwise.
     """
 
     on_gpu = True
@@ -192,7 +210,9 @@ class SigmoidCrossEntropyLoss(ClassLoss):
         super().reshape(bottom, top)
         self.items = items(bottom[0])
         if bottom[0].count != bottom[1].count:
-            raise ConfigError(f"{bottom[0].count} predictions need as many targets, not {bottom[1].count}")
+            raise ConfigError(
+                f"{bottom[0].count} predictions need as many targets, not {bottom[1].count}"
+            )
         self.norm = self.buffer((), np.float64)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -211,9 +231,11 @@ class SigmoidCrossEntropyLoss(ClassLoss):
 
 @layer("Accuracy")
 class Accuracy(Layer):
-    """The share of labels for which fewer than top_k other classes score as high; scores (N, C, ...), labels (N, ...).
+    """The share of labels for which fewer than top_k other classes score as high; scores (N, C,
+    ...), labels (N, ...).
 
-    Ties therefore count against the label, and so does NaN. An optional second top (C) has the share of each class.
+    Ties therefore count against the label, and so does NaN. An optional second top (C) has the
+    share of each class.
     """
 
     on_gpu = True
@@ -232,15 +254,27 @@ class Accuracy(Layer):
         check_labels(bottom[0], bottom[1], self.view)
         self.ignore = param.ignore_label if param.HasField("ignore_label") else None
         if not 1 <= param.top_k <= self.view[1]:
-            raise ConfigError(f"accuracy_param: top_k {param.top_k} must lie between 1 and the {self.view[1]} classes")
+            raise ConfigError(
+                f"accuracy_param: top_k {param.top_k} must lie between 1 and the {self.view[1]} classes"
+            )
         self.hits, self.counts = (self.buffer([self.view[1]], np.int64) for _ in range(2))
         for t, shape in zip(top, ((), (self.view[1],)), strict=False):
             t.reshape(shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write the shares; DataError for a label that names no class."""
-        scores, labels = bottom[0].data.reshape(self.view), bottom[1].data.reshape(self.view[0], self.view[2])
-        given = scores, labels, self.param.accuracy_param.top_k, self.ignore, self.hits.data, self.counts.data
+        scores, labels = (
+            bottom[0].data.reshape(self.view),
+            bottom[1].data.reshape(self.view[0], self.view[2]),
+        )
+        given = (
+            scores,
+            labels,
+            self.param.accuracy_param.top_k,
+            self.ignore,
+            self.hits.data,
+            self.counts.data,
+        )
         shares = top[1].data if len(top) > 1 else None
         self.ops.accuracy(*given, top[0].data, shares, self.wrong.found)
         self.wrong.check()
@@ -252,7 +286,8 @@ class Accuracy(Layer):
 
 @layer("InfogainLoss")
 class InfogainLoss(ClassLoss):
-    """-sum over classes of H[label] * log p / divisor, p = softmax of the scores along `axis`, at least 1e-20.
+    """-sum over classes of H[label] * log p / divisor, p = softmax of the scores along `axis`, at
+    least 1e-20.
 
     H (C, C) is bottom 2 or the BlobProto file `source`. An optional second top is p.
     """
@@ -265,13 +300,17 @@ class InfogainLoss(ClassLoss):
         """Read H from its file if it is not a bottom."""
         super().setup(bottom, top)
         if self.param.loss_param.HasField("normalize"):
-            raise ConfigError("InfogainLoss does not take the old loss_param normalize; give normalization")
+            raise ConfigError(
+                "InfogainLoss does not take the old loss_param normalize; give normalization"
+            )
         self.wrong = bad_labels(self, lambda: self.view[1])
         self.matrix: Array | None = None
         if len(bottom) < 3:
             source = self.param.infogain_loss_param.source
             if not source:
-                raise ConfigError("infogain_loss_param: give source, or the matrix as a third bottom")
+                raise ConfigError(
+                    "infogain_loss_param: give source, or the matrix as a third bottom"
+                )
             matrix = binary.read_array(locate(source, self.path))
             self.matrix = self.device.on_device(matrix.astype(self.dtype))
 
@@ -283,7 +322,9 @@ class InfogainLoss(ClassLoss):
         classes = self.view[1]
         count = bottom[2].count if self.matrix is None else self.matrix.size
         if count != classes * classes:
-            raise ConfigError(f"{classes} classes need an infogain matrix of {classes * classes} elements, not {count}")
+            raise ConfigError(
+                f"{classes} classes need an infogain matrix of {classes * classes} elements, not {count}"
+            )
         self.prob, self.norm = self.buffer(self.view), self.buffer((), np.float64)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
@@ -308,7 +349,9 @@ class InfogainLoss(ClassLoss):
         """dx = weight / divisor * (p * sum of H[label] - H[label])."""
         self.refuse_label_gradient(propagate_down)
         if len(propagate_down) > 2 and propagate_down[2]:
-            raise ConfigError("InfogainLoss cannot differentiate its matrix; give it propagate_down: false")
+            raise ConfigError(
+                "InfogainLoss cannot differentiate its matrix; give it propagate_down: false"
+            )
         if propagate_down[0]:
             numbers, dx = (top[0].diff, self.norm.data), bottom[0].diff.reshape(self.view)
             self.ops.infogain_loss_backward(self.prob.data, *self.given(bottom), *numbers, dx)
@@ -346,7 +389,9 @@ class MultinomialLogisticLoss(ItemLoss):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write the loss; DataError for a label that names no class."""
-        self.ops.multinomial_loss_forward(*self.given(bottom), self.items, top[0].data, self.wrong.found)
+        self.ops.multinomial_loss_forward(
+            *self.given(bottom), self.items, top[0].data, self.wrong.found
+        )
         self.wrong.check()
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -359,7 +404,9 @@ class MultinomialLogisticLoss(ItemLoss):
 
 @layer("HingeLoss")
 class HingeLoss(ItemLoss):
-    """Sum of m / N, or of m^2 / N with norm L2; m = max(0, 1 + x), at the label max(0, 1 - x); scores (N, C)."""
+    """Sum of m / N, or of m^2 / N with norm L2; m = max(0, 1 + x), at the label max(0, 1 - x);
+    scores (N, C).
+    """
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Allot m."""
@@ -383,9 +430,11 @@ class HingeLoss(ItemLoss):
 
 @layer("ContrastiveLoss")
 class ContrastiveLoss(LossLayer):
-    """Sum of d^2 over similar pairs and max(margin - d, 0)^2 over the others / 2N, d = |a - b| (Hadsell et al. 2006).
+    """Sum of d^2 over similar pairs and max(margin - d, 0)^2 over the others / 2N, d = |a - b|
+    (Hadsell et al. 2006).
 
-    Bottoms a, b (N, C) and y (N), 1 for a similar pair. legacy_version takes max(margin - d^2, 0) instead.
+    Bottoms a, b (N, C) and y (N), 1 for a similar pair. legacy_version takes max(margin - d^2, 0)
+    instead.
     """
 
     on_gpu = True
@@ -396,7 +445,9 @@ class ContrastiveLoss(LossLayer):
         super().reshape(bottom, top)
         a, b, y = bottom
         if a.count != b.count:
-            raise ConfigError(f"both bottoms must have one count: {list(a.shape)} and {list(b.shape)}")
+            raise ConfigError(
+                f"both bottoms must have one count: {list(a.shape)} and {list(b.shape)}"
+            )
         n = items(a)
         if y.count != n:
             raise ConfigError(f"{n} pairs need as many labels, not {y.count}")
@@ -407,19 +458,26 @@ class ContrastiveLoss(LossLayer):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write a - b and the loss."""
         param, view = self.param.contrastive_loss_param, self.view
-        given = bottom[0].data.reshape(view), bottom[1].data.reshape(view), bottom[2].data.reshape(-1)
+        given = (
+            bottom[0].data.reshape(view),
+            bottom[1].data.reshape(view),
+            bottom[2].data.reshape(-1),
+        )
         settings = param.margin, param.legacy_version, self.items
         outcome = self.difference.data, self.factor.data, top[0].data
         self.ops.contrastive_loss_forward(*given, *settings, *outcome)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """da = weight / N * (a - b) if similar, else times -(margin - d) / d, legacy -1, where margin is not reached.
+        """da = weight / N * (a - b) if similar, else times -(margin - d) / d, legacy -1, where
+        margin is not reached.
 
         db = -da.
         """
         for b, wanted, sign in zip(bottom, propagate_down, (1, -1, 0), strict=True):
             if wanted and not sign:
-                raise ConfigError("ContrastiveLoss cannot differentiate its labels; give them propagate_down: false")
+                raise ConfigError(
+                    "ContrastiveLoss cannot differentiate its labels; give them propagate_down: false"
+                )
             if wanted:
                 given = self.difference.data, self.factor.data, top[0].diff, sign * self.items
                 self.ops.contrastive_loss_backward(*given, b.diff.reshape(self.view))

@@ -74,22 +74,32 @@ class ReLU(Elementwise):
 
 @layer("PReLU")
 class PReLU(Elementwise):
-    """y = x > 0 ? x : slope_c * x; the parameter is slope (C), or () with channel_shared (He et al. 2015)."""
+    """y = x > 0 ? x : slope_c * x; the parameter is slope (C), or () with channel_shared (He et al.
+    2015).
+    """
 
     reads_input = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Make the slope, 0.25 unless there is a filler."""
         if len(bottom[0].shape) < 2:
-            raise ConfigError(f"PReLU needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
+            raise ConfigError(
+                f"PReLU needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
+            )
         param = self.param.prelu_param
         self.shared = param.channel_shared
         shape = () if self.shared else bottom[0].shape[1:2]
         if not self.blobs:
             default = FillerParameter(value=0.25)
-            fill(self.add_blob(shape), param.filler if param.HasField("filler") else default, self.device.rng)
+            fill(
+                self.add_blob(shape),
+                param.filler if param.HasField("filler") else default,
+                self.device.rng,
+            )
         elif self.blobs[0].shape != shape:
-            raise ConfigError(f"the slope has shape {list(self.blobs[0].shape)}, the bottom asks for {list(shape)}")
+            raise ConfigError(
+                f"the slope has shape {list(self.blobs[0].shape)}, the bottom asks for {list(shape)}"
+            )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check that the channels are as many as the slopes."""
@@ -228,7 +238,9 @@ class ELU(Elementwise):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy * (x > 0 ? 1 : alpha + y)."""
         if propagate_down[0]:
-            self.ops.elu_backward(self.kept.data, top[0].data, top[0].diff, bottom[0].diff, self.alpha)
+            self.ops.elu_backward(
+                self.kept.data, top[0].data, top[0].diff, bottom[0].diff, self.alpha
+            )
 
 
 @layer("Swish")
@@ -248,7 +260,9 @@ class Swish(Elementwise):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy * (beta * y + s * (1 - beta * y))."""
         if propagate_down[0]:
-            self.ops.swish_backward(top[0].data, self.sigmoid.data, top[0].diff, bottom[0].diff, self.beta)
+            self.ops.swish_backward(
+                top[0].data, self.sigmoid.data, top[0].diff, bottom[0].diff, self.beta
+            )
 
 
 @layer("AbsVal")
@@ -296,7 +310,9 @@ class Clip(SameShape):
         """Read and check the bounds."""
         self.low, self.high = self.param.clip_param.min, self.param.clip_param.max
         if self.low > self.high:
-            raise ConfigError(f"clip_param needs min <= max, not min {self.low:g} and max {self.high:g}")
+            raise ConfigError(
+                f"clip_param needs min <= max, not min {self.low:g} and max {self.high:g}"
+            )
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y."""
@@ -378,7 +394,9 @@ class Threshold(SameShape):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y."""
-        np.greater(bottom[0].data, self.param.threshold_param.threshold, out=top[0].data, casting="unsafe")
+        np.greater(
+            bottom[0].data, self.param.threshold_param.threshold, out=top[0].data, casting="unsafe"
+        )
 
     def allow_force_backward(self, index: int) -> bool:
         """There is no gradient."""

@@ -14,12 +14,15 @@ from caffepy.layer.pooling import check_padded
 from caffepy.proto.caffe_pb2 import TEST, FillerParameter, LRNParameter
 
 Together = Callable[[Array], Array]
-"""Called by solvers each with an array of its own, at the same place: those of all, along an axis more, the first."""
+"""Called by solvers each with an array of its own, at the same place: those of all, along an axis
+more, the first.
+"""
 
 
 @layer("LRN")
 class LRN(SameShape):
-    """Local response normalization, (N, C, H, W) -> the same (Krizhevsky et al. 2012); n = local_size.
+    """Local response normalization, (N, C, H, W) -> the same (Krizhevsky et al. 2012); n =
+    local_size.
 
     ACROSS_CHANNELS: y = x * s^-beta, s = k + alpha/n * sum of x^2 over the n channels around.
     WITHIN_CHANNEL: s = 1 + alpha * mean of x^2 over the n x n pixels around, those outside being 0.
@@ -32,7 +35,12 @@ class LRN(SameShape):
         param = self.param.lrn_param
         if param.local_size % 2 == 0:
             raise ConfigError(f"lrn_param: local_size must be odd, not {param.local_size}")
-        self.size, self.alpha, self.beta, self.k = param.local_size, param.alpha, param.beta, param.k
+        self.size, self.alpha, self.beta, self.k = (
+            param.local_size,
+            param.alpha,
+            param.beta,
+            param.k,
+        )
         self.across = param.norm_region == LRNParameter.ACROSS_CHANNELS
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -68,21 +76,27 @@ class LRN(SameShape):
         self.ops.multiply(x, y, y)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = dy * s^-beta - 2 * beta * (alpha / number in the window) * x * sum over the window of dy * y / s."""
+        """dx = dy * s^-beta - 2 * beta * (alpha / number in the window) * x * sum over the window
+        of dy * y / s.
+        """
         if not propagate_down[0]:
             return
         x, dy, dx = self.kept.data, top[0].diff, bottom[0].diff
         if self.across:
             # Neighbours read a channel's dy, so in place they must not find its dx there.
             out = self.product.data if dx is dy else dx
-            self.ops.lrn_backward(x, top[0].data, self._kept_scale, dy, out, self.size, self.alpha, self.beta, self.k)
+            self.ops.lrn_backward(
+                x, top[0].data, self._kept_scale, dy, out, self.size, self.alpha, self.beta, self.k
+            )
             if out is not dx:
                 self.ops.copy(out, dx)
             return
         s, window, product = self.scale.data, self.window.data, self.product.data
         self.ops.power_forward(s, product, -self.beta, 1.0, 0.0)
         self.ops.multiply(dy, product, dx)
-        self.ops.multiply(dx, x, product)  # dy * y, without y: a layer in place may have overwritten it
+        self.ops.multiply(
+            dx, x, product
+        )  # dy * y, without y: a layer in place may have overwritten it
         np.divide(product, s, out=product)
         self.ops.ave_pool_backward(product, window, *self.pooling)
         self.ops.multiply(x, window, window)
@@ -98,10 +112,11 @@ class LRN(SameShape):
 class BatchNorm(SameShape):
     """y = (x - mean) / sqrt(variance + eps) per channel of (N, C, ...) (Ioffe and Szegedy 2015).
 
-    Blobs: running sums of mean (C) and variance (C) and the weight of both (1): each batch multiplies them by
-    moving_average_fraction and adds its mean, its variance * m/(m-1) and 1. With use_global_stats (TEST unless given)
-    mean and variance are those sums divided by that weight, else the batch's own. With NVCaffe's scale_bias y becomes
-    y * scale + bias, two learnable blobs (C) more.
+    Blobs: running sums of mean (C) and variance (C) and the weight of both (1): each batch
+    multiplies them by moving_average_fraction and adds its mean, its variance * m/(m-1) and 1. With
+    use_global_stats (TEST unless given) mean and variance are those sums divided by that weight,
+    else the batch's own. With NVCaffe's scale_bias y becomes y * scale + bias, two learnable blobs
+    (C) more.
 
     With `together` set the layers of several solvers normalize their batches, of one size, as one.
     """
@@ -118,25 +133,37 @@ class BatchNorm(SameShape):
         """Make the three blobs, which no solver may learn, and perhaps scale and bias."""
         param = self.param.batch_norm_param
         self.fraction, self.eps = param.moving_average_fraction, param.eps
-        self.is_global = param.use_global_stats if param.HasField("use_global_stats") else self.phase == TEST
+        self.is_global = (
+            param.use_global_stats if param.HasField("use_global_stats") else self.phase == TEST
+        )
         if len(bottom[0].shape) < 2:
-            raise ConfigError(f"BatchNorm needs a bottom of at least 2 axes, not {list(bottom[0].shape)}")
+            raise ConfigError(
+                f"BatchNorm needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
+            )
         c = bottom[0].shape[1]
         self.scales = param.scale_bias
         if not self.blobs:
             for size in (c, c, 1):
                 self.add_blob([size])
             if self.scales:
-                scale_filler = param.scale_filler if param.HasField("scale_filler") else FillerParameter(value=1)
+                scale_filler = (
+                    param.scale_filler
+                    if param.HasField("scale_filler")
+                    else FillerParameter(value=1)
+                )
                 for filler in (scale_filler, param.bias_filler):
                     fill(self.add_blob([c]), filler, self.device.rng)
         if len(self.blobs) != 3 + 2 * self.scales:
-            raise ConfigError(f"incorrect number of parameters: {len(self.blobs)}, not {3 + 2 * self.scales}")
+            raise ConfigError(
+                f"incorrect number of parameters: {len(self.blobs)}, not {3 + 2 * self.scales}"
+            )
         while len(self.param.param) < len(self.blobs):
             self.param.param.add()
         for i, spec in enumerate(self.param.param):
             if not self.scales and spec.lr_mult != 0 and spec.HasField("lr_mult"):
-                raise ConfigError("Cannot configure batch normalization statistics as layer parameters.")
+                raise ConfigError(
+                    "Cannot configure batch normalization statistics as layer parameters."
+                )
             spec.lr_mult = float(i >= 3)  # NVCaffe overrides what is given
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -151,7 +178,9 @@ class BatchNorm(SameShape):
             self.normalized = self._buffer_like(bottom[0])
 
     def meet(self, together: Together | None) -> None:
-        """Normalize by the statistics of the batches of all who meet by this, from the next pass on; None: alone."""
+        """Normalize by the statistics of the batches of all who meet by this, from the next pass
+        on; None: alone.
+        """
         self.together = together
         if together and not hasattr(self, "normalized"):
             self.normalized = self._buffer_like(self.kept)
@@ -161,7 +190,8 @@ class BatchNorm(SameShape):
         return PLAIN if self.scales else native
 
     def prepare(self, x: Array, scale: Array | None = None, bias: Array | None = None) -> Array:
-        """The mean, inverse deviation, factor and shift of each channel, (4, C); in batch mode the sums go on.
+        """The mean, inverse deviation, factor and shift of each channel, (4, C); in batch mode the
+        sums go on.
 
         y * scale + bias = x * factor + shift; x (N, C, P).
         """
@@ -186,7 +216,9 @@ class BatchNorm(SameShape):
         for blob, value in zip(self.statistics, (mean, unbiased, 1), strict=True):
             blob.host_data[...] = blob.host_data * self.fraction + value
         device.flush()
-        device.upload(np.stack([mean, 1 / np.sqrt(variance + self.eps)]).astype(self.dtype), numbers[:2])
+        device.upload(
+            np.stack([mean, 1 / np.sqrt(variance + self.eps)]).astype(self.dtype), numbers[:2]
+        )
 
     def _backward_together(self, x: Array, dy: Array, dx: Array, together: Together) -> None:
         """The gradient of `_prepare_together`: the means over all batches of dy and of dy * y."""
@@ -217,9 +249,11 @@ class BatchNorm(SameShape):
             self.ops.batch_norm_forward(x, mean, inverse, y)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = (dy - mean(dy) - y * mean(dy * y)) / sqrt(variance + eps); with global statistics without the means.
+        """dx = (dy - mean(dy) - y * mean(dy * y)) / sqrt(variance + eps); with global statistics
+        without the means.
 
-        With scale_bias y is that before the scaling, dscale += sum of dy * y, dbias += sum of dy, then dy *= scale.
+        With scale_bias y is that before the scaling, dscale += sum of dy * y, dbias += sum of dy,
+        then dy *= scale.
         """
         dy = top[0].diff.reshape(self.view)
         dx = dy if top[0].diff is bottom[0].diff else bottom[0].diff.reshape(self.view)
@@ -228,7 +262,9 @@ class BatchNorm(SameShape):
             *_, dscale, dbias = (blob.diff if want else None for blob, want in wanted)
             scale = self.blobs[3].data
             normalized = self.normalized.data.reshape(self.view)
-            self.ops.scale_backward(normalized, scale, dy, dx if propagate_down[0] else None, dscale, dbias)
+            self.ops.scale_backward(
+                normalized, scale, dy, dx if propagate_down[0] else None, dscale, dbias
+            )
             dy = dx
         if not propagate_down[0]:
             return
@@ -243,7 +279,8 @@ class BatchNorm(SameShape):
 
 @layer("MVN")
 class MVN(SameShape):
-    """y = (x - mean) / (sqrt(variance) + eps), over each plane of (N, C, H, W) or, across_channels, over each item.
+    """y = (x - mean) / (sqrt(variance) + eps), over each plane of (N, C, H, W) or, across_channels,
+    over each item.
 
     The top has four axes even if the bottom has fewer; those that it lacks are 1.
     """
@@ -288,24 +325,32 @@ class MVN(SameShape):
 
 
 class Broadcast(SameShape):
-    """A layer whose parameter, or bottom 1, goes along some axes of bottom 0: from `axis` on, `num_axes` of them."""
+    """A layer whose parameter, or bottom 1, goes along some axes of bottom 0: from `axis` on,
+    `num_axes` of them.
+    """
 
     bottoms = (1, 2)
 
-    def make_blobs(self, bottom: Blobs, axis: int, num_axes: int, fillers: Sequence[FillerParameter]) -> None:
+    def make_blobs(
+        self, bottom: Blobs, axis: int, num_axes: int, fillers: Sequence[FillerParameter]
+    ) -> None:
         """Add and fill blobs of the shape of the axes, one a filler."""
         shape = bottom[-1].shape
         if len(bottom) == 1:
             start = bottom[0].axis(axis)
             end = len(shape) if num_axes == -1 else start + num_axes
             if num_axes < -1 or end > len(shape):
-                raise ConfigError(f"axis {axis} and num_axes {num_axes} do not lie within {list(shape)}")
+                raise ConfigError(
+                    f"axis {axis} and num_axes {num_axes} do not lie within {list(shape)}"
+                )
             shape = shape[start:end]
         if not self.blobs:
             for filler in fillers:
                 fill(self.add_blob(shape), filler, self.device.rng)
         if len(self.blobs) != len(fillers):
-            raise ConfigError(f"incorrect number of parameters: {len(self.blobs)}, not {len(fillers)}")
+            raise ConfigError(
+                f"incorrect number of parameters: {len(self.blobs)}, not {len(fillers)}"
+            )
 
     def find_view(self, bottom: Blobs, axis: int, operand: Blob) -> None:
         """Set `view`, (outer, C, inner) with C the count of the operand, and check that it fits."""
@@ -313,7 +358,9 @@ class Broadcast(SameShape):
         start = 0 if not operand.shape else bottom[0].axis(axis)
         end = start + len(operand.shape)
         if shape[start:end] != operand.shape:
-            raise ConfigError(f"shape {list(operand.shape)} does not fit {list(shape)} from axis {start} on")
+            raise ConfigError(
+                f"shape {list(operand.shape)} does not fit {list(shape)} from axis {start} on"
+            )
         self.view = (prod(shape[:start]), operand.count, prod(shape[end:]))
 
     def gradients(self, top: Blobs, bottom: Blobs, wanted: bool) -> tuple[Array, Array | None]:
@@ -333,7 +380,8 @@ def _start_from_zero(blob: Blob) -> Array:
 class Scale(Broadcast):
     """y = x * scale + bias, both broadcast over the other axes.
 
-    The scale is bottom 1 or a parameter (filled with 1), the bias (bias_term) the last parameter (filled with 0).
+    The scale is bottom 1 or a parameter (filled with 1), the bias (bias_term) the last parameter
+    (filled with 0).
     """
 
     reads_input = True
@@ -341,11 +389,15 @@ class Scale(Broadcast):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Make scale and bias."""
         param = self.param.scale_param
-        fillers = [param.filler if param.HasField("filler") else FillerParameter(value=1)] * (len(bottom) == 1)
+        fillers = [param.filler if param.HasField("filler") else FillerParameter(value=1)] * (
+            len(bottom) == 1
+        )
         fillers += [param.bias_filler] * param.bias_term
         self.make_blobs(bottom, param.axis, param.num_axes, fillers)
         self.bias = self.blobs[-1] if param.bias_term else None
-        self.by_channels = len(bottom) == 1 and bottom[0].axis(param.axis) == 1 and len(self.blobs[0].shape) == 1
+        self.by_channels = (
+            len(bottom) == 1 and bottom[0].axis(param.axis) == 1 and len(self.blobs[0].shape) == 1
+        )
 
     def format_for(self, native: Format) -> Format:
         """As they come where each channel has its scale."""
@@ -381,7 +433,9 @@ class Scale(Broadcast):
 
 @layer("Bias")
 class Bias(Broadcast):
-    """y = x + bias, broadcast over the other axes; the bias is bottom 1 or a parameter (filled with 0)."""
+    """y = x + bias, broadcast over the other axes; the bias is bottom 1 or a parameter (filled with
+    0).
+    """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Make the bias."""

@@ -20,11 +20,16 @@ def read_pair(param: PoolingParameter, name: str, pair: str) -> Pair:
         raise ConfigError(f"{pair}_h and {pair}_w must be given together, or {name} alone")
     if h and param.HasField(name):
         raise ConfigError(f"{name} and {pair}_h/{pair}_w exclude each other")
-    return (getattr(param, f"{pair}_h"), getattr(param, f"{pair}_w")) if h else (getattr(param, name),) * 2
+    return (
+        (getattr(param, f"{pair}_h"), getattr(param, f"{pair}_w"))
+        if h
+        else (getattr(param, name),) * 2
+    )
 
 
 def pooled_size(size: int, kernel: int, stride: int, pad: int, any_pad: bool, up: bool) -> int:
-    """Number of windows along an axis; the last one must begin inside the input or the padding before it.
+    """Number of windows along an axis; the last one must begin inside the input or the padding
+    before it.
 
     The quotient is a 32-bit float, as in Caffe.
     """
@@ -37,15 +42,18 @@ def check_padded(size: Sequence[int], pad: Sequence[int]) -> None:
     """ConfigError for a plane that is too large with its padding."""
     padded = [s + 2 * p for s, p in zip(size, pad, strict=True)]
     if prod(padded) > MAX_COUNT:
-        raise ConfigError(f"{_by(size)} inputs padded to {_by(padded)} have more than 2^31 elements")
+        raise ConfigError(
+            f"{_by(size)} inputs padded to {_by(padded)} have more than 2^31 elements"
+        )
 
 
 @layer("Pooling")
 class Pooling(Drawing):
     """(N, C, H, W) -> (N, C, Ho, Wo); a second top of MAX is the index h*W + w of each maximum.
 
-    Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode. AVE counts padding in its divisor.
-    STOCHASTIC takes an element by its share of the sum, at TEST the mean with these shares (Zeiler and Fergus 2013).
+    Ho = ceil((H + 2*pad - kernel) / stride) + 1, or floor by round_mode. AVE counts padding in its
+    divisor. STOCHASTIC takes an element by its share of the sum, at TEST the mean with these shares
+    (Zeiler and Fergus 2013).
     """
 
     on_gpu = True
@@ -62,7 +70,9 @@ class Pooling(Drawing):
             raise ConfigError("only MAX pooling has a second top")
         has_kernel = any(param.HasField(name) for name in ("kernel_size", "kernel_h", "kernel_w"))
         if self.whole and has_kernel:
-            raise ConfigError("global_pooling takes the whole image as its kernel; give no kernel size")
+            raise ConfigError(
+                "global_pooling takes the whole image as its kernel; give no kernel size"
+            )
         if not self.whole and not has_kernel:
             raise ConfigError("kernel_size, or kernel_h and kernel_w, is needed")
         self.kernel = read_pair(param, "kernel_size", "kernel")
@@ -77,7 +87,9 @@ class Pooling(Drawing):
         if self.method == PoolingParameter.STOCHASTIC and self.pad != (0, 0):
             raise ConfigError("STOCHASTIC pooling takes no pad; MAX and AVE do")
         if not self.whole and any(p >= k for p, k in zip(self.pad, self.kernel, strict=True)):
-            raise ConfigError(f"pad {_by(self.pad)} must be smaller than the kernel {_by(self.kernel)}")
+            raise ConfigError(
+                f"pad {_by(self.pad)} must be smaller than the kernel {_by(self.kernel)}"
+            )
 
     @property
     def draws(self) -> bool:
@@ -87,7 +99,9 @@ class Pooling(Drawing):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Count the windows."""
         if len(bottom[0].shape) != 4:
-            raise ConfigError(f"pooling needs an input with 4 axes (N, C, H, W), not {len(bottom[0].shape)}")
+            raise ConfigError(
+                f"pooling needs an input with 4 axes (N, C, H, W), not {len(bottom[0].shape)}"
+            )
         n, c, *size = bottom[0].shape
         if self.whole:
             self.kernel = size[0], size[1]
@@ -97,7 +111,9 @@ class Pooling(Drawing):
             for axis in zip(size, self.kernel, self.stride, self.pad, strict=True)
         ]
         if min(out) < 1:
-            raise ConfigError(f"kernel {_by(self.kernel)} does not fit its {_by(size)} input (pad {_by(self.pad)})")
+            raise ConfigError(
+                f"kernel {_by(self.kernel)} does not fit its {_by(size)} input (pad {_by(self.pad)})"
+            )
         check_padded(size, self.pad)
         for t in top:
             t.reshape((n, c, *out))
@@ -138,7 +154,8 @@ class Pooling(Drawing):
 
 @layer("SPP")
 class SPP(Layer):
-    """(N, C, H, W) -> (N, C * (4^0 + 4^1 + ... + 4^(pyramid_height - 1))): spatial pyramid pooling (He et al. 2014).
+    """(N, C, H, W) -> (N, C * (4^0 + 4^1 + ... + 4^(pyramid_height - 1))): spatial pyramid pooling
+    (He et al. 2014).
 
     Level i has 2^i x 2^i bins. A single level keeps its four axes.
     """
@@ -163,7 +180,11 @@ class SPP(Layer):
             pooling.reshape(bottom, [out])
             self.levels.append((pooling, out))
         self.sum = self.buffer(bottom[0].shape)
-        top[0].reshape(self.levels[0][1].shape if self.height == 1 else (n, sum(o.count for _, o in self.levels) // n))
+        top[0].reshape(
+            self.levels[0][1].shape
+            if self.height == 1
+            else (n, sum(o.count for _, o in self.levels) // n)
+        )
 
     def _level_param(self, level: int, h: int, w: int) -> LayerParameter:
         bins = 1 << level

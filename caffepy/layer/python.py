@@ -14,9 +14,9 @@ from caffepy.layer.python_blob import BlobVec, wrap_all
 class Python(Layer):
     """Any bottoms -> any tops, by the class `layer` of the module `module`.
 
-    Its object, `instance`, gets param_str, phase and blobs, and is called with lists of blobs as pycaffe shows them. It
-    multiplies by its loss weight (`top[0].diff`) and adds to the diffs of its parameters itself. ConfigError names the
-    file and the line of user code that raised.
+    Its object, `instance`, gets param_str, phase and blobs, and is called with lists of blobs as
+    pycaffe shows them. It multiplies by its loss weight (`top[0].diff`) and adds to the diffs of
+    its parameters itself. ConfigError names the file and the line of user code that raised.
     """
 
     bottoms = (0, None)
@@ -32,12 +32,16 @@ class Python(Layer):
         """Find the class and make its object."""
         param = self.param.python_param
         if not param.module or not param.layer:
-            raise ConfigError('python_param needs "module", the name of a Python module, and "layer", a class in it')
+            raise ConfigError(
+                'python_param needs "module", the name of a Python module, and "layer", a class in it'
+            )
         self._code = UserCode(param.module, self.path)
         made_by = self._code.find(param.layer)
         for method in ("reshape", "forward"):
             if not callable(getattr(made_by, method, None)) and isinstance(made_by, type):
-                raise ConfigError(f'class "{param.layer}" ({self._code.file}) has no method "{method}"')
+                raise ConfigError(
+                    f'class "{param.layer}" ({self._code.file}) has no method "{method}"'
+                )
         self.instance = self._code.call(made_by, *([self.param] if _takes_one(made_by) else []))
         self.instance.param_str = param.param_str
         self.instance.phase = self.phase
@@ -56,7 +60,9 @@ class Python(Layer):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Let the user's code write bottom diffs and add parameter diffs."""
         if hasattr(self.instance, "backward"):
-            self._code.call(self.instance.backward, wrap_all(top), list(propagate_down), wrap_all(bottom))
+            self._code.call(
+                self.instance.backward, wrap_all(top), list(propagate_down), wrap_all(bottom)
+            )
         elif any(propagate_down) or any(self.param_propagate_down):
             raise ConfigError(
                 f'class "{self.param.python_param.layer}" ({self._code.file}) has no method "backward"; write one, or '

@@ -13,7 +13,9 @@ from caffepy.device.blob import Blob as Inner
 
 
 class Blob:
-    """A blob as scripts and Python layers see it: numpy arrays `data` and `diff` that may be read and written."""
+    """A blob as scripts and Python layers see it: numpy arrays `data` and `diff` that may be read
+    and written.
+    """
 
     __slots__ = ("_inner",)
 
@@ -61,7 +63,9 @@ class Blob:
         return self._inner.legacy_shape()[3]
 
     def reshape(self, *shape: int) -> None:
-        """Take this shape: `blob.reshape(10, 3, 227, 227)`; the net's layers follow at the next forward or reshape."""
+        """Take this shape: `blob.reshape(10, 3, 227, 227)`; the net's layers follow at the next
+        forward or reshape.
+        """
         self._inner.reshape(map(index, shape))
 
     @property
@@ -100,7 +104,9 @@ class BlobVec(Sequence[Blob]):
     @overload
     def __getitem__(self, index: slice) -> list[Blob]: ...
     def __getitem__(self, index: int | slice) -> Blob | list[Blob]:
-        return wrap_all(self._inner[index]) if isinstance(index, slice) else wrap(self._inner[index])
+        return (
+            wrap_all(self._inner[index]) if isinstance(index, slice) else wrap(self._inner[index])
+        )
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -109,7 +115,9 @@ class BlobVec(Sequence[Blob]):
         """Append a zero-filled parameter of this shape."""
         self._inner.append(Inner(shape, self._dtype))
 
-    def __reduce__(self) -> tuple[Callable[[list[Blob], DTypeLike], "BlobVec"], tuple[list[Blob], DTypeLike]]:
+    def __reduce__(
+        self,
+    ) -> tuple[Callable[[list[Blob], DTypeLike], "BlobVec"], tuple[list[Blob], DTypeLike]]:
         return _vector, (list(self), self._dtype)
 
 
@@ -119,7 +127,9 @@ def _vector(blobs: list[Blob], dtype: DTypeLike) -> BlobVec:
 
 def _address(array: Array) -> int:
     if isinstance(array, np.ndarray):
-        raise DeviceError("this blob lies in the host's memory: caffe.set_mode_gpu() before its net is built")
+        raise DeviceError(
+            "this blob lies in the host's memory: caffe.set_mode_gpu() before its net is built"
+        )
     return int(array.data.ptr)
 
 

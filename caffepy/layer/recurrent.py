@@ -1,7 +1,9 @@
-"""Recurrent layers: T steps of N independent streams, (T, N, ...), with `cont` (T, N) 0 where a sequence begins.
+"""Recurrent layers: T steps of N independent streams, (T, N, ...), with `cont` (T, N) 0 where a
+sequence begins.
 
-The state after the last step is where the next batch begins; no gradient crosses from batch to batch. Each layer is a
-matrix product over the inputs of all steps, one loop of the back end, and products for the gradients afterwards.
+The state after the last step is where the next batch begins; no gradient crosses from batch to
+batch. Each layer is a matrix product over the inputs of all steps, one loop of the back end, and
+products for the gradients afterwards.
 """
 
 import logging
@@ -19,11 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class Recurrent(Layer):
-    """Bottoms x (T, N, ...), cont (T, N), perhaps x_static (N, ...); with expose_hidden then the states (1, N, H).
+    """Bottoms x (T, N, ...), cont (T, N), perhaps x_static (N, ...); with expose_hidden then the
+    states (1, N, H).
 
-    Tops (T, N, H) and with expose_hidden the states after the last step. Weights (G, D), bias (G) of the inputs,
-    perhaps weights (G, D_static) of the static input, weights (G, H) of the state, then what the type adds.
-    States get and give no gradient.
+    Tops (T, N, H) and with expose_hidden the states after the last step. Weights (G, D), bias (G)
+    of the inputs, perhaps weights (G, D_static) of the static input, weights (G, H) of the state,
+    then what the type adds. States get and give no gradient.
     """
 
     on_gpu = True
@@ -33,7 +36,9 @@ class Recurrent(Layer):
     states: ClassVar[int] = 1
     gates: ClassVar[int] = 1  # G = gates * H
     input_name: ClassVar[str]
-    added: ClassVar[Sequence[str]] = ()  # names of the further parameters: (H, H) for a W, (H) for a b
+    added: ClassVar[
+        Sequence[str]
+    ] = ()  # names of the further parameters: (H, H) for a W, (H) for a b
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Count the blobs, fill the parameters."""
@@ -67,7 +72,9 @@ class Recurrent(Layer):
                 filler = param.weight_filler if len(shape) == 2 else param.bias_filler
                 fill(self.add_blob(shape), filler, self.device.rng)
         if len(self.blobs) != len(shapes):
-            raise ConfigError(f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}")
+            raise ConfigError(
+                f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"
+            )
         for i, ((name, shape), blob) in enumerate(zip(shapes.items(), self.blobs, strict=True)):
             check_shape(name, blob, shape)
             log.info("Adding parameter %d: %s", i, name)
@@ -80,7 +87,9 @@ class Recurrent(Layer):
         """ConfigError where bottoms disagree in steps or streams."""
         x, cont = bottom[0].shape, bottom[1].shape
         if len(x) < 2 or x[0] < 1:
-            raise ConfigError(f"bottom[0] must have at least 2 axes -- (#timesteps, #streams, ...), not {list(x)}")
+            raise ConfigError(
+                f"bottom[0] must have at least 2 axes -- (#timesteps, #streams, ...), not {list(x)}"
+            )
         if cont != x[:2]:
             raise ConfigError(
                 "bottom[1] must have exactly 2 axes -- (#timesteps, #streams), those of bottom[0]: "
@@ -92,17 +101,23 @@ class Recurrent(Layer):
             )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The number of steps and the inputs' sizes stay what they were at set-up; the number of streams may change."""
+        """The number of steps and the inputs' sizes stay what they were at set-up; the number of
+        streams may change.
+        """
         self.check_axes(bottom)
         steps, self.streams, *rest = bottom[0].shape
         if steps != self.steps:
-            raise ConfigError(f"input number of timesteps changed: {steps}, at set-up it was {self.steps}")
+            raise ConfigError(
+                f"input number of timesteps changed: {steps}, at set-up it was {self.steps}"
+            )
         sizes = [(self.inputs, prod(rest))]
         if self.static:
             sizes.append((self.static_inputs, prod(bottom[2].shape[1:])))
         for before, now in sizes:
             if before != now:
-                raise ConfigError(f"Input size incompatible with the weights: they are for {before} inputs, not {now}")
+                raise ConfigError(
+                    f"Input size incompatible with the weights: they are for {before} inputs, not {now}"
+                )
         state = (1, self.streams, self.size)
         for i in range(len(bottom) - self.exposed, len(bottom)):
             if bottom[i].shape != state:
@@ -141,7 +156,9 @@ class Recurrent(Layer):
         self.ops.add_bias(flat, self.blobs[1].data)
         if self.static:
             x = bottom[2].data.reshape(self.streams, self.static_inputs)
-            self.ops.matmul(x, self.blobs[2].data.T, self.static_sums.data)  # (N, D_static) @ (D_static, G)
+            self.ops.matmul(
+                x, self.blobs[2].data.T, self.static_sums.data
+            )  # (N, D_static) @ (D_static, G)
             sums += self.static_sums.data
 
     def spread_gradient(self, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -156,14 +173,23 @@ class Recurrent(Layer):
             self.ops.bias_gradient(flat, self.blobs[1].diff)
         if wanted[self.state_weight]:
             kept = self.kept.data.reshape(-1, self.size)
-            self.ops.matmul(flat.T, kept, self.blobs[self.state_weight].diff, accumulate=True)  # (G, T N) @ (T N, H)
+            self.ops.matmul(
+                flat.T, kept, self.blobs[self.state_weight].diff, accumulate=True
+            )  # (G, T N) @ (T N, H)
         if propagate_down[0]:
-            self.ops.matmul(flat, self.blobs[0].data, bottom[0].diff.reshape(-1, self.inputs))  # (T N, G) @ (G, D)
+            self.ops.matmul(
+                flat, self.blobs[0].data, bottom[0].diff.reshape(-1, self.inputs)
+            )  # (T N, G) @ (G, D)
         if self.static and (wanted[2] or propagate_down[2]):
-            x, dx = (a.reshape(self.streams, self.static_inputs) for a in (bottom[2].data, bottom[2].diff))
+            x, dx = (
+                a.reshape(self.streams, self.static_inputs)
+                for a in (bottom[2].data, bottom[2].diff)
+            )
             total = dsums.sum(axis=0, out=self.static_sums.diff)
             if wanted[2]:
-                self.ops.matmul(total.T, x, self.blobs[2].diff, accumulate=True)  # (G, N) @ (N, D_static)
+                self.ops.matmul(
+                    total.T, x, self.blobs[2].diff, accumulate=True
+                )  # (G, N) @ (N, D_static)
             if propagate_down[2]:
                 self.ops.matmul(total, self.blobs[2].data, dx)  # (N, G) @ (G, D_static)
         for i in range(2 + self.static, len(bottom)):
@@ -173,7 +199,9 @@ class Recurrent(Layer):
     def refuse_cont_gradient(self, propagate_down: Sequence[bool]) -> None:
         """ConfigError if cont is asked for a gradient."""
         if propagate_down[1]:
-            raise ConfigError("Cannot backpropagate to sequence indicators (bottom 1); they need propagate_down: false")
+            raise ConfigError(
+                "Cannot backpropagate to sequence indicators (bottom 1); they need propagate_down: false"
+            )
 
     def allow_force_backward(self, index: int) -> bool:
         """cont gets no gradient."""
@@ -184,7 +212,9 @@ class Recurrent(Layer):
         return {} if self.exposed else {"last": [blob.host_data.copy() for blob in self.last]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Begin the next batch where another run ended one; streams may be fewer or more than in this batch."""
+        """Begin the next batch where another run ended one; streams may be fewer or more than in
+        this batch.
+        """
         for blob, array in zip(self.last, state.get("last", ()), strict=True):
             shape = blob.shape
             blob.reshape(array.shape)
@@ -194,10 +224,11 @@ class Recurrent(Layer):
 
 @layer("LSTM")
 class LSTM(Recurrent):
-    """i, f, o, g = w_x x_t + b + w_static x_static + w_h (cont_t h_{t-1}); c_t = f c_{t-1} + i g; h_t = o tanh(c_t).
+    """i, f, o, g = w_x x_t + b + w_static x_static + w_h (cont_t h_{t-1}); c_t = f c_{t-1} + i g;
+    h_t = o tanh(c_t).
 
-    i, o and f / cont_t are sigmoids, g is tanh. States h, then c. Parameters W_xc (4H, D), b_c (4H), [W_xc_static
-    (4H, D_static),] W_hc (4H, H) (Hochreiter and Schmidhuber 1997).
+    i, o and f / cont_t are sigmoids, g is tanh. States h, then c. Parameters W_xc (4H, D), b_c
+    (4H), [W_xc_static (4H, D_static),] W_hc (4H, H) (Hochreiter and Schmidhuber 1997).
     """
 
     states = 2
@@ -234,9 +265,11 @@ class LSTM(Recurrent):
 
 @layer("RNN")
 class RNN(Recurrent):
-    """h_t = tanh(w_x x_t + b + w_static x_static + w_h (cont_t h_{t-1})); the top is o_t = tanh(w_o h_t + b_o).
+    """h_t = tanh(w_x x_t + b + w_static x_static + w_h (cont_t h_{t-1})); the top is o_t = tanh(w_o
+    h_t + b_o).
 
-    State h. Parameters W_xh (H, D), b_h (H), [W_xh_static (H, D_static),] W_hh (H, H), W_ho (H, H), b_o (H).
+    State h. Parameters W_xh (H, D), b_h (H), [W_xh_static (H, D_static),] W_hh (H, H), W_ho (H, H),
+    b_o (H).
     """
 
     input_name = "xh"
@@ -285,7 +318,8 @@ class RNN(Recurrent):
 
 @layer("LSTMUnit")
 class LSTMUnit(Layer):
-    """c_prev (1, N, H), gates (1, N, 4H) in the order i, f, o, g, cont (1, N) -> c, h, both (1, N, H).
+    """c_prev (1, N, H), gates (1, N, 4H) in the order i, f, o, g, cont (1, N) -> c, h, both (1, N,
+    H).
 
     c = f c_prev + i g, h = o tanh(c); i, o sigmoids, g tanh, f a sigmoid times cont.
     """
@@ -324,12 +358,16 @@ class LSTMUnit(Layer):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """To the cell state and the gates."""
         if propagate_down[2]:
-            raise ConfigError("Cannot backpropagate to sequence indicators (bottom 2); they need propagate_down: false")
+            raise ConfigError(
+                "Cannot backpropagate to sequence indicators (bottom 2); they need propagate_down: false"
+            )
         if not any(propagate_down):
             return
         dc, da = bottom[0].diff[0], bottom[1].diff[0]
         self.ops.copy(top[0].diff, bottom[0].diff)
-        self.ops.lstm_unit_backward(self.activations.data[0], bottom[0].data[0], top[0].data[0], top[1].diff[0], dc, da)
+        self.ops.lstm_unit_backward(
+            self.activations.data[0], bottom[0].data[0], top[0].data[0], top[1].diff[0], dc, da
+        )
 
     def allow_force_backward(self, index: int) -> bool:
         """cont gets no gradient."""

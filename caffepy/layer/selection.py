@@ -15,8 +15,8 @@ from caffepy.layer.data_error import problem
 class ArgMax(Layer):
     """The places of the top_k largest values, largest first, ties to the larger place; no gradient.
 
-    With `axis`: (..., c, ...) -> (..., top_k, ...), places, or values with out_max_val. Without: (N, ...) ->
-    (N, 1, top_k), or (N, 2, top_k), places and values, with out_max_val.
+    With `axis`: (..., c, ...) -> (..., top_k, ...), places, or values with out_max_val. Without:
+    (N, ...) -> (N, 1, top_k), or (N, 2, top_k), places and values, with out_max_val.
     """
 
     on_gpu = True
@@ -28,7 +28,9 @@ class ArgMax(Layer):
         axis = bottom[0].axis(param.axis) if param.HasField("axis") else None
         candidates = prod(shape[1:]) if axis is None else shape[axis]
         if not 1 <= param.top_k <= candidates:
-            raise ConfigError(f"argmax_param: top_k {param.top_k} must lie between 1 and {candidates}")
+            raise ConfigError(
+                f"argmax_param: top_k {param.top_k} must lie between 1 and {candidates}"
+            )
         if axis is None:
             top[0].reshape([shape[0], 1 + param.out_max_val, param.top_k] + [1] * (len(shape) - 3))
             self.view = (shape[0], candidates, 1)
@@ -51,7 +53,9 @@ class ArgMax(Layer):
 
 @layer("Crop")
 class Crop(Layer):
-    """Cuts bottom 0, from the offsets on, to the size of bottom 1 in the axes from `axis` (2 unless given)."""
+    """Cuts bottom 0, from the offsets on, to the size of bottom 1 in the axes from `axis` (2 unless
+    given).
+    """
 
     on_gpu = True
     bottoms = 2
@@ -62,17 +66,23 @@ class Crop(Layer):
         param, axis = self.param.crop_param, bottom[0].axis(self.param.crop_param.axis)
         shape, wanted = bottom[0].shape, bottom[1].shape
         if len(shape) != len(wanted):
-            raise ConfigError(f"the bottoms must have equally many axes: {list(shape)} and {list(wanted)}")
+            raise ConfigError(
+                f"the bottoms must have equally many axes: {list(shape)} and {list(wanted)}"
+            )
         offsets: list[int] = list(param.offset)
         cropped = len(shape) - axis
         if len(offsets) not in (0, 1, cropped):
-            raise ConfigError(f"crop_param: {len(offsets)} offsets for {cropped} axes; give one, or one an axis")
+            raise ConfigError(
+                f"crop_param: {len(offsets)} offsets for {cropped} axes; give one, or one an axis"
+            )
         if len(offsets) < cropped:
             offsets = (offsets or [0]) * cropped
         window = [slice(None)] * axis
         for i, offset in enumerate(offsets, axis):
             if offset + wanted[i] > shape[i]:
-                raise ConfigError(f"axis {i}: offset {offset} and size {wanted[i]} exceed the bottom's size {shape[i]}")
+                raise ConfigError(
+                    f"axis {i}: offset {offset} and size {wanted[i]} exceed the bottom's size {shape[i]}"
+                )
             window.append(slice(offset, offset + wanted[i]))
         self.window = tuple(window)
         top[0].reshape([*shape[:axis], *wanted[axis:]])
@@ -128,11 +138,15 @@ class BatchReindex(Layer):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx[index[i]] += dy[i], from 0."""
         if propagate_down[1]:
-            raise ConfigError("BatchReindex cannot differentiate its indices; give them propagate_down: false")
+            raise ConfigError(
+                "BatchReindex cannot differentiate its indices; give them propagate_down: false"
+            )
         if propagate_down[0]:
             dx = bottom[0].diff.reshape(self.view)
             dx.fill(0)
-            self.ops.add_rows(top[0].diff.reshape(bottom[1].count, self.view[1]), bottom[1].data, dx)
+            self.ops.add_rows(
+                top[0].diff.reshape(bottom[1].count, self.view[1]), bottom[1].data, dx
+            )
 
     def allow_force_backward(self, index: int) -> bool:
         """Indices get no gradient."""
@@ -141,7 +155,8 @@ class BatchReindex(Layer):
 
 @layer("Filter")
 class Filter(Layer):
-    """Of each bottom but the last the items whose selector, in the last bottom (N), is not 0: (N, ...) -> (M, ...).
+    """Of each bottom but the last the items whose selector, in the last bottom (N), is not 0: (N,
+    ...) -> (M, ...).
 
     The tops have the bottoms' shapes until the first forward; M may be 0.
     """
@@ -154,7 +169,9 @@ class Filter(Layer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Count the tops."""
         if len(top) != len(bottom) - 1:
-            raise ConfigError(f"Filter has a top for each bottom but the selector: {len(bottom) - 1}, not {len(top)}")
+            raise ConfigError(
+                f"Filter has a top for each bottom but the selector: {len(bottom) - 1}, not {len(top)}"
+            )
         self.started = False
         self.selector = len(bottom) - 1
 
@@ -163,7 +180,9 @@ class Filter(Layer):
         n = bottom[0].shape[0]
         selector = bottom[-1]
         if selector.shape[0] != n or selector.count != n:
-            raise ConfigError(f"the selector must have shape [{n}] for {n} items, not {list(selector.shape)}")
+            raise ConfigError(
+                f"the selector must have shape [{n}] for {n} items, not {list(selector.shape)}"
+            )
         for i, b in enumerate(bottom[:-1]):
             if b.shape[0] != n:
                 raise ConfigError(f"bottom {i} has {b.shape[0]} items, the selector {n}")
@@ -184,7 +203,9 @@ class Filter(Layer):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy of the chosen items, 0 of the others."""
         if propagate_down[-1]:
-            raise ConfigError("Filter cannot differentiate its selector; give it propagate_down: false")
+            raise ConfigError(
+                "Filter cannot differentiate its selector; give it propagate_down: false"
+            )
         for b, t, wanted in zip(bottom, top, propagate_down, strict=False):
             if wanted:
                 b.diff.fill(0)

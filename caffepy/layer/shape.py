@@ -1,4 +1,6 @@
-"""Layers that change shapes: join, cut, share, repeat, reduce, drop; and the sources of blobs of a given shape."""
+"""Layers that change shapes: join, cut, share, repeat, reduce, drop; and the sources of blobs of a
+given shape.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,7 +16,9 @@ from caffepy.proto.caffe_pb2 import ReductionParameter
 
 @layer("Concat")
 class Concat(Layer):
-    """Bottoms joined along `axis` (1 unless given); all other axes agree. One bottom is shared, not copied."""
+    """Bottoms joined along `axis` (1 unless given); all other axes agree. One bottom is shared, not
+    copied.
+    """
 
     on_gpu = True
     bottoms = (1, None)
@@ -32,7 +36,9 @@ class Concat(Layer):
         axis = bottom[0].axis(self.given_axis)
         shape = list(bottom[0].shape)
         for i, b in enumerate(bottom[1:], 1):
-            if len(b.shape) != len(shape) or any(b.shape[k] != shape[k] for k in range(len(shape)) if k != axis):
+            if len(b.shape) != len(shape) or any(
+                b.shape[k] != shape[k] for k in range(len(shape)) if k != axis
+            ):
                 raise ConfigError(
                     f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}: "
                     f"they may differ in axis {axis} only"
@@ -56,13 +62,17 @@ class Concat(Layer):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Copy the gradients back."""
         if len(bottom) > 1 and any(propagate_down):
-            diffs = [b.diff if wanted else None for b, wanted in zip(bottom, propagate_down, strict=True)]
+            diffs = [
+                b.diff if wanted else None for b, wanted in zip(bottom, propagate_down, strict=True)
+            ]
             self.ops.cut(top[0].diff, self.sizes, diffs, self.axis)
 
 
 @layer("Slice")
 class Slice(Layer):
-    """The bottom cut along `axis` (1 unless given) at the slice points, or into equal parts. One top is shared."""
+    """The bottom cut along `axis` (1 unless given) at the slice points, or into equal parts. One
+    top is shared.
+    """
 
     on_gpu = True
     tops = (1, None)
@@ -76,7 +86,9 @@ class Slice(Layer):
         self.given_axis = param.slice_dim if param.HasField("slice_dim") else param.axis
         self.points = list(param.slice_point)
         if self.points and len(self.points) != len(top) - 1:
-            raise ConfigError(f"{len(top)} tops need {len(top) - 1} slice_point, not {len(self.points)}")
+            raise ConfigError(
+                f"{len(top)} tops need {len(top) - 1} slice_point, not {len(self.points)}"
+            )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check the cuts and shape the tops."""
@@ -84,10 +96,14 @@ class Slice(Layer):
         shape = list(bottom[0].shape)
         size, parts = shape[axis], len(top)
         if not self.points and size % parts:
-            raise ConfigError(f"axis {axis} of size {size} cannot be cut into {parts} equal parts; give slice_point")
+            raise ConfigError(
+                f"axis {axis} of size {size} cannot be cut into {parts} equal parts; give slice_point"
+            )
         cuts = [0, *(self.points or [size // parts * i for i in range(1, parts)]), size]
         if any(a >= b for a, b in pairwise(cuts)):
-            raise ConfigError(f"slice_point {self.points} must rise and lie within the {size} of axis {axis}")
+            raise ConfigError(
+                f"slice_point {self.points} must rise and lie within the {size} of axis {axis}"
+            )
         self.axis, self.sizes = axis, [b - a for a, b in pairwise(cuts)]
         for t, part in zip(top, self.sizes, strict=True):
             t.reshape([*shape[:axis], part, *shape[axis + 1 :]])
@@ -185,7 +201,11 @@ class Flatten(View):
         start, end = bottom.axis(param.axis), bottom.axis(param.end_axis)
         if start > end:
             raise ConfigError(f"flatten_param: axis {start} comes after end_axis {end}")
-        return [*bottom.shape[:start], prod(bottom.shape[start : end + 1]), *bottom.shape[end + 1 :]]
+        return [
+            *bottom.shape[:start],
+            prod(bottom.shape[start : end + 1]),
+            *bottom.shape[end + 1 :],
+        ]
 
 
 @layer("Reshape")
@@ -211,12 +231,16 @@ class Reshape(View):
         for i, d in enumerate(dims):
             if d == 0:
                 if start + i >= n:
-                    raise ConfigError(f"reshape_param: dim {i} copies axis {start + i} of {shape_string(old)}")
+                    raise ConfigError(
+                        f"reshape_param: dim {i} copies axis {start + i} of {shape_string(old)}"
+                    )
                 dims[i] = old[start + i]
         if -1 in dims:
             known, count = prod(d for d in dims if d != -1), prod(old[start:end])
             if known == 0 or count % known:
-                raise ConfigError(f"reshape_param: {count} elements cannot be divided into the dims' {known}")
+                raise ConfigError(
+                    f"reshape_param: {count} elements cannot be divided into the dims' {known}"
+                )
             dims[dims.index(-1)] = count // known
         return [*old[:start], *dims, *old[end:]]
 
@@ -248,7 +272,9 @@ class Silence(Layer):
 
 @layer("Input")
 class Input(Layer):
-    """Tops of the given shapes (none, one for all or one each), filled from outside: the net's inputs."""
+    """Tops of the given shapes (none, one for all or one each), filled from outside: the net's
+    inputs.
+    """
 
     on_gpu = True
     bottoms = 0
@@ -258,7 +284,9 @@ class Input(Layer):
         """Shape the tops, once: a user may reshape them afterwards."""
         shapes = self.param.input_param.shape
         if len(shapes) not in (0, 1, len(top)):
-            raise ConfigError(f"input_param has {len(shapes)} shapes for {len(top)} tops; give one, or one a top")
+            raise ConfigError(
+                f"input_param has {len(shapes)} shapes for {len(top)} tops; give one, or one a top"
+            )
         for i, t in enumerate(top):
             if shapes:
                 t.reshape(shapes[i if len(shapes) > 1 else 0].dim)
@@ -326,12 +354,18 @@ class Tile(Layer):
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Add up the copies' gradients."""
         if propagate_down[0]:
-            np.sum(top[0].diff.reshape(self.view), axis=1, out=bottom[0].diff.reshape(self.view[0], self.view[2]))
+            np.sum(
+                top[0].diff.reshape(self.view),
+                axis=1,
+                out=bottom[0].diff.reshape(self.view[0], self.view[2]),
+            )
 
 
 @layer("Reduction")
 class Reduction(Layer):
-    """(a, b, c, ...) -> (a, b): the axes from `axis` on become coeff times their sum, mean, sum of |x| or of x^2."""
+    """(a, b, c, ...) -> (a, b): the axes from `axis` on become coeff times their sum, mean, sum of
+    |x| or of x^2.
+    """
 
     on_gpu = True
     in_place = False

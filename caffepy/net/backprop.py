@@ -10,13 +10,16 @@ log = logging.getLogger(__name__)
 
 
 def prune_backward(net: "Net") -> None:
-    """Walk from the last layer and clear the backward flags of layers and bottoms that no loss or nobody asks for."""
+    """Walk from the last layer and clear the backward flags of layers and bottoms that no loss or
+    nobody asks for.
+    """
     under_loss: set[str] = set()
     skipped: set[str] = set()
     for i in reversed(range(len(net.layers))):
         names, bottoms = net.top_names[i], net.bottom_names[i]
         contributes = any(
-            weight or name in under_loss for name, weight in zip(names, net.layers[i].loss_weights, strict=True)
+            weight or name in under_loss
+            for name, weight in zip(names, net.layers[i].loss_weights, strict=True)
         )
         if not contributes or skipped.issuperset(names):
             net.layer_need_backward[i] = False
@@ -33,9 +36,13 @@ def prune_backward(net: "Net") -> None:
 
 
 def force_backward(net: "Net") -> None:
-    """Every layer runs backward, to every bottom that allows it, and every parameter gets its gradient."""
+    """Every layer runs backward, to every bottom that allows it, and every parameter gets its
+    gradient.
+    """
     for i, layer in enumerate(net.layers):
         net.layer_need_backward[i] = True
         need = net.bottom_need_backward[i]
-        net.bottom_need_backward[i] = [n or layer.allow_force_backward(j) for j, n in enumerate(need)]
+        net.bottom_need_backward[i] = [
+            n or layer.allow_force_backward(j) for j, n in enumerate(need)
+        ]
         layer.param_propagate_down = [True] * len(layer.blobs)

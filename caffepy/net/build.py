@@ -1,4 +1,6 @@
-"""Pure rewrites of a NetParameter on its way to a net: choose the layers of a state, split what has several readers."""
+"""Pure rewrites of a NetParameter on its way to a net: choose the layers of a state, split what has
+several readers.
+"""
 
 import logging
 from collections import defaultdict
@@ -18,13 +20,17 @@ def where(path: str | None, layer: LayerParameter) -> str:
 
 
 def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
-    """A copy with the layers whose include and exclude rules admit `param.state` (phase, level, stages)."""
+    """A copy with the layers whose include and exclude rules admit `param.state` (phase, level,
+    stages).
+    """
     kept = NetParameter()
     kept.CopyFrom(param)
     del kept.layer[:]
     for layer in param.layer:
         if layer.include and layer.exclude:
-            raise ConfigError("give either include rules or exclude rules, not both", where(path, layer))
+            raise ConfigError(
+                "give either include rules or exclude rules, not both", where(path, layer)
+            )
         if layer.include:
             included = any(meets_rule(param.state, rule, layer.name) for rule in layer.include)
         else:
@@ -35,7 +41,9 @@ def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
 
 
 def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
-    """Whether every part of the rule that is set holds for the state; the first that does not is logged."""
+    """Whether every part of the rule that is set holds for the state; the first that does not is
+    logged.
+    """
     if rule.HasField("phase") and rule.phase != state.phase:
         log.info(
             "The NetState phase (%d) differed from the phase (%d) specified by a rule in layer %s",
@@ -62,20 +70,36 @@ def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
         return False
     for stage in rule.stage:
         if stage not in state.stage:
-            log.info("The NetState did not contain stage '%s' specified by a rule in layer %s", stage, name)
+            log.info(
+                "The NetState did not contain stage '%s' specified by a rule in layer %s",
+                stage,
+                name,
+            )
             return False
     for stage in rule.not_stage:
         if stage in state.stage:
-            log.info("The NetState contained a not_stage '%s' specified by a rule in layer %s", stage, name)
+            log.info(
+                "The NetState contained a not_stage '%s' specified by a rule in layer %s",
+                stage,
+                name,
+            )
             return False
     return True
 
 
-BATCHES = ("data_param", "hdf5_data_param", "image_data_param", "memory_data_param", "window_data_param")
+BATCHES = (
+    "data_param",
+    "hdf5_data_param",
+    "image_data_param",
+    "memory_data_param",
+    "window_data_param",
+)
 
 
 def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> NetParameter:
-    """A copy whose layers that read data have the batch_size of one of several nets; ConfigError if it is no number."""
+    """A copy whose layers that read data have the batch_size of one of several nets; ConfigError if
+    it is no number.
+    """
     divided = NetParameter()
     divided.CopyFrom(param)
     for layer in divided.layer:
@@ -94,12 +118,14 @@ def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> 
 Top = tuple[int, int]  # layer index, top index
 
 
-def insert_splits(param: NetParameter, path: str | None = None, whole: NetParameter | None = None) -> NetParameter:
+def insert_splits(
+    param: NetParameter, path: str | None = None, whole: NetParameter | None = None
+) -> NetParameter:
     """A copy in which every top with several readers feeds a Split layer that has one top a reader.
 
-    A non-zero loss weight of a top counts as a reader and moves to the split's first top. ConfigError for a bottom that
-    no earlier layer makes; `whole` is the net before layers were left out for its state, to tell whether one of them
-    would.
+    A non-zero loss weight of a top counts as a reader and moves to the split's first top.
+    ConfigError for a bottom that no earlier layer makes; `whole` is the net before layers were left
+    out for its state, to tell whether one of them would.
     """
     left_out = {top: layer.name for layer in (whole or param).layer for top in layer.top}
     producer_of, readers = _readers(param, path, left_out)

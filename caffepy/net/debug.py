@@ -17,11 +17,15 @@ def forward(net: "Net", index: int) -> None:
     """Log the tops and parameters of a layer that just ran forward."""
     name = net.layer_names[index]
     for top_name, top in zip(net.top_names[index], net.tops[index], strict=True):
-        log.info("    [Forward] Layer %s, top blob %s data: %.6g", name, top_name, _mean(top.host_data))
+        log.info(
+            "    [Forward] Layer %s, top blob %s data: %.6g", name, top_name, _mean(top.host_data)
+        )
     first = sum(len(layer.blobs) for layer in net.layers[:index])
     for i, blob in enumerate(net.layers[index].blobs):
         display = net.param_display_names[first + i]
-        log.info("    [Forward] Layer %s, param blob %s data: %.6g", name, display, _mean(blob.host_data))
+        log.info(
+            "    [Forward] Layer %s, param blob %s data: %.6g", name, display, _mean(blob.host_data)
+        )
 
 
 def backward(net: "Net", index: int) -> None:
@@ -31,10 +35,17 @@ def backward(net: "Net", index: int) -> None:
         net.bottom_names[index], net.bottoms[index], net.bottom_need_backward[index], strict=True
     ):
         if need:
-            log.info("    [Backward] Layer %s, bottom blob %s diff: %.6g", name, bottom_name, _mean(bottom.host_diff))
+            log.info(
+                "    [Backward] Layer %s, bottom blob %s diff: %.6g",
+                name,
+                bottom_name,
+                _mean(bottom.host_diff),
+            )
     for i, (blob, wanted) in enumerate(zip(layer.blobs, layer.param_propagate_down, strict=True)):
         if wanted:
-            log.info("    [Backward] Layer %s, param blob %d diff: %.6g", name, i, _mean(blob.host_diff))
+            log.info(
+                "    [Backward] Layer %s, param blob %d diff: %.6g", name, i, _mean(blob.host_diff)
+            )
 
 
 def norms(net: "Net") -> None:

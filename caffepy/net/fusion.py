@@ -1,7 +1,8 @@
-"""Which layers of a net are computed together, in runs that go from a layer to the only one that reads its top.
+"""Which layers of a net are computed together, in runs that go from a layer to the only one that
+reads its top.
 
-What lies between the members of a run is not written, so runs are for training and testing as commands do it, where
-nobody looks at it.
+What lies between the members of a run is not written, so runs are for training and testing as
+commands do it, where nobody looks at it.
 """
 
 from collections.abc import Sequence
@@ -18,12 +19,14 @@ from caffepy.proto.caffe_pb2 import EltwiseParameter
 
 NORM = ("Scale", "Eltwise", "ReLU", "Split")
 AFTER = {"Convolution": ("ReLU",), "InnerProduct": ("ReLU", "Dropout"), "Pooling": ("ReLU",)}
-"""What may follow in a run, in this order, each at most once; after a BatchNorm, with or without a Convolution before
-it, what NORM names."""
+"""What may follow in a run, in this order, each at most once; after a BatchNorm, with or without a
+Convolution before it, what NORM names."""
 
 
 class Step(NamedTuple):
-    """What is computed at the place of layer `last`: it alone, or a run of `layers` that ends with it."""
+    """What is computed at the place of layer `last`: it alone, or a run of `layers` that ends with
+    it.
+    """
 
     last: int
     layers: tuple[int, ...] = ()
@@ -41,7 +44,9 @@ class Wiring(NamedTuple):
     def reader(self, index: int) -> int | None:
         """The layer that takes the only top of a layer, if nobody else sees it as it is."""
         top = self.tops[index][0]
-        readers = [j for j in range(index + 1, len(self.layers)) if any(b is top for b in self.bottoms[j])]
+        readers = [
+            j for j in range(index + 1, len(self.layers)) if any(b is top for b in self.bottoms[j])
+        ]
         if not readers or any(self.layers[index].loss_weights):
             return None
         first = readers[0]
@@ -58,26 +63,36 @@ def find_runs(net: Wiring) -> list[list[int]]:
             continue
         run = _run_from(net, i)
         run = run[: next((k for k, j in enumerate(run) if j in taken), len(run))]
-        weighs = any(net.layers[run[-1]].loss_weights)  # its top's diff must stay, and runs overwrite it
-        if len(run) > 1 and not (weighs or _overtaken(net, run) or _loses_mask(net, run) or _hides(net, run)):
+        weighs = any(
+            net.layers[run[-1]].loss_weights
+        )  # its top's diff must stay, and runs overwrite it
+        if len(run) > 1 and not (
+            weighs or _overtaken(net, run) or _loses_mask(net, run) or _hides(net, run)
+        ):
             runs.append(run)
             taken |= set(run)
     return runs
 
 
 def _overtaken(net: Wiring, run: Sequence[int]) -> bool:
-    """Whether a layer after one of the run overwrites what that one reads: it will run at the place of the last."""
+    """Whether a layer after one of the run overwrites what that one reads: it will run at the place
+    of the last.
+    """
     inner = {id(t.data_memory) for i in run for t in net.tops[i]}
     for i in run:
         reads = {id(b.data_memory) for b in net.bottoms[i]} - inner
         for j in set(range(i + 1, run[-1])) - set(run):
-            if any(id(t.data_memory) in reads and any(t is b for b in net.bottoms[j]) for t in net.tops[j]):
+            if any(
+                id(t.data_memory) in reads and any(t is b for b in net.bottoms[j])
+                for t in net.tops[j]
+            ):
                 return True
     return False
 
 
 def _loses_mask(net: Wiring, run: Sequence[int]) -> bool:
-    """Whether a layer behind overwrites the run's top, by which ReLU's gradient would be another than that of it alone.
+    """Whether a layer behind overwrites the run's top, by which ReLU's gradient would be another
+    than that of it alone.
 
     Alone, ReLU looks at its own bottom. A Dropout zeroes only where no gradient comes from.
     """
@@ -90,13 +105,17 @@ def _loses_mask(net: Wiring, run: Sequence[int]) -> bool:
         return False
     return any(
         net.layers[j].type != "Dropout"
-        and any(t.data_memory is memory and any(t is b for b in net.bottoms[j]) for t in net.tops[j])
+        and any(
+            t.data_memory is memory and any(t is b for b in net.bottoms[j]) for t in net.tops[j]
+        )
         for j in range(run[-1] + 1, len(net.layers))
     )
 
 
 def _hides(net: Wiring, run: Sequence[int]) -> bool:
-    """Whether members overwrite the run's bottom in place, which it leaves as it is: a layer before may look at it."""
+    """Whether members overwrite the run's bottom in place, which it leaves as it is: a layer before
+    may look at it.
+    """
     memory = net.bottoms[run[0]][0].data_memory
     if not net.need_backward[run[0]] or net.tops[run[-1]][0].data_memory is memory:
         return False
@@ -152,7 +171,11 @@ def _adds_one(net: Wiring, run: Sequence[int], index: int) -> bool:
     """Whether an Eltwise adds one other blob, which is not its top, to the run's."""
     layer, bottoms, (top,) = net.layers[index], net.bottoms[index], net.tops[index]
     param = layer.param.eltwise_param
-    if param.operation != EltwiseParameter.SUM or len(bottoms) != 2 or any(c != 1 for c in param.coeff):
+    if (
+        param.operation != EltwiseParameter.SUM
+        or len(bottoms) != 2
+        or any(c != 1 for c in param.coeff)
+    ):
         return False
     (mine,) = net.tops[run[-1]]
     others = [b for b in bottoms if b is not mine]
@@ -160,14 +183,18 @@ def _adds_one(net: Wiring, run: Sequence[int], index: int) -> bool:
 
 
 def make_run(members: Sequence[Member], learns: bool, given: Sequence[bool]) -> FusedRun:
-    """What computes these layers together; `learns`: it will go backward, `given`: which tops have a gradient then."""
+    """What computes these layers together; `learns`: it will go backward, `given`: which tops have
+    a gradient then.
+    """
     first, last = members[0], members[-1]
     layers = {member.layer.type: member.layer for member in members}
     if "BatchNorm" in layers:
         return NormRun(members, learns, given)
     if first.layer.type in ("Convolution", "Pooling"):
         kind = ConvolutionReLU if first.layer.type == "Convolution" else PoolingReLU
-        return kind(first.layer, layers["ReLU"], first.bottoms[0], last.tops[0], first.propagate_down[0])
+        return kind(
+            first.layer, layers["ReLU"], first.bottoms[0], last.tops[0], first.propagate_down[0]
+        )
     return InnerProductRun(
         layers["InnerProduct"],
         layers.get("ReLU"),

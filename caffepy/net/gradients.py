@@ -9,7 +9,9 @@ LARGE = 8 << 20
 
 
 def adders(net: Net) -> list[frozenset[int]]:
-    """The layers that add to the gradient of each learnable parameter, those that share it among them."""
+    """The layers that add to the gradient of each learnable parameter, those that share it among
+    them.
+    """
     return [
         frozenset(
             index
@@ -21,13 +23,19 @@ def adders(net: Net) -> list[frozenset[int]]:
 
 
 def large_products(net: Net) -> dict[int, InnerProduct]:
-    """Learnable parameters, by number, that are the large weight of one InnerProduct layer and nothing else."""
+    """Learnable parameters, by number, that are the large weight of one InnerProduct layer and
+    nothing else.
+    """
     numbers = {param.diff_memory: number for number, param in enumerate(net.learnable_params)}
     memories = [behind(blob).diff_memory for layer in net.layers for blob in layer.blobs]
     found = {}
     for layer, needed in zip(net.layers, net.layer_need_backward, strict=True):
         if isinstance(layer, InnerProduct) and needed and layer.param_propagate_down[0]:
             memory = behind(layer.blobs[0]).diff_memory
-            if memory in numbers and memories.count(memory) == 1 and 4 * layer.blobs[0].count >= LARGE:
+            if (
+                memory in numbers
+                and memories.count(memory) == 1
+                and 4 * layer.blobs[0].count >= LARGE
+            ):
                 found[numbers[memory]] = layer
     return found

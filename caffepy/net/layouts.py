@@ -1,7 +1,8 @@
 """In which format each blob of a net lies on a GPU, and where it must be converted.
 
-Layers follow their bottoms: what comes in the native format goes on in it as long as layers take it. Those that gain
-most, the convolutions and products, ask for it. Labels, losses and whatever else is not an activation stay plain.
+Layers follow their bottoms: what comes in the native format goes on in it as long as layers take
+it. Those that gain most, the convolutions and products, ask for it. Labels, losses and whatever
+else is not an activation stay plain.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,30 +21,52 @@ VIEWS = frozenset({"Flatten", "Reshape"})
 
 
 class Plan(NamedTuple):
-    """`tops`: the format of each top, by layer and place. `bottoms`: that in which each layer takes its bottoms."""
+    """`tops`: the format of each top, by layer and place. `bottoms`: that in which each layer takes
+    its bottoms.
+    """
 
     tops: list[list[Format]]
     bottoms: list[list[Format]]
 
 
 def plan(
-    layers: Sequence[Layer], bottoms: Sequence[Sequence[Blob]], tops: Sequence[Sequence[Blob]], native: Format
+    layers: Sequence[Layer],
+    bottoms: Sequence[Sequence[Blob]],
+    tops: Sequence[Sequence[Blob]],
+    native: Format,
 ) -> Plan:
-    """The formats of a net whose layers are wired by these blobs, each of which has its shape already."""
+    """The formats of a net whose layers are wired by these blobs, each of which has its shape
+    already.
+    """
     of: dict[int, Format] = {}  # by id of the blob
     taken: list[list[Format]] = []
     readers: dict[int, list[Format]] = {}
-    losses = {id(t) for layer, outs in zip(layers, tops, strict=True) if any(layer.loss_weights) for t in outs}
+    losses = {
+        id(t)
+        for layer, outs in zip(layers, tops, strict=True)
+        if any(layer.loss_weights)
+        for t in outs
+    }
     for layer, ins, outs in zip(layers, bottoms, tops, strict=True):
         coming = [of[id(b)] for b in ins]
-        base = native if layer.seeks_native or layer.is_data or any(f != PLAIN for f in coming) else PLAIN
-        if keeps_float32(layer.param) or any(id(t) in losses for t in outs):  # a scaled loss weight may be large
+        base = (
+            native
+            if layer.seeks_native or layer.is_data or any(f != PLAIN for f in coming)
+            else PLAIN
+        )
+        if keeps_float32(layer.param) or any(
+            id(t) in losses for t in outs
+        ):  # a scaled loss weight may be large
             base = base._replace(dtype=PLAIN.dtype)
         wanted = layer.format_for(base)
         taken.append([_as_taken(layer, b, of[id(b)], wanted) for b in ins])
         for b, format in zip(ins, taken[-1], strict=True):
             readers.setdefault(id(b), []).append(format)
-        going = PLAIN if wanted == PLAIN else Format(base.dtype, base.channels_last and wanted.channels_last)
+        going = (
+            PLAIN
+            if wanted == PLAIN
+            else Format(base.dtype, base.channels_last and wanted.channels_last)
+        )
         for t in outs:
             if layer.is_data and len(t.shape) < 3:
                 of[id(t)] = PLAIN
@@ -65,7 +88,9 @@ def fit(format: Format, blob: Blob) -> Format:
 
 
 def _as_taken(layer: Layer, blob: Blob, lies: Format, wanted: Format) -> Format:
-    """How a layer takes a bottom; one position or one channel has one order, and a product's bottom keeps its size."""
+    """How a layer takes a bottom; one position or one channel has one order, and a product's bottom
+    keeps its size.
+    """
     if (
         layer.type == "InnerProduct"
         and wanted.dtype == lies.dtype
@@ -76,14 +101,20 @@ def _as_taken(layer: Layer, blob: Blob, lies: Format, wanted: Format) -> Format:
 
 
 def _is_plain_to(readers: dict[int, list[Format]], tops: Sequence[Blob]) -> bool:
-    """Whether nobody takes a layer's tops otherwise, as before a loss: products of 16-bit numbers are float32 there."""
+    """Whether nobody takes a layer's tops otherwise, as before a loss: products of 16-bit numbers
+    are float32 there.
+    """
     return all(format == PLAIN for t in tops for format in readers.get(id(t), []))
 
 
 class Twins:
-    """What one layer takes in another format than the blobs have: copies in its own, made around its passes."""
+    """What one layer takes in another format than the blobs have: copies in its own, made around
+    its passes.
+    """
 
-    def __init__(self, bottoms: Sequence[Blob], tops: Sequence[Blob], formats: Sequence[Format]) -> None:
+    def __init__(
+        self, bottoms: Sequence[Blob], tops: Sequence[Blob], formats: Sequence[Format]
+    ) -> None:
         self._of: dict[int, tuple[Blob, Blob]] = {}  # id of the blob -> the blob and its twin
         for blob, format in zip(bottoms, formats, strict=True):
             if blob.format != format and id(blob) not in self._of:
@@ -124,7 +155,9 @@ class Twins:
         for blob, twin in self._in_place:
             convert(blob.diff, twin.diff)
 
-    def after_backward(self, convert: Convert, bottoms: Sequence[Blob], propagate_down: Sequence[bool]) -> None:
+    def after_backward(
+        self, convert: Convert, bottoms: Sequence[Blob], propagate_down: Sequence[bool]
+    ) -> None:
         """Copy the gradients that it wrote."""
         for blob, down in zip(bottoms, propagate_down, strict=True):
             if down and id(blob) in self._of:

@@ -1,11 +1,12 @@
 """Memory that the blobs of nets share because they need it at different times.
 
-A pass of a net is a line of moments, one for each of its steps, forwards and, in a net that learns, backwards again. A
-blob's data are needed from the moment that writes them to the last one that reads them, and so is its diff. Memories
-that are never needed at the same moment may lie in one place, and nets that run one after the other in one arena.
+A pass of a net is a line of moments, one for each of its steps, forwards and, in a net that learns,
+backwards again. A blob's data are needed from the moment that writes them to the last one that
+reads them, and so is its diff. Memories that are never needed at the same moment may lie in one
+place, and nets that run one after the other in one arena.
 
-Between passes, blobs whose memory lies in an arena hold nothing of use. Work that runs beside a step (`device.aside`)
-must be done before the next moment begins.
+Between passes, blobs whose memory lies in an arena hold nothing of use. Work that runs beside a
+step (`device.aside`) must be done before the next moment begins.
 """
 
 import logging
@@ -26,13 +27,23 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 256
 
 WORTH = 256 << 20
-"""Bytes of blobs below which sharing costs more than it saves: gradients of parameters then wait for each other."""
+"""Bytes of blobs below which sharing costs more than it saves: gradients of parameters then wait
+for each other.
+"""
 
-READ_NO_DATA = frozenset({"Concat", "Dropout", "Eltwise", "Flatten", "Pooling", "Reshape", "Silence", "Slice", "Split"})
-"""Layers whose backward pass reads no data of bottoms and tops: gradients, and what forward kept, are enough."""
+READ_NO_DATA = frozenset(
+    {"Concat", "Dropout", "Eltwise", "Flatten", "Pooling", "Reshape", "Silence", "Slice", "Split"}
+)
+"""Layers whose backward pass reads no data of bottoms and tops: gradients, and what forward kept,
+are enough.
+"""
 
-READ_BOTTOMS = frozenset({"BatchNorm", "Convolution", "Deconvolution", "InnerProduct", "ReLU", "Scale"})
-"""Layers whose backward pass reads data of bottoms alone. All other layers are taken to read those of tops, too."""
+READ_BOTTOMS = frozenset(
+    {"BatchNorm", "Convolution", "Deconvolution", "InnerProduct", "ReLU", "Scale"}
+)
+"""Layers whose backward pass reads data of bottoms alone. All other layers are taken to read those
+of tops, too.
+"""
 
 
 class Interval(NamedTuple):
@@ -52,7 +63,8 @@ class Usage(NamedTuple):
 
 
 def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
-    """The offset of each interval, a multiple of ALIGNMENT, and the bytes in all; those that share a moment lie apart.
+    """The offset of each interval, a multiple of ALIGNMENT, and the bytes in all; those that share
+    a moment lie apart.
 
     The largest come first, each into the smallest gap that holds it.
     """
@@ -62,14 +74,18 @@ def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
     for i in sorted(range(len(intervals)), key=lambda i: (-intervals[i].size, intervals[i].first)):
         size, first, last = intervals[i]
         beside = [j for j in placed if intervals[j].first <= last and first <= intervals[j].last]
-        offsets[i] = _gap(size, sorted((offsets[j], offsets[j] + intervals[j].size) for j in beside))
+        offsets[i] = _gap(
+            size, sorted((offsets[j], offsets[j] + intervals[j].size) for j in beside)
+        )
         placed.append(i)
         total = max(total, offsets[i] + size)
     return offsets, total
 
 
 def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
-    """Where the smallest gap between these ranges, in rising order, begins that holds the size; behind all if none."""
+    """Where the smallest gap between these ranges, in rising order, begins that holds the size;
+    behind all if none.
+    """
     gaps, end = [], 0
     for start, stop in taken:
         if start - end >= size:
@@ -81,8 +97,9 @@ def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
 def lifetimes(usage: Usage) -> dict[Memory, Interval]:
     """When each memory is needed that may share its place with others.
 
-    The rest is what lives longer than a pass: parameters, what is fed and what comes out, loss weights, whatever is
-    read before it is written, and all that layers touch whose shapes change from pass to pass.
+    The rest is what lives longer than a pass: parameters, what is fed and what comes out, loss
+    weights, whatever is read before it is written, and all that layers touch whose shapes change
+    from pass to pass.
     """
     kept = set(_kept(usage.net))
     spans: dict[Memory, tuple[int, int]] = {}
@@ -134,7 +151,11 @@ def _backward_touches(net: Net, step: Step) -> Touches:
     if not net.layer_need_backward[step.last]:
         return
     (bottoms, tops_are_read), tops, twins = _ends(net, step), net.tops[step.last], _twins(net, step)
-    again = [*(bottom.blob for bottom in bottoms if bottom.read_back), *twins, *(tops if tops_are_read else ())]
+    again = [
+        *(bottom.blob for bottom in bottoms if bottom.read_back),
+        *twins,
+        *(tops if tops_are_read else ()),
+    ]
     yield from ((blob.data_memory, False) for blob in again)
     yield from ((top.diff_memory, False) for top in tops)
     yield from ((twin.diff_memory, True) for twin in twins)
@@ -142,7 +163,9 @@ def _backward_touches(net: Net, step: Step) -> Touches:
 
 
 class _Bottom(NamedTuple):
-    """What comes into a step, whether its gradient is wanted, and whether backward reads its data again."""
+    """What comes into a step, whether its gradient is wanted, and whether backward reads its data
+    again.
+    """
 
     blob: Blob
     wanted: bool
@@ -152,7 +175,8 @@ class _Bottom(NamedTuple):
 def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
     """What comes into a step, and whether backward reads the data of its tops again.
 
-    Blobs between the layers of a run do not count: a ReLU's input shows in the tops, other layers' the run keeps.
+    Blobs between the layers of a run do not count: a ReLU's input shows in the tops, other layers'
+    the run keeps.
     """
     bottoms: list[_Bottom] = []
     within: list[Blob] = []
@@ -171,7 +195,9 @@ def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
 
 def _reads_back(layer: Layer) -> tuple[bool, bool]:
     """Whether the backward pass of a layer reads the data of its bottoms, and of its tops."""
-    product = layer.type == "Eltwise" and layer.param.eltwise_param.operation == EltwiseParameter.PROD
+    product = (
+        layer.type == "Eltwise" and layer.param.eltwise_param.operation == EltwiseParameter.PROD
+    )
     if layer.type in READ_NO_DATA and not product:
         return False, False
     return True, layer.type not in READ_BOTTOMS
@@ -184,10 +210,11 @@ def _twins(net: Net, step: Step) -> list[Blob]:
 
 
 def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
-    """Let the blobs of nets on one device, of which one runs at a time, share an arena; returns its size in bytes.
+    """Let the blobs of nets on one device, of which one runs at a time, share an arena; returns its
+    size in bytes.
 
-    From then on the nets must run as these usages say. A blob that grows leaves the arena. Nothing is shared if the
-    blobs take less than `least` bytes.
+    From then on the nets must run as these usages say. A blob that grows leaves the arena. Nothing
+    is shared if the blobs take less than `least` bytes.
     """
     needs = [lifetimes(usage) for usage in usages]
     before = sum(interval.size for need in needs for interval in need.values())

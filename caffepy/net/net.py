@@ -1,7 +1,8 @@
 """Net: layers wired by blob names, and the two loops over them.
 
-A net reads no files, updates no weights, knows no rank and prints nothing. Wiring follows Caffe's Net::Init: layers in
-order, each takes its bottoms from the blobs still available, and what is never taken is an output.
+A net reads no files, updates no weights, knows no rank and prints nothing. Wiring follows Caffe's
+Net::Init: layers in order, each takes its bottoms from the blobs still available, and what is never
+taken is an output.
 """
 
 import logging
@@ -53,10 +54,11 @@ def _as_seen(layer: Layer, bottom: list[Blob], top: list[Blob]) -> tuple[list[Bl
 class Net:
     """The net that an upgraded NetParameter describes for its own `state` (phase, level, stages).
 
-    `path` is the file that defines it, for messages and for data lying beside it. `root_net`: layers that are shared in
-    parallel are the root's own objects; they run in the context that `turn` gives. `native` is the format in which
-    activations lie if not the best one for the device. Batches are a `batch_parts`-th of the definition's. ConfigError
-    and DataError name file, line and layer.
+    `path` is the file that defines it, for messages and for data lying beside it. `root_net`:
+    layers that are shared in parallel are the root's own objects; they run in the context that
+    `turn` gives. `native` is the format in which activations lie if not the best one for the
+    device. Batches are a `batch_parts`-th of the definition's. ConfigError and DataError name file,
+    line and layer.
     """
 
     def __init__(
@@ -92,8 +94,12 @@ class Net:
         self.layer_names: list[str] = [layer.name for layer in param.layer]
         self.bottoms: list[list[Blob]] = []
         self.tops: list[list[Blob]] = []
-        self._arguments: list[tuple[list[Blob], list[Blob]]] = []  # bottoms and tops as each layer sees them
-        self.twins: dict[int, Twins] = {}  # of layers that take bottoms in another format than they lie in
+        self._arguments: list[
+            tuple[list[Blob], list[Blob]]
+        ] = []  # bottoms and tops as each layer sees them
+        self.twins: dict[
+            int, Twins
+        ] = {}  # of layers that take bottoms in another format than they lie in
         self.bottom_names: list[list[str]] = []
         self.top_names: list[list[str]] = []
         self.blobs: dict[str, Blob] = {}
@@ -104,7 +110,9 @@ class Net:
         self.params: list[Blob] = []  # every parameter blob, in layer order
         self.param_display_names: list[str] = []
         self.learnable_params: list[Blob] = []  # owners only
-        self.learnable_owner: list[tuple[int, int]] = []  # (layer, parameter index) of each learnable parameter
+        self.learnable_owner: list[
+            tuple[int, int]
+        ] = []  # (layer, parameter index) of each learnable parameter
         self._specs: list[ParamSpec] = []  # of the learnable parameters
         self._owner_of: dict[str, int] = {}  # shared name -> index into learnable_params
 
@@ -166,7 +174,9 @@ class Net:
         return layer
 
     def lend(self, index: int) -> tuple[Layer, list[Blob]] | None:
-        """The layer at this place and its tops, if it may be shared with worker nets, which have the same layers."""
+        """The layer at this place and its tops, if it may be shared with worker nets, which have
+        the same layers.
+        """
         layer = self.layers[index]
         return (layer, self.tops[index]) if layer.share_in_parallel else None
 
@@ -184,7 +194,9 @@ class Net:
         names = list(layer_param.bottom)
         given = list(layer_param.propagate_down)
         if given and len(given) != len(names):
-            raise ConfigError(f"propagate_down must be given once per bottom: {len(given)} for {len(names)} bottom(s)")
+            raise ConfigError(
+                f"propagate_down must be given once per bottom: {len(given)} for {len(names)} bottom(s)"
+            )
         need = [available.pop(name) for name in names]
         self.bottom_names.append(names)
         self.bottoms.append([self.blobs[name] for name in names])
@@ -199,7 +211,9 @@ class Net:
         for i, name in enumerate(names):
             if i < len(bottom_names) and name == bottom_names[i]:
                 if not layer.in_place:
-                    raise ConfigError(f"{layer.type} cannot work in place; give its top another name than {name!r}")
+                    raise ConfigError(
+                        f"{layer.type} cannot work in place; give its top another name than {name!r}"
+                    )
                 log.info("%s -> %s (in-place)", layer_param.name, name)
             elif name in self.blobs:
                 raise ConfigError(f"Top blob '{name}' produced by multiple sources.")
@@ -251,7 +265,9 @@ class Net:
         self._seen_shapes.append([b.shape for b in self.bottoms[-1] + top])
         weights = list(layer.param.loss_weight)
         if weights and len(weights) != len(top):
-            raise ConfigError(f"loss_weight must be given once per top: {len(weights)} for {len(top)} top(s)")
+            raise ConfigError(
+                f"loss_weight must be given once per top: {len(weights)} for {len(top)} top(s)"
+            )
         layer.loss_weights = weights or [0.0] * len(top)
         for blob, weight in zip(top, layer.loss_weights, strict=True):
             log.info("Top shape: %s", shape_string(blob.shape))
@@ -293,9 +309,15 @@ class Net:
         owner_layer, owner_index = self.learnable_owner[owner]
         names = self.layer_names
         log.info(
-            "Sharing parameters '%s' owned by layer '%s', param index %d", spec.name, names[owner_layer], owner_index
+            "Sharing parameters '%s' owned by layer '%s', param index %d",
+            spec.name,
+            names[owner_layer],
+            owner_index,
         )
-        mine, theirs = behind(self.layers[layer_index].blobs[param_index]), self.learnable_params[owner]
+        mine, theirs = (
+            behind(self.layers[layer_index].blobs[param_index]),
+            self.learnable_params[owner],
+        )
         permissive = spec.share_mode == ParamSpec.PERMISSIVE
         if mine.count != theirs.count if permissive else mine.shape != theirs.shape:
             raise ConfigError(
@@ -318,12 +340,18 @@ class Net:
             setattr(known, field, getattr(spec, field))
 
     def _take_formats(self, native: Format) -> None:
-        """Let activations lie in the GPU's own format, and layers that do not take it have copies of their bottoms."""
+        """Let activations lie in the GPU's own format, and layers that do not take it have copies
+        of their bottoms.
+        """
         formats = plan(self.layers, self.bottoms, self.tops, native)
         for bottoms, tops, top_formats in zip(self.bottoms, self.tops, formats.tops, strict=True):
             for blob, format in zip(tops, top_formats, strict=True):
-                sharing = any(b.data_memory is blob.data_memory and b.format != format for b in bottoms)
-                if format != PLAIN and not sharing:  # it shares the memory of the bottom's copy from reshape on
+                sharing = any(
+                    b.data_memory is blob.data_memory and b.format != format for b in bottoms
+                )
+                if (
+                    format != PLAIN and not sharing
+                ):  # it shares the memory of the bottom's copy from reshape on
                     blob.take(format)
         for i, layer in enumerate(self.layers):
             twins = Twins(self.bottoms[i], self.tops[i], formats.bottoms[i])
@@ -358,7 +386,9 @@ class Net:
 
     # the two loops
 
-    def forward(self, start: int = 0, end: int | None = None, *, steps: Iterable[Step] | None = None) -> None:
+    def forward(
+        self, start: int = 0, end: int | None = None, *, steps: Iterable[Step] | None = None
+    ) -> None:
         """Run layers `start` to `end` (inclusive; default: all), or these of the net's `steps`."""
         if steps is None:
             steps = map(Step, range(start, len(self.layers) if end is None else end + 1))
@@ -394,7 +424,8 @@ class Net:
         else:
             self._backward_run(step.layers, step.run)
         if self.shares_memory or len(self.learnable_params) < len(self.params):
-            # what runs aside reads gradients whose place the next step may take, and adds to shared parameters
+            # what runs aside reads gradients whose place the next step may take, and adds to shared
+            # parameters
             self.device.join()
 
     def _backward_run(self, layers: Sequence[int], run: FusedRun) -> None:
@@ -411,13 +442,18 @@ class Net:
 
     @cached_property
     def steps(self) -> list[Step]:
-        """The layers in the order of the net, those that can be computed together in one step, at the last of them."""
+        """The layers in the order of the net, those that can be computed together in one step, at
+        the last of them.
+        """
         wiring = Wiring(self.layers, self.bottoms, self.tops, self.layer_need_backward)
         alone = set(range(len(self.layers)))
         steps = []
         for run in find_runs(wiring):
             if not any(index in self.twins for index in run[1:]):
-                members = [Member(self.layers[i], *self._arguments[i], self.bottom_need_backward[i]) for i in run]
+                members = [
+                    Member(self.layers[i], *self._arguments[i], self.bottom_need_backward[i])
+                    for i in run
+                ]
                 given = [self._is_given_gradient(top) for top in self.tops[run[-1]]]
                 made = make_run(members, self.layer_need_backward[run[-1]], given)
                 steps.append(Step(run[-1], tuple(run), made))
@@ -464,13 +500,19 @@ class Net:
         self.layers[index].reshape(bottom, top)
         self._seen_shapes[index] = [b.shape for b in bottom + top]
 
-    def backward(self, start: int | None = None, end: int = 0, *, steps: Sequence[Step] | None = None) -> None:
-        """Run the backward passes of layers `start` (default: the last) down to `end`, of those that need one.
+    def backward(
+        self, start: int | None = None, end: int = 0, *, steps: Sequence[Step] | None = None
+    ) -> None:
+        """Run the backward passes of layers `start` (default: the last) down to `end`, of those
+        that need one.
 
         Or of these of the net's `steps`, the last first; they must be those that ran forward.
         """
         if steps is None:
-            steps = [Step(index) for index in range(end, len(self.layers) if start is None else start + 1)]
+            steps = [
+                Step(index)
+                for index in range(end, len(self.layers) if start is None else start + 1)
+            ]
         self._run(reversed(steps), self._backward_step)
         with self.device.scope():
             self.device.join()
@@ -492,7 +534,9 @@ class Net:
         _call(self.after_backward, index)
 
     def loss(self, start: int = 0, end: int | None = None) -> float:
-        """The loss of the last forward: the sum of data times diff over the tops with a loss weight."""
+        """The loss of the last forward: the sum of data times diff over the tops with a loss
+        weight.
+        """
         last = len(self.layers) - 1 if end is None else end
         return float(
             sum(
@@ -517,7 +561,9 @@ class Net:
                 blob.diff.fill(0)
 
     def share_trained_layers_with(self, other: "Net") -> None:
-        """Use the parameter data (not the diffs) of the other net's layers of the same names; shapes must be equal."""
+        """Use the parameter data (not the diffs) of the other net's layers of the same names;
+        shapes must be equal.
+        """
         targets = {name: i for i, name in reversed(list(enumerate(self.layer_names)))}
         for name, source in zip(other.layer_names, other.layers, strict=True):
             if name not in targets:
@@ -538,7 +584,9 @@ class Net:
                 behind(mine).share_data(behind(theirs))
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The states of all layers that have one, by `index/name`; those of a root net's layers are the root's."""
+        """The states of all layers that have one, by `index/name`; those of a root net's layers are
+        the root's.
+        """
         states = {f"{i}/{layer.param.name}": layer.state() for i, layer in self.own_layers}
         return {key: state for key, state in states.items() if state}
 

@@ -1,7 +1,8 @@
-"""BatchNorm blobs of NVCaffe's caffemodels, brought into the form that a net of BVLC Caffe's layers takes.
+"""BatchNorm blobs of NVCaffe's caffemodels, brought into the form that a net of BVLC Caffe's layers
+takes.
 
-NVCaffe stores mean and variance themselves, a factor that is always 1, scale and bias; DIGITS' older files hold scale,
-bias, mean, variance and an unused number.
+NVCaffe stores mean and variance themselves, a factor that is always 1, scale and bias; DIGITS'
+older files hold scale, bias, mean, variance and an unused number.
 """
 
 from collections.abc import Iterator
@@ -13,15 +14,20 @@ from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetPar
 
 
 def adapt(source: NetParameter, net: Net) -> Iterator[LayerParameter]:
-    """The layers of a caffemodel; BatchNorm layers of five blobs become what the net has under their names.
+    """The layers of a caffemodel; BatchNorm layers of five blobs become what the net has under
+    their names.
 
-    That is a BatchNorm with scale_bias, or one without whose scale and bias go to the Scale layer that follows it.
-    ConfigError if there is nowhere to put them.
+    That is a BatchNorm with scale_bias, or one without whose scale and bias go to the Scale layer
+    that follows it. ConfigError if there is nowhere to put them.
     """
     stored = {layer.name for layer in source.layer if layer.blobs}
     for layer in source.layer:
         index = net.layer_names.index(layer.name) if layer.name in net.layer_names else None
-        if len(layer.blobs) != 5 or index is None or {layer.type, net.layers[index].type} != {"BatchNorm"}:
+        if (
+            len(layer.blobs) != 5
+            or index is None
+            or {layer.type, net.layers[index].type} != {"BatchNorm"}
+        ):
             yield layer
             continue
         blobs = _in_order(layer)
@@ -54,7 +60,9 @@ def _flat(blob: BlobProto) -> BlobProto:
 
 
 def _scale_after(net: Net, index: int) -> str | None:
-    """The name of the layer that takes the top of layer `index`, if it scales and shifts by parameters."""
+    """The name of the layer that takes the top of layer `index`, if it scales and shifts by
+    parameters.
+    """
     (top,) = net.top_names[index]
     for i in range(index + 1, len(net.layers)):
         if top in net.bottom_names[i]:

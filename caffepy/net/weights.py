@@ -25,9 +25,11 @@ LEARN_ANEW = "To learn this layer's parameters from scratch rather than copying 
 
 
 def load_weights(net: Net, path: str) -> set[str]:
-    """Copy the weights in a caffemodel into the layers of the same names; binary or HDF5 is told by content.
+    """Copy the weights in a caffemodel into the layers of the same names; binary or HDF5 is told by
+    content.
 
-    Returns the names of the layers that it filled. ConfigError names the file and the layer whose blobs do not fit.
+    Returns the names of the layers that it filled. ConfigError names the file and the layer whose
+    blobs do not fit.
     """
     source = None if binary.sniff(path) == "HDF5" else binary.read_net(path)
     try:
@@ -37,7 +39,9 @@ def load_weights(net: Net, path: str) -> set[str]:
 
 
 def copy_trained(net: Net, source: NetParameter) -> set[str]:
-    """Copy blobs (and diffs, where stored) of each source layer to the first layer of that name; returns the names."""
+    """Copy blobs (and diffs, where stored) of each source layer to the first layer of that name;
+    returns the names.
+    """
     targets = {name: i for i, name in reversed(list(enumerate(net.layer_names)))}
     filled = set()
     for layer in nvcaffe.adapt(source, net):
@@ -70,7 +74,9 @@ def _copy_blob(blob: Blob, proto: BlobProto, layer: str, index: int) -> None:
 
 
 def _fits(source: tuple[int, ...], target: tuple[int, ...], legacy: bool) -> bool:
-    """Equal shapes, or a legacy (num, channels, height, width) that equals the target right-aligned."""
+    """Equal shapes, or a legacy (num, channels, height, width) that equals the target
+    right-aligned.
+    """
     if source == target:
         return True
     return legacy and len(target) <= 4 and source == (1,) * (4 - len(target)) + target
@@ -86,14 +92,20 @@ def _layers(net: Net, diff: bool) -> Iterator[LayerParameter]:
         saved = LayerParameter()
         saved.CopyFrom(layer.param)
         del saved.blobs[:]
-        saved.blobs.extend(binary.array_to_blob(b.host_data, b.host_diff if diff else None) for b in layer.blobs)
+        saved.blobs.extend(
+            binary.array_to_blob(b.host_data, b.host_diff if diff else None) for b in layer.blobs
+        )
         yield saved
 
 
 def check_names(net: Net, hdf5: bool) -> None:
-    """ConfigError if a caffemodel cannot hold the net's layers so that they are found again by their names."""
+    """ConfigError if a caffemodel cannot hold the net's layers so that they are found again by
+    their names.
+    """
     names = net.layer_names
-    with_blobs = {name: layer.blobs for name, layer in zip(names, net.layers, strict=True) if layer.blobs}
+    with_blobs = {
+        name: layer.blobs for name, layer in zip(names, net.layers, strict=True) if layer.blobs
+    }
     twice = [name for name in with_blobs if names.count(name) > 1]
     if twice:
         raise ConfigError(
@@ -143,7 +155,8 @@ def write_binary(net: Net, path: str, diff: bool = False) -> None:
 
 
 def write_layers(name: str, layers: Iterable[LayerParameter], path: str, remedy: str) -> None:
-    """Write a net of these layers as a binary caffemodel; ConfigError, with the remedy, if it gets too large.
+    """Write a net of these layers as a binary caffemodel; ConfigError, with the remedy, if it gets
+    too large.
 
     Messages one after the other read as one message, so only one layer at a time is copied.
     """
@@ -169,9 +182,11 @@ def new_hdf5(path: str) -> Iterator[h5py.File]:
 
 
 def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
-    """Write an HDF5 caffemodel (`/data/<layer>/<index>`, with `diff` also `/diff/...`) straight to `path`.
+    """Write an HDF5 caffemodel (`/data/<layer>/<index>`, with `diff` also `/diff/...`) straight to
+    `path`.
 
-    Parameters that a layer shares with an earlier owner are stored with the owner only, as in Caffe.
+    Parameters that a layer shares with an earlier owner are stored with the owner only, as in
+    Caffe.
     """
     check_names(net, hdf5=True)
     owners = set(net.learnable_owner)
@@ -188,7 +203,9 @@ def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
 
 
 def load_hdf5(net: Net, path: str) -> set[str]:
-    """Copy the weights of an HDF5 caffemodel into the layers of the same names, which it returns; shapes must equal."""
+    """Copy the weights of an HDF5 caffemodel into the layers of the same names, which it returns;
+    shapes must equal.
+    """
     with _open_hdf5(path) as file:
         return _load_layers(net, file)
 
@@ -218,7 +235,9 @@ def _load_layers(net: Net, file: h5py.File) -> set[str]:
     stored = set(_layer_groups(file["data"]))
     for i, name in enumerate(net.layer_names):
         if name in stored and name not in net.layer_names[:i]:
-            _load_layer(file["data"][name], net.layers[i].blobs, name, {j for k, j in owners if k == i})
+            _load_layer(
+                file["data"][name], net.layers[i].blobs, name, {j for k, j in owners if k == i}
+            )
     for name in sorted(stored - set(net.layer_names)):
         log.info("Ignoring source layer %s", name)
     return stored & set(net.layer_names)
@@ -240,7 +259,9 @@ def _load_layer(group: h5py.Group, blobs: list[Blob], name: str, owned: set[int]
     for j, blob in enumerate(blobs):
         if str(j) not in stored:
             if j in owned:
-                raise ConfigError(f"Incompatible number of blobs for layer {name}: param {j} is not in the file")
+                raise ConfigError(
+                    f"Incompatible number of blobs for layer {name}: param {j} is not in the file"
+                )
             continue
         array: Array = group[str(j)][()]
         if array.shape != blob.shape:

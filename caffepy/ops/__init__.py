@@ -34,7 +34,9 @@ def native_format(device: Device) -> Format:
 
 
 def set_precision(device: Device, precision: str | None) -> None:
-    """Compute in one of the precisions on a GPU from now on, None: as it was. The CPU's float32 is always float32."""
+    """Compute in one of the precisions on a GPU from now on, None: as it was. The CPU's float32 is
+    always float32.
+    """
     if precision and device.kind == "cuda":
         from caffepy.ops.cuda import precision as of_gpus
 
@@ -53,7 +55,9 @@ def precision_of(device: Device) -> str:
 
 
 def set_deterministic(device: Device) -> None:
-    """Keep to operations of a GPU that give the same each time from now on; those of the CPU do in any case."""
+    """Keep to operations of a GPU that give the same each time from now on; those of the CPU do in
+    any case.
+    """
     if device.kind == "cuda":
         from caffepy.ops.cuda import precision
 

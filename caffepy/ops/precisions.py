@@ -1,4 +1,6 @@
-"""The precisions in which a GPU can compute, and how activations lie in each; known without a GPU, too."""
+"""The precisions in which a GPU can compute, and how activations lie in each; known without a GPU,
+too.
+"""
 
 import os
 
@@ -8,7 +10,9 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import PLAIN, Format
 
 STORAGE = {"fp32": "float32", "tf32": "float32", "bf16": "uint16", "fp16": "float16"}
-"""The element type of activations and their gradients; uint16 stands for bfloat16, a type that numpy has not."""
+"""The element type of activations and their gradients; uint16 stands for bfloat16, a type that
+numpy has not.
+"""
 
 PRECISIONS = tuple(STORAGE)
 
@@ -26,5 +30,7 @@ def checked(precision: str) -> str:
 
 
 def native_format(precision: str) -> Format:
-    """How activations lie best: as Caffe has them in fp32, which is for comparisons, else with their channels last."""
+    """How activations lie best: as Caffe has them in fp32, which is for comparisons, else with
+    their channels last.
+    """
     return PLAIN if precision == "fp32" else Format(np.dtype(STORAGE[precision]), True)

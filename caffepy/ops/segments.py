@@ -1,4 +1,6 @@
-"""How the parts of flat parameter arrays are updated, in the same terms for every back end and rule."""
+"""How the parts of flat parameter arrays are updated, in the same terms for every back end and
+rule.
+"""
 
 from typing import NamedTuple
 
@@ -9,10 +11,11 @@ Number = float | Array
 
 
 class Segments(NamedTuple):
-    """Segment s ends before element `ends[s]`; its learning rate is `rate * rates[s]`, its decay `decay * decays[s]`.
+    """Segment s ends before element `ends[s]`; its learning rate is `rate * rates[s]`, its decay
+    `decay * decays[s]`.
 
-    The gradient that a rule sees is `scale * g + decay * w`, with `l1` `scale * g + decay * sign(w)`. Nothing is
-    changed where `go` is 0.
+    The gradient that a rule sees is `scale * g + decay * w`, with `l1` `scale * g + decay *
+    sign(w)`. Nothing is changed where `go` is 0.
     """
 
     ends: Array

@@ -7,9 +7,10 @@ from typing import NamedTuple
 class Limits(NamedTuple):
     """How gradients are judged.
 
-    `clip` is the largest norm that they may have, below 0 for any. An iteration adds up those of `passes` passes.
-    With a `loss_scale` the losses' weights are multiplied by it, to begin with: where a gradient is not finite the
-    update is left out and the scale halved, after PATIENCE updates it is doubled.
+    `clip` is the largest norm that they may have, below 0 for any. An iteration adds up those of
+    `passes` passes. With a `loss_scale` the losses' weights are multiplied by it, to begin with:
+    where a gradient is not finite the update is left out and the scale halved, after PATIENCE
+    updates it is doubled.
     """
 
     clip: float
@@ -30,7 +31,8 @@ class Fate(IntEnum):
 
 
 class Verdict(NamedTuple):
-    """An iteration as it was judged: its mean loss, the norm of its gradients, what clipping multiplied them by.
+    """An iteration as it was judged: its mean loss, the norm of its gradients, what clipping
+    multiplied them by.
 
     `loss_scale` is the one of the next iteration. The norm is 0 where nothing asks for it.
     """

@@ -1,4 +1,6 @@
-"""Team: a root solver and its workers, each on a device of its own, which train as one solver with a larger batch."""
+"""Team: a root solver and its workers, each on a device of its own, which train as one solver with
+a larger batch.
+"""
 
 import gc
 import logging
@@ -55,9 +57,10 @@ LAST_PATIENCE = 3.0
 class Terms:
     """How solvers work together.
 
-    `sync` names the way to synchronize. `statistics`: those of BatchNorm layers in tests and snapshots are the
-    "average" of all solvers' or the "root"'s, as in Caffe; with "sync" they are of all batches together in training,
-    too, as if there were one. `deadlines` are in seconds, by phase.
+    `sync` names the way to synchronize. `statistics`: those of BatchNorm layers in tests and
+    snapshots are the "average" of all solvers' or the "root"'s, as in Caffe; with "sync" they are
+    of all batches together in training, too, as if there were one. `deadlines` are in seconds, by
+    phase.
     """
 
     sync: str = "auto"
@@ -68,9 +71,10 @@ class Terms:
 class Team(Followers):
     """The workers of a root solver as its followers, while the context lasts.
 
-    `devices` are those of all ranks, the root's first, joined as `topology` says. `signals` are heard while the root
-    waits for others, and reach it where it hangs; if it cannot be reached, `last_resort` is called with the error.
-    `alone` is how many images a second the root takes by itself, if that is known.
+    `devices` are those of all ranks, the root's first, joined as `topology` says. `signals` are
+    heard while the root waits for others, and reach it where it hangs; if it cannot be reached,
+    `last_resort` is called with the error. `alone` is how many images a second the root takes by
+    itself, if that is known.
     """
 
     def __init__(
@@ -134,7 +138,10 @@ class Team(Followers):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._end(error)
         if isinstance(error, Exception) and not isinstance(error, LostDeviceError):
@@ -172,8 +179,17 @@ class Team(Followers):
         whole = each * passes * self.size
         times = f" x iter_size {passes}" if passes > 1 else ""
         lengths = [layer.length for layer in root.net.layers if layer.length]
-        epoch = f"; an epoch of {lengths[0]} is {lengths[0] / whole:.6g} iterations" if lengths else ""
-        log.info("An iteration takes %d solvers x %d images%s = %d%s", self.size, each, times, whole, epoch)
+        epoch = (
+            f"; an epoch of {lengths[0]} is {lengths[0] / whole:.6g} iterations" if lengths else ""
+        )
+        log.info(
+            "An iteration takes %d solvers x %d images%s = %d%s",
+            self.size,
+            each,
+            times,
+            whole,
+            epoch,
+        )
         if root.batch_parts == 1:
             log.info(
                 "base_lr is %g; if it is right for one solver, the linear rule gives %g for %d (it is not changed)",
@@ -209,16 +225,23 @@ class Team(Followers):
                 layer.meet(partial(self._together, rank))
 
     def _choose_factored(self) -> set[int]:
-        """Parameters whose gradients every solver makes by itself: GPUs of one kind all make the same of the same."""
+        """Parameters whose gradients every solver makes by itself: GPUs of one kind all make the
+        same of the same.
+        """
         root = self.root
-        alike = len({device.name for device in self._devices if isinstance(device, CudaDevice)}) == 1
+        alike = (
+            len({device.name for device in self._devices if isinstance(device, CudaDevice)}) == 1
+        )
         plain = root.param.iter_size == 1 and not root.param.debug_info and root.undisturbed
         if not (self._way.choice.name == "nccl" and alike and plain):
             return set()
         made = factored(root.net, self.size, ops.precision_of(root.device))
         if made:
             names = ", ".join(layer.param.name for layer in made.values())
-            log.info("Solvers give each other the factors of the weight gradients of %s, not the gradients", names)
+            log.info(
+                "Solvers give each other the factors of the weight gradients of %s, not the gradients",
+                names,
+            )
         return set(made)
 
     def _together(self, rank: int, values: Array) -> Array:
@@ -228,7 +251,9 @@ class Team(Followers):
         threading.Thread(target=self._reach_root, name="caffepy watch", daemon=True).start()
 
     def _guard(self) -> None:
-        """Find solvers that hang where none waits for another in a way that a deadline would end: for a GPU."""
+        """Find solvers that hang where none waits for another in a way that a deadline would end:
+        for a GPU.
+        """
         known: object = None
         waited = 0.0  # in looks: a process that was stopped has not hung
         while not (self.group.stopped or self._ended.wait(LOOK)):
@@ -244,14 +269,18 @@ class Team(Followers):
         return self.group.phase, self.root.iter, done, self._crew.left, list(self._testers)
 
     def _culprits(self, missing: list[int]) -> list[int]:
-        """Those that hang: whose GPUs, or else threads, are still at work when nothing waits for others."""
+        """Those that hang: whose GPUs, or else threads, are still at work when nothing waits for
+        others.
+        """
         until = time.monotonic() + SETTLING
         while (hanging := self._at_work()) and time.monotonic() < until:
             time.sleep(LOOK / 10)
         return hanging or missing
 
     def _at_work(self) -> list[int]:
-        return [rank for rank, device in enumerate(self._devices) if not device.idle] or self._crew.at_work
+        return [
+            rank for rank, device in enumerate(self._devices) if not device.idle
+        ] or self._crew.at_work
 
     def _reach_root(self) -> None:
         """See to it that the root ends, even if it is where it does not wait for others."""
@@ -268,7 +297,9 @@ class Team(Followers):
 
     def _rescue(self, error: BaseException) -> None:
         """Write the snapshot that the root owes in its place, as far as its state can be reached."""
-        thread = threading.Thread(target=self.root.rescue, args=(error,), name="caffepy rescue", daemon=True)
+        thread = threading.Thread(
+            target=self.root.rescue, args=(error,), name="caffepy rescue", daemon=True
+        )
         thread.start()
         thread.join(PATIENCE)
         if thread.is_alive():
@@ -312,10 +343,14 @@ class Team(Followers):
                 self._let_go(until)
             left = sorted({*left, *endless})
         if left:
-            log.warning("Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left))
+            log.warning(
+                "Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left)
+            )
         for rank, worker in self._crew.members.items():
             if rank not in left:
-                with suppress(Exception) if failed else nullcontext():  # what failed may be the device
+                with (
+                    suppress(Exception) if failed else nullcontext()
+                ):  # what failed may be the device
                     worker.close()
 
     def _rests(self, rank: int, until: float) -> bool:
@@ -347,7 +382,9 @@ class Team(Followers):
             net.turn = _no_turn
 
     def _let_go(self, until: float) -> None:
-        """After an error, let communicators end: they wait until no recording of any rank refers to them."""
+        """After an error, let communicators end: they wait until no recording of any rank refers to
+        them.
+        """
         if self._rests(0, until):
             for solver in (self.root, *self._crew.members.values()):
                 with suppress(Exception):  # the error that counts is another
@@ -373,7 +410,9 @@ class Team(Followers):
         return self._devices[1:]
 
     def first(self, error: Exception) -> BaseException:
-        """What ended the run where the root has met this error: it itself, or what ended the followers before."""
+        """What ended the run where the root has met this error: it itself, or what ended the
+        followers before.
+        """
         return self.group.first(error)
 
     def check(self) -> None:
@@ -441,7 +480,9 @@ class Team(Followers):
     def restoring(self) -> Iterator[None]:
         """A block in which the root restores a state, from which all go on then."""
         if self.group.phase != "idle":
-            raise ConfigError(f"no state can be restored during a {self.group.phase} of several solvers")
+            raise ConfigError(
+                f"no state can be restored during a {self.group.phase} of several solvers"
+            )
         self._settle()
         yield
         self._testers = [0] * len(self._testers)
@@ -456,7 +497,9 @@ class Team(Followers):
         self._settle()
 
     def positions(self) -> list[dict[str, Any]]:
-        """Where the layers and random numbers of each stand, or stood before the test or iteration being done."""
+        """Where the layers and random numbers of each stand, or stood before the test or iteration
+        being done.
+        """
         members, iteration = self._crew.members, self.root.iter
         known = list(range(1, self.size))
         if self.failed:
@@ -465,7 +508,10 @@ class Team(Followers):
             known = [rank for rank in known if rank in members and self._rests(rank, until)]
         else:
             self._settle()
-        return [members[rank].positions(iteration) if rank in known else {} for rank in range(1, self.size)]
+        return [
+            members[rank].positions(iteration) if rank in known else {}
+            for rank in range(1, self.size)
+        ]
 
     def _settle(self) -> None:
         self._crew.give(WorkerSolver.settle)
@@ -477,14 +523,19 @@ class Team(Followers):
 
 
 def flats_of(solver: Solver, made: Mapping[int, InnerProduct] | None = None) -> Flats:
-    """What of a solver is to be synchronized; the weights of the layers `made`, by parameter, are so by factors."""
+    """What of a solver is to be synchronized; the weights of the layers `made`, by parameter, are
+    so by factors.
+    """
     params, parts = solver.params, []
     made = made or {}
     if solver.param.iter_size == 1 and solver.net.learnable_params:
         adding = adders(solver.net)
         if made:
             parts.append(Bucket((), frozenset().union(*(adding[i] for i in made))))
-        ends = [*map(int, params.ends), params.averaged.size]  # the notes are there before the backward pass
+        ends = [
+            *map(int, params.ends),
+            params.averaged.size,
+        ]  # the notes are there before the backward pass
         parts += buckets(ends, [*adding, frozenset()], without=made)
     return Flats(solver.device, params.sent, params.averaged, parts, list(made.values()))
 
@@ -541,7 +592,11 @@ class _Quiet(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to let the record through."""
         ours = (record.threadName or "").startswith(Crew.NAME)
-        return not ours or record.levelno >= logging.ERROR or record.getMessage().startswith("Sharing layer")
+        return (
+            not ours
+            or record.levelno >= logging.ERROR
+            or record.getMessage().startswith("Sharing layer")
+        )
 
 
 @contextmanager

@@ -15,18 +15,23 @@ from caffepy.solver.test_pass import Totals
 class WorkerSolver(Solver):
     """Does one iteration or test batch when it is told to; shows nothing, saves nothing.
 
-    It starts where the root stands; data layers and others that are shared in parallel are the root's. Where it is not
-    given `positions`, of a worker of the same rank, its random numbers start anew.
+    It starts where the root stands; data layers and others that are shared in parallel are the
+    root's. Where it is not given `positions`, of a worker of the same rank, its random numbers
+    start anew.
     """
 
-    def __init__(self, root: Solver, rank: int, device: Device, positions: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, root: Solver, rank: int, device: Device, positions: dict[str, Any] | None = None
+    ) -> None:
         self.rank = rank
         param = SolverParameter()
         param.CopyFrom(root.param)
         param.display = param.snapshot = 0
         param.debug_info = param.snapshot_after_train = False
         del param.weights[:]
-        super().__init__(param, device=device, path=root.path, rank=rank, precision=root.precision, root=root)
+        super().__init__(
+            param, device=device, path=root.path, rank=rank, precision=root.precision, root=root
+        )
         self.capture, self.fuse = root.capture, root.fuse
         if root.saves_memory:
             self.save_memory()
@@ -38,7 +43,9 @@ class WorkerSolver(Solver):
         """Take over where the root stands, and random numbers from `positions`, if they are given."""
         root.device.flush()
         with self.device.scope():
-            for mine, theirs in zip((self.params.data, *self.history), (root.params.data, *root.history), strict=True):
+            for mine, theirs in zip(
+                (self.params.data, *self.history), (root.params.data, *root.history), strict=True
+            ):
                 self.device.upload(root.device.on_host(theirs), mine)
         self.iter, self.current_step = root.iter, root.current_step
         self.control.set_state(root.control.state())
@@ -60,7 +67,9 @@ class WorkerSolver(Solver):
     def begin_test(self, k: int) -> None:
         """Begin to add up what test net `k` gives."""
         self.settle()
-        if k == 0 or self._positions_before is None:  # positions are those from before all test nets
+        if (
+            k == 0 or self._positions_before is None
+        ):  # positions are those from before all test nets
             self._positions_before = take_positions(self._nets, self.device)
         self._trials[k].begin(self.net)
 
@@ -88,7 +97,8 @@ class WorkerSolver(Solver):
         self.device.look()
 
     def positions(self, iteration: int) -> dict[str, Any]:
-        """Where its own layers and random numbers stand, or stood before the test or iteration that is being done.
+        """Where its own layers and random numbers stand, or stood before the test or iteration that
+        is being done.
 
         If the root has ended that iteration, it counts as done.
         """

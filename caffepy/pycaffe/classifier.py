@@ -16,8 +16,8 @@ CROPS = 10
 class Classifier(ImageNet):
     """Classifies images by a deploy net and its weights.
 
-    Images are resized to `image_dims` (height, width; by default `crop_dims`, the size that the net takes), and crops
-    of the net's size are taken from them. For the other arguments see ImageNet.
+    Images are resized to `image_dims` (height, width; by default `crop_dims`, the size that the net
+    takes), and crops of the net's size are taken from them. For the other arguments see ImageNet.
     """
 
     def __init__(
@@ -32,12 +32,16 @@ class Classifier(ImageNet):
     ) -> None:
         super().__init__(model_file, pretrained_file, mean, input_scale, raw_scale, channel_swap)
         self.crop_dims = np.array(self.blobs[self.inputs[0]].shape[2:])
-        self.image_dims = self.crop_dims if image_dims is None or not len(image_dims) else image_dims
+        self.image_dims = (
+            self.crop_dims if image_dims is None or not len(image_dims) else image_dims
+        )
 
     def predict(self, inputs: Sequence[Array], oversample: bool = True) -> Array:
-        """The first output, (N, classes), for N images (H, W, K) as `caffe.io.load_image` gives them.
+        """The first output, (N, classes), for N images (H, W, K) as `caffe.io.load_image` gives
+        them.
 
-        The mean over ten crops (corners, centre, and their mirror images), or without `oversample` that of the centre.
+        The mean over ten crops (corners, centre, and their mirror images), or without `oversample`
+        that of the centre.
         """
         images = np.stack([io.resize_image(image, self.image_dims) for image in inputs])
         if oversample:
@@ -47,5 +51,7 @@ class Classifier(ImageNet):
         height, width = self.crop_dims
         y, x = (images.shape[1] - height) // 2, (images.shape[2] - width) // 2
         if min(y, x) < 0:
-            raise ValueError(f"a crop of {height}x{width} cannot be taken from images of {self.image_dims}")
+            raise ValueError(
+                f"a crop of {height}x{width} cannot be taken from images of {self.image_dims}"
+            )
         return self._scores(list(images[:, y : y + height, x : x + width]))

@@ -1,7 +1,9 @@
-"""pycaffe's coordinate maps: where a position in one blob lies in another, and Crop layers that align two blobs.
+"""pycaffe's coordinate maps: where a position in one blob lies in another, and Crop layers that
+align two blobs.
 
-A map is (axis, a, b): what is at x in one blob is at a*x + b in the other, along the axes after `axis`; a and b have
-one number for each of them, or one for all. The axis None is that of layers that leave all positions where they are.
+A map is (axis, a, b): what is at x in one blob is at a*x + b in the other, along the axes after
+`axis`; a and b have one number for each of them, or one for all. The axis None is that of layers
+that leave all positions where they are.
 """
 
 from collections.abc import Iterator
@@ -15,7 +17,21 @@ from caffepy.pycaffe.net_spec import Function, Top, layers
 CoordMap = tuple[int | None, Any, Any]
 
 PASS_THROUGH_LAYERS = [
-    *("AbsVal", "BatchNorm", "Bias", "BNLL", "Dropout", "Eltwise", "ELU", "Log", "LRN", "Exp", "MVN", "Power", "ReLU"),
+    *(
+        "AbsVal",
+        "BatchNorm",
+        "Bias",
+        "BNLL",
+        "Dropout",
+        "Eltwise",
+        "ELU",
+        "Log",
+        "LRN",
+        "Exp",
+        "MVN",
+        "Power",
+        "ReLU",
+    ),
     *("PReLU", "Scale", "Sigmoid", "Split", "TanH", "Threshold"),
 ]
 BY_AXIS = {f"{name}_{axis}" for name in ("kernel", "stride", "pad") for axis in "hw"}
@@ -31,13 +47,16 @@ class AxisMismatchException(Exception):  # noqa: N818 # Caffe's name
 
 
 def conv_params(fn: Function) -> tuple[int, NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Axis, stride, size of the kernel with its holes, and padding of a Convolution, Deconvolution, Pooling or Im2col.
+    """Axis, stride, size of the kernel with its holes, and padding of a Convolution, Deconvolution,
+    Pooling or Im2col.
 
     AssertionError for sizes by axis (kernel_h, ...), UndefinedMapException without a kernel_size.
     """
     params = fn.params.get("convolution_param", fn.params.get("pooling_param", fn.params))
     by_axis = ", ".join(sorted(BY_AXIS & {*params}))
-    assert not by_axis, f"{fn.type_name}: {by_axis} cannot be mapped; give lists, as in kernel_size=[3, 5]"
+    assert not by_axis, (
+        f"{fn.type_name}: {by_axis} cannot be mapped; give lists, as in kernel_size=[3, 5]"
+    )
     if "kernel_size" not in params:
         raise UndefinedMapException(f"{fn.type_name} has no kernel_size")
     size, dilation, stride, pad = (
@@ -54,7 +73,9 @@ def crop_params(fn: Function) -> tuple[int, NDArray[Any]]:
 
 
 def coord_map(fn: Function) -> CoordMap:
-    """The map from positions in a layer's first input to those in its output; UndefinedMapException if it has none."""
+    """The map from positions in a layer's first input to those in its output; UndefinedMapException
+    if it has none.
+    """
     if fn.type_name in ("Convolution", "Pooling", "Im2col"):
         axis, stride, size, pad = conv_params(fn)
         return axis, 1 / stride, (pad - (size - 1) / 2) / stride
@@ -63,14 +84,20 @@ def coord_map(fn: Function) -> CoordMap:
         return axis, stride, (size - 1) / 2 - pad
     if fn.type_name == "Crop":
         axis, offset = crop_params(fn)
-        return axis - 1, 1, -offset  # a map's axis is the last without positions, a Crop's the first with them
+        return (
+            axis - 1,
+            1,
+            -offset,
+        )  # a map's axis is the last without positions, a Crop's the first with them
     if fn.type_name in PASS_THROUGH_LAYERS:
         return IDENTITY
     raise UndefinedMapException(f"{fn.type_name} has no map of positions")
 
 
 def compose(base_map: CoordMap, next_map: CoordMap) -> CoordMap:
-    """`base_map` of what `next_map` gives: a1*(a2*x + b2) + b1. AxisMismatchException if their axes differ."""
+    """`base_map` of what `next_map` gives: a1*(a2*x + b2) + b1. AxisMismatchException if their axes
+    differ.
+    """
     axis1, a1, b1 = base_map
     axis2, a2, b2 = next_map
     if axis1 is not None and axis2 is not None and axis1 != axis2:
@@ -85,7 +112,8 @@ def inverse(coord_map: CoordMap) -> CoordMap:
 
 
 def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
-    """The map from positions in one top to those in another, by way of a blob that both are computed from.
+    """The map from positions in one top to those in another, by way of a blob that both are
+    computed from.
 
     RuntimeError if there is none, or if layers between have no map.
     """
@@ -93,7 +121,9 @@ def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
     for source, map_to in _maps_to(top_to):
         if source in maps_from:
             return compose(map_to, inverse(maps_from[source]))
-    raise RuntimeError("no map between these tops: are they connected by layers that keep positions?")
+    raise RuntimeError(
+        "no map between these tops: are they connected by layers that keep positions?"
+    )
 
 
 def _maps_to(top: Top) -> Iterator[tuple[Top, CoordMap]]:
@@ -115,7 +145,8 @@ def _maps_to(top: Top) -> Iterator[tuple[Top, CoordMap]]:
 
 
 def crop(top_from: Top, top_to: Top) -> Top:
-    """A Crop layer that cuts `top_from` where `top_to` lies. AssertionError if that is not possible.
+    """A Crop layer that cuts `top_from` where `top_to` lies. AssertionError if that is not
+    possible.
 
     It needs the same scale in both, and whole, not negative, offsets.
     """
@@ -125,6 +156,8 @@ def crop(top_from: Top, top_to: Top) -> Top:
     assert (b <= 0).all(), f"cannot crop negative offset (b = {b})"
     assert (np.round(b) == b).all(), f"cannot crop noninteger offset (b = {b})"
     cropped: Top = layers.Crop(
-        top_from, top_to, crop_param={"axis": (1 if axis is None else axis) + 1, "offset": [int(-x) for x in b]}
+        top_from,
+        top_to,
+        crop_param={"axis": (1 if axis is None else axis) + 1, "offset": [int(-x) for x in b]},
     )
     return cropped

@@ -20,8 +20,8 @@ SELECTIVE_SEARCH = "selective_search_ijcv_with_python"
 class Detector(ImageNet):
     """Scores windows of images by a deploy net and its weights.
 
-    `context_pad` is the width, in pixels of the net's input, of the surroundings that are shown around each window. For
-    the other arguments see ImageNet.
+    `context_pad` is the width, in pixels of the net's input, of the surroundings that are shown
+    around each window. For the other arguments see ImageNet.
     """
 
     def __init__(
@@ -54,11 +54,15 @@ class Detector(ImageNet):
         if mean is not None:  # as an image lies before it is prepared
             swap = self.transformer.channel_swap.get(in_)
             unswapped = mean if swap is None else mean[np.argsort(swap)]
-            self.crop_mean += unswapped.transpose(1, 2, 0) / (self.transformer.raw_scale.get(in_) or 1)
+            self.crop_mean += unswapped.transpose(1, 2, 0) / (
+                self.transformer.raw_scale.get(in_) or 1
+            )
 
-    def detect_windows(self, images_windows: Iterable[tuple[str, Sequence[Window]]]) -> list[dict[str, Any]]:
-        """The first output for each window (ymin, xmin, ymax, xmax) of each image file: dicts `window`, `prediction`,
-        `filename`."""
+    def detect_windows(
+        self, images_windows: Iterable[tuple[str, Sequence[Window]]]
+    ) -> list[dict[str, Any]]:
+        """The first output for each window (ymin, xmin, ymax, xmax) of each image file: dicts
+        `window`, `prediction`, `filename`."""
         found = []
         crops = []
         for filename, windows in images_windows:
@@ -72,7 +76,9 @@ class Detector(ImageNet):
         return [{**what, "prediction": score} for what, score in zip(found, scores, strict=True)]
 
     def detect_selective_search(self, image_fnames: Iterable[str]) -> list[dict[str, Any]]:
-        """`detect_windows` on what selective search proposes, by the Python package that calls it in MATLAB."""
+        """`detect_windows` on what selective search proposes, by the Python package that calls it
+        in MATLAB.
+        """
         try:
             search = import_module(SELECTIVE_SEARCH)
         except ImportError:
@@ -85,26 +91,38 @@ class Detector(ImageNet):
         return self.detect_windows(zip(names, windows, strict=True))
 
     def crop(self, im: Array, window: Window) -> Array:
-        """The window (ymin, xmin, ymax, xmax) of an image (H, W, K); with a `context_pad` of the net's size, and with
-        its surroundings."""
+        """The window (ymin, xmin, ymax, xmax) of an image (H, W, K); with a `context_pad` of the
+        net's size, and with its surroundings."""
         y0, x0, y1, x1 = (int(side) for side in window)
         if not self.context_pad:
             part = im[y0:y1, x0:x1]
             if not part.size:
-                raise ValueError(f"window {y0, x0, y1, x1} is empty in an image of {im.shape[0]}x{im.shape[1]}")
+                raise ValueError(
+                    f"window {y0, x0, y1, x1} is empty in an image of {im.shape[0]}x{im.shape[1]}"
+                )
             return part
-        rows, (above, height) = _with_context(y0, y1, im.shape[0], int(self.crop_dims[0]), self.context_pad)
-        columns, (left, width) = _with_context(x0, x1, im.shape[1], int(self.crop_dims[1]), self.context_pad)
+        rows, (above, height) = _with_context(
+            y0, y1, im.shape[0], int(self.crop_dims[0]), self.context_pad
+        )
+        columns, (left, width) = _with_context(
+            x0, x1, im.shape[1], int(self.crop_dims[1]), self.context_pad
+        )
         shown = self.crop_mean.copy()
         part = im[rows, columns]
         if not part.size or min(height, width) <= 0:
-            raise ValueError(f"window {y0, x0, y1, x1} lies outside of an image of {im.shape[0]}x{im.shape[1]}")
+            raise ValueError(
+                f"window {y0, x0, y1, x1} lies outside of an image of {im.shape[0]}x{im.shape[1]}"
+            )
         shown[above : above + height, left : left + width] = io.resize_image(part, (height, width))
         return shown
 
 
-def _with_context(low: int, high: int, length: int, size: int, pad: int) -> tuple[slice, tuple[int, int]]:
-    """Along one axis: what of an image of `length` is shown, and where (first pixel, number) in `size` pixels."""
+def _with_context(
+    low: int, high: int, length: int, size: int, pad: int
+) -> tuple[slice, tuple[int, int]]:
+    """Along one axis: what of an image of `length` is shown, and where (first pixel, number) in
+    `size` pixels.
+    """
     half = (high - low + 1) / 2
     reach = size / (size - 2 * pad) * half
     first, last = (round(low + half + sign * reach) for sign in (-1, 1))

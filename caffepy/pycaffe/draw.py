@@ -45,15 +45,20 @@ def get_pydot_graph(
     phase: int | None = None,
     display_lrm: bool = False,
 ) -> Any:
-    """The graph as an object of pydot, for scripts that change it; for the arguments see `dot_text`.
+    """The graph as an object of pydot, for scripts that change it; for the arguments see
+    `dot_text`.
 
     UsageError where pydot is not installed; nothing else here needs it.
     """
     try:
         import pydot
     except ImportError:
-        raise UsageError("a graph of pydot needs pydot: pip install pydot; dot_text gives the same as text") from None
-    graphs = pydot.graph_from_dot_data(dot_text(caffe_net, rankdir, label_edges, phase, display_lrm))
+        raise UsageError(
+            "a graph of pydot needs pydot: pip install pydot; dot_text gives the same as text"
+        ) from None
+    graphs = pydot.graph_from_dot_data(
+        dot_text(caffe_net, rankdir, label_edges, phase, display_lrm)
+    )
     assert graphs, "pydot reads what dot_text writes"
     return graphs[0]
 
@@ -68,7 +73,8 @@ def draw_net_to_file(
 ) -> None:
     """Write the picture of an upgraded net, in the format that the file's extension names.
 
-    UsageError for an unknown extension, or where graphviz is not installed and the format is neither SVG nor DOT.
+    UsageError for an unknown extension, or where graphviz is not installed and the format is
+    neither SVG nor DOT.
     """
     content = draw_net(net, rankdir, extension(filename), phase, display_lrm, shapes)
     with written(filename) as temporary, open(temporary, "wb") as file:
@@ -85,8 +91,8 @@ def draw_net(
 ) -> bytes:
     """The content of a picture file of the format `ext`; see `dot_text` for the other arguments.
 
-    SVG, PNG and JPEG are drawn by graphviz if it is installed, else in a simpler way; UsageError if another format
-    needs it.
+    SVG, PNG and JPEG are drawn by graphviz if it is installed, else in a simpler way; UsageError if
+    another format needs it.
     """
     graph = _graph(net, rankdir, True, phase, display_lrm, shapes)
     if ext in TEXT:
@@ -115,9 +121,10 @@ def dot_text(
 ) -> str:
     """The graph of an upgraded net in graphviz's DOT language.
 
-    `rankdir` is the direction of the data: LR, RL, TB or BT. Of a `phase` only its layers are drawn. `label_edges` puts
-    numbers of outputs and batch sizes beside the arrows, or the `shapes` that `shapes_of` this phase gives;
-    `display_lrm` puts the lr_mults of parameters into the layers.
+    `rankdir` is the direction of the data: LR, RL, TB or BT. Of a `phase` only its layers are
+    drawn. `label_edges` puts numbers of outputs and batch sizes beside the arrows, or the `shapes`
+    that `shapes_of` this phase gives; `display_lrm` puts the lr_mults of parameters into the
+    layers.
     """
     return _dot(_graph(net, rankdir, label_edges, phase, display_lrm, shapes))
 
@@ -129,13 +136,17 @@ def shapes_of(
     synthetic: bool = False,
     image: Sequence[int] | None = None,
 ) -> Shapes:
-    """The shapes of the tops of each layer that a picture of this phase shows, empty where they are not known.
+    """The shapes of the tops of each layer that a picture of this phase shows, empty where they are
+    not known.
 
-    Without a phase those in training are given for a layer that is in both, if rules speak of phases. `path` is the
-    net's file; `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it, in the
-    place of data. ConfigError and DataError say why a net cannot be built.
+    Without a phase those in training are given for a layer that is in both, if rules speak of
+    phases. `path` is the net's file; `synthetic` puts random images, of the shape `image` (C, H, W)
+    where the net does not tell it, in the place of data. ConfigError and DataError say why a net
+    cannot be built.
     """
-    ruled = any(rule.HasField("phase") for layer in net.layer for rule in (*layer.include, *layer.exclude))
+    ruled = any(
+        rule.HasField("phase") for layer in net.layer for rule in (*layer.include, *layer.exclude)
+    )
     phases = (TRAIN, TEST) if phase is None and ruled else (TEST if phase is None else phase,)
     drawn = list(net.layer if phase is None else _in_phase(net, phase).layer)
     shapes: list[Sequence[tuple[int, ...]]] = [()] * len(drawn)
@@ -180,7 +191,9 @@ def _graph(
         labels = [edge_label(layer) if label_edges else ""] * len(layer.top)
         if shapes and shapes[i]:
             labels = [" ".join(map(str, shape)) or "()" for shape in shapes[i]]
-        graph.edges += [(name, f"blob {blob}", label) for blob, label in zip(layer.top, labels, strict=True)]
+        graph.edges += [
+            (name, f"blob {blob}", label) for blob, label in zip(layer.top, labels, strict=True)
+        ]
     graph.nodes.update(blobs)
     return graph
 
@@ -254,12 +267,16 @@ def _quoted(text: str) -> str:
 
 def _rendered(text: str, ext: str) -> bytes:
     try:
-        done = subprocess.run(["dot", f"-T{ext}"], input=text.encode(), capture_output=True, check=False)
+        done = subprocess.run(
+            ["dot", f"-T{ext}"], input=text.encode(), capture_output=True, check=False
+        )
     except OSError:
         raise UsageError(
             f'pictures in {ext.upper()} are drawn by graphviz, whose program "dot" was not found: install graphviz '
             "(apt-get install graphviz, brew install graphviz, conda install graphviz), or draw to a .png or .svg file"
         ) from None
     if done.returncode:
-        raise UsageError(f"graphviz could not draw {ext.upper()}: {done.stderr.decode(errors='replace').strip()}")
+        raise UsageError(
+            f"graphviz could not draw {ext.upper()}: {done.stderr.decode(errors='replace').strip()}"
+        )
     return done.stdout

@@ -13,10 +13,12 @@ from caffepy.pycaffe.net import Net
 
 
 class ImageNet(Net):
-    """A net in the TEST phase whose first input takes images, and `transformer`, which prepares them.
+    """A net in the TEST phase whose first input takes images, and `transformer`, which prepares
+    them.
 
-    `mean` (numbers of the channels, or an image), `input_scale`, `raw_scale` and `channel_swap` are the transformer's;
-    images are (H, W, K). Without `pretrained_file` the weights are those of the fillers.
+    `mean` (numbers of the channels, or an image), `input_scale`, `raw_scale` and `channel_swap` are
+    the transformer's; images are (H, W, K). Without `pretrained_file` the weights are those of the
+    fillers.
     """
 
     def __init__(
@@ -32,7 +34,11 @@ class ImageNet(Net):
         if not self.inputs or len(self.blobs[self.inputs[0]].shape) != 4:
             raise ConfigError(
                 "a net with an input of shape (N, C, H, W) is needed, a deploy net; this one has "
-                + (f"{self.inputs[0]} of {self.blobs[self.inputs[0]]!r}" if self.inputs else "no inputs"),
+                + (
+                    f"{self.inputs[0]} of {self.blobs[self.inputs[0]]!r}"
+                    if self.inputs
+                    else "no inputs"
+                ),
                 os.fsdecode(model_file),
             )
         in_ = self.inputs[0]

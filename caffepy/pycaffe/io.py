@@ -1,4 +1,6 @@
-"""pycaffe's `caffe.io`: images as arrays (H, W, K) and back, what nets take (C, H, W), blob and datum messages."""
+"""pycaffe's `caffe.io`: images as arrays (H, W, K) and back, what nets take (C, H, W), blob and
+datum messages.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,7 +23,8 @@ GREY = 0.2125, 0.7154, 0.0721
 
 
 def blobproto_to_array(blob: caffe_pb2.BlobProto, return_diff: bool = False) -> Array:
-    """The values (or diffs) of a blob message, float64; 4-D if it has one of the old fields num, channels, ...
+    """The values (or diffs) of a blob message, float64; 4-D if it has one of the old fields num,
+    channels, ...
 
     ValueError if the shape does not fit the number of values.
     """
@@ -45,7 +48,9 @@ def array_to_blobproto(arr: ArrayLike, diff: ArrayLike | None = None) -> caffe_p
 
 def arraylist_to_blobprotovector_str(arraylist: Iterable[ArrayLike]) -> bytes:
     """A serialized BlobProtoVector of these arrays."""
-    return caffe_pb2.BlobProtoVector(blobs=[array_to_blobproto(arr) for arr in arraylist]).SerializeToString()
+    return caffe_pb2.BlobProtoVector(
+        blobs=[array_to_blobproto(arr) for arr in arraylist]
+    ).SerializeToString()
 
 
 def blobprotovector_str_to_arraylist(str: bytes) -> list[Array]:
@@ -54,9 +59,13 @@ def blobprotovector_str_to_arraylist(str: bytes) -> list[Array]:
 
 
 def array_to_datum(arr: Array, label: int | None = None) -> caffe_pb2.Datum:
-    """A datum of an image (C, H, W): bytes if it is uint8, else float_data. ValueError for other numbers of axes."""
+    """A datum of an image (C, H, W): bytes if it is uint8, else float_data. ValueError for other
+    numbers of axes.
+    """
     if arr.ndim != 3:
-        raise ValueError(f"Incorrect array shape. A datum holds an image (C, H, W), not {arr.shape}.")
+        raise ValueError(
+            f"Incorrect array shape. A datum holds an image (C, H, W), not {arr.shape}."
+        )
     channels, height, width = arr.shape
     datum = caffe_pb2.Datum(channels=channels, height=height, width=width)
     if arr.dtype == np.uint8:
@@ -69,8 +78,8 @@ def array_to_datum(arr: Array, label: int | None = None) -> caffe_pb2.Datum:
 
 
 def datum_to_array(datum: caffe_pb2.Datum) -> Array:
-    """The image (C, H, W) of a datum: uint8 if it holds bytes, which are decoded if they are an image file's (then the
-    channels are BGR); else float64."""
+    """The image (C, H, W) of a datum: uint8 if it holds bytes, which are decoded if they are an
+    image file's (then the channels are BGR); else float64."""
     if datum.encoded:
         return np.ascontiguousarray(decode_image(datum.data))
     shape = datum.channels, datum.height, datum.width
@@ -85,8 +94,8 @@ def datum_to_array(datum: caffe_pb2.Datum) -> Array:
 def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
     """An image file as float32 in [0, 1], RGB (H, W, 3) or, without `color`, grey (H, W, 1).
 
-    A grey file fills all three channels, transparency is dropped. `filename` may be an open file. DataError if it
-    cannot be read.
+    A grey file fills all three channels, transparency is dropped. `filename` may be an open file.
+    DataError if it cannot be read.
     """
     import cv2
 
@@ -103,7 +112,9 @@ def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
     if image is None:
         raise DataError(f"{name}: not an image that can be decoded ({len(content)} bytes)")
     scale = 1.0 / (2 ** (8 * image.dtype.itemsize) - 1) if image.dtype.kind == "u" else 1.0
-    pixels = np.atleast_3d(image)[..., 2::-1] * np.float64(scale)  # BGR(A) -> RGB; a single channel stays
+    pixels = np.atleast_3d(image)[..., 2::-1] * np.float64(
+        scale
+    )  # BGR(A) -> RGB; a single channel stays
     if color:
         return np.broadcast_to(pixels, (*pixels.shape[:2], 3)).astype(np.float32)
     return (pixels @ GREY if pixels.shape[2] == 3 else pixels[..., 0]).astype(np.float32)[..., None]
@@ -112,10 +123,11 @@ def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
 def resize_image(im: Array, new_dims: Sequence[int] | Array, interp_order: int = 1) -> Array:
     """An image (H, W, K) in another height and width, float32.
 
-    Without smoothing, as Caffe has it: for 1 or 3 channels the corners of the image stay where they are and what lies
-    beyond its edge counts as its smallest value, as in scikit-image's `resize(mode="constant",
-    anti_aliasing=False)`; for other numbers of channels the middles of the corner pixels stay where they are, as in
-    SciPy's `zoom`. `interp_order` is 0 (nearest), 1 (linear) or, with SciPy installed, that of a spline up to 5.
+    Without smoothing, as Caffe has it: for 1 or 3 channels the corners of the image stay where they
+    are and what lies beyond its edge counts as its smallest value, as in scikit-image's
+    `resize(mode="constant", anti_aliasing=False)`; for other numbers of channels the middles of the
+    corner pixels stay where they are, as in SciPy's `zoom`. `interp_order` is 0 (nearest), 1
+    (linear) or, with SciPy installed, that of a spline up to 5.
     """
     im = np.asarray(im)
     if im.ndim != 3:
@@ -139,17 +151,23 @@ def _between_corners(n: int, size: int) -> Array:
 
 
 def _between_middles(n: int, size: int) -> Array:
-    """Where the pixels of a row of `size` lie in one of `n` if the first and the last pixels coincide."""
+    """Where the pixels of a row of `size` lie in one of `n` if the first and the last pixels
+    coincide.
+    """
     return np.arange(size) * ((n - 1) / max(size - 1, 1))
 
 
-def _interpolated(im: Array, dims: tuple[int, int], order: int, places: Callable[[int, int], Array]) -> Array:
+def _interpolated(
+    im: Array, dims: tuple[int, int], order: int, places: Callable[[int, int], Array]
+) -> Array:
     """The values of `im` at `places` of both axes, float64; 0 beyond its edges."""
     if order > 1:
         return _spline(im, dims, order, places is _between_corners)
     y, x = (places(n, size) for n, size in zip(im.shape[:2], dims, strict=True))
     if order == 0:
-        nearest: Array = im[np.floor(y + 0.5).astype(int)][:, np.floor(x + 0.5).astype(int)].astype(np.float64)
+        nearest: Array = im[np.floor(y + 0.5).astype(int)][:, np.floor(x + 0.5).astype(int)].astype(
+            np.float64
+        )
         return nearest
     (rows, down), (columns, across) = _taps(y, im.shape[0]), _taps(x, im.shape[1])
     values = np.zeros((*dims, im.shape[2]))
@@ -161,7 +179,9 @@ def _interpolated(im: Array, dims: tuple[int, int], order: int, places: Callable
 
 
 def _taps(places: Array, n: int) -> tuple[Array, Array]:
-    """The pixels (2, places) on both sides of each place in a row of `n`, and their shares: 0 for those beyond it."""
+    """The pixels (2, places) on both sides of each place in a row of `n`, and their shares: 0 for
+    those beyond it.
+    """
     first = np.floor(places)
     index = np.stack([first, first + 1]).astype(int)
     share = np.stack([1 - (places - first), places - first])
@@ -185,13 +205,15 @@ def _spline(im: Array, dims: tuple[int, int], order: int, by_corners: bool) -> A
 def oversample(images: Sequence[Array], crop_dims: Sequence[int]) -> Array:
     """Ten crops (10 N, height, width, K) of N images (H, W, K) of one size, float32.
 
-    Of each image: the corners (upper left, upper right, lower left, lower right) and the centre, then their mirror
-    images in the same order.
+    Of each image: the corners (upper left, upper right, lower left, lower right) and the centre,
+    then their mirror images in the same order.
     """
     image_height, image_width, channels = images[0].shape
     height, width = (int(size) for size in crop_dims)
     if height > image_height or width > image_width:
-        raise ValueError(f"crops of {height}x{width} cannot be taken from images of {image_height}x{image_width}")
+        raise ValueError(
+            f"crops of {height}x{width} cannot be taken from images of {image_height}x{image_width}"
+        )
     bottom, right = image_height - height, image_width - width
     corners = [(0, 0), (0, right), (bottom, 0), (bottom, right), (bottom // 2, right // 2)]
     crops = np.empty((len(images), 2, 5, height, width, channels), np.float32)
@@ -205,9 +227,10 @@ def oversample(images: Sequence[Array], crop_dims: Sequence[int]) -> Array:
 class Transformer:
     """Turns images (H, W, K) into what a net's inputs take, and back.
 
-    `inputs` has the shapes of the inputs by name, as in `{"data": net.blobs["data"].data.shape}`. `preprocess` resizes,
-    transposes, swaps channels, scales, subtracts the mean, and scales again, each where it was set for the input.
-    ValueError for what does not fit the shape, and for an unknown input.
+    `inputs` has the shapes of the inputs by name, as in `{"data": net.blobs["data"].data.shape}`.
+    `preprocess` resizes, transposes, swaps channels, scales, subtracts the mean, and scales again,
+    each where it was set for the input. ValueError for what does not fit the shape, and for an
+    unknown input.
     """
 
     def __init__(self, inputs: Mapping[str, Sequence[int]]) -> None:
@@ -244,7 +267,9 @@ class Transformer:
         return image
 
     def deprocess(self, in_: str, data: ArrayLike) -> Array:
-        """The image that `preprocess` made into this, up to its size; axes of size 1 are dropped first."""
+        """The image that `preprocess` made into this, up to its size; axes of size 1 are dropped
+        first.
+        """
         self._shape(in_)
         image = np.array(data).squeeze()
         order, swap, mean = self.transpose.get(in_), self.channel_swap.get(in_), self.mean.get(in_)
@@ -265,28 +290,38 @@ class Transformer:
         """Give the axes of the image this order: (2, 0, 1) makes (K, H, W) of (H, W, K)."""
         axes = len(self._shape(in_)) - 1
         if len(order) != axes:
-            raise ValueError(f"Transpose order needs to name the {axes} axes of an item, not {len(order)}.")
+            raise ValueError(
+                f"Transpose order needs to name the {axes} axes of an item, not {len(order)}."
+            )
         self.transpose[in_] = order
 
     def set_channel_swap(self, in_: str, order: Sequence[int]) -> None:
         """Give the channels, which lie first by then, this order: (2, 1, 0) makes BGR of RGB."""
         channels = self._shape(in_)[1]
         if len(order) != channels:
-            raise ValueError(f"Channel swap needs to name the {channels} channels of the input, not {len(order)}.")
+            raise ValueError(
+                f"Channel swap needs to name the {channels} channels of the input, not {len(order)}."
+            )
         self.channel_swap[in_] = order
 
     def set_raw_scale(self, in_: str, scale: float) -> None:
-        """Multiply by this before the mean is subtracted: 255 for images in [0, 1] and means in [0, 255]."""
+        """Multiply by this before the mean is subtracted: 255 for images in [0, 1] and means in [0,
+        255].
+        """
         self._shape(in_)
         self.raw_scale[in_] = scale
 
     def set_mean(self, in_: str, mean: ArrayLike) -> None:
-        """Subtract this: a number for each channel, or an image (C, H, W), which is resized to the input's size."""
+        """Subtract this: a number for each channel, or an image (C, H, W), which is resized to the
+        input's size.
+        """
         _, channels, *dims = self._shape(in_)
         mean = np.asarray(mean)
         if mean.ndim == 1:
             if len(mean) != channels:
-                raise ValueError(f"Mean channels incompatible with input: {len(mean)} for {channels} channels.")
+                raise ValueError(
+                    f"Mean channels incompatible with input: {len(mean)} for {channels} channels."
+                )
             self.mean[in_] = mean[:, np.newaxis, np.newaxis]
             return
         image = mean[np.newaxis] if mean.ndim == 2 else mean

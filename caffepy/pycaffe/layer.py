@@ -6,12 +6,13 @@ from caffepy.layer.python_blob import Blob, BlobVec
 
 
 class Layer:
-    """Base of Python layers: `class Mine(caffe.Layer)`, named in a prototxt by `python_param { module layer }`.
+    """Base of Python layers: `class Mine(caffe.Layer)`, named in a prototxt by `python_param {
+    module layer }`.
 
-    A subclass defines `forward(self, bottom, top)`, mostly `setup` and `reshape` with the same arguments, and
-    `backward(self, top, propagate_down, bottom)` if something below it learns. `bottom` and `top` are lists of blobs,
-    whose `data` and `diff` are numpy arrays; `blobs.add_blob(*shape)` makes a learnable parameter. `reshape` runs
-    before each forward.
+    A subclass defines `forward(self, bottom, top)`, mostly `setup` and `reshape` with the same
+    arguments, and `backward(self, top, propagate_down, bottom)` if something below it learns.
+    `bottom` and `top` are lists of blobs, whose `data` and `diff` are numpy arrays;
+    `blobs.add_blob(*shape)` makes a learnable parameter. `reshape` runs before each forward.
     """
 
     type: str = "Python"
@@ -20,7 +21,9 @@ class Layer:
     blobs: BlobVec
 
     def __init__(self, param: Any = None) -> None:
-        """`param` is the LayerParameter; `param_str`, `phase` and `blobs` are there from `setup` on."""
+        """`param` is the LayerParameter; `param_str`, `phase` and `blobs` are there from `setup`
+        on.
+        """
 
     @property
     def param_str_(self) -> str:

@@ -1,4 +1,6 @@
-"""pycaffe's log: Caffe's lines on stderr from `init_log` on, or from the first net on where GLOG_minloglevel is set."""
+"""pycaffe's log: Caffe's lines on stderr from `init_log` on, or from the first net on where
+GLOG_minloglevel is set.
+"""
 
 import logging
 import os
@@ -16,22 +18,32 @@ _shown = ExitStack()
 
 
 def init_log(level: int | None = None, to_stderr: bool = True) -> None:
-    """Show Caffe's log lines on stderr, or else write them to a file in GLOG_log_dir or the folder of temporary files.
+    """Show Caffe's log lines on stderr, or else write them to a file in GLOG_log_dir or the folder
+    of temporary files.
 
-    `level`: 0 for all (as GLOG_minloglevel says by default), 1 for warnings and errors, 2 for errors. Called again, it
-    changes that. Without it caffepy's lines go where Python's `logging` sends those of "caffepy"; a script for which
-    CAFFEPY_AS_CAFFE=1 stands gets them on stderr as soon as it builds a net.
+    `level`: 0 for all (as GLOG_minloglevel says by default), 1 for warnings and errors, 2 for
+    errors. Called again, it changes that. Without it caffepy's lines go where Python's `logging`
+    sends those of "caffepy"; a script for which CAFFEPY_AS_CAFFE=1 stands gets them on stderr as
+    soon as it builds a net.
     """
     chosen = os.environ.get(VARIABLE, "0") if level is None else str(level)
     if chosen not in ("0", "1", "2", "3"):
-        raise UsageError(f"a log level is 0 (all), 1 (warnings and errors), 2 (errors) or 3 (none), not {chosen!r}")
+        raise UsageError(
+            f"a log level is 0 (all), 1 (warnings and errors), 2 (errors) or 3 (none), not {chosen!r}"
+        )
     folder = os.environ.get(FOLDER) or tempfile.gettempdir()
     _shown.close()
-    _shown.enter_context(logging_to(stderr=to_stderr, log_dir=None if to_stderr else folder, level=LEVELS[int(chosen)]))
+    _shown.enter_context(
+        logging_to(
+            stderr=to_stderr, log_dir=None if to_stderr else folder, level=LEVELS[int(chosen)]
+        )
+    )
 
 
 def heed_environment() -> None:
-    """Show log lines if GLOG_minloglevel is set, or caffepy stands for Caffe, and nothing else has been chosen."""
+    """Show log lines if GLOG_minloglevel is set, or caffepy stands for Caffe, and nothing else has
+    been chosen.
+    """
     chosen = logging.getLogger("caffepy")
     asked = VARIABLE in os.environ or os.environ.get("CAFFEPY_AS_CAFFE", "0") not in ("", "0")
     if asked and not chosen.handlers and chosen.level == logging.NOTSET:

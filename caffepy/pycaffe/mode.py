@@ -1,4 +1,6 @@
-"""What `set_mode_gpu`, `set_device`, `set_random_seed`, `set_solver_rank`, ... set: per thread, as in pycaffe."""
+"""What `set_mode_gpu`, `set_device`, `set_random_seed`, `set_solver_rank`, ... set: per thread, as
+in pycaffe.
+"""
 
 import operator
 import threading
@@ -92,10 +94,11 @@ def gpu() -> int | None:
 
 
 def set_precision(name: str) -> None:
-    """Compute on the GPU in one of these, from exact to fast: "fp32", "tf32" (the default), "bf16", "fp16".
+    """Compute on the GPU in one of these, from exact to fast: "fp32", "tf32" (the default), "bf16",
+    "fp16".
 
-    tf32 has 10 bits less in products; bf16 and fp16 keep activations and their gradients in 16 bits. Call it before
-    building nets.
+    tf32 has 10 bits less in products; bf16 and fp16 keep activations and their gradients in 16
+    bits. Call it before building nets.
     """
     from caffepy.ops.cuda import precision
 

@@ -1,4 +1,6 @@
-"""pycaffe's NCCL: solvers of several threads or processes, each with a GPU of its own, that train as one."""
+"""pycaffe's NCCL: solvers of several threads or processes, each with a GPU of its own, that train
+as one.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -27,12 +29,14 @@ def has_nccl() -> bool:
 
 
 class NCCL:
-    """Keeps a solver in step with those of the same `uid`, as many as `caffe.solver_count()`, this one `solver_rank()`.
+    """Keeps a solver in step with those of the same `uid`, as many as `caffe.solver_count()`, this
+    one `solver_rank()`.
 
-    They are in other processes after `caffe.set_multiprocess(True)`, else in other threads of this one; all make their
-    NCCL at about the same time, then call `bcast`. The data layers that read files give each solver its own batches.
-    `solver.add_callback(nccl)` lets it average gradients, beside the backward pass where that can be; whoever dies
-    lets the others wait, so `solver.together` and `caffepy train` are the better ways where no script asks for this.
+    They are in other processes after `caffe.set_multiprocess(True)`, else in other threads of this
+    one; all make their NCCL at about the same time, then call `bcast`. The data layers that read
+    files give each solver its own batches. `solver.add_callback(nccl)` lets it average gradients,
+    beside the backward pass where that can be; whoever dies lets the others wait, so
+    `solver.together` and `caffepy train` are the better ways where no script asks for this.
     DeviceError says what is missing.
     """
 
@@ -50,7 +54,9 @@ class NCCL:
                 f"solver rank {rank} of {count}: caffe.set_solver_count and set_solver_rank go before this"
             )
         group = _Processes(count) if mode.multiprocess() else _threads(uid, count)
-        self.synchronizer = NcclSync(group, rank, lambda value: [value], flats_of(solver._solver), uid)
+        self.synchronizer = NcclSync(
+            group, rank, lambda value: [value], flats_of(solver._solver), uid
+        )
         group.phase = "idle"
         take_turns(solver._solver.net, rank, count, begun=solver.iter > 0)
 

@@ -52,7 +52,9 @@ class Layer:
         """Shape the tops by the bottoms."""
         self._call(self._inner.reshape, bottom, top)
 
-    def _call(self, method: Callable[[Blobs, Blobs], None], bottom: Sequence[Blob], top: Sequence[Blob]) -> None:
+    def _call(
+        self, method: Callable[[Blobs, Blobs], None], bottom: Sequence[Blob], top: Sequence[Blob]
+    ) -> None:
         blobs = [unwrap_all(b) for b in (bottom, top)]
         with self._inner.device.scope():
             method(*(map(on_host, blobs) if self._inner.on_host else blobs))
@@ -61,8 +63,8 @@ class Layer:
 class Net:
     """A net in one phase: `Net("net.prototxt", caffe.TEST, weights="net.caffemodel")`.
 
-    `level` and `stages` join the net's state; the older `Net("net.prototxt", "net.caffemodel", caffe.TEST)` works too.
-    RuntimeError (a CaffeError) for files that are missing or do not fit.
+    `level` and `stages` join the net's state; the older `Net("net.prototxt", "net.caffemodel",
+    caffe.TEST)` works too. RuntimeError (a CaffeError) for files that are missing or do not fit.
     """
 
     def __init__(
@@ -108,8 +110,12 @@ class Net:
         self._net = inner
         self._by_name = OrderedDict((name, wrap(blob)) for name, blob in inner.blobs.items())
         pairs = list(zip(inner.layer_names, inner.layers, strict=True))
-        self._params = OrderedDict((name, BlobVec(layer.blobs, layer.dtype)) for name, layer in pairs if layer.blobs)
-        self._layers = [layer.instance if isinstance(layer, Python) else Layer(layer) for layer in inner.layers]
+        self._params = OrderedDict(
+            (name, BlobVec(layer.blobs, layer.dtype)) for name, layer in pairs if layer.blobs
+        )
+        self._layers = [
+            layer.instance if isinstance(layer, Python) else Layer(layer) for layer in inner.layers
+        ]
 
     @property
     def blobs(self) -> "OrderedDict[str, Blob]":
@@ -209,12 +215,16 @@ class Net:
         self._net.backward(start, end)
 
     def forward(
-        self, blobs: Sequence[str] | None = None, start: str | None = None, end: str | None = None, **inputs: Any
+        self,
+        blobs: Sequence[str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        **inputs: Any,
     ) -> dict[str, Array]:
         """Run the net, or the layers from `start` to `end` (names, inclusive).
 
-        Keyword arguments are arrays for exactly the net's inputs. Returns views of the outputs (or of the tops of
-        `end`) and of the blobs named in `blobs`.
+        Keyword arguments are arrays for exactly the net's inputs. Returns views of the outputs (or
+        of the tops of `end`) and of the blobs named in `blobs`.
         """
         first = self._place(start) if start is not None else 0
         last = self._place(end) if end is not None else len(self._net.layers) - 1
@@ -230,12 +240,16 @@ class Net:
         return {name: self.blobs[name].data for name in outputs}
 
     def backward(
-        self, diffs: Sequence[str] | None = None, start: str | None = None, end: str | None = None, **tops: Any
+        self,
+        diffs: Sequence[str] | None = None,
+        start: str | None = None,
+        end: str | None = None,
+        **tops: Any,
     ) -> dict[str, Array]:
         """Run the net backward, or the layers from `start` down to `end` (names, inclusive).
 
-        Keyword arguments are diffs for exactly the net's outputs. Returns views of the diffs of the inputs (or of the
-        bottoms of `end`) and of the blobs named in `diffs`.
+        Keyword arguments are diffs for exactly the net's outputs. Returns views of the diffs of the
+        inputs (or of the bottoms of `end`) and of the blobs named in `diffs`.
         """
         first = self._place(start) if start is not None else len(self._net.layers) - 1
         last = self._place(end) if end is not None else 0
@@ -251,7 +265,9 @@ class Net:
         return {name: self.blobs[name].diff for name in wanted}
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
-        """Run any number of items in batches; returns arrays of as many items for the outputs and `blobs`."""
+        """Run any number of items in batches; returns arrays of as many items for the outputs and
+        `blobs`.
+        """
         count = _count(inputs)
         collected: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         for batch in self._batches(inputs):
@@ -262,7 +278,9 @@ class Net:
     def forward_backward_all(
         self, blobs: Sequence[str] | None = None, diffs: Sequence[str] | None = None, **inputs: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Run any number of items forward and backward in batches; `inputs` may hold diffs of outputs as well."""
+        """Run any number of items forward and backward in batches; `inputs` may hold diffs of
+        outputs as well.
+        """
         count = _count(inputs)
         outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         grads: dict[str, list[Array]] = {name: [] for name in _each(self.inputs, diffs)}
@@ -281,10 +299,14 @@ class Net:
         count = _count(arrays)
         size = next(iter(self.blobs.values())).shape[0]
         for start in range(0, count, size):
-            batch = {name: np.asarray(array[start : start + size]) for name, array in arrays.items()}
+            batch = {
+                name: np.asarray(array[start : start + size]) for name, array in arrays.items()
+            }
             short = size - len(next(iter(batch.values())))
             yield {
-                name: np.concatenate([array, np.zeros((short, *array.shape[1:]), array.dtype)]) if short else array
+                name: np.concatenate([array, np.zeros((short, *array.shape[1:]), array.dtype)])
+                if short
+                else array
                 for name, array in batch.items()
             }
 
@@ -317,20 +339,27 @@ class Net:
         weights.load_hdf5(self._net, os.fsdecode(path))
 
     def close(self) -> None:
-        """Stop the threads of data layers and close their files, which a script may then open itself."""
+        """Stop the threads of data layers and close their files, which a script may then open
+        itself.
+        """
         self._net.close()
 
     def set_input_arrays(self, data: Array, labels: Array) -> None:
-        """Let the MemoryData layer that comes first give these float32 arrays, (N, C, H, W) and (N,) or (N, 1, 1, 1).
+        """Let the MemoryData layer that comes first give these float32 arrays, (N, C, H, W) and
+        (N,) or (N, 1, 1, 1).
 
         N must be a multiple of its batch size. The arrays are not copied.
         """
         layer = self._net.layers[0]
         if not isinstance(layer, MemoryData):
-            raise CaffeError("set_input_arrays may only be called if the first layer is a MemoryData layer")
+            raise CaffeError(
+                "set_input_arrays may only be called if the first layer is a MemoryData layer"
+            )
         for name, array, axes in (("data", data, (4,)), ("labels", labels, (1, 4))):
             if not isinstance(array, np.ndarray):
-                raise CaffeError(f"{name} must be a C-contiguous float32 array, not of {type(array)}")
+                raise CaffeError(
+                    f"{name} must be a C-contiguous float32 array, not of {type(array)}"
+                )
             if array.dtype != np.float32 or array.ndim not in axes or not array.flags.c_contiguous:
                 raise CaffeError(
                     f"{name} must be a C-contiguous float32 array of {' or '.join(map(str, axes))} axes, not "
@@ -355,7 +384,8 @@ class Net:
     def after_backward(self, callback: "Callable[[int], object] | NCCL") -> None:
         """Call `callback(layer index)` after each layer's backward.
 
-        With an NCCL there is nothing to do: a solver that has it already averages beside the backward pass.
+        With an NCCL there is nothing to do: a solver that has it already averages beside the
+        backward pass.
         """
         if callable(callback):
             self._net.after_backward.append(callback)

@@ -1,4 +1,6 @@
-"""pycaffe's NetSpec: nets written in Python, `n.conv1 = L.Convolution(n.data, num_output=20, kernel_size=5)`."""
+"""pycaffe's NetSpec: nets written in Python, `n.conv1 = L.Convolution(n.data, num_output=20,
+kernel_size=5)`.
+"""
 
 from collections import Counter
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
@@ -13,7 +15,9 @@ from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 
 
 def param_name_dict() -> dict[str, str]:
-    """Type names of layers to the names of the LayerParameter's fields that hold their parameters, less `_param`."""
+    """Type names of layers to the names of the LayerParameter's fields that hold their parameters,
+    less `_param`.
+    """
     return {
         field.message_type.name.removesuffix("Parameter"): field.name.removesuffix("_param")
         for field in LayerParameter.DESCRIPTOR.fields
@@ -27,13 +31,15 @@ _param_names = param_name_dict()
 def assign_proto(proto: Message, name: str, val: Any) -> None:
     """Set a field of a message from Python's values.
 
-    A dict (or a message) becomes a message, a list a repeated field; a single value for a repeated field counts as a
-    list of one. AttributeError for unknown fields names the nearest one; TypeError and ValueError name the field whose
-    value is of no use.
+    A dict (or a message) becomes a message, a list a repeated field; a single value for a repeated
+    field counts as a list of one. AttributeError for unknown fields names the nearest one;
+    TypeError and ValueError name the field whose value is of no use.
     """
     fields = proto.DESCRIPTOR.fields_by_name
     if name not in fields:
-        raise AttributeError(f'{proto.DESCRIPTOR.name} has no field "{name}"{nearest(name, fields)}')
+        raise AttributeError(
+            f'{proto.DESCRIPTOR.name} has no field "{name}"{nearest(name, fields)}'
+        )
     field, kind = getattr(proto, name), fields[name].message_type
     try:
         if fields[name].default_value != []:  # not repeated; protobuf 5 has no is_repeated
@@ -72,7 +78,9 @@ class Top:
 
 
 class Function:
-    """A layer to be: type, inputs, parameters, and its outputs, `tops`. TypeError for inputs that are no Tops."""
+    """A layer to be: type, inputs, parameters, and its outputs, `tops`. TypeError for inputs that
+    are no Tops.
+    """
 
     def __init__(self, type_name: str, inputs: Iterable[Top], params: Mapping[str, Any]) -> None:
         self.type_name = type_name
@@ -98,15 +106,23 @@ class Function:
         self.params.update(params)
 
     def _assign(self, layer: LayerParameter) -> None:
-        """Set the layer's fields: those of its own kind of parameters first, then those that all layers have."""
+        """Set the layer's fields: those of its own kind of parameters first, then those that all
+        layers have.
+        """
         name = f"{_param_names.get(self.type_name)}_param"
-        own = LayerParameter.DESCRIPTOR.fields_by_name[name].message_type if hasattr(layer, name) else None
+        own = (
+            LayerParameter.DESCRIPTOR.fields_by_name[name].message_type
+            if hasattr(layer, name)
+            else None
+        )
         for key, value in self.params.items():
             if own and key in own.fields_by_name and not key.endswith("param"):
                 assign_proto(getattr(layer, name), key, value)
             elif own and key not in LayerParameter.DESCRIPTOR.fields_by_name:
                 known = [*own.fields_by_name, *LayerParameter.DESCRIPTOR.fields_by_name]
-                raise AttributeError(f'{self.type_name} has no parameter "{key}"{nearest(key, known)}')
+                raise AttributeError(
+                    f'{self.type_name} has no parameter "{key}"{nearest(key, known)}'
+                )
             else:
                 assign_proto(layer, key, value)
 
@@ -146,7 +162,9 @@ def _net(ends: Iterable[Top | Function], names: _Names) -> NetParameter:
             if fn not in made:
                 bottoms = [made[top.fn].top[top.n] for top in fn.inputs]
                 tops = bottoms if fn.in_place else [names.top(top) for top in fn.tops]
-                made[fn] = LayerParameter(type=fn.type_name, bottom=bottoms, top=tops, name=names.layer(fn))
+                made[fn] = LayerParameter(
+                    type=fn.type_name, bottom=bottoms, top=tops, name=names.layer(fn)
+                )
                 fn._assign(made[fn])
     return NetParameter(layer=made.values())
 
@@ -159,8 +177,9 @@ def to_proto(*tops: Top | Function) -> NetParameter:
 class NetSpec:
     """A net to be: tops under the names that they, and their layers, are to have.
 
-    Names are given as attributes or as items, and layers come in that order, unless others need them before:
-    `n = NetSpec(); n.data = L.Input(...); n["ip/1"] = L.InnerProduct(n.data, num_output=10); n.to_proto()`.
+    Names are given as attributes or as items, and layers come in that order, unless others need
+    them before: `n = NetSpec(); n.data = L.Input(...); n["ip/1"] = L.InnerProduct(n.data,
+    num_output=10); n.to_proto()`.
     """
 
     tops: "dict[str, Top | Function]"
@@ -221,15 +240,19 @@ class NetSpec:
         """The net. TypeError for a name that is not of one top."""
         for name, top in self.tops.items():
             if not isinstance(top, (Top, Function)):
-                raise TypeError(f"{name} is not a Top (type is {type(top)}); a layer with several has a name for each")
+                raise TypeError(
+                    f"{name} is not a Top (type is {type(top)}); a layer with several has a name for each"
+                )
         return _net(self.tops.values(), _Names({top: name for name, top in self.tops.items()}))
 
 
 class Layers:
-    """`layers.Type(*bottoms, **params)` is a layer: its top, the tuple of its `ntop` tops, or itself for `ntop=0`.
+    """`layers.Type(*bottoms, **params)` is a layer: its top, the tuple of its `ntop` tops, or
+    itself for `ntop=0`.
 
-    `in_place=True` gives tops the names of bottoms. Parameters whose names end in "param" are fields of LayerParameter,
-    others are of the layer type's own parameters or else of LayerParameter (`name`, `loss_weight`, `include`, ...).
+    `in_place=True` gives tops the names of bottoms. Parameters whose names end in "param" are
+    fields of LayerParameter, others are of the layer type's own parameters or else of
+    LayerParameter (`name`, `loss_weight`, `include`, ...).
     """
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -252,7 +275,11 @@ class Parameters:
     def __getattr__(self, name: str) -> Any:
         found = getattr(caffe_pb2, f"{name}Parameter", None)
         if found is None:
-            known = [key.removesuffix("Parameter") for key in vars(caffe_pb2) if key.endswith("Parameter")]
+            known = [
+                key.removesuffix("Parameter")
+                for key in vars(caffe_pb2)
+                if key.endswith("Parameter")
+            ]
             raise AttributeError(f'there are no parameters "{name}"{nearest(name, known)}')
         return found
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Solver:
     """A solver of the type that its file names; `get_solver` makes one.
 
-    In a thread whose `caffe.solver_rank()` is not 0 it follows: its random numbers are others, and it neither tests nor
-    displays nor saves by itself.
+    In a thread whose `caffe.solver_rank()` is not 0 it follows: its random numbers are others, and
+    it neither tests nor displays nor saves by itself.
     """
 
     def __init__(self, solver_file: AnyPath, type: str | None = None) -> None:
@@ -76,7 +76,9 @@ class Solver:
 
     @property
     def capture(self) -> bool:
-        """Whether a GPU records the training step and replays it; a callback set by `add_callback` prevents it."""
+        """Whether a GPU records the training step and replays it; a callback set by `add_callback`
+        prevents it.
+        """
         return self._solver.capture
 
     @capture.setter
@@ -114,7 +116,9 @@ class Solver:
         self._solver.snapshot()
 
     def close(self) -> None:
-        """Stop the threads of data layers and close their files, which a script may then open itself."""
+        """Stop the threads of data layers and close their files, which a script may then open
+        itself.
+        """
         self._solver.close()
 
     def share_weights(self, net: Net) -> None:
@@ -126,9 +130,12 @@ class Solver:
         self._solver.apply_update()
 
     def add_callback(
-        self, on_start: "Callable[[], object] | NCCL", on_gradients_ready: Callable[[], object] | None = None
+        self,
+        on_start: "Callable[[], object] | NCCL",
+        on_gradients_ready: Callable[[], object] | None = None,
     ) -> None:
-        """Call `on_start()` before and `on_gradients_ready()` after each iteration's forward and backward passes.
+        """Call `on_start()` before and `on_gradients_ready()` after each iteration's forward and
+        backward passes.
 
         Or, with an NCCL of this solver alone, keep in step with the other solvers that it knows of.
         """
@@ -138,24 +145,39 @@ class Solver:
         elif callable(on_start) and callable(on_gradients_ready):
             self._solver.add_callback(_Callback(on_start, on_gradients_ready))
         else:
-            raise UsageError("add_callback takes two functions, on_start and on_gradients_ready, or an NCCL")
+            raise UsageError(
+                "add_callback takes two functions, on_start and on_gradients_ready, or an NCCL"
+            )
 
     @contextmanager
-    def together(self, gpus: Sequence[int] = (), cpus: int = 0, sync: str = "auto") -> Iterator[None]:
+    def together(
+        self, gpus: Sequence[int] = (), cpus: int = 0, sync: str = "auto"
+    ) -> Iterator[None]:
         """While the block lasts, train on several devices as one solver with a larger batch.
 
-        `with solver.together(gpus=[0, 1, 2, 3]): solver.step(1000)`. The first of `gpus` is the one that the solver was
-        built on; `cpus` is so many solvers on the CPU. `sync`: "auto", "nccl", "tree", "muji" or "flat". The other
-        solvers are threads of this process; UsageError, DeviceError or SyncError says what is wrong. After an error in
-        the midst of an iteration the solver cannot go on; a new one can, from a snapshot. Callbacks that add to
-        gradients are to be added before the block.
+        `with solver.together(gpus=[0, 1, 2, 3]): solver.step(1000)`. The first of `gpus` is the one
+        that the solver was built on; `cpus` is so many solvers on the CPU. `sync`: "auto", "nccl",
+        "tree", "muji" or "flat". The other solvers are threads of this process; UsageError,
+        DeviceError or SyncError says what is wrong. After an error in the midst of an iteration the
+        solver cannot go on; a new one can, from a snapshot. Callbacks that add to gradients are to
+        be added before the block.
         """
         own = self._solver.device
-        if own.kind == "cuda" and (not gpus or gpus[0] != own.index or len(set(gpus)) < len(gpus) or cpus):
-            raise UsageError(f"this solver is on GPU {own.index}: give gpus=[{own.index}, ...], each once")
+        if own.kind == "cuda" and (
+            not gpus or gpus[0] != own.index or len(set(gpus)) < len(gpus) or cpus
+        ):
+            raise UsageError(
+                f"this solver is on GPU {own.index}: give gpus=[{own.index}, ...], each once"
+            )
         if own.kind == "cpu" and (gpus or cpus < 1):
-            raise UsageError("this solver is on the CPU: give cpus=2 or more, or build it after caffe.set_mode_gpu()")
-        others = [CudaDevice(index) for index in gpus[1:]] if gpus else [Device() for _ in range(cpus - 1)]
+            raise UsageError(
+                "this solver is on the CPU: give cpus=2 or more, or build it after caffe.set_mode_gpu()"
+            )
+        others = (
+            [CudaDevice(index) for index in gpus[1:]]
+            if gpus
+            else [Device() for _ in range(cpus - 1)]
+        )
         self._at_work, outside = False, None
         with team_of(self._solver, [own, *others], Terms(sync=sync)):
             try:
@@ -177,7 +199,9 @@ def _read(solver_file: AnyPath) -> SolverParameter:
 
 
 class _Callback:
-    def __init__(self, on_start: Callable[[], object], on_gradients_ready: Callable[[], object]) -> None:
+    def __init__(
+        self, on_start: Callable[[], object], on_gradients_ready: Callable[[], object]
+    ) -> None:
         self.on_start = on_start
         self.on_gradients_ready = on_gradients_ready
 

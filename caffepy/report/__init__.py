@@ -1,4 +1,6 @@
-"""What a person sees of a run: Caffe's log lines, the progress bar, metrics file and curve, TensorBoard's events."""
+"""What a person sees of a run: Caffe's log lines, the progress bar, metrics file and curve,
+TensorBoard's events.
+"""
 
 from collections.abc import Sequence
 
@@ -25,11 +27,16 @@ __all__ = [
 
 
 def open_report(
-    prefix: str | None, iterations: int, progress: bool | None = None, others: Sequence[Reporter] = ()
+    prefix: str | None,
+    iterations: int,
+    progress: bool | None = None,
+    others: Sequence[Reporter] = (),
 ) -> Reporters:
-    """The reporter of a run that ends at `iterations`: Caffe's log lines, metrics under `prefix`, a progress bar.
+    """The reporter of a run that ends at `iterations`: Caffe's log lines, metrics under `prefix`, a
+    progress bar.
 
-    `prefix` None writes no files; `progress` None draws the bar if stderr is a terminal that can. `others` hear, too.
+    `prefix` None writes no files; `progress` None draws the bar if stderr is a terminal that can.
+    `others` hear, too.
     """
     reporters: list[Reporter] = [LogReporter(), *others]
     if prefix is not None:

@@ -10,7 +10,9 @@ from caffepy.report.speed import Speed, Timed
 
 FILE = "alone.json"
 FIRST, LEAST = 20, 2.0
-"""Iterations at the beginning, which do not count, and seconds of training below which a speed means nothing."""
+"""Iterations at the beginning, which do not count, and seconds of training below which a speed
+means nothing.
+"""
 
 
 def key(what: Mapping[str, Any]) -> str:

@@ -14,9 +14,11 @@ GAP = 4
 
 
 def thumbnail(image: Array) -> Array:
-    """An image (C, H, W) as (h, w, 3) of bytes that fits its place: grey from one channel, blue first from three.
+    """An image (C, H, W) as (h, w, 3) of bytes that fits its place: grey from one channel, blue
+    first from three.
 
-    Of another number of channels the first is shown. Values that are no bytes are stretched from black to white.
+    Of another number of channels the first is shown. Values that are no bytes are stretched from
+    black to white.
     """
     planes = image if len(image) == 3 else image[:1]
     if planes.dtype != np.uint8:
@@ -49,5 +51,7 @@ def sheet(pictures: Sequence[tuple[Array, str]]) -> Array:
         above, before = (SIZE - height) // 2, (SIZE - width) // 2
         whole[top + above : top + above + height, left + before : left + before + width] = picture
         place = left + 2, top + SIZE + STRIP - 4
-        cv2.putText(whole, caption, place, cv2.FONT_HERSHEY_SIMPLEX, 0.38, (0, 0, 0), 1, cv2.LINE_AA)
+        cv2.putText(
+            whole, caption, place, cv2.FONT_HERSHEY_SIMPLEX, 0.38, (0, 0, 0), 1, cv2.LINE_AA
+        )
     return whole

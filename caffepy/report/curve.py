@@ -12,7 +12,8 @@ log = logging.getLogger(__name__)
 
 
 def draw(columns: Sequence[str], rows: Sequence[Mapping[str, str]], path: str) -> None:
-    """Draw what a metrics file holds, if matplotlib is installed (extra `plot`) and there are two rows or more.
+    """Draw what a metrics file holds, if matplotlib is installed (extra `plot`) and there are two
+    rows or more.
 
     Whatever goes wrong is logged and leaves the old picture.
     """

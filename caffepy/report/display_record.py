@@ -9,8 +9,9 @@ from caffepy.report.speed import Speed
 
 @dataclass
 class Shown:
-    """An iteration: smoothed loss, learning rate, outputs of the train net and of each test net, images a second of
-    training since the one before, tests not counted. What is unknown is None or empty."""
+    """An iteration: smoothed loss, learning rate, outputs of the train net and of each test net,
+    images a second of training since the one before, tests not counted. What is unknown is None or
+    empty."""
 
     iteration: int
     loss: float | None = None
@@ -59,7 +60,9 @@ class Gathering(Reporter):
         self._speed.pause()
         self._at(iteration)
 
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+    def test_done(
+        self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
+    ) -> None:
         """Take the outputs."""
         self._speed.resume()
         self._at(iteration).tests[k] = outputs

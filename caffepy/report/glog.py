@@ -1,7 +1,8 @@
 """Log records framed as glog frames them, on stderr and in files.
 
-A line is `Lmmdd hh:mm:ss.uuuuuu tid file.py:line] message` with L one of I, W, E, F. The year is left out, as in the
-glog that Caffe was built with: the known log parsers read the month from the second and third character.
+A line is `Lmmdd hh:mm:ss.uuuuuu tid file.py:line] message` with L one of I, W, E, F. The year is
+left out, as in the glog that Caffe was built with: the known log parsers read the month from the
+second and third character.
 """
 
 import getpass
@@ -46,7 +47,9 @@ class Stderr(logging.Handler):
 
 
 class Together(logging.Handler):
-    """Hands each record to several handlers under one lock, so that all of them have the lines in one order."""
+    """Hands each record to several handlers under one lock, so that all of them have the lines in
+    one order.
+    """
 
     def __init__(self, handlers: Sequence[logging.Handler]) -> None:
         super().__init__()
@@ -59,9 +62,13 @@ class Together(logging.Handler):
 
 
 def log_file(folder: str) -> logging.FileHandler:
-    """Writes `FOLDER/caffepy.HOST.USER.log.INFO.DATE-TIME.PID`; the link `FOLDER/caffepy.INFO` leads to it."""
+    """Writes `FOLDER/caffepy.HOST.USER.log.INFO.DATE-TIME.PID`; the link `FOLDER/caffepy.INFO`
+    leads to it.
+    """
     host, now = socket.gethostname(), time.localtime()
-    name = f"{PROGRAM}.{host}.{_user()}.log.INFO.{time.strftime('%Y%m%d-%H%M%S', now)}.{os.getpid()}"
+    name = (
+        f"{PROGRAM}.{host}.{_user()}.log.INFO.{time.strftime('%Y%m%d-%H%M%S', now)}.{os.getpid()}"
+    )
     try:
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
@@ -87,10 +94,14 @@ def _user() -> str:
 
 
 @contextmanager
-def logging_to(*, stderr: bool = True, log_dir: str | None = None, level: int = logging.INFO) -> Iterator[None]:
-    """Send what caffepy logs from `level` on to stderr and to a file in `log_dir` while the block runs.
+def logging_to(
+    *, stderr: bool = True, log_dir: str | None = None, level: int = logging.INFO
+) -> Iterator[None]:
+    """Send what caffepy logs from `level` on to stderr and to a file in `log_dir` while the block
+    runs.
 
-    An error that ends the block is the last thing written to the file. UsageError if the file cannot be written.
+    An error that ends the block is the last thing written to the file. UsageError if the file
+    cannot be written.
     """
     logger = logging.getLogger("caffepy")
     before = logger.level, logger.propagate
@@ -119,7 +130,11 @@ def logging_to(*, stderr: bool = True, log_dir: str | None = None, level: int = 
 
 
 def _fatal(error: Exception) -> logging.LogRecord:
-    """A record of what ended the run, at the place where it was raised; with its traceback if it is not the user's."""
+    """A record of what ended the run, at the place where it was raised; with its traceback if it is
+    not the user's.
+    """
     place = traceback.extract_tb(error.__traceback__)[-1]
     bug = None if isinstance(error, CaffeError) else (type(error), error, error.__traceback__)
-    return logging.LogRecord(PROGRAM, logging.CRITICAL, place.filename, place.lineno or 0, str(error), (), bug)
+    return logging.LogRecord(
+        PROGRAM, logging.CRITICAL, place.filename, place.lineno or 0, str(error), (), bug
+    )

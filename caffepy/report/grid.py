@@ -25,8 +25,8 @@ MOST_PIXELS = 1 << 24
 def filter_tiles(weights: Array) -> tuple[Array, int]:
     """Weights (O, I, h, w) as tiles (n, h, w, k), and how many of them stand in a row.
 
-    Filters of three channels, which Caffe's nets have in the order blue, green, red, are in colour; of others each
-    channel is a tile of its own, a row a filter.
+    Filters of three channels, which Caffe's nets have in the order blue, green, red, are in colour;
+    of others each channel is a tile of its own, a row a filter.
     """
     outputs, inputs, height, width = weights.shape
     if inputs == 3:
@@ -35,7 +35,9 @@ def filter_tiles(weights: Array) -> tuple[Array, int]:
 
 
 def blob_tiles(values: Array) -> tuple[Array, int]:
-    """The values of one item, (C, H, W) or with other axes, as tiles (n, h, w, 1), and how many stand in a row."""
+    """The values of one item, (C, H, W) or with other axes, as tiles (n, h, w, 1), and how many
+    stand in a row.
+    """
     size = values.shape[-2:] if values.ndim > 1 else (1, 1)
     tiles = values.reshape(-1, *size, 1)
     return tiles, square(len(tiles))
@@ -47,10 +49,12 @@ def square(count: int) -> int:
 
 
 def grid(tiles: Array, columns: int) -> Array:
-    """A picture (H, W, 3), uint8, of tiles (n, h, w, 1 or 3), `columns` in a row, with white lines between them.
+    """A picture (H, W, 3), uint8, of tiles (n, h, w, 1 or 3), `columns` in a row, with white lines
+    between them.
 
-    The smallest value of all is black and the largest white (of each colour, in colour); what is not finite is red.
-    Rows that would make the picture larger than 16 million pixels are left out, which the log says.
+    The smallest value of all is black and the largest white (of each colour, in colour); what is
+    not finite is red. Rows that would make the picture larger than 16 million pixels are left out,
+    which the log says.
     """
     count, height, width, _ = tiles.shape
     factor = max(1, min(LARGEST, WIDTH // (columns * (width + 1))))
@@ -89,7 +93,9 @@ def check_format(path: str) -> str:
 
 
 def save(picture: Array, path: str) -> None:
-    """Write a picture (H, W, 3), blue first, in the format of the path's extension; UsageError if that fails."""
+    """Write a picture (H, W, 3), blue first, in the format of the path's extension; UsageError if
+    that fails.
+    """
     import cv2
 
     made, content = cv2.imencode(f".{check_format(path)}", picture)

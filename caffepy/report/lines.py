@@ -21,7 +21,9 @@ class LogReporter(Reporter):
         """Which test net."""
         log.info("Iteration %d, Testing net (#%d)", iteration, k)
 
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+    def test_done(
+        self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
+    ) -> None:
         """The loss if it was computed, then one line a scalar."""
         if loss is not None:
             log.info("Test loss: %s", number(loss))

@@ -1,7 +1,9 @@
-"""The tables that Caffe's scripts make of a training log: parse_log.py's CSV files, parse_log.sh's columns.
+"""The tables that Caffe's scripts make of a training log: parse_log.py's CSV files, parse_log.sh's
+columns.
 
-A log is text framed by glog. Bytes that are no UTF-8 come out as they went in. The dates have no year, or begin with it
-as in newer glogs; without it the first line is of the year in which the file was made, as the scripts have it.
+A log is text framed by glog. Bytes that are no UTF-8 come out as they went in. The dates have no
+year, or begin with it as in newer glogs; without it the first line is of the year in which the file
+was made, as the scripts have it.
 """
 
 import csv
@@ -21,10 +23,15 @@ from caffepy.report.text import as_json as to_json
 log = logging.getLogger(__name__)
 
 ITERATION = re.compile(r"Iteration (\d+)", re.ASCII)
-TRAIN, TEST = (re.compile(rf"{net} net output #\d+: (\S+) = ([.\deE+-]+)", re.ASCII) for net in ("Train", "Test"))
+TRAIN, TEST = (
+    re.compile(rf"{net} net output #\d+: (\S+) = ([.\deE+-]+)", re.ASCII)
+    for net in ("Train", "Test")
+)
 RATE = re.compile(r"lr = ([-+]?[0-9]*\.?[0-9]+(?:[eE]?[-+]?[0-9]+)?)")
 FIXED = ("NumIters", "Seconds", "LearningRate")
-LEFT_OUT = re.compile(r"Waiting for data|prefetch queue empty|Iteration .* loss|Iteration .* lr|Train net")
+LEFT_OUT = re.compile(
+    r"Waiting for data|prefetch queue empty|Iteration .* loss|Iteration .* lr|Train net"
+)
 
 Row = dict[str, float]
 
@@ -44,7 +51,9 @@ def year_of(path: str) -> int:
 
 
 class Clock:
-    """Tells the times of lines that come one after the other; a month before that of the line before is next year's."""
+    """Tells the times of lines that come one after the other; a month before that of the line
+    before is next year's.
+    """
 
     def __init__(self, year: int) -> None:
         self._year = year
@@ -76,7 +85,8 @@ def _has_year(date: str) -> bool:
 class _Table:
     """Rows of outputs, a row for each iteration that has some.
 
-    A row is there once it has as many columns as the first, or when the next begins; the last may never be.
+    A row is there once it has as many columns as the first, or when the next begins; the last may
+    never be.
     """
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
@@ -114,9 +124,9 @@ def _number(text: str) -> float | None:
 def parse_log(path: str) -> tuple[list[Row], list[Row]]:
     """The rows of train and test outputs as parse_log.py has them.
 
-    What ends the script is passed over here: lines of one word or none, outputs that are -nan or -inf, dates with a
-    year, a log without the line that says `Solving`, whose first line is the start then. A warning tells of a log
-    without rows. DataError if the log cannot be read.
+    What ends the script is passed over here: lines of one word or none, outputs that are -nan or
+    -inf, dates with a year, a log without the line that says `Solving`, whose first line is the
+    start then. A warning tells of a log without rows. DataError if the log cannot be read.
     """
     lines = read_lines(path)
     clock = Clock(year_of(path))
@@ -136,7 +146,10 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
         for table in (train, test):
             table.take(line, iteration, (when - start).total_seconds(), rate)
     if not train.rows and not test.rows:
-        log.warning('"%s" gives no rows: no iteration in lines like those of glog shows all outputs of a net', path)
+        log.warning(
+            '"%s" gives no rows: no iteration in lines like those of glog shows all outputs of a net',
+            path,
+        )
     return train.mended(), test.mended()
 
 
@@ -156,7 +169,9 @@ def as_json(path: str) -> str:
 
 
 def save_csv(rows: Sequence[Row], path: str, delimiter: str = ",") -> None:
-    """Write rows as a CSV file; columns that only later rows have come last. UsageError if it cannot be written."""
+    """Write rows as a CSV file; columns that only later rows have come last. UsageError if it
+    cannot be written.
+    """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with (
         written(path) as temporary,
@@ -168,7 +183,9 @@ def save_csv(rows: Sequence[Row], path: str, delimiter: str = ",") -> None:
 
 
 def save_log_csvs(path: str, folder: str, delimiter: str = ",") -> list[str]:
-    """Write LOG.train and LOG.test into a folder, each if it has rows; the lines that parse_log.py says about it."""
+    """Write LOG.train and LOG.test into a folder, each if it has rows; the lines that parse_log.py
+    says about it.
+    """
     said = []
     for name, rows in zip(("train", "test"), parse_log(path), strict=True):
         file = os.path.join(folder, f"{os.path.basename(path)}.{name}")
@@ -183,21 +200,29 @@ def save_log_columns(path: str, folder: str) -> list[str]:
     said = []
     for name, text in zip(("train", "test"), log_columns(path), strict=True):
         file = os.path.join(folder, f"{os.path.basename(path)}.{name}")
-        with written(file) as temporary, open(temporary, "w", encoding="utf-8", errors="surrogateescape") as out:
+        with (
+            written(file) as temporary,
+            open(temporary, "w", encoding="utf-8", errors="surrogateescape") as out,
+        ):
             out.write(text)
         said.append(f"Wrote {file}")
     return said
 
 
 def log_columns(path: str) -> tuple[str, str]:
-    """The tables of train and test lines as parse_log.sh has them, which cuts lines by the numbers of their fields.
+    """The tables of train and test lines as parse_log.sh has them, which cuts lines by the numbers
+    of their fields.
 
-    Output #0 of the test net counts as accuracy and #1 as loss. DataError if the log cannot be read.
+    Output #0 of the test net counts as accuracy and #1 as loss. DataError if the log cannot be
+    read.
     """
     lines = read_lines(path)
     losses = [line for line in lines if ", loss = " in line]
     tests = [line for line in lines if "Testing net" in line]
-    begin = next((i for i, line in enumerate(lines) if re.search("Iteration .* Testing net", line)), len(lines))
+    begin = next(
+        (i for i, line in enumerate(lines) if re.search("Iteration .* Testing net", line)),
+        len(lines),
+    )
     tested = [line for line in lines[begin:] if not LEFT_OUT.search(line)]
     train = zip_longest(
         _iterations(losses),
@@ -220,7 +245,11 @@ def log_columns(path: str) -> tuple[str, str]:
 
 def _iterations(lines: Sequence[str]) -> list[str]:
     """The last number after the word in each line that has the word."""
-    return [re.sub(r".*Iteration (\d*).*", r"\1", line, flags=re.ASCII) for line in lines if "Iteration " in line]
+    return [
+        re.sub(r".*Iteration (\d*).*", r"\1", line, flags=re.ASCII)
+        for line in lines
+        if "Iteration " in line
+    ]
 
 
 def _seconds(path: str, lines: Sequence[str], chosen: Sequence[str]) -> Iterator[str]:
@@ -237,7 +266,9 @@ def _field(line: str, index: int) -> str:
 
 
 def _columns(rows: Iterator[tuple[str, ...]]) -> str:
-    """Rows of words, with two blanks between columns; where a cell is missing the later ones move up."""
+    """Rows of words, with two blanks between columns; where a cell is missing the later ones move
+    up.
+    """
     words = [[word for cell in row for word in cell.split()] for row in rows]
     columns = list(zip_longest(*(row for row in words if row), fillvalue=""))
     widths = [*(max(map(len, column)) for column in columns[:-1]), 0]

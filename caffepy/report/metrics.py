@@ -1,9 +1,9 @@
 """PREFIX_metrics.csv: one row for each iteration that was displayed or tested.
 
-Columns: `iteration`; `time`, seconds of the run, with the earlier parts of a resumed one; `loss`, smoothed as shown;
-`lr`; a column for each scalar that a test net gives, `test_NAME` (`test1_NAME` for the second test net and so on,
-`NAME[i]` where an output has several scalars); `images/s` of training since the row before, tests not counted.
-What is unknown is empty.
+Columns: `iteration`; `time`, seconds of the run, with the earlier parts of a resumed one; `loss`,
+smoothed as shown; `lr`; a column for each scalar that a test net gives, `test_NAME` (`test1_NAME`
+for the second test net and so on, `NAME[i]` where an output has several scalars); `images/s` of
+training since the row before, tests not counted. What is unknown is empty.
 """
 
 import csv
@@ -26,7 +26,8 @@ Row = dict[str, str]
 
 
 def read_rows(path: str) -> tuple[list[str], list[Row]]:
-    """Columns and complete rows of a metrics file; none of either if it does not exist or is something else.
+    """Columns and complete rows of a metrics file; none of either if it does not exist or is
+    something else.
 
     Cells are numbers or empty, in every row.
     """
@@ -60,8 +61,8 @@ def _has_numbers(row: Sequence[str]) -> bool:
 class Metrics(Gathering):
     """Writes the metrics file of a run, row by row, and at the end its curve.
 
-    A run that starts at iteration K > 0 goes on in the file of the earlier part; rows from K on are written anew.
-    Disk trouble costs the file, not the run.
+    A run that starts at iteration K > 0 goes on in the file of the earlier part; rows from K on are
+    written anew. Disk trouble costs the file, not the run.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -92,10 +93,16 @@ class Metrics(Gathering):
         if self._failed:
             return
         row = {"iteration": str(shown.iteration), "time": f"{time.monotonic() - self._start:.3f}"}
-        for name, value in (("loss", shown.loss), ("lr", shown.lr), ("images/s", shown.images_per_s)):
+        for name, value in (
+            ("loss", shown.loss),
+            ("lr", shown.lr),
+            ("images/s", shown.images_per_s),
+        ):
             row[name] = "" if value is None else number(value)
         for k, outputs in shown.tests.items():
-            row.update((f"test{k or ''}_{name}", number(value)) for name, value in elements(outputs))
+            row.update(
+                (f"test{k or ''}_{name}", number(value)) for name, value in elements(outputs)
+            )
         new = [name for name in row if name not in self._columns]
         if new:
             self._columns = self._columns[:-1] + new + LAST
@@ -121,7 +128,10 @@ class Metrics(Gathering):
         try:
             if self._file is not None:
                 self._file.close()
-            with replacing(self.path) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+            with (
+                replacing(self.path) as temporary,
+                open(temporary, "w", newline="", encoding="utf-8") as file,
+            ):
                 writer = csv.DictWriter(file, self._columns, restval="")
                 writer.writeheader()
                 writer.writerows(rows)

@@ -11,14 +11,17 @@ log = logging.getLogger(__name__)
 
 Seconds = Mapping[str, float]
 WAITS, UNEVEN = 0.2, 0.05
-"""A share of the time that is worth a remark, and how much slower than the mean a solver is that is named."""
+"""A share of the time that is worth a remark, and how much slower than the mean a solver is that is
+named.
+"""
 
 
 class Performance(Timed):
     """Logs images a second and shares of the time at each display, and of every solver at the end.
 
-    `read` gives the seconds of each solver by part, from the beginning; all 0 where they are not known. `alone` is how
-    many images a second one solver uses by itself, if that is known. Tests and snapshots do not count.
+    `read` gives the seconds of each solver by part, from the beginning; all 0 where they are not
+    known. `alone` is how many images a second one solver uses by itself, if that is known. Tests
+    and snapshots do not count.
     """
 
     def __init__(self, read: Callable[[], Sequence[Seconds]], alone: float | None = None) -> None:

@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 AXES = {"iterations": "Iters", "seconds": "Seconds"}
-CHARTS = [(what, x) for what in ("Test accuracy", "Test loss", "Train learning rate", "Train loss") for x in AXES]
+CHARTS = [
+    (what, x)
+    for what in ("Test accuracy", "Test loss", "Train learning rate", "Train loss")
+    for x in AXES
+]
 """What Caffe's plot_training_log draws, by its numbers."""
 
 DASHES = ("-", "--", ":", "-.")
@@ -33,13 +37,17 @@ SPREAD = 20.0
 
 
 def format_of(path: str) -> str:
-    """The format that a file name asks for; UsageError if there is no such format, or nothing to draw it with."""
+    """The format that a file name asks for; UsageError if there is no such format, or nothing to
+    draw it with.
+    """
     ext = path.rpartition(".")[2].lower()
     if ext not in FORMATS:
         known = ", ".join(f".{name}" for name in FORMATS)
         raise UsageError(f'the extension of "{path}" must tell the format: {known}')
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("plots are drawn by matplotlib, which is not installed: pip install 'caffepy[plot]'")
+        raise UsageError(
+            "plots are drawn by matplotlib, which is not installed: pip install 'caffepy[plot]'"
+        )
     return ext
 
 
@@ -52,11 +60,12 @@ def draw(
     smooth: int = 1,
     log_loss: bool = False,
 ) -> None:
-    """Write a picture with a panel for each kind of curve, in the format that the file's extension names.
+    """Write a picture with a panel for each kind of curve, in the format that the file's extension
+    names.
 
-    `x` is "iterations" or "seconds". `wanted` names panels or curves, all if empty. With `smooth` a curve is the mean
-    of that many values up to each, the values themselves are pale. `log_loss` makes the axis of losses logarithmic.
-    UsageError says what cannot be drawn.
+    `x` is "iterations" or "seconds". `wanted` names panels or curves, all if empty. With `smooth` a
+    curve is the mean of that many values up to each, the values themselves are pale. `log_loss`
+    makes the axis of losses logarithmic. UsageError says what cannot be drawn.
     """
     format_of(path)
     _check_times(runs, x)
@@ -67,8 +76,19 @@ def draw(
         axes = figure.add_subplot(len(panels), 1, i + 1, sharex=first)
         first = first or axes
         for run, name, curve in curves:
-            _line(axes, runs, run, name, curve, x, 1 if panel == "lr" else smooth, [known for _, known, _ in curves])
-        axes.set_ylabel(panel if panel != "outputs" else _text(_one([name for _, name, _ in curves])))
+            _line(
+                axes,
+                runs,
+                run,
+                name,
+                curve,
+                x,
+                1 if panel == "lr" else smooth,
+                [known for _, known, _ in curves],
+            )
+        axes.set_ylabel(
+            panel if panel != "outputs" else _text(_one([name for _, name, _ in curves]))
+        )
         if _is_logarithmic(panel, [curve for *_, curve in curves], log_loss):
             axes.set_yscale("log")
         _finish(axes)
@@ -78,7 +98,9 @@ def draw(
 
 
 def draw_chart(runs: Sequence[Run], number: int, path: str) -> None:
-    """Write the picture that Caffe's plot_training_log has under this number; UsageError if a run lacks the curve."""
+    """Write the picture that Caffe's plot_training_log has under this number; UsageError if a run
+    lacks the curve.
+    """
     format_of(path)
     what, x = CHARTS[number]
     _check_times(runs, x)
@@ -92,14 +114,20 @@ def draw_chart(runs: Sequence[Run], number: int, path: str) -> None:
 
 def _check_times(runs: Sequence[Run], x: str) -> None:
     for run in runs:
-        if x == "seconds" and not any(map(math.isfinite, (s for curve in run.curves.values() for s in curve.seconds))):
-            raise UsageError(f"{run.name} has no times: its lines do not begin as glog's; draw it over iterations")
+        if x == "seconds" and not any(
+            map(math.isfinite, (s for curve in run.curves.values() for s in curve.seconds))
+        ):
+            raise UsageError(
+                f"{run.name} has no times: its lines do not begin as glog's; draw it over iterations"
+            )
 
 
 def _of_chart(run: Run, what: str) -> Curve:
     tested = [name for name in run.curves if name.startswith("test")]
     names = {
-        "Test accuracy": sorted((name for name in tested if "loss" not in name), key=lambda name: "acc" not in name),
+        "Test accuracy": sorted(
+            (name for name in tested if "loss" not in name), key=lambda name: "acc" not in name
+        ),
         "Test loss": [name for name in tested if "loss" in name],
         "Train learning rate": ["lr"],
         "Train loss": ["loss"],
@@ -110,19 +138,25 @@ def _of_chart(run: Run, what: str) -> Curve:
     return curve
 
 
-def _panels(runs: Sequence[Run], wanted: Sequence[str]) -> Iterator[tuple[str, list[tuple[Run, str, Curve]]]]:
+def _panels(
+    runs: Sequence[Run], wanted: Sequence[str]
+) -> Iterator[tuple[str, list[tuple[Run, str, Curve]]]]:
     """The panels that have curves, with the run and the name of each."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     known = [*dict.fromkeys([panel_of(name) for name in names] + names)]
     for name in wanted:
         if name not in known:
-            raise UsageError(f'no run has curves of "{name}"{nearest(name, known)} (there are: {", ".join(known)})')
+            raise UsageError(
+                f'no run has curves of "{name}"{nearest(name, known)} (there are: {", ".join(known)})'
+            )
     for panel in PANELS:
         curves = [
             (run, name, run.curves[name])
             for run in runs
             for name in names
-            if name in run.curves and panel_of(name) == panel and (not wanted or {name, panel} & set(wanted))
+            if name in run.curves
+            and panel_of(name) == panel
+            and (not wanted or {name, panel} & set(wanted))
             if name in wanted or not _is_the_loss(run, name)
         ]
         if curves:
@@ -130,7 +164,9 @@ def _panels(runs: Sequence[Run], wanted: Sequence[str]) -> Iterator[tuple[str, l
 
 
 def _is_the_loss(run: Run, name: str) -> bool:
-    """Whether an output of the train net only says what the loss says: it is not smoothed, and the only one."""
+    """Whether an output of the train net only says what the loss says: it is not smoothed, and the
+    only one.
+    """
     loss = run.curves.get("loss")
     if not (loss and name.startswith("train ")):
         return False
@@ -150,14 +186,25 @@ def _figure(panels: int) -> "Figure":
 
 
 def _line(
-    axes: Any, runs: Sequence[Run], run: Run, name: str, curve: Curve, x: str, smooth: int, names: Sequence[str]
+    axes: Any,
+    runs: Sequence[Run],
+    run: Run,
+    name: str,
+    curve: Curve,
+    x: str,
+    smooth: int,
+    names: Sequence[str],
 ) -> None:
-    """Draw a curve: colours tell runs apart if there are several, else curves. What is not finite is a cross below."""
+    """Draw a curve: colours tell runs apart if there are several, else curves. What is not finite
+    is a cross below.
+    """
     index = list(dict.fromkeys(names)).index(name)
     several = len(runs) > 1
     place = next(i for i, other in enumerate(runs) if other is run)
     colour = f"C{(place if several else index) % 10}"
-    label = _text(name if not several else run.name if len(set(names)) == 1 else f"{run.name}: {name}")
+    label = _text(
+        name if not several else run.name if len(set(names)) == 1 else f"{run.name}: {name}"
+    )
     at = np.array(curve.iterations if x == "iterations" else curve.seconds, float)
     values = np.array(curve.values, float)
     good = np.isfinite(values)
@@ -167,20 +214,35 @@ def _line(
         axes.plot(at, values, **style, alpha=0.25)
     elif len(values) < MARKED:
         style["marker"] = "."
-    axes.plot(at, smoothed(values, smooth), **style, linestyle=DASHES[index % 4] if several else "-", label=label)
+    axes.plot(
+        at,
+        smoothed(values, smooth),
+        **style,
+        linestyle=DASHES[index % 4] if several else "-",
+        label=label,
+    )
     if not good.all():
         below = np.full((~good).sum(), 0.03)
         axes.plot(
-            at[~good], below, "x", color=colour, transform=axes.get_xaxis_transform(), label=f"{label}: not finite"
+            at[~good],
+            below,
+            "x",
+            color=colour,
+            transform=axes.get_xaxis_transform(),
+            label=f"{label}: not finite",
         )
 
 
 def smoothed(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """The mean of the `count` values up to each, without those that are NaN; NaN where the value itself is."""
+    """The mean of the `count` values up to each, without those that are NaN; NaN where the value
+    itself is.
+    """
     if count <= 1:
         return values
     known = np.isfinite(values)
-    sums, counts = (np.concatenate([[0.0], np.cumsum(part)]) for part in (np.where(known, values, 0.0), known))
+    sums, counts = (
+        np.concatenate([[0.0], np.cumsum(part)]) for part in (np.where(known, values, 0.0), known)
+    )
     ends = np.arange(1, len(values) + 1)
     starts = np.maximum(ends - count, 0)
     means = (sums[ends] - sums[starts]) / np.maximum(counts[ends] - counts[starts], 1)
@@ -217,4 +279,6 @@ def save(figure: "Figure", path: str) -> None:
     """Write the figure in the format that the file's extension names; UsageError if that cannot be."""
     kind = format_of(path)
     with written(path) as temporary:
-        figure.savefig(temporary, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)
+        figure.savefig(
+            temporary, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None
+        )

@@ -20,7 +20,9 @@ FORMAT = "Iteration {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}, {rem
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to draw: never unless stderr is a terminal; None means unless TERM says that it is a dumb one."""
+    """Whether to draw: never unless stderr is a terminal; None means unless TERM says that it is a
+    dumb one.
+    """
     capable = os.environ.get("TERM") != "dumb" if progress is None else progress
     return capable and sys.stderr is not None and sys.stderr.isatty()
 
@@ -56,7 +58,8 @@ def _size() -> dict[str, Any]:
 def counting(
     total: int | None, unit: str, progress: bool | None = None, done: int = 0
 ) -> Iterator[Callable[[int], object]]:
-    """Give a function that is told how many more of `total` things are done; a bar shows it if it is `wanted`.
+    """Give a function that is told how many more of `total` things are done; a bar shows it if it
+    is `wanted`.
 
     `total` None is not known.
     """
@@ -77,7 +80,8 @@ def _bar(**settings: Any) -> "tqdm[None]":
 
 
 class Progress(Reporter):
-    """Iteration, loss, learning rate, images a second and time left, redrawn ten times a second at most.
+    """Iteration, loss, learning rate, images a second and time left, redrawn ten times a second at
+    most.
 
     A narrow terminal gets no learning rate, so that there is room for the rest.
     `iterations` is the number of iterations at which the run ends.
@@ -100,13 +104,17 @@ class Progress(Reporter):
         self._speed.pause()
         self._open(iteration).set_postfix_str(f"testing net #{k}")
 
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+    def test_done(
+        self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
+    ) -> None:
         """Training goes on."""
         self._speed.resume()
         self._open(iteration).set_postfix_str(self._status)
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Redraw if it is time. The first iteration, in which kernels may be compiled, says nothing about speed."""
+        """Redraw if it is time. The first iteration, in which kernels may be compiled, says nothing
+        about speed.
+        """
         if not self._begun:
             self._begin_anew()
             return
@@ -147,6 +155,11 @@ class Progress(Reporter):
     def _open(self, iteration: int) -> "tqdm[None]":
         if self._bar is None:
             self._bar = _bar(
-                initial=iteration, total=self.iterations, bar_format=FORMAT, mininterval=0, miniters=1, smoothing=0.1
+                initial=iteration,
+                total=self.iterations,
+                bar_format=FORMAT,
+                mininterval=0,
+                miniters=1,
+                smoothing=0.1,
             )
         return self._bar

@@ -21,7 +21,9 @@ class Reporters(Reporter):
         for reporter in self.reporters:
             reporter.test_started(iteration, k)
 
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+    def test_done(
+        self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
+    ) -> None:
         """Pass on."""
         for reporter in self.reporters:
             reporter.test_done(iteration, k, outputs, loss)

@@ -27,7 +27,10 @@ def read_runs(logs: Sequence[str], names: Sequence[str] = ()) -> list[Run]:
     """
     if names and len(names) != len(logs):
         raise UsageError(f"{len(names)} names were given for {len(logs)} runs")
-    files = [(not os.path.exists(log) and [part for part in log.split(",") if part]) or [log] for log in logs]
+    files = [
+        (not os.path.exists(log) and [part for part in log.split(",") if part]) or [log]
+        for log in logs
+    ]
     own = [name_of(some[0]) for some in files]
     if len(set(own)) < len(own):
         own = list(logs)
@@ -35,7 +38,8 @@ def read_runs(logs: Sequence[str], names: Sequence[str] = ()) -> list[Run]:
 
 
 def read_run(files: Sequence[str], name: str = "") -> Run:
-    """The run whose parts these files tell of, in their order; each a log, with restarts in it or not, or metrics.
+    """The run whose parts these files tell of, in their order; each a log, with restarts in it or
+    not, or metrics.
 
     DataError if one cannot be read or tells nothing.
     """
@@ -46,7 +50,10 @@ def read_run(files: Sequence[str], name: str = "") -> Run:
 def name_of(path: str) -> str:
     """What to call the run of a file."""
     base = os.path.basename(path)
-    return next((base.removesuffix(suffix) for suffix in SUFFIXES if base.endswith(suffix)), base) or base
+    return (
+        next((base.removesuffix(suffix) for suffix in SUFFIXES if base.endswith(suffix)), base)
+        or base
+    )
 
 
 def _parts(path: str) -> list[Run]:
@@ -61,7 +68,9 @@ def _parts(path: str) -> list[Run]:
 
 
 class _LogReader:
-    """Reads a log into the parts of a run: another begins where it says `Solving`, or where iterations go back."""
+    """Reads a log into the parts of a run: another begins where it says `Solving`, or where
+    iterations go back.
+    """
 
     def __init__(self, path: str, lines: Sequence[str]) -> None:
         self.parts = [Run(path)]
@@ -129,12 +138,16 @@ class _LogReader:
         self.parts[-1].add(name, self._iteration, self._seconds, value)
 
     def _speed(self, told: str | None) -> None:
-        """As the line tells; old logs do not, there it is what passed since the last one. The first means nothing."""
+        """As the line tells; old logs do not, there it is what passed since the last one. The first
+        means nothing.
+        """
         before, self._display = self._display, (self._iteration, self._seconds)
         if told is not None and before:
             self._add("iter/s", told)
         elif before and self._seconds > before[1]:
-            self._add("derived iter/s", str((self._iteration - before[0]) / (self._seconds - before[1])))
+            self._add(
+                "derived iter/s", str((self._iteration - before[0]) / (self._seconds - before[1]))
+            )
 
     def _name_elements(self, run: Run) -> None:
         """Give outputs their names, with an index where they have several values."""

@@ -1,7 +1,8 @@
 """The curves of runs: what a training log or a metrics file tells of each iteration that was shown.
 
-A curve is named as what it shows: `loss` (smoothed), `lr`, `iter/s`, `images/s`, `train NAME` and `test NAME` for the
-outputs of the nets, `test1 NAME` for those of the second test net, `NAME[i]` where an output has several values.
+A curve is named as what it shows: `loss` (smoothed), `lr`, `iter/s`, `images/s`, `train NAME` and
+`test NAME` for the outputs of the nets, `test1 NAME` for those of the second test net, `NAME[i]`
+where an output has several values.
 """
 
 import math
@@ -78,12 +79,18 @@ def of_metrics(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, st
             curve = TESTED.sub(r"test\1 ", column, count=1)
             for row in rows:
                 if row[column]:
-                    run.add(curve, int(row["iteration"]), float(row["time"] or "nan"), float(row[column]))
+                    run.add(
+                        curve,
+                        int(row["iteration"]),
+                        float(row["time"] or "nan"),
+                        float(row[column]),
+                    )
     return run
 
 
 def joined(name: str, parts: Sequence[Run]) -> Run:
-    """One run of parts of it, each of which goes on from a snapshot of the one before: what it did again counts.
+    """One run of parts of it, each of which goes on from a snapshot of the one before: what it did
+    again counts.
 
     The seconds go on from the iteration where it began.
     """
@@ -93,11 +100,15 @@ def joined(name: str, parts: Sequence[Run]) -> Run:
         passed = 0.0
         for known, curve in list(whole.curves.items()):
             keep = sum(iteration < first for iteration in curve.iterations)
-            kept = whole.curves[known] = Curve(curve.iterations[:keep], curve.seconds[:keep], curve.values[:keep])
+            kept = whole.curves[known] = Curve(
+                curve.iterations[:keep], curve.seconds[:keep], curve.values[:keep]
+            )
             passed = max([passed, *kept.seconds[-1:]])
             if not keep:
                 del whole.curves[known]
         for known, curve in part.curves.items():
-            for iteration, seconds, value in zip(curve.iterations, curve.seconds, curve.values, strict=True):
+            for iteration, seconds, value in zip(
+                curve.iterations, curve.seconds, curve.values, strict=True
+            ):
                 whole.add(known, iteration, passed + seconds, value)
     return whole

@@ -7,7 +7,9 @@ from caffepy.core.events import Output, Reporter
 
 
 class Speed:
-    """Images a second of training time since the last reading; time between `pause` and `resume` does not count."""
+    """Images a second of training time since the last reading; time between `pause` and `resume`
+    does not count.
+    """
 
     def __init__(self) -> None:
         self._images = 0
@@ -60,7 +62,9 @@ class Timed(Reporter):
         """Stop the clocks."""
         self.pause()
 
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+    def test_done(
+        self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
+    ) -> None:
         """Let them go on."""
         self._resume()
 

@@ -1,8 +1,10 @@
-"""Event files for TensorBoard: what the metrics file has, the train net's outputs, histograms, filters as a picture.
+"""Event files for TensorBoard: what the metrics file has, the train net's outputs, histograms,
+filters as a picture.
 
-Tags: `loss`, smoothed as shown; `lr`; `images_per_s`; `train/NAME` and `test/NAME` (`test1/NAME` for the second test
-net and so on), `NAME[i]` where an output has several scalars, a histogram where it has many; `weights/LAYER/i` and
-`gradients/LAYER/i`, histograms; `filters/LAYER`, those of the first convolution. A step is the number of an iteration.
+Tags: `loss`, smoothed as shown; `lr`; `images_per_s`; `train/NAME` and `test/NAME` (`test1/NAME`
+for the second test net and so on), `NAME[i]` where an output has several scalars, a histogram where
+it has many; `weights/LAYER/i` and `gradients/LAYER/i`, histograms; `filters/LAYER`, those of the
+first convolution. A step is the number of an iteration.
 """
 
 import errno
@@ -38,10 +40,14 @@ FLUSH_S = 5.0
 
 
 class Watch(Protocol):
-    """Where histograms and filters come from; asked right after an iteration, and when training is over."""
+    """Where histograms and filters come from; asked right after an iteration, and when training is
+    over.
+    """
 
     def parameters(self) -> Iterable[tuple[str, Array, Array | None]]:
-        """Names of parameters, their values, and their gradients in the last iteration if there are any."""
+        """Names of parameters, their values, and their gradients in the last iteration if there are
+        any.
+        """
 
     def filters(self) -> tuple[str, Array] | None:
         """The name of the first convolution and its weights (outputs, channels, height, width)."""
@@ -50,9 +56,10 @@ class Watch(Protocol):
 class TensorBoard(Gathering):
     """Writes an event file into a folder, where those of earlier runs may lie.
 
-    Events of an earlier run from the iteration on at which this one begins are hidden: a resumed run goes on, a new one
-    begins anew. `every` so many iterations come histograms and filters of what `watch` shows, never if it is 0; filters
-    also at the end. Disk trouble costs the file, not the run; UsageError if there is no beginning.
+    Events of an earlier run from the iteration on at which this one begins are hidden: a resumed
+    run goes on, a new one begins anew. `every` so many iterations come histograms and filters of
+    what `watch` shows, never if it is 0; filters also at the end. Disk trouble costs the file, not
+    the run; UsageError if there is no beginning.
     """
 
     def __init__(self, folder: str, every: int = 0) -> None:
@@ -80,7 +87,9 @@ class TensorBoard(Gathering):
         from tensorboardX.record_writer import RecordWriter
 
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-        name = f"events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}.{os.getpid()}"
+        name = (
+            f"events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}.{os.getpid()}"
+        )
         try:
             self._writer = RecordWriter(os.path.join(self.folder, name))
         except OSError as error:
@@ -141,7 +150,9 @@ class TensorBoard(Gathering):
         if not self._writer:
             return
         try:
-            self._writer.write(Event(wall_time=time.time(), step=iteration, **what).SerializeToString())
+            self._writer.write(
+                Event(wall_time=time.time(), step=iteration, **what).SerializeToString()
+            )
             if time.monotonic() - self._flushed > FLUSH_S:
                 self._flushed = time.monotonic()
                 self._writer.flush()
@@ -153,7 +164,11 @@ class TensorBoard(Gathering):
         with suppress(OSError):
             if writer:
                 writer.close()
-        log.warning("cannot write events in %s (%s); the run goes on without them", self.folder, error.strerror)
+        log.warning(
+            "cannot write events in %s (%s); the run goes on without them",
+            self.folder,
+            error.strerror,
+        )
 
 
 def _outputs(net: str, outputs: Sequence[Output]) -> Iterator[Any]:
@@ -172,7 +187,9 @@ def _scalar(tag: str, value: float) -> Any:
 
 
 def _histogram(tag: str, values: Array) -> list[Any]:
-    """The histogram of the finite values in bins of one width, in a list; an empty one if there are none."""
+    """The histogram of the finite values in bins of one width, in a list; an empty one if there are
+    none.
+    """
     from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 
     flat = values.reshape(-1)
@@ -191,7 +208,8 @@ def _histogram(tag: str, values: Array) -> list[Any]:
         num=flat.size,
         sum=flat.sum(dtype=np.float64),
         sum_squares=sum(
-            float(np.square(flat[i : i + CHUNK], dtype=np.float64).sum()) for i in range(0, flat.size, CHUNK)
+            float(np.square(flat[i : i + CHUNK], dtype=np.float64).sum())
+            for i in range(0, flat.size, CHUNK)
         ),
         bucket_limit=edges[1:],
         bucket=counts,

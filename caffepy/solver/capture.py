@@ -1,4 +1,6 @@
-"""Passes of a net that a GPU records while they run and then replays, so that the host has little to do."""
+"""Passes of a net that a GPU records while they run and then replays, so that the host has little
+to do.
+"""
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -13,7 +15,9 @@ log = logging.getLogger(__name__)
 
 MOST_RECORDINGS = 20
 WORTH = 4
-"""Recordings of which there were more must have been replayed so many times each, else shapes change too often."""
+"""Recordings of which there were more must have been replayed so many times each, else shapes
+change too often.
+"""
 
 
 def obstacle(net: Net) -> str | None:
@@ -30,23 +34,28 @@ def obstacle(net: Net) -> str | None:
 
 
 def may_be_recorded(callback: object) -> bool:
-    """Whether a callback says `capturable = True`: all it does is to give work to the current stream, if anything."""
+    """Whether a callback says `capturable = True`: all it does is to give work to the current
+    stream, if anything.
+    """
     return bool(getattr(callback, "capturable", False))
 
 
 @dataclass
 class _Part:
-    """A part of a pass: the circumstances under which it last ran without changing them, and its recording."""
+    """A part of a pass: the circumstances under which it last ran without changing them, and its
+    recording.
+    """
 
     steady: Hashable = None
     recording: Recording | None = None
 
 
 class Pass:
-    """The steps of a net, run one by one, or recorded in parts and replayed: `feed`, then `perform` what comes next.
+    """The steps of a net, run one by one, or recorded in parts and replayed: `feed`, then `perform`
+    what comes next.
 
-    A part is recorded when it ran once and nothing moved: no memory, no shape, no callback, those of the net or
-    `callbacks`. `what` is how the log calls the pass.
+    A part is recorded when it ran once and nothing moved: no memory, no shape, no callback, those
+    of the net or `callbacks`. `what` is how the log calls the pass.
     """
 
     def __init__(self, net: Net, fuse: bool, what: str, callbacks: Sequence[object] = ()) -> None:
@@ -57,7 +66,12 @@ class Pass:
         self.steps = steps
         self._feeding = [step for step in steps if net.layers[step.last].is_data]
         self.computing = [step for step in steps if not net.layers[step.last].is_data]
-        self._fed = [top for tops, bottoms in zip(net.tops, net.bottoms, strict=True) if not bottoms for top in tops]
+        self._fed = [
+            top
+            for tops, bottoms in zip(net.tops, net.bottoms, strict=True)
+            if not bottoms
+            for top in tops
+        ]
         self._obstacle = obstacle(net)
         self._explained = False
         self._parts: dict[str, _Part] = {}
@@ -68,7 +82,9 @@ class Pass:
         if self.net.device.store is None or self.net.debug_info:
             return False
         reason = self._obstacle
-        if reason is None and not all(map(may_be_recorded, (*self.net_callbacks, *self._callbacks))):
+        if reason is None and not all(
+            map(may_be_recorded, (*self.net_callbacks, *self._callbacks))
+        ):
             reason = "a callback does not say that it can be recorded"
         if reason is not None and not self._explained:
             self._explained = True

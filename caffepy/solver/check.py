@@ -52,12 +52,15 @@ def _check_policy(param: SolverParameter, path: str | None) -> None:
     fields = FIELDS.get(name, ())
     if "gamma" in fields and param.gamma < 0:
         raise ConfigError(
-            f'lr_policy "{name}" needs a gamma of 0 or more, not {param.gamma:g}', at_field(path, "gamma")
+            f'lr_policy "{name}" needs a gamma of 0 or more, not {param.gamma:g}',
+            at_field(path, "gamma"),
         )
     for field in ("stepsize", "max_iter"):
         if field in fields and getattr(param, field) <= 0:
             value = getattr(param, field) if param.HasField(field) else "missing"
-            raise ConfigError(f'lr_policy "{name}" needs a {field} above 0; it is {value}', at_field(path, field))
+            raise ConfigError(
+                f'lr_policy "{name}" needs a {field} above 0; it is {value}', at_field(path, field)
+            )
     for field in fields:
         if not (param.stepvalue if field == "stepvalue" else param.HasField(field)):
             log.warning('lr_policy "%s" reads %s, which is missing and counts as 0', name, field)

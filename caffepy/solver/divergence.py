@@ -11,17 +11,26 @@ HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
 
 
 def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
-    """The error for a loss that is not finite: names the first blob, then the first parameter, that is not finite."""
+    """The error for a loss that is not finite: names the first blob, then the first parameter, that
+    is not finite.
+    """
     blob = _first_blob(net)
     param = _first_param(net)
-    found = "; ".join(part for part in (blob, param) if part) or "all blobs are finite, their weighted sum is not"
+    found = (
+        "; ".join(part for part in (blob, param) if part)
+        or "all blobs are finite, their weighted sum is not"
+    )
     return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {found}; {HINT}")
 
 
 def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
-    """The same where blobs do not hold what they held in that iteration: names a parameter that is not finite."""
+    """The same where blobs do not hold what they held in that iteration: names a parameter that is
+    not finite.
+    """
     if np.isfinite(loss):
-        return DivergenceError(f"iteration {iteration}: gradients are not finite, with no loss scale at all; {HINT}")
+        return DivergenceError(
+            f"iteration {iteration}: gradients are not finite, with no loss scale at all; {HINT}"
+        )
     found = "; ".join(part for part in (_first_param(net), WHERE) if part)
     return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {found}; {HINT}")
 

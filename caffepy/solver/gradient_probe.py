@@ -1,4 +1,6 @@
-"""A look at the parameters of a solver while it trains, and at their gradients as they were before an update."""
+"""A look at the parameters of a solver while it trains, and at their gradients as they were before
+an update.
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -12,7 +14,9 @@ CONVOLUTION = "Convolution"
 
 
 class Seen(NamedTuple):
-    """A parameter, called LAYER/INDEX, as numpy's arrays; without `gradient` if it learns nothing or none is kept."""
+    """A parameter, called LAYER/INDEX, as numpy's arrays; without `gradient` if it learns nothing
+    or none is kept.
+    """
 
     name: str
     values: Array
@@ -20,11 +24,12 @@ class Seen(NamedTuple):
 
 
 class Watch:
-    """A solver's parameters, and the gradients of its iterations that are multiples of `every`, none if that is 0.
+    """A solver's parameters, and the gradients of its iterations that are multiples of `every`,
+    none if that is 0.
 
-    Its callback copies the gradients when those of all solvers are averaged, before they are clipped, regularized and
-    turned into an update. On a GPU it does so in each iteration, so that this can be recorded. Ask after an iteration,
-    in the solver's thread.
+    Its callback copies the gradients when those of all solvers are averaged, before they are
+    clipped, regularized and turned into an update. On a GPU it does so in each iteration, so that
+    this can be recorded. Ask after an iteration, in the solver's thread.
     """
 
     capturable = adds_nothing = True
@@ -52,7 +57,9 @@ class Watch:
                 solver.ops.copy(solver.control.loss_scale, self._scale)
 
     def parameters(self) -> Iterator[Seen]:
-        """The parameters as the last iteration left them, with the gradients that it had: the mean of its passes."""
+        """The parameters as the last iteration left them, with the gradients that it had: the mean
+        of its passes.
+        """
         solver, net = self._solver, self._solver.net
         split, on_host = solver.params.split, solver.device.on_host
         values = split(on_host(solver.params.data))
@@ -64,7 +71,9 @@ class Watch:
             yield Seen(f"{net.layer_names[layer]}/{index}", values[i], gradient)
 
     def filters(self) -> tuple[str, Array] | None:
-        """The name of the first convolution of images, and its weights (outputs, channels, height, width)."""
+        """The name of the first convolution of images, and its weights (outputs, channels, height,
+        width).
+        """
         net = self._solver.net
         for name, layer in zip(net.layer_names, net.layers, strict=True):
             if layer.type == CONVOLUTION and len(layer.blobs[0].shape) == 4:

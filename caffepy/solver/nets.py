@@ -1,4 +1,6 @@
-"""Where the nets of a solver come from: which fields define the train net and the test nets, in which states."""
+"""Where the nets of a solver come from: which fields define the train net and the test nets, in
+which states.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ TRAIN_FIELDS = ("net", "net_param", "train_net", "train_net_param")
 
 @dataclass(frozen=True)
 class Source:
-    """The definition of one net, its state merged in, the file that it stands in, and how log lines call it."""
+    """The definition of one net, its state merged in, the file that it stands in, and how log lines
+    call it.
+    """
 
     param: NetParameter
     path: str | None
@@ -27,9 +31,11 @@ Reader = Callable[[str], tuple[NetParameter, str]]
 
 
 def net_sources(param: SolverParameter, path: str | None) -> tuple[Source, list[Source]]:
-    """The sources of the train net and of the test nets, in Caffe's order; ConfigError if the fields disagree.
+    """The sources of the train net and of the test nets, in Caffe's order; ConfigError if the
+    fields disagree.
 
-    Test nets are all test_net_param, all test_net, then as many copies of net or net_param as test_iter asks for.
+    Test nets are all test_net_param, all test_net, then as many copies of net or net_param as
+    test_iter asks for.
     """
 
     @cache
@@ -45,13 +51,18 @@ def _train_source(param: SolverParameter, path: str | None, read: Reader) -> Sou
     if len(given) != 1:
         what = f"not {' and '.join(given)} at once" if given else "but none is given"
         place = at_field(path, given[1]) if given else path
-        raise ConfigError(f"a solver needs exactly one of {', '.join(TRAIN_FIELDS)} for its train net, {what}", place)
+        raise ConfigError(
+            f"a solver needs exactly one of {', '.join(TRAIN_FIELDS)} for its train net, {what}",
+            place,
+        )
     net, file, origin = _resolve(given[0], getattr(param, given[0]), path, read)
     return Source(_in_state(net, TRAIN, param.train_state), file, origin)
 
 
 def _test_sources(param: SolverParameter, path: str | None, read: Reader) -> list[Source]:
-    explicit = [("test_net_param", net) for net in param.test_net_param] + [("test_net", n) for n in param.test_net]
+    explicit = [("test_net_param", net) for net in param.test_net_param] + [
+        ("test_net", n) for n in param.test_net
+    ]
     common = next((field for field in ("net", "net_param") if param.HasField(field)), None)
     iters, states = len(param.test_iter), list(param.test_state)
     if iters < len(explicit) or (iters > len(explicit) and common is None):
@@ -77,7 +88,9 @@ def _test_sources(param: SolverParameter, path: str | None, read: Reader) -> lis
         )
     for batches in param.test_iter:
         if batches < 1:
-            raise ConfigError(f"test_iter must be 1 or more, not {batches}", at_field(path, "test_iter"))
+            raise ConfigError(
+                f"test_iter must be 1 or more, not {batches}", at_field(path, "test_iter")
+            )
     fields = explicit + [(common or "", getattr(param, common or "net"))] * (iters - len(explicit))
     sources = []
     for i, (field, value) in enumerate(fields):
@@ -99,7 +112,9 @@ def _resolve(
 
 
 def _in_state(net: NetParameter, phase: int, *more: NetState) -> NetParameter:
-    """A copy of the net whose state is: the phase, then what the net says, then `more`; later ones win."""
+    """A copy of the net whose state is: the phase, then what the net says, then `more`; later ones
+    win.
+    """
     state = NetState(phase=phase)  # type: ignore[arg-type]
     for given in (net.state, *more):
         state.MergeFrom(given)

@@ -1,6 +1,8 @@
-"""Learning-rate policies: functions (param, iteration, step) -> rate. `iteration` counts the updates done so far.
+"""Learning-rate policies: functions (param, iteration, step) -> rate. `iteration` counts the
+updates done so far.
 
-`step` is the solver's current_step, which `advance` moves and snapshots keep; only "step" and "multistep" use it.
+`step` is the solver's current_step, which `advance` moves and snapshots keep; only "step" and
+"multistep" use it.
 """
 
 import logging
@@ -69,7 +71,11 @@ def next_step(param: SolverParameter, iteration: int, step: int) -> int:
     """The step counter for this iteration; "multistep" moves by at most one, as in Caffe."""
     if param.lr_policy == "step":
         return iteration // param.stepsize
-    if param.lr_policy == "multistep" and step < len(param.stepvalue) and iteration >= param.stepvalue[step]:
+    if (
+        param.lr_policy == "multistep"
+        and step < len(param.stepvalue)
+        and iteration >= param.stepvalue[step]
+    ):
         return step + 1
     return step
 

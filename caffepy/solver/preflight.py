@@ -22,8 +22,11 @@ SLACK = 4 << 20
 """Bytes of a snapshot that are neither weights nor history."""
 
 
-def check_snapshots(param: SolverParameter, path: str | None, net: Net, model: int, history: int) -> None:
-    """ConfigError if the last snapshot, of so many bytes of weights and history, could not be written.
+def check_snapshots(
+    param: SolverParameter, path: str | None, net: Net, model: int, history: int
+) -> None:
+    """ConfigError if the last snapshot, of so many bytes of weights and history, could not be
+    written.
 
     What killed runs have left under its prefix is removed. `path` is the solver file.
     """
@@ -50,7 +53,11 @@ def check_layers(param: SolverParameter, net: Net) -> None:
 
 
 def check_prefix(
-    param: SolverParameter, path: str | None, largest: int = 0, total: int = 0, last: Files | None = None
+    param: SolverParameter,
+    path: str | None,
+    largest: int = 0,
+    total: int = 0,
+    last: Files | None = None,
 ) -> None:
     """`check_folder` for snapshot_prefix; the error names its place in the solver file."""
     try:
@@ -60,16 +67,22 @@ def check_prefix(
 
 
 def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | None = None) -> None:
-    """ConfigError unless files of `total` bytes in all can be written under the prefix, and under the `last` names."""
+    """ConfigError unless files of `total` bytes in all can be written under the prefix, and under
+    the `last` names.
+    """
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
-        raise ConfigError(f"the folder {folder} of snapshot_prefix does not exist; create it or change snapshot_prefix")
+        raise ConfigError(
+            f"the folder {folder} of snapshot_prefix does not exist; create it or change snapshot_prefix"
+        )
     for path in (last.model, last.state, last.sidecar) if last else ():
         _check_name(path)
     try:
         _probe(last.sidecar if last else prefix)
     except OSError as error:
-        raise ConfigError(f"the folder {folder} of snapshot_prefix cannot be written: {error.strerror}") from None
+        raise ConfigError(
+            f"the folder {folder} of snapshot_prefix cannot be written: {error.strerror}"
+        ) from None
     if largest > (limit := _size_limit()):
         raise ConfigError(
             f"a snapshot has a file of {largest} bytes, but this process may write files of {limit} bytes only; see "
@@ -86,11 +99,15 @@ def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | No
 def _check_name(path: str) -> None:
     try:
         if stat.S_ISDIR(os.stat(path).st_mode):
-            raise ConfigError(f"the last snapshot is to be written to {path}, which is a folder; move it away")
+            raise ConfigError(
+                f"the last snapshot is to be written to {path}, which is a folder; move it away"
+            )
     except FileNotFoundError:
         pass
     except OSError as error:
-        raise ConfigError(f"the last snapshot cannot be written to {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"the last snapshot cannot be written to {path}: {error.strerror}"
+        ) from None
 
 
 def _probe(path: str) -> None:

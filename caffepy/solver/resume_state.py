@@ -1,4 +1,5 @@
-"""Where a run's data layers and random numbers stand: what the sidecar keeps and a resumed run takes up again.
+"""Where a run's data layers and random numbers stand: what the sidecar keeps and a resumed run
+takes up again.
 
 The train net comes first among the nets; a run may have other test nets than the one before it.
 """
@@ -26,7 +27,9 @@ def data_layers(net: Net) -> dict[str, Layer]:
 
 
 def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> dict[str, Any]:
-    """Likewise of the `data_layers` of each net alone: for the states of others, a GPU would have to be asked."""
+    """Likewise of the `data_layers` of each net alone: for the states of others, a GPU would have
+    to be asked.
+    """
     train, *tests = ({key: layer.state() for key, layer in feed.items()} for feed in feeds)
     return {"net": train, "test_nets": tests, **_random(device)}
 
@@ -53,8 +56,12 @@ def compare_layers(positions: dict[str, Any], nets: Sequence[Net], path: str) ->
     """Warn of layers that the positions saved in the file `path` or the nets do not know."""
     for net, state in _nets_and_states(positions, nets):
         own = net.state().keys()
-        warn_of_layers(f"{path} does not say where to go on with", own - state.keys(), "they start anew")
-        warn_of_layers(f"{path} says where to go on with", state.keys() - own, "which this net does not have")
+        warn_of_layers(
+            f"{path} does not say where to go on with", own - state.keys(), "they start anew"
+        )
+        warn_of_layers(
+            f"{path} says where to go on with", state.keys() - own, "which this net does not have"
+        )
 
 
 def warn_of_layers(what: str, names: Iterable[str], consequence: str) -> None:
@@ -63,5 +70,7 @@ def warn_of_layers(what: str, names: Iterable[str], consequence: str) -> None:
         log.warning("%s %s: %s", what, ", ".join(f'"{name}"' for name in names), consequence)
 
 
-def _nets_and_states(positions: dict[str, Any], nets: Sequence[Net]) -> list[tuple[Net, dict[str, Any]]]:
+def _nets_and_states(
+    positions: dict[str, Any], nets: Sequence[Net]
+) -> list[tuple[Net, dict[str, Any]]]:
     return list(zip(nets, (positions["net"], *positions["test_nets"]), strict=False))

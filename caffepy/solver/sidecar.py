@@ -1,4 +1,6 @@
-"""The sidecar of a snapshot: what Caffe's files have no room for, as an .npz of one JSON text and the arrays in it."""
+"""The sidecar of a snapshot: what Caffe's files have no room for, as an .npz of one JSON text and
+the arrays in it.
+"""
 
 import hashlib
 import json
@@ -61,7 +63,9 @@ def taken_up(path: str) -> Iterator[None]:
         yield
     except CaffeError:
         raise
-    except Exception as error:  # zip, npy, json and whatever the content is used for fail in many ways
+    except (
+        Exception
+    ) as error:  # zip, npy, json and whatever the content is used for fail in many ways
         raise ConfigError(
             f"this sidecar of a snapshot is damaged ({type(error).__name__}: {str(error)[:200]}); without it the run "
             "resumes as Caffe does, with data and random numbers starting anew",

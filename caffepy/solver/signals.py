@@ -15,7 +15,9 @@ log = logging.getLogger(__name__)
 
 
 class Action(Flag):
-    """What the solver is asked to do at its next step boundary; snapshot comes first where both are asked."""
+    """What the solver is asked to do at its next step boundary; snapshot comes first where both are
+    asked.
+    """
 
     NONE = 0
     SNAPSHOT = 1
@@ -28,21 +30,27 @@ EFFECTS = {"stop": Action.STOP, "snapshot": Action.SNAPSHOT, "none": Action.NONE
 def effect(name: str) -> Action:
     """The action that a --sigint_effect or --sighup_effect names; UsageError for other names."""
     if name not in EFFECTS:
-        raise UsageError(f'invalid signal effect "{name}"{nearest(name, EFFECTS)} (known: {", ".join(EFFECTS)})')
+        raise UsageError(
+            f'invalid signal effect "{name}"{nearest(name, EFFECTS)} (known: {", ".join(EFFECTS)})'
+        )
     return EFFECTS[name]
 
 
 class Signals:
-    """A context in which, once `listen` was called, SIGINT, SIGHUP and SIGTERM are noted instead of ending the process.
+    """A context in which, once `listen` was called, SIGINT, SIGHUP and SIGTERM are noted instead of
+    ending the process.
 
-    SIGTERM asks for a snapshot and a stop. If SIGINT asks to stop, a second SIGINT gives the run up: `poll` and
-    `check` raise KeyboardInterrupt, hence never in the middle of a snapshot. A third one does not wait for them.
-    Once SIGTERM came, it stays noted after the context, too. Python handles signals in the main thread only; in
-    another, the context does nothing.
+    SIGTERM asks for a snapshot and a stop. If SIGINT asks to stop, a second SIGINT gives the run
+    up: `poll` and `check` raise KeyboardInterrupt, hence never in the middle of a snapshot. A third
+    one does not wait for them. Once SIGTERM came, it stays noted after the context, too. Python
+    handles signals in the main thread only; in another, the context does nothing.
     """
 
     def __init__(self, sigint_effect: str = "stop", sighup_effect: str = "snapshot") -> None:
-        self.effects = {signal.SIGINT: effect(sigint_effect), signal.SIGTERM: Action.SNAPSHOT | Action.STOP}
+        self.effects = {
+            signal.SIGINT: effect(sigint_effect),
+            signal.SIGTERM: Action.SNAPSHOT | Action.STOP,
+        }
         if hasattr(signal, "SIGHUP"):
             self.effects[signal.SIGHUP] = effect(sighup_effect)
         self.giving_up = False
@@ -59,7 +67,9 @@ class Signals:
             return Action.NONE
         asked, self._asked = self._asked, Action.NONE
         if Action.STOP in asked:
-            log.info("Stopping, as a signal asked; Ctrl-C once more stops at once. To go on later: --snapshot auto")
+            log.info(
+                "Stopping, as a signal asked; Ctrl-C once more stops at once. To go on later: --snapshot auto"
+            )
         return asked
 
     def check(self, *_: object) -> None:
@@ -87,9 +97,14 @@ class Signals:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        if self._terminated:  # the process is about to end; more of the same must not spoil its exit code
+        if (
+            self._terminated
+        ):  # the process is about to end; more of the same must not spoil its exit code
             del self._before[signal.SIGTERM]
         for number, handler in self._before.items():
             signal.signal(number, handler)

@@ -4,7 +4,9 @@ from typing import Any
 
 
 class LossWindow:
-    """Mean of the last `size` losses, updated as Caffe does it; `start` is the iteration of the first."""
+    """Mean of the last `size` losses, updated as Caffe does it; `start` is the iteration of the
+    first.
+    """
 
     def __init__(self, size: int, start: int) -> None:
         self.size = size
@@ -32,5 +34,8 @@ class LossWindow:
         """The window that `state` describes; a new one if it was of another size."""
         window = cls(size, int(state["start"]))
         if len(state["losses"]) <= size:
-            window.losses, window.smoothed = [float(loss) for loss in state["losses"]], float(state["smoothed"])
+            window.losses, window.smoothed = (
+                [float(loss) for loss in state["losses"]],
+                float(state["smoothed"]),
+            )
         return window

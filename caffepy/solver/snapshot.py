@@ -1,7 +1,8 @@
-"""Snapshots: Caffe's model and state files in both formats, and the sidecar that makes a resumed run go on exactly.
+"""Snapshots: Caffe's model and state files in both formats, and the sidecar that makes a resumed
+run go on exactly.
 
-A state under its final name implies a whole model and a whole sidecar: they get their names in the order model,
-sidecar, state.
+A state under its final name implies a whole model and a whole sidecar: they get their names in the
+order model, sidecar, state.
 """
 
 import logging
@@ -34,7 +35,9 @@ STATE_NAME = re.compile(r"_iter_(\d+)\.solverstate(\.h5)?$")
 
 @dataclass
 class State:
-    """What a solverstate holds: updates done, the model's path, history arrays of all parameters, the lr step."""
+    """What a solverstate holds: updates done, the model's path, history arrays of all parameters,
+    the lr step.
+    """
 
     iteration: int
     learned_net: str
@@ -83,12 +86,15 @@ def write(
     diff: bool,
     announce: Callable[[str, str], None],
 ) -> None:
-    """Write a snapshot, every file whole or not at all; `more` goes into the sidecar, `announce` hears of each file.
+    """Write a snapshot, every file whole or not at all; `more` goes into the sidecar, `announce`
+    hears of each file.
 
     ConfigError names the file that cannot be written.
     """
     name, write_model, write_state = (
-        ("HDF5", write_hdf5, _write_hdf5) if files.hdf5 else ("binary proto", write_binary, _write_binary)
+        ("HDF5", write_hdf5, _write_hdf5)
+        if files.hdf5
+        else ("binary proto", write_binary, _write_binary)
     )
     at_hand = files.model
     try:
@@ -101,8 +107,14 @@ def write(
                 write_state(state, state_file)
                 at_hand = files.sidecar
                 sums = {
-                    "model": {"name": os.path.basename(files.model), "sha256": sidecar.checksum(model_file)},
-                    "state": {"name": os.path.basename(files.state), "sha256": sidecar.checksum(state_file)},
+                    "model": {
+                        "name": os.path.basename(files.model),
+                        "sha256": sidecar.checksum(model_file),
+                    },
+                    "state": {
+                        "name": os.path.basename(files.state),
+                        "sha256": sidecar.checksum(state_file),
+                    },
                 }
                 sidecar.write(sidecar_file, {**sums, **more})
                 at_hand = files.model
@@ -117,7 +129,9 @@ def write(
 def _write_binary(state: State, path: str) -> None:
     """Messages one after the other read as one message, so only one blob at a time is copied."""
     with open(path, "wb") as file:
-        file.write(SolverState(iter=state.iteration, learned_net=state.learned_net).SerializeToString())
+        file.write(
+            SolverState(iter=state.iteration, learned_net=state.learned_net).SerializeToString()
+        )
         for array in state.history:
             file.write(SolverState(history=[binary.array_to_blob(array)]).SerializeToString())
         file.write(SolverState(current_step=state.current_step).SerializeToString())
@@ -139,7 +153,9 @@ def _write_c_string(file: h5py.File, name: str, text: str) -> None:
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(len(text.encode()) + 1)
     data = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR))
-    data.write(h5py.h5s.ALL, h5py.h5s.ALL, np.array(value, dtype=f"S{len(text.encode()) + 1}"), mtype=kind)
+    data.write(
+        h5py.h5s.ALL, h5py.h5s.ALL, np.array(value, dtype=f"S{len(text.encode()) + 1}"), mtype=kind
+    )
 
 
 def read_state(path: str) -> State:
@@ -158,7 +174,11 @@ def _read_hdf5(path: str) -> State:
     try:
         with h5py.File(path, "r") as file:
             if "iter" not in file or "history" not in file:
-                hint = "; it looks like a caffemodel (weights), did you mean --weights?" if "data" in file else ""
+                hint = (
+                    "; it looks like a caffemodel (weights), did you mean --weights?"
+                    if "data" in file
+                    else ""
+                )
                 raise ConfigError(f"this HDF5 file is not a solver state{hint}", path)
             history = [file["history"][str(i)][()] for i in range(len(file["history"]))]
             learned_net = file["learned_net"][()] if "learned_net" in file else b""
@@ -175,10 +195,12 @@ def _read_hdf5(path: str) -> State:
 
 
 def check_histories(state: State, own: Sequence[Array], kind: str, path: str) -> None:
-    """ConfigError unless the state has as many history arrays as this solver of type `kind`, of its shapes and signs.
+    """ConfigError unless the state has as many history arrays as this solver of type `kind`, of its
+    shapes and signs.
 
-    Caffe's states do not name the type that wrote them; how many histories there are and which have negative values
-    tells the types apart, but for SGD from Nesterov and for states that lack a negative value by their type or chance.
+    Caffe's states do not name the type that wrote them; how many histories there are and which have
+    negative values tells the types apart, but for SGD from Nesterov and for states that lack a
+    negative value by their type or chance.
     """
     of_one = own[: len(own) // rules[kind].histories]
     if len(state.history) != len(own):
@@ -207,9 +229,13 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
 
 
 def _what_count_tells(history: Sequence[Array], of_one: Sequence[Array]) -> str:
-    """What a state looks like that has another number of arrays than a solver with those parameters."""
+    """What a state looks like that has another number of arrays than a solver with those
+    parameters.
+    """
     count = len(history) // max(len(of_one), 1)
-    of_this_net = len(history) == count * len(of_one) and all(map(_same_shape, cycle(of_one), history))
+    of_this_net = len(history) == count * len(of_one) and all(
+        map(_same_shape, cycle(of_one), history)
+    )
     kinds = _kinds(count, _negative(history), len(of_one)) if of_this_net else ""
     if not kinds:
         return "is it of another net or of another solver type?"
@@ -222,9 +248,15 @@ def _negative(history: Sequence[Array]) -> list[int]:
 
 
 def _kinds(count: int, negative: Sequence[int], blobs: int) -> str:
-    """The solver types, as a list in words, that keep `count` histories of `blobs` blobs with these negative ones."""
+    """The solver types, as a list in words, that keep `count` histories of `blobs` blobs with these
+    negative ones.
+    """
     signed = {i // blobs for i in negative}
-    kinds = [k for k in rules if rules[k].histories == count and signed.isdisjoint(rules[k].never_negative)]
+    kinds = [
+        k
+        for k in rules
+        if rules[k].histories == count and signed.isdisjoint(rules[k].never_negative)
+    ]
     return " or ".join(filter(None, [", ".join(kinds[:-1]), *kinds[-1:]]))
 
 
@@ -245,17 +277,28 @@ def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def find_model(learned_net: str, state_path: str) -> str:
-    """Where the model that a state names lies: as named, else beside the state; ConfigError if in neither place."""
+    """Where the model that a state names lies: as named, else beside the state; ConfigError if in
+    neither place.
+    """
     if not learned_net:
-        raise ConfigError("this state names no model, so there are no weights to go on with", state_path)
+        raise ConfigError(
+            "this state names no model, so there are no weights to go on with", state_path
+        )
     folder = os.path.dirname(state_path)
-    places = [learned_net, os.path.join(folder, learned_net), os.path.join(folder, os.path.basename(learned_net))]
+    places = [
+        learned_net,
+        os.path.join(folder, learned_net),
+        os.path.join(folder, os.path.basename(learned_net)),
+    ]
     for place in places:
         if os.path.isfile(place):
             if place != learned_net:
                 log.info("%s does not exist; using %s", learned_net, place)
             return place
-    raise ConfigError(f"its model {learned_net} exists neither from the working directory nor beside it", state_path)
+    raise ConfigError(
+        f"its model {learned_net} exists neither from the working directory nor beside it",
+        state_path,
+    )
 
 
 def sidecar_of(state_path: str) -> str:
@@ -266,7 +309,9 @@ def sidecar_of(state_path: str) -> str:
 
 
 def read_sidecar(state_path: str) -> dict[str, Any] | None:
-    """The sidecar that was written with this state, None if there is none; ConfigError if it is damaged."""
+    """The sidecar that was written with this state, None if there is none; ConfigError if it is
+    damaged.
+    """
     files = Files.of_state(state_path)
     content = sidecar.read(files.sidecar) if files else None
     if not files or not content:
@@ -293,7 +338,8 @@ def verify(content: dict[str, Any], state_path: str, model_path: str) -> None:
 
 
 def newest_good(prefix: str) -> str | None:
-    """The state file of the newest snapshot under the prefix that is whole; None if there is no snapshot at all.
+    """The state file of the newest snapshot under the prefix that is whole; None if there is no
+    snapshot at all.
 
     Damaged ones are named in the log and passed over; ConfigError if all are.
     """
@@ -313,7 +359,9 @@ def newest_good(prefix: str) -> str | None:
 
 
 def _snapshots(prefix: str) -> list[tuple[str, Files]]:
-    paths = [(path, Files.of_state(path)) for path in glob(f"{glob_escape(prefix)}_iter_*.solverstate*")]
+    paths = [
+        (path, Files.of_state(path)) for path in glob(f"{glob_escape(prefix)}_iter_*.solverstate*")
+    ]
     return [(path, files) for path, files in paths if files and files.prefix == prefix]
 
 

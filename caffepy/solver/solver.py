@@ -83,15 +83,16 @@ class _Passing:
 class Solver:
     """Trains the net of a SolverParameter, with any of the update rules that `type` names.
 
-    `path` is the solver file: messages name places in it, and nets and weights may lie beside it. `action` is polled
-    once an iteration and once a test batch. `rank` is added to random_seed. `precision` goes before what the train net
-    says of number formats. With a `root` the layers that are shared in parallel are its; only rank 0 can do without.
-    Batches of the train net are a `batch_parts`-th of what the net says. ConfigError and DataError say what does not
-    fit.
+    `path` is the solver file: messages name places in it, and nets and weights may lie beside it.
+    `action` is polled once an iteration and once a test batch. `rank` is added to random_seed.
+    `precision` goes before what the train net says of number formats. With a `root` the layers that
+    are shared in parallel are its; only rank 0 can do without. Batches of the train net are a
+    `batch_parts`-th of what the net says. ConfigError and DataError say what does not fit.
 
-    On a GPU an iteration is recorded and replayed, unless `capture` is set to False. Losses and whatever goes wrong are
-    then known some iterations later, at the latest where something is displayed, tested or saved and when `step` ends;
-    an iteration that goes wrong updates nothing, nor does one after it.
+    On a GPU an iteration is recorded and replayed, unless `capture` is set to False. Losses and
+    whatever goes wrong are then known some iterations later, at the latest where something is
+    displayed, tested or saved and when `step` ends; an iteration that goes wrong updates nothing,
+    nor does one after it.
     """
 
     def __init__(
@@ -117,7 +118,9 @@ class Solver:
         self.action: Callable[[], Action] = lambda: Action.NONE
         self.callbacks: list[Callback] = []
         self.followers = Followers()
-        self.followers_positions: list[dict[str, Any]] = []  # where those of the state that was restored stood
+        self.followers_positions: list[
+            dict[str, Any]
+        ] = []  # where those of the state that was restored stood
         if log.isEnabledFor(logging.INFO):
             log.info("Initializing solver from parameters: \n%s", format_text(param).rstrip("\n"))
         check_param(param, path)
@@ -130,23 +133,37 @@ class Solver:
         self.net = self._build_train_net(source)
         if rank > 0:
             self._check_shared()
-        self.test_nets = [self._build_test_net(i, test_source) for i, test_source in enumerate(test_sources)]
+        self.test_nets = [
+            self._build_test_net(i, test_source) for i, test_source in enumerate(test_sources)
+        ]
         self.iter = 0
         self.current_step = 0
         self._started_at = 0  # the iteration of the state that was restored
         self.stopped = False  # the last step or solve ended early because `action` asked for it
-        self.last_outputs: list[list[Output]] = [[] for _ in self.test_nets]  # what each test net gave last
+        self.last_outputs: list[list[Output]] = [
+            [] for _ in self.test_nets
+        ]  # what each test net gave last
 
         self._step = Step(param, self.net, self.device, self.callbacks)
-        self.params, self.history, self.control = self._step.params, self._step.history, self._step.control
+        self.params, self.history, self.control = (
+            self._step.params,
+            self._step.history,
+            self._step.control,
+        )
         self.capture = True
         self._fuse = True
         self._given: deque[Given] = deque()  # iterations of which no verdict was heard yet
         self._verdict = Verdict(0.0, 0.0, 1.0, 1.0, Fate.UPDATED)
         self._torn = False  # the last step was interrupted at a place unknown
-        self.saves_memory = False  # blobs share memory: what a pass wrote to them is not there after it
+        self.saves_memory = (
+            False  # blobs share memory: what a pass wrote to them is not there after it
+        )
         self._loss_weights = self.net.blob_loss_weights
-        fed = [tops[0] for tops, bottoms in zip(self.net.tops, self.net.bottoms, strict=True) if tops and not bottoms]
+        fed = [
+            tops[0]
+            for tops, bottoms in zip(self.net.tops, self.net.bottoms, strict=True)
+            if tops and not bottoms
+        ]
         self._batch = fed[0] if fed else None
         self._feeds = [data_layers(net) for net in self._nets]
         self._window = LossWindow(param.average_loss, 0)
@@ -156,7 +173,9 @@ class Solver:
         self._restored_from: str | None = None  # the state file that was restored
         self._failed_at = -1
         self._saturation_explained = False
-        self._positions_before: dict[str, Any] | None = None  # before the test or iteration that is being done
+        self._positions_before: dict[str, Any] | None = (
+            None  # before the test or iteration that is being done
+        )
         if param.snapshot > 0:
             check_layers(param, self.net)
         log.info("Solver scaffolding done.")
@@ -165,10 +184,14 @@ class Solver:
 
     def _build_train_net(self, source: Source) -> Net:
         by_file = source.origin.partition(": ")
-        log.info("Creating training net %s %s", "from" if by_file[1] else "specified in", source.origin)
+        log.info(
+            "Creating training net %s %s", "from" if by_file[1] else "specified in", source.origin
+        )
         root_net = self._root.net if self._root else None
         parts = self.batch_parts
-        net = Net(source.param, device=self.device, path=source.path, root_net=root_net, batch_parts=parts)
+        net = Net(
+            source.param, device=self.device, path=source.path, root_net=root_net, batch_parts=parts
+        )
         self._load_weights(net)
         return net
 
@@ -202,7 +225,9 @@ class Solver:
 
     @property
     def fuse(self) -> bool:
-        """Whether a GPU computes layers together where it can; what lies between them is then not to be looked at."""
+        """Whether a GPU computes layers together where it can; what lies between them is then not
+        to be looked at.
+        """
         return self._fuse
 
     @fuse.setter
@@ -215,23 +240,33 @@ class Solver:
     @cached_property
     def _trials(self) -> list[Trial]:
         with_loss = self.param.test_compute_loss
-        return [Trial(net, f"Test net #{k} runs", self._fuse, with_loss) for k, net in enumerate(self.test_nets)]
+        return [
+            Trial(net, f"Test net #{k} runs", self._fuse, with_loss)
+            for k, net in enumerate(self.test_nets)
+        ]
 
     def save_memory(self) -> None:
-        """Let the blobs of all nets share memory on a GPU, for good: after a pass most of them hold nothing of use."""
+        """Let the blobs of all nets share memory on a GPU, for good: after a pass most of them hold
+        nothing of use.
+        """
         if self.device.store is not None:
             tests = (memory.Usage(trial.net, trial.run.steps, False) for trial in self._trials)
-            memory.save_memory([memory.Usage(self.net, self._step.run.steps, True), *tests], memory.WORTH)
+            memory.save_memory(
+                [memory.Usage(self.net, self._step.run.steps, True), *tests], memory.WORTH
+            )
             self.saves_memory = True
 
     def add_callback(self, callback: Callback) -> None:
-        """Call its `on_start` before, and its `on_gradients_ready` after, the gradients of each iteration."""
+        """Call its `on_start` before, and its `on_gradients_ready` after, the gradients of each
+        iteration.
+        """
         self.callbacks.append(callback)
 
     def synchronize(self, synchronizer: Synchronizer | None, pulls: bool = False) -> None:
         """Keep in step with other solvers by this from now on; None: be alone again.
 
-        `pulls`: parameters come from another solver before each iteration, which the time of one has a part for.
+        `pulls`: parameters come from another solver before each iteration, which the time of one
+        has a part for.
         """
         before, self._step.synchronizer = self._step.synchronizer, synchronizer
         self._step.pulls, self.laps.running = pulls, synchronizer is not None
@@ -273,7 +308,9 @@ class Solver:
                 self._hear(wait=True)
             except BaseException as error:
                 self._torn = True
-                if not self.device.lost and (isinstance(error, CaffeError) or self.followers.failed):
+                if not self.device.lost and (
+                    isinstance(error, CaffeError) or self.followers.failed
+                ):
                     self._hear(wait=True)  # what went wrong before comes first
                 first = self.followers.first(error) if isinstance(error, Exception) else error
                 self.followers.stop(first)
@@ -289,7 +326,9 @@ class Solver:
         if self._torn:
             self.control.realign()
             self._given.clear()
-            self.device.ticks = self.device.ticks  # the host's count is the one that holds: upload it
+            self.device.ticks = (
+                self.device.ticks
+            )  # the host's count is the one that holds: upload it
             self._torn = False
 
     def _iterate(self) -> None:
@@ -307,7 +346,9 @@ class Solver:
         self.followers.iterate()
         learning_rate = self._advance(tests or display)
         images = self.batch * param.iter_size * self.followers.size
-        self.reporter.iterated(iteration, window.smoothed if window.losses else None, learning_rate, images)
+        self.reporter.iterated(
+            iteration, window.smoothed if window.losses else None, learning_rate, images
+        )
         action = self.action()
         if Action.SNAPSHOT in action or (param.snapshot > 0 and self.iter % param.snapshot == 0):
             self._hear(wait=True)
@@ -380,7 +421,9 @@ class Solver:
         return rate(self.param, self.iter, self.current_step)
 
     def apply_update(self) -> float:
-        """Clip, normalise, regularise and update with the gradients at hand, count the iteration; returns the rate."""
+        """Clip, normalise, regularise and update with the gradients at hand, count the iteration;
+        returns the rate.
+        """
         learning_rate = self.rate()
         if self._displays:
             self.reporter.lr(self.iter, learning_rate)
@@ -403,7 +446,9 @@ class Solver:
     # an iteration that a GPU replays
 
     def _give(self, show: bool) -> float:
-        """Give an iteration to the device, without waiting for it unless it is to be shown; returns the rate."""
+        """Give an iteration to the device, without waiting for it unless it is to be shown; returns
+        the rate.
+        """
         self._hear(wait=False)
         before = Given(self.iter, self.current_step, take_data_positions(self._feeds, self.device))
         self._positions_before = before.positions
@@ -465,26 +510,40 @@ class Solver:
     @staticmethod
     def _tell_overflow(iteration: int, verdict: Verdict) -> None:
         if verdict.fate is Fate.SKIPPED:
-            log.info("Iteration %d: gradients overflow, no update; loss scale = %g", iteration, verdict.loss_scale)
+            log.info(
+                "Iteration %d: gradients overflow, no update; loss scale = %g",
+                iteration,
+                verdict.loss_scale,
+            )
 
     def _display(self, loss: float) -> None:
         assert self._shown
         last, since = self._shown
         now = time.monotonic()
         self._shown = self.iter, now
-        outputs = [(name, self.net.blobs[name].host_data.copy(), self._loss_weights[name]) for name in self.net.outputs]
+        outputs = [
+            (name, self.net.blobs[name].host_data.copy(), self._loss_weights[name])
+            for name in self.net.outputs
+        ]
         speed = (self.iter - last) / max(now - since, 1e-9)
         self.reporter.displayed(self.iter, loss, outputs, speed, now - since, self.param.display)
         if isclose(loss, SATURATED, abs_tol=1e-3) and not self._saturation_explained:
             self._saturation_explained = True
-            log.warning("A loss of 87.3365 means probability 0 for every label: the scores overflowed; %s", HINT)
+            log.warning(
+                "A loss of 87.3365 means probability 0 for every label: the scores overflowed; %s",
+                HINT,
+            )
 
     def solve(self, state_file: str | None = None) -> None:
-        """Train up to max_iter, from a snapshot if one is given, with all tests and snapshots that are asked for."""
+        """Train up to max_iter, from a snapshot if one is given, with all tests and snapshots that
+        are asked for.
+        """
         param = self.param
         if param.snapshot > 0 or param.snapshot_after_train:
             model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
-            check_snapshots(param, self.path, self.net, model, sum(flat.nbytes for flat in self.history))
+            check_snapshots(
+                param, self.path, self.net, model, sum(flat.nbytes for flat in self.history)
+            )
         self.reporter.solving(self.net.name, param.lr_policy)
         if state_file is not None:
             log.info("Restoring previous solver status from %s", state_file)
@@ -499,7 +558,9 @@ class Solver:
             if self.device.lost:
                 raise self._loss_of_devices() from error
             raise
-        unsaved = param.snapshot_after_train and not (param.snapshot > 0 and self.iter % param.snapshot == 0)
+        unsaved = param.snapshot_after_train and not (
+            param.snapshot > 0 and self.iter % param.snapshot == 0
+        )
         if not self.saved_now and (unsaved or self._failed_at == self.iter):
             self.snapshot()
         if not self.stopped:
@@ -518,7 +579,9 @@ class Solver:
         )
 
     def rescue(self, error: BaseException) -> None:
-        """The snapshot that the run owes, from another thread than the one that hangs, if the state is whole."""
+        """The snapshot that the run owes, from another thread than the one that hangs, if the state
+        is whole.
+        """
         with suppress(Exception), self.device.scope():
             self._hear(wait=True)
         self._save_before_failing(error)
@@ -531,7 +594,11 @@ class Solver:
         if self._step.begun:
             self._step.take_back()
         what = "The data" if isinstance(error, DataError) else "A solver"
-        log.warning("%s failed; what was learned up to iteration %d is saved before the run ends", what, self.iter)
+        log.warning(
+            "%s failed; what was learned up to iteration %d is saved before the run ends",
+            what,
+            self.iter,
+        )
         try:
             self.snapshot()
         except CaffeError as error:
@@ -555,7 +622,9 @@ class Solver:
     # tests
 
     def test_all(self) -> None:
-        """Test all test nets, unless `action` asks to stop; until they are done, a snapshot begins before them."""
+        """Test all test nets, unless `action` asks to stop; until they are done, a snapshot begins
+        before them.
+        """
         self.followers.agree()
         self._positions_before = take_positions(self._nets, self.device)
         for k in range(len(self.test_nets)):
@@ -565,7 +634,9 @@ class Solver:
             self._positions_before = None
 
     def test(self, k: int) -> None:
-        """Run test net k on its test_iter batches with the train net's weights and report the mean outputs."""
+        """Run test net k on its test_iter batches with the train net's weights and report the mean
+        outputs.
+        """
         self.laps.stop()
         trial, followers = self._trials[k], self.followers
         self.reporter.test_started(self.iter, k)
@@ -591,7 +662,9 @@ class Solver:
     # snapshots
 
     def snapshot(self) -> None:
-        """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter is not finite."""
+        """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter
+        is not finite.
+        """
         self.laps.stop()
         with self.followers.during("snapshot"):
             self._snapshot()
@@ -603,11 +676,17 @@ class Solver:
         self.followers.agree()
         check_params(self.net, self.iter)
         param = self.param
-        files = Files(param.snapshot_prefix, self.iter, param.snapshot_format == SolverParameter.HDF5)
-        history = [part for flat in self.history for part in self.params.split(self.device.on_host(flat))]
+        files = Files(
+            param.snapshot_prefix, self.iter, param.snapshot_format == SolverParameter.HDF5
+        )
+        history = [
+            part for flat in self.history for part in self.params.split(self.device.on_host(flat))
+        ]
         state = State(self.iter, files.model, history, self.current_step)
         self._failed_at = self.iter
-        write(files, self.net, state, self._progress(), param.snapshot_diff, self.reporter.snapshotted)
+        write(
+            files, self.net, state, self._progress(), param.snapshot_diff, self.reporter.snapshotted
+        )
         self._failed_at, self._saved = -1, (self.iter, files.state)
 
     @property
@@ -629,7 +708,9 @@ class Solver:
         return [self.net, *self.test_nets]
 
     def _positions(self) -> dict[str, Any]:
-        """Where the data and the random numbers stand, or stood before the test or iteration that is being done."""
+        """Where the data and the random numbers stand, or stood before the test or iteration that
+        is being done.
+        """
         before = self._positions_before
         return completed(before, self._nets) if before else take_positions(self._nets, self.device)
 
@@ -647,7 +728,9 @@ class Solver:
         }
 
     def restore(self, path: str) -> None:
-        """Go on from a snapshot: weights, history, iteration; exactly, where its sidecar lies beside it."""
+        """Go on from a snapshot: weights, history, iteration; exactly, where its sidecar lies
+        beside it.
+        """
         with self.followers.restoring():
             self._restore(path)
 
@@ -677,7 +760,9 @@ class Solver:
         warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
         if not content:
             self._window_restored, self._shown, self.followers_positions = False, None, []
-            log.info("No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path)
+            log.info(
+                "No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path
+            )
 
     def _check_type(self, content: dict[str, Any], path: str) -> None:
         with taken_up(sidecar_of(path)):
@@ -690,7 +775,9 @@ class Solver:
             )
 
     def _take_up(self, content: dict[str, Any], path: str) -> None:
-        """Go on with the data and the random numbers where a sidecar says; one that is damaged changes nothing."""
+        """Go on with the data and the random numbers where a sidecar says; one that is damaged
+        changes nothing.
+        """
         before = take_positions(self._nets, self.device)
         try:
             with taken_up(path):

@@ -1,4 +1,6 @@
-"""What an iteration computes: passes over the train net that add up gradients, then an update of the parameters."""
+"""What an iteration computes: passes over the train net that add up gradients, then an update of
+the parameters.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -25,8 +27,9 @@ LOSS_SCALE = 2.0**16
 class Callback(Protocol):
     """Somebody who is called around the gradients of an iteration.
 
-    One that says `capturable = True` does nothing but give work to the current stream: its calls can be recorded. One
-    that says `adds_nothing = True` leaves gradients as they are. Callbacks of nets may say the same.
+    One that says `capturable = True` does nothing but give work to the current stream: its calls
+    can be recorded. One that says `adds_nothing = True` leaves gradients as they are. Callbacks of
+    nets may say the same.
     """
 
     def on_start(self) -> object:
@@ -45,7 +48,9 @@ class Synchronizer(Callback, Protocol):
 
     @property
     def given_up(self) -> int:
-        """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no mean of all."""
+        """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no
+        mean of all.
+        """
 
     def after_backward(self, layer: int) -> object:
         """The gradients to which this layer adds may be final, in an iteration of one pass."""
@@ -62,7 +67,9 @@ def losses(net: Net) -> list[Blob]:
 
 
 def first_loss_scale(net: Net) -> float | None:
-    """What losses are multiplied by so that small gradients do not vanish in float16; None in a net without any."""
+    """What losses are multiplied by so that small gradients do not vanish in float16; None in a net
+    without any.
+    """
     if all(blob.format.dtype != np.float16 for blob in net.blobs.values()):
         return None
     return net.param.global_grad_scale if net.param.HasField("global_grad_scale") else LOSS_SCALE
@@ -71,11 +78,13 @@ def first_loss_scale(net: Net) -> float | None:
 class Step:
     """The flat parameters of a net, their history, and the operations of an iteration.
 
-    One that is looked at goes `say`, `open`, forward, `note`, backward, `gradients_ready`, `update`; `perform` does all
-    of that without looking, by replay where it can.
+    One that is looked at goes `say`, `open`, forward, `note`, backward, `gradients_ready`,
+    `update`; `perform` does all of that without looking, by replay where it can.
     """
 
-    def __init__(self, param: SolverParameter, net: Net, device: Device, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, param: SolverParameter, net: Net, device: Device, callbacks: Sequence[Callback]
+    ) -> None:
         self.param = param
         self.net = net
         self.device = device
@@ -89,7 +98,9 @@ class Step:
         self.rule = rules[param.type]
         with device.scope():
             self.params = Params(net.learnable_params)
-            self.history: list[Array] = [np.zeros_like(self.params.data) for _ in range(self.rule.histories)]
+            self.history: list[Array] = [
+                np.zeros_like(self.params.data) for _ in range(self.rule.histories)
+            ]
             limits = Limits(param.clip_gradients, param.iter_size, first_loss_scale(net))
             self.control = self.ops.Control(limits, losses(net), device)
             self.laps = self.ops.Laps(device)
@@ -99,7 +110,9 @@ class Step:
         self._decays = device.on_device(np.array(net.params_weight_decay or still, np.float32))
         self._large = large_products(net)
         self._added_to = self.params.without(self._large)
-        self._without_python = all(layer.type != "Python" for layer in net.layers)  # which may reach anything
+        self._without_python = all(
+            layer.type != "Python" for layer in net.layers
+        )  # which may reach anything
         self.run = self._new_pass(True)
 
     def fuse(self, fuse: bool) -> None:
@@ -108,17 +121,29 @@ class Step:
         self.run = self._new_pass(fuse)
 
     def _new_pass(self, fuse: bool) -> Pass:
-        return Pass(self.net, fuse and self.device.store is not None, "The training step runs", self.callbacks)
+        return Pass(
+            self.net,
+            fuse and self.device.store is not None,
+            "The training step runs",
+            self.callbacks,
+        )
 
     @property
     def undisturbed(self) -> bool:
         """Whether nobody is called within iterations who may add to gradients."""
-        called = [*(one for one in self.callbacks if one is not self.synchronizer), *self.run.net_callbacks]
-        return self._without_python and all(getattr(callback, "adds_nothing", False) for callback in called)
+        called = [
+            *(one for one in self.callbacks if one is not self.synchronizer),
+            *self.run.net_callbacks,
+        ]
+        return self._without_python and all(
+            getattr(callback, "adds_nothing", False) for callback in called
+        )
 
     @contextmanager
     def overwriting(self) -> Iterator[None]:
-        """A block for an iteration: in one of one pass large gradients need not be cleared and added to."""
+        """A block for an iteration: in one of one pass large gradients need not be cleared and
+        added to.
+        """
         try:
             self._set_overwriting(self.param.iter_size == 1 and self.undisturbed)
             yield
@@ -145,7 +170,9 @@ class Step:
 
     def say(self, learning_rate: float, iteration: int) -> None:
         """What the next update needs to know."""
-        self.control.say(learning_rate, self.param.weight_decay, self.rule.correction(self.param, iteration))
+        self.control.say(
+            learning_rate, self.param.weight_decay, self.rule.correction(self.param, iteration)
+        )
 
     def open(self) -> None:
         """Begin to add up gradients and losses."""
@@ -209,7 +236,9 @@ class Step:
             control.decay,
             control.go,
         )
-        update = Update(param, self.params.data, self.params.diff, self.history, segments, control.correction)
+        update = Update(
+            param, self.params.data, self.params.diff, self.history, segments, control.correction
+        )
         self.rule.apply(self.ops, update)
 
     def perform(self) -> None:

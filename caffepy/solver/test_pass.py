@@ -23,14 +23,18 @@ class Totals(NamedTuple):
 
 
 class Trial:
-    """A test net and the sums of what it gives, with its loss if that is asked for: `begin`, `batch`..., `totals`."""
+    """A test net and the sums of what it gives, with its loss if that is asked for: `begin`,
+    `batch`..., `totals`.
+    """
 
     def __init__(self, net: Net, what: str, fuse: bool, with_loss: bool) -> None:
         self.net = net
         self.run = Pass(net, fuse and net.device.store is not None, what)
         with net.device.scope():
             outputs = [net.blobs[name] for name in net.outputs]
-            self._sums = ops.backend(net.device).Sums(outputs, losses(net) if with_loss else [], net.device)
+            self._sums = ops.backend(net.device).Sums(
+                outputs, losses(net) if with_loss else [], net.device
+            )
         self._with_loss = with_loss
         self._batches = 0
         self._shapes: list[tuple[int, ...]] = []
@@ -41,7 +45,9 @@ class Trial:
         self._batches = 0
 
     def batch(self, replay: bool) -> None:
-        """Run a batch, by replay where that may be; DataError for outputs of other shapes than those of the first."""
+        """Run a batch, by replay where that may be; DataError for outputs of other shapes than
+        those of the first.
+        """
         if replay and self.run.may_be_replayed():
             self.run.feed()
             self.run.perform("forward", self._forward)

@@ -1,7 +1,8 @@
-"""Update rules: what `type` of a solver names. Each turns the gradient in a flat diff array into an update of the data.
+"""Update rules: what `type` of a solver names. Each turns the gradient in a flat diff array into an
+update of the data.
 
-A rule writes w and its history in place and leaves in g what it subtracted from w; the formulas stand with the
-functions of `caffepy.ops`.
+A rule writes w and its history in place and leaves in g what it subtracted from w; the formulas
+stand with the functions of `caffepy.ops`.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +18,9 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 
 @dataclass
 class Update:
-    """One update: the flat arrays, their segments with the rate and decay of each, the rule's correction."""
+    """One update: the flat arrays, their segments with the rate and decay of each, the rule's
+    correction.
+    """
 
     param: SolverParameter
     w: Array
@@ -42,9 +45,11 @@ def _no_correction(param: SolverParameter, iteration: int) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule, how many history arrays it keeps, and what is wrong with the settings it reads (field, why).
+    """An update rule, how many history arrays it keeps, and what is wrong with the settings it
+    reads (field, why).
 
-    `never_negative` numbers the histories that sum or average squares, `correction` is what changes with the iteration.
+    `never_negative` numbers the histories that sum or average squares, `correction` is what changes
+    with the iteration.
     """
 
     histories: int

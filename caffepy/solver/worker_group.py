@@ -12,7 +12,8 @@ from caffepy.solver.test_pass import Totals
 class Followers:
     """None: the solver is alone. A team of several overrides all of it.
 
-    What is begun goes on beside what the root does then; errors of followers come up where the root waits for them.
+    What is begun goes on beside what the root does then; errors of followers come up where the root
+    waits for them.
     """
 
     size = 1
@@ -23,7 +24,9 @@ class Followers:
         """The solver has met this error, and will not go on: let those end who wait for it."""
 
     def first(self, error: Exception) -> BaseException:
-        """What ended the run where the solver has met this error: it itself, or what ended the followers before."""
+        """What ended the run where the solver has met this error: it itself, or what ended the
+        followers before.
+        """
         return error
 
     def check(self) -> None:
@@ -44,7 +47,9 @@ class Followers:
         return []
 
     def agree(self) -> None:
-        """Bring what every solver has of its own among the parameters, such as statistics, to one value."""
+        """Bring what every solver has of its own among the parameters, such as statistics, to one
+        value.
+        """
 
     def begin_test(self, k: int) -> None:
         """Begin to add up what test net `k` gives."""
@@ -65,12 +70,16 @@ class Followers:
         """Raise what a follower has found wrong, if one has."""
 
     def positions(self) -> list[dict[str, Any]]:
-        """Where the layers and random numbers of each stand, or stood before the test or iteration being done."""
+        """Where the layers and random numbers of each stand, or stood before the test or iteration
+        being done.
+        """
         return []
 
 
 class Ended(Followers):
-    """Those of a solver that met an error while it trained with others: it can still save, but not go on."""
+    """Those of a solver that met an error while it trained with others: it can still save, but not
+    go on.
+    """
 
     def check(self) -> NoReturn:
         """Say so."""

@@ -9,10 +9,14 @@ from caffepy.core.errors import UsageError
 
 
 def test_the_command_prints_a_table_or_json() -> None:
-    table = CliRunner().invoke(allreduce, ["--cpu", "2", "--sizes", "4K", "--sync", "tree"], catch_exceptions=False)
+    table = CliRunner().invoke(
+        allreduce, ["--cpu", "2", "--sizes", "4K", "--sync", "tree"], catch_exceptions=False
+    )
     assert table.exit_code == 0
     assert "tree GB/s" in table.stdout
-    told = CliRunner().invoke(allreduce, ["--cpu", "2", "--sizes", "4K", "--json"], catch_exceptions=False)
+    told = CliRunner().invoke(
+        allreduce, ["--cpu", "2", "--sizes", "4K", "--json"], catch_exceptions=False
+    )
     assert json.loads(told.stdout.splitlines()[-1])["ranks"] == 2
 
 

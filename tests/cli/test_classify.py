@@ -34,7 +34,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_table_and_json(capsys: Captured) -> None:
     assert main.run(["classify", "zero.png", "four.png", *NET, "--top", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[::2] for line in lines] == [["image", "class"], ["zero.png", "0"], ["four.png", "4"]]
+    assert [line.split()[::2] for line in lines] == [
+        ["image", "class"],
+        ["zero.png", "0"],
+        ["four.png", "4"],
+    ]
     assert main.run(["classify", ".", *NET, "--json"]) == 0
     shown = capsys.readouterr()
     assert [one["predictions"][0]["class"] for one in json.loads(shown.out)] == [4, 0]
@@ -43,7 +47,9 @@ def test_a_table_and_json(capsys: Captured) -> None:
 
 def test_as_caffes_script_is_called(capsys: Captured) -> None:
     line = "classify zero.png scores.npy --model_def digits --center_only --images_dim 8,8 --mean_file= --raw_scale 255"
-    assert main.run([*line.split(), "--pretrained_model", WEIGHTS, "--input_scale", "0.00416667"]) == 0
+    assert (
+        main.run([*line.split(), "--pretrained_model", WEIGHTS, "--input_scale", "0.00416667"]) == 0
+    )
     scores = np.load("scores.npy")
     assert scores.shape == (1, 10)
     assert scores.argmax() == 0
@@ -71,7 +77,9 @@ def test_flags_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("caffepy.commands.classify.classify", classify)
     Path("n.prototxt").write_text("")
     line = "classify a b --model n.prototxt --weights w --labels l --top 3 --oversample --images-dim 4,5 --ext png,jpg"
-    line += " --mean-values 1,2,3 --raw-scale 2 --channel-swap 0,1,2 --batch 7 --gpu 2 --precision bf16"
+    line += (
+        " --mean-values 1,2,3 --raw-scale 2 --channel-swap 0,1,2 --batch 7 --gpu 2 --precision bf16"
+    )
     assert main.run([*line.split(), "--threads", "1", "--no-progress", "--output", "o.npy"]) == 0
     values, flags = given[0]
     assert values == (("a", "b"), "n.prototxt", ("w",))
@@ -101,11 +109,23 @@ def test_flags_become_values(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("classify zero.png", "give --model FILE and --weights FILE"),
         ("classify --model digits --weights w", "INPUT"),
-        ("classify zero.png --model digits --weights w --images-dim 4", "give a height and a width"),
-        ("classify zero.png --model digits --weights w --images-dim 0,4", "give a height and a width"),
+        (
+            "classify zero.png --model digits --weights w --images-dim 4",
+            "give a height and a width",
+        ),
+        (
+            "classify zero.png --model digits --weights w --images-dim 0,4",
+            "give a height and a width",
+        ),
         ("detect w.csv", "give --model FILE and --weights FILE"),
-        ("detect w.csv out.txt --model digits --weights w", 'the extension of "out.txt" must tell the format'),
-        ("detect w.csv --model digits --weights w --crop-mode all", "is not one of 'list', 'selective_search'"),
+        (
+            "detect w.csv out.txt --model digits --weights w",
+            'the extension of "out.txt" must tell the format',
+        ),
+        (
+            "detect w.csv --model digits --weights w --crop-mode all",
+            "is not one of 'list', 'selective_search'",
+        ),
     ],
 )
 def test_what_cannot_be_done(line: str, message: str, capsys: Captured) -> None:
@@ -120,9 +140,26 @@ def test_windows(capsys: Captured) -> None:
     """
     Path("net.prototxt").write_text(net)
     Path("w.csv").write_text("filename,xmin,ymin,xmax,ymax\nzero.png,0,0,7,7\nfour.png,1,1,6,6\n")
-    line = ["detect", "w.csv", "--model-def", "net.prototxt", "--pretrained-model", WEIGHTS, "--context-pad", "1"]
+    line = [
+        "detect",
+        "w.csv",
+        "--model-def",
+        "net.prototxt",
+        "--pretrained-model",
+        WEIGHTS,
+        "--context-pad",
+        "1",
+    ]
     assert main.run(line) == 0
-    assert capsys.readouterr().out.splitlines()[2].split() == ["four.png", "1", "1", "6", "6", "0", "0"]
+    assert capsys.readouterr().out.splitlines()[2].split() == [
+        "four.png",
+        "1",
+        "1",
+        "6",
+        "6",
+        "0",
+        "0",
+    ]
     assert main.run([*line, "out.csv"]) == 0
     assert capsys.readouterr().out == ""
     assert Path("out.csv").read_text() == (

@@ -37,7 +37,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_train_leaves_log_snapshots_metrics_and_curve(folder: Path, capsys: Captured) -> None:
-    assert main.run(["train", "-solver", "solver.prototxt", "-log_dir=logs", "-weights", str(WEIGHTS)]) == 0
+    assert (
+        main.run(["train", "-solver", "solver.prototxt", "-log_dir=logs", "-weights", str(WEIGHTS)])
+        == 0
+    )
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "\r" not in shown.err
@@ -153,7 +156,14 @@ def test_divergence_is_one_message_and_5(folder: Path, capsys: Captured) -> None
 
 
 def test_test_prints_the_means(capsys: Captured) -> None:
-    line = ["test", "-model", str(DIGITS / "train_val.prototxt"), "-weights", str(WEIGHTS), "-iterations=3"]
+    line = [
+        "test",
+        "-model",
+        str(DIGITS / "train_val.prototxt"),
+        "-weights",
+        str(WEIGHTS),
+        "-iterations=3",
+    ]
     assert main.run(line) == 0
     shown = capsys.readouterr()
     assert shown.out.splitlines()[0] == "accuracy = 0.983165"
@@ -163,11 +173,29 @@ def test_test_prints_the_means(capsys: Captured) -> None:
 
 
 def test_time_of_a_bundled_net_without_data(capsys: Captured) -> None:
-    assert main.run(["time", "-model", "lenet", "-synthetic", "-iterations", "1", "-minloglevel", "1"]) == 0
+    assert (
+        main.run(["time", "-model", "lenet", "-synthetic", "-iterations", "1", "-minloglevel", "1"])
+        == 0
+    )
     shown = capsys.readouterr()
     assert [line.split()[0] for line in shown.out.splitlines()[:3]] == ["layer", "mnist", "conv1"]
     assert shown.err == ""
-    assert main.run(["time", "-model", "lenet", "-synthetic", "-iterations", "1", "-phase", "TEST", "--json"]) == 0
+    assert (
+        main.run(
+            [
+                "time",
+                "-model",
+                "lenet",
+                "-synthetic",
+                "-iterations",
+                "1",
+                "-phase",
+                "TEST",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["iterations"] == 1
 
 

@@ -32,9 +32,14 @@ def count(path: str) -> int:
     return number
 
 
-def test_convert_imageset_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_convert_imageset_passes_its_flags_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     given: list[Any] = []
-    monkeypatch.setattr("caffepy.commands.data.convert_imageset.convert_imageset", lambda *a, **k: given.append((a, k)))
+    monkeypatch.setattr(
+        "caffepy.commands.data.convert_imageset.convert_imageset",
+        lambda *a, **k: given.append((a, k)),
+    )
     line = "convert_imageset -gray -shuffle=true -backend=leveldb -resize_width=8 --resize_height 9 -check_size"
     line += " -encoded -encode_type png -seed 3 -noprogress -threads 2 -resume -check root/ list db"
     assert main.run(line.split()) == 0
@@ -68,7 +73,9 @@ def test_from_images_to_a_mean_and_back(capsys: Captured) -> None:
     assert "] Processed 10 files." in log.err
     assert log.out == ""
     assert main.run(line) == 4
-    assert capsys.readouterr().err.endswith("caffepy: error: db exists already; remove it or choose another name\n")
+    assert capsys.readouterr().err.endswith(
+        "caffepy: error: db exists already; remove it or choose another name\n"
+    )
     assert main.run(["compute_image_mean", "-backend=lmdb", "db", "mean.binaryproto"]) == 0
     assert "] mean_value channel [2]: 127.093" in capsys.readouterr().err
     assert Path("mean.binaryproto").read_bytes() == (GOLDEN / "mean.binaryproto").read_bytes()
@@ -101,7 +108,9 @@ def test_data_show(capsys: Captured) -> None:
 
 def test_convert_mnist_and_cifar(capsys: Captured) -> None:
     pixels = np.arange(60, dtype=np.uint8)
-    Path("images.gz").write_bytes(gzip.compress(struct.pack(">4I", 2051, 3, 5, 4) + pixels.tobytes()))
+    Path("images.gz").write_bytes(
+        gzip.compress(struct.pack(">4I", 2051, 3, 5, 4) + pixels.tobytes())
+    )
     Path("labels").write_bytes(struct.pack(">2I", 2049, 3) + bytes(3))
     assert main.run(["convert_mnist", "images.gz", "labels", "db"]) == 0
     assert count("db") == 3

@@ -22,7 +22,9 @@ def machine(tmp_path: Path):
     return write
 
 
-def test_the_tree_the_access_and_the_schedules_of_a_simulated_machine(machine, capsys: Captured) -> None:
+def test_the_tree_the_access_and_the_schedules_of_a_simulated_machine(
+    machine, capsys: Captured
+) -> None:
     assert main.run(["device-pairs", "--simulate", machine(devices=[0, 1, 2, 3])]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("GPUs pairs 0:1, 2:3, 0:2\n0\n├── 1\n└── 2\n    └── 3\n")
@@ -33,7 +35,9 @@ def test_the_tree_the_access_and_the_schedules_of_a_simulated_machine(machine, c
 
 
 def test_as_json_with_edges_that_go_through_the_host(machine, capsys: Captured) -> None:
-    description = machine(devices=[3, 5, 6], boards=[None, 1, 1], access=[[0, 0, 0], [0, 0, 1], [0, 1, 0]])
+    description = machine(
+        devices=[3, 5, 6], boards=[None, 1, 1], access=[[0, 0, 0], [0, 0, 1], [0, 1, 0]]
+    )
     assert main.run(["device-pairs", "--simulate", description, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["pairs"] == [[-1, 3], [5, 6], [3, 5]]
@@ -43,7 +47,9 @@ def test_as_json_with_edges_that_go_through_the_host(machine, capsys: Captured) 
 
 
 def test_what_is_told_as_json_can_be_simulated(machine, capsys: Captured) -> None:
-    description = machine(devices=[3, 5, 6], boards=[None, 1, 1], access=[[0, 0, 0], [0, 0, 1], [0, 1, 0]])
+    description = machine(
+        devices=[3, 5, 6], boards=[None, 1, 1], access=[[0, 0, 0], [0, 0, 1], [0, 1, 0]]
+    )
     assert main.run(["device-pairs", "--simulate", description, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert main.run(["device-pairs", "--simulate", machine(**told), "--json"]) == 0
@@ -68,7 +74,10 @@ def test_what_joins_the_devices_is_told_if_it_is_known(machine, capsys: Captured
         ({"devices": [0, 1], "access": [[0, 1]]}, "2 rows of 2"),
         ({"devices": ["a"]}, "whole numbers"),
         ({"device": [0]}, 'must be an object with "devices"'),
-        ({"devices": [0], "acess": 1}, 'there is no "acess", did you mean "access"? (known: devices, boards'),
+        (
+            {"devices": [0], "acess": 1},
+            'there is no "acess", did you mean "access"? (known: devices, boards',
+        ),
         ({"devices": [0], "access": "x"}, "list of rows"),
         ({"devices": [0, 1], "access": [["yes", "no"], ["no", "yes"]]}, "rows of 0 and 1"),
         ({"devices": [0, 1], "access": 2}, "rows of 0 and 1"),
@@ -77,7 +86,9 @@ def test_what_joins_the_devices_is_told_if_it_is_known(machine, capsys: Captured
         ({"devices": [0], "links": [[4]]}, '"links" must be 1 rows of 1 texts'),
     ],
 )
-def test_a_description_that_does_not_fit(machine, capsys: Captured, fields: dict[str, object], message: str) -> None:
+def test_a_description_that_does_not_fit(
+    machine, capsys: Captured, fields: dict[str, object], message: str
+) -> None:
     description = machine(**fields)
     assert main.run(["device-pairs", "--simulate", description]) == 3
     shown = capsys.readouterr().err

@@ -15,7 +15,10 @@ def test_the_exit_code_tells_what_is_broken(
     health = Health([Finding("CuPy", OK, "14.2.0"), Finding("cuDNN", state, "9.19.0")])
     monkeypatch.setattr("caffepy.commands.doctor.examine", lambda: health)
     assert main.run(["doctor"]) == code
-    assert capsys.readouterr().out.splitlines() == ["CuPy   ok       14.2.0", f"cuDNN  {state:7}  9.19.0"]
+    assert capsys.readouterr().out.splitlines() == [
+        "CuPy   ok       14.2.0",
+        f"cuDNN  {state:7}  9.19.0",
+    ]
     assert main.run(["doctor", "--json"]) == code
     told = json.loads(capsys.readouterr().out)
     assert told["works"] == (code == 0)

@@ -48,7 +48,10 @@ def test_boxes_octagons_and_arrows(capsys: Captured) -> None:
         'shape="box", style="filled", fillcolor="#FF9900"];',
         r'"layer 4 ip" [label="ip\n(InnerProduct)\noutputs: 10", shape="box", style="filled", fillcolor="#CC33FF"];',
         r'"layer 5 mine" [label="mine\n(Python Mine)", shape="box", style="filled", fillcolor="#6495ED"];',
-        *(f'"blob {b}" [label="{b}", shape="octagon", style="filled", fillcolor="#E0E0E0"];' for b in "xcpyz"),
+        *(
+            f'"blob {b}" [label="{b}", shape="octagon", style="filled", fillcolor="#E0E0E0"];'
+            for b in "xcpyz"
+        ),
         '"layer 0 data" -> "blob x" [label="Batch 64"];',
         '"blob x" -> "layer 1 conv/1";',
         '"layer 1 conv/1" -> "blob c" [label="20"];',
@@ -68,7 +71,11 @@ def test_boxes_octagons_and_arrows(capsys: Captured) -> None:
 
 def test_phases() -> None:
     def data_layers(*arguments: str) -> list[str]:
-        return [line.split("(")[1].split(")")[0] for line in lines_of(*arguments) if 'label="data' in line]
+        return [
+            line.split("(")[1].split(")")[0]
+            for line in lines_of(*arguments)
+            if 'label="data' in line
+        ]
 
     assert data_layers("-phase", "TRAIN") == ["Data"]
     assert data_layers("-phase", "TEST") == ["Input"]
@@ -78,7 +85,10 @@ def test_phases() -> None:
 def test_direction_and_multipliers() -> None:
     lines = lines_of("-rankdir", "TB", "-display_lrm")
     assert lines[1] == "rankdir=TB;"
-    assert "conv/1 (Convolution) kernel size: 5 stride: 1 pad: 0 outputs: 20 lr mult: 1, 0.5" in lines[4]
+    assert (
+        "conv/1 (Convolution) kernel size: 5 stride: 1 pad: 0 outputs: 20 lr mult: 1, 0.5"
+        in lines[4]
+    )
 
 
 LABELS = {
@@ -132,7 +142,10 @@ def test_an_svg_needs_no_graphviz(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     assert main.run(["draw", "net.prototxt", "net.svg", "--phase=TRAIN"]) == 0
     picture = ElementTree.parse("net.svg").getroot()
-    texts = ["\n".join(filter(None, text.itertext())) for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+    texts = [
+        "\n".join(filter(None, text.itertext()))
+        for text in picture.iter("{http://www.w3.org/2000/svg}text")
+    ]
     assert "conv/1\n(Convolution)\nkernel size: 5\nstride: 1\npad: 0\noutputs: 20" in texts
     assert {"x", "c", "p", "y", "z", "Batch 64"} <= set(texts)
 
@@ -140,7 +153,9 @@ def test_an_svg_needs_no_graphviz(monkeypatch: pytest.MonkeyPatch) -> None:
 def shapes_in(*arguments: str) -> dict[str, str]:
     """What stands beside the arrows from layers to blobs."""
     assert main.run(["draw", *arguments, "net.dot", "--shapes"]) == 0
-    found = re.findall(r'"layer (\d+) \S+" -> "blob (\S+)" \[label="(.*)"\];', Path("net.dot").read_text())
+    found = re.findall(
+        r'"layer (\d+) \S+" -> "blob (\S+)" \[label="(.*)"\];', Path("net.dot").read_text()
+    )
     return {f"{layer} {blob}": label for layer, blob, label in found}
 
 
@@ -152,7 +167,11 @@ def test_shapes() -> None:
 
 def test_shapes_of_each_phase_and_of_training_for_what_is_in_both() -> None:
     told = shapes_in("lenet", "--synthetic")
-    assert (told["0 data"], told["1 data"], told["2 conv1"]) == ("64 1 28 28", "100 1 28 28", "64 20 24 24")
+    assert (told["0 data"], told["1 data"], told["2 conv1"]) == (
+        "64 1 28 28",
+        "100 1 28 28",
+        "64 20 24 24",
+    )
     assert told["9 accuracy"] == "()"
 
 
@@ -169,9 +188,21 @@ def test_shapes_of_a_net_without_phases() -> None:
 WRONG = {
     "no data": ("lenet net.dot --shapes", 4, "to go without the data, add --synthetic"),
     "no shapes": ("lenet net.dot --synthetic", 2, "--synthetic and --image are for --shapes"),
-    "no extension": ("net.prototxt net", 2, 'the extension of "net" must tell the format: .png, .svg'),
-    "unknown extension": ("net.prototxt net.doc", 2, 'the extension of "net.doc" must tell the format'),
-    "no net": ("nte.prototxt net.dot", 3, 'could not open "nte.prototxt": no such file, did you mean "net.prototxt"?'),
+    "no extension": (
+        "net.prototxt net",
+        2,
+        'the extension of "net" must tell the format: .png, .svg',
+    ),
+    "unknown extension": (
+        "net.prototxt net.doc",
+        2,
+        'the extension of "net.doc" must tell the format',
+    ),
+    "no net": (
+        "nte.prototxt net.dot",
+        3,
+        'could not open "nte.prototxt": no such file, did you mean "net.prototxt"?',
+    ),
     "no folder": ("net.prototxt nowhere/net.dot", 2, 'cannot write "nowhere/net.dot"'),
     "no graphviz": ("lenet net.pdf", 2, "install graphviz (apt-get install graphviz, "),
     "direction": ("lenet net.dot -rankdir=XY", 2, "'XY' is not one of 'LR', 'RL', 'TB', 'BT'"),
@@ -187,7 +218,9 @@ def test_what_is_wrong(case: str, monkeypatch: pytest.MonkeyPatch, capsys: Captu
     assert [path.name for path in Path().iterdir()] == ["net.prototxt"]
 
 
-def test_graphviz_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_graphviz_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     program = tmp_path / "bin" / "dot"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho no cairo >&2\nexit 1\n")

@@ -33,7 +33,18 @@ def test_a_bundled_net(capsys: Captured) -> None:
 
 def test_flags_and_json(capsys: Captured) -> None:
     pytest.importorskip("onnxruntime")
-    line = ["export", NET, WEIGHTS, "-onnx", "-output=net.onnx", "-batch", "dynamic", "-opset", "18", "-check"]
+    line = [
+        "export",
+        NET,
+        WEIGHTS,
+        "-onnx",
+        "-output=net.onnx",
+        "-batch",
+        "dynamic",
+        "-opset",
+        "18",
+        "-check",
+    ]
     assert main.run([*line, "--probabilities", "--image", "1,8,8", "--json"]) == 0
     done = json.loads(capsys.readouterr().out)
     assert (done["file"], done["opset"], done["outputs"]) == ("net.onnx", 18, {"prob": ["N", 10]})
@@ -45,7 +56,11 @@ def test_flags_and_json(capsys: Captured) -> None:
     [
         ([NET, WEIGHTS], 2, "--output"),
         ([NET, "-o", "net.onnx"], 2, "WEIGHTS"),
-        ([NET, WEIGHTS, "-o", "net.onnx", "--batch", "many"], 2, "'many' is neither a number of 1 or more"),
+        (
+            [NET, WEIGHTS, "-o", "net.onnx", "--batch", "many"],
+            2,
+            "'many' is neither a number of 1 or more",
+        ),
         ([NET, WEIGHTS, "-o", "net.onnx", "--opset", "9"], 2, "13<=x<=21"),
         (["no.prototxt", WEIGHTS, "-o", "net.onnx"], 3, '"no.prototxt"'),
         ([NET, "no.caffemodel", "-o", "net.onnx"], 3, '"no.caffemodel"'),
@@ -60,8 +75,12 @@ def test_mistakes(line: list[str], code: int, message: str, capsys: Captured) ->
 
 def test_what_to_do_without_data(capsys: Captured) -> None:
     net = 'layer { name: "d" type: "Data" top: "data" data_param { source: "none" batch_size: 1 } }'
-    Path("net.prototxt").write_text(net + 'layer { name: "r" type: "ReLU" bottom: "data" top: "y" }')
+    Path("net.prototxt").write_text(
+        net + 'layer { name: "r" type: "ReLU" bottom: "data" top: "y" }'
+    )
     assert main.run(["export", "net.prototxt", WEIGHTS, "-o", "net.onnx"]) == 4
-    assert "(to go without the data, give --image C,H,W, or a deploy net)" in capsys.readouterr().err
+    assert (
+        "(to go without the data, give --image C,H,W, or a deploy net)" in capsys.readouterr().err
+    )
     assert main.run(["export", "net.prototxt", WEIGHTS, "-o", "net.onnx", "--image", "1,2,3"]) == 0
     assert "input data: 1 x 1 x 2 x 3" in capsys.readouterr().out

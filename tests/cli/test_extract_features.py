@@ -20,7 +20,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_caffes_arguments(capsys: Captured) -> None:
     assert main.run(["extract_features", WEIGHTS, "digits", "ip1,label", "a,b", "2", "lmdb"]) == 0
-    assert "Extracted features of 198 query images for feature blob label" in capsys.readouterr().err
+    assert (
+        "Extracted features of 198 query images for feature blob label" in capsys.readouterr().err
+    )
     for name in "ab":
         source = open_source(name, "LMDB")
         assert len(source) == 198
@@ -30,7 +32,16 @@ def test_caffes_arguments(capsys: Captured) -> None:
 
 
 def test_options() -> None:
-    line = ["extract-features", "-model", "digits", "-weights", WEIGHTS, "-blob=ip1", "--blob", "label"]
+    line = [
+        "extract-features",
+        "-model",
+        "digits",
+        "-weights",
+        WEIGHTS,
+        "-blob=ip1",
+        "--blob",
+        "label",
+    ]
     assert main.run([*line, "-output", "f.h5", "-noprogress", "--minloglevel", "1"]) == 0
     with h5py.File("f.h5") as file:
         assert {name: len(rows) for name, rows in file.items()} == {"ip1": 297, "label": 297}
@@ -39,10 +50,14 @@ def test_options() -> None:
 def test_both_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(
-        "caffepy.commands.extract_features.extract_features", lambda *given, **more: calls.append((given, more))
+        "caffepy.commands.extract_features.extract_features",
+        lambda *given, **more: calls.append((given, more)),
     )
     Path("n.prototxt").write_text("")
-    assert main.run(["extract_features", "w", "n.prototxt", "a,b", "x,y", "7", "leveldb", "GPU", "3"]) == 0
+    assert (
+        main.run(["extract_features", "w", "n.prototxt", "a,b", "x,y", "7", "leveldb", "GPU", "3"])
+        == 0
+    )
     line = "extract-features --model n.prototxt --weights w --blob a,b --output x --output y --batches 7 --gpu 3"
     assert main.run([*line.split(), "--backend", "leveldb"]) == 0
     assert calls[0] == calls[1]

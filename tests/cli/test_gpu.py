@@ -43,7 +43,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def solver_file(folder: Path, more: str) -> str:
     path = folder / "solver.prototxt"
-    path.write_text(f'net: "x" base_lr: 0.1 lr_policy: "fixed" max_iter: 1 snapshot_prefix: "x" {more}\n')
+    path.write_text(
+        f'net: "x" base_lr: 0.1 lr_policy: "fixed" max_iter: 1 snapshot_prefix: "x" {more}\n'
+    )
     return str(path)
 
 
@@ -74,7 +76,9 @@ def test_which_gpu_trains(
     assert caplog.messages == [f"Using GPUs {index}", f"GPU {index}: NVIDIA H200"]
 
 
-@pytest.mark.parametrize(("more", "cpu"), [("", False), ("device_id: 1", False), ("solver_mode: GPU", True)])
+@pytest.mark.parametrize(
+    ("more", "cpu"), [("", False), ("device_id: 1", False), ("solver_mode: GPU", True)]
+)
 def test_when_the_cpu_trains(
     more: str, cpu: bool, folder: Path, opened: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -85,7 +89,9 @@ def test_when_the_cpu_trains(
     assert caplog.messages == ["Use CPU."]
 
 
-def test_all_gpus_train(folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_all_gpus_train(
+    folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
     caplog.set_level(logging.INFO, "caffepy.device.device")
     with pytest.raises(ConfigError, match="made"):
@@ -94,7 +100,9 @@ def test_all_gpus_train(folder: Path, opened: list[Any], monkeypatch: pytest.Mon
     assert [device.index for device in opened] == [0]
 
 
-def test_a_gpu_twice_and_words_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_a_gpu_twice_and_words_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
     assert main.run(["train", "-solver", DIGITS, "-gpu", "1,1"]) == 2
     assert "GPU 1 is named twice" in capsys.readouterr().err
@@ -102,24 +110,40 @@ def test_a_gpu_twice_and_words_are_refused(folder: Path, monkeypatch: pytest.Mon
         train(DIGITS, gpu="first")
 
 
-@pytest.mark.parametrize("command", ["test -model digits -weights w", "time -model digits", "train -solver digits"])
-def test_without_cupy(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+@pytest.mark.parametrize(
+    "command", ["test -model digits -weights w", "time -model digits", "train -solver digits"]
+)
+def test_without_cupy(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert main.run([*command.split(), "-gpu", "all"]) == 6
-    assert "caffepy: error: a GPU needs CuPy: pip install 'caffepy[cuda13]'" in capsys.readouterr().err
+    assert (
+        "caffepy: error: a GPU needs CuPy: pip install 'caffepy[cuda13]'" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(
     ("driver", "built", "message"),
     [
         (0, 13000, "no NVIDIA driver is found: install one"),
-        (12040, 13000, "built for CUDA 13.0, but the NVIDIA driver goes up to CUDA 12.4: update the driver, or pip"),
-        (11080, 12000, "built for CUDA 12.0, but the NVIDIA driver goes up to CUDA 11.8: update the driver$"),
+        (
+            12040,
+            13000,
+            "built for CUDA 13.0, but the NVIDIA driver goes up to CUDA 12.4: update the driver, or pip",
+        ),
+        (
+            11080,
+            12000,
+            "built for CUDA 12.0, but the NVIDIA driver goes up to CUDA 11.8: update the driver$",
+        ),
         (13000, 13000, r"CUDA finds no GPU \(cudaErrorNoDevice\); CUDA_VISIBLE_DEVICES is \"\"$"),
     ],
     ids=["no driver", "driver of CUDA 12", "driver of CUDA 11", "hidden"],
 )
-def test_what_keeps_cuda_from_working(driver: int, built: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_cuda_from_working(
+    driver: int, built: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake_cupy.install(monkeypatch, error="cudaErrorNoDevice", driver=driver, built=built)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(DeviceError, match=message):
@@ -136,8 +160,13 @@ def test_a_cupy_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise ImportError(self.message)
 
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Broken("=====\nFailed to import\n  libnvrtc.so.13: no such file\n====")])
-    with pytest.raises(DeviceError, match=r"installed but cannot be loaded \(libnvrtc.so.13: no such file\): pip inst"):
+    monkeypatch.setattr(
+        sys, "meta_path", [Broken("=====\nFailed to import\n  libnvrtc.so.13: no such file\n====")]
+    )
+    with pytest.raises(
+        DeviceError,
+        match=r"installed but cannot be loaded \(libnvrtc.so.13: no such file\): pip inst",
+    ):
         import_cupy()
     monkeypatch.setattr(sys, "meta_path", [Broken("libcuda.so.1: cannot open shared object file")])
     with pytest.raises(DeviceError, match="no NVIDIA driver is found"):
@@ -154,7 +183,12 @@ def test_full_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "tf32"])
 def test_digits_on_a_gpu(precision: str, folder: Path, capsys: Captured) -> None:
-    assert main.run(["train", "-solver", "digits", "-gpu", "0", "--precision", precision, "--no-progress"]) == 0
+    assert (
+        main.run(
+            ["train", "-solver", "digits", "-gpu", "0", "--precision", precision, "--no-progress"]
+        )
+        == 0
+    )
     log = capsys.readouterr().err
     assert "Using GPUs 0" in log
     assert re.search(r"GPU 0: \w+", log)
@@ -183,7 +217,18 @@ def test_a_run_goes_on_on_the_other_device(folder: Path, capsys: Captured) -> No
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["lenet", "cifar10_quick", "caffenet"])
 def test_timing_on_a_gpu(model: str, capsys: Captured) -> None:
-    command = ["time", "-model", model, "--synthetic", "-iterations", "3", "-gpu", "0", "--json", "-minloglevel=1"]
+    command = [
+        "time",
+        "-model",
+        model,
+        "--synthetic",
+        "-iterations",
+        "3",
+        "-gpu",
+        "0",
+        "--json",
+        "-minloglevel=1",
+    ]
     assert main.run(command) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["images_per_s"] > 0

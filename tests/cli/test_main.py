@@ -20,12 +20,27 @@ from caffepy.core.errors import (
 
 Captured = pytest.CaptureFixture[str]
 CAFFE_FLAGS = {
-    "train": ["solver", "weights", "snapshot", "gpu", "level", "stage", "sigint_effect", "sighup_effect"],
+    "train": [
+        "solver",
+        "weights",
+        "snapshot",
+        "gpu",
+        "level",
+        "stage",
+        "sigint_effect",
+        "sighup_effect",
+    ],
     "test": ["model", "weights", "gpu", "iterations", "level", "stage"],
     "time": ["model", "gpu", "iterations", "phase", "level", "stage"],
     "device_query": ["gpu"],
 }
-CAFFE_DEFAULTS = {"iterations": 50, "level": 0, "sigint_effect": "stop", "sighup_effect": "snapshot", "phase": "TRAIN"}
+CAFFE_DEFAULTS = {
+    "iterations": 50,
+    "level": 0,
+    "sigint_effect": "stop",
+    "sighup_effect": "snapshot",
+    "phase": "TRAIN",
+}
 GLOG_FLAGS = ["log_dir", "minloglevel", "logtostderr", "alsologtostderr", "v"]
 ERRORS = {
     2: UsageError,
@@ -53,7 +68,9 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize("command", CAFFE_FLAGS)
 def test_every_flag_of_caffe_is_there_with_its_default(command: str) -> None:
     parameters = {
-        name.lstrip("-"): p for p in main.caffepy.commands[command.replace("_", "-")].params for name in p.opts
+        name.lstrip("-"): p
+        for p in main.caffepy.commands[command.replace("_", "-")].params
+        for name in p.opts
     }
     for flag in CAFFE_FLAGS[command] + GLOG_FLAGS:
         parameter = parameters[flag.replace("_", "-")]
@@ -79,10 +96,22 @@ def test_version(capsys: Captured) -> None:
 
 TYPOS = {
     "command": ("trian", 'caffepy: error: no such command "trian", did you mean "train"?'),
-    "flag": ("train -slover x", 'caffepy: error: no such option "--slover", did you mean "--solver"?'),
-    "choice": ("train -sigint_effect stpo", "Invalid value for '--sigint-effect': 'stpo' is not one of"),
-    "number": ("test -iterations few", "Invalid value for '--iterations': 'few' is not a valid integer range"),
-    "no iterations": ("time -iterations 0", "Invalid value for '--iterations': 0 is not in the range x>=1"),
+    "flag": (
+        "train -slover x",
+        'caffepy: error: no such option "--slover", did you mean "--solver"?',
+    ),
+    "choice": (
+        "train -sigint_effect stpo",
+        "Invalid value for '--sigint-effect': 'stpo' is not one of",
+    ),
+    "number": (
+        "test -iterations few",
+        "Invalid value for '--iterations': 'few' is not a valid integer range",
+    ),
+    "no iterations": (
+        "time -iterations 0",
+        "Invalid value for '--iterations': 0 is not in the range x>=1",
+    ),
     "device": ("test -gpu 0,x", "'0,x' is neither \"all\" nor device numbers separated by commas"),
     "image": ("time -image 3,32", "'3,32' is not three sizes: channels,height,width"),
     "no solver": ("train", "Need a solver definition to train"),
@@ -90,8 +119,14 @@ TYPOS = {
     "no model to time": ("time", "Need a model definition to time"),
     "no weights": ("test -model digits", "Need model weights to score"),
     "nothing to check": ("check", "Need one definition to check"),
-    "argument of another": ("time lenet", "Got unexpected extra argument (lenet); its file goes to --model"),
-    "argument": ("train digits", "Got unexpected extra argument (digits); its file goes to --solver"),
+    "argument of another": (
+        "time lenet",
+        "Got unexpected extra argument (lenet); its file goes to --model",
+    ),
+    "argument": (
+        "train digits",
+        "Got unexpected extra argument (digits); its file goes to --solver",
+    ),
 }
 
 
@@ -104,10 +139,14 @@ def test_usage_errors(typed: str, message: str, capsys: Captured) -> None:
 
 
 @pytest.mark.parametrize("code", ERRORS)
-def test_known_errors_are_one_message_and_their_exit_code(code: int, failing: Any, capsys: Captured) -> None:
+def test_known_errors_are_one_message_and_their_exit_code(
+    code: int, failing: Any, capsys: Captured
+) -> None:
     failing(ERRORS[code]("what is wrong\n  x: 1\n  ^", "net.prototxt:3:1"))
     assert main.run(["device-query"]) == code
-    assert capsys.readouterr().err == "caffepy: error: net.prototxt:3:1: what is wrong\n  x: 1\n  ^\n"
+    assert (
+        capsys.readouterr().err == "caffepy: error: net.prototxt:3:1: what is wrong\n  x: 1\n  ^\n"
+    )
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()], ids=["ctrl-c", "abort"])
@@ -132,10 +171,15 @@ def test_what_a_command_returns_is_the_exit_code(monkeypatch: pytest.MonkeyPatch
 
 def test_neither_file_nor_bundled_model(capsys: Captured) -> None:
     assert main.run(["train", "-solver", "digitss"]) == 3
-    assert 'no file "digitss", and no bundled model of that name, did you mean "digits"?' in capsys.readouterr().err
+    assert (
+        'no file "digitss", and no bundled model of that name, did you mean "digits"?'
+        in capsys.readouterr().err
+    )
 
 
-@pytest.mark.parametrize("arguments", [["train", "-solver=lenet"], ["test", "-model", "lenet", "-weights", "x"]])
+@pytest.mark.parametrize(
+    "arguments", [["train", "-solver=lenet"], ["test", "-model", "lenet", "-weights", "x"]]
+)
 def test_a_bundled_net_without_data(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
@@ -146,7 +190,9 @@ def test_a_bundled_net_without_data(
     )
 
 
-def test_glogs_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_glogs_environment_variables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     monkeypatch.setenv("GLOG_log_dir", str(tmp_path))
     assert main.run(["device-query"]) == 0
     assert "Querying GPUs" in (tmp_path / "caffepy.INFO").read_text()
@@ -158,7 +204,11 @@ def test_glogs_environment_variables(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def python_m(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "caffepy", *arguments], capture_output=True, text=True, check=False, **settings
+        [sys.executable, "-m", "caffepy", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        **settings,
     )
 
 
@@ -166,7 +216,11 @@ def test_as_a_module_and_without_heavy_imports() -> None:
     code = "import sys; from caffepy.cli.main import run; run(['train', '--help']); print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.splitlines()[-1]
-    assert not [name for name in ("numpy", "google.protobuf", "numba", "tqdm", "cv2") if f"'{name}'" in loaded]
+    assert not [
+        name
+        for name in ("numpy", "google.protobuf", "numba", "tqdm", "cv2")
+        if f"'{name}'" in loaded
+    ]
     done = python_m("devce-query")
     assert (done.returncode, done.stdout) == (2, "")
     assert 'did you mean "device-query"?' in done.stderr
@@ -176,7 +230,10 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     ours, its = os.pipe()
     os.close(ours)
     child = subprocess.Popen(
-        [sys.executable, "-m", "caffepy", "device-query"], stdout=its, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "caffepy", "device-query"],
+        stdout=its,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     os.close(its)
     _, error = child.communicate()
@@ -189,7 +246,9 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 def test_closed_streams_are_no_error(closed: str, tmp_path: Path) -> None:
     picture = tmp_path / "lenet.svg"
     line = f'"{sys.executable}" -m caffepy draw lenet "{picture}" && "{sys.executable}" -m caffepy device-query'
-    done = subprocess.run(["sh", "-c", f"({line}) {closed}"], stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        ["sh", "-c", f"({line}) {closed}"], stderr=subprocess.PIPE, text=True, check=False
+    )
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
     assert picture.read_text().rstrip().endswith("</svg>")
@@ -199,7 +258,11 @@ def test_a_locale_that_lacks_a_character(tmp_path: Path) -> None:
     file = tmp_path / "\u65e5.log"
     file.touch()
     done = python_m(
-        "parse-log", str(file), str(tmp_path), "--verbose", env=os.environ | {"PYTHONIOENCODING": "latin-1"}
+        "parse-log",
+        str(file),
+        str(tmp_path),
+        "--verbose",
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
     )
     assert done.returncode == 0
     assert r"/\u65e5.log.train" in done.stdout
@@ -212,17 +275,23 @@ def test_no_memory_is_one_message(failing: Any, capsys: Captured) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["--help"], ["device-query"], ["check", "--model", "lenet", "--synthetic"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["device-query"], ["check", "--model", "lenet", "--synthetic"]]
+)
 def test_full_stdout_is_one_message(arguments: list[str]) -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "caffepy", *arguments]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 2
-    assert done.stderr.endswith("caffepy: error: cannot write the output: no space left on device\n")
+    assert done.stderr.endswith(
+        "caffepy: error: cannot write the output: no space left on device\n"
+    )
     assert "Traceback" not in done.stderr
 
 
-def test_an_interrupt_that_a_library_turned_into_another_error_is_one(failing: Any, capsys: Captured) -> None:
+def test_an_interrupt_that_a_library_turned_into_another_error_is_one(
+    failing: Any, capsys: Captured
+) -> None:
     with pytest.raises(KeyboardInterrupt):
         main._interrupt(2, None)
     try:
@@ -243,7 +312,9 @@ import interrupts_itself
 
 
 def test_an_interrupt_in_an_import_ends_at_once(tmp_path: Path) -> None:
-    (tmp_path / "interrupts_itself.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)")
+    (tmp_path / "interrupts_itself.py").write_text(
+        "import os, signal\nos.kill(os.getpid(), signal.SIGINT)"
+    )
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, str(tmp_path)]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (130, "")
@@ -269,7 +340,9 @@ except KeyboardInterrupt:
 
 
 def test_an_import_of_what_is_there_is_interrupted_as_all_else() -> None:
-    done = subprocess.run([sys.executable, "-c", LOOKED_UP], stderr=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOKED_UP], stderr=subprocess.PIPE, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (7, "")
 
 

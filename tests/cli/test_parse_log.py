@@ -35,12 +35,21 @@ def test_delimiter_folder_and_words(capsys: Captured) -> None:
 def test_columns(capsys: Captured) -> None:
     assert main.run(["parse-log", LOG, "--columns", "--verbose"]) == 0
     assert capsys.readouterr().out == "Wrote ./two_nets.log.train\nWrote ./two_nets.log.test\n"
-    assert Path("two_nets.log.train").read_text().startswith("#Iters Seconds TrainingLoss LearningRate\n0    ")
+    assert (
+        Path("two_nets.log.train")
+        .read_text()
+        .startswith("#Iters Seconds TrainingLoss LearningRate\n0    ")
+    )
 
 
 def test_json_writes_files_only_where_it_is_told(capsys: Captured) -> None:
     assert main.run(["parse-log", LOG, "--json"]) == 0
-    assert [row["NumIters"] for row in json.loads(capsys.readouterr().out)["test"]] == [0, 200, 400, 500]
+    assert [row["NumIters"] for row in json.loads(capsys.readouterr().out)["test"]] == [
+        0,
+        200,
+        400,
+        500,
+    ]
     assert names() == []
     assert main.run(["parse-log", LOG, ".", "--json"]) == 0
     assert len(names()) == 2

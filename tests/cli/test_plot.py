@@ -21,7 +21,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 PICTURES = {
     "one run": (DIGITS, "caffe_train.png"),
-    "two runs": (f"{LOG} {DIGITS} --curves loss,lr -x seconds -smooth 5 --names a,b --output ab.svg", "ab.svg"),
+    "two runs": (
+        f"{LOG} {DIGITS} --curves loss,lr -x seconds -smooth 5 --names a,b --output ab.svg",
+        "ab.svg",
+    ),
     "two parts": (f"{LOG},{LOG} --log-loss", "two_nets.png"),
     "two of one name": (f"{DIGITS} {DIGITS}", "caffe_train.log.png"),
     "chart": (f"--chart 7 {LOG} {DIGITS} --output=c.png", "c.png"),
@@ -41,7 +44,10 @@ def test_json_needs_no_matplotlib(monkeypatch: pytest.MonkeyPatch, capsys: Captu
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert main.run(["plot", LOG, DIGITS, "--json"]) == 0
     one, two = json.loads(capsys.readouterr().out)
-    assert (one["name"], two["curves"]["test accuracy"]["iteration"]) == ("two_nets", [0, 100, 200, 300, 400, 500])
+    assert (one["name"], two["curves"]["test accuracy"]["iteration"]) == (
+        "two_nets",
+        [0, 100, 200, 300, 400, 500],
+    )
     assert main.run(["plot", LOG]) == 2
     assert "pip install 'caffepy[plot]'" in capsys.readouterr().err
     assert not list(Path().iterdir())
@@ -74,4 +80,6 @@ def test_a_log_may_be_a_pipe(capsys: Captured) -> None:
     with ThreadPoolExecutor() as pool:
         pool.submit(Path("pipe").write_bytes, Path(LOG).read_bytes())
         assert main.run(["plot", "pipe", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["curves"]["loss"]["value"] == whole["loss"]["value"]
+    assert (
+        json.loads(capsys.readouterr().out)[0]["curves"]["loss"]["value"] == whole["loss"]["value"]
+    )

@@ -44,7 +44,10 @@ def test_old_text(source: str, pad: list[int], out: str, folder: Path, capsys: C
     assert [layer.type for layer in net.layer] == ["Input", "Convolution"]
     assert list(net.layer[1].convolution_param.pad) == pad
     log = capsys.readouterr().err
-    assert "Attempting to upgrade input file specified using deprecated V1LayerParameter: in.prototxt" in log
+    assert (
+        "Attempting to upgrade input file specified using deprecated V1LayerParameter: in.prototxt"
+        in log
+    )
     assert f"Wrote upgraded NetParameter text proto to {out}" in log
     assert ALREADY not in log
     assert set(os.listdir(folder)) == {"in.prototxt", out}
@@ -79,7 +82,9 @@ def test_raw_values_of_nvcaffe_become_floats(flag: str, capsys: Captured) -> Non
     assert main.run(["upgrade-net", flag, "nv.caffemodel", "out"]) == 0
     assert ALREADY not in capsys.readouterr().err
     new = read("out") if flag == "--text" else NetParameter.FromString(Path("out").read_bytes())
-    net.layer[0].blobs[0].CopyFrom(text.parse("shape { dim: 1 dim: 2 } data: 1 data: -2 diff: 1 diff: 2", BlobProto()))
+    net.layer[0].blobs[0].CopyFrom(
+        text.parse("shape { dim: 1 dim: 2 } data: 1 data: -2 diff: 1 diff: 2", BlobProto())
+    )
     assert new == net
 
 
@@ -132,11 +137,23 @@ def test_what_is_no_file_is_written_to_and_not_replaced(folder: Path) -> None:
 WRONG = {
     "missing": ("upgrade-net nowhere out", 3, 'could not open "nowhere": no such file'),
     "empty": ("upgrade-net empty out", 3, '"empty" is empty'),
-    "syntax": ("upgrade-net typo out", 3, 'typo:1:9: unknown field "tpye" in LayerParameter, did you mean "type"?'),
+    "syntax": (
+        "upgrade-net typo out",
+        3,
+        'typo:1:9: unknown field "tpye" in LayerParameter, did you mean "type"?',
+    ),
     "a solver": ("upgrade-net solver out", 3, "it is a field of a solver"),
     "a net": ("upgrade-solver typo out", 3, "it is a field of a net"),
-    "both types": ("upgrade-solver both out", 3, 'give either "type" or the old "solver_type", not both'),
-    "folder": ("upgrade-net new nowhere/out", 2, 'cannot write "nowhere/out": no such file or directory'),
+    "both types": (
+        "upgrade-solver both out",
+        3,
+        'give either "type" or the old "solver_type", not both',
+    ),
+    "folder": (
+        "upgrade-net new nowhere/out",
+        2,
+        'cannot write "nowhere/out": no such file or directory',
+    ),
     "onto a folder": ("upgrade-solver solver .", 2, 'cannot write ".": is a directory'),
     "no OUT": ("upgrade-net typo", 2, "Missing argument 'OUT'"),
 }

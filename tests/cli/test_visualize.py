@@ -55,7 +55,9 @@ def test_what_a_net_makes_of_its_data(blob: str) -> None:
     flags = [] if blob == "conv1" else ["--blob", blob]
     line = ["visualize", "b.png", "--weights", WEIGHTS, "--model", TRAIN_VAL, "--item", "5", *flags]
     assert main.run(line) == 0
-    np.testing.assert_array_equal(cv2.imread("b.png"), grid.grid(*grid.blob_tiles(values_of(blob, 5))))
+    np.testing.assert_array_equal(
+        cv2.imread("b.png"), grid.grid(*grid.blob_tiles(values_of(blob, 5)))
+    )
 
 
 def test_what_a_net_makes_of_an_image() -> None:
@@ -69,7 +71,11 @@ def test_what_a_net_makes_of_an_image() -> None:
 @pytest.mark.parametrize(
     ("line", "code", "message"),
     [
-        ("--layer cnv2", 3, 'no layer "cnv2", did you mean "conv2"? (layers with filters: conv1, conv2)'),
+        (
+            "--layer cnv2",
+            3,
+            'no layer "cnv2", did you mean "conv2"? (layers with filters: conv1, conv2)',
+        ),
         ("--layer ip1", 3, '"ip1" has no filters (layers with filters: conv1, conv2)'),
         ("--model digits", 2, 'the net takes "data": give an image'),
         ("--model digits --image no.png", 4, "no.png: cannot be read: no such file or directory"),

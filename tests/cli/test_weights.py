@@ -50,7 +50,11 @@ def tree(path: object) -> dict[str, Array]:
     """The datasets of an HDF5 file by path, and its groups as empty arrays."""
     found: dict[str, Array] = {}
     with h5py.File(path, "r") as file:
-        file.visititems(lambda name, item: found.update({name: item[()] if hasattr(item, "dtype") else np.empty(0)}))
+        file.visititems(
+            lambda name, item: found.update(
+                {name: item[()] if hasattr(item, "dtype") else np.empty(0)}
+            )
+        )
     return found
 
 
@@ -81,7 +85,10 @@ def test_table(capsys: Captured) -> None:
     lines = shown.out.splitlines()
     assert lines[:2] == ["weights (binary)", "name: digits"]
     assert lines[3].split() == ["layer", "type", "blob", "shape", "min", "mean", "max", "std"]
-    assert " ".join(lines[4].split()) == "conv1 Convolution 0 16 1 3 3 (144) -1.30495 0.0245106 1.37965 0.596536"
+    assert (
+        " ".join(lines[4].split())
+        == "conv1 Convolution 0 16 1 3 3 (144) -1.30495 0.0245106 1.37965 0.596536"
+    )
     assert lines[-1] == "13,706 values, 54,824 bytes as float32"
     assert shown.err == ""
 
@@ -92,7 +99,15 @@ def test_values_that_are_not_finite(capsys: Captured) -> None:
     net.layer.add(name="x", blobs=map(binary.array_to_blob, arrays))
     save("x.caffemodel", net)
     first, second, third = show("x.caffemodel", capsys)["layers"][0]["blobs"]
-    assert first == {"shape": [4], "count": 4, "min": 1, "mean": 2, "max": 3, "std": 1, "not_finite": 2}
+    assert first == {
+        "shape": [4],
+        "count": 4,
+        "min": 1,
+        "mean": 2,
+        "max": 3,
+        "std": 1,
+        "not_finite": 2,
+    }
     assert (second["mean"], second["not_finite"]) == (None, 1)
     assert (third["shape"], third["mean"], third["not_finite"]) == ([0, 2], None, 0)
     assert main.run(["weights", "show", "x.caffemodel"]) == 0
@@ -107,7 +122,9 @@ def test_other_files_of_caffe(capsys: Captured) -> None:
         assert info["learned_net"] == f"adam_iter_10.caffemodel{suffix}"
         assert [len(blob["shape"]) for blob in info["layers"][0]["blobs"]] == [2, 1] * 4
     hdf5 = show(f"{ADAM}.caffemodel.h5", capsys)
-    stored = {layer["name"]: layer["blobs"] for layer in show(f"{ADAM}.caffemodel", capsys)["layers"]}
+    stored = {
+        layer["name"]: layer["blobs"] for layer in show(f"{ADAM}.caffemodel", capsys)["layers"]
+    }
     assert {layer["name"]: layer["blobs"] for layer in hdf5["layers"]} == stored
     mean = show(GOLDEN / "data" / "mean.binaryproto", capsys)
     assert (mean["kind"], mean["mean of each channel"]) == ("mean file", "135.137, 130.48, 127.093")
@@ -154,11 +171,19 @@ def test_blobs_of_an_old_net_get_todays_shapes(capsys: Captured) -> None:
     save("old.caffemodel", text.parse(OLD, NetParameter()))
     convert("old.caffemodel", "new.h5")
     shapes = {name: array.shape for name, array in tree("new.h5").items() if array.size}
-    assert shapes == {"data/conv/0": (1, 1, 1, 2), "data/conv/1": (1,), "data/ip/0": (2, 3), "data/ip/1": (2,)}
+    assert shapes == {
+        "data/conv/0": (1, 1, 1, 2),
+        "data/conv/1": (1,),
+        "data/ip/0": (2, 3),
+        "data/ip/1": (2,),
+    }
     convert("old.caffemodel", "old.caffemodel")
     capsys.readouterr()
     layers = show("old.caffemodel", capsys)["layers"]
-    assert [(layer["name"], layer["type"]) for layer in layers] == [("conv", "Convolution"), ("ip", "InnerProduct")]
+    assert [(layer["name"], layer["type"]) for layer in layers] == [
+        ("conv", "Convolution"),
+        ("ip", "InnerProduct"),
+    ]
     assert layers[1]["blobs"][0]["shape"] == [1, 1, 2, 3]
 
 
@@ -190,7 +215,9 @@ def test_raw_values_of_nvcaffe_become_floats() -> None:
     save("nv.caffemodel", text.parse(NV, NetParameter()))
     convert("nv.caffemodel", "x.caffemodel")
     (layer,) = NetParameter.FromString(Path("x.caffemodel").read_bytes()).layer
-    assert list(layer.blobs) == [text.parse("shape { dim: 1 dim: 2 } data: 1 data: -2 diff: 1 diff: 2", BlobProto())]
+    assert list(layer.blobs) == [
+        text.parse("shape { dim: 1 dim: 2 } data: 1 data: -2 diff: 1 diff: 2", BlobProto())
+    ]
 
 
 def test_names_stay_on_their_lines(capsys: Captured) -> None:
@@ -212,20 +239,33 @@ def test_a_layer_that_shares_all_it_has_is_left_out() -> None:
     assert (layer.name, list(layer.blobs[0].data)) == ("a", [1, 2])
 
 
-def test_more_than_a_binary_file_can_hold(monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+def test_more_than_a_binary_file_can_hold(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
     monkeypatch.setattr(weights, "MAX_BINARY", 1000)
     assert main.run(["weights", "convert", str(DIGITS), "x.caffemodel"]) == 3
-    assert "x.caffemodel: a binary caffemodel holds less than 2 GiB; give a file name in .h5" in capsys.readouterr().err
+    assert (
+        "x.caffemodel: a binary caffemodel holds less than 2 GiB; give a file name in .h5"
+        in capsys.readouterr().err
+    )
     assert not os.listdir()
 
 
 WRONG = {
     "missing": ("show nowhere", 3, 'could not open "nowhere": no such file'),
     "prototxt": ("show net.prototxt", 3, '"net.prototxt" looks like text, not a caffemodel'),
-    "data": ("show data.h5", 3, "data.h5: has no group /data, so it holds no weights (it holds data, label)"),
+    "data": (
+        "show data.h5",
+        3,
+        "data.h5: has no group /data, so it holds no weights (it holds data, label)",
+    ),
     "damaged": ("show damaged.h5", 3, "damaged.h5: cannot be read as HDF5: "),
     "damaged within": ("show within.h5", 3, "within.h5: cannot be read as HDF5: "),
-    "wrong count": ("show count.caffemodel", 3, 'count.caffemodel: layer "x": a blob holds 1 values'),
+    "wrong count": (
+        "show count.caffemodel",
+        3,
+        'count.caffemodel: layer "x": a blob holds 1 values',
+    ),
     "state": (
         f"convert {ADAM}.solverstate x.h5",
         3,
@@ -233,16 +273,32 @@ WRONG = {
     ),
     "state in HDF5": (f"convert {ADAM}.solverstate.h5 x", 3, "is a solver state, not weights"),
     "mean": (f"convert {GOLDEN}/data/mean.binaryproto x.h5", 3, "not a caffemodel"),
-    "shared in part": ("convert shared.h5 x", 3, 'shared.h5: layer "a": only blobs 1 are stored, as the others are'),
-    "one name twice": ("convert twice.caffemodel x.h5", 3, 'two layers are named "x", which HDF5 cannot tell apart'),
+    "shared in part": (
+        "convert shared.h5 x",
+        3,
+        'shared.h5: layer "a": only blobs 1 are stored, as the others are',
+    ),
+    "one name twice": (
+        "convert twice.caffemodel x.h5",
+        3,
+        'two layers are named "x", which HDF5 cannot tell apart',
+    ),
     "count while converting": (
         "convert count.caffemodel x.h5",
         3,
         'count.caffemodel: layer "x": a blob holds 1 values',
     ),
-    "no folder": (f"convert {DIGITS} nowhere/x.h5", 2, 'cannot write "nowhere/x.h5": no such file or directory'),
+    "no folder": (
+        f"convert {DIGITS} nowhere/x.h5",
+        2,
+        'cannot write "nowhere/x.h5": no such file or directory',
+    ),
     "no OUT": ("convert a", 2, "Missing argument 'OUT'"),
-    "no such command": ("shwo a", 2, 'no such command "shwo", did you mean "show"? (commands: convert, show)'),
+    "no such command": (
+        "shwo a",
+        2,
+        'no such command "shwo", did you mean "show"? (commands: convert, show)',
+    ),
     "no such flag": ("show --jsn a", 2, 'no such option "--jsn", did you mean "--json"?'),
 }
 
@@ -254,7 +310,10 @@ def test_what_is_wrong(case: str, capsys: Captured) -> None:
     save_hdf5("shared.h5", data__a__1=[1])
     Path("damaged.h5").write_bytes(Path(f"{ADAM}.caffemodel.h5").read_bytes()[:200])
     Path("within.h5").write_bytes(Path("shared.h5").read_bytes().replace(b"HEAP", b"PAEH"))
-    save("count.caffemodel", text.parse('layer { name: "x" blobs { shape { dim: 2 } data: 1 } }', NetParameter()))
+    save(
+        "count.caffemodel",
+        text.parse('layer { name: "x" blobs { shape { dim: 2 } data: 1 } }', NetParameter()),
+    )
     one = 'layer { name: "x" blobs { shape { dim: 1 } data: 1 } }'
     save("twice.caffemodel", text.parse(one + one, NetParameter()))
     before = sorted(os.listdir())

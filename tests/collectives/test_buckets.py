@@ -65,8 +65,13 @@ def test_segments_that_are_left_out_make_gaps() -> None:
     ends = [MIB // 4, 2 * MIB, 12 * MIB, 12 * MIB + 16, 22 * MIB, 22 * MIB + 16]
     layers = [*alone(0, 1, 2, 2, 3), frozenset[int]()]
     assert buckets(ends, layers, without={2, 4}) == [
-        Bucket(((MIB // 4, 2 * MIB), (12 * MIB, 12 * MIB + 16), (22 * MIB, 22 * MIB + 16)), frozenset([1, 2])),
+        Bucket(
+            ((MIB // 4, 2 * MIB), (12 * MIB, 12 * MIB + 16), (22 * MIB, 22 * MIB + 16)),
+            frozenset([1, 2]),
+        ),
         Bucket(((0, MIB // 4),), frozenset([0])),
     ]
-    assert buckets(ends, layers, without={0, 2, 3, 4, 5}) == [Bucket(((MIB // 4, 2 * MIB),), frozenset([1]))]
+    assert buckets(ends, layers, without={0, 2, 3, 4, 5}) == [
+        Bucket(((MIB // 4, 2 * MIB),), frozenset([1]))
+    ]
     assert buckets(ends, layers, without=range(6)) == []

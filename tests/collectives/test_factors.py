@@ -1,4 +1,6 @@
-"""Weight gradients from the factors of all ranks are the mean of the ranks' gradients, and are made where that pays."""
+"""Weight gradients from the factors of all ranks are the mean of the ranks' gradients, and are made
+where that pays.
+"""
 
 from collections.abc import Sequence
 
@@ -40,7 +42,16 @@ def net_of(*layers: str, seed: int = 0) -> Net:
         ((4096, 4096, 4096), 2, 4, "bf16", False),
         ((256, 4096, 9216), 2, 64, "bf16", False),
     ],
-    ids=["fc6", "fc6 in tf32", "vgg's fc6 in tf32", "fc6 in fp32", "fc8", "vgg's fc6", "many rows", "many ranks"],
+    ids=[
+        "fc6",
+        "fc6 in tf32",
+        "vgg's fc6 in tf32",
+        "fc6 in fp32",
+        "fc8",
+        "vgg's fc6",
+        "many rows",
+        "many ranks",
+    ],
 )
 def test_factors_pay_where_much_less_is_sent(
     shape: tuple[int, int, int], itemsize: int, size: int, precision: str, expected: bool
@@ -51,7 +62,10 @@ def test_factors_pay_where_much_less_is_sent(
 @pytest.mark.usefixtures("always_factors")
 def test_layers_for_which_it_pays() -> None:
     layers = PRODUCT % ("first", "x", "a", "", ""), PRODUCT % ("second", "a", "b", "", ""), LOSS
-    for rows, names in ((2, ["first", "second"]), (7, [])):  # the factors of seven rows are larger than the gradient
+    for rows, names in (
+        (2, ["first", "second"]),
+        (7, []),
+    ):  # the factors of seven rows are larger than the gradient
         net = net_of(DATA.replace("dim: 2", f"dim: {rows}") % RANDOM, *layers)
         assert [layer.param.name for layer in factored(net, 2, "fp32").values()] == names
         net.close()
@@ -152,7 +166,9 @@ def test_batches_of_another_size_are_refused() -> None:
     made = Factors([layer], 0, 2, lambda wholes: None)
     net.forward()
     net.backward()
-    with pytest.raises(SyncError, match=r'layer "ip": a batch of 1 follows one of 2, but solvers .* one size'):
+    with pytest.raises(
+        SyncError, match=r'layer "ip": a batch of 1 follows one of 2, but solvers .* one size'
+    ):
         layer.factors(np.ones((1, 12), np.float32), np.ones((1, 12), np.float32))  # type: ignore[misc]
     made.close()
     net.close()

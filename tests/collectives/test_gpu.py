@@ -38,8 +38,12 @@ def way(name: str, shape: Topology) -> Choice:
     return choose(name, shape, gpu=True)
 
 
-def on_all(shape: Topology, choice: Choice, size: int, work: Work, group: Group | None = None) -> list[Any]:
-    """Run work(synchronizer, device, data, diff) in all ranks; data is filled with rank, diff with random numbers."""
+def on_all(
+    shape: Topology, choice: Choice, size: int, work: Work, group: Group | None = None
+) -> list[Any]:
+    """Run work(synchronizer, device, data, diff) in all ranks; data is filled with rank, diff with
+    random numbers.
+    """
     group = group or Group(shape.size)
     ways = Synchronization(group, choice)
     devices = [CudaDevice(index) for index in shape.devices]
@@ -49,7 +53,10 @@ def on_all(shape: Topology, choice: Choice, size: int, work: Work, group: Group 
         with device.scope():
             data = device.on_device(np.full(size, rank, np.float32))
             diff = device.on_device(gradients(rank, size))
-            buckets = [Bucket(((size // 2, size),), frozenset([2])), Bucket(((0, size // 2),), frozenset([1]))]
+            buckets = [
+                Bucket(((size // 2, size),), frozenset([2])),
+                Bucket(((0, size // 2),), frozenset([1])),
+            ]
             mine = ways.join(rank, Flats(device, data, diff, buckets if size > 1 else ()))
             work(mine, device, data, diff)
             device.synchronize()

@@ -15,11 +15,13 @@ FAILED = 3
 class Nvml:
     """So many GPUs on buses 1, 2, ... that CUDA may number otherwise.
 
-    `ends[a]` are the buses at which GPU a's active links end, 99 being a switch; `switched` pairs reach each other by
-    NVLink, `levels` are those of other pairs.
+    `ends[a]` are the buses at which GPU a's active links end, 99 being a switch; `switched` pairs
+    reach each other by NVLink, `levels` are those of other pairs.
     """
 
-    def __init__(self, gpus: int, ends: dict[int, list[int]], switched: bool = False, level: int = 50) -> None:
+    def __init__(
+        self, gpus: int, ends: dict[int, list[int]], switched: bool = False, level: int = 50
+    ) -> None:
         self.ends, self.switched, self.level = ends, switched, level
         self.running = 0
         self.handles = {f"0000:{bus:02x}:00.0".encode(): bus for bus in range(1, gpus + 1)}
@@ -72,7 +74,11 @@ def ask(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
 def test_links_between_two_gpus_are_counted(ask: Callable[..., Any]) -> None:
     nvml = Nvml(3, {1: [2, 2, 3], 2: [1, 1], 3: [1]}, level=40)
-    assert ask(nvml, 1, 2, 3) == [[None, "NV2", "NV1"], ["NV2", None, "NODE"], ["NV1", "NODE", None]]
+    assert ask(nvml, 1, 2, 3) == [
+        [None, "NV2", "NV1"],
+        ["NV2", None, "NODE"],
+        ["NV1", "NODE", None],
+    ]
 
 
 def test_gpus_are_found_by_their_bus_whatever_their_number_is(ask: Callable[..., Any]) -> None:
@@ -87,13 +93,18 @@ def test_links_to_switches_join_all(ask: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "name"), [(0, "PIX"), (10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"), (77, None)]
+    ("level", "name"),
+    [(0, "PIX"), (10, "PIX"), (20, "PXB"), (30, "PHB"), (40, "NODE"), (50, "SYS"), (77, None)],
 )
-def test_how_much_of_the_host_lies_between(ask: Callable[..., Any], level: int, name: str | None) -> None:
+def test_how_much_of_the_host_lies_between(
+    ask: Callable[..., Any], level: int, name: str | None
+) -> None:
     assert ask(Nvml(2, {}, switched=True, level=level), 1, 2) == [[None, name], [name, None]]
 
 
-def test_nvml_that_is_missing_old_or_unwilling(ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvml_that_is_missing_old_or_unwilling(
+    ask: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert ask(Nvml(1, {}), 1, 2) is None  # a GPU that it does not have
     assert ask(SimpleNamespace(), 1) is None
     assert ask(SimpleNamespace(nvmlInit_v2=lambda: FAILED), 1) is None

@@ -1,4 +1,6 @@
-"""NcclSync without GPUs: solvers on the CPU, in threads, with something that does what NCCL does to memory."""
+"""NcclSync without GPUs: solvers on the CPU, in threads, with something that does what NCCL does to
+memory.
+"""
 
 import ctypes
 import importlib
@@ -128,7 +130,9 @@ def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) 
             solver.net.blobs[name].reshape((rows[rank], solver.net.blobs[name].shape[1]))
         made = large_products(solver.net) if factors else {}
         try:
-            sync = nccl_sync(group, rank, lambda value: exchange(rank, value), flats_of(solver, made))
+            sync = nccl_sync(
+                group, rank, lambda value: exchange(rank, value), flats_of(solver, made)
+            )
             solver.synchronize(sync)
             solver.step(4)
             solver.synchronize(None)
@@ -136,7 +140,10 @@ def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) 
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, name=str(i), args=(i, s), daemon=True) for i, s in enumerate(solvers)]
+    threads = [
+        threading.Thread(target=work, name=str(i), args=(i, s), daemon=True)
+        for i, s in enumerate(solvers)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -169,7 +176,9 @@ def test_factors_give_what_gradients_give(nccl_sync: Any, monkeypatch: pytest.Mo
     np.testing.assert_allclose(made[0].params.data, reduced[0].params.data, rtol=1e-5, atol=1e-7)
 
 
-def test_batches_of_different_sizes_are_refused(nccl_sync: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_of_different_sizes_are_refused(
+    nccl_sync: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gradients, "LARGE", 300)
     with pytest.raises(SyncError, match="need batches of one size, but theirs differ"):
         trained(nccl_sync, True, rows=(2, 2, 3))
@@ -183,7 +192,9 @@ def test_in_the_first_iteration_nobody_sets_up_while_another_waits(
     launched, early = threading.Event(), list[bool]()
     product, reduce = InnerProduct.weight_gradient, Communicator.allReduce
 
-    def made(layer: InnerProduct, dy: Array, x: Array, accumulate: bool, scale: float = 1.0) -> None:
+    def made(
+        layer: InnerProduct, dy: Array, x: Array, accumulate: bool, scale: float = 1.0
+    ) -> None:
         if threading.current_thread().name == "2" and scale != 1 and not early:
             early.append(launched.wait(0.2))
         product(layer, dy, x, accumulate, scale)

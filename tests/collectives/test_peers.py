@@ -24,8 +24,12 @@ def test_access_that_damages_data_is_not_used(
     whole = topology(3)
     found = peers.prepare(whole)
     assert checked == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
-    assert found == Topology((0, 1, 2), (None,) * 3, ((False, True, True), (True, False, False), (True, False, False)))
-    assert caplog.record_tuples == [("caffepy.collectives.peers", logging.WARNING, "7 bytes arrived damaged")]
+    assert found == Topology(
+        (0, 1, 2), (None,) * 3, ((False, True, True), (True, False, False), (True, False, False))
+    )
+    assert caplog.record_tuples == [
+        ("caffepy.collectives.peers", logging.WARNING, "7 bytes arrived damaged")
+    ]
     assert peers.os.environ["NCCL_P2P_DISABLE"] == "1"
 
 

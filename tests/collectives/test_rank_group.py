@@ -108,7 +108,8 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureF
 def test_a_process_that_was_stopped_has_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
     group, looks, stopped_for = Group(2, {"set-up": 60.0}), [], 0.0
     monkeypatch.setattr(
-        "caffepy.collectives.rank_group.time", SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_for)
+        "caffepy.collectives.rank_group.time",
+        SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_for),
     )
     group.interrupted = lambda: looks.append(stopped_for)
 
@@ -149,7 +150,9 @@ def test_where_only_the_root_updates_it_has_the_mean_and_gives_its_parameters() 
     schedule, group = tree(topology(size)), Group(size)
     data = [np.full(7, rank, np.float32) for rank in range(size)]
     diffs = [np.full(7, rank, np.float32) for rank in range(size)]
-    syncs = [HostSync(group, rank, schedule, data, diffs, root_updates=True) for rank in range(size)]
+    syncs = [
+        HostSync(group, rank, schedule, data, diffs, root_updates=True) for rank in range(size)
+    ]
     assert [sync.updates for sync in syncs] == [True] + [False] * 4
 
     def work(rank: int) -> None:

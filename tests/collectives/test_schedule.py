@@ -36,7 +36,9 @@ def groups(*sizes: int) -> Topology:
 
 def assert_sums(schedule: Schedule, size: int) -> None:
     check(schedule, size)
-    buffers = [np.random.default_rng(rank).integers(-9, 9, 5).astype(np.float32) for rank in range(size)]
+    buffers = [
+        np.random.default_rng(rank).integers(-9, 9, 5).astype(np.float32) for rank in range(size)
+    ]
     expected = sum(buffers)
     run(schedule, buffers)
     for buffer in buffers:
@@ -75,7 +77,9 @@ def test_a_tree_of_a_power_of_two_has_a_level_up_and_one_down_for_each_doubling(
         (topology(6), None),
     ],
 )
-def test_muji_is_for_2_4_or_8_devices_in_one_group_or_two(shape: Topology, expected: Schedule | None) -> None:
+def test_muji_is_for_2_4_or_8_devices_in_one_group_or_two(
+    shape: Topology, expected: Schedule | None
+) -> None:
     found = muji(shape)
     plain = found and tuple(tuple(step._replace(staged=False) for step in level) for level in found)
     assert plain == expected
@@ -95,7 +99,14 @@ def test_between_groups_buffers_go_through_the_host() -> None:
         (((Step(Operation.ADD, 1, 0),),), "does not give rank 1"),
         (((Step(Operation.ADD, 1, 0), Step(Operation.ADD, 0, 1)),), "wait for one another"),
         (((Step(Operation.ADD, 2, 0),),), "from 2 to 0 of 2"),
-        (((Step(Operation.ADD, 1, 0),), (Step(Operation.ADD, 1, 0),), (Step(Operation.COPY, 0, 1),)), "rank 0"),
+        (
+            (
+                (Step(Operation.ADD, 1, 0),),
+                (Step(Operation.ADD, 1, 0),),
+                (Step(Operation.COPY, 0, 1),),
+            ),
+            "rank 0",
+        ),
     ],
 )
 def test_a_schedule_that_does_not_sum_is_refused(schedule: Schedule, message: str) -> None:
@@ -117,14 +128,17 @@ def test_actions_that_run_at_once_and_only_wait_for_levels_give_sums_in_any_orde
 
 
 def execute_at_random(parts: list[Part], chunks: int, rng: random.Random, size: int) -> None:
-    """The kernel's protocol: a count of chunks for each rank and level, each level going through the chunks in order.
+    """The kernel's protocol: a count of chunks for each rank and level, each level going through
+    the chunks in order.
 
     Ranks begin and end at any time; a buffer that its rank has done with is overwritten at once.
     """
     buffers = [[rank + 1] * chunks for rank in range(size)]
     done: dict[tuple[int, int], int] = {(rank, 0): 0 for rank in range(size)}
     done |= {(rank, action.level): 0 for rank, mine in enumerate(parts) for action in mine.actions}
-    todo: list[tuple[int, Action | None]] = [(rank, None) for rank in range(size)]  # None: the rank begins
+    todo: list[tuple[int, Action | None]] = [
+        (rank, None) for rank in range(size)
+    ]  # None: the rank begins
     todo += [(rank, action) for rank, mine in enumerate(parts) for action in mine.actions]
     ending = set(range(size))
     while todo or ending:
@@ -136,7 +150,8 @@ def execute_at_random(parts: list[Part], chunks: int, rng: random.Random, size: 
         over = [
             rank
             for rank in ending
-            if all(done[wait] == chunks for wait in parts[rank].last) and not any(rank == other for other, _ in todo)
+            if all(done[wait] == chunks for wait in parts[rank].last)
+            and not any(rank == other for other, _ in todo)
         ]
         assert ready or over, "the ranks wait for one another"
         if over and (not ready or rng.random() < 0.5):

@@ -52,7 +52,9 @@ def test_the_cpu_has_no_nccl() -> None:
 
 
 def test_a_tree_that_is_asked_for_is_caffes_in_which_the_root_updates() -> None:
-    assert choose("tree", topology(4), gpu=True) == Choice("tree", tree(topology(4)), root_updates=True)
+    assert choose("tree", topology(4), gpu=True) == Choice(
+        "tree", tree(topology(4)), root_updates=True
+    )
     assert not choose("flat", topology(4), gpu=True).root_updates
 
 

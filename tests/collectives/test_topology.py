@@ -2,12 +2,22 @@ import random
 
 import pytest
 
-from caffepy.collectives.topology import NO_PARENT, DevicePair, Topology, check_pairs, device_pairs, draw, show
+from caffepy.collectives.topology import (
+    NO_PARENT,
+    DevicePair,
+    Topology,
+    check_pairs,
+    device_pairs,
+    draw,
+    show,
+)
 from caffepy.core.errors import CaffeError, ConfigError, UsageError
 
 
 def topology(n: int, access: float = 1.0, boards: int = 0, seed: int = 0) -> Topology:
-    """n devices; each pair reaches each other with this probability; `boards` devices a board, 0 for none shared."""
+    """n devices; each pair reaches each other with this probability; `boards` devices a board, 0
+    for none shared.
+    """
     rng = random.Random(seed)
     rows = [[False] * n for _ in range(n)]
     for a in range(n):
@@ -28,7 +38,9 @@ def topology(n: int, access: float = 1.0, boards: int = 0, seed: int = 0) -> Top
         (8, "0:1, 2:3, 4:5, 6:7, 0:2, 4:6, 0:4"),
     ],
 )
-def test_devices_that_all_reach_each_other_are_paired_as_caffe_pairs_them(size: int, tree: str) -> None:
+def test_devices_that_all_reach_each_other_are_paired_as_caffe_pairs_them(
+    size: int, tree: str
+) -> None:
     assert show(device_pairs(topology(size))) == tree
 
 

@@ -29,7 +29,13 @@ def test_shapes_parameters_memory_and_operations(tmp_path: Path) -> None:
     (net,) = inspect(write(tmp_path, NET % ""))
     assert net.role == "TEST net"
     rows = {row.name: row for row in net.layers}
-    assert [row.type for row in net.layers] == ["Input", "Convolution", "ReLU", "Flatten", "InnerProduct"]
+    assert [row.type for row in net.layers] == [
+        "Input",
+        "Convolution",
+        "ReLU",
+        "Flatten",
+        "InnerProduct",
+    ]
     assert rows["conv"].tops == {"c": (2, 4, 6, 6)}
     assert (rows["conv"].parameters, rows["ip"].parameters, net.parameters) == (112, 720, 832)
     # nothing for what works in place or looks at the same memory
@@ -44,7 +50,20 @@ def test_table_and_json(tmp_path: Path) -> None:
     lines = nets[0].table().splitlines()
     assert lines[0] == "TEST net"
     assert len({len(line) for line in lines[1:]}) == 1
-    assert lines[3].split() == ["conv", "Convolution", "2", "4", "6", "6", "(288)", "112", "0.00", "MiB", "15.84", "k"]
+    assert lines[3].split() == [
+        "conv",
+        "Convolution",
+        "2",
+        "4",
+        "6",
+        "6",
+        "(288)",
+        "112",
+        "0.00",
+        "MiB",
+        "15.84",
+        "k",
+    ]
     assert lines[-1].split()[:2] == ["all", "832"]
     (told,) = json.loads(as_json(nets))
     assert told["memory"] == nets[0].memory
@@ -81,9 +100,14 @@ def test_solver_settings_that_cannot_work(tmp_path: Path) -> None:
         inspect(write(tmp_path, text))
 
 
-def test_a_folder_for_snapshots_that_is_not_there_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_for_snapshots_that_is_not_there_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     text = f"net: '{models.path('digits', 'train_val')}' base_lr: 0.1 lr_policy: 'fixed'\nsnapshot_prefix: '%s/x'"
-    for folder, told in ((tmp_path, []), (tmp_path / "none", [f"the folder {tmp_path}/none of snapshot_prefix"])):
+    for folder, told in (
+        (tmp_path, []),
+        (tmp_path / "none", [f"the folder {tmp_path}/none of snapshot_prefix"]),
+    ):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "caffepy"):
             assert len(inspect(write(tmp_path, text % folder))) == 1
@@ -94,7 +118,10 @@ def test_a_folder_for_snapshots_that_is_not_there_is_told(tmp_path: Path, caplog
 
 KINDS = {
     "solver": ('net: "a.prototxt" base_lr: 0.1 # layer { }\nmax_iter: 3', True),
-    "solver with a net in it": ('net_param { layer { name: "a" } layer { } } base_lr: 1 max_iter: 1', True),
+    "solver with a net in it": (
+        'net_param { layer { name: "a" } layer { } } base_lr: 1 max_iter: 1',
+        True,
+    ),
     "net": ('name: "x" layer { name: "net" type: "base_lr" } # net: "x"', False),
     "net with angle brackets": ('layer < name: "momentum" > layer < >', False),
     "old net": ("input: 'data' input_dim: 1 layers { }", False),
@@ -112,7 +139,9 @@ def test_a_missing_file() -> None:
         inspect("/nowhere/solver.prototxt")
 
 
-@pytest.mark.parametrize("text", [NET % "", f"net_param {{ {NET % ''} }} base_lr: 1 lr_policy: 'fixed' max_iter: 1"])
+@pytest.mark.parametrize(
+    "text", [NET % "", f"net_param {{ {NET % ''} }} base_lr: 1 lr_policy: 'fixed' max_iter: 1"]
+)
 def test_pipes_are_read_once(text: str) -> None:
     reading, writing = os.pipe()
     os.write(writing, text.encode())
@@ -155,7 +184,10 @@ def test_what_a_gpu_would_do_is_told_without_one(tmp_path: Path) -> None:
     assert gpu_of(net, "ip").formats == {"y": "float32"}
     assert not gpu_of(net, "ip").on_host
     table = net.table().splitlines()
-    assert table[-2:] == ["on a GPU: bf16; data and gradients share 0.00 MiB", "a step is captured as one graph"]
+    assert table[-2:] == [
+        "on a GPU: bf16; data and gradients share 0.00 MiB",
+        "a step is captured as one graph",
+    ]
     (line,) = [line.split() for line in table if line.startswith("relu") and "with" in line]
     assert line == ["relu", "ReLU", "with", "conv", "bfloat16", "NHWC"]
 
@@ -168,7 +200,9 @@ def test_in_fp32_blobs_lie_as_in_caffe(tmp_path: Path) -> None:
 
 def test_the_net_may_ask_for_a_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CAFFEPY_PRECISION", raising=False)
-    text = "default_forward_type: FLOAT16 default_backward_type: FLOAT16" + NET % "forward_type: FLOAT"
+    text = (
+        "default_forward_type: FLOAT16 default_backward_type: FLOAT16" + NET % "forward_type: FLOAT"
+    )
     net = on_gpu(tmp_path, text)
     assert net.gpu is not None
     assert net.gpu.precision == "fp16"
@@ -189,7 +223,10 @@ def test_what_is_computed_on_the_host_is_told(tmp_path: Path) -> None:
     assert net.gpu.obstacle == 'layer "keep" (Filter) computes on the host'
     assert gpu_of(net, "keep").on_host
     lines = net.table().splitlines()
-    assert lines[-1] == 'a step is not captured as one graph: layer "keep" (Filter) computes on the host'
+    assert (
+        lines[-1]
+        == 'a step is not captured as one graph: layer "keep" (Filter) computes on the host'
+    )
     assert gpu_of(net, "conv").converts == {"x_kept": "float32 NCHW to float32 NHWC"}
 
 

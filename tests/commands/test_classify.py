@@ -71,13 +71,15 @@ def test_arrays_and_files_give_the_same(folder: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.stack([io.load_image(str(name), color=False) for name in names]))
     np.save(tmp_path / "y.npy", io.load_image(str(names[0]), color=False))
     files, arrays = digits(names), digits([tmp_path / "x.npy", tmp_path / "y.npy"])
-    assert [image.image for image in arrays.images] == [f"{tmp_path}/x.npy[{i}]" for i in range(4)] + [
-        f"{tmp_path}/y.npy"
-    ]
+    assert [image.image for image in arrays.images] == [
+        f"{tmp_path}/x.npy[{i}]" for i in range(4)
+    ] + [f"{tmp_path}/y.npy"]
     guesses = [image.guesses for image in files.images]
     assert [image.guesses for image in arrays.images] == [*guesses, guesses[0]]
     np.save(tmp_path / "z.npy", np.zeros((2, 8, 8)))
-    with pytest.raises(DataError, match=r"z.npy: an array \(N, H, W, 1\) or \(H, W, 1\) is needed, not 2 8 8"):
+    with pytest.raises(
+        DataError, match=r"z.npy: an array \(N, H, W, 1\) or \(H, W, 1\) is needed, not 2 8 8"
+    ):
         digits([tmp_path / "z.npy"])
 
 
@@ -89,12 +91,22 @@ def test_what_is_printed(folder: Path, tmp_path: Path) -> None:
     head, first, second, third, _ = result.table().splitlines()
     assert head.split() == ["image", "score", "class", "label"]
     best = result.images[0].guesses[0]
-    assert first.split() == [str(names[0]), f"{best.score:.6g}", str(best.number), "digit", str(best.number)]
+    assert first.split() == [
+        str(names[0]),
+        f"{best.score:.6g}",
+        str(best.number),
+        "digit",
+        str(best.number),
+    ]
     assert second.startswith(" ")
     assert third.startswith(str(names[1]))
     told = json.loads(result.json())
     assert told[0]["image"] == str(names[0])
-    assert told[0]["predictions"][0] == {"class": best.number, "label": f"digit {best.number}", "score": best.score}
+    assert told[0]["predictions"][0] == {
+        "class": best.number,
+        "label": f"digit {best.number}",
+        "score": best.score,
+    }
     labels.write_text("one\ntwo\n", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"labels.txt: 2 labels, a line each, for the 10 classes"):
         digits(names, labels=str(labels))
@@ -104,12 +116,16 @@ def test_what_is_printed(folder: Path, tmp_path: Path) -> None:
 
 def test_scores_that_are_not_finite() -> None:
     result = Classification([Classified("a.png", [Guess(3, None, float("nan"))])])
-    assert json.loads(result.json())[0]["predictions"] == [{"class": 3, "label": None, "score": None}]
+    assert json.loads(result.json())[0]["predictions"] == [
+        {"class": 3, "label": None, "score": None}
+    ]
     assert result.table().splitlines()[1].split() == ["a.png", "nan", "3"]
 
 
 def test_json_holds_names_of_any_bytes() -> None:
-    result = Classification([Classified(os.fsdecode(b"\xff\xc3\xa9.png"), [Guess(0, "\u732b", 1.0)])])
+    result = Classification(
+        [Classified(os.fsdecode(b"\xff\xc3\xa9.png"), [Guess(0, "\u732b", 1.0)])]
+    )
     assert result.json().isascii()
     told = json.loads(result.json())[0]
     assert os.fsencode(told["image"]) == b"\xff\xc3\xa9.png"
@@ -126,7 +142,9 @@ def test_images_that_cannot_be_read_are_named(folder: Path, tmp_path: Path) -> N
     lines = result.table().splitlines()
     assert lines[1].split() == [str(bad), "-", "-", "unreadable"]
     assert "absent.png: cannot be read" in json.loads(result.json())[2]["error"]
-    with pytest.raises(DataError, match=r"bad.png: not an image that can be decoded .* \(and 1 more of 3 images\)"):
+    with pytest.raises(
+        DataError, match=r"bad.png: not an image that can be decoded .* \(and 1 more of 3 images\)"
+    ):
         result.check()
 
 
@@ -151,10 +169,20 @@ def test_colour_images_as_pycaffe_classifies_them(
         cv2.imwrite(names[-1], random.integers(0, 256, (*size, 3), np.uint8))
     output = str(tmp_path / "s.npy")
     preparation = Preparation(mean_values=(100, 110, 120))
-    more = {"oversample": oversample, "images_dim": (8, 9), "output": output, "preparation": preparation}
+    more = {
+        "oversample": oversample,
+        "images_dim": (8, 9),
+        "output": output,
+        "preparation": preparation,
+    }
     classify(names, model, [weights], **more)  # type: ignore[arg-type]
     net = Classifier(
-        model, weights, image_dims=(8, 9), mean=np.array([100, 110, 120]), raw_scale=255, channel_swap=(2, 1, 0)
+        model,
+        weights,
+        image_dims=(8, 9),
+        mean=np.array([100, 110, 120]),
+        raw_scale=255,
+        channel_swap=(2, 1, 0),
     )
     expected = net.predict([io.load_image(name) for name in names], oversample is not False)
     np.testing.assert_allclose(np.load(output), expected.reshape(3, 4), rtol=1e-5)
@@ -162,8 +190,12 @@ def test_colour_images_as_pycaffe_classifies_them(
         classify(names, model, [weights], images_dim=(4, 9))
 
 
-@pytest.mark.parametrize(("size", "dims"), [(6, (6, 6)), (128, (128, 128)), (129, (256, 256)), (300, (300, 300))])
-def test_what_images_are_resized_to(size: int, dims: tuple[int, int], colour: tuple[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("size", "dims"), [(6, (6, 6)), (128, (128, 128)), (129, (256, 256)), (300, (300, 300))]
+)
+def test_what_images_are_resized_to(
+    size: int, dims: tuple[int, int], colour: tuple[str, str], tmp_path: Path
+) -> None:
     from caffepy.commands.classify import _classifier
 
     model = tmp_path / "other.prototxt"
@@ -187,7 +219,10 @@ def test_layers_without_weights_are_told_of(
     classify([str(sorted(folder.iterdir())[0])], MODEL, [WEIGHTS])
     assert not caplog.records
     classify([str(sorted(folder.iterdir())[0])], MODEL, [colour[1]])
-    assert 'colour.caffemodel: no weights for "conv1", "conv2", "ip1", "ip2": they are what' in caplog.text
+    assert (
+        'colour.caffemodel: no weights for "conv1", "conv2", "ip1", "ip2": they are what'
+        in caplog.text
+    )
 
 
 @pytest.mark.gpu

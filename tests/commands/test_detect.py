@@ -29,7 +29,9 @@ HEAD = "filename,xmin,ymin,xmax,ymax\n"
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory, with two images, a net and its weights, and windows in data/windows.csv."""
+    """The working directory, with two images, a net and its weights, and windows in
+    data/windows.csv.
+    """
     monkeypatch.chdir(tmp_path)
     Path("net.prototxt").write_text(COLOUR.replace("dim: 10", "dim: 3"))
     save_binary(Classifier("net.prototxt", None)._net, "w.caffemodel")
@@ -44,7 +46,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def expected(pad: int, preparation: bool = False) -> np.ndarray:
     mean = np.array([100.0, 110.0, 120.0]) if preparation else None
-    net = Detector("net.prototxt", "w.caffemodel", mean=mean, raw_scale=255, channel_swap=(2, 1, 0), context_pad=pad)
+    net = Detector(
+        "net.prototxt",
+        "w.caffemodel",
+        mean=mean,
+        raw_scale=255,
+        channel_swap=(2, 1, 0),
+        context_pad=pad,
+    )
     a = [(y0, x0, y1, x1) for name, x0, y0, x1, y1 in WINDOWS if name == "a.png"]
     b = [(y0, x0, y1, x1) for name, x0, y0, x1, y1 in WINDOWS if name == "b.png"]
     found = net.detect_windows([("data/a.png", a), ("data/b.png", b)])
@@ -71,14 +80,18 @@ def test_of_a_mean_image_the_mean_of_each_channel_is_taken() -> None:
     mean[:, 1] -= 5
     np.save("mean.npy", mean)
     preparation = Preparation(mean_file="mean.npy")
-    found = detect("data/windows.csv", "net.prototxt", ["w.caffemodel"], context_pad=2, preparation=preparation)
+    found = detect(
+        "data/windows.csv", "net.prototxt", ["w.caffemodel"], context_pad=2, preparation=preparation
+    )
     np.testing.assert_allclose(scores(found), expected(2, True), rtol=1e-5)
 
 
 def test_a_list_of_images_with_windows_for_all() -> None:
     Path("data/images.txt").write_text("b.png\n\na.png\n")
     Path("windows.csv").write_text("ymax, xmax, ymin, xmin\n9,9,0,0\n5,8,1,2\n")
-    found = detect("data/images.txt", "net.prototxt", ["w.caffemodel"], windows="windows.csv", context_pad=0)
+    found = detect(
+        "data/images.txt", "net.prototxt", ["w.caffemodel"], windows="windows.csv", context_pad=0
+    )
     assert [(one.image, one.window) for one in found.found] == [
         ("data/b.png", (0, 0, 9, 9)),
         ("data/b.png", (1, 2, 5, 8)),
@@ -94,7 +107,14 @@ def test_what_is_written() -> None:
         found.save(name)
     with open("out.csv", newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["filename", "ymin", "xmin", "ymax", "xmax", *(f"class{i}" for i in range(4))]
+    assert list(rows[0]) == [
+        "filename",
+        "ymin",
+        "xmin",
+        "ymax",
+        "xmax",
+        *(f"class{i}" for i in range(4)),
+    ]
     assert [float(rows[0][side]) for side in ("ymin", "xmin", "ymax", "xmax")] == [2, 1, 12, 14]
     read = np.array([[row[f"class{i}"] for i in range(4)] for row in rows], np.float32)
     np.testing.assert_array_equal(read, scores(found))
@@ -119,14 +139,26 @@ def test_what_is_written() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("filename,xmin,ymin\na,1,2\n", r"w.csv:1: no column ymax, xmax \(the first line is: filename, xmin, ymin\)"),
+        (
+            "filename,xmin,ymin\na,1,2\n",
+            r"w.csv:1: no column ymax, xmax \(the first line is: filename, xmin, ymin\)",
+        ),
         ("", r"w.csv:1: no column filename.*empty"),
         (HEAD, r"w.csv: no windows are given here"),
-        (HEAD + "a,1,2,3,4\na,1,2,x,4\n", r"w.csv:3: ymin, xmin, ymax, xmax are not numbers: 2, 1, 4, x"),
-        (HEAD + "a,1,2,inf,nan\n", r"w.csv:2: ymin, xmin, ymax, xmax are not numbers: 2, 1, nan, inf"),
+        (
+            HEAD + "a,1,2,3,4\na,1,2,x,4\n",
+            r"w.csv:3: ymin, xmin, ymax, xmax are not numbers: 2, 1, 4, x",
+        ),
+        (
+            HEAD + "a,1,2,inf,nan\n",
+            r"w.csv:2: ymin, xmin, ymax, xmax are not numbers: 2, 1, nan, inf",
+        ),
         (HEAD + "a,1,2,3\n", r"w.csv:2: .* not numbers"),
         (HEAD + "data/a.png,90,90,99,99\n", r"data/a.png: window .90, 90, 99, 99. is empty"),
-        (HEAD + "data/a.png,0,0,9,9\nno.png,1,2,3,4\n", r"no.png: cannot be read: no such file or directory"),
+        (
+            HEAD + "data/a.png,0,0,9,9\nno.png,1,2,3,4\n",
+            r"no.png: cannot be read: no such file or directory",
+        ),
     ],
 )
 def test_what_is_wrong_with_windows(text: str, message: str) -> None:
@@ -137,14 +169,18 @@ def test_what_is_wrong_with_windows(text: str, message: str) -> None:
 
 def test_what_cannot_be_done() -> None:
     Path("i.txt").write_text("data/a.png\n")
-    with pytest.raises(UsageError, match=r"which windows to look at in the images of i.txt is not known"):
+    with pytest.raises(
+        UsageError, match=r"which windows to look at in the images of i.txt is not known"
+    ):
         read_windows("i.txt")
     with pytest.raises(UsageError, match=r"windows.csv has windows of its own"):
         read_windows("data/windows.csv", "w.csv")
     with pytest.raises(DataError, match=r"no.txt: cannot be read"):
         read_windows("no.txt", "data/windows.csv")
     with pytest.raises(ConfigError, match="selective search needs the package"):
-        detect("i.txt", "net.prototxt", ["w.caffemodel"], context_pad=0, crop_mode="selective_search")
+        detect(
+            "i.txt", "net.prototxt", ["w.caffemodel"], context_pad=0, crop_mode="selective_search"
+        )
     with pytest.raises(ConfigError, match="context_pad must be less than half"):
         detect("data/windows.csv", "net.prototxt", ["w.caffemodel"])
     with pytest.raises(ConfigError, match="takes images of 1 channels"):

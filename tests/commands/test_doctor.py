@@ -67,14 +67,19 @@ def test_each_gpu_is_told_of_and_tested(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["GPU 1 self-test"].told == "CUDNN_STATUS_NOT_INITIALIZED"
 
 
-def test_a_library_that_is_installed_and_cannot_be_loaded_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_installed_and_cannot_be_loaded_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(name: str) -> None:
         raise OSError("some lines\n  libcudnn.so.9: cannot open shared object file\n")
 
     monkeypatch.setattr(doctor.importlib, "import_module", fail)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     frontend = next(f for f in doctor._cudnn() if f.name == "cuDNN frontend")
-    assert (frontend.state, frontend.told) == (WRONG, "libcudnn.so.9: cannot open shared object file")
+    assert (frontend.state, frontend.told) == (
+        WRONG,
+        "libcudnn.so.9: cannot open shared object file",
+    )
     assert next(doctor._nvmath()).state == WRONG
 
 

@@ -36,7 +36,10 @@ def blobs() -> dict[str, Array]:
         for name, parts in rows.items():
             parts.append(net.blobs[name].host_data.copy())
     net.close()
-    return {name: np.concatenate([np.atleast_1d(part) for part in parts]) for name, parts in rows.items()}
+    return {
+        name: np.concatenate([np.atleast_1d(part) for part in parts])
+        for name, parts in rows.items()
+    }
 
 
 def extract(features: list[Feature], **more: Any) -> list[int]:
@@ -51,7 +54,9 @@ def records(path: Path, backend: str) -> list[tuple[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
-def test_records_are_caffes_to_the_byte(backend: str, blobs: dict[str, Array], tmp_path: Path) -> None:
+def test_records_are_caffes_to_the_byte(
+    backend: str, blobs: dict[str, Array], tmp_path: Path
+) -> None:
     if backend == "leveldb":
         pytest.importorskip("plyvel")
     names = ["conv1", "ip1", "loss"]
@@ -69,7 +74,10 @@ def test_records_are_caffes_to_the_byte(backend: str, blobs: dict[str, Array], t
 
 def test_files_of_arrays_have_each_item_once(blobs: dict[str, Array], tmp_path: Path) -> None:
     together, alone = str(tmp_path / "features.h5"), str(tmp_path / "ip1.npy")
-    features = [*features_of(["ip1", "label", "loss"], [together]), *features_of(["conv1"], [alone])]
+    features = [
+        *features_of(["ip1", "label", "loss"], [together]),
+        *features_of(["conv1"], [alone]),
+    ]
     assert extract(features) == [IMAGES, IMAGES, 3, IMAGES]
     with h5py.File(together) as file:
         assert sorted(file) == ["ip1", "label", "loss"]
@@ -86,7 +94,9 @@ def test_a_last_batch_that_is_not_full(blobs: dict[str, Array], tmp_path: Path) 
     text = Path(MODEL).read_text().replace("batch_size: 99", "batch_size: 100")
     folder = Path(MODEL).parent
     net.write_text(text.replace('source: "', f'source: "{folder}/'))
-    (rows,) = extract_features(str(net), [WEIGHTS], [Feature("label", str(tmp_path / "label.npy"), "npy")])
+    (rows,) = extract_features(
+        str(net), [WEIGHTS], [Feature("label", str(tmp_path / "label.npy"), "npy")]
+    )
     assert rows == IMAGES
     np.testing.assert_array_equal(np.load(tmp_path / "label.npy"), blobs["label"][:IMAGES])
 
@@ -125,7 +135,10 @@ def test_a_file_that_cannot_be_written_is_called_by_its_name(suffix: str, tmp_pa
 
 
 def test_a_blob_that_is_none(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'no blob "ip3" in the net, did you mean "ip\d"\? \(blobs: data, label, con'):
+    with pytest.raises(
+        ConfigError,
+        match=r'no blob "ip3" in the net, did you mean "ip\d"\? \(blobs: data, label, con',
+    ):
         extract([Feature("ip3", str(tmp_path / "x.npy"), "npy")])
     assert not list(tmp_path.iterdir())
 
@@ -137,7 +150,9 @@ def test_four_axes_do_not_fit_into_a_record() -> None:
 
 def test_data_of_unknown_length(tmp_path: Path) -> None:
     net = tmp_path / "net.prototxt"
-    net.write_text('layer { name: "d" type: "DummyData" top: "d" dummy_data_param { shape { dim: 2 dim: 3 } } }')
+    net.write_text(
+        'layer { name: "d" type: "DummyData" top: "d" dummy_data_param { shape { dim: 2 dim: 3 } } }'
+    )
     feature = Feature("d", str(tmp_path / "d.npy"), "npy")
     with pytest.raises(UsageError, match="how many batches"):
         extract_features(str(net), [], [feature])
@@ -146,9 +161,15 @@ def test_data_of_unknown_length(tmp_path: Path) -> None:
 
 
 def test_places_for_blobs() -> None:
-    assert [f.kind for f in features_of(["a", "b", "c"], ["x", "y.hdf5", "z.NPY"])] == ["lmdb", "hdf5", "npy"]
+    assert [f.kind for f in features_of(["a", "b", "c"], ["x", "y.hdf5", "z.NPY"])] == [
+        "lmdb",
+        "hdf5",
+        "npy",
+    ]
     assert [f.path for f in features_of(["a", "b"], ["x.h5"])] == ["x.h5", "x.h5"]
-    with pytest.raises(UsageError, match=r'"x.CSV": .csv files are not written; name a .h5 or .npy file'):
+    with pytest.raises(
+        UsageError, match=r'"x.CSV": .csv files are not written; name a .h5 or .npy file'
+    ):
         features_of(["a"], ["x.CSV"])
     assert features_of(["a"], ["x.csv"], "lmdb") == [Feature("a", "x.csv", "lmdb")]
     assert features_of(["a"], ["x.npy"], "leveldb") == [Feature("a", "x.npy", "leveldb")]
@@ -176,4 +197,6 @@ def test_the_log_counts_as_caffes_does(tmp_path: Path, caplog: pytest.LogCapture
 @pytest.mark.gpu
 def test_features_of_a_gpu(blobs: dict[str, Array], tmp_path: Path) -> None:
     extract(features_of(["ip1"], [str(tmp_path / "ip1.npy")]), gpu="0", precision="fp32")
-    np.testing.assert_allclose(np.load(tmp_path / "ip1.npy"), blobs["ip1"][:IMAGES], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(
+        np.load(tmp_path / "ip1.npy"), blobs["ip1"][:IMAGES], rtol=1e-4, atol=1e-4
+    )

@@ -4,7 +4,14 @@ import cv2
 import numpy as np
 import pytest
 
-from caffepy.commands.preprocess import Preparation, image_input, load, names_in, read_array, read_mean
+from caffepy.commands.preprocess import (
+    Preparation,
+    image_input,
+    load,
+    names_in,
+    read_array,
+    read_mean,
+)
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import BlobProto
@@ -12,7 +19,9 @@ from caffepy.proto.caffe_pb2 import BlobProto
 SHAPE = 1, 3, 2, 2
 
 
-def prepared(preparation: Preparation, image: np.ndarray, shape: tuple[int, ...] = SHAPE) -> np.ndarray:
+def prepared(
+    preparation: Preparation, image: np.ndarray, shape: tuple[int, ...] = SHAPE
+) -> np.ndarray:
     return preparation.transformer("data", shape).preprocess("data", image)
 
 
@@ -27,14 +36,21 @@ def test_images_become_what_caffes_nets_take(image: np.ndarray) -> None:
     given = Preparation(mean_values=(10, 20, 30), input_scale=0.5, raw_scale=100.0)
     means = np.array([10, 20, 30])[:, None, None]
     np.testing.assert_allclose(prepared(given, image), (bgr * 100 - means) * 0.5, rtol=1e-5)
-    np.testing.assert_allclose(prepared(Preparation(channel_swap=(0, 1, 2)), image), bgr[::-1] * 255, rtol=1e-6)
+    np.testing.assert_allclose(
+        prepared(Preparation(channel_swap=(0, 1, 2)), image), bgr[::-1] * 255, rtol=1e-6
+    )
     grey = Preparation(raw_scale=None)
     np.testing.assert_array_equal(prepared(grey, image[..., :1], (1, 1, 2, 2))[0], image[..., 0])
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("npy", "mean.npy"), ("new", "mean.binaryproto"), ("legacy", "mean.binaryproto"), ("legacy", "mean.npy")],
+    [
+        ("npy", "mean.npy"),
+        ("new", "mean.binaryproto"),
+        ("legacy", "mean.binaryproto"),
+        ("legacy", "mean.npy"),
+    ],
 )
 def test_means(kind: str, name: str, image: np.ndarray, tmp_path: Path) -> None:
     mean = np.arange(12, dtype=np.float32).reshape(3, 2, 2)
@@ -65,7 +81,9 @@ def test_means(kind: str, name: str, image: np.ndarray, tmp_path: Path) -> None:
     ],
 )
 def test_what_does_not_fit(given: Preparation, message: str) -> None:
-    with pytest.raises(ConfigError, match=f'images do not fit input "data" of 1 3 2 2 .12.: {message}'):
+    with pytest.raises(
+        ConfigError, match=f'images do not fit input "data" of 1 3 2 2 .12.: {message}'
+    ):
         given.transformer("data", SHAPE)
 
 
@@ -86,7 +104,9 @@ def test_files_that_are_no_means_or_arrays(tmp_path: Path) -> None:
         read_mean(str(path))
     two = tmp_path / "two.binaryproto"
     two.write_bytes(binary.array_to_blob(np.zeros((2, 3, 4, 5))).SerializeToString())
-    with pytest.raises(DataError, match=r"two.binaryproto: a mean is \(C, H, W\) or \(C,\), not 2 3 4 5"):
+    with pytest.raises(
+        DataError, match=r"two.binaryproto: a mean is \(C, H, W\) or \(C,\), not 2 3 4 5"
+    ):
         read_mean(str(two))
     for name in ("no.npy", "no.binaryproto"):
         with pytest.raises(DataError, match=rf"{name}.*[Nn]o such file"):
@@ -104,7 +124,10 @@ def test_which_input_takes_images() -> None:
 def test_images_of_a_folder(tmp_path: Path) -> None:
     for name in ("b.PNG", "a.jpg", "c.txt", "d.jpeg"):
         (tmp_path / name).write_text("")
-    assert names_in(str(tmp_path), ["jpg", ".png"]) == [str(tmp_path / "a.jpg"), str(tmp_path / "b.PNG")]
+    assert names_in(str(tmp_path), ["jpg", ".png"]) == [
+        str(tmp_path / "a.jpg"),
+        str(tmp_path / "b.PNG"),
+    ]
     with pytest.raises(DataError, match=r"no files \*.bmp, \*.tif are in this folder"):
         names_in(str(tmp_path), ["bmp", "tif"])
     with pytest.raises(DataError, match="no such file or directory"):

@@ -31,9 +31,20 @@ def write(folder: Path, definition: str) -> str:
 def test_what_a_net_is_made_of(tmp_path: Path) -> None:
     (net,) = summarize(write(tmp_path, NET))
     rows = {layer.name: layer for layer in net.layers}
-    assert [*rows] == ["in", "conv", "relu", "a", "b", "far"]  # without the splits that Caffe puts in
+    assert [*rows] == [
+        "in",
+        "conv",
+        "relu",
+        "a",
+        "b",
+        "far",
+    ]  # without the splits that Caffe puts in
     assert rows["conv"].shapes == [(2, 4, 4, 4)]
-    assert (rows["conv"].parameters, rows["conv"].macs, rows["conv"].memory) == (112, 2 * 27 * 64, 4 * 128)
+    assert (rows["conv"].parameters, rows["conv"].macs, rows["conv"].memory) == (
+        112,
+        2 * 27 * 64,
+        4 * 128,
+    )
     assert (rows["b"].parameters, rows["b"].macs) == (320, 640)
     assert (net.parameters, net.macs) == (112 + 325 + 320, 3456 + 2 * 640)
     assert net.unconsumed == ["spare", "far"]
@@ -45,7 +56,10 @@ def test_the_table(tmp_path: Path) -> None:
     lines = MARKS.sub("", net.table()).splitlines()
     cells = [line.split() for line in lines]
     assert lines[0] == "TEST net of 'it'"
-    assert " ".join(cells[3]) == "conv Convolution (w x0.5, Dx0) x -> c 3/2+1 4 2 4 4 4 112 3.46 k 0.00 MiB"
+    assert (
+        " ".join(cells[3])
+        == "conv Convolution (w x0.5, Dx0) x -> c 3/2+1 4 2 4 4 4 112 3.46 k 0.00 MiB"
+    )
     assert " ".join(cells[4]) == "relu ReLU c -> c 2 4 4 4"
     assert cells[5][:5] == ["a", "InnerProduct", "c", "->", "a"]  # usual multipliers are not shown
     assert "0.25 * far" in lines[7]
@@ -102,7 +116,9 @@ def test_a_blob_that_is_taken_in_place_at_the_end_hangs_loose(tmp_path: Path) ->
 
 
 def test_wide_cells_move_the_rest_as_little_as_possible(tmp_path: Path) -> None:
-    (net,) = summarize(write(tmp_path, NET.replace('name: "relu"', 'name: "a_long_name_for_a_relu"')))
+    (net,) = summarize(
+        write(tmp_path, NET.replace('name: "relu"', 'name: "a_long_name_for_a_relu"'))
+    )
     rows = MARKS.sub("", net.table(max_width=8)).splitlines()[1:]
     assert rows[3].startswith("a_long_name_for_a_relu  ReLU")
     assert rows[0].index("type") == 10

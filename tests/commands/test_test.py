@@ -58,7 +58,9 @@ def test_weights_that_are_none_are_refused() -> None:
 def logged_by(caplog: pytest.LogCaptureFixture, **where: Any) -> tuple[Score, list[str]]:
     caplog.clear()
     result = score(MODEL, [WEIGHTS], iterations=7, **where)
-    return result, [record.getMessage() for record in caplog.records if record.name == "caffepy.commands.test"]
+    return result, [
+        record.getMessage() for record in caplog.records if record.name == "caffepy.commands.test"
+    ]
 
 
 @pytest.mark.parametrize("count", [2, 3, 8])
@@ -68,7 +70,9 @@ def test_several_nets_give_what_one_does(count: int, caplog: pytest.LogCaptureFi
     together, logged = logged_by(caplog, cpu=count)
     assert logged == expected
     assert together.json() == alone.json()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("caffepy rank")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("caffepy rank")
+    ]
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.gpus(4))])
@@ -79,10 +83,14 @@ def test_several_gpus_give_what_one_does(count: int, caplog: pytest.LogCaptureFi
     alone, expected = logged_by(caplog, gpu="0")
     together, logged = logged_by(caplog, gpu=",".join(map(str, range(count))), deadlines=DEADLINES)
     assert [NUMBER.sub("", line) for line in logged] == [NUMBER.sub("", line) for line in expected]
-    for line, other in zip(logged, expected, strict=True):  # sums of atomic additions are rounded as they come
+    for line, other in zip(
+        logged, expected, strict=True
+    ):  # sums of atomic additions are rounded as they come
         own, others = (list(map(float, NUMBER.findall(text))) for text in (line, other))
         assert own == pytest.approx(others, rel=1e-4), line
-    for (name, values, weight), (other_name, others, other_weight) in zip(together.outputs, alone.outputs, strict=True):
+    for (name, values, weight), (other_name, others, other_weight) in zip(
+        together.outputs, alone.outputs, strict=True
+    ):
         assert (name, weight) == (other_name, other_weight)
         np.testing.assert_allclose(values, others, rtol=1e-4)
 
@@ -92,7 +100,9 @@ def test_several_gpus_give_what_one_does(count: int, caplog: pytest.LogCaptureFi
 def test_all_gpus_test(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "caffepy.device.device")
     logged_by(caplog, gpu="all", deadlines=DEADLINES)
-    messages = [record.getMessage() for record in caplog.records if record.name == "caffepy.device.device"]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name == "caffepy.device.device"
+    ]
     assert messages[0].startswith("Using GPUs 0, 1")
     assert len(messages) == 1 + count_gpus()
 
@@ -112,9 +122,13 @@ def faulty(folder: Path, **orders: Any) -> str:
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_an_error_in_one_ends_all(rank: int, tmp_path: Path) -> None:
     name = f"rank {rank}: " if rank else ""
-    with pytest.raises(ConfigError, match=rf'^{name}[^:]*faulty.prototxt:\d+:\d+: layer "faulty".*it went wrong'):
+    with pytest.raises(
+        ConfigError, match=rf'^{name}[^:]*faulty.prototxt:\d+:\d+: layer "faulty".*it went wrong'
+    ):
         score(faulty(tmp_path, what="raise", rank=rank, at=2), [], iterations=9, cpu=3)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("caffepy rank")]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name.startswith("caffepy rank")
+    ]
 
 
 def test_an_output_that_changes_its_shape_has_no_mean(tmp_path: Path) -> None:
@@ -126,7 +140,9 @@ def test_an_output_that_changes_its_shape_has_no_mean(tmp_path: Path) -> None:
     )
     text = 'layer { name: "g" type: "Python" top: "g" python_param { module: "growing" layer: "Growing" } }'
     (tmp_path / "net.prototxt").write_text(text)
-    with pytest.raises(DataError, match=r'output "g" changed its shape between batches, from 1 \(1\) to 2 \(2\)'):
+    with pytest.raises(
+        DataError, match=r'output "g" changed its shape between batches, from 1 \(1\) to 2 \(2\)'
+    ):
         score(str(tmp_path / "net.prototxt"), [], iterations=3)
 
 
@@ -136,7 +152,9 @@ def test_json_of_what_is_not_finite() -> None:
     assert "NaN" not in result.json()
 
 
-def test_a_data_layer_that_is_not_shared_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_data_layer_that_is_not_shared_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "constant.py").write_text(
         "class Constant:\n"
         "    def reshape(self, bottom, top): top[0].reshape(1)\n"
@@ -148,13 +166,29 @@ def test_a_data_layer_that_is_not_shared_is_told_of(tmp_path: Path, caplog: pyte
         (tmp_path / "net.prototxt").write_text(text.replace("SHARED", shared))
         result = score(str(tmp_path / "net.prototxt"), [], iterations=3, cpu=2)
         assert json.loads(result.json())["outputs"] == {"c": [3]}
-        assert sum("share_in_parallel: true" in record.getMessage() for record in caplog.records) == told
+        assert (
+            sum("share_in_parallel: true" in record.getMessage() for record in caplog.records)
+            == told
+        )
 
 
 def caffepy(model: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
     weights = ["--weights", WEIGHTS]
-    command = [sys.executable, "-m", "caffepy", "test", "--model", model, *weights, "--cpu", "3", *arguments]
-    return subprocess.run(command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=300, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "caffepy",
+        "test",
+        "--model",
+        model,
+        *weights,
+        "--cpu",
+        "3",
+        *arguments,
+    ]
+    return subprocess.run(
+        command, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, timeout=300, check=False
+    )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -163,7 +197,9 @@ def test_an_interrupt_ends_all(rank: int, tmp_path: Path) -> None:
     assert run.returncode == 130, run.stderr[-2000:]
 
 
-@pytest.mark.parametrize(("rank", "how"), [(0, "the main thread does not answer"), (2, "Still at work.*: rank 2")])
+@pytest.mark.parametrize(
+    ("rank", "how"), [(0, "the main thread does not answer"), (2, "Still at work.*: rank 2")]
+)
 def test_one_that_hangs_is_found_and_named(rank: int, how: str, tmp_path: Path) -> None:
     run = caffepy(faulty(tmp_path, what="hang", rank=rank, at=2), "--deadlines", "test=8")
     assert run.returncode == SyncError.exit_code

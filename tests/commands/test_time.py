@@ -65,11 +65,17 @@ def test_the_parts_add_up() -> None:
 
 
 def test_a_net_without_layers_in_the_phase_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "net.prototxt").write_text('layer { name: "x" type: "Input" top: "x" include { phase: TEST } }')
+    (tmp_path / "net.prototxt").write_text(
+        'layer { name: "x" type: "Input" top: "x" include { phase: TEST } }'
+    )
     with pytest.raises(ConfigError, match="no layers in the TRAIN phase"):
         time_net(f"{tmp_path}/net.prototxt")
 
 
 def test_layers_that_need_no_gradient_are_timed_too() -> None:
     result = time_net(lenet("deploy"), iterations=1, phase="TEST")
-    assert all(layer.backward > 0 for layer in result.layers if layer.type in ("Convolution", "InnerProduct"))
+    assert all(
+        layer.backward > 0
+        for layer in result.layers
+        if layer.type in ("Convolution", "InnerProduct")
+    )

@@ -69,10 +69,14 @@ def test_lines_stand_where_caffes_stand(digits: Path, caplog: pytest.LogCaptureF
 
     with caplog.at_level(logging.INFO, "caffepy"):
         train("solver.prototxt", weights=["init_iter_0.caffemodel"])
-    assert skeleton(caplog.messages) == skeleton((digits / "caffe_train.log").read_text().splitlines())
+    assert skeleton(caplog.messages) == skeleton(
+        (digits / "caffe_train.log").read_text().splitlines()
+    )
 
 
-def test_resuming_says_so_and_drops_the_solvers_weights(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_resuming_says_so_and_drops_the_solvers_weights(
+    digits: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     solver = digits / "solver.prototxt"
     edit(solver, "max_iter: 5", "display: 0", "test_interval: 100", "test_initialization: false")
     train("solver.prototxt")
@@ -88,9 +92,18 @@ def test_resuming_says_so_and_drops_the_solvers_weights(digits: Path, caplog: py
     assert not any("Finetuning" in message for message in caplog.messages)
 
 
-def test_auto_resumes_the_newest_good_snapshot(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_resumes_the_newest_good_snapshot(
+    digits: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     solver = digits / "solver.prototxt"
-    edit(solver, "max_iter: 6", "snapshot: 2", "display: 0", "test_interval: 100", "test_initialization: false")
+    edit(
+        solver,
+        "max_iter: 6",
+        "snapshot: 2",
+        "display: 0",
+        "test_interval: 100",
+        "test_initialization: false",
+    )
     with caplog.at_level(logging.INFO, "caffepy"):
         train("solver.prototxt", snapshot="auto", weights=["init_iter_0.caffemodel"])
         assert "No snapshot under digits; starting from scratch" in caplog.messages
@@ -99,7 +112,9 @@ def test_auto_resumes_the_newest_good_snapshot(digits: Path, caplog: pytest.LogC
         caplog.clear()
         train("solver.prototxt", snapshot="auto", weights=["init_iter_0.caffemodel"])
     assert "Resuming from digits_iter_4.solverstate" in caplog.messages
-    assert any("digits_iter_6.solverstate cannot be resumed from" in message for message in caplog.messages)
+    assert any(
+        "digits_iter_6.solverstate cannot be resumed from" in message for message in caplog.messages
+    )
     assert not any("Finetuning" in message for message in caplog.messages)
 
 
@@ -120,11 +135,15 @@ def test_log_dir_gets_the_log(digits: Path) -> None:
 
 
 def test_snapshot_and_weights_exclude_each_other() -> None:
-    with pytest.raises(UsageError, match="Give a snapshot to resume training or weights to finetune but not both"):
+    with pytest.raises(
+        UsageError, match="Give a snapshot to resume training or weights to finetune but not both"
+    ):
         train("solver.prototxt", snapshot="x.solverstate", weights=["x.caffemodel"])
 
 
-def test_a_solver_for_the_gpu_where_there_is_none(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solver_for_the_gpu_where_there_is_none(
+    digits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     edit(digits / "solver.prototxt", "solver_mode: GPU")
     with pytest.raises(DeviceError) as caught:
@@ -146,7 +165,9 @@ def test_cpu_overrules_the_solver_file(digits: Path, monkeypatch: pytest.MonkeyP
         train("solver.prototxt", cpu=True, gpu="0")
 
 
-def test_deterministic_runs_are_the_same_without_a_seed(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_deterministic_runs_are_the_same_without_a_seed(
+    digits: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     edit(digits / "solver.prototxt", "max_iter: 3", "random_seed: -1")
     runs = []
     with caplog.at_level(logging.INFO, "caffepy"):
@@ -161,7 +182,9 @@ def test_deterministic_runs_are_the_same_without_a_seed(digits: Path, caplog: py
 
 def test_settings_are_located(digits: Path) -> None:
     edit(digits / "solver.prototxt", 'lr_policy: "stepp"')
-    with pytest.raises(ConfigError, match=r'solver\.prototxt:15:1: unknown lr_policy "stepp", did you mean "step"'):
+    with pytest.raises(
+        ConfigError, match=r'solver\.prototxt:15:1: unknown lr_policy "stepp", did you mean "step"'
+    ):
         train("solver.prototxt")
 
 
@@ -176,7 +199,9 @@ def wait_for(process: subprocess.Popen[str], text: str) -> None:
 
 
 def weights(path: str) -> np.ndarray:
-    return np.concatenate([blob_to_array(blob).ravel() for layer in read_net(path).layer for blob in layer.blobs])
+    return np.concatenate(
+        [blob_to_array(blob).ravel() for layer in read_net(path).layer for blob in layer.blobs]
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -189,7 +214,8 @@ def test_a_stopped_run_goes_on_exactly(number: signal.Signals, digits: Path) -> 
         log = process.communicate()[1]
         assert "Optimization stopped early." in log
         assert re.search(
-            r"A signal stopped the run at iteration (\d+); --snapshot digits_iter_\1.solverstate goes on", log
+            r"A signal stopped the run at iteration (\d+); --snapshot digits_iter_\1.solverstate goes on",
+            log,
         )
         assert process.returncode == 75
     assert not Path("digits_iter_600.caffemodel").exists()
@@ -200,7 +226,13 @@ def test_a_stopped_run_goes_on_exactly(number: signal.Signals, digits: Path) -> 
 
 
 def test_sighup_takes_a_snapshot_and_goes_on(digits: Path) -> None:
-    edit(digits / "solver.prototxt", "max_iter: 100000", "display: 10", "snapshot: 0", "test_interval: 100000")
+    edit(
+        digits / "solver.prototxt",
+        "max_iter: 100000",
+        "display: 10",
+        "snapshot: 0",
+        "test_interval: 100000",
+    )
     with start() as process:
         wait_for(process, "Iteration 10 ")
         process.send_signal(signal.SIGHUP)
@@ -213,7 +245,13 @@ def test_sighup_takes_a_snapshot_and_goes_on(digits: Path) -> None:
 
 
 def test_second_sigint_quits_without_a_snapshot(digits: Path) -> None:
-    edit(digits / "solver.prototxt", "max_iter: 100000", "display: 1", "snapshot: 0", "test_iter: 100000")
+    edit(
+        digits / "solver.prototxt",
+        "max_iter: 100000",
+        "display: 1",
+        "snapshot: 0",
+        "test_iter: 100000",
+    )
     with start() as process:
         wait_for(process, "Testing net")
         process.send_signal(signal.SIGINT)
@@ -224,7 +262,13 @@ def test_second_sigint_quits_without_a_snapshot(digits: Path) -> None:
 
 def test_further_sigterms_change_nothing(digits: Path) -> None:
     """Not while the snapshot is written, not while the curve is drawn, not while the process ends."""
-    edit(digits / "solver.prototxt", "max_iter: 100000", "display: 5", "snapshot: 0", "test_interval: 100000")
+    edit(
+        digits / "solver.prototxt",
+        "max_iter: 100000",
+        "display: 5",
+        "snapshot: 0",
+        "test_interval: 100000",
+    )
     with start() as process:
         wait_for(process, "Iteration 5 ")
         while process.poll() is None:

@@ -40,7 +40,9 @@ else:
 """
 
 
-def run(folder: Path, *arguments: str, path: str = "", **variables: str) -> "subprocess.CompletedProcess[str]":
+def run(
+    folder: Path, *arguments: str, path: str = "", **variables: str
+) -> "subprocess.CompletedProcess[str]":
     """A Python process in `folder` that finds caffepy as it lies."""
     search = os.pathsep.join(filter(None, [path, str(ROOT)]))
     environment = {key: value for key, value in os.environ.items() if key != "CAFFEPY_AS_CAFFE"}
@@ -60,7 +62,9 @@ def passes(done: "subprocess.CompletedProcess[str]") -> None:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Path:
-    """A folder with a `caffe` that must not be found: a checkout whose extension was never compiled."""
+    """A folder with a `caffe` that must not be found: a checkout whose extension was never
+    compiled.
+    """
     (tmp_path / "caffe" / "test").mkdir(parents=True)
     (tmp_path / "caffe" / "__init__.py").write_text("from ._caffe import Net\n")
     (tmp_path / "caffe" / "io.py").write_text("raise AssertionError\n")
@@ -74,7 +78,13 @@ def test_help_tells_how_to_run_a_script(elsewhere: Path) -> None:
 
 
 def test_installed_by_a_call(elsewhere: Path) -> None:
-    passes(run(elsewhere, "-c", "import caffepy; caffepy.install_as_caffe(); caffepy.install_as_caffe()" + ONE_SET))
+    passes(
+        run(
+            elsewhere,
+            "-c",
+            "import caffepy; caffepy.install_as_caffe(); caffepy.install_as_caffe()" + ONE_SET,
+        )
+    )
 
 
 def test_it_takes_the_place_of_a_caffe_that_was_imported(elsewhere: Path) -> None:
@@ -102,7 +112,9 @@ def test_otherwise_caffe_is_not_touched(elsewhere: Path, value: str) -> None:
 
 def test_the_line_that_python_runs_at_its_start(elsewhere: Path) -> None:
     """setup.py puts it beside the package; site-packages stands for that here."""
-    line = next(line for line in (ROOT / "setup.py").read_text().splitlines() if line.startswith("LINE"))
+    line = next(
+        line for line in (ROOT / "setup.py").read_text().splitlines() if line.startswith("LINE")
+    )
     values: dict[str, str] = {}
     exec(line, values)
     packages = elsewhere / "packages"
@@ -114,7 +126,9 @@ def test_the_line_that_python_runs_at_its_start(elsewhere: Path) -> None:
 
 
 def test_modules_that_others_put_into_a_caffe_are_found(elsewhere: Path) -> None:
-    (elsewhere / "caffe" / "model_libs.py").write_text("import caffe\nfrom caffe import layers as L\nSIZE = 3\n")
+    (elsewhere / "caffe" / "model_libs.py").write_text(
+        "import caffe\nfrom caffe import layers as L\nSIZE = 3\n"
+    )
     (elsewhere / "caffe" / "test" / "test_it.py").write_text("import caffe.io\n")
     more = """
 from caffe.model_libs import SIZE, L

@@ -31,9 +31,17 @@ def test_names_may_be_as_long_as_the_system_allows(name: str, tmp_path: Path) ->
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     code = f"from caffepy.core.files import temporary_name as t; print(t({str(tmp_path / 's_iter_3.caffemodel')!r}))"
-    dead = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    dead = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
     alive, other = temporary_name(str(tmp_path / "s_iter_4.caffemodel")), dead.replace(".s_", ".r_")
-    for path in (dead, alive, other, str(tmp_path / ".s_own.tmp"), str(tmp_path / "s_iter_3.caffemodel")):
+    for path in (
+        dead,
+        alive,
+        other,
+        str(tmp_path / ".s_own.tmp"),
+        str(tmp_path / "s_iter_3.caffemodel"),
+    ):
         Path(path).touch()
     assert remove_stale(str(tmp_path / "s_")) == [dead]
     assert not os.path.exists(dead)
@@ -44,6 +52,9 @@ def test_what_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
     check_writable(str(tmp_path / "new"))
     check_writable(os.devnull)
     assert not list(tmp_path.iterdir())
-    for path, message in ((tmp_path, "is a directory"), (tmp_path / "none" / "x", "no such file or directory")):
+    for path, message in (
+        (tmp_path, "is a directory"),
+        (tmp_path / "none" / "x", "no such file or directory"),
+    ):
         with pytest.raises(UsageError, match=f'cannot write "{path}": {message}'):
             check_writable(str(path))

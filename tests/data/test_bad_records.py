@@ -1,4 +1,6 @@
-"""Bad records that may be passed over: which come instead, how many, and the same again when a run goes on."""
+"""Bad records that may be passed over: which come instead, how many, and the same again when a run
+goes on.
+"""
 
 import logging
 import os
@@ -46,12 +48,12 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
                 (tmp_path / f"{i}.png").write_bytes(content)
             (tmp_path / "list.txt").write_text("".join(f"{i}.png {i}\n" for i in range(COUNT)))
             shuffle = str(request.param == "shuffled").lower()
-            layer = (
-                f'type: "ImageData" image_data_param {{ source: "list.txt" batch_size: {batch} shuffle: {shuffle} }}'
-            )
+            layer = f'type: "ImageData" image_data_param {{ source: "list.txt" batch_size: {batch} shuffle: {shuffle} }}'
         with tolerating(most):
             return Feed(
-                f"layer {{ {layer} transform_param {{ mirror: true }} }}", path=f"{tmp_path}/net.prototxt", seed=seed
+                f"layer {{ {layer} transform_param {{ mirror: true }} }}",
+                path=f"{tmp_path}/net.prototxt",
+                seed=seed,
             )
 
     return feed
@@ -83,7 +85,9 @@ def test_those_that_follow_come_instead(make: Make, caplog: pytest.LogCaptureFix
 
 def test_one_too_many_is_named(make: Make) -> None:
     feed = make(3)
-    with pytest.raises(RecordError, match=r"its image cannot be decoded .*; 3 bad records were passed over before"):
+    with pytest.raises(
+        RecordError, match=r"its image cannot be decoded .*; 3 bad records were passed over before"
+    ):
         labels(feed, 4)
     feed.layer.close()
 
@@ -134,8 +138,12 @@ def test_windows_of_bad_images_are_drawn_anew(tmp_path: Path) -> None:
     (tmp_path / "windows.txt").write_text("".join(block.format(i, i + 1) for i in range(4)))
 
     def make(most: int, cached: str = "", seed: int = 1) -> Feed:
-        text = f'window_data_param {{ source: "windows.txt" batch_size: 8 fg_fraction: 0.5 {cached} }}'
-        text = f'layer {{ type: "WindowData" {text} transform_param {{ crop_size: 8 mirror: true }} }}'
+        text = (
+            f'window_data_param {{ source: "windows.txt" batch_size: 8 fg_fraction: 0.5 {cached} }}'
+        )
+        text = (
+            f'layer {{ type: "WindowData" {text} transform_param {{ crop_size: 8 mirror: true }} }}'
+        )
         with tolerating(most):
             return Feed(text, path=f"{tmp_path}/net.prototxt", seed=seed)
 
@@ -159,11 +167,17 @@ def test_windows_of_bad_images_are_drawn_anew(tmp_path: Path) -> None:
 
 
 def test_all_windows_of_a_kind_are_bad(tmp_path: Path) -> None:
-    (tmp_path / "windows.txt").write_text("# 0\n0.png\n3\n20\n20\n2\n1 0.9 0 0 9 9\n0 0.1 2 2 11 11\n")
-    text = 'window_data_param { source: "windows.txt" batch_size: 2 } transform_param { crop_size: 8 }'
+    (tmp_path / "windows.txt").write_text(
+        "# 0\n0.png\n3\n20\n20\n2\n1 0.9 0 0 9 9\n0 0.1 2 2 11 11\n"
+    )
+    text = (
+        'window_data_param { source: "windows.txt" batch_size: 2 } transform_param { crop_size: 8 }'
+    )
     with tolerating(5):
         feed = Feed(f'layer {{ type: "WindowData" {text} }}', path=f"{tmp_path}/net.prototxt")
-    with pytest.raises(DataError, match=r"0\.png cannot be read: .*; so are all others of its kind, bad"):
+    with pytest.raises(
+        DataError, match=r"0\.png cannot be read: .*; so are all others of its kind, bad"
+    ):
         feed.forward()
     feed.layer.close()
 
@@ -182,7 +196,9 @@ def test_the_flag_and_what_is_said_without_it(
     monkeypatch.chdir(tmp_path)
     with write_database("db", "lmdb") as writer:
         for i in range(10):
-            writer.put(f"{i:02d}", Datum(encoded=True, data=b"x" if i in (3, 7) else image(i), label=i % 3))
+            writer.put(
+                f"{i:02d}", Datum(encoded=True, data=b"x" if i in (3, 7) else image(i), label=i % 3)
+            )
     Path("net.prototxt").write_text(NET)
     solver = 'net: "net.prototxt" base_lr: 0.0001 lr_policy: "fixed" max_iter: %d random_seed: 1 snapshot_prefix: "%s"'
     Path("solver.prototxt").write_text(solver % (9, "s"))
@@ -194,7 +210,12 @@ def test_the_flag_and_what_is_said_without_it(
     assert capsys.readouterr().err.count("] Bad record ") == 2
     for iterations in (4, 9):
         Path("solver.prototxt").write_text(solver % (iterations, "parts"))
-        assert main.run(["train", "-solver", "solver.prototxt", "-max_bad_records=2", "-snapshot", "auto"]) == 0
+        assert (
+            main.run(
+                ["train", "-solver", "solver.prototxt", "-max_bad_records=2", "-snapshot", "auto"]
+            )
+            == 0
+        )
     assert Path("s_iter_9.caffemodel").read_bytes() == Path("parts_iter_9.caffemodel").read_bytes()
     capsys.readouterr()
     line = ["test", "-model", "net.prototxt", "-weights", "s_iter_9.caffemodel", "-iterations", "3"]
@@ -213,5 +234,7 @@ def test_the_limit_is_that_of_the_block() -> None:
 def test_warnings_have_their_level(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     feed = make(4)
     labels(feed, 4)
-    assert {r.levelno for r in caplog.records if r.getMessage().startswith("Bad")} == {logging.WARNING}
+    assert {r.levelno for r in caplog.records if r.getMessage().startswith("Bad")} == {
+        logging.WARNING
+    }
     feed.layer.close()

@@ -52,7 +52,9 @@ def test_encoded_color_gray_and_native():
 @pytest.mark.parametrize("share", [0.3, 0.9, 1])
 def test_a_jpeg_that_is_cut_short_is_as_from_its_file(share, mode, tmp_path):
     """The end of the file comes when some of its rows are there, or all of them."""
-    _, whole = cv2.imencode(".jpg", np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8))
+    _, whole = cv2.imencode(
+        ".jpg", np.random.default_rng(0).integers(0, 256, (60, 80, 3), np.uint8)
+    )
     cut = whole[: int(share * (len(whole) - 2))]
     cut.tofile(tmp_path / "cut.jpg")
     expected = cv2.imread(str(tmp_path / "cut.jpg"), mode)
@@ -69,7 +71,10 @@ REFUSED = {
     ),
     "no values": (Datum(channels=1, height=2, width=3).SerializeToString(), "with 0 values"),
     "encoded, empty": (Datum(encoded=True).SerializeToString(), r"cannot be decoded \(0 bytes\)"),
-    "encoded, no image": (Datum(encoded=True, data=b"hello").SerializeToString(), r"cannot be decoded \(5 bytes\)"),
+    "encoded, no image": (
+        Datum(encoded=True, data=b"hello").SerializeToString(),
+        r"cannot be decoded \(5 bytes\)",
+    ),
     "encoded, a JPEG without a row": (
         Datum(encoded=True, data=b"\xff\xd8\xff").SerializeToString(),
         "cannot be decoded",

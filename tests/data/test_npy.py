@@ -16,7 +16,9 @@ def test_rows_come_one_after_the_other(counts: list[int], tmp_path: Path) -> Non
             add(rows[:count])
     array = np.load(path)
     assert array.dtype == np.float32
-    np.testing.assert_array_equal(array, np.concatenate([rows[:0], *(rows[:n] for n in counts)]).reshape(array.shape))
+    np.testing.assert_array_equal(
+        array, np.concatenate([rows[:0], *(rows[:n] for n in counts)]).reshape(array.shape)
+    )
 
 
 def test_rows_have_one_shape(tmp_path: Path) -> None:

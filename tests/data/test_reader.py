@@ -1,4 +1,6 @@
-"""Batches made ahead: always the same batches, exact states, errors at the consumer, threads that end."""
+"""Batches made ahead: always the same batches, exact states, errors at the consumer, threads that
+end.
+"""
 
 import gc
 import logging
@@ -52,8 +54,12 @@ def ten(tmp_path):
 
 
 def reader(path, batch_size=3, depth=2, transform="", seed=5, phase=TRAIN):
-    transformer = Transformer(text_format.Parse(transform, TransformationParameter()), phase, Device(seed=seed))
-    return Reader(RecordLoader(open_source(path), transformer, batch_size), depth, np.float32, cpu.Staging)
+    transformer = Transformer(
+        text_format.Parse(transform, TransformationParameter()), phase, Device(seed=seed)
+    )
+    return Reader(
+        RecordLoader(open_source(path), transformer, batch_size), depth, np.float32, cpu.Staging
+    )
 
 
 def take(reader, count=1):
@@ -153,7 +159,10 @@ def test_what_is_passed_over_is_said_once(tmp_path, caplog):
     with pytest.raises(DataError, match="2 bad records were passed over before"):
         take(made)
     made.close()
-    assert [m[:12] for m in caplog.messages if m.startswith("Bad record")] == ["Bad record 1", "Bad record 2"]
+    assert [m[:12] for m in caplog.messages if m.startswith("Bad record")] == [
+        "Bad record 1",
+        "Bad record 2",
+    ]
 
 
 def test_a_thread_that_cannot_begin_says_so(ten, monkeypatch):
@@ -195,7 +204,9 @@ def test_helpers_fill_several_batches_at_a_time(ten, monkeypatch):
     monkeypatch.setattr(reader_module, "MANY", 1)
     made, whole = reader(ten, depth=HELPERS), reader(ten)
     together = threading.Barrier(HELPERS)
-    before_each_fill(monkeypatch, made, lambda: together.wait(60))  # breaks, and with it the batch, if one is alone
+    before_each_fill(
+        monkeypatch, made, lambda: together.wait(60)
+    )  # breaks, and with it the batch, if one is alone
     same(take(made, HELPERS), take(whole, HELPERS))
     together.abort()
     made.close()
@@ -224,7 +235,10 @@ def test_batches_are_those_of_a_loader_alone(tmp_path_factory, records, most, cr
     path = write(tmp_path_factory.mktemp("any"), [kinds(i)[kind] for i, kind in enumerate(records)])
     batch_size, depth, lanes = sizes
     with tolerating(most):
-        made, alone = reader(path, batch_size, depth, crop), reader(path, batch_size, transform=crop)._loader
+        made, alone = (
+            reader(path, batch_size, depth, crop),
+            reader(path, batch_size, transform=crop)._loader,
+        )
     made.serve([nullcontext] * lanes)
     batch = Batch(batch_size, np.float32, cpu.Staging())
     for k in range(12):
@@ -263,7 +277,9 @@ def test_a_forgotten_reader_ends_its_thread(ten):
 
 def test_every_thousandth_wait_is_logged(ten, caplog, monkeypatch):
     caplog.set_level(logging.INFO, "caffepy")
-    gate = threading.Semaphore(1)  # a batch is made only once the consumer waits for it; the first one before
+    gate = threading.Semaphore(
+        1
+    )  # a batch is made only once the consumer waits for it; the first one before
 
     def waits():
         for number in (0, 1, 1000):
@@ -306,7 +322,11 @@ BAD = {
         'record "0005": crop_size 3 is larger than the image, 2 x 5',
     ),
     "not a Datum": (b"\xff\xff", "", 'record "0005": not a Datum'),
-    "no image": (Datum(encoded=True, data=b"x").SerializeToString(), "", 'record "0005": its image cannot be decoded'),
+    "no image": (
+        Datum(encoded=True, data=b"x").SerializeToString(),
+        "",
+        'record "0005": its image cannot be decoded',
+    ),
 }
 
 
@@ -344,10 +364,14 @@ def test_encoded_records_are_decoded_in_their_order(tmp_path):
 
 
 def test_a_bad_first_record_is_named_each_time(tmp_path):
-    r = reader(write(tmp_path, [datum(SHAPE), datum((2, 2, 2))]), batch_size=1, transform="crop_size: 3")
+    r = reader(
+        write(tmp_path, [datum(SHAPE), datum((2, 2, 2))]), batch_size=1, transform="crop_size: 3"
+    )
     take(r)
     for _ in range(3):
-        with pytest.raises(DataError, match='record "0001": crop_size 3 is larger than the image, 2 x 2'):
+        with pytest.raises(
+            DataError, match='record "0001": crop_size 3 is larger than the image, 2 x 2'
+        ):
             take(r)
     r.close()
 
@@ -355,18 +379,30 @@ def test_a_bad_first_record_is_named_each_time(tmp_path):
 def test_the_first_record_of_a_batch_decides_its_shape(tmp_path):
     path = write(tmp_path, [datum((1, 2, 2), 1), datum((1, 3, 3), 2), datum((2, 3, 3), 3)])
     r = reader(path, batch_size=1)
-    assert [data.shape for data, _ in take(r, 4)] == [(1, 1, 2, 2), (1, 1, 3, 3), (1, 2, 3, 3), (1, 1, 2, 2)]
+    assert [data.shape for data, _ in take(r, 4)] == [
+        (1, 1, 2, 2),
+        (1, 1, 3, 3),
+        (1, 2, 3, 3),
+        (1, 1, 2, 2),
+    ]
     r.close()
 
 
 def test_images_of_any_size_are_cropped_to_one(tmp_path):
     shapes = [(3, 6, 7), (3, 5, 5), (3, 9, 6), (3, 6, 7)]
-    r = reader(write(tmp_path, [png(s, label=i) for i, s in enumerate(shapes)]), 4, transform="crop_size: 4", phase=1)
+    r = reader(
+        write(tmp_path, [png(s, label=i) for i, s in enumerate(shapes)]),
+        4,
+        transform="crop_size: 4",
+        phase=1,
+    )
     ((data, label),) = take(r)
     np.testing.assert_array_equal(label, range(4))
     for result, (c, h, w) in zip(data, shapes, strict=True):
         top, left = (h - 4) // 2, (w - 4) // 2
-        np.testing.assert_array_equal(result, images(1, (c, h, w))[0][:, top : top + 4, left : left + 4])
+        np.testing.assert_array_equal(
+            result, images(1, (c, h, w))[0][:, top : top + 4, left : left + 4]
+        )
     r.close()
 
 
@@ -392,7 +428,9 @@ r = t.reader({ten!r}, depth=4)
 t.take(r, 3)
 """
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 

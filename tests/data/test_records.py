@@ -1,4 +1,6 @@
-"""Datums that are copied or found without being parsed: the same images and labels, and nothing that needs parsing."""
+"""Datums that are copied or found without being parsed: the same images and labels, and nothing
+that needs parsing.
+"""
 
 import numpy as np
 import pytest
@@ -32,7 +34,9 @@ def datum(image, label):
 
 def test_images_and_labels():
     labels = [0, 5, 1000, -1, None, 2**31 - 1, -(2**31)]
-    done, images, found = copy([datum(image, label) for image, label in zip(IMAGES, labels, strict=True)])
+    done, images, found = copy(
+        [datum(image, label) for image, label in zip(IMAGES, labels, strict=True)]
+    )
     assert done.all()
     np.testing.assert_array_equal(images, IMAGES)
     np.testing.assert_array_equal(found, [label or 0 for label in labels])
@@ -75,7 +79,9 @@ def test_joined_records_are_found_again():
 def found(*records):
     joined = Records.joined([(b"key", record) for record in records])
     images, labels = find_encoded(joined.content, joined.rows)
-    return [joined.content[start : start + size].tobytes() for start, size in images.tolist()], labels.tolist()
+    return [
+        joined.content[start : start + size].tobytes() for start, size in images.tolist()
+    ], labels.tolist()
 
 
 FILE = b"\xff\xd8 an image"
@@ -85,7 +91,9 @@ FILE = b"\xff\xd8 an image"
 def test_encoded_images_and_labels_are_found(label):
     plain = Datum(encoded=True, data=FILE, label=label)
     shaped = Datum(channels=3, height=700, width=5, encoded=True, data=FILE * 40, label=label)
-    files, labels = found(*(d.SerializeToString() for d in (plain, shaped, Datum(encoded=True, data=b"x"))))
+    files, labels = found(
+        *(d.SerializeToString() for d in (plain, shaped, Datum(encoded=True, data=b"x")))
+    )
     assert files == [FILE, FILE * 40, b"x"]
     assert labels == [label, label, 0]
 

@@ -43,7 +43,9 @@ def give(made: Feed, place: Path) -> None:
 
 def saved(made: Feed, place: Path) -> dict[str, Any]:
     """The layer's state and the device's random numbers, as a snapshot's sidecar gives them back."""
-    sidecar.write(f"{place}/sidecar", {"layer": made.layer.state(), "rng": made.device.random.state})
+    sidecar.write(
+        f"{place}/sidecar", {"layer": made.layer.state(), "rng": made.device.random.state}
+    )
     content = sidecar.read(f"{place}/sidecar")
     assert content
     return content

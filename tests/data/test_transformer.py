@@ -15,7 +15,9 @@ IMAGES = np.random.default_rng(0).integers(0, 256, (40, *SHAPE), np.uint8)
 
 
 def transformer(text, phase=TRAIN, seed=3, path=None):
-    return Transformer(text_format.Parse(text, TransformationParameter()), phase, Device(seed=seed), path)
+    return Transformer(
+        text_format.Parse(text, TransformationParameter()), phase, Device(seed=seed), path
+    )
 
 
 def apply(t, images=IMAGES):
@@ -38,7 +40,9 @@ def test_nothing_asked_for_gives_the_image():
 
 def test_scale_comes_after_the_mean():
     out = apply(transformer("mean_value: 10 mean_value: 20 mean_value: 30 scale: 0.25"))
-    np.testing.assert_allclose(out, (IMAGES - np.array([10.0, 20, 30])[:, None, None]) * 0.25, rtol=1e-6)
+    np.testing.assert_allclose(
+        out, (IMAGES - np.array([10.0, 20, 30])[:, None, None]) * 0.25, rtol=1e-6
+    )
     out = apply(transformer("mean_value: 10"))
     np.testing.assert_allclose(out, IMAGES - 10.0)
 
@@ -50,7 +54,9 @@ def test_a_crop_in_test_is_the_centre():
 
 def test_draws_are_mirror_then_rows_then_columns():
     seed = Device(seed=3).draw_seed()
-    numbers = [int(n) for n in np.random.RandomState(seed).randint(0, 2**32, 3 * len(IMAGES), np.uint32)]
+    numbers = [
+        int(n) for n in np.random.RandomState(seed).randint(0, 2**32, 3 * len(IMAGES), np.uint32)
+    ]
     out = apply(transformer("crop_size: 5 mirror: true"))
     seen = set()
     for image, result in zip(IMAGES, out, strict=True):
@@ -62,7 +68,9 @@ def test_draws_are_mirror_then_rows_then_columns():
 
 
 def test_a_mirror_alone_draws_one_number_also_in_test():
-    numbers = np.random.RandomState(Device(seed=3).draw_seed()).randint(0, 2**32, len(IMAGES), np.uint32)
+    numbers = np.random.RandomState(Device(seed=3).draw_seed()).randint(
+        0, 2**32, len(IMAGES), np.uint32
+    )
     out = apply(transformer("mirror: true", TEST))
     for image, result, number in zip(IMAGES, out, numbers, strict=True):
         np.testing.assert_array_equal(result, image[:, :, ::-1] if number % 2 else image)
@@ -110,9 +118,17 @@ def test_fields_of_forks_without_effect_are_named(caplog):
 
 def test_mean_file_is_indexed_at_the_crop_before_mirroring(tmp_path):
     mean = mean_file(tmp_path)
-    out = apply(transformer("mean_file: 'mean.binaryproto' crop_size: 5", TEST, path=str(tmp_path / "net.prototxt")))
+    out = apply(
+        transformer(
+            "mean_file: 'mean.binaryproto' crop_size: 5", TEST, path=str(tmp_path / "net.prototxt")
+        )
+    )
     np.testing.assert_array_equal(out, IMAGES[:, :, 1:6, 3:8] - mean[:, 1:6, 3:8])
-    out = apply(transformer("mean_file: 'mean.binaryproto' mirror: true", path=str(tmp_path / "net.prototxt")))
+    out = apply(
+        transformer(
+            "mean_file: 'mean.binaryproto' mirror: true", path=str(tmp_path / "net.prototxt")
+        )
+    )
     for result, expected in zip(out, IMAGES - mean, strict=True):
         assert (result == expected).all() or (result == expected[:, :, ::-1]).all()
 
@@ -120,7 +136,11 @@ def test_mean_file_is_indexed_at_the_crop_before_mirroring(tmp_path):
 REFUSED = {
     "mean file and value": ("mean_file: 'x' mean_value: 1", ConfigError, "cannot both be given"),
     "color and gray": ("force_color: true force_gray: true", ConfigError, "cannot both be set"),
-    "two values for three channels": ("mean_value: 1 mean_value: 2", ConfigError, "2 mean_value for 3 channels"),
+    "two values for three channels": (
+        "mean_value: 1 mean_value: 2",
+        ConfigError,
+        "2 mean_value for 3 channels",
+    ),
     "large crop": ("crop_size: 9", ConfigError, "crop_size 9 is larger than the image, 8 x 11"),
     "mean of another size": (
         "mean_file: 'mean.binaryproto'",

@@ -75,7 +75,9 @@ def test_limits() -> None:
         Blob((65536, 65536))
     with pytest.raises(ConfigError, match="not possible"):
         Blob((2, -1))
-    with pytest.raises(ConfigError, match=r"axis 2 is out of range for a blob with 2 axes \(2 3 \(6\)\)"):
+    with pytest.raises(
+        ConfigError, match=r"axis 2 is out of range for a blob with 2 axes \(2 3 \(6\)\)"
+    ):
         Blob((2, 3)).axis(2)
 
 
@@ -111,11 +113,15 @@ def test_binding_a_gpus_memory_forgets_the_host() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 3, 4), (2, 3), (2, 1, 1, 1), ()])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_a_format_changes_what_the_device_has_and_nothing_the_host_sees(dtype, shape, channels_last) -> None:
+def test_a_format_changes_what_the_device_has_and_nothing_the_host_sees(
+    dtype, shape, channels_last
+) -> None:
     gpu = FakeGpu()
     blob = Blob(shape, store=gpu)
     blob.take(Format(np.dtype(dtype), channels_last))
-    values = np.arange(blob.count, dtype=np.float32).reshape(shape)  # small whole numbers are exact in every type
+    values = np.arange(blob.count, dtype=np.float32).reshape(
+        shape
+    )  # small whole numbers are exact in every type
     blob.host_data[...] = values
     assert blob.data.shape == shape
     assert blob.data.dtype == dtype
@@ -155,7 +161,10 @@ def test_another_format_is_for_one_blob_alone() -> None:
 
 
 def test_bfloat16_rounds_to_the_nearest_and_to_even() -> None:
-    values = np.array([1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3.1, 3.4e38, np.inf, -np.inf, np.nan], "f4")
+    values = np.array(
+        [1, 1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -3.1, 3.4e38, np.inf, -np.inf, np.nan],
+        "f4",
+    )
     expected = [1, 1, 1 + 2**-6, 1 + 2**-7, -3.09375, np.inf, np.inf, -np.inf, np.nan]
     np.testing.assert_array_equal(from_bfloat16(to_bfloat16(values)), np.array(expected, "f4"))
 

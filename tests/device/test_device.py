@@ -66,7 +66,9 @@ class _FailedError(RuntimeError):
     [(0, True, ""), (600, False, ""), (700, True, "cudaError 700"), (900, True, "")],
     ids=["done", "at work", "failed for good", "recording"],
 )
-def test_a_gpu_whose_memory_cannot_be_read_is_lost_and_not_at_work(status: int, idle: bool, lost: str) -> None:
+def test_a_gpu_whose_memory_cannot_be_read_is_lost_and_not_at_work(
+    status: int, idle: bool, lost: str
+) -> None:
     """CuPy's `Stream.done` raises nothing: it is False whatever is wrong."""
     device = object.__new__(CudaDevice)
     device.stream = SimpleNamespace(ptr=1, done=True)

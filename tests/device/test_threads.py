@@ -17,7 +17,9 @@ def four_threads():
     cpu.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("n", "grain"), [(0, 1), (1, 1), (3, 1), (4, 1), (1000, 7), (10, 100), (16, 4)])
+@pytest.mark.parametrize(
+    ("n", "grain"), [(0, 1), (1, 1), (3, 1), (4, 1), (1000, 7), (10, 100), (16, 4)]
+)
 def test_pieces_make_up_the_range(four_threads, n, grain):
     seen = []
     cpu.parallel(lambda lo, hi: seen.append((lo, hi)), n, grain)
@@ -86,7 +88,11 @@ def test_the_environment_sets_the_number(monkeypatch, value, want):
 
 def blas_threads():
     """Of the library that numpy uses; others (OpenCV's) may have been loaded since."""
-    return [i["num_threads"] for i in threadpool_info() if i["user_api"] == "blas" and "numpy" in i["filepath"]]
+    return [
+        i["num_threads"]
+        for i in threadpool_info()
+        if i["user_api"] == "blas" and "numpy" in i["filepath"]
+    ]
 
 
 def test_blas_scope_nests_and_restores():

@@ -37,7 +37,9 @@ def test_an_arrow_leads_to_its_end() -> None:
     (y, ax), (_, bx) = spot(pixels, (0, 0, 255)), spot(pixels, (255, 0, 0))
     row = black[round(y) - 12 : round(y) + 12, round(ax) : round(bx)].sum(axis=0)
     left, right = np.nonzero(row)[0][[0, -1]] + round(ax)
-    between = row[(np.arange(len(row)) > len(row) // 2 - 5) & (np.arange(len(row)) < len(row) // 2 + 5)]
+    between = row[
+        (np.arange(len(row)) > len(row) // 2 - 5) & (np.arange(len(row)) < len(row) // 2 + 5)
+    ]
     assert (between >= 1).all()  # the line
     assert row[: right - round(ax)].max() >= 8  # its head
     assert left < right
@@ -46,7 +48,8 @@ def test_an_arrow_leads_to_its_end() -> None:
 def test_labels_are_written() -> None:
     without = graph()
     without.nodes = {
-        name: node._replace(label="x\nx" if "\n" in node.label else "x") for name, node in without.nodes.items()
+        name: node._replace(label="x\nx" if "\n" in node.label else "x")
+        for name, node in without.nodes.items()
     }
     assert (bitmap(graph()) == 0).sum() > (bitmap(without) == 0).sum()
     strange = graph()
@@ -65,4 +68,6 @@ def test_large_graphs_are_drawn_smaller() -> None:
 def test_empty_graphs_and_files() -> None:
     assert bitmap(Graph("none")).ndim == 3
     content = encoded(graph(), "png")
-    np.testing.assert_array_equal(cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR), bitmap(graph()))
+    np.testing.assert_array_equal(
+        cv2.imdecode(np.frombuffer(content, np.uint8), cv2.IMREAD_COLOR), bitmap(graph())
+    )

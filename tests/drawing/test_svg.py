@@ -17,7 +17,8 @@ def graph_of(edges: str, rankdir: str = "LR") -> Graph:
         start, end = edge.split(">")
         for name in (start, end):
             graph.nodes.setdefault(
-                name, Node(f"{name}\nsecond line", "box" if name.islower() else "octagon", "#ffffff")
+                name,
+                Node(f"{name}\nsecond line", "box" if name.islower() else "octagon", "#ffffff"),
             )
         graph.edges.append((start, end, f"{start}-{end}"))
     return graph
@@ -59,7 +60,8 @@ def test_nodes_lie_apart_and_arrows_lead_on(case: str, rankdir: str) -> None:
         assert one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
     width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
     assert all(
-        left >= 0 and top >= 0 and right <= width and bottom <= height for left, top, right, bottom in found.values()
+        left >= 0 and top >= 0 and right <= width and bottom <= height
+        for left, top, right, bottom in found.values()
     )
     axis, sign = {"LR": (0, 1), "RL": (0, -1), "TB": (1, 1), "BT": (1, -1)}[rankdir]
     on = [sign * (middle(found[b])[axis] - middle(found[a])[axis]) > 0 for a, b, _ in graph.edges]
@@ -69,7 +71,9 @@ def test_nodes_lie_apart_and_arrows_lead_on(case: str, rankdir: str) -> None:
 def test_an_edge_ends_at_its_nodes() -> None:
     picture = ElementTree.fromstring(svg(graph_of("a>B B>c a>c")))
     found = boxes(picture)
-    paths = [path.attrib["d"] for path in picture.iter(NAME % "path") if "marker-end" in path.attrib]
+    paths = [
+        path.attrib["d"] for path in picture.iter(NAME % "path") if "marker-end" in path.attrib
+    ]
     x, y = map(float, re.findall(r"[\d.]+", paths[2])[:2])
     end_x, end_y = map(float, re.findall(r"[\d.]+", paths[2])[-2:])
     assert (x, y) == pytest.approx((found["a"][2], middle(found["a"])[1]), abs=0.1)

@@ -1,4 +1,6 @@
-"""Nets from text, their models in memory, and what onnxruntime makes of them beside what caffepy does."""
+"""Nets from text, their models in memory, and what onnxruntime makes of them beside what caffepy
+does.
+"""
 
 from dataclasses import dataclass
 
@@ -34,11 +36,15 @@ class Model:
 
 def inputs(*shapes: tuple[int, ...]) -> str:
     """Input layers with the tops x0, x1, ... of these shapes."""
-    return "".join(INPUT % (i, i, " ".join(f"dim: {d}" for d in shape)) for i, shape in enumerate(shapes))
+    return "".join(
+        INPUT % (i, i, " ".join(f"dim: {d}" for d in shape)) for i, shape in enumerate(shapes)
+    )
 
 
 def randomize(net: Net, scale: float | None = None) -> Net:
-    """Random parameters that keep the size of what goes through them; the variances of BatchNorm are positive."""
+    """Random parameters that keep the size of what goes through them; the variances of BatchNorm
+    are positive.
+    """
     rng = np.random.default_rng(0)
     for layer in net.layers:
         for k, blob in enumerate(layer.blobs):
@@ -62,7 +68,9 @@ def model_of(net: Net, opset: int = 17, dynamic: bool = False) -> Model:
     else:
         graph = write.write_graph(net, found, opset)
         shapes = graph.shapes
-    content = to_model(graph, net.name, [name for name, _ in found.inputs], found.output_names, shapes)
+    content = to_model(
+        graph, net.name, [name for name, _ in found.inputs], found.output_names, shapes
+    )
     return Model(net, found, graph, content)
 
 
@@ -88,11 +96,17 @@ def forward(net: Net, given: dict[str, Array]) -> None:
 
 
 def compare(model: Model, given: dict[str, Array] | None = None, relative: float = 1e-5) -> None:
-    """Hold onnxruntime's outputs to caffepy's: differences up to `relative` of the largest value of the output."""
+    """Hold onnxruntime's outputs to caffepy's: differences up to `relative` of the largest value of
+    the output.
+    """
     inputs = export.random_inputs(model.net, model.found) | (given or {})
     forward(model.net, inputs)
-    for (_, blob), (name, answer) in zip(model.found.outputs, answers(model, inputs).items(), strict=True):
+    for (_, blob), (name, answer) in zip(
+        model.found.outputs, answers(model, inputs).items(), strict=True
+    ):
         expected = model.net.blobs[blob].data
-        assert answer.shape == expected.shape, f"{name}: {answer.shape}, caffepy's has {expected.shape}"
+        assert answer.shape == expected.shape, (
+            f"{name}: {answer.shape}, caffepy's has {expected.shape}"
+        )
         allowed = relative * max(1.0, float(np.abs(expected).max(initial=0)))
         np.testing.assert_allclose(answer, expected, rtol=relative, atol=allowed, err_msg=name)

@@ -21,9 +21,7 @@ from caffepy.proto.text import read_net
 from .models import Model, compare, inputs, onnx, written
 
 PRODUCT = 'layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s" inner_product_param { num_output: 3 } %s }\n'
-LABEL = (
-    'layer { name: "in" type: "Input" top: "x0" top: "label" input_param { shape { dim: 4 dim: 5 } shape { dim: 4 } } }'
-)
+LABEL = 'layer { name: "in" type: "Input" top: "x0" top: "label" input_param { shape { dim: 4 dim: 5 } shape { dim: 4 } } }'
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +73,10 @@ def test_the_last_value_of_a_blob_has_its_name() -> None:
 
 def test_the_last_operator_of_a_layer_has_its_name() -> None:
     model = written(inputs((4, 5, 2)) + PRODUCT % ("ip", "x0", "y", ""))
-    assert [(node.op_type, node.name) for node in model.proto.graph.node] == [("Flatten", "ip_1"), ("Gemm", "ip")]
+    assert [(node.op_type, node.name) for node in model.proto.graph.node] == [
+        ("Flatten", "ip_1"),
+        ("Gemm", "ip"),
+    ]
 
 
 def test_an_input_keeps_its_name() -> None:
@@ -93,14 +94,20 @@ def test_names_that_would_clash_differ() -> None:
 
 def test_shared_parameters_are_stored_once() -> None:
     share = 'param { name: "w" } param { name: "b" }'
-    model = written(inputs((4, 5), (4, 5)) + PRODUCT % ("one", "x0", "a", share) + PRODUCT % ("two", "x1", "b", share))
+    model = written(
+        inputs((4, 5), (4, 5))
+        + PRODUCT % ("one", "x0", "a", share)
+        + PRODUCT % ("two", "x1", "b", share)
+    )
     assert {t.name for t in model.proto.graph.initializer} == {"one.0", "one.1"}
     compare(model)
 
 
 def test_shared_parameters_of_several_shapes() -> None:
     scale = 'layer { name: "%s" type: "Scale" bottom: "%s" top: "%s" param { name: "s" } }'
-    model = written(inputs((4, 5), (4, 5, 6)) + scale % ("one", "x0", "a") + scale % ("two", "x1", "b"))
+    model = written(
+        inputs((4, 5), (4, 5, 6)) + scale % ("one", "x0", "a") + scale % ("two", "x1", "b")
+    )
     assert operators(model) == ["Mul", "Reshape", "Mul"]
     compare(model)
 
@@ -132,13 +139,26 @@ def test_losses_accuracy_and_labels_are_left_out() -> None:
 def test_probabilities_take_the_places_of_losses() -> None:
     soft = 'layer { name: "%s" type: "SoftmaxWithLoss" bottom: "%s" bottom: "label" top: "%s" loss_weight: 2 }'
     one = LABEL + PRODUCT % ("ip", "x0", "y", "")
-    assert exported(one + soft % ("l", "y", "l"), probabilities=True, check=True).outputs == {"prob": [4, 3]}
+    assert exported(one + soft % ("l", "y", "l"), probabilities=True, check=True).outputs == {
+        "prob": [4, 3]
+    }
     both = one + soft % ("l", "y", "l") + PRODUCT % ("ip2", "y", "z", "") + soft % ("m", "z", "m")
-    assert exported(both, probabilities=True, check=True).outputs == {"l_prob": [4, 3], "m_prob": [4, 3]}
+    assert exported(both, probabilities=True, check=True).outputs == {
+        "l_prob": [4, 3],
+        "m_prob": [4, 3],
+    }
     sigmoid = 'layer { name: "t" type: "Input" top: "t" input_param { shape { dim: 4 dim: 3 } } }'
-    sigmoid += 'layer { name: "l" type: "SigmoidCrossEntropyLoss" bottom: "y" bottom: "t" top: "l" }'
-    done = exported(inputs((4, 5)) + PRODUCT % ("ip", "x0", "y", "") + sigmoid, probabilities=True, check=True)
-    assert (done.outputs, "Sigmoid" in done.operators, done.unused) == ({"prob": [4, 3]}, True, ["t"])
+    sigmoid += (
+        'layer { name: "l" type: "SigmoidCrossEntropyLoss" bottom: "y" bottom: "t" top: "l" }'
+    )
+    done = exported(
+        inputs((4, 5)) + PRODUCT % ("ip", "x0", "y", "") + sigmoid, probabilities=True, check=True
+    )
+    assert (done.outputs, "Sigmoid" in done.operators, done.unused) == (
+        {"prob": [4, 3]},
+        True,
+        ["t"],
+    )
 
 
 def test_what_labels_go_through_is_left_out() -> None:
@@ -218,14 +238,17 @@ def test_all_that_cannot_be_expressed_is_named_and_nothing_is_written() -> None:
     assert len(list(Path().iterdir())) == 3
 
 
-NOISE = 'layer { name: "d" type: "DummyData" top: "z" dummy_data_param { shape { dim: 4 dim: 5 } } }'
+NOISE = (
+    'layer { name: "d" type: "DummyData" top: "z" dummy_data_param { shape { dim: 4 dim: 5 } } }'
+)
 
 
 def test_a_layer_that_cannot_take_another_batch_is_named() -> None:
     text = inputs((4, 5)) + 'layer { name: "r" type: "Reshape" bottom: "x0" top: "y" '
     text += "reshape_param { shape { dim: 4 dim: 5 } } }"
     with pytest.raises(
-        ConfigError, match=r'^net.prototxt:2:1: layer "r" \(Reshape\): a batch of 8, not 4, does not go'
+        ConfigError,
+        match=r'^net.prototxt:2:1: layer "r" \(Reshape\): a batch of 8, not 4, does not go',
     ):
         exported(text, batch="dynamic")
 
@@ -241,12 +264,16 @@ def test_a_layer_that_cannot_take_another_batch_is_named() -> None:
 def test_layers_that_fix_the_batch_are_named(layer: str) -> None:
     big = NOISE.replace("z", "big").replace('"d"', '"e"').replace("dim: 4", "dim: 9")
     text = inputs((4, 5)) + NOISE + big + f'\nlayer {{ name: "it" type: {layer} }}'
-    with pytest.raises(ConfigError, match=r'^these layers need a fixed batch size:\n  net.prototxt:3:1: layer "it"'):
+    with pytest.raises(
+        ConfigError, match=r'^these layers need a fixed batch size:\n  net.prototxt:3:1: layer "it"'
+    ):
         exported(text, batch="dynamic")
 
 
 def test_batch_sizes() -> None:
-    text = inputs((4, 5), (4, 7), (1, 3)) + "".join(PRODUCT % (f"ip{i}", f"x{i}", f"y{i}", "") for i in range(3))
+    text = inputs((4, 5), (4, 7), (1, 3)) + "".join(
+        PRODUCT % (f"ip{i}", f"x{i}", f"y{i}", "") for i in range(3)
+    )
     assert list(exported(text).inputs.values()) == [[4, 5], [4, 7], [1, 3]]
     assert list(exported(text, batch=9, check=True).inputs.values()) == [[9, 5], [9, 7], [1, 3]]
     done = exported(text, batch="dynamic", check=True)
@@ -273,7 +300,9 @@ DATA = (
 
 
 def test_data_need_not_be_there() -> None:
-    _, weights = save(inputs((4, 3, 6, 6)).replace("x0", "data") + PRODUCT % ("ip", "data", "y", ""))
+    _, weights = save(
+        inputs((4, 3, 6, 6)).replace("x0", "data") + PRODUCT % ("ip", "data", "y", "")
+    )
     Path("net.prototxt").write_text(DATA % "transform_param { crop_size: 6 }")
     done = export_onnx("net.prototxt", [weights], "net.onnx")
     assert (done.inputs, done.unused) == ({"data": [4, 3, 6, 6]}, ["label"])
@@ -281,7 +310,9 @@ def test_data_need_not_be_there() -> None:
     with pytest.raises(DataError, match=r'^net.prototxt:1:1: layer "data" \(Data\): .*none'):
         export_onnx("net.prototxt", [weights], "other.onnx")
     assert not Path("other.onnx").exists()
-    assert export_onnx("net.prototxt", [weights], "net.onnx", image=(3, 6, 6)).inputs == {"data": [4, 3, 6, 6]}
+    assert export_onnx("net.prototxt", [weights], "net.onnx", image=(3, 6, 6)).inputs == {
+        "data": [4, 3, 6, 6]
+    }
 
 
 def test_an_input_without_a_shape() -> None:
@@ -293,16 +324,24 @@ def test_an_input_without_a_shape() -> None:
 
 def test_layers_without_weights_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     save(inputs((4, 5)) + PRODUCT % ("ip", "x0", "y", ""))
-    Path("net.prototxt").write_text(inputs((4, 5)) + PRODUCT % ("ip", "x0", "y", "") + PRODUCT % ("new", "y", "z", ""))
+    Path("net.prototxt").write_text(
+        inputs((4, 5)) + PRODUCT % ("ip", "x0", "y", "") + PRODUCT % ("new", "y", "z", "")
+    )
     with caplog.at_level(logging.WARNING):
         export_onnx("net.prototxt", ["w.caffemodel"], "net.onnx")
-    assert [r.message for r in caplog.records] == ['w.caffemodel: no weights for "new": they are what the fillers give']
+    assert [r.message for r in caplog.records] == [
+        'w.caffemodel: no weights for "new": they are what the fillers give'
+    ]
 
 
 def test_who_made_it() -> None:
     done = exported('name: "small"' + inputs((4, 5)) + PRODUCT % ("ip", "x0", "y", ""), opset=15)
     model = onnx.load("net.onnx")
-    assert (model.producer_name, model.producer_version, model.ir_version) == ("caffepy", caffepy.__version__, 8)
+    assert (model.producer_name, model.producer_version, model.ir_version) == (
+        "caffepy",
+        caffepy.__version__,
+        8,
+    )
     assert (model.graph.name, model.opset_import[0].version) == ("small", 15)
     assert (done.parameters, done.bytes) == (18, Path("net.onnx").stat().st_size)
 
@@ -310,14 +349,18 @@ def test_who_made_it() -> None:
 def test_a_stateless_model_says_so() -> None:
     lstm = 'layer { name: "l" type: "LSTM" bottom: "x0" bottom: "x1" top: "y" recurrent_param { num_output: 2 } }'
     done = exported(inputs((3, 2, 4), (3, 2)) + lstm)
-    assert done.notes == ["l begins each run with a state of 0; with expose_hidden the state goes in and out"]
+    assert done.notes == [
+        "l begins each run with a state of 0; with expose_hidden the state goes in and out"
+    ]
 
 
 def test_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     from caffepy.export import model
 
     monkeypatch.setattr(model, "LIMIT", 1 << 20)
-    with pytest.raises(ConfigError, match=r"the parameters take 0.0 GB, and an ONNX file must stay below 2 GB"):
+    with pytest.raises(
+        ConfigError, match=r"the parameters take 0.0 GB, and an ONNX file must stay below 2 GB"
+    ):
         exported(inputs((4, 5)) + PRODUCT % ("ip", "x0", "y", ""))
     assert not Path("net.onnx").exists()
 
@@ -334,7 +377,9 @@ def test_without_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
         exported(inputs((4, 5)) + PRODUCT % ("ip", "x0", "y", ""))
 
 
-def test_a_model_that_computes_something_else_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_computes_something_else_is_not_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("onnxruntime")
     from caffepy.export.model import Runtime
 
@@ -345,7 +390,9 @@ def test_a_model_that_computes_something_else_is_not_written(monkeypatch: pytest
 
     monkeypatch.setattr(Runtime, "run", wrong)
     with pytest.raises(ConfigError, match="onnxruntime computes another y: it differs by"):
-        exported(inputs((4, 5)) + 'layer { name: "r" type: "TanH" bottom: "x0" top: "y" }', check=True)
+        exported(
+            inputs((4, 5)) + 'layer { name: "r" type: "TanH" bottom: "x0" top: "y" }', check=True
+        )
     assert not Path("net.onnx").exists()
 
 

@@ -41,7 +41,11 @@ NEURONS = {
 CASES = {
     "Convolution": [
         ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 3 pad: 1 stride: 2 }"),
-        ([IMAGE], 1, "convolution_param { num_output: 4 kernel_h: 3 kernel_w: 2 group: 2 bias_term: false }"),
+        (
+            [IMAGE],
+            1,
+            "convolution_param { num_output: 4 kernel_h: 3 kernel_w: 2 group: 2 bias_term: false }",
+        ),
         ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 2 dilation: 2 pad: 2 }"),
         ([(2, 3, 9)], 1, "convolution_param { num_output: 4 kernel_size: 3 }"),
         ([(2, 3, 4, 5, 6)], 1, "convolution_param { num_output: 2 kernel_size: 3 pad: 1 }"),
@@ -51,7 +55,11 @@ CASES = {
     ],
     "Deconvolution": [
         ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 4 pad: 1 stride: 2 }"),
-        ([IMAGE], 1, "convolution_param { num_output: 6 kernel_size: 3 group: 6 stride: 3 bias_term: false }"),
+        (
+            [IMAGE],
+            1,
+            "convolution_param { num_output: 6 kernel_size: 3 group: 6 stride: 3 bias_term: false }",
+        ),
         ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 2 dilation: 2 group: 2 }"),
         ([(2, 3, 4, 5, 6)], 1, "convolution_param { num_output: 2 kernel_size: 3 axis: 2 }"),
     ],
@@ -108,7 +116,11 @@ CASES = {
         ([IMAGE] * 3, 1, "eltwise_param { operation: PROD }"),
         ([IMAGE] * 3, 1, "eltwise_param { operation: MAX }"),
     ],
-    "Concat": [([IMAGE, (2, 3, 7, 5)], 1, ""), ([IMAGE] * 2, 1, "concat_param { axis: 0 }"), ([IMAGE], 1, "")],
+    "Concat": [
+        ([IMAGE, (2, 3, 7, 5)], 1, ""),
+        ([IMAGE] * 2, 1, "concat_param { axis: 0 }"),
+        ([IMAGE], 1, ""),
+    ],
     "Slice": [
         ([IMAGE], 3, ""),
         ([IMAGE], 2, "slice_param { axis: -1 slice_point: 1 }"),
@@ -133,7 +145,10 @@ CASES = {
         ([IMAGE], 1, "reduction_param { operation: SUMSQ axis: -2 }"),
         ([IMAGE], 1, "reduction_param { operation: MEAN axis: 2 coeff: 3 }"),
     ],
-    "Tile": [([IMAGE], 1, "tile_param { tiles: 3 }"), ([IMAGE], 1, "tile_param { axis: -1 tiles: 2 }")],
+    "Tile": [
+        ([IMAGE], 1, "tile_param { tiles: 3 }"),
+        ([IMAGE], 1, "tile_param { axis: -1 tiles: 2 }"),
+    ],
     "BatchReindex": [([IMAGE, (4,)], 1, "")],
     "Pooling": [  # further geometries: test_pooling.py
         ([IMAGE], 2, "pooling_param { kernel_size: 3 stride: 2 pad: 1 }"),
@@ -169,7 +184,11 @@ CASES = {
     ],
     "RNN": [
         ([(4, 2, 3), (4, 2)], 1, "recurrent_param { num_output: 5 }"),
-        ([(4, 2, 3), (4, 2), (2, 3), (1, 2, 5)], 2, "recurrent_param { num_output: 5 expose_hidden: true }"),
+        (
+            [(4, 2, 3), (4, 2), (2, 3), (1, 2, 5)],
+            2,
+            "recurrent_param { num_output: 5 expose_hidden: true }",
+        ),
     ],
     "LSTMUnit": [([(1, 2, 3), (1, 2, 12), (1, 2)], 2, "")],
     "Parameter": [([], 1, "parameter_param { shape { dim: 2 dim: 3 } }")],
@@ -188,7 +207,9 @@ def net_text(type_: str, k: int) -> str:
     layer = f'layer {{ name: "it" type: "{type_}" {bottoms} {names} {text} }}'
     if type_ == "Split":  # of what a layer gives: inputs are no outputs
         return (
-            inputs(*shapes) + 'layer { name: "before" type: "AbsVal" bottom: "x0" top: "x" }' + layer.replace("x0", "x")
+            inputs(*shapes)
+            + 'layer { name: "before" type: "AbsVal" bottom: "x0" top: "x" }'
+            + layer.replace("x0", "x")
         )
     if not bottoms:
         layer += 'layer { name: "sum" type: "Eltwise" bottom: "x0" bottom: "y0" top: "z" }'
@@ -202,7 +223,9 @@ def test_against_forward(type_: str, k: int) -> None:
     if type_ in ("LSTM", "RNN"):
         given["x1"] = np.array([[0, 1], [1, 1], [1, 0], [1, 1]], np.float32)
     elif type_ == "ArgMax":
-        given["x0"] = np.random.default_rng(0).integers(0, 4, model.net.blobs["x0"].shape).astype(np.float32)
+        given["x0"] = (
+            np.random.default_rng(0).integers(0, 4, model.net.blobs["x0"].shape).astype(np.float32)
+        )
     compare(model, given)
 
 
@@ -211,7 +234,16 @@ def test_other_opsets(opset: int) -> None:
     for type_, k in ALL:
         model = written(net_text(type_, k), opset=opset)
         assert model.proto.opset_import[0].version == opset
-        if type_ in ("BatchNorm", "MVN", "Reduction", "Slice", "ArgMax", "LSTM", "Pooling", "Convolution"):
+        if type_ in (
+            "BatchNorm",
+            "MVN",
+            "Reduction",
+            "Slice",
+            "ArgMax",
+            "LSTM",
+            "Pooling",
+            "Convolution",
+        ):
             compare(model)
 
 
@@ -229,7 +261,9 @@ FIXED = {  # where a size that was given, or that parameters have, is the batch'
 @pytest.mark.parametrize(("type_", "k"), ALL)
 def test_any_batch(type_: str, k: int) -> None:
     if (type_, k) in FIXED:
-        with pytest.raises(ConfigError, match=r'layer "\w+" \(\w+\): a batch of 2?\d, not \d, does not go: '):
+        with pytest.raises(
+            ConfigError, match=r'layer "\w+" \(\w+\): a batch of 2?\d, not \d, does not go: '
+        ):
             written(net_text(type_, k), dynamic=True)
         return
     model = written(net_text(type_, k), dynamic=True)
@@ -238,7 +272,11 @@ def test_any_batch(type_: str, k: int) -> None:
 
 
 def test_every_type_is_written_or_has_a_reason() -> None:
-    judges = {name for name in registry if isinstance(registry[name], type) and issubclass(registry[name], LossLayer)}
+    judges = {
+        name
+        for name in registry
+        if isinstance(registry[name], type) and issubclass(registry[name], LossLayer)
+    }
     sources = {name for name in registry if getattr(registry[name], "is_data", False)} | {"Input"}
     assert set(registry) == set(CASES) | set(OTHERWISE) | judges | set(JUDGES) | sources
 
@@ -268,7 +306,9 @@ def test_the_mean_and_variance_of_batch_norm_are_stored() -> None:
 
 
 def test_dropout_in_training_draws() -> None:
-    model = model_of(net_of(inputs((4, 1000)) + 'layer { name: "d" type: "Dropout" bottom: "x0" top: "y" }'))
+    model = model_of(
+        net_of(inputs((4, 1000)) + 'layer { name: "d" type: "Dropout" bottom: "x0" top: "y" }')
+    )
     y = answers(model, {"x0": np.ones((4, 1000), np.float32)})["y"]
     assert set(np.unique(y)) == {0, 2}
 

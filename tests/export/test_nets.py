@@ -1,4 +1,6 @@
-"""The bundled nets with random weights, and the digits trained: logits of onnxruntime and of caffepy."""
+"""The bundled nets with random weights, and the digits trained: logits of onnxruntime and of
+caffepy.
+"""
 
 from pathlib import Path
 
@@ -23,7 +25,9 @@ WIDEST = 256  # outputs of inner products in the nets that have 4096
 
 
 def deploy(name: str) -> NetParameter:
-    """The deploy net for one image without its Softmax, which would hide differences, and with thin inner products."""
+    """The deploy net for one image without its Softmax, which would hide differences, and with thin
+    inner products.
+    """
     path = models.path(name, "deploy")
     assert path is not None
     net = read_net(path)
@@ -41,7 +45,10 @@ def test_bundled_nets(name: str) -> None:
     net = randomize(Net(deploy(name), device=Device(seed=1)))
     model = model_of(net, dynamic=True)
     (data,) = model.proto.graph.input
-    assert [d.dim_param or d.dim_value for d in data.type.tensor_type.shape.dim] == ["N", *net.blobs["data"].shape[1:]]
+    assert [d.dim_param or d.dim_value for d in data.type.tensor_type.shape.dim] == [
+        "N",
+        *net.blobs["data"].shape[1:],
+    ]
     stored = {t.name for t in model.proto.graph.initializer}
     layers = zip(net.layer_names, net.layers, strict=True)
     assert {f"{name}.{k}" for name, layer in layers for k in range(len(layer.blobs[:2]))} <= stored
@@ -68,7 +75,9 @@ def test_trained_digits_are_recognized(tmp_path: Path) -> None:
             right.append(float((found.argmax(1) == built.blobs["label"].data).mean()))
     finally:
         built.close()
-    scores = {name: float(values) for name, values, _ in score(train_val, [weights], iterations=3).outputs}
+    scores = {
+        name: float(values) for name, values, _ in score(train_val, [weights], iterations=3).outputs
+    }
     assert scores["accuracy"] == pytest.approx(np.mean(right), abs=1e-6)
 
 

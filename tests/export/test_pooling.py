@@ -1,4 +1,6 @@
-"""Pooling of any geometry that Caffe takes: overhanging windows, padding, sizes that differ between the axes."""
+"""Pooling of any geometry that Caffe takes: overhanging windows, padding, sizes that differ between
+the axes.
+"""
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -12,7 +14,12 @@ TEXT = """layer { name: "it" type: "Pooling" bottom: "x0" top: "y" pooling_param
     pool: %s kernel_h: %d kernel_w: %d stride_h: %d stride_w: %d pad_h: %d pad_w: %d round_mode: %s } }"""
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.filter_too_much],
+)
 @given(
     method=st.sampled_from(["MAX", "AVE"]),
     size=st.tuples(*[st.integers(1, 12)] * 2),

@@ -31,8 +31,8 @@ def random(*shape: int, seed: int = 0) -> Array:
 class Single:
     """A layer built from prototxt text (`type: "ReLU" ...`) on bottoms that hold the given arrays.
 
-    `tops` counts the tops, `in_place` makes each top its bottom, `weights` are the loss weights that a net would have
-    put into the tops' diffs.
+    `tops` counts the tops, `in_place` makes each top its bottom, `weights` are the loss weights
+    that a net would have put into the tops' diffs.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class Single:
         dtype: type = np.float64,
         seed: int = 1,
     ) -> None:
-        param = text if isinstance(text, LayerParameter) else text_format.Parse(text, LayerParameter())
+        param = (
+            text if isinstance(text, LayerParameter) else text_format.Parse(text, LayerParameter())
+        )
         self.seed, self.device, self.dtype = seed, Device(seed=seed), dtype
         self.inputs = [np.array(b, dtype) for b in bottoms]
         self.bottom = [Blob(b.shape, dtype) for b in self.inputs]
@@ -90,12 +92,14 @@ class Single:
         return [t.copy() for t in self.tops]
 
     def backward(
-        self, top_diffs: Sequence[Array | float] | None = None, propagate_down: Sequence[bool] | None = None
+        self,
+        top_diffs: Sequence[Array | float] | None = None,
+        propagate_down: Sequence[bool] | None = None,
     ) -> tuple[list[Array | None], list[Array]]:
         """Copies of the bottoms' and the parameters' diffs.
 
-        Bottom diffs are full of NaN before, so that what is not written shows; parameter diffs start at 1 and lose
-        it afterwards, so that what is overwritten shows.
+        Bottom diffs are full of NaN before, so that what is not written shows; parameter diffs
+        start at 1 and lose it afterwards, so that what is overwritten shows.
         """
         wanted = [True] * len(self.bottom) if propagate_down is None else list(propagate_down)
         for blob in self.bottom:
@@ -105,7 +109,10 @@ class Single:
         for blob in self.layer.blobs:
             blob.diff.fill(1)
         self.layer.backward(self.top, wanted, self.bottom)
-        diffs = [blob.diff.copy() if want else None for blob, want in zip(self.bottom, wanted, strict=True)]
+        diffs = [
+            blob.diff.copy() if want else None
+            for blob, want in zip(self.bottom, wanted, strict=True)
+        ]
         return diffs, [blob.diff - 1 for blob in self.layer.blobs]
 
 
@@ -123,9 +130,10 @@ def check_gradient(
 ) -> None:
     """Hold backward to central differences of the sum of data * diff over the tops, in float64.
 
-    Every element of every bottom with `propagate_down` and of every parameter (or those numbered in `params`) is moved
-    by `step`; the difference may be `tolerance` times the size of the larger of the two and 1. Parameters whose filler
-    is constant are moved to random values first, so that zeros hide nothing.
+    Every element of every bottom with `propagate_down` and of every parameter (or those numbered in
+    `params`) is moved by `step`; the difference may be `tolerance` times the size of the larger of
+    the two and 1. Parameters whose filler is constant are moved to random values first, so that
+    zeros hide nothing.
     """
     single = Single(text, *bottoms, tops=tops, in_place=in_place, phase=phase, seed=seed)
     wanted = [True] * len(bottoms) if propagate_down is None else list(propagate_down)
@@ -167,11 +175,14 @@ def check_gradient(
 
 
 def check_golden(case: str, dtype: type = np.float32) -> None:
-    """Replay tests/golden/layers/CASE.npz through the layer `it` and compare tops, parameters and diffs."""
+    """Replay tests/golden/layers/CASE.npz through the layer `it` and compare tops, parameters and
+    diffs.
+    """
     golden = np.load(GOLDEN / f"{case}.npz")
     net = text_format.Parse(str(golden["prototxt"]), NetParameter())
     (param,) = (p for p in net.layer if p.name == "it")
-    # A bottom `c0` is `b0` behind a Scale layer of factor 1, there so that the net of the case computes its gradient.
+    # A bottom `c0` is `b0` behind a Scale layer of factor 1, there so that the net of the case
+    # computes its gradient.
     bottoms = [golden["in:b" + name[1:]] for name in param.bottom]
     phase = {"TRAIN": TRAIN, "TEST": TEST}[str(golden["phase"])]
     single = Single(param, *bottoms, tops=len(param.top), phase=phase, dtype=dtype)
@@ -185,8 +196,14 @@ def check_golden(case: str, dtype: type = np.float32) -> None:
     wanted = [f"indiff:{name}" in golden.files for name in param.bottom]
     # Without a loss and without force_backward Caffe's net had nothing to do in backward.
     if net.force_backward or any(single.weights):
-        given = [f"topdiff:{name}" for name in param.top]  # absent where a top, such as a mask, takes no gradient
-        top_diffs = [golden[k] if k in golden.files else 0 for k in given] if not any(single.weights) else None
+        given = [
+            f"topdiff:{name}" for name in param.top
+        ]  # absent where a top, such as a mask, takes no gradient
+        top_diffs = (
+            [golden[k] if k in golden.files else 0 for k in given]
+            if not any(single.weights)
+            else None
+        )
         bottom_diffs, param_diffs = single.backward(top_diffs, wanted)
         for name, diff in zip(param.bottom, bottom_diffs, strict=True):
             if diff is not None:
@@ -199,10 +216,14 @@ def _compare(case: str, key: str, answer: Array, golden: "np.lib.npyio.NpzFile")
     if key not in golden.files:
         return
     expected = golden[key]
-    assert answer.shape == expected.shape, f"{case}: {key} has shape {answer.shape}, Caffe's has {expected.shape}"
+    assert answer.shape == expected.shape, (
+        f"{case}: {key} has shape {answer.shape}, Caffe's has {expected.shape}"
+    )
     scale = max(1.0, float(np.abs(expected).max(initial=0)))
     wrong = ~np.isclose(answer, expected, rtol=2e-4, atol=2e-5 * scale)
     if wrong.any():
         index = tuple(np.argwhere(wrong)[0])
         at = [int(i) for i in index]
-        raise AssertionError(f"{case}: {key}{at} is {answer[index]:.7g}, Caffe's {expected[index]:.7g}")
+        raise AssertionError(
+            f"{case}: {key}{at} is {answer[index]:.7g}, Caffe's {expected[index]:.7g}"
+        )

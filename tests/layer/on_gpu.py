@@ -1,4 +1,6 @@
-"""One layer on blobs of a GPU, of any element type and with the channels last, held to the same layer on the CPU."""
+"""One layer on blobs of a GPU, of any element type and with the channels last, held to the same
+layer on the CPU.
+"""
 
 from collections.abc import Sequence
 from itertools import product
@@ -20,10 +22,14 @@ __all__ = ["TOLERANCE", "check_on_gpu", "check_plain_on_gpu", "check_problem_on_
 
 
 def check_on_gpu(text: str, *bottoms: Array, tops: int = 1) -> None:
-    """Tops and gradients agree with the CPU's for each type and order; what is given must be exact in bfloat16."""
+    """Tops and gradients agree with the CPU's for each type and order; what is given must be exact
+    in bfloat16.
+    """
     single = Single(text, *bottoms, tops=tops, dtype=np.float32)
     want = single.forward()
-    gradients = [np.round(random(*y.shape, seed=k), 1).astype(np.float32) for k, y in enumerate(want)]
+    gradients = [
+        np.round(random(*y.shape, seed=k), 1).astype(np.float32) for k, y in enumerate(want)
+    ]
     for blob, dy in zip(single.top, gradients, strict=True):
         blob.diff[...] = dy
     single.layer.backward(single.top, [True] * len(bottoms), single.bottom)
@@ -44,16 +50,24 @@ def check_on_gpu(text: str, *bottoms: Array, tops: int = 1) -> None:
                 blob.host_data[...] = values
             layer.forward(bottom, top)
             for blob, y in zip(top, want, strict=True):
-                np.testing.assert_allclose(blob.host_data, y, allowed, allowed, err_msg=f"{kind} {last}")
+                np.testing.assert_allclose(
+                    blob.host_data, y, allowed, allowed, err_msg=f"{kind} {last}"
+                )
             for blob, dy in zip(top, gradients, strict=True):
                 blob.host_diff[...] = dy
             layer.backward(top, [True] * len(bottom), bottom)
             for blob, reference in zip(bottom, single.bottom, strict=True):
-                np.testing.assert_allclose(blob.host_diff, reference.diff, allowed, allowed, err_msg=f"{kind} {last}")
+                np.testing.assert_allclose(
+                    blob.host_diff, reference.diff, allowed, allowed, err_msg=f"{kind} {last}"
+                )
 
 
-def check_plain_on_gpu(text: str, *bottoms: Array, propagate_down: Sequence[bool], tops: int = 1) -> None:
-    """Tops and gradients of a layer that takes float32 agree with the CPU's, when it runs and when it is replayed."""
+def check_plain_on_gpu(
+    text: str, *bottoms: Array, propagate_down: Sequence[bool], tops: int = 1
+) -> None:
+    """Tops and gradients of a layer that takes float32 agree with the CPU's, when it runs and when
+    it is replayed.
+    """
     single = Single(text, *bottoms, tops=tops, dtype=np.float32)
     device = CudaDevice(seed=single.seed)
     with device.scope():
@@ -94,14 +108,18 @@ def check_plain_on_gpu(text: str, *bottoms: Array, propagate_down: Sequence[bool
             recording = device.capture(passes)
         device.look()
         pairs = [*zip([t.host_data for t in top], want, strict=True)]
-        pairs += [(b.host_diff, dx) for b, dx in zip(bottom, gradients, strict=False) if dx is not None]
+        pairs += [
+            (b.host_diff, dx) for b, dx in zip(bottom, gradients, strict=False) if dx is not None
+        ]
         pairs += [(b.host_diff - 1, dw) for b, dw in zip(layer.blobs, params, strict=True)]
         for mine, theirs in pairs:
             np.testing.assert_allclose(mine, theirs, 1e-5, 1e-6, err_msg=f"{layer.type} {order}")
 
 
 def check_problem_on_gpu(text: str, *bottoms: Array) -> None:
-    """The device tells of wrong data with the error of the CPU, and both passes go on in spite of them."""
+    """The device tells of wrong data with the error of the CPU, and both passes go on in spite of
+    them.
+    """
     single = Single(text, *bottoms, dtype=np.float32)
     with pytest.raises(DataError) as told:
         single.forward()

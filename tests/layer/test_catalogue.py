@@ -1,4 +1,6 @@
-"""Every registered layer type is held to a numerical gradient and to a second truth, or a reason stands here."""
+"""Every registered layer type is held to a numerical gradient and to a second truth, or a reason
+stands here.
+"""
 
 import re
 from functools import cache
@@ -16,7 +18,11 @@ from caffepy.proto.caffe_pb2 import NetParameter
 from .harness import GOLDEN
 
 HERE = Path(__file__).parent
-TESTS = {str(path.relative_to(HERE)): path.read_text() for path in HERE.rglob("test_*.py") if path != Path(__file__)}
+TESTS = {
+    str(path.relative_to(HERE)): path.read_text()
+    for path in HERE.rglob("test_*.py")
+    if path != Path(__file__)
+}
 DATA = GOLDEN.parent / "data"
 PACKAGE = Path(caffepy.layer.__file__).parent
 LAYERS = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
@@ -84,9 +90,11 @@ LOOPS = {
     "Threshold": "test_neuron.py::test_against_the_formula",
     "Tile": "test_shape.py::test_against_numpy",
 }
-# Types without such a test, held to Caffe's figures; operations that they use are held to loops in tests/ops.
+# Types without such a test, held to Caffe's figures; operations that they use are held to loops in
+# tests/ops.
 FIGURES_ONLY = {"Convolution", "InfogainLoss", "MultinomialLogisticLoss", "Pooling"}
-# Types that feed the net from outside -> the test that states their batches or holds them to Caffe's.
+# Types that feed the net from outside -> the test that states their batches or holds them to
+# Caffe's.
 REPLAY = "test_data.py::test_what_caffe_put_on_the_tops"
 BATCHES = {
     "Data": REPLAY,
@@ -112,7 +120,9 @@ def figures():
 @cache
 def batches_of_caffe():
     """The types of the golden cases that REPLAY replays: all that there are."""
-    nets = (text_format.Parse(str(np.load(p)["prototxt"]), NetParameter()) for p in DATA.glob("*.npz"))
+    nets = (
+        text_format.Parse(str(np.load(p)["prototxt"]), NetParameter()) for p in DATA.glob("*.npz")
+    )
     return {layer.type for net in nets for layer in net.layer}
 
 
@@ -132,13 +142,17 @@ def check_truth(type_, is_data):
     if is_data:
         assert type_ in BATCHES, f"{type_}: no test that states its batches in BATCHES"
         check_named(type_, BATCHES[type_])
-        assert BATCHES[type_] != REPLAY or type_ in batches_of_caffe(), f"{type_}: there are no batches of Caffe's"
+        assert BATCHES[type_] != REPLAY or type_ in batches_of_caffe(), (
+            f"{type_}: there are no batches of Caffe's"
+        )
         return
     cases = figures().get(type_, [])
     text = "\n".join(TESTS.values())
     for case in cases:
         assert f'"{case}"' in text, f"{type_}: no test replays {case}.npz"
-    assert type_ in LOOPS or (cases and type_ in FIGURES_ONLY), f"{type_}: no test in LOOPS, and no figures of Caffe's"
+    assert type_ in LOOPS or (cases and type_ in FIGURES_ONLY), (
+        f"{type_}: no test in LOOPS, and no figures of Caffe's"
+    )
     if type_ in LOOPS:
         check_named(type_, LOOPS[type_])
 
@@ -148,8 +162,12 @@ COMPUTING = [name for name in registry if not registry[name].is_data]
 
 @pytest.mark.parametrize("type_", COMPUTING)
 def test_gradient_is_tested(type_):
-    tested = [name for name, text in TESTS.items() if "check_gradient(" in text and names(text, type_)]
-    assert tested or type_ in NO_GRADIENT, f"{type_}: no gradient test, and no reason in NO_GRADIENT"
+    tested = [
+        name for name, text in TESTS.items() if "check_gradient(" in text and names(text, type_)
+    ]
+    assert tested or type_ in NO_GRADIENT, (
+        f"{type_}: no gradient test, and no reason in NO_GRADIENT"
+    )
 
 
 @pytest.mark.parametrize("type_", list(registry))

@@ -5,17 +5,34 @@ from caffepy.core.errors import ConfigError
 
 from .harness import Single, check_golden, check_gradient, random
 
-GOLDEN = ["conv_3d", "conv_basic", "conv_dilation", "conv_group", "conv_hw", "conv_stride_pad", "conv_two_bottoms"]
+GOLDEN = [
+    "conv_3d",
+    "conv_basic",
+    "conv_dilation",
+    "conv_group",
+    "conv_hw",
+    "conv_stride_pad",
+    "conv_two_bottoms",
+]
 
 CASES = {
     "basic": ((2, 3, 5, 4), "num_output: 4 kernel_size: 3"),
-    "pad, stride, dilation": ((2, 2, 6, 5), "num_output: 3 kernel_size: 2 pad: 1 stride: 2 dilation: 2"),
+    "pad, stride, dilation": (
+        (2, 2, 6, 5),
+        "num_output: 3 kernel_size: 2 pad: 1 stride: 2 dilation: 2",
+    ),
     "each axis its own": (
         (2, 2, 6, 5),
         "num_output: 2 kernel_size: 3 kernel_size: 2 pad: 1 pad: 0 stride: 1 stride: 2",
     ),
-    "h and w": ((2, 2, 6, 5), "num_output: 2 kernel_h: 3 kernel_w: 2 pad_h: 1 stride_h: 2 stride_w: 1"),
-    "group, no bias": ((2, 4, 4, 4), "num_output: 6 kernel_size: 3 group: 2 pad: 1 bias_term: false"),
+    "h and w": (
+        (2, 2, 6, 5),
+        "num_output: 2 kernel_h: 3 kernel_w: 2 pad_h: 1 stride_h: 2 stride_w: 1",
+    ),
+    "group, no bias": (
+        (2, 4, 4, 4),
+        "num_output: 6 kernel_size: 3 group: 2 pad: 1 bias_term: false",
+    ),
     "1x1": ((2, 3, 3, 4), "num_output: 2 kernel_size: 1"),
     "1 axis": ((2, 3, 9), "num_output: 2 kernel_size: 3"),
     "3 axes": ((1, 2, 3, 4, 3), "num_output: 2 kernel_size: 2 pad: 1"),
@@ -46,7 +63,9 @@ def test_as_caffe(case):
 
 
 def test_weights_are_zero_without_a_filler():
-    single = Single('type: "Convolution" convolution_param { num_output: 2 kernel_size: 3 }', random(1, 2, 5, 5))
+    single = Single(
+        'type: "Convolution" convolution_param { num_output: 2 kernel_size: 3 }', random(1, 2, 5, 5)
+    )
     assert not any(p.any() for p in single.params)
 
 
@@ -72,23 +91,50 @@ def test_only_what_is_wanted_is_computed():
 
 ERRORS = {
     "num_output": ("kernel_size: 3", "num_output must be 1 or more"),
-    "kernel beyond input": ("num_output: 1 kernel_size: 5", r"kernel 5x5 does not fit its 3x4 input \(pad 0\)"),
+    "kernel beyond input": (
+        "num_output: 1 kernel_size: 5",
+        r"kernel 5x5 does not fit its 3x4 input \(pad 0\)",
+    ),
     "dilated kernel": (
         "num_output: 1 kernel_size: 3 dilation: 3 pad: 1",
         r"kernel 3x3 does not fit its 3x4 input \(pad 1, dilation 3\)",
     ),
-    "no kernel": ("num_output: 1", "kernel_size must be given once or once for each of 2 spatial axes, not 0 times"),
-    "zero kernel": ("num_output: 1 kernel_size: 0", "kernel_size must be 1 or more along every axis, not 0x0"),
-    "half a kernel": ("num_output: 1 kernel_h: 3", "kernel_size must be 1 or more along every axis, not 3x0"),
-    "half a stride": ("num_output: 1 kernel_size: 1 stride_h: 2", "stride must be 1 or more along every axis, not 2x0"),
+    "no kernel": (
+        "num_output: 1",
+        "kernel_size must be given once or once for each of 2 spatial axes, not 0 times",
+    ),
+    "zero kernel": (
+        "num_output: 1 kernel_size: 0",
+        "kernel_size must be 1 or more along every axis, not 0x0",
+    ),
+    "half a kernel": (
+        "num_output: 1 kernel_h: 3",
+        "kernel_size must be 1 or more along every axis, not 3x0",
+    ),
+    "half a stride": (
+        "num_output: 1 kernel_size: 1 stride_h: 2",
+        "stride must be 1 or more along every axis, not 2x0",
+    ),
     "kernel twice": (
         "num_output: 1 kernel_size: 3 kernel_h: 3 kernel_w: 3",
         "kernel_size and kernel_h/kernel_w exclude",
     ),
-    "three pads": ("num_output: 1 kernel_size: 3 pad: 1 pad: 1 pad: 1", "pad must be given once or once for each of 2"),
-    "group of inputs": ("num_output: 4 kernel_size: 1 group: 4", "6 input channels cannot be split into 4 groups"),
-    "group of outputs": ("num_output: 4 kernel_size: 1 group: 3", "4 outputs cannot be split into 3 groups"),
-    "no group": ("num_output: 4 kernel_size: 1 group: 0", "6 input channels cannot be split into 0 groups"),
+    "three pads": (
+        "num_output: 1 kernel_size: 3 pad: 1 pad: 1 pad: 1",
+        "pad must be given once or once for each of 2",
+    ),
+    "group of inputs": (
+        "num_output: 4 kernel_size: 1 group: 4",
+        "6 input channels cannot be split into 4 groups",
+    ),
+    "group of outputs": (
+        "num_output: 4 kernel_size: 1 group: 3",
+        "4 outputs cannot be split into 3 groups",
+    ),
+    "no group": (
+        "num_output: 4 kernel_size: 1 group: 0",
+        "6 input channels cannot be split into 0 groups",
+    ),
     "axis": ("num_output: 4 kernel_size: 1 axis: 4", "axis 4 is out of range"),
 }
 
@@ -101,7 +147,9 @@ def test_what_does_not_fit_is_refused(case):
 
 
 def test_h_and_w_need_two_axes():
-    with pytest.raises(ConfigError, match="kernel_h and kernel_w are for inputs with 2 spatial axes, not 1"):
+    with pytest.raises(
+        ConfigError, match="kernel_h and kernel_w are for inputs with 2 spatial axes, not 1"
+    ):
         Single(text("num_output: 1 kernel_h: 1 kernel_w: 1"), random(2, 6, 3))
 
 

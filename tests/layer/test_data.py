@@ -25,7 +25,17 @@ CASES = sorted(p.stem for p in GOLDEN.glob("*.npz"))
 class Feed:
     """The one layer of a net's text, outside a net."""
 
-    def __init__(self, text, tops=2, phase=TRAIN, seed=1, path=None, dtype=np.float32, device=None, format=None):
+    def __init__(
+        self,
+        text,
+        tops=2,
+        phase=TRAIN,
+        seed=1,
+        path=None,
+        dtype=np.float32,
+        device=None,
+        format=None,
+    ):
         (param,) = text_format.Parse(text, NetParameter()).layer
         self.device = device or Device()
         self.device.seed(seed)
@@ -104,7 +114,9 @@ def test_random_crops_and_mirrors_are_parts_of_the_image_and_repeat(ten):
     assert not np.array_equal(crops, other)
     for k, crop in enumerate(crops):
         windows = np.lib.stride_tricks.sliding_window_view(whole[k % 10], (3, 5, 5))[0]
-        assert ((windows == crop).all((-3, -2, -1)) | (windows == crop[:, :, ::-1]).all((-3, -2, -1))).any()
+        assert (
+            (windows == crop).all((-3, -2, -1)) | (windows == crop[:, :, ::-1]).all((-3, -2, -1))
+        ).any()
 
 
 def test_state_goes_on_exactly(ten):
@@ -134,8 +146,23 @@ def test_a_gpu_gets_the_numbers_of_the_cpu(format, mean, ten):
     transform = f"crop_size: 5 mirror: true scale: 0.3 {mean}"
     host = Feed(text("batch_size: 3 prefetch: 2", transform), path=ten)
     device = CudaDevice()
-    feeds = [Feed(text("batch_size: 3 prefetch: 2", transform), path=ten, device=device, format=FORMATS[format])]
-    feeds.append(Feed(text("batch_size: 3", transform), path=ten, device=device, format=FORMATS[format], seed=9))
+    feeds = [
+        Feed(
+            text("batch_size: 3 prefetch: 2", transform),
+            path=ten,
+            device=device,
+            format=FORMATS[format],
+        )
+    ]
+    feeds.append(
+        Feed(
+            text("batch_size: 3", transform),
+            path=ten,
+            device=device,
+            format=FORMATS[format],
+            seed=9,
+        )
+    )
     for k in range(20):
         data, label = host.forward()
         if format == "bf16":
@@ -155,8 +182,12 @@ def test_a_gpu_takes_images_of_all_kinds(tmp_path):
     rng = np.random.default_rng(0)
     with write_lmdb(str(tmp_path / "db")) as writer:
         for i in range(24):
-            image = rng.integers(0, 256, (3, *(rng.integers(5, 9, 2) if 8 <= i < 16 else (6, 7))), np.uint8)
-            writer.put(f"{i:02d}", array_to_datum(image.astype(np.float32) / 7 if i % 8 == 3 else image, i))
+            image = rng.integers(
+                0, 256, (3, *(rng.integers(5, 9, 2) if 8 <= i < 16 else (6, 7))), np.uint8
+            )
+            writer.put(
+                f"{i:02d}", array_to_datum(image.astype(np.float32) / 7 if i % 8 == 3 else image, i)
+            )
     layer = text("batch_size: 4", "crop_size: 5 mirror: true mean_value: 1 scale: 0.3")
     path = str(tmp_path / "net.prototxt")
     feeds = [Feed(layer, path=path, device=device) for device in (Device(), CudaDevice())]
@@ -211,7 +242,9 @@ def test_fields_that_caffe_ignores_are_named(ten, caplog):
 
 def test_a_shuffle_of_records_is_said_to_have_no_effect(ten, caplog):
     feed = Feed(text("batch_size: 10 shuffle: true"), path=ten)
-    assert caplog.messages == ["data_param's shuffle has no effect: records come in the order of their keys"]
+    assert caplog.messages == [
+        "data_param's shuffle has no effect: records come in the order of their keys"
+    ]
     np.testing.assert_array_equal(feed.forward()[1], range(10))
     feed.layer.close()
 
@@ -219,9 +252,24 @@ def test_a_shuffle_of_records_is_said_to_have_no_effect(ten, caplog):
 REFUSED = {
     "no batch_size": ("", "", ConfigError, "needs a batch_size of 1 or more"),
     "no prefetch": ("batch_size: 1 prefetch: 0", "", ConfigError, "needs a prefetch of 1 or more"),
-    "missing source": ("batch_size: 1 source: 'nowhere'", "", DataError, 'source "nowhere" does not exist'),
-    "large crop": ("batch_size: 1", "crop_size: 8", ConfigError, "crop_size 8 is larger than the image, 7 x 9"),
-    "mean values": ("batch_size: 1", "mean_value: 1 mean_value: 2", ConfigError, "2 mean_value for 3 channels"),
+    "missing source": (
+        "batch_size: 1 source: 'nowhere'",
+        "",
+        DataError,
+        'source "nowhere" does not exist',
+    ),
+    "large crop": (
+        "batch_size: 1",
+        "crop_size: 8",
+        ConfigError,
+        "crop_size 8 is larger than the image, 7 x 9",
+    ),
+    "mean values": (
+        "batch_size: 1",
+        "mean_value: 1 mean_value: 2",
+        ConfigError,
+        "2 mean_value for 3 channels",
+    ),
 }
 
 
@@ -240,7 +288,8 @@ def test_an_error_in_the_thread_is_raised_by_forward(tmp_path):
     feed.forward()
     for _ in range(2):
         with pytest.raises(
-            DataError, match=r'record "3" has shape 1 5 5 \(25\) in a batch that starts with 1 4 4 \(16\)'
+            DataError,
+            match=r'record "3" has shape 1 5 5 \(25\) in a batch that starts with 1 4 4 \(16\)',
         ):
             feed.forward()
     feed.layer.close()
@@ -254,7 +303,10 @@ SHAPES = {
     "one shape": ("shape { dim: 2 dim: 3 }", [(2, 3), (2, 3)]),
     "each its shape": ("shape { dim: 2 dim: 3 } shape { dim: 4 }", [(2, 3), (4,)]),
     "legacy": ("num: 1 channels: 2 height: 3 width: 4", [(1, 2, 3, 4)] * 2),
-    "legacy, some each": ("num: 1 num: 5 channels: 2 height: 3 height: 6 width: 4", [(1, 2, 3, 4), (5, 2, 6, 4)]),
+    "legacy, some each": (
+        "num: 1 num: 5 channels: 2 height: 3 height: 6 width: 4",
+        [(1, 2, 3, 4), (5, 2, 6, 4)],
+    ),
 }
 
 
@@ -299,7 +351,9 @@ def test_dummy_random_values_are_fresh_and_seeded():
 
 
 def test_dummy_random_values_are_the_layers_own_and_go_on_where_they_stopped():
-    params = 'shape { dim: 50 } data_filler { type: "gaussian" } data_filler { type: "gaussianstatic" }'
+    params = (
+        'shape { dim: 50 } data_filler { type: "gaussian" } data_filler { type: "gaussianstatic" }'
+    )
     feed, again, resumed = (dummy(params, tops=2, seed=seed) for seed in (1, 1, 2))
     feed.forward()
     state, (drawn, static) = feed.layer.state(), feed.forward()
@@ -313,7 +367,10 @@ def test_dummy_random_values_are_the_layers_own_and_go_on_where_they_stopped():
 
 
 def test_dummy_static_values_are_drawn_once():
-    feed = dummy('shape { dim: 50 } data_filler { type: "gaussianstatic" } data_filler { type: "uniform" }', tops=2)
+    feed = dummy(
+        'shape { dim: 50 } data_filler { type: "gaussianstatic" } data_filler { type: "uniform" }',
+        tops=2,
+    )
     (first, fresh), (second, other) = feed.forward(), feed.forward()
     assert first.std() > 0.5
     np.testing.assert_array_equal(first, second)
@@ -322,11 +379,23 @@ def test_dummy_static_values_are_drawn_once():
 
 DUMMY_REFUSED = {
     "no shape": ("", "shape must be given once or once for each top, not 0 times for 3 tops"),
-    "two shapes": ("shape { dim: 1 } shape { dim: 1 }", "shape must be given .* not 2 times for 3 tops"),
-    "both ways": ("shape { dim: 1 } num: 1", "either shape or num, channels, height and width, not both"),
+    "two shapes": (
+        "shape { dim: 1 } shape { dim: 1 }",
+        "shape must be given .* not 2 times for 3 tops",
+    ),
+    "both ways": (
+        "shape { dim: 1 } num: 1",
+        "either shape or num, channels, height and width, not both",
+    ),
     "legacy, incomplete": ("num: 1 channels: 1 height: 1", "width must be given .* not 0 times"),
-    "two fillers": ("shape { dim: 1 } data_filler {} data_filler {}", "data_filler must be given .* not 2 times"),
-    "unknown filler": ("shape { dim: 1 } data_filler { type: 'gausian' }", 'did you mean "gaussian"'),
+    "two fillers": (
+        "shape { dim: 1 } data_filler {} data_filler {}",
+        "data_filler must be given .* not 2 times",
+    ),
+    "unknown filler": (
+        "shape { dim: 1 } data_filler { type: 'gausian' }",
+        'did you mean "gaussian"',
+    ),
 }
 
 
@@ -339,7 +408,12 @@ def test_dummy_refused(case):
 
 def hdf5(params, folder, tops=2, **kwargs):
     names = 'top: "data" top: "label"'
-    return Feed(f'layer {{ type: "HDF5Data" {names} {params} }}', tops, path=str(folder / "net.prototxt"), **kwargs)
+    return Feed(
+        f'layer {{ type: "HDF5Data" {names} {params} }}',
+        tops,
+        path=str(folder / "net.prototxt"),
+        **kwargs,
+    )
 
 
 def write_hdf5(folder, **files):
@@ -394,8 +468,16 @@ HDF5_REFUSED = {
         DataError,
         "an HDF5 file; give a text file that lists",
     ),
-    "empty list": ("hdf5_data_param { source: 'empty.txt' batch_size: 1 }", DataError, "names no HDF5 files"),
-    "missing file": ("hdf5_data_param { source: 'other.txt' batch_size: 1 }", DataError, '"x.h5", .* is missing'),
+    "empty list": (
+        "hdf5_data_param { source: 'empty.txt' batch_size: 1 }",
+        DataError,
+        "names no HDF5 files",
+    ),
+    "missing file": (
+        "hdf5_data_param { source: 'other.txt' batch_size: 1 }",
+        DataError,
+        '"x.h5", .* is missing',
+    ),
 }
 
 
@@ -410,20 +492,32 @@ def test_hdf5_refused(case, tmp_path):
 
 
 HDF5_DAMAGED = {
-    "no dataset": ({"data": np.zeros(3), "labels": np.zeros(3)}, 'no dataset "label", did you mean "labels"'),
+    "no dataset": (
+        {"data": np.zeros(3), "labels": np.zeros(3)},
+        'no dataset "label", did you mean "labels"',
+    ),
     "rows differ": (
         {"data": np.zeros(3), "label": np.zeros(2)},
         'same number of rows, at least 1: "data" 3, "label" 2',
     ),
-    "no rows": ({"data": np.zeros((0, 2)), "label": np.zeros(0)}, 'at least 1: "data" 0, "label" 0'),
+    "no rows": (
+        {"data": np.zeros((0, 2)), "label": np.zeros(0)},
+        'at least 1: "data" 0, "label" 0',
+    ),
     "a link": (
         {"data": h5py.SoftLink("/no"), "label": np.zeros(2)},
         'no dataset "data", but a link that leads nowhere',
     ),
-    "a link to a file": ({"data": h5py.ExternalLink("no.h5", "/data"), "label": np.zeros(2)}, "that leads nowhere"),
+    "a link to a file": (
+        {"data": h5py.ExternalLink("no.h5", "/data"), "label": np.zeros(2)},
+        "that leads nowhere",
+    ),
     "scalar": ({"data": 1.0, "label": np.zeros(2)}, '"data" is no dataset of numbers'),
     "text": ({"data": b"hello", "label": np.zeros(2)}, '"data" is no dataset of numbers'),
-    "other width": ({"data": np.zeros((2, 3)), "label": np.zeros(2)}, r"shape 3 \(3\), those of .*a.h5 2 \(2\)"),
+    "other width": (
+        {"data": np.zeros((2, 3)), "label": np.zeros(2)},
+        r"shape 3 \(3\), those of .*a.h5 2 \(2\)",
+    ),
 }
 
 
@@ -489,7 +583,9 @@ def test_image_list_gray_and_resized(listed):
 
 
 def test_image_list_shuffles_every_epoch_anew_and_resumes(listed):
-    feed, again = (image_data("batch_size: 3 shuffle: true", listed, "mirror: true", seed=s) for s in (1, 2))
+    feed, again = (
+        image_data("batch_size: 3 shuffle: true", listed, "mirror: true", seed=s) for s in (1, 2)
+    )
     epochs = [np.concatenate([feed.forward()[1] for _ in range(2)]) for _ in range(8)]
     for labels in epochs:
         np.testing.assert_array_equal(np.sort(labels), range(6))
@@ -514,7 +610,10 @@ def test_image_list_skips_at_random(listed):
 IMAGES_REFUSED = {
     "missing list": ('source: "no.txt"', '"no.txt" cannot be read: no such file'),
     "empty list": ('source: "empty.txt"', "empty.txt lists no images"),
-    "a tab": ('source: "lines.txt"', 'lines.txt:2: "b.png\t2" is not an image path, a blank and a label'),
+    "a tab": (
+        'source: "lines.txt"',
+        'lines.txt:2: "b.png\t2" is not an image path, a blank and a label',
+    ),
     "missing image": ('source: "absent.txt"', "absent.txt: x.png cannot be read: no such file"),
     "root without its slash": (
         'source: "absent.txt" root_folder: "in"',
@@ -528,7 +627,12 @@ IMAGES_REFUSED = {
 
 @pytest.mark.parametrize("case", IMAGES_REFUSED)
 def test_image_list_refused(case, listed):
-    texts = {"empty.txt": "", "lines.txt": "a.png 1\nb.png\t2", "absent.txt": "x.png 0", "text.txt": "list.txt 0"}
+    texts = {
+        "empty.txt": "",
+        "lines.txt": "a.png 1\nb.png\t2",
+        "absent.txt": "x.png 0",
+        "text.txt": "list.txt 0",
+    }
     for name, content in texts.items():
         (Path(listed).parent / name).write_text(content)
     params, message = IMAGES_REFUSED[case]
@@ -570,7 +674,11 @@ def test_memory_refused():
         feed.forward()
     with pytest.raises(DataError, match=r"arrays of shape 1 3 3 \(9\) for a layer of 1 2 3 \(6\)"):
         feed.layer.reset(np.zeros((2, 1, 3, 3)), np.zeros(2))
-    with pytest.raises(DataError, match="3 arrays and 3 labels; give a multiple of the batch size 2"):
+    with pytest.raises(
+        DataError, match="3 arrays and 3 labels; give a multiple of the batch size 2"
+    ):
         feed.layer.reset(np.zeros((3, 1, 2, 3)), np.zeros(3))
     with pytest.raises(ConfigError, match="batch_size, channels, height and width of 1 or more"):
-        Feed('layer { type: "MemoryData" memory_data_param { batch_size: 2 channels: 1 height: 2 } }')
+        Feed(
+            'layer { type: "MemoryData" memory_data_param { batch_size: 2 channels: 1 height: 2 } }'
+        )

@@ -7,12 +7,21 @@ from .harness import Single, check_golden, check_gradient, random
 
 CASES = {
     "basic": ((2, 3, 4, 3), "num_output: 2 kernel_size: 3"),
-    "pad, stride, dilation": ((2, 2, 4, 5), "num_output: 3 kernel_size: 3 pad: 1 stride: 2 dilation: 2"),
-    "group, no bias": ((2, 4, 3, 3), "num_output: 6 kernel_size: 2 group: 2 stride: 2 bias_term: false"),
+    "pad, stride, dilation": (
+        (2, 2, 4, 5),
+        "num_output: 3 kernel_size: 3 pad: 1 stride: 2 dilation: 2",
+    ),
+    "group, no bias": (
+        (2, 4, 3, 3),
+        "num_output: 6 kernel_size: 2 group: 2 stride: 2 bias_term: false",
+    ),
     "1 axis": ((2, 3, 5), "num_output: 2 kernel_size: 3 stride: 2"),
     "3 axes": ((1, 2, 2, 3, 2), "num_output: 2 kernel_size: 2 pad: 1 stride: 2"),
     "axis 2": ((2, 2, 3, 3, 4), "num_output: 2 kernel_size: 3 axis: 2 stride: 2"),
-    "h and w": ((2, 2, 4, 3), "num_output: 2 kernel_h: 3 kernel_w: 2 stride_h: 2 stride_w: 1 pad_h: 1 pad_w: 0"),
+    "h and w": (
+        (2, 2, 4, 3),
+        "num_output: 2 kernel_h: 3 kernel_w: 2 stride_h: 2 stride_w: 1 pad_h: 1 pad_w: 0",
+    ),
 }
 WINDOWS = {
     "basic": ((2, 3, 5, 4), "kernel_size: 3"),
@@ -53,7 +62,9 @@ def test_every_input_element_spreads_its_kernel() -> None:
 
 
 def test_two_bottoms_share_the_weights() -> None:
-    check_gradient(text("num_output: 2 kernel_size: 2"), random(2, 2, 3, 3), random(2, 2, 3, 3, seed=1), tops=2)
+    check_gradient(
+        text("num_output: 2 kernel_size: 2"), random(2, 2, 3, 3), random(2, 2, 3, 3, seed=1), tops=2
+    )
 
 
 def test_padding_that_leaves_nothing() -> None:

@@ -9,7 +9,10 @@ from .on_gpu import check_on_gpu
 # name: eltwise_param, y of the values at one place
 CASES = {
     "SUM": ("", sum),
-    "SUM coeff": ("coeff: 1 coeff: -0.5 coeff: 2", lambda v: v[0] - 0.5 * v[1] + (2 * v[2] if len(v) > 2 else 0)),
+    "SUM coeff": (
+        "coeff: 1 coeff: -0.5 coeff: 2",
+        lambda v: v[0] - 0.5 * v[1] + (2 * v[2] if len(v) > 2 else 0),
+    ),
     "PROD": ("operation: PROD", np.prod),
     "PROD unstable": ("operation: PROD stable_prod_grad: false", np.prod),
     "MAX": ("operation: MAX", max),
@@ -20,7 +23,9 @@ def make(case, n):
     param = CASES[case][0]
     if n == 2:
         param = param.replace(" coeff: 2", "")
-    return f'type: "Eltwise" eltwise_param {{ {param} }}', [random(2, 3, 4, seed=i) for i in range(n)]
+    return f'type: "Eltwise" eltwise_param {{ {param} }}', [
+        random(2, 3, 4, seed=i) for i in range(n)
+    ]
 
 
 @pytest.mark.parametrize("n", [2, 3])
@@ -69,15 +74,34 @@ def test_product_with_a_zero_has_a_gradient():
 @pytest.mark.parametrize(
     ("param", "shapes", "in_place", "message"),
     {
-        "coeff of a product": ("operation: PROD coeff: 1 coeff: 1", [(2, 3)] * 2, False, "coeff is for SUM"),
+        "coeff of a product": (
+            "operation: PROD coeff: 1 coeff: 1",
+            [(2, 3)] * 2,
+            False,
+            "coeff is for SUM",
+        ),
         "too few coeff": ("coeff: 1 coeff: 1", [(2, 3)] * 3, False, "2 coeff do not fit 3 bottoms"),
-        "shapes": ("", [(2, 3), (2, 4)], False, r"bottom 1 has shape \[2, 4\], bottom 0 has \[2, 3\]"),
-        "product in place": ("operation: PROD", [(2, 3)] * 2, True, "give the top a name of its own"),
+        "shapes": (
+            "",
+            [(2, 3), (2, 4)],
+            False,
+            r"bottom 1 has shape \[2, 4\], bottom 0 has \[2, 3\]",
+        ),
+        "product in place": (
+            "operation: PROD",
+            [(2, 3)] * 2,
+            True,
+            "give the top a name of its own",
+        ),
     }.values(),
 )
 def test_what_does_not_fit_is_refused(param, shapes, in_place, message):
     with pytest.raises(ConfigError, match=message):
-        Single(f'type: "Eltwise" eltwise_param {{ {param} }}', *(random(*s) for s in shapes), in_place=in_place)
+        Single(
+            f'type: "Eltwise" eltwise_param {{ {param} }}',
+            *(random(*s) for s in shapes),
+            in_place=in_place,
+        )
 
 
 @pytest.mark.gpu

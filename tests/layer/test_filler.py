@@ -66,7 +66,9 @@ def test_xavier_and_msra_scale_with_the_fan(norm):
 
 
 def test_fan_out_of_one_axis_is_the_count():
-    assert abs(filled('type: "xavier" variance_norm: FAN_OUT', 10000)).max() == pytest.approx(0.0003**0.5, rel=0.01)
+    assert abs(filled('type: "xavier" variance_norm: FAN_OUT', 10000)).max() == pytest.approx(
+        0.0003**0.5, rel=0.01
+    )
 
 
 def test_bilinear_against_a_loop():
@@ -78,7 +80,9 @@ def test_bilinear_against_a_loop():
     assert filled('type: "bilinear"', 1, 1, 3, 3)[0, 0, 1, 1] == 1
 
 
-@pytest.mark.parametrize("name", [name for name in fillers if name not in ("constant", "bilinear", "bilinearstatic")])
+@pytest.mark.parametrize(
+    "name", [name for name in fillers if name not in ("constant", "bilinear", "bilinearstatic")]
+)
 def test_random_fillers_follow_the_generator(name):
     text = f'type: "{name}"'
     np.testing.assert_array_equal(filled(text, 4, 5), filled(text, 4, 5))
@@ -95,8 +99,16 @@ def test_scalars_can_be_filled(name):
     {
         "name": ('type: "xaver"', (2, 3), 'unknown filler name "xaver", did you mean "xavier"'),
         "empty": ("", (0, 3), r"shape 0 3 \(0\) has nothing to fill"),
-        "sparse": ('type: "xavier" sparse: 3', (2, 3), 'sparse is for the filler "gaussian", not for "xavier"'),
-        "too sparse": ('type: "gaussian" sparse: 3', (2, 3), "more non-zero weights than 2 outputs"),
+        "sparse": (
+            'type: "xavier" sparse: 3',
+            (2, 3),
+            'sparse is for the filler "gaussian", not for "xavier"',
+        ),
+        "too sparse": (
+            'type: "gaussian" sparse: 3',
+            (2, 3),
+            "more non-zero weights than 2 outputs",
+        ),
         "uniform": ('type: "uniform" min: 2 max: 1', (2, 3), "min 2 and max 1"),
         "gaussian": ('type: "gaussian" std: -1', (2, 3), "0 or more, not -1"),
         "bilinear": ('type: "bilinear"', (1, 1, 2, 3), r"square kernels, not 1 1 2 3 \(6\)"),

@@ -58,7 +58,9 @@ def test_later_forwards_append(tmp_path):
         single.layer.forward(single.bottom, single.top)
     found = contents(path)
     for name, arrays in zip(("data", "label"), zip(*batches, strict=True), strict=True):
-        np.testing.assert_array_equal(found[name].squeeze(), np.concatenate(arrays).astype(np.float32))
+        np.testing.assert_array_equal(
+            found[name].squeeze(), np.concatenate(arrays).astype(np.float32)
+        )
 
 
 def test_backward_leaves_the_bottoms_alone(tmp_path):
@@ -73,7 +75,10 @@ def test_rows_of_another_shape(tmp_path):
     single = output(path, random(2, 3), random(2))
     single.forward()
     single.bottom[0].reshape((2, 4))
-    with pytest.raises(DataError, match=r"out.h5: rows of /data have shape 3 1 1 \(3\), those to be added 4 1 1 \(4\)"):
+    with pytest.raises(
+        DataError,
+        match=r"out.h5: rows of /data have shape 3 1 1 \(3\), those to be added 4 1 1 \(4\)",
+    ):
         single.layer.forward(single.bottom, single.top)
 
 
@@ -103,7 +108,10 @@ def test_no_rows_and_large_rows(tmp_path):
     new_file(str(path))
     append_rows(str(path), {"none": np.zeros((0, 3)), "wide": random(1, 200_000)})
     append_rows(str(path), {"none": random(2, 3), "wide": random(2, 200_000)})
-    assert {name: array.shape for name, array in contents(path).items()} == {"none": (2, 3), "wide": (3, 200_000)}
+    assert {name: array.shape for name, array in contents(path).items()} == {
+        "none": (2, 3),
+        "wide": (3, 200_000),
+    }
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_rows_before(tmp_path):
@@ -124,7 +132,11 @@ except DataError as error:
     print(i, error)
 """
     run = subprocess.run(
-        [sys.executable, "-c", program, path], capture_output=True, text=True, check=True, env=ENVIRONMENT
+        [sys.executable, "-c", program, path],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=ENVIRONMENT,
     )
     written, message = run.stdout.split(" ", 1)
     assert message == f"{path} cannot be written: file too large\n"

@@ -67,7 +67,8 @@ def test_the_inner_size_must_stay():
     assert single.top[0].shape == (5, 2)
     single.bottom[0].reshape((2, 3, 4, 5))
     with pytest.raises(
-        ConfigError, match=r"Input size incompatible with inner product parameters. .* 48 inputs, not 60"
+        ConfigError,
+        match=r"Input size incompatible with inner product parameters. .* 48 inputs, not 60",
     ):
         single.layer.reshape(single.bottom, single.top)
 
@@ -80,7 +81,13 @@ TOLERANCE = {"float32": 2e-3, "float16": 3e-3, "uint16": 2e-2}
 @pytest.mark.parametrize("transpose", ["false", "true"])
 @pytest.mark.parametrize(
     ("kind", "top_kind"),
-    [("float32",) * 2, ("float16",) * 2, ("uint16",) * 2, ("float16", "float32"), ("uint16", "float32")],
+    [
+        ("float32",) * 2,
+        ("float16",) * 2,
+        ("uint16",) * 2,
+        ("float16", "float32"),
+        ("uint16", "float32"),
+    ],
 )
 def test_on_a_gpu_in_any_type(kind, top_kind, transpose, bias):
     device = CudaDevice(seed=1)
@@ -102,7 +109,9 @@ def test_on_a_gpu_in_any_type(kind, top_kind, transpose, bias):
         top.host_diff[...] = top_diff
         layer.backward([top], [True], [bottom])
     w, x = layer.blobs[0].host_data, x.reshape(5, 8)
-    w, dw = (w.T, layer.blobs[0].host_diff.T) if transpose == "true" else (w, layer.blobs[0].host_diff)
+    w, dw = (
+        (w.T, layer.blobs[0].host_diff.T) if transpose == "true" else (w, layer.blobs[0].host_diff)
+    )
     pairs = [
         (top.host_data, x @ w.T + (layer.blobs[1].host_data if bias else 0)),
         (bottom.host_diff.reshape(5, 8), top_diff @ w),

@@ -41,7 +41,11 @@ GRADIENTS = {
     "Softmax": ('type: "Softmax"', [random(2, 3, 2)], None),
     "Softmax of vectors": ('type: "Softmax"', [random(2, 5)], None),
     "Softmax axis": ('type: "Softmax" softmax_param { axis: -1 }', [random(2, 3, 4)], None),
-    "SoftmaxWithLoss": ('type: "SoftmaxWithLoss" loss_weight: 0.7', [random(4, 3), labels(4)], FIRST),
+    "SoftmaxWithLoss": (
+        'type: "SoftmaxWithLoss" loss_weight: 0.7',
+        [random(4, 3), labels(4)],
+        FIRST,
+    ),
     "SoftmaxWithLoss spatial": (
         'type: "SoftmaxWithLoss" loss_param { ignore_label: 1 }',
         [random(2, 3, 2, 2), labels(2, 1, 2, 2)],
@@ -62,7 +66,11 @@ GRADIENTS = {
         [random(2, 3), np.ones(2)],
         FIRST,
     ),
-    "EuclideanLoss": ('type: "EuclideanLoss" loss_weight: 2', [random(3, 4), random(3, 4, seed=1)], None),
+    "EuclideanLoss": (
+        'type: "EuclideanLoss" loss_weight: 2',
+        [random(3, 4), random(3, 4, seed=1)],
+        None,
+    ),
     "SigmoidCrossEntropyLoss": (
         'type: "SigmoidCrossEntropyLoss"',
         [3 * random(3, 4), seeded(1).random((3, 4))],
@@ -83,9 +91,17 @@ GRADIENTS = {
         [random(2, 3, 4), labels(2, 4), seeded(1).random((3, 3))],
         [True, False, False],
     ),
-    "MultinomialLogisticLoss": ('type: "MultinomialLogisticLoss"', [probabilities(4, 3), labels(4)], FIRST),
+    "MultinomialLogisticLoss": (
+        'type: "MultinomialLogisticLoss"',
+        [probabilities(4, 3), labels(4)],
+        FIRST,
+    ),
     "HingeLoss": ('type: "HingeLoss"', [random(4, 3), labels(4)], FIRST),
-    "HingeLoss L2": ('type: "HingeLoss" hinge_loss_param { norm: L2 }', [random(4, 3), labels(4)], FIRST),
+    "HingeLoss L2": (
+        'type: "HingeLoss" hinge_loss_param { norm: L2 }',
+        [random(4, 3), labels(4)],
+        FIRST,
+    ),
     "ContrastiveLoss legacy": (
         'type: "ContrastiveLoss" contrastive_loss_param { margin: 9 legacy_version: true }',
         [random(4, 3), random(4, 3, seed=1), np.array([0.0, 1, 0, 1])],
@@ -140,7 +156,9 @@ NORMALIZATIONS = {"FULL": 8, "VALID": 5, "BATCH_SIZE": 2, "NONE": 1}
 @pytest.mark.parametrize("normalization", NORMALIZATIONS)
 def test_softmax_loss_against_a_loop(normalization):
     x, y = random(2, 3, 2, 2), np.array([0.0, 1, 2, 2, 1, 1, 0, 2]).reshape(2, 2, 2)
-    text = f'type: "SoftmaxWithLoss" loss_param {{ ignore_label: 1 normalization: {normalization} }}'
+    text = (
+        f'type: "SoftmaxWithLoss" loss_param {{ ignore_label: 1 normalization: {normalization} }}'
+    )
     total = 0.0
     for n, h, w in np.ndindex(2, 2, 2):
         k = int(y[n, h, w])
@@ -195,15 +213,25 @@ def test_euclidean_loss_against_a_loop():
 
 def test_sigmoid_loss_against_a_loop():
     x, t = random(3, 4), labels(3, 4, classes=2)
-    expected = -sum(log(1 / (1 + exp(-v)) if u else 1 - 1 / (1 + exp(-v))) for v, u in zip(x.flat, t.flat, strict=True))
+    expected = -sum(
+        log(1 / (1 + exp(-v)) if u else 1 - 1 / (1 + exp(-v)))
+        for v, u in zip(x.flat, t.flat, strict=True)
+    )
     (loss,) = Single('type: "SigmoidCrossEntropyLoss"', x, t).forward()
     assert loss == pytest.approx(expected / 3)
-    (loss,) = Single('type: "SigmoidCrossEntropyLoss" loss_param { normalization: FULL }', x, t).forward()
+    (loss,) = Single(
+        'type: "SigmoidCrossEntropyLoss" loss_param { normalization: FULL }', x, t
+    ).forward()
     assert loss == pytest.approx(expected / 12)
 
 
 def test_sigmoid_loss_of_large_scores_is_finite():
-    single = Single('type: "SigmoidCrossEntropyLoss"', np.array([[1e4, -1e4]]), np.array([[0.0, 0]]), dtype=np.float32)
+    single = Single(
+        'type: "SigmoidCrossEntropyLoss"',
+        np.array([[1e4, -1e4]]),
+        np.array([[0.0, 0]]),
+        dtype=np.float32,
+    )
     assert single.forward()[0] == 1e4
 
 
@@ -256,7 +284,9 @@ def test_contrastive_loss_against_a_loop():
             d2 = sum((a[n] - b[n]) ** 2)
             total += d2 if y[n] else max(3 - d2, 0) if legacy else max(3 - d2**0.5, 0) ** 2
         param = f"margin: 3 legacy_version: {str(legacy).lower()}"
-        (loss,) = Single(f'type: "ContrastiveLoss" contrastive_loss_param {{ {param} }}', a, b, y).forward()
+        (loss,) = Single(
+            f'type: "ContrastiveLoss" contrastive_loss_param {{ {param} }}', a, b, y
+        ).forward()
         assert loss == pytest.approx(total / 8)
 
 
@@ -264,7 +294,9 @@ def test_infogain_loss_reads_its_matrix_and_equals_softmax_loss_for_the_identity
     x, y = random(4, 3), labels(4)
     path = tmp_path / "matrix.binaryproto"
     path.write_bytes(array_to_blob(np.eye(3, dtype=np.float32)).SerializeToString())
-    single = Single(f'type: "InfogainLoss" infogain_loss_param {{ source: "{path}" }}', x, y, tops=2)
+    single = Single(
+        f'type: "InfogainLoss" infogain_loss_param {{ source: "{path}" }}', x, y, tops=2
+    )
     loss, p = single.forward()
     assert loss == pytest.approx(Single('type: "SoftmaxWithLoss"', x, y).forward()[0])
     np.testing.assert_allclose(p.sum(1), 1)
@@ -273,8 +305,16 @@ def test_infogain_loss_reads_its_matrix_and_equals_softmax_loss_for_the_identity
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     {
-        "labels": ('type: "SoftmaxWithLoss"', [(4, 3, 2), (4,)], "with 3 classes need 8 labels, not 4"),
-        "items": ('type: "SoftmaxWithLoss"', [(4, 3), (3,)], r"agree in their first axis: \[4, 3\] and \[3\]"),
+        "labels": (
+            'type: "SoftmaxWithLoss"',
+            [(4, 3, 2), (4,)],
+            "with 3 classes need 8 labels, not 4",
+        ),
+        "items": (
+            'type: "SoftmaxWithLoss"',
+            [(4, 3), (3,)],
+            r"agree in their first axis: \[4, 3\] and \[3\]",
+        ),
         "accuracy labels": ('type: "Accuracy"', [(4, 3), (3,)], "need 4 labels, not 3"),
         "top_k": (
             'type: "Accuracy" accuracy_param { top_k: 4 }',
@@ -292,7 +332,11 @@ def test_infogain_loss_reads_its_matrix_and_equals_softmax_loss_for_the_identity
             "give normalization",
         ),
         "pairs": ('type: "ContrastiveLoss"', [(4, 3), (4, 2), (4,)], "one count"),
-        "pair labels": ('type: "ContrastiveLoss"', [(4, 3), (4, 3), (4, 2)], "4 pairs need as many labels, not 8"),
+        "pair labels": (
+            'type: "ContrastiveLoss"',
+            [(4, 3), (4, 3), (4, 2)],
+            "4 pairs need as many labels, not 8",
+        ),
     }.values(),
 )
 def test_what_does_not_fit_is_refused(text, shapes, message):
@@ -300,7 +344,13 @@ def test_what_does_not_fit_is_refused(text, shapes, message):
         Single(text, *(random(*s) for s in shapes))
 
 
-LABELLED = ["SoftmaxWithLoss", "SigmoidCrossEntropyLoss", "InfogainLoss", "MultinomialLogisticLoss", "HingeLoss"]
+LABELLED = [
+    "SoftmaxWithLoss",
+    "SigmoidCrossEntropyLoss",
+    "InfogainLoss",
+    "MultinomialLogisticLoss",
+    "HingeLoss",
+]
 
 
 @pytest.mark.parametrize("case", [*LABELLED, "ContrastiveLoss legacy"])
@@ -324,20 +374,33 @@ def test_accuracy_has_no_gradient():
 
 
 @pytest.mark.parametrize(
-    "kind", ["SigmoidCrossEntropyLoss", "MultinomialLogisticLoss", "HingeLoss", "SoftmaxWithLoss", "ContrastiveLoss"]
+    "kind",
+    [
+        "SigmoidCrossEntropyLoss",
+        "MultinomialLogisticLoss",
+        "HingeLoss",
+        "SoftmaxWithLoss",
+        "ContrastiveLoss",
+    ],
 )
 def test_scalars_are_refused(kind):
     with pytest.raises(ConfigError, match="out of range for a blob with 0 axes"):
         Single(f'type: "{kind}"', *[np.float64(1)] * (3 if kind == "ContrastiveLoss" else 2))
 
 
-ON_GPU = [case for case in GRADIENTS if case.startswith(("Infogain", "Multinomial", "Hinge", "Contrastive"))]
+ON_GPU = [
+    case
+    for case in GRADIENTS
+    if case.startswith(("Infogain", "Multinomial", "Hinge", "Contrastive"))
+]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", [*ON_GPU, "ContrastiveLoss"])
 def test_on_gpu(case):
-    text, bottoms, propagate_down = GRADIENTS[case if case in GRADIENTS else "ContrastiveLoss legacy"]
+    text, bottoms, propagate_down = GRADIENTS[
+        case if case in GRADIENTS else "ContrastiveLoss legacy"
+    ]
     text = text.replace("legacy_version: true", "") if case == "ContrastiveLoss" else text
     check_plain_on_gpu(text, *bottoms, propagate_down=propagate_down or [True] * len(bottoms))
 
@@ -355,4 +418,6 @@ def test_infogain_matrix_of_a_file_on_gpu(tmp_path):
 @pytest.mark.parametrize("label", [3, -1, np.nan])
 def test_label_outside_is_named_on_gpu(type_, label):
     matrix = [np.eye(3)] if type_ == "InfogainLoss" else []
-    check_problem_on_gpu(f'name: "l" type: "{type_}"', probabilities(3, 3), np.array([0, label, 7]), *matrix)
+    check_problem_on_gpu(
+        f'name: "l" type: "{type_}"', probabilities(3, 3), np.array([0, label, 7]), *matrix
+    )

@@ -23,13 +23,19 @@ NEURONS = {
     "Exp": ("", exp),
     "Exp base 2": ("exp_param { base: 2 scale: 0.5 shift: 0.3 }", lambda x: 2 ** (0.3 + 0.5 * x)),
     "Log": ("log_param { shift: 9 }", lambda x: log(9 + x)),
-    "Log base 10": ("log_param { base: 10 scale: 0.5 shift: 4 }", lambda x: log(4 + 0.5 * x) / log(10)),
+    "Log base 10": (
+        "log_param { base: 10 scale: 0.5 shift: 4 }",
+        lambda x: log(4 + 0.5 * x) / log(10),
+    ),
     "Power": ("", lambda x: x),
     "Power linear": ("power_param { scale: 2 shift: 3 }", lambda x: 3 + 2 * x),
     "Power square": ("power_param { power: 2 scale: 2 shift: 3 }", lambda x: (3 + 2 * x) ** 2),
     "Power cube": ("power_param { power: 3 }", lambda x: x**3),
     "Power root": ("power_param { power: 0.5 shift: 9 }", lambda x: (9 + x) ** 0.5),
-    "Power fraction": ("power_param { power: 2.5 scale: 0.7 shift: 4 }", lambda x: (4 + 0.7 * x) ** 2.5),
+    "Power fraction": (
+        "power_param { power: 2.5 scale: 0.7 shift: 4 }",
+        lambda x: (4 + 0.7 * x) ** 2.5,
+    ),
     "Power inverse": ("power_param { power: -1 scale: 0.5 shift: 4 }", lambda x: 1 / (4 + 0.5 * x)),
     "Power 0": ("power_param { power: 0 }", lambda x: 1),
     "Power scale 0": ("power_param { power: 2 scale: 0 shift: 3 }", lambda x: 9),
@@ -130,7 +136,9 @@ def test_prelu_reads_its_filler_and_checks_the_channels():
 @pytest.mark.parametrize("ratio", [0, 0.2, 0.5, 0.9])
 def test_dropout_keeps_the_share_and_the_mean(ratio):
     x = np.ones((100, 1000))
-    single = Single(f'type: "Dropout" dropout_param {{ dropout_ratio: {ratio} }}', x, dtype=np.float32)
+    single = Single(
+        f'type: "Dropout" dropout_param {{ dropout_ratio: {ratio} }}', x, dtype=np.float32
+    )
     (y,) = single.forward()
     assert set(np.unique(y)) <= {0, np.float32(1 / (1 - np.float32(ratio)))}
     assert (y > 0).mean() == pytest.approx(1 - ratio, abs=0.01)
@@ -156,7 +164,10 @@ def test_dropout_has_no_mask_in_test():
 @pytest.mark.parametrize(
     ("prototxt", "message"),
     {
-        "dropout": ('type: "Dropout" dropout_param { dropout_ratio: 1 }', "at least 0 and below 1, not 1"),
+        "dropout": (
+            'type: "Dropout" dropout_param { dropout_ratio: 1 }',
+            "at least 0 and below 1, not 1",
+        ),
         "clip": ('type: "Clip" clip_param { min: 2 max: 1 }', "min 2 and max 1"),
         "exp": ('type: "Exp" exp_param { base: -2 }', "greater than 0, or -1 for e, not -2"),
         "log": ('type: "Log" log_param { base: 1 }', "no logarithm to the base 1"),
@@ -212,7 +223,11 @@ def test_dropout_on_a_gpu_has_one_seed_and_counts_passes():
     assert (masks[4] != masks[1]).mean() == pytest.approx(0.5, abs=0.1)
 
 
-NATIVE = [case for case in NEURONS if case.split()[0] in ("ELU", "PReLU", "ReLU", "Sigmoid", "Swish", "TanH")] + [
+NATIVE = [
+    case
+    for case in NEURONS
+    if case.split()[0] in ("ELU", "PReLU", "ReLU", "Sigmoid", "Swish", "TanH")
+] + [
     "Power square",
     "Power inverse",
 ]

@@ -23,14 +23,20 @@ blobs { shape { dim: 1 } data: 2 }'  # fmt: skip
 
 # name: prototxt, shape
 ONE_BOTTOM = {
-    "LRN across": ('type: "LRN" lrn_param { local_size: 3 alpha: 0.7 beta: 0.6 k: 1.5 }', (2, 5, 2, 2)),
+    "LRN across": (
+        'type: "LRN" lrn_param { local_size: 3 alpha: 0.7 beta: 0.6 k: 1.5 }',
+        (2, 5, 2, 2),
+    ),
     "LRN within": (
         'type: "LRN" lrn_param { local_size: 3 alpha: 0.7 beta: 0.6 norm_region: WITHIN_CHANNEL }',
         (2, 2, 3, 4),
     ),
     "BatchNorm": ('type: "BatchNorm"', (3, 2, 2, 3)),
     "BatchNorm of vectors": ('type: "BatchNorm"', (5, 3)),
-    "BatchNorm global": ('type: "BatchNorm" batch_norm_param { use_global_stats: true }', (2, 3, 2, 2)),
+    "BatchNorm global": (
+        'type: "BatchNorm" batch_norm_param { use_global_stats: true }',
+        (2, 3, 2, 2),
+    ),
     "BatchNorm scaled": ('type: "BatchNorm" batch_norm_param { scale_bias: true }', (3, 2, 2, 3)),
     "MVN": ('type: "MVN"', (2, 3, 2, 3)),
     "MVN across": ('type: "MVN" mvn_param { across_channels: true }', (2, 3, 2, 3)),
@@ -39,8 +45,14 @@ ONE_BOTTOM = {
     "Scale with bias": ('type: "Scale" scale_param { bias_term: true }', (2, 3, 2, 2)),
     "Scale of vectors": ('type: "Scale" scale_param { bias_term: true }', (4, 3)),
     "Scale of one item": ('type: "Scale" scale_param { bias_term: true }', (1, 3, 2, 2)),
-    "Scale of two axes": ('type: "Scale" scale_param { axis: -3 num_axes: 2 bias_term: true }', (2, 3, 2, 2)),
-    "Scale of everything": ('type: "Scale" scale_param { axis: 0 num_axes: -1 bias_term: true }', (2, 3, 2)),
+    "Scale of two axes": (
+        'type: "Scale" scale_param { axis: -3 num_axes: 2 bias_term: true }',
+        (2, 3, 2, 2),
+    ),
+    "Scale of everything": (
+        'type: "Scale" scale_param { axis: 0 num_axes: -1 bias_term: true }',
+        (2, 3, 2),
+    ),
     "Scale by one number": ('type: "Scale" scale_param { num_axes: 0 bias_term: true }', (2, 3, 2)),
     "Bias": ('type: "Bias"', (2, 3, 2, 2)),
     "Bias of vectors": ('type: "Bias"', (4, 3)),
@@ -99,7 +111,9 @@ def test_lrn_across_against_a_loop():
 
 def test_batch_norm_normalizes_and_collects_statistics():
     x = random(4, 3, 5)
-    single = Single('type: "BatchNorm" batch_norm_param { moving_average_fraction: 0.5 eps: 1e-4 }' + BLOBS, x)
+    single = Single(
+        'type: "BatchNorm" batch_norm_param { moving_average_fraction: 0.5 eps: 1e-4 }' + BLOBS, x
+    )
     (y,) = single.forward()
     mean, var = x.mean((0, 2)), x.var((0, 2))
     np.testing.assert_allclose(y, (x - mean[:, None]) / np.sqrt(var + 1e-4)[:, None])
@@ -122,7 +136,9 @@ def test_batch_norm_uses_stored_statistics_in_test():
 def test_batch_norm_statistics_are_not_learned():
     single = Single('type: "BatchNorm" param { name: "mean" }', random(2, 3))
     assert [p.lr_mult for p in single.layer.param.param] == [0, 0, 0]
-    with pytest.raises(ConfigError, match=r"Cannot configure batch normalization statistics as layer parameters\."):
+    with pytest.raises(
+        ConfigError, match=r"Cannot configure batch normalization statistics as layer parameters\."
+    ):
         Single('type: "BatchNorm" param { lr_mult: 1 }', random(2, 3))
 
 
@@ -137,7 +153,9 @@ type: "BatchNorm" batch_norm_param {
 def test_scale_bias_is_batch_norm_before_scale(phase):
     x, dy = random(4, 3, 2), [random(4, 3, 2, seed=1)]
     whole = Single(SCALED, x, phase=phase)
-    norm = Single('type: "BatchNorm" batch_norm_param { moving_average_fraction: 0.5 }', x, phase=phase)
+    norm = Single(
+        'type: "BatchNorm" batch_norm_param { moving_average_fraction: 0.5 }', x, phase=phase
+    )
     for single in (whole, norm):
         single.params[1].fill(2)
     (y,), (between,) = whole.forward(), norm.forward()
@@ -165,7 +183,9 @@ def test_scale_bias_learns_without_a_gradient_below():
     assert not diffs[3].any()
 
 
-@pytest.mark.parametrize("given", ["", "param { lr_mult: 1 } param { lr_mult: 1 } param { lr_mult: 0 }"])
+@pytest.mark.parametrize(
+    "given", ["", "param { lr_mult: 1 } param { lr_mult: 1 } param { lr_mult: 0 }"]
+)
 def test_scale_bias_is_learned_and_statistics_are_not(given):
     single = Single(SCALED + given, random(2, 3))
     assert [p.lr_mult for p in single.layer.param.param] == [0, 0, 0, 1, 1]
@@ -177,7 +197,9 @@ def test_large_means_do_not_spoil_the_variance():
     np.testing.assert_allclose(y.std((0, 2)), 1, rtol=1e-3)
 
 
-@pytest.mark.parametrize("text", ['type: "LRN" lrn_param { norm_region: WITHIN_CHANNEL local_size: 3 }', 'type: "MVN"'])
+@pytest.mark.parametrize(
+    "text", ['type: "LRN" lrn_param { norm_region: WITHIN_CHANNEL local_size: 3 }', 'type: "MVN"']
+)
 def test_gradient_when_a_layer_in_place_has_overwritten_the_top(text):
     single = Single(text, random(2, 3, 4, 5))
     single.forward()
@@ -207,14 +229,19 @@ def test_mvn_of_fewer_axes_gives_four_as_in_caffe():
 def test_mvn_of_fewer_axes_in_place():
     data = 'layer { name: "d" type: "DummyData" top: "x" dummy_data_param { shape { dim: 3 dim: 4 } } } layer { '
     data += 'name: "ip" type: "InnerProduct" bottom: "x" top: "y" inner_product_param { num_output: 5 } } '
-    net = net_of(data + 'layer { name: "m" type: "MVN" bottom: "y" top: "y" mvn_param { across_channels: true } }')
+    net = net_of(
+        data
+        + 'layer { name: "m" type: "MVN" bottom: "y" top: "y" mvn_param { across_channels: true } }'
+    )
     x, (w, b) = random(3, 4).astype(np.float32), net.params
     net.blobs["x"].data[...], w.data[...], b.data[...] = x, random(5, 4, seed=1), random(5, seed=2)
     for _ in range(2):
         net.forward()
         product = x @ w.data.T + b.data
         expected = (product - product.mean(1, keepdims=True)) / product.std(1, keepdims=True)
-        np.testing.assert_allclose(net.blobs["y"].data, expected[:, :, None, None], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            net.blobs["y"].data, expected[:, :, None, None], rtol=1e-4, atol=1e-5
+        )
 
 
 def test_scale_and_bias_start_as_identity():
@@ -258,14 +285,34 @@ def test_frozen_parameters_keep_their_diff():
 @pytest.mark.parametrize(
     ("text", "shapes", "message"),
     {
-        "even LRN": ('type: "LRN" lrn_param { local_size: 4 }', [(1, 2, 3, 3)], "must be odd, not 4"),
+        "even LRN": (
+            'type: "LRN" lrn_param { local_size: 4 }',
+            [(1, 2, 3, 3)],
+            "must be odd, not 4",
+        ),
         "LRN of vectors": ('type: "LRN"', [(2, 3)], r"4 axes, not \[2, 3\]"),
         "BatchNorm of numbers": ('type: "BatchNorm"', [(3,)], r"at least 2 axes, not \[3\]"),
-        "BatchNorm blobs": ('type: "BatchNorm"' + BLOBS, [(2, 4)], "4 channels do not fit the statistics of 3"),
-        "BatchNorm blobs to scale": (SCALED + BLOBS, [(2, 3)], "incorrect number of parameters: 3, not 5"),
+        "BatchNorm blobs": (
+            'type: "BatchNorm"' + BLOBS,
+            [(2, 4)],
+            "4 channels do not fit the statistics of 3",
+        ),
+        "BatchNorm blobs to scale": (
+            SCALED + BLOBS,
+            [(2, 3)],
+            "incorrect number of parameters: 3, not 5",
+        ),
         "Scale axis": ('type: "Scale" scale_param { axis: 3 }', [(2, 3)], "axis 3 is out of range"),
-        "Scale num_axes": ('type: "Scale" scale_param { num_axes: 2 }', [(2, 3)], r"do not lie within \[2, 3\]"),
-        "Scale bottom": ('type: "Scale"', [(2, 3), (2,)], r"shape \[2\] does not fit \[2, 3\] from axis 1 on"),
+        "Scale num_axes": (
+            'type: "Scale" scale_param { num_axes: 2 }',
+            [(2, 3)],
+            r"do not lie within \[2, 3\]",
+        ),
+        "Scale bottom": (
+            'type: "Scale"',
+            [(2, 3), (2,)],
+            r"shape \[2\] does not fit \[2, 3\] from axis 1 on",
+        ),
         "Bias bottom": ('type: "Bias"', [(2, 3), (3, 1)], r"shape \[3, 1\] does not fit \[2, 3\]"),
         "MVN": ('type: "MVN"', [(1, 1, 1, 1, 2)], "at most 4 axes"),
     }.values(),
@@ -296,9 +343,13 @@ def test_an_empty_batch_leaves_the_statistics_alone():
 
 def test_absurd_windows():
     with pytest.raises(ConfigError, match=r"more than 2\^31 elements"):
-        Single('type: "LRN" lrn_param { local_size: 4294967295 norm_region: WITHIN_CHANNEL }', random(1, 1, 3, 3))
+        Single(
+            'type: "LRN" lrn_param { local_size: 4294967295 norm_region: WITHIN_CHANNEL }',
+            random(1, 1, 3, 3),
+        )
     x = random(2, 3, 2, 2)
     wide, enough = (
-        Single(f'type: "LRN" lrn_param {{ local_size: {size} alpha: {size} }}', x).forward() for size in (4294967295, 7)
+        Single(f'type: "LRN" lrn_param {{ local_size: {size} alpha: {size} }}', x).forward()
+        for size in (4294967295, 7)
     )
     np.testing.assert_allclose(wide, enough)

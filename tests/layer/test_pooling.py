@@ -54,14 +54,20 @@ def test_as_caffe(case):
 
 
 def test_the_second_top_tells_where():
-    single = Single(text("kernel_size: 2 stride: 2"), distinct(1, 2, 4, 4), tops=2, dtype=np.float32)
+    single = Single(
+        text("kernel_size: 2 stride: 2"), distinct(1, 2, 4, 4), tops=2, dtype=np.float32
+    )
     y, index = single.forward()
     assert index.dtype == np.float32
     x = single.inputs[0].reshape(2, 16)
-    np.testing.assert_array_equal(np.take_along_axis(x, index.reshape(2, 4).astype(int), 1), y.reshape(2, 4))
+    np.testing.assert_array_equal(
+        np.take_along_axis(x, index.reshape(2, 4).astype(int), 1), y.reshape(2, 4)
+    )
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "pad:" not in CASES[case] and "pad_h" not in CASES[case]])
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if "pad:" not in CASES[case] and "pad_h" not in CASES[case]]
+)
 def test_stochastic_gradient(case):
     single = Single(text(f"{CASES[case]} pool: STOCHASTIC"), distinct(2, 2, 5, 6), dtype=np.float64)
     (y,) = single.forward()
@@ -111,7 +117,10 @@ def test_global_pooling_follows_its_input():
 ERRORS = {
     "no kernel": ("", "kernel_size, or kernel_h and kernel_w, is needed"),
     "half a kernel": ("kernel_h: 2", "kernel_h and kernel_w must be given together"),
-    "kernel twice": ("kernel_size: 2 kernel_h: 2 kernel_w: 2", "kernel_size and kernel_h/kernel_w exclude each other"),
+    "kernel twice": (
+        "kernel_size: 2 kernel_h: 2 kernel_w: 2",
+        "kernel_size and kernel_h/kernel_w exclude each other",
+    ),
     "half a pad": ("kernel_size: 3 pad_w: 1", "pad_h and pad_w must be given together"),
     "half a stride": ("kernel_size: 3 stride_w: 1", "stride_h and stride_w must be given together"),
     "zero kernel": ("kernel_size: 0", "kernel sizes must be 1 or more"),
@@ -169,7 +178,9 @@ def test_spp_with_more_bins_than_pixels():
 @pytest.mark.parametrize("method", ["MAX", "AVE"])
 def test_absurd_sizes_are_refused(method):
     layer = text(f"pool: {method} kernel_size: 100000 pad: 99999 stride: 100000")
-    with pytest.raises(ConfigError, match=r"6x6 inputs padded to 200004x200004 have more than 2\^31 elements"):
+    with pytest.raises(
+        ConfigError, match=r"6x6 inputs padded to 200004x200004 have more than 2\^31 elements"
+    ):
         Single(layer, random(1, 1, 6, 6))
 
 
@@ -188,7 +199,11 @@ def test_stochastic_on_gpu():
         bottom, top = Blob((2, 8, 6, 6), store=device.store), Blob(store=device.store)
         for blob in (bottom, top):
             blob.take(Format(np.dtype(np.uint16), True))
-        layer = create_layer(Parse(text("kernel_size: 2 stride: 2 pool: STOCHASTIC"), LayerParameter()), TRAIN, device)
+        layer = create_layer(
+            Parse(text("kernel_size: 2 stride: 2 pool: STOCHASTIC"), LayerParameter()),
+            TRAIN,
+            device,
+        )
         layer.setup([bottom], [top])
         layer.reshape([bottom], [top])
         bottom.host_data[...] = x = seeded().integers(1, 100, bottom.shape)
@@ -210,4 +225,6 @@ def test_stochastic_on_gpu():
 
 def test_only_what_draws_has_a_seed_to_keep():
     assert Single(text("kernel_size: 2"), random(1, 1, 4, 4)).layer.state() == {}
-    assert Single(text("kernel_size: 2 pool: STOCHASTIC"), random(1, 1, 4, 4)).layer.state() == {}  # drawn by the CPU
+    assert (
+        Single(text("kernel_size: 2 pool: STOCHASTIC"), random(1, 1, 4, 4)).layer.state() == {}
+    )  # drawn by the CPU

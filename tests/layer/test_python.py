@@ -84,13 +84,20 @@ def forget(folder: Path) -> None:
 
 
 def python(
-    layer: str, bottom: str = "x", top: str = "z", more: str = "", string: str = "", module: str = "mine"
+    layer: str,
+    bottom: str = "x",
+    top: str = "z",
+    more: str = "",
+    string: str = "",
+    module: str = "mine",
 ) -> str:
     bottoms = f'bottom: "{bottom}"' if bottom else ""
     return LAYER % (layer.lower(), bottoms, top, more, module, layer, string)
 
 
-def beside(folder: Path, text: str, code: str = MODULE, name: str = "mine.py", **kwargs: object) -> Net:
+def beside(
+    folder: Path, text: str, code: str = MODULE, name: str = "mine.py", **kwargs: object
+) -> Net:
     """The net of this text, in a file beside the module `name`."""
     folder.mkdir(exist_ok=True, parents=True)
     (folder / name).write_text(dedent(code))
@@ -102,12 +109,22 @@ def beside(folder: Path, text: str, code: str = MODULE, name: str = "mine.py", *
 def test_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     monkeypatch.chdir(tmp_path)
-    check_gradient('type: "Python" python_param { module: "mine" layer: "Affine" param_str: "3" }', random(2, 3))
-    check_gradient('type: "Python" loss_weight: 2 python_param { module: "mine" layer: "Loss" }', random(2, 3))
+    check_gradient(
+        'type: "Python" python_param { module: "mine" layer: "Affine" param_str: "3" }',
+        random(2, 3),
+    )
+    check_gradient(
+        'type: "Python" loss_weight: 2 python_param { module: "mine" layer: "Loss" }', random(2, 3)
+    )
 
 
 def test_a_net_with_python_layers_learns(tmp_path: Path) -> None:
-    text = INPUT + ip("a", "x", "a") + python("Affine", "a", string="2") + python("Loss", "z", "l", "loss_weight: 3")
+    text = (
+        INPUT
+        + ip("a", "x", "a")
+        + python("Affine", "a", string="2")
+        + python("Loss", "z", "l", "loss_weight: 3")
+    )
     net = beside(tmp_path, text)
     x = random(4, 3).astype(np.float32)
     net.blobs["x"].data[...] = x
@@ -168,7 +185,9 @@ def test_workers_use_the_roots_object_if_told_so(tmp_path: Path) -> None:
     shared = text.replace('module: "mine"', 'module: "mine" share_in_parallel: true')
     for definition_text, same in ((text, False), (shared, True)):
         root = beside(tmp_path, definition_text)
-        worker = Net(definition(definition_text), device=Device(seed=2), path=root.path, root_net=root)
+        worker = Net(
+            definition(definition_text), device=Device(seed=2), path=root.path, root_net=root
+        )
         assert (worker.layers[1] is root.layers[1]) == same
         assert len(worker.layers[1].blobs) == 1
         worker.blobs["x"].data[...] = 1
@@ -192,7 +211,9 @@ def value_of(net: Net) -> float:
     return float(net.blobs["z"].data[0])
 
 
-def test_sys_path_comes_first_then_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sys_path_comes_first_then_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = python("Constant", bottom="", module="mine")
     places = [tmp_path / name for name in ("python", "work")]
     for i, place in enumerate(places):
@@ -254,15 +275,24 @@ WRONG = {
         r"\(looked on sys.path and in .* and .*\)",
     ),
     "no such package": (python("Affine", module="min.inner"), 'no Python module "min.inner"'),
-    "no module named": (python("Affine", module=""), 'python_param needs "module", the name of a Python module'),
-    "no such class": (python("Afine"), r'module "mine" \(.*mine.py\) has no class "Afine", did you mean "Affine"\?'),
+    "no module named": (
+        python("Affine", module=""),
+        'python_param needs "module", the name of a Python module',
+    ),
+    "no such class": (
+        python("Afine"),
+        r'module "mine" \(.*mine.py\) has no class "Afine", did you mean "Affine"\?',
+    ),
     "no forward": (python("Bare"), r'class "Bare" \(.*mine.py\) has no method "forward"'),
     "in setup": (
         python("Affine", string="three"),
         r'net.prototxt:2:1: layer "affine" \(Python\): .*mine.py:9: in setup: '
         r"ValueError: could not convert string to float: 'three'",
     ),
-    "a shape that no blob has": (python("Bad"), r"mine.py:\d+: in reshape: ConfigError: blob shape -3 \(-3\)"),
+    "a shape that no blob has": (
+        python("Bad"),
+        r"mine.py:\d+: in reshape: ConfigError: blob shape -3 \(-3\)",
+    ),
     "inside a library": (
         python("Deep"),
         r"mine.py:\d+: in inner: LinAlgError: .*",
@@ -297,16 +327,22 @@ def test_what_is_wrong(case: str, tmp_path: Path) -> None:
 
 
 def test_errors_of_the_module_itself(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"mine.py:2: ModuleNotFoundError: No module named 'nowhere'"):
+    with pytest.raises(
+        ConfigError, match=r"mine.py:2: ModuleNotFoundError: No module named 'nowhere'"
+    ):
         beside(tmp_path, python("A", bottom=""), "\nimport nowhere\n")
     with pytest.raises(ConfigError, match=r"mine.py:3: SyntaxError: "):
         beside(tmp_path / "other", python("A", bottom=""), "\n\nclass A(\n")
 
 
-def test_the_place_is_in_user_code_though_python_goes_deeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_is_in_user_code_though_python_goes_deeper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     code = "import importlib\nimportlib.import_module('nowhere')"
-    with pytest.raises(ConfigError, match=r"mine.py:2: ModuleNotFoundError: No module named 'nowhere'"):
+    with pytest.raises(
+        ConfigError, match=r"mine.py:2: ModuleNotFoundError: No module named 'nowhere'"
+    ):
         beside(tmp_path, python("A", bottom=""), code)
 
 
@@ -360,6 +396,7 @@ def test_no_backward_is_an_error_only_where_it_is_needed(tmp_path: Path) -> None
     net = beside(tmp_path, "force_backward: true " + INPUT + python("Growing"))
     net.forward()
     with pytest.raises(
-        ConfigError, match=r'class "Growing" \(.*mine.py\) has no method "backward"; write one, or give'
+        ConfigError,
+        match=r'class "Growing" \(.*mine.py\) has no method "backward"; write one, or give',
     ):
         net.backward()

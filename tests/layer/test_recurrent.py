@@ -11,7 +11,9 @@ from caffepy.solver import sidecar
 from .harness import Single, check_golden, check_gradient, random
 
 T, N, D, H, S = 4, 3, 5, 2, 3
-FILLERS = 'weight_filler { type: "gaussian" std: 0.5 } bias_filler { type: "uniform" min: -0.5 max: 0.5 }'
+FILLERS = (
+    'weight_filler { type: "gaussian" std: 0.5 } bias_filler { type: "uniform" min: -0.5 max: 0.5 }'
+)
 STATES = {"LSTM": 2, "RNN": 1}
 TYPES = list(STATES)
 
@@ -22,7 +24,9 @@ def text(type_, expose=False, size=H, extra=""):
 
 
 def cont(pattern, steps=T, streams=N):
-    """0 where a sequence begins: in the first step, nowhere, in one stream's third step, everywhere."""
+    """0 where a sequence begins: in the first step, nowhere, in one stream's third step,
+    everywhere.
+    """
     flags = np.ones((steps, streams))
     if pattern == "batches":
         flags[0] = 0
@@ -121,14 +125,19 @@ def test_gradient_stops_at_the_batch(type_):
     x, flags = random(T, N, D), cont("going on")
     carried = Single(text(type_), x, flags)
     carried.forward()
-    states = [s[None] for s in naive(type_, carried.params, x, flags, None, [np.zeros((N, H))] * STATES[type_])[1]]
+    states = [
+        s[None]
+        for s in naive(type_, carried.params, x, flags, None, [np.zeros((N, H))] * STATES[type_])[1]
+    ]
     given = Single(text(type_, expose=True), x, flags, *states, tops=1 + len(states))
     for mine, its in zip(given.params, carried.params, strict=True):
         mine[...] = its
     dy = random(T, N, H, seed=5)
     np.testing.assert_allclose(carried.forward()[0], given.forward()[0], atol=1e-12)
     (dx, _), params = carried.backward([dy], [True, False])
-    (want_dx, *_), want_params = given.backward([dy] + [0] * len(states), [True] + [False] * (1 + len(states)))
+    (want_dx, *_), want_params = given.backward(
+        [dy] + [0] * len(states), [True] + [False] * (1 + len(states))
+    )
     np.testing.assert_allclose(dx, want_dx, atol=1e-12)
     for got, want in zip(params, want_params, strict=True):
         np.testing.assert_allclose(got, want, atol=1e-12)
@@ -141,7 +150,10 @@ def test_as_caffe(case):
 
 def test_parameters_stand_in_caffes_order():
     shapes = {
-        t: [p.shape for p in Single(text(t), random(T, N, 2, 4), cont("never"), random(N, S)).params] for t in TYPES
+        t: [
+            p.shape for p in Single(text(t), random(T, N, 2, 4), cont("never"), random(N, S)).params
+        ]
+        for t in TYPES
     }
     assert shapes["LSTM"] == [(4 * H, 8), (4 * H,), (4 * H, S), (4 * H, H)]
     assert shapes["RNN"] == [(H, 8), (H,), (H, S), (H, H), (H, H), (H,)]
@@ -189,7 +201,9 @@ def test_streams_may_change(type_, streams):
     single.layer.reshape(single.bottom, single.top)
     # As in Caffe the first streams go on; more streams than ever before all begin anew.
     flags = np.ones((T, N))
-    _, states = naive(type_, single.params, random(T, N, D), flags, None, [np.zeros((N, H))] * STATES[type_])
+    _, states = naive(
+        type_, single.params, random(T, N, D), flags, None, [np.zeros((N, H))] * STATES[type_]
+    )
     first = [s[:streams] if streams <= N else np.zeros((streams, H)) for s in states]
     want, _ = naive(type_, single.params, *single.inputs, None, first)
     np.testing.assert_allclose(single.forward()[0], want, atol=1e-12)
@@ -238,7 +252,9 @@ def test_a_state_of_other_streams_is_taken_up(type_):
 
 
 def test_exposed_states_are_the_callers():
-    single = Single(text("LSTM", expose=True), random(T, N, D), cont("batches"), *[random(1, N, H)] * 2, tops=3)
+    single = Single(
+        text("LSTM", expose=True), random(T, N, D), cont("batches"), *[random(1, N, H)] * 2, tops=3
+    )
     assert single.layer.state() == {}
 
 
@@ -253,7 +269,9 @@ def test_test_net_uses_the_weights_but_not_the_state(type_):
     fresh = build(type_)
     fresh.share_trained_layers_with(train)
     fresh.forward()
-    test.set_state({k: {"last": [np.zeros_like(a) for a in v["last"]]} for k, v in test.state().items()})
+    test.set_state(
+        {k: {"last": [np.zeros_like(a) for a in v["last"]]} for k, v in test.state().items()}
+    )
     test.forward()
     np.testing.assert_array_equal(test.blobs["y"].data, fresh.blobs["y"].data)
 
@@ -275,7 +293,9 @@ def test_number_of_steps_is_fixed():
     single = Single(text("LSTM"), random(T, N, D), cont("batches"))
     for blob in single.bottom:
         blob.reshape((T + 1, *blob.shape[1:]))
-    with pytest.raises(ConfigError, match="input number of timesteps changed: 5, at set-up it was 4"):
+    with pytest.raises(
+        ConfigError, match="input number of timesteps changed: 5, at set-up it was 4"
+    ):
         single.layer.reshape(single.bottom, single.top)
 
 
@@ -296,7 +316,11 @@ def test_size_of_the_inputs_is_fixed():
         ([(T, N, D), (T, N), (T, D)], False, "the 3 streams"),
         ([(T, N, D), (T, N)], True, "takes 4 bottoms"),
         ([(T, N, D), (T, N), (N, S), (1, N, H)], False, "takes 2 bottoms"),
-        ([(T, N, D), (T, N), (1, N, H), (1, N + 1, H)], True, r"bottom\[3\] shape must match hidden state"),
+        (
+            [(T, N, D), (T, N), (1, N, H), (1, N + 1, H)],
+            True,
+            r"bottom\[3\] shape must match hidden state",
+        ),
     ],
 )
 def test_bottoms_that_do_not_fit(bottoms, expose, message):

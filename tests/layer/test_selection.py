@@ -25,7 +25,13 @@ CASES = {
         None,
         lambda x, y: [x[:, 1:4, 1:3]],
     ),
-    "BatchReindex": ('type: "BatchReindex"', [random(5, 3), INDEX], 1, [True, False], lambda x, i: [x[i.astype(int)]]),
+    "BatchReindex": (
+        'type: "BatchReindex"',
+        [random(5, 3), INDEX],
+        1,
+        [True, False],
+        lambda x, i: [x[i.astype(int)]],
+    ),
     "Filter": (
         'type: "Filter"',
         [random(4, 3), random(4, 2), SELECTOR],
@@ -63,7 +69,9 @@ def test_argmax_against_sorting():
     np.testing.assert_array_equal(both, [[[7, 2], [5, 3]]])
     (along,) = Single('type: "ArgMax" argmax_param { axis: 1 }', x).forward()
     np.testing.assert_array_equal(along, [[[0, 1, 0, 1]]])
-    (values,) = Single('type: "ArgMax" argmax_param { axis: -1 top_k: 2 out_max_val: true }', x).forward()
+    (values,) = Single(
+        'type: "ArgMax" argmax_param { axis: -1 top_k: 2 out_max_val: true }', x
+    ).forward()
     np.testing.assert_array_equal(values, [[[3, 3], [5, 2]]])
 
 
@@ -82,9 +90,24 @@ def test_no_index_gives_no_item():
 @pytest.mark.parametrize(
     ("text", "shapes", "tops", "message"),
     {
-        "argmax": ('type: "ArgMax" argmax_param { top_k: 4 }', [(2, 3)], 1, "top_k 4 must lie between 1 and 3"),
-        "crop": ('type: "Crop" crop_param { axis: 1 offset: 2 }', [(2, 3), (2, 2)], 1, "offset 2 and size 2 exceed"),
-        "crop axes": ('type: "Crop" crop_param { axis: 1 }', [(2, 3), (2, 3, 4)], 1, "equally many axes"),
+        "argmax": (
+            'type: "ArgMax" argmax_param { top_k: 4 }',
+            [(2, 3)],
+            1,
+            "top_k 4 must lie between 1 and 3",
+        ),
+        "crop": (
+            'type: "Crop" crop_param { axis: 1 offset: 2 }',
+            [(2, 3), (2, 2)],
+            1,
+            "offset 2 and size 2 exceed",
+        ),
+        "crop axes": (
+            'type: "Crop" crop_param { axis: 1 }',
+            [(2, 3), (2, 3, 4)],
+            1,
+            "equally many axes",
+        ),
         "crop offsets": (
             'type: "Crop" crop_param { axis: 1 offset: 0 offset: 0 }',
             [(2, 3), (2, 3)],
@@ -122,12 +145,20 @@ def test_indices_and_selectors_have_no_gradient(text, bottoms):
 
 @pytest.mark.gpu
 def test_crop_on_gpu_in_all_formats():
-    x, y = (seeded(i).integers(-20, 20, shape) / 4 for i, shape in enumerate([(2, 8, 5, 7), (2, 8, 3, 4)]))
+    x, y = (
+        seeded(i).integers(-20, 20, shape) / 4
+        for i, shape in enumerate([(2, 8, 5, 7), (2, 8, 3, 4)])
+    )
     check_on_gpu('type: "Crop" crop_param { offset: 1 offset: 2 }', x, y)
     check_on_gpu('type: "Crop" crop_param { axis: 1 offset: 3 offset: 1 offset: 2 }', x, y[:, :5])
 
 
-ARGMAX = ["top_k: 3", "top_k: 2 out_max_val: true", "axis: 1", "axis: -1 top_k: 2 out_max_val: true"]
+ARGMAX = [
+    "top_k: 3",
+    "top_k: 2 out_max_val: true",
+    "axis: 1",
+    "axis: -1 top_k: 2 out_max_val: true",
+]
 
 
 @pytest.mark.gpu

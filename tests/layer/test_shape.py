@@ -82,7 +82,12 @@ CASES = {
         1,
         lambda x: [x.reshape(2, 1, 3)],
     ),
-    "Tile": ('type: "Tile" tile_param { tiles: 3 }', [random(2, 3, 2)], 1, lambda x: [np.tile(x, (1, 3, 1))]),
+    "Tile": (
+        'type: "Tile" tile_param { tiles: 3 }',
+        [random(2, 3, 2)],
+        1,
+        lambda x: [np.tile(x, (1, 3, 1))],
+    ),
     "Tile axis 0": (
         'type: "Tile" tile_param { axis: 0 tiles: 2 }',
         [random(2, 3)],
@@ -186,31 +191,64 @@ def test_parameter_is_its_top_and_adds_its_gradient():
 
 def test_empty_blobs_pass():
     assert Single('type: "Concat"', random(0, 3), random(0, 2)).forward()[0].shape == (0, 5)
-    assert [y.shape for y in Single('type: "Slice"', random(0, 4), tops=2).forward()] == [(0, 2), (0, 2)]
+    assert [y.shape for y in Single('type: "Slice"', random(0, 4), tops=2).forward()] == [
+        (0, 2),
+        (0, 2),
+    ]
 
 
 @pytest.mark.parametrize(
     ("text", "shapes", "tops", "message"),
     {
-        "concat sizes": ('type: "Concat"', [(2, 3), (3, 3)], 1, r"bottom 1 has shape \[3, 3\].*differ in axis 1 only"),
+        "concat sizes": (
+            'type: "Concat"',
+            [(2, 3), (3, 3)],
+            1,
+            r"bottom 1 has shape \[3, 3\].*differ in axis 1 only",
+        ),
         "concat axes": ('type: "Concat"', [(2, 3), (2, 3, 1)], 1, "differ in axis 1 only"),
-        "concat both": ('type: "Concat" concat_param { axis: 1 concat_dim: 1 }', [(2, 3)], 1, "give axis only"),
-        "slice parts": ('type: "Slice"', [(2, 5)], 2, "axis 1 of size 5 cannot be cut into 2 equal parts"),
+        "concat both": (
+            'type: "Concat" concat_param { axis: 1 concat_dim: 1 }',
+            [(2, 3)],
+            1,
+            "give axis only",
+        ),
+        "slice parts": (
+            'type: "Slice"',
+            [(2, 5)],
+            2,
+            "axis 1 of size 5 cannot be cut into 2 equal parts",
+        ),
         "slice points": (
             'type: "Slice" slice_param { slice_point: 4 slice_point: 2 }',
             [(2, 5)],
             3,
             r"slice_point \[4, 2\] must rise and lie within the 5 of axis 1",
         ),
-        "slice beyond": ('type: "Slice" slice_param { slice_point: 5 }', [(2, 5)], 2, r"slice_point \[5\] must rise"),
+        "slice beyond": (
+            'type: "Slice" slice_param { slice_point: 5 }',
+            [(2, 5)],
+            2,
+            r"slice_point \[5\] must rise",
+        ),
         "slice count": (
             'type: "Slice" slice_param { slice_point: 1 }',
             [(2, 5)],
             3,
             "3 tops need 2 slice_point, not 1",
         ),
-        "slice both": ('type: "Slice" slice_param { axis: 1 slice_dim: 1 }', [(2, 4)], 2, "give axis only"),
-        "flatten": ('type: "Flatten" flatten_param { axis: 2 end_axis: 1 }', [(2, 3, 4)], 1, "axis 2 comes after"),
+        "slice both": (
+            'type: "Slice" slice_param { axis: 1 slice_dim: 1 }',
+            [(2, 4)],
+            2,
+            "give axis only",
+        ),
+        "flatten": (
+            'type: "Flatten" flatten_param { axis: 2 end_axis: 1 }',
+            [(2, 3, 4)],
+            1,
+            "axis 2 comes after",
+        ),
         "reshape count": (
             'type: "Reshape" reshape_param { shape { dim: 2 dim: 4 } }',
             [(2, 3)],

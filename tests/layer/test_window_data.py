@@ -21,13 +21,20 @@ HEIGHT, WIDTH = 12, 16
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with two noisy images and a window file: foreground of classes 3 and 7, background, one between."""
+    """A folder with two noisy images and a window file: foreground of classes 3 and 7, background,
+    one between.
+    """
     rng = np.random.default_rng(0)
     blocks = []
-    windows = [["3 0.9 2 3 9 10", "5 0.1 0 0 7 7"], ["7 0.5 4 1 15 8", "7 0.45 0 0 3 3", "2 0.39 8 4 15 11"]]
+    windows = [
+        ["3 0.9 2 3 9 10", "5 0.1 0 0 7 7"],
+        ["7 0.5 4 1 15 8", "7 0.45 0 0 3 3", "2 0.39 8 4 15 11"],
+    ]
     for i, lines in enumerate(windows):
         cv2.imwrite(f"{tmp_path}/{i}.png", rng.integers(0, 256, (HEIGHT, WIDTH, 3), np.uint8))
-        blocks.append(f"# {i}\n{i}.png\n3\n{HEIGHT}\n{WIDTH}\n{len(lines)}\n" + "\n".join(lines) + "\n")
+        blocks.append(
+            f"# {i}\n{i}.png\n3\n{HEIGHT}\n{WIDTH}\n{len(lines)}\n" + "\n".join(lines) + "\n"
+        )
     (tmp_path / "windows.txt").write_text("".join(blocks))
     return tmp_path
 
@@ -45,7 +52,9 @@ def image(folder, i):
 
 def resized(pixels, width, height):
     """(H, W, 3) of bytes to (3, height, width) of floats."""
-    return cv2.resize(pixels.astype(np.uint8), (width, height)).astype(np.float32).transpose(2, 0, 1)
+    return (
+        cv2.resize(pixels.astype(np.uint8), (width, height)).astype(np.float32).transpose(2, 0, 1)
+    )
 
 
 def choices(folder):
@@ -62,7 +71,12 @@ def test_background_comes_before_foreground(folder, caplog):
     caplog.set_level(logging.INFO, "caffepy")
     feed = windows("fg_fraction: 0.4", folder)
     assert [t.shape for t in feed.top] == [(8, 3, 8, 8), (8,)]
-    for line in ("Number of images: 2", "class 0 has 2 samples", "class 7 has 1 samples", "Crop mode: warp"):
+    for line in (
+        "Number of images: 2",
+        "class 0 has 2 samples",
+        "class 7 has 1 samples",
+        "Crop mode: warp",
+    ):
         assert line in caplog.messages
     seen = set()
     for _ in range(6):
@@ -81,10 +95,15 @@ def test_background_comes_before_foreground(folder, caplog):
 def test_mean_and_scale(mean, folder):
     whole = np.random.default_rng(1).random((3, 9, 11)).astype(np.float32)
     (folder / "mean.binaryproto").write_bytes(binary.array_to_blob(whole[None]).SerializeToString())
-    text = {"values": "mean_value: 1 mean_value: 2 mean_value: 3", "file": "mean_file: 'mean.binaryproto'"}[mean]
+    text = {
+        "values": "mean_value: 1 mean_value: 2 mean_value: 3",
+        "file": "mean_file: 'mean.binaryproto'",
+    }[mean]
     # Rows start as far into the mean as columns: (11 - 8) / 2.
     subtracted = {"values": np.reshape([1, 2, 3], (3, 1, 1)), "file": whole[:, 1:9, 1:9]}[mean]
-    feed = windows("batch_size: 4 fg_fraction: 1 fg_threshold: 0.6 scale: 0.5", folder, f"crop_size: 8 {text}")
+    feed = windows(
+        "batch_size: 4 fg_fraction: 1 fg_threshold: 0.6 scale: 0.5", folder, f"crop_size: 8 {text}"
+    )
     data, label = feed.forward()
     assert (label == 3).all()
     expected = (choices(folder)[3][0].transpose(2, 0, 1) - subtracted) * 0.5
@@ -102,7 +121,10 @@ def test_mirrored_windows_are_subtracted_from_where_they_lie(folder):
     data, _ = feed.forward()
     sides = [np.array_equal(crop, straight) for crop in data]
     assert 0 < sum(sides) < 40
-    assert all(np.array_equal(crop, straight if side else mirrored) for crop, side in zip(data, sides, strict=True))
+    assert all(
+        np.array_equal(crop, straight if side else mirrored)
+        for crop, side in zip(data, sides, strict=True)
+    )
     feed.layer.close()
 
 
@@ -123,7 +145,9 @@ def naive(folder, i, corners, pad, square, mirrored=False, crop=8):
     y1, y2 = away(middle_y - half_h * stretch), away(middle_y + half_h * stretch)
     scale_x, scale_y = crop / (x2 - x1 + 1), crop / (y2 - y1 + 1)
     inside = pixels[max(y1, 0) : min(y2, HEIGHT - 1) + 1, max(x1, 0) : min(x2, WIDTH - 1) + 1]
-    left, right, top = (away(max(0, v) * s) for v, s in ((-x1, scale_x), (x2 - WIDTH + 1, scale_x), (-y1, scale_y)))
+    left, right, top = (
+        away(max(0, v) * s) for v, s in ((-x1, scale_x), (x2 - WIDTH + 1, scale_x), (-y1, scale_y))
+    )
     left = right if mirrored else left
     width = min(away(inside.shape[1] * scale_x), crop - left)
     height = min(away(inside.shape[0] * scale_y), crop - top)
@@ -133,7 +157,12 @@ def naive(folder, i, corners, pad, square, mirrored=False, crop=8):
     return out
 
 
-CONTEXT = {"padded": (2, False), "square": (0, True), "padded square": (1, True), "far beyond the image": (3, False)}
+CONTEXT = {
+    "padded": (2, False),
+    "square": (0, True),
+    "padded square": (1, True),
+    "far beyond the image": (3, False),
+}
 
 
 @pytest.mark.parametrize("case", CONTEXT)
@@ -141,12 +170,23 @@ CONTEXT = {"padded": (2, False), "square": (0, True), "padded square": (1, True)
 def test_context(case, dtype, folder):
     pad, square = CONTEXT[case]
     mode = f"context_pad: {pad} crop_mode: '{'square' if square else 'warp'}'"
-    feed = windows(f"batch_size: 24 fg_fraction: 0.5 {mode}", folder, "crop_size: 8 mean_value: 100", dtype=dtype)
-    boxes = {0: [(0, (0, 0, 7, 7)), (1, (8, 4, 15, 11))], 3: [(0, (2, 3, 9, 10))], 7: [(1, (4, 1, 15, 8))]}
+    feed = windows(
+        f"batch_size: 24 fg_fraction: 0.5 {mode}",
+        folder,
+        "crop_size: 8 mean_value: 100",
+        dtype=dtype,
+    )
+    boxes = {
+        0: [(0, (0, 0, 7, 7)), (1, (8, 4, 15, 11))],
+        3: [(0, (2, 3, 9, 10))],
+        7: [(1, (4, 1, 15, 8))],
+    }
     data, label = feed.forward()
     assert set(label) == {0, 3, 7}
     for crop, kind in zip(data, label, strict=True):
-        assert any(np.array_equal(crop, naive(folder, i, box, pad, square)) for i, box in boxes[int(kind)])
+        assert any(
+            np.array_equal(crop, naive(folder, i, box, pad, square)) for i, box in boxes[int(kind)]
+        )
     assert (data == 0).all(1).any()
     feed.layer.close()
 
@@ -158,7 +198,9 @@ def test_margins_are_mirrored_too(folder):
     sides = set()
     for crop, kind in zip(data, label, strict=True):
         if kind == 7:
-            pair = [naive(folder, 1, (4, 1, 15, 8), 2, False, mirrored) for mirrored in (False, True)]
+            pair = [
+                naive(folder, 1, (4, 1, 15, 8), 2, False, mirrored) for mirrored in (False, True)
+            ]
             sides.add([np.array_equal(crop, p) for p in pair].index(True))
     assert sides == {0, 1}
     feed.layer.close()
@@ -230,9 +272,13 @@ def test_what_is_no_image_is_an_error_of_forward(folder):
 
 @pytest.mark.parametrize("context", ["", "context_pad: 1"])
 def test_a_window_outside_its_image(context, folder):
-    (folder / "windows.txt").write_text("# 0\n0.png\n3\n12\n16\n2\n1 1 30 30 35 35\n0 0 30 30 35 35\n")
+    (folder / "windows.txt").write_text(
+        "# 0\n0.png\n3\n12\n16\n2\n1 1 30 30 35 35\n0 0 30 30 35 35\n"
+    )
     feed = windows(context, folder)
-    with pytest.raises(DataError, match=r"0.png: window 30 30 35 35 lies outside the image, 3 12 16 \(576\)"):
+    with pytest.raises(
+        DataError, match=r"0.png: window 30 30 35 35 lies outside the image, 3 12 16 \(576\)"
+    ):
         feed.forward()
     feed.layer.close()
 
@@ -247,17 +293,67 @@ def test_fields_that_are_ignored_are_named(folder, caplog):
 
 
 REFUSED = {
-    "no batch_size": ("batch_size: 0", "crop_size: 8", ConfigError, "window_data_param needs a batch_size"),
+    "no batch_size": (
+        "batch_size: 0",
+        "crop_size: 8",
+        ConfigError,
+        "window_data_param needs a batch_size",
+    ),
     "no crop": ("", "", ConfigError, r"needs a crop_size of more than 2 \* context_pad = 0, not 0"),
-    "more than all": ("fg_fraction: 1.5", "crop_size: 8", ConfigError, "fg_fraction must be 0 to 1, not 1.5"),
-    "less than none": ("fg_fraction: -1", "crop_size: 8", ConfigError, "fg_fraction must be 0 to 1, not -1"),
-    "no room": ("context_pad: 4", "crop_size: 8", ConfigError, r"of more than 2 \* context_pad = 8, not 8"),
-    "missing file": ("source: 'no.txt'", "crop_size: 8", DataError, 'source "no.txt" cannot be read: no such'),
-    "no foreground": ("fg_threshold: 2", "crop_size: 8", DataError, "has no foreground windows, of which .* wants 2"),
-    "no background": ("bg_threshold: 0", "crop_size: 8", DataError, "has no background windows, of which .* wants 6"),
-    "two means": ("", "crop_size: 8 mean_file: 'm' mean_value: 1", ConfigError, "cannot both be given"),
-    "two mean values": ("", "crop_size: 8 mean_value: 1 mean_value: 2", ConfigError, r"mean of shape 2 1 1 \(2\)"),
-    "small mean": ("", "crop_size: 8 mean_file: 'small'", ConfigError, r"mean of shape 3 7 8 \(168\) does not fit"),
+    "more than all": (
+        "fg_fraction: 1.5",
+        "crop_size: 8",
+        ConfigError,
+        "fg_fraction must be 0 to 1, not 1.5",
+    ),
+    "less than none": (
+        "fg_fraction: -1",
+        "crop_size: 8",
+        ConfigError,
+        "fg_fraction must be 0 to 1, not -1",
+    ),
+    "no room": (
+        "context_pad: 4",
+        "crop_size: 8",
+        ConfigError,
+        r"of more than 2 \* context_pad = 8, not 8",
+    ),
+    "missing file": (
+        "source: 'no.txt'",
+        "crop_size: 8",
+        DataError,
+        'source "no.txt" cannot be read: no such',
+    ),
+    "no foreground": (
+        "fg_threshold: 2",
+        "crop_size: 8",
+        DataError,
+        "has no foreground windows, of which .* wants 2",
+    ),
+    "no background": (
+        "bg_threshold: 0",
+        "crop_size: 8",
+        DataError,
+        "has no background windows, of which .* wants 6",
+    ),
+    "two means": (
+        "",
+        "crop_size: 8 mean_file: 'm' mean_value: 1",
+        ConfigError,
+        "cannot both be given",
+    ),
+    "two mean values": (
+        "",
+        "crop_size: 8 mean_value: 1 mean_value: 2",
+        ConfigError,
+        r"mean of shape 2 1 1 \(2\)",
+    ),
+    "small mean": (
+        "",
+        "crop_size: 8 mean_file: 'small'",
+        ConfigError,
+        r"mean of shape 3 7 8 \(168\) does not fit",
+    ),
 }
 
 
@@ -281,7 +377,10 @@ DAMAGED = {
     "empty": ("", "lists no images"),
     "bad index": (f"{HEAD}0\n# 2\n", '"# 2" where block "# 1" should start'),
     "no head": ("a.png\n", '"a.png" where block "# 0" should start'),
-    "more windows than said": (f"{HEAD}1\n1 1 0 0 1 1\n1 1 0 0 2 2\n", '"1 1 0 0 2 2" where block "# 1" should start'),
+    "more windows than said": (
+        f"{HEAD}1\n1 1 0 0 1 1\n1 1 0 0 2 2\n",
+        '"1 1 0 0 2 2" where block "# 1" should start',
+    ),
     "ends in a block": (f"{HEAD}2\n1 1 0 0 1 1\n", "ends within block 0"),
     "ends in a head": ("# 0\na.png\n", "ends within block 0"),
     "a word": (f"{HEAD}many\n", "block 0 is damaged"),
@@ -293,7 +392,10 @@ DAMAGED = {
     "too far": (f"{HEAD}1\n1 1 0 0 1e10 1\n", "block 0 is damaged: a window needs x1 <= x2"),
     "nan": (f"{HEAD}1\n1 1 0 0 1 nan\n", "block 0 is damaged: a window needs x1 <= x2"),
     "the wrong way": (f"{HEAD}1\n1 1 4 0 1 1\n", "block 0 is damaged: a window needs x1 <= x2"),
-    "no class": (f"{HEAD}1\n0 1 0 0 1 1\n", "foreground window of image 0 needs a class of 1 or more"),
+    "no class": (
+        f"{HEAD}1\n0 1 0 0 1 1\n",
+        "foreground window of image 0 needs a class of 1 or more",
+    ),
 }
 
 

@@ -14,8 +14,15 @@ class Sizes:
     params: dict[str, list[Shape]] = field(default_factory=dict)
 
     def learned(self) -> int:
-        """Learned numbers; BatchNorm's statistics are kept, not learned, and lie under their own key."""
-        return sum(prod(s) for name, shapes in self.params.items() if not name.endswith("[kept]") for s in shapes)
+        """Learned numbers; BatchNorm's statistics are kept, not learned, and lie under their own
+        key.
+        """
+        return sum(
+            prod(s)
+            for name, shapes in self.params.items()
+            if not name.endswith("[kept]")
+            for s in shapes
+        )
 
 
 def included(layer: LayerParameter, phase: Phase) -> bool:

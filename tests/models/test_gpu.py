@@ -1,4 +1,6 @@
-"""The bundled nets on a GPU against the CPU: the same seed, hence the same weights and data; nothing drops out."""
+"""The bundled nets on a GPU against the CPU: the same seed, hence the same weights and data;
+nothing drops out.
+"""
 
 import os
 
@@ -18,8 +20,8 @@ LOSS = {"fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 1e-2}
 # ||gpu - cpu|| / ||cpu|| over the gradient of all parameters: the same sums in another order, factors and activations
 # of fewer bits. vgg16's differ most: by 5.1e-2 in fp16, and by 5.02e-2 in tf32 with the plans that are taken untimed.
 GRADIENT = {"fp32": 5e-3, "tf32": 5e-2, "bf16": 2e-1, "fp16": 1e-1}
-# At its first weights resnet50 turns rounding into far more: on the CPU its gradients in float32 and in float64 differ
-# by 2.5e-2, so those of fewer bits say nothing.
+# At its first weights resnet50 turns rounding into far more: on the CPU its gradients in float32
+# and in float64 differ by 2.5e-2, so those of fewer bits say nothing.
 SENSITIVE = {
     "resnet50": {"fp32": 6e-2, "tf32": float("inf"), "bf16": float("inf"), "fp16": float("inf")},
     "vgg16": GRADIENT | {"tf32": GRADIENT["fp16"]},  # whose factors have as many bits
@@ -28,7 +30,9 @@ LOSS_SCALE = {"fp16": 1024.0}  # small gradients are below what fp16 can tell fr
 
 
 def built(name: str, device: Device, fused: bool = False, scale: float = 1) -> Net:
-    """The net in phase TRAIN on random images, run forward and backward once; the loss weighs `scale` times as much."""
+    """The net in phase TRAIN on random images, run forward and backward once; the loss weighs
+    `scale` times as much.
+    """
     with open(os.fspath(models.path(name, "train_val") or "")) as file:
         param = text_format.Parse(file.read(), NetParameter())
     param.state.phase = TRAIN

@@ -42,7 +42,12 @@ SHAPES = {
         "pool5": (256, 6, 6),
         "fc8": (1000,),
     },
-    "cifar10_quick": {"pool1": (32, 16, 16), "pool2": (32, 8, 8), "pool3": (64, 4, 4), "ip2": (10,)},
+    "cifar10_quick": {
+        "pool1": (32, 16, 16),
+        "pool2": (32, 8, 8),
+        "pool3": (64, 4, 4),
+        "ip2": (10,),
+    },
     "digits": {"pool1": (16, 4, 4), "pool2": (32, 2, 2), "ip2": (10,)},
     "googlenet": {
         "pool1/norm1": (64, 56, 56),
@@ -80,7 +85,9 @@ def solver(name: str) -> SolverParameter:
 
 
 def training(name: str, phase: Phase) -> NetParameter:
-    """The training net on one synthetic image. Parameters start at zero: filling 138 million takes a while."""
+    """The training net on one synthetic image. Parameters start at zero: filling 138 million takes
+    a while.
+    """
     net = synthetic(read(name, "train_val"), 1, image_shape(name))
     net.state.phase = phase
     return without_fillers(net)
@@ -106,7 +113,8 @@ def test_every_net_has_its_files(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("lenet", "mean"), ("lent", "solver"), ("../models/lenet", "solver"), ("", "solver")]
+    ("name", "kind"),
+    [("lenet", "mean"), ("lent", "solver"), ("../models/lenet", "solver"), ("", "solver")],
 )
 def test_path_of_what_is_not_there(name: str, kind: str) -> None:
     assert models.path(name, kind) is None
@@ -141,7 +149,9 @@ def test_deployed_net_builds(name: str) -> None:
 def test_deployed_net_takes_the_trained_weights(name: str) -> None:
     trained = {layer.name: layer.type for layer in read(name, "train_val").layer}
     deployed = {
-        layer.name: layer.type for layer in read(name, "deploy").layer if layer.type not in ("Input", "Softmax")
+        layer.name: layer.type
+        for layer in read(name, "deploy").layer
+        if layer.type not in ("Input", "Softmax")
     }
     assert deployed.items() <= trained.items()
 
@@ -160,7 +170,9 @@ def test_solver_and_net_agree(name: str) -> None:
     assert param.net == "train_val.prototxt"
     assert param.snapshot_prefix == name
     test_batch = next(
-        layer.data_param.batch_size for layer in net.layer if layer.include and layer.include[0].phase == TEST
+        layer.data_param.batch_size
+        for layer in net.layer
+        if layer.include and layer.include[0].phase == TEST
     )
     pictures = {"digits": 297, "lenet": 10_000, "cifar10_quick": 10_000}.get(name, 50_000)
     assert param.test_iter == [pictures // test_batch]
@@ -191,7 +203,11 @@ def test_the_digits_are_learned(tmp_path: Path) -> None:
     param = solver("digits")
     param.random_seed = 0
     param.test_initialization = param.snapshot_after_train = False
-    param.test_interval, param.snapshot, param.snapshot_prefix = param.max_iter, 0, str(tmp_path / "digits")
+    param.test_interval, param.snapshot, param.snapshot_prefix = (
+        param.max_iter,
+        0,
+        str(tmp_path / "digits"),
+    )
     run = Solver(param, path=models.path("digits", "solver"))
     run.solve()
     accuracy = {name: float(value) for name, value, _ in run.last_outputs[0]}["accuracy"]

@@ -49,7 +49,10 @@ def test_unknown_net_has_no_image_shape() -> None:
 
 def test_shape_from_the_layer() -> None:
     assert data_shapes(synthetic(net("crop_size: 6"))) == [[4, 3, 6, 6], [4]]
-    assert data_shapes(synthetic(net("crop_size: 6 force_gray: true"), batch=2)) == [[2, 1, 6, 6], [2]]
+    assert data_shapes(synthetic(net("crop_size: 6 force_gray: true"), batch=2)) == [
+        [2, 1, 6, 6],
+        [2],
+    ]
 
 
 def test_shape_as_given() -> None:
@@ -60,7 +63,11 @@ def test_shape_of_resized_images() -> None:
     param = net("")
     layer = param.layer[0]
     layer.type = "ImageData"
-    layer.image_data_param.batch_size, layer.image_data_param.new_height, layer.image_data_param.new_width = 3, 5, 6
+    (
+        layer.image_data_param.batch_size,
+        layer.image_data_param.new_height,
+        layer.image_data_param.new_width,
+    ) = 3, 5, 6
     assert data_shapes(synthetic(param)) == [[3, 3, 5, 6], [3]]
 
 
@@ -79,7 +86,9 @@ def test_arrays_with_two_kinds_of_labels() -> None:
     layer.top.append("z")
     layer.hdf5_data_param.batch_size = 3
     assert data_shapes(synthetic(param, image=(4, 1, 1))) == [[3, 4, 1, 1], [3], [3]]
-    with pytest.raises(ConfigError, match='layer "d" has no crop_size: give the shape of its images, --image'):
+    with pytest.raises(
+        ConfigError, match='layer "d" has no crop_size: give the shape of its images, --image'
+    ):
         synthetic(param)
 
 

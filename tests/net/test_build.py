@@ -25,7 +25,9 @@ RULES = {
 
 @pytest.mark.parametrize(("rules", "kept"), RULES.values(), ids=RULES)
 def test_filter(rules: str, kept: bool) -> None:
-    param = definition("state { phase: TRAIN level: 2 stage: 'a' stage: 'b' } layer { name: 'l' %s }" % rules)
+    param = definition(
+        "state { phase: TRAIN level: 2 stage: 'a' stage: 'b' } layer { name: 'l' %s }" % rules
+    )
     assert bool(filter_state(param).layer) is kept
     assert len(param.layer) == 1  # the definition itself stays
 
@@ -33,7 +35,9 @@ def test_filter(rules: str, kept: bool) -> None:
 def test_filter_logs_the_part_that_failed(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "caffepy"):
         filter_state(definition("layer { name: 'l' include { phase: TEST } }"))
-    assert caplog.messages == ["The NetState phase (0) differed from the phase (1) specified by a rule in layer l"]
+    assert caplog.messages == [
+        "The NetState phase (0) differed from the phase (1) specified by a rule in layer l"
+    ]
 
 
 def test_include_and_exclude() -> None:
@@ -42,7 +46,10 @@ def test_include_and_exclude() -> None:
 
 
 def split(text: str) -> list[tuple[str, list[str], list[str]]]:
-    return [(layer.name, list(layer.bottom), list(layer.top)) for layer in insert_splits(definition(text)).layer]
+    return [
+        (layer.name, list(layer.bottom), list(layer.top))
+        for layer in insert_splits(definition(text)).layer
+    ]
 
 
 def test_split_of_a_blob_with_two_readers() -> None:
@@ -67,13 +74,17 @@ def test_split_after_an_in_place_layer_is_named_after_it() -> None:
 
 
 def test_one_layer_reading_a_blob_twice() -> None:
-    names = split('layer { name: "in" top: "x" } layer { name: "s" bottom: "x" bottom: "x" top: "s" }')
+    names = split(
+        'layer { name: "in" top: "x" } layer { name: "s" bottom: "x" bottom: "x" top: "s" }'
+    )
     assert names[2] == ("s", ["x_in_0_split_0", "x_in_0_split_1"], ["s"])
 
 
 def test_explicit_loss_weight_takes_the_first_split_top() -> None:
     param = insert_splits(
-        definition('layer { name: "l" top: "l" loss_weight: 2 } layer { name: "r" bottom: "l" top: "r" }')
+        definition(
+            'layer { name: "l" top: "l" loss_weight: 2 } layer { name: "r" bottom: "l" top: "r" }'
+        )
     )
     producer, split_layer, reader = param.layer
     assert list(producer.loss_weight) == []
@@ -88,7 +99,8 @@ def test_one_reader_gets_no_split() -> None:
 
 def test_unknown_bottom() -> None:
     with pytest.raises(
-        ConfigError, match=r"Unknown bottom blob 'dta' \(layer 'a', bottom index 0\), did you mean \"data\""
+        ConfigError,
+        match=r"Unknown bottom blob 'dta' \(layer 'a', bottom index 0\), did you mean \"data\"",
     ):
         split('layer { name: "in" top: "data" } layer { name: "a" bottom: "dta" top: "a" }')
 
@@ -99,6 +111,10 @@ def test_a_layer_cannot_read_what_a_later_one_writes() -> None:
 
 
 def test_bottom_of_a_layer_that_the_state_leaves_out() -> None:
-    whole = definition('layer { name: "d" top: "x" include { stage: "s" } } layer { name: "a" bottom: "x" top: "a" }')
-    with pytest.raises(ConfigError, match=r'Unknown bottom blob \'x\'.*layer "d" makes it, but .*stage'):
+    whole = definition(
+        'layer { name: "d" top: "x" include { stage: "s" } } layer { name: "a" bottom: "x" top: "a" }'
+    )
+    with pytest.raises(
+        ConfigError, match=r'Unknown bottom blob \'x\'.*layer "d" makes it, but .*stage'
+    ):
         insert_splits(filter_state(whole), whole=whole)

@@ -26,11 +26,15 @@ POOL = "pooling_param { kernel_size: 3 stride: 2 }"
 
 
 def conv(name: str, bottom: str) -> str:
-    return f'layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" {CONV} }}\n'
+    return (
+        f'layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" {CONV} }}\n'
+    )
 
 
 def on(kind: str, name: str, blob: str, more: str = "", top: str = "") -> str:
-    return f'layer {{ name: "{name}" type: "{kind}" bottom: "{blob}" top: "{top or blob}" {more} }}\n'
+    return (
+        f'layer {{ name: "{name}" type: "{kind}" bottom: "{blob}" top: "{top or blob}" {more} }}\n'
+    )
 
 
 def norm(blob: str, in_place: bool = True) -> str:
@@ -41,25 +45,46 @@ def norm(blob: str, in_place: bool = True) -> str:
 
 
 def normed(behind: str) -> str:
-    """A normalized convolution with a ReLU, all in place, and what else comes before the last layer."""
-    return conv("c", "data") + norm("c") + on("ReLU", "r", "c") + behind + on("Power", "p", "c", top="last")
+    """A normalized convolution with a ReLU, all in place, and what else comes before the last
+    layer.
+    """
+    return (
+        conv("c", "data")
+        + norm("c")
+        + on("ReLU", "r", "c")
+        + behind
+        + on("Power", "p", "c", top="last")
+    )
 
 
 RELU = on("ReLU", "r", "last")
 NETS = {
     "conv relu": conv("c", "data") + on("ReLU", "r", "c", top="last"),
-    "conv relu in place": conv("c", "data") + on("ReLU", "r", "c") + on("Power", "p", "c", top="last"),
+    "conv relu in place": conv("c", "data")
+    + on("ReLU", "r", "c")
+    + on("Power", "p", "c", top="last"),
     "conv relu, overwritten": (
-        conv("c", "data") + on("ReLU", "r", "c", top="x") + on("Sigmoid", "s", "x") + on("Power", "p", "x", top="last")
+        conv("c", "data")
+        + on("ReLU", "r", "c", top="x")
+        + on("Sigmoid", "s", "x")
+        + on("Power", "p", "x", top="last")
     ),
     "conv relu in place, overwritten": (
-        conv("c", "data") + on("ReLU", "r", "c") + on("Sigmoid", "s", "c") + on("Power", "p", "c", top="last")
+        conv("c", "data")
+        + on("ReLU", "r", "c")
+        + on("Sigmoid", "s", "c")
+        + on("Power", "p", "c", top="last")
     ),
-    "norm": conv("c", "data") + norm("c") + on("ReLU", "r", "c") + on("Power", "p", "c", top="last"),
+    "norm": conv("c", "data")
+    + norm("c")
+    + on("ReLU", "r", "c")
+    + on("Power", "p", "c", top="last"),
     "norm, overwritten": normed(on("Sigmoid", "s", "c")),
     "norm and dropout": normed(on("Dropout", "d", "c")),
     "norm not in place": conv("c", "data") + norm("c", False) + on("ReLU", "r", "c_n", top="last"),
-    "norm alone": on("Power", "p", "data", top="x") + norm("x", False) + on("ReLU", "r", "x_n", top="last"),
+    "norm alone": on("Power", "p", "data", top="x")
+    + norm("x", False)
+    + on("ReLU", "r", "x_n", top="last"),
     "norm in place, scale not": (
         conv("c", "data")
         + on("ReLU", "r", "c")
@@ -93,7 +118,9 @@ NETS = {
         + on("Power", "seen", "a", "propagate_down: false", top="seen")
         + on("Power", "p", "a", top="last")
     ),
-    "max pooling": conv("c", "data") + on("Pooling", "m", "c", POOL, "last") + on("ReLU", "r", "last"),
+    "max pooling": conv("c", "data")
+    + on("Pooling", "m", "c", POOL, "last")
+    + on("ReLU", "r", "last"),
     "max pooling, overwritten": (
         conv("c", "data")
         + on("Pooling", "m", "c", POOL, "x")
@@ -177,18 +204,30 @@ def test_the_same_numbers_as_one_by_one(name: str) -> None:
             np.testing.assert_allclose(mine.diff, theirs.diff, rtol=2e-4, atol=2e-5)
         for name_, blob in alone.blobs.items():
             if name_ in ("last", "fc"):
-                np.testing.assert_allclose(together.blobs[name_].data, blob.data, rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(
+                    together.blobs[name_].data, blob.data, rtol=1e-4, atol=1e-5
+                )
 
 
 @pytest.mark.parametrize(
     ("what", "body"),
     [
-        ("leaky", conv("c", "data") + on("ReLU", "r", "c", "relu_param { negative_slope: 0.1 }", top="last")),
+        (
+            "leaky",
+            conv("c", "data")
+            + on("ReLU", "r", "c", "relu_param { negative_slope: 0.1 }", top="last"),
+        ),
         (
             "shared",
-            conv("c", "data") + on("ReLU", "r", "c", top="last") + on("Silence", "s", "c").replace('top: "c"', ""),
+            conv("c", "data")
+            + on("ReLU", "r", "c", top="last")
+            + on("Silence", "s", "c").replace('top: "c"', ""),
         ),
-        ("stochastic", on("Pooling", "m", "data", "pooling_param { pool: STOCHASTIC kernel_size: 3 }", "last") + RELU),
+        (
+            "stochastic",
+            on("Pooling", "m", "data", "pooling_param { pool: STOCHASTIC kernel_size: 3 }", "last")
+            + RELU,
+        ),
         (
             "two tops",
             on("Pooling", "m", "data", POOL, "last").replace('top: "last"', 'top: "last" top: "at"')
@@ -210,7 +249,9 @@ def test_what_is_not(what: str, body: str) -> None:
     assert runs == ([["a", "bn_a", "scale_a"]] if what == "coefficients" else [])
 
 
-@pytest.mark.parametrize(("model", "runs"), [("caffenet", 7), ("googlenet", 57), ("vgg16", 15), ("resnet50", 53)])
+@pytest.mark.parametrize(
+    ("model", "runs"), [("caffenet", 7), ("googlenet", 57), ("vgg16", 15), ("resnet50", 53)]
+)
 def test_bundled_nets(model: str, runs: int) -> None:
     path = models.path(model, "deploy")
     assert path

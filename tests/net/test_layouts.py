@@ -20,7 +20,9 @@ def conv(name: str, bottom: str, extra: str = "") -> str:
 
 
 def test_a_layer_of_forward_type_float_keeps_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("caffepy.layer.convolution.Convolution.format_for", lambda self, native: native)
+    monkeypatch.setattr(
+        "caffepy.layer.convolution.Convolution.format_for", lambda self, native: native
+    )
     net = net_of(DATA + conv("a", "data") + conv("b", "a", "forward_type: FLOAT") + conv("c", "b"))
     formats = plan(net.layers, net.bottoms, net.tops, HALF)
     assert formats.bottoms == [[], [HALF], [WIDE], [HALF]]
@@ -38,7 +40,14 @@ NARROW = HALF._replace(channels_last=False)
 
 
 def test_another_shape_keeps_the_type() -> None:
-    net = net_of(DATA + HEAD + conv("a", "data") + FLATTEN % ("f", "a", "f") + IP % ("ip", "f", "ip") + LOSS % "ip")
+    net = net_of(
+        DATA
+        + HEAD
+        + conv("a", "data")
+        + FLATTEN % ("f", "a", "f")
+        + IP % ("ip", "f", "ip")
+        + LOSS % "ip"
+    )
     formats = plan(net.layers, net.bottoms, net.tops, HALF)
     assert formats.bottoms == [[], [], [HALF], [NARROW], [NARROW], [PLAIN, PLAIN]]
     assert formats.tops == [[PLAIN], [PLAIN], [HALF], [NARROW], [PLAIN], [PLAIN]]
@@ -78,9 +87,20 @@ def test_what_has_a_loss_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_shape_on_gpu(view: str, kind: str) -> None:
     from caffepy.device.device import CudaDevice
 
-    text = DATA + HEAD + conv("a", "data").replace("num_output", 'weight_filler { type: "xavier" } num_output')
-    text += f'layer {{ name: "f" {view} bottom: "a" top: "f" }}\n' + IP % ("ip", "f", "ip") + LOSS % "ip"
-    nets = [net_of(text), Net(definition(text), device=CudaDevice(seed=1), native=Format(np.dtype(kind), True))]
+    text = (
+        DATA
+        + HEAD
+        + conv("a", "data").replace("num_output", 'weight_filler { type: "xavier" } num_output')
+    )
+    text += (
+        f'layer {{ name: "f" {view} bottom: "a" top: "f" }}\n'
+        + IP % ("ip", "f", "ip")
+        + LOSS % "ip"
+    )
+    nets = [
+        net_of(text),
+        Net(definition(text), device=CudaDevice(seed=1), native=Format(np.dtype(kind), True)),
+    ]
     for net in nets:
         net.blobs["data"].host_data[...] = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
         net.blobs["y"].host_data[...] = 1, 3
@@ -89,10 +109,14 @@ def test_another_shape_on_gpu(view: str, kind: str) -> None:
             net.forward()
             net.backward()
     here, there = nets
-    assert [there.blobs[name].format for name in "af"] == [Format(np.dtype(kind), last) for last in (True, False)]
+    assert [there.blobs[name].format for name in "af"] == [
+        Format(np.dtype(kind), last) for last in (True, False)
+    ]
     atol = 3e-2 if kind == "uint16" else 4e-3
     for name in ("a", "f", "ip", "loss"):
-        np.testing.assert_allclose(there.blobs[name].host_data, here.blobs[name].data, 3e-2, atol, err_msg=name)
+        np.testing.assert_allclose(
+            there.blobs[name].host_data, here.blobs[name].data, 3e-2, atol, err_msg=name
+        )
     for mine, theirs in zip(there.params, here.params, strict=True):
         np.testing.assert_allclose(mine.host_diff, theirs.diff, 3e-2, atol)
 
@@ -105,7 +129,9 @@ def test_a_copy_with_a_loss_weight_on_gpu() -> None:
     text = DATA + conv("a", "data", "loss_weight: 0.5").replace(
         "num_output", 'weight_filler { type: "xavier" } num_output'
     )
-    text += conv("b", "a", "loss_weight: 2").replace("num_output", 'weight_filler { type: "xavier" } num_output')
+    text += conv("b", "a", "loss_weight: 2").replace(
+        "num_output", 'weight_filler { type: "xavier" } num_output'
+    )
     nets = [net_of(text), Net(definition(text), device=CudaDevice(seed=1), native=HALF)]
     for mine, theirs in zip(nets[1].params, nets[0].params, strict=True):
         mine.host_data[...] = theirs.data

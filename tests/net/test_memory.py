@@ -1,4 +1,6 @@
-"""Nets whose blobs share an arena give the numbers of nets whose blobs have memory of their own, to the last bit."""
+"""Nets whose blobs share an arena give the numbers of nets whose blobs have memory of their own, to
+the last bit.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -17,7 +19,13 @@ from caffepy.net.memory import ALIGNMENT, Interval, Usage, lifetimes, plan, save
 from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.proto.text import read_net
 
-from ..nets import test_autoencoder, test_depthwise_separable, test_siamese, test_squeezenet, test_tagger
+from ..nets import (
+    test_autoencoder,
+    test_depthwise_separable,
+    test_siamese,
+    test_squeezenet,
+    test_tagger,
+)
 from ..nets.training import Batch, inputs
 from .nets import definition, net_of
 
@@ -26,7 +34,11 @@ Source = Callable[[np.random.Generator], Batch]
 
 
 def conv(name: str, bottom: str, relu: bool = True) -> str:
-    neuron = f'layer {{ name: "{name}_relu" type: "ReLU" bottom: "{name}" top: "{name}" }}\n' if relu else ""
+    neuron = (
+        f'layer {{ name: "{name}_relu" type: "ReLU" bottom: "{name}" top: "{name}" }}\n'
+        if relu
+        else ""
+    )
     return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" convolution_param {{
   num_output: 6 kernel_size: 3 pad: 1 weight_filler {{ type: "xavier" }} }} }}
 {neuron}"""
@@ -145,9 +157,13 @@ NETS: dict[str, tuple[str, Source]] = {
 
 
 class Driven:
-    """A net run step by step; what nobody should need any more is overwritten with NaN as soon as that is so."""
+    """A net run step by step; what nobody should need any more is overwritten with NaN as soon as
+    that is so.
+    """
 
-    def __init__(self, net: Net, source: Source, steps: Sequence[Step], learns: bool = True) -> None:
+    def __init__(
+        self, net: Net, source: Source, steps: Sequence[Step], learns: bool = True
+    ) -> None:
         self.net, self.source, self.steps, self.learns = net, source, steps, learns
         self.rng = np.random.default_rng(3)
         self.shared: dict[Memory, Interval] = {}
@@ -227,7 +243,9 @@ def test_the_smallest_gap_is_taken() -> None:
 @pytest.mark.parametrize("name", NETS)
 def test_numbers_are_the_same_to_the_last_bit(name: str, fuse: bool) -> None:
     text, source = NETS[name]
-    nets = [Driven(net := net_of(text), source, net.steps if fuse else plain(net)) for _ in range(2)]
+    nets = [
+        Driven(net := net_of(text), source, net.steps if fuse else plain(net)) for _ in range(2)
+    ]
     nets[1].shared = lifetimes(nets[1].usage)
     size = save_memory([nets[1].usage])
     assert 0 < size < sum(interval.size for interval in nets[1].shared.values())
@@ -242,7 +260,10 @@ def test_every_net_of_a_solver_may_lie_in_one_arena() -> None:
     found = []
     for shared in (False, True):
         train, test = net_of(text), net_of("state { phase: TEST }" + text)
-        runs = [Driven(train, source, plain(train)), Driven(test, source, plain(test), learns=False)]
+        runs = [
+            Driven(train, source, plain(train)),
+            Driven(test, source, plain(test), learns=False),
+        ]
         if shared:
             sizes = [save_memory([run.usage]) for run in runs]
             assert save_memory([run.usage for run in runs]) == max(sizes)
@@ -296,7 +317,13 @@ def test_what_lives_longer_than_a_pass_is_left_alone() -> None:
     shared = lifetimes(Usage(net, plain(net), True))
     blobs = net.blobs
     names = {name for name, blob in blobs.items() if blob.data_memory in shared}
-    assert names == {"a", "max", "at", "fc", *(name for name in blobs if name.startswith("fc_fc_drop_0_split"))}
+    assert names == {
+        "a",
+        "max",
+        "at",
+        "fc",
+        *(name for name in blobs if name.startswith("fc_fc_drop_0_split")),
+    }
     names = {name for name, blob in blobs.items() if blob.diff_memory in shared}
     assert names == {"p", "a", "max", "fc", "fc_fc_drop_0_split_0"}
 
@@ -338,9 +365,17 @@ class Gpu(Device):
 def test_copies_in_another_format_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
     half = Format(np.dtype(np.float16), True)
     monkeypatch.setattr("caffepy.ops.native_format", lambda device: half)
-    monkeypatch.setattr("caffepy.layer.convolution.Convolution.format_for", lambda self, native: native)
+    monkeypatch.setattr(
+        "caffepy.layer.convolution.Convolution.format_for", lambda self, native: native
+    )
     absolute = 'layer { name: "abs" type: "AbsVal" bottom: "a" top: "abs" }\n'
-    text = DATA + conv("a", "data", relu=False) + absolute + conv("b", "abs", relu=False) + loss("fc", "b")
+    text = (
+        DATA
+        + conv("a", "data", relu=False)
+        + absolute
+        + conv("b", "abs", relu=False)
+        + loss("fc", "b")
+    )
     net = Net(definition(text), device=Gpu())
     run = Usage(net, plain(net), True)
     shared = lifetimes(run)

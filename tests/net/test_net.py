@@ -51,7 +51,9 @@ def test_gradient_of_a_net_is_the_slope_of_its_loss() -> None:
             net.forward()
             losses.append(net.loss())
             weight.data[index] -= delta
-        assert gradient[index] == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-4, abs=1e-8)
+        assert gradient[index] == pytest.approx(
+            (losses[0] - losses[1]) / (2 * step), rel=1e-4, abs=1e-8
+        )
 
 
 def test_arrays_stay_where_they_are() -> None:
@@ -68,7 +70,10 @@ def test_arrays_stay_where_they_are() -> None:
 
 def test_in_place_layers_share_the_blob() -> None:
     net = net_of(
-        INPUT + ip("ip1", "x", "ip1") + 'layer { name: "r" type: "ReLU" bottom: "ip1" top: "ip1" } ' + LOSS % "ip1"
+        INPUT
+        + ip("ip1", "x", "ip1")
+        + 'layer { name: "r" type: "ReLU" bottom: "ip1" top: "ip1" } '
+        + LOSS % "ip1"
     )
     feed(net)
     net.forward()
@@ -77,12 +82,18 @@ def test_in_place_layers_share_the_blob() -> None:
 
 
 def test_top_made_twice() -> None:
-    with pytest.raises(ConfigError, match=r'layer "b" \(InnerProduct\): Top blob \'a\' produced by multiple sources'):
+    with pytest.raises(
+        ConfigError,
+        match=r'layer "b" \(InnerProduct\): Top blob \'a\' produced by multiple sources',
+    ):
         net_of(INPUT + ip("a", "x", "a") + ip("b", "x", "a"))
 
 
 def test_unknown_layer_type_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r'layer "c".*unknown layer type "Convolutoin", did you mean "Convolution"'):
+    with pytest.raises(
+        ConfigError,
+        match=r'layer "c".*unknown layer type "Convolutoin", did you mean "Convolution"',
+    ):
         net_of(INPUT + 'layer { name: "c" type: "Convolutoin" bottom: "x" top: "c" }')
 
 
@@ -105,7 +116,9 @@ def test_errors_name_file_line_and_column(tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         net_of(text, path=str(path))
-    assert str(caught.value).startswith(f'{path}:3:3: layer "a" (InnerProduct): Too many params specified')
+    assert str(caught.value).startswith(
+        f'{path}:3:3: layer "a" (InnerProduct): Too many params specified'
+    )
 
 
 def test_wrong_number_of_bottoms() -> None:
@@ -149,7 +162,9 @@ def test_force_backward_reaches_inputs_but_not_labels() -> None:
 
 
 def test_propagate_down_false_cuts_the_gradient() -> None:
-    net = net_of(INPUT + ip("a", "x", "a") + ip("b", "a", "b", "propagate_down: false") + LOSS % "b")
+    net = net_of(
+        INPUT + ip("a", "x", "a") + ip("b", "a", "b", "propagate_down: false") + LOSS % "b"
+    )
     assert net.layer_need_backward == [False, False, True, True]
 
 
@@ -190,7 +205,11 @@ def test_loss_weight_must_be_given_per_top() -> None:
 
 
 def test_loss_top_may_be_left_out() -> None:
-    net = net_of(INPUT + ip("a", "x", "a") + 'layer { name: "l" type: "SoftmaxWithLoss" bottom: "a" bottom: "y" }')
+    net = net_of(
+        INPUT
+        + ip("a", "x", "a")
+        + 'layer { name: "l" type: "SoftmaxWithLoss" bottom: "a" bottom: "y" }'
+    )
     assert net.outputs == []
     feed(net)
     net.forward()
@@ -214,19 +233,26 @@ def test_shared_parameters() -> None:
 
 
 def test_the_sharer_may_set_the_multiplier() -> None:
-    net = net_of(INPUT + ip("a", "x", "a", SHARE % "") + ip("b", "x", "b", SHARE % "lr_mult: 3") + LOSS % "b")
+    net = net_of(
+        INPUT + ip("a", "x", "a", SHARE % "") + ip("b", "x", "b", SHARE % "lr_mult: 3") + LOSS % "b"
+    )
     assert net.params_lr == [3, 1]
 
 
 def test_multipliers_that_differ() -> None:
     with pytest.raises(ConfigError, match=r"Shared param 'w' has mismatched lr_mult"):
-        net_of(INPUT + ip("a", "x", "a", SHARE % "lr_mult: 2") + ip("b", "x", "b", SHARE % "lr_mult: 3"))
+        net_of(
+            INPUT
+            + ip("a", "x", "a", SHARE % "lr_mult: 2")
+            + ip("b", "x", "b", SHARE % "lr_mult: 3")
+        )
 
 
 def test_shapes_that_differ() -> None:
     wide = INPUT + ip("a", "x", "a", SHARE % "") + ip("b", "a", "b", SHARE % "")
     with pytest.raises(
-        ConfigError, match=r"Cannot share param 'w' owned by layer 'a' with layer 'b'; shape mismatch.*5 3 \(15\)"
+        ConfigError,
+        match=r"Cannot share param 'w' owned by layer 'a' with layer 'b'; shape mismatch.*5 3 \(15\)",
     ):
         net_of(wide)
 
@@ -281,10 +307,20 @@ def test_a_worker_takes_shared_layers_from_the_root(caplog: pytest.LogCaptureFix
 
 
 def test_layers_of_one_name_are_told_apart_by_their_places() -> None:
-    text = DUMMY + DUMMY.replace('"x"', '"y"') + ip("d", "x", "a") + 'layer { name: "s" type: "Silence" bottom: "y" }'
+    text = (
+        DUMMY
+        + DUMMY.replace('"x"', '"y"')
+        + ip("d", "x", "a")
+        + 'layer { name: "s" type: "Silence" bottom: "y" }'
+    )
     root = net_of(text)
     worker = Net(definition(text), root_net=root)
-    assert [a is b for a, b in zip(worker.layers, root.layers, strict=True)] == [True, True, False, False]
+    assert [a is b for a, b in zip(worker.layers, root.layers, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 # debug_info, callbacks, state
@@ -298,9 +334,15 @@ def test_debug_info_lines(caplog: pytest.LogCaptureFixture) -> None:
         net.backward()
     mean = float(np.abs(net.blobs["ip1"].data).mean())
     assert f"    [Forward] Layer ip1, top blob ip1 data: {mean:.6g}" in caplog.messages
-    assert any(m.startswith("    [Forward] Layer ip1, param blob 1 data: ") for m in caplog.messages)
-    assert any(m.startswith("    [Backward] Layer ip2, bottom blob ip1 diff: ") for m in caplog.messages)
-    assert any(m.startswith("    [Backward] Layer ip1, param blob 0 diff: ") for m in caplog.messages)
+    assert any(
+        m.startswith("    [Forward] Layer ip1, param blob 1 data: ") for m in caplog.messages
+    )
+    assert any(
+        m.startswith("    [Backward] Layer ip2, bottom blob ip1 diff: ") for m in caplog.messages
+    )
+    assert any(
+        m.startswith("    [Backward] Layer ip1, param blob 0 diff: ") for m in caplog.messages
+    )
     assert caplog.messages[-1].startswith("    [Backward] All net params (data, diff): L1 norm = (")
 
 
@@ -317,7 +359,9 @@ def test_callbacks_run_for_every_layer() -> None:
 
 
 def test_weights_in_the_definition_replace_the_filler() -> None:
-    text = INPUT + ip("a", "x", "a", "blobs { shape { dim: 5 dim: 3 } %s } blobs { shape { dim: 5 } %s }")
+    text = INPUT + ip(
+        "a", "x", "a", "blobs { shape { dim: 5 dim: 3 } %s } blobs { shape { dim: 5 } %s }"
+    )
     net = net_of(text % ("data: 2 " * 15, "data: 1 " * 5))
     assert (net.params[0].data == 2).all()
     assert (net.params[1].data == 1).all()

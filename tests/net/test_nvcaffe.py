@@ -33,7 +33,9 @@ NV = [MEAN, VARIANCE, FACTOR, GAIN, SHIFT]
 DIGITS = [GAIN, SHIFT, MEAN, VARIANCE, [0.0]]
 
 
-def raw(values: list[float], kind: int, dtype: str, shape: tuple[int, ...] | None = None) -> BlobProto:
+def raw(
+    values: list[float], kind: int, dtype: str, shape: tuple[int, ...] | None = None
+) -> BlobProto:
     """A blob as NVCaffe stores it."""
     shape = BlobShape(dim=shape or [len(values)])
     return BlobProto(shape=shape, raw_data_type=kind, raw_data=np.array(values, dtype).tobytes())
@@ -106,12 +108,17 @@ HOMELESS = {
 @pytest.mark.parametrize("case", HOMELESS)
 def test_scale_and_bias_without_a_place(case: str, tmp_path: Path) -> None:
     path = write(tmp_path / "w", norm([raw(b, FLOAT, "<f4") for b in NV]))
-    with pytest.raises(ConfigError, match=r"w: layer bn is a BatchNorm of NVCaffe .* Scale layer with bias_term: true"):
+    with pytest.raises(
+        ConfigError,
+        match=r"w: layer bn is a BatchNorm of NVCaffe .* Scale layer with bias_term: true",
+    ):
         loaded(HOMELESS[case], path)
 
 
 def test_a_scale_that_the_file_fills_is_not_overwritten(tmp_path: Path) -> None:
-    scale = LayerParameter(name="s", type="Scale", blobs=[raw(b, FLOAT, "<f4") for b in (GAIN, SHIFT)])
+    scale = LayerParameter(
+        name="s", type="Scale", blobs=[raw(b, FLOAT, "<f4") for b in (GAIN, SHIFT)]
+    )
     path = write(tmp_path / "w", norm([raw(b, FLOAT, "<f4") for b in NV]), scale)
     with pytest.raises(ConfigError, match="of a name that the file has no weights for"):
         loaded(SPLIT, path)
@@ -124,13 +131,20 @@ def test_layers_that_the_net_lacks_are_ignored(tmp_path: Path) -> None:
 
 def test_a_layer_of_another_type_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "w", norm([raw(b, FLOAT, "<f4") for b in NV], name="s"))
-    with pytest.raises(ConfigError, match="Incompatible number of blobs for layer s: 5 in the file, 2 in the net"):
+    with pytest.raises(
+        ConfigError, match="Incompatible number of blobs for layer s: 5 in the file, 2 in the net"
+    ):
         loaded(SPLIT, path)
 
 
 def test_channels_that_differ_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path / "w", norm([raw(b, FLOAT, "<f4") for b in (GAIN[:2], SHIFT[:2], MEAN[:2], NV[1][:2], [1])]))
-    with pytest.raises(ConfigError, match=r"Cannot copy param 0 weights from layer 'bn'; shape mismatch"):
+    path = write(
+        tmp_path / "w",
+        norm([raw(b, FLOAT, "<f4") for b in (GAIN[:2], SHIFT[:2], MEAN[:2], NV[1][:2], [1])]),
+    )
+    with pytest.raises(
+        ConfigError, match=r"Cannot copy param 0 weights from layer 'bn'; shape mismatch"
+    ):
         loaded(SPLIT, path)
 
 
@@ -151,10 +165,14 @@ def test_v1_caffemodel_with_blobs_of_four_axes(tmp_path: Path) -> None:
         name="old",
         layers=[
             V1LayerParameter(
-                name="c", type=V1LayerParameter.CONVOLUTION, blobs=[legacy(2, 3, 2, 2), legacy(1, 1, 1, 2, start=9)]
+                name="c",
+                type=V1LayerParameter.CONVOLUTION,
+                blobs=[legacy(2, 3, 2, 2), legacy(1, 1, 1, 2, start=9)],
             ),
             V1LayerParameter(
-                name="p", type=V1LayerParameter.INNER_PRODUCT, blobs=[legacy(1, 1, 4, 2), legacy(1, 1, 1, 4, start=5)]
+                name="p",
+                type=V1LayerParameter.INNER_PRODUCT,
+                blobs=[legacy(1, 1, 4, 2), legacy(1, 1, 1, 4, start=5)],
             ),
         ],
     )
@@ -174,5 +192,7 @@ def test_legacy_shapes_must_agree_from_the_right(tmp_path: Path) -> None:
     source.layers[0].blobs.extend([legacy(1, 4, 2, 1), legacy(1, 1, 1, 4)])
     path = tmp_path / "old.caffemodel"
     path.write_bytes(source.SerializeToString())
-    with pytest.raises(ConfigError, match=r"Source param shape is 1 4 2 1 \(8\); target param shape is 4 2 \(8\)"):
+    with pytest.raises(
+        ConfigError, match=r"Source param shape is 1 4 2 1 \(8\); target param shape is 4 2 \(8\)"
+    ):
         loaded(LINES, str(path))

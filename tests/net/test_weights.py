@@ -12,7 +12,12 @@ from caffepy.proto.caffe_pb2 import FLOAT16, NetParameter
 from tests.net.nets import INPUT, LOSS, ip, net_of
 
 TEXT = 'name: "n" ' + INPUT + ip("a", "x", "a") + ip("b", "a", "b") + LOSS % "b"
-SHARED = INPUT + ip("a", "x", "a", 'param { name: "w" }') + ip("b", "x", "b", 'param { name: "w" }') + LOSS % "b"
+SHARED = (
+    INPUT
+    + ip("a", "x", "a", 'param { name: "w" }')
+    + ip("b", "x", "b", 'param { name: "w" }')
+    + LOSS % "b"
+)
 
 
 def filled(text: str = TEXT, start: float = 1) -> Net:
@@ -50,7 +55,12 @@ def test_binary_holds_layers_as_used(tmp_path: Path) -> None:
     net = filled(INPUT + ip("a", "x", "a") + ip("b", "x", "b"))
     save_binary(net, tmp_path / "w")
     proto = NetParameter.FromString((tmp_path / "w").read_bytes())
-    assert [layer.type for layer in proto.layer] == ["Input", "Split", "InnerProduct", "InnerProduct"]
+    assert [layer.type for layer in proto.layer] == [
+        "Input",
+        "Split",
+        "InnerProduct",
+        "InnerProduct",
+    ]
     assert list(proto.layer[2].blobs[0].shape.dim) == [5, 3]
     assert list(proto.layer[2].blobs[0].data) == list(range(1, 16))
     assert not proto.layer[2].blobs[0].diff
@@ -106,7 +116,8 @@ def test_shapes_that_differ() -> None:
     proto = weights.to_proto(filled())
     proto.layer[1].blobs[0].shape.dim[:] = [3, 5]
     with pytest.raises(
-        ConfigError, match=r"Cannot copy param 0 weights from layer 'a'; shape mismatch.*rename the layer"
+        ConfigError,
+        match=r"Cannot copy param 0 weights from layer 'a'; shape mismatch.*rename the layer",
     ):
         weights.copy_trained(net_of(TEXT), proto)
 
@@ -114,11 +125,15 @@ def test_shapes_that_differ() -> None:
 def test_numbers_of_blobs_that_differ() -> None:
     proto = weights.to_proto(filled())
     del proto.layer[1].blobs[1]
-    with pytest.raises(ConfigError, match=r"Incompatible number of blobs for layer a: 1 in the file, 2 in the net"):
+    with pytest.raises(
+        ConfigError, match=r"Incompatible number of blobs for layer a: 1 in the file, 2 in the net"
+    ):
         weights.copy_trained(net_of(TEXT), proto)
 
 
-@pytest.mark.parametrize(("legacy", "fits"), [((1, 1, 5, 3), True), ((1, 5, 3, 1), False), ((1, 1, 3, 5), False)])
+@pytest.mark.parametrize(
+    ("legacy", "fits"), [((1, 1, 5, 3), True), ((1, 5, 3, 1), False), ((1, 1, 3, 5), False)]
+)
 def test_legacy_shapes_are_right_aligned(legacy: tuple[int, ...], fits: bool) -> None:
     net, proto = net_of(TEXT), weights.to_proto(filled())
     blob = proto.layer[1].blobs[0]
@@ -152,7 +167,9 @@ def test_test_nets_share_the_data_not_the_diffs() -> None:
     assert not test.params[0].diff.any()
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "w"
     path.write_bytes(b"old")
 
@@ -199,7 +216,9 @@ def test_layers_of_one_name_are_refused_if_one_has_parameters(hdf5: bool) -> Non
 
 
 def test_damaged_hdf5_is_one_message(tmp_path: Path) -> None:
-    """Truncated anywhere or with any bytes changed, a file loads or is refused; nothing else happens."""
+    """Truncated anywhere or with any bytes changed, a file loads or is refused; nothing else
+    happens.
+    """
     path = tmp_path / "w.h5"
     save_hdf5(filled(), path)
     content, net, rng = path.read_bytes(), net_of(TEXT), np.random.default_rng(5)

@@ -1,6 +1,8 @@
-"""The autoencoder of Hinton and Salakhutdinov (2006) in small: a code of a few numbers, all units logistic.
+"""The autoencoder of Hinton and Salakhutdinov (2006) in small: a code of a few numbers, all units
+logistic.
 
-It learns by the cross entropy; the squared error is shown beside it with weight 0, as in Caffe's example for MNIST.
+It learns by the cross entropy; the squared error is shown beside it with weight 0, as in Caffe's
+example for MNIST.
 """
 
 import numpy as np
@@ -17,7 +19,9 @@ def dense(name: str, bottom: str, outputs: int, sigmoid: bool = True) -> str:
   param {{ lr_mult: 1 decay_mult: 1 }} param {{ lr_mult: 1 decay_mult: 0 }}
   inner_product_param {{ num_output: {outputs} weight_filler {{ type: "xavier" }} }} }}
 """
-    activation = f'layer {{ name: "{name}neuron" type: "Sigmoid" bottom: "{name}" top: "{name}neuron" }}\n'
+    activation = (
+        f'layer {{ name: "{name}neuron" type: "Sigmoid" bottom: "{name}" top: "{name}neuron" }}\n'
+    )
     return layer + activation if sigmoid else layer
 
 

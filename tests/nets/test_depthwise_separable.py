@@ -1,4 +1,6 @@
-"""A depthwise-separable net (Howard et al. 2017) in small: a 3x3 kernel a channel, then 1x1 convolutions."""
+"""A depthwise-separable net (Howard et al. 2017) in small: a 3x3 kernel a channel, then 1x1
+convolutions.
+"""
 
 import numpy as np
 

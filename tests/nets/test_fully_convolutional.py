@@ -1,7 +1,8 @@
-"""A fully convolutional net for segmentation (Long, Shelhamer and Darrell 2015), in small: two strides, one skip.
+"""A fully convolutional net for segmentation (Long, Shelhamer and Darrell 2015), in small: two
+strides, one skip.
 
-As in the paper the first convolution pads by more than it needs, learned scores are enlarged by bilinear
-deconvolutions, and Crop brings them to the size of what they meet.
+As in the paper the first convolution pads by more than it needs, learned scores are enlarged by
+bilinear deconvolutions, and Crop brings them to the size of what they meet.
 """
 
 import numpy as np

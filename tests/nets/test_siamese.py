@@ -1,4 +1,6 @@
-"""A siamese net (Hadsell, Chopra and LeCun 2006): two towers with the same parameters, pairs that attract or repel."""
+"""A siamese net (Hadsell, Chopra and LeCun 2006): two towers with the same parameters, pairs that
+attract or repel.
+"""
 
 import numpy as np
 
@@ -40,22 +42,31 @@ layer { name: "loss" type: "ContrastiveLoss" bottom: "feat" bottom: "feat_p" bot
 
 
 def pairs(rng: np.random.Generator) -> dict[str, Array]:
-    """Two gratings each; similar if they have one direction, which half of the pairs are made to have."""
+    """Two gratings each; similar if they have one direction, which half of the pairs are made to
+    have.
+    """
     images, label = gratings(rng, 8 * PAIRS, SIZE)
     first, second = np.arange(PAIRS), np.arange(PAIRS, 2 * PAIRS)
     for i in range(0, PAIRS, 2):
         second[i] = np.flatnonzero(label == label[i])[-1]
-    return {"pair_data": np.concatenate([images[first], images[second]], 1), "sim": label[first] == label[second]}
+    return {
+        "pair_data": np.concatenate([images[first], images[second]], 1),
+        "sim": label[first] == label[second],
+    }
 
 
 def test_the_loss_falls_below_a_quarter():
-    training = Training(NET, 'base_lr: 0.05 momentum: 0.9 lr_policy: "inv" gamma: 0.001 power: 0.75', pairs)
+    training = Training(
+        NET, 'base_lr: 0.05 momentum: 0.9 lr_policy: "inv" gamma: 0.001 power: 0.75', pairs
+    )
     losses = training.run(80, "loss")
     assert fall(losses) < 1 / 4
     net = training.net
     assert len(net.learnable_params) == 4
     for name in ("conv", "feat"):
-        ours, theirs = (net.layers[net.layer_names.index(name + suffix)].blobs for suffix in ("", "_p"))
+        ours, theirs = (
+            net.layers[net.layer_names.index(name + suffix)].blobs for suffix in ("", "_p")
+        )
         assert all(np.shares_memory(a.data, b.data) for a, b in zip(ours, theirs, strict=True))
     similar = training.feed()["sim"]
     net.forward()

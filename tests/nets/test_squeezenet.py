@@ -1,4 +1,6 @@
-"""SqueezeNet (Iandola et al. 2016) in small: fire modules, no inner product, the mean over each class's plane."""
+"""SqueezeNet (Iandola et al. 2016) in small: fire modules, no inner product, the mean over each
+class's plane.
+"""
 
 import numpy as np
 
@@ -9,7 +11,14 @@ from .training import Training, fall, gratings, inputs
 BATCH, SIZE = 16, 20
 
 
-def conv(name: str, bottom: str, outputs: int, kernel: int = 1, pad: int = 0, filler: str = 'type: "msra"') -> str:
+def conv(
+    name: str,
+    bottom: str,
+    outputs: int,
+    kernel: int = 1,
+    pad: int = 0,
+    filler: str = 'type: "msra"',
+) -> str:
     return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" convolution_param {{
   num_output: {outputs} kernel_size: {kernel} pad: {pad} weight_filler {{ {filler} }} }} }}
 layer {{ name: "relu_{name}" type: "ReLU" bottom: "{name}" top: "{name}" }}

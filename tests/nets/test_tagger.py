@@ -1,7 +1,8 @@
 """A tagger of words: Embed, LSTM (Hochreiter and Schmidhuber 1997) and a softmax at each step.
 
-Sentences follow each other in a stream; `cont` is 0 at the first word of each. A word's tag says whether the word 0
-came before it or is it, in its own sentence: a net that cannot remember, or that cannot forget, gets it wrong.
+Sentences follow each other in a stream; `cont` is 0 at the first word of each. A word's tag says
+whether the word 0 came before it or is it, in its own sentence: a net that cannot remember, or that
+cannot forget, gets it wrong.
 """
 
 import numpy as np
@@ -41,7 +42,9 @@ def sentences(rng: np.random.Generator) -> dict[str, Array]:
 
 
 def test_the_loss_falls_below_a_fifth():
-    training = Training(NET, 'type: "Adam" base_lr: 0.02 momentum: 0.9 lr_policy: "fixed"', sentences)
+    training = Training(
+        NET, 'type: "Adam" base_lr: 0.02 momentum: 0.9 lr_policy: "fixed"', sentences
+    )
     values = training.run(80, "loss", "accuracy")
     assert fall(values[:, 0]) < 1 / 5
     assert values[-5:, 1].mean() > 0.95

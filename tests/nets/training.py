@@ -1,4 +1,6 @@
-"""Training of nets that know their data by Input layers: the data are made here, each iteration anew, from a seed."""
+"""Training of nets that know their data by Input layers: the data are made here, each iteration
+anew, from a seed.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -18,7 +20,9 @@ Source = Callable[[np.random.Generator], Batch]
 def inputs(**shapes: Sequence[int]) -> str:
     """An Input layer with a top of each name and shape."""
     tops = "".join(f'top: "{name}" ' for name in shapes)
-    dims = "".join(f"shape {{ {' '.join(f'dim: {d}' for d in shape)} }} " for shape in shapes.values())
+    dims = "".join(
+        f"shape {{ {' '.join(f'dim: {d}' for d in shape)} }} " for shape in shapes.values()
+    )
     return f'layer {{ name: "data" type: "Input" {tops} input_param {{ {dims} }} }}\n'
 
 
@@ -38,7 +42,9 @@ class Training:
         return self.solver.net
 
     def feed(self, net: Net | None = None) -> Batch:
-        """Put the next arrays into the inputs of the net (that in training, unless another is given)."""
+        """Put the next arrays into the inputs of the net (that in training, unless another is
+        given).
+        """
         batch = self.source(self.rng)
         for name, array in batch.items():
             (net or self.net).blobs[name].data[...] = array

@@ -44,7 +44,9 @@ def test_matmul(shape, transposed, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 1), (2, 5, 7), (64, 32, 100), (0, 3, 4), (500, 7)])
+@pytest.mark.parametrize(
+    "shape", [(4, 3), (4, 3, 1), (2, 5, 7), (64, 32, 100), (0, 3, 4), (500, 7)]
+)
 def test_bias(shape, dtype):
     rng = np.random.default_rng(0)
     y, b = rng.standard_normal(shape).astype(dtype), rng.standard_normal(shape[1]).astype(dtype)
@@ -59,7 +61,11 @@ def test_bias(shape, dtype):
 
 def test_a_bias_gradient_that_copies():
     rng = np.random.default_rng(0)
-    dy, db, copy = rng.standard_normal((5, 3)).astype(np.float32), np.ones(3, np.float32), np.empty((5, 3), np.float16)
+    dy, db, copy = (
+        rng.standard_normal((5, 3)).astype(np.float32),
+        np.ones(3, np.float32),
+        np.empty((5, 3), np.float16),
+    )
     cpu.bias_gradient(dy, db, copy)
     np.testing.assert_allclose(db, 1 + dy.sum(0), rtol=1e-5)
     np.testing.assert_array_equal(copy, dy.astype(np.float16))

@@ -57,7 +57,9 @@ def test_a_full_disk_costs_the_cache_only(tmp_path, monkeypatch, caplog):
     assert "No space left on device" in message
 
 
-@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"nonsense"], ids=["empty", "truncated", "foreign"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\x80\x04", b"nonsense"], ids=["empty", "truncated", "foreign"]
+)
 @pytest.mark.parametrize("kind", [".nbi", ".nbc"])
 def test_damaged_files_are_made_anew(kind, content, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))

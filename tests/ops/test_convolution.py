@@ -9,16 +9,27 @@ from caffepy.ops import cpu
 
 
 def naive(x, w, stride, pad, dilation, group):
-    """Every product (output element, weight element, input element) of a convolution, as index arrays."""
+    """Every product (output element, weight element, input element) of a convolution, as index
+    arrays.
+    """
     o, c = w[0], w[1]
     axes = len(x) - 2
-    out = [(x[2 + a] + 2 * pad[a] - dilation[a] * (w[2 + a] - 1) - 1) // stride[a] + 1 for a in range(axes)]
+    out = [
+        (x[2 + a] + 2 * pad[a] - dilation[a] * (w[2 + a] - 1) - 1) // stride[a] + 1
+        for a in range(axes)
+    ]
     for q in product(*map(range, out)):
         for k in product(*map(range, w[2:])):
             at = tuple(q[a] * stride[a] - pad[a] + k[a] * dilation[a] for a in range(axes))
             if all(0 <= at[a] < x[2 + a] for a in range(axes)):
                 for g in range(group):
-                    yield q, k, at, slice(g * o // group, (g + 1) * o // group), slice(g * c, (g + 1) * c)
+                    yield (
+                        q,
+                        k,
+                        at,
+                        slice(g * o // group, (g + 1) * o // group),
+                        slice(g * c, (g + 1) * c),
+                    )
 
 
 def reference(x, w, b, dy, stride, pad, dilation, group):
@@ -36,7 +47,8 @@ def check(x_shape, w_shape, stride, pad, dilation, group, dtype=np.float64):
     rng = np.random.default_rng(0)
     conv = cpu.Convolution(x_shape, w_shape, stride, pad, dilation, group, dtype)
     x, w, b, dy, dw0, db0 = (
-        rng.standard_normal(s) for s in (x_shape, w_shape, w_shape[:1], conv.y_shape, w_shape, w_shape[:1])
+        rng.standard_normal(s)
+        for s in (x_shape, w_shape, w_shape[:1], conv.y_shape, w_shape, w_shape[:1])
     )
     y, dx, dw, db = reference(x, w, b, dy, stride, pad, dilation, group)
     x, w, b, dy, have_dw, have_db = (a.astype(dtype) for a in (x, w, b, dy, dw0, db0))
@@ -103,21 +115,30 @@ def test_random_shapes(seed):
     rng = np.random.default_rng(seed)
     axes = int(rng.integers(1, 4))
     group = int(rng.choice([1, 1, 2, 3]))
-    kernel, stride, pad, dilation = (tuple(rng.integers(lo, hi, axes)) for lo, hi in ((1, 5), (1, 4), (0, 4), (1, 3)))
+    kernel, stride, pad, dilation = (
+        tuple(rng.integers(lo, hi, axes)) for lo, hi in ((1, 5), (1, 4), (0, 4), (1, 3))
+    )
     span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    size = [max(1, s - 2 * p) + int(rng.integers(0, 9 if axes < 3 else 4)) for s, p in zip(span, pad, strict=True)]
+    size = [
+        max(1, s - 2 * p) + int(rng.integers(0, 9 if axes < 3 else 4))
+        for s, p in zip(span, pad, strict=True)
+    ]
     x_shape = (int(rng.integers(1, 6)), group * int(rng.integers(1, 5)), *size)
     w_shape = (group * int(rng.integers(1, 8)), x_shape[1] // group, *kernel)
     for dtype in (np.float32, np.float64):
         check(x_shape, w_shape, stride, pad, dilation, group, dtype)
 
 
-@pytest.mark.parametrize("case", ["basic", "group", "many images", "many outputs", "1x1", "stride pad", "wide plane"])
+@pytest.mark.parametrize(
+    "case", ["basic", "group", "many images", "many outputs", "1x1", "stride pad", "wide plane"]
+)
 def test_the_number_of_threads_changes_no_bit(case):
     x_shape, w_shape, *rest = CASES[case]
     rng = np.random.default_rng(1)
     conv = cpu.Convolution(x_shape, w_shape, *rest, np.float32)
-    x, w, b, dy = (rng.standard_normal(s, np.float32) for s in (x_shape, w_shape, w_shape[:1], conv.y_shape))
+    x, w, b, dy = (
+        rng.standard_normal(s, np.float32) for s in (x_shape, w_shape, w_shape[:1], conv.y_shape)
+    )
     before, results = cpu.num_threads(), []
     with cpu.blas_scope():
         for n in (1, 2, 5):

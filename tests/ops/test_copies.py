@@ -5,7 +5,9 @@ from caffepy.ops import cpu
 from caffepy.ops.cpu.copies import GRAIN
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (4, 2 * GRAIN), (1, 5 * GRAIN), (1, 1, 6 * GRAIN), (300, 300, 2)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5), (4, 2 * GRAIN), (1, 5 * GRAIN), (1, 1, 6 * GRAIN), (300, 300, 2)]
+)
 def test_copy_of_views(shape):
     x = np.random.default_rng(0).standard_normal(shape)
     wide = np.zeros((*shape[:-1], shape[-1] + 4))

@@ -8,7 +8,9 @@ from caffepy.ops.cpu.depthwise import Depthwise, suits
 
 
 def reference(x, w, b, dy, stride, pad, dilation):
-    """y, dx, dw, db by a loop over output positions and taps; channel c makes the outputs c * m to c * m + m."""
+    """y, dx, dw, db by a loop over output positions and taps; channel c makes the outputs c * m to
+    c * m + m.
+    """
     m = len(w) // x.shape[1]
     (sh, sw), (ph, pw), (dh, dw) = stride, pad, dilation
     grid = [(0, 0), (0, 0), (ph, ph), (pw, pw)]
@@ -32,7 +34,12 @@ def arrays(x_shape, w_shape, y_shape, dtype):
 
 def run(conv, x, w, b, dy):
     """All results; dw and db are added to ones."""
-    y, dx, dw, db = np.full_like(dy, np.nan), np.full_like(x, np.nan), np.ones_like(w), np.ones_like(w[:, 0, 0, 0])
+    y, dx, dw, db = (
+        np.full_like(dy, np.nan),
+        np.full_like(x, np.nan),
+        np.ones_like(w),
+        np.ones_like(w[:, 0, 0, 0]),
+    )
     conv.forward(x, w, b, y)
     conv.backward_data(dy, w, dx)
     conv.backward_weight(x, dy, dw, db)
@@ -46,7 +53,9 @@ def check(n, channels, multiple, size, kernel, stride, pad, dilation, dtype):
     want = reference(*(a.astype(np.float64) for a in (x, w, b, dy)), stride, pad, dilation)
     want = (*want[:2], want[2] + 1, want[3] + 1)
     tolerance = 1e-12 if dtype == np.float64 else 2e-6
-    for name, have, right in zip(("y", "dx", "dw", "db"), run(conv, x, w, b, dy), want, strict=True):
+    for name, have, right in zip(
+        ("y", "dx", "dw", "db"), run(conv, x, w, b, dy), want, strict=True
+    ):
         error = np.abs(have - right).max() / max(1, np.abs(right).max())
         assert error < tolerance, f"{name}: {error}"
     y, dw, db = np.empty_like(dy), np.zeros_like(w), np.zeros_like(b)
@@ -103,7 +112,9 @@ def test_random_shapes(seed):
         check(n, channels, multiple, size, kernel, stride, pad, dilation, dtype)
 
 
-@pytest.mark.parametrize("case", ["3x3", "3x3 stride 2", "multiplier 3, stride 2", "many images", "wide plane"])
+@pytest.mark.parametrize(
+    "case", ["3x3", "3x3 stride 2", "multiplier 3, stride 2", "many images", "wide plane"]
+)
 def test_the_number_of_threads_changes_no_bit(case):
     n, channels, multiple, size, kernel, *rest = CASES[case]
     x_shape, w_shape = (8 * n, 3 * channels, *size), (3 * channels * multiple, 1, *kernel)
@@ -123,7 +134,9 @@ def test_padding_is_not_read_from_the_neighbour():
     x, w, b, dy = arrays((2, 3, 6, 6), (3, 1, 3, 3), conv.y_shape, np.float32)
     x[1, 1, 2, 5] = np.inf
     y = run(conv, x, w, b, dy)[0]
-    assert {tuple(at) for at in np.argwhere(~np.isfinite(y))} == {(1, 1, i, j) for i in (1, 2, 3) for j in (4, 5)}
+    assert {tuple(at) for at in np.argwhere(~np.isfinite(y))} == {
+        (1, 1, i, j) for i in (1, 2, 3) for j in (4, 5)
+    }
 
 
 def test_no_image():
@@ -148,5 +161,7 @@ def test_no_image():
 def test_for_which_shapes(x_shape, w_shape, group, chosen):
     assert suits(x_shape, w_shape, group) is chosen
     axes = len(x_shape) - 2
-    conv = cpu.Convolution(x_shape, w_shape, (1,) * axes, (0,) * axes, (1,) * axes, group, np.float32)
+    conv = cpu.Convolution(
+        x_shape, w_shape, (1,) * axes, (0,) * axes, (1,) * axes, group, np.float32
+    )
     assert isinstance(conv.loops, Depthwise) is chosen

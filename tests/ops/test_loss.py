@@ -87,7 +87,9 @@ def test_sigmoid_loss(dtype, ignore, divisor):
     loss, norm, _ = outcome(dtype)
     cpu.sigmoid_loss_forward(x, t, ignore, divisor, loss, norm)
     assert norm == (divisor or counts.sum())
-    assert loss == pytest.approx(-(counts * (t * np.log(s) + (1 - t) * np.log(1 - s))).sum() / norm, rel=1e-5)
+    assert loss == pytest.approx(
+        -(counts * (t * np.log(s) + (1 - t) * np.log(1 - s))).sum() / norm, rel=1e-5
+    )
     dx = np.empty_like(x)
     cpu.sigmoid_loss_backward(x, t, ignore, np.array([0.5]), norm, dx)
     np.testing.assert_allclose(dx, 0.5 / norm * counts * (s - t), rtol=1e-5, atol=1e-6)
@@ -111,7 +113,12 @@ def test_accuracy(top_k, ignore):
     hits, counts = np.zeros((2, 5), np.int64)
     share, shares, wrong = np.empty((), np.float32), np.empty(5, np.float32), np.zeros(2)
     cpu.accuracy(x, t, top_k, ignore, hits, counts, share, shares, wrong)
-    right = np.array([[(x[n, :, i] >= x[n, int(t[n, i]), i]).sum() - 1 < top_k for i in range(3)] for n in range(4)])
+    right = np.array(
+        [
+            [(x[n, :, i] >= x[n, int(t[n, i]), i]).sum() - 1 < top_k for i in range(3)]
+            for n in range(4)
+        ]
+    )
     assert share == np.float32(right[t != ignore].mean())
     for c in range(5):
         of_class = right[(t == c) & (t != ignore)]

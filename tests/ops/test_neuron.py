@@ -108,7 +108,9 @@ def test_prelu(shape, dtype):
     close(y, np.where(x > 0, x, slope[:, None] * x))
     cpu.prelu_backward(x, dy, slope, dx, dslope)
     close(dx, dy * np.where(x > 0, 1, slope[:, None]))
-    np.testing.assert_allclose(dslope, 1 + (dy * np.minimum(x, 0)).sum((0, 2)), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(
+        dslope, 1 + (dy * np.minimum(x, 0)).sum((0, 2)), rtol=1e-4, atol=1e-3
+    )
     cpu.prelu_backward(x, dy, slope, dy, None)
     np.testing.assert_array_equal(dy, dx)
 
@@ -116,7 +118,12 @@ def test_prelu(shape, dtype):
 @pytest.mark.parametrize("shape", [(2, 3, 4), (1, 1, 7)])
 def test_prelu_with_one_slope_for_all(shape):
     x, dy = (a.reshape(shape) for a in pair(int(np.prod(shape)), np.float32))
-    y, dx, slope, dslope = np.empty_like(x), np.empty_like(x), np.float32([0.3]), np.ones(1, np.float32)
+    y, dx, slope, dslope = (
+        np.empty_like(x),
+        np.empty_like(x),
+        np.float32([0.3]),
+        np.ones(1, np.float32),
+    )
     cpu.prelu_forward(x, y, slope)
     close(y, np.where(x > 0, x, 0.3 * x))
     cpu.prelu_backward(x, dy, slope, dx, dslope)

@@ -50,7 +50,11 @@ def running(c):
 
 
 def test_numbers_of_a_batch_and_of_the_running_sums():
-    x, scale, bias, numbers = data((4, 3, 5), np.float64, 0), *data((2, 3), np.float64, 1), np.empty((4, 3))
+    x, scale, bias, numbers = (
+        data((4, 3, 5), np.float64, 0),
+        *data((2, 3), np.float64, 1),
+        np.empty((4, 3)),
+    )
     means, variances, weight = before = running(3)
     sums = [a.copy() for a in before]
     cpu.batch_norm_prepare(x, sums, 0.9, 1e-3, scale, bias, numbers)
@@ -61,7 +65,9 @@ def test_numbers_of_a_batch_and_of_the_running_sums():
         np.testing.assert_allclose(got, 0.9 * old + new)
     cpu.batch_norm_stored(before, 1e-3, None, None, numbers)
     inverse = 1 / np.sqrt(variances / weight + 1e-3)
-    np.testing.assert_allclose(numbers, [means / weight, inverse, inverse, -means / weight * inverse])
+    np.testing.assert_allclose(
+        numbers, [means / weight, inverse, inverse, -means / weight * inverse]
+    )
     cpu.batch_norm_stored([means, variances, np.zeros(1)], 1e-3, scale, None, numbers)
     np.testing.assert_allclose(numbers[[0, 3]], 0)
     np.testing.assert_allclose(numbers[2], scale / np.sqrt(1e-3))

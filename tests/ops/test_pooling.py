@@ -87,13 +87,18 @@ def test_nan_does_not_hide_the_maximum_after_it():
 def test_average(case, dtype):
     shape, kernel, stride, pad, out = CASES[case]
     rng = np.random.default_rng(0)
-    x, dy = rng.standard_normal(shape).astype(dtype), rng.standard_normal((*shape[:2], *out)).astype(dtype)
+    x, dy = (
+        rng.standard_normal(shape).astype(dtype),
+        rng.standard_normal((*shape[:2], *out)).astype(dtype),
+    )
     y, dx = np.full(dy.shape, np.nan, dtype), np.full(shape, np.nan, dtype)
     cpu.ave_pool_forward(x, y, kernel, stride, pad)
     cpu.ave_pool_backward(dy, dx, kernel, stride, pad)
     want = np.zeros(shape)
     for i, j, rows, columns, area in windows(*shape[2:], kernel, stride, pad, out):
-        np.testing.assert_allclose(y[:, :, i, j], x[:, :, rows, columns].sum((2, 3)) / area, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            y[:, :, i, j], x[:, :, rows, columns].sum((2, 3)) / area, rtol=1e-4, atol=1e-5
+        )
         want[:, :, rows, columns] += dy[:, :, i : i + 1, j : j + 1] / area
     np.testing.assert_allclose(dx, want, rtol=1e-4, atol=1e-5)
 

@@ -16,7 +16,9 @@ def test_the_default_is_tf32_or_what_the_environment_says(monkeypatch: pytest.Mo
     monkeypatch.setenv("CAFFEPY_PRECISION", "bf16")
     assert default() == "bf16"
     monkeypatch.setenv("CAFFEPY_PRECISION", "fp8")
-    with pytest.raises(ConfigError, match='unknown precision "fp8"; choose from fp32, tf32, bf16, fp16'):
+    with pytest.raises(
+        ConfigError, match='unknown precision "fp8"; choose from fp32, tf32, bf16, fp16'
+    ):
         default()
 
 

@@ -1,11 +1,19 @@
-"""Recurrent loops: any size against numpy, the same bits with any number of threads, the range of the exponential."""
+"""Recurrent loops: any size against numpy, the same bits with any number of threads, the range of
+the exponential.
+"""
 
 import numpy as np
 import pytest
 
 from caffepy.ops import cpu
 
-SIZES = {"tiny": (1, 1, 1), "odd": (3, 7, 5), "a tile": (2, 8, 16), "more": (5, 19, 33), "wide": (2, 40, 70)}
+SIZES = {
+    "tiny": (1, 1, 1),
+    "odd": (3, 7, 5),
+    "a tile": (2, 8, 16),
+    "more": (5, 19, 33),
+    "wide": (2, 40, 70),
+}
 
 
 def arrays(dtype, *shapes):
@@ -73,7 +81,12 @@ def test_lstm(size, dtype):
         i, f, o, g = (x.astype(np.float64) for x in np.split(a[t], 4, axis=1))
         dh, tanh = dh + dy[t], np.tanh(cells[t + 1])
         dc = dc + dh * o * (1 - tanh**2)
-        want = [dc * g * i * (1 - i), dc * cells[t] * f * (1 - f), dh * tanh * o * (1 - o), dc * i * (1 - g**2)]
+        want = [
+            dc * g * i * (1 - i),
+            dc * cells[t] * f * (1 - f),
+            dh * tanh * o * (1 - o),
+            dc * i * (1 - g**2),
+        ]
         np.testing.assert_allclose(da[t], np.hstack(want), rtol=1e-4, atol=tolerance["atol"] * 10)
         dh, dc = cont[t, :, None] * (da[t] @ w.astype(np.float64)), dc * f
 
@@ -121,7 +134,9 @@ def test_no_streams():
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_activations_over_the_whole_range(dtype):
-    """Sigmoid and tanh of numbers from tiny to huge, within a few units in the last place; NaN stays NaN."""
+    """Sigmoid and tanh of numbers from tiny to huge, within a few units in the last place; NaN
+    stays NaN.
+    """
     magnitudes = np.geomspace(1e-30, 80, 4001)
     x = np.concatenate([-magnitudes, [0], magnitudes]).astype(dtype)
     a = np.tile(x, 4)[None].copy()

@@ -16,7 +16,9 @@ def test_rows_are_taken_and_added():
     np.testing.assert_array_equal(dx, 1 + np.array([X[0], 0 * X[0], 0 * X[0], 2 * X[3]]))
 
 
-@pytest.mark.parametrize(("bad", "cut"), [(4, True), (-1, True), (np.nan, True), (np.inf, False), (-0.5, False)])
+@pytest.mark.parametrize(
+    ("bad", "cut"), [(4, True), (-1, True), (np.nan, True), (np.inf, False), (-0.5, False)]
+)
 def test_the_first_wrong_index_is_put_down(bad, cut):
     wrong = np.zeros(2)
     cpu.take_rows(X, np.array([0, bad, 9]), cut, np.empty((3, 3)), wrong)

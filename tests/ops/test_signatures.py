@@ -1,6 +1,8 @@
-"""The back ends have the same functions, with the same parameters in the same order and the same defaults.
+"""The back ends have the same functions, with the same parameters in the same order and the same
+defaults.
 
-Needs no GPU, and no CuPy either: where it is not installed, something that has every attribute stands in for it.
+Needs no GPU, and no CuPy either: where it is not installed, something that has every attribute
+stands in for it.
 """
 
 import importlib
@@ -24,18 +26,26 @@ def cuda():
     try:
         yield importlib.import_module("caffepy.ops.cuda")
     finally:
-        for name in [name for name in sys.modules if name == "cupy" or name.startswith("caffepy.ops.cuda")]:
+        for name in [
+            name for name in sys.modules if name == "cupy" or name.startswith("caffepy.ops.cuda")
+        ]:
             del sys.modules[name]
         if hasattr(caffepy.ops, "cuda"):
             del caffepy.ops.cuda
 
 
 def parameters(function):
-    return [(p.name, p.kind.name, p.default) for p in inspect.signature(function).parameters.values()]
+    return [
+        (p.name, p.kind.name, p.default) for p in inspect.signature(function).parameters.values()
+    ]
 
 
 def methods(kind):
-    return {name: f for name, f in inspect.getmembers(kind, callable) if not name.startswith("_") or name == "__init__"}
+    return {
+        name: f
+        for name, f in inspect.getmembers(kind, callable)
+        if not name.startswith("_") or name == "__init__"
+    }
 
 
 @pytest.mark.parametrize("name", cpu.__all__)

@@ -1,7 +1,8 @@
 """Results do not depend on the number of threads, whichever kernels BLAS takes for the processor.
 
-The kernels are chosen when the library is loaded, so each kind is tried in a process of its own: this file run as a
-program. It computes everything with 1, 2, 3 and 8 threads and prints what differs.
+The kernels are chosen when the library is loaded, so each kind is tried in a process of its own:
+this file run as a program. It computes everything with 1, 2, 3 and 8 threads and prints what
+differs.
 """
 
 import hashlib
@@ -23,7 +24,8 @@ from caffepy.ops import cpu
 THREADS = (1, 2, 3, 8)
 KERNELS = ("Haswell", "Zen", "SkylakeX", "Nehalem")
 
-# What is cut into pieces must be larger than a piece: sizes are odd, and large enough for eight threads.
+# What is cut into pieces must be larger than a piece: sizes are odd, and large enough for eight
+# threads.
 LAYERS = """
 layer { name: "data" type: "DummyData" top: "data" top: "label"
   dummy_data_param { shape { dim: 9 dim: 6 dim: 61 dim: 67 } shape { dim: 9 }
@@ -79,9 +81,7 @@ layer { name: "rnn" type: "RNN" bottom: "lstm" bottom: "cont" top: "rnn"
 layer { name: "total" type: "Reduction" bottom: "rnn" top: "total" loss_weight: 0.01
   reduction_param { operation: SUMSQ } }
 """
-SOLVER = (
-    'net: "%s" type: "%s" base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 max_iter: 9 random_seed: 5'
-)
+SOLVER = 'net: "%s" type: "%s" base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 max_iter: 9 random_seed: 5'
 SHAPES = [
     (64, 800, 500),
     (500, 64, 800),
@@ -102,12 +102,19 @@ def products() -> Iterator[tuple[str, str]]:
     for m, k, n in SHAPES:
         for dtype in (np.float32, np.float64):
             a, b, c = (rng.standard_normal(s).astype(dtype) for s in ((m, k), (k, n), (m, n)))
-            for name, x, y in (("plain", a, b), ("a turned", a.T.copy().T, b), ("b turned", a, b.T.copy().T)):
+            for name, x, y in (
+                ("plain", a, b),
+                ("a turned", a.T.copy().T, b),
+                ("b turned", a, b.T.copy().T),
+            ):
                 for accumulate in (False, True):
                     out = c.copy()
                     with cpu.blas_scope():
                         cpu.matmul(x, y, out, accumulate, 0.7)
-                    yield f"{m}x{k} @ {k}x{n} {dtype.__name__} {name} accumulate={accumulate}", digest(out)
+                    yield (
+                        f"{m}x{k} @ {k}x{n} {dtype.__name__} {name} accumulate={accumulate}",
+                        digest(out),
+                    )
 
 
 def training(folder: Path) -> Iterator[tuple[str, str]]:
@@ -121,7 +128,10 @@ def training(folder: Path) -> Iterator[tuple[str, str]]:
         for name, blob in solver.net.blobs.items():
             yield f"{rule}: blob {name}", digest(blob.data, blob.diff)
         for name, blobs in solver.net.params.items():
-            yield f"{rule}: parameters of {name}", digest(*(x for blob in blobs for x in (blob.data, blob.diff)))
+            yield (
+                f"{rule}: parameters of {name}",
+                digest(*(x for blob in blobs for x in (blob.data, blob.diff))),
+            )
 
 
 def differences(what: Callable[[], Iterator[tuple[str, str]]]) -> Iterator[str]:
@@ -133,7 +143,9 @@ def differences(what: Callable[[], Iterator[tuple[str, str]]]) -> Iterator[str]:
         assert found.keys() == expected.keys()
         assert len(found) > 20
         yield from (
-            f"{name}: {threads} threads differ from {THREADS[0]}" for name in found if found[name] != expected[name]
+            f"{name}: {threads} threads differ from {THREADS[0]}"
+            for name in found
+            if found[name] != expected[name]
         )
 
 
@@ -152,9 +164,15 @@ def test_results_are_the_same(kernels: str) -> None:
 
 
 def main() -> None:
-    blas = [info for info in threadpool_info() if info["user_api"] == "blas" and "numpy" in info["filepath"]]
+    blas = [
+        info
+        for info in threadpool_info()
+        if info["user_api"] == "blas" and "numpy" in info["filepath"]
+    ]
     if blas and blas[0]["internal_api"] == "openblas":
-        given = {sys.argv[1], "Haswell"} if sys.argv[1] == "Zen" else {sys.argv[1]}  # builds may use one for both
+        given = (
+            {sys.argv[1], "Haswell"} if sys.argv[1] == "Zen" else {sys.argv[1]}
+        )  # builds may use one for both
         assert blas[0]["architecture"] in given, blas
     with tempfile.TemporaryDirectory() as folder:
         found = [*differences(products), *differences(lambda: training(Path(folder)))]

@@ -29,7 +29,18 @@ def test_sums(size, dtype):
     plan = tile.schedule([(place, np.arange(21), np.tile([[0, 13]], (21, 1, 1)))], steps, shape)
     flat = c.reshape(-1)
     tile.accumulate(
-        x, 50, plan.first, plan.place, plan.to, plan.span, plan.steps.reshape(-1), 0, b.reshape(-1), 0, flat, *shape
+        x,
+        50,
+        plan.first,
+        plan.place,
+        plan.to,
+        plan.span,
+        plan.steps.reshape(-1),
+        0,
+        b.reshape(-1),
+        0,
+        flat,
+        *shape,
     )
     np.testing.assert_allclose(c, want, rtol=1e-5, atol=1e-5)
 

@@ -15,7 +15,9 @@ def formula(x, h_off, w_off, mirror, mean, scale, shape):
     mean = np.broadcast_to(mean, x.shape[1:])
     for n, c, h, w in np.ndindex(shape):
         row, column = h_off[n] + h, w_off[n] + w
-        y[n, c, h, width - 1 - w if mirror[n] else w] = (float(x[n, c, row, column]) - mean[c, row, column]) * scale
+        y[n, c, h, width - 1 - w if mirror[n] else w] = (
+            float(x[n, c, row, column]) - mean[c, row, column]
+        ) * scale
     return y
 
 
@@ -45,7 +47,9 @@ def test_any_number_of_threads_gives_the_same():
         for threads in (1, 3):
             cpu.set_num_threads(threads)
             out = np.empty((7, 3, 90, 90), np.float32)
-            cpu.transform_batch(records, out, np.arange(7), np.arange(7)[::-1].copy(), mirror, mean, 0.1)
+            cpu.transform_batch(
+                records, out, np.arange(7), np.arange(7)[::-1].copy(), mirror, mean, 0.1
+            )
             outs.append(out)
     finally:
         cpu.set_num_threads(before)

@@ -40,7 +40,8 @@ def net(batch: int, text: str = NET) -> str:
 
 
 LOSSY = net(3).replace(
-    'layer { name: "ip"', 'layer { name: "drop" type: "Dropout" bottom: "pool" top: "pool" } layer { name: "ip"'
+    'layer { name: "ip"',
+    'layer { name: "drop" type: "Dropout" bottom: "pool" top: "pool" } layer { name: "ip"',
 )
 LOSSY = LOSSY.replace("scale: 0.004", "scale: 0.004 mirror: true crop_size: 7")
 """A net that draws random numbers, for its data and its dropout."""

@@ -24,30 +24,50 @@ EVERY = 'base_lr: 0.05 lr_policy: "fixed" momentum: 0.9 display: 2 test_iter: 4 
 NOTHING = {"what": "raise", "rank": 0, "at": -1}
 
 
-def write(folder: Path, orders: dict[str, Any], settings: str = "snapshot: 100 max_iter: 8") -> None:
+def write(
+    folder: Path, orders: dict[str, Any], settings: str = "snapshot: 100 max_iter: 8"
+) -> None:
     """A solver and a net of which a layer goes wrong as it is told to."""
     text = net(3).replace('layer { name: "ip" ', FAULTY.replace("ORDERS", json.dumps(orders)))
     text = text.replace(
-        'name: "ip" type: "InnerProduct" bottom: "pool"', 'name: "ip" type: "InnerProduct" bottom: "faulty"'
+        'name: "ip" type: "InnerProduct" bottom: "pool"',
+        'name: "ip" type: "InnerProduct" bottom: "faulty"',
     )
     (folder / "net.prototxt").write_text(text)
-    (folder / "solver.prototxt").write_text(f'net: "net.prototxt" {EVERY} snapshot_prefix: "s" {settings}\n')
+    (folder / "solver.prototxt").write_text(
+        f'net: "net.prototxt" {EVERY} snapshot_prefix: "s" {settings}\n'
+    )
 
 
 LONGEST = {"--cpu": 300, "--gpu": 60}
 """Seconds that a run may take at most."""
 
 
-def caffepy(*arguments: str, on: str = "--cpu 3", code: str = "") -> "subprocess.CompletedProcess[str]":
+def caffepy(
+    *arguments: str, on: str = "--cpu 3", code: str = ""
+) -> "subprocess.CompletedProcess[str]":
     """Run `caffepy train` on these devices, after some Python code; nothing of it is left running.
 
-    It does not time plans of cuDNN, which takes long where many do so at once, and longer than a deadline.
+    It does not time plans of cuDNN, which takes long where many do so at once, and longer than a
+    deadline.
     """
-    program = ["-c", f"{code}\nfrom caffepy.cli.main import main\nmain()"] if code else ["-m", "caffepy"]
-    command = [sys.executable, *program, "train", "--solver", "solver.prototxt", *on.split(), *arguments]
+    program = (
+        ["-c", f"{code}\nfrom caffepy.cli.main import main\nmain()"] if code else ["-m", "caffepy"]
+    )
+    command = [
+        sys.executable,
+        *program,
+        "train",
+        "--solver",
+        "solver.prototxt",
+        *on.split(),
+        *arguments,
+    ]
     pipe = subprocess.PIPE
     environment = ENVIRONMENT | {"CAFFEPY_AUTOTUNE": "0"}
-    with subprocess.Popen(command, stderr=pipe, text=True, env=environment, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stderr=pipe, text=True, env=environment, start_new_session=True
+    ) as process:
         try:
             _, said = process.communicate(timeout=LONGEST[on.split()[0]])
         finally:
@@ -66,7 +86,9 @@ def still_there(group: int) -> bool:
 
 
 def weights(path: str) -> Array:
-    return np.concatenate([blob_to_array(blob).ravel() for layer in read_net(path).layer for blob in layer.blobs])
+    return np.concatenate(
+        [blob_to_array(blob).ravel() for layer in read_net(path).layer for blob in layer.blobs]
+    )
 
 
 def goes_on_exactly(folder: Path, **arguments: Any) -> None:
@@ -105,4 +127,11 @@ class Killer:
         self._at("on_gradients_ready")
 
 
-PLACES = ("before_forward", "after_forward", "before_backward", "after_backward", "on_start", "on_gradients_ready")
+PLACES = (
+    "before_forward",
+    "after_forward",
+    "before_backward",
+    "after_backward",
+    "on_start",
+    "on_gradients_ready",
+)

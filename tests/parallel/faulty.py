@@ -1,4 +1,6 @@
-"""What goes wrong: a user's layer as its `python_param` says, or caffepy itself as `arrange` is told."""
+"""What goes wrong: a user's layer as its `python_param` says, or caffepy itself as `arrange` is
+told.
+"""
 
 import faulthandler
 import importlib
@@ -16,7 +18,9 @@ def this_rank() -> int:
 
 
 class Faulty:
-    """Passes its bottom on; `{"what", "rank", "at", "phase"}` in param_str say what happens, and when."""
+    """Passes its bottom on; `{"what", "rank", "at", "phase"}` in param_str say what happens, and
+    when.
+    """
 
     def setup(self, bottom, top):
         self.orders = json.loads(self.param_str)
@@ -39,7 +43,9 @@ class Faulty:
 
 
 def arrange(where, at, rank=0, **orders):
-    """Let a function go wrong before its n-th call in a rank; `where` is "module:name" or "module:Class.method"."""
+    """Let a function go wrong before its n-th call in a rank; `where` is "module:name" or
+    "module:Class.method".
+    """
     module, _, path = where.partition(":")
     owner = importlib.import_module(module)
     *parents, name = path.split(".")

@@ -79,7 +79,9 @@ def root_solver(kind: str, folder: Path, interval: int, more: str) -> Solver:
         f'layer {{ name: "in" type: "{kind}" top: "data" top: "label" {LAYERS[kind]} }} {more} '
         'layer { name: "end" type: "Silence" bottom: "data" bottom: "label" }'
     )
-    settings = f"{SETTINGS} iter_size: 2 test_iter: 5 test_interval: {interval} net_param {{ {text} }}"
+    settings = (
+        f"{SETTINGS} iter_size: 2 test_iter: 5 test_interval: {interval} net_param {{ {text} }}"
+    )
     param = text_format.Parse(settings, SolverParameter())
     solver = Solver(param, device=Device(seed=1), path=str(folder / "solver.prototxt"))
     if kind == "MemoryData":
@@ -107,7 +109,9 @@ def watch(net: Net) -> list[Batch]:
 def batches_of(
     size: int, kind: str, folder: Path, iterations: int, interval: int = 3, more: str = ""
 ) -> tuple[list[Batch], list[Batch]]:
-    """The batches of a run of so many solvers, dealt out again in turn: those of the train and of the test net."""
+    """The batches of a run of so many solvers, dealt out again in turn: those of the train and of
+    the test net.
+    """
     root = root_solver(kind, folder, interval, more)
     devices = [root.device, *(Device() for _ in range(size - 1))]
     with Team(root, devices, all_joined(size), Terms("flat")) as team:
@@ -132,7 +136,9 @@ def test_batches_go_round(kind: str, size: int, folder: Path) -> None:
     if kind in ONCE:
         epoch = RECORDS // BATCH
         for batches in (train[:epoch], test[:epoch]):
-            assert sorted(int(label) for _, labels in batches for label in labels.reshape(-1)) == list(range(RECORDS))
+            assert sorted(
+                int(label) for _, labels in batches for label in labels.reshape(-1)
+            ) == list(range(RECORDS))
 
 
 def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> None:
@@ -152,7 +158,9 @@ def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> No
             assert drawn.any()
 
 
-def test_batches_lie_where_they_are_taken_after_a_restore_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_lie_where_they_are_taken_after_a_restore_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     take, places = Reader.take, list[tuple[int, int]]()
 
     def noting(reader: Reader) -> Any:
@@ -192,10 +200,12 @@ def test_a_shared_layer_serves_one_solver_at_a_time(folder: Path) -> None:
     (folder / "counting.py").write_text(
         dedent(MODULE)
         .replace(
-            "        self.at += 2\n", "        assert not self.busy.locked()\n        with self.busy: self.at += 2\n"
+            "        self.at += 2\n",
+            "        assert not self.busy.locked()\n        with self.busy: self.at += 2\n",
         )
         .replace(
-            "        self.at = 0\n", "        import threading\n        self.at, self.busy = 0, threading.Lock()\n"
+            "        self.at = 0\n",
+            "        import threading\n        self.at, self.busy = 0, threading.Lock()\n",
         )
     )
     batches_of(4, "Python", folder, 6)

@@ -62,7 +62,8 @@ def test_runs_repeat_bit_for_bit(sync: str) -> None:
 
 
 NORMALIZED = NET.replace(
-    'layer { name: "pool"', 'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" } layer { name: "pool"'
+    'layer { name: "pool"',
+    'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" } layer { name: "pool"',
 )
 
 
@@ -75,7 +76,9 @@ def statistics(solver: Solver) -> list[Array]:
 @pytest.mark.parametrize("sync", ["tree", "flat"])
 @pytest.mark.parametrize("kind", ["average", "root"])
 def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
-    root = solver_of(f'base_lr: 0.01 iter_size: 2 snapshot_prefix: "{tmp_path}/s" ', net(3, NORMALIZED))
+    root = solver_of(
+        f'base_lr: 0.01 iter_size: 2 snapshot_prefix: "{tmp_path}/s" ', net(3, NORMALIZED)
+    )
     with Team(root, [Device() for _ in range(3)], all_joined(3), Terms(sync, kind)) as team:
         root.step(4)
         before = [statistics(solver) for solver in (root, *team._workers)]
@@ -89,7 +92,9 @@ def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, before[0][i])
             assert all((own[i] == other[i]).all() for own, other in zip(before, after, strict=True))
         else:
-            np.testing.assert_allclose(found, np.mean([own[i] for own in before], axis=0), rtol=1e-6)
+            np.testing.assert_allclose(
+                found, np.mean([own[i] for own in before], axis=0), rtol=1e-6
+            )
             assert all((own[i] == found).all() for own in after)
     root.close()
 
@@ -118,7 +123,10 @@ def test_solvers_normalize_their_batches_as_one(size: int, sync: str, text: str)
     own, other = run.tests[-1], single.tests[-1]
     np.testing.assert_allclose(float(own["loss"]), float(other["loss"]), rtol=5e-4)
     apart = Run(size, net(4, text), sync, until=30)
-    assert np.abs(apart.data[0] - single.data[0]).max() > 10 * np.abs(run.data[0] - single.data[0]).max()
+    assert (
+        np.abs(apart.data[0] - single.data[0]).max()
+        > 10 * np.abs(run.data[0] - single.data[0]).max()
+    )
 
 
 def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
@@ -135,7 +143,9 @@ def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
             root.test_all()
         root.close()
     assert recorders[0].tests[0]["accuracy"] == recorders[1].tests[0]["accuracy"]
-    np.testing.assert_allclose(recorders[0].tests[0]["loss"], recorders[1].tests[0]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(
+        recorders[0].tests[0]["loss"], recorders[1].tests[0]["loss"], rtol=1e-6
+    )
 
 
 def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +166,9 @@ def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.Mo
         'layer { name: "ip"', mine + 'share_in_parallel: true } } layer { name: "ip"'
     )
     root = solver_of("", text)
-    with pytest.raises(ConfigError, match=r'rank 1.*layer "mine" \(Python\) has parameters, so that solvers cannot'):
+    with pytest.raises(
+        ConfigError, match=r'rank 1.*layer "mine" \(Python\) has parameters, so that solvers cannot'
+    ):
         Team(root, [Device(), Device()], all_joined(2), Terms()).__enter__()
 
 
@@ -173,7 +185,10 @@ def test_workers_save_restore_and_solve_nothing() -> None:
 
 def test_the_log_of_a_set_up_is_that_of_the_root(caplog: pytest.LogCaptureFixture) -> None:
     root = solver_of("test_iter: 1 test_interval: 1 ")
-    with caplog.at_level(logging.INFO, "caffepy"), Team(root, [Device() for _ in range(3)], all_joined(3), Terms()):
+    with (
+        caplog.at_level(logging.INFO, "caffepy"),
+        Team(root, [Device() for _ in range(3)], all_joined(3), Terms()),
+    ):
         pass
     sharing = ["Sharing layer in from root net"] * 4
     assert [message for message in caplog.messages if message.startswith("Sharing")] == sharing
@@ -188,9 +203,14 @@ def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -
     team = Team(root, [Device() for _ in range(2)], all_joined(2), Terms())
     with caplog.at_level(logging.INFO, "caffepy"), team:
         root.solve()
-        assert all(seconds > 0 for solver in (root, *team._workers) for seconds in solver.laps.read().values())
-    assert "An iteration takes 2 solvers x 3 images x iter_size 2 = 12; an epoch of 1500 is 125 iterations" in (
-        caplog.messages
+        assert all(
+            seconds > 0
+            for solver in (root, *team._workers)
+            for seconds in solver.laps.read().values()
+        )
+    assert (
+        "An iteration takes 2 solvers x 3 images x iter_size 2 = 12; an epoch of 1500 is 125 iterations"
+        in (caplog.messages)
     )
     rule = "base_lr is 0.05; if it is right for one solver, the linear rule gives 0.1 for 2 (it is not changed)"
     assert rule in caplog.messages
@@ -200,7 +220,10 @@ def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -
 
 def test_a_global_batch_is_divided(caplog: pytest.LogCaptureFixture) -> None:
     root = solver_of(SETTINGS, net(6), batch_parts=2)
-    with caplog.at_level(logging.INFO, "caffepy"), Team(root, [Device(), Device()], all_joined(2), Terms()):
+    with (
+        caplog.at_level(logging.INFO, "caffepy"),
+        Team(root, [Device(), Device()], all_joined(2), Terms()),
+    ):
         pass
     assert root.net.blobs["data"].shape[0] == 3
     assert root.test_nets[0].blobs["data"].shape[0] == 7

@@ -1,4 +1,6 @@
-"""What goes wrong in one solver ends all: at one iteration, with the snapshot that is owed, and its rank named."""
+"""What goes wrong in one solver ends all: at one iteration, with the snapshot that is owed, and its
+rank named.
+"""
 
 import gc
 import math
@@ -27,7 +29,16 @@ from caffepy.parallel.manager import Team, Terms
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Solver
 from tests.parallel.cases import Run, net
-from tests.parallel.faults import EVERY, NOTHING, PLACES, KilledError, Killer, caffepy, goes_on_exactly, write
+from tests.parallel.faults import (
+    EVERY,
+    NOTHING,
+    PLACES,
+    KilledError,
+    Killer,
+    caffepy,
+    goes_on_exactly,
+    write,
+)
 from tests.solver.cases import DIGITS, solver_of
 
 
@@ -75,7 +86,10 @@ def test_a_record_that_cannot_be_read(record: int, folder: Path) -> None:
     run = caffepy()
     assert run.returncode == DataError.exit_code
     assert re.search(rf'error: {named}net.prototxt:.*layer "data" \(Data\): db: record', run.stderr)
-    assert "The data failed; what was learned up to iteration 4 is saved before the run ends" in run.stderr
+    assert (
+        "The data failed; what was learned up to iteration 4 is saved before the run ends"
+        in run.stderr
+    )
     assert Path("s_iter_4.solverstate").exists()
 
 
@@ -90,7 +104,10 @@ def test_a_signal_stops_all_with_a_snapshot(phase: str, number: str, folder: Pat
     write(folder, {"what": number, **orders[phase]})
     run = caffepy()
     assert "Optimization stopped early." in run.stderr
-    unlearned = (phase, number) == ("set-up", "SIGINT")  # nothing was learned that a snapshot could keep
+    unlearned = (phase, number) == (
+        "set-up",
+        "SIGINT",
+    )  # nothing was learned that a snapshot could keep
     assert run.returncode == (130 if unlearned else 75), run.stderr[-2000:]
     assert len(list(folder.glob("*.solverstate"))) == int(not unlearned)
     if number == "SIGTERM":
@@ -141,7 +158,9 @@ def test_a_worker_that_hangs_is_found_and_named(folder: Path) -> None:
     write(folder, {"what": "hang", "rank": 2, "at": 6})
     run = caffepy("--deadlines", "step=8")
     assert run.returncode == SyncError.exit_code
-    assert run.stderr.splitlines()[-1].startswith("caffepy: error: rank 2 did not get on for 8 s (step)")
+    assert run.stderr.splitlines()[-1].startswith(
+        "caffepy: error: rank 2 did not get on for 8 s (step)"
+    )
     assert re.search(r"rank 2:\n(.*\n)*.*time\.sleep\(60\)", run.stderr)
     assert Path("s_iter_5.solverstate").exists()
     assert "Still at work when the run ended: rank 2" in run.stderr
@@ -150,7 +169,11 @@ def test_a_worker_that_hangs_is_found_and_named(folder: Path) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     draw = np.random.default_rng(seed)
-    size, place, iteration = int(draw.integers(2, 6)), PLACES[seed % len(PLACES)], int(draw.integers(1, 8))
+    size, place, iteration = (
+        int(draw.integers(2, 6)),
+        PLACES[seed % len(PLACES)],
+        int(draw.integers(1, 8)),
+    )
     rank, sync = int(draw.integers(1, size)), ("tree", "flat")[seed % 2]
     settings = f'{EVERY} snapshot_prefix: "{tmp_path}/s" snapshot: 100 max_iter: 10 '
 
@@ -165,7 +188,11 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
             run(root)
         late = place == "on_gradients_ready"  # when the root has what it needs to end the iteration
         assert iteration <= root.iter <= iteration + late
-    left = {thread.name for thread in set(threading.enumerate()) - threads if not thread.name.startswith("caffepy-")}
+    left = {
+        thread.name
+        for thread in set(threading.enumerate()) - threads
+        if not thread.name.startswith("caffepy-")
+    }
     assert left <= {"caffepy watch"}
     state = f"{tmp_path}/s_iter_{root.iter}.solverstate"
     assert Path(state).exists()
@@ -175,7 +202,9 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
 
 
 class Ends:
-    """In place of HostSync's `close`: with what patience it was called, and whether all solvers were alone by then."""
+    """In place of HostSync's `close`: with what patience it was called, and whether all solvers
+    were alone by then.
+    """
 
     def __init__(self, then: Callable[[float], object]) -> None:
         self.solvers: list[Solver] = []
@@ -205,7 +234,9 @@ class Late:
             raise KilledError
 
 
-def fails(monkeypatch: pytest.MonkeyPatch, then: Callable[[float], object], late: bool = False) -> Ends:
+def fails(
+    monkeypatch: pytest.MonkeyPatch, then: Callable[[float], object], late: bool = False
+) -> Ends:
     """Train eight iterations with a team of which rank 2 fails."""
     ends, closed = Ends(then), set[int]()
 
@@ -228,14 +259,18 @@ def fails(monkeypatch: pytest.MonkeyPatch, then: Callable[[float], object], late
         with closing(solver_of(EVERY, net(2))) as root:
             with pytest.raises(KilledError):
                 run(root)
-            with pytest.raises(SyncError, match="until an error ended that, so that it cannot go on"):
+            with pytest.raises(
+                SyncError, match="until an error ended that, so that it cannot go on"
+            ):
                 root.step(1)
     assert closed == {1, 2}
     return ends
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_all_solvers_are_alone_before_a_synchronizer_ends(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_solvers_are_alone_before_a_synchronizer_ends(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As NCCL ends in no rank while a recording of any refers to it."""
     alone = fails(monkeypatch, lambda patience: None, late).alone
     assert alone[-3:] == [True] * 3
@@ -252,7 +287,10 @@ def test_what_earlier_solvers_left_is_freed_before_a_team_begins() -> None:
     try:
         del left
         assert there()
-        with closing(solver_of(EVERY, net(2))) as root, Team(root, [Device(), Device()], all_joined(2), Terms("flat")):
+        with (
+            closing(solver_of(EVERY, net(2))) as root,
+            Team(root, [Device(), Device()], all_joined(2), Terms("flat")),
+        ):
             assert not there()
     finally:
         gc.enable()
@@ -325,7 +363,9 @@ def test_data_that_hangs_is_found_and_the_run_ends(folder: Path) -> None:
     write(folder, NOTHING)
     run = caffepy("--deadlines", "step=8", code=HANGING_DATA)
     assert run.returncode == SyncError.exit_code
-    assert "did not get on for 8 s (step)" in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
+    assert (
+        "did not get on for 8 s (step)" in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
+    )
     assert "Reading data hangs" in run.stderr
 
 
@@ -363,12 +403,18 @@ def test_devices_that_cannot_be_read_any_more(rank: int, every: int, folder: Pat
     run = caffepy(code=LOST.replace("RANK", str(rank)))
     assert run.returncode == DeviceError.exit_code, run.stderr
     last = run.stderr.splitlines()[-1]
-    assert last.startswith("caffepy: error: GPU 0 and GPU 0 and GPU 0 failed (cudaErrorIllegalAddress: no such memory)")
-    assert last.endswith("--snapshot s_iter_3.solverstate" if every == 3 else "to lose less the next time")
+    assert last.startswith(
+        "caffepy: error: GPU 0 and GPU 0 and GPU 0 failed (cudaErrorIllegalAddress: no such memory)"
+    )
+    assert last.endswith(
+        "--snapshot s_iter_3.solverstate" if every == 3 else "to lose less the next time"
+    )
     assert "Traceback" not in run.stderr
     left = sorted(path.name for path in folder.glob("s_iter*"))
     assert left == (
-        [f"s_iter_3.{kind}" for kind in ("caffemodel", "caffepystate", "solverstate")] if every == 3 else []
+        [f"s_iter_3.{kind}" for kind in ("caffemodel", "caffepystate", "solverstate")]
+        if every == 3
+        else []
     )
 
 
@@ -383,7 +429,9 @@ class Endless(Device):
 
 
 @pytest.mark.usefixtures("compiled")
-def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept: list[object] = []
     monkeypatch.setattr("caffepy.parallel.manager.give_up", kept.append)
     devices, ended = [Device(), Endless(), Device()], threading.Event()
@@ -416,7 +464,9 @@ def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(mo
 
 
 class GivingUp:
-    """A callback of the root at whose n-th call rank 1 is found to hang, which takes a moment; `then` is met in it."""
+    """A callback of the root at whose n-th call rank 1 is found to hang, which takes a moment;
+    `then` is met in it.
+    """
 
     def __init__(self, team: Team, at: int, then: Callable[[Team], object], early: bool) -> None:
         self._team, self._left, self._then, self._early = team, at, then, early

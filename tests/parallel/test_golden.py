@@ -1,6 +1,8 @@
-"""Caffe's own numbers from two solvers with half the batch each: twenty steps, and on from Caffe's snapshots.
+"""Caffe's own numbers from two solvers with half the batch each: twenty steps, and on from Caffe's
+snapshots.
 
-All cases can be halved: their loss is a mean over the batch, so that the mean of both halves' gradients is the whole's.
+All cases can be halved: their loss is a mean over the batch, so that the mean of both halves'
+gradients is the whole's.
 """
 
 from collections.abc import Sequence
@@ -43,7 +45,9 @@ def walk(team: Team, case: Any) -> None:
     """Step through what is left of the case, and compare as for one solver."""
     solvers: Sequence[Solver] = [team.root, *team._workers]
     root = team.root
-    params = {name: layer.blobs for name, layer in zip(root.net.layer_names, root.net.layers, strict=True)}
+    params = {
+        name: layer.blobs for name, layer in zip(root.net.layer_names, root.net.layers, strict=True)
+    }
     for i in range(root.iter, len(case["x"])):
         for solver, part in zip(solvers, (slice(0, HALF), slice(HALF, None)), strict=True):
             solver.net.blobs["x"].host_data[...] = case["x"][i][part]
@@ -51,12 +55,16 @@ def walk(team: Team, case: Any) -> None:
         root.step(1)
         team.confess()
         loss = np.mean([float(solver.net.blobs["loss"].host_data) for solver in solvers])
-        assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), f"loss {i + 1}"
+        assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), (
+            f"loss {i + 1}"
+        )
         for key in case.files:
             when, _, rest = key.partition(":")
             if when == f"after{i + 1}":
                 layer, _, index = rest.partition(":")
-                np.testing.assert_allclose(params[layer][int(index)].host_data, case[key], 1e-3, 1e-4, err_msg=key)
+                np.testing.assert_allclose(
+                    params[layer][int(index)].host_data, case[key], 1e-3, 1e-4, err_msg=key
+                )
 
 
 def together(name: str, sync: str, devices: Sequence[Device], state: str) -> None:

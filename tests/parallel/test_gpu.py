@@ -1,4 +1,6 @@
-"""Teams on GPUs: n solvers with batch b follow one with batch n * b, replayed or not, by every way, in fp32."""
+"""Teams on GPUs: n solvers with batch b follow one with batch n * b, replayed or not, by every way,
+in fp32.
+"""
 
 import os
 import re
@@ -35,14 +37,20 @@ ITERATIONS = 12
 DEADLINES = {"step": 60.0, "set-up": 300.0, "test": 60.0}
 
 
-def train(settings: str, text: str, device: Device | None = None, precision: str = "fp32") -> tuple[Solver, Recorder]:
+def train(
+    settings: str, text: str, device: Device | None = None, precision: str = "fp32"
+) -> tuple[Solver, Recorder]:
     recorder = Recorder()
-    param = text_format.Parse(f"random_seed: 3 {settings} net_param {{ {text} }}", SolverParameter())
+    param = text_format.Parse(
+        f"random_seed: 3 {settings} net_param {{ {text} }}", SolverParameter()
+    )
     return Solver(param, device=device, reporter=recorder, precision=precision), recorder
 
 
 class Ran(NamedTuple):
-    """What was shown, and the parameters: the root's before, at the end those of all solvers that update theirs."""
+    """What was shown, and the parameters: the root's before, at the end those of all solvers that
+    update theirs.
+    """
 
     losses: list[float]
     tests: list[dict[str, Array]]
@@ -89,7 +97,9 @@ def on_gpus(
     return Ran(recorder.losses, recorder.tests, before, data)
 
 
-def alone(settings: str, text: str, device: Device | None = None, iterations: int = ITERATIONS) -> Ran:
+def alone(
+    settings: str, text: str, device: Device | None = None, iterations: int = ITERATIONS
+) -> Ran:
     """One solver."""
     solver, recorder = train(settings, text, device)
     before = params(solver)
@@ -125,11 +135,12 @@ def agree(ran: Ran) -> None:
 class Case(NamedTuple):
     """A bundled net: images for each solver and pass, iterations, the rate, and the bounds.
 
-    `moved` bounds ||team - alone|| / ||alone|| of the way that all parameters went in training, not of the parameters,
-    which hardly move. float32 sums of batches that are cut in another way, by kernels chosen for another batch, differ
-    by some 1e-6 each; a wrong scale or a batch that is left out or used twice gives 1e-1 and more. ReLU and max pooling
-    make steps of rounding, so that it grows with depth and iterations. Where there is a `side`, images are no larger
-    than that and inner products no wider than WIDEST, so that a run takes seconds.
+    `moved` bounds ||team - alone|| / ||alone|| of the way that all parameters went in training, not
+    of the parameters, which hardly move. float32 sums of batches that are cut in another way, by
+    kernels chosen for another batch, differ by some 1e-6 each; a wrong scale or a batch that is
+    left out or used twice gives 1e-1 and more. ReLU and max pooling make steps of rounding, so that
+    it grows with depth and iterations. Where there is a `side`, images are no larger than that and
+    inner products no wider than WIDEST, so that a run takes seconds.
     """
 
     batch: int
@@ -187,7 +198,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 def bundled(name: str, batch: int, source: str) -> str:
-    """The net on these images, so many at a time, without dropout; mirrors and crops go with the images."""
+    """The net on these images, so many at a time, without dropout; mirrors and crops go with the
+    images.
+    """
     with open(os.fspath(models.path(name, "train_val") or "")) as file:
         param = text_format.Parse(file.read(), NetParameter())
     for layer in param.layer:
@@ -198,7 +211,9 @@ def bundled(name: str, batch: int, source: str) -> str:
             if layer.transform_param.crop_size:
                 layer.transform_param.crop_size = side
             if layer.type == "InnerProduct":
-                layer.inner_product_param.num_output = min(layer.inner_product_param.num_output, WIDEST)
+                layer.inner_product_param.num_output = min(
+                    layer.inner_product_param.num_output, WIDEST
+                )
         if layer.type == "Dropout":  # each solver draws numbers of its own
             layer.dropout_param.dropout_ratio = 0
     return text_format.MessageToString(param, as_one_line=True)
@@ -235,7 +250,9 @@ def test_solvers_follow_one(name: str, sync: str, size: int, images: Callable[[s
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.parametrize("name", ["digits", "lenet"])
-def test_solvers_follow_one_in_passes(name: str, sync: str, size: int, images: Callable[[str], str]) -> None:
+def test_solvers_follow_one_in_passes(
+    name: str, sync: str, size: int, images: Callable[[str], str]
+) -> None:
     case, source = CASES[name], images(name)
     settings = f"{case.settings} iter_size: 2"
     ran = on_gpus(size, sync, settings, bundled(name, case.batch, source), case.iterations)
@@ -285,13 +302,20 @@ class Heard:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("heard", [False, True], ids=["all alike", "the root layer by layer"])
 @pytest.mark.usefixtures("always_factors", "deterministic")
-def test_layers_run_in_another_order_in_runs(heard: bool, size: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_layers_run_in_another_order_in_runs(
+    heard: bool, size: int, caplog: pytest.LogCaptureFixture
+) -> None:
     text = net(3, BRANCHES)
     root, recorder = train(ONCE, text, CudaDevice(0))
     devices = [root.device, *(CudaDevice(i) for i in range(1, size))]
     with (
         caplog.at_level("INFO", "caffepy.parallel.manager"),
-        Team(root, devices, peers.prepare(peers.query(range(size))), Terms("nccl", deadlines=DEADLINES)) as team,
+        Team(
+            root,
+            devices,
+            peers.prepare(peers.query(range(size))),
+            Terms("nccl", deadlines=DEADLINES),
+        ) as team,
     ):
         if heard:
             root.add_callback(Heard())
@@ -316,7 +340,10 @@ def test_factors_give_what_gradients_give(
     case, text = CASES["caffenet"], bundled("caffenet", CASES["caffenet"].batch, images("caffenet"))
     reduced = on_gpus(size, "nccl", case.settings, text, case.iterations, precision=precision)
     monkeypatch.setattr(gradients, "LARGE", 0)
-    made, again = (on_gpus(size, "nccl", case.settings, text, case.iterations, precision=precision) for _ in range(2))
+    made, again = (
+        on_gpus(size, "nccl", case.settings, text, case.iterations, precision=precision)
+        for _ in range(2)
+    )
     agree(made)
     np.testing.assert_array_equal(made.data[0], again.data[0])
     np.testing.assert_allclose(made.losses, reduced.losses, rtol=1e-2)
@@ -338,7 +365,9 @@ def deterministic() -> Iterator[None]:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.usefixtures("deterministic")
-def test_deterministic_runs_repeat_bit_for_bit(sync: str, size: int, images: Callable[[str], str]) -> None:
+def test_deterministic_runs_repeat_bit_for_bit(
+    sync: str, size: int, images: Callable[[str], str]
+) -> None:
     case, text = CASES["lenet"], bundled("lenet", CASES["lenet"].batch, images("lenet"))
     first, again = (on_gpus(size, sync, case.settings, text, case.iterations) for _ in range(2))
     assert first.losses == again.losses
@@ -348,18 +377,25 @@ def test_deterministic_runs_repeat_bit_for_bit(sync: str, size: int, images: Cal
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("sync", SYNCS)
 @pytest.mark.usefixtures("deterministic")
-def test_replays_give_what_layers_one_by_one_give(sync: str, size: int, images: Callable[[str], str]) -> None:
-    """To rounding: layers that are computed together round once where they round twice by themselves."""
+def test_replays_give_what_layers_one_by_one_give(
+    sync: str, size: int, images: Callable[[str], str]
+) -> None:
+    """To rounding: layers that are computed together round once where they round twice by
+    themselves.
+    """
     case, text = CASES["lenet"], bundled("lenet", CASES["lenet"].batch, images("lenet"))
     replayed = on_gpus(size, sync, case.settings, text, case.iterations)
-    one_by_one = on_gpus(size, sync, case.settings, text, case.iterations, capture=False, fuse=False)
+    one_by_one = on_gpus(
+        size, sync, case.settings, text, case.iterations, capture=False, fuse=False
+    )
     np.testing.assert_allclose(replayed.losses, one_by_one.losses, rtol=1e-4)
     error = np.linalg.norm(replayed.moved - one_by_one.moved) / np.linalg.norm(one_by_one.moved)
     assert error <= 1e-3
 
 
 NORMALIZED = NET.replace(
-    'layer { name: "pool"', 'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" } layer { name: "pool"'
+    'layer { name: "pool"',
+    'layer { name: "bn" type: "BatchNorm" bottom: "conv" top: "conv" } layer { name: "pool"',
 )
 
 
@@ -382,7 +418,9 @@ def test_a_label_that_is_none_is_told_by_the_solver_that_met_it() -> None:
 @pytest.mark.parametrize("sync", ["nccl", "flat"])
 @pytest.mark.usefixtures("deterministic")
 def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) -> None:
-    """Random numbers of the nets and of the tests go on as in a run that was not stopped, to the last bit."""
+    """Random numbers of the nets and of the tests go on as in a run that was not stopped, to the
+    last bit.
+    """
     both = 'test_iter: 2 test_interval: 4 test_iter: 2 test_state { stage: "a" } test_state { stage: "b" } '
     settings = f'{re.sub(r"test_i[^ ]*: [^ ]* ", "", ONCE)} {both} snapshot_prefix: "{tmp_path}/s" '
 
@@ -393,7 +431,9 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
             root.restore(state)
         if stop_at:
             root.action = AskAt(stop_at, Action.STOP)
-        with Team(root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)) as team:
+        with Team(
+            root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)
+        ) as team:
             root.step(9 - root.iter)
             team.agree()
             data = params(root)
@@ -403,7 +443,9 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
         return root, data
 
     _, whole = run()
-    stopped, _ = run(stop_at=8)  # polls: a round of both tests at 0, 4 iterations, a round of each test at 4
+    stopped, _ = run(
+        stop_at=8
+    )  # polls: a round of both tests at 0, 4 iterations, a round of each test at 4
     assert stopped.iter == 4
     _, resumed = run(stopped.saved_now)
     np.testing.assert_array_equal(resumed, whole)
@@ -420,7 +462,9 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
     root, _ = train(settings, net(3), devices[0])
 
     def run() -> None:
-        with Team(root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)) as team:
+        with Team(
+            root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)
+        ) as team:
             (worker,) = team._workers
             perform = worker._step.perform
 
@@ -435,7 +479,9 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
     with pytest.raises(KilledError) as told:
         run()
     assert told.tb  # which still refers to all that there was
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("nccl end")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("nccl end")
+    ]
     root.close()
     assert root.iter == 7
     state = f"{tmp_path}/s_iter_7.solverstate"

@@ -1,4 +1,6 @@
-"""What goes wrong on one of two GPUs ends all: within seconds, with the right code, the snapshot and the memory."""
+"""What goes wrong on one of two GPUs ends all: within seconds, with the right code, the snapshot
+and the memory.
+"""
 
 import re
 import shutil
@@ -45,7 +47,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plain(settings: str = "snapshot: 100 max_iter: 8") -> None:
     """A solver whose net can be recorded."""
     Path("net.prototxt").write_text(net(3))
-    Path("solver.prototxt").write_text(f'net: "net.prototxt" {EVERY} snapshot_prefix: "s" {settings}\n')
+    Path("solver.prototxt").write_text(
+        f'net: "net.prototxt" {EVERY} snapshot_prefix: "s" {settings}\n'
+    )
 
 
 def arranged(where: str, what: str, at: int, rank: int, within: int = SECONDS) -> str:
@@ -76,7 +80,9 @@ def straight(sync: str) -> Array:
 
 
 def solver(prefix: str) -> Solver:
-    settings = f'{EVERY} snapshot_prefix: "{prefix}" snapshot: 100 max_iter: 10 ' if prefix else EVERY
+    settings = (
+        f'{EVERY} snapshot_prefix: "{prefix}" snapshot: 100 max_iter: 10 ' if prefix else EVERY
+    )
     param = text_format.Parse(f"{settings} net_param {{ {net(2)} }}", SolverParameter())
     return Solver(param, device=CudaDevice(0), precision="fp32")
 
@@ -157,7 +163,11 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
             assert root.iter >= iteration
             assert root.iter % 3 == 0
         else:  # what a worker gave before its end may do for the root's iteration
-            assert iteration <= root.iter <= iteration + (place in ("after replay", "on_gradients_ready"))
+            assert (
+                iteration
+                <= root.iter
+                <= iteration + (place in ("after replay", "on_gradients_ready"))
+            )
         reached = root.iter
     left = {thread.name for thread in set(threading.enumerate()) - threads}
     assert not [name for name in left if name.startswith("caffepy rank")]
@@ -186,7 +196,9 @@ def test_a_python_layer_raises(rank: int, folder: Path) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_forward_pass_raises(sync: str) -> None:
     plain()
-    run = caffepy("--sync", sync, on=GPUS, code=arranged("caffepy.solver.step:Step.perform", "raise", 6, 1))
+    run = caffepy(
+        "--sync", sync, on=GPUS, code=arranged("caffepy.solver.step:Step.perform", "raise", 6, 1)
+    )
     assert run.returncode == 70, run.stderr
     assert "RuntimeError: it went wrong\n(rank 1)" in run.stderr
     is_good(5)
@@ -210,7 +222,9 @@ RecordLoader.take = fail
     run = caffepy(on=GPUS, code=code)
     assert run.returncode == DataError.exit_code, run.stderr
     last = run.stderr.splitlines()[-1]
-    assert re.search(r'^caffepy: error: (rank 1: )?net.prototxt:\d+:\d+: layer "data" \(Data\): the record', last), last
+    assert re.search(
+        r'^caffepy: error: (rank 1: )?net.prototxt:\d+:\d+: layer "data" \(Data\): the record', last
+    ), last
     state = newest_good("s")
     assert state
     is_good(int(state.rpartition("_")[2].partition(".")[0]))
@@ -252,13 +266,18 @@ def test_a_signal(phase: str, number: str) -> None:
 @pytest.mark.parametrize("sync", ["nccl", "tree"])
 @pytest.mark.usefixtures("folder")
 def test_a_worker_meets_an_error_of_cuda(sync: str) -> None:
-    """All GPUs that reach each other's memory meet it, and nothing of theirs can be read after that."""
+    """All GPUs that reach each other's memory meet it, and nothing of theirs can be read after
+    that.
+    """
     plain("snapshot: 3 max_iter: 8")
     code = arranged("caffepy.solver.step:Step.perform", "illegal address", 6, 1)
     run = caffepy("--sync", sync, on=GPUS, code=code)
     assert run.returncode == DeviceError.exit_code, run.stderr
     last = run.stderr.splitlines()[-1]
-    assert re.match(r"caffepy: error: GPU 0 and GPU 1 failed \(.*illegal.*--snapshot s_iter_3.solverstate$", last), last
+    assert re.match(
+        r"caffepy: error: GPU 0 and GPU 1 failed \(.*illegal.*--snapshot s_iter_3.solverstate$",
+        last,
+    ), last
     assert "Traceback" not in run.stderr
     assert "ignored" not in run.stderr
     is_good(3)
@@ -279,7 +298,9 @@ def test_a_worker_that_hangs_is_found_by_its_deadline(sync: str, what: str) -> N
 @pytest.mark.parametrize("what", ["raise", "illegal address", "hang"])
 @pytest.mark.usefixtures("folder")
 def test_the_memory_comes_back(what: str) -> None:
-    """The run takes a quarter of GPU 1 more than it needs, so that others on that GPU do not matter."""
+    """The run takes a quarter of GPU 1 more than it needs, so that others on that GPU do not
+    matter.
+    """
     free, total = gpu_memory(1)
     plain()
     ballast = f"""

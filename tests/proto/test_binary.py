@@ -12,14 +12,34 @@ from hypothesis import strategies as st
 
 from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.proto import binary, text
-from caffepy.proto.caffe_pb2 import BOOL, DOUBLE, FLOAT, FLOAT16, INT, BlobProto, BlobShape, NetParameter, SolverState
+from caffepy.proto.caffe_pb2 import (
+    BOOL,
+    DOUBLE,
+    FLOAT,
+    FLOAT16,
+    INT,
+    BlobProto,
+    BlobShape,
+    NetParameter,
+    SolverState,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NET, STATE = GOLDEN / "digits" / "digits_iter_250.caffemodel", GOLDEN / "digits" / "digits_iter_250.solverstate"
+NET, STATE = (
+    GOLDEN / "digits" / "digits_iter_250.caffemodel",
+    GOLDEN / "digits" / "digits_iter_250.solverstate",
+)
 MEAN = GOLDEN / "data" / "mean.binaryproto"
-READERS = {"a caffemodel": binary.read_net, "a solver state": binary.read_state, "a binaryproto": binary.read_blob}
+READERS = {
+    "a caffemodel": binary.read_net,
+    "a solver state": binary.read_state,
+    "a binaryproto": binary.read_blob,
+}
 FUZZ = settings(
-    deadline=None, derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    derandomize=True,
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 
 
@@ -30,7 +50,10 @@ def write(path: Path, content: bytes) -> str:
 
 def test_net_of_caffe() -> None:
     net = binary.read_net(str(NET))
-    shapes = {layer.name: [binary.blob_to_array(blob).shape for blob in layer.blobs] for layer in net.layer}
+    shapes = {
+        layer.name: [binary.blob_to_array(blob).shape for blob in layer.blobs]
+        for layer in net.layer
+    }
     assert shapes["conv1"] == [(16, 1, 3, 3), (16,)]
     assert shapes["ip2"] == [(10, 64), (10,)]
     assert net.layer[0].type == "Data"
@@ -47,7 +70,9 @@ def test_mean_of_caffe() -> None:
 
 
 @pytest.mark.parametrize("wanted", READERS)
-@pytest.mark.parametrize("path", [NET, STATE, MEAN, NET.parent, NET.parent / "solver.prototxt", NET.parent / "no.file"])
+@pytest.mark.parametrize(
+    "path", [NET, STATE, MEAN, NET.parent, NET.parent / "solver.prototxt", NET.parent / "no.file"]
+)
 def test_other_files(wanted: str, path: Path) -> None:
     kind = binary.sniff(str(path))
     if kind == wanted:
@@ -60,7 +85,9 @@ def test_other_files(wanted: str, path: Path) -> None:
 
 def test_damage_inside_a_layer(tmp_path: Path) -> None:
     path = write(tmp_path / "x.caffemodel", b"\x0a\x01x\xa2\x06\x02\x0a\x7f")
-    with pytest.raises(ConfigError, match="is damaged: it starts like a caffemodel, but cannot be read"):
+    with pytest.raises(
+        ConfigError, match="is damaged: it starts like a caffemodel, but cannot be read"
+    ):
         binary.read_net(path)
 
 
@@ -94,7 +121,10 @@ def test_old_net_is_upgraded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         net = binary.read_net(path)
     assert (net.layer[0].type, len(net.layers), len(net.input)) == ("Convolution", 0, 0)
     assert binary.blob_to_array(net.layer[0].blobs[0]).tolist() == [[[[1, 2]]]]
-    assert f"Attempting to upgrade input file specified using deprecated V1LayerParameter: {path}" in caplog.messages
+    assert (
+        f"Attempting to upgrade input file specified using deprecated V1LayerParameter: {path}"
+        in caplog.messages
+    )
 
 
 def test_recurrent_param_of_nvcaffe(tmp_path: Path) -> None:
@@ -109,7 +139,11 @@ def test_recurrent_param_of_nvcaffe(tmp_path: Path) -> None:
 def test_strings_of_another_encoding(tmp_path: Path) -> None:
     path = write(tmp_path / "x", b"\x0a\x02\xe9n\xa2\x06\x07\x0a\x02c\xe9\x22\x01\xe9")
     net = binary.read_net(path)
-    assert (net.name, net.layer[0].name, list(net.layer[0].top)) == ("\ufffdn", "c\ufffd", ["\ufffd"])
+    assert (net.name, net.layer[0].name, list(net.layer[0].top)) == (
+        "\ufffdn",
+        "c\ufffd",
+        ["\ufffd"],
+    )
 
 
 ARRAYS: dict[str, tuple[BlobProto, object]] = {
@@ -124,18 +158,33 @@ ARRAYS: dict[str, tuple[BlobProto, object]] = {
     ),
     "double wins": (BlobProto(shape=BlobShape(dim=[1]), data=[1], double_data=[0.5]), [0.5]),
     "raw double": (
-        BlobProto(shape=BlobShape(dim=[2]), raw_data_type=DOUBLE, raw_data=np.array([1, 2], "<f8").tobytes()),
+        BlobProto(
+            shape=BlobShape(dim=[2]),
+            raw_data_type=DOUBLE,
+            raw_data=np.array([1, 2], "<f8").tobytes(),
+        ),
         [1, 2],
     ),
     "raw float": (
-        BlobProto(shape=BlobShape(dim=[2]), raw_data_type=FLOAT, raw_data=np.array([1, 2], "<f4").tobytes()),
+        BlobProto(
+            shape=BlobShape(dim=[2]),
+            raw_data_type=FLOAT,
+            raw_data=np.array([1, 2], "<f4").tobytes(),
+        ),
         [1, 2],
     ),
     "raw half": (
-        BlobProto(shape=BlobShape(dim=[2]), raw_data_type=FLOAT16, raw_data=np.array([1, 2], "<f2").tobytes()),
+        BlobProto(
+            shape=BlobShape(dim=[2]),
+            raw_data_type=FLOAT16,
+            raw_data=np.array([1, 2], "<f2").tobytes(),
+        ),
         [1, 2],
     ),
-    "raw int": (BlobProto(shape=BlobShape(dim=[1]), raw_data_type=INT, raw_data=b"\xff\xff\xff\xff"), [-1]),
+    "raw int": (
+        BlobProto(shape=BlobShape(dim=[1]), raw_data_type=INT, raw_data=b"\xff\xff\xff\xff"),
+        [-1],
+    ),
 }
 
 
@@ -152,7 +201,10 @@ MISFITS = {
         BlobProto(shape=BlobShape(dim=[3]), data=[1]),
         "a blob holds 1 values, which does not fit its shape (3)",
     ),
-    "some legacy": (BlobProto(num=1, data=[1]), "a blob holds 1 values, which does not fit its shape (1 0 0 0)"),
+    "some legacy": (
+        BlobProto(num=1, data=[1]),
+        "a blob holds 1 values, which does not fit its shape (1 0 0 0)",
+    ),
     "negative": (
         BlobProto(shape=BlobShape(dim=[-1, -1]), data=[1]),
         "holds 1 values, which does not fit its shape (-1 -1)",
@@ -181,8 +233,12 @@ def test_arrays_that_do_not_fit(blob: BlobProto, message: str) -> None:
 
 
 def test_a_file_of_an_array_that_does_not_fit_is_named(tmp_path: Path) -> None:
-    (tmp_path / "mean").write_bytes(BlobProto(num=1, channels=2, height=1, width=1, data=[1]).SerializeToString())
-    with pytest.raises(DataError, match=r"mean: a blob holds 1 values, which does not fit its shape"):
+    (tmp_path / "mean").write_bytes(
+        BlobProto(num=1, channels=2, height=1, width=1, data=[1]).SerializeToString()
+    )
+    with pytest.raises(
+        DataError, match=r"mean: a blob holds 1 values, which does not fit its shape"
+    ):
         binary.read_array(f"{tmp_path}/mean")
 
 
@@ -206,7 +262,10 @@ def test_blob_is_what_caffe_writes() -> None:
 
 def test_diff_of_double_and_raw() -> None:
     assert binary.blob_to_diff(BlobProto(double_diff=[1.5])) == 1.5
-    assert binary.blob_to_diff(BlobProto(raw_diff_type=FLOAT, raw_diff=np.float32(2.5).tobytes())) == 2.5
+    assert (
+        binary.blob_to_diff(BlobProto(raw_diff_type=FLOAT, raw_diff=np.float32(2.5).tobytes()))
+        == 2.5
+    )
 
 
 def raw_net(blob: BlobProto) -> NetParameter:
@@ -227,14 +286,24 @@ RAW = {
         BlobProto(shape=BlobShape(dim=[1]), data=[2.5], diff=[3]),
     ),
     "legacy extents": (
-        BlobProto(num=1, channels=1, height=1, width=1, raw_data_type=FLOAT, raw_data=np.float32(4).tobytes()),
+        BlobProto(
+            num=1,
+            channels=1,
+            height=1,
+            width=1,
+            raw_data_type=FLOAT,
+            raw_data=np.float32(4).tobytes(),
+        ),
         BlobProto(num=1, channels=1, height=1, width=1, data=[4]),
     ),
     "beside others": (
         BlobProto(double_data=[0.1], diff=[5], raw_data_type=FLOAT, raw_data=b"1", raw_diff=b"2"),
         BlobProto(double_data=[0.1], diff=[5]),
     ),
-    "types only": (BlobProto(data=[1], raw_data_type=FLOAT, raw_diff_type=FLOAT), BlobProto(data=[1])),
+    "types only": (
+        BlobProto(data=[1], raw_data_type=FLOAT, raw_diff_type=FLOAT),
+        BlobProto(data=[1]),
+    ),
     "no gradient": (BlobProto(data=[1], raw_diff_type=FLOAT, raw_diff=b""), BlobProto(data=[1])),
 }
 
@@ -250,7 +319,9 @@ def test_raw_values_become_plain(blob: BlobProto, plain: BlobProto) -> None:
 
 def test_raw_values_that_do_not_fit() -> None:
     net = raw_net(BlobProto(shape=BlobShape(dim=[2]), raw_data_type=FLOAT, raw_data=b"1234"))
-    with pytest.raises(ConfigError, match=r'^p: layer "x": a blob holds 1 values, which does not fit its shape'):
+    with pytest.raises(
+        ConfigError, match=r'^p: layer "x": a blob holds 1 values, which does not fit its shape'
+    ):
         binary.drop_raw(net, "p")
 
 
@@ -266,12 +337,19 @@ def test_fuzz_of_real_files(tmp_path: Path, data: st.DataObject) -> None:
     whole = bytearray(data.draw(st.sampled_from([NET, STATE, MEAN])).read_bytes())
     for _ in range(data.draw(st.integers(1, 5))):
         near_start = data.draw(st.integers(0, 2000))
-        whole[near_start : near_start + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+        whole[near_start : near_start + data.draw(st.integers(0, 3))] = data.draw(
+            st.binary(max_size=3)
+        )
     read_all(write(tmp_path / "x", bytes(whole)))
 
 
 @FUZZ
-@given(st.lists(st.tuples(st.integers(0, 160), st.sampled_from([0, 1, 2, 5]), st.binary(max_size=12)), max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 160), st.sampled_from([0, 1, 2, 5]), st.binary(max_size=12)),
+        max_size=8,
+    )
+)
 def test_fuzz_of_fields(tmp_path: Path, fields: list[tuple[int, int, bytes]]) -> None:
     content = b"".join(field(*parts) for parts in fields)
     read_all(write(tmp_path / "x", content))
@@ -282,7 +360,12 @@ def test_fuzz_of_fields(tmp_path: Path, fields: list[tuple[int, int, bytes]]) ->
 def field(number: int, wire_type: int, content: bytes) -> bytes:
     tag = number << 3 | wire_type
     prefix = bytes([tag]) if tag < 128 else bytes([tag & 127 | 128, tag >> 7])
-    payloads = {0: b"\x07", 1: bytes(8), 2: bytes([len(content) & 127]) + content[:127], 5: bytes(4)}
+    payloads = {
+        0: b"\x07",
+        1: bytes(8),
+        2: bytes([len(content) & 127]) + content[:127],
+        5: bytes(4),
+    }
     return prefix + payloads[wire_type]
 
 

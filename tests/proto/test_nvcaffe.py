@@ -44,14 +44,33 @@ def net(text: str) -> NetParameter:
             "fp16",
             [f"default_backward_type: {SAID}"],
         ),
-        (NVCAFFE, None, "fp16", [f"default_forward_math, default_backward_math, forward_math, backward_math: {SAID}"]),
-        ("layer { forward_type: FLOAT16 backward_type: FLOAT16 }", None, None, [f"forward_type: {SAID}"]),
+        (
+            NVCAFFE,
+            None,
+            "fp16",
+            [f"default_forward_math, default_backward_math, forward_math, backward_math: {SAID}"],
+        ),
+        (
+            "layer { forward_type: FLOAT16 backward_type: FLOAT16 }",
+            None,
+            None,
+            [f"forward_type: {SAID}"],
+        ),
         ("layer { forward_type: FLOAT16 backward_type: FLOAT16 }", "bf16", "bf16", []),
-        ("layer { forward_type: FLOAT } layer { backward_type: FLOAT16 }", None, None, [f"backward_type: {SAID}"]),
+        (
+            "layer { forward_type: FLOAT } layer { backward_type: FLOAT16 }",
+            None,
+            None,
+            [f"backward_type: {SAID}"],
+        ),
     ],
 )
 def test_the_precision_of_a_net(
-    text: str, asked: str | None, chosen: str | None, lines: list[str], caplog: pytest.LogCaptureFixture
+    text: str,
+    asked: str | None,
+    chosen: str | None,
+    lines: list[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert choose_precision(net(text), asked) == chosen

@@ -86,7 +86,12 @@ def expected_nvcaffe() -> list[dict[str, str]]:
     ]
 
 
-RENUMBERED = {"forward_type": 20145, "backward_type": 20146, "forward_math": 20147, "backward_math": 20148}
+RENUMBERED = {
+    "forward_type": 20145,
+    "backward_type": 20146,
+    "forward_math": 20147,
+    "backward_math": 20148,
+}
 """NVCaffe's fields of LayerParameter whose numbers clash with Caffe's, under our own numbers."""
 
 
@@ -99,7 +104,11 @@ def renumbered() -> list[dict[str, str]]:
 
 
 def test_our_own_numbers_are_nobody_elses() -> None:
-    theirs = {int(row["number"]) for name in ("caffe_wire.tsv", "nvcaffe_extra_wire.tsv") for row in rows(name)}
+    theirs = {
+        int(row["number"])
+        for name in ("caffe_wire.tsv", "nvcaffe_extra_wire.tsv")
+        for row in rows(name)
+    }
     assert len(renumbered()) == len(RENUMBERED)
     assert min(RENUMBERED.values()) >= 20000 > max(theirs)
 
@@ -110,21 +119,34 @@ def test_fields_are_those_of_the_tables() -> None:
     wrong = [
         (row, ours)
         for row in expected
-        for ours in [as_row(row["message"], FIELDS.get((row["message"], row["field"]), FieldDescriptorProto()))]
+        for ours in [
+            as_row(
+                row["message"], FIELDS.get((row["message"], row["field"]), FieldDescriptorProto())
+            )
+        ]
         if not same(ours, row)
     ]
     assert wrong == []
 
 
 def test_there_are_no_other_fields() -> None:
-    expected = {(row["message"], row["field"]) for row in rows("caffe_wire.tsv") + expected_nvcaffe() + renumbered()}
+    expected = {
+        (row["message"], row["field"])
+        for row in rows("caffe_wire.tsv") + expected_nvcaffe() + renumbered()
+    }
     assert set(FIELDS) - expected == set()
 
 
 def test_enums_are_those_of_the_tables() -> None:
     removed = "removed_in_nv"
-    expected = rows("caffe_enums.tsv") + [r for r in rows("nvcaffe_extra_enums.tsv") if r["change"] != removed]
-    ours = {(name, value.name, str(value.number)) for name, enum in ENUMS.items() for value in enum.value}
+    expected = rows("caffe_enums.tsv") + [
+        r for r in rows("nvcaffe_extra_enums.tsv") if r["change"] != removed
+    ]
+    ours = {
+        (name, value.name, str(value.number))
+        for name, enum in ENUMS.items()
+        for value in enum.value
+    }
     assert ours == {(row["enum"], row["name"], row["number"]) for row in expected}
 
 
@@ -141,13 +163,21 @@ def test_import_is_light_and_warns_of_nothing() -> None:
 def test_generated_code_is_that_of_the_schema(tmp_path: Path) -> None:
     if importlib.util.find_spec("grpc_tools") is None:
         pytest.skip("grpcio-tools is not installed")
-    command = ["-m", "grpc_tools.protoc", "-I.", f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
+    command = [
+        "-m",
+        "grpc_tools.protoc",
+        "-I.",
+        f"--python_out={tmp_path}",
+        f"--pyi_out={tmp_path}",
+    ]
     subprocess.run([sys.executable, *command, "caffepy/proto/caffe.proto"], cwd=ROOT, check=True)
     for name in ("caffe_pb2.py", "caffe_pb2.pyi"):
         generated = (tmp_path / "caffepy" / "proto" / name).read_text()
         committed = (ROOT / "proto" / name).read_text()
         if version(generated) != version(committed):
-            pytest.skip(f"grpcio-tools generates for protobuf {version(generated)}, committed is {version(committed)}")
+            pytest.skip(
+                f"grpcio-tools generates for protobuf {version(generated)}, committed is {version(committed)}"
+            )
         assert generated == committed, f"run protoc again: {name} is not what caffe.proto gives"
 
 

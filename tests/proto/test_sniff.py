@@ -81,11 +81,15 @@ def test_zipped_pytorch(tmp_path: Path) -> None:
 
 
 def test_fields_of_a_fork_do_not_matter(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(NetParameter(name="x").SerializeToString() + b"\xc2\x3e\x01x")  # field 1000
+    (tmp_path / "x").write_bytes(
+        NetParameter(name="x").SerializeToString() + b"\xc2\x3e\x01x"
+    )  # field 1000
     assert sniff(str(tmp_path / "x")) == "a caffemodel"
 
 
-@pytest.mark.parametrize("name", ["digits/digits_iter_250.caffemodel", "digits/digits_iter_250.solverstate"])
+@pytest.mark.parametrize(
+    "name", ["digits/digits_iter_250.caffemodel", "digits/digits_iter_250.solverstate"]
+)
 def test_truncated_anywhere(name: str, tmp_path: Path) -> None:
     whole = (GOLDEN / name).read_bytes()
     ends = 0
@@ -99,7 +103,10 @@ def test_truncated_anywhere(name: str, tmp_path: Path) -> None:
 
 
 def test_words_of_errors(tmp_path: Path) -> None:
-    net, state = str(GOLDEN / "digits/digits_iter_250.caffemodel"), str(GOLDEN / "digits/digits_iter_250.solverstate")
+    net, state = (
+        str(GOLDEN / "digits/digits_iter_250.caffemodel"),
+        str(GOLDEN / "digits/digits_iter_250.solverstate"),
+    )
     assert str(mismatch(state, "a caffemodel")) == (
         f'"{state}" looks like a solver state, not a caffemodel; a solver state goes to caffepy train --snapshot'
     )

@@ -14,10 +14,19 @@ from hypothesis import strategies as st
 
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.proto import text
-from caffepy.proto.caffe_pb2 import TRAIN, BlobProto, C2TensorProto, LayerParameter, NetParameter, SolverParameter
+from caffepy.proto.caffe_pb2 import (
+    TRAIN,
+    BlobProto,
+    C2TensorProto,
+    LayerParameter,
+    NetParameter,
+    SolverParameter,
+)
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "digits"
-FUZZ = settings(deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=150)
+FUZZ = settings(
+    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], max_examples=150
+)
 
 
 def net(source: str) -> NetParameter:
@@ -34,7 +43,10 @@ SOURCES: dict[str, tuple[str, type[Message]]] = {
     "colon before a block": ('layer: { name: "a" } layer:{}', NetParameter),
     "angle brackets": ('layer < name: "a" convolution_param: < > >', NetParameter),
     "empty block": ("layer { pooling_param {} } state {}", NetParameter),
-    "lists": ('input_dim: [1, 2, 3] input: [] input: ["a", "b"] layer: [{ name: "a" }, < >]', NetParameter),
+    "lists": (
+        'input_dim: [1, 2, 3] input: [] input: ["a", "b"] layer: [{ name: "a" }, < >]',
+        NetParameter,
+    ),
     "list of blocks without a colon": ("layer [{ }, { }] layer []", NetParameter),
     "strings": ("""name: 'a"b' "c'd" '' 'e'""", NetParameter),
     "escapes": (r'name: "\a\b\f\n\r\t\v\'\"\\\0\12\101\x41\x9\u00e9\U0001F600é"', NetParameter),
@@ -42,12 +54,18 @@ SOURCES: dict[str, tuple[str, type[Message]]] = {
     "bytes": (r'raw_data: "\377\000\xfe" data: 1', BlobProto),
     "integers": ("dim: 0 dim: -0 dim: 0x1F dim: 0XfF dim: 017 dim: 00", BlobProto),
     "extreme integers": (f"dim: {2**63 - 1} dim: {-(2**63)} dim: -0x8000000000000000", BlobProto),
-    "floats": ("data: [1, -1, 1., .5, 1e3, 1E-3, 1e+3, 1.5f, 0.1, 1e-50, 1e40, -1e40, 1e400]", BlobProto),
+    "floats": (
+        "data: [1, -1, 1., .5, 1e3, 1E-3, 1e+3, 1.5f, 0.1, 1e-50, 1e40, -1e40, 1e400]",
+        BlobProto,
+    ),
     "named floats": ("data: [inf, -inf, nan, Infinity, INF, NaN]", BlobProto),
     "doubles": ("double_data: [0.1, 1e300, -inf]", BlobProto),
     "booleans": ("propagate_down: [true, false, t, f, True, False, 1, 0]", LayerParameter),
     "enums by number": ("phase: 1 include { phase: 0 }", LayerParameter),
-    "wide integers": ("int64_data: [1, -1] int32_data: -2147483648 string_data: 'x'", C2TensorProto),
+    "wide integers": (
+        "int64_data: [1, -1] int32_data: -2147483648 string_data: 'x'",
+        C2TensorProto,
+    ),
     "carriage returns": ('name: "x"\r\nlayer {\r\n}\r\n', NetParameter),
     "byte order of spaces": ('\t\v\f name\t:\n"x"', NetParameter),
 }
@@ -90,15 +108,29 @@ def value_of(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.enum_type is not None:
         return st.sampled_from([value.number for value in field.enum_type.values])
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
-        return st.binary(max_size=8) if field.type == FieldDescriptor.TYPE_BYTES else st.text(max_size=8)
+        return (
+            st.binary(max_size=8)
+            if field.type == FieldDescriptor.TYPE_BYTES
+            else st.text(max_size=8)
+        )
     return SCALARS[field.cpp_type]
 
 
 def filled(draw: Callable[[st.SearchStrategy[Any]], Any], message: Message) -> Message:
     """The message with some of its fields set to anything they can hold."""
-    fields = draw(st.lists(st.sampled_from(list(message.DESCRIPTOR.fields)), max_size=3, unique_by=lambda f: f.name))
-    required = [name for name in message.DESCRIPTOR.fields_by_name if message.DESCRIPTOR.name in ("ClipParameter",)]
-    for field in {f.name: f for f in [*fields, *(message.DESCRIPTOR.fields_by_name[n] for n in required)]}.values():
+    fields = draw(
+        st.lists(
+            st.sampled_from(list(message.DESCRIPTOR.fields)), max_size=3, unique_by=lambda f: f.name
+        )
+    )
+    required = [
+        name
+        for name in message.DESCRIPTOR.fields_by_name
+        if message.DESCRIPTOR.name in ("ClipParameter",)
+    ]
+    for field in {
+        f.name: f for f in [*fields, *(message.DESCRIPTOR.fields_by_name[n] for n in required)]
+    }.values():
         current = getattr(message, field.name)
         if field.message_type is not None:
             if field.default_value == []:
@@ -116,7 +148,9 @@ def filled(draw: Callable[[st.SearchStrategy[Any]], Any], message: Message) -> M
 @FUZZ
 @given(st.data())
 def test_what_is_written_is_read_back(data: st.DataObject) -> None:
-    message = filled(data.draw, data.draw(st.sampled_from([NetParameter, SolverParameter, LayerParameter]))())
+    message = filled(
+        data.draw, data.draw(st.sampled_from([NetParameter, SolverParameter, LayerParameter]))()
+    )
     if message.IsInitialized():
         assert text.parse(text.format(message), type(message)()) == message
 
@@ -231,7 +265,11 @@ ERRORS = {
         '1:22: expected a number for "loss_weight", not 3x3',
         "  layer { loss_weight: 3x3 }\n                       ^",
     ),
-    "missing colon": ('name "x"', '1:6: expected ":" after "name", not "x"', '  name "x"\n       ^'),
+    "missing colon": (
+        'name "x"',
+        '1:6: expected ":" after "name", not "x"',
+        '  name "x"\n       ^',
+    ),
     "missing brace": (
         'layer: "x"',
         '1:8: expected "{" after "layer", not "x"',
@@ -242,7 +280,11 @@ ERRORS = {
         '1:7: this "{" is not closed',
         "  layer {\n        ^",
     ),
-    "brace too many": ("layer { } }", '1:11: this "}" closes nothing', "  layer { } }\n            ^"),
+    "brace too many": (
+        "layer { } }",
+        '1:11: this "}" closes nothing',
+        "  layer { } }\n            ^",
+    ),
     "wrong brace": ("layer { >", "1:9: expected a field name, not >", "  layer { >\n          ^"),
     "unclosed list": (
         "input_dim: [1, 2",
@@ -271,13 +313,21 @@ ERRORS = {
     ),
     "extension": ("[a.b]: 1", "1:1: expected a field name, not [", "  [a.b]: 1\n  ^"),
     "field by number": ("1: 2", "1:1: expected a field name, not 1", "  1: 2\n  ^"),
-    "unknown escape": (r'name: "\q"', r"1:7: unknown escape \q in this string", '  name: "\\q"\n        ^'),
+    "unknown escape": (
+        r'name: "\q"',
+        r"1:7: unknown escape \q in this string",
+        '  name: "\\q"\n        ^',
+    ),
     "escape beyond Unicode": (
         r'name: "\U00110000"',
         r"1:7: unknown escape \U00110000 in this string",
         '  name: "\\U00110000"\n        ^',
     ),
-    "half a surrogate pair": (r'name: "\ud800"', '1:7: "name" is not UTF-8', '  name: "\\ud800"\n        ^'),
+    "half a surrogate pair": (
+        r'name: "\ud800"',
+        '1:7: "name" is not UTF-8',
+        '  name: "\\ud800"\n        ^',
+    ),
     "control character": (
         'name: "x" \0',
         "1:11: expected a field name, not '\\x00'",
@@ -300,11 +350,16 @@ def test_errors(source: str, message: str, excerpt: str) -> None:
 
 
 def test_net_given_as_a_solver() -> None:
-    with pytest.raises(ConfigError, match='unknown field "layer" in SolverParameter: it is a field of a net; is this'):
+    with pytest.raises(
+        ConfigError,
+        match='unknown field "layer" in SolverParameter: it is a field of a net; is this',
+    ):
         text.parse("layer { }", SolverParameter())
 
 
-@pytest.mark.parametrize("word", ["a", "[", "{", "layer { ", "input: [", "# \n", '"', "\\", "-", "1", "layer: [{"])
+@pytest.mark.parametrize(
+    "word", ["a", "[", "{", "layer { ", "input: [", "# \n", '"', "\\", "-", "1", "layer: [{"]
+)
 def test_repetition_ends_soon(word: str) -> None:
     with pytest.raises(ConfigError):
         net(word * 20_000 + "\1")
@@ -329,7 +384,9 @@ def test_bytes_of_another_encoding_in_a_comment(tmp_path: Path) -> None:
 
 
 def test_bytes_of_another_encoding_in_a_string(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=':2:7: "name" is not UTF-8\n  name: "caf\\?"\n        \\^'):
+    with pytest.raises(
+        ConfigError, match=':2:7: "name" is not UTF-8\n  name: "caf\\?"\n        \\^'
+    ):
         text.read_net(write(tmp_path / "n", b'\nname: "caf\xe9"'))
 
 
@@ -348,8 +405,14 @@ FILES = {
         (GOLDEN / "digits_iter_250.solverstate").read_bytes(),
         "looks like a solver state, not a prototxt; a solver state goes to",
     ),
-    "HDF5": (b"\x89HDF\r\n\x1a\n\0\0", "looks like HDF5, not a prototxt; did you mean --weights or --snapshot?"),
-    "UTF-16": ('name: "x"'.encode("utf-16"), "looks like UTF-16 text, not a prototxt; save it as UTF-8"),
+    "HDF5": (
+        b"\x89HDF\r\n\x1a\n\0\0",
+        "looks like HDF5, not a prototxt; did you mean --weights or --snapshot?",
+    ),
+    "UTF-16": (
+        'name: "x"'.encode("utf-16"),
+        "looks like UTF-16 text, not a prototxt; save it as UTF-8",
+    ),
     "web page": (b"<!DOCTYPE html><html>", "looks like a web page, not a prototxt"),
     "Git LFS": (
         b"version https://git-lfs.github.com/spec/v1\n",
@@ -374,10 +437,14 @@ def test_files_that_are_no_prototxt(
 def test_missing_file(tmp_path: Path) -> None:
     write(tmp_path / "solver.prototxt", "")
     with pytest.raises(
-        ConfigError, match=r'^could not open ".*solvr.prototxt": no such file, did you mean "solver.proto'
+        ConfigError,
+        match=r'^could not open ".*solvr.prototxt": no such file, did you mean "solver.proto',
     ):
         text.read_solver(str(tmp_path / "solvr.prototxt"))
-    with pytest.raises(ConfigError, match=r'^could not open "/no/such.x": no such file \(there is no folder "/no"\)$'):
+    with pytest.raises(
+        ConfigError,
+        match=r'^could not open "/no/such.x": no such file \(there is no folder "/no"\)$',
+    ):
         text.read_net("/no/such.x")
     with pytest.raises(ConfigError, match=r'^could not open "": no such file'):
         text.read_net("")
@@ -401,12 +468,17 @@ def test_forbidden_file(tmp_path: Path) -> None:
 
 
 def test_reading_upgrades(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = write(tmp_path / "s.prototxt", 'solver_type: ADAM net_param { layers { type: RELU name: "r" } }')
+    path = write(
+        tmp_path / "s.prototxt", 'solver_type: ADAM net_param { layers { type: RELU name: "r" } }'
+    )
     with caplog.at_level(logging.INFO):
         solver = text.read_solver(path)
     assert (solver.type, solver.snapshot_prefix) == ("Adam", path.removesuffix(".prototxt"))
     assert solver.net_param.layer[0].type == "ReLU"
-    assert f"Attempting to upgrade input file specified using deprecated V1LayerParameter: {path}" in caplog.messages
+    assert (
+        f"Attempting to upgrade input file specified using deprecated V1LayerParameter: {path}"
+        in caplog.messages
+    )
 
 
 # Places of layers and fields.
@@ -460,7 +532,9 @@ def test_locate_without_a_file() -> None:
 
 
 def test_locate_field(tmp_path: Path) -> None:
-    path = write(tmp_path / "s.prototxt", 'net: "n"\n  lr_policy: "fixed" test_iter: 1\ntest_iter: 2')
+    path = write(
+        tmp_path / "s.prototxt", 'net: "n"\n  lr_policy: "fixed" test_iter: 1\ntest_iter: 2'
+    )
     assert text.locate_field(path, "lr_policy") == f"{path}:2:3"
     assert text.locate_field(path, "test_iter") == f"{path}:2:22"
     assert text.locate_field(path, "gamma") == path
@@ -468,7 +542,26 @@ def test_locate_field(tmp_path: Path) -> None:
 
 # Whatever is read: a message or a CaffeError.
 
-PIECES = ["layer", "{", "}", "name", ":", '"x"', "input_dim", "1", "-", "[", "]", ",", "\0", "#", "\n", "\\", "'", "é"]
+PIECES = [
+    "layer",
+    "{",
+    "}",
+    "name",
+    ":",
+    '"x"',
+    "input_dim",
+    "1",
+    "-",
+    "[",
+    "]",
+    ",",
+    "\0",
+    "#",
+    "\n",
+    "\\",
+    "'",
+    "é",
+]
 PIECES += [
     "clip_param",
     "min",

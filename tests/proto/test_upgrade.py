@@ -115,16 +115,24 @@ def test_every_v0_field_has_a_home() -> None:
 
 
 @pytest.mark.parametrize(("kind", "files"), [("hdf5_output", ["out.h5"]), ("relu", [])])
-def test_v0_output_file_goes_to_its_layer_only(kind: str, files: list[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_v0_output_file_goes_to_its_layer_only(
+    kind: str, files: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     v0 = f'layers {{ layer {{ type: "{kind}" hdf5_output_param {{ file_name: "out.h5" }} }} bottom: "a" }}'
     (layer,) = upgrade.upgrade_net(net('input: "a" ' + v0), "old").layer
-    assert [value.file_name for field, value in layer.ListFields() if field.name == "hdf5_output_param"] == files
-    assert ("Unknown parameter hdf5_output_param for layer type relu" in caplog.messages) == (not files)
+    assert [
+        value.file_name for field, value in layer.ListFields() if field.name == "hdf5_output_param"
+    ] == files
+    assert ("Unknown parameter hdf5_output_param for layer type relu" in caplog.messages) == (
+        not files
+    )
 
 
 def test_log_lines(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        upgrade.upgrade_net(net(V0.replace("blobs_lr: 1", "dropout_ratio: 1 blobs_lr: 1")), "old.prototxt")
+        upgrade.upgrade_net(
+            net(V0.replace("blobs_lr: 1", "dropout_ratio: 1 blobs_lr: 1")), "old.prototxt"
+        )
     assert caplog.messages == [
         "Attempting to upgrade input file specified using deprecated V0LayerParameter: old.prototxt",
         "Unknown parameter dropout_ratio for layer type conv",
@@ -181,10 +189,18 @@ def solver(source: str) -> SolverParameter:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("SGD", "SGD"), ("NESTEROV", "Nesterov"), ("ADAGRAD", "AdaGrad"), ("RMSPROP", "RMSProp"), ("ADAM", "Adam")],
+    [
+        ("SGD", "SGD"),
+        ("NESTEROV", "Nesterov"),
+        ("ADAGRAD", "AdaGrad"),
+        ("RMSPROP", "RMSProp"),
+        ("ADAM", "Adam"),
+    ],
 )
 def test_solver_type(old: str, new: str) -> None:
-    upgraded = upgrade.upgrade_solver(solver(f'solver_type: {old} snapshot_prefix: "p"'), "s.prototxt")
+    upgraded = upgrade.upgrade_solver(
+        solver(f'solver_type: {old} snapshot_prefix: "p"'), "s.prototxt"
+    )
     assert upgraded == solver(f'type: "{new}" snapshot_prefix: "p"')
 
 
@@ -198,7 +214,10 @@ def test_both_solver_types() -> None:
 
 
 def test_nets_inside_a_solver() -> None:
-    old, new = 'input: "a" input_dim: [1, 1, 1, 1]', upgrade.upgrade_net(net('input: "a" input_dim: [1, 1, 1, 1]'), "s")
+    old, new = (
+        'input: "a" input_dim: [1, 1, 1, 1]',
+        upgrade.upgrade_net(net('input: "a" input_dim: [1, 1, 1, 1]'), "s"),
+    )
     source = f"net_param {{ {old} }} train_net_param {{ {old} }} test_net_param {{ {old} }} test_net_param {{ }}"
     upgraded = upgrade.upgrade_solver(solver(source), "s.prototxt")
     assert upgraded.net_param == upgraded.train_net_param == upgraded.test_net_param[0] == new
@@ -206,8 +225,13 @@ def test_nets_inside_a_solver() -> None:
 
 
 def test_snapshot_prefix(tmp_path: Path) -> None:
-    assert upgrade.upgrade_solver(solver(""), "a.b/my.solver.prototxt").snapshot_prefix == "a.b/my.solver"
-    assert upgrade.upgrade_solver(solver('snapshot_prefix: "x"'), "s.prototxt").snapshot_prefix == "x"
+    assert (
+        upgrade.upgrade_solver(solver(""), "a.b/my.solver.prototxt").snapshot_prefix
+        == "a.b/my.solver"
+    )
+    assert (
+        upgrade.upgrade_solver(solver('snapshot_prefix: "x"'), "s.prototxt").snapshot_prefix == "x"
+    )
     folder = solver(f'snapshot_prefix: "{tmp_path}"')
     assert upgrade.upgrade_solver(folder, "a/s.prototxt").snapshot_prefix == str(tmp_path / "s")
 

@@ -36,7 +36,10 @@ def photos(*shapes: tuple[int, int]) -> list[Array]:
 def scores(files: tuple[str, str], crops: list[Array]) -> Array:
     """What the net gives for crops (H, W, K) that are of its size already."""
     net = caffe.Net(files[0], caffe.TEST, weights=files[1])
-    prepared = [(crop.transpose(2, 0, 1)[::-1] * np.float32(255) - MEAN[:, None, None]) * 0.5 for crop in crops]
+    prepared = [
+        (crop.transpose(2, 0, 1)[::-1] * np.float32(255) - MEAN[:, None, None]) * 0.5
+        for crop in crops
+    ]
     return net.forward_all(None, data=np.array(prepared))["prob"]
 
 
@@ -52,10 +55,14 @@ def test_the_centre_is_classified(files: tuple[str, str]) -> None:
 def test_ten_crops_are_averaged(files: tuple[str, str]) -> None:
     classifier = caffe.Classifier(*files, image_dims=np.array([11, 10]), **SETTINGS)  # type: ignore[arg-type]
     images = photos((20, 30), (11, 10))
-    crops = caffe.io.oversample([caffe.io.resize_image(image, (11, 10)) for image in images], (8, 6))
+    crops = caffe.io.oversample(
+        [caffe.io.resize_image(image, (11, 10)) for image in images], (8, 6)
+    )
     found = classifier.predict(images)
     assert found.shape == (2, 5)
-    np.testing.assert_allclose(found, scores(files, list(crops)).reshape(2, 10, 5).mean(1), rtol=1e-5)
+    np.testing.assert_allclose(
+        found, scores(files, list(crops)).reshape(2, 10, 5).mean(1), rtol=1e-5
+    )
 
 
 def test_without_dimensions_images_take_the_nets_size(files: tuple[str, str]) -> None:
@@ -74,5 +81,7 @@ def test_nets_that_take_no_images_are_refused(tmp_path: Path) -> None:
         'layer { name: "x" type: "DummyData" top: "x" dummy_data_param { shape { dim: 2 } } }': "one has no inputs",
     }.items():
         file.write_text(text)
-        with pytest.raises(RuntimeError, match=rf"net\.prototxt: a net with an input of shape .* {message}"):
+        with pytest.raises(
+            RuntimeError, match=rf"net\.prototxt: a net with an input of shape .* {message}"
+        ):
             caffe.Classifier(str(file), None)

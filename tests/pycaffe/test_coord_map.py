@@ -31,7 +31,9 @@ def test_maps_of_layers() -> None:
     assert numbers(coord_map(conv.fn)) == (1, [0.5], [(1 - 8 / 2) / 2])
     pool = L.Pooling(x, pooling_param={"kernel_size": 3, "stride": 3})
     assert numbers(coord_map(pool.fn)) == (1, [1 / 3], [-1 / 3])
-    deconv = L.Deconvolution(x, convolution_param={"kernel_size": [4, 8], "stride": [2, 4], "pad": [1, 0]})
+    deconv = L.Deconvolution(
+        x, convolution_param={"kernel_size": [4, 8], "stride": [2, 4], "pad": [1, 0]}
+    )
     assert numbers(coord_map(deconv.fn)) == (1, [2, 4], [0.5, 3.5])
     assert numbers(coord_map(L.Crop(x, x, axis=3, offset=7).fn)) == (2, [1], [-7])
     assert numbers(coord_map(L.Crop(x, x).fn)) == (1, [1], [0])
@@ -86,7 +88,9 @@ def test_crop_aligns_and_runs(tmp_path: Any) -> None:
     n = caffe.NetSpec()
     n.data = image(20)
     n.conv = L.Convolution(n.data, kernel_size=3, stride=2, pad=10, num_output=1)
-    n.up = L.Deconvolution(n.conv, convolution_param={"kernel_size": 3, "stride": 2, "num_output": 1, "pad": 1})
+    n.up = L.Deconvolution(
+        n.conv, convolution_param={"kernel_size": 3, "stride": 2, "num_output": 1, "pad": 1}
+    )
     n.score = crop(n.up, n.data)
     layer = n.to_proto().layer[-1]
     assert layer.type == "Crop"

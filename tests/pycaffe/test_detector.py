@@ -24,16 +24,22 @@ def photo(tmp_path: Path) -> tuple[str, Array]:
 def test_windows_are_scored(files: tuple[str, str], photo: tuple[str, Array]) -> None:  # noqa: F811
     file, image = photo
     windows = [(3, 4, 11, 10), np.array([0.0, 0.0, 40.0, 50.0])]
-    found = caffe.Detector(*files, **SETTINGS).detect_windows([(file, windows), (file, []), (file, windows[:1])])
+    found = caffe.Detector(*files, **SETTINGS).detect_windows(
+        [(file, windows), (file, []), (file, windows[:1])]
+    )
     crops = [image[3:11, 4:10], caffe.io.resize_image(image, (8, 6)), image[3:11, 4:10]]
-    np.testing.assert_allclose([one["prediction"] for one in found], scores(files, crops), rtol=1e-5)
+    np.testing.assert_allclose(
+        [one["prediction"] for one in found], scores(files, crops), rtol=1e-5
+    )
     assert [one["filename"] for one in found] == [file] * 3
     assert found[1]["window"] is windows[1]
     assert caffe.Detector(*files).detect_windows([]) == []
 
 
 def test_the_surroundings_of_a_window(files: tuple[str, str]) -> None:  # noqa: F811
-    """Of a window that is as large as the net's input without its margin, each pixel is shown as it is."""
+    """Of a window that is as large as the net's input without its margin, each pixel is shown as it
+    is.
+    """
     detector = caffe.Detector(*files, context_pad=1, **SWAP)
     y, x = np.mgrid[:40, :50]
     image = np.stack([y, x, y + x], axis=-1) / 90
@@ -59,9 +65,13 @@ def test_windows_that_show_nothing_are_named(files: tuple[str, str]) -> None:  #
     image = np.zeros((40, 50, 3))
     with pytest.raises(ValueError, match=r"window \(5, 5, 5, 9\) is empty in an image of 40x50"):
         caffe.Detector(*files).crop(image, (5, 5, 5, 9))
-    with pytest.raises(ValueError, match=r"window \(90, 90, 95, 95\) lies outside of an image of 40x50"):
+    with pytest.raises(
+        ValueError, match=r"window \(90, 90, 95, 95\) lies outside of an image of 40x50"
+    ):
         caffe.Detector(*files, context_pad=1).crop(image, (90, 90, 95, 95))
-    with pytest.raises(ValueError, match="context_pad must be less than half of the net's input of 8x6, not 3"):
+    with pytest.raises(
+        ValueError, match="context_pad must be less than half of the net's input of 8x6, not 3"
+    ):
         caffe.Detector(*files, context_pad=3)
 
 

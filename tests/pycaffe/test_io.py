@@ -21,7 +21,9 @@ def test_a_blob_goes_there_and_back() -> None:
     array = caffe.io.blobproto_to_array(blob)
     assert array.dtype == np.float64
     np.testing.assert_array_equal(array, values.astype(np.float32))
-    np.testing.assert_array_equal(caffe.io.blobproto_to_array(blob, return_diff=True), diffs.astype(np.float32))
+    np.testing.assert_array_equal(
+        caffe.io.blobproto_to_array(blob, return_diff=True), diffs.astype(np.float32)
+    )
 
 
 def test_old_fields_of_a_blob_mean_four_axes() -> None:
@@ -122,11 +124,19 @@ def bilinear(image: Array, height: int, width: int) -> Array:
         y0, x0 = int(np.floor(y)), int(np.floor(x))
         for dy, dx in np.ndindex(2, 2):
             weight = (1 - abs(y - y0 - dy)) * (1 - abs(x - x0 - dx))
-            resized[i, j] = (0 if dy + dx == 0 else resized[i, j]) + weight * pixel(y0 + dy, x0 + dx)
+            resized[i, j] = (0 if dy + dx == 0 else resized[i, j]) + weight * pixel(
+                y0 + dy, x0 + dx
+            )
     return resized
 
 
-SIZES = {"smaller": (5, 4), "larger": (17, 30), "turned": (12, 8), "the same": (8, 12), "a point": (1, 1)}
+SIZES = {
+    "smaller": (5, 4),
+    "larger": (17, 30),
+    "turned": (12, 8),
+    "the same": (8, 12),
+    "a point": (1, 1),
+}
 
 
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
@@ -140,24 +150,40 @@ def test_resize_image(dims: tuple[int, int], channels: int) -> None:
 
 
 def test_resize_image_has_the_bits_of_scipy() -> None:
-    """A smooth image has many values that lie halfway between two float32: the order of the sums decides them."""
+    """A smooth image has many values that lie halfway between two float32: the order of the sums
+    decides them.
+    """
     ndimage = pytest.importorskip("scipy.ndimage")
     y, x = np.mgrid[:300, :360]
     image = (np.stack([y + x, 2 * y - x, 3 * x - y], axis=-1) % 256 / 255).astype(np.float32)
-    zoomed = ndimage.zoom(image.astype(float), (227 / 300, 227 / 360, 1), order=1, mode="grid-constant", grid_mode=True)
-    np.testing.assert_array_equal(caffe.io.resize_image(image, (227, 227)), zoomed.astype(np.float32))
+    zoomed = ndimage.zoom(
+        image.astype(float),
+        (227 / 300, 227 / 360, 1),
+        order=1,
+        mode="grid-constant",
+        grid_mode=True,
+    )
+    np.testing.assert_array_equal(
+        caffe.io.resize_image(image, (227, 227)), zoomed.astype(np.float32)
+    )
 
 
 def test_resize_image_of_bytes_and_by_nearest_pixels() -> None:
     image = RNG.integers(0, 256, (8, 12, 3), np.uint8)
-    np.testing.assert_allclose(caffe.io.resize_image(image, (4, 5)), bilinear(image, 4, 5), atol=1 + image.min())
+    np.testing.assert_allclose(
+        caffe.io.resize_image(image, (4, 5)), bilinear(image, 4, 5), atol=1 + image.min()
+    )
     nearest = caffe.io.resize_image(image, (4, 6), interp_order=0)
     np.testing.assert_allclose(nearest, image[1::2, 1::2], rtol=1e-6)
-    np.testing.assert_array_equal(caffe.io.resize_image(np.full((3, 3, 3), 7, np.uint8), (5, 6)), np.full((5, 6, 3), 7))
+    np.testing.assert_array_equal(
+        caffe.io.resize_image(np.full((3, 3, 3), 7, np.uint8), (5, 6)), np.full((5, 6, 3), 7)
+    )
 
 
 @pytest.mark.parametrize("dims", [(15, 23), (3, 5)])
-def test_resize_image_of_other_numbers_of_channels_keeps_the_corner_pixels(dims: tuple[int, int]) -> None:
+def test_resize_image_of_other_numbers_of_channels_keeps_the_corner_pixels(
+    dims: tuple[int, int],
+) -> None:
     y, x = np.mgrid[:8, :12]
     planes = np.stack([y, x, y + 2 * x, 3 * y - x], axis=-1).astype(np.float32)
     at = np.meshgrid(np.linspace(0, 7, dims[0]), np.linspace(0, 11, dims[1]), indexing="ij")
@@ -174,7 +200,10 @@ def test_resize_image_by_splines() -> None:
     there = (np.arange(80) + 0.5) / 2 - 0.5
     expected = np.sin(6 * there / 39)[:, None] * np.cos(5 * there / 39)
     linear, cubic = (
-        np.abs(caffe.io.resize_image(image, (80, 80), order)[10:-10, 10:-10, 0] - expected[10:-10, 10:-10]).max()
+        np.abs(
+            caffe.io.resize_image(image, (80, 80), order)[10:-10, 10:-10, 0]
+            - expected[10:-10, 10:-10]
+        ).max()
         for order in (1, 3)
     )
     assert cubic < linear / 2
@@ -256,7 +285,9 @@ def test_a_mean_image_is_resized() -> None:
     rows = np.linspace(0, 9, 10)
     t.set_mean("data", np.broadcast_to(rows[:, None], (3, 10, 10)).copy())
     assert t.mean["data"].shape == (3, 6, 6)
-    np.testing.assert_allclose(t.mean["data"][1, :, 2], (np.arange(6) + 0.5) * 10 / 6 - 0.5, atol=1e-6)
+    np.testing.assert_allclose(
+        t.mean["data"][1, :, 2], (np.arange(6) + 0.5) * 10 / 6 - 0.5, atol=1e-6
+    )
     t.set_mean("data", np.full((3, 10, 10), 5.0))
     np.testing.assert_allclose(t.mean["data"], np.full((3, 6, 6), 5.0))
     own = RNG.random((3, 6, 6))
@@ -271,7 +302,14 @@ def test_a_mean_image_is_resized() -> None:
 
 def test_settings_are_checked() -> None:
     t = transformer()
-    for setting in (t.preprocess, t.deprocess, t.set_transpose, t.set_mean, t.set_raw_scale, t.set_input_scale):
+    for setting in (
+        t.preprocess,
+        t.deprocess,
+        t.set_transpose,
+        t.set_mean,
+        t.set_raw_scale,
+        t.set_input_scale,
+    ):
         with pytest.raises(Exception, match="dat is not one of the net inputs: data"):
             setting("dat", np.zeros(3))  # type: ignore[operator]
     with pytest.raises(ValueError, match="Transpose order needs to name the 3 axes"):

@@ -126,13 +126,17 @@ def test_caffe_in_user_code_is_caffepy(folder: Path) -> None:
 
 def test_caffe_itself_is_left_alone(folder: Path) -> None:
     (folder / "python" / "caffe").mkdir(parents=True)
-    (folder / "python" / "caffe" / "__init__.py").write_text("import caffepy\nLayer, TRAIN = caffepy.Layer, 0\n")
+    (folder / "python" / "caffe" / "__init__.py").write_text(
+        "import caffepy\nLayer, TRAIN = caffepy.Layer, 0\n"
+    )
     run(folder, SCRIPT + "assert sys.modules['caffe'] is not caffe\n", str(folder / "python"))
 
 
 def test_a_caffe_that_cannot_be_imported_is_passed_over(folder: Path) -> None:
     (folder / "python" / "caffe").mkdir(parents=True)
-    (folder / "python" / "caffe" / "__init__.py").write_text("from . import io\nfrom . import _caffe\n")
+    (folder / "python" / "caffe" / "__init__.py").write_text(
+        "from . import io\nfrom . import _caffe\n"
+    )
     (folder / "python" / "caffe" / "io.py").touch()
     more = "assert sys.modules['caffe'] is caffe\nassert 'caffe.io' not in sys.modules\n"
     run(folder, SCRIPT + more, str(folder / "python"))
@@ -141,7 +145,16 @@ def test_a_caffe_that_cannot_be_imported_is_passed_over(folder: Path) -> None:
 def test_the_command_says_where_user_code_failed(folder: Path) -> None:
     (folder / "mine.py").write_text(MINE.replace("self.slope = None", "self.slope = 1 / 0"))
     done = subprocess.run(
-        [sys.executable, "-m", "caffepy", "train", "-solver", "solver.prototxt", "-minloglevel", "1"],
+        [
+            sys.executable,
+            "-m",
+            "caffepy",
+            "train",
+            "-solver",
+            "solver.prototxt",
+            "-minloglevel",
+            "1",
+        ],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(Path(caffepy.__file__).parents[1])},
         capture_output=True,

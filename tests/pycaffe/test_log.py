@@ -24,7 +24,10 @@ def lines(folder: Path, script: str, **variables: str) -> list[str]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [" ".join(found) for found in re.findall(r"^([IWEF])\d{4} [\d:.]+ +\d+ [^]]+\] (.*)$", done.stderr, re.M)]
+    return [
+        " ".join(found)
+        for found in re.findall(r"^([IWEF])\d{4} [\d:.]+ +\d+ [^]]+\] (.*)$", done.stderr, re.M)
+    ]
 
 
 def test_nothing_is_shown_unasked(tmp_path: Path) -> None:
@@ -55,14 +58,18 @@ def test_scripts_written_for_caffe_show_what_caffe_shows(tmp_path: Path) -> None
 
 
 def test_lines_may_go_to_a_file(tmp_path: Path) -> None:
-    assert lines(tmp_path, "caffe.init_log(0, False)\ncaffe.log('kept')", GLOG_log_dir=str(tmp_path)) == []
+    assert (
+        lines(tmp_path, "caffe.init_log(0, False)\ncaffe.log('kept')", GLOG_log_dir=str(tmp_path))
+        == []
+    )
     assert "] kept" in (tmp_path / "caffepy.INFO").read_text()
 
 
 @pytest.mark.parametrize("level", ["7", "-1"])
 def test_levels_are_checked(level: str, tmp_path: Path) -> None:
-    script = (
-        f"try:\n    caffe.init_log({level})\nexcept RuntimeError as error:\n    caffe.init_log(); caffe.log(str(error))"
-    )
+    script = f"try:\n    caffe.init_log({level})\nexcept RuntimeError as error:\n    caffe.init_log(); caffe.log(str(error))"
     (said,) = lines(tmp_path, script)
-    assert said == f"I a log level is 0 (all), 1 (warnings and errors), 2 (errors) or 3 (none), not '{level}'"
+    assert (
+        said
+        == f"I a log level is 0 (all), 1 (warnings and errors), 2 (errors) or 3 (none), not '{level}'"
+    )

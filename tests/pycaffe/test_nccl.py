@@ -81,7 +81,9 @@ def test_ranks_take_turns_at_the_data(rows: str, begun: bool) -> None:  # noqa: 
 
 def test_nccl_is_for_gpus(rows: str, tmp_path: Path) -> None:  # noqa: F811
     solver = caffe.SGDSolver(solver_file(tmp_path, rows, 4))
-    with pytest.raises(RuntimeError, match=r"NCCL is for GPUs: caffe\.set_mode_gpu\(\) before the solver"):
+    with pytest.raises(
+        RuntimeError, match=r"NCCL is for GPUs: caffe\.set_mode_gpu\(\) before the solver"
+    ):
         caffe.NCCL(solver, bytes(128))
     assert isinstance(caffe.has_nccl(), bool)
     if not caffe.has_nccl():
@@ -90,7 +92,9 @@ def test_nccl_is_for_gpus(rows: str, tmp_path: Path) -> None:  # noqa: F811
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> None:
-    """Run work(rank) in a thread each; raises what one raises, though others may then wait for it for ever."""
+    """Run work(rank) in a thread each; raises what one raises, though others may then wait for it
+    for ever.
+    """
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def guarded(rank: int) -> None:
@@ -147,7 +151,9 @@ def test_threads_train_as_one(rows: str, tmp_path: Path) -> None:  # noqa: F811
 
     in_threads(2, work)
     np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_allclose(found[0], alone_on_a_gpu(solver_file(tmp_path, rows, 8)), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        found[0], alone_on_a_gpu(solver_file(tmp_path, rows, 8)), rtol=1e-3, atol=1e-5
+    )
 
 
 @pytest.mark.gpus(2)
@@ -169,7 +175,9 @@ def test_processes_train_as_one(rows: str, tmp_path: Path) -> None:  # noqa: F81
     assert process.returncode == 0, said
     found = [np.load(f"{file}.{rank}.npy") for rank in range(2)]
     np.testing.assert_array_equal(found[0], found[1])
-    np.testing.assert_allclose(found[0], alone_on_a_gpu(solver_file(tmp_path, rows, 8)), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        found[0], alone_on_a_gpu(solver_file(tmp_path, rows, 8)), rtol=1e-3, atol=1e-5
+    )
 
 
 @pytest.mark.gpus(2)

@@ -121,7 +121,9 @@ def test_a_net_is_neither_copied_nor_pickled(net: "caffe.Net") -> None:
             to_copy(net)
 
 
-@pytest.mark.parametrize("set_mode", [caffe.set_mode_cpu, pytest.param(caffe.set_mode_gpu, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "set_mode", [caffe.set_mode_cpu, pytest.param(caffe.set_mode_gpu, marks=pytest.mark.gpu)]
+)
 def test_copies_of_parameters_are_their_own(set_mode: Callable[[], None], path: Path) -> None:
     set_mode()
     try:
@@ -141,7 +143,10 @@ def test_copies_of_parameters_are_their_own(set_mode: Callable[[], None], path: 
 def test_paths_may_be_bytes(net: "caffe.Net", path: Path, tmp_path: Path) -> None:
     weights = bytes(tmp_path / "w.caffemodel")
     net.save(weights)
-    for other in (caffe.Net(bytes(path), weights, caffe.TRAIN), caffe.Net(path, caffe.TRAIN, weights=weights)):
+    for other in (
+        caffe.Net(bytes(path), weights, caffe.TRAIN),
+        caffe.Net(path, caffe.TRAIN, weights=weights),
+    ):
         assert (other.params["a"][0].data == net.params["a"][0].data).all()
 
 
@@ -149,7 +154,9 @@ def test_forward_all_pads_the_last_batch(net: "caffe.Net") -> None:
     x = np.random.default_rng(0).standard_normal((10, 3))
     out = net.forward_all(x=x, y=np.zeros(10))
     assert out["b"].shape == (10, 5)
-    np.testing.assert_allclose(out["b"][9], net.forward_all(x=x[9:], y=np.zeros(1))["b"][0], rtol=1e-5)
+    np.testing.assert_allclose(
+        out["b"][9], net.forward_all(x=x[9:], y=np.zeros(1))["b"][0], rtol=1e-5
+    )
 
 
 def test_save_and_load(net: "caffe.Net", path: Path, tmp_path: Path) -> None:
@@ -188,7 +195,10 @@ def test_phase_level_and_stages(tmp_path: Path) -> None:
         + ip("staged", "x", "s", 'include { stage: "deploy" }')
     )
     assert list(caffe.Net(str(file), caffe.TRAIN).params) == ["train"]
-    assert list(caffe.Net(str(file), caffe.TEST, level=2, stages=["deploy"]).params) == ["high", "staged"]
+    assert list(caffe.Net(str(file), caffe.TEST, level=2, stages=["deploy"]).params) == [
+        "high",
+        "staged",
+    ]
     assert list(caffe.Net(str(file), caffe.TEST, stages="deploy").params) == ["staged"]
     assert list(caffe.Net(str(file), None, caffe.TRAIN).params) == ["train"]
 
@@ -229,9 +239,14 @@ def test_ids_are_places_among_the_blobs(net: "caffe.Net") -> None:
 
 
 def test_unknown_phases_and_seeds_are_refused(path: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"there is no phase 7; give one of TRAIN \(0\), TEST \(1\)"):
+    with pytest.raises(
+        RuntimeError, match=r"there is no phase 7; give one of TRAIN \(0\), TEST \(1\)"
+    ):
         caffe.Net(str(path), 7)
-    for arguments in (("w.caffemodel",), (None,)):  # weights without a phase do not mean the first one
+    for arguments in (
+        ("w.caffemodel",),
+        (None,),
+    ):  # weights without a phase do not mean the first one
         with pytest.raises(RuntimeError, match="there is no phase "):
             caffe.Net(str(path), *arguments)
     with pytest.raises(RuntimeError, match="a random seed is 0 or more, not -1"):
@@ -253,7 +268,10 @@ layer { name: "in" type: "MemoryData" top: "x" top: "y" memory_data_param {
 def test_set_input_arrays(net: "caffe.Net", tmp_path: Path) -> None:
     (tmp_path / "memory.prototxt").write_text(MEMORY)
     memory = caffe.Net(str(tmp_path / "memory.prototxt"), caffe.TRAIN)
-    data, labels = np.arange(12, dtype=np.float32).reshape(4, 1, 1, 3), np.arange(4, dtype=np.float32)
+    data, labels = (
+        np.arange(12, dtype=np.float32).reshape(4, 1, 1, 3),
+        np.arange(4, dtype=np.float32),
+    )
     memory.set_input_arrays(data, labels)
     data += 1
     for i in (0, 2, 0):
@@ -289,7 +307,10 @@ def test_a_gpu_tells_of_wrong_labels_at_once(tmp_path: Path) -> None:
         net = caffe.Net(str(file), caffe.TRAIN)
     finally:
         caffe.set_mode_cpu()
-    with pytest.raises(RuntimeError, match=r'net\.prototxt:2:1: layer "loss" \(SoftmaxWithLoss\): label 3 is not one'):
+    with pytest.raises(
+        RuntimeError,
+        match=r'net\.prototxt:2:1: layer "loss" \(SoftmaxWithLoss\): label 3 is not one',
+    ):
         net.forward(x=np.zeros((2, 3)), y=np.array([1, 3]))
     assert net.forward(x=np.zeros((2, 3)), y=np.array([1, 2]))["loss"] == pytest.approx(np.log(3))
 
@@ -357,7 +378,12 @@ def test_forward_backward_all(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     x, b = rng.standard_normal((6, 3)), rng.standard_normal((6, 5))
     outs, diffs = net.forward_backward_all(["a"], ["a"], x=x, b=b)
-    assert (outs["b"].shape, outs["a"].shape, diffs["x"].shape, diffs["a"].shape) == ((6, 5), (6, 5), (6, 3), (6, 5))
+    assert (outs["b"].shape, outs["a"].shape, diffs["x"].shape, diffs["a"].shape) == (
+        (6, 5),
+        (6, 5),
+        (6, 3),
+        (6, 5),
+    )
     np.testing.assert_allclose(outs["b"], net.forward_all(None, x=x)["b"], rtol=1e-6)
     wa, wb = (net.params[name][0].data for name in "ab")
     np.testing.assert_allclose(diffs["x"], b @ wb @ wa, rtol=1e-4, atol=1e-5)
@@ -385,7 +411,9 @@ def test_ctrl_c_takes_no_batches_away(tmp_path: Path, monkeypatch: pytest.Monkey
                 net.forward()
         assert net.forward()["x"].ravel() == 2 * i + 1
     net.close()
-    with pytest.raises(RuntimeError, match=r'net.prototxt:1:1: layer "d" \(Data\): the layer is closed'):
+    with pytest.raises(
+        RuntimeError, match=r'net.prototxt:1:1: layer "d" \(Data\): the layer is closed'
+    ):
         net.forward()
 
 

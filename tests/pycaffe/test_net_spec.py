@@ -13,17 +13,31 @@ from caffepy.pycaffe.net_spec import Function, Top, assign_proto, param_name_dic
 def two_layers() -> "caffe.NetSpec":
     n = caffe.NetSpec()
     n.data, n.label = L.DummyData(shape=[{"dim": [2, 3]}, {"dim": [2]}], ntop=2)
-    n.ip = L.InnerProduct(n.data, num_output=4, weight_filler={"type": "xavier"}, param={"lr_mult": 2})
+    n.ip = L.InnerProduct(
+        n.data, num_output=4, weight_filler={"type": "xavier"}, param={"lr_mult": 2}
+    )
     n.relu = L.ReLU(n.ip, in_place=True)
-    n["loss/all"] = L.SoftmaxWithLoss(n.relu, n.label, loss_weight=0.5, loss_param={"ignore_label": 3})
+    n["loss/all"] = L.SoftmaxWithLoss(
+        n.relu, n.label, loss_weight=0.5, loss_param={"ignore_label": 3}
+    )
     return n
 
 
 def test_a_net_of_named_layers() -> None:
     net = two_layers().to_proto()
     assert [layer.name for layer in net.layer] == ["data", "ip", "relu", "loss/all"]
-    assert [layer.type for layer in net.layer] == ["DummyData", "InnerProduct", "ReLU", "SoftmaxWithLoss"]
-    assert [list(layer.top) for layer in net.layer] == [["data", "label"], ["ip"], ["ip"], ["loss/all"]]
+    assert [layer.type for layer in net.layer] == [
+        "DummyData",
+        "InnerProduct",
+        "ReLU",
+        "SoftmaxWithLoss",
+    ]
+    assert [list(layer.top) for layer in net.layer] == [
+        ["data", "label"],
+        ["ip"],
+        ["ip"],
+        ["loss/all"],
+    ]
     assert [list(layer.bottom) for layer in net.layer] == [[], ["data"], ["ip"], ["ip", "label"]]
     assert [list(shape.dim) for shape in net.layer[0].dummy_data_param.shape] == [[2, 3], [2]]
     assert net.layer[1].inner_product_param.num_output == 4
@@ -45,7 +59,13 @@ def test_names_that_nobody_gave_are_types_and_numbers() -> None:
     data = L.Input(input_param={"shape": {"dim": [1, 3, 8, 8]}})
     one, two = (L.Convolution(data, num_output=2, kernel_size=3) for _ in range(2))
     net = caffe.to_proto(L.Eltwise(one, two), L.Silence(one, ntop=0))
-    assert [layer.name for layer in net.layer] == ["Input1", "Convolution1", "Convolution2", "Eltwise1", "Silence1"]
+    assert [layer.name for layer in net.layer] == [
+        "Input1",
+        "Convolution1",
+        "Convolution2",
+        "Eltwise1",
+        "Silence1",
+    ]
     assert list(net.layer[3].bottom) == ["Convolution1", "Convolution2"]
     assert [layer.name for layer in one.to_proto().layer] == ["Input1", "Convolution1"]
 
@@ -90,7 +110,9 @@ def test_parameters_go_where_they_belong() -> None:
     )
     n.d = L.Deconvolution(n.c, convolution_param={"num_output": 2, "kernel_size": 2})
     n.p = L.Python(n.d, module="m", layer="l", python_param={"param_str": "x"})
-    n.f = L.Pooling(n.p, pool=P.Pooling.AVE, pooling_param=caffe_pb2.PoolingParameter(kernel_size=2))
+    n.f = L.Pooling(
+        n.p, pool=P.Pooling.AVE, pooling_param=caffe_pb2.PoolingParameter(kernel_size=2)
+    )
     x, c, d, p, f = n.to_proto().layer
     assert list(x.input_param.shape[0].dim) == [1, 3, 8, 8]
     assert c.name == "other"
@@ -101,7 +123,11 @@ def test_parameters_go_where_they_belong() -> None:
     assert list(c.include[1].stage) == ["a", "b"]
     assert list(c.propagate_down) == [False]
     assert list(d.convolution_param.kernel_size) == [2]
-    assert (p.python_param.module, p.python_param.layer, p.python_param.param_str) == ("m", "l", "x")
+    assert (p.python_param.module, p.python_param.layer, p.python_param.param_str) == (
+        "m",
+        "l",
+        "x",
+    )
     assert f.pooling_param.kernel_size == 2
 
 
@@ -113,9 +139,13 @@ def test_spelling_mistakes_are_named() -> None:
     n = caffe.NetSpec()
     n.data = L.DummyData(shape={"dim": 3})
     wrong = {
-        'Convolution has no parameter "kernel_sise", did you mean "kernel_size"': {"kernel_sise": 3},
+        'Convolution has no parameter "kernel_sise", did you mean "kernel_size"': {
+            "kernel_sise": 3
+        },
         'Convolution has no parameter "inner_param"': {"inner_param": {}},
-        'FillerParameter has no field "typ", did you mean "type"': {"weight_filler": {"typ": "xavier"}},
+        'FillerParameter has no field "typ", did you mean "type"': {
+            "weight_filler": {"typ": "xavier"}
+        },
     }
     for message, params in wrong.items():
         n.wrong = L.Convolution(n.data, **params)
@@ -131,7 +161,9 @@ def test_spelling_mistakes_are_named() -> None:
 
 def test_inputs_must_be_tops() -> None:
     both = L.DummyData(ntop=2)
-    with pytest.raises(TypeError, match=r"^Silence input 0 is not a Top \(type is <class 'tuple'>\)$"):
+    with pytest.raises(
+        TypeError, match=r"^Silence input 0 is not a Top \(type is <class 'tuple'>\)$"
+    ):
         L.Silence(both, ntop=0)
     n = caffe.NetSpec()
     n.data = both
@@ -157,7 +189,11 @@ def test_assign_proto_and_the_names_of_parameters() -> None:
     assign_proto(net, "name", "n")
     assign_proto(net, "input_shape", {"dim": [1, 2]})
     assign_proto(net, "layer", [{"name": "a", "top": "x"}, {"name": "b"}])
-    assert (net.name, list(net.input_shape[0].dim), [layer.name for layer in net.layer]) == ("n", [1, 2], ["a", "b"])
+    assert (net.name, list(net.input_shape[0].dim), [layer.name for layer in net.layer]) == (
+        "n",
+        [1, 2],
+        ["a", "b"],
+    )
     names = param_name_dict()
     assert names["InnerProduct"] == "inner_product"
     assert names["TanH"] == "tanh"

@@ -97,7 +97,11 @@ def test_get_solver_makes_the_class_of_the_type(path: str) -> None:
 
 def test_rates_may_be_set(path: str) -> None:
     solver = caffe.SGDSolver(path)
-    assert (solver.param.max_iter, solver.param.display, solver.param.layer_wise_reduce) == (0, 0, True)
+    assert (solver.param.max_iter, solver.param.display, solver.param.layer_wise_reduce) == (
+        0,
+        0,
+        True,
+    )
     assert solver.lr == pytest.approx(0.1)
     solver.param.base_lr = 0.01
     assert solver.lr == pytest.approx(0.01)
@@ -117,7 +121,9 @@ def test_callbacks_are_two_functions(path: str) -> None:
     solver.add_callback(lambda: heard.append("start"), lambda: heard.append("gradients"))
     solver.step(2)
     assert heard == ["start", "gradients"] * 2
-    with pytest.raises(RuntimeError, match="two functions, on_start and on_gradients_ready, or an NCCL"):
+    with pytest.raises(
+        RuntimeError, match="two functions, on_start and on_gradients_ready, or an NCCL"
+    ):
         solver.add_callback(heard.append)
 
 
@@ -146,7 +152,9 @@ def test_a_solver_that_is_not_the_root_follows(tmp_path: Path) -> None:
     follower.solve()
     assert follower.iter == 3
     assert not list(tmp_path.glob("run*"))
-    assert (follower.net.params["ip"][0].data != root.net.params["ip"][0].data).any()  # its seed is another
+    assert (
+        follower.net.params["ip"][0].data != root.net.params["ip"][0].data
+    ).any()  # its seed is another
     root.step(1)
     assert list(tmp_path.glob("run_iter_1*"))
 
@@ -189,13 +197,18 @@ def test_solvers_on_the_cpu_train_together(rows: str, tmp_path: Path) -> None:
     with two.together(cpus=2):
         two.step(3)
         two.step(2)
-    np.testing.assert_allclose(two.net.params["ip"][0].data, one.net.params["ip"][0].data, rtol=1e-5)
+    np.testing.assert_allclose(
+        two.net.params["ip"][0].data, one.net.params["ip"][0].data, rtol=1e-5
+    )
     with pytest.raises(ZeroDivisionError):
         step_and_do(two, lambda: 1 / 0)
     two.step(1)
     assert two.iter == 7
     for settings in ({"gpus": [0]}, {}):
-        with pytest.raises(RuntimeError, match="this solver is on the CPU: give cpus=2"), two.together(**settings):
+        with (
+            pytest.raises(RuntimeError, match="this solver is on the CPU: give cpus=2"),
+            two.together(**settings),
+        ):
             pass
 
 
@@ -216,7 +229,9 @@ def test_an_error_in_an_iteration_ends_all_solvers(rows: str, tmp_path: Path) ->
 
 def test_an_error_that_the_block_catches_ends_it(rows: str, tmp_path: Path) -> None:
     file = tmp_path / "solver.prototxt"
-    file.write_text(f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" net_param {{ {ROWS % (rows, 4)} }}')
+    file.write_text(
+        f'{SETTINGS} snapshot_prefix: "{tmp_path}/s" net_param {{ {ROWS % (rows, 4)} }}'
+    )
     solver = caffe.SGDSolver(str(file))
     solver.net.after_forward(fail)
 
@@ -226,8 +241,14 @@ def test_an_error_that_the_block_catches_ends_it(rows: str, tmp_path: Path) -> N
 
     with pytest.raises(ValueError, match="mine"):
         train()
-    for more in (lambda: solver.step(1), train, lambda: solver.restore(f"{tmp_path}/s_iter_0.solverstate")):
-        with pytest.raises(RuntimeError, match="until an error ended that, so that it cannot go on"):
+    for more in (
+        lambda: solver.step(1),
+        train,
+        lambda: solver.restore(f"{tmp_path}/s_iter_0.solverstate"),
+    ):
+        with pytest.raises(
+            RuntimeError, match="until an error ended that, so that it cannot go on"
+        ):
             more()
     solver.snapshot()
     assert (tmp_path / "s_iter_0.solverstate").exists()

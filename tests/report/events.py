@@ -20,7 +20,9 @@ def events(folder: Path) -> list[Any]:
 
 
 def values(folder: Path) -> dict[str, dict[int, Any]]:
-    """By tag and step what TensorBoard would show: a run hides what earlier ones have from its beginning on."""
+    """By tag and step what TensorBoard would show: a run hides what earlier ones have from its
+    beginning on.
+    """
     from tensorboardX.proto.event_pb2 import SessionLog
 
     shown: dict[str, dict[int, Any]] = {}

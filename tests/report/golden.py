@@ -14,7 +14,9 @@ OUTPUT = re.compile(r" {4}T\w+ net output #\d+: (\S+) = (\S+?)(?: \(\* (\S+) = .
 
 
 def messages() -> list[str]:
-    """The messages of Caffe's training loop, without the prefix and without what the data layers say in between."""
+    """The messages of Caffe's training loop, without the prefix and without what the data layers
+    say in between.
+    """
     bare = [PREFIX.sub("", line) for line in LOG.read_text().splitlines()]
     begin, end = bare.index("Solving digits"), bare.index("Optimization Done.")
     return [message for message in bare[begin : end + 1] if not message.startswith("Restarting")]
@@ -23,16 +25,22 @@ def messages() -> list[str]:
 def replay(reporter: Reporter, lines: list[str]) -> None:
     """Send the events that lead to these messages."""
     rest = iter(lines)
-    reporter.solving(next(rest).removeprefix("Solving "), next(rest).removeprefix("Learning Rate Policy: "))
+    reporter.solving(
+        next(rest).removeprefix("Solving "), next(rest).removeprefix("Learning Rate Policy: ")
+    )
     for number, line in enumerate(lines):
         outputs = list(_outputs(lines[number + 1 :]))
         if found := re.fullmatch(r"Iteration (\d+), Testing net \(#(\d+)\)", line):
             iteration, k = map(int, found.groups())
             reporter.test_started(iteration, k)
             reporter.test_done(iteration, k, outputs, None)
-        elif found := re.fullmatch(r"Iteration (\d+) \((\S+) iter/s, (\S+)s/(\d+) iters\), loss = (\S+)", line):
+        elif found := re.fullmatch(
+            r"Iteration (\d+) \((\S+) iter/s, (\S+)s/(\d+) iters\), loss = (\S+)", line
+        ):
             iteration, display = int(found[1]), int(found[4])
-            reporter.displayed(iteration, float(found[5]), outputs, float(found[2]), float(found[3]), display)
+            reporter.displayed(
+                iteration, float(found[5]), outputs, float(found[2]), float(found[3]), display
+            )
         elif found := re.fullmatch(r"Iteration (\d+), lr = (\S+)", line):
             reporter.lr(int(found[1]), float(found[2]))
             reporter.iterated(int(found[1]), 0.0, float(found[2]), 50)

@@ -14,7 +14,9 @@ def when(line: str, year: int = 2026) -> datetime:
     date, clock = line.split()[:2]
     hour, minute, second = clock.split(":")
     whole, micros = second.split(".")
-    return datetime(year, int(date[1:3]), int(date[3:]), int(hour), int(minute), int(whole), int(micros))
+    return datetime(
+        year, int(date[1:3]), int(date[3:]), int(hour), int(minute), int(whole), int(micros)
+    )
 
 
 def tables(text: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:

@@ -44,7 +44,9 @@ def test_a_run_that_was_too_short_tells_nothing(monkeypatch: pytest.MonkeyPatch)
         assert baseline.known("short") is None
 
 
-def test_what_cannot_be_read_or_written_does_not_matter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_or_written_does_not_matter(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder / "caffepy").mkdir()
     (folder / "caffepy" / baseline.FILE).write_text('{"x": "fast"}')
     assert baseline.known("x") is None

@@ -15,14 +15,21 @@ log = logging.getLogger("caffepy.somewhere")
 LINE = re.compile(r"([IWEF])(\d{4}) \d\d:\d\d:\d\d\.\d{6} ([ \d]{5,}) test_glog\.py:\d+\] (.*)")
 
 
-def test_one_line_has_severity_date_time_thread_place_and_message(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_line_has_severity_date_time_thread_place_and_message(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with logging_to():
         log.info("one %d", 1)
         log.warning("two")
         log.error("three")
         log.critical("four")
     found = [LINE.fullmatch(line) for line in capsys.readouterr().err.splitlines()]
-    assert [f and (f[1], f[4]) for f in found] == [("I", "one 1"), ("W", "two"), ("E", "three"), ("F", "four")]
+    assert [f and (f[1], f[4]) for f in found] == [
+        ("I", "one 1"),
+        ("W", "two"),
+        ("E", "three"),
+        ("F", "four"),
+    ]
     assert {f and f[3] for f in found} == {f"{threading.get_native_id():5d}"}
 
 
@@ -54,7 +61,9 @@ def test_the_logger_is_left_as_it_was() -> None:
     assert (logger.level, logger.propagate, logger.handlers) == before
 
 
-def test_a_log_file_has_glogs_name_header_and_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_has_glogs_name_header_and_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with logging_to(stderr=False, log_dir=str(tmp_path / "logs")):
         log.info("hello")
     link = tmp_path / "logs" / "caffepy.INFO"
@@ -71,7 +80,9 @@ def test_a_log_file_has_glogs_name_header_and_link(tmp_path: Path, capsys: pytes
 def test_the_file_tells_what_ended_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError), logging_to(stderr=False, log_dir=str(tmp_path)):
         raise ConfigError("too many axes", "net.prototxt:3:1")
-    assert re.search(r"\nF\d{4} .* test_glog.py:\d+\] net.prototxt:3:1: too many axes\n", _text(tmp_path))
+    assert re.search(
+        r"\nF\d{4} .* test_glog.py:\d+\] net.prototxt:3:1: too many axes\n", _text(tmp_path)
+    )
     assert "Traceback" not in _text(tmp_path)
 
 
@@ -83,7 +94,10 @@ def test_the_file_keeps_the_traceback_of_a_bug(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_the_users_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot write log files"), logging_to(log_dir=str(tmp_path / "file")):
+    with (
+        pytest.raises(UsageError, match="cannot write log files"),
+        logging_to(log_dir=str(tmp_path / "file")),
+    ):
         pass
 
 

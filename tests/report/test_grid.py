@@ -21,7 +21,8 @@ def test_grey_filters_stand_in_a_square() -> None:
             for column in range(2):
                 expected = round((weights[i, 0, row, column] + 1) / 2 * 255)
                 part = picture[
-                    y + row * factor : y + (row + 1) * factor, x + column * factor : x + (column + 1) * factor
+                    y + row * factor : y + (row + 1) * factor,
+                    x + column * factor : x + (column + 1) * factor,
                 ]
                 assert np.all(np.abs(part.astype(int) - expected) <= 1)
     assert np.all(picture[3 * factor] == 255), "a line"
@@ -63,7 +64,10 @@ def test_values_of_any_shape(shape: tuple[int, ...], tiles: tuple[int, ...], col
 def test_values_that_are_not_finite_are_red_and_equal_ones_grey() -> None:
     picture = grid.grid(*grid.blob_tiles(np.array([[[0.0, np.nan], [1.0, np.inf]]])))
     step = grid.LARGEST
-    assert picture[::step, ::step].tolist() == [[[0, 0, 0], [0, 0, 255]], [[255, 255, 255], [0, 0, 255]]]
+    assert picture[::step, ::step].tolist() == [
+        [[0, 0, 0], [0, 0, 255]],
+        [[255, 255, 255], [0, 0, 255]],
+    ]
     assert np.unique(grid.grid(*grid.blob_tiles(np.full((1, 2, 2), 7.0)))).tolist() == [128]
     assert np.unique(grid.grid(*grid.blob_tiles(np.full((1, 1, 1), np.nan)))).tolist() == [0, 255]
 

@@ -62,7 +62,14 @@ def test_parse_log_py_reads_it(text: str) -> None:
 def test_parse_log_sh_cuts_the_right_fields(text: str) -> None:
     cut = parsers.fields(text)
     assert len(cut["start"]) == 1
-    assert cut["accuracy"] == ["0.0808081", "0.878788", "0.962963", "0.983165", "0.925926", "0.983165"]
+    assert cut["accuracy"] == [
+        "0.0808081",
+        "0.878788",
+        "0.962963",
+        "0.983165",
+        "0.925926",
+        "0.983165",
+    ]
     assert cut["test loss"][0] == "2.31651"
     assert (cut["loss"][0], cut["loss"][-1]) == ("2.32759", "0.0404198")
     assert (cut["rate"][0], cut["rate"][-1]) == ("0.05", "0.0372626")

@@ -21,10 +21,15 @@ def digits(tmp_path: Path) -> Path:
 
 
 def write(folder: Path, *lines: str) -> str:
-    """A log with these messages, a quarter of a second apart; a line that begins with | stands as it is."""
+    """A log with these messages, a quarter of a second apart; a line that begins with | stands as
+    it is.
+    """
     path = folder / "it.log"
     stamps = (PREFIX % divmod(250_000 * i, 1_000_000) for i in range(len(lines)))
-    framed = (line[1:] if line.startswith("|") else stamp + line for stamp, line in zip(stamps, lines, strict=True))
+    framed = (
+        line[1:] if line.startswith("|") else stamp + line
+        for stamp, line in zip(stamps, lines, strict=True)
+    )
     path.write_text("\n".join(framed) + "\n")
     return str(path)
 
@@ -34,7 +39,9 @@ def test_csv_files_are_parse_log_pys_to_the_byte(name: str, digits: Path, tmp_pa
     log = digits if name == "digits" else LOGS / "two_nets.log"
     log_tables.save_log_csvs(str(log), str(tmp_path))
     for kind in ("train", "test"):
-        assert (tmp_path / f"{name}.log.{kind}").read_bytes() == (LOGS / f"{name}.log.{kind}").read_bytes()
+        assert (tmp_path / f"{name}.log.{kind}").read_bytes() == (
+            LOGS / f"{name}.log.{kind}"
+        ).read_bytes()
 
 
 def test_columns_are_parse_log_shs_to_the_byte(tmp_path: Path) -> None:
@@ -89,7 +96,12 @@ def test_what_ends_caffes_script_is_passed_over(case: str, tmp_path: Path) -> No
 
 def test_a_net_called_solving(tmp_path: Path) -> None:
     log = write(
-        tmp_path, "Initializing net from parameters: ", '|name: "Solving"', "Solving it", *outputs(0), *outputs(5)
+        tmp_path,
+        "Initializing net from parameters: ",
+        '|name: "Solving"',
+        "Solving it",
+        *outputs(0),
+        *outputs(5),
     )
     assert [row["Seconds"] for row in log_tables.parse_log(log)[0]] == [0.5, 1.25]
 
@@ -100,23 +112,39 @@ def test_a_log_that_lacks_its_beginning_counts_from_its_first_line(tmp_path: Pat
 
 
 def test_columns_that_the_first_row_lacks_come_last(tmp_path: Path) -> None:
-    log = write(tmp_path, "Solving net", *outputs(0), "Train net output #1: b = 2", *outputs(5), *outputs(6))
+    log = write(
+        tmp_path, "Solving net", *outputs(0), "Train net output #1: b = 2", *outputs(5), *outputs(6)
+    )
     rows = log_tables.parse_log(log)[0]
     rows[1]["c"] = 3.0
     log_tables.save_csv(rows, str(tmp_path / "it.csv"), ";")
     head, first, second = (tmp_path / "it.csv").read_text().splitlines()
-    assert (head, first.count(";"), second[-5:]) == ("NumIters;Seconds;LearningRate;loss;b;c", 5, ";;3.0")
+    assert (head, first.count(";"), second[-5:]) == (
+        "NumIters;Seconds;LearningRate;loss;b;c",
+        5,
+        ";;3.0",
+    )
 
 
 def test_no_rows_no_file(tmp_path: Path) -> None:
-    said = log_tables.save_log_csvs(write(tmp_path, "Solving net", *outputs(0), *outputs(1)), str(tmp_path))
-    assert said == [f"Wrote {tmp_path}/it.log.train", f"Not writing {tmp_path}/it.log.test; no lines to write"]
+    said = log_tables.save_log_csvs(
+        write(tmp_path, "Solving net", *outputs(0), *outputs(1)), str(tmp_path)
+    )
+    assert said == [
+        f"Wrote {tmp_path}/it.log.train",
+        f"Not writing {tmp_path}/it.log.test; no lines to write",
+    ]
     assert not (tmp_path / "it.log.test").exists()
 
 
 def test_json_has_null_for_what_is_no_number(tmp_path: Path) -> None:
     log = write(
-        tmp_path, "Solving net", "Iteration 0", "Test net output #0: a = 1", "Iteration 1", "Test net output #0: a = 2"
+        tmp_path,
+        "Solving net",
+        "Iteration 0",
+        "Test net output #0: a = 1",
+        "Iteration 1",
+        "Test net output #0: a = 2",
     )
     told = json.loads(log_tables.as_json(log))
     assert told["train"] == []
@@ -130,4 +158,6 @@ def test_files_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r'could not open ".*none\.log": no such file'):
         log_tables.parse_log(str(tmp_path / "none.log"))
     with pytest.raises(UsageError, match="cannot write"):
-        log_tables.save_log_csvs(write(tmp_path, "Solving net", *outputs(0), *outputs(1)), str(tmp_path / "nowhere"))
+        log_tables.save_log_csvs(
+            write(tmp_path, "Solving net", *outputs(0), *outputs(1)), str(tmp_path / "nowhere")
+        )

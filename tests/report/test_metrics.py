@@ -45,8 +45,16 @@ def test_a_row_for_each_display_and_test(prefix: str) -> None:
     columns, rows = read_rows(f"{prefix}_metrics.csv")
     assert columns == ["iteration", "time", "loss", "lr", "test_accuracy", "test_loss", "images/s"]
     assert [int(row["iteration"]) for row in rows] == [*range(0, 500, 20), 500]
-    assert (rows[5]["loss"], rows[5]["lr"], rows[5]["test_accuracy"]) == ("0.511121", "0.0465506", "0.878788")
-    assert (rows[6]["test_accuracy"], rows[-1]["loss"], rows[-1]["test_accuracy"]) == ("", "0.0404198", "0.983165")
+    assert (rows[5]["loss"], rows[5]["lr"], rows[5]["test_accuracy"]) == (
+        "0.511121",
+        "0.0465506",
+        "0.878788",
+    )
+    assert (rows[6]["test_accuracy"], rows[-1]["loss"], rows[-1]["test_accuracy"]) == (
+        "",
+        "0.0404198",
+        "0.983165",
+    )
     assert all(float(row["images/s"]) > 0 for row in rows[:-1])
     times = [float(row["time"]) for row in rows]
     assert times == sorted(times)
@@ -92,7 +100,8 @@ def test_rows_that_other_programs_damaged_are_left_out(prefix: str) -> None:
     path = Path(f"{prefix}_metrics.csv")
     bad = ["x,1,1,1,,1", "6,x,1,1,,1", "8,1,x,1,,1", "\u00b2,1,1,1,,1", ",,,,,", "-1,1,1,1,,1"]
     path.write_text(
-        "\n".join(["\ufeff" + path.read_text(), *bad, "7,,1,1,,\n"]).replace("\n\n", "\n"), encoding="utf-8"
+        "\n".join(["\ufeff" + path.read_text(), *bad, "7,,1,1,,\n"]).replace("\n\n", "\n"),
+        encoding="utf-8",
     )
     assert column(prefix, "iteration") == ["0", "2", "4", "7"]
     assert read_run([str(path)]).curves["loss"].iterations == [0, 2, 4, 7]
@@ -112,7 +121,13 @@ def test_columns_for_several_test_nets_and_scalars_that_come_late(prefix: str) -
         metrics.test_done(5, 2, [("p", np.array([0.25, 0.75]), 0.0)], None)
         metrics.done(False)
     columns, rows = read_rows(f"{prefix}_metrics.csv")
-    assert columns[4:] == ["test_accuracy", "test1_accuracy", "test2_p[0]", "test2_p[1]", "images/s"]
+    assert columns[4:] == [
+        "test_accuracy",
+        "test1_accuracy",
+        "test2_p[0]",
+        "test2_p[1]",
+        "images/s",
+    ]
     assert list(rows[-1].values())[4:8] == ["", "0.05", "0.25", "0.75"]
     assert [row["iteration"] for row in rows] == ["2", "4", "5"]
 
@@ -125,7 +140,9 @@ def test_disk_trouble_costs_the_file_only(tmp_path: Path, caplog: pytest.LogCapt
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_disk_that_fills_up_costs_the_file_only(prefix: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_fills_up_costs_the_file_only(
+    prefix: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Metrics(prefix) as metrics:
         run(metrics, 0, 3)
         assert metrics._file is not None
@@ -144,7 +161,9 @@ def test_the_curve_is_drawn_at_the_end(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"net_curve.png", "net_metrics.csv"}
 
 
-def test_no_curve_without_matplotlib_or_for_who_leaves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_curve_without_matplotlib_or_for_who_leaves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     metrics = Metrics(str(tmp_path / "left"))
     run(metrics, 0, 9)
     metrics.close(complete=False)

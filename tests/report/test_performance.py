@@ -14,7 +14,10 @@ def spent(*seconds: float) -> dict[str, float]:
 
 
 CASES = {
-    "data": ([spent(30, 30, 30, 5, 5)] * 2, "Data holds the solvers up: they wait for it 30% of the time."),
+    "data": (
+        [spent(30, 30, 30, 5, 5)] * 2,
+        "Data holds the solvers up: they wait for it 30% of the time.",
+    ),
     "synchronization": (
         [spent(0, 30, 30, 30, 10)] * 3,
         "Synchronization holds the solvers up: it takes 30% of the time.",
@@ -54,7 +57,8 @@ def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFi
     slow = r"solver 1 computes 25% longer than the mean"
     first, whole, *table = caplog.messages
     assert re.fullmatch(
-        rf"    {rates}; data 6%, forward 47%, backward 47%, synchronization 0%, update 0%; {slow}", first
+        rf"    {rates}; data 6%, forward 47%, backward 47%, synchronization 0%, update 0%; {slow}",
+        first,
     ), first
     assert re.fullmatch(rf"Performance of 2 solvers: {rates}", whole)
     assert table == [

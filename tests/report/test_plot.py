@@ -38,7 +38,11 @@ def test_a_panel_for_each_kind(figures: list[Any]) -> None:
     assert [axes.get_ylabel() for axes in panels] == ["loss", "accuracy", "lr"]
     assert labels(panels[0]) == ["loss", "test loss"]
     assert list(panels[0].get_lines()[0].get_xdata()) == [0, 1, 2]
-    assert [axes.get_yscale() for axes in panels] == ["linear", "linear", "log"]  # the rate fell to a hundredth
+    assert [axes.get_yscale() for axes in panels] == [
+        "linear",
+        "linear",
+        "log",
+    ]  # the rate fell to a hundredth
     assert panels[-1].get_xlabel() == "seconds"
     assert panels[-1].get_legend() is None
 
@@ -97,7 +101,14 @@ def test_caffes_charts(figures: list[Any]) -> None:
         plot.draw_chart([it], number, "a.png")
         (axes,) = figures[-1].axes
         (line,) = axes.get_lines()
-        shown.append((axes.get_title(), axes.get_xlabel(), line.get_xdata()[1].item(), line.get_ydata()[1].item()))
+        shown.append(
+            (
+                axes.get_title(),
+                axes.get_xlabel(),
+                line.get_xdata()[1].item(),
+                line.get_ydata()[1].item(),
+            )
+        )
     assert shown == [
         ("Test accuracy vs. Iters", "Iters", 10, 0.6),
         ("Test accuracy vs. Seconds", "Seconds", 1, 0.6),
@@ -115,7 +126,10 @@ def test_caffes_charts(figures: list[Any]) -> None:
 def test_a_run_without_times_is_not_drawn_over_seconds() -> None:
     it = Run("a")
     it.add("loss", 0, math.nan, 1.0)
-    for draw in (lambda: plot.draw([it], "a.png", x="seconds"), lambda: plot.draw_chart([it], 7, "a.png")):
+    for draw in (
+        lambda: plot.draw([it], "a.png", x="seconds"),
+        lambda: plot.draw_chart([it], 7, "a.png"),
+    ):
         with pytest.raises(UsageError, match="a has no times"):
             draw()
 
@@ -127,11 +141,16 @@ def test_losses_that_a_logarithmic_axis_cannot_show(values: list[float], tmp_pat
 
 
 def test_wanted_curves_that_nobody_has() -> None:
-    with pytest.raises(UsageError, match=r'no run has curves of "los", did you mean "loss"\? \(there are: loss, lr\)'):
+    with pytest.raises(
+        UsageError,
+        match=r'no run has curves of "los", did you mean "loss"\? \(there are: loss, lr\)',
+    ):
         plot.draw([run()], "a.png", wanted=["los"])
 
 
-@pytest.mark.parametrize(("ext", "start"), [("png", b"\x89PNG"), ("SVG", b"<?xml"), ("pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("ext", "start"), [("png", b"\x89PNG"), ("SVG", b"<?xml"), ("pdf", b"%PDF")]
+)
 def test_formats(ext: str, start: bytes, tmp_path: Path) -> None:
     path = tmp_path / f"it.{ext}"
     plot.draw([run()], str(path))
@@ -140,7 +159,9 @@ def test_formats(ext: str, start: bytes, tmp_path: Path) -> None:
 
 
 def test_formats_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match=r'extension of "a\.jpg" must tell the format: \.png, \.svg, \.pdf'):
+    with pytest.raises(
+        UsageError, match=r'extension of "a\.jpg" must tell the format: \.png, \.svg, \.pdf'
+    ):
         plot.draw([run()], "a.jpg")
     monkeypatch.setattr(plot.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"pip install 'caffepy\[plot\]'"):

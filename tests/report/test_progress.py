@@ -29,8 +29,12 @@ with counting(250, "images") as done:
 """
 
 
-def on_terminal(progress: str, environment: Mapping[str, str], code: str = RUN, columns: int = 0) -> str:
-    """What the run, or other code, writes to a pseudo-terminal; one of 0 columns does not say how wide it is."""
+def on_terminal(
+    progress: str, environment: Mapping[str, str], code: str = RUN, columns: int = 0
+) -> str:
+    """What the run, or other code, writes to a pseudo-terminal; one of 0 columns does not say how
+    wide it is.
+    """
     pty = pytest.importorskip("pty", reason="needs pseudo-terminals")
     ours, its = pty.openpty()
     if columns:
@@ -38,7 +42,9 @@ def on_terminal(progress: str, environment: Mapping[str, str], code: str = RUN, 
 
         termios.tcsetwinsize(its, (24, columns))
     env = {**os.environ, "TERM": "xterm", **environment}
-    child = subprocess.Popen([sys.executable, "-c", code, progress], stdin=its, stdout=its, stderr=its, env=env)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code, progress], stdin=its, stdout=its, stderr=its, env=env
+    )
     os.close(its)
     written = b""
     try:
@@ -67,7 +73,11 @@ def test_the_line_fits_into_a_narrow_terminal(columns: int) -> None:
         "iterated(i, 0.5, 0.01, 50)", "iterated(i, 6.45182e-05, 0.019, 50)"
     )
     written = on_terminal("auto", {}, long, columns)
-    drawn = [part for part in written.replace("\r\n", "\r").split("\r") if part.startswith("Iteration 2/450000 |")]
+    drawn = [
+        part
+        for part in written.replace("\r\n", "\r").split("\r")
+        if part.startswith("Iteration 2/450000 |")
+    ]
     assert drawn
     assert all(len(line) <= 80 for line in drawn)
     assert all(line.rstrip().endswith(" left") and "| 0%, loss 6.452e-05" in line for line in drawn)

@@ -6,14 +6,20 @@ import pytest
 from caffepy.core.events import Reporter
 from caffepy.report import LogReporter, Metrics, Progress, Reporters
 
-METHODS = [name for name, method in vars(Reporter).items() if inspect.isfunction(method) and not name.startswith("_")]
+METHODS = [
+    name
+    for name, method in vars(Reporter).items()
+    if inspect.isfunction(method) and not name.startswith("_")
+]
 EVENTS = [name for name in METHODS if name != "close"]
 
 
 @pytest.mark.parametrize("kind", [LogReporter, Metrics, Progress, Reporters])
 def test_reporters_take_what_the_solver_gives(kind: type[Reporter]) -> None:
     for name in METHODS:
-        assert inspect.signature(getattr(kind, name)) == inspect.signature(getattr(Reporter, name)), name
+        assert inspect.signature(getattr(kind, name)) == inspect.signature(
+            getattr(Reporter, name)
+        ), name
 
 
 def test_every_method_is_passed_on() -> None:

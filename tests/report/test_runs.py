@@ -14,11 +14,21 @@ from tests.report import golden
 LOGS = Path(__file__).parents[1] / "golden" / "logs"
 
 
-def log(folder: Path, name: str, *messages: str, prefix: str = "I0102 10:00:%02d.%06d    42 solver.cpp:1] ") -> str:
+def log(
+    folder: Path,
+    name: str,
+    *messages: str,
+    prefix: str = "I0102 10:00:%02d.%06d    42 solver.cpp:1] ",
+) -> str:
     """A log with these messages, half a second apart."""
-    stamps = (prefix % divmod(500_000 * i, 1_000_000) if "%" in prefix else prefix for i in range(len(messages)))
+    stamps = (
+        prefix % divmod(500_000 * i, 1_000_000) if "%" in prefix else prefix
+        for i in range(len(messages))
+    )
     path = folder / name
-    path.write_text("".join(f"{stamp}{line}\n" for stamp, line in zip(stamps, messages, strict=True)))
+    path.write_text(
+        "".join(f"{stamp}{line}\n" for stamp, line in zip(stamps, messages, strict=True))
+    )
     return str(path)
 
 
@@ -46,7 +56,10 @@ def test_caffes_log_of_the_digits() -> None:
 def test_two_test_nets_and_an_output_of_two_values() -> None:
     run = read_run([str(LOGS / "two_nets.log")])
     assert points(run, "test1 top5")[1][::2] == (200, 0.01)
-    assert [name for name in run.curves if name.startswith("train p")] == ["train p,\udcf6[0]", "train p,\udcf6[1]"]
+    assert [name for name in run.curves if name.startswith("train p")] == [
+        "train p,\udcf6[0]",
+        "train p,\udcf6[1]",
+    ]
     assert math.isinf(run.curves["loss"].values[5])
     assert math.isnan(run.curves["test loss"].values[2])
     assert run.curves["loss"].seconds[-1] == 18.25  # a new year began on the way
@@ -78,8 +91,15 @@ def test_restarts_in_a_log_and_in_several_files(tmp_path: Path) -> None:
     one = read_run([log(tmp_path, "one.log", *first, *again)])
     two = read_run([log(tmp_path, "first.log", *first), log(tmp_path, "again.log", *again)])
     assert points(one, "loss") == points(two, "loss")
-    # the second part begins half a second after the last iteration that it builds on, which was at 1.0
-    assert points(one, "loss") == [(0, 0.5, 0.0), (10, 1.0, 1.0), (20, 1.5, 2.0), (30, 2.0, 3.0), (40, 2.5, 4.0)]
+    # the second part begins half a second after the last iteration that it builds on, which was at
+    # 1.0
+    assert points(one, "loss") == [
+        (0, 0.5, 0.0),
+        (10, 1.0, 1.0),
+        (20, 1.5, 2.0),
+        (30, 2.0, 3.0),
+        (40, 2.5, 4.0),
+    ]
 
 
 def test_iterations_that_go_back_are_a_restart(tmp_path: Path) -> None:
@@ -103,22 +123,40 @@ def test_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         metrics.test_done(501, 1, [("prob", np.float32([1, np.nan]), 0.0)], None)
     run = read_run([str(tmp_path / "net_metrics.csv")])
     assert run.name == "net"
-    assert {"loss", "lr", "images/s", "test accuracy", "test loss", "test1 prob[0]", "test1 prob[1]"} == {*run.curves}
+    assert {
+        "loss",
+        "lr",
+        "images/s",
+        "test accuracy",
+        "test loss",
+        "test1 prob[0]",
+        "test1 prob[1]",
+    } == {*run.curves}
     assert math.isnan(run.curves["test1 prob[1]"].values[0])
     assert run.curves["test accuracy"].iterations == [*range(0, 501, 100)]
 
 
 def test_lines_that_were_cut_off(tmp_path: Path) -> None:
-    run = read_run([log(tmp_path, "a.log", *shown(0), "Iteration 10, loss = 1.Iteration", *shown(20))])
+    run = read_run(
+        [log(tmp_path, "a.log", *shown(0), "Iteration 10, loss = 1.Iteration", *shown(20))]
+    )
     assert run.curves["loss"].iterations == [0, 20]
 
 
 def test_names(tmp_path: Path) -> None:
-    assert [name_of(path) for path in ("a/b.log", "c_metrics.csv", "caffe.INFO", ".log")] == ["b", "c", "caffe", ".log"]
+    assert [name_of(path) for path in ("a/b.log", "c_metrics.csv", "caffe.INFO", ".log")] == [
+        "b",
+        "c",
+        "caffe",
+        ".log",
+    ]
     (tmp_path / "x").mkdir()
     one, two = log(tmp_path, "a.log", *shown(0)), log(tmp_path / "x", "a.log", *shown(0))
     assert [run.name for run in read_runs([one, two])] == [one, two]
-    assert [run.name for run in read_runs([f"{one},{two}", two], ["both", "second"])] == ["both", "second"]
+    assert [run.name for run in read_runs([f"{one},{two}", two], ["both", "second"])] == [
+        "both",
+        "second",
+    ]
     with pytest.raises(UsageError, match="1 names were given for 2 runs"):
         read_runs([one, two], ["a"])
 

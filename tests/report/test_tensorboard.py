@@ -26,7 +26,11 @@ class Weights:
 
     def parameters(self) -> Iterator[tuple[str, Array, Array | None]]:
         self.asked += 1
-        yield "ip/0", np.arange(100, dtype=np.float32).reshape(10, 10), np.full((10, 10), 0.5, np.float32)
+        yield (
+            "ip/0",
+            np.arange(100, dtype=np.float32).reshape(10, 10),
+            np.full((10, 10), 0.5, np.float32),
+        )
         yield "ip/1", np.float32([np.nan, np.inf, 3]), None
 
     def filters(self) -> tuple[str, Array] | None:
@@ -52,7 +56,14 @@ def run(folder: Path, first: int, last: int, every: int = 0, watch: Weights | No
 def test_the_digits_run(tmp_path: Path) -> None:
     with TensorBoard(str(tmp_path)) as board:
         golden.replay(board, golden.messages())
-    assert set(values(tmp_path)) == {"loss", "lr", "images_per_s", "train/loss", "test/accuracy", "test/loss"}
+    assert set(values(tmp_path)) == {
+        "loss",
+        "lr",
+        "images_per_s",
+        "train/loss",
+        "test/accuracy",
+        "test/loss",
+    }
     assert list(scalars(tmp_path, "loss")) == [*range(0, 500, 20), 500]
     assert scalars(tmp_path, "test/accuracy")[500] == pytest.approx(0.983165)
     assert scalars(tmp_path, "lr")[100] == pytest.approx(0.0465506)
@@ -63,7 +74,12 @@ def test_the_digits_run(tmp_path: Path) -> None:
 
 def test_outputs_of_several_values_and_nets(tmp_path: Path) -> None:
     with TensorBoard(str(tmp_path)) as board:
-        board.test_done(8, 1, [("p", np.float32([1, 2]), 0.0), ("many", np.arange(21, dtype=np.float32), 0.0)], None)
+        board.test_done(
+            8,
+            1,
+            [("p", np.float32([1, 2]), 0.0), ("many", np.arange(21, dtype=np.float32), 0.0)],
+            None,
+        )
     assert {*values(tmp_path)} == {"test1/p[0]", "test1/p[1]", "test1/many"}
     assert values(tmp_path)["test1/many"][8].histo.num == 21
 
@@ -123,7 +139,9 @@ def test_filters_are_a_picture(tmp_path: Path) -> None:
     assert picture[2, -2].tolist() == [0, 0, 0]
 
 
-def test_events_are_in_the_file_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_are_in_the_file_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tensorboard, "FLUSH_S", 0)
     board = TensorBoard(str(tmp_path))
     board.test_done(0, 0, [("accuracy", np.float32(1), 0.0)], None)
@@ -133,7 +151,9 @@ def test_events_are_in_the_file_after_a_while(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a disk that is always full")
-def test_trouble_with_the_disk_costs_the_file_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_trouble_with_the_disk_costs_the_file_not_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with TensorBoard(str(tmp_path / "run")) as board:
         board.iterated(0, 1.0, 0.1, 5)
         board._writer.close()

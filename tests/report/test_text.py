@@ -27,7 +27,11 @@ def test_number(value: float, text: str) -> None:
 
 def test_scalars_count_over_all_outputs_and_name_the_weight() -> None:
     outputs = [("accuracy", np.float32(0.5), 0.0), ("loss", np.array([[2.0, 3.0]]), 0.3)]
-    assert list(scalars(outputs)) == ["accuracy = 0.5", "loss = 2 (* 0.3 = 0.6 loss)", "loss = 3 (* 0.3 = 0.9 loss)"]
+    assert list(scalars(outputs)) == [
+        "accuracy = 0.5",
+        "loss = 2 (* 0.3 = 0.6 loss)",
+        "loss = 3 (* 0.3 = 0.9 loss)",
+    ]
 
 
 def test_cells_stay_on_their_lines() -> None:
@@ -36,5 +40,12 @@ def test_cells_stay_on_their_lines() -> None:
 
 
 def test_json_is_ascii_and_has_finite_numbers_only() -> None:
-    content = {"é": [1.5, float("nan")], "b": (float("-inf"), {"c": float("inf")}), "n": [3, True, None, "x"]}
-    assert as_json(content) == r'{"\u00e9": [1.5, null], "b": [null, {"c": null}], "n": [3, true, null, "x"]}'
+    content = {
+        "é": [1.5, float("nan")],
+        "b": (float("-inf"), {"c": float("inf")}),
+        "n": [3, True, None, "x"],
+    }
+    assert (
+        as_json(content)
+        == r'{"\u00e9": [1.5, null], "b": [null, {"c": null}], "n": [3, true, null, "x"]}'
+    )

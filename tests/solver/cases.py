@@ -50,11 +50,15 @@ class Recorder(Reporter):
     def test_started(self, iteration: int, k: int) -> None:
         self.events.append(f"{iteration} test {k}")
 
-    def test_done(self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None) -> None:
+    def test_done(
+        self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
+    ) -> None:
         self.tests.append({name: values for name, values, _ in outputs})
         self.events.append(f"{iteration} tested {k}" + (" with loss" if loss is not None else ""))
 
-    def displayed(self, iteration: int, loss: float, outputs: Sequence[Output], *speed: Any) -> None:
+    def displayed(
+        self, iteration: int, loss: float, outputs: Sequence[Output], *speed: Any
+    ) -> None:
         self.losses.append(loss)
         self.events.append(f"{iteration} displayed {' '.join(name for name, _, _ in outputs)}")
 

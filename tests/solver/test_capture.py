@@ -47,7 +47,10 @@ layer { name: "conv_relu" type: "ReLU" bottom: "conv" top: "conv" }
 layer { name: "pool" type: "Pooling" bottom: "conv" top: "pool" pooling_param { kernel_size: 2 stride: 2 } }
 """
 SETTINGS = 'base_lr: 0.05 lr_policy: "step" gamma: 0.5 stepsize: 6 random_seed: 3 snapshot_after_train: false '
-RULES = {"SGD": "momentum: 0.9 weight_decay: 0.001 ", "Adam": 'type: "Adam" momentum: 0.9 momentum2: 0.99 delta: 1e-6 '}
+RULES = {
+    "SGD": "momentum: 0.9 weight_decay: 0.001 ",
+    "Adam": 'type: "Adam" momentum: 0.9 momentum2: 0.99 delta: 1e-6 ',
+}
 
 
 def solver_of(
@@ -88,7 +91,9 @@ def replays(solver: Solver) -> int:
 
 
 def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorder, Recorder]:
-    """Train captured and not; weights, losses, rates and tests must agree to the bit. Returns what was reported."""
+    """Train captured and not; weights, losses, rates and tests must agree to the bit. Returns what
+    was reported.
+    """
     heard = []
     ended = []
     for capture in (True, False):
@@ -98,7 +103,11 @@ def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorde
         assert (replays(solver) > 0) == capture
         heard.append(recorder)
         ended.append(numbers(solver))
-        assert solver.device.ticks == int(solver.device.on_host(solver.device.tick)) == steps * solver.param.iter_size
+        assert (
+            solver.device.ticks
+            == int(solver.device.on_host(solver.device.tick))
+            == steps * solver.param.iter_size
+        )
         solver.close()
     captured, plain = heard
     np.testing.assert_array_equal(*ended)
@@ -264,7 +273,9 @@ def test_shapes_that_change_all_the_time_are_not_recorded(caplog: pytest.LogCapt
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("at", [0, 6])
 @pytest.mark.parametrize("capture", [True, False])
-def test_divergence_leaves_the_weights_of_before(capture: bool, at: int, bad: float, tmp_path: Path) -> None:
+def test_divergence_leaves_the_weights_of_before(
+    capture: bool, at: int, bad: float, tmp_path: Path
+) -> None:
     settings = RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/s" snapshot: 1000 '
     solver = solver_of(settings, FED_NET, capture=capture)
     feed(solver)
@@ -295,7 +306,10 @@ def test_a_wrong_label_ends_the_run_where_it_stands(capture: bool, at: int, tmp_
     solver.net.blobs["label"].host_data[2:] = 12, 99
     with pytest.raises(DataError) as error:
         solver.solve()
-    assert str(error.value) == 'layer "loss" (SoftmaxWithLoss): label 12 is not one of the 10 classes 0 to 9'
+    assert (
+        str(error.value)
+        == 'layer "loss" (SoftmaxWithLoss): label 12 is not one of the 10 classes 0 to 9'
+    )
     assert solver.iter == at
     np.testing.assert_array_equal(numbers(solver), before)
     saved = [f"s_iter_{at}.{end}" for end in ("caffemodel", "caffepystate", "solverstate")]
@@ -312,9 +326,14 @@ def test_a_wrong_label_in_a_test(tmp_path: Path) -> None:
         solver.test_all()
 
 
-def test_loss_scale_of_fp16(in_float32: Callable[[str], None], caplog: pytest.LogCaptureFixture) -> None:
+def test_loss_scale_of_fp16(
+    in_float32: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
     in_float32("fp16")
-    solver = solver_of(RULES["SGD"] + SHOWN, DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"'))
+    solver = solver_of(
+        RULES["SGD"] + SHOWN,
+        DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"'),
+    )
     loss = solver.net.blobs["loss"]
     assert float(loss.host_diff) == 65536
     solver.control.set_state({"loss_scale": 2.0**24})
@@ -334,9 +353,16 @@ def test_loss_scale_of_fp16(in_float32: Callable[[str], None], caplog: pytest.Lo
     assert solver.control.state() == {"loss_scale": 2 * state["loss_scale"], "good": 0}
 
 
-def test_loss_scale_is_kept_and_starts_where_a_net_says(in_float32: Callable[[str], None], tmp_path: Path) -> None:
+def test_loss_scale_is_kept_and_starts_where_a_net_says(
+    in_float32: Callable[[str], None], tmp_path: Path
+) -> None:
     in_float32("fp16")
-    net = DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"') + "global_grad_scale: 128 "
+    net = (
+        DATA
+        + CONVOLUTION
+        + LAYERS.replace('bottom: "data"', 'bottom: "pool"')
+        + "global_grad_scale: 128 "
+    )
     solver = solver_of(RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/s" ', net)
     solver.step(5)
     assert solver.control.state() == {"loss_scale": 128, "good": 5}
@@ -380,7 +406,9 @@ def test_the_log_says_once_why_not(caplog: pytest.LogCaptureFixture) -> None:
         solver.step(3)
         solver.step(3)
     told = [m for m in caplog.messages if "layer by layer" in m]
-    assert told == ['The training step runs layer by layer: layer "h" (Filter) computes on the host']
+    assert told == [
+        'The training step runs layer by layer: layer "h" (Filter) computes on the host'
+    ]
 
 
 def test_callbacks_of_python_are_called(caplog: pytest.LogCaptureFixture) -> None:
@@ -392,7 +420,10 @@ def test_callbacks_of_python_are_called(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.INFO, "caffepy.solver"):
         solver.step(2)
     assert len(seen) == 2 * len(solver.net.layers)
-    assert "The training step runs layer by layer: a callback does not say that it can be recorded" in caplog.messages
+    assert (
+        "The training step runs layer by layer: a callback does not say that it can be recorded"
+        in caplog.messages
+    )
 
 
 def test_debug_info_shows_an_iteration_layer_by_layer(caplog: pytest.LogCaptureFixture) -> None:
@@ -472,7 +503,9 @@ def test_noise_net_with_a_data_layer_on_the_host() -> None:
 @pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("rule", RULES)
 def test_large_gradients_are_written(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if all were large: after more passes than one recording, and where something else stood before."""
+    """As if all were large: after more passes than one recording, and where something else stood
+    before.
+    """
     without = solver_of(RULES[rule])
     monkeypatch.setattr(gradients, "LARGE", 0)
     solver = solver_of(RULES[rule])
@@ -484,7 +517,10 @@ def test_large_gradients_are_written(rule: str, monkeypatch: pytest.MonkeyPatch)
         one.step(4)
         one.device.flush()
     np.testing.assert_allclose(
-        solver.device.on_host(solver.params.data), without.device.on_host(without.params.data), rtol=1e-5, atol=1e-6
+        solver.device.on_host(solver.params.data),
+        without.device.on_host(without.params.data),
+        rtol=1e-5,
+        atol=1e-6,
     )
     for one in (without, solver):
         one.close()

@@ -20,17 +20,27 @@ def build(case: Any) -> Solver:
 
 
 def walk(solver: Solver, case: Any, first: int) -> None:
-    params = {name: layer.blobs for name, layer in zip(solver.net.layer_names, solver.net.layers, strict=True)}
+    params = {
+        name: layer.blobs
+        for name, layer in zip(solver.net.layer_names, solver.net.layers, strict=True)
+    }
     for i in range(first, len(case["x"])):
-        solver.net.blobs["x"].data[...], solver.net.blobs["y"].data[...] = case["x"][i], case["y"][i]
+        solver.net.blobs["x"].data[...], solver.net.blobs["y"].data[...] = (
+            case["x"][i],
+            case["y"][i],
+        )
         solver.step(1)
         loss = float(solver.net.blobs["loss"].data)
-        assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), f"loss {i + 1}"
+        assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), (
+            f"loss {i + 1}"
+        )
         for key in case.files:
             when, _, rest = key.partition(":")
             if when == f"after{i + 1}":
                 layer, _, index = rest.partition(":")
-                np.testing.assert_allclose(params[layer][int(index)].data, case[key], 1e-3, 1e-4, err_msg=key)
+                np.testing.assert_allclose(
+                    params[layer][int(index)].data, case[key], 1e-3, 1e-4, err_msg=key
+                )
 
 
 def test_there_are_cases() -> None:
@@ -45,7 +55,9 @@ def test_moves_as_caffe_does(name: str) -> None:
         what, _, rest = key.partition(":")
         if what == "init":
             layer, _, index = rest.partition(":")
-            solver.net.layers[solver.net.layer_names.index(layer)].blobs[int(index)].data[...] = case[key]
+            solver.net.layers[solver.net.layer_names.index(layer)].blobs[int(index)].data[...] = (
+                case[key]
+            )
     walk(solver, case, 0)
 
 

@@ -30,10 +30,14 @@ class Looker(Reporter):
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         assert self.watch
         parameters = self.watch.parameters()
-        self.seen.append({name: (w.copy(), None if g is None else g.copy()) for name, w, g in parameters})
+        self.seen.append(
+            {name: (w.copy(), None if g is None else g.copy()) for name, w, g in parameters}
+        )
 
 
-def looked_at(make: Callable[..., Solver], *given: Any, every: int = 1, steps: int = 3, **more: Any) -> Looker:
+def looked_at(
+    make: Callable[..., Solver], *given: Any, every: int = 1, steps: int = 3, **more: Any
+) -> Looker:
     looker = Looker()
     solver = make(*given, reporter=looker, **more)
     looker.watch = Watch(solver, every)
@@ -68,7 +72,9 @@ def test_weights_are_those_after_the_update() -> None:
     solver = cases.solver_of("")
     solver.step(1)
     first = looked_at(cases.solver_of, "").seen[0]
-    for (weights, _), own in zip(first.values(), solver.params.split(solver.params.data), strict=True):
+    for (weights, _), own in zip(
+        first.values(), solver.params.split(solver.params.data), strict=True
+    ):
         np.testing.assert_array_equal(weights, own)
 
 
@@ -103,7 +109,9 @@ def test_the_first_convolution_of_images() -> None:
     solver.close()
     assert shown
     assert (shown[0], shown[1].shape) == ("conv", (4, 1, 3, 3))
-    np.testing.assert_array_equal(shown[1], solver.net.layers[solver.net.layer_names.index("conv")].blobs[0].data)
+    np.testing.assert_array_equal(
+        shown[1], solver.net.layers[solver.net.layer_names.index("conv")].blobs[0].data
+    )
 
 
 @pytest.mark.parametrize("sync", ["tree", "flat"])
@@ -132,9 +140,13 @@ def in_float32() -> Iterator[Callable[[str], None]]:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", ["", HARSH])
-def test_replayed_iterations_show_their_own(settings: str, in_float32: Callable[[str], None]) -> None:
+def test_replayed_iterations_show_their_own(
+    settings: str, in_float32: Callable[[str], None]
+) -> None:
     captured, plain = (
-        looked_at(test_capture.solver_of, settings, net(7, DIGITS_NET), capture=capture, every=3, steps=7)
+        looked_at(
+            test_capture.solver_of, settings, net(7, DIGITS_NET), capture=capture, every=3, steps=7
+        )
         for capture in (True, False)
     )
     assert captured.replayed > plain.replayed == 0
@@ -145,7 +157,9 @@ def test_replayed_iterations_show_their_own(settings: str, in_float32: Callable[
 
 
 @pytest.mark.gpu
-def test_gradients_of_fp16_are_shown_without_the_loss_scale(in_float32: Callable[[str], None]) -> None:
+def test_gradients_of_fp16_are_shown_without_the_loss_scale(
+    in_float32: Callable[[str], None],
+) -> None:
     exact = looked_at(test_capture.solver_of, "", net(7, DIGITS_NET), steps=4)
     in_float32("fp16")
     half = looked_at(test_capture.solver_of, "", net(7, DIGITS_NET), steps=4, precision="fp16")

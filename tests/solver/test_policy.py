@@ -68,10 +68,22 @@ BAD = {
     "average_loss": (param("fixed", average_loss=0), "average_loss must be 1 or more, not 0"),
     "iter_size": (param("fixed", iter_size=0), "iter_size must be 1 or more, not 0"),
     "regularization": (param("fixed", weight_decay=1, regularization_type="L3"), "(known: L1, L2)"),
-    "adagrad": (param("fixed", type="AdaGrad", momentum=0.9), "momentum cannot be used with AdaGrad"),
-    "rmsprop": (param("fixed", type="RMSProp", momentum=0.9), "momentum cannot be used with RMSProp"),
-    "rms_decay": (param("fixed", type="RMSProp", rms_decay=1), "rms_decay must lie in [0, 1), not at 1"),
-    "adam": (param("fixed", type="Adam", momentum=1), "momentum must lie in [0, 1) for Adam, not at 1"),
+    "adagrad": (
+        param("fixed", type="AdaGrad", momentum=0.9),
+        "momentum cannot be used with AdaGrad",
+    ),
+    "rmsprop": (
+        param("fixed", type="RMSProp", momentum=0.9),
+        "momentum cannot be used with RMSProp",
+    ),
+    "rms_decay": (
+        param("fixed", type="RMSProp", rms_decay=1),
+        "rms_decay must lie in [0, 1), not at 1",
+    ),
+    "adam": (
+        param("fixed", type="Adam", momentum=1),
+        "momentum must lie in [0, 1) for Adam, not at 1",
+    ),
 }
 
 

@@ -31,8 +31,12 @@ SETTINGS = "momentum: 0.9 average_loss: 3 display: 2 test_iter: 2 test_interval:
 TYPES = ["SGD", "Adam"]
 
 
-def run(folder: Path, settings: str, until: list[int], ask: AskAt | None = None) -> tuple[Recorder, np.ndarray]:
-    """Train up to each of `until` in turn, each part by a solver of its own that goes on from the one before."""
+def run(
+    folder: Path, settings: str, until: list[int], ask: AskAt | None = None
+) -> tuple[Recorder, np.ndarray]:
+    """Train up to each of `until` in turn, each part by a solver of its own that goes on from the
+    one before.
+    """
     recorder, state = Recorder(), None
     for end in until:
         text = f'{settings} max_iter: {end} snapshot_prefix: "{folder}/s" '

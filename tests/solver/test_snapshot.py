@@ -70,19 +70,30 @@ def test_hdf5_state_has_caffes_layout(tmp_path: Path) -> None:
             for name in ("iter", "current_step", "learned_net", "history", "history/0"):
                 item = file[name]
                 dataset = isinstance(item, h5py.Dataset)
-                found[name] = (item.dtype.kind, item.ndim, item.id.get_type().get_class()) if dataset else "group"
+                found[name] = (
+                    (item.dtype.kind, item.ndim, item.id.get_type().get_class())
+                    if dataset
+                    else "group"
+                )
             text = file["learned_net"].id
-            found["text"] = text.get_type().get_strpad(), text.get_space().get_simple_extent_npoints()
+            found["text"] = (
+                text.get_type().get_strpad(),
+                text.get_space().get_simple_extent_npoints(),
+            )
             raw = np.zeros((), f"S{text.get_type().get_size()}")
             text.read(h5py.h5s.ALL, h5py.h5s.ALL, raw, mtype=text.get_type())
             found["ends with NUL"] = len(raw.item()) < text.get_type().get_size()
         return found
 
-    assert layout(state_of(tmp_path, 3, "HDF5")) == layout(SOLVERS / "sgd_step_iter_10.solverstate.h5")
+    assert layout(state_of(tmp_path, 3, "HDF5")) == layout(
+        SOLVERS / "sgd_step_iter_10.solverstate.h5"
+    )
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_model_beside_the_state_is_found(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_beside_the_state_is_found(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a").mkdir()
     first = solver_of(f'snapshot_prefix: "a/s" {FORMATS[form]}')
@@ -114,8 +125,14 @@ def test_missing_model_is_named(tmp_path: Path) -> None:
 WRONG = {
     "weights": ("sgd_step_iter_10.caffemodel", "did you mean --weights"),
     "weights_hdf5": ("sgd_step_iter_10.caffemodel.h5", "did you mean --weights"),
-    "two_histories": ("adam_iter_10.solverstate", "Incorrect length of history blobs: 8 in the file, 2 in this solver"),
-    "other_net": ("sgd_step_iter_10.solverstate", "Incorrect length of history blobs: 4 in the file, 2 in this solver"),
+    "two_histories": (
+        "adam_iter_10.solverstate",
+        "Incorrect length of history blobs: 8 in the file, 2 in this solver",
+    ),
+    "other_net": (
+        "sgd_step_iter_10.solverstate",
+        "Incorrect length of history blobs: 4 in the file, 2 in this solver",
+    ),
     "nothing": ("gone.solverstate", "no such file, did you mean"),
     "foreign": ("adam.npz", "adam.npz"),
 }
@@ -133,22 +150,35 @@ def test_files_that_are_no_state_of_this_net_are_refused(case: str) -> None:
     np.testing.assert_array_equal(solver.params.data, before)
 
 
-COUNTS = (
-    "Incorrect length of history blobs: {} in the file, {} in this solver of type {}; it looks like a state with {}"
-)
+COUNTS = "Incorrect length of history blobs: {} in the file, {} in this solver of type {}; it looks like a state with {}"
 # (state of Caffe's, type that takes it up): what is said
 FOREIGN = {
-    ("sgd_step", "RMSProp"): "RMSProp, as this one is: it looks like a state of Nesterov or SGD (negative values in",
-    ("sgd_inv", "AdaGrad"): "AdaGrad, as this one is: it looks like a state of Nesterov or SGD (negative values in",
+    (
+        "sgd_step",
+        "RMSProp",
+    ): "RMSProp, as this one is: it looks like a state of Nesterov or SGD (negative values in",
+    (
+        "sgd_inv",
+        "AdaGrad",
+    ): "AdaGrad, as this one is: it looks like a state of Nesterov or SGD (negative values in",
     (
         "nesterov",
         "AdaGrad",
     ): "(negative values in history blob 0 and 3 more); set type to Nesterov or SGD, or give the model as weights",
-    ("adam", "AdaDelta"): "AdaDelta, as this one is: it looks like a state of Adam (negative values in",
-    ("adam", "SGD"): COUNTS.format(8, 4, "SGD", "two histories: Adam; set type to Adam, or give the model as weights"),
-    ("adadelta", "RMSProp"): COUNTS.format(8, 4, "RMSProp", "two histories: AdaDelta or Adam; set type to"),
+    (
+        "adam",
+        "AdaDelta",
+    ): "AdaDelta, as this one is: it looks like a state of Adam (negative values in",
+    ("adam", "SGD"): COUNTS.format(
+        8, 4, "SGD", "two histories: Adam; set type to Adam, or give the model as weights"
+    ),
+    ("adadelta", "RMSProp"): COUNTS.format(
+        8, 4, "RMSProp", "two histories: AdaDelta or Adam; set type to"
+    ),
     ("sgd_step", "Adam"): COUNTS.format(4, 8, "Adam", "one history: Nesterov or SGD; set type to"),
-    ("adagrad", "AdaDelta"): COUNTS.format(4, 8, "AdaDelta", "one history: AdaGrad, Nesterov, RMSProp or SGD; set"),
+    ("adagrad", "AdaDelta"): COUNTS.format(
+        4, 8, "AdaDelta", "one history: AdaGrad, Nesterov, RMSProp or SGD; set"
+    ),
 }
 
 
@@ -173,7 +203,9 @@ def test_a_state_of_caffes_of_another_type_is_refused(name: str, kind: str, exte
     assert not any(flat.any() for flat in solver.history)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("sgd_step", "Nesterov"), ("nesterov", "SGD"), ("adadelta", "Adam")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("sgd_step", "Nesterov"), ("nesterov", "SGD"), ("adadelta", "Adam")]
+)
 def test_a_state_that_may_be_of_this_type_is_taken_up(name: str, kind: str) -> None:
     solver = solver_of_caffes_net(kind)
     solver.restore(str(SOLVERS / f"{name}_iter_10.solverstate"))
@@ -185,20 +217,28 @@ def test_a_state_that_no_solver_writes_is_refused(tmp_path: Path) -> None:
     state.history[6].data[0] = -1
     path = tmp_path / "s_iter_10.solverstate"
     path.write_bytes(state.SerializeToString())
-    with pytest.raises(ConfigError, match=r"no solver writes such a state \(negative values in history blob 6\); give"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no solver writes such a state \(negative values in history blob 6\); give",
+    ):
         solver_of_caffes_net("Adam").restore(str(path))
 
 
 def test_history_of_other_shapes_is_refused(tmp_path: Path) -> None:
     trained(tmp_path)
     wide = NET.replace("dim: 3", "dim: 5")
-    with pytest.raises(ConfigError, match=r"history blob 0 has shape 2 3 \(6\) in the file, 2 5 \(10\) in this solver"):
+    with pytest.raises(
+        ConfigError,
+        match=r"history blob 0 has shape 2 3 \(6\) in the file, 2 5 \(10\) in this solver",
+    ):
         solver_of("", wide).restore(state_of(tmp_path, 3))
 
 
 def test_state_of_another_solver_type_is_refused(tmp_path: Path) -> None:
     trained(tmp_path, 'type: "Nesterov" ')
-    with pytest.raises(ConfigError, match="written by a solver of type Nesterov, but this one is SGD"):
+    with pytest.raises(
+        ConfigError, match="written by a solver of type Nesterov, but this one is SGD"
+    ):
         solver_of("").restore(state_of(tmp_path, 3))
 
 
@@ -209,7 +249,9 @@ def damage(path: Path, how: str) -> None:
         return
     if how == "flipped":
         content[len(content) // 2] ^= 1
-    path.write_bytes({"flipped": content, "truncated": content[: len(content) // 2], "empty": b""}[how])
+    path.write_bytes(
+        {"flipped": content, "truncated": content[: len(content) // 2], "empty": b""}[how]
+    )
 
 
 @pytest.mark.parametrize("how", ["flipped", "truncated", "empty", "gone"])
@@ -224,7 +266,9 @@ def test_auto_falls_back_to_the_newest_that_is_whole(
         solver.snapshot()
     suffix = ".h5" if form == "hdf5" and which != "caffepystate" else ""
     damage(tmp_path / f"s_iter_9.{which}{suffix}", how)
-    expected = 9 if (which, how) == ("caffepystate", "gone") else 6  # without a sidecar it is one of Caffe's snapshots
+    expected = (
+        9 if (which, how) == ("caffepystate", "gone") else 6
+    )  # without a sidecar it is one of Caffe's snapshots
     assert newest_good(f"{tmp_path}/s") == state_of(tmp_path, expected, FORMATS[form])
     if expected == 6 and (which, how) != ("solverstate", "gone"):
         assert "s_iter_9" in caplog.text
@@ -234,7 +278,9 @@ def test_auto_falls_back_to_the_newest_that_is_whole(
 def test_explicit_restore_refuses_a_damaged_snapshot(tmp_path: Path) -> None:
     trained(tmp_path)
     damage(tmp_path / "s_iter_3.caffemodel", "flipped")
-    with pytest.raises(ConfigError, match=r"s_iter_3\.caffemodel: this file was damaged or changed"):
+    with pytest.raises(
+        ConfigError, match=r"s_iter_3\.caffemodel: this file was damaged or changed"
+    ):
         solver_of("").restore(state_of(tmp_path, 3))
 
 
@@ -260,7 +306,10 @@ def test_auto_takes_caffes_snapshots(tmp_path: Path) -> None:
 
 def test_sidecar_keeps_trees_and_arrays(tmp_path: Path) -> None:
     path = str(tmp_path / "x")
-    tree = {"a": [1, 2.5, "t", None, True], "b": {"c": np.arange(6, dtype=np.uint32).reshape(2, 3), "d": 1 << 100}}
+    tree = {
+        "a": [1, 2.5, "t", None, True],
+        "b": {"c": np.arange(6, dtype=np.uint32).reshape(2, 3), "d": 1 << 100},
+    }
     sidecar.write(path, tree)
     back = sidecar.read(path)
     assert back is not None
@@ -340,12 +389,20 @@ def fed(folder: Path, settings: str = "", net: str = FED) -> Solver:
         with h5py.File(folder / f"{i}.h5", "w") as file:
             file["x"], file["y"] = np.random.default_rng(i).random((4, 3)), np.zeros((4, 2))
     (folder / "list").write_text("".join(f"{folder}/{i}.h5\n" for i in range(3)))
-    return solver_of(f'snapshot_prefix: "{folder}/s" max_iter: 8 {settings}', net.replace("SOURCE", f"{folder}/list"))
+    return solver_of(
+        f'snapshot_prefix: "{folder}/s" max_iter: 8 {settings}',
+        net.replace("SOURCE", f"{folder}/list"),
+    )
 
 
-def test_a_renamed_layer_is_named_when_resuming(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_renamed_layer_is_named_when_resuming(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     fed(tmp_path).solve()
-    other = fed(tmp_path, net=FED.replace('name: "ip"', 'name: "ip_new"').replace('name: "in"', 'name: "feed"'))
+    other = fed(
+        tmp_path,
+        net=FED.replace('name: "ip"', 'name: "ip_new"').replace('name: "in"', 'name: "feed"'),
+    )
     other.restore(state_of(tmp_path, 8))
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         f'{tmp_path}/s_iter_8.caffepystate does not say where to go on with "0/feed": they start anew',
@@ -354,7 +411,9 @@ def test_a_renamed_layer_is_named_when_resuming(tmp_path: Path, caplog: pytest.L
     ]
 
 
-def test_failing_data_does_not_cost_what_was_learned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_data_does_not_cost_what_was_learned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "whole").mkdir()
     whole = fed(tmp_path / "whole")
     whole.solve()
@@ -374,11 +433,25 @@ def test_failing_data_does_not_cost_what_was_learned(tmp_path: Path, caplog: pyt
     np.testing.assert_array_equal(resumed.params.data, whole.params.data)
 
 
-WRONG_CONTENT: list[Any] = [None, -1, 1e30, "x", [], {}, 10**30, [1, 2], {"a": 1}, float("nan"), np.zeros(3)]
+WRONG_CONTENT: list[Any] = [
+    None,
+    -1,
+    1e30,
+    "x",
+    [],
+    {},
+    10**30,
+    [1, 2],
+    {"a": 1},
+    float("nan"),
+    np.zeros(3),
+]
 
 
 def test_sidecars_of_wrong_content_are_named_and_change_nothing(tmp_path: Path) -> None:
-    """Every entry replaced or removed: it is taken up or refused, and after that the solver still works."""
+    """Every entry replaced or removed: it is taken up or refused, and after that the solver still
+    works.
+    """
     fed(tmp_path).solve()
     path, state = str(tmp_path / "s_iter_8.caffepystate"), state_of(tmp_path, 8)
     content = sidecar.read(path)
@@ -407,14 +480,22 @@ def test_sidecars_of_wrong_content_are_named_and_change_nothing(tmp_path: Path) 
 
 
 def _entries(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    items = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list)
+        else ()
+    )
     for key, item in items:
         yield (*keys, key)
         yield from _entries(item, (*keys, key))
 
 
 @pytest.mark.parametrize("which", ["caffemodel", "caffepystate", "solverstate"])
-def test_unreadable_files_are_named(which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_files_are_named(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(tmp_path)
     opened = open
 
@@ -460,7 +541,10 @@ def test_failing_snapshot_costs_the_snapshot_only(
         patch.setattr(snapshot, "_write_binary", full)
         solver.step(2)
     assert "No snapshot of iteration 4" in caplog.text
-    assert "s_iter_4.solverstate: this file of a snapshot cannot be written: No space left on device" in caplog.text
+    assert (
+        "s_iter_4.solverstate: this file of a snapshot cannot be written: No space left on device"
+        in caplog.text
+    )
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == whole
     solver.step(2)
     assert len(list(tmp_path.iterdir())) == 6
@@ -549,7 +633,9 @@ def _check_all(folder: Path, settings: str) -> None:
         path.unlink()
 
 
-def test_sidecar_of_another_format_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sidecar_of_another_format_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trained(tmp_path)
     trained(tmp_path, FORMATS["hdf5"])
     with caplog.at_level(logging.WARNING):
@@ -557,9 +643,13 @@ def test_sidecar_of_another_format_is_left_alone(tmp_path: Path, caplog: pytest.
     assert "it is left aside" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["sgd_step_iter_10.solverstate", "sgd_step_iter_10.solverstate.h5", "x.caffepystate"])
+@pytest.mark.parametrize(
+    "name", ["sgd_step_iter_10.solverstate", "sgd_step_iter_10.solverstate.h5", "x.caffepystate"]
+)
 def test_damaged_bytes_give_one_message_or_a_state(name: str, tmp_path: Path) -> None:
-    """Truncated anywhere or with any byte changed, a file loads or is refused; nothing else happens."""
+    """Truncated anywhere or with any byte changed, a file loads or is refused; nothing else
+    happens.
+    """
     path = tmp_path / name
     if name == "x.caffepystate":
         sidecar.write(str(path), {"a": np.arange(50), "b": [1, 2, {"c": "d" * 50}]})

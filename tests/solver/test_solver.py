@@ -12,7 +12,9 @@ from tests.solver.cases import NET, NOISE, AskAt, Recorder, solver_of
 QUIET = "snapshot_after_train: false "
 
 
-def events(settings: str, action: AskAt | None = None, net: str = NET, **kwargs: object) -> list[str]:
+def events(
+    settings: str, action: AskAt | None = None, net: str = NET, **kwargs: object
+) -> list[str]:
     recorder = Recorder()
     solver = solver_of(settings, net, reporter=recorder, **kwargs)
     solver.action = action or solver.action
@@ -70,7 +72,9 @@ def test_snapshots_are_written_when_caffe_writes_them(case: str, tmp_path: Path)
     assert [e for e in heard if e.startswith("snapshotting to")] == [
         f"snapshotting to binary proto s_iter_{i}.caffemodel" for i in iterations
     ]
-    names = [f"s_iter_{i}.{e}" for i in iterations for e in ("caffemodel", "caffepystate", "solverstate")]
+    names = [
+        f"s_iter_{i}.{e}" for i in iterations for e in ("caffemodel", "caffepystate", "solverstate")
+    ]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(names)
 
 
@@ -87,7 +91,10 @@ def test_stop_and_snapshot_at_once_write_one_snapshot(tmp_path: Path) -> None:
     both = AskAt(2, Action.STOP | Action.SNAPSHOT)
     heard = events(f'max_iter: 9 snapshot_prefix: "{tmp_path}/s" ', both)
     assert len([e for e in heard if e.startswith("snapshotting")]) == 2
-    heard = events(f'{QUIET} max_iter: 9 snapshot_prefix: "{tmp_path}/t" ', AskAt(2, Action.STOP | Action.SNAPSHOT))
+    heard = events(
+        f'{QUIET} max_iter: 9 snapshot_prefix: "{tmp_path}/t" ',
+        AskAt(2, Action.STOP | Action.SNAPSHOT),
+    )
     assert len([e for e in heard if e.startswith("snapshotting")]) == 2
 
 
@@ -163,7 +170,10 @@ def test_seed_fixes_the_weights_and_rank_changes_them() -> None:
 
 
 def test_only_the_root_has_data_layers_of_its_own() -> None:
-    with pytest.raises(ConfigError, match=r'root_net needs to be set for all non-root solvers: layer "in" \(DummyData'):
+    with pytest.raises(
+        ConfigError,
+        match=r'root_net needs to be set for all non-root solvers: layer "in" \(DummyData',
+    ):
         solver_of("", rank=1)
 
 
@@ -178,19 +188,35 @@ def test_test_outputs_are_means_over_the_batches() -> None:
     constant = NOISE.replace('type: "gaussian"', 'type: "constant" value: 2').replace(
         'type: "uniform"', 'type: "constant" value: 1'
     )
-    net = constant + 'layer { name: "e" type: "EuclideanLoss" bottom: "x" bottom: "x2" top: "loss" loss_weight: 3 }'
+    net = (
+        constant
+        + 'layer { name: "e" type: "EuclideanLoss" bottom: "x" bottom: "x2" top: "loss" loss_weight: 3 }'
+    )
     net = net.replace('top: "x" top: "y"', 'top: "x" top: "x2"').replace("dim: 2 }", "dim: 3 }")
     recorder = Recorder()
-    solver = solver_of("test_iter: 2 test_iter: 3 test_interval: 1 test_compute_loss: true ", net, reporter=recorder)
+    solver = solver_of(
+        "test_iter: 2 test_iter: 3 test_interval: 1 test_compute_loss: true ",
+        net,
+        reporter=recorder,
+    )
     solver.test_all()
     assert [float(test["loss"]) for test in recorder.tests] == [1.5, 1.5]
     assert solver.last_outputs[1][0][2] == 3
-    assert recorder.events == ["0 test 0", "0 tested 0 with loss", "0 test 1", "0 tested 1 with loss"]
+    assert recorder.events == [
+        "0 test 0",
+        "0 tested 0 with loss",
+        "0 test 1",
+        "0 tested 1 with loss",
+    ]
 
 
 def test_states_reach_their_nets() -> None:
-    tagged = NET + 'layer { name: "s" type: "Power" bottom: "o" top: "p" include { stage: "extra" } }'
-    tests = 'test_iter: 1 test_iter: 1 test_interval: 1 test_state { } test_state { stage: "extra" } '
+    tagged = (
+        NET + 'layer { name: "s" type: "Power" bottom: "o" top: "p" include { stage: "extra" } }'
+    )
+    tests = (
+        'test_iter: 1 test_iter: 1 test_interval: 1 test_state { } test_state { stage: "extra" } '
+    )
     solver = solver_of(tests + 'train_state { level: 2 stage: "a" } ', tagged)
     assert solver.net.param.state.level == 2
     assert [("p" in net.blobs) for net in (solver.net, *solver.test_nets)] == [False, False, True]
@@ -198,9 +224,17 @@ def test_states_reach_their_nets() -> None:
 
 BAD = {
     "no_net": ("train_state { } test_net_x", None, None),
-    "two_nets": ('net_param { } net: "x"', "exactly one of net, net_param, train_net, train_net_param", None),
+    "two_nets": (
+        'net_param { } net: "x"',
+        "exactly one of net, net_param, train_net, train_net_param",
+        None,
+    ),
     "none": ('snapshot_prefix: "net"', "but none is given", None),
-    "test_iter": ("test_interval: 5 ", "test_iter (how many batches a test takes) is missing", None),
+    "test_iter": (
+        "test_interval: 5 ",
+        "test_iter (how many batches a test takes) is missing",
+        None,
+    ),
     "too_few": (
         "test_interval: 1 test_iter: 1 test_net_param { } test_net_param { } net_param { }",
         "1 given for 2",
@@ -212,8 +246,16 @@ BAD = {
         None,
     ),
     "zero": ("test_interval: 1 test_iter: 0 ", "test_iter must be 1 or more, not 0", None),
-    "interval": ("test_iter: 1 ", "test_interval must be above 0 where there are test nets, not 0", None),
-    "states": ("test_iter: 1 test_interval: 1 test_state { } test_state { } ", "2 given for 1 test net(s)", None),
+    "interval": (
+        "test_iter: 1 ",
+        "test_interval must be above 0 where there are test nets, not 0",
+        None,
+    ),
+    "states": (
+        "test_iter: 1 test_interval: 1 test_state { } test_state { } ",
+        "2 given for 1 test net(s)",
+        None,
+    ),
 }
 del BAD["no_net"]
 
@@ -234,7 +276,9 @@ def test_output_that_changes_shape_is_refused() -> None:
     solver = solver_of("test_iter: 2 test_interval: 1 ")
     net = solver.test_nets[0]
     batches = iter([(), (2,)])
-    net.after_forward.append(lambda i: net.blobs["loss"].reshape(next(batches)) if i == len(net.layers) - 1 else None)
+    net.after_forward.append(
+        lambda i: net.blobs["loss"].reshape(next(batches)) if i == len(net.layers) - 1 else None
+    )
     with pytest.raises(DataError, match='output "loss" of a test net changed its shape'):
         solver.test_all()
 
@@ -286,14 +330,20 @@ def test_saturated_loss_is_explained_once(caplog: pytest.LogCaptureFixture) -> N
 
 def test_loss_after_the_last_iteration_must_be_finite_too() -> None:
     solver = solver_of(QUIET + "max_iter: 1 display: 1 ")
-    solver.net.before_forward.append(lambda i: solver.params.data.fill(np.nan) if solver.iter else None)
+    solver.net.before_forward.append(
+        lambda i: solver.params.data.fill(np.nan) if solver.iter else None
+    )
     with pytest.raises(DivergenceError, match="iteration 1: the loss is nan"):
         solver.solve()
 
 
 def test_a_net_without_parameters_updates_nothing() -> None:
-    solver = solver_of("weight_decay: 1 ", NOISE + 'layer { name: "s" type: "Silence" bottom: "x" bottom: "y" }')
+    solver = solver_of(
+        "weight_decay: 1 ", NOISE + 'layer { name: "s" type: "Silence" bottom: "x" bottom: "y" }'
+    )
     solver.step(2)
     step = solver._step
-    assert len(step._rates) == len(step._decays) == len(solver.params.ends), "or updates read foreign memory"
+    assert len(step._rates) == len(step._decays) == len(solver.params.ends), (
+        "or updates read foreign memory"
+    )
     assert not solver.params.data.any()

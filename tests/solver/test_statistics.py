@@ -1,4 +1,6 @@
-"""What BatchNorm layers have gathered goes with the weights: an iteration that came to nothing adds nothing."""
+"""What BatchNorm layers have gathered goes with the weights: an iteration that came to nothing adds
+nothing.
+"""
 
 from contextlib import closing
 from pathlib import Path
@@ -46,7 +48,11 @@ def saved(folder: Path, device: Device, size: int, **how: bool) -> dict[str, lis
         solver.solve()
     path = f"{folder}/s_iter_{solver.iter}.caffemodel"
     solver.close()
-    return {layer.name: [blob_to_array(blob) for blob in layer.blobs] for layer in read_net(path).layer if layer.blobs}
+    return {
+        layer.name: [blob_to_array(blob) for blob in layer.blobs]
+        for layer in read_net(path).layer
+        if layer.blobs
+    }
 
 
 def compare(tmp_path: Path, device: type[Device], size: int, **how: bool) -> None:

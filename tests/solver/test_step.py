@@ -33,9 +33,15 @@ def test_large_gradients_are_written_rather_than_added_to(
     monkeypatch.setattr(gradients, "LARGE", least)
     solver = solver_of(settings, DEEPER)
     step, net = solver._step, solver.net
-    assert [layer.param.name for layer in step._large.values()] == {0: ["first", "ip"], 41: ["first"], 10**6: []}[least]
+    assert [layer.param.name for layer in step._large.values()] == {
+        0: ["first", "ip"],
+        41: ["first"],
+        10**6: [],
+    }[least]
     for iteration in range(4):
-        step.params.diff.fill(np.nan)  # of weights that are written it does not matter what is there
+        step.params.diff.fill(
+            np.nan
+        )  # of weights that are written it does not matter what is there
         if how != "in runs":
             solver.step(1)
         else:
@@ -66,7 +72,9 @@ class Adds:
 
 
 @pytest.mark.parametrize("where", ["the solver", "the net"])
-def test_what_callbacks_add_to_large_gradients_stays(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_callbacks_add_to_large_gradients_stays(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for least in (10**6, 0):
         monkeypatch.setattr(gradients, "LARGE", least)
@@ -75,7 +83,9 @@ def test_what_callbacks_add_to_large_gradients_stays(where: str, monkeypatch: py
         if where == "the solver":
             solver.add_callback(adds)
         else:
-            solver.net.before_forward.append(lambda index, adds=adds: None if index else adds.on_start())
+            solver.net.before_forward.append(
+                lambda index, adds=adds: None if index else adds.on_start()
+            )
         solver.step(3)
         found.append(solver.params.data.copy())
     np.testing.assert_array_equal(*found)

@@ -87,31 +87,48 @@ def test_rule_moves_as_its_formula(kind: str, dtype: type, regularization: str) 
         step = naive(param, t, h64, g64, np.repeat(rates, SIZES).astype(float))
         w64 = w64 - step
         segments = Segments(ends, rates, decays, 0.5, regularization == "L1")
-        rules[kind].apply(cpu, Update(param, w, g, history, segments, rules[kind].correction(param, t)))
+        rules[kind].apply(
+            cpu, Update(param, w, g, history, segments, rules[kind].correction(param, t))
+        )
         np.testing.assert_allclose(g, step, rtol=1e-4, atol=1e-6, err_msg=f"{kind} step {t}")
     np.testing.assert_allclose(w, w64, rtol=1e-4, atol=1e-5)
     for own, expected in zip(history, h64, strict=True):
         np.testing.assert_allclose(own, expected, rtol=1e-4, atol=1e-6)
-    assert tuple(i for i, own in enumerate(history) if (own >= 0).all()) == rules[kind].never_negative
+    assert (
+        tuple(i for i, own in enumerate(history) if (own >= 0).all()) == rules[kind].never_negative
+    )
 
 
 @pytest.mark.parametrize("kind", NAIVE)
-def test_result_does_not_depend_on_where_threads_split(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_result_does_not_depend_on_where_threads_split(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(2)
     param = SolverParameter(type=kind, momentum=0.5)
-    ends, rates, decays = np.array([100, 300]), np.full(2, 0.1, np.float32), np.full(2, 0.1, np.float32)
+    ends, rates, decays = (
+        np.array([100, 300]),
+        np.full(2, 0.1, np.float32),
+        np.full(2, 0.1, np.float32),
+    )
     results = []
     for cuts in ([0, 300], [0, 1, 99, 100, 101, 257, 300]):
 
-        def split(f: Callable[[int, int], None], n: int, grain: int, cuts: list[int] = cuts) -> None:
+        def split(
+            f: Callable[[int, int], None], n: int, grain: int, cuts: list[int] = cuts
+        ) -> None:
             for lo, hi in pairwise(cuts):
                 f(lo, hi)
 
         monkeypatch.setattr("caffepy.ops.cpu.update.parallel", split)
         rng = np.random.default_rng(2)
         w, g = rng.standard_normal((2, 300)).astype(np.float32)
-        history = [np.abs(rng.standard_normal(300)).astype(np.float32) for _ in range(rules[kind].histories)]
-        rules[kind].apply(cpu, Update(param, w, g, history, Segments(ends, rates, decays, 1.0, False), 0.5))
+        history = [
+            np.abs(rng.standard_normal(300)).astype(np.float32)
+            for _ in range(rules[kind].histories)
+        ]
+        rules[kind].apply(
+            cpu, Update(param, w, g, history, Segments(ends, rates, decays, 1.0, False), 0.5)
+        )
         results.append(w)
     np.testing.assert_array_equal(*results)
 
@@ -119,7 +136,10 @@ def test_result_does_not_depend_on_where_threads_split(kind: str, monkeypatch: p
 @pytest.mark.parametrize("kind", NAIVE)
 def test_factors_of_all_rates_and_decays(kind: str) -> None:
     rng = np.random.default_rng(4)
-    ends, rates, decays = np.array([100, 300]), *np.abs(rng.standard_normal((2, 2))).astype(np.float32)
+    ends, rates, decays = (
+        np.array([100, 300]),
+        *np.abs(rng.standard_normal((2, 2))).astype(np.float32),
+    )
     param, results = SolverParameter(type=kind, momentum=0.5), []
     together = Segments(ends, rates, decays, 1.0, False, 0.5, 0.25)
     apart = Segments(ends, rates / 2, decays / 4, 1.0, False)

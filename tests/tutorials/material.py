@@ -1,4 +1,6 @@
-"""What the tutorials work on: the digits that come with caffepy, files of nets and solvers, processes of scripts."""
+"""What the tutorials work on: the digits that come with caffepy, files of nets and solvers,
+processes of scripts.
+"""
 
 import os
 import shutil
@@ -28,7 +30,9 @@ def written(path: Path, message: Any) -> str:
 
 
 def solver_file(folder: Path, train_net: str, test_net: str = "", **settings: Any) -> str:
-    """The file of a solver, with a fixed rate and seed unless told otherwise; it tests once, at the start."""
+    """The file of a solver, with a fixed rate and seed unless told otherwise; it tests once, at the
+    start.
+    """
     param = caffe_pb2.SolverParameter(
         train_net=train_net, lr_policy="fixed", random_seed=7, snapshot_prefix=str(folder / "run")
     )
@@ -43,7 +47,9 @@ def solver_file(folder: Path, train_net: str, test_net: str = "", **settings: An
 
 def digits(part: str) -> tuple[Array, Array]:
     """Images (N, 8, 8), uint8, and their labels: 1,500 of "train", 297 of "test"."""
-    with tempfile.TemporaryDirectory() as folder:  # lmdb refuses what a net of this process may have open
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # lmdb refuses what a net of this process may have open
         shutil.copy(MODELS / "digits" / f"digits_{part}_lmdb" / "data.mdb", folder)
         with lmdb.open(folder, readonly=True, lock=False) as database, database.begin() as records:
             datums = [caffe_pb2.Datum.FromString(value) for _, value in records.cursor()]

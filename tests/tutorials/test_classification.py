@@ -32,10 +32,14 @@ def caffenet() -> "caffe.Net":
 
 @pytest.fixture(scope="module")
 def photo(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Array]:
-    """The file of an image that is neither square nor of the net's size, and its pixels (300, 360, 3), RGB."""
+    """The file of an image that is neither square nor of the net's size, and its pixels (300, 360,
+    3), RGB.
+    """
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 256, (6, 7, 3)).astype(np.float32)
-    pixels = cv2.resize(coarse, (360, 300), interpolation=cv2.INTER_CUBIC) + rng.normal(0, 6, (300, 360, 3))
+    pixels = cv2.resize(coarse, (360, 300), interpolation=cv2.INTER_CUBIC) + rng.normal(
+        0, 6, (300, 360, 3)
+    )
     rgb = pixels.clip(0, 255).round().astype(np.uint8)
     path = str(tmp_path_factory.mktemp("photo") / "photo.png")
     cv2.imwrite(path, rgb[..., ::-1])
@@ -62,15 +66,22 @@ def transformer_of(mean: Array) -> "caffe.io.Transformer":
 
 
 def resized_by_sums(image: Array, size: int) -> Array:
-    """Pixels are as wide as the image has room for them; linear between their middles, 0 outside; float64."""
+    """Pixels are as wide as the image has room for them; linear between their middles, 0 outside;
+    float64.
+    """
     height, width, _ = image.shape
     framed = np.pad(image.astype(np.float64), ((1, 1), (1, 1), (0, 0)))
-    y, x = (np.arange(size) + 0.5) * (height / size) - 0.5, (np.arange(size) + 0.5) * (width / size) - 0.5
+    y, x = (
+        (np.arange(size) + 0.5) * (height / size) - 0.5,
+        (np.arange(size) + 0.5) * (width / size) - 0.5,
+    )
     top, left = np.floor(y), np.floor(x)
     values = np.zeros((size, size, image.shape[2]))
     for i, j in np.ndindex(2, 2):
         pixels = framed[top.astype(int) + 1 + i][:, left.astype(int) + 1 + j]
-        values += pixels * np.abs(1 - i - (y - top))[:, None, None] * np.abs(1 - j - (x - left))[:, None]
+        values += (
+            pixels * np.abs(1 - i - (y - top))[:, None, None] * np.abs(1 - j - (x - left))[:, None]
+        )
     return values
 
 
@@ -86,7 +97,9 @@ RESIZERS = {"sums": resized_by_sums, "scikit-image": resized_by_skimage}
 
 
 def resized(image: Array, by: str) -> Array:
-    """As Caffe resizes, float32: what lies between least and greatest value is brought to 0 .. 1 for it, and back."""
+    """As Caffe resizes, float32: what lies between least and greatest value is brought to 0 .. 1
+    for it, and back.
+    """
     low, high = image.min(), image.max()
     values: Array = RESIZERS[by]((image - low) / (high - low), SIZE) * (high - low) + low
     return values.astype(np.float32)
@@ -95,7 +108,11 @@ def resized(image: Array, by: str) -> Array:
 def resized_mean(mean: Array, by: str) -> Array:
     """As Caffe resizes a mean image (C, H, W), between its least and greatest value."""
     low, high = mean.min(), mean.max()
-    return resized(((mean - low) / (high - low)).transpose(1, 2, 0), by).transpose(2, 0, 1) * (high - low) + low
+    return (
+        resized(((mean - low) / (high - low)).transpose(1, 2, 0), by).transpose(2, 0, 1)
+        * (high - low)
+        + low
+    )
 
 
 @pytest.mark.parametrize("by", RESIZERS)
@@ -149,11 +166,17 @@ def test_the_mean_may_be_a_binaryproto(mean_image: Array, tmp_path: Path) -> Non
 # what the net should give, computed otherwise: one image (C, H, W)
 
 
-def convolution(x: Array, weight: Array, bias: Array, stride: int = 1, pad: int = 0, group: int = 1) -> Array:
+def convolution(
+    x: Array, weight: Array, bias: Array, stride: int = 1, pad: int = 0, group: int = 1
+) -> Array:
     padded = np.pad(x, ((0, 0), (pad, pad), (pad, pad)))
     k = weight.shape[2]
     parts = [
-        np.tensordot(filters, sliding_window_view(part, (k, k), (1, 2))[:, ::stride, ::stride], ((1, 2, 3), (0, 3, 4)))
+        np.tensordot(
+            filters,
+            sliding_window_view(part, (k, k), (1, 2))[:, ::stride, ::stride],
+            ((1, 2, 3), (0, 3, 4)),
+        )
         for part, filters in zip(np.split(padded, group), np.split(weight, group), strict=True)
     ]
     return np.concatenate(parts) + bias[:, None, None]
@@ -174,7 +197,14 @@ def caffenet_by_hand(image: Array, params: dict[str, Any]) -> dict[str, Array]:
     blobs = {}
     x = image
     for i, options in enumerate(
-        [{"stride": 4}, {"pad": 2, "group": 2}, {"pad": 1}, {"pad": 1, "group": 2}, {"pad": 1, "group": 2}], 1
+        [
+            {"stride": 4},
+            {"pad": 2, "group": 2},
+            {"pad": 1},
+            {"pad": 1, "group": 2},
+            {"pad": 1, "group": 2},
+        ],
+        1,
     ):
         x = blobs[f"conv{i}"] = np.maximum(0, convolution(x, *p[f"conv{i}"], **options))
         if i in (1, 2, 5):
@@ -219,7 +249,9 @@ FILTERS = {
 }
 
 
-def test_an_image_is_classified(caffenet: "caffe.Net", photo: tuple[str, Array], mean_image: Array) -> None:
+def test_an_image_is_classified(
+    caffenet: "caffe.Net", photo: tuple[str, Array], mean_image: Array
+) -> None:
     mu = mean_image.mean(1).mean(1)
     transformer = transformer_of(mu)
     image = transformer.preprocess("data", caffe.io.load_image(photo[0]))
@@ -239,7 +271,11 @@ def test_an_image_is_classified(caffenet: "caffe.Net", photo: tuple[str, Array],
     for name, values in expected.items():
         for place in (0, 49):
             np.testing.assert_allclose(
-                caffenet.blobs[name].data[place], values, rtol=0, atol=2e-5 * np.abs(values).max(), err_msg=name
+                caffenet.blobs[name].data[place],
+                values,
+                rtol=0,
+                atol=2e-5 * np.abs(values).max(),
+                err_msg=name,
             )
     probabilities = output["prob"][0]
     assert 2 / CLASSES < probabilities.max() < 0.9  # neither all the same nor all in one
@@ -257,7 +293,9 @@ def test_an_image_is_classified(caffenet: "caffe.Net", photo: tuple[str, Array],
     assert timer.ms > 0
     np.testing.assert_allclose(caffenet.blobs["prob"].data[0], expected["prob"], rtol=0, atol=1e-5)
     shown = transformer.deprocess("data", caffenet.blobs["data"].data[0])
-    np.testing.assert_allclose(shown, caffe.io.resize_image(caffe.io.load_image(photo[0]), (SIZE, SIZE)), atol=1e-6)
+    np.testing.assert_allclose(
+        shown, caffe.io.resize_image(caffe.io.load_image(photo[0]), (SIZE, SIZE)), atol=1e-6
+    )
 
 
 def squares(data: Array) -> Array:
@@ -272,7 +310,9 @@ def squares(data: Array) -> Array:
     return sheet
 
 
-def test_filters_and_features_are_shown(caffenet: "caffe.Net", photo: tuple[str, Array], mean_image: Array) -> None:
+def test_filters_and_features_are_shown(
+    caffenet: "caffe.Net", photo: tuple[str, Array], mean_image: Array
+) -> None:
     plt = pytest.importorskip("matplotlib.figure")
     mean = mean_image.mean(1).mean(1)
     image = transformer_of(mean).preprocess("data", caffe.io.load_image(photo[0]))
@@ -283,7 +323,9 @@ def test_filters_and_features_are_shown(caffenet: "caffe.Net", photo: tuple[str,
     sheet = squares(filters.transpose(0, 2, 3, 1))
     assert sheet.shape == (120, 120, 3)
     np.testing.assert_allclose(
-        sheet[12:23, 24:35, 0], (filters[12, 0] - filters.min()) / (filters.max() - filters.min()), atol=1e-6
+        sheet[12:23, 24:35, 0],
+        (filters[12, 0] - filters.min()) / (filters.max() - filters.min()),
+        atol=1e-6,
     )
     features = squares(caffenet.blobs["conv1"].data[0, :36])
     assert features.shape == (336, 336)

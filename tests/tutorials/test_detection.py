@@ -18,7 +18,9 @@ PLACES = [(y, x) for y in range(6, 48, APART) for x in range(5, 90, APART)]
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """The digits net that Caffe trained, behind a layer that makes grey of blue, green and red."""
     folder = tmp_path_factory.mktemp("detector")
-    param = text_format.Parse((MODELS / "digits" / "deploy.prototxt").read_text(), caffe_pb2.NetParameter())
+    param = text_format.Parse(
+        (MODELS / "digits" / "deploy.prototxt").read_text(), caffe_pb2.NetParameter()
+    )
     param.layer[0].input_param.shape[0].dim[:] = [10, 3, 8, 8]
     layers = list(param.layer)
     grey = caffe_pb2.LayerParameter(name="grey", type="Convolution", bottom=["data"], top=["grey"])
@@ -37,7 +39,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, Array, Array]]:
-    """Image files with eight digits each, their pixels (54, 101, 3), RGB, and the digits in the order of PLACES."""
+    """Image files with eight digits each, their pixels (54, 101, 3), RGB, and the digits in the
+    order of PLACES.
+    """
     folder = tmp_path_factory.mktemp("scenes")
     images, labels = digits("test")
     made = []
@@ -70,7 +74,9 @@ def prepared(crop: Array) -> Array:
 
 
 def best_of_overlapping(windows: Array, scores: Array, most: float) -> list[int]:
-    """Numbers of windows, the best first, without those that share more than `most` with a better one."""
+    """Numbers of windows, the best first, without those that share more than `most` with a better
+    one.
+    """
     tops, lefts, bottoms, rights = windows.T
     areas = (bottoms - tops) * (rights - lefts)
     left = list(np.argsort(-scores))
@@ -86,8 +92,12 @@ def best_of_overlapping(windows: Array, scores: Array, most: float) -> list[int]
     return kept
 
 
-def test_windows_are_scored_and_the_best_kept(files: tuple[str, str], scenes: list[tuple[str, Array, Array]]) -> None:
-    windows = np.array([(y, x, y + SIDE, x + SIDE) for y in range(0, 38, 3) for x in range(2, 85, 3)])
+def test_windows_are_scored_and_the_best_kept(
+    files: tuple[str, str], scenes: list[tuple[str, Array, Array]]
+) -> None:
+    windows = np.array(
+        [(y, x, y + SIDE, x + SIDE) for y in range(0, 38, 3) for x in range(2, 85, 3)]
+    )
     detector = detector_of(files)
     found = detector.detect_windows([(path, windows) for path, _, _ in scenes])
     assert len(found) == 2 * len(windows)
@@ -100,10 +110,16 @@ def test_windows_are_scored_and_the_best_kept(files: tuple[str, str], scenes: li
         assert {one["filename"] for one in found[part]} == {path}
         np.testing.assert_array_equal([one["window"] for one in found[part]], windows)
         image = (pixels / 255).astype(np.float32)
-        crops = np.stack([prepared(image[top:bottom, left:right]) for top, left, bottom, right in windows])
-        np.testing.assert_allclose(scores[part], net.forward_all(data=crops)["prob"], rtol=1e-4, atol=1e-6)
+        crops = np.stack(
+            [prepared(image[top:bottom, left:right]) for top, left, bottom, right in windows]
+        )
+        np.testing.assert_allclose(
+            scores[part], net.forward_all(data=crops)["prob"], rtol=1e-4, atol=1e-6
+        )
 
-    exact = detector.detect_windows([(path, [(y, x, y + SIDE, x + SIDE) for y, x in PLACES]) for path, _, _ in scenes])
+    exact = detector.detect_windows(
+        [(path, [(y, x, y + SIDE, x + SIDE) for y, x in PLACES]) for path, _, _ in scenes]
+    )
     read = np.array([one["prediction"].argmax() for one in exact])
     labels = np.concatenate([labels for _, _, labels in scenes])
     assert (read == labels).mean() > 0.8
@@ -117,12 +133,18 @@ def test_windows_are_scored_and_the_best_kept(files: tuple[str, str], scenes: li
     assert nearest == set(range(len(PLACES)))  # each digit has its window
 
 
-PADS = {"inside": (20, 30, 36, 46), "over a corner": (-2, -3, 10, 12), "over the other": (42, 88, 54, 101)}
+PADS = {
+    "inside": (20, 30, 36, 46),
+    "over a corner": (-2, -3, 10, 12),
+    "over the other": (42, 88, 54, 101),
+}
 
 
 @pytest.mark.parametrize("window", PADS.values(), ids=PADS)
 def test_context_is_shown_around_windows(
-    window: tuple[int, int, int, int], files: tuple[str, str], scenes: list[tuple[str, Array, Array]]
+    window: tuple[int, int, int, int],
+    files: tuple[str, str],
+    scenes: list[tuple[str, Array, Array]],
 ) -> None:
     """As R-CNN warps: the window fills what the padding leaves of the net's input."""
     detector = detector_of(files, context_pad=2)
@@ -134,7 +156,10 @@ def test_context_is_shown_around_windows(
     spans = []
     for low, high, length in ((top, bottom, 54), (left, right, 101)):
         half = (high - low + 1) / 2
-        first, last = round(low + half - 2 * half), round(low + half + 2 * half)  # 8 / (8 - 2 * 2) times as wide
+        first, last = (
+            round(low + half - 2 * half),
+            round(low + half + 2 * half),
+        )  # 8 / (8 - 2 * 2) times as wide
         scale = 8 / (last - first + 1)
         begin, end = max(first, 0), min(last, length)
         start = round(max(0, -first) * scale)

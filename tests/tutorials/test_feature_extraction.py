@@ -25,19 +25,38 @@ def test_features_of_a_list_of_images(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("".join(lines))
     n = caffe.NetSpec()
     n.data, n.label = L.ImageData(
-        source=str(tmp_path / "list.txt"), batch_size=BATCH, is_color=False, transform_param={"scale": 1 / 240}, ntop=2
+        source=str(tmp_path / "list.txt"),
+        batch_size=BATCH,
+        is_color=False,
+        transform_param={"scale": 1 / 240},
+        ntop=2,
     )
     param = n.to_proto()
-    deploy = text_format.Parse((MODELS / "digits" / "deploy.prototxt").read_text(), caffe_pb2.NetParameter())
+    deploy = text_format.Parse(
+        (MODELS / "digits" / "deploy.prototxt").read_text(), caffe_pb2.NetParameter()
+    )
     param.layer.extend(deploy.layer[1:])
     model = written(tmp_path / "net.prototxt", param)
     weights = str(GOLDEN / "digits" / "digits_iter_500.caffemodel")
-    tool = ["-m", "caffepy", "extract_features", weights, model, "ip1,prob", "ip1_lmdb,prob_lmdb", str(BATCHES), "lmdb"]
+    tool = [
+        "-m",
+        "caffepy",
+        "extract_features",
+        weights,
+        model,
+        "ip1,prob",
+        "ip1_lmdb,prob_lmdb",
+        str(BATCHES),
+        "lmdb",
+    ]
     run(tmp_path, *tool)
 
     features = {}
     for blob in ("ip1", "prob"):
-        with lmdb.open(str(tmp_path / f"{blob}_lmdb"), readonly=True, lock=False) as database, database.begin() as rows:
+        with (
+            lmdb.open(str(tmp_path / f"{blob}_lmdb"), readonly=True, lock=False) as database,
+            database.begin() as rows,
+        ):
             items = list(rows.cursor())
         assert [key for key, _ in items] == [b"%010d" % i for i in range(BATCH * BATCHES)]
         datums = [caffe_pb2.Datum.FromString(value) for _, value in items]
@@ -50,4 +69,6 @@ def test_features_of_a_list_of_images(tmp_path: Path) -> None:
     assert (features["prob"].argmax(axis=1) == shown).mean() > 0.95
     distance = np.linalg.norm(features["ip1"][:, None] - features["ip1"], axis=2)
     np.fill_diagonal(distance, np.inf)
-    assert (shown[distance.argmin(axis=1)] == shown).mean() > 0.9  # what is alike has features that are alike
+    assert (
+        shown[distance.argmin(axis=1)] == shown
+    ).mean() > 0.9  # what is alike has features that are alike

@@ -32,7 +32,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             lists["low" if label < 5 else "high"].append(f"{name} {label % 5}\n")
         for which, lines in lists.items():
             (folder / f"{part}_{which}.txt").write_text("".join(lines))
-    mean = caffe.io.array_to_blobproto(np.full((1, 3, SIDE, SIDE), [[[90]], [[130]], [[60]]], np.float32))
+    mean = caffe.io.array_to_blobproto(
+        np.full((1, 3, SIDE, SIDE), [[[90]], [[130]], [[60]]], np.float32)
+    )
     (folder / "mean.binaryproto").write_bytes(mean.SerializeToString())
     return folder
 
@@ -40,7 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def image_net(
     folder: Path, part: str, which: str, classifier: str, lower: Any = LEARNED, upper: Any = LEARNED
 ) -> "caffe.NetSpec":
-    """A net of digits whose last layer has this name; rates of the layers below and of the last one."""
+    """A net of digits whose last layer has this name; rates of the layers below and of the last
+    one.
+    """
     gaussian = {"type": "gaussian", "std": 0.05}
     n = caffe.NetSpec()
     n.data, n.label = L.ImageData(
@@ -57,15 +61,21 @@ def image_net(
         new_width=SIDE,
         ntop=2,
     )
-    n.conv1 = L.Convolution(n.data, kernel_size=3, num_output=12, param=lower, weight_filler={"type": "xavier"})
+    n.conv1 = L.Convolution(
+        n.data, kernel_size=3, num_output=12, param=lower, weight_filler={"type": "xavier"}
+    )
     n.relu1 = L.ReLU(n.conv1, in_place=True)
     n.pool1 = L.Pooling(n.relu1, kernel_size=2, stride=2, pool=P.Pooling.MAX)
-    n.fc2 = L.InnerProduct(n.pool1, num_output=32, param=lower, weight_filler=gaussian, bias_filler={"value": 0.1})
+    n.fc2 = L.InnerProduct(
+        n.pool1, num_output=32, param=lower, weight_filler=gaussian, bias_filler={"value": 0.1}
+    )
     n.relu2 = L.ReLU(n.fc2, in_place=True)
     if part == "train":
         n.drop2 = L.Dropout(n.relu2, in_place=True, dropout_param={"dropout_ratio": 0.2})
     below = n.drop2 if part == "train" else n.relu2
-    last = L.InnerProduct(below, num_output=5, param=upper, weight_filler=gaussian, bias_filler={"value": 0.5})
+    last = L.InnerProduct(
+        below, num_output=5, param=upper, weight_filler=gaussian, bias_filler={"value": 0.5}
+    )
     n.__setattr__(classifier, last)
     if part == "test":
         n.probs = L.Softmax(last)
@@ -98,7 +108,9 @@ def pretrained(folder: Path) -> str:
     """Weights of a net that knows the digits below 5."""
     train = net_file(folder / "pre_train.prototxt", folder, "train", "low", "fc3")
     caffe.set_mode_cpu()
-    solver = caffe.get_solver(solver_file(folder, train, base_lr=0.05, momentum=0.9, weight_decay=5e-4))
+    solver = caffe.get_solver(
+        solver_file(folder, train, base_lr=0.05, momentum=0.9, weight_decay=5e-4)
+    )
     solver.step(120)
     weights = str(folder / "pretrained.caffemodel")
     solver.net.save(weights)
@@ -113,15 +125,25 @@ def test_the_data_are_cropped_scaled_and_freed_of_their_mean(folder: Path, tmp_p
     lines = (folder / "test_high.txt").read_text().splitlines()[:BATCH]
     np.testing.assert_array_equal(net.blobs["label"].data, [int(line.split()[1]) for line in lines])
     for i, line in enumerate(lines):
-        image = cv2.resize(cv2.imread(str(folder / line.split()[0])), (SIDE, SIDE)).astype(np.float32)
+        image = cv2.resize(cv2.imread(str(folder / line.split()[0])), (SIDE, SIDE)).astype(
+            np.float32
+        )
         expected = ((image - [90, 130, 60]) * 0.01)[1:11, 1:11].transpose(2, 0, 1)
         np.testing.assert_allclose(net.blobs["data"].data[i], expected, atol=1e-6)
 
 
-def test_weights_come_by_name_and_features_stay(folder: Path, pretrained: str, tmp_path: Path) -> None:
-    old = caffe.Net(net_file(tmp_path / "old.prototxt", folder, "test", "high", "fc3"), pretrained, caffe.TEST)
+def test_weights_come_by_name_and_features_stay(
+    folder: Path, pretrained: str, tmp_path: Path
+) -> None:
+    old = caffe.Net(
+        net_file(tmp_path / "old.prototxt", folder, "test", "high", "fc3"), pretrained, caffe.TEST
+    )
     caffe.set_random_seed(11)
-    new = caffe.Net(net_file(tmp_path / "new.prototxt", folder, "test", "high", "fc3_new"), pretrained, caffe.TEST)
+    new = caffe.Net(
+        net_file(tmp_path / "new.prototxt", folder, "test", "high", "fc3_new"),
+        pretrained,
+        caffe.TEST,
+    )
     assert list(new.params) == ["conv1", "fc2", "fc3_new"]
     for name in ("conv1", "fc2"):
         for mine, theirs in zip(new.params[name], old.params[name], strict=True):
@@ -133,21 +155,30 @@ def test_weights_come_by_name_and_features_stay(folder: Path, pretrained: str, t
     image = new.blobs["data"].data[8].copy()
     old.blobs["data"].data[0] = image
     known = old.forward(start="conv1")["probs"][0]
-    np.testing.assert_allclose(old.blobs["fc2"].data[0], new.blobs["fc2"].data[8], rtol=1e-5, atol=1e-7)
+    np.testing.assert_allclose(
+        old.blobs["fc2"].data[0], new.blobs["fc2"].data[8], rtol=1e-5, atol=1e-7
+    )
     for shown, net, layer in ((known, old, "fc3"), (new.blobs["probs"].data[8], new, "fc3_new")):
         weight, bias = (blob.data for blob in net.params[layer])
         shares = np.exp(weight @ new.blobs["fc2"].data[8] + bias)
         np.testing.assert_allclose(shown, shares / shares.sum(), rtol=1e-4)
 
 
-def test_only_the_new_layer_learns_where_the_rest_is_frozen(folder: Path, pretrained: str, tmp_path: Path) -> None:
+def test_only_the_new_layer_learns_where_the_rest_is_frozen(
+    folder: Path, pretrained: str, tmp_path: Path
+) -> None:
     """Beside a net that was not learned before."""
     settings: dict[str, Any] = {"base_lr": 0.005, "momentum": 0.9, "weight_decay": 5e-4}
     train = net_file(tmp_path / "train.prototxt", folder, "train", "high", "fc3_new", lower=FROZEN)
     caffe.set_mode_cpu()
-    solvers = {name: caffe.get_solver(solver_file(tmp_path, train, **settings)) for name in ("pretrained", "scratch")}
+    solvers = {
+        name: caffe.get_solver(solver_file(tmp_path, train, **settings))
+        for name in ("pretrained", "scratch")
+    }
     solvers["pretrained"].net.copy_from(pretrained)
-    before = {name: [blob.data.copy() for blob in solvers[name].net.params["conv1"]] for name in solvers}
+    before = {
+        name: [blob.data.copy() for blob in solvers[name].net.params["conv1"]] for name in solvers
+    }
     fresh = {name: solver.net.params["fc3_new"][0].data.copy() for name, solver in solvers.items()}
     np.testing.assert_array_equal(fresh["pretrained"], fresh["scratch"])  # of one seed
     losses = stepped(solvers, 60)
@@ -173,12 +204,18 @@ def test_only_the_new_layer_learns_where_the_rest_is_frozen(folder: Path, pretra
     assert accuracy(test, str(tmp_path / "all.caffemodel"), 5) > max(0.9, shares["pretrained"])
 
 
-def test_a_layer_learns_as_much_faster_as_its_rate_says(folder: Path, pretrained: str, tmp_path: Path) -> None:
-    """lr_mult 10 and 20 for the new layer, as Caffe's fine-tuning of CaffeNet on Flickr's styles has it."""
+def test_a_layer_learns_as_much_faster_as_its_rate_says(
+    folder: Path, pretrained: str, tmp_path: Path
+) -> None:
+    """lr_mult 10 and 20 for the new layer, as Caffe's fine-tuning of CaffeNet on Flickr's styles
+    has it.
+    """
     moved: dict[int, list[Array]] = {}
     for factor in (1, 10):
         upper = [{"lr_mult": factor, "decay_mult": 1}, {"lr_mult": 2 * factor, "decay_mult": 0}]
-        train = net_file(tmp_path / "train.prototxt", folder, "train", "high", "fc3_new", upper=upper)
+        train = net_file(
+            tmp_path / "train.prototxt", folder, "train", "high", "fc3_new", upper=upper
+        )
         solver = caffe.get_solver(solver_file(tmp_path, train, base_lr=0.01, weight_decay=0.01))
         solver.net.copy_from(pretrained)
         params = [blob for name in ("fc2", "fc3_new") for blob in solver.net.params[name]]
@@ -192,9 +229,14 @@ def test_a_layer_learns_as_much_faster_as_its_rate_says(folder: Path, pretrained
         weight, bias = moved[factor][2:]
         features = solver.net.blobs["fc2"].data
         np.testing.assert_allclose(
-            weight, 0.01 * factor * (gradient.T @ features + 0.01 * before[2]), rtol=1e-3, atol=1e-6 * factor
+            weight,
+            0.01 * factor * (gradient.T @ features + 0.01 * before[2]),
+            rtol=1e-3,
+            atol=1e-6 * factor,
         )
-        np.testing.assert_allclose(bias, 0.02 * factor * gradient.sum(0), rtol=1e-3, atol=1e-6 * factor)  # no decay
+        np.testing.assert_allclose(
+            bias, 0.02 * factor * gradient.sum(0), rtol=1e-3, atol=1e-6 * factor
+        )  # no decay
     for slow, fast, factor in zip(moved[1], moved[10], (1, 1, 10, 10), strict=True):
         assert np.abs(slow).max() > 1e-6
         np.testing.assert_allclose(fast, factor * slow, rtol=1e-3, atol=1e-6)

@@ -25,17 +25,33 @@ def mnist(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for part in ("train", "test"):
         images, labels = digits(part)
         pixels = as_mnist(images)
-        (folder / f"{part}-images").write_bytes(struct.pack(">4I", 2051, *pixels.shape) + pixels.tobytes())
+        (folder / f"{part}-images").write_bytes(
+            struct.pack(">4I", 2051, *pixels.shape) + pixels.tobytes()
+        )
         (folder / f"{part}-labels").write_bytes(
             struct.pack(">2I", 2049, len(labels)) + labels.astype(np.uint8).tobytes()
         )
     for part in ("train", "test"):
-        run(folder, "-m", "caffepy", "convert-mnist", f"{part}-images", f"{part}-labels", f"{part}_lmdb")
+        run(
+            folder,
+            "-m",
+            "caffepy",
+            "convert-mnist",
+            f"{part}-images",
+            f"{part}-labels",
+            f"{part}_lmdb",
+        )
     return {part: str(folder / f"{part}_lmdb") for part in ("train", "test")}
 
 
 def data(source: str, batch: int) -> Any:
-    return L.Data(batch_size=batch, backend=P.Data.LMDB, source=source, transform_param={"scale": 1 / 255}, ntop=2)
+    return L.Data(
+        batch_size=batch,
+        backend=P.Data.LMDB,
+        source=source,
+        transform_param={"scale": 1 / 255},
+        ntop=2,
+    )
 
 
 def lenet(source: str, batch: int) -> caffe_pb2.NetParameter:
@@ -132,9 +148,13 @@ def test_lenet_is_learned_step_by_step(mnist: dict[str, str], tmp_path: Path) ->
     solver.step(1)
     assert solver.iter == 1
     moved = before - solver.net.params["conv1"][0].data
-    np.testing.assert_allclose(solver.net.params["conv1"][0].diff, moved, rtol=1e-3, atol=1e-7)  # that of the update
+    np.testing.assert_allclose(
+        solver.net.params["conv1"][0].diff, moved, rtol=1e-3, atol=1e-7
+    )  # that of the update
     assert 0 < np.abs(moved).max() < 0.05
-    np.testing.assert_array_equal(test_net.params["conv1"][0].data, solver.net.params["conv1"][0].data)
+    np.testing.assert_array_equal(
+        test_net.params["conv1"][0].data, solver.net.params["conv1"][0].data
+    )
 
     steps, every = 60, 20
     losses = np.zeros(steps)
@@ -148,7 +168,9 @@ def test_lenet_is_learned_step_by_step(mnist: dict[str, str], tmp_path: Path) ->
         if it % every == every - 1:
             shares.append(share_right(test_net))
     _, labels = digits("test")
-    np.testing.assert_array_equal(test_net.blobs["label"].data, labels[:TEST_BATCH])  # after 1 + 3 + 3 * 3
+    np.testing.assert_array_equal(
+        test_net.blobs["label"].data, labels[:TEST_BATCH]
+    )  # after 1 + 3 + 3 * 3
     assert losses[0] > 2 > 0.4 > losses[-10:].mean()
     assert shares[0] < shares[-1]
     assert shares[-1] > 0.92
@@ -166,9 +188,15 @@ SOLVERS = {
 }
 
 
-def two_updates(kind: str, rate: float, settings: dict[str, float], w: Array, gradients: Any) -> Array:
+def two_updates(
+    kind: str, rate: float, settings: dict[str, float], w: Array, gradients: Any
+) -> Array:
     """The weights after two updates, from the formulas of the papers as Caffe has them."""
-    m, m2, delta = settings.get("momentum", 0), settings.get("momentum2", 0.999), settings.get("delta", 1e-8)
+    m, m2, delta = (
+        settings.get("momentum", 0),
+        settings.get("momentum2", 0.999),
+        settings.get("delta", 1e-8),
+    )
     h, h2 = np.zeros_like(w), np.zeros_like(w)
     for t in (1, 2):
         g = gradients(w)
@@ -221,8 +249,12 @@ def test_solvers_are_swapped(kind: str, mnist: dict[str, str], tmp_path: Path) -
     solver.step(2)
     after = np.column_stack([weight, bias])
     expected = two_updates(kind, settings["base_lr"], settings, before, gradients)
-    used = np.append(x[:128].max(0) > 0.1, True)  # where gradients are 0 but for rounding, some solvers go anywhere
-    np.testing.assert_allclose(after[:, used], expected[:, used], rtol=0, atol=3e-3 * np.abs(expected - before).max())
+    used = np.append(
+        x[:128].max(0) > 0.1, True
+    )  # where gradients are 0 but for rounding, some solvers go anywhere
+    np.testing.assert_allclose(
+        after[:, used], expected[:, used], rtol=0, atol=3e-3 * np.abs(expected - before).max()
+    )
 
     solver.step(98)
     assert share_right(solver.test_nets[0]) > 0.88
@@ -253,7 +285,9 @@ def test_scores_by_hand_are_those_of_the_log(mnist: dict[str, str], tmp_path: Pa
     n.layer.add(type="Accuracy", name="accuracy", bottom=["score", "label"], top=["accuracy"])
     train = written(tmp_path / "train.prototxt", linear(mnist["train"], TRAIN_BATCH))
     test = written(tmp_path / "test.prototxt", n)
-    path = solver_file(tmp_path, train, test, test_iter=TESTS, base_lr=0.05, momentum=0.9, display=20)
+    path = solver_file(
+        tmp_path, train, test, test_iter=TESTS, base_lr=0.05, momentum=0.9, display=20
+    )
     text = Path(path).read_text().replace("test_interval: 1000000", "test_interval: 20")
     Path(path).write_text(text)
     (tmp_path / "watched.py").write_text(WATCHED)

@@ -1,4 +1,6 @@
-"""Logistic regression, and a net that is not linear, on rows of HDF5 files: from Python and from the command line."""
+"""Logistic regression, and a net that is not linear, on rows of HDF5 files: from Python and from
+the command line.
+"""
 
 import re
 from pathlib import Path
@@ -17,7 +19,9 @@ ROWS, TRAINED, BATCH = 1200, 900, 10
 
 
 def rows() -> tuple[Array, Array]:
-    """Four features of which two tell the classes: two clusters each, such that no line parts them well."""
+    """Four features of which two tell the classes: two clusters each, such that no line parts them
+    well.
+    """
     rng = np.random.default_rng(0)
     x = rng.standard_normal((ROWS, 4))
     cluster = rng.integers(0, 4, ROWS)
@@ -37,7 +41,9 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "train.txt").write_text(f"{folder / 'train.h5'}\n" * 2)
     with h5py.File(folder / "test.h5", "w") as file:
         file.create_dataset("data", data=x[TRAINED:], compression="gzip", compression_opts=1)
-        file.create_dataset("label", data=label[TRAINED:].astype(np.float32), compression="gzip", compression_opts=1)
+        file.create_dataset(
+            "label", data=label[TRAINED:].astype(np.float32), compression="gzip", compression_opts=1
+        )
     (folder / "test.txt").write_text(f"{folder / 'test.h5'}\n")
     return {part: str(folder / f"{part}.txt") for part in ("train", "test")}
 
@@ -90,9 +96,12 @@ def by_newton(x: Array, label: Array, decay: float) -> Array:
     w = np.zeros(5)
     for _ in range(20):
         p = 1 / (1 + np.exp(-wide @ w))
-        # two weight vectors that are each other's opposite share the decay: half of it for their difference
+        # two weight vectors that are each other's opposite share the decay: half of it for their
+        # difference
         gradient = wide.T @ (p - label) / len(x) + decay / 2 * w
-        w -= np.linalg.solve(wide.T @ (wide * (p * (1 - p))[:, None]) / len(x) + decay / 2 * np.eye(5), gradient)
+        w -= np.linalg.solve(
+            wide.T @ (wide * (p * (1 - p))[:, None]) / len(x) + decay / 2 * np.eye(5), gradient
+        )
     return w
 
 
@@ -127,7 +136,9 @@ def test_logistic_regression_finds_what_newton_finds(lists: dict[str, str], tmp_
     found = np.append(weight[1] - weight[0], bias[1] - bias[0])
     np.testing.assert_allclose(found, exact, rtol=0, atol=0.12)
     predicted = x[TRAINED:] @ exact[:4] + exact[4] > 0
-    assert mean_accuracy(solver.test_nets[0]) == pytest.approx((predicted == label[TRAINED:]).mean(), abs=0.02)
+    assert mean_accuracy(solver.test_nets[0]) == pytest.approx(
+        (predicted == label[TRAINED:]).mean(), abs=0.02
+    )
 
 
 def test_one_nonlinearity_parts_what_lines_do_not(lists: dict[str, str], tmp_path: Path) -> None:
@@ -148,9 +159,12 @@ def test_the_command_line_does_the_same(hidden: int, lists: dict[str, str], tmp_
     own = (tmp_path / "snap_iter_900.caffemodel").rename(tmp_path / "python.caffemodel")
     done = run(tmp_path, "-m", "caffepy", "train", "-solver", "solver.prototxt")
     mine, theirs = (
-        caffe_pb2.NetParameter.FromString(path.read_bytes()) for path in (own, tmp_path / "snap_iter_900.caffemodel")
+        caffe_pb2.NetParameter.FromString(path.read_bytes())
+        for path in (own, tmp_path / "snap_iter_900.caffemodel")
     )
-    assert [layer.name for layer in mine.layer if layer.blobs] == (["ip1", "score"] if hidden else ["score"])
+    assert [layer.name for layer in mine.layer if layer.blobs] == (
+        ["ip1", "score"] if hidden else ["score"]
+    )
     for one, other in zip(mine.layer, theirs.layer, strict=True):
         assert one.blobs == other.blobs  # the same numbers, to the last bit
     iterations = re.findall(r"Iteration (\d+), Testing net \(#0\)", done.stderr)

@@ -1,4 +1,6 @@
-"""Images with several labels each, from a data layer in Python: a script and its layers, written for Caffe."""
+"""Images with several labels each, from a data layer in Python: a script and its layers, written
+for Caffe.
+"""
 
 import json
 from pathlib import Path
@@ -174,13 +176,19 @@ def test_a_data_layer_with_several_labels(tmp_path: Path) -> None:
     (tmp_path / "picture_layers.py").write_text(LAYERS)
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run(
-        tmp_path, "-c", "import caffepy, runpy; runpy.run_path('script.py')", str(tmp_path), CAFFEPY_AS_CAFFE="1"
+        tmp_path,
+        "-c",
+        "import caffepy, runpy; runpy.run_path('script.py')",
+        str(tmp_path),
+        CAFFEPY_AS_CAFFE="1",
     )
     told = json.loads(done.stdout)
 
     losses = told["losses"]
     assert losses["Waits"] == losses["Prefetches"]  # the same pictures, made by another thread
-    assert abs(losses["Waits"][0] - 10 * np.log(2)) < 1.5  # summed over labels, a mean over pictures
+    assert (
+        abs(losses["Waits"][0] - 10 * np.log(2)) < 1.5
+    )  # summed over labels, a mean over pictures
     assert np.mean(losses["Waits"][-20:]) < 0.4 * losses["Waits"][0]
     assert told["type"] == "Prefetches"
     for (start, nothing), (end, nothing_later) in told["shares"].values():

@@ -1,4 +1,6 @@
-"""Net surgery: filters set by hand, and a classifier that is made to look at every place of an image."""
+"""Net surgery: filters set by hand, and a classifier that is made to look at every place of an
+image.
+"""
 
 from pathlib import Path
 
@@ -28,12 +30,18 @@ def test_filters_are_set_by_hand(tmp_path: Path) -> None:
     n = caffe.NetSpec()
     n.data = L.Input(shape={"dim": [1, 1, 100, 100]})
     n.conv = L.Convolution(
-        n.data, num_output=3, kernel_size=5, weight_filler={"type": "gaussian", "std": 0.01}, bias_filler={"value": 0}
+        n.data,
+        num_output=3,
+        kernel_size=5,
+        weight_filler={"type": "gaussian", "std": 0.01},
+        bias_filler={"value": 0},
     )
     net = caffe.Net(written(tmp_path / "conv.prototxt", n.to_proto()), caffe.TEST)
     assert list(net.blobs) == ["data", "conv"]
     assert list(net.params) == ["conv"]
-    pixels = cv2.resize(np.random.default_rng(2).integers(0, 256, (9, 12, 3)).astype(np.uint8), (120, 90))
+    pixels = cv2.resize(
+        np.random.default_rng(2).integers(0, 256, (9, 12, 3)).astype(np.uint8), (120, 90)
+    )
     cv2.imwrite(str(tmp_path / "photo.png"), pixels)
 
     grey = np.array(caffe.io.load_image(str(tmp_path / "photo.png"), color=False)).squeeze()
@@ -76,12 +84,18 @@ def test_filters_are_set_by_hand(tmp_path: Path) -> None:
 
 
 def net_of(kind: str, source: str = "") -> caffe_pb2.NetParameter:
-    """A net of digits of 8 x 8 without padding: as a classifier ("fc") or fully convolutional ("conv")."""
+    """A net of digits of 8 x 8 without padding: as a classifier ("fc") or fully convolutional
+    ("conv").
+    """
     xavier = {"type": "xavier"}
     n = caffe.NetSpec()
     if source:
         n.data, n.label = L.Data(
-            batch_size=50, backend=P.Data.LMDB, source=source, transform_param={"scale": 1 / 240}, ntop=2
+            batch_size=50,
+            backend=P.Data.LMDB,
+            source=source,
+            transform_param={"scale": 1 / 240},
+            ntop=2,
         )
     else:
         n.data = L.Input(shape={"dim": [1, 1, 8, 8]})
@@ -139,7 +153,9 @@ def test_a_learned_classifier_scans_an_image(tmp_path: Path) -> None:
     assert net.params["fc2"][0].data.shape == (48, 144)
     transplant(net, conv, ["fc2", "fc3"])
     conv.save(str(tmp_path / "conv.caffemodel"))
-    conv = caffe.Net(str(tmp_path / "conv.prototxt"), caffe.TEST, weights=str(tmp_path / "conv.caffemodel"))
+    conv = caffe.Net(
+        str(tmp_path / "conv.prototxt"), caffe.TEST, weights=str(tmp_path / "conv.caffemodel")
+    )
 
     images, labels = digits("test")
     rows, columns, apart = 5, 7, 10
@@ -182,14 +198,21 @@ def test_lenet_becomes_convolutional(tmp_path: Path) -> None:
             layer.convolution_param.kernel_size.append(sizes[layer.name])
             layer.ClearField("inner_product_param")
             layer.name += "-conv"
-    conv = caffe.Net(written(tmp_path / "conv.prototxt", edited), str(tmp_path / "lenet.caffemodel"), caffe.TEST)
+    conv = caffe.Net(
+        written(tmp_path / "conv.prototxt", edited), str(tmp_path / "lenet.caffemodel"), caffe.TEST
+    )
     transplant(net, conv, ["ip1", "ip2"])
 
-    canvases = np.stack([np.tile(image, (2, 2))[:48, :40] for image in as_mnist(digits("test")[0][:2])]) / 255
+    canvases = (
+        np.stack([np.tile(image, (2, 2))[:48, :40] for image in as_mnist(digits("test")[0][:2])])
+        / 255
+    )
     out = conv.forward(data=canvases[:, np.newaxis])["prob"]
     assert out.shape == (2, 10, 6, 4)
     for k, i, j in np.ndindex(2, 6, 4):
         part = canvases[k, 4 * i : 4 * i + 28, 4 * j : 4 * j + 28]
         there = net.forward(data=part[np.newaxis, np.newaxis])["prob"][0]
-        np.testing.assert_allclose(out[k, :, i, j], there, rtol=1e-4, atol=1e-7, err_msg=f"{k} {i} {j}")
+        np.testing.assert_allclose(
+            out[k, :, i, j], there, rtol=1e-4, atol=1e-7, err_msg=f"{k} {i} {j}"
+        )
     assert np.ptp(out, axis=(2, 3)).max() > 0.01

@@ -1,4 +1,6 @@
-"""A siamese LeNet: two towers that share their weights bring pairs of equal digits together, others apart."""
+"""A siamese LeNet: two towers that share their weights bring pairs of equal digits together, others
+apart.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,10 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Array, Array]:
         others[i] = rng.choice(np.flatnonzero(labels == labels[ones[i]]))
     stacked = np.stack([pixels[ones], pixels[others]], axis=1)
     similar = labels[ones] == labels[others]
-    datums = [caffe.io.array_to_datum(pair, int(same)) for pair, same in zip(stacked, similar, strict=True)]
+    datums = [
+        caffe.io.array_to_datum(pair, int(same))
+        for pair, same in zip(stacked, similar, strict=True)
+    ]
     return write_lmdb(tmp_path_factory.mktemp("pairs") / "pairs_lmdb", datums), stacked, similar
 
 
@@ -39,7 +44,11 @@ def tower(n: "caffe.NetSpec", below: Any, suffix: str = "") -> Any:
         filler = {"weight_filler": {"type": "xavier"}, "bias_filler": {"type": "constant"}}
         if name.startswith("conv"):
             below = L.Convolution(
-                below, kernel_size=5, num_output={"conv1": 8, "conv2": 16}[name], param=shared, **filler
+                below,
+                kernel_size=5,
+                num_output={"conv1": 8, "conv2": 16}[name],
+                param=shared,
+                **filler,
             )
             n[name + suffix] = below
             below = L.Pooling(below, kernel_size=2, stride=2, pool=P.Pooling.MAX)
@@ -56,7 +65,11 @@ def tower(n: "caffe.NetSpec", below: Any, suffix: str = "") -> Any:
 def siamese(source: str) -> caffe_pb2.NetParameter:
     n = caffe.NetSpec()
     n.pair_data, n.sim = L.Data(
-        batch_size=BATCH, backend=P.Data.LMDB, source=source, transform_param={"scale": 0.00390625}, ntop=2
+        batch_size=BATCH,
+        backend=P.Data.LMDB,
+        source=source,
+        transform_param={"scale": 0.00390625},
+        ntop=2,
     )
     n.data, n.data_p = L.Slice(n.pair_data, axis=1, slice_point=1, ntop=2)
     one, other = tower(n, n.data), tower(n, n.data_p, "_p")
@@ -83,7 +96,9 @@ def test_the_towers_are_one(pairs: tuple[str, Array, Array], tmp_path: Path) -> 
 
     net.forward()
     for name, channel in (("data", 0), ("data_p", 1)):
-        np.testing.assert_array_equal(net.blobs[name].data[:, 0], stacked[:BATCH, channel] / np.float32(256))
+        np.testing.assert_array_equal(
+            net.blobs[name].data[:, 0], stacked[:BATCH, channel] / np.float32(256)
+        )
     np.testing.assert_array_equal(net.blobs["sim"].data, similar[:BATCH])
     features = [net.blobs[name].data.copy() for name in ("feat", "feat_p")]
     one, other = (f.astype(np.float64) for f in features)
@@ -100,7 +115,9 @@ def test_the_towers_are_one(pairs: tuple[str, Array, Array], tmp_path: Path) -> 
     np.testing.assert_allclose(net.blobs["feat"].diff, slope, rtol=1e-3, atol=1e-6)
     np.testing.assert_allclose(net.blobs["feat_p"].diff, -slope, rtol=1e-3, atol=1e-6)
     below = [net.blobs[name].data for name in ("ip2", "ip2_p")]
-    np.testing.assert_allclose(net.params["feat"][0].diff, slope.T @ (below[0] - below[1]), rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(
+        net.params["feat"][0].diff, slope.T @ (below[0] - below[1]), rtol=1e-3, atol=1e-5
+    )
     np.testing.assert_allclose(net.params["feat"][1].diff, 0, atol=1e-6)
 
     # swapped towers have swapped features
@@ -129,11 +146,16 @@ def test_equal_digits_come_together(pairs: tuple[str, Array, Array], tmp_path: P
         solver.step(1)
         losses.append(float(solver.net.blobs["loss"].data))
     assert np.mean(losses[-20:]) < 0.4 * np.mean(losses[:10])
-    np.testing.assert_array_equal(solver.net.params["conv1"][0].data, solver.net.params["conv1_p"][0].data)
+    np.testing.assert_array_equal(
+        solver.net.params["conv1"][0].data, solver.net.params["conv1_p"][0].data
+    )
     weights = str(tmp_path / "siamese.caffemodel")
     solver.net.save(weights)
     saved = caffe_pb2.NetParameter.FromString(Path(weights).read_bytes())
-    assert {layer.name for layer in saved.layer if layer.blobs} == {*LEARNED, *(f"{name}_p" for name in LEARNED)}
+    assert {layer.name for layer in saved.layer if layer.blobs} == {
+        *LEARNED,
+        *(f"{name}_p" for name in LEARNED),
+    }
 
     net = caffe.Net(written(tmp_path / "deploy.prototxt", deploy()), weights, caffe.TEST)
     assert list(net.params) == list(LEARNED)
@@ -145,4 +167,6 @@ def test_equal_digits_come_together(pairs: tuple[str, Array, Array], tmp_path: P
     near, far = distance[equal].mean(), distance[~equal].mean()
     assert near < 0.45 * far
     np.fill_diagonal(distance, np.inf)
-    assert (labels[distance.argmin(axis=1)] == labels).mean() > 0.5  # two numbers tell ten digits, by their neighbours
+    assert (
+        labels[distance.argmin(axis=1)] == labels
+    ).mean() > 0.5  # two numbers tell ten digits, by their neighbours

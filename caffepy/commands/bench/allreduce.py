@@ -1,4 +1,6 @@
-"""`caffepy bench allreduce`: what each way of synchronizing solvers costs, over sizes of their parameters."""
+"""`caffepy bench allreduce`: what each way of synchronizing solvers costs, over sizes of their
+parameters.
+"""
 
 import json
 import re
@@ -14,7 +16,15 @@ import numpy as np
 
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import Group
-from caffepy.collectives.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose, obstacle
+from caffepy.collectives.sync import (
+    NAMES,
+    Choice,
+    Flats,
+    Synchronization,
+    Synchronizer,
+    choose,
+    obstacle,
+)
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.device import CudaDevice, Device
@@ -33,7 +43,9 @@ EDGE = 256  # elements at each end that are looked at
 
 @dataclass(frozen=True)
 class Timing:
-    """The median time of one all-reduce of so many bytes; GB/s of the algorithm, and of each bus at 2(n - 1)/n."""
+    """The median time of one all-reduce of so many bytes; GB/s of the algorithm, and of each bus at
+    2(n - 1)/n.
+    """
 
     sync: str
     bytes: int
@@ -59,10 +71,23 @@ class AllReduceBench:
         rows = [["size", *(f"{name} us" for name in names), *(f"{name} GB/s" for name in names)]]
         for size in dict.fromkeys(t.bytes for t in self.timings):
             found = [of[name, size] for name in names]
-            rows.append([show_size(size), *(f"{t.ms * 1e3:.1f}" for t in found), *(f"{t.bus_gb_s:.2f}" for t in found)])
+            rows.append(
+                [
+                    show_size(size),
+                    *(f"{t.ms * 1e3:.1f}" for t in found),
+                    *(f"{t.bus_gb_s:.2f}" for t in found),
+                ]
+            )
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        how = [f"{name}: not captured" for name in names if not all(t.captured for t in self.timings if t.sync == name)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        how = [
+            f"{name}: not captured"
+            for name in names
+            if not all(t.captured for t in self.timings if t.sync == name)
+        ]
         missing = [f"{name}: {why}" for name, why in self.left_out.items()]
         head = f"All-reduce of {self.ranks} ranks on {self.devices}; times, and bus bandwidth"
         return "\n".join([head, *lines, *(how if "GPU" in self.devices else []), *missing])
@@ -72,7 +97,8 @@ class AllReduceBench:
         return json.dumps(asdict(self))
 
     def plot(self, path: str) -> None:
-        """Draw the bus bandwidth over the sizes, in the format that the file's extension names; needs matplotlib.
+        """Draw the bus bandwidth over the sizes, in the format that the file's extension names;
+        needs matplotlib.
 
         UsageError if it cannot be drawn or written.
         """
@@ -92,7 +118,9 @@ class AllReduceBench:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes: sizes such as 64K or 1M with commas, or first..last, doubling; UsageError for anything else."""
+    """Bytes: sizes such as 64K or 1M with commas, or first..last, doubling; UsageError for anything
+    else.
+    """
     found: list[int] = []
     for item in text.split(","):
         ends = [_size(end) for end in item.split("..")]
@@ -121,8 +149,11 @@ def show_size(size: int) -> str:
     return f"{size // UNITS[unit]}{unit}"
 
 
-def bench_allreduce(gpu: str | None = None, cpu: int = 0, sync: str = "", sizes: str = SIZES) -> AllReduceBench:
-    """Time these ways (all that can be had, unless they are named with commas) on GPUs, or `cpu` threads.
+def bench_allreduce(
+    gpu: str | None = None, cpu: int = 0, sync: str = "", sizes: str = SIZES
+) -> AllReduceBench:
+    """Time these ways (all that can be had, unless they are named with commas) on GPUs, or `cpu`
+    threads.
 
     Whether the result is the mean is looked at for each size; SyncError if it is not.
     """
@@ -160,7 +191,10 @@ def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(rank,), name=f"rank {rank}") for rank in range(len(devices))]
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank}")
+        for rank in range(len(devices))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -198,7 +232,9 @@ def _rank(
     return found
 
 
-def _check(synchronizer: Synchronizer, device: Device, diff: Any, count: int, meet: Callable[[], None]) -> None:
+def _check(
+    synchronizer: Synchronizer, device: Device, diff: Any, count: int, meet: Callable[[], None]
+) -> None:
     diff[:count] = synchronizer.rank + 1
     synchronizer.reduce(count)
     mean = (synchronizer.size + 1) / 2
@@ -208,7 +244,9 @@ def _check(synchronizer: Synchronizer, device: Device, diff: Any, count: int, me
     meet()
 
 
-def _time(synchronizer: Synchronizer, device: Device, count: int, meet: Callable[[], None]) -> tuple[float, bool]:
+def _time(
+    synchronizer: Synchronizer, device: Device, count: int, meet: Callable[[], None]
+) -> tuple[float, bool]:
     """The median over windows of the milliseconds of one run."""
     runs = max(2, min(MOST_RUNS, ENOUGH // (count * 4)))
     work: Callable[[], None] = partial(synchronizer.reduce, count)

@@ -20,7 +20,8 @@ from caffepy.report.performance import difference, shares
 
 @dataclass(frozen=True)
 class Point:
-    """So many devices: images a second of all, `times` those of one, of which each has `efficiency`; ms an iteration.
+    """So many devices: images a second of all, `times` those of one, of which each has
+    `efficiency`; ms an iteration.
 
     `exposed` is the part of an iteration in which devices, in the mean, do nothing but synchronize.
     """
@@ -73,10 +74,11 @@ def bench_scaling(
     sync: str = "auto",
     windows: int = 5,
 ) -> Scaling:
-    """Train the net of the solver file on synthetic data with 1, 2, 4... of the devices, and with all of them.
+    """Train the net of the solver file on synthetic data with 1, 2, 4... of the devices, and with
+    all of them.
 
-    `gpu` names GPUs ("all" for every one), `cpu` a number of solvers on the CPU; `batch` is that of each device.
-    UsageError if so many cannot be synchronized by `sync`.
+    `gpu` names GPUs ("all" for every one), `cpu` a number of solvers on the CPU; `batch` is that of
+    each device. UsageError if so many cannot be synchronized by `sync`.
     """
     numbers = gpu_numbers(gpu) if gpu else []
     size = len(numbers) or max(1, cpu)
@@ -87,7 +89,11 @@ def bench_scaling(
             raise UsageError(f"--sync {sync}: {why}")
     points: list[Point] = []
     for count in counts:
-        devices = [CudaDevice(number) for number in numbers[:count]] if numbers else [Device() for _ in range(count)]
+        devices = (
+            [CudaDevice(number) for number in numbers[:count]]
+            if numbers
+            else [Device() for _ in range(count)]
+        )
         ops.set_precision(devices[0], precision)
         with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
             with team_of(trainer.solver, devices, Terms(sync)) as team:
@@ -95,13 +101,21 @@ def bench_scaling(
                 iterations = trainer.iterations_in(WINDOW)
                 before = team.seconds() if team else []
                 done = [trainer.window(iterations) for _ in range(windows)]
-                spent = [difference(*both) for both in zip(team.seconds(), before, strict=True)] if team else []
+                spent = (
+                    [difference(*both) for both in zip(team.seconds(), before, strict=True)]
+                    if team
+                    else []
+                )
             ms = median(w.seconds / w.iterations for w in done) * 1000
             hosts = [w.host_ms for w in done if w.host_ms is not None]
             rate = count * trainer.batch / ms * 1000
             times = rate / points[0].images_per_s if points else 1.0
             exposed = shares(spent)["synchronization"] if spent else 0.0
-            points.append(Point(count, rate, times, times / count, ms, exposed, median(hosts) if hosts else None))
+            points.append(
+                Point(
+                    count, rate, times, times / count, ms, exposed, median(hosts) if hosts else None
+                )
+            )
             name, each = trainer.net.name, trainer.batch
     first = devices[0]
     kind = first.name if isinstance(first, CudaDevice) else "the CPU"

@@ -37,7 +37,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Window:
-    """So many iterations: seconds that they took, and milliseconds that the host took to issue one of them."""
+    """So many iterations: seconds that they took, and milliseconds that the host took to issue one
+    of them.
+    """
 
     iterations: int
     seconds: float
@@ -46,10 +48,12 @@ class Window:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a GPU's memory: that the driver counts for this run, and that CuPy's pool has taken of it.
+    """Bytes of a GPU's memory: that the driver counts for this run, and that CuPy's pool has taken
+    of it.
 
-    The driver's are the free bytes before the nets are built less those at the end, so they have in them cuDNN's and
-    cuBLAS's own memory, loaded kernels and recorded graphs, and what other processes took in the meantime.
+    The driver's are the free bytes before the nets are built less those at the end, so they have in
+    them cuDNN's and cuBLAS's own memory, loaded kernels and recorded graphs, and what other
+    processes took in the meantime.
     """
 
     driver: int
@@ -60,9 +64,10 @@ class Memory:
 class Bench:
     """What came out: `windows` are images a second of each window, whose median is `images_per_s`.
 
-    `ms` is the time of an iteration, `host_ms` what the host needs to issue one (None on the CPU, which computes it).
-    `shares` are the parts of data, forward, backward and update in the time of a pass, from passes that are issued
-    layer by layer, which a GPU gets as a whole: side by side work of a captured step is not in them.
+    `ms` is the time of an iteration, `host_ms` what the host needs to issue one (None on the CPU,
+    which computes it). `shares` are the parts of data, forward, backward and update in the time of
+    a pass, from passes that are issued layer by layer, which a GPU gets as a whole: side by side
+    work of a captured step is not in them.
     """
 
     net: str
@@ -87,17 +92,23 @@ class Bench:
         data = "synthetic data" if self.data == SYNTHETIC else f"data of {self.data}"
         how = [self.precision, f"batch {self.batch}", data]
         if self.memory:
-            how += ["captured" if self.captured else "not captured", "fused" if self.fused else "not fused"]
+            how += [
+                "captured" if self.captured else "not captured",
+                "fused" if self.fused else "not fused",
+            ]
         count = len(self.windows)
         lines = [
             f"{self.net} on {self.device}, {', '.join(how)}",
             f"{self.images_per_s:.0f} images/s, the median of {count} windows of {self.iterations} iterations "
             f"({min(self.windows):.0f} to {max(self.windows):.0f})",
-            f"{self.ms:.3f} ms an iteration" + (f", the host {self.host_ms:.3f} ms" if self.host_ms else ""),
+            f"{self.ms:.3f} ms an iteration"
+            + (f", the host {self.host_ms:.3f} ms" if self.host_ms else ""),
             ", ".join(f"{name} {share:.1%}" for name, share in self.shares.items()),
         ]
         if self.memory:
-            lines.append(f"{self.memory.driver // MIB} MiB of GPU memory, {self.memory.pool // MIB} MiB of it in pools")
+            lines.append(
+                f"{self.memory.driver // MIB} MiB of GPU memory, {self.memory.pool // MIB} MiB of it in pools"
+            )
         return "\n".join(lines)
 
     def json(self) -> str:
@@ -128,7 +139,10 @@ class Trainer:
             self.solver.save_memory()
         self.net: Net = self.solver.net
         if not any(layer.is_data for layer in self.net.layers):
-            raise ConfigError("the train net has no layer that gives it data, so there are no images to count", solver)
+            raise ConfigError(
+                "the train net has no layer that gives it data, so there are no images to count",
+                solver,
+            )
         self._issued: list[float] = []
         self.solver.action = self._note
         self.solver.step(WARM_UP[self.device.kind])
@@ -150,7 +164,11 @@ class Trainer:
     @property
     def batch(self) -> int:
         """Images of an iteration."""
-        fed = next(top[0] for top, layer in zip(self.net.tops, self.net.layers, strict=True) if layer.is_data)
+        fed = next(
+            top[0]
+            for top, layer in zip(self.net.tops, self.net.layers, strict=True)
+            if layer.is_data
+        )
         return int(fed.shape[0])
 
     def window(self, iterations: int) -> Window:
@@ -162,7 +180,11 @@ class Trainer:
         seconds = perf_counter() - begin
         issued = self._issued[: AHEAD + 1]
         gaps = len(issued) - 1
-        host = (issued[-1] - issued[0]) / gaps * 1000 if gaps > 0 and self.device.kind == "cuda" else None
+        host = (
+            (issued[-1] - issued[0]) / gaps * 1000
+            if gaps > 0 and self.device.kind == "cuda"
+            else None
+        )
         return Window(iterations, seconds, host)
 
     def iterations_in(self, seconds: float) -> int:
@@ -175,7 +197,9 @@ class Trainer:
         net = self.net
         fused = self.solver.fuse and self.device.kind == "cuda"
         steps = net.steps if fused else [Step(i) for i in range(len(net.layers))]
-        feeding, learning = ([s for s in steps if net.layers[s.last].is_data == is_data] for is_data in (True, False))
+        feeding, learning = (
+            [s for s in steps if net.layers[s.last].is_data == is_data] for is_data in (True, False)
+        )
         parts = {
             "data": lambda: net.forward(steps=feeding),
             "forward": lambda: net.forward(steps=learning),
@@ -205,7 +229,9 @@ class Trainer:
 def _timed(
     parts: Iterable[Callable[[], object]], watch: Any, holds: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """The milliseconds that the host and the device need for each part, before which the device is held back."""
+    """The milliseconds that the host and the device need for each part, before which the device is
+    held back.
+    """
     host = []
     for part, hold in zip(parts, holds, strict=True):
         watch.hold(hold)
@@ -217,8 +243,11 @@ def _timed(
     return host, watch.read()[::2]
 
 
-def _definition(path: str, batch: int | None, image: Sequence[int] | None, data: str) -> SolverParameter:
-    """The solver's settings for its train net alone, with its data replaced, and for as long as it takes.
+def _definition(
+    path: str, batch: int | None, image: Sequence[int] | None, data: str
+) -> SolverParameter:
+    """The solver's settings for its train net alone, with its data replaced, and for as long as it
+    takes.
 
     An iteration is one pass and an update.
     """
@@ -232,7 +261,11 @@ def _definition(path: str, batch: int | None, image: Sequence[int] | None, data:
     source, _ = net_sources(param, path)
     for field in ("net", "net_param", "train_net"):
         param.ClearField(field)
-    net = synthetic(source.param, batch, image) if data == SYNTHETIC else _fed(source.param, batch, data, source.path)
+    net = (
+        synthetic(source.param, batch, image)
+        if data == SYNTHETIC
+        else _fed(source.param, batch, data, source.path)
+    )
     param.train_net_param.CopyFrom(net)
     return param
 
@@ -248,10 +281,15 @@ def _fed(net: NetParameter, batch: int | None, database: str, path: str | None) 
         batch_size = layer.data_param.batch_size or layer.image_data_param.batch_size
         layer.type = "Data"
         layer.ClearField("image_data_param")
-        layer.data_param.source, layer.data_param.batch_size = os.path.abspath(database), batch or batch_size
+        layer.data_param.source, layer.data_param.batch_size = (
+            os.path.abspath(database),
+            batch or batch_size,
+        )
         layer.data_param.backend = DataParameter.LMDB
         if layer.transform_param.mean_file:
-            layer.transform_param.mean_file = os.path.abspath(locate(layer.transform_param.mean_file, path))
+            layer.transform_param.mean_file = os.path.abspath(
+                locate(layer.transform_param.mean_file, path)
+            )
     return copy
 
 
@@ -269,19 +307,23 @@ def bench_train(
     fuse: bool = True,
     threads: int | None = None,
 ) -> Bench:
-    """Train the net of the solver file for some windows of `iterations` and tell how fast that went.
+    """Train the net of the solver file for some windows of `iterations` and tell how fast that
+    went.
 
-    Without `iterations` a window is as many as take 0.3 s. The data are random images, of the shape `image` (C, H, W)
-    where the net does not tell it, and labels, made once, or those of the database `data`. `batch` images at a time,
-    else as many as the net says. `gpu`: the number of a GPU, the first of several, else the CPU; `precision` of numbers
-    there; `capture`: a step is recorded and replayed; `fuse`: layers are computed together where they can be. The
-    learning rate is 0.001 at most.
+    Without `iterations` a window is as many as take 0.3 s. The data are random images, of the shape
+    `image` (C, H, W) where the net does not tell it, and labels, made once, or those of the
+    database `data`. `batch` images at a time, else as many as the net says. `gpu`: the number of a
+    GPU, the first of several, else the CPU; `precision` of numbers there; `capture`: a step is
+    recorded and replayed; `fuse`: layers are computed together where they can be. The learning rate
+    is 0.001 at most.
     """
     device = first_device(gpu)
     ops.set_precision(device, precision)
     if threads:
         ops.backend(device).set_num_threads(threads)
-    trainer = Trainer(solver, device=device, batch=batch, image=image, data=data, capture=capture, fuse=fuse)
+    trainer = Trainer(
+        solver, device=device, batch=batch, image=image, data=data, capture=capture, fuse=fuse
+    )
     with closing(trainer):
         count = iterations or trainer.iterations_in(WINDOW)
         done = [trainer.window(count) for _ in range(windows)]

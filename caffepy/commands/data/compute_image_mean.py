@@ -1,6 +1,8 @@
-"""`caffepy compute-image-mean`: the mean of all images of a database, as a mean file, with Caffe's log lines.
+"""`caffepy compute-image-mean`: the mean of all images of a database, as a mean file, with Caffe's
+log lines.
 
-Sums are exact: whole numbers of raw pixels, float64 of others. Caffe's float32 sums round above 2^24.
+Sums are exact: whole numbers of raw pixels, float64 of others. Caffe's float32 sums round above
+2^24.
 """
 
 import logging
@@ -39,7 +41,9 @@ class Mean:
 
     def json(self) -> str:
         """An object with count, shape and mean_value."""
-        return as_json({"count": self.count, "shape": self.image.shape, "mean_value": self.channels})
+        return as_json(
+            {"count": self.count, "shape": self.image.shape, "mean_value": self.channels}
+        )
 
 
 def compute_image_mean(
@@ -50,10 +54,11 @@ def compute_image_mean(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> Mean:
-    """The mean of all records of an LMDB or LevelDB, written to the .binaryproto `output` if one is named.
+    """The mean of all records of an LMDB or LevelDB, written to the .binaryproto `output` if one is
+    named.
 
-    Encoded records are decoded. `backend` is only compared with what the database is. DataError names the record whose
-    image cannot be read or has another size than the first.
+    Encoded records are decoded. `backend` is only compared with what the database is. DataError
+    names the record whose image cannot be read or has another size than the first.
     """
     if output:
         check_writable(output)
@@ -83,7 +88,9 @@ def write_mean(path: str, image: Array) -> None:
         file.write(blob.SerializeToString())
 
 
-def _mean(source: Source, shape: tuple[int, ...], threads: int | None, progress: bool | None) -> Mean:
+def _mean(
+    source: Source, shape: tuple[int, ...], threads: int | None, progress: bool | None
+) -> Mean:
     total, count = np.zeros(shape, np.int64), 0
 
     def add(records: Records) -> tuple[Array, int]:
@@ -113,7 +120,9 @@ def _mean(source: Source, shape: tuple[int, ...], threads: int | None, progress:
     return Mean(count, (total / count).astype(np.float32))
 
 
-def _image(source: Source, record: tuple[memoryview | bytes, memoryview | bytes]) -> tuple[Array, bool]:
+def _image(
+    source: Source, record: tuple[memoryview | bytes, memoryview | bytes]
+) -> tuple[Array, bool]:
     """The image and whether it was encoded."""
     try:
         image, _, encoded = decode(record[1])

@@ -23,10 +23,11 @@ SOURCE = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 
 
 def convert_cifar(folder: str, out: str, backend: str = "lmdb") -> dict[str, int]:
-    """Write the images of CIFAR-10's files in `folder` to cifar10_train_BACKEND and cifar10_test_BACKEND in `out`.
+    """Write the images of CIFAR-10's files in `folder` to cifar10_train_BACKEND and
+    cifar10_test_BACKEND in `out`.
 
-    Planes stay in the files' order, red first. Returns the number of records of each. DataError if a file is missing
-    or damaged.
+    Planes stay in the files' order, red first. Returns the number of records of each. DataError if
+    a file is missing or damaged.
     """
     if os.path.isdir(inner := os.path.join(folder, FOLDER)):
         folder = inner
@@ -58,7 +59,9 @@ def _read(folder: str, names: Sequence[str]) -> Array:
         except OSError as error:
             raise DataError(f"{path} cannot be read: {reason(error)}") from None
         if not content.size or content.size % ROW or (content[::ROW] >= CLASSES).any():
-            raise DataError(f"{path} is damaged or not of CIFAR-10's binary version: {content.size} bytes")
+            raise DataError(
+                f"{path} is damaged or not of CIFAR-10's binary version: {content.size} bytes"
+            )
         log.info("%s: %d images", path, content.size // ROW)
         rows.append(content.reshape(-1, ROW))
     return np.concatenate(rows)

@@ -1,7 +1,9 @@
-"""`caffepy convert-imageset`: image files become an LMDB or LevelDB, with the keys and bytes of Caffe's tool.
+"""`caffepy convert-imageset`: image files become an LMDB or LevelDB, with the keys and bytes of
+Caffe's tool.
 
-Images are read and decoded by several threads and written in the order of the list, a transaction at a time, while the
-next ones are decoded. What is not whole yet lies in a folder beside the target, from which a later run goes on.
+Images are read and decoded by several threads and written in the order of the list, a transaction
+at a time, while the next ones are decoded. What is not whole yet lies in a folder beside the
+target, from which a later run goes on.
 """
 
 import ctypes
@@ -32,7 +34,9 @@ log = logging.getLogger(__name__)
 
 CHUNK = 8  # images that a thread decodes at a time
 SHOWN = 10  # differences that are named
-SPELT = {"jpg": "jpeg"}  # the other extension of files that need not be encoded anew; not the other way around
+SPELT = {
+    "jpg": "jpeg"
+}  # the other extension of files that need not be encoded anew; not the other way around
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT = 1 << 25  # bytes, the most that glibc takes for the latter
@@ -45,8 +49,8 @@ Image = tuple[bytes, bytes | None, int]
 class Recipe:
     """How an image file becomes a record.
 
-    `width` and `height` are 0 for images of their own size. `encode` is the type of image file to store ("jpg",
-    "png"), None for that of each file's name, "" for raw pixels.
+    `width` and `height` are 0 for images of their own size. `encode` is the type of image file to
+    store ("jpg", "png"), None for that of each file's name, "" for raw pixels.
     """
 
     gray: bool = False
@@ -86,7 +90,9 @@ def raw(image: Any, label: int) -> Made:
     """The Datum of an image (H, W) or (H, W, C), whose bytes are copied once."""
     planes = cv2.split(image)
     head = head_of((len(planes), *image.shape[:2]))
-    return Made(b"".join((head, *planes, Datum(label=label, encoded=False).SerializeToString())), image.size)
+    return Made(
+        b"".join((head, *planes, Datum(label=label, encoded=False).SerializeToString())), image.size
+    )
 
 
 def encoded(image: Any, kind: str, path: str) -> bytes:
@@ -96,7 +102,9 @@ def encoded(image: Any, kind: str, path: str) -> bytes:
     except cv2.error:
         good = False
     if not good:
-        raise DataError(f'{path} cannot be stored as an image of type "{kind}"; name another with -encode_type')
+        raise DataError(
+            f'{path} cannot be stored as an image of type "{kind}"; name another with -encode_type'
+        )
     return bytes(content)
 
 
@@ -125,12 +133,13 @@ def convert_imageset(
 ) -> Converted:
     """Write the images that `list_file` names, each name behind `root`, into the new `database`.
 
-    A line is a path, a blank and a label. Keys are the line's number in eight digits, "_" and the path; a blank line
-    counts as an image that cannot be read. `shuffle` takes the lines in a random order, that of `seed` if it is given.
-    `check_size` asks for as many values in each image. Images that cannot be read are left out, each with a message. An
-    interrupted run leaves `database`.partial, which `resume` completes. `check` then compares all records with the
-    images; of a database that is there already that is all that is done. `progress`: False draws no bar. UsageError or
-    DataError say what does not fit.
+    A line is a path, a blank and a label. Keys are the line's number in eight digits, "_" and the
+    path; a blank line counts as an image that cannot be read. `shuffle` takes the lines in a random
+    order, that of `seed` if it is given. `check_size` asks for as many values in each image. Images
+    that cannot be read are left out, each with a message. An interrupted run leaves
+    `database`.partial, which `resume` completes. `check` then compares all records with the images;
+    of a database that is there already that is all that is done. `progress`: False draws no bar.
+    UsageError or DataError say what does not fit.
     """
     if check_size and recipe.encode != "":
         raise UsageError("-check_size compares raw images; encoded ones differ in size by nature")
@@ -186,11 +195,16 @@ class Job:
         """Take the images in the order of this seed, if they are to be shuffled."""
         if shuffle:
             log.info("Shuffling data (seed %d)", seed)
-            self._entries = [self._entries[i] for i in np.random.default_rng(seed).permutation(len(self._entries))]
+            self._entries = [
+                self._entries[i]
+                for i in np.random.default_rng(seed).permutation(len(self._entries))
+            ]
 
     def _nothing_read(self, count: int) -> DataError:
         hint = "" if os.path.isdir(self._root or ".") else f'; there is no folder "{self._root}"'
-        return DataError(f"none of the {count} images could be read, such as {self._root}{self._entries[0][0]}{hint}")
+        return DataError(
+            f"none of the {count} images could be read, such as {self._root}{self._entries[0][0]}{hint}"
+        )
 
     def write(self, partial: Partial) -> Converted:
         """Convert what is still missing in `partial`, which then is whole."""
@@ -205,12 +219,18 @@ class Job:
         except BaseException:
             done = Done(**partial.progress)
             if done.records:
-                log.warning("%s has what became of the first %d lines; --resume goes on", partial.folder, done.lines)
+                log.warning(
+                    "%s has what became of the first %d lines; --resume goes on",
+                    partial.folder,
+                    done.lines,
+                )
             else:
                 partial.abandon()
             raise
         if done.skipped:
-            log.warning("%d of %d images could not be read and were left out", done.skipped, done.lines)
+            log.warning(
+                "%d of %d images could not be read and were left out", done.skipped, done.lines
+            )
         return Converted(done.records, done.skipped)
 
     def _write(self, partial: Partial, writer: Writer) -> None:
@@ -245,7 +265,9 @@ class Job:
             log.error("Could not open or find file %s", self._path(done.lines))
             return Done(done.lines + 1, done.records, done.skipped + 1, done.size)
         if self._check_size and done.size not in (0, values):
-            raise DataError(f"{self._path(done.lines)} has {values} values, the first image {done.size}")
+            raise DataError(
+                f"{self._path(done.lines)} has {values} values, the first image {done.size}"
+            )
         return Done(done.lines + 1, done.records + 1, done.skipped, values)
 
     def _made(self, start: int = 0) -> Iterator[Image]:
@@ -256,7 +278,9 @@ class Job:
 
     def _some(self, lo: int) -> list[Image]:
         lines = range(lo, min(lo + CHUNK, len(self._entries)))
-        return [(self._key(i), *self._recipe.record(self._path(i), self._entries[i][1])) for i in lines]
+        return [
+            (self._key(i), *self._recipe.record(self._path(i), self._entries[i][1])) for i in lines
+        ]
 
     def _path(self, line: int) -> str:
         return self._root + self._entries[line][0]
@@ -265,7 +289,9 @@ class Job:
         return b"%08d_%b" % (line, os.fsencode(self._entries[line][0]))
 
     def compare(self, database: str) -> Converted:
-        """Compare the records of a database with the images; DataError if some differ, which are logged."""
+        """Compare the records of a database with the images; DataError if some differ, which are
+        logged.
+        """
         log.info("Comparing %s with the images", database)
         problems = records = skipped = 0
         with (
@@ -288,13 +314,17 @@ class Job:
             for _ in range(left):
                 problems += _tell(problems, "%s is not of the list", source.read()[0])
         if problems:
-            raise DataError(f"{database} differs from the list and its images in {problems} records")
+            raise DataError(
+                f"{database} differs from the list and its images in {problems} records"
+            )
         log.info("%d records are what their images give", records)
         return Converted(records, skipped)
 
 
 class Done(NamedTuple):
-    """How far a job is: lines of the list, records of them, images that could not be read; values of an image."""
+    """How far a job is: lines of the list, records of them, images that could not be read; values
+    of an image.
+    """
 
     lines: int = 0
     records: int = 0
@@ -303,14 +333,18 @@ class Done(NamedTuple):
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc use freed memory again; it gives back blocks as large as images, whose pages then are zeroed anew."""
+    """Let glibc use freed memory again; it gives back blocks as large as images, whose pages then
+    are zeroed anew.
+    """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_THRESHOLD, KEPT)
         library.mallopt(M_TRIM_THRESHOLD, 2 * KEPT)
 
 
-def _save(partial: Partial, writer: Writer, batch: Sequence[tuple[bytes, bytes]], done: Done) -> None:
+def _save(
+    partial: Partial, writer: Writer, batch: Sequence[tuple[bytes, bytes]], done: Done
+) -> None:
     writer.write(batch)
     partial.note(done._asdict())
 

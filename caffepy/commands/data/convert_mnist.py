@@ -1,4 +1,6 @@
-"""`caffepy convert-mnist`: the files of the MNIST database of handwritten digits become an LMDB or LevelDB."""
+"""`caffepy convert-mnist`: the files of the MNIST database of handwritten digits become an LMDB or
+LevelDB.
+"""
 
 import gzip
 import logging
@@ -23,7 +25,8 @@ SOURCES = "https://storage.googleapis.com/cvdf-datasets/mnist/ or https://ossci-
 
 
 def convert_mnist(images: str, labels: str, database: str, backend: str = "lmdb") -> int:
-    """Write the images of two idx files, which may be packed (.gz), to the new `database`; returns their number.
+    """Write the images of two idx files, which may be packed (.gz), to the new `database`; returns
+    their number.
 
     Keys are numbers of eight digits. DataError if a file is missing, damaged or no idx file.
     """
@@ -43,25 +46,35 @@ def convert_mnist(images: str, labels: str, database: str, backend: str = "lmdb"
 
 
 def read_idx(path: str, magic: int, axes: int) -> Array:
-    """The bytes of an idx file that starts with this number, with so many axes; `path` or `path`.gz, packed or not."""
+    """The bytes of an idx file that starts with this number, with so many axes; `path` or
+    `path`.gz, packed or not.
+    """
     if not os.path.exists(path) and os.path.exists(f"{path}.gz"):
         path = f"{path}.gz"
     if not os.path.exists(path):
-        raise DataError(f'"{path}" does not exist; the four files of MNIST, such as {EXAMPLE}, are at {SOURCES}')
+        raise DataError(
+            f'"{path}" does not exist; the four files of MNIST, such as {EXAMPLE}, are at {SOURCES}'
+        )
     try:
         with gzip.open(path) if sniff(path) == "a gzip file" else open(path, "rb") as file:
             content = file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {(getattr(error, 'strerror', '') or str(error)).lower()}") from None
+        raise DataError(
+            f"{path} cannot be read: {(getattr(error, 'strerror', '') or str(error)).lower()}"
+        ) from None
     length = 4 * (1 + axes)
     found, *shape = struct.unpack_from(f">{1 + axes}I", content.ljust(length, b"\0"))
     if found != magic:
         kind = {IMAGES: "images", LABELS: "labels"}
         other = f"a file of {kind[found]}" if found in kind else sniff(path)
-        raise DataError(f"{path} is no file of MNIST's {kind[magic]}, but {other}; it should start with {magic}")
+        raise DataError(
+            f"{path} is no file of MNIST's {kind[magic]}, but {other}; it should start with {magic}"
+        )
     values = np.frombuffer(content, np.uint8)[length:]
     if values.size != np.prod(shape, dtype=object):
-        raise DataError(f"{path} is damaged: it has {values.size} values, not {' x '.join(map(str, shape))}")
+        raise DataError(
+            f"{path} is damaged: it has {values.size} values, not {' x '.join(map(str, shape))}"
+        )
     if not values.size:
         raise DataError(f"{path} is empty: it has {' x '.join(map(str, shape))} values")
     return values.reshape(shape)

@@ -1,4 +1,6 @@
-"""`caffepy data show`: what a source of data holds, be it a database, HDF5 files, a list of images or a mean."""
+"""`caffepy data show`: what a source of data holds, be it a database, HDF5 files, a list of images
+or a mean.
+"""
 
 import os
 from collections import Counter
@@ -35,7 +37,14 @@ PICTURES = 100  # of a contact sheet
 IMAGES = "list of images"
 NAMED = 5  # names of records that are shown
 LABELS = 30  # labels that a table shows
-SIGNATURES = {b"\xff\xd8\xff": "jpeg", b"\x89PNG": "png", b"GIF8": "gif", b"BM": "bmp", b"RIFF": "webp", b"II": "tiff"}
+SIGNATURES = {
+    b"\xff\xd8\xff": "jpeg",
+    b"\x89PNG": "png",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"RIFF": "webp",
+    b"II": "tiff",
+}
 LARGEST = 1 << 53  # up to which float64 has all whole numbers
 THRESHOLD = 0.5  # WindowData's usual one of foreground and background
 
@@ -44,8 +53,9 @@ THRESHOLD = 0.5  # WindowData's usual one of foreground and background
 class DataInfo:
     """What a source holds.
 
-    `records` are all of them; of the first `seen` ones `shapes`, `stored` and `labels` say how many have which.
-    `first` are names, `bad` what is wrong with some of the `bad_records` that cannot be read, `facts` others.
+    `records` are all of them; of the first `seen` ones `shapes`, `stored` and `labels` say how many
+    have which. `first` are names, `bad` what is wrong with some of the `bad_records` that cannot be
+    read, `facts` others.
     """
 
     kind: str
@@ -68,7 +78,9 @@ class DataInfo:
     def table(self) -> str:
         """Lines for a person."""
         seen = f", of which {self.seen:,} were looked at" if self.seen < self.records else ""
-        lines = [f"{self.kind} {self.path}: {_many(self.records, 'record')}{seen}; {self.size:,} bytes"]
+        lines = [
+            f"{self.kind} {self.path}: {_many(self.records, 'record')}{seen}; {self.size:,} bytes"
+        ]
         lines += [f"{name}: {_told(value)}" for name, value in self.facts.items()]
         lines += [f"{shape}: {count:,}" for shape, count in self.shapes.most_common(NAMED)]
         if len(self.shapes) > NAMED:
@@ -87,7 +99,9 @@ class DataInfo:
                 rows.append([str(label), f"{count:,}", f"{count / total:.2%}"])
             lines += ["", _many(len(self.labels), "different label"), *columns(rows, left=0)]
             if len(self.labels) > LABELS:
-                lines.append(f"... and {len(self.labels) - LABELS:,} more, up to {max(self.labels)}")
+                lines.append(
+                    f"... and {len(self.labels) - LABELS:,} more, up to {max(self.labels)}"
+                )
         return "\n".join(map(on_one_line, lines))
 
 
@@ -119,10 +133,12 @@ def show(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> DataInfo:
-    """Look at an LMDB, a LevelDB, an HDF5 file, a list of such or of images, a window file or a mean.
+    """Look at an LMDB, a LevelDB, an HDF5 file, a list of such or of images, a window file or a
+    mean.
 
-    Which one it is shows from its content. All records are looked at, or the `first` ones. Names in a list of images
-    stand behind `root`. `sheet_path` gets a contact sheet of up to 100 images. DataError for other files.
+    Which one it is shows from its content. All records are looked at, or the `first` ones. Names in
+    a list of images stand behind `root`. `sheet_path` gets a contact sheet of up to 100 images.
+    DataError for other files.
     """
     if sheet_path:
         grid.check_format(sheet_path)
@@ -138,7 +154,11 @@ def show(
     elif kind == "text":
         viewer.text()
     else:
-        advice = "; caffepy weights show is for weights" if kind in ("a caffemodel", "a solver state") else ""
+        advice = (
+            "; caffepy weights show is for weights"
+            if kind in ("a caffemodel", "a solver state")
+            else ""
+        )
         raise DataError(f"{path} is {kind}, not a source of data{advice}")
     if sheet_path:
         if not viewer.pictures:
@@ -152,7 +172,13 @@ class Viewer:
     """Fills a DataInfo and collects pictures."""
 
     def __init__(
-        self, path: str, root: str, first: int | None, pictures: bool, threads: int | None, progress: bool | None
+        self,
+        path: str,
+        root: str,
+        first: int | None,
+        pictures: bool,
+        threads: int | None,
+        progress: bool | None,
     ) -> None:
         self.path, self._root, self._first = path, root, first
         self._wants_pictures, self._threads, self._progress = pictures, threads, progress
@@ -196,10 +222,19 @@ class Viewer:
                 return Look(name, label=label, error=f"{root}{name}: {reason(error)}")
             except DataError as error:
                 return Look(name, label=label, error=f"{root}{name}: {error.message}")
-            return Look(name, image.shape, _encoding(content), label, picture=thumbnail(image) if wanted else None)
+            return Look(
+                name,
+                image.shape,
+                _encoding(content),
+                label,
+                picture=thumbnail(image) if wanted else None,
+            )
 
         starts = range(0, len(entries), CHUNK)
-        self._look((entries[lo : lo + CHUNK] for lo in starts), lambda part, wanted: list(map(look, part, wanted)))
+        self._look(
+            (entries[lo : lo + CHUNK] for lo in starts),
+            lambda part, wanted: list(map(look, part, wanted)),
+        )
 
     def _windows(self) -> None:
         file = read_windows(self.path, THRESHOLD, THRESHOLD)
@@ -209,7 +244,9 @@ class Viewer:
         self.info.facts = {
             "windows": f"{len(file.foreground):,} of overlap {THRESHOLD} or more, {len(file.background):,} of less"
         }
-        classes, counts = np.unique([*file.foreground[:, 1], *file.background[:, 1]], return_counts=True)
+        classes, counts = np.unique(
+            [*file.foreground[:, 1], *file.background[:, 1]], return_counts=True
+        )
         self.info.labels.update(dict(zip(classes.tolist(), counts.tolist(), strict=True)))
 
     def mean(self) -> None:
@@ -217,7 +254,10 @@ class Viewer:
         image = load_mean(self.path)
         self._begin("mean file", 1)
         means = image.mean((1, 2), np.float64).tolist()
-        self.info.facts = {"mean_value": means, "values": f"{number(image.min())} to {number(image.max())}"}
+        self.info.facts = {
+            "mean_value": means,
+            "values": f"{number(image.min())} to {number(image.max())}",
+        }
         self._count(Look("mean", image.shape, "float", picture=thumbnail(image)))
         self.info.labels.clear()
         self.info.first.clear()
@@ -249,15 +289,29 @@ class Viewer:
                 wanted = None if self._first is None else max(0, self._first - self.info.records)
                 values, counts = np.unique(data[:wanted], return_counts=True)
                 if (values == np.round(values)).all() and (np.abs(values) < LARGEST).all():
-                    self.info.labels.update(dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True)))
-            if self._wants_pictures and data.ndim == 4 and data.shape[1] in (1, 3) and data.dtype.kind in "fiub":
+                    self.info.labels.update(
+                        dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True))
+                    )
+            if (
+                self._wants_pictures
+                and data.ndim == 4
+                and data.shape[1] in (1, 3)
+                and data.dtype.kind in "fiub"
+            ):
                 room = PICTURES - len(self.pictures)
-                self.pictures += [(thumbnail(image), str(i)) for i, image in enumerate(data[:room]) if image.size]
+                self.pictures += [
+                    (thumbnail(image), str(i)) for i, image in enumerate(data[:room]) if image.size
+                ]
         self.info.records += rows
-        self.info.seen = self.info.records if self._first is None else min(self._first, self.info.records)
+        self.info.seen = (
+            self.info.records if self._first is None else min(self._first, self.info.records)
+        )
 
     def _records(self, records: Records, wanted: Sequence[bool]) -> list[Look]:
-        return [_record(key, value, picture) for (key, value), picture in zip(records, wanted, strict=True)]
+        return [
+            _record(key, value, picture)
+            for (key, value), picture in zip(records, wanted, strict=True)
+        ]
 
     def _begin(self, kind: str, records: int) -> None:
         self.info.kind, self.info.records = kind, records
@@ -265,7 +319,9 @@ class Viewer:
         self._step = -(-seen // PICTURES) if self._wants_pictures and seen else seen + 1
         self._seen = seen
 
-    def _look(self, chunks: Iterable[Any], function: Callable[[Any, Sequence[bool]], list[Look]]) -> None:
+    def _look(
+        self, chunks: Iterable[Any], function: Callable[[Any, Sequence[bool]], list[Look]]
+    ) -> None:
         """Count what the function finds in the chunks, up to the first so many."""
         chosen = islice(self._chosen(chunks), -(-self._seen // CHUNK))
         looks = mapped(lambda chunk: function(*chunk), chosen, self._threads)
@@ -276,7 +332,9 @@ class Viewer:
                 advance(len(found))
 
     def _chosen(self, chunks: Iterable[Any]) -> Iterator[tuple[Any, list[bool]]]:
-        """Each chunk, cut at the last record to look at, with which of its records are for the contact sheet."""
+        """Each chunk, cut at the last record to look at, with which of its records are for the
+        contact sheet.
+        """
         lo = 0
         for chunk in chunks:
             part = chunk[: self._seen - lo]
@@ -306,12 +364,21 @@ def _record(key: memoryview | bytes, value: memoryview | bytes, wanted: bool) ->
         image, label, is_encoded = decode(value)
     except DataError as error:
         return Look(name, error=f"{name}: {error.message}")
-    stored = _encoding(image_file(value)) if is_encoded else "bytes" if image.dtype == np.uint8 else "floats"
+    stored = (
+        _encoding(image_file(value))
+        if is_encoded
+        else "bytes"
+        if image.dtype == np.uint8
+        else "floats"
+    )
     return Look(name, image.shape, stored, label, picture=thumbnail(image) if wanted else None)
 
 
 def _encoding(content: bytes) -> str:
-    return next((kind for head, kind in SIGNATURES.items() if content.startswith(head)), "another kind of image file")
+    return next(
+        (kind for head, kind in SIGNATURES.items() if content.startswith(head)),
+        "another kind of image file",
+    )
 
 
 def _size(path: str) -> int:

@@ -1,4 +1,6 @@
-"""Databases of records, read in key order and around again. What a path holds decides how it is opened."""
+"""Databases of records, read in key order and around again. What a path holds decides how it is
+opened.
+"""
 
 import logging
 import os
@@ -127,18 +129,27 @@ class Source:
         return self._index, bytes(self.peek()[0])
 
     def seek(self, index: int, key: bytes | None = None) -> None:
-        """Go to record `index`, directly if its key is given; a key that is not there is looked for by number."""
+        """Go to record `index`, directly if its key is given; a key that is not there is looked for
+        by number.
+        """
         with self._told(f" before record {index}"):
             if key is not None and self._find(key, index):
                 self._index = index
                 return
             if key is not None:
-                log.warning("%s no longer holds record %s; going on at record %d", self.path, printable(key), index)
+                log.warning(
+                    "%s no longer holds record %s; going on at record %d",
+                    self.path,
+                    printable(key),
+                    index,
+                )
             self._first()
             self._index = index % len(self)
             for _ in range(self._index):
                 if not self._next():
-                    raise DataError(f"{self.path} is damaged: it has fewer records than the {len(self)} that it claims")
+                    raise DataError(
+                        f"{self.path} is damaged: it has fewer records than the {len(self)} that it claims"
+                    )
 
     def close(self) -> None:
         """Release the database; no record may be used any more."""
@@ -168,12 +179,16 @@ class Source:
         raise NotImplementedError
 
     def _find(self, key: bytes, index: int) -> bool:
-        """Go to the record of this key, whose number most probably is `index`; whether there is one."""
+        """Go to the record of this key, whose number most probably is `index`; whether there is
+        one.
+        """
         raise NotImplementedError
 
 
 class LMDB(Source):
-    """The unnamed database of an LMDB environment: read-only, without locks, hence also on read-only media."""
+    """The unnamed database of an LMDB environment: read-only, without locks, hence also on
+    read-only media.
+    """
 
     kind = "LMDB"
     in_place = True
@@ -184,9 +199,16 @@ class LMDB(Source):
             self._file = file
             self._advised = 0  # up to this place the system was asked to read ahead
             self._pages = Pages(path, file)
-            super().__init__(path, _acquire(file, _open_lmdb, lambda database: database.begin(buffers=True).cursor()))
+            super().__init__(
+                path,
+                _acquire(file, _open_lmdb, lambda database: database.begin(buffers=True).cursor()),
+            )
         except (lmdb.Error, OSError) as error:
-            hint = "; close the one that the script has opened first" if "already open" in str(error) else ""
+            hint = (
+                "; close the one that the script has opened first"
+                if "already open" in str(error)
+                else ""
+            )
             raise DataError(f"{path} cannot be read as an LMDB: {error}{hint}") from None
 
     def __len__(self) -> int:
@@ -208,7 +230,9 @@ class LMDB(Source):
         missing = count
         while missing:
             run = self._run(self._index, missing)
-            if not run or run[0][0] != self.peek()[0]:  # the number and the key of a state may no longer agree
+            if (
+                not run or run[0][0] != self.peek()[0]
+            ):  # the number and the key of a state may no longer agree
                 return Records.joined([*chain(*runs), *(self.read() for _ in range(missing))])
             runs.append(run)
             missing -= len(run)
@@ -226,7 +250,9 @@ class LMDB(Source):
         with self._told(f" near record {self._index}"):
             found = self._cursor.set_key(run[-1][0])
         if not found:
-            raise DataError(f"{self.path} is damaged near record {self._index}: its keys are out of order")
+            raise DataError(
+                f"{self.path} is damaged near record {self._index}: its keys are out of order"
+            )
         self.read()
 
     def _read_ahead(self, place: int) -> None:
@@ -261,7 +287,9 @@ class LMDB(Source):
 
 
 class LevelDB(Source):
-    """A LevelDB folder, which is only read: hence also on read-only media, and by several processes at once."""
+    """A LevelDB folder, which is only read: hence also on read-only media, and by several processes
+    at once.
+    """
 
     kind = "LevelDB"
 
@@ -271,7 +299,12 @@ class LevelDB(Source):
         self.path = path
         try:
             super().__init__(
-                path, _acquire(path, _LinkedLevelDB, lambda database: database.raw_iterator(verify_checksums=True))
+                path,
+                _acquire(
+                    path,
+                    _LinkedLevelDB,
+                    lambda database: database.raw_iterator(verify_checksums=True),
+                ),
             )
         except (plyvel.Error, OSError) as error:
             raise DataError(f"{path} cannot be read as a LevelDB: {self._said(error)}") from None
@@ -287,14 +320,18 @@ class LevelDB(Source):
             return self._count()
         except self.errors as error:
             told = self._said(error)
-        raise DataError(f"{self.path} is damaged: {told}")  # the other error is gone, and with it the iterator it held
+        raise DataError(
+            f"{self.path} is damaged: {told}"
+        )  # the other error is gone, and with it the iterator it held
 
     def _count(self) -> int:
         with closing(self._database.iterator(include_value=False)) as keys:
             return sum(1 for _ in keys)
 
     def _said(self, error: Exception) -> str:
-        return re.sub(f"{re.escape(tempfile.gettempdir())}/{LINKED}\\w+", lambda _: self.path, said(error))
+        return re.sub(
+            f"{re.escape(tempfile.gettempdir())}/{LINKED}\\w+", lambda _: self.path, said(error)
+        )
 
     def _item(self) -> Record:
         key, value = self._cursor.item()
@@ -315,7 +352,9 @@ class LevelDB(Source):
 
 
 class _LinkedLevelDB:
-    """A LevelDB by way of links to its files in a folder of our own: LevelDB locks and rewrites what it opens."""
+    """A LevelDB by way of links to its files in a folder of our own: LevelDB locks and rewrites
+    what it opens.
+    """
 
     def __init__(self, path: str) -> None:
         import plyvel
@@ -326,7 +365,9 @@ class _LinkedLevelDB:
             if name not in OWN_FILES:
                 os.symlink(os.path.join(os.path.abspath(path), name), os.path.join(folder, name))
         try:
-            self._database = plyvel.DB(folder, paranoid_checks=True)  # else what is damaged is left out silently
+            self._database = plyvel.DB(
+                folder, paranoid_checks=True
+            )  # else what is damaged is left out silently
         except plyvel.Error:
             self._finalizer()
             raise
@@ -358,7 +399,9 @@ class _Use:
 
 _open: dict[tuple[int, int], _Handle] = {}
 _open_lock = threading.Lock()
-_forgotten: deque[_Use] = deque()  # of sources that were not closed; garbage collection must not wait for the lock
+_forgotten: deque[_Use] = (
+    deque()
+)  # of sources that were not closed; garbage collection must not wait for the lock
 
 
 def _acquire(path: str, opener: Callable[[str], Any], cursor_of: Callable[[Any], Any]) -> _Use:
@@ -379,8 +422,8 @@ def _release(use: _Use) -> None:
 
 
 def _forget(use: _Use) -> None:
-    """Release what garbage collection has found: at once, so that others may open the file, or where this thread or
-    another has the lock, when the next file is opened."""
+    """Release what garbage collection has found: at once, so that others may open the file, or
+    where this thread or another has the lock, when the next file is opened."""
     _forgotten.append(use)
     if _open_lock.acquire(blocking=False):
         try:
@@ -412,7 +455,9 @@ def import_plyvel(purpose: str) -> Any:
     try:
         import plyvel
     except ImportError:
-        raise DataError(f"{purpose} needs plyvel: pip install caffepy[leveldb], or use an LMDB") from None
+        raise DataError(
+            f"{purpose} needs plyvel: pip install caffepy[leveldb], or use an LMDB"
+        ) from None
     return plyvel
 
 
@@ -432,7 +477,9 @@ def printable(key: bytes | memoryview) -> str:
 
 
 def _look(path: str) -> str:
-    """The file data.mdb if `path` is an LMDB, "" if it is a LevelDB; DataError says what else it is."""
+    """The file data.mdb if `path` is an LMDB, "" if it is a LevelDB; DataError says what else it
+    is.
+    """
     if not os.path.exists(path):
         folder, name = os.path.split(path.rstrip(os.sep))
         hint = nearest(name, os.listdir(folder or ".")) if os.path.isdir(folder or ".") else ""
@@ -444,16 +491,20 @@ def _look(path: str) -> str:
         return file
     if os.path.exists(os.path.join(path, "CURRENT")):
         return ""
-    raise DataError(f"{path} is no database: the folder holds neither data.mdb (LMDB) nor CURRENT (LevelDB)")
+    raise DataError(
+        f"{path} is no database: the folder holds neither data.mdb (LMDB) nor CURRENT (LevelDB)"
+    )
 
 
 _warned: set[tuple[str, str]] = set()
 
 
 def open_source(path: str, backend: str | None = None) -> Source:
-    """Open the database at `path`, a folder or a data.mdb, by what it is; warn once if `backend` says otherwise.
+    """Open the database at `path`, a folder or a data.mdb, by what it is; warn once if `backend`
+    says otherwise.
 
-    DataError: nothing there, not a database, truncated, without records, or a LevelDB while plyvel is missing.
+    DataError: nothing there, not a database, truncated, without records, or a LevelDB while plyvel
+    is missing.
     """
     if not path:
         raise DataError("no source is given; name a database: data_param { source: ... }")

@@ -35,10 +35,13 @@ OVERHEAD = 1 << 20  # bytes of HDF5's own that an append may add
 class HDF5Rows:
     """The rows of the datasets `names` in the files that the text file `path` names, endlessly.
 
-    With a seed each round visits the files, and each visit the rows of a file, in an order of its own.
+    With a seed each round visits the files, and each visit the rows of a file, in an order of its
+    own.
     """
 
-    def __init__(self, path: str, names: Sequence[str], dtype: DTypeLike, seed: int | None = None) -> None:
+    def __init__(
+        self, path: str, names: Sequence[str], dtype: DTypeLike, seed: int | None = None
+    ) -> None:
         self._path = path
         self._names = names
         self._dtype = dtype
@@ -70,7 +73,9 @@ class HDF5Rows:
                 self._go(self._visit + 1, 0)
 
     def _go(self, visit: int, row: int) -> None:
-        """Load the file of the given visit, unless it is in memory, and go to a row of that visit's order."""
+        """Load the file of the given visit, unless it is in memory, and go to a row of that visit's
+        order.
+        """
         self._visit, self._row = visit, row
         lap, position = divmod(visit, len(self._files))
         file = self._files[visits(len(self._files), self._seed, lap)[position]]
@@ -78,7 +83,9 @@ class HDF5Rows:
         if file != self._file or not ready:
             self._arrays = self._load(file)
             self._file = file
-        self._rows = visits(len(self._arrays[0]), None if self._seed is None else self._seed + 1, visit)
+        self._rows = visits(
+            len(self._arrays[0]), None if self._seed is None else self._seed + 1, visit
+        )
         self._row %= len(self._rows)
         self._ready = True
 
@@ -90,13 +97,17 @@ class HDF5Rows:
             datasets = [self._dataset(h, name, file) for name in self._names]
             self._check(datasets, file)
             last: Sequence[Array | None] = self._arrays or [None] * len(datasets)
-            return [_array(data, old, self._dtype) for data, old in zip(datasets, last, strict=True)]
+            return [
+                _array(data, old, self._dtype) for data, old in zip(datasets, last, strict=True)
+            ]
 
     def _check(self, datasets: "Sequence[h5py.Dataset]", file: str) -> None:
         lengths = {name: len(data) for name, data in zip(self._names, datasets, strict=True)}
         if len(set(lengths.values())) > 1 or 0 in lengths.values():
             rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
-            raise DataError(f"{file}: the datasets must have the same number of rows, at least 1: {rows}")
+            raise DataError(
+                f"{file}: the datasets must have the same number of rows, at least 1: {rows}"
+            )
         for name, old, new in zip(self._names, self._arrays, datasets, strict=False):
             if old.shape[1:] != new.shape[1:]:
                 shapes = f"{shape_string(new.shape[1:])}, those of {self._file} {shape_string(old.shape[1:])}"
@@ -106,19 +117,28 @@ class HDF5Rows:
         data = h.get(name)
         if data is None:
             hint = ", but a link that leads nowhere" if name in h else nearest(name, h)
-            raise DataError(f'{file} has no dataset "{name}"{hint}; a top is filled from the dataset of its name')
+            raise DataError(
+                f'{file} has no dataset "{name}"{hint}; a top is filled from the dataset of its name'
+            )
         if getattr(data, "ndim", 0) < 1 or data.dtype.kind not in "fiu":
             raise DataError(f'{file}: "{name}" is no dataset of numbers with at least one axis')
         return data
 
     def state(self) -> State:
         """Number of the visit to a file, row in its order, seed of the orders."""
-        return {"visit": self._visit, "row": self._row, **({} if self._seed is None else {"seed": self._seed})}
+        return {
+            "visit": self._visit,
+            "row": self._row,
+            **({} if self._seed is None else {"seed": self._seed}),
+        }
 
     def set_state(self, state: State) -> None:
         """Go where `state` was taken; a state of another kind of source leaves everything as it is."""
         if not {"visit", "row"} <= state.keys():
-            log.warning("the saved state does not say where to go on in %s; starting at its first row", self._path)
+            log.warning(
+                "the saved state does not say where to go on in %s; starting at its first row",
+                self._path,
+            )
             return
         if self._seed is not None and "seed" in state:
             self._seed = int(state["seed"])
@@ -134,14 +154,22 @@ def _array(data: "h5py.Dataset", old: Array | None, dtype: DTypeLike) -> Array:
 
 
 def _gather(array: Array, rows: Array, out: Array) -> None:
-    """out = array[rows], by all threads; np.take reads each row once, where indexing would make a copy between."""
+    """out = array[rows], by all threads; np.take reads each row once, where indexing would make a
+    copy between.
+    """
     grain = max(1, GRAIN // (out[0].nbytes + 1))
-    parallel(lambda lo, hi: np.take(array, rows[lo:hi], axis=0, out=out[lo:hi], mode="clip"), len(rows), grain)
+    parallel(
+        lambda lo, hi: np.take(array, rows[lo:hi], axis=0, out=out[lo:hi], mode="clip"),
+        len(rows),
+        grain,
+    )
 
 
 @contextmanager
 def reading(path: str) -> "Iterator[h5py.File]":
-    """The HDF5 file, open for reading; what goes wrong in the block because it is damaged becomes a DataError."""
+    """The HDF5 file, open for reading; what goes wrong in the block because it is damaged becomes a
+    DataError.
+    """
     import h5py
 
     try:
@@ -155,7 +183,9 @@ def reading(path: str) -> "Iterator[h5py.File]":
 
 def _read_names(path: str) -> list[str]:
     if os.path.isfile(path) and sniff(path) == "HDF5":
-        raise DataError(f'source "{path}" is an HDF5 file; give a text file that lists such files, one on each line')
+        raise DataError(
+            f'source "{path}" is an HDF5 file; give a text file that lists such files, one on each line'
+        )
     names = [name for line in lines_of(path) for name in line.split()]
     if not names:
         raise DataError(f"{path} names no HDF5 files")
@@ -176,15 +206,18 @@ def new_file(path: str, name: str = "") -> None:
 
 
 def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
-    """Append arrays (N, ...) to the datasets of these names in an HDF5 file; those that are missing are made.
+    """Append arrays (N, ...) to the datasets of these names in an HDF5 file; those that are missing
+    are made.
 
-    DataError, which calls the file `name` if that is given, if it cannot be written, which leaves it as it was, or if
-    its rows have another shape.
+    DataError, which calls the file `name` if that is given, if it cannot be written, which leaves
+    it as it was, or if its rows have another shape.
     """
     import h5py
 
     try:
-        chunks = sum(2 * a.nbytes + CHUNK for a in arrays.values())  # the last one may be used in part
+        chunks = sum(
+            2 * a.nbytes + CHUNK for a in arrays.values()
+        )  # the last one may be used in part
         _reserve(path, chunks + OVERHEAD)
         with h5py.File(path, "a") as file:
             for key, array in arrays.items():
@@ -202,7 +235,8 @@ def _cannot_write(path: str, error: OSError) -> DataError:
 
 
 def _reserve(path: str, count: int) -> None:
-    """Lengthen the file, if the disk has room; what HDF5 does not use it cuts off when it closes the file.
+    """Lengthen the file, if the disk has room; what HDF5 does not use it cuts off when it closes
+    the file.
 
     HDF5 crashes the process if the disk is full when it writes.
     """
@@ -224,7 +258,9 @@ def _create(file: Any, name: str, array: Array) -> None:
 
 def _append(dataset: Any, array: Array, path: str) -> None:
     if dataset.shape[1:] != array.shape[1:]:
-        shapes = f"{shape_string(dataset.shape[1:])}, those to be added {shape_string(array.shape[1:])}"
+        shapes = (
+            f"{shape_string(dataset.shape[1:])}, those to be added {shape_string(array.shape[1:])}"
+        )
         raise DataError(f"{path}: rows of {dataset.name} have shape {shapes}")
     start = len(dataset)
     dataset.resize(start + len(array), axis=0)

@@ -17,15 +17,18 @@ log = logging.getLogger(__name__)
 
 Entry = tuple[str, int]
 
-LABEL = re.compile(r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII)  # more digits would not change what is said of it
+LABEL = re.compile(
+    r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII
+)  # more digits would not change what is said of it
 
 
 def read_list(path: str, *, every_line: bool = False) -> list[Entry]:
-    """(image path, label) of each line, split at the last blank; a label is the integer that it starts with, else 0.
+    """(image path, label) of each line, split at the last blank; a label is the integer that it
+    starts with, else 0.
 
-    A line without a blank is both. `every_line` gives blank lines an entry without a path. A warning tells of labels
-    that are more than an integer, or none. DataError: no such file, fields between tabs, a label of more than 32 bits,
-    no lines.
+    A line without a blank is both. `every_line` gives blank lines an entry without a path. A
+    warning tells of labels that are more than an integer, or none. DataError: no such file, fields
+    between tabs, a label of more than 32 bits, no lines.
     """
     entries: list[Entry] = []
     odd: list[tuple[str, int, int]] = []
@@ -35,7 +38,9 @@ def read_list(path: str, *, every_line: bool = False) -> list[Entry]:
             entries += [("", 0)] * every_line
             continue
         if not blank and line.split() != [line]:
-            raise DataError(f'{path}:{number}: "{line[:80]}" is not an image path, a blank and a label')
+            raise DataError(
+                f'{path}:{number}: "{line[:80]}" is not an image path, a blank and a label'
+            )
         digits = LABEL.match(label)
         entries.append((name if blank else line, int("".join(digits.groups())) if digits else 0))
         if not -(1 << 31) <= entries[-1][1] < 1 << 31:
@@ -51,7 +56,8 @@ def read_list(path: str, *, every_line: bool = False) -> list[Entry]:
 
 
 def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
-    """What to put before the image names of the list `path`: `folder` as given or beside the file `beside`.
+    """What to put before the image names of the list `path`: `folder` as given or beside the file
+    `beside`.
 
     Without a folder it is nothing, or the list's own folder if the image `first` lies only there.
     """
@@ -59,18 +65,30 @@ def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
 
 
 def unreadable(name: str, error: OSError, folder: str) -> DataError:
-    """That an image cannot be read; with a hint if its root folder, put before names as it is, lacks the separator."""
-    hint = f'; root_folder "{folder}" does not end in "/"' if folder and not folder.endswith("/") else ""
+    """That an image cannot be read; with a hint if its root folder, put before names as it is,
+    lacks the separator.
+    """
+    hint = (
+        f'; root_folder "{folder}" does not end in "/"'
+        if folder and not folder.endswith("/")
+        else ""
+    )
     return DataError(f"{name} cannot be read: {reason(error)}{hint}")
 
 
 class ImageLoader(SequentialLoader):
-    """Batches of image files: decoded in colour or grey, resized (bilinear) if new_height and new_width say so."""
+    """Batches of image files: decoded in colour or grey, resized (bilinear) if new_height and
+    new_width say so.
+    """
 
     position = frozenset({"epoch", "index"})
 
     def __init__(
-        self, param: ImageDataParameter, transformer: Transformer, device: Device, beside: str | None = None
+        self,
+        param: ImageDataParameter,
+        transformer: Transformer,
+        device: Device,
+        beside: str | None = None,
     ) -> None:
         super().__init__(transformer, param.batch_size)
         if (param.new_height > 0) != (param.new_width > 0):
@@ -94,7 +112,9 @@ class ImageLoader(SequentialLoader):
         skip = device.draw_seed() % self._param.rand_skip
         log.info("Skipping first %d data points.", skip)
         if skip >= len(self._entries):
-            raise DataError(f"{self._path} lists {len(self._entries)} images, not enough to skip {skip}")
+            raise DataError(
+                f"{self._path} lists {len(self._entries)} images, not enough to skip {skip}"
+            )
         return skip
 
     def _go(self, epoch: int, index: int) -> None:
@@ -121,8 +141,12 @@ class ImageLoader(SequentialLoader):
         """The image and the label of an entry."""
         size = (self._param.new_width, self._param.new_height) if self._param.new_width else None
         try:
-            with open(self._root + item[0], "rb", buffering=0) as file:  # fewer calls that give up Python's lock
-                return decode_image(file.read(), COLOR if self._param.is_color else GRAY, size), item[1]
+            with open(
+                self._root + item[0], "rb", buffering=0
+            ) as file:  # fewer calls that give up Python's lock
+                return decode_image(
+                    file.read(), COLOR if self._param.is_color else GRAY, size
+                ), item[1]
         except OSError as error:
             raise unreadable(self.name(item), error, self._param.root_folder) from None
         except DataError as error:
@@ -139,7 +163,13 @@ class ImageLoader(SequentialLoader):
     def state(self) -> State:
         """Epoch, number in its order, seed of the orders, and the transformer's stream."""
         seed = {} if self._seed is None else {"seed": self._seed}
-        return {"epoch": self._epoch, "index": self._index, **seed, **self.transformer.state(), **self.bad.state()}
+        return {
+            "epoch": self._epoch,
+            "index": self._index,
+            **seed,
+            **self.transformer.state(),
+            **self.bad.state(),
+        }
 
     def seek(self, state: State) -> None:
         """Go to the position in `state`."""

@@ -1,9 +1,11 @@
-"""The pages of an LMDB file, checked before LMDB follows them: it trusts its file and crashes on a damaged one.
+"""The pages of an LMDB file, checked before LMDB follows them: it trusts its file and crashes on a
+damaged one.
 
-A file (of a 64-bit LMDB) is pages of one size. Pages 0 and 1 are metas; that of the later transaction names the root of
-the tree: branch pages down to leaf pages, whose nodes are records or name the overflow pages of a large value. Page
-header, 16 bytes: number (8), unused (2), flags (2), end of the node offsets (2), start of the nodes (2). Node header,
-8 bytes: size or child page, low and high (2 + 2), flags (2), key size (2). Format 1, little endian.
+A file (of a 64-bit LMDB) is pages of one size. Pages 0 and 1 are metas; that of the later
+transaction names the root of the tree: branch pages down to leaf pages, whose nodes are records or
+name the overflow pages of a large value. Page header, 16 bytes: number (8), unused (2), flags (2),
+end of the node offsets (2), start of the nodes (2). Node header, 8 bytes: size or child page, low
+and high (2 + 2), flags (2), key size (2). Format 1, little endian.
 """
 
 import mmap
@@ -47,7 +49,9 @@ def read_meta(path: str, file: str) -> Meta:
     size = os.path.getsize(file)
     metas = _metas(file)
     if not metas and (kind := sniff(file)) != "LMDB":
-        raise DataError(f"{path} is not an LMDB: {file} {'is' if kind == 'empty' else 'looks like'} {kind}")
+        raise DataError(
+            f"{path} is not an LMDB: {file} {'is' if kind == 'empty' else 'looks like'} {kind}"
+        )
     meta = max(metas, default=Meta(0, 4096, 1, 0, 0, 0))
     if meta.page_size not in PAGE_SIZES:
         raise DataError(f"{path} is damaged: {file} speaks of pages of {meta.page_size} bytes")
@@ -75,13 +79,17 @@ def _metas(file: str) -> list[Meta]:
 
 
 class Pages:
-    """Checks the tree of an LMDB: its branches at once, its leaves in order when they are about to be read."""
+    """Checks the tree of an LMDB: its branches at once, its leaves in order when they are about to
+    be read.
+    """
 
     def __init__(self, path: str, file: str) -> None:
         self._path = path
         self._meta = meta = read_meta(path, file)
         self._leaves: Array = np.empty(0, np.int64)
-        self._ends = [0]  # numbers of the records up to each checked block of leaves, from the first on
+        self._ends = [
+            0
+        ]  # numbers of the records up to each checked block of leaves, from the first on
         self._blocks: dict[int, Array] = {}
         self._plain = True  # no node is anything but a record
         self.bytes: Array = np.empty(0, np.uint8)  # the file, if it has records
@@ -89,7 +97,9 @@ class Pages:
             return
         size = (meta.last_page + 1) * meta.page_size
         with open(file, "rb") as f:
-            self.bytes = np.frombuffer(mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ), np.uint8)
+            self.bytes = np.frombuffer(
+                mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ), np.uint8
+            )
         level = np.array([meta.root & 0x7FFFFFFFFFFFFFFF], np.int64)
         self._need(level, 1)
         for _ in range(meta.depth - 1):
@@ -114,7 +124,8 @@ class Pages:
         self._block(len(self._ends) - 1)
 
     def places(self, index: int) -> Array:
-        """Where in `bytes` record `index` and some after it lie: rows of key start, key size, value start, value size.
+        """Where in `bytes` record `index` and some after it lie: rows of key start, key size, value
+        start, value size.
 
         Empty behind the last record, and where there is more to a record than a key and a value.
         """
@@ -149,28 +160,50 @@ class Pages:
         return np.stack([nodes + NODE, keys, values, sizes], 1)
 
     def _nodes(self, pages: Array, kind: int) -> tuple[Array, Array, Array, Array]:
-        """Place in the file, size or low part of the child, flags and key size of all nodes of pages of one kind."""
+        """Place in the file, size or low part of the child, flags and key size of all nodes of
+        pages of one kind.
+        """
         page_size = self._meta.page_size
         start = pages * page_size
         header = self.bytes[start[:, None] + np.arange(HEADER)]
         number = header[:, :8].copy().view("<i8").ravel()
         flags, lower, upper = header[:, 10:].copy().view("<u2").astype(np.int64).T
         good = (number == pages) & (flags & (BRANCH | LEAF) == kind)
-        self._refuse(pages[~(good & (lower > HEADER) & (lower <= upper) & (upper <= page_size) & (lower % 2 == 0))])
+        self._refuse(
+            pages[
+                ~(
+                    good
+                    & (lower > HEADER)
+                    & (lower <= upper)
+                    & (upper <= page_size)
+                    & (lower % 2 == 0)
+                )
+            ]
+        )
         counts = (lower - HEADER) // 2
         owner = np.repeat(np.arange(len(pages)), counts)
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        offset = self.bytes[(start[owner] + HEADER + 2 * nth)[:, None] + np.arange(2)].view("<u2").ravel()
+        offset = (
+            self.bytes[(start[owner] + HEADER + 2 * nth)[:, None] + np.arange(2)]
+            .view("<u2")
+            .ravel()
+        )
         self._refuse(pages[owner[(offset < upper[owner]) | (offset > page_size - NODE)]])
         nodes = start[owner] + offset
-        low, high, node_flags, keys = self.bytes[nodes[:, None] + np.arange(NODE)].view("<u2").astype(np.int64).T
+        low, high, node_flags, keys = (
+            self.bytes[nodes[:, None] + np.arange(NODE)].view("<u2").astype(np.int64).T
+        )
         self._refuse(pages[owner[offset + NODE + keys > page_size]])
         return nodes, low | high << 16, node_flags, keys
 
     def _need(self, pages: Array, counts: Array | int) -> None:
-        """DataError unless `counts` pages from each of these on are pages of the file behind the metas."""
+        """DataError unless `counts` pages from each of these on are pages of the file behind the
+        metas.
+        """
         self._refuse(pages[(pages < 2) | (pages > self._meta.last_page + 1 - counts)])
 
     def _refuse(self, pages: Array) -> None:
         if len(pages):
-            raise DataError(f"{self._path} is damaged at page {pages[0]} of {self._meta.last_page + 1}; copy it anew")
+            raise DataError(
+                f"{self._path} is damaged at page {pages[0]} of {self._meta.last_page + 1}; copy it anew"
+            )

@@ -1,4 +1,6 @@
-"""Windows of images: foreground and background boxes of a window file, cut out and warped to squares (R-CNN)."""
+"""Windows of images: foreground and background boxes of a window file, cut out and warped to
+squares (R-CNN).
+"""
 
 import logging
 import math
@@ -37,11 +39,13 @@ class WindowFile:
 
 
 def read_windows(path: str, fg_threshold: float, bg_threshold: float) -> WindowFile:
-    """The windows of a file of blocks `# number`, image path, channels, height, width, count, `count` windows.
+    """The windows of a file of blocks `# number`, image path, channels, height, width, count,
+    `count` windows.
 
-    A window is `class overlap x1 y1 x2 y2`, corners included. Overlaps of fg_threshold or more are foreground, those
-    below bg_threshold background, whose class becomes 0; others are left out. DataError: no such file, no blocks, a
-    block that is out of order or incomplete, a foreground window without a class.
+    A window is `class overlap x1 y1 x2 y2`, corners included. Overlaps of fg_threshold or more are
+    foreground, those below bg_threshold background, whose class becomes 0; others are left out.
+    DataError: no such file, no blocks, a block that is out of order or incomplete, a foreground
+    window without a class.
     """
     images: list[str] = []
     kinds: tuple[list[Array], list[Array]] = ([], [])
@@ -52,7 +56,9 @@ def read_windows(path: str, fg_threshold: float, bg_threshold: float) -> WindowF
         is_foreground = overlaps >= np.float32(fg_threshold)
         is_background = ~is_foreground & (overlaps < np.float32(bg_threshold))
         if (windows[is_foreground, 1] < 1).any():
-            raise DataError(f"{path}: a foreground window of image {len(images)} needs a class of 1 or more")
+            raise DataError(
+                f"{path}: a foreground window of image {len(images)} needs a class of 1 or more"
+            )
         windows[is_background, 1] = 0
         for kind, chosen in zip(kinds, (is_foreground, is_background), strict=True):
             kind.append(windows[chosen].astype(np.int32))
@@ -97,7 +103,9 @@ def _next(path: str, number: int, lines: Iterator[str], count: int) -> list[str]
 
 @dataclass(frozen=True)
 class Span:
-    """One axis of a window: pixels `start` to `stop` of the image, warped to `length` after a margin of `before`."""
+    """One axis of a window: pixels `start` to `stop` of the image, warped to `length` after a
+    margin of `before`.
+    """
 
     start: int
     stop: int
@@ -107,9 +115,11 @@ class Span:
 
 
 def expand(first: int, last: int, half: Number, stretch: Number, size: int, crop: int) -> Span:
-    """The span of `stretch` * `half` around the middle of the pixels `first` to `last`, clipped to 0..size - 1.
+    """The span of `stretch` * `half` around the middle of the pixels `first` to `last`, clipped to
+    0..size - 1.
 
-    What lies outside the image becomes the margins; everything is scaled so that the whole span would fill `crop`.
+    What lies outside the image becomes the margins; everything is scaled so that the whole span
+    would fill `crop`.
     """
     centre = Number(first) + Number(last - first + 1) / 2
     first, last = _round(centre - half * stretch), _round(centre + half * stretch)
@@ -126,11 +136,12 @@ def _round(x: Number) -> int:
 
 
 class WindowLoader(Loader):
-    """Batches of windows drawn with replacement: background, then int(batch_size * fg_fraction) of foreground.
+    """Batches of windows drawn with replacement: background, then int(batch_size * fg_fraction) of
+    foreground.
 
-    A window is warped to crop_size x crop_size and becomes (x - mean) * window_data_param's scale, mirrored at random.
-    context_pad leaves so many pixels of context on each side, crop_mode "square" takes the smallest square around the
-    window; what lies outside the image is 0.
+    A window is warped to crop_size x crop_size and becomes (x - mean) * window_data_param's scale,
+    mirrored at random. context_pad leaves so many pixels of context on each side, crop_mode
+    "square" takes the smallest square around the window; what lies outside the image is 0.
     """
 
     position = frozenset({"twister", "twister_position"})
@@ -166,23 +177,34 @@ class WindowLoader(Loader):
         log.info("Amount of context padding: %d", param.context_pad)
         log.info("Crop mode: %s", param.crop_mode)
         if not 0 <= param.fg_fraction <= 1:
-            raise ConfigError(f"window_data_param's fg_fraction must be 0 to 1, not {param.fg_fraction:g}")
+            raise ConfigError(
+                f"window_data_param's fg_fraction must be 0 to 1, not {param.fg_fraction:g}"
+            )
         foreground = int(Number(self.batch_size) * Number(param.fg_fraction))
         wanted = ((file.background, self.batch_size - foreground), (file.foreground, foreground))
         for name, (windows, count) in zip(("background", "foreground"), wanted, strict=True):
             if count > 0 and not len(windows):
-                raise DataError(f"{self._path} has no {name} windows, of which each batch wants {count}")
-        self._kinds = [windows for windows, count in wanted for _ in range(count)]  # by place in a batch
+                raise DataError(
+                    f"{self._path} has no {name} windows, of which each batch wants {count}"
+                )
+        self._kinds = [
+            windows for windows, count in wanted for _ in range(count)
+        ]  # by place in a batch
         return file
 
     def _expand_mean(self, mean: Array | None) -> Array:
-        """(3, crop, crop): the middle of a mean image, as far from its upper border as from its left one."""
+        """(3, crop, crop): the middle of a mean image, as far from its upper border as from its
+        left one.
+        """
         if mean is None:
             mean = np.zeros((1, 1, 1), np.float32)
         offset = max(0, (mean.shape[2] - self._crop) // 2)
         if mean.shape[1:] != (1, 1):
             mean = mean[:, offset : offset + self._crop, offset : offset + self._crop]
-        if len(mean) not in (1, CHANNELS) or mean.shape[1:] not in ((1, 1), (self._crop, self._crop)):
+        if len(mean) not in (1, CHANNELS) or mean.shape[1:] not in (
+            (1, 1),
+            (self._crop, self._crop),
+        ):
             raise ConfigError(
                 f"a mean of shape {shape_string(mean.shape)} does not fit windows of "
                 f"{shape_string((CHANNELS, self._crop, self._crop))}"
@@ -206,7 +228,9 @@ class WindowLoader(Loader):
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 
     def begin(self, batch: Batch) -> Callable[[], bool] | None:
-        """Draw windows; what is returned fills the batch with them, and returns false if one lies in a bad image."""
+        """Draw windows; what is returned fills the batch with them, and returns false if one lies
+        in a bad image.
+        """
         if len(self.bad):  # and will be drawn again
             return None
         places = list(range(self.batch_size))
@@ -235,9 +259,16 @@ class WindowLoader(Loader):
         return windows, [self._mirror and bool(draw[1] % 2) for draw in draws]
 
     def _fill(
-        self, places: list[int], windows: list[Array], mirrored: list[bool], images: Array, labels: Array
+        self,
+        places: list[int],
+        windows: list[Array],
+        mirrored: list[bool],
+        images: Array,
+        labels: Array,
     ) -> dict[int, DataError]:
-        """Warp windows into these places of a batch; returns what is wrong with those in bad images, by number."""
+        """Warp windows into these places of a batch; returns what is wrong with those in bad
+        images, by number.
+        """
         from caffepy.device.threads import parallel  # here, since the package loads numba
 
         bad: dict[int, DataError] = {}
@@ -266,14 +297,20 @@ class WindowLoader(Loader):
 
         image = self._decode(name)
         x, y = self._spans(corners, image.shape)
-        if not (0 <= x.start < x.stop <= image.shape[2] and 0 <= y.start < y.stop <= image.shape[1]):
+        if not (
+            0 <= x.start < x.stop <= image.shape[2] and 0 <= y.start < y.stop <= image.shape[1]
+        ):
             box = " ".join(map(str, corners))
-            raise DataError(f"{self._name(name)}: window {box} lies outside the image, {shape_string(image.shape)}")
+            raise DataError(
+                f"{self._name(name)}: window {box} lies outside the image, {shape_string(image.shape)}"
+            )
         left, top = x.after if mirrored else x.before, y.before
         width, height = min(x.length, self._crop - left), min(y.length, self._crop - top)
         if width < 1 or height < 1:
             return
-        window = np.ascontiguousarray(np.moveaxis(image[:, y.start : y.stop, x.start : x.stop], 0, 2))
+        window = np.ascontiguousarray(
+            np.moveaxis(image[:, y.start : y.stop, x.start : x.stop], 0, 2)
+        )
         pixels = np.moveaxis(cv2.resize(window, (width, height)), 2, 0)
         here = slice(None), slice(top, top + height), slice(left, left + width)
         out[here] = (pixels[:, :, ::-1] if mirrored else pixels) - self._mean[here]

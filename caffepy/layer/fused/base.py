@@ -1,4 +1,6 @@
-"""Runs of layers that are computed together, so that what lies between them need not go through memory."""
+"""Runs of layers that are computed together, so that what lies between them need not go through
+memory.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -26,4 +28,6 @@ class FusedRun(Protocol):
         """Write the data of the last top."""
 
     def backward(self) -> None:
-        """Write the diffs of the first member's bottoms, and of others that come in, add to those of parameters."""
+        """Write the diffs of the first member's bottoms, and of others that come in, add to those
+        of parameters.
+        """

@@ -11,11 +11,18 @@ class ConvolutionReLU:
     Backward changes the top's diff: it becomes that of the convolution.
     """
 
-    def __init__(self, convolution: Layer, relu: Layer, bottom: Blob, top: Blob, propagate_down: bool) -> None:
+    def __init__(
+        self, convolution: Layer, relu: Layer, bottom: Blob, top: Blob, propagate_down: bool
+    ) -> None:
         assert isinstance(convolution, Convolution)
         assert relu.type == "ReLU"
         assert relu.param.relu_param.negative_slope == 0
-        self.layer, self.bottom, self.top, self.propagate_down = convolution, bottom, top, propagate_down
+        self.layer, self.bottom, self.top, self.propagate_down = (
+            convolution,
+            bottom,
+            top,
+            propagate_down,
+        )
 
     def forward(self) -> None:
         """Write the top's data."""

@@ -7,7 +7,9 @@ from caffepy.layer.neuron import Dropout
 
 
 class InnerProductRun:
-    """InnerProduct, then ReLU of slope 0, Dropout or both: what follows the product is one pass each way."""
+    """InnerProduct, then ReLU of slope 0, Dropout or both: what follows the product is one pass
+    each way.
+    """
 
     def __init__(
         self,

@@ -11,16 +11,21 @@ from caffepy.layer.normalization import BatchNorm
 
 
 class NormRun:
-    """[Convolution,] BatchNorm [, Scale] [, Eltwise] [, ReLU] [, Split], each with the only top of the one before.
+    """[Convolution,] BatchNorm [, Scale] [, Eltwise] [, ReLU] [, Split], each with the only top of
+    the one before.
 
-    The Scale has a factor for each channel, the Eltwise adds one other blob, the ReLU's slope is 0, the Split is into
-    two. y = relu(x * factor + shift + other), the gradient of y is the sum of those of the Split's tops.
+    The Scale has a factor for each channel, the Eltwise adds one other blob, the ReLU's slope is 0,
+    the Split is into two. y = relu(x * factor + shift + other), the gradient of y is the sum of
+    those of the Split's tops.
 
-    What the convolution writes, x, is a blob of the run's own, whose gradient takes the place of the one of y. A run
-    that never goes backward (`learns` False) has x where y will be. `given` says which tops are given a gradient.
+    What the convolution writes, x, is a blob of the run's own, whose gradient takes the place of
+    the one of y. A run that never goes backward (`learns` False) has x where y will be. `given`
+    says which tops are given a gradient.
     """
 
-    def __init__(self, members: Sequence[Member], learns: bool = True, given: Sequence[bool] = (True, True)) -> None:
+    def __init__(
+        self, members: Sequence[Member], learns: bool = True, given: Sequence[bool] = (True, True)
+    ) -> None:
         of = {member.layer.type: member for member in members}
         self.norm, self.convolution = of["BatchNorm"], of.get("Convolution")
         self.scale = of["Scale"].layer if "Scale" in of else None
@@ -54,7 +59,9 @@ class NormRun:
     def backward(self) -> None:
         """Write the gradients of x and of the other blob, add to those of the parameters."""
         layer = self._layer
-        touched = [top for top in self.tops if top.diff_memory.touched]  # others never get a gradient
+        touched = [
+            top for top in self.tops if top.diff_memory.touched
+        ]  # others never get a gradient
         dys = [_flat(top.diff) for top in touched or self.tops[:1]]
         by_y = self.relu and self.other is not None
         masked = None

@@ -12,11 +12,18 @@ METHODS = (PoolingParameter.MAX, PoolingParameter.AVE)
 class PoolingReLU:
     """top = relu(maxima or means of the bottom), in place or not, with a slope of 0."""
 
-    def __init__(self, pooling: Layer, relu: Layer, bottom: Blob, top: Blob, propagate_down: bool) -> None:
+    def __init__(
+        self, pooling: Layer, relu: Layer, bottom: Blob, top: Blob, propagate_down: bool
+    ) -> None:
         assert isinstance(pooling, Pooling)
         assert pooling.method in METHODS
         assert relu.param.relu_param.negative_slope == 0
-        self.layer, self.bottom, self.top, self.propagate_down = pooling, bottom, top, propagate_down
+        self.layer, self.bottom, self.top, self.propagate_down = (
+            pooling,
+            bottom,
+            top,
+            propagate_down,
+        )
 
     def forward(self) -> None:
         """Write the top's data."""

@@ -12,7 +12,8 @@ Array = NDArray[Any]
 
 
 def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
-    """dy *= (y > 0) in place unless y is None; db[o] += sum of the result's [n, o, ...] unless db is None.
+    """dy *= (y > 0) in place unless y is None; db[o] += sum of the result's [n, o, ...] unless db
+    is None.
 
     y and dy (M, O) or (N, O, P).
     """

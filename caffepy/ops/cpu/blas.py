@@ -1,4 +1,6 @@
-"""Matrix products and biases. Each thread calls BLAS on its share, so a product is a plain 2-d call."""
+"""Matrix products and biases. Each thread calls BLAS on its share, so a product is a plain 2-d
+call.
+"""
 
 from functools import lru_cache
 from typing import Any
@@ -18,7 +20,9 @@ ALIGNED = 16  # rows or columns: pieces begin at multiples, since BLAS computes 
 
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
-    """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed."""
+    """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views
+    allowed.
+    """
     by_rows, bounds = _cut(*out.shape, a.shape[1], accumulate)
     if len(bounds) == 2:
         _multiply(a, b, out, accumulate, scale)
@@ -38,9 +42,10 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: floa
 def _cut(m: int, n: int, k: int, accumulate: bool) -> tuple[bool, list[int]]:
     """True to cut (M, K) @ (K, N) by rows, False by columns, and the bounds of the pieces.
 
-    BLAS rounds by the shapes that it sees, so pieces follow from the product's shape alone, never from the number of
-    threads. The longer side is cut in 1, 2, 4 or 8, as long as BLAS need not copy the other factor too often for that;
-    sums are added row by row, and in pieces that stay in the cache until they are added.
+    BLAS rounds by the shapes that it sees, so pieces follow from the product's shape alone, never
+    from the number of threads. The longer side is cut in 1, 2, 4 or 8, as long as BLAS need not
+    copy the other factor too often for that; sums are added row by row, and in pieces that stay in
+    the cache until they are added.
     """
     by_rows = m > n or (accumulate and m >= 256)
     length, other = (m, n) if by_rows else (n, m)
@@ -106,7 +111,9 @@ def _bias_gradient_rows(dy: Array, db: Array, lo: int, hi: int) -> None:
 
 
 def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
-    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of rows becomes dy in its own type."""
+    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of rows becomes dy in its own
+    type.
+    """
     grain = max(1, 50_000 * db.size // max(1, dy.size))
     loop = _bias_gradient_rows if dy.ndim == 2 else _bias_gradient
     parallel(lambda lo, hi: loop(dy, db, lo, hi), db.size, grain)

@@ -1,6 +1,8 @@
-"""How the loops of this back end are compiled: numba, without the GIL, cached on disk, at the first call.
+"""How the loops of this back end are compiled: numba, without the GIL, cached on disk, at the first
+call.
 
-Kernels work on a range [lo, hi) of their outer index, so that `threads.parallel` can share them out.
+Kernels work on a range [lo, hi) of their outer index, so that `threads.parallel` can share them
+out.
 """
 
 import logging
@@ -17,7 +19,8 @@ log = logging.getLogger(__name__)
 NO_CACHE = "Compiled CPU kernels cannot be kept (%s), so every start compiles anew; set NUMBA_CACHE_DIR to a folder"
 DAMAGED = "Files of the compiled CPU kernels in %s are damaged (%s) and are made anew"
 
-# Everything of fastmath except the licence to assume that there are no NaNs and infinities: they must be seen.
+# Everything of fastmath except the licence to assume that there are no NaNs and infinities: they
+# must be seen.
 FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 
 
@@ -28,8 +31,8 @@ EXACT = {"contract"}
 def kernel(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:
     """Compile a loop at its first call with a set of types; later processes load it from the cache.
 
-    The cache lies beside the module or among the user's files (NUMBA_CACHE_DIR chooses another place); where none can
-    be written, each process compiles.
+    The cache lies beside the module or among the user's files (NUMBA_CACHE_DIR chooses another
+    place); where none can be written, each process compiles.
     """
     compiled = numba.njit(nogil=True, error_model="numpy", fastmath=fastmath)(function)
     try:
@@ -78,7 +81,9 @@ class _FirstCompilation(event.Listener):
     def on_start(self, event_: Any) -> None:
         if not self.said:
             self.said = True
-            log.info("Compiling CPU kernels: the first run of an installation takes 10 to 30 seconds longer")
+            log.info(
+                "Compiling CPU kernels: the first run of an installation takes 10 to 30 seconds longer"
+            )
 
     def on_end(self, event_: Any) -> None:
         pass

@@ -1,12 +1,14 @@
 """Convolution over any number of spatial axes, without an im2col matrix: sums of `tile.accumulate`.
 
-Everything is a correlation y[o, p] = sum over k of w[o, k] * x[place[p] + offset[k]], where x carries its padding:
+Everything is a correlation y[o, p] = sum over k of w[o, k] * x[place[p] + offset[k]], where x
+carries its padding:
 
 - forward: rows are output positions p, the reduction runs over k, the weights lie as panels (k, o);
 - gradient of the data, where strides are 1: a forward correlation of the padded dy with the kernel turned round;
 - gradient of the weights: rows are weights k, the reduction runs over p, dy lies as panels (p, o).
 
-Work is cut into units that depend on shapes only, so results do not depend on the number of threads.
+Work is cut into units that depend on shapes only, so results do not depend on the number of
+threads.
 """
 
 from collections.abc import Sequence
@@ -26,7 +28,9 @@ Array = NDArray[Any]
 Sizes = Sequence[int]
 
 ROWS = 768
-"""Output positions, perhaps of several images, that are worked on at a time: what belongs to them stays in cache."""
+"""Output positions, perhaps of several images, that are worked on at a time: what belongs to them
+stays in cache.
+"""
 
 
 class _Sizes(NamedTuple):
@@ -49,7 +53,9 @@ class _Sizes(NamedTuple):
 
 @kernel
 def _pad(x: Array, at: int, together: int, sizes: _Sizes, line: Array, to: Array) -> None:
-    """Copy the planes of a group, from x[at] on, into the middle of padded ones, whose rows begin at line."""
+    """Copy the planes of a group, from x[at] on, into the middle of padded ones, whose rows begin
+    at line.
+    """
     for image in range(together):
         for c in range(sizes.inputs):
             source = at + (image * sizes.groups * sizes.inputs + c) * sizes.plane
@@ -62,7 +68,9 @@ def _pad(x: Array, at: int, together: int, sizes: _Sizes, line: Array, to: Array
 
 @kernel
 def _pack(w: Array, panels: Array, sizes: _Sizes, lo: int, hi: int) -> None:
-    """panels[unit, tap * inputs + i, lane] = w[g, block * lanes + lane, i, tap], 0 beyond; units are (g, block)."""
+    """panels[unit, tap * inputs + i, lane] = w[g, block * lanes + lane, i, tap], 0 beyond; units
+    are (g, block).
+    """
     for unit in range(lo, hi):
         g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.lanes
         count = min(sizes.lanes, sizes.outputs - first)
@@ -93,7 +101,9 @@ def _forward(
     kind: int,
     vector: tuple[int, ...],
 ) -> None:
-    """Units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and bias by unit and lane."""
+    """Units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and bias by
+    unit and lane.
+    """
     lanes, positions, across = sizes.lanes, sizes.positions, len(vector)
     rows = sizes.together * positions
     with_pad = sizes.padded != sizes.plane
@@ -119,16 +129,28 @@ def _forward(
             for s in range(m):
                 for o in range(lanes):
                     sums[s * lanes + o] = bias[panel * lanes + o]
-            accumulate_by(kind, source, at, first, place, to, span, steps, part, panels, b_at, sums, vector)
+            accumulate_by(
+                kind, source, at, first, place, to, span, steps, part, panels, b_at, sums, vector
+            )
             s = 0
             while s < m:  # the rows of one image
                 i, p = (a + s) // positions, (a + s) % positions
                 r = min(m - s, positions - p)
-                y_at = (((image + i) * sizes.groups + g) * sizes.outputs + block * lanes) * positions + p
+                y_at = (
+                    ((image + i) * sizes.groups + g) * sizes.outputs + block * lanes
+                ) * positions + p
                 for q in range(0, r, across):
                     for o in range(0, count, across):
                         if q + across <= r and o + across <= count:
-                            transpose(sums, (s + q) * lanes + o, lanes, y, y_at + o * positions + q, positions, vector)
+                            transpose(
+                                sums,
+                                (s + q) * lanes + o,
+                                lanes,
+                                y,
+                                y_at + o * positions + q,
+                                positions,
+                                vector,
+                            )
                         else:
                             for u in range(o, min(o + across, count)):
                                 for v in range(q, min(q + across, r)):
@@ -154,7 +176,9 @@ def _backward_weight(
     kind: int,
     vector: tuple[int, ...],
 ) -> None:
-    """Units [lo, hi), each (chunk of images, group, block): parts (units, K * lanes), bias_parts (units, lanes)."""
+    """Units [lo, hi), each (chunk of images, group, block): parts (units, K * lanes), bias_parts
+    (units, lanes).
+    """
     lanes, positions, across = sizes.lanes, sizes.positions, len(vector)
     rows = sizes.together * positions
     with_pad = sizes.padded != sizes.plane
@@ -188,12 +212,20 @@ def _backward_weight(
                 while s < m:  # the rows of one image
                     i, p = (a + s) // positions, (a + s) % positions
                     r = min(m - s, positions - p)
-                    dy_at = (((image + i) * sizes.groups + g) * sizes.outputs + block * lanes) * positions + p
+                    dy_at = (
+                        ((image + i) * sizes.groups + g) * sizes.outputs + block * lanes
+                    ) * positions + p
                     for o in range(0, count, across):
                         for q in range(0, r, across):
                             if q + across <= r and o + across <= count:
                                 transpose(
-                                    dy, dy_at + o * positions + q, positions, panel, (s + q) * lanes + o, lanes, vector
+                                    dy,
+                                    dy_at + o * positions + q,
+                                    positions,
+                                    panel,
+                                    (s + q) * lanes + o,
+                                    lanes,
+                                    vector,
                                 )
                             else:
                                 for u in range(o, min(o + across, count)):
@@ -203,12 +235,28 @@ def _backward_weight(
                 for s in range(m):
                     for o in range(lanes):
                         bias[o] += panel[s * lanes + o]
-                accumulate_by(kind, source, at, first, place, to, span, steps, part, panel, origin, sums, vector)
+                accumulate_by(
+                    kind,
+                    source,
+                    at,
+                    first,
+                    place,
+                    to,
+                    span,
+                    steps,
+                    part,
+                    panel,
+                    origin,
+                    sums,
+                    vector,
+                )
 
 
 @kernel
 def _add_parts(parts: Array, dw: Array, sizes: _Sizes, lo: int, hi: int) -> None:
-    """dw[g, block * lanes + lane, i, tap] += sum over chunks of parts[unit, tap * inputs + i, lane]."""
+    """dw[g, block * lanes + lane, i, tap] += sum over chunks of parts[unit, tap * inputs + i,
+    lane].
+    """
     units = sizes.groups * sizes.blocks
     total = np.empty(sizes.lanes, dw.dtype)
     for unit in range(lo, hi):
@@ -242,10 +290,19 @@ def _dot(a: Any, b: Any) -> int:
 
 
 class _Correlation:
-    """Correlation of x (N, g, C/g, *size) with w (g, O/g, C/g, offsets), and its gradients, as schedules of tiles."""
+    """Correlation of x (N, g, C/g, *size) with w (g, O/g, C/g, offsets), and its gradients, as
+    schedules of tiles.
+    """
 
     def __init__(
-        self, x_shape: Sizes, outputs: int, kernel: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, dtype: DTypeLike
+        self,
+        x_shape: Sizes,
+        outputs: int,
+        kernel: Sizes,
+        stride: Sizes,
+        pad: Sizes,
+        dilation: Sizes,
+        dtype: DTypeLike,
     ) -> None:
         n, groups, self.channels, *size = x_shape
         self.kernel, self.dtype = kernel, np.dtype(dtype)
@@ -260,7 +317,8 @@ class _Correlation:
         together = max(
             i
             for i in range(1, n + 1)
-            if i == 1 or (n % i == 0 and i * max(positions, self.channels * self.padded // 128) <= ROWS)
+            if i == 1
+            or (n % i == 0 and i * max(positions, self.channels * self.padded // 128) <= ROWS)
         )
         kind = best_shape(outputs, self.dtype.itemsize)
         self.shape = shapes(self.dtype.itemsize)[kind]
@@ -288,9 +346,15 @@ class _Correlation:
         self.position_step = [s * t for s, t in zip(stride, step, strict=True)]
         self.tap_step = [d * t for d, t in zip(dilation, step, strict=True)]
         # Along each axis, the taps that each position needs and the positions that need each tap.
-        needs = [_needs(o, s, k, d, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)]
-        needed = [_needs(k, d, o, s, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)]
-        self.skips = prod(float(a[:, 1].sum() - a[:, 0].sum()) for a in needs) < 0.97 * positions * taps
+        needs = [
+            _needs(o, s, k, d, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)
+        ]
+        needed = [
+            _needs(k, d, o, s, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)
+        ]
+        self.skips = (
+            prod(float(a[:, 1].sum() - a[:, 0].sum()) for a in needs) < 0.97 * positions * taps
+        )
         line = _places(size[:-1], step[:-1], _dot(pad, step))
         self.forward = _tables(self._forward_schedule(needs), line, self.sizes)
         self.backward = _tables(self._backward_schedule(needed), line, self.sizes)
@@ -298,7 +362,9 @@ class _Correlation:
         self.bias = np.zeros((groups, blocks * lanes), self.dtype)
 
     def _ranges(self, needs: list[Array], counts: Sizes) -> Array:
-        """(rows, axes, 2) from what each index of each axis needs; everything where hardly anything can be skipped."""
+        """(rows, axes, 2) from what each index of each axis needs; everything where hardly anything
+        can be skipped.
+        """
         if not self.skips:
             return np.tile([[0, c] for c in counts], (prod(map(len, needs)), 1, 1))
         index = np.indices([len(a) for a in needs]).reshape(len(needs), -1)
@@ -312,7 +378,9 @@ class _Correlation:
         def steps(block: int, lo: Array, hi: Array) -> Array:
             counts = (*(hi - lo), self.channels)
             x = _places(counts, (*self.tap_step, self.padded), _dot(lo, self.tap_step))
-            return np.stack([x, _places(counts, (*tap_row, self.sizes.lanes), _dot(lo, tap_row))], 1)
+            return np.stack(
+                [x, _places(counts, (*tap_row, self.sizes.lanes), _dot(lo, tap_row))], 1
+            )
 
         return schedule(
             (
@@ -342,8 +410,12 @@ class _Correlation:
         """Write y; w (g, O/g, C/g, taps)."""
         sizes, panels = self.sizes, self.panels
         units = sizes.groups * sizes.blocks
-        parallel(lambda lo, hi: _pack(w, panels, sizes, lo, hi), units, 1 + 50_000 * units // w.size)
-        self.bias[:, : sizes.outputs] = 0 if bias is None else bias.reshape(sizes.groups, sizes.outputs)
+        parallel(
+            lambda lo, hi: _pack(w, panels, sizes, lo, hi), units, 1 + 50_000 * units // w.size
+        )
+        self.bias[:, : sizes.outputs] = (
+            0 if bias is None else bias.reshape(sizes.groups, sizes.outputs)
+        )
         x, y, b = x.reshape(-1), y.reshape(-1), self.bias.reshape(-1)
         parallel(
             lambda lo, hi: _forward(x, panels, b, y, *self.forward, lo, hi, *self.tile),
@@ -354,11 +426,15 @@ class _Correlation:
         """Add to dw and db."""
         sizes = self.sizes
         units = sizes.groups * sizes.blocks
-        parts = np.empty((sizes.chunks * units, sizes.taps * sizes.inputs * sizes.lanes), self.dtype)
+        parts = np.empty(
+            (sizes.chunks * units, sizes.taps * sizes.inputs * sizes.lanes), self.dtype
+        )
         bias_parts = np.empty((sizes.chunks * units, sizes.lanes), self.dtype)
         x, dy = x.reshape(-1), dy.reshape(-1)
         parallel(
-            lambda lo, hi: _backward_weight(x, dy, parts, bias_parts, *self.backward, lo, hi, *self.tile),
+            lambda lo, hi: _backward_weight(
+                x, dy, parts, bias_parts, *self.backward, lo, hi, *self.tile
+            ),
             sizes.chunks * units,
         )
         if dw is not None:
@@ -374,7 +450,9 @@ def _tables(plan: Schedule, line: Array, sizes: _Sizes) -> tuple[Any, ...]:
 
 
 def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:
-    """(count, 2): the range of j below other with 0 <= i*step - pad + j*other_step < size, for each i below count."""
+    """(count, 2): the range of j below other with 0 <= i*step - pad + j*other_step < size, for each
+    i below count.
+    """
     at = np.arange(count) * step - pad
     lo = np.clip(-(at // other_step), 0, other)
     return np.stack([lo, np.clip((size - 1 - at) // other_step + 1, lo, other)], 1)
@@ -383,9 +461,10 @@ def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: i
 class _Windows:
     """Where the windows of a plane of any number of axes lie.
 
-    Output positions are rows of `width` along the last axis. For kernel offset j and row r, `row[j, r]` is the index in
-    the plane of the first input row element, or -1 if the row lies in the padding; of its `width` outputs those in
-    [first[j], last[j]) read element `start[j] + i * stride` of that row, the others padding.
+    Output positions are rows of `width` along the last axis. For kernel offset j and row r, `row[j,
+    r]` is the index in the plane of the first input row element, or -1 if the row lies in the
+    padding; of its `width` outputs those in [first[j], last[j]) read element `start[j] + i *
+    stride` of that row, the others padding.
     """
 
     def __init__(
@@ -415,11 +494,22 @@ class _Windows:
         s = self.stride
         self.start = start.astype(np.int32)
         self.first = np.clip(-(start // s), 0, self.width).astype(np.int32)
-        self.last = np.clip((size[-1] - 1 - start) // s + 1, self.first, self.width).astype(np.int32)
+        self.last = np.clip((size[-1] - 1 - start) // s + 1, self.first, self.width).astype(
+            np.int32
+        )
 
 
 @kernel
-def _col2im(col: Array, x: Array, row: Array, start: Array, first: Array, last: Array, stride: int, width: int) -> None:
+def _col2im(
+    col: Array,
+    x: Array,
+    row: Array,
+    start: Array,
+    first: Array,
+    last: Array,
+    stride: int,
+    width: int,
+) -> None:
     """x (C, plane) += the elements of col (C * offsets, P) that were taken from it."""
     offsets = row.shape[0]
     for c in range(x.shape[0]):
@@ -440,20 +530,39 @@ def _col2im(col: Array, x: Array, row: Array, start: Array, first: Array, last: 
 
 
 class _Columns:
-    """The gradient of the data by columns: dcol (K, P) = w.T @ dy of an image, whose elements are then added up."""
+    """The gradient of the data by columns: dcol (K, P) = w.T @ dy of an image, whose elements are
+    then added up.
+    """
 
     def __init__(
-        self, x_shape: Sizes, w_shape: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, group: int, dtype: DTypeLike
+        self,
+        x_shape: Sizes,
+        w_shape: Sizes,
+        stride: Sizes,
+        pad: Sizes,
+        dilation: Sizes,
+        group: int,
+        dtype: DTypeLike,
     ) -> None:
         self.n, self.c, self.g, self.dtype = x_shape[0], x_shape[1], group, np.dtype(dtype)
         self.size, self.steps = prod(x_shape[2:]), prod(w_shape[1:])
         windows = _Windows(x_shape[2:], w_shape[2:], stride, pad, dilation)
         self.positions = prod(windows.out)
-        self.tables = (windows.row, windows.start, windows.first, windows.last, windows.stride, windows.width)
+        self.tables = (
+            windows.row,
+            windows.start,
+            windows.first,
+            windows.last,
+            windows.stride,
+            windows.width,
+        )
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         """Write dx; w (g, O/g, C/g, offsets)."""
-        dx, dy = dx.reshape(self.n, self.c, self.size), dy.reshape(self.n, self.g, w.shape[1], self.positions)
+        dx, dy = (
+            dx.reshape(self.n, self.c, self.size),
+            dy.reshape(self.n, self.g, w.shape[1], self.positions),
+        )
         turned = w.reshape(self.g, w.shape[1], self.steps).transpose(0, 2, 1)
 
         def images(lo: int, hi: int) -> None:
@@ -482,14 +591,22 @@ class _General:
         n, c, *size = x_shape
         o, _, *kernel = w_shape
         self.w_shape = (group, o // group, c // group, prod(kernel))
-        self.plan = _Correlation((n, group, c // group, *size), o // group, kernel, stride, pad, dilation, dtype)
+        self.plan = _Correlation(
+            (n, group, c // group, *size), o // group, kernel, stride, pad, dilation, dtype
+        )
         self.y_shape = (n, o, *self.plan.out)
         turned = [d * (k - 1) - p for k, p, d in zip(kernel, pad, dilation, strict=True)]
         self.data_plan: _Correlation | _Columns
         if all(s == 1 for s in stride) and min(turned) >= 0:
             ones = [1] * len(size)
             self.data_plan = _Correlation(
-                (n, group, o // group, *self.plan.out), c // group, kernel, ones, turned, dilation, dtype
+                (n, group, o // group, *self.plan.out),
+                c // group,
+                kernel,
+                ones,
+                turned,
+                dilation,
+                dtype,
             )
         else:
             self.data_plan = _Columns(x_shape, w_shape, stride, pad, dilation, group, dtype)

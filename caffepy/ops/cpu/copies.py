@@ -41,7 +41,9 @@ def _columns(whole: Array, sizes: Sequence[int], axis: int) -> Iterator[Array]:
 
 def join(parts: Sequence[Array], whole: Array, axis: int) -> None:
     """Whole = the parts side by side along the axis."""
-    for part, columns in zip(parts, _columns(whole, [a.shape[axis] for a in parts], axis), strict=True):
+    for part, columns in zip(
+        parts, _columns(whole, [a.shape[axis] for a in parts], axis), strict=True
+    ):
         copy(part.reshape(columns.shape), columns)
 
 

@@ -1,8 +1,10 @@
-"""Depthwise convolution over planes of (N, C, H, W): each channel has m outputs of its own, o = c * m + k.
+"""Depthwise convolution over planes of (N, C, H, W): each channel has m outputs of its own, o = c *
+m + k.
 
-A plane lies padded and taken apart by row and column modulo stride, its rows `columns` long. There the element that a
-tap of the kernel reads lies at the tap's own offset from the window's number i * columns + j, and rows of y lie as
-long as rows of windows, so every pass is one sum over long vectors:
+A plane lies padded and taken apart by row and column modulo stride, its rows `columns` long. There
+the element that a tap of the kernel reads lies at the tap's own offset from the window's number i *
+columns + j, and rows of y lie as long as rows of windows, so every pass is one sum over long
+vectors:
 
 - forward: y[q] = b + sum over taps of w[tap] * x[offset + q];
 - gradient of the data, for each remainder modulo stride: dx[e] = sum over its taps of w[tap] * dy[e - shift];
@@ -26,16 +28,21 @@ Array = NDArray[Any]
 Sizes = Sequence[int]
 
 BLOCK = 2048
-"""Elements that all taps pass over before the next ones: they stay in the nearest cache, their sums in float32."""
+"""Elements that all taps pass over before the next ones: they stay in the nearest cache, their sums
+in float32.
+"""
 
 TAPS = 9
 """Taps whose gradients are summed at a time, in registers."""
 
 VECTORS = (0,) * 4
-"""Vectors of outputs that are summed at a time; as a tuple, because its length is a type for numba."""
+"""Vectors of outputs that are summed at a time; as a tuple, because its length is a type for numba.
+"""
 
 MULTIPLE = 16
-"""Outputs of a channel up to which these loops are worth it: more of them fill vectors side by side."""
+"""Outputs of a channel up to which these loops are worth it: more of them fill vectors side by
+side.
+"""
 
 
 class _Vectors:
@@ -55,7 +62,9 @@ class _Vectors:
 
     def pointer(self, array: int, *at: Any) -> Any:
         """To the element of the array with this number among the arguments."""
-        start = self.context.make_array(self.types[array])(self.context, self.builder, self.args[array]).data
+        start = self.context.make_array(self.types[array])(
+            self.context, self.builder, self.args[array]
+        ).data
         for a in at:
             start = self.builder.gep(start, [a])
         return start
@@ -72,14 +81,20 @@ class _Vectors:
         self.builder.store(value, self.at(start, vector), align=self.real.bitwidth // 8)
 
     def splat(self, value: Any, lanes: Any) -> Any:
-        one = self.builder.insert_element(ir.Constant(lanes, ir.Undefined), value, ir.IntType(32)(0))
+        one = self.builder.insert_element(
+            ir.Constant(lanes, ir.Undefined), value, ir.IntType(32)(0)
+        )
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
         return self.builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
 
     def loop(self, lo: Any, hi: Any, step: int, sums: list[Any], body: Any) -> list[Any]:
         """Do sums = body(i, sums) for i in range(lo, hi, step), at least once."""
         builder = self.builder
-        before, inside, done = builder.block, builder.append_basic_block("sum"), builder.append_basic_block("summed")
+        before, inside, done = (
+            builder.block,
+            builder.append_basic_block("sum"),
+            builder.append_basic_block("summed"),
+        )
         builder.branch(inside)
         builder.position_at_end(inside)
         i = builder.phi(lo.type)
@@ -107,7 +122,9 @@ def _define_weigh(
     n_vectors: Any,
     n_lanes: Any,
 ) -> Any:
-    """total[e + i] += sum over taps [lo, hi), at least one, of w[at + which] * source[offset + e + i]."""
+    """total[e + i] += sum over taps [lo, hi), at least one, of w[at + which] * source[offset + e +
+    i].
+    """
     i = types.intp
     signature = types.void(source, w, i, taps, i, i, total, i, n_vectors, n_lanes)
 
@@ -123,7 +140,9 @@ def _define_weigh(
             weight = v.splat(builder.load(v.pointer(1, args[2], which)), v.vector)
             return [builder.call(v.fma, [weight, v.load(x, k), s]) for k, s in enumerate(sums)]
 
-        for k, value in enumerate(v.loop(args[4], args[5], 1, [v.load(to, k) for k in range(n)], add)):
+        for k, value in enumerate(
+            v.loop(args[4], args[5], 1, [v.load(to, k) for k in range(n)], add)
+        ):
             v.store(value, to, k)
         return context.get_dummy_value()
 
@@ -131,9 +150,19 @@ def _define_weigh(
 
 
 def _define_sum(
-    typing: Any, d: Any, source: Any, offsets: Any, first: Any, lo: Any, hi: Any, part: Any, at: Any, n_lanes: Any
+    typing: Any,
+    d: Any,
+    source: Any,
+    offsets: Any,
+    first: Any,
+    lo: Any,
+    hi: Any,
+    part: Any,
+    at: Any,
+    n_lanes: Any,
 ) -> Any:
-    """part[at][k] += sum over q in [lo, hi) of d[q] * source[offsets[first + k] + q], k < TAPS; part[at][TAPS] of d[q].
+    """part[at][k] += sum over q in [lo, hi) of d[q] * source[offsets[first + k] + q], k < TAPS;
+    part[at][TAPS] of d[q].
 
     Every lane has its own sum; part (..., lanes) is of doubles.
     """
@@ -148,7 +177,8 @@ def _define_sum(
         def add(q: Any, sums: list[Any]) -> list[Any]:
             left = v.load(builder.gep(d, [q]))
             products = [
-                builder.call(v.fma, [left, v.load(builder.gep(x, [q])), s]) for x, s in zip(starts, sums, strict=False)
+                builder.call(v.fma, [left, v.load(builder.gep(x, [q])), s])
+                for x, s in zip(starts, sums, strict=False)
             ]
             return [*products, builder.fadd(left, sums[-1])]
 
@@ -163,18 +193,31 @@ def _define_sum(
     return signature, generate
 
 
-def _define_copy(typing: Any, source: Any, at: Any, to: Any, to_at: Any, count: Any, n_lanes: Any) -> Any:
-    """to[to_at + i] = source[at + i] for i below count, at least one; short rows are too short for a call of memcpy."""
+def _define_copy(
+    typing: Any, source: Any, at: Any, to: Any, to_at: Any, count: Any, n_lanes: Any
+) -> Any:
+    """to[to_at + i] = source[at + i] for i below count, at least one; short rows are too short for
+    a call of memcpy.
+    """
     i = types.intp
     signature = types.void(source, i, to, i, i, n_lanes)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = _Vectors(context, builder, signature, args)
         start, end, count = v.pointer(0, args[1]), v.pointer(2, args[3]), args[4]
-        index, alignment = ir.VectorType(ir.IntType(64), v.lanes), ir.IntType(32)(v.real.bitwidth // 8)
+        index, alignment = (
+            ir.VectorType(ir.IntType(64), v.lanes),
+            ir.IntType(32)(v.real.bitwidth // 8),
+        )
         mask, pointer = ir.VectorType(ir.IntType(1), v.lanes), v.vector.as_pointer()
-        load = v.declare(f"llvm.masked.load.{v.suffix}.p0", v.vector, [pointer, alignment.type, mask, v.vector])
-        store = v.declare(f"llvm.masked.store.{v.suffix}.p0", ir.VoidType(), [v.vector, pointer, alignment.type, mask])
+        load = v.declare(
+            f"llvm.masked.load.{v.suffix}.p0", v.vector, [pointer, alignment.type, mask, v.vector]
+        )
+        store = v.declare(
+            f"llvm.masked.store.{v.suffix}.p0",
+            ir.VoidType(),
+            [v.vector, pointer, alignment.type, mask],
+        )
         whole = builder.and_(count, count.type(-v.lanes))
 
         def move(k: Any, sums: list[Any]) -> list[Any]:
@@ -200,8 +243,12 @@ _copy: Any = intrinsic(_define_copy)
 
 
 @kernel
-def _apart(x: Array, at: int, width: int, lines: Array, buffer: Array, lanes: tuple[int, ...]) -> None:
-    """Copy the plane at x[at] to its places: lines[r, c] is that of element (r, c), c below the stride."""
+def _apart(
+    x: Array, at: int, width: int, lines: Array, buffer: Array, lanes: tuple[int, ...]
+) -> None:
+    """Copy the plane at x[at] to its places: lines[r, c] is that of element (r, c), c below the
+    stride.
+    """
     height, apart = lines.shape
     two, zero = np.uintp(2), np.uintp(0)
     for r in range(height):
@@ -222,7 +269,9 @@ def _apart(x: Array, at: int, width: int, lines: Array, buffer: Array, lanes: tu
 
 
 @kernel
-def _together(buffer: Array, lines: Array, width: int, x: Array, at: int, lanes: tuple[int, ...]) -> None:
+def _together(
+    buffer: Array, lines: Array, width: int, x: Array, at: int, lanes: tuple[int, ...]
+) -> None:
     """Copy the plane at x[at] back from its places."""
     height, apart = lines.shape
     two, zero = np.uintp(2), np.uintp(0)
@@ -245,9 +294,16 @@ def _together(buffer: Array, lines: Array, width: int, x: Array, at: int, lanes:
 
 @kernel
 def _correlate(
-    source: Array, w: Array, at: int, spans: Array, taps: Array, total: Array, lanes: tuple[int, ...]
+    source: Array,
+    w: Array,
+    at: int,
+    spans: Array,
+    taps: Array,
+    total: Array,
+    lanes: tuple[int, ...],
 ) -> None:
-    """total[e] += sum over taps of w[at + which] * source[offset + e], spans (start, end, first tap, last tap + 1).
+    """total[e] += sum over taps of w[at + which] * source[offset + e], spans (start, end, first
+    tap, last tap + 1).
 
     The last vectors may reach beyond the end of a span.
     """
@@ -288,7 +344,10 @@ def _forward(
 ) -> None:
     """Planes [lo, hi) of x (N, C, H, W); w (C, m, taps), b (C, m), y (N, C, m, Ho, Wo), all flat."""
     m = sizes.outputs
-    buffer, total = np.zeros(sizes.x, x.dtype), np.empty(spans[0, 1] + len(VECTORS) * len(lanes), x.dtype)
+    buffer, total = (
+        np.zeros(sizes.x, x.dtype),
+        np.empty(spans[0, 1] + len(VECTORS) * len(lanes), x.dtype),
+    )
     for plane in range(lo, hi):
         c = plane % sizes.channels
         _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, lanes)
@@ -340,7 +399,9 @@ def _backward_weight(
     lo: int,
     hi: int,
 ) -> None:
-    """Units [lo, hi), each (chunk of images, channel): parts (chunks, C, m, parts of TAPS, TAPS + 1, lanes), flat."""
+    """Units [lo, hi), each (chunk of images, channel): parts (chunks, C, m, parts of TAPS, TAPS +
+    1, lanes), flat.
+    """
     m, windows, blocks = sizes.outputs, spans[0, 1], offsets.size // TAPS
     part = (TAPS + 1) * len(lanes)
     buffer, d = np.zeros(sizes.x, x.dtype), np.zeros(windows + len(lanes), x.dtype)
@@ -354,7 +415,17 @@ def _backward_weight(
                 for a in range(0, windows, BLOCK):
                     for t in range(blocks):
                         at = ((unit * m + k) * blocks + t) * part
-                        _sum(d, buffer, offsets, t * TAPS, a, min(a + BLOCK, windows), parts, at, lanes)
+                        _sum(
+                            d,
+                            buffer,
+                            offsets,
+                            t * TAPS,
+                            a,
+                            min(a + BLOCK, windows),
+                            parts,
+                            at,
+                            lanes,
+                        )
 
 
 def suits(x_shape: Sizes, w_shape: Sizes, group: int) -> bool:
@@ -363,10 +434,18 @@ def suits(x_shape: Sizes, w_shape: Sizes, group: int) -> bool:
 
 
 class Depthwise:
-    """A convolution of fixed shapes with a group for each channel: x (N, C, H, W), w (C * m, 1, kh, kw)."""
+    """A convolution of fixed shapes with a group for each channel: x (N, C, H, W), w (C * m, 1, kh,
+    kw).
+    """
 
     def __init__(
-        self, x_shape: Sizes, w_shape: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, dtype: DTypeLike
+        self,
+        x_shape: Sizes,
+        w_shape: Sizes,
+        stride: Sizes,
+        pad: Sizes,
+        dilation: Sizes,
+        dtype: DTypeLike,
     ) -> None:
         n, c, h, w = x_shape
         o, _, kh, kw = w_shape
@@ -377,7 +456,10 @@ class Depthwise:
         self.images, self.chunks = n, min(n, -(-16 // c))
 
         down, right = dh * (kh - 1) // sh, dw * (kw - 1) // sw
-        rows, columns = max(ho + down, (h + ph - 1) // sh + 1), max(wo + right, (w + pw - 1) // sw + 1)
+        rows, columns = (
+            max(ho + down, (h + ph - 1) // sh + 1),
+            max(wo + right, (w + pw - 1) // sw + 1),
+        )
         self.lanes = shapes(self.dtype.itemsize)[0].lanes
         area, margin = rows * columns + len(VECTORS) * len(self.lanes), down * columns + right
         self.sizes = _Sizes(c, o // c, kh * kw, h, w, ho, wo, area * sh * sw, margin + area)
@@ -392,17 +474,24 @@ class Depthwise:
         self.taps = np.stack([remainder * area + shift, tap], 1)
         self.offsets = np.pad(self.taps[:, 0], (0, -len(tap) % TAPS), "edge")
         self.spans = np.array([[0, (ho - 1) * columns + wo, 0, kh * kw]])
-        # The spans of dx are the rows of each remainder that lie in the plane; its elements count through all of them.
+        # The spans of dx are the rows of each remainder that lie in the plane; its elements count
+        # through all of them.
         order = np.argsort(remainder, kind="stable")
         self.dx_taps = np.stack([margin - shift - remainder * area, tap], 1)[order]
         which = np.arange(sh * sw)
         first, last = -((which // sw - ph) // sh), (h - 1 + ph - which // sw) // sh + 1
         bounds = np.searchsorted(remainder[order], [which, which + 1])
-        self.dx_spans = np.stack([which * area + first * columns, which * area + last * columns, *bounds], 1)
+        self.dx_spans = np.stack(
+            [which * area + first * columns, which * area + last * columns, *bounds], 1
+        )
 
     def _share(self, loop: Any, *arguments: Any) -> None:
         planes = self.images * self.sizes.channels
-        parallel(lambda lo, hi: loop(*arguments, self.sizes, self.lanes, lo, hi), planes, 1 + 20_000 // self.sizes.x)
+        parallel(
+            lambda lo, hi: loop(*arguments, self.sizes, self.lanes, lo, hi),
+            planes,
+            1 + 20_000 // self.sizes.x,
+        )
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         """Write y = w * x + b."""
@@ -415,16 +504,31 @@ class Depthwise:
         """Write dx."""
         if dx.size:
             arrays = dy.reshape(-1), w.reshape(-1), dx.reshape(-1)
-            self._share(_backward_data, *arrays, self.x_lines, self.dy_lines, self.dx_spans, self.dx_taps)
+            self._share(
+                _backward_data, *arrays, self.x_lines, self.dy_lines, self.dx_spans, self.dx_taps
+            )
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
         if not dy.size:
             return
-        sizes, blocks, units = self.sizes, len(self.offsets) // TAPS, self.chunks * self.sizes.channels
+        sizes, blocks, units = (
+            self.sizes,
+            len(self.offsets) // TAPS,
+            self.chunks * self.sizes.channels,
+        )
         parts = np.zeros((self.chunks, self.y_shape[1], blocks, TAPS + 1, len(self.lanes)))
         arrays = x.reshape(-1), dy.reshape(-1), parts.reshape(-1)
-        tables = self.x_lines, self.y_lines, self.spans, self.offsets, sizes, self.images, self.chunks, self.lanes
+        tables = (
+            self.x_lines,
+            self.y_lines,
+            self.spans,
+            self.offsets,
+            sizes,
+            self.images,
+            self.chunks,
+            self.lanes,
+        )
         parallel(
             lambda lo, hi: _backward_weight(*arrays, *tables, lo, hi),
             units,

@@ -1,7 +1,8 @@
 """Sums and products of arrays of one shape, and scales and biases along an axis.
 
-Flat kernels take their slice [lo, hi) first and count from 0: an index that cannot be negative is what makes numba
-emit vector code. Sums run over blocks of a fixed size, so they do not depend on the number of threads.
+Flat kernels take their slice [lo, hi) first and count from 0: an index that cannot be negative is
+what makes numba emit vector code. Sums run over blocks of a fixed size, so they do not depend on
+the number of threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,12 +17,16 @@ from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
 
-GRAIN = 1 << 15  # elements for which a second thread pays in a pass that does little more than move memory
+GRAIN = (
+    1 << 15
+)  # elements for which a second thread pays in a pass that does little more than move memory
 BLOCK = 1 << 14  # elements of a few arrays that lie in a core's cache together
 
 
 def blockwise(function: Callable[..., Any], *arrays: Array) -> None:
-    """Call a function made of numpy ufuncs on matching flat blocks of the arrays, small enough for the cache."""
+    """Call a function made of numpy ufuncs on matching flat blocks of the arrays, small enough for
+    the cache.
+    """
     flat = [a.reshape(-1) for a in arrays]
 
     def piece(lo: int, hi: int) -> None:
@@ -111,7 +116,9 @@ def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) 
     a, b, *others = coefficients
 
     def piece(lo: int, hi: int) -> None:
-        for i in range(lo, hi, 2 * BLOCK):  # so that a block of sums is still in the cache for the next summand
+        for i in range(
+            lo, hi, 2 * BLOCK
+        ):  # so that a block of sums is still in the cache for the next summand
             j = min(i + 2 * BLOCK, hi)
             _weighted_pair(a, x, b, y, flat, i, j)
             for alpha, z in zip(others, rest, strict=True):
@@ -139,7 +146,9 @@ def _next_max(x: Array, rank: int, out: Array, index: Array, lo: int, hi: int) -
 
 
 def eltwise_max(xs: Sequence[Array], out: Array, index: Array) -> None:
-    """out = the largest x, index = which one; a tie of the first two goes to the second, later ones must be larger."""
+    """out = the largest x, index = which one; a tie of the first two goes to the second, later ones
+    must be larger.
+    """
     x, y, *rest = (a.reshape(-1) for a in xs)
     flat, winner = out.reshape(-1), index.reshape(-1)
     parallel(lambda lo, hi: _first_max(x, y, flat, winner, lo, hi), flat.size, GRAIN)
@@ -184,12 +193,23 @@ def scale_forward(x: Array, scale: Array, bias: Array | None, y: Array) -> None:
     loop, rows = (_scale_rows, outer) if inner == 1 else (_scale_planes, outer * c)
     shape = (outer, c) if inner == 1 else (rows, inner)
     x, y = x.reshape(shape), y.reshape(shape)
-    parallel(lambda lo, hi: loop(x, scale, shift, y, lo, hi), rows, GRAIN * rows // (x.size + 1) + 1)
+    parallel(
+        lambda lo, hi: loop(x, scale, shift, y, lo, hi), rows, GRAIN * rows // (x.size + 1) + 1
+    )
 
 
 @kernel
 def _scale_gradient_planes(
-    x: Array, scale: Array, dy: Array, dx: Array, dscale: Array, dbias: Array, write: bool, same: bool, lo: int, hi: int
+    x: Array,
+    scale: Array,
+    dy: Array,
+    dx: Array,
+    dscale: Array,
+    dbias: Array,
+    write: bool,
+    same: bool,
+    lo: int,
+    hi: int,
 ) -> None:
     for c in range(lo, hi):
         s, product, total = scale[c], 0.0, 0.0
@@ -213,7 +233,16 @@ def _scale_gradient_planes(
 
 @kernel
 def _scale_gradient_rows(
-    x: Array, scale: Array, dy: Array, dx: Array, dscale: Array, dbias: Array, write: bool, same: bool, lo: int, hi: int
+    x: Array,
+    scale: Array,
+    dy: Array,
+    dx: Array,
+    dscale: Array,
+    dbias: Array,
+    write: bool,
+    same: bool,
+    lo: int,
+    hi: int,
 ) -> None:
     scale, dscale, dbias = scale[lo:hi], dscale[lo:hi], dbias[lo:hi]
     for n in range(x.shape[0]):
@@ -232,7 +261,9 @@ def _scale_gradient_rows(
 def scale_backward(
     x: Array, scale: Array, dy: Array, dx: Array | None, dscale: Array | None, dbias: Array | None
 ) -> None:
-    """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; shapes as in `scale_forward`, dx may be dy."""
+    """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; shapes as in `scale_forward`,
+    dx may be dy.
+    """
     write, same = dx is not None, dx is dy
     out = dy if dx is None else dx
     products = np.zeros_like(scale) if dscale is None else dscale
@@ -241,4 +272,8 @@ def scale_backward(
     if x.shape[2] == 1:
         loop, x, dy, out = _scale_gradient_rows, x[:, :, 0], dy[:, :, 0], out[:, :, 0]
     grain = GRAIN * scale.size // (x.size + 1) + 1
-    parallel(lambda lo, hi: loop(x, scale, dy, out, products, sums, write, same, lo, hi), scale.size, grain)
+    parallel(
+        lambda lo, hi: loop(x, scale, dy, out, products, sums, write, same, lo, hi),
+        scale.size,
+        grain,
+    )

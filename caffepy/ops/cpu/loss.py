@@ -1,8 +1,8 @@
 """Softmax, losses, accuracy. Labels are integers as floating-point numbers, cut off as C does.
 
-A loss is written divided by `norm`, which is `divisor`, or how many labels counted where that is None, and at least 1.
-`weight` is an array whose first element is the loss weight. The first label that names no class is put down in
-`wrong`: 1, the label.
+A loss is written divided by `norm`, which is `divisor`, or how many labels counted where that is
+None, and at least 1. `weight` is an array whose first element is the loss weight. The first label
+that names no class is put down in `wrong`: 1, the label.
 """
 
 from typing import Any
@@ -16,7 +16,9 @@ from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, scaled
 
 Array = NDArray[Any]
 
-FLT_MIN = float(np.finfo(np.float32).tiny)  # log(FLT_MIN) = -87.3365 is the largest loss that Caffe reports
+FLT_MIN = float(
+    np.finfo(np.float32).tiny
+)  # log(FLT_MIN) = -87.3365 is the largest loss that Caffe reports
 
 LEAST = 1e-20
 """Likelihoods count as no less in the losses that have Caffe's kLOG_THRESHOLD."""
@@ -183,11 +185,15 @@ def _softmax_loss_gradient(
                 dx[n, t, p] -= s
 
 
-def softmax_loss_backward(prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array) -> None:
+def softmax_loss_backward(
+    prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
+) -> None:
     """dx = weight / norm * (prob - 1 at the label), 0 where the label is `ignore`."""
     skip, t, scale = ignore is not None, ignore or 0, float(weight.flat[0]) / float(norm)
     parallel(
-        lambda lo, hi: _softmax_loss_gradient(prob, label, skip, t, scale, dx, lo, hi), prob.shape[0], _grain(prob)
+        lambda lo, hi: _softmax_loss_gradient(prob, label, skip, t, scale, dx, lo, hi),
+        prob.shape[0],
+        _grain(prob),
     )
 
 
@@ -206,7 +212,9 @@ def _sigmoid_loss(x: Array, target: Array, skip: bool, ignore: int) -> tuple[flo
 def sigmoid_loss_forward(
     x: Array, target: Array, ignore: int | None, divisor: float | None, loss: Array, norm: Array
 ) -> None:
-    """loss = sum of max(x, 0) - x * target + log(1 + exp(-|x|)) / norm over the targets that are not `ignore`."""
+    """loss = sum of max(x, 0) - x * target + log(1 + exp(-|x|)) / norm over the targets that are
+    not `ignore`.
+    """
     total, count = _sigmoid_loss(x.reshape(-1), target.reshape(-1), ignore is not None, ignore or 0)
     _divided(float(total), int(count), divisor, loss, norm)
 
@@ -222,14 +230,22 @@ def _sigmoid_loss_gradient(
             dx[i] = scale * (0.5 * np.tanh(0.5 * x[i]) + 0.5 - target[i])
 
 
-def sigmoid_loss_backward(x: Array, target: Array, ignore: int | None, weight: Array, norm: Array, dx: Array) -> None:
+def sigmoid_loss_backward(
+    x: Array, target: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
+) -> None:
     """dx = weight / norm * (sigmoid(x) - target), 0 where the target is `ignore`."""
     x, target, dx = x.reshape(-1), target.reshape(-1), dx.reshape(-1)
     skip, t, scale = ignore is not None, ignore or 0, float(weight.flat[0]) / float(norm)
-    parallel(lambda lo, hi: _sigmoid_loss_gradient(x, target, skip, t, scale, dx, lo, hi), x.size, GRAIN // 8)
+    parallel(
+        lambda lo, hi: _sigmoid_loss_gradient(x, target, skip, t, scale, dx, lo, hi),
+        x.size,
+        GRAIN // 8,
+    )
 
 
-def euclidean_loss_forward(x: Array, target: Array, divisor: float, difference: Array, loss: Array) -> None:
+def euclidean_loss_forward(
+    x: Array, target: Array, divisor: float, difference: Array, loss: Array
+) -> None:
     """difference = x - target, loss = sum of its squares / 2 / divisor."""
     eltwise_sum((x, target), (1.0, -1.0), difference)
     loss.fill(dot(difference, difference) / 2 / divisor)
@@ -241,7 +257,9 @@ def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx
 
 
 @kernel
-def _accuracy(x: Array, label: Array, top_k: int, skip: bool, ignore: int, hits: Array, counts: Array) -> int:
+def _accuracy(
+    x: Array, label: Array, top_k: int, skip: bool, ignore: int, hits: Array, counts: Array
+) -> int:
     for n in range(label.shape[0]):
         for p in range(label.shape[1]):
             if skip and int(label[n, p]) == ignore:
@@ -268,12 +286,15 @@ def accuracy(
     shares: Array | None,
     wrong: Array,
 ) -> None:
-    """share = the share of the labels with fewer than top_k other scores not below theirs, shares = that of each class.
+    """share = the share of the labels with fewer than top_k other scores not below theirs, shares =
+    that of each class.
 
-    x (outer, C, inner), label (outer, inner), shares (C). hits and counts (C) are room to count in: zeros before and
-    after.
+    x (outer, C, inner), label (outer, inner), shares (C). hits and counts (C) are room to count in:
+    zeros before and after.
     """
-    _put_down(label, int(_accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts)), wrong)
+    _put_down(
+        label, int(_accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts)), wrong
+    )
     share.fill(int(hits.sum()) / max(1, int(counts.sum())))
     if shares is not None:
         np.divide(hits, np.maximum(counts, 1), out=shares, casting="unsafe")
@@ -282,7 +303,8 @@ def accuracy(
 
 
 def _gains(label: Array, matrix: Array, ignore: int | None) -> tuple[Array, Array, Array]:
-    """Rows of the matrix for labels (outer, inner), as (outer, C, inner), 0 where one does not count.
+    """Rows of the matrix for labels (outer, inner), as (outer, C, inner), 0 where one does not
+    count.
 
     Then which of them count, and which of those name no class.
     """
@@ -305,9 +327,11 @@ def infogain_loss_forward(
     norm: Array,
     wrong: Array,
 ) -> None:
-    """prob = softmax of x, loss = -sum over the classes of matrix[label] * log(max(prob, 1e-20)) / norm.
+    """prob = softmax of x, loss = -sum over the classes of matrix[label] * log(max(prob, 1e-20)) /
+    norm.
 
-    x and prob (outer, C, inner), label (outer, inner), matrix (C, C). A label `ignore` does not count.
+    x and prob (outer, C, inner), label (outer, inner), matrix (C, C). A label `ignore` does not
+    count.
     """
     softmax_forward(x, prob)
     rows, counts, bad = _gains(label, matrix, ignore)
@@ -318,9 +342,17 @@ def infogain_loss_forward(
 
 
 def infogain_loss_backward(
-    prob: Array, label: Array, matrix: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
+    prob: Array,
+    label: Array,
+    matrix: Array,
+    ignore: int | None,
+    weight: Array,
+    norm: Array,
+    dx: Array,
 ) -> None:
-    """dx = weight / norm * (prob * sum of matrix[label] - matrix[label]), 0 where the label does not count."""
+    """dx = weight / norm * (prob * sum of matrix[label] - matrix[label]), 0 where the label does
+    not count.
+    """
     rows = _gains(label, matrix, ignore)[0]
     gradient = prob * rows.sum(axis=1, keepdims=True) - rows
     np.multiply(gradient, float(weight.flat[0]) / float(norm), out=dx)
@@ -334,13 +366,17 @@ def _of_labels(label: Array, classes: int, wrong: Array | None = None) -> tuple[
     return np.flatnonzero(good), label[good].astype(np.intp)
 
 
-def multinomial_loss_forward(prob: Array, label: Array, divisor: float, loss: Array, wrong: Array) -> None:
+def multinomial_loss_forward(
+    prob: Array, label: Array, divisor: float, loss: Array, wrong: Array
+) -> None:
     """loss = -sum of log(max(prob of the label, 1e-20)) / divisor; prob (N, C), label (N)."""
     likelihood = np.maximum(prob[_of_labels(label, prob.shape[1], wrong)], LEAST)
     loss.fill(-np.log(likelihood).sum(dtype=np.float64) / divisor)
 
 
-def multinomial_loss_backward(prob: Array, label: Array, weight: Array, divisor: float, dx: Array) -> None:
+def multinomial_loss_backward(
+    prob: Array, label: Array, weight: Array, divisor: float, dx: Array
+) -> None:
     """dx = -weight / divisor / max(prob, 1e-20) at the label, else 0."""
     at = _of_labels(label, prob.shape[1])
     dx.fill(0)
@@ -350,7 +386,8 @@ def multinomial_loss_backward(prob: Array, label: Array, weight: Array, divisor:
 def hinge_loss_forward(
     x: Array, label: Array, squares: bool, divisor: float, slack: Array, loss: Array, wrong: Array
 ) -> None:
-    """slack = max(0, 1 + x), at the label -max(0, 1 - x); loss = sum of its sizes, or of its squares / divisor.
+    """slack = max(0, 1 + x), at the label -max(0, 1 - x); loss = sum of its sizes, or of its
+    squares / divisor.
 
     x and slack (N, C), label (N).
     """
@@ -363,7 +400,9 @@ def hinge_loss_forward(
     slack[at] *= -1
 
 
-def hinge_loss_backward(slack: Array, squares: bool, weight: Array, divisor: float, dx: Array) -> None:
+def hinge_loss_backward(
+    slack: Array, squares: bool, weight: Array, divisor: float, dx: Array
+) -> None:
     """dx = weight / divisor * sign of the slack, or times twice the slack for squares."""
     scale = float(weight.flat[0]) / divisor
     if squares:
@@ -383,15 +422,20 @@ def contrastive_loss_forward(
     factor: Array,
     loss: Array,
 ) -> None:
-    """difference = a - b (N, C), d its length; loss = sum of d^2 where similar (N), else max(margin - d, 0)^2 / 2N.
+    """difference = a - b (N, C), d its length; loss = sum of d^2 where similar (N), else max(margin
+    - d, 0)^2 / 2N.
 
-    N is the divisor; legacy takes max(margin - d^2, 0). factor (N) is what backward multiplies the difference by.
+    N is the divisor; legacy takes max(margin - d^2, 0). factor (N) is what backward multiplies the
+    difference by.
     """
     np.subtract(a, b, out=difference)
     square = np.einsum("nc,nc->n", difference, difference)
     distance = np.sqrt(square)
     if legacy:
-        far, slope = np.maximum(margin - square, 0), np.where(margin - distance * distance > 0, -1, 0)
+        far, slope = (
+            np.maximum(margin - square, 0),
+            np.where(margin - distance * distance > 0, -1, 0),
+        )
     else:
         left = np.maximum(margin - distance, 0)
         far, slope = left**2, -left / (distance + 1e-4)
@@ -400,6 +444,8 @@ def contrastive_loss_forward(
     loss.fill(np.where(alike, square, far).sum(dtype=np.float64) / 2 / divisor)
 
 
-def contrastive_loss_backward(difference: Array, factor: Array, weight: Array, divisor: float, dx: Array) -> None:
+def contrastive_loss_backward(
+    difference: Array, factor: Array, weight: Array, divisor: float, dx: Array
+) -> None:
     """dx = weight / divisor * factor * difference."""
     np.multiply(difference, (factor * (float(weight.flat[0]) / divisor))[:, None], out=dx)

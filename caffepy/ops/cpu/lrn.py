@@ -3,7 +3,8 @@
 s_c = k + alpha/size * sum of x^2 over the `size` channels around c;  y = x * s^-beta;
 dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s.
 
-With the usual beta of 0.75, s^-beta is 1/sqrt(s) times its own square root: vector code, and as exact as a power.
+With the usual beta of 0.75, s^-beta is 1/sqrt(s) times its own square root: vector code, and as
+exact as a power.
 """
 
 from math import prod
@@ -23,7 +24,16 @@ PIXELS = 256  # worked on at a time, for all channels, so that they stay in cach
 
 @kernel
 def _forward(
-    x: Array, y: Array, scale: Array, half: int, alpha: Any, beta: Any, k: Any, fast: bool, lo: int, hi: int
+    x: Array,
+    y: Array,
+    scale: Array,
+    half: int,
+    alpha: Any,
+    beta: Any,
+    k: Any,
+    fast: bool,
+    lo: int,
+    hi: int,
 ) -> None:
     channels, pixels = x.shape[1:]
     total = np.empty(PIXELS, x.dtype)
@@ -94,25 +104,42 @@ def _planes(a: Array) -> Array:
     return a.reshape(*a.shape[:2], prod(a.shape[2:]))
 
 
-def lrn_forward(x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float) -> None:
+def lrn_forward(
+    x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
+) -> None:
     """Write y and, unless channels lie last, scale (s above); all (N, C, ...)."""
     assert scale is not None
     t = x.dtype.type
     x, y, scale = _planes(x), _planes(y), _planes(scale)
     parallel(
-        lambda lo, hi: _forward(x, y, scale, size // 2, t(alpha / size), t(beta), t(k), beta == 0.75, lo, hi),
+        lambda lo, hi: _forward(
+            x, y, scale, size // 2, t(alpha / size), t(beta), t(k), beta == 0.75, lo, hi
+        ),
         x.shape[0],
     )
 
 
 def lrn_backward(
-    x: Array, y: Array, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float, beta: float, k: float
+    x: Array,
+    y: Array,
+    scale: Array | None,
+    dy: Array,
+    dx: Array,
+    size: int,
+    alpha: float,
+    beta: float,
+    k: float,
 ) -> None:
-    """Write dx from what `lrn_forward` left in y and scale, or where channels lie last from x alone."""
+    """Write dx from what `lrn_forward` left in y and scale, or where channels lie last from x
+    alone.
+    """
     assert scale is not None
     t = x.dtype.type
     x, y, scale, dy, dx = _planes(x), _planes(y), _planes(scale), _planes(dy), _planes(dx)
     factor = t(2 * alpha * beta / size)
     parallel(
-        lambda lo, hi: _backward(x, y, scale, dy, dx, size // 2, factor, t(beta), beta == 0.75, lo, hi), x.shape[0]
+        lambda lo, hi: _backward(
+            x, y, scale, dy, dx, size // 2, factor, t(beta), beta == 0.75, lo, hi
+        ),
+        x.shape[0],
     )

@@ -1,4 +1,6 @@
-"""Activations. The output may be the input and the input's gradient may be the output's: then the same array object."""
+"""Activations. The output may be the input and the input's gradient may be the output's: then the
+same array object.
+"""
 
 from typing import Any
 
@@ -85,7 +87,15 @@ def prelu_forward(x: Array, y: Array, slope: Array) -> None:
 
 @kernel
 def _prelu_gradient(
-    x: Array, dy: Array, slope: Array, dx: Array, dslope: Array, write: bool, collect: bool, lo: int, hi: int
+    x: Array,
+    dy: Array,
+    slope: Array,
+    dx: Array,
+    dslope: Array,
+    write: bool,
+    collect: bool,
+    lo: int,
+    hi: int,
 ) -> None:
     zero, one = x.dtype.type(0), x.dtype.type(1)
     for c in range(lo, hi):
@@ -103,14 +113,20 @@ def _prelu_gradient(
             dslope[c] += total
 
 
-def prelu_backward(x: Array, dy: Array, slope: Array, dx: Array | None, dslope: Array | None) -> None:
+def prelu_backward(
+    x: Array, dy: Array, slope: Array, dx: Array | None, dslope: Array | None
+) -> None:
     """dx = dy * (x > 0 ? 1 : slope_c), dslope_c += sum of dy * x over x <= 0; dx may be dy."""
     out, sums = dy if dx is None else dx, slope if dslope is None else dslope
     write, collect = dx is not None, dslope is not None
     if slope.size == 1:
         x, dy, out = (a.reshape(1, 1, -1) for a in (x, dy, out))
     grain = GRAIN * slope.size // (x.size + 1) + 1
-    parallel(lambda lo, hi: _prelu_gradient(x, dy, slope, out, sums, write, collect, lo, hi), slope.size, grain)
+    parallel(
+        lambda lo, hi: _prelu_gradient(x, dy, slope, out, sums, write, collect, lo, hi),
+        slope.size,
+        grain,
+    )
 
 
 def sigmoid_forward(x: Array, y: Array) -> None:
@@ -167,7 +183,9 @@ def power_forward(x: Array, y: Array, power: float, scale: float, shift: float) 
     blockwise(block, x, y)
 
 
-def power_backward(x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float) -> None:
+def power_backward(
+    x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float
+) -> None:
     """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
 
     def block(x: Array, dy: Array, dx: Array) -> None:
@@ -232,7 +250,9 @@ def swish_forward(x: Array, y: Array, sigmoid: Array, beta: float) -> None:
 
 
 @kernel
-def _swish_gradient(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float, lo: int, hi: int) -> None:
+def _swish_gradient(
+    y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float, lo: int, hi: int
+) -> None:
     b, one = y.dtype.type(beta), y.dtype.type(1)
     y, s, dy, dx = y[lo:hi], sigmoid[lo:hi], dy[lo:hi], dx[lo:hi]
     for i in range(y.size):
@@ -268,7 +288,9 @@ def _mask_in_place(y: Array, mask: Array, scale: float, lo: int, hi: int) -> Non
         y[i] *= s if mask[i] else zero
 
 
-def dropout_forward(x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None) -> None:
+def dropout_forward(
+    x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None
+) -> None:
     """mask = 1 with probability 1 - ratio, a hash of seed and position; y = x * mask / (1 - ratio).
 
     A tick, an int64 array without axes, is the number of a pass: each has a mask of its own.
@@ -290,9 +312,17 @@ def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
 
 
 def bias_act_forward(
-    y: Array, b: Array | None, relu: bool, ratio: float, seed: int, mask: Array | None, tick: Array | None = None
+    y: Array,
+    b: Array | None,
+    relu: bool,
+    ratio: float,
+    seed: int,
+    mask: Array | None,
+    tick: Array | None = None,
 ) -> None:
-    """y = dropout(relu(y + b)) for y (M, O), with the masks of `dropout_forward`; without what is None or False."""
+    """y = dropout(relu(y + b)) for y (M, O), with the masks of `dropout_forward`; without what is
+    None or False.
+    """
     if b is not None:
         add_bias(y, b)
     if relu:
@@ -301,7 +331,9 @@ def bias_act_forward(
         dropout_forward(y, y, mask, ratio, seed, tick)
 
 
-def bias_act_backward(y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float) -> None:
+def bias_act_backward(
+    y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float
+) -> None:
     """dy = dy * mask / (1 - ratio) * (y > 0) for y and dy (M, O); db += column sums of that."""
     if mask is not None:
         dropout_backward(dy, mask, dy, ratio)

@@ -1,4 +1,6 @@
-"""Normalization by statistics of each channel of (outer, C, inner) arrays; sums in double precision."""
+"""Normalization by statistics of each channel of (outer, C, inner) arrays; sums in double
+precision.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -62,7 +64,9 @@ def batch_norm_forward(x: Array, mean: Array, inverse: Array, y: Array) -> None:
 
 
 @kernel
-def _gradient(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array, same: bool, lo: int, hi: int) -> None:
+def _gradient(
+    x: Array, mean: Array, inverse: Array, dy: Array, dx: Array, same: bool, lo: int, hi: int
+) -> None:
     zero = x.dtype.type(0)
     count = x.shape[0] * x.shape[2]
     for c in range(lo, hi):
@@ -87,18 +91,30 @@ def _gradient(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array, same:
 
 
 def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array) -> None:
-    """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, y = (x - mean) * inverse, means per channel; dx may be dy."""
+    """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, y = (x - mean) * inverse, means per
+    channel; dx may be dy.
+    """
     same = dx is dy
-    parallel(lambda lo, hi: _gradient(x, mean, inverse, dy, dx, same, lo, hi), x.shape[1], _grain(x))
+    parallel(
+        lambda lo, hi: _gradient(x, mean, inverse, dy, dx, same, lo, hi), x.shape[1], _grain(x)
+    )
 
 
 def batch_norm_prepare(
-    x: Array, running: Sequence[Array], fraction: float, eps: float, scale: Maybe, bias: Maybe, numbers: Array
+    x: Array,
+    running: Sequence[Array],
+    fraction: float,
+    eps: float,
+    scale: Maybe,
+    bias: Maybe,
+    numbers: Array,
 ) -> None:
-    """The numbers of a batch: mean, inverse standard deviation, factor and shift of y = x * factor + shift, (4, C).
+    """The numbers of a batch: mean, inverse standard deviation, factor and shift of y = x * factor
+    + shift, (4, C).
 
-    y = (x - mean) * inverse * scale + bias. The running sums of means (C), of variances (C) and the weight of both (1)
-    become sum * fraction + mean, sum * fraction + unbiased variance, weight * fraction + 1; of no values, nothing does.
+    y = (x - mean) * inverse * scale + bias. The running sums of means (C), of variances (C) and the
+    weight of both (1) become sum * fraction + mean, sum * fraction + unbiased variance, weight *
+    fraction + 1; of no values, nothing does.
     """
     count = x.shape[0] * x.shape[2]
     if not count:
@@ -112,8 +128,12 @@ def batch_norm_prepare(
     _complete(variance, eps, scale, bias, numbers)
 
 
-def batch_norm_stored(running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array) -> None:
-    """The same numbers from the running sums, divided by their weight; of a weight of 0, mean and variance 0."""
+def batch_norm_stored(
+    running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
+) -> None:
+    """The same numbers from the running sums, divided by their weight; of a weight of 0, mean and
+    variance 0.
+    """
     means, variances, weight = running
     factor = 0 if weight[0] == 0 else 1 / weight[0]
     np.multiply(means, factor, out=numbers[0])
@@ -128,7 +148,9 @@ def _complete(variance: Array, eps: float, scale: Maybe, bias: Maybe, numbers: A
 
 
 def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
-    """y = x * factor + shift [+ other], then a ReLU if wanted; numbers as `batch_norm_prepare` gives them."""
+    """y = x * factor + shift [+ other], then a ReLU if wanted; numbers as `batch_norm_prepare`
+    gives them.
+    """
     _, _, factor, shift = numbers
     scaled = y if other is None else np.empty_like(x)
     scale_forward(x, factor, shift, scaled)
@@ -153,9 +175,10 @@ def norm_backward(
     """The gradient of `norm_forward`, whose y got the gradients `dys`, one or two.
 
     g = sum of dys, 0 where the ReLU gave 0: where y <= 0, or x * factor + shift if there is no y.
-    masked = g, which is the gradient of `other`; dscale += sums of g * (x - mean) * inverse, dbias += sums of g.
-    dx = factor * (g - mean(g) - n * mean(g * n)), n = (x - mean) * inverse, means per channel; dx = factor * g if the
-    numbers are frozen, no function of x. Both masked and dx may be one of dys; a y and a second dy need a masked.
+    masked = g, which is the gradient of `other`; dscale += sums of g * (x - mean) * inverse, dbias
+    += sums of g. dx = factor * (g - mean(g) - n * mean(g * n)), n = (x - mean) * inverse, means per
+    channel; dx = factor * g if the numbers are frozen, no function of x. Both masked and dx may be
+    one of dys; a y and a second dy need a masked.
     """
     assert masked is not None or (y is None and len(dys) == 1)
     mean, inverse, factor, _ = numbers

@@ -11,7 +11,8 @@ from caffepy.ops.phase_timer import PARTS
 class Laps:
     """Seconds by part; nothing is measured unless `running` is set.
 
-    Between `stop` and `start` no time is counted. An iteration is `begin`, then a `lap` at the end of each part.
+    Between `stop` and `start` no time is counted. An iteration is `begin`, then a `lap` at the end
+    of each part.
     """
 
     def __init__(self, device: Device) -> None:

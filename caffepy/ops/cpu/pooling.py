@@ -1,4 +1,6 @@
-"""Max, average and stochastic pooling over planes of (N, C, H, W). Kernel, stride and pad are (height, width) pairs."""
+"""Max, average and stochastic pooling over planes of (N, C, H, W). Kernel, stride and pad are
+(height, width) pairs.
+"""
 
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -19,8 +21,8 @@ Pair = tuple[int, int]
 class _Layout(NamedTuple):
     """Planes taken apart by row and column modulo stride, with their padding.
 
-    In such a buffer element (a, b) of every window lies at its own offset from the window's number i * columns + j, so
-    that a pass over all windows of a plane reads memory in order.
+    In such a buffer element (a, b) of every window lies at its own offset from the window's number
+    i * columns + j, so that a pass over all windows of a plane reads memory in order.
     """
 
     size: int  # of the buffer
@@ -48,7 +50,9 @@ def _layout(plane: Pair, out: Pair, kernel: Pair, stride: Pair, pad: Pair) -> _L
     a, b = np.indices((kh, kw)).reshape(2, -1)
     i, j = np.indices((ho, wo)).reshape(2, -1)
     top, left = i * sh - ph, j * sw - pw
-    area = np.maximum(np.minimum(top + kh, h + ph) - top, 1) * np.maximum(np.minimum(left + kw, w + pw) - left, 1)
+    area = np.maximum(np.minimum(top + kh, h + ph) - top, 1) * np.maximum(
+        np.minimum(left + kw, w + pw) - left, 1
+    )
     return _Layout(
         rows * columns * sh * sw,
         ho * columns,
@@ -177,7 +181,15 @@ def _in_order(function: Callable[..., Any]) -> Any:
 
 @_in_order
 def _stochastic_forward(
-    x: Array, y: Array, index: Array, seed: int, kernel: Pair, stride: Pair, pad: Pair, lo: int, hi: int
+    x: Array,
+    y: Array,
+    index: Array,
+    seed: int,
+    kernel: Pair,
+    stride: Pair,
+    pad: Pair,
+    lo: int,
+    hi: int,
 ) -> None:
     h, w, second, number = x.shape[1], x.shape[2], mix(np.uint32(seed)), x.dtype.type
     for n in range(lo, hi):
@@ -203,7 +215,9 @@ def _stochastic_forward(
 
 
 @kernel
-def _stochastic_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, lo: int, hi: int) -> None:
+def _stochastic_mean(
+    x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, lo: int, hi: int
+) -> None:
     for n in range(lo, hi):
         for i in range(y.shape[1]):
             for j in range(y.shape[2]):
@@ -231,15 +245,18 @@ def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
 def max_pool_forward(
     x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
 ) -> None:
-    """Write the maximum of each window, clipped to the plane, and its index h*W + w; the first one wins.
+    """Write the maximum of each window, clipped to the plane, and its index h*W + w; the first one
+    wins.
 
-    A window that holds nothing but NaN keeps its first element. With `relu`, what is not above 0 becomes 0, and its
-    index -1.
+    A window that holds nothing but NaN keeps its first element. With `relu`, what is not above 0
+    becomes 0, and its index -1.
     """
     _share(_max_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), relu, x, y, index)
 
 
-def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
+def max_pool_backward(
+    dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
+) -> None:
     """Write dx: each dy goes to the element that its index names, if any."""
     n, c, *plane = dx.shape
     dy, index, dx = (
@@ -250,7 +267,9 @@ def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: 
     parallel(lambda lo, hi: _max_backward(dy, index, dx, lo, hi), n * c, 1 + 20_000 // prod(plane))
 
 
-def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False) -> None:
+def ave_pool_forward(
+    x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
+) -> None:
     """Write the mean of each window, at least 0 with `relu`.
 
     Padding counts in the divisor, what hangs over it does not.
@@ -258,8 +277,12 @@ def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, 
     _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), relu, x, y)
 
 
-def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None) -> None:
-    """Write dx: each dy shared evenly over its window; where a y is given, only those with a y above 0."""
+def ave_pool_backward(
+    dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None
+) -> None:
+    """Write dx: each dy shared evenly over its window; where a y is given, only those with a y
+    above 0.
+    """
     layout = _layout(dx.shape[2:], dy.shape[2:], kernel, stride, pad)
     _share(_ave_backward, layout, y is not None, dy, dx, dy if y is None else y)
 
@@ -269,9 +292,17 @@ def _planes(x: Array) -> Array:
 
 
 def stochastic_pool_forward(
-    x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, seed: int, tick: Array | None = None
+    x: Array,
+    y: Array,
+    index: Array,
+    kernel: Pair,
+    stride: Pair,
+    pad: Pair,
+    seed: int,
+    tick: Array | None = None,
 ) -> None:
-    """Write a random element of each window, likelier the larger it is, and which one, as `max_pool_forward` does.
+    """Write a random element of each window, likelier the larger it is, and which one, as
+    `max_pool_forward` does.
 
     Its gradient is `max_pool_backward`'s. Seed and tick are those of `dropout_forward`.
     """
@@ -282,6 +313,8 @@ def stochastic_pool_forward(
 
 
 def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write what `stochastic_pool_forward` gives on average: sum of squares / sum, 0 if that is not above 0."""
+    """Write what `stochastic_pool_forward` gives on average: sum of squares / sum, 0 if that is not
+    above 0.
+    """
     planes = _planes(x), _planes(y)
     parallel(partial(_stochastic_mean, *planes, kernel, stride, pad), len(planes[0]))

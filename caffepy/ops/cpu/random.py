@@ -1,4 +1,5 @@
-"""Random numbers that are hashes of a seed, of the number of a pass and of a place: they come in any order.
+"""Random numbers that are hashes of a seed, of the number of a pass and of a place: they come in
+any order.
 
 Place i of seed s gets mix(mix(s + i) + mix(s)), on a GPU too.
 """

@@ -1,8 +1,10 @@
-"""Recurrences over time, each one loop without Python in it: a thread takes some streams through all steps.
+"""Recurrences over time, each one loop without Python in it: a thread takes some streams through
+all steps.
 
-Arrays are (T, N, .) of steps and streams. What comes from the inputs of all steps is one matrix product beforehand,
-the gradients of the weights are one afterwards; inside is only the product with the state, on packed weights. A stream
-never meets another one, so results do not depend on the number of threads.
+Arrays are (T, N, .) of steps and streams. What comes from the inputs of all steps is one matrix
+product beforehand, the gradients of the weights are one afterwards; inside is only the product with
+the state, on packed weights. A stream never meets another one, so results do not depend on the
+number of threads.
 """
 
 from typing import Any, NamedTuple
@@ -28,11 +30,15 @@ class _Weights(NamedTuple):
 
     panels: Array  # (blocks, K, columns)
     spare: Array  # (N, columns), for what is computed of the last panel
-    lanes: tuple[int, ...]  # as many as elements in a vector: numba sees the length of a tuple as a type
+    lanes: tuple[
+        int, ...
+    ]  # as many as elements in a vector: numba sees the length of a tuple as a type
 
 
 def _vector() -> tuple[int, int]:
-    """Bytes of this processor's vectors, and rows of a tile of two vectors each that leaves some registers free."""
+    """Bytes of this processor's vectors, and rows of a tile of two vectors each that leaves some
+    registers free.
+    """
     features = llvmlite.binding.get_host_cpu_features()
     if features.get("avx512f"):
         return 64, 8
@@ -80,7 +86,8 @@ def _define_tile(
 ) -> Any:
     """y[i, o] += sum over r < k of x[i, r] * b[r, o], the sums in registers; k at least 1.
 
-    n rows (its length) by two vectors of m lanes; x, b, y flat, rows of x and y x_step and y_step apart, b a panel.
+    n rows (its length) by two vectors of m lanes; x, b, y flat, rows of x and y x_step and y_step
+    apart, b a panel.
     """
     i = types.intp
     signature = types.void(x, i, i, b, i, i, y, i, i, n, m)
@@ -92,13 +99,19 @@ def _define_tile(
         alignment = signature.args[0].dtype.bitwidth // 8
 
         def at(array: int, place: Any) -> Any:
-            return builder.gep(context.make_array(signature.args[array])(context, builder, args[array]).data, [place])
+            return builder.gep(
+                context.make_array(signature.args[array])(context, builder, args[array]).data,
+                [place],
+            )
 
         def row(start: Any, step: Any, number: int) -> Any:
             return builder.gep(start, [builder.mul(step, index(number))])
 
         def pair(start: Any) -> list[Any]:
-            return [builder.bitcast(builder.gep(start, [index(v * lanes)]), vector.as_pointer()) for v in range(2)]
+            return [
+                builder.bitcast(builder.gep(start, [index(v * lanes)]), vector.as_pointer())
+                for v in range(2)
+            ]
 
         sources = [row(at(0, args[1]), args[2], r) for r in range(rows)]
         targets = [pair(row(at(6, args[7]), args[8], r)) for r in range(rows)]
@@ -112,19 +125,30 @@ def _define_tile(
         undefined = ir.Constant(vector, ir.Undefined)
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
 
-        before, loop, done = builder.block, builder.append_basic_block("reduce"), builder.append_basic_block("reduced")
+        before, loop, done = (
+            builder.block,
+            builder.append_basic_block("reduce"),
+            builder.append_basic_block("reduced"),
+        )
         builder.branch(loop)
         builder.position_at_end(loop)
         r = builder.phi(index)
         sums = [builder.phi(vector) for _ in start]
-        right = [builder.load(p, align=alignment) for p in pair(builder.gep(panel, [builder.mul(r, index(2 * lanes))]))]
+        right = [
+            builder.load(p, align=alignment)
+            for p in pair(builder.gep(panel, [builder.mul(r, index(2 * lanes))]))
+        ]
         added = []
         for j, source in enumerate(sources):
-            left = builder.insert_element(undefined, builder.load(builder.gep(source, [r])), ir.IntType(32)(0))
+            left = builder.insert_element(
+                undefined, builder.load(builder.gep(source, [r])), ir.IntType(32)(0)
+            )
             left = builder.shuffle_vector(left, undefined, zeros)
             added += [builder.call(fma, [left, right[v], sums[2 * j + v]]) for v in range(2)]
         following = builder.add(r, index(1))
-        for phi, first, last in zip([r, *sums], [index(0), *start], [following, *added], strict=True):
+        for phi, first, last in zip(
+            [r, *sums], [index(0), *start], [following, *added], strict=True
+        ):
             phi.add_incoming(first, before)
             phi.add_incoming(last, loop)
         builder.cbranch(builder.icmp_signed("<", following, args[5]), loop, done)
@@ -142,7 +166,16 @@ _EIGHT, _FOUR, _TWO, _ONE = (0,) * 8, (0,) * 4, (0,) * 2, (0,)
 
 @kernel
 def _add_block(
-    x: Array, x_at: int, k: int, b: Array, b_at: int, y: Array, y_at: int, y_step: int, rows: int, m: Any
+    x: Array,
+    x_at: int,
+    k: int,
+    b: Array,
+    b_at: int,
+    y: Array,
+    y_at: int,
+    y_step: int,
+    rows: int,
+    m: Any,
 ) -> None:
     """As many rows as there are, in tiles of at most ROWS."""
     n = 0
@@ -168,12 +201,25 @@ def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> Non
     whole = outputs // columns
     for block in range(whole):
         to = lo * outputs + block * columns
-        _add_block(flat_x, lo * k, k, flat_b, block * k * columns, flat_y, to, outputs, hi - lo, lanes)
+        _add_block(
+            flat_x, lo * k, k, flat_b, block * k * columns, flat_y, to, outputs, hi - lo, lanes
+        )
     if whole < blocks:
         first = whole * columns
         spare[lo:hi, : outputs - first] = y[lo:hi, first:]
         to = lo * columns
-        _add_block(flat_x, lo * k, k, flat_b, whole * k * columns, spare.reshape(-1), to, columns, hi - lo, lanes)
+        _add_block(
+            flat_x,
+            lo * k,
+            k,
+            flat_b,
+            whole * k * columns,
+            spare.reshape(-1),
+            to,
+            columns,
+            hi - lo,
+            lanes,
+        )
         y[lo:hi, first:] = spare[lo:hi, : outputs - first]
 
 
@@ -185,7 +231,9 @@ def _define_power_of_two(typing: Any, x: Any) -> Any:
         mantissa = {32: 23, 64: 52}[bits]
         integer = ir.IntType(bits)
         bias = integer((1 << bits - mantissa - 2) - 1)
-        exponent = builder.shl(builder.add(builder.fptosi(args[0], integer), bias), integer(mantissa))
+        exponent = builder.shl(
+            builder.add(builder.fptosi(args[0], integer), bias), integer(mantissa)
+        )
         return builder.bitcast(exponent, args[0].type)
 
     return x(x), generate
@@ -237,12 +285,15 @@ def _tanh(x: Any, like: Array) -> Any:
     return -e / (like.dtype.type(2) + e)
 
 
-# The loops below touch few arrays each: with more, LLVM does not vectorize for fear that they overlap.
+# The loops below touch few arrays each: with more, LLVM does not vectorize for fear that they
+# overlap.
 
 
 @kernel
 def _unit(a: Array, c_before: Array, cont: float, c: Array, h: Array) -> None:
-    """One stream's LSTM unit; a (4H) holds the sums of gates i, f, o, g, then their activations, f times cont."""
+    """One stream's LSTM unit; a (4H) holds the sums of gates i, f, o, g, then their activations, f
+    times cont.
+    """
     size = h.size
     i, f, o, g = a[:size], a[size : 2 * size], a[2 * size : 3 * size], a[3 * size :]
     sigmoids = a[: 3 * size]
@@ -263,7 +314,9 @@ def _unit(a: Array, c_before: Array, cont: float, c: Array, h: Array) -> None:
 
 @kernel
 def _unit_gradient(a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array) -> None:
-    """Gradient of `_unit` in the sums of the gates; dc, the gradient in c, becomes that in c_before."""
+    """Gradient of `_unit` in the sums of the gates; dc, the gradient in c, becomes that in
+    c_before.
+    """
     size, one = dh.size, a.dtype.type(1)
     i, f, o, g = a[:size], a[size : 2 * size], a[2 * size : 3 * size], a[3 * size :]
     di, df, do, dg = da[:size], da[size : 2 * size], da[2 * size : 3 * size], da[3 * size :]
@@ -286,22 +339,35 @@ def _units(a: Array, c_before: Array, cont: Array, c: Array, h: Array, lo: int, 
 
 
 @kernel
-def _units_gradient(a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array, lo: int, hi: int) -> None:
+def _units_gradient(
+    a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array, lo: int, hi: int
+) -> None:
     for n in range(lo, hi):
         _unit_gradient(a[n], c_before[n], c[n], dh[n], dc[n], da[n])
 
 
 def lstm_unit_forward(a: Array, c_before: Array, cont: Array, c: Array, h: Array) -> None:
-    """c = f c_before + i g, h = o tanh(c) for (N, H) each; a (N, 4H): sums of gates in, activations i, f, o, g out.
+    """c = f c_before + i g, h = o tanh(c) for (N, H) each; a (N, 4H): sums of gates in, activations
+    i, f, o, g out.
 
     i, o are sigmoids, g is tanh, f is cont times a sigmoid; cont (N).
     """
-    parallel(lambda lo, hi: _units(a, c_before, cont, c, h, lo, hi), len(h), 1 + 4096 // (h.shape[1] + 1))
+    parallel(
+        lambda lo, hi: _units(a, c_before, cont, c, h, lo, hi), len(h), 1 + 4096 // (h.shape[1] + 1)
+    )
 
 
-def lstm_unit_backward(a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array) -> None:
-    """da = gradient in the sums of the gates, dc = that in c_before (before: in c); the activations a as forward."""
-    parallel(lambda lo, hi: _units_gradient(a, c_before, c, dh, dc, da, lo, hi), len(dh), 1 + 4096 // (dh.shape[1] + 1))
+def lstm_unit_backward(
+    a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array
+) -> None:
+    """da = gradient in the sums of the gates, dc = that in c_before (before: in c); the activations
+    a as forward.
+    """
+    parallel(
+        lambda lo, hi: _units_gradient(a, c_before, c, dh, dc, da, lo, hi),
+        len(dh),
+        1 + 4096 // (dh.shape[1] + 1),
+    )
 
 
 @kernel
@@ -362,7 +428,8 @@ def _lstm_gradient(
 
 
 class LSTM:
-    """A layer of LSTM units of T steps, N streams and H units: a_t = input_t + (cont_t h_{t-1}) @ w.T, then the unit.
+    """A layer of LSTM units of T steps, N streams and H units: a_t = input_t + (cont_t h_{t-1}) @
+    w.T, then the unit.
 
     Gates stand in the order i, f, o, g; w is (4H, H), cont (T, N), first states (N, H).
     """
@@ -374,27 +441,46 @@ class LSTM:
         self._gradients = np.empty((2, streams, size), dtype)
 
     def forward(
-        self, a: Array, w: Array, cont: Array, h_first: Array, c_first: Array, kept: Array, h: Array, c: Array
+        self,
+        a: Array,
+        w: Array,
+        cont: Array,
+        h_first: Array,
+        c_first: Array,
+        kept: Array,
+        h: Array,
+        c: Array,
     ) -> None:
-        """h and c (T, N, H) of all steps; a (T, N, 4H) holds the inputs' sums, afterwards the activations.
+        """h and c (T, N, H) of all steps; a (T, N, 4H) holds the inputs' sums, afterwards the
+        activations.
 
         kept (T, N, H) becomes cont_t h_{t-1}, which the gradient of w needs.
         """
         packed = self._packed
         _pack_into(w.T, packed)
-        parallel(lambda lo, hi: _lstm(a, cont, h_first, c_first, kept, h, c, packed, lo, hi), cont.shape[1], STREAMS)
+        parallel(
+            lambda lo, hi: _lstm(a, cont, h_first, c_first, kept, h, c, packed, lo, hi),
+            cont.shape[1],
+            STREAMS,
+        )
 
-    def backward(self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array) -> None:
+    def backward(
+        self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array
+    ) -> None:
         """da (T, N, 4H) = gradient in the sums of the gates, from dy (T, N, H), the gradient in h."""
         packed, (dh, dc) = self._packed_back, self._gradients
         _pack_into(w, packed)
         parallel(
-            lambda lo, hi: _lstm_gradient(a, cont, c_first, c, dy, dh, dc, da, packed, lo, hi), cont.shape[1], STREAMS
+            lambda lo, hi: _lstm_gradient(a, cont, c_first, c, dy, dh, dc, da, packed, lo, hi),
+            cont.shape[1],
+            STREAMS,
         )
 
 
 @kernel
-def _rnn(h: Array, cont: Array, h_first: Array, kept: Array, weights: _Weights, lo: int, hi: int) -> None:
+def _rnn(
+    h: Array, cont: Array, h_first: Array, kept: Array, weights: _Weights, lo: int, hi: int
+) -> None:
     steps = len(h)
     for t in range(steps):
         h_before = h[t - 1] if t else h_first
@@ -408,7 +494,9 @@ def _rnn(h: Array, cont: Array, h_first: Array, kept: Array, weights: _Weights, 
 
 
 @kernel
-def _rnn_gradient(h: Array, cont: Array, rest: Array, dh: Array, weights: _Weights, lo: int, hi: int) -> None:
+def _rnn_gradient(
+    h: Array, cont: Array, rest: Array, dh: Array, weights: _Weights, lo: int, hi: int
+) -> None:
     steps = len(h)
     one = h.dtype.type(1)
     rest[lo:hi] = 0
@@ -425,7 +513,9 @@ def _rnn_gradient(h: Array, cont: Array, rest: Array, dh: Array, weights: _Weigh
 
 
 class RNN:
-    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T) for T steps, N streams, H units; w (H, H), cont (T, N)."""
+    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T) for T steps, N streams, H units; w (H, H), cont
+    (T, N).
+    """
 
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         dtype = np.dtype(dtype)
@@ -434,13 +524,19 @@ class RNN:
         self._gradient = np.empty((streams, size), dtype)
 
     def forward(self, h: Array, w: Array, cont: Array, h_first: Array, kept: Array) -> None:
-        """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1}; h_first (N, H)."""
+        """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1};
+        h_first (N, H).
+        """
         packed = self._packed
         _pack_into(w.T, packed)
-        parallel(lambda lo, hi: _rnn(h, cont, h_first, kept, packed, lo, hi), cont.shape[1], STREAMS)
+        parallel(
+            lambda lo, hi: _rnn(h, cont, h_first, kept, packed, lo, hi), cont.shape[1], STREAMS
+        )
 
     def backward(self, h: Array, w: Array, cont: Array, dh: Array) -> None:
         """dh (T, N, H), the gradient in h from outside, becomes that in the sums inside tanh."""
         packed, rest = self._packed_back, self._gradient
         _pack_into(w, packed)
-        parallel(lambda lo, hi: _rnn_gradient(h, cont, rest, dh, packed, lo, hi), cont.shape[1], STREAMS)
+        parallel(
+            lambda lo, hi: _rnn_gradient(h, cont, rest, dh, packed, lo, hi), cont.shape[1], STREAMS
+        )

@@ -11,14 +11,18 @@ Layout = tuple[tuple[tuple[int, ...], DTypeLike], ...]
 
 
 class Staging:
-    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`, `done` in another."""
+    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`,
+    `done` in another.
+    """
 
     def __init__(self) -> None:
         self._layout: Layout = ()
         self._arrays: list[Array] = []
 
     def room(self, layout: Layout) -> list[Array]:
-        """Arrays to fill, the same as before if the layout is; returns when what they held has left."""
+        """Arrays to fill, the same as before if the layout is; returns when what they held has
+        left.
+        """
         if layout != self._layout:
             self._layout, self._arrays = layout, [np.empty(shape, dtype) for shape, dtype in layout]
         return self._arrays

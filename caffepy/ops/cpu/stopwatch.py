@@ -11,13 +11,17 @@ class Stopwatch:
         self._marks: list[float] = []
 
     def hold(self, milliseconds: float) -> None:
-        """Let a device begin with what follows later by this, so that it need not wait for the host in between."""
+        """Let a device begin with what follows later by this, so that it need not wait for the host
+        in between.
+        """
 
     def mark(self) -> None:
         """Note when everything up to here is done."""
         self._marks.append(perf_counter() * 1000)
 
     def read(self) -> list[float]:
-        """The milliseconds from each mark to the next, once all are reached; the marks are taken away."""
+        """The milliseconds from each mark to the next, once all are reached; the marks are taken
+        away.
+        """
         marks, self._marks = self._marks, []
         return [after - before for before, after in pairwise(marks)]

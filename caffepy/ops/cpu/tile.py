@@ -2,10 +2,11 @@
 
 c[i, o] += sum over r of x[place[i] + offset[r]] * b[r, o]
 
-Places and offsets are indices in x, so that a convolution needs no im2col matrix: forward, i is an output position and
-r a weight; for the gradient of the weights it is the other way round. A tile is `Shape.rows` values of i by
-`Shape.vectors` * `Shape.lanes` of o; for each r its vectors of b are loaded once and each x is multiplied into all.
-A Schedule says which rows share a tile and which r a tile needs: those that would only meet padding are left out.
+Places and offsets are indices in x, so that a convolution needs no im2col matrix: forward, i is an
+output position and r a weight; for the gradient of the weights it is the other way round. A tile is
+`Shape.rows` values of i by `Shape.vectors` * `Shape.lanes` of o; for each r its vectors of b are
+loaded once and each x is multiplied into all. A Schedule says which rows share a tile and which r a
+tile needs: those that would only meet padding are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,7 +59,9 @@ def shapes(itemsize: int) -> list[Shape]:
 
 
 def best_shape(outputs: int, itemsize: int) -> int:
-    """The index among `shapes` of the tile that wastes the fewest columns on this many outputs; the first of equals."""
+    """The index among `shapes` of the tile that wastes the fewest columns on this many outputs; the
+    first of equals.
+    """
     columns = [s.columns for s in shapes(itemsize)]
     return min(range(len(columns)), key=lambda k: -(-outputs // columns[k]) * columns[k])
 
@@ -74,16 +77,20 @@ class Schedule(NamedTuple):
 
 
 Ranges = Array
-"""(rows, axes, 2): along each axis of the reduction the first index that a row needs and the one after the last."""
+"""(rows, axes, 2): along each axis of the reduction the first index that a row needs and the one
+after the last.
+"""
 
 
 def schedule(
-    blocks: Iterable[tuple[Array, Array, Ranges]], steps: Callable[[int, Array, Array], Array], shape: Shape
+    blocks: Iterable[tuple[Array, Array, Ranges]],
+    steps: Callable[[int, Array, Array], Array],
+    shape: Shape,
 ) -> Schedule:
     """A schedule for blocks of rows (place, to, ranges).
 
-    Rows of like ranges share a tile, which covers the ranges of all its rows; a row that fills up a tile is computed
-    twice. steps(block, lo, hi) are the steps of a tile with these bounds.
+    Rows of like ranges share a tile, which covers the ranges of all its rows; a row that fills up a
+    tile is computed twice. steps(block, lo, hi) are the steps of a tile with these bounds.
     """
     size = len(shape.rows)
     first, places, rows, spans, chosen = [0], [], [], [], []
@@ -163,17 +170,28 @@ def _define_tile(
         undefined = ir.Constant(vector, ir.Undefined)
         zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes_n), [0] * lanes_n)
 
-        before, loop, done = builder.block, builder.append_basic_block("reduce"), builder.append_basic_block("reduced")
+        before, loop, done = (
+            builder.block,
+            builder.append_basic_block("reduce"),
+            builder.append_basic_block("reduced"),
+        )
         builder.branch(loop)
         builder.position_at_end(loop)
         r = builder.phi(index)
         sums = [[builder.phi(vector) for _ in row] for row in first]
         at = builder.mul(r, index(2))
-        offset, b_row = load_index(table, at), builder.gep(b_start, [load_index(table, builder.add(at, index(1)))])
-        right = [builder.load(vector_at(b_row, v * lanes_n), align=alignment) for v in range(vectors_n)]
+        offset, b_row = (
+            load_index(table, at),
+            builder.gep(b_start, [load_index(table, builder.add(at, index(1)))]),
+        )
+        right = [
+            builder.load(vector_at(b_row, v * lanes_n), align=alignment) for v in range(vectors_n)
+        ]
         added = []
         for base, row in zip(bases, sums, strict=True):
-            left = builder.insert_element(undefined, builder.load(builder.gep(base, [offset])), ir.IntType(32)(0))
+            left = builder.insert_element(
+                undefined, builder.load(builder.gep(base, [offset])), ir.IntType(32)(0)
+            )
             left = builder.shuffle_vector(left, undefined, zeros)
             added.append([builder.call(fma, [left, v, s]) for v, s in zip(right, row, strict=True)])
         following = builder.add(r, index(1))
@@ -193,8 +211,12 @@ def _define_tile(
     return signature, generate
 
 
-def _define_transpose(typing: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, n_lanes: Any) -> Any:
-    """b[j, i] = a[i, j] for lanes x lanes elements; rows begin a_step and b_step elements after each other."""
+def _define_transpose(
+    typing: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, n_lanes: Any
+) -> Any:
+    """b[j, i] = a[i, j] for lanes x lanes elements; rows begin a_step and b_step elements after
+    each other.
+    """
     i = types.intp
     signature = types.void(a, i, i, b, i, i, n_lanes)
 
@@ -209,7 +231,9 @@ def _define_transpose(typing: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at:
             return builder.bitcast(builder.gep(start, [at]), vector.as_pointer())
 
         def pick(mask: list[int], k: int, m: int) -> Any:
-            return builder.shuffle_vector(rows[k], rows[m], ir.Constant(ir.VectorType(ir.IntType(32), n), mask))
+            return builder.shuffle_vector(
+                rows[k], rows[m], ir.Constant(ir.VectorType(ir.IntType(32), n), mask)
+            )
 
         rows = [builder.load(row(0, k), align=alignment) for k in range(n)]
         d = n // 2
@@ -252,7 +276,22 @@ def accumulate(
     for t in range(first[block], first[block + 1]):
         lo, hi = span[t, 0], span[t, 1]
         if lo < hi:
-            _tile(x, x_at, place, to, t * len(n_rows), steps, lo, hi, b, b_at, c, n_rows, n_vectors, n_lanes)
+            _tile(
+                x,
+                x_at,
+                place,
+                to,
+                t * len(n_rows),
+                steps,
+                lo,
+                hi,
+                b,
+                b_at,
+                c,
+                n_rows,
+                n_vectors,
+                n_lanes,
+            )
 
 
 _FIRST, _SECOND, _THIRD, _FOURTH = (shape[:2] for shape in shapes(4))
@@ -276,10 +315,44 @@ def accumulate_by(
 ) -> None:
     """`accumulate` with tiles of the shape with this index: one compiled caller for all shapes."""
     if kind == 0:
-        accumulate(x, x_at, first, place, to, span, steps, block, b, b_at, c, _FIRST[0], _FIRST[1], n_lanes)
+        accumulate(
+            x, x_at, first, place, to, span, steps, block, b, b_at, c, _FIRST[0], _FIRST[1], n_lanes
+        )
     elif kind == 1:
-        accumulate(x, x_at, first, place, to, span, steps, block, b, b_at, c, _SECOND[0], _SECOND[1], n_lanes)
+        accumulate(
+            x,
+            x_at,
+            first,
+            place,
+            to,
+            span,
+            steps,
+            block,
+            b,
+            b_at,
+            c,
+            _SECOND[0],
+            _SECOND[1],
+            n_lanes,
+        )
     elif kind == 2:
-        accumulate(x, x_at, first, place, to, span, steps, block, b, b_at, c, _THIRD[0], _THIRD[1], n_lanes)
+        accumulate(
+            x, x_at, first, place, to, span, steps, block, b, b_at, c, _THIRD[0], _THIRD[1], n_lanes
+        )
     else:
-        accumulate(x, x_at, first, place, to, span, steps, block, b, b_at, c, _FOURTH[0], _FOURTH[1], n_lanes)
+        accumulate(
+            x,
+            x_at,
+            first,
+            place,
+            to,
+            span,
+            steps,
+            block,
+            b,
+            b_at,
+            c,
+            _FOURTH[0],
+            _FOURTH[1],
+            n_lanes,
+        )

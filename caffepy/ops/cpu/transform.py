@@ -1,7 +1,7 @@
 """Transformation of a batch of images: crop, subtract a mean, scale, mirror.
 
-y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts from the right
-where the image is mirrored.
+y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts
+from the right where the image is mirrored.
 """
 
 from typing import Any
@@ -18,10 +18,20 @@ GRAIN = 1 << 16  # values worth a thread of their own
 
 @kernel
 def _transform(
-    x: Array, y: Array, h_off: Array, w_off: Array, mirror: Array, mean: Array, scale: Any, lo: int, hi: int
+    x: Array,
+    y: Array,
+    h_off: Array,
+    w_off: Array,
+    mirror: Array,
+    mean: Array,
+    scale: Any,
+    lo: int,
+    hi: int,
 ) -> None:
     channels, height, width = y.shape[1:]
-    last = np.uint64(width - 1)  # unsigned: no index counts from the end, so the loops become vector code
+    last = np.uint64(
+        width - 1
+    )  # unsigned: no index counts from the end, so the loops become vector code
     for n in range(lo, hi):
         left = w_off[n]
         for c in range(channels):
@@ -39,15 +49,24 @@ def _transform(
 
 
 def transform_batch(
-    records: Array, out: Array, h_off: Array, w_off: Array, mirror: Array, mean: Array | None, scale: float
+    records: Array,
+    out: Array,
+    h_off: Array,
+    w_off: Array,
+    mirror: Array,
+    mean: Array | None,
+    scale: float,
 ) -> None:
     """Write out (N, C, h, w) from records (N, C, H, W), uint8 or float32.
 
-    h_off, w_off and mirror hold one value an image; mean is None or (C, H, W), where C as well as H and W may be 1.
+    h_off, w_off and mirror hold one value an image; mean is None or (C, H, W), where C as well as H
+    and W may be 1.
     """
     channels, width = records.shape[1], records.shape[3]
     mean = np.zeros((1, 1, 1), out.dtype) if mean is None else mean
-    mean = np.broadcast_to(mean, (channels, mean.shape[1], width))  # one row may do for every row of the image
+    mean = np.broadcast_to(
+        mean, (channels, mean.shape[1], width)
+    )  # one row may do for every row of the image
     mean = np.ascontiguousarray(mean, out.dtype)
     factor = out.dtype.type(scale)
     parallel(

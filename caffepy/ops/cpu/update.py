@@ -1,8 +1,8 @@
 """Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
 
-`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w` and its history in
-place and leaves in `g` what it subtracted from `w`. Loops run over slices: indices that cannot be negative are what
-lets the compiler vectorise them.
+`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w`
+and its history in place and leaves in `g` what it subtracted from `w`. Loops run over slices:
+indices that cannot be negative are what lets the compiler vectorise them.
 """
 
 from math import sqrt
@@ -62,7 +62,9 @@ def _nesterov(w: Array, g: Array, h: Array, segments: Any, momentum: Any, lo: in
 
 
 @kernel
-def _rms(w: Array, g: Array, h: Array, segments: Any, keep: Any, take: Any, delta: Any, lo: int, hi: int) -> None:
+def _rms(
+    w: Array, g: Array, h: Array, segments: Any, keep: Any, take: Any, delta: Any, lo: int, hi: int
+) -> None:
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
@@ -76,7 +78,15 @@ def _rms(w: Array, g: Array, h: Array, segments: Any, keep: Any, take: Any, delt
 
 @kernel
 def _adadelta(
-    w: Array, g: Array, h: Array, u: Array, segments: Any, momentum: Any, delta: Any, lo: int, hi: int
+    w: Array,
+    g: Array,
+    h: Array,
+    u: Array,
+    segments: Any,
+    momentum: Any,
+    delta: Any,
+    lo: int,
+    hi: int,
 ) -> None:
     take = w.dtype.type(1) - momentum
     for s in range(segments.ends.size):
@@ -108,7 +118,11 @@ def _adam(
 ) -> None:
     one = w.dtype.type(1)
     for s in range(segments.ends.size):
-        end, rate, decay = min(segments.ends[s], hi), segments.rates[s] * correction, segments.decays[s]
+        end, rate, decay = (
+            min(segments.ends[s], hi),
+            segments.rates[s] * correction,
+            segments.decays[s],
+        )
         w_, g_, m_, v_ = w[lo:end], g[lo:end], m[lo:end], v[lo:end]
         for i in range(w_.size):
             d = _regularized(w_[i], g_[i], decay, segments)
@@ -149,12 +163,16 @@ def adagrad_update(w: Array, g: Array, h: Array, segments: Segments, delta: floa
     _run(_rms, (w, g, h), segments, 1, 1, delta)
 
 
-def rmsprop_update(w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float) -> None:
+def rmsprop_update(
+    w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float
+) -> None:
     """h = rms_decay*h + (1 - rms_decay)*g^2; w -= rate*g/(sqrt(h) + delta)."""
     _run(_rms, (w, g, h), segments, rms_decay, 1 - rms_decay, delta)
 
 
-def adadelta_update(w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float) -> None:
+def adadelta_update(
+    w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float
+) -> None:
     """h, u are means of g^2 and of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
     _run(_adadelta, (w, g, h, u), segments, momentum, delta)
 
@@ -170,5 +188,7 @@ def adam_update(
     delta: float,
     correction: Number,
 ) -> None:
-    """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) + delta)."""
+    """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) +
+    delta).
+    """
     _run(_adam, (w, g, m, v), segments, beta1, beta2, delta, correction)

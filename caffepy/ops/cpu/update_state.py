@@ -13,11 +13,12 @@ from caffepy.ops.update_state import Fate, Limits, Verdict
 
 
 class Control:
-    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients and `go` as judged,
-    and `loss_scale`, by which the gradients are too large until they are judged.
+    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients
+    and `go` as judged, and `loss_scale`, by which the gradients are too large until they are
+    judged.
 
-    In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after the last backward
-    pass, then the update.
+    In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after
+    the last backward pass, then the update.
     """
 
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: Device) -> None:
@@ -54,7 +55,9 @@ class Control:
 
     def note(self) -> None:
         """Add the loss of a forward pass: the sum of data times diff over the losses."""
-        self._last = float(sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses))
+        self._last = float(
+            sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses)
+        )
         self._total += self._last
 
     def tell(self, notes: Array) -> None:
@@ -86,13 +89,17 @@ class Control:
             norm = sqrt(dot(diff, diff))
             factor = 1.0 if norm <= self._limits.clip else self._limits.clip / norm
         self.scale = factor / self._limits.passes
-        self._verdicts.append(Verdict(self._total / self._limits.passes, norm, factor, 1.0, Fate.UPDATED))
+        self._verdicts.append(
+            Verdict(self._total / self._limits.passes, norm, factor, 1.0, Fate.UPDATED)
+        )
 
     def given(self) -> None:
         """The operations of an iteration, `judge` among them, were given to the device."""
 
     def verdicts(self, wait: bool) -> list[Verdict]:
-        """The verdicts that were not returned yet, in order: all, or without `wait` those known by now."""
+        """The verdicts that were not returned yet, in order: all, or without `wait` those known by
+        now.
+        """
         verdicts, self._verdicts = self._verdicts, []
         return verdicts
 
@@ -128,7 +135,9 @@ class Sums:
         """Add the values of a pass."""
         for total, blob in zip(self._sums, self._blobs, strict=True):
             total += blob.data
-        self._loss += float(sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses))
+        self._loss += float(
+            sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses)
+        )
 
     def read(self) -> tuple[list[Array], float]:
         """The sums, in double precision, and that of the losses."""

@@ -1,7 +1,9 @@
-"""Arithmetic on one NVIDIA GPU: cuDNN, cuBLAS and kernels of our own, on CuPy arrays that are C-contiguous.
+"""Arithmetic on one NVIDIA GPU: cuDNN, cuBLAS and kernels of our own, on CuPy arrays that are
+C-contiguous.
 
-All work goes to CuPy's current stream; nothing waits for it, nothing is read back, so that a step can be captured as a
-CUDA graph once every shape has been seen. Sums that are Python floats on the CPU are arrays without axes here.
+All work goes to CuPy's current stream; nothing waits for it, nothing is read back, so that a step
+can be captured as a CUDA graph once every shape has been seen. Sums that are Python floats on the
+CPU are arrays without axes here.
 """
 
 try:
@@ -9,7 +11,9 @@ try:
 except ImportError as error:
     from caffepy.core.errors import DeviceError
 
-    raise DeviceError(f"no GPU arithmetic without CuPy ({error}): pip install 'caffepy[cuda13]'") from error
+    raise DeviceError(
+        f"no GPU arithmetic without CuPy ({error}): pip install 'caffepy[cuda13]'"
+    ) from error
 
 from caffepy.ops.cuda.bias import add_bias, bias_gradient
 from caffepy.ops.cuda.bias_relu import relu_bias_backward

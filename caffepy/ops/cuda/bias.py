@@ -23,7 +23,9 @@ def add_bias(y: Array, b: Array) -> None:
 
 
 def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
-    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of float32 rows becomes dy in its own type."""
+    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of float32 rows becomes dy in
+    its own type.
+    """
     rows, outputs, positions = planes(dy)
     if copy is not None:
         assert positions == 1
@@ -35,8 +37,12 @@ def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
         relu_bias_backward(None, dy, db)
 
 
-def over_columns(file: str, name: str, like: Array, shape: tuple[int, int], db: Array | None, *arguments: Any) -> None:
-    """Run a kernel of columns.cuh over the columns of arrays that lie as `shape`; db, if any, += its sums."""
+def over_columns(
+    file: str, name: str, like: Array, shape: tuple[int, int], db: Array | None, *arguments: Any
+) -> None:
+    """Run a kernel of columns.cuh over the columns of arrays that lie as `shape`; db, if any, +=
+    its sums.
+    """
     rows, columns = shape
     if not rows * columns:
         return
@@ -48,4 +54,6 @@ def over_columns(file: str, name: str, like: Array, shape: tuple[int, int], db: 
     sums = 0 if db is None else db, part, shares
     kernel(file, f"{name}<{kind}>")((strips, shares), (WIDTH,), (*arguments, rows, columns, *sums))
     if db is not None and shares > 1:
-        kernel("bias_relu", f"add_shares<{kind}>")((-(-columns // 8),), (256,), (part, db, columns, shares))
+        kernel("bias_relu", f"add_shares<{kind}>")(
+            (-(-columns // 8),), (256,), (part, db, columns, shares)
+        )

@@ -1,4 +1,6 @@
-"""What goes with a convolution or product: its bias and ReLU, and the gradients of both, each in one pass."""
+"""What goes with a convolution or product: its bias and ReLU, and the gradients of both, each in
+one pass.
+"""
 
 from typing import Any
 
@@ -18,12 +20,15 @@ LINE = 1024
 
 
 def bias_relu(y: Array, b: Array | None, relu: bool) -> None:
-    """y = relu(y + b) in place, or y + b; y (N, O, ...) in any order, b float32 (float64 for doubles)."""
+    """y = relu(y + b) in place, or y + b; y (N, O, ...) in any order, b float32 (float64 for
+    doubles).
+    """
     launch("bias_relu", "bias_relu", y, packs(y), y, 0 if b is None else b, *planes(y), int(relu))
 
 
 def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
-    """dy *= (y > 0) in place unless y is None; db[o] += sum of the result's [n, o, ...] unless db is None.
+    """dy *= (y > 0) in place unless y is None; db[o] += sum of the result's [n, o, ...] unless db
+    is None.
 
     y and dy (M, O) or (N, O, P) in any order, db float32 (float64 for doubles).
     """
@@ -45,7 +50,9 @@ def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
         _run("relu_bias_planes", y, dy, db, (outputs, shares), outer, outputs, inner, shares, LINE)
 
 
-def _run(name: str, y: Array | None, dy: Array, db: Array | None, grid: tuple[int, int], *sizes: int) -> None:
+def _run(
+    name: str, y: Array | None, dy: Array, db: Array | None, grid: tuple[int, int], *sizes: int
+) -> None:
     outputs, shares, kind = dy.shape[1], grid[1], c_type(dy)
     parts: Any = 0
     if db is not None and shares > 1:

@@ -1,5 +1,5 @@
-"""Matrix products by cuBLAS, small ones by a kernel of our own where that is faster, or by cuDNN where nvmath is not
-installed.
+"""Matrix products by cuBLAS, small ones by a kernel of our own where that is faster, or by cuDNN
+where nvmath is not installed.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,15 @@ BLOCKS = 132 * 8
 """About as many blocks of 256 threads as a large device holds at a time."""
 
 SMALL, TILE = 1 << 25, 16
-"""Multiplications in a product up to which product.cu is tried, and rows and columns that a block of it makes."""
+"""Multiplications in a product up to which product.cu is tried, and rows and columns that a block
+of it makes.
+"""
 
 _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "uint16": 14}  # cudaDataType_t
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-_FACTORS = {t: np.array([0, 1], t) for t in ("float32", "float64")}  # what cuBLAS reads alpha and beta from
+_FACTORS = {
+    t: np.array([0, 1], t) for t in ("float32", "float64")
+}  # what cuBLAS reads alpha and beta from
 _ZERO = {t: factors.ctypes.data for t, factors in _FACTORS.items()}
 
 
@@ -50,7 +54,8 @@ def _import_cublas() -> Any:
 
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
-    """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views allowed.
+    """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views
+    allowed.
 
     a and b are of one type, out is of theirs or float32; sums are float32, or double for doubles.
     """
@@ -74,7 +79,9 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: floa
 
 
 def _layout(x: Array) -> tuple[bool, int]:
-    """Whether rows of x lie across its columns in memory (a transposed view), and how far apart its lines are."""
+    """Whether rows of x lie across its columns in memory (a transposed view), and how far apart its
+    lines are.
+    """
     rows, columns = x.shape
     down, across = (stride // x.itemsize for stride in x.strides)
     if (across == 1 or columns == 1) and (rows == 1 or down >= columns):
@@ -84,7 +91,9 @@ def _layout(x: Array) -> tuple[bool, int]:
     return True, rows if columns == 1 else across
 
 
-def _multiply(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool, scale: float = 1.0) -> None:
+def _multiply(
+    cublas: Any, a: Array, b: Array, out: Array, accumulate: bool, scale: float = 1.0
+) -> None:
     turned, ldc = _layout(out)
     if turned:
         a, b, out = b.T, a.T, out.T
@@ -94,7 +103,8 @@ def _multiply(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool, sca
     zero = _ZERO[factors]
     one = zero + _FACTORS[factors].itemsize
     alpha = np.array(scale, factors)  # read before the call returns
-    # cuBLAS counts columns first: it sees each array transposed and computes out.T (N, M) = b.T @ a.T
+    # cuBLAS counts columns first: it sees each array transposed and computes out.T (N, M) = b.T @
+    # a.T
     cublas.gemm_ex(
         plans.context().cublas(cublas),
         int(tb),
@@ -129,13 +139,20 @@ def _is_small(a: Array, b: Array, out: Array) -> bool:
     """Whether our own kernel takes the product, and may be the faster one."""
     if a.dtype == np.float64 or out.size * a.shape[1] > SMALL or max(out.shape) >= 1 << 19:
         return False
-    return all(n * stride < 1 << 31 for x in (a, b, out) for n, stride in zip(x.shape, x.strides, strict=True))
+    return all(
+        n * stride < 1 << 31
+        for x in (a, b, out)
+        for n, stride in zip(x.shape, x.strides, strict=True)
+    )
 
 
 def _ours_is_faster(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> bool:
     name = f"product {a.shape} {a.strides} {b.shape} {b.strides} {out.strides} {out.dtype.name} {accumulate}"
     there = plans.context().array("product", out.shape, out.dtype) if plans.may_time() else out
-    ways: list[Callable[[], plans.Run]] = [lambda: partial(_multiply, cublas), lambda: _multiply_small]
+    ways: list[Callable[[], plans.Run]] = [
+        lambda: partial(_multiply, cublas),
+        lambda: _multiply_small,
+    ]
     found = plans.fastest(name, a.dtype, ways, (a, b, there, accumulate))
     return found is not None and found[0] == 1
 
@@ -153,7 +170,10 @@ def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool, scale: 
     target = plans.context().array("product", out.shape, out.dtype) if adds else out
 
     def build(cudnn: Any, graph: Any) -> Any:
-        x, y = (graph.tensor(dim=[1, *t.shape], stride=[t.size, *(s // t.itemsize for s in t.strides)]) for t in (a, b))
+        x, y = (
+            graph.tensor(dim=[1, *t.shape], stride=[t.size, *(s // t.itemsize for s in t.strides)])
+            for t in (a, b)
+        )
         z = graph.matmul(x, y)
         kind = graph.context.io_data_type if target.dtype == a.dtype else cudnn.data_type.FLOAT
         z.set_output(True).set_data_type(kind).set_dim([1, *out.shape])
@@ -165,7 +185,9 @@ def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool, scale: 
         name += f" {target.dtype.name}"
     plan = plans.find(name, a.dtype, build, (a, b, target))
     if plan is None:
-        raise DeviceError(f"cuDNN has no plan for a product of {a.shape} and {b.shape}: pip install nvmath-python")
+        raise DeviceError(
+            f"cuDNN has no plan for a product of {a.shape} and {b.shape}: pip install nvmath-python"
+        )
     plan.run(a, b, target)
     if adds:
         assert out.flags.c_contiguous
@@ -180,11 +202,15 @@ def _grid(size: int) -> tuple[int]:
 
 def add_into(x: Array, out: Array, scale: float = 1.0) -> None:
     """out += scale * x; both contiguous and of one type."""
-    kernel("blas", f"accumulate<{c_type(out)}>")(_grid(out.size), (THREADS,), (x, out, out.size, np.float64(scale)))
+    kernel("blas", f"accumulate<{c_type(out)}>")(
+        _grid(out.size), (THREADS,), (x, out, out.size, np.float64(scale))
+    )
 
 
 def planes(x: Array) -> tuple[int, int, int]:
-    """(outer, C, inner) of an (N, C, ...) array as it lies in memory: (N * P, C, 1) where the channels lie last."""
+    """(outer, C, inner) of an (N, C, ...) array as it lies in memory: (N * P, C, 1) where the
+    channels lie last.
+    """
     from caffepy.ops.cuda.launch import channels_last  # which needs names of this module
 
     images, channels = x.shape[:2]

@@ -1,4 +1,6 @@
-"""Launches of kernels that end with what all blocks found: the last block to end adds it up, in the blocks' order."""
+"""Launches of kernels that end with what all blocks found: the last block to end adds it up, in the
+blocks' order.
+"""
 
 from typing import Any
 
@@ -20,7 +22,11 @@ def _arrived() -> Array:
     return _arrivals[key]
 
 
-def launch_finding(file: str, name: str, like: Array, worth: int, arguments: tuple[Any, ...]) -> None:
-    """The template `name` for the element type of `like` in about `worth` blocks, at least one: block_reduce.cuh."""
+def launch_finding(
+    file: str, name: str, like: Array, worth: int, arguments: tuple[Any, ...]
+) -> None:
+    """The template `name` for the element type of `like` in about `worth` blocks, at least one:
+    block_reduce.cuh.
+    """
     blocks = max(1, min(worth, MOST_BLOCKS))
     launch_blocks(file, name, like, blocks, *arguments, scratch("loss", 3 * blocks), _arrived())

@@ -1,5 +1,5 @@
-"""Passes over (N, C, P) arrays by channels, in either order, and two sums for each channel in two stages with a fixed
-order; see channels.cuh.
+"""Passes over (N, C, P) arrays by channels, in either order, and two sums for each channel in two
+stages with a fixed order; see channels.cuh.
 """
 
 from typing import Any
@@ -9,7 +9,9 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.launch import Array, channels_last, launch_blocks, scratch
 
 DEVICE = 132
-"""Multiprocessors of a large device; that many blocks, times those that one holds at a time, are one wave."""
+"""Multiprocessors of a large device; that many blocks, times those that one holds at a time, are
+one wave.
+"""
 
 SHARE = 4096
 """Elements of a plane that are worth a block."""
@@ -21,7 +23,9 @@ Shape = tuple[int, int, int]
 
 
 def lying(*arrays: Array) -> Shape:
-    """(outer, C, inner) of arrays in their memory; with channels last, outer counts lines of them and inner is 1."""
+    """(outer, C, inner) of arrays in their memory; with channels last, outer counts lines of them
+    and inner is 1.
+    """
     n, c, p = arrays[0].shape
     last = channels_last(*arrays)
     return (n * p, c, 1) if last or not n * c * p else (n, c, p)
@@ -41,24 +45,41 @@ def _blocks(shape: Shape, itemsize: int, wave: int) -> tuple[int, int]:
     return groups * splits, splits
 
 
-def _start(file: str, name: str, variant: tuple[int, ...], x: Array, blocks: int, *arguments: Any) -> None:
+def _start(
+    file: str, name: str, variant: tuple[int, ...], x: Array, blocks: int, *arguments: Any
+) -> None:
     if blocks:
         instance = f"{name}<{', '.join([c_type(x), *map(str, variant)])}>"
         kernel(file, instance)((blocks,), (THREADS,), arguments)
 
 
 def channel_pass(
-    file: str, name: str, x: Array, shape: Shape, *arguments: Any, variant: tuple[int, ...] = (), held: int = 4
+    file: str,
+    name: str,
+    x: Array,
+    shape: Shape,
+    *arguments: Any,
+    variant: tuple[int, ...] = (),
+    held: int = 4,
 ) -> None:
-    """Run a kernel of a pass, its further arguments first; `held` blocks of it fit on a multiprocessor."""
+    """Run a kernel of a pass, its further arguments first; `held` blocks of it fit on a
+    multiprocessor.
+    """
     blocks, splits = _blocks(shape, x.itemsize, held * DEVICE)
     _start(file, name, variant, x, blocks, *arguments, *shape, splits)
 
 
 def sums(
-    file: str, name: str, x: Array, *arguments: Any, shape: Shape | None = None, variant: tuple[int, ...] = ()
+    file: str,
+    name: str,
+    x: Array,
+    *arguments: Any,
+    shape: Shape | None = None,
+    variant: tuple[int, ...] = (),
 ) -> tuple[Array, int]:
-    """Run a kernel of sums over the channels of x, its further arguments first; (2, splits, C) and splits."""
+    """Run a kernel of sums over the channels of x, its further arguments first; (2, splits, C) and
+    splits.
+    """
     shape = lying(x) if shape is None else shape
     blocks, splits = _blocks(shape, x.itemsize, 3 * DEVICE)
     partial = scratch("channels", 2 * shape[1] * splits)

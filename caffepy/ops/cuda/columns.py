@@ -25,10 +25,20 @@ class Columns:
     def __init__(self, geometry: Geometry) -> None:
         x, w, y = geometry.x, geometry.w, geometry.y
         axes = list(
-            zip(x[2:], w[2:], geometry.stride, geometry.padding, geometry.dilation, y[2:], strict=True),
+            zip(
+                x[2:],
+                w[2:],
+                geometry.stride,
+                geometry.padding,
+                geometry.dilation,
+                y[2:],
+                strict=True,
+            ),
         )
         if len(axes) > 3:
-            raise DeviceError(f"no GPU convolution of {list(x)} with {list(w)}: more than 3 spatial axes")
+            raise DeviceError(
+                f"no GPU convolution of {list(x)} with {list(w)}: more than 3 spatial axes"
+            )
         self.images, self.group = x[0], geometry.group
         self.x = (x[0], x[1], prod(x[2:]))
         self.y = (y[0], self.group, y[1] // self.group, prod(y[2:]))
@@ -40,7 +50,9 @@ class Columns:
         return plans.context().array("columns", (self.group, self.w[2], self.y[3]), like.dtype)
 
     def _im2col(self, x: Array, col: Array) -> None:
-        kernel("convolution", f"im2col<{c_type(x)}>")((BLOCKS,), (THREADS,), (x, col, *self.numbers))
+        kernel("convolution", f"im2col<{c_type(x)}>")(
+            (BLOCKS,), (THREADS,), (x, col, *self.numbers)
+        )
 
     def forward(self, x: Array, w: Array, y: Array) -> None:
         """Write y = w * x."""
@@ -58,7 +70,9 @@ class Columns:
         for n in range(self.images):
             for g in range(self.group):
                 matmul(w[g].T, dy[n, g], col[g])  # (K, O/g) @ (O/g, P)
-            kernel("convolution", f"col2im<{c_type(dx)}>")((BLOCKS,), (THREADS,), (col, dx[n], *self.numbers))
+            kernel("convolution", f"col2im<{c_type(dx)}>")(
+                (BLOCKS,), (THREADS,), (col, dx[n], *self.numbers)
+            )
 
     def backward_weight(self, x: Array, dy: Array, dw: Array) -> None:
         """Write dw."""

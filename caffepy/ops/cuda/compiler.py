@@ -1,11 +1,13 @@
-"""How the kernels of this back end are compiled: NVRTC through CuPy, at the first use on a device, cached on disk.
+"""How the kernels of this back end are compiled: NVRTC through CuPy, at the first use on a device,
+cached on disk.
 
-The kernels of kernels/NAME.cu that are `template <typename T>` are compiled together for the type that is asked for;
-every other name expression, such as `foo<float, 4>`, makes a module of its own. `#include "NAME.cuh"` puts in the text
-of a file beside it (so that CuPy's cache, which knows the text of a module only, sees changes of headers).
+The kernels of kernels/NAME.cu that are `template <typename T>` are compiled together for the type
+that is asked for; every other name expression, such as `foo<float, 4>`, makes a module of its own.
+`#include "NAME.cuh"` puts in the text of a file beside it (so that CuPy's cache, which knows the
+text of a module only, sees changes of headers).
 
-A kernel's scalar arguments must have the C type that the kernel declares: numpy.int32(n) for int, numpy.float32(x) for
-float; a Python int goes as long long, a Python float as double.
+A kernel's scalar arguments must have the C type that the kernel declares: numpy.int32(n) for int,
+numpy.float32(x) for float; a Python int goes as long long, a Python float as double.
 """
 
 import re
@@ -23,7 +25,9 @@ OPTIONS = ("-std=c++17",)
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 _BOUNDS = r"__launch_bounds__\([^)]*\)"
-_TEMPLATE = re.compile(rf"template\s*<(?:typename|class)\s+\w+>\s*__global__\s+(?:(?:void|{_BOUNDS})\s+){{1,2}}(\w+)")
+_TEMPLATE = re.compile(
+    rf"template\s*<(?:typename|class)\s+\w+>\s*__global__\s+(?:(?:void|{_BOUNDS})\s+){{1,2}}(\w+)"
+)
 _ONE_TYPE = re.compile(r"(\w+)<([\w ]+)>")
 
 _kernels: dict[tuple[int, str, str], Kernel] = {}
@@ -31,9 +35,11 @@ _lock = RLock()
 
 
 def kernel(file: str, name: str) -> Kernel:
-    """The kernel of kernels/FILE.cu that a name expression such as `max_pool_forward<float>` means, for this device.
+    """The kernel of kernels/FILE.cu that a name expression such as `max_pool_forward<float>` means,
+    for this device.
 
-    Called as kernel(grid, block, arguments). Its first use compiles and loads, so it must not be inside a capture.
+    Called as kernel(grid, block, arguments). Its first use compiles and loads, so it must not be
+    inside a capture.
     """
     key = (cupy.cuda.runtime.getDevice(), file, name)
     found = _kernels.get(key)
@@ -44,7 +50,9 @@ def _load(device: int, file: str, name: str) -> Kernel:
     with _lock:
         try:
             names, functions = _compile(file, expressions(file, name))
-        except cupy.cuda.compiler.CompileException:  # another template of the file is not meant for this type
+        except (
+            cupy.cuda.compiler.CompileException
+        ):  # another template of the file is not meant for this type
             names, functions = _compile(file, [name])
         for each, function in zip(names, functions, strict=True):
             _kernels.setdefault((device, file, each), function)

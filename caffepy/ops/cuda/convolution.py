@@ -1,8 +1,9 @@
 """Convolution by cuDNN graphs, in the order of Caffe's axes and with the channels last.
 
-Where channels lie last there may be several ways to the same result, which differ in how weights and images are
-rearranged for cuDNN (filters.py), and for small convolutions kernels of our own (small_convolution.py); they are timed.
-What cuDNN has no plan for runs by columns and matrix products.
+Where channels lie last there may be several ways to the same result, which differ in how weights
+and images are rearranged for cuDNN (filters.py), and for small convolutions kernels of our own
+(small_convolution.py); they are timed. What cuDNN has no plan for runs by columns and matrix
+products.
 """
 
 import logging
@@ -39,12 +40,13 @@ DENSE = 4
 class Convolution:
     """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out).
 
-    x, y and their gradients are float32 or float64 in this order of axes, or float32, float16 or uint16 (bfloat16) with
-    the channels last; w, b and their gradients always float32 (float64 for doubles) as Caffe has them. Plans are made
-    at the first call of each method, with the precision of that time.
+    x, y and their gradients are float32 or float64 in this order of axes, or float32, float16 or
+    uint16 (bfloat16) with the channels last; w, b and their gradients always float32 (float64 for
+    doubles) as Caffe has them. Plans are made at the first call of each method, with the precision
+    of that time.
 
-    Of arrays with the channels last, the backward methods take w, and x where it is the same array, to hold what they
-    held at the last forward: they use what that made of them.
+    Of arrays with the channels last, the backward methods take w, and x where it is the same array,
+    to hold what they held at the last forward: they use what that made of them.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Convolution:
             relu_bias_backward(None, dy, db)
 
     def _shaped(self, y: Array) -> Array:
-        """An array of outputs whose first axes may be several in place of N, or whose last one is left out."""
+        """An array of outputs whose first axes may be several in place of N, or whose last one is
+        left out.
+        """
         return y if y.shape == self.y_shape else y.reshape(self.y_shape)
 
     def _for(self, x: Array, y: Array) -> "_Plain | _ChannelsLast":
@@ -108,7 +112,9 @@ class Convolution:
         if key not in self._made:
             narrow = x.dtype.itemsize == 2
             if narrow and not (lies_channels_last(x) and lies_channels_last(y)):
-                raise DeviceError(f"numbers of 16 bits must lie with the channels last, not {x.shape} by {x.strides}")
+                raise DeviceError(
+                    f"numbers of 16 bits must lie with the channels last, not {x.shape} by {x.strides}"
+                )
             kind = _ChannelsLast if narrow or channels_last(x, y) else _Plain
             self._made[key] = kind(self._geometry, x.dtype)
         return self._made[key]
@@ -135,7 +141,9 @@ class _Plain:
 
     def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
         part = plans.context().array("gradient", dw.shape, dw.dtype)
-        self._backward_weight = self._backward_weight or self._plan("backward_weight", (x, dy, part))
+        self._backward_weight = self._backward_weight or self._plan(
+            "backward_weight", (x, dy, part)
+        )
         self._backward_weight(x, dy, part)
         add_into(part, dw)
         if db is not None:
@@ -165,7 +173,9 @@ class _Plain:
             return None if plan is None else plan.run
 
         ways = [apart] if b is None else [together, apart]
-        found = plans.fastest(f"{_with_bias(relu)} apart {self.geometry}", self.dtype, ways, (x, w, b, y))
+        found = plans.fastest(
+            f"{_with_bias(relu)} apart {self.geometry}", self.dtype, ways, (x, w, b, y)
+        )
         assert found is not None
         return found[1]
 
@@ -175,7 +185,9 @@ def _with_bias(relu: bool) -> str:
 
 
 class _Way:
-    """cuDNN's convolution of these sizes, by weights in the order of `filters`, of x itself or of `blocks` of it."""
+    """cuDNN's convolution of these sizes, by weights in the order of `filters`, of x itself or of
+    `blocks` of it.
+    """
 
     def __init__(self, geometry: Geometry, filters: Filters, blocks: Blocks | None = None) -> None:
         self.geometry, self.filters, self.blocks = geometry, filters, blocks
@@ -190,7 +202,9 @@ class _Way:
 
 
 def _ways(geometry: Geometry, dtype: DTypeLike) -> list[_Way]:
-    """All that may be fastest; the first is likely to be, or is never slow (cuDNN has few plans for groups)."""
+    """All that may be fastest; the first is likely to be, or is never slow (cuDNN has few plans for
+    groups).
+    """
     ways = [_Way(geometry, plain_filters(geometry, dtype))]
     if 1 < geometry.group <= DENSE:
         ways.insert(0, _Way(*dense_filters(geometry, dtype)))
@@ -222,7 +236,9 @@ class _ChannelsLast:
             ways: list[Make] = [partial(self._cudnn_forward, x, w, b, y, relu)]
             if self._small:
                 ways += small_convolution.forward(self.geometry, self.dtype, relu)
-            self._forward[key] = self._with_small(_with_bias(relu) if key[0] else "forward", ways, (x, w, b, y))
+            self._forward[key] = self._with_small(
+                _with_bias(relu) if key[0] else "forward", ways, (x, w, b, y)
+            )
         self._weights_of = None
         self._forward[key](x, w, b, y)
 
@@ -253,7 +269,9 @@ class _ChannelsLast:
 
     def _cudnn_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run:
         what = f"forward{' bias' * (b is not None)}{' relu' * relu}"
-        found = self._fastest(what, self._ways, partial(self._plan_forward, x, w, b, y, relu), (x, w, b, y))
+        found = self._fastest(
+            what, self._ways, partial(self._plan_forward, x, w, b, y, relu), (x, w, b, y)
+        )
         way, plan = found or (None, partial(self._forward_plain, relu))
 
         def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
@@ -264,11 +282,15 @@ class _ChannelsLast:
 
     def _cudnn_backward_data(self, dy: Array, w: Array, dx: Array) -> Run:
         ways = [way for way in self._ways if way.blocks is None]
-        found = self._fastest("backward_data", ways, partial(self._plan_backward_data, dy, w, dx), (dy, w, dx))
+        found = self._fastest(
+            "backward_data", ways, partial(self._plan_backward_data, dy, w, dx), (dy, w, dx)
+        )
         return found[1] if found else self._backward_data_plain
 
     def _cudnn_backward_weight(self, x: Array, dy: Array) -> Run:
-        found = self._fastest("backward_weight", self._ways, partial(self._plan_backward_weight, x, dy), (x, dy))
+        found = self._fastest(
+            "backward_weight", self._ways, partial(self._plan_backward_weight, x, dy), (x, dy)
+        )
         add = partial(self._add_gradient, *found) if found else self._backward_weight_plain
 
         def run(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
@@ -279,13 +301,21 @@ class _ChannelsLast:
         return run
 
     def _fastest(
-        self, what: str, ways: Sequence[_Way], plan: Callable[[_Way], Run | None], arguments: Sequence[Any]
+        self,
+        what: str,
+        ways: Sequence[_Way],
+        plan: Callable[[_Way], Run | None],
+        arguments: Sequence[Any],
     ) -> tuple[_Way, Run] | None:
         """The way that takes the least time, and how it runs; the others keep no memory."""
         name = f"{what} ways {self.geometry}"
         found = plans.fastest(name, self.dtype, [partial(plan, way) for way in ways], arguments)
         if found is None:
-            log.debug("cuDNN has no plan for %s of %s with the channels last: they are moved", what, self.geometry)
+            log.debug(
+                "cuDNN has no plan for %s of %s with the channels last: they are moved",
+                what,
+                self.geometry,
+            )
             return None
         self._used.append(ways[found[0]])
         for way in self._ways:
@@ -293,12 +323,18 @@ class _ChannelsLast:
                 way.forget()
         return self._used[-1], found[1]
 
-    def _plan_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool, way: _Way) -> Run | None:
+    def _plan_forward(
+        self, x: Array, w: Array, b: Array | None, y: Array, relu: bool, way: _Way
+    ) -> Run | None:
         image, (weights, bias) = way.image(x), way.filters.take(w, b)
 
         def together() -> Run | None:
             plan = graphs.find(_with_bias(relu), way.geometry, True, (image, weights, bias, y))
-            return None if plan is None else lambda x, w, b, y: plan.run(way.image(x), *way.filters.take(w, b), y)
+            return (
+                None
+                if plan is None
+                else lambda x, w, b, y: plan.run(way.image(x), *way.filters.take(w, b), y)
+            )
 
         def apart() -> Run | None:
             plan = graphs.find("forward", way.geometry, True, (image, weights, y))
@@ -313,11 +349,15 @@ class _ChannelsLast:
             return run
 
         ways = [together, apart] if b is not None or relu else [apart]
-        found = plans.fastest(f"{_with_bias(relu)} apart {way.geometry} last", self.dtype, ways, (x, w, b, y))
+        found = plans.fastest(
+            f"{_with_bias(relu)} apart {way.geometry} last", self.dtype, ways, (x, w, b, y)
+        )
         return found and found[1]
 
     def _plan_backward_data(self, dy: Array, w: Array, dx: Array, way: _Way) -> Run | None:
-        plan = graphs.find("backward_data", way.geometry, True, (dy, way.filters.take(w, None)[0], dx))
+        plan = graphs.find(
+            "backward_data", way.geometry, True, (dy, way.filters.take(w, None)[0], dx)
+        )
 
         def weights(w: Array) -> Array:
             return way.filters.kept(w) if way is self._weights_of else way.filters.take(w, None)[0]

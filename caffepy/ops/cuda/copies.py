@@ -8,20 +8,36 @@ import numpy as np
 
 from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda.blas import THREADS, TYPES, c_type
-from caffepy.ops.cuda.launch import Array, channels_last, divisor, launch_expression, lies_channels_last
+from caffepy.ops.cuda.launch import (
+    Array,
+    channels_last,
+    divisor,
+    launch_expression,
+    lies_channels_last,
+)
 
-UNITS = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long", 16: "uint4"}
+UNITS = {
+    1: "unsigned char",
+    2: "unsigned short",
+    4: "unsigned int",
+    8: "unsigned long long",
+    16: "uint4",
+}
 PARTS = 8
 """Arrays that a launch of copy.cu takes."""
 
 
 def _lie_alike(x: Array, y: Array) -> bool:
     """Whether both fill their memory in the same order."""
-    return (x.flags.c_contiguous and y.flags.c_contiguous) or (lies_channels_last(x) and lies_channels_last(y))
+    return (x.flags.c_contiguous and y.flags.c_contiguous) or (
+        lies_channels_last(x) and lies_channels_last(y)
+    )
 
 
 def copy(src: Array, dst: Array) -> None:
-    """dst = src; views whose rows are contiguous are as fast as whole arrays, src may lie on the host."""
+    """dst = src; views whose rows are contiguous are as fast as whole arrays, src may lie on the
+    host.
+    """
     if not dst.size:
         return
     if isinstance(src, np.ndarray):
@@ -45,7 +61,9 @@ def _copy_whole(src: Array, dst: Array) -> None:
 
 def _copy_strided(src: Array, dst: Array) -> bool:
     """Copy if no more than four axes are left after those are joined that can be."""
-    axes: list[tuple[int, int, int]] = []  # strides of dst and src in bytes, size; the shortest strides first
+    axes: list[
+        tuple[int, int, int]
+    ] = []  # strides of dst and src in bytes, size; the shortest strides first
     for t, s, n in sorted(zip(dst.strides, src.strides, dst.shape, strict=True)):
         if n == 1:
             continue
@@ -59,7 +77,13 @@ def _copy_strided(src: Array, dst: Array) -> bool:
     unit = src.itemsize
     (t, s, n), *others = axes
     if s == t == unit:
-        unit = gcd(16, n * unit, src.data.ptr, dst.data.ptr, *(stride for axis in others for stride in axis[:2]))
+        unit = gcd(
+            16,
+            n * unit,
+            src.data.ptr,
+            dst.data.ptr,
+            *(stride for axis in others for stride in axis[:2]),
+        )
         axes[0] = (unit, unit, n * src.itemsize // unit)
     name = f"copy<{UNITS[unit]}, {len(axes)}>"
     axes += [(0, 0, 1)] * (4 - len(axes))
@@ -81,7 +105,9 @@ def convert(x: Array, out: Array) -> None:
     elif x.dtype == out.dtype:
         _copy_whole(x, out)
     else:
-        launch_expression("convert", f"cast<{c_type(x)}, {c_type(out)}>", -(-out.size // 8), x, out, out.size)
+        launch_expression(
+            "convert", f"cast<{c_type(x)}, {c_type(out)}>", -(-out.size // 8), x, out, out.size
+        )
 
 
 def _transpose(x: Array, out: Array) -> None:
@@ -89,7 +115,9 @@ def _transpose(x: Array, out: Array) -> None:
     if out.flags.c_contiguous and lies_channels_last(x):
         rows, columns = columns, rows
     elif not (x.flags.c_contiguous and lies_channels_last(out)):
-        raise DeviceError(f"{x.shape} by {x.strides} cannot be converted to strides of {out.strides}")
+        raise DeviceError(
+            f"{x.shape} by {x.strides} cannot be converted to strides of {out.strides}"
+        )
     down, across = _tile(rows, columns)
     tiles = n * -(-rows >> down) * -(-columns >> across)
     name = f"transpose<{c_type(x)}, {c_type(out)}>"
@@ -97,7 +125,9 @@ def _transpose(x: Array, out: Array) -> None:
 
 
 def _tile(rows: int, columns: int) -> tuple[int, int]:
-    """Logarithms of the rows and columns of a tile: of the fewer as many as there are, from 4 to 64."""
+    """Logarithms of the rows and columns of a tile: of the fewer as many as there are, from 4 to
+    64.
+    """
     down, across = (min(max(2, (size - 1).bit_length()), 6) for size in (rows, columns))
     return (down, min(12 - down, 8)) if rows <= columns else (min(12 - across, 8), across)
 
@@ -112,7 +142,9 @@ def cut(whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis:
     _side_by_side(False, whole, sizes, parts, axis)
 
 
-def _side_by_side(joining: bool, whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int) -> None:
+def _side_by_side(
+    joining: bool, whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int
+) -> None:
     there = [a for a in parts if a is not None and a.size]
     assert sum(sizes) == whole.shape[axis]
     assert all(a.dtype == whole.dtype for a in there)
@@ -125,12 +157,23 @@ def _side_by_side(joining: bool, whole: Array, sizes: Sequence[int], parts: Sequ
         inner = prod(whole.shape[axis + 1 :]) * whole.itemsize
     line = whole.shape[axis] * inner
     unit = gcd(16, *(size * inner for size in sizes), *(a.data.ptr for a in (whole, *there)))
-    name, lines, start = f"side_by_side<{UNITS[unit]}, {str(joining).lower()}>", whole.nbytes // line, 0
+    name, lines, start = (
+        f"side_by_side<{UNITS[unit]}, {str(joining).lower()}>",
+        whole.nbytes // line,
+        0,
+    )
     for first in range(0, len(parts), PARTS):
         ends = [inner * n // unit for n in np.cumsum(sizes[first : first + PARTS]).tolist()]
         places = [0 if a is None else a for a in parts[first : first + PARTS]]
         missing = PARTS - len(ends)
         shape = (lines, line // unit, divisor(max(1, ends[-1])))
-        arguments = (whole.data.ptr + start, *shape, *places, *[0] * missing, *ends, *ends[-1:] * missing)
+        arguments = (
+            whole.data.ptr + start,
+            *shape,
+            *places,
+            *[0] * missing,
+            *ends,
+            *ends[-1:] * missing,
+        )
         launch_expression("copy", name, lines * ends[-1], *arguments)
         start += ends[-1] * unit

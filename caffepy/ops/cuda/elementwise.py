@@ -1,7 +1,7 @@
 """Sums and products of arrays of one shape.
 
-Arrays of one call lie in the same order, whichever it is; an index lies flat. The factor of `scaled` and `axpy` may be
-an array without axes, read when the kernel runs.
+Arrays of one call lie in the same order, whichever it is; an index lies flat. The factor of
+`scaled` and `axpy` may be an array without axes, read when the kernel runs.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,9 @@ from caffepy.ops.cuda.launch import (
 
 def _each(name: str, arrays: tuple[Array, ...], *arguments: Any) -> None:
     """Run a kernel over the elements of arrays that lie alike."""
-    launch("elementwise", name, arrays[0], packs(_alike(*arrays)), *arrays, arrays[0].size, *arguments)
+    launch(
+        "elementwise", name, arrays[0], packs(_alike(*arrays)), *arrays, arrays[0].size, *arguments
+    )
 
 
 def _alike(x: Array, *others: Array) -> Array:
@@ -82,7 +84,9 @@ def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) 
 
 
 def eltwise_max(xs: Sequence[Array], out: Array, index: Array) -> None:
-    """out = the largest x, index = which one; a tie of the first two goes to the second, later ones must be larger."""
+    """out = the largest x, index = which one; a tie of the first two goes to the second, later ones
+    must be larger.
+    """
     x, y, *rest = xs
     _each("first_max", (x, y, out), index)
     for rank, z in enumerate(rest, 2):

@@ -1,7 +1,7 @@
 """Weights and images as cuDNN takes them where channels lie last, rearranged by kernels of our own.
 
-Weights are float32 in Caffe's order; here they get the arrays' type and the order (O, *kernel, C). What is made from
-them, or from an image, stays until the next call, in memory that its maker keeps.
+Weights are float32 in Caffe's order; here they get the arrays' type and the order (O, *kernel, C).
+What is made from them, or from an image, stays until the next call, in memory that its maker keeps.
 """
 
 from collections.abc import Sequence
@@ -27,14 +27,20 @@ CHUNK = 16
 
 
 class Filters:
-    """The weights of a convolution, w of its geometry, in rows for cuDNN: those of output o in row o.
+    """The weights of a convolution, w of its geometry, in rows for cuDNN: those of output o in row
+    o.
 
-    Tap t of the channels lies at `places[t]` of a row of the shape `row`; groups lie side by side if `dense`, with
-    zeros where they do not meet.
+    Tap t of the channels lies at `places[t]` of a row of the shape `row`; groups lie side by side
+    if `dense`, with zeros where they do not meet.
     """
 
     def __init__(
-        self, geometry: Geometry, dtype: DTypeLike, row: Shape, places: Sequence[int], dense: bool = False
+        self,
+        geometry: Geometry,
+        dtype: DTypeLike,
+        row: Shape,
+        places: Sequence[int],
+        dense: bool = False,
     ) -> None:
         outputs, channels, taps = geometry.w[0], geometry.w[1], prod(geometry.w[2:])
         self.dtype, self.outputs = np.dtype(dtype), outputs
@@ -63,7 +69,11 @@ class Filters:
         """Weights and bias for cuDNN, zeros at first, and the places."""
         if self._memory is None:
             w = cupy.zeros(0 if self._as_they_are else self.shape, self.dtype)
-            self._memory = w, cupy.zeros(self.outputs, self.dtype), cupy.array(self._places, np.int32)
+            self._memory = (
+                w,
+                cupy.zeros(self.outputs, self.dtype),
+                cupy.array(self._places, np.int32),
+            )
         return self._memory
 
     def kept(self, w: Array) -> Array:
@@ -89,7 +99,9 @@ class Filters:
 def plain_filters(geometry: Geometry, dtype: DTypeLike) -> Filters:
     """Weights (O, *kernel, C/g)."""
     channels, kernel = geometry.w[1], geometry.w[2:]
-    return Filters(geometry, dtype, (*kernel, channels), range(0, prod(kernel) * channels, channels))
+    return Filters(
+        geometry, dtype, (*kernel, channels), range(0, prod(kernel) * channels, channels)
+    )
 
 
 def dense_filters(geometry: Geometry, dtype: DTypeLike) -> tuple[Geometry, Filters]:
@@ -101,10 +113,11 @@ def dense_filters(geometry: Geometry, dtype: DTypeLike) -> tuple[Geometry, Filte
 
 
 class Blocks:
-    """An image whose pixels are blocks of another's, as large as the stride, with as many channels as cuDNN wants.
+    """An image whose pixels are blocks of another's, as large as the stride, with as many channels
+    as cuDNN wants.
 
-    A convolution with stride becomes one without, of fewer pixels with more channels; the padding goes into the image.
-    Where there is no stride, pixels get channels that are 0.
+    A convolution with stride becomes one without, of fewer pixels with more channels; the padding
+    goes into the image. Where there is no stride, pixels get channels that are 0.
     """
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
@@ -119,7 +132,12 @@ class Blocks:
             size = [o + k - 1 for o, k in zip(out, taps, strict=True)]
             padding = (0, 0)
         self.geometry = Geometry(
-            (n, depth, *size), (outputs, depth, *taps), geometry.y, (1, 1), padding, geometry.dilation
+            (n, depth, *size),
+            (outputs, depth, *taps),
+            geometry.y,
+            (1, 1),
+            padding,
+            geometry.dilation,
         )
         kh, kw = geometry.w[2:]
         places = [
@@ -142,12 +160,23 @@ class Blocks:
         if self.kept is None:
             n, depth, *size = self.geometry.x
             self.kept = cupy.empty((n, *size, depth), self.dtype)
-        launch("filters", "gather_blocks", x, packs(self.kept), x, self.kept, self.kept.size, *self._sizes)
+        launch(
+            "filters",
+            "gather_blocks",
+            x,
+            packs(self.kept),
+            x,
+            self.kept,
+            self.kept.size,
+            *self._sizes,
+        )
         return self.kept
 
 
 def suits_blocks(geometry: Geometry, dtype: DTypeLike) -> bool:
-    """Whether there are so few channels that cuDNN would have to fill up pixels with zeros by itself."""
+    """Whether there are so few channels that cuDNN would have to fill up pixels with zeros by
+    itself.
+    """
     chunk = CHUNK // np.dtype(dtype).itemsize
     strided = prod(geometry.stride) > 1
     return (

@@ -1,7 +1,7 @@
 """The convolutions that cuDNN computes, as its graphs.
 
-cuDNN has two orders for arrays of (N, C, *spatial): that of their axes, and one with the channels last, in which
-weights lie as (O, *kernel, C). A convolution over one axis is one over two for it.
+cuDNN has two orders for arrays of (N, C, *spatial): that of their axes, and one with the channels
+last, in which weights lie as (O, *kernel, C). A convolution over one axis is one over two for it.
 """
 
 from collections.abc import Sequence
@@ -38,14 +38,17 @@ class Geometry(NamedTuple):
         return 2 * prod(self.y) * prod(self.w[1:])
 
     def __str__(self) -> str:
-        return " ".join(f"{name} {list(sizes)}" for name, sizes in self._asdict().items() if name != "y")
+        return " ".join(
+            f"{name} {list(sizes)}" for name, sizes in self._asdict().items() if name != "y"
+        )
 
 
 def find(what: str, geometry: Geometry, last: bool, arrays: Sequence[Array]) -> plans.Plan | None:
-    """The plan for these arrays, the last of which it writes; None if cuDNN has none. All are of one type.
+    """The plan for these arrays, the last of which it writes; None if cuDNN has none. All are of
+    one type.
 
-    "forward" takes x, w, y, "forward bias" and "forward bias relu" x, w, b, y, "backward_data" dy, w, dx,
-    "backward_weight" x, dy, dw. The channels lie last if `last`.
+    "forward" takes x, w, y, "forward bias" and "forward bias relu" x, w, b, y, "backward_data" dy,
+    w, dx, "backward_weight" x, dy, dw. The channels lie last if `last`.
     """
 
     def build(cudnn: Any, graph: Any) -> list[Any]:
@@ -59,16 +62,26 @@ def find(what: str, geometry: Geometry, last: bool, arrays: Sequence[Array]) -> 
 class _Builder:
     def __init__(self, graph: Any, geometry: Geometry, last: bool) -> None:
         self.graph, self.sizes, self.last = graph, geometry, last
-        self.how = {name: list(getattr(geometry, name)) for name in ("stride", "padding", "dilation")}
+        self.how = {
+            name: list(getattr(geometry, name)) for name in ("stride", "padding", "dilation")
+        }
 
     def build(self, what: str) -> list[Any]:
         name, *after = what.split()
         if name == "backward_data":
             dy, w = self.tensor(self.sizes.y), self.tensor(self.sizes.w)
-            return [dy, w, self.output(self.graph.conv_dgrad(loss=dy, filter=w, **self.how), self.sizes.x)]
+            return [
+                dy,
+                w,
+                self.output(self.graph.conv_dgrad(loss=dy, filter=w, **self.how), self.sizes.x),
+            ]
         if name == "backward_weight":
             x, dy = self.tensor(self.sizes.x), self.tensor(self.sizes.y)
-            return [x, dy, self.output(self.graph.conv_wgrad(image=x, loss=dy, **self.how), self.sizes.w)]
+            return [
+                x,
+                dy,
+                self.output(self.graph.conv_wgrad(image=x, loss=dy, **self.how), self.sizes.w),
+            ]
         tensors = [self.tensor(self.sizes.x), self.tensor(self.sizes.w)]
         y = self.graph.conv_fprop(image=tensors[0], weight=tensors[1], **self.how)
         if "bias" in after:
@@ -92,4 +105,6 @@ class _Builder:
         return tensor.set_dim(list(shape)).set_stride(self.strides(shape))
 
     def output(self, tensor: Any, shape: Shape) -> Any:
-        return self.lying(tensor.set_output(True).set_data_type(self.graph.context.io_data_type), shape)
+        return self.lying(
+            tensor.set_output(True).set_data_type(self.graph.context.io_data_type), shape
+        )

@@ -1,4 +1,6 @@
-"""How functions of this back end launch kernels over arrays, and pass numbers that may lie in device memory."""
+"""How functions of this back end launch kernels over arrays, and pass numbers that may lie in
+device memory.
+"""
 
 from math import prod
 from typing import Any
@@ -15,11 +17,19 @@ Array = Any  # cupy.ndarray
 MOST = 1 << 13
 """Blocks of a launch at most; kernels go on in strides of the grid."""
 
-_KINDS = {"float32": 1, "float64": 2, "int32": 3, "uint32": 3, "int64": 4, "uint64": 4}  # as in pack.cuh
+_KINDS = {
+    "float32": 1,
+    "float64": 2,
+    "int32": 3,
+    "uint32": 3,
+    "int64": 4,
+    "uint64": 4,
+}  # as in pack.cuh
 
 
 def channels_last(*arrays: Array) -> bool:
-    """Whether all of these (N, C, ...) arrays lie in the order (N, ..., C), and not all in their own as well.
+    """Whether all of these (N, C, ...) arrays lie in the order (N, ..., C), and not all in their
+    own as well.
 
     DeviceError if they lie differently. Those with one channel or one position lie in both orders.
     """
@@ -27,7 +37,9 @@ def channels_last(*arrays: Array) -> bool:
         return False
     if all(lies_channels_last(a) for a in arrays):
         return True
-    raise DeviceError(f"arrays lie in different orders: {', '.join(f'{a.shape} by {a.strides}' for a in arrays)}")
+    raise DeviceError(
+        f"arrays lie in different orders: {', '.join(f'{a.shape} by {a.strides}' for a in arrays)}"
+    )
 
 
 def lies_channels_last(a: Array) -> bool:
@@ -41,7 +53,9 @@ def lies_channels_last(a: Array) -> bool:
 
 
 def launch(file: str, name: str, like: Array, threads: int, *arguments: Any) -> None:
-    """The template `name` for the element type of `like`, with about so many threads; nothing for none."""
+    """The template `name` for the element type of `like`, with about so many threads; nothing for
+    none.
+    """
     launch_expression(file, f"{name}<{c_type(like)}>", threads, *arguments)
 
 
@@ -68,7 +82,9 @@ def scratch(purpose: str, size: int) -> Array:
 
 
 def number(value: Any) -> tuple[float, int, int]:
-    """Three arguments of a kernel for a Python number, or for an array without axes that is read when it runs."""
+    """Three arguments of a kernel for a Python number, or for an array without axes that is read
+    when it runs.
+    """
     if hasattr(value, "data") and hasattr(value.data, "ptr"):
         return 0.0, value.data.ptr, _KINDS[value.dtype.name]
     return float(value), 0, 0
@@ -77,7 +93,8 @@ def number(value: Any) -> tuple[float, int, int]:
 def divisor(d: int) -> int:
     """An argument of a kernel that divides by d; see Divisor in pack.cuh.
 
-    n // d = n * m >> 31 + p for n < 2^31; 2^p is the next power of two from d on, m = 2^(31 + p) / d rounded up.
+    n // d = n * m >> 31 + p for n < 2^31; 2^p is the next power of two from d on, m = 2^(31 + p) /
+    d rounded up.
     """
     p = (d - 1).bit_length()
     return (p - 1) << 32 | -(-(1 << 31 + p) // d) if d > 1 else 0

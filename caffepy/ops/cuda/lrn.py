@@ -1,7 +1,7 @@
 """Local response normalization across channels.
 
-s_c = k + alpha/size * sum of x^2 over the `size` channels around c;  y = x * s^-beta;
-dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s. No array may be another one's.
+s_c = k + alpha/size * sum of x^2 over the `size` channels around c;  y = x * s^-beta; dx = dy *
+s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s. No array may be another one's.
 """
 
 from math import prod
@@ -16,7 +16,9 @@ WIDEST = 4
 """Channels on each side in a window that has a kernel of its own where channels lie last."""
 
 
-def lrn_forward(x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float) -> None:
+def lrn_forward(
+    x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
+) -> None:
     """Write y and, unless channels lie last, scale (s above); all (N, C, ...)."""
     numbers = float(alpha / size), float(beta), float(k)
     if scale is None:
@@ -26,12 +28,30 @@ def lrn_forward(x: Array, y: Array, scale: Array | None, size: int, alpha: float
 
 
 def lrn_backward(
-    x: Array, y: Array, scale: Array | None, dy: Array, dx: Array, size: int, alpha: float, beta: float, k: float
+    x: Array,
+    y: Array,
+    scale: Array | None,
+    dy: Array,
+    dx: Array,
+    size: int,
+    alpha: float,
+    beta: float,
+    k: float,
 ) -> None:
-    """Write dx from what `lrn_forward` left in y and scale, or where channels lie last from x alone."""
+    """Write dx from what `lrn_forward` left in y and scale, or where channels lie last from x
+    alone.
+    """
     factor = float(2 * alpha * beta / size)
     if scale is None:
-        _lines("lrn_backward", (x, dy, dx), size // 2, float(alpha / size), factor, float(beta), float(k))
+        _lines(
+            "lrn_backward",
+            (x, dy, dx),
+            size // 2,
+            float(alpha / size),
+            factor,
+            float(beta),
+            float(k),
+        )
     else:
         _planes("lrn_backward", (x, y, scale, dy, dx), size // 2, factor, float(beta))
 

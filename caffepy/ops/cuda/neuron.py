@@ -1,6 +1,8 @@
-"""Activations. The output may be the input and the input's gradient may be the output's: then the same array object.
+"""Activations. The output may be the input and the input's gradient may be the output's: then the
+same array object.
 
-Arrays of one call lie in the same order, whichever it is; what only backward reads (a sigmoid, a mask) lies flat.
+Arrays of one call lie in the same order, whichever it is; what only backward reads (a sigmoid, a
+mask) lies flat.
 """
 
 from typing import Any
@@ -29,7 +31,9 @@ def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
 
 
 def _by_slope(slope: Array, *arrays: Array) -> tuple[int, int, int]:
-    """(outer, C, inner) of the arrays in their memory, for C slopes; for one slope they are one channel."""
+    """(outer, C, inner) of the arrays in their memory, for C slopes; for one slope they are one
+    channel.
+    """
     shape = lying(*arrays)
     return shape if slope.size > 1 else (1, 1, arrays[0].size)
 
@@ -39,12 +43,16 @@ def prelu_forward(x: Array, y: Array, slope: Array) -> None:
     launch("neuron", "prelu_forward", x, packs(x), x, slope, y, *_by_slope(slope, x, y))
 
 
-def prelu_backward(x: Array, dy: Array, slope: Array, dx: Array | None, dslope: Array | None) -> None:
+def prelu_backward(
+    x: Array, dy: Array, slope: Array, dx: Array | None, dslope: Array | None
+) -> None:
     """dx = dy * (x > 0 ? 1 : slope_c), dslope_c += sum of dy * x over x <= 0; dx may be dy."""
     if not x.size or (dx is None and dslope is None):
         return
     shape = _by_slope(slope, x, dy, dy if dx is None else dx)
-    partial, splits = sums("neuron", "prelu_backward", x, x, dy, slope, 0 if dx is None else dx, shape=shape)
+    partial, splits = sums(
+        "neuron", "prelu_backward", x, x, dy, slope, 0 if dx is None else dx, shape=shape
+    )
     if dslope is not None:
         finish("neuron", "prelu_finish", x, partial, dslope, slope.size, splits)
 
@@ -74,7 +82,9 @@ def power_forward(x: Array, y: Array, power: float, scale: float, shift: float) 
     _each("power_forward", (x, y), float(power), float(scale), float(shift))
 
 
-def power_backward(x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float) -> None:
+def power_backward(
+    x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float
+) -> None:
     """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
     _each("power_backward", (x, dy, dx), float(power), float(scale), float(shift))
 
@@ -104,11 +114,13 @@ def _threshold(ratio: float) -> tuple[int, float]:
     return int(ratio * (1 << 32)), 1 / (1 - ratio)
 
 
-def dropout_forward(x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None) -> None:
+def dropout_forward(
+    x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None
+) -> None:
     """mask = 1 with probability 1 - ratio, a hash of seed and position; y = x * mask / (1 - ratio).
 
-    The masks are those of the CPU, by place in memory. A tick, an int64 array without axes, is the number of a pass,
-    read when the kernel runs: each has a mask of its own.
+    The masks are those of the CPU, by place in memory. A tick, an int64 array without axes, is the
+    number of a pass, read when the kernel runs: each has a mask of its own.
     """
     _each("dropout_forward", (x, y), mask, *_threshold(ratio), seed, 0 if tick is None else tick)
 
@@ -119,21 +131,35 @@ def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
 
 
 def bias_act_forward(
-    y: Array, b: Array | None, relu: bool, ratio: float, seed: int, mask: Array | None, tick: Array | None = None
+    y: Array,
+    b: Array | None,
+    relu: bool,
+    ratio: float,
+    seed: int,
+    mask: Array | None,
+    tick: Array | None = None,
 ) -> None:
-    """y = dropout(relu(y + b)) for y (M, O), with the masks of `dropout_forward`; without what is None or False."""
+    """y = dropout(relu(y + b)) for y (M, O), with the masks of `dropout_forward`; without what is
+    None or False.
+    """
     if b is not None and not relu and mask is None:
         add_bias(y, b)
     elif relu or mask is not None:
         pointers = (0 if a is None else a for a in (b, mask))
         numbers = *_threshold(ratio), seed, 0 if tick is None else tick
-        launch("neuron", "bias_act_forward", y, packs(y), y, *pointers, *y.shape, int(relu), *numbers)
+        launch(
+            "neuron", "bias_act_forward", y, packs(y), y, *pointers, *y.shape, int(relu), *numbers
+        )
 
 
-def bias_act_backward(y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float) -> None:
+def bias_act_backward(
+    y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float
+) -> None:
     """dy = dy * mask / (1 - ratio) * (y > 0) for y and dy (M, O); db += column sums of that."""
     if relu or mask is not None:
         pointers = y if relu else 0, dy, 0 if mask is None else mask
-        over_columns("neuron", "bias_act_backward", dy, dy.shape, db, *pointers, _threshold(ratio)[1])
+        over_columns(
+            "neuron", "bias_act_backward", dy, dy.shape, db, *pointers, _threshold(ratio)[1]
+        )
     elif db is not None:
         bias_gradient(dy, db)

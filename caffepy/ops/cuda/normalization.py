@@ -1,7 +1,8 @@
-"""Normalization by statistics of each channel, and scales and biases of each channel, of (N, C, P) arrays.
+"""Normalization by statistics of each channel, and scales and biases of each channel, of (N, C, P)
+arrays.
 
-Arrays of one call lie in the same order, whichever it is. Numbers of channels, (C) each, are float32, or float64 for
-arrays of float64.
+Arrays of one call lie in the same order, whichever it is. Numbers of channels, (C) each, are
+float32, or float64 for arrays of float64.
 """
 
 from collections.abc import Sequence
@@ -28,23 +29,42 @@ def batch_norm_statistics(x: Array, mean: Array, variance: Array) -> None:
 
 
 def batch_norm_prepare(
-    x: Array, running: Sequence[Array], fraction: float, eps: float, scale: Maybe, bias: Maybe, numbers: Array
+    x: Array,
+    running: Sequence[Array],
+    fraction: float,
+    eps: float,
+    scale: Maybe,
+    bias: Maybe,
+    numbers: Array,
 ) -> None:
-    """The numbers of a batch: mean, inverse standard deviation, factor and shift of y = x * factor + shift, (4, C).
+    """The numbers of a batch: mean, inverse standard deviation, factor and shift of y = x * factor
+    + shift, (4, C).
 
-    y = (x - mean) * inverse * scale + bias. The running sums of means (C), of variances (C) and the weight of both (1)
-    become sum * fraction + mean, sum * fraction + unbiased variance, weight * fraction + 1; of no values, nothing does.
+    y = (x - mean) * inverse * scale + bias. The running sums of means (C), of variances (C) and the
+    weight of both (1) become sum * fraction + mean, sum * fraction + unbiased variance, weight *
+    fraction + 1; of no values, nothing does.
     """
     if not x.size:
         return
     shape = lying(x)
     partial, splits = sums("normalization", "moments", x, x, shape=shape)
-    arguments = (*_pointers(*running, scale, bias), numbers, float(fraction), float(eps), *shape, splits)
+    arguments = (
+        *_pointers(*running, scale, bias),
+        numbers,
+        float(fraction),
+        float(eps),
+        *shape,
+        splits,
+    )
     finish("normalization", "prepare_finish", x, partial, *arguments)
 
 
-def batch_norm_stored(running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array) -> None:
-    """The same numbers from the running sums, divided by their weight; of a weight of 0, mean and variance 0."""
+def batch_norm_stored(
+    running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
+) -> None:
+    """The same numbers from the running sums, divided by their weight; of a weight of 0, mean and
+    variance 0.
+    """
     channels = numbers.shape[1]
     arguments = (*_pointers(*running, scale, bias), numbers, channels, float(eps))
     launch("normalization", "stored", numbers, channels, *arguments)
@@ -56,7 +76,9 @@ def batch_norm_forward(x: Array, mean: Array, inverse: Array, y: Array) -> None:
 
 
 def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array) -> None:
-    """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, y = (x - mean) * inverse, means per channel; dx may be dy."""
+    """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, y = (x - mean) * inverse, means per
+    channel; dx may be dy.
+    """
     _backward(x, (mean, inverse, inverse, None), [dy], None, False, None, dx, None, None, False)
 
 
@@ -65,8 +87,12 @@ def scale_forward(x: Array, scale: Array, bias: Maybe, y: Array) -> None:
     _forward(x, scale, bias, None, False, y)
 
 
-def scale_backward(x: Array, scale: Array, dy: Array, dx: Maybe, dscale: Maybe, dbias: Maybe) -> None:
-    """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; shapes as in `scale_forward`, dx may be dy."""
+def scale_backward(
+    x: Array, scale: Array, dy: Array, dx: Maybe, dscale: Maybe, dbias: Maybe
+) -> None:
+    """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; shapes as in `scale_forward`,
+    dx may be dy.
+    """
     if dscale is not None or dbias is not None:
         _backward(x, (None, None, scale, None), [dy], None, False, None, dx, dscale, dbias, True)
     elif dx is not None:
@@ -74,7 +100,9 @@ def scale_backward(x: Array, scale: Array, dy: Array, dx: Maybe, dscale: Maybe, 
 
 
 def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
-    """y = x * factor + shift [+ other], then a ReLU if wanted; numbers as `batch_norm_prepare` gives them."""
+    """y = x * factor + shift [+ other], then a ReLU if wanted; numbers as `batch_norm_prepare`
+    gives them.
+    """
     _, _, factor, shift = numbers
     _forward(x, factor, shift, other, relu, y)
 
@@ -94,9 +122,10 @@ def norm_backward(
     """The gradient of `norm_forward`, whose y got the gradients `dys`, one or two.
 
     g = sum of dys, 0 where the ReLU gave 0: where y <= 0, or x * factor + shift if there is no y.
-    masked = g, which is the gradient of `other`; dscale += sums of g * (x - mean) * inverse, dbias += sums of g.
-    dx = factor * (g - mean(g) - n * mean(g * n)), n = (x - mean) * inverse, means per channel; dx = factor * g if the
-    numbers are frozen, no function of x. Both masked and dx may be one of dys; a y and a second dy need a masked.
+    masked = g, which is the gradient of `other`; dscale += sums of g * (x - mean) * inverse, dbias
+    += sums of g. dx = factor * (g - mean(g) - n * mean(g * n)), n = (x - mean) * inverse, means per
+    channel; dx = factor * g if the numbers are frozen, no function of x. Both masked and dx may be
+    one of dys; a y and a second dy need a masked.
     """
     _backward(x, tuple(numbers), dys, y, relu, masked, dx, dscale, dbias, frozen)
 
@@ -104,7 +133,14 @@ def norm_backward(
 def _forward(x: Array, factor: Array, shift: Maybe, other: Maybe, relu: bool, y: Array) -> None:
     shape = lying(x, y) if other is None else lying(x, other, y)
     arguments = (x, *_pointers(factor, shift, other), y)
-    channel_pass("normalization", "forward", x, shape, *arguments, variant=(int(other is not None), int(relu)))
+    channel_pass(
+        "normalization",
+        "forward",
+        x,
+        shape,
+        *arguments,
+        variant=(int(other is not None), int(relu)),
+    )
 
 
 def _backward(
@@ -144,4 +180,6 @@ def _backward(
     if later:
         g, mask = (dy, mask) if masked is None else (masked, NO_MASK)
         arguments = (*_pointers(x, factor, shift, line), g, dx)
-        channel_pass("normalization", "backward", x, shape, *arguments, variant=(int(mask == BY_X),), held=3)
+        channel_pass(
+            "normalization", "backward", x, shape, *arguments, variant=(int(mask == BY_X),), held=3
+        )

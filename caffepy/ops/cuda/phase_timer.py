@@ -37,11 +37,12 @@ class _Spells:
 class Laps:
     """Seconds by part; nothing is measured unless `running` is set.
 
-    Between `stop` and `start` no time is counted. An iteration is `begin`, then a `lap` at the end of each part: a
-    kernel of one thread, to be recorded with the others, beside the work that follows. `read` waits for nothing.
+    Between `stop` and `start` no time is counted. An iteration is `begin`, then a `lap` at the end
+    of each part: a kernel of one thread, to be recorded with the others, beside the work that
+    follows. `read` waits for nothing.
 
-    What the GPU idles between iterations is shared out as the host's time was: to data while it was `fetching`, to
-    "host" while it was `issuing`.
+    What the GPU idles between iterations is shared out as the host's time was: to data while it was
+    `fetching`, to "host" while it was `issuing`.
     """
 
     def __init__(self, device: CudaDevice) -> None:

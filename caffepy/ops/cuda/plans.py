@@ -1,8 +1,10 @@
-"""Plans of cuDNN graphs: found, timed, remembered, run; and what calls into cuDNN and cuBLAS need on each stream.
+"""Plans of cuDNN graphs: found, timed, remembered, run; and what calls into cuDNN and cuBLAS need
+on each stream.
 
-A plan is made at the first call with its shapes. The backend's heuristics rank the candidates; unless timing is off
-(`autotune`), the first of them are timed with the arrays of that call, and the winner is kept in memory and in
-~/.cache/caffepy/plans-<cuDNN version>-<device>.json. Inside a capture nothing is timed: let a step run once before.
+A plan is made at the first call with its shapes. The backend's heuristics rank the candidates;
+unless timing is off (`autotune`), the first of them are timed with the arrays of that call, and the
+winner is kept in memory and in ~/.cache/caffepy/plans-<cuDNN version>-<device>.json. Inside a
+capture nothing is timed: let a step run once before.
 """
 
 import logging
@@ -35,18 +37,23 @@ WORKSPACE = 256 << 20
 
 CANDIDATES, MORE_CANDIDATES = 6, 10
 SECONDS_EACH = 0.05
-"""So many plans of an operation are timed, more of a large one, and no further one after so long for each."""
+"""So many plans of an operation are timed, more of a large one, and no further one after so long
+for each.
+"""
 
 SECONDS = float(os.environ.get("CAFFEPY_AUTOTUNE_SECONDS") or 20)
 """A process that spent so long on timing takes what the heuristics rank first."""
 
 BETTER = 0.95
-"""A plan takes the place of one that the heuristics rank higher if it needs less than this part of its time."""
+"""A plan takes the place of one that the heuristics rank higher if it needs less than this part of
+its time.
+"""
 
 ALIGNED = 16
 
 CUBLAS, CUBLAS_ASIDE = 32 << 20, 4 << 20
-"""Bytes of cuBLAS's workspace, and those for gradients that layers compute aside; how it rounds depends on that.
+"""Bytes of cuBLAS's workspace, and those for gradients that layers compute aside; how it rounds
+depends on that.
 
 What solvers must all round alike runs on a device's own stream in one, and in a lane in another.
 """
@@ -68,7 +75,9 @@ def autotune(yes: bool) -> None:
 
 
 class Room:
-    """Device memory that grows. What it once gave out stays allocated, since captured graphs know its address."""
+    """Device memory that grows. What it once gave out stays allocated, since captured graphs know
+    its address.
+    """
 
     def __init__(self) -> None:
         self.size = 0
@@ -98,7 +107,9 @@ class Context:
         self._cublas = 0
 
     def array(self, purpose: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
-        """An array in memory that belongs to the purpose; the next call with this purpose gives it out again."""
+        """An array in memory that belongs to the purpose; the next call with this purpose gives it
+        out again.
+        """
         room = self._rooms.get(purpose) or self._rooms.setdefault(purpose, Room())
         room.reserve(prod(shape) * np.dtype(dtype).itemsize)
         return cupy.ndarray(shape, dtype, room.kept[-1])
@@ -107,7 +118,9 @@ class Context:
         """Copy a contiguous array to another one, if they are not the same."""
         if source is not to:
             runtime = cupy.cuda.runtime
-            runtime.memcpyAsync(to.data.ptr, source.data.ptr, to.nbytes, runtime.memcpyDeviceToDevice, self.stream)
+            runtime.memcpyAsync(
+                to.data.ptr, source.data.ptr, to.nbytes, runtime.memcpyDeviceToDevice, self.stream
+            )
 
     @property
     def cudnn(self) -> Any:
@@ -123,7 +136,9 @@ class Context:
         return self._cudnn
 
     def cublas(self, cublas: Any) -> int:
-        """The stream's cuBLAS handle; setting the stream would take the workspace away, so both are set once."""
+        """The stream's cuBLAS handle; setting the stream would take the workspace away, so both are
+        set once.
+        """
         if not self._cublas:
             handle = _handle("cublas", cublas.create)
             cublas.set_stream(handle, self.stream)
@@ -137,7 +152,9 @@ _spares: dict[tuple[int, str], Any] = {}
 
 
 def _handle(kind: str, create: Callable[[], Any]) -> Any:
-    """A new handle; one is always made in advance, since none can be made in a capture, which may bring new streams."""
+    """A new handle; one is always made in advance, since none can be made in a capture, which may
+    bring new streams.
+    """
     key = (cupy.cuda.runtime.getDevice(), kind)
     with _lock:
         handle = _spares.pop(key, None) or create()
@@ -189,9 +206,11 @@ class Plan:
         self.graph.execute(to, here.workspace.reserve(self.workspace), handle=here.cudnn)
 
     def _run_on_copies(self, arrays: Sequence[Any]) -> None:
-        """For parts of larger arrays: graphs take it that all begin at multiples of 16 bytes, and cannot be told.
+        """For parts of larger arrays: graphs take it that all begin at multiples of 16 bytes, and
+        cannot be told.
 
-        Arrays fill their memory, so that a copy of it is one of the array, in whichever order that lies.
+        Arrays fill their memory, so that a copy of it is one of the array, in whichever order that
+        lies.
         """
         here = context()
         copies = [
@@ -205,7 +224,9 @@ class Plan:
 
 
 INEXACT = {("backward_weight", 17)}
-"""Operations and engines with errors of 6e-4 on float32 (cuDNN 9.19, second convolution of CaffeNet)."""
+"""Operations and engines with errors of 6e-4 on float32 (cuDNN 9.19, second convolution of
+CaffeNet).
+"""
 
 _plans: dict[tuple[int, str], Plan | None] = {}
 
@@ -214,10 +235,14 @@ def _exact(name: str, dtype: DTypeLike) -> str:
     return f"{name} {np.dtype(dtype).name} {precision.get()}{' deterministic' * precision.deterministic()}"
 
 
-def find(name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any], candidates: int = CANDIDATES) -> Plan | None:
-    """The plan for a graph, None if cuDNN has none. The name says all that the graph and its arrays depend on.
+def find(
+    name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any], candidates: int = CANDIDATES
+) -> Plan | None:
+    """The plan for a graph, None if cuDNN has none. The name says all that the graph and its arrays
+    depend on.
 
-    The dtype is that of the graph's arrays unless `build` says otherwise; so many candidates are timed.
+    The dtype is that of the graph's arrays unless `build` says otherwise; so many candidates are
+    timed.
     """
     exact = _exact(name, dtype)
     key = (cupy.cuda.runtime.getDevice(), exact)
@@ -230,10 +255,11 @@ def find(name: str, dtype: DTypeLike, build: Build, arrays: Sequence[Any], candi
 def fastest(
     name: str, dtype: DTypeLike, ways: Sequence[Callable[[], Run | None]], arguments: Sequence[Any]
 ) -> tuple[int, Run] | None:
-    """Of several ways to do the same, the one that takes the least time with these arguments, and its index.
+    """Of several ways to do the same, the one that takes the least time with these arguments, and
+    its index.
 
-    A way is made by a call that gives None where there is none. Where nothing is timed the first that there is is
-    taken. Which one won is kept as winners are.
+    A way is made by a call that gives None where there is none. Where nothing is timed the first
+    that there is is taken. Which one won is kept as winners are.
     """
     global _spent
     exact = _exact(name, dtype)
@@ -261,7 +287,9 @@ def fastest(
         return best
 
 
-def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any], candidates: int) -> Plan | None:
+def _make(
+    name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any], candidates: int
+) -> Plan | None:
     cudnn = import_cudnn()
     _ = context().cudnn  # a library that cannot be used at all is no plan that declines
     timing = may_time()
@@ -269,7 +297,9 @@ def _make(name: str, dtype: np.dtype[Any], build: Build, arrays: Sequence[Any], 
         plan = _replay(cudnn, known, dtype, build)
         if plan is not None:
             return plan
-    compiled = [cudnn.behavior_note.RUNTIME_COMPILATION]  # plans that take long to build: only if there is no other
+    compiled = [
+        cudnn.behavior_note.RUNTIME_COMPILATION
+    ]  # plans that take long to build: only if there is no other
     for without, mode in product((compiled, []), _modes(cudnn)):
         try:
             graph, tensors = _graph(cudnn, dtype, build)
@@ -321,7 +351,12 @@ def _declines(cudnn: Any) -> tuple[type[BaseException], ...]:
 
 def _graph(cudnn: Any, dtype: np.dtype[Any], build: Build) -> tuple[Any, Sequence[Any]]:
     kinds = cudnn.data_type
-    outside = {"float32": kinds.FLOAT, "float64": kinds.DOUBLE, "float16": kinds.HALF, "uint16": kinds.BFLOAT16}
+    outside = {
+        "float32": kinds.FLOAT,
+        "float64": kinds.DOUBLE,
+        "float16": kinds.HALF,
+        "uint16": kinds.BFLOAT16,
+    }
     inside = kinds.DOUBLE if dtype == np.float64 else kinds.FLOAT
     graph = cudnn.pygraph(
         handle=context().cudnn,
@@ -339,19 +374,37 @@ def _excluded(cudnn: Any, dtype: np.dtype[Any]) -> list[Any]:
     note = cudnn.numerical_note
     excluded = [note.NONDETERMINISTIC] if precision.deterministic() else []
     if dtype == np.float32 and precision.get() == "fp32":
-        excluded += [note.TENSOR_CORE, note.DOWN_CONVERT_INPUTS, note.REDUCED_PRECISION_REDUCTION, note.FFT]
-        excluded += [getattr(note, name) for name in dir(note) if name.startswith("WINOGRAD")]  # errors of 3e-3
+        excluded += [
+            note.TENSOR_CORE,
+            note.DOWN_CONVERT_INPUTS,
+            note.REDUCED_PRECISION_REDUCTION,
+            note.FFT,
+        ]
+        excluded += [
+            getattr(note, name) for name in dir(note) if name.startswith("WINOGRAD")
+        ]  # errors of 3e-3
     return excluded
 
 
 def _is_inexact(name: str, graph: Any, index: int) -> bool:
-    """Whether fp32 is asked for and the plan's engine rounds more than float32 does, though it carries no such note."""
+    """Whether fp32 is asked for and the plan's engine rounds more than float32 does, though it
+    carries no such note.
+    """
     engine = re.match(r"eng(\d+)", graph.get_plan_name_at_index(index))
-    return "float32 fp32" in name and engine is not None and (name.split()[0], int(engine[1])) in INEXACT
+    return (
+        "float32 fp32" in name
+        and engine is not None
+        and (name.split()[0], int(engine[1])) in INEXACT
+    )
 
 
 def _choose(
-    cudnn: Any, name: str, graph: Any, tensors: Sequence[Any], arrays: Sequence[Any] | None, candidates: int
+    cudnn: Any,
+    name: str,
+    graph: Any,
+    tensors: Sequence[Any],
+    arrays: Sequence[Any] | None,
+    candidates: int,
 ) -> int | None:
     """The index of the plan that is taken, or None; it is timed if there are arrays."""
     global _spent
@@ -360,7 +413,9 @@ def _choose(
     if arrays is not None and not _spent:
         log.info("Timing cuDNN plans (once per shape and machine)")
     for i in range(graph.get_execution_plan_count()):
-        if tried and (tried == candidates or time.perf_counter() - start > SECONDS_EACH * candidates):
+        if tried and (
+            tried == candidates or time.perf_counter() - start > SECONDS_EACH * candidates
+        ):
             break
         try:
             plan = _built(graph, tensors, i)
@@ -391,7 +446,9 @@ def may_time() -> bool:
 
 
 def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: int = 5) -> float:
-    """The device's time for a call, after one call to warm up; one call tells enough if it takes twice the limit."""
+    """The device's time for a call, after one call to warm up; one call tells enough if it takes
+    twice the limit.
+    """
     call()
     stream = cupy.cuda.get_current_stream()
     start, stop = cupy.cuda.Event(), cupy.cuda.Event()
@@ -438,7 +495,9 @@ def _path() -> Path:
 
 
 def _winners() -> dict[str, Any]:
-    """Name of a graph -> cuDNN's name of the plan that won, of a choice between several ways -> the index of one."""
+    """Name of a graph -> cuDNN's name of the plan that won, of a choice between several ways -> the
+    index of one.
+    """
     path = _path()
     if path not in _winners_of:
         _winners_of[path] = read(path)

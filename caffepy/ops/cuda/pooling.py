@@ -1,4 +1,6 @@
-"""Max, average and stochastic pooling over planes of (N, C, H, W). Kernel, stride and pad are (height, width) pairs."""
+"""Max, average and stochastic pooling over planes of (N, C, H, W). Kernel, stride and pad are
+(height, width) pairs.
+"""
 
 from math import prod
 from typing import Any
@@ -35,7 +37,8 @@ def _pool(
     *others: Any,
     relu: bool | None = None,
 ) -> None:
-    """Call a kernel that writes `over`, one of the large (N, C, H, W) and the small (N, C, Ho, Wo) array.
+    """Call a kernel that writes `over`, one of the large (N, C, H, W) and the small (N, C, Ho, Wo)
+    array.
 
     It has a variant for each value of `relu`, unless that is None.
     """
@@ -45,7 +48,9 @@ def _pool(
     kernel, stride, _ = pairs
     images, channels = (n, c) if channels_last(large, small) else (n * c, 1)
     v = 16 // large.itemsize
-    while v > 1 and (channels % v or over.size < v * BUSY or any(a.data.ptr % (v * a.itemsize) for a in arrays)):
+    while v > 1 and (
+        channels % v or over.size < v * BUSY or any(a.data.ptr % (v * a.itemsize) for a in arrays)
+    ):
         v //= 2
     types = [c_type(large), *(_INDEX[a.dtype.name] for a in arrays if a.dtype.name in _INDEX)]
     numbers, threads = [v], over.size // v
@@ -53,7 +58,13 @@ def _pool(
         name, numbers, threads = "ave_pool_forward_wide", [], over.size * 32
     elif not name.startswith("stochastic"):
         numbers.append(min(kernel[1] if over is small else -(-kernel[1] // stride[1]), AHEAD))
-    sizes = (images, channels // v, *large.shape[2:], *small.shape[2:], *(int(side) for pair in pairs for side in pair))
+    sizes = (
+        images,
+        channels // v,
+        *large.shape[2:],
+        *small.shape[2:],
+        *(int(side) for pair in pairs for side in pair),
+    )
     divisors = (divisor(int(d)) for d in (channels // v, *over.shape[:1:-1], *stride))
     if relu is not None:
         numbers.append(int(relu))
@@ -64,21 +75,26 @@ def _pool(
 def max_pool_forward(
     x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
 ) -> None:
-    """Write the maximum of each window, clipped to the plane, and which element it is; the first one wins.
+    """Write the maximum of each window, clipped to the plane, and which element it is; the first
+    one wins.
 
-    An index of int32 counts h*W + w within the plane; one of uint8 within the window, in the order of y's memory.
-    A window that holds nothing but NaN keeps its first element. With `relu`, what is not above 0 becomes 0, and its
-    index -1 (255).
+    An index of int32 counts h*W + w within the plane; one of uint8 within the window, in the order
+    of y's memory. A window that holds nothing but NaN keeps its first element. With `relu`, what is
+    not above 0 becomes 0, and its index -1 (255).
     """
     _pool("max_pool_forward", y, x, y, (x, y, index), (kernel, stride, pad), relu=relu)
 
 
-def max_pool_backward(dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
+def max_pool_backward(
+    dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
+) -> None:
     """Write dx: each dy goes to the element that its index names, if any."""
     _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), (kernel, stride, pad))
 
 
-def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False) -> None:
+def ave_pool_forward(
+    x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
+) -> None:
     """Write the mean of each window, at least 0 with `relu`.
 
     Padding counts in the divisor, what hangs over it does not.
@@ -86,8 +102,12 @@ def ave_pool_forward(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, 
     _pool("ave_pool_forward", y, x, y, (x, y), (kernel, stride, pad), relu=relu)
 
 
-def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None) -> None:
-    """Write dx: each dy shared evenly over its window; where a y is given, only those with a y above 0."""
+def ave_pool_backward(
+    dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None
+) -> None:
+    """Write dx: each dy shared evenly over its window; where a y is given, only those with a y
+    above 0.
+    """
     if y is not None:
         channels_last(dy, y)  # they must lie alike
     arrays = (dy, dx, dy if y is None else y)
@@ -95,9 +115,17 @@ def ave_pool_backward(dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pai
 
 
 def stochastic_pool_forward(
-    x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, seed: int, tick: Array | None = None
+    x: Array,
+    y: Array,
+    index: Array,
+    kernel: Pair,
+    stride: Pair,
+    pad: Pair,
+    seed: int,
+    tick: Array | None = None,
 ) -> None:
-    """Write a random element of each window, likelier the larger it is, and which one, as `max_pool_forward` does.
+    """Write a random element of each window, likelier the larger it is, and which one, as
+    `max_pool_forward` does.
 
     Its gradient is `max_pool_backward`'s. Seed and tick are those of `dropout_forward`.
     """
@@ -106,5 +134,7 @@ def stochastic_pool_forward(
 
 
 def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write what `stochastic_pool_forward` gives on average: sum of squares / sum, 0 if that is not above 0."""
+    """Write what `stochastic_pool_forward` gives on average: sum of squares / sum, 0 if that is not
+    above 0.
+    """
     _pool("stochastic_pool_mean", y, x, y, (x, y), (kernel, stride, pad))

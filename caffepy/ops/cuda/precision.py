@@ -1,4 +1,5 @@
-"""In what numbers a GPU computes, and whether sums may change from run to run: read when a plan is made.
+"""In what numbers a GPU computes, and whether sums may change from run to run: read when a plan is
+made.
 
 Parameters, their gradients, statistics, losses and sums are float32 in every precision.
 """
@@ -26,7 +27,9 @@ def set(precision: str) -> None:
 
 
 def deterministic() -> bool:
-    """Whether only plans are taken that sum in a fixed order; at first CAFFEPY_DETERMINISTIC (0 or 1), else no."""
+    """Whether only plans are taken that sum in a fixed order; at first CAFFEPY_DETERMINISTIC (0 or
+    1), else no.
+    """
     if _deterministic is None:
         set_deterministic(os.environ.get("CAFFEPY_DETERMINISTIC", "") not in ("", "0"))
     assert _deterministic is not None

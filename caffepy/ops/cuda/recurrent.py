@@ -1,7 +1,8 @@
-"""Recurrences over time: for each step a matrix product with the state and one kernel for the units.
+"""Recurrences over time: for each step a matrix product with the state and one kernel for the
+units.
 
-Arrays are (T, N, .) of steps and streams. What comes from the inputs of all steps is one matrix product beforehand,
-the gradients of the weights are one afterwards.
+Arrays are (T, N, .) of steps and streams. What comes from the inputs of all steps is one matrix
+product beforehand, the gradients of the weights are one afterwards.
 """
 
 from typing import Any
@@ -13,31 +14,53 @@ from caffepy.ops.cuda.blas import matmul
 from caffepy.ops.cuda.launch import Array, launch
 
 
-def _unit(a: Array, c_before: Array, cont: Array, c: Array, h: Array, next_cont: Any, kept: Any) -> None:
+def _unit(
+    a: Array, c_before: Array, cont: Array, c: Array, h: Array, next_cont: Any, kept: Any
+) -> None:
     launch("recurrent", "lstm_unit", h, h.size, a, c_before, cont, c, h, next_cont, kept, *h.shape)
 
 
 def _unit_gradient(
     a: Array, c_before: Array, c: Array, dh: Array, next_cont: Any, rest: Any, dc: Array, da: Array
 ) -> None:
-    launch("recurrent", "lstm_unit_gradient", dh, dh.size, a, c_before, c, dh, next_cont, rest, dc, da, *dh.shape)
+    launch(
+        "recurrent",
+        "lstm_unit_gradient",
+        dh,
+        dh.size,
+        a,
+        c_before,
+        c,
+        dh,
+        next_cont,
+        rest,
+        dc,
+        da,
+        *dh.shape,
+    )
 
 
 def lstm_unit_forward(a: Array, c_before: Array, cont: Array, c: Array, h: Array) -> None:
-    """c = f c_before + i g, h = o tanh(c) for (N, H) each; a (N, 4H): sums of gates in, activations i, f, o, g out.
+    """c = f c_before + i g, h = o tanh(c) for (N, H) each; a (N, 4H): sums of gates in, activations
+    i, f, o, g out.
 
     i, o are sigmoids, g is tanh, f is cont times a sigmoid; cont (N).
     """
     _unit(a, c_before, cont, c, h, 0, 0)
 
 
-def lstm_unit_backward(a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array) -> None:
-    """da = gradient in the sums of the gates, dc = that in c_before (before: in c); the activations a as forward."""
+def lstm_unit_backward(
+    a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array
+) -> None:
+    """da = gradient in the sums of the gates, dc = that in c_before (before: in c); the activations
+    a as forward.
+    """
     _unit_gradient(a, c_before, c, dh, 0, 0, dc, da)
 
 
 class LSTM:
-    """A layer of LSTM units of T steps, N streams and H units: a_t = input_t + (cont_t h_{t-1}) @ w.T, then the unit.
+    """A layer of LSTM units of T steps, N streams and H units: a_t = input_t + (cont_t h_{t-1}) @
+    w.T, then the unit.
 
     Gates stand in the order i, f, o, g; w is (4H, H), cont (T, N), first states (N, H).
     """
@@ -46,9 +69,18 @@ class LSTM:
         self._rest, self._dc = cupy.empty((2, streams, size), dtype)
 
     def forward(
-        self, a: Array, w: Array, cont: Array, h_first: Array, c_first: Array, kept: Array, h: Array, c: Array
+        self,
+        a: Array,
+        w: Array,
+        cont: Array,
+        h_first: Array,
+        c_first: Array,
+        kept: Array,
+        h: Array,
+        c: Array,
     ) -> None:
-        """h and c (T, N, H) of all steps; a (T, N, 4H) holds the inputs' sums, afterwards the activations.
+        """h and c (T, N, H) of all steps; a (T, N, 4H) holds the inputs' sums, afterwards the
+        activations.
 
         kept (T, N, H) becomes cont_t h_{t-1}, which the gradient of w needs.
         """
@@ -59,7 +91,9 @@ class LSTM:
             following = (cont[t + 1], kept[t + 1]) if t + 1 < steps else (0, 0)
             _unit(a[t], c[t - 1] if t else c_first, cont[t], c[t], h[t], *following)
 
-    def backward(self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array) -> None:
+    def backward(
+        self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array
+    ) -> None:
         """da (T, N, 4H) = gradient in the sums of the gates, from dy (T, N, H), the gradient in h."""
         steps = len(dy)
         self._dc.fill(0)
@@ -72,13 +106,17 @@ class LSTM:
 
 
 class RNN:
-    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T) for T steps, N streams, H units; w (H, H), cont (T, N)."""
+    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T) for T steps, N streams, H units; w (H, H), cont
+    (T, N).
+    """
 
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         self._rest = cupy.empty((streams, size), dtype)
 
     def forward(self, h: Array, w: Array, cont: Array, h_first: Array, kept: Array) -> None:
-        """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1}; h_first (N, H)."""
+        """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1};
+        h_first (N, H).
+        """
         steps = len(h)
         launch("recurrent", "keep", h, h_first.size, h_first, cont, kept, *h_first.shape)
         for t in range(steps):
@@ -91,6 +129,8 @@ class RNN:
         steps = len(h)
         for t in range(steps - 1, -1, -1):
             following = (cont[t + 1], self._rest) if t + 1 < steps else (0, 0)
-            launch("recurrent", "rnn_unit_gradient", h, h[t].size, h[t], dh[t], *following, *h[t].shape)
+            launch(
+                "recurrent", "rnn_unit_gradient", h, h[t].size, h[t], dh[t], *following, *h[t].shape
+            )
             if t:
                 matmul(dh[t], w, self._rest)

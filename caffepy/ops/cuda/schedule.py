@@ -1,4 +1,6 @@
-"""The executor of all-reduce schedules on GPUs: a kernel on each, over peer memory; see kernels/schedule.cu."""
+"""The executor of all-reduce schedules on GPUs: a kernel on each, over peer memory; see
+kernels/schedule.cu.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +14,9 @@ Array = Any  # cupy.ndarray
 
 THREADS = 512
 BLOCKS, MOST_BLOCKS = 48, 256
-"""Blocks of an action, fewer if a rank has so many actions that they would be more in all than a GPU runs at a time."""
+"""Blocks of an action, fewer if a rank has so many actions that they would be more in all than a
+GPU runs at a time.
+"""
 
 CHUNK = 16 << 10
 """Elements that a block moves at a time: 64 KiB, what it reads at once."""
@@ -35,12 +39,14 @@ def chunk_of(count: int, blocks: int) -> int:
 class ScheduleRun:
     """One rank's launches of one schedule; made on the rank's device.
 
-    `steps` are the rank's, `last` the waits after which its buffer may be written again, `most` the largest number of
-    steps of any rank. The waits end when the int at the host's address `given_up` is not 0. All ranks must launch it
-    the same number of times, for the same counts.
+    `steps` are the rank's, `last` the waits after which its buffer may be written again, `most` the
+    largest number of steps of any rank. The waits end when the int at the host's address `given_up`
+    is not 0. All ranks must launch it the same number of times, for the same counts.
     """
 
-    def __init__(self, rank: int, levels: int, steps: Sequence[Step], last: Waits, most: int, given_up: int) -> None:
+    def __init__(
+        self, rank: int, levels: int, steps: Sequence[Step], last: Waits, most: int, given_up: int
+    ) -> None:
         self._rank, self._levels = rank, levels
         self._blocks = max(1, min(BLOCKS, MOST_BLOCKS // max(1, most)))
         self._grid = len(steps) * self._blocks + 2
@@ -60,7 +66,9 @@ class ScheduleRun:
         self._progress_of = pointers(progress)
 
     def run(self, buffers: Array, count: int, scale: float = 1.0) -> None:
-        """Run on the first `count` floats of the buffers (`pointers`); complete sums are multiplied by `scale`."""
+        """Run on the first `count` floats of the buffers (`pointers`); complete sums are multiplied
+        by `scale`.
+        """
         arguments = (
             np.int32(self._rank),
             buffers,

@@ -1,8 +1,9 @@
-"""Convolutions of small images by kernels of our own, one launch each (gradients of weights and bias: two).
+"""Convolutions of small images by kernels of our own, one launch each (gradients of weights and
+bias: two).
 
-Libraries are made for large problems: of small ones, or with few channels, they fill up pixels, rearrange weights and
-do not occupy a device. Here a tiling is chosen by estimated cycles; whether it is faster than cuDNN is for the caller
-to find out by timing.
+Libraries are made for large problems: of small ones, or with few channels, they fill up pixels,
+rearrange weights and do not occupy a device. Here a tiling is chosen by estimated cycles; whether
+it is faster than cuDNN is for the caller to find out by timing.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +26,9 @@ Run = Callable[..., Any]
 Way = Callable[[], Run | None]
 
 OPERATIONS, DEPTH = 4e9, 2048
-"""Operations of a convolution, and weights of an output or of a channel, up to which ways are offered."""
+"""Operations of a convolution, and weights of an output or of a channel, up to which ways are
+offered.
+"""
 
 WAYS = 2
 """Tilings of an operation that are worth timing."""
@@ -65,7 +68,11 @@ class _Device(NamedTuple):
 @cache
 def _device(index: int) -> _Device:
     found = cupy.cuda.runtime.getDeviceProperties(index)
-    return _Device(found["multiProcessorCount"], found["sharedMemPerBlockOptin"], 10 * found["major"] + found["minor"])
+    return _Device(
+        found["multiProcessorCount"],
+        found["sharedMemPerBlockOptin"],
+        10 * found["major"] + found["minor"],
+    )
 
 
 def _here() -> _Device:
@@ -119,7 +126,9 @@ def _best(tilings: Iterator[Tiling]) -> list[Tiling]:
 
 
 def _pieces(capacity: int, number: int, out: Pair) -> Pair | None:
-    """Of how many images how many lines of results fit into so many rows, about as many in each piece."""
+    """Of how many images how many lines of results fit into so many rows, about as many in each
+    piece.
+    """
     lines, columns = out
     if lines * columns <= capacity:
         images = min(number, capacity // (lines * columns))
@@ -139,7 +148,9 @@ def _prepare(name: str, dtype: np.dtype[Any], tiling: Tiling) -> Run:
 
 
 def _cycles(tiling: Tiling, steps: float) -> float:
-    """Of a processor for the products of a block: shared memory, tensor cores, or how long a warp waits for them."""
+    """Of a processor for the products of a block: shared memory, tensor cores, or how long a warp
+    waits for them.
+    """
     m, n = tiling.m, tiling.n
     return max(
         steps * tiling.groups * (4 * m + 2 * n + 2),
@@ -156,7 +167,9 @@ LATENCY = 600
 
 
 class _Look:
-    """Positions of one array that look at another through taps: forward, and backward the other way round."""
+    """Positions of one array that look at another through taps: forward, and backward the other way
+    round.
+    """
 
     def __init__(
         self,
@@ -195,14 +208,28 @@ class _Look:
     def backward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Look":
         """dx looks at dy, spread by the stride, through the taps in reverse."""
         taps, dilation = _pair(geometry.w[2:]), _pair(geometry.dilation)
-        top, left = (_reach(k, d) - 1 - p for k, d, p in zip(taps, dilation, geometry.padding, strict=True))
-        return cls(dtype, geometry.y, geometry.x, taps, dilation, (1, 1), _pair(geometry.stride), (top, left), True)
+        top, left = (
+            _reach(k, d) - 1 - p for k, d, p in zip(taps, dilation, geometry.padding, strict=True)
+        )
+        return cls(
+            dtype,
+            geometry.y,
+            geometry.x,
+            taps,
+            dilation,
+            (1, 1),
+            _pair(geometry.stride),
+            (top, left),
+            True,
+        )
 
     def window(self, lines: int) -> Pair:
         """Lines and columns of the source that so many lines of results see."""
         rows, columns = (
             (n - 1) * s + _reach(k, d)
-            for n, s, k, d in zip((lines, self.target[3]), self.step, self.taps, self.dilation, strict=True)
+            for n, s, k, d in zip(
+                (lines, self.target[3]), self.step, self.taps, self.dilation, strict=True
+            )
         )
         return rows, columns
 
@@ -254,7 +281,17 @@ class _Look:
         number, channels, *size = self.source
         outputs, *out = self.target[1:]
         rows, columns = self.window(tiling.lines)
-        sizes = (number, channels, *size, outputs, *out, *self.taps, *self.dilation, *self.step, *self.spread)
+        sizes = (
+            number,
+            channels,
+            *size,
+            outputs,
+            *out,
+            *self.taps,
+            *self.dilation,
+            *self.step,
+            *self.spread,
+        )
         how = (*self.before, self.turned, relu, tiling.images, tiling.lines, tiling.split)
         divisors = [divisor(d) for d in (self.words, columns, rows, prod(self.taps))]
         arguments = (*(np.int32(n) for n in (*sizes, *how)), *divisors)
@@ -314,7 +351,11 @@ class _Gradient:
                     steps = -(-images * lines * self.across // 8)
                     pixels = images * prod(self.window(lines))
                     parts = 128 * m * n * warps if split > 1 else 0
-                    words = 8 * steps * (8 * (n | 1) + 1) + 32 * warps + max(pixels * (channels | 1), parts)
+                    words = (
+                        8 * steps * (8 * (n | 1) + 1)
+                        + 32 * warps
+                        + max(pixels * (channels | 1), parts)
+                    )
                     if 4 * words > here.shared:
                         continue
                     tiling = Tiling(0, m, n, warps, split, images, lines, 4 * words)
@@ -325,7 +366,10 @@ class _Gradient:
         here = _here()
         number, outputs, height, _ = self.geometry.y
         tiles = -(-number // tiling.images) * -(-height // tiling.lines)
-        down, across = -(-self.length // (16 * tiling.m * tiling.groups)), -(-outputs // (8 * tiling.n))
+        down, across = (
+            -(-self.length // (16 * tiling.m * tiling.groups)),
+            -(-outputs // (8 * tiling.n)),
+        )
         together = max(1, min(here.shared // (tiling.shared + 1024), 16 // tiling.warps))
         shares = min(tiles, max(1, here.processors * together // (down * across)))
         return -(-tiles // -(-tiles // shares)), down, across, together
@@ -340,8 +384,17 @@ class _Gradient:
         fetched += 8 * steps * min(outputs, 8 * tiling.n) * max(0.1 * self.each, 4 / BYTES)
         sums = 128 * tiling.m * tiling.n * tiling.groups
         ends = LATENCY + resident * sums * (tiling.split / 16 + 4 / BYTES)
-        finish = 2 * LATENCY + sums * shares * down * across * 4 / BYTES / here.processors + shares / 8 * 60
-        return LATENCY + rounds * (LATENCY + resident * (fetched + _cycles(tiling, steps))) + ends + finish
+        finish = (
+            2 * LATENCY
+            + sums * shares * down * across * 4 / BYTES / here.processors
+            + shares / 8 * 60
+        )
+        return (
+            LATENCY
+            + rounds * (LATENCY + resident * (fetched + _cycles(tiling, steps)))
+            + ends
+            + finish
+        )
 
     def plan(self, tiling: Tiling) -> Run:
         """What runs with x, dy, dw, db or None."""
@@ -351,7 +404,14 @@ class _Gradient:
         shares, down, across = grid
         rows, columns = self.window(tiling.lines)
         most = self.channels(16 * tiling.m * tiling.groups)
-        sizes = (*geometry.x, *geometry.y[1:], *geometry.w[2:], *geometry.dilation, *geometry.stride, *geometry.padding)
+        sizes = (
+            *geometry.x,
+            *geometry.y[1:],
+            *geometry.w[2:],
+            *geometry.dilation,
+            *geometry.stride,
+            *geometry.padding,
+        )
         how = (tiling.images, tiling.lines, tiling.split, most)
         arguments = [np.int32(n) for n in (*sizes, *how)]
         divisors = [divisor(d) for d in (most, columns, rows, self.across)]
@@ -362,7 +422,10 @@ class _Gradient:
         def both(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
             sums = elements + (0 if db is None else outputs)
             part = plans.context().array("small gradient", (shares, sums), np.float32)
-            run((shares, down, across), args=(x, dy, part, *arguments, np.int32(db is not None), *divisors))
+            run(
+                (shares, down, across),
+                args=(x, dy, part, *arguments, np.int32(db is not None), *divisors),
+            )
             ends = (shares, sums, self.length, outputs, tiling.m, tiling.n, tiling.groups, down)
             last = (part, dw, 0 if db is None else db, *(np.int32(n) for n in ends))
             finish((-(-sums // 32),), (256,), last)

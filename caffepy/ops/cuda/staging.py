@@ -1,7 +1,9 @@
-"""Arrays that one thread fills and another uses; a stream of its own copies them to the device in between.
+"""Arrays that one thread fills and another uses; a stream of its own copies them to the device in
+between.
 
-The copies wait for the operations that use what was sent before, and operations wait for the copies: on the device, by
-events. The host waits in `room` alone, until page-locked memory has been copied and may be filled again.
+The copies wait for the operations that use what was sent before, and operations wait for the
+copies: on the device, by events. The host waits in `room` alone, until page-locked memory has been
+copied and may be filled again.
 """
 
 from functools import cache
@@ -20,7 +22,9 @@ ALIGNED = 256
 
 @cache
 def _copies(device: int) -> Any:
-    """The stream of all copies to this device: one after the other, each gets there as soon as it can."""
+    """The stream of all copies to this device: one after the other, each gets there as soon as it
+    can.
+    """
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream(non_blocking=True)
 
@@ -30,7 +34,9 @@ def _event() -> Any:
 
 
 class Staging:
-    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`, `done` in another."""
+    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`,
+    `done` in another.
+    """
 
     def __init__(self) -> None:
         self._layout: Layout = ()
@@ -39,7 +45,9 @@ class Staging:
         self._sent, self._used = _event(), _event()
 
     def room(self, layout: Layout) -> list[NDArray[Any]]:
-        """Arrays to fill, the same as before if the layout is; returns when what they held has left."""
+        """Arrays to fill, the same as before if the layout is; returns when what they held has
+        left.
+        """
         with self._device:
             self._sent.synchronize()
             if layout != self._layout:
@@ -69,7 +77,11 @@ class Staging:
         with self._device:
             self._stream.wait_event(self._used)
             runtime.memcpyAsync(
-                self._memory.ptr, self._host.ptr, self._size, runtime.memcpyHostToDevice, self._stream.ptr
+                self._memory.ptr,
+                self._host.ptr,
+                self._size,
+                runtime.memcpyHostToDevice,
+                self._stream.ptr,
             )
             self._sent.record(self._stream)
 

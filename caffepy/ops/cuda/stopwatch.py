@@ -20,7 +20,9 @@ class Stopwatch:
         self._count = 0
 
     def hold(self, milliseconds: float) -> None:
-        """Let a device begin with what follows later by this, so that it need not wait for the host in between."""
+        """Let a device begin with what follows later by this, so that it need not wait for the host
+        in between.
+        """
         kernel("spin", "spin")((1,), (1,), (np.int64(milliseconds * TICKS),))
 
     def mark(self) -> None:
@@ -31,7 +33,9 @@ class Stopwatch:
         self._count += 1
 
     def read(self) -> list[float]:
-        """The milliseconds from each mark to the next, once all are reached; the marks are taken away."""
+        """The milliseconds from each mark to the next, once all are reached; the marks are taken
+        away.
+        """
         marks, self._count = self._events[: self._count], 0
         if marks:
             marks[-1].synchronize()

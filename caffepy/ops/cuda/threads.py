@@ -1,4 +1,5 @@
-"""The names of ops.cpu that share work out over host threads. A GPU has threads of its own, so these do nothing more.
+"""The names of ops.cpu that share work out over host threads. A GPU has threads of its own, so
+these do nothing more.
 
 They exist so that nets and solvers enter the same scopes on every device.
 """

@@ -1,7 +1,7 @@
 """Transformation of a batch of images: crop, subtract a mean, scale, mirror.
 
-y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts from the right
-where the image is mirrored.
+y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts
+from the right where the image is mirrored.
 """
 
 from typing import Any
@@ -25,26 +25,41 @@ def _on_device(a: Any, dtype: Any) -> Array:
 
 
 def transform_batch(
-    records: Array, out: Array, h_off: Array, w_off: Array, mirror: Array, mean: Array | None, scale: float
+    records: Array,
+    out: Array,
+    h_off: Array,
+    w_off: Array,
+    mirror: Array,
+    mean: Array | None,
+    scale: float,
 ) -> None:
     """Write out (N, C, h, w) of any format from records (N, C, H, W), uint8 or float32.
 
-    h_off, w_off and mirror hold one value an image; mean is None or (C, H, W), where C as well as H and W may be 1. All
-    but out may lie on the host or on the device; a mean that is used again is best kept on the device.
+    h_off, w_off and mirror hold one value an image; mean is None or (C, H, W), where C as well as H
+    and W may be 1. All but out may lie on the host or on the device; a mean that is used again is
+    best kept on the device.
     """
     if not out.size:
         return
     kind = RECORDS.get(records.dtype.name)
     if kind is None:
-        raise DeviceError(f"no GPU transformation of records of type {records.dtype.name}; uint8 and float32 have one")
+        raise DeviceError(
+            f"no GPU transformation of records of type {records.dtype.name}; uint8 and float32 have one"
+        )
     last = channels_last(out)
-    h, w, flip = _on_device(h_off, np.int64), _on_device(w_off, np.int64), _on_device(mirror, np.bool_)
+    h, w, flip = (
+        _on_device(h_off, np.int64),
+        _on_device(w_off, np.int64),
+        _on_device(mirror, np.bool_),
+    )
     shift: Any = 0
     strides: tuple[int, ...] = (0, 0, 0)
     if mean is not None:
         shift = _on_device(mean, np.float64 if out.dtype == np.float64 else np.float32)
         steps = (mean.shape[1] * mean.shape[2], mean.shape[2], 1)
-        strides = tuple(step if size > 1 else 0 for size, step in zip(mean.shape, steps, strict=True))
+        strides = tuple(
+            step if size > 1 else 0 for size, step in zip(mean.shape, steps, strict=True)
+        )
     sizes = (*out.shape[:2], *records.shape[2:], *out.shape[2:], *strides, int(last))
     blocks = min(-(-packs(out) // THREADS), MOST)
     arguments = (_on_device(records, records.dtype), out, h, w, flip, shift, *sizes, float(scale))

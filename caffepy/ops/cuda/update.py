@@ -1,8 +1,9 @@
 """Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
 
-`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w` and its history in
-place and leaves in `g` what it subtracted from `w`. Numbers, those of the segments among them, may be arrays without
-axes and the segments' arrays may lie on the device: a captured step then follows what they hold.
+`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w`
+and its history in place and leaves in `g` what it subtracted from `w`. Numbers, those of the
+segments among them, may be arrays without axes and the segments' arrays may lie on the device: a
+captured step then follows what they hold.
 """
 
 from typing import Any
@@ -27,9 +28,29 @@ def _run(name: str, arrays: tuple[Array, ...], segments: Segments, *numbers: Num
         return
     ends = _on_device(segments.ends, np.int64)
     rates, decays = (_on_device(a, w.dtype) for a in (segments.rates, segments.decays))
-    spoken = (segments.scale, segments.rate, segments.decay, segments.go, *numbers, *[0.0] * (4 - len(numbers)))
+    spoken = (
+        segments.scale,
+        segments.rate,
+        segments.decay,
+        segments.go,
+        *numbers,
+        *[0.0] * (4 - len(numbers)),
+    )
     constants = (n for value in spoken for n in number(value))
-    launch("update", name, w, packs(w), *arrays, w.size, ends, rates, decays, count, int(segments.l1), *constants)
+    launch(
+        "update",
+        name,
+        w,
+        packs(w),
+        *arrays,
+        w.size,
+        ends,
+        rates,
+        decays,
+        count,
+        int(segments.l1),
+        *constants,
+    )
 
 
 def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
@@ -47,12 +68,16 @@ def adagrad_update(w: Array, g: Array, h: Array, segments: Segments, delta: floa
     _run("rms", (w, g, h), segments, 1.0, 1.0, delta)
 
 
-def rmsprop_update(w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float) -> None:
+def rmsprop_update(
+    w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float
+) -> None:
     """h = rms_decay*h + (1 - rms_decay)*g^2; w -= rate*g/(sqrt(h) + delta)."""
     _run("rms", (w, g, h), segments, rms_decay, 1 - rms_decay, delta)
 
 
-def adadelta_update(w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float) -> None:
+def adadelta_update(
+    w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float
+) -> None:
     """h, u are means of g^2 and of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
     _run("adadelta", (w, g, h, u), segments, momentum, delta)
 
@@ -68,5 +93,7 @@ def adam_update(
     delta: float,
     correction: Number,
 ) -> None:
-    """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) + delta)."""
+    """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) +
+    delta).
+    """
     _run("adam", (w, g, m, v), segments, beta1, beta2, delta, correction)

@@ -1,4 +1,6 @@
-"""What decides on an update of parameters, and the sums of what a test net gives: on the device, without the host."""
+"""What decides on an update of parameters, and the sums of what a test net gives: on the device,
+without the host.
+"""
 
 from collections import deque
 from collections.abc import Sequence
@@ -18,7 +20,19 @@ from caffepy.ops.cuda.launch import MOST, Array, launch_blocks, packs, scratch
 from caffepy.ops.segments import Number
 from caffepy.ops.update_state import LEAST_SCALE, MOST_SCALE, PATIENCE, Fate, Limits, Verdict
 
-NUMBERS = ("rate", "decay", "correction", "scale", "go", "last", "total", "loss_scale", "good", "stopped", "judged")
+NUMBERS = (
+    "rate",
+    "decay",
+    "correction",
+    "scale",
+    "go",
+    "last",
+    "total",
+    "loss_scale",
+    "good",
+    "stopped",
+    "judged",
+)
 ORDERS, REPORTS = 3, 5
 """As in kernels/update_state.cu."""
 
@@ -63,11 +77,13 @@ def _losses(blobs: Sequence[Blob]) -> list[Row]:
 
 
 class Control:
-    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients and `go` as judged,
-    and `loss_scale`, by which the gradients are too large until they are judged.
+    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients
+    and `go` as judged, and `loss_scale`, by which the gradients are too large until they are
+    judged.
 
-    In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after the last backward
-    pass, then the update. All but `say`, `loss`, `mean`, `given` and `verdicts` can be captured.
+    In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after
+    the last backward pass, then the update. All but `say`, `loss`, `mean`, `given` and `verdicts`
+    can be captured.
     """
 
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: CudaDevice) -> None:
@@ -83,7 +99,9 @@ class Control:
         rows: HostArray = np.frombuffer(self._page, np.float64, ROWS * (ORDERS + REPORTS))
         self._orders = rows[: ROWS * ORDERS].reshape(ROWS, ORDERS)
         self._reports = rows[ROWS * ORDERS :].reshape(ROWS, REPORTS)
-        self._given = self._known = self._told = 0  # iterations: given to the device, known to be done, told of
+        self._given = self._known = self._told = (
+            0  # iterations: given to the device, known to be done, told of
+        )
         self._ends: deque[tuple[int, Any]] = deque()  # an event after so many
         self.rate: Number = self._number("rate")
         self.decay: Number = self._number("decay")
@@ -114,7 +132,9 @@ class Control:
             self._number("total").fill(0)
 
     def keep(self, blobs: Sequence[Blob]) -> None:
-        """Keep the values of these blobs of float32 for `take_back`; give back what is kept if one was STOPPED."""
+        """Keep the values of these blobs of float32 for `take_back`; give back what is kept if one
+        was STOPPED.
+        """
         if not blobs:
             return
         if not self._kept:
@@ -122,7 +142,9 @@ class Control:
         kept: list[Array] = self._kept
         rows = [_row(blob, values.data.ptr) for blob, values in zip(blobs, kept, strict=True)]
         across = max(1, min(-(-max(blob.count for blob in blobs) // THREADS), MOST))
-        kernel("update_state", "keep")((across, len(rows)), (THREADS,), (self._keeping.of(rows)[0], self._numbers))
+        kernel("update_state", "keep")(
+            (across, len(rows)), (THREADS,), (self._keeping.of(rows)[0], self._numbers)
+        )
 
     def take_back(self, blobs: Sequence[Blob]) -> None:
         """Give these blobs the values that were kept."""
@@ -131,13 +153,17 @@ class Control:
                 copy(kept, blob.data.reshape(-1))
 
     def note(self) -> None:
-        """Add the loss of a forward pass: the sum of data times diff over the losses. Counts the device's `tick`."""
+        """Add the loss of a forward pass: the sum of data times diff over the losses. Counts the
+        device's `tick`.
+        """
         table, count = self._table.of(_losses(self._losses))
         arguments = (table, count, int(self._limits.passes > 1), self._numbers, self._tick)
         kernel("update_state", "note")((1,), (THREADS,), arguments)
 
     def tell(self, notes: Array) -> None:
-        """Put into the notes what is to be averaged over solvers: no number if something is wrong here."""
+        """Put into the notes what is to be averaged over solvers: no number if something is wrong
+        here.
+        """
         arguments = (self._problems, self._device.problem_count, self._numbers, notes)
         kernel("update_state", "tell")((1,), (THREADS,), arguments)
 
@@ -154,14 +180,18 @@ class Control:
         """Go on with the loss scale that came with the parameters, if there is one."""
         if self._limits.loss_scale is not None:
             table, count = self._table.of(_losses(self._losses))
-            kernel("update_state", "hear_scale")((1,), (THREADS,), (told, table, count, self._numbers))
+            kernel("update_state", "hear_scale")(
+                (1,), (THREADS,), (told, table, count, self._numbers)
+            )
 
     def loss(self) -> float:
         """The loss of the last pass, when the device is done with it."""
         return float(self._device.on_host(self._number("last")))
 
     def mean(self) -> float:
-        """The mean loss of the iteration's passes, over all solvers if it was heard of, when the device is done."""
+        """The mean loss of the iteration's passes, over all solvers if it was heard of, when the
+        device is done.
+        """
         return float(self._device.on_host(self._number("total"))) / self._limits.passes
 
     @property
@@ -195,7 +225,8 @@ class Control:
             self._ends.append((self._given, event))
 
     def verdicts(self, wait: bool) -> list[Verdict]:
-        """The verdicts that were not returned yet, in order: all, or without `wait` those known by now.
+        """The verdicts that were not returned yet, in order: all, or without `wait` those known by
+        now.
 
         Waits in any case for those of a few iterations if the host is too far ahead.
         """
@@ -219,7 +250,9 @@ class Control:
     def done(self) -> int:
         """How many iterations the device is done with by now; for a look from another thread."""
         first, given = self._told, self._given
-        return next((i for i in range(first, given) if self._reports[i % ROWS, -1] == PENDING), given)
+        return next(
+            (i for i in range(first, given) if self._reports[i % ROWS, -1] == PENDING), given
+        )
 
     def realign(self) -> None:
         """Forget what was given before an interruption, which may have hit in between."""
@@ -235,7 +268,9 @@ class Control:
         """What must be kept so that a resumed run goes on exactly."""
         if self._limits.loss_scale is None:
             return {}
-        return {name: float(self._device.on_host(self._number(name))) for name in ("loss_scale", "good")}
+        return {
+            name: float(self._device.on_host(self._number(name))) for name in ("loss_scale", "good")
+        }
 
     def set_state(self, state: dict[str, float]) -> None:
         """Take up a state that `state` gave."""
@@ -270,9 +305,13 @@ class Sums:
                 self._sums.fill(0)
         else:
             self._shapes = shapes
-            self._sums = self._device.zeros(sum(blob.count for blob in self._blobs), np.dtype(np.float64))
+            self._sums = self._device.zeros(
+                sum(blob.count for blob in self._blobs), np.dtype(np.float64)
+            )
             self._device.epoch += 1
-        self._device.upload(np.array([name == "loss_scale" for name in NUMBERS], np.float64), self._numbers)
+        self._device.upload(
+            np.array([name == "loss_scale" for name in NUMBERS], np.float64), self._numbers
+        )
 
     def add(self) -> None:
         """Add the values of a pass."""
@@ -294,5 +333,8 @@ class Sums:
         flat = self._device.on_host(self._sums)
         ends = np.cumsum([blob.count for blob in self._blobs])
         parts = np.split(flat, ends[:-1]) if self._blobs else []
-        sums = [blob.format.view(part, blob.shape) for blob, part in zip(self._blobs, parts, strict=True)]
+        sums = [
+            blob.format.view(part, blob.shape)
+            for blob, part in zip(self._blobs, parts, strict=True)
+        ]
         return sums, float(self._device.on_host(self._numbers)[NUMBERS.index("total")])

@@ -10,7 +10,12 @@ from caffepy.core.errors import UsageError
 def test_sizes_are_lists_and_ranges() -> None:
     assert parse_sizes("64K..512K") == [1 << 16, 1 << 17, 1 << 18, 1 << 19]
     assert parse_sizes("100, 1M,3M..8M") == [100, 1 << 20, 3 << 20, 6 << 20]
-    assert [show_size(size) for size in (100, 1 << 16, 3 << 20, 1 << 30)] == ["100", "64K", "3M", "1G"]
+    assert [show_size(size) for size in (100, 1 << 16, 3 << 20, 1 << 30)] == [
+        "100",
+        "64K",
+        "3M",
+        "1G",
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "64X", "0", "1M..64K", "1K..2K..4K", "6", "-4"])
@@ -38,11 +43,20 @@ def test_all_ways_of_the_cpu_are_timed(result: AllReduceBench) -> None:
 def test_the_result_as_a_table_and_as_json(result: AllReduceBench) -> None:
     lines = result.table().splitlines()
     assert lines[0].startswith("All-reduce of 4 ranks on the CPU")
-    assert " ".join(lines[1].split()) == "size tree us muji us flat us tree GB/s muji GB/s flat GB/s"
+    assert (
+        " ".join(lines[1].split()) == "size tree us muji us flat us tree GB/s muji GB/s flat GB/s"
+    )
     assert [line.split()[0] for line in lines[2:]] == ["4K", "8K", "nccl:"]
     told = json.loads(result.json())
     assert told["ranks"] == 4
-    assert set(told["timings"][0]) == {"sync", "bytes", "ms", "captured", "algorithm_gb_s", "bus_gb_s"}
+    assert set(told["timings"][0]) == {
+        "sync",
+        "bytes",
+        "ms",
+        "captured",
+        "algorithm_gb_s",
+        "bus_gb_s",
+    }
 
 
 def test_the_result_as_a_plot(result: AllReduceBench, tmp_path: Path) -> None:
@@ -52,9 +66,12 @@ def test_the_result_as_a_plot(result: AllReduceBench, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "problem"), [("gone/bench.png", 'cannot write ".*gone/bench.png": no such file'), ("bench.x", "extension")]
+    ("name", "problem"),
+    [("gone/bench.png", 'cannot write ".*gone/bench.png": no such file'), ("bench.x", "extension")],
 )
-def test_a_plot_that_cannot_be_written(name: str, problem: str, result: AllReduceBench, tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_written(
+    name: str, problem: str, result: AllReduceBench, tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
     with pytest.raises(UsageError, match=problem):
         result.plot(f"{tmp_path}/{name}")
@@ -65,4 +82,8 @@ def test_only_what_is_named_is_timed_and_must_be_there() -> None:
     assert [t.sync for t in found.timings] == ["flat"]
     with pytest.raises(UsageError, match="muji"):
         bench_allreduce(cpu=3, sync="flat,muji", sizes="4K")
-    assert bench_allreduce(cpu=3, sizes="4K").left_out["muji"].startswith("it is for 2, 4 or 8 devices")
+    assert (
+        bench_allreduce(cpu=3, sizes="4K")
+        .left_out["muji"]
+        .startswith("it is for 2, 4 or 8 devices")
+    )

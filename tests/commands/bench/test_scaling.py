@@ -7,7 +7,19 @@ from caffepy.commands.bench import scaling
 
 
 def test_two_solvers_beside_one(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["bench", "scaling", "--model", "lenet", "--cpu", "2", "--batch", "2", "--windows", "1", "--json"]
+    command = [
+        "bench",
+        "scaling",
+        "--model",
+        "lenet",
+        "--cpu",
+        "2",
+        "--batch",
+        "2",
+        "--windows",
+        "1",
+        "--json",
+    ]
     assert main.run(command) == 0
     told = json.loads(capsys.readouterr().out)
     one, two = told["points"]

@@ -23,22 +23,35 @@ def solver(name: str) -> str:
 
 
 def test_the_figures_of_a_run() -> None:
-    result = bench_train(solver("lenet"), image=image_shape("lenet"), batch=4, iterations=2, windows=3)
+    result = bench_train(
+        solver("lenet"), image=image_shape("lenet"), batch=4, iterations=2, windows=3
+    )
     assert (result.net, result.batch, result.iterations, len(result.windows)) == ("LeNet", 4, 2, 3)
     assert min(result.windows) <= result.images_per_s <= max(result.windows)
     assert result.ms == pytest.approx(4000 / result.images_per_s)
-    assert result.spread == pytest.approx((max(result.windows) - min(result.windows)) / result.images_per_s)
+    assert result.spread == pytest.approx(
+        (max(result.windows) - min(result.windows)) / result.images_per_s
+    )
     assert list(result.shares) == ["data", "forward", "backward", "update"]
     assert sum(result.shares.values()) == pytest.approx(1)
-    assert (result.precision, result.memory, result.host_ms, result.captured) == ("fp32", None, None, False)
+    assert (result.precision, result.memory, result.host_ms, result.captured) == (
+        "fp32",
+        None,
+        None,
+        False,
+    )
     assert np.isfinite(result.loss)
 
 
 def test_lines_and_json() -> None:
-    result = bench_train(solver("lenet"), image=image_shape("lenet"), batch=2, iterations=1, windows=1)
+    result = bench_train(
+        solver("lenet"), image=image_shape("lenet"), batch=2, iterations=1, windows=1
+    )
     first, second, *_ = result.table().splitlines()
     assert first == "LeNet on the CPU, fp32, batch 2, synthetic data"
-    assert second.startswith(f"{result.images_per_s:.0f} images/s, the median of 1 windows of 1 iterations (")
+    assert second.startswith(
+        f"{result.images_per_s:.0f} images/s, the median of 1 windows of 1 iterations ("
+    )
     assert json.loads(result.json())["windows"] == result.windows
 
 
@@ -71,7 +84,9 @@ def test_tests_snapshots_and_weights_are_left_out(tmp_path: Path) -> None:
         'weights: "none.caffemodel" base_lr: 100 lr_policy: "poly" power: 1 max_iter: 3 display: 1'
     )
     path = str(tmp_path / "solver.prototxt")
-    result = bench_train(path, batch=2, iterations=3, windows=2, data=str(DIGITS / "digits_train_lmdb"))
+    result = bench_train(
+        path, batch=2, iterations=3, windows=2, data=str(DIGITS / "digits_train_lmdb")
+    )
     assert np.isfinite(result.loss)
     assert [p.name for p in tmp_path.iterdir()] == ["solver.prototxt"]
 
@@ -95,13 +110,40 @@ def test_a_net_without_data_has_no_images_to_count(tmp_path: Path) -> None:
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["bench", "train", "--model", "lenet", "--batch", "2", "--iterations", "1", "--windows", "2"]
+    line = [
+        "bench",
+        "train",
+        "--model",
+        "lenet",
+        "--batch",
+        "2",
+        "--iterations",
+        "1",
+        "--windows",
+        "2",
+    ]
     assert main.run([*line, "--json"]) == 0
     shown = capsys.readouterr()
     assert len(json.loads(shown.out)["windows"]) == 2
     assert shown.err == ""
-    assert main.run(["bench", "train", "-solver", "lenet", "-batch=2", "-iterations=1", "-nocapture", "-nofuse"]) == 0
-    assert capsys.readouterr().out.splitlines()[0] == "LeNet on the CPU, fp32, batch 2, synthetic data"
+    assert (
+        main.run(
+            [
+                "bench",
+                "train",
+                "-solver",
+                "lenet",
+                "-batch=2",
+                "-iterations=1",
+                "-nocapture",
+                "-nofuse",
+            ]
+        )
+        == 0
+    )
+    assert (
+        capsys.readouterr().out.splitlines()[0] == "LeNet on the CPU, fp32, batch 2, synthetic data"
+    )
     assert main.run(["bench", "train"]) == 2
     assert "give --model NAME or --solver FILE" in capsys.readouterr().err
     assert main.run(["bench", "train", "--model", "lenet", "--gpu", "0", "--cpu"]) == 2

@@ -32,7 +32,9 @@ def encoded(image: Array) -> Datum:
 def test_what_caffe_wrote(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "caffepy")
     mean = compute_image_mean(str(GOLDEN / "raw_lmdb"), f"{tmp_path}/mean.binaryproto")
-    written, caffes = (Path(p).read_bytes() for p in (f"{tmp_path}/mean.binaryproto", GOLDEN / "mean.binaryproto"))
+    written, caffes = (
+        Path(p).read_bytes() for p in (f"{tmp_path}/mean.binaryproto", GOLDEN / "mean.binaryproto")
+    )
     assert written == caffes
     assert BlobProto.FromString(written).num == 1
     assert mean.count == 10
@@ -52,10 +54,14 @@ def test_many_records_are_told_of_and_summed_exactly(
     monkeypatch.setattr(module, "TELL_EVERY", 100)
     caplog.set_level(logging.INFO, "caffepy")
     images = np.random.default_rng(0).integers(0, 256, (330, 3, 4, 5), np.uint8)
-    mean = compute_image_mean(write(tmp_path, [array_to_datum(image) for image in images]), threads=3)
+    mean = compute_image_mean(
+        write(tmp_path, [array_to_datum(image) for image in images]), threads=3
+    )
     np.testing.assert_array_equal(mean.image, images.mean(0).astype(np.float32))
     np.testing.assert_allclose(mean.channels, images.mean((0, 2, 3)), rtol=1e-6)
-    assert [m for m in caplog.messages if "Processed" in m] == [f"Processed {n} files." for n in (100, 200, 300, 330)]
+    assert [m for m in caplog.messages if "Processed" in m] == [
+        f"Processed {n} files." for n in (100, 200, 300, 330)
+    ]
 
 
 def test_encoded_and_float_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -64,12 +70,17 @@ def test_encoded_and_float_records(tmp_path: Path, caplog: pytest.LogCaptureFixt
     values = images[:3] / np.float32(7)
     records = [*map(encoded, images), *map(array_to_datum, values)]
     mean = compute_image_mean(write(tmp_path, records))
-    np.testing.assert_allclose(mean.image, (images.sum(0) + values.sum(0, np.float64)) / 43, rtol=1e-6)
+    np.testing.assert_allclose(
+        mean.image, (images.sum(0) + values.sum(0, np.float64)) / 43, rtol=1e-6
+    )
     assert caplog.messages[1:3] == ["Decoding Datum", "Starting iteration"]
 
 
 WRONG = {
-    "another size": (np.zeros((3, 4, 6), np.uint8), r'record "00000002" has shape 3 4 6 \(72\), the first one 3 4 5'),
+    "another size": (
+        np.zeros((3, 4, 6), np.uint8),
+        r'record "00000002" has shape 3 4 6 \(72\), the first one 3 4 5',
+    ),
     "no image": (b"\xff\xff", r'db: record "00000002": not a Datum'),
 }
 
@@ -84,10 +95,14 @@ def test_a_record_that_does_not_fit_is_named_and_nothing_written(case: str, tmp_
     assert not (tmp_path / "mean").exists()
 
 
-def test_an_output_that_cannot_be_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_output_that_cannot_be_is_told_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delattr(module, "_mean")
     with pytest.raises(UsageError, match=r'cannot write ".*no/mean": no such file or directory'):
-        compute_image_mean(write(tmp_path, [array_to_datum(np.zeros((1, 2, 2), np.uint8))]), f"{tmp_path}/no/mean")
+        compute_image_mean(
+            write(tmp_path, [array_to_datum(np.zeros((1, 2, 2), np.uint8))]), f"{tmp_path}/no/mean"
+        )
 
 
 def test_a_mean_that_is_no_number_is_json(tmp_path: Path) -> None:

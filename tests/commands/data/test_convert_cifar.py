@@ -49,13 +49,18 @@ def test_records(inner: bool, backend: str, folder: Path) -> None:
 
 def test_what_is_wrong_is_told_and_nothing_written(folder: Path) -> None:
     (folder / "data_batch_2.bin").write_bytes(bytes(3072))
-    with pytest.raises(DataError, match=r"data_batch_2.bin is damaged or not of CIFAR-10's binary version: 3072 bytes"):
+    with pytest.raises(
+        DataError,
+        match=r"data_batch_2.bin is damaged or not of CIFAR-10's binary version: 3072 bytes",
+    ):
         convert_cifar(str(folder), str(folder / "out"))
     (folder / "data_batch_2.bin").write_bytes(b"\x0a" * 3073)
     with pytest.raises(DataError, match=r"data_batch_2.bin is damaged"):
         convert_cifar(str(folder), str(folder / "out"))
     os.remove(folder / "data_batch_2.bin")
-    with pytest.raises(DataError, match=r'data_batch_2.bin" does not exist; .* https://www.cs.toronto.edu/~kriz/'):
+    with pytest.raises(
+        DataError, match=r'data_batch_2.bin" does not exist; .* https://www.cs.toronto.edu/~kriz/'
+    ):
         convert_cifar(str(folder), str(folder / "out"))
     assert not (folder / "out").exists()
 
@@ -63,7 +68,9 @@ def test_what_is_wrong_is_told_and_nothing_written(folder: Path) -> None:
 def test_a_folder_that_cannot_be(folder: Path) -> None:
     (folder / "file").touch()
     for name in "file", "file/out":
-        with pytest.raises(DataError, match="cifar10_train_lmdb cannot be written: not a directory"):
+        with pytest.raises(
+            DataError, match="cifar10_train_lmdb cannot be written: not a directory"
+        ):
             convert_cifar(str(folder), f"{folder}/{name}")
 
 

@@ -1,4 +1,6 @@
-"""convert-imageset: Caffe's keys and bytes, what is left out, interrupted runs that go on, comparisons."""
+"""convert-imageset: Caffe's keys and bytes, what is left out, interrupted runs that go on,
+comparisons.
+"""
 
 import fcntl
 import json
@@ -31,7 +33,9 @@ Records = list[tuple[bytes, bytes]]
 
 def records(path: object) -> Records:
     source = open_source(str(path))
-    found = [(bytes(key), bytes(value)) for key, value in (source.read() for _ in range(len(source)))]
+    found = [
+        (bytes(key), bytes(value)) for key, value in (source.read() for _ in range(len(source)))
+    ]
     source.close()
     return found
 
@@ -60,7 +64,9 @@ def test_what_caffe_wrote(name: str, threads: int, tmp_path: Path) -> None:
     if backend == "leveldb":
         pytest.importorskip("plyvel", reason="plyvel is not installed")
     out = tmp_path / "db"
-    result = convert_imageset(IMAGES, LIST, str(out), recipe=recipe, backend=backend, threads=threads, check=True)
+    result = convert_imageset(
+        IMAGES, LIST, str(out), recipe=recipe, backend=backend, threads=threads, check=True
+    )
     assert result == Converted(10, 0)
     expected = records(shutil.copytree(GOLDEN / name, tmp_path / "caffe"))
     if name == "encoded_lmdb":  # compressed by another version of the library
@@ -89,7 +95,10 @@ def test_files_are_stored_as_they_are_if_they_can_be(tmp_path: Path) -> None:
 
     def convert(encode: str | None, width: int = 0) -> list[Datum]:
         convert_imageset(
-            f"{tmp_path}/", f"{tmp_path}/list.txt", f"{tmp_path}/db", recipe=Recipe(False, width, width, encode)
+            f"{tmp_path}/",
+            f"{tmp_path}/list.txt",
+            f"{tmp_path}/db",
+            recipe=Recipe(False, width, width, encode),
         )
         datums = [Datum.FromString(value) for _, value in records(tmp_path / "db")]
         shutil.rmtree(tmp_path / "db")
@@ -109,12 +118,18 @@ def test_files_are_stored_as_they_are_if_they_can_be(tmp_path: Path) -> None:
     assert all(decode(d.SerializeToString())[0].shape == (3, 4, 4) for d in convert(None, 4))
 
 
-def test_images_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_images_that_cannot_be_read_are_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root, names = draw(tmp_path, 3)
     (tmp_path / "images" / "text.jpg").write_text("no image")
     (tmp_path / "images" / "empty.jpg").touch()
-    (tmp_path / "images" / "a name of blanks.png").write_bytes((tmp_path / "images" / "2.png").read_bytes())
-    Path(names).write_text("0.png 5\ngone.png 1\ntext.jpg 1\nempty.jpg 0\na name of blanks.png -7\n1.png 3x\n")
+    (tmp_path / "images" / "a name of blanks.png").write_bytes(
+        (tmp_path / "images" / "2.png").read_bytes()
+    )
+    Path(names).write_text(
+        "0.png 5\ngone.png 1\ntext.jpg 1\nempty.jpg 0\na name of blanks.png -7\n1.png 3x\n"
+    )
     with caplog.at_level(logging.INFO, "caffepy"):
         result = convert_imageset(root, names, f"{tmp_path}/db", check=True)
     assert result == Converted(3, 3)
@@ -124,7 +139,10 @@ def test_images_that_cannot_be_read_are_left_out(tmp_path: Path, caplog: pytest.
         (b"00000005_1.png", 3),
     ]
     errors = [r.getMessage() for r in caplog.records if r.levelno == logging.ERROR]
-    assert errors == [f"Could not open or find file {root}{name}" for name in ("gone.png", "text.jpg", "empty.jpg")]
+    assert errors == [
+        f"Could not open or find file {root}{name}"
+        for name in ("gone.png", "text.jpg", "empty.jpg")
+    ]
     assert "3 of 6 images could not be read and were left out" in caplog.text
     assert "Processed 3 files." in caplog.text
 
@@ -139,7 +157,11 @@ def test_blank_lines_count_in_keys(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_no_image_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a.png 0\n")
-    for root, hint in (("nowhere", '; there is no folder "nowhere"'), (f"{tmp_path}/", ""), ("", "")):
+    for root, hint in (
+        ("nowhere", '; there is no folder "nowhere"'),
+        (f"{tmp_path}/", ""),
+        ("", ""),
+    ):
         with pytest.raises(DataError) as caught:
             convert_imageset(root, f"{tmp_path}/list.txt", f"{tmp_path}/db")
         assert str(caught.value) == f"none of the 1 images could be read, such as {root}a.png{hint}"
@@ -165,7 +187,9 @@ def test_check_size(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"7.png has 48 values, the first image 18"):
         convert_imageset(root, names, f"{tmp_path}/db", check_size=True)
     with pytest.raises(UsageError, match="-check_size compares raw images"):
-        convert_imageset(root, names, f"{tmp_path}/db", check_size=True, recipe=Recipe(encode="png"))
+        convert_imageset(
+            root, names, f"{tmp_path}/db", check_size=True, recipe=Recipe(encode="png")
+        )
     assert convert_imageset(root, names, f"{tmp_path}/db").records == 9
 
 
@@ -199,7 +223,11 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
 @pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_interrupted_runs_go_on(
-    backend: str, shuffle: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    backend: str,
+    shuffle: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if backend == "leveldb":
         pytest.importorskip("plyvel", reason="plyvel is not installed")
@@ -214,9 +242,14 @@ def test_interrupted_runs_go_on(
         assert after - 6 < note["progress"]["lines"] <= after
         assert len(records(partial)) == note["progress"]["records"]
         assert f"{partial} has what became of the first" in caplog.text
-    with pytest.raises(DataError, match=r"db.partial is there, which a run left .* go on with --resume, or remove it"):
+    with pytest.raises(
+        DataError,
+        match=r"db.partial is there, which a run left .* go on with --resume, or remove it",
+    ):
         convert_imageset(root, names, str(db), shuffle=shuffle, backend=backend)
-    assert convert_imageset(root, names, str(db), shuffle=shuffle, backend=backend, resume=True) == Converted(29, 1)
+    assert convert_imageset(
+        root, names, str(db), shuffle=shuffle, backend=backend, resume=True
+    ) == Converted(29, 1)
     assert not partial.exists()
     assert not (db / "caffepy_partial.json").exists()
     seed = note["recipe"]["seed"]
@@ -231,9 +264,16 @@ def test_only_the_same_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     root, names = draw(tmp_path)
     with interrupted(monkeypatch, 10):
         convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, seed=5)
-    for other in ({"recipe": Recipe(gray=True)}, {"seed": 6}, {"shuffle": False}, {"check_size": True}):
+    for other in (
+        {"recipe": Recipe(gray=True)},
+        {"seed": 6},
+        {"shuffle": False},
+        {"check_size": True},
+    ):
         with pytest.raises(DataError, match=r"db.partial was made with another \w+; give the same"):
-            convert_imageset(root, names, f"{tmp_path}/db", resume=True, **{"shuffle": True, **other})  # type: ignore[arg-type]
+            convert_imageset(
+                root, names, f"{tmp_path}/db", resume=True, **{"shuffle": True, **other}
+            )  # type: ignore[arg-type]
     Path(names).write_text("0.png 1\n")
     with pytest.raises(DataError, match="was made with another list;"):
         convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, resume=True)
@@ -252,10 +292,14 @@ def test_a_batch_that_was_written_but_not_noted_is_written_again(
     content = json.loads(note.read_text())
     content["progress"].update(lines=8, records=8)
     note.write_text(json.dumps(content))
-    assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(30, 0)
+    assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(
+        30, 0
+    )
 
 
-def test_two_processes_do_not_write_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_processes_do_not_write_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root, names = draw(tmp_path)
     with interrupted(monkeypatch, 18):
         convert_imageset(root, names, f"{tmp_path}/db")
@@ -264,7 +308,9 @@ def test_two_processes_do_not_write_at_once(tmp_path: Path, monkeypatch: pytest.
     with pytest.raises(DataError, match=r"db\.partial is being written by another process"):
         convert_imageset(root, names, f"{tmp_path}/db", resume=True)
     os.close(descriptor)
-    assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(30, 0)
+    assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(
+        30, 0
+    )
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -289,7 +335,9 @@ def test_killed_before_anything_was_written(tmp_path: Path) -> None:
     root, names = draw(tmp_path)
     (tmp_path / "db.partial").mkdir()
     (tmp_path / "db.partial" / ".caffepy_partial.json.999999999.0123abcd.tmp").touch()
-    assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(30, 0)
+    assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(
+        30, 0
+    )
     assert os.listdir(tmp_path / "db") == ["data.mdb"]
 
 
@@ -305,7 +353,9 @@ def test_killed_in_the_end(step: str, tmp_path: Path, monkeypatch: pytest.Monkey
         with pytest.raises(Stop):
             convert_imageset(root, names, f"{tmp_path}/db")
     if step == "rename":
-        assert convert_imageset(root, names, f"{tmp_path}/db", resume=True, check=True) == Converted(30, 0)
+        assert convert_imageset(
+            root, names, f"{tmp_path}/db", resume=True, check=True
+        ) == Converted(30, 0)
     else:
         assert unfinished(f"{tmp_path}/db") == ""
         assert len(records(tmp_path / "db")) == 30
@@ -336,7 +386,12 @@ def test_a_database_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     label = Datum.FromString(two)
     label.label = 9
     with write_lmdb(f"{tmp_path}/db") as writer:
-        for key, value in [(b"00000000_other", zero), (key1, zero), (key2, label), (b"00000003_3.png", zero)]:
+        for key, value in [
+            (b"00000000_other", zero),
+            (key1, zero),
+            (key2, label),
+            (b"00000003_3.png", zero),
+        ]:
             writer.put(key, value)
         writer.put("z", zero)
     caplog.clear()
@@ -354,7 +409,9 @@ def test_a_database_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert convert_imageset(root, names, f"{tmp_path}/good", check=True) == Converted(4, 1)
 
 
-def test_records_that_are_no_datums_differ(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_records_that_are_no_datums_differ(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root, names = draw(tmp_path, 1)
     with write_lmdb(f"{tmp_path}/db") as writer:
         writer.put("00000000_0.png", b"\xff\xff")
@@ -366,7 +423,10 @@ def test_records_that_are_no_datums_differ(tmp_path: Path, caplog: pytest.LogCap
 def test_a_shuffled_database_is_compared_in_the_order_of_its_seed(tmp_path: Path) -> None:
     root, names = draw(tmp_path, 9)
     convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, seed=3)
-    assert convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, seed=3, check=True).records == 9
+    assert (
+        convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, seed=3, check=True).records
+        == 9
+    )
     with pytest.raises(UsageError, match="give the --seed"):
         convert_imageset(root, names, f"{tmp_path}/db", shuffle=True, check=True)
     with pytest.raises(DataError, match="differs"):

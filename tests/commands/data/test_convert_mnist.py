@@ -29,7 +29,9 @@ def files(tmp_path: Path) -> tuple[str, str, str]:
 @pytest.mark.parametrize("pack", [(), ("images", "labels")])
 @pytest.mark.parametrize("named", ["", ".gz"])
 @pytest.mark.parametrize("backend", ["lmdb", "leveldb"])
-def test_records(pack: tuple[str, ...], named: str, backend: str, files: tuple[str, str, str], tmp_path: Path) -> None:
+def test_records(
+    pack: tuple[str, ...], named: str, backend: str, files: tuple[str, str, str], tmp_path: Path
+) -> None:
     if backend == "leveldb":
         pytest.importorskip("plyvel", reason="plyvel is not installed")
     for name in pack:
@@ -49,16 +51,36 @@ def test_records(pack: tuple[str, ...], named: str, backend: str, files: tuple[s
 
 
 WRONG = {
-    "labels as images": (LABELS, LABELS, "images is no file of MNIST's images, but a file of labels; .* with 2051"),
+    "labels as images": (
+        LABELS,
+        LABELS,
+        "images is no file of MNIST's images, but a file of labels; .* with 2051",
+    ),
     "text": (b"hello, world", LABELS, "images is no file of MNIST's images, but text"),
     "empty": (b"", LABELS, "images is no file of MNIST's images, but empty"),
     "cut short": (IMAGES[:-1], LABELS, "images is damaged: it has 139 values, not 7 x 5 x 4"),
     "packed, cut short": (gzip.compress(IMAGES)[:-9], LABELS, "images cannot be read: "),
-    "packed, damaged": (gzip.compress(os.urandom(999))[:400] + bytes(600), LABELS, "images cannot be read: "),
+    "packed, damaged": (
+        gzip.compress(os.urandom(999))[:400] + bytes(600),
+        LABELS,
+        "images cannot be read: ",
+    ),
     "a short head": (IMAGES[:6], LABELS, "images is empty: it has 0 x 0 x 0 values"),
-    "no images": (struct.pack(">4I", 2051, 0, 28, 28), LABELS, "images is empty: it has 0 x 28 x 28 values"),
-    "no pixels": (struct.pack(">4I", 2051, 7, 0, 0), LABELS, "images is empty: it has 7 x 0 x 0 values"),
-    "another number": (IMAGES, struct.pack(">2I", 2049, 2) + b"ab", "has 7 images, but .*labels 2 labels"),
+    "no images": (
+        struct.pack(">4I", 2051, 0, 28, 28),
+        LABELS,
+        "images is empty: it has 0 x 28 x 28 values",
+    ),
+    "no pixels": (
+        struct.pack(">4I", 2051, 7, 0, 0),
+        LABELS,
+        "images is empty: it has 7 x 0 x 0 values",
+    ),
+    "another number": (
+        IMAGES,
+        struct.pack(">2I", 2049, 2) + b"ab",
+        "has 7 images, but .*labels 2 labels",
+    ),
 }
 
 
@@ -73,5 +95,7 @@ def test_files_that_are_not_right(case: str, files: tuple[str, str, str], tmp_pa
 
 
 def test_a_missing_file_says_where_to_get_it(files: tuple[str, str, str]) -> None:
-    with pytest.raises(DataError, match=r'"nowhere" does not exist; .* train-images-idx3-ubyte.gz, are at https://'):
+    with pytest.raises(
+        DataError, match=r'"nowhere" does not exist; .* train-images-idx3-ubyte.gz, are at https://'
+    ):
         convert_mnist("nowhere", *files[1:])

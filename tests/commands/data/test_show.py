@@ -21,7 +21,11 @@ def test_databases(name: str) -> None:
     if name == "raw_leveldb":
         pytest.importorskip("plyvel", reason="plyvel is not installed")
     info = show(str(GOLDEN / name), threads=2)
-    assert (info.kind, info.records, info.seen) == ("LevelDB" if "level" in name else "LMDB", 10, 10)
+    assert (info.kind, info.records, info.seen) == (
+        "LevelDB" if "level" in name else "LMDB",
+        10,
+        10,
+    )
     assert info.shapes == {"1 16 18 (288)" if name == "gray_lmdb" else "3 16 18 (864)": 10}
     assert info.stored == {"png" if name == "encoded_lmdb" else "bytes": 10}
     assert info.labels == {0: 4, 1: 3, 2: 3}
@@ -71,7 +75,9 @@ def test_an_unfinished_database_says_so(tmp_path: Path) -> None:
 
     def stop_in_the_middle() -> None:
         with partial.open() as writer:
-            writer.write([(b"a", array_to_datum(np.zeros((1, 2, 2), np.uint8)).SerializeToString())])
+            writer.write(
+                [(b"a", array_to_datum(np.zeros((1, 2, 2), np.uint8)).SerializeToString())]
+            )
             partial.note({"lines": 3, "records": 1})
             raise ZeroDivisionError
 
@@ -128,10 +134,18 @@ def test_hdf5_files_and_lists_of_them(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("a.h5\nb.h5\n")
     info = show(f"{tmp_path}/a.h5", sheet_path=f"{tmp_path}/sheet.png")
     assert (info.kind, info.records, info.labels) == ("HDF5 file", 4, {0: 1, 1: 1, 2: 1, 3: 1})
-    assert info.facts == {'dataset "data"': "rows of 3 5 4 (60), float64", 'dataset "label"': "rows of 1 (1), float32"}
+    assert info.facts == {
+        'dataset "data"': "rows of 3 5 4 (60), float64",
+        'dataset "label"': "rows of 1 (1), float32",
+    }
     assert cv2.imread(f"{tmp_path}/sheet.png") is not None
     info = show(f"{tmp_path}/list.txt")
-    assert (info.kind, info.records, info.labels[5], info.labels[0]) == ("list of HDF5 files", 10, 1, 2)
+    assert (info.kind, info.records, info.labels[5], info.labels[0]) == (
+        "list of HDF5 files",
+        10,
+        1,
+        2,
+    )
     assert info.facts["files"] == 2
     info = show(f"{tmp_path}/list.txt", first=5)
     assert (info.seen, info.labels) == (5, {0: 2, 1: 1, 2: 1, 3: 1})
@@ -173,7 +187,12 @@ def test_a_damaged_hdf5_file_is_told(tmp_path: Path) -> None:
 def test_window_files(tmp_path: Path) -> None:
     (tmp_path / "w.txt").write_text("# 0\na.png\n3\n9\n9\n2\n4 0.9 0 0 4 4\n0 0.1 1 1 5 5\n")
     info = show(f"{tmp_path}/w.txt")
-    assert (info.kind, info.records, info.labels, info.first) == ("window file", 1, {4: 1, 0: 1}, ["a.png"])
+    assert (info.kind, info.records, info.labels, info.first) == (
+        "window file",
+        1,
+        {4: 1, 0: 1},
+        ["a.png"],
+    )
 
 
 def test_means(tmp_path: Path) -> None:

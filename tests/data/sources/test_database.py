@@ -98,7 +98,9 @@ def test_taking_goes_on_at_the_key_when_its_number_has_changed(tmp_path):
 
 
 def test_taking_many_small_records(tmp_path, monkeypatch):
-    monkeypatch.setattr("caffepy.data.sources.lmdb_pages.KEPT", 3000)  # so that some places are forgotten
+    monkeypatch.setattr(
+        "caffepy.data.sources.lmdb_pages.KEPT", 3000
+    )  # so that some places are forgotten
     source = open_source(make(tmp_path / "db", 20_000))
     for start in range(0, 45_000, 900):
         assert [bytes(key) for key, _ in source.take(900)] == [
@@ -118,7 +120,9 @@ def test_several_sources_of_one_environment():
 
 
 def test_what_is_forgotten_is_free_for_others(tmp_path):
-    """A script that let its net go opens the database by itself: lmdb refuses to do that twice in a process."""
+    """A script that let its net go opens the database by itself: lmdb refuses to do that twice in a
+    process.
+    """
     path = make(tmp_path / "db", 3)
     first, second = open_source(path), open_source(path)
     del first
@@ -184,7 +188,9 @@ def test_a_leveldb_stays_as_it_is_and_others_may_read_it_at_the_same_time(tmp_pa
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
     assert keys(source, 12) == KEYS + KEYS[:2]
     source.close()
-    assert {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()} == before
+    assert {
+        file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()
+    } == before
 
 
 @pytest.mark.parametrize("missing", ["CURRENT", "MANIFEST-000002"])
@@ -213,7 +219,9 @@ def test_damage_in_a_leveldb_is_met(kind, tmp_path, monkeypatch):
         if len(content) > 1000:
             content[900] ^= 255
             file.write_bytes(content)
-    with pytest.raises(DataError, match=r"db (cannot be read as a LevelDB|is damaged near record \d+): .*checksum"):
+    with pytest.raises(
+        DataError, match=r"db (cannot be read as a LevelDB|is damaged near record \d+): .*checksum"
+    ):
         open_source(f"{tmp_path}/db").take(3000)
 
 
@@ -227,12 +235,19 @@ def test_a_truncated_leveldb_is_told_by_its_name(tmp_path, monkeypatch):
     for i in 0, 1:
         shutil.copytree(tmp_path / "db", tmp_path / f"{i}")
         os.truncate(tmp_path / f"{i}" / tables[i].name, tables[i].stat().st_size // 2)
-        with pytest.raises(DataError, match=rf"{i} (is damaged|cannot be read as a LevelDB): ") as raised:
+        with pytest.raises(
+            DataError, match=rf"{i} (is damaged|cannot be read as a LevelDB): "
+        ) as raised:
             len(open_source(f"{tmp_path}/{i}"))
         assert "caffepy-leveldb" not in str(raised.value)
 
 
-KEYS_SHOWN = {b"a b": '"a b"', "ä".encode(): '"ä"', b"\xff\0a": r'"\xff\x00a"', b"a\n\x1b[1m": r'"a\n\x1b[1m"'}
+KEYS_SHOWN = {
+    b"a b": '"a b"',
+    "ä".encode(): '"ä"',
+    b"\xff\0a": r'"\xff\x00a"',
+    b"a\n\x1b[1m": r'"a\n\x1b[1m"',
+}
 
 
 @pytest.mark.parametrize("key", KEYS_SHOWN)
@@ -273,7 +288,9 @@ def test_opened_line(caplog, tmp_path):
 
 def test_leveldb_without_plyvel_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "plyvel", None)
-    with pytest.raises(DataError, match=r"raw_leveldb is a LevelDB; .* pip install caffepy\[leveldb\]"):
+    with pytest.raises(
+        DataError, match=r"raw_leveldb is a LevelDB; .* pip install caffepy\[leveldb\]"
+    ):
         open_source(str(GOLDEN / "raw_leveldb"), "LMDB")
 
 
@@ -327,7 +344,9 @@ def test_a_damaged_page_is_met_before_it_is_read(leaf, at_a_time, tmp_path):
     content[4096 * page : 4096 * (page + 1)] = bytes(4096)
     path = damaged(tmp_path / "copy", bytes(content))
     records, error = read_until_error(path, at_a_time)
-    assert f"copy/db is damaged at page {page} of {len(content) // 4096}; copy it anew" in str(error)
+    assert f"copy/db is damaged at page {page} of {len(content) // 4096}; copy it anew" in str(
+        error
+    )
     assert (records > 1000) == (leaf > 100)
 
 
@@ -366,7 +385,9 @@ for i in range(200):
 
 
 def test_missing_and_foreign_paths(tmp_path):
-    with pytest.raises(DataError, match=r'source "nowhere_lmdb" does not exist \(the working directory is /'):
+    with pytest.raises(
+        DataError, match=r'source "nowhere_lmdb" does not exist \(the working directory is /'
+    ):
         open_source("nowhere_lmdb")
     with pytest.raises(DataError, match=r"neither data.mdb \(LMDB\) nor CURRENT \(LevelDB\)"):
         open_source(str(tmp_path))
@@ -411,7 +432,11 @@ def test_writer_refuses_what_another_process_made_meanwhile(tmp_path):
 
 
 def test_writer_removes_what_a_killed_run_has_left(tmp_path):
-    for name in ".db.999999999.0123abcd.tmp", f".db.{os.getpid()}.0123abcd.tmp", ".db2.999999999.0123abcd.tmp":
+    for name in (
+        ".db.999999999.0123abcd.tmp",
+        f".db.{os.getpid()}.0123abcd.tmp",
+        ".db2.999999999.0123abcd.tmp",
+    ):
         shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / name)
     make(tmp_path / "db", 1)
     assert sorted(os.listdir(tmp_path)) == [
@@ -422,7 +447,10 @@ def test_writer_removes_what_a_killed_run_has_left(tmp_path):
 
 
 def test_writer_names_an_impossible_key(tmp_path):
-    with pytest.raises(DataError, match="cannot be written"), write_lmdb(str(tmp_path / "db")) as writer:
+    with (
+        pytest.raises(DataError, match="cannot be written"),
+        write_lmdb(str(tmp_path / "db")) as writer,
+    ):
         writer.put("k" * 600, b"x")
     assert os.listdir(tmp_path) == []
 
@@ -448,12 +476,20 @@ class Broken:
 
 
 @pytest.mark.parametrize(
-    "use", [lambda s: s.take(5), lambda s: s.peek(), lambda s: s.position, lambda s: s.seek(2, b"00000002_im2.jpg")]
+    "use",
+    [
+        lambda s: s.take(5),
+        lambda s: s.peek(),
+        lambda s: s.position,
+        lambda s: s.seek(2, b"00000002_im2.jpg"),
+    ],
 )
 def test_damage_that_lmdb_finds(use, tmp_path):
     source = open_source(str(GOLDEN / "raw_lmdb"))
     source._cursor = Broken(source._cursor)
-    with pytest.raises(DataError, match=r"raw_lmdb is damaged (near|before) record \d: Located page"):
+    with pytest.raises(
+        DataError, match=r"raw_lmdb is damaged (near|before) record \d: Located page"
+    ):
         use(source)
     source.close()
 

@@ -28,15 +28,32 @@ def test_names_need_not_be_utf_8(tmp_path: Path) -> None:
     assert read_list(f"{tmp_path}/list.txt") == [("\udce4.png", 1)]
 
 
-def test_a_line_without_a_blank_is_path_and_label(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_line_without_a_blank_is_path_and_label(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "list.txt").write_text("a.png\n07.png\nb.png 2\n8\n")
-    assert read_list(f"{tmp_path}/list.txt") == [("a.png", 0), ("07.png", 7), ("b.png", 2), ("8", 8)]
+    assert read_list(f"{tmp_path}/list.txt") == [
+        ("a.png", 0),
+        ("07.png", 7),
+        ("b.png", 2),
+        ("8", 8),
+    ]
     assert caplog.messages == [
         f'{tmp_path}/list.txt: 2 labels are no integers; as in Caffe, "a.png" in line 1 counts as 0'
     ]
 
 
-LABELS = {"": 0, "x": 0, "+4": 4, "-5": -5, "3.7": 3, "007": 7, "0": 0, "-2147483648": -(1 << 31), "\u0663": 0}
+LABELS = {
+    "": 0,
+    "x": 0,
+    "+4": 4,
+    "-5": -5,
+    "3.7": 3,
+    "007": 7,
+    "0": 0,
+    "-2147483648": -(1 << 31),
+    "\u0663": 0,
+}
 
 
 @pytest.mark.parametrize("label", LABELS)
@@ -54,7 +71,9 @@ ODD = {
 
 
 @pytest.mark.parametrize("text", ODD)
-def test_labels_that_are_no_integers_are_told(text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_labels_that_are_no_integers_are_told(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "list.txt").write_text(text)
     read_list(f"{tmp_path}/list.txt")
     assert caplog.messages == ([f"{tmp_path}/list.txt: {ODD[text]}"] if ODD[text] else [])

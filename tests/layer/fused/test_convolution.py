@@ -41,7 +41,8 @@ class Pair:
         texts = [f'type: "Convolution" convolution_param {{ {param} {fillers} }}', 'type: "ReLU"']
         with self.device.scope():
             self.conv, self.relu = (
-                create_layer(text_format.Parse(text, LayerParameter()), TRAIN, self.device) for text in texts
+                create_layer(text_format.Parse(text, LayerParameter()), TRAIN, self.device)
+                for text in texts
             )
             self.x, self.middle, y = (Blob(store=self.device.store) for _ in range(3))
             for blob in (self.x, self.middle, y) if format else ():
@@ -91,7 +92,12 @@ def agree(have, want, tolerance):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_as_the_layers_one_by_one(case, in_place):
-    for down, *wanted in ((True, True, True), (False, True, True), (True, False, True), (True, True, False)):
+    for down, *wanted in (
+        (True, True, True),
+        (False, True, True),
+        (True, False, True),
+        (True, True, False),
+    ):
         apart = Pair(case, in_place, wanted).one_by_one(down)
         together = Pair(case, in_place, wanted).together(down)
         agree(together, apart, 1e-6)
@@ -113,8 +119,14 @@ def test_on_a_gpu(case, format):
     if case in ("no spatial axis", "axis 2"):
         format = PLAIN
     want = Pair(case, True, [True, True]).one_by_one(True)
-    agree(Pair(case, False, [True, True], CudaDevice(seed=1), format).one_by_one(True), want, tolerance)
-    agree(Pair(case, True, [True, True], CudaDevice(seed=1), format).together(True), want, tolerance)
+    agree(
+        Pair(case, False, [True, True], CudaDevice(seed=1), format).one_by_one(True),
+        want,
+        tolerance,
+    )
+    agree(
+        Pair(case, True, [True, True], CudaDevice(seed=1), format).together(True), want, tolerance
+    )
 
 
 def test_formats_that_are_not_taken():

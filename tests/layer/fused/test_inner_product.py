@@ -75,7 +75,12 @@ class Chain:
                 for layer in reversed(after):
                     layer.backward([self.top], [True], [self.top])
                 product.backward([self.top], [propagate_down], [self.bottom])
-        arrays = [self.top.host_data, self.top.host_diff, self.bottom.host_diff, *(b.host_diff for b in product.blobs)]
+        arrays = [
+            self.top.host_data,
+            self.top.host_diff,
+            self.bottom.host_diff,
+            *(b.host_diff for b in product.blobs),
+        ]
         return [a.copy() for a in arrays]
 
 
@@ -114,6 +119,8 @@ def test_the_same_numbers_on_a_gpu(case, kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["float16", "uint16"])
 def test_a_float32_top_of_a_narrow_bottom(kind):
-    want, have = (Chain(CudaDevice(seed=1), "relu", kind, "float32").run(fused) for fused in (False, True))
+    want, have = (
+        Chain(CudaDevice(seed=1), "relu", kind, "float32").run(fused) for fused in (False, True)
+    )
     agree(have, want, TOLERANCE[kind])
     agree(have[:1], Chain(Device(seed=1), "relu").run(True)[:1], 2 * TOLERANCE[kind])

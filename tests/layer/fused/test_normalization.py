@@ -52,7 +52,15 @@ class Chain:
     """The layers of a run, wired; `in_place` or each with a top of its own."""
 
     def __init__(
-        self, types, in_place, phase=TRAIN, device=None, format=PLAIN, dtype=np.float64, swap=False, frozen=False
+        self,
+        types,
+        in_place,
+        phase=TRAIN,
+        device=None,
+        format=PLAIN,
+        dtype=np.float64,
+        swap=False,
+        frozen=False,
     ):
         self.device = device or Device(seed=1)
         self.device.seed(1)
@@ -66,9 +74,19 @@ class Chain:
                 if kind == "BatchNorm" and frozen:
                     param.batch_norm_param.use_global_stats = True
                 layer = create_layer(param, phase, self.device, dtype)
-                bottoms = [blob] if kind != "Eltwise" else [self.other, blob] if swap else [blob, self.other]
+                bottoms = (
+                    [blob]
+                    if kind != "Eltwise"
+                    else [self.other, blob]
+                    if swap
+                    else [blob, self.other]
+                )
                 own = kind in ("Convolution", "Eltwise") or not in_place
-                tops = [self._blob() for _ in range(2)] if kind == "Split" else [self._blob() if own else blob]
+                tops = (
+                    [self._blob() for _ in range(2)]
+                    if kind == "Split"
+                    else [self._blob() if own else blob]
+                )
                 layer.setup(bottoms, tops)
                 layer.reshape(bottoms, tops)
                 layer.param_propagate_down = [True] * len(layer.blobs)
@@ -94,7 +112,9 @@ class Chain:
         getattr(blob, f"host_{what}")[...] = values
 
     def run(self, run=None):
-        """Both passes, through the run or layer by layer, twice forward so that the statistics show it."""
+        """Both passes, through the run or layer by layer, twice forward so that the statistics show
+        it.
+        """
         layers = self.members
         with self.device.scope():
             for _ in range(2):
@@ -134,7 +154,10 @@ def agree(answers, truths, near, flips=0):
     assert answers.keys() == truths.keys()
     for name, truth in truths.items():
         errors = np.sort(np.abs(answers[name] - truth), axis=None)
-        error, size = np.linalg.norm(errors[: errors.size - int(flips * errors.size)]), np.linalg.norm(truth)
+        error, size = (
+            np.linalg.norm(errors[: errors.size - int(flips * errors.size)]),
+            np.linalg.norm(truth),
+        )
         assert error <= near * (1e-3 + size), f"{name}: {error:.3g} of {size:.3g}"
 
 
@@ -235,7 +258,9 @@ def test_on_a_gpu(name, format, in_place, exact_products):
     lying, near, flips = GPU_FORMATS[format]
     for frozen in (False, True):
         truths = Chain(MEMBERS[name], in_place, dtype=np.float32, frozen=frozen).run()
-        chain = Chain(MEMBERS[name], in_place, TRAIN, CudaDevice(seed=1), lying, np.float32, frozen=frozen)
+        chain = Chain(
+            MEMBERS[name], in_place, TRAIN, CudaDevice(seed=1), lying, np.float32, frozen=frozen
+        )
         agree(chain.run(NormRun(chain.members)), truths, near, flips)
 
 
@@ -246,7 +271,9 @@ def test_layers_on_a_gpu(types, format):
     lying, near, flips = GPU_FORMATS[format]
     for in_place, frozen in product((False, True), repeat=2):
         truths = Chain(types.split(), in_place, dtype=np.float32, frozen=frozen).run()
-        chain = Chain(types.split(), in_place, TRAIN, CudaDevice(seed=1), lying, np.float32, frozen=frozen)
+        chain = Chain(
+            types.split(), in_place, TRAIN, CudaDevice(seed=1), lying, np.float32, frozen=frozen
+        )
         agree(chain.run(), truths, near, flips)
 
 
@@ -269,4 +296,6 @@ def test_a_recording_gives_the_same():
     chain.device.capture(both).replay()
     np.testing.assert_array_equal(chain.tops[0].host_data, answers["y"])
     np.testing.assert_array_equal(chain.other.host_diff, answers["dother"])
-    np.testing.assert_allclose(chain.x.host_diff, answers["dx"], 0.02, 0.02)  # cuDNN may add up in another order
+    np.testing.assert_allclose(
+        chain.x.host_diff, answers["dx"], 0.02, 0.02
+    )  # cuDNN may add up in another order

@@ -42,7 +42,9 @@ def compare(expected: Any, actual: Any, tolerance: Tolerance, what: str) -> None
 
 
 def agree(name: str, *arguments: Any, tolerance: Tolerance = CLOSE) -> None:
-    """Call both functions on copies of the arguments; all arrays and results must agree, after a replay too."""
+    """Call both functions on copies of the arguments; all arrays and results must agree, after a
+    replay too.
+    """
     import cupy
 
     from caffepy.ops import cpu, cuda

@@ -1,4 +1,6 @@
-"""A function of ops.cuda on arrays of any element type and order against that of ops.cpu on the same numbers."""
+"""A function of ops.cuda on arrays of any element type and order against that of ops.cpu on the
+same numbers.
+"""
 
 from typing import Any
 
@@ -17,7 +19,9 @@ TOLERANCE: dict[str, Tolerance] = {
 
 
 class Activation:
-    """Values that a GPU stores in the type and order of the case; what is no Activation stays as it is."""
+    """Values that a GPU stores in the type and order of the case; what is no Activation stays as it
+    is.
+    """
 
     def __init__(self, values: Any) -> None:
         self.values = np.asarray(values, np.float32)
@@ -43,7 +47,11 @@ def rounded(values: Any, kind: str) -> np.ndarray:
     """The values as stored, in a type that the CPU computes in."""
     flat = np.empty(np.size(values), kind)
     Format(np.dtype(kind), False).write(np.asarray(values, np.float32), flat)
-    back = from_bfloat16(flat) if kind == "uint16" else flat.astype(np.float64 if kind == "float64" else np.float32)
+    back = (
+        from_bfloat16(flat)
+        if kind == "uint16"
+        else flat.astype(np.float64 if kind == "float64" else np.float32)
+    )
     return back.reshape(np.shape(values))
 
 
@@ -52,11 +60,14 @@ def leaves(values: list[Any]) -> list[Any]:
     return [leaf for v in values for leaf in (leaves(v) if isinstance(v, list) else [v])]
 
 
-def agree(name: str, kind: str, *arguments: Any, last: bool = False, tolerance: Tolerance | None = None) -> None:
-    """Call both functions, the GPU's once more in a capture that is replayed; all arrays must agree.
+def agree(
+    name: str, kind: str, *arguments: Any, last: bool = False, tolerance: Tolerance | None = None
+) -> None:
+    """Call both functions, the GPU's once more in a capture that is replayed; all arrays must
+    agree.
 
-    Arrays that are no Activation are parameters or sums, which are double for doubles. An argument that is given twice
-    is one array.
+    Arrays that are no Activation are parameters or sums, which are double for doubles. An argument
+    that is given twice is one array.
     """
     import cupy
 
@@ -68,7 +79,9 @@ def agree(name: str, kind: str, *arguments: Any, last: bool = False, tolerance: 
         if isinstance(value, Activation):
             return rounded(value.values, kind)
         return (
-            value.astype(sums if value.dtype.kind == "f" else value.dtype) if isinstance(value, np.ndarray) else value
+            value.astype(sums if value.dtype.kind == "f" else value.dtype)
+            if isinstance(value, np.ndarray)
+            else value
         )
 
     def on_gpu(value: Any) -> Any:

@@ -43,7 +43,9 @@ BIASES = [
 @pytest.mark.parametrize("shape", BIASES, ids=str)
 def test_bias(shape, kind, last):
     y, b = data(shape), data(shape[1], seed=1)
-    tolerance = (1e-12, 1e-10) if kind == "float64" else (5e-6, 2e-3)  # sums of up to 20,000 numbers
+    tolerance = (
+        (1e-12, 1e-10) if kind == "float64" else (5e-6, 2e-3)
+    )  # sums of up to 20,000 numbers
     agree("bias_gradient", kind, Activation(y), b, last=last, tolerance=tolerance)
     agree("add_bias", kind, Activation(y), b, last=last)
 

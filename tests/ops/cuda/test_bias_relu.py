@@ -57,7 +57,11 @@ def arrays(shape, format, offset):
     y, dy = (rng.standard_normal(shape).astype(wide) for _ in range(2))
     y[rng.random(shape) < 0.1] = 0
     db = rng.standard_normal(shape[1]).astype(wide)
-    return on_gpu(y, format, offset), on_gpu(dy, format, offset), (cupy.asarray(db), db.astype(np.float64))
+    return (
+        on_gpu(y, format, offset),
+        on_gpu(dy, format, offset),
+        (cupy.asarray(db), db.astype(np.float64)),
+    )
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -78,7 +82,9 @@ def test_gradients(shape, dtype, last):
         cuda.relu_bias_backward(gy, gdy, gdb)
         want = np.where(y > 0, dy, 0)
         np.testing.assert_array_equal(host(gdy), want)
-        np.testing.assert_allclose((gdb - before).get(), want.sum(axis=axes), rtol=1e-6, atol=4 * scale)
+        np.testing.assert_allclose(
+            (gdb - before).get(), want.sum(axis=axes), rtol=1e-6, atol=4 * scale
+        )
         np.testing.assert_array_equal(host(gy), y)
         gdy[...] = gy
         cuda.relu_bias_backward(gy, gdy, None)
@@ -87,7 +93,9 @@ def test_gradients(shape, dtype, last):
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("shape", ["rows", "odd columns", "odd planes", "planes", "three axes", "none"])
+@pytest.mark.parametrize(
+    "shape", ["rows", "odd columns", "odd planes", "planes", "three axes", "none"]
+)
 def test_bias_and_relu(shape, dtype, last):
     if last and len(SHAPES[shape]) < 3:
         return
@@ -98,8 +106,12 @@ def test_bias_and_relu(shape, dtype, last):
                 (gy, y), _, (gb, b) = arrays(SHAPES[shape], format, offset)
                 bias_relu(gy, gb if with_bias else None, relu)
                 want = y + b.reshape(-1, *[1] * (y.ndim - 2)) if with_bias else y
-                tolerance = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "uint16": 8e-3}[dtype]
-                np.testing.assert_allclose(host(gy), np.maximum(want, 0) if relu else want, tolerance, tolerance)
+                tolerance = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "uint16": 8e-3}[
+                    dtype
+                ]
+                np.testing.assert_allclose(
+                    host(gy), np.maximum(want, 0) if relu else want, tolerance, tolerance
+                )
 
 
 def test_nan_stays():

@@ -13,7 +13,9 @@ from tests.ops.test_blas import SHAPES  # noqa: E402
 
 TOLERANCE = {"fp32": 1e-5, "tf32": 2e-3}  # of the largest number of a product of float32 arrays
 ROUNDING = {"float32": 1e-5, "float64": 1e-13, "float16": 1.5e-3, "uint16": 1.2e-2}
-"""Of what a result is stored in, cuBLAS's sums of parts of a product as well: three times half of the last bit."""
+"""Of what a result is stored in, cuBLAS's sums of parts of a product as well: three times half of
+the last bit.
+"""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -72,7 +74,9 @@ def test_matmul_of_other_types(kind, result, shape, transposed, by_cublas):
 
 
 @pytest.mark.parametrize("transposed", ["", "a", "b", "ab"])
-@pytest.mark.parametrize("shape", [*SHAPES, (64, 800, 500), (33, 129, 65), (16, 16, 16), (1, 1000, 17)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [*SHAPES, (64, 800, 500), (33, 129, 65), (16, 16, 16), (1, 1000, 17)], ids=str
+)
 def test_matmul_by_our_own_kernel(shape, transposed, monkeypatch):
     monkeypatch.setattr(blas, "_ours_is_faster", lambda *_: True)
     check_matmul(shape, transposed, ROUNDING["float32"], scales=[1.0])
@@ -81,7 +85,9 @@ def test_matmul_by_our_own_kernel(shape, transposed, monkeypatch):
             check_matmul(shape, transposed, ROUNDING[result], kind, result, scales=[1.0])
 
 
-def check_matmul(shape, transposed, tolerance, kind="float32", result="float32", scales=(1.0, -0.3)):
+def check_matmul(
+    shape, transposed, tolerance, kind="float32", result="float32", scales=(1.0, -0.3)
+):
     m, k, n = shape
     a, b, start = arrays((m, k), (k, n), (m, n))
     want = rounded(a, kind).astype(np.float64) @ rounded(b, kind).astype(np.float64)
@@ -104,7 +110,11 @@ def test_matmul_of_parts_of_larger_arrays(transposed, ours, exactness, monkeypat
     want = a[3:20, 7:31].astype(np.float64) @ b[9:33, 2:13]
     x = cupy.asarray(a.T.copy()).T if transposed == "a" else cupy.asarray(a)
     y = cupy.asarray(b.T.copy()).T if transposed == "b" else cupy.asarray(b)
-    out = cupy.zeros((11, 17), np.float32).T if transposed == "out" else cupy.zeros((17, 11), np.float32)
+    out = (
+        cupy.zeros((11, 17), np.float32).T
+        if transposed == "out"
+        else cupy.zeros((17, 11), np.float32)
+    )
     cuda.matmul(x[3:20, 7:31], y[9:33, 2:13], out)
     check(out, want, exactness)
 
@@ -119,11 +129,17 @@ def test_add_into(size):
     np.testing.assert_allclose(out.get(), 0.5 * a + b, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [("float32", TOLERANCE["tf32"]), ("uint16", ROUNDING["uint16"])])
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("float32", TOLERANCE["tf32"]), ("uint16", ROUNDING["uint16"])]
+)
 def test_a_captured_product_follows_its_inputs(stream, kind, tolerance):
     x, w, b = arrays((64, 80), (50, 80), 50)
     a, w, bias = stored(x, kind), stored(w, kind), cupy.asarray(b)
-    out, db, dw = cupy.zeros((64, 50), kind), cupy.zeros(50, np.float32), cupy.zeros((50, 80), np.float32)
+    out, db, dw = (
+        cupy.zeros((64, 50), kind),
+        cupy.zeros(50, np.float32),
+        cupy.zeros((50, 80), np.float32),
+    )
 
     def step():
         cuda.matmul(a, w.T, out)

@@ -35,7 +35,10 @@ class Kind(NamedTuple):
         flat = cupy.empty(values.size + offset, self.format.dtype)
         host = np.empty(values.size, self.format.dtype)
         with np.errstate(invalid="ignore"):
-            self.format.write(values.astype(self.format.dtype if self.format.dtype.kind == "f" else np.float32), host)
+            self.format.write(
+                values.astype(self.format.dtype if self.format.dtype.kind == "f" else np.float32),
+                host,
+            )
         flat[offset:] = cupy.asarray(host)
         return self.format.view(flat[offset:], values.shape)
 
@@ -126,7 +129,10 @@ def on_gpu(case, kind, offset=0):
     """The reference, its arrays, those on the device, and empty y and dx."""
     reference, (x, w, b, dy, dw, db) = arrays(case, kind)
     own = DOUBLE if kind is DOUBLE else PLAIN
-    there = [kind.on_gpu(a, offset) if a is x or a is dy else own.on_gpu(a, offset) for a in (x, w, b, dy, dw, db)]
+    there = [
+        kind.on_gpu(a, offset) if a is x or a is dy else own.on_gpu(a, offset)
+        for a in (x, w, b, dy, dw, db)
+    ]
     empty = [kind.on_gpu(np.full(a.shape, np.nan), offset) for a in (dy, x)]
     return reference, (x, w, b, dy, dw, db), there, empty
 
@@ -134,8 +140,12 @@ def on_gpu(case, kind, offset=0):
 def check(case, kind, offset=0):
     precision.set(kind.precision)
     x_shape, w_shape, *rest = case
-    reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(case, kind, offset)
-    conv = cuda.Convolution(x_shape, w_shape, *rest, DOUBLE.format.dtype if kind is DOUBLE else np.float32)
+    reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(
+        case, kind, offset
+    )
+    conv = cuda.Convolution(
+        x_shape, w_shape, *rest, DOUBLE.format.dtype if kind is DOUBLE else np.float32
+    )
     assert conv.y_shape == reference.y_shape
     y, dx, tolerance = np.empty_like(dy), np.empty_like(x), kind.tolerance
     reference.forward(x, w, None, y)
@@ -178,7 +188,9 @@ def test_as_on_the_cpu(case, kind, monkeypatch):
     assert not missing
 
 
-@pytest.mark.parametrize("case", ["basic", "group", "1x1 pad", "first of ResNet", "one axis", "three axes", "wide"])
+@pytest.mark.parametrize(
+    "case", ["basic", "group", "1x1 pad", "first of ResNet", "one axis", "three axes", "wide"]
+)
 def test_halves(case):
     check(CASES[case], KINDS["fp16"])
 
@@ -208,7 +220,9 @@ def test_doubles(case):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", ["basic", "1x1 pad", "group", "dilation", "one axis", "three axes", "no image"])
+@pytest.mark.parametrize(
+    "case", ["basic", "1x1 pad", "group", "dilation", "one axis", "three axes", "no image"]
+)
 def test_what_cudnn_has_no_plan_for(case, kind, monkeypatch):
     monkeypatch.setattr(plans, "find", lambda *arguments: None)
     check(CASES[case], KINDS[kind])
@@ -219,9 +233,14 @@ def test_random_shapes(seed):
     rng = np.random.default_rng(seed)
     axes = int(rng.integers(1, 4))
     group = int(rng.choice([1, 1, 2, 3]))
-    kernel, stride, pad, dilation = (tuple(rng.integers(lo, hi, axes)) for lo, hi in ((1, 5), (1, 4), (0, 4), (1, 3)))
+    kernel, stride, pad, dilation = (
+        tuple(rng.integers(lo, hi, axes)) for lo, hi in ((1, 5), (1, 4), (0, 4), (1, 3))
+    )
     span = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
-    size = [max(1, s - 2 * p) + int(rng.integers(0, 9 if axes < 3 else 4)) for s, p in zip(span, pad, strict=True)]
+    size = [
+        max(1, s - 2 * p) + int(rng.integers(0, 9 if axes < 3 else 4))
+        for s, p in zip(span, pad, strict=True)
+    ]
     x_shape = (int(rng.integers(1, 6)), group * int(rng.integers(1, 5)), *size)
     w_shape = (group * int(rng.integers(1, 8)), x_shape[1] // group, *kernel)
     check((x_shape, w_shape, stride, pad, dilation, group), list(KINDS.values())[seed % 4])
@@ -331,7 +350,9 @@ def test_a_captured_step_follows_its_inputs(case, kind, stream, side):
     kind = KINDS[kind]
     precision.set(kind.precision)
     x_shape, w_shape, *rest = CASES[case]
-    reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(CASES[case], kind)
+    reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(
+        CASES[case], kind
+    )
     conv = cuda.Convolution(x_shape, w_shape, *rest, np.float32)
 
     def step(other):
@@ -356,7 +377,12 @@ def test_a_captured_step_follows_its_inputs(case, kind, stream, side):
     reference.forward(x, w, b, y)
     reference.backward_data(dy, w, dx)
     reference.backward_weight(x, dy, dw, db)
-    for name, have, want in (("y", gy, np.maximum(y, 0)), ("dx", gdx, dx), ("dw", gdw, dw), ("db", gdb, db)):
+    for name, have, want in (
+        ("y", gy, np.maximum(y, 0)),
+        ("dx", gdx, dx),
+        ("dw", gdw, dw),
+        ("db", gdb, db),
+    ):
         close(name, have, want, kind.tolerance)
 
 
@@ -373,7 +399,11 @@ def test_images_in_blocks(dtype):
     padded = np.zeros((2, 2 * rows + 2, 3 * columns + 3, 3), dtype)
     padded[:, 2:9, 1:11] = x
     want = np.zeros((n, rows, columns, depth), dtype)
-    tiles = padded[:, : 2 * rows, : 3 * columns].reshape(2, rows, 2, columns, 3, 3).transpose(0, 1, 3, 2, 4, 5)
+    tiles = (
+        padded[:, : 2 * rows, : 3 * columns]
+        .reshape(2, rows, 2, columns, 3, 3)
+        .transpose(0, 1, 3, 2, 4, 5)
+    )
     want[..., : 2 * 3 * 3] = tiles.reshape(2, rows, columns, -1)
     have = blocks.take(cupy.asarray(x).transpose(0, 3, 1, 2))
     np.testing.assert_array_equal(have.get(), want)

@@ -56,7 +56,10 @@ def test_copy_of_views_with_the_channels_last(kind):
 
     x = data((3, 12, 5, 7))
     with cupy.cuda.Stream(non_blocking=True):
-        u, v = stored(x, kind, channels_last=True), stored(np.zeros_like(x), kind, channels_last=True)
+        u, v = (
+            stored(x, kind, channels_last=True),
+            stored(np.zeros_like(x), kind, channels_last=True),
+        )
         cuda.copy(u, v)
         np.testing.assert_array_equal(loaded(v), rounded(x, kind))
         cuda.copy(u[:, 4:8], v[:, 1:5])
@@ -101,7 +104,9 @@ def test_convert(source, target):
             stream.begin_capture()
             cuda.convert(u, v)
             stream.end_capture().launch(stream)
-            np.testing.assert_array_equal(loaded(v), want, err_msg=f"{shape} {before} {after}, replayed")
+            np.testing.assert_array_equal(
+                loaded(v), want, err_msg=f"{shape} {before} {after}, replayed"
+            )
 
 
 def test_convert_rounds_to_even_and_keeps_what_is_no_number():
@@ -110,7 +115,8 @@ def test_convert_rounds_to_even_and_keeps_what_is_no_number():
     from caffepy.ops import cuda
 
     x = np.array(
-        [1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 70_000, -np.inf, np.nan, 1e-7, -0.0, 65_519, 65_520], np.float32
+        [1 + 2**-9, 1 + 3 * 2**-9, 1 + 2**-12, 70_000, -np.inf, np.nan, 1e-7, -0.0, 65_519, 65_520],
+        np.float32,
     )
     with cupy.cuda.Stream(non_blocking=True):
         for kind in ("float16", "uint16"):
@@ -171,4 +177,6 @@ def test_parts_side_by_side(case, kind, last):
         cuda.cut(whole, sizes, asked, axis)
         stream.end_capture().launch(stream)
         for part, piece, a in zip(parts, pieces, asked, strict=True):
-            np.testing.assert_array_equal(loaded(part), np.zeros_like(piece) if a is None else rounded(piece, kind))
+            np.testing.assert_array_equal(
+                loaded(part), np.zeros_like(piece) if a is None else rounded(piece, kind)
+            )

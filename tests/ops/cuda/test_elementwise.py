@@ -22,7 +22,13 @@ def test_products_and_sums(size, dtype):
     agree("add", xs[0], xs[1])
     agree("multiply", xs[0], xs[1], out)
     for n in (2, 3, 4, 8, 12, 20):
-        agree("eltwise_sum", xs[:n], [0.5, -1.0, 2.0, 0.1][:n] * (n // 4 or 1), out, tolerance=(1e-5, 1e-5))
+        agree(
+            "eltwise_sum",
+            xs[:n],
+            [0.5, -1.0, 2.0, 0.1][:n] * (n // 4 or 1),
+            out,
+            tolerance=(1e-5, 1e-5),
+        )
     agree("eltwise_sum", xs[:3], [1.0, 1.0, 1.0], xs[0])
     agree("dot", xs[0], xs[1], tolerance=(1e-9, 1e-7))
 
@@ -67,12 +73,22 @@ def test_dot_repeats_bit_for_bit():
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("kind", ["float32", "float16", "uint16", "float64"])
-@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (3, 1, 4, 4), (2, 64, 6), (1001,), (2, 8, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 3, 5, 7), (3, 1, 4, 4), (2, 64, 6), (1001,), (2, 8, 1, 1)], ids=str
+)
 def test_types_and_orders(shape, kind, last):
     x, y, z = (Activation(data(shape, seed=seed)) for seed in range(3))
     for factor in (0.3, -2.0):
         narrow.agree("scaled", kind, factor, x, y, last=last)
-        narrow.agree("axpy", kind, factor, x, y, last=last, tolerance=(1e-2, 1e-2) if kind in NARROW else None)
+        narrow.agree(
+            "axpy",
+            kind,
+            factor,
+            x,
+            y,
+            last=last,
+            tolerance=(1e-2, 1e-2) if kind in NARROW else None,
+        )
     narrow.agree("scaled", kind, 3.0, x, x, last=last)
     narrow.agree("multiply", kind, x, y, z, last=last)
 
@@ -90,8 +106,15 @@ def test_sums_and_maxima_in_types_and_orders(kind, last):
     shape, factors = (2, 8, 5, 3), [0.5, -1.0, 2.0, 1.0, 0.25, 3.0, 1.0, -4.0]
     values = [narrow.rounded(np.round(data(shape, seed=seed), 1), kind) for seed in range(8)]
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        xs, out = [narrow.stored(v, kind, last) for v in values], narrow.stored(np.zeros(shape), kind, last)
-        index, want, which = cupy.zeros(shape, np.int32), np.empty_like(values[0]), np.empty(shape, np.int32)
+        xs, out = (
+            [narrow.stored(v, kind, last) for v in values],
+            narrow.stored(np.zeros(shape), kind, last),
+        )
+        index, want, which = (
+            cupy.zeros(shape, np.int32),
+            np.empty_like(values[0]),
+            np.empty(shape, np.int32),
+        )
         for n in range(2, 9):
             cpu.eltwise_sum(values[:n], factors[:n], want)
             cuda.eltwise_sum(xs[:n], factors[:n], out)
@@ -106,8 +129,12 @@ def test_sums_and_maxima_in_types_and_orders(kind, last):
                 stream.begin_capture()
                 cuda.eltwise_select(index, rank, xs[7], out)
                 stream.end_capture().launch(stream)
-                np.testing.assert_array_equal(narrow.loaded(out), np.where(which == rank, values[7], 0))
-        assert float(cuda.dot(xs[0], xs[1])) == pytest.approx(cpu.dot(values[0], values[1]), rel=1e-12)
+                np.testing.assert_array_equal(
+                    narrow.loaded(out), np.where(which == rank, values[7], 0)
+                )
+        assert float(cuda.dot(xs[0], xs[1])) == pytest.approx(
+            cpu.dot(values[0], values[1]), rel=1e-12
+        )
 
 
 def test_arrays_that_lie_differently_are_refused():

@@ -17,7 +17,15 @@ WEIGHT, NORM = np.array(0.3, np.float32), np.array(4.0)
 def test_infogain_loss(shape, dtype, ignore, divisor):
     x, label = 5 * data(shape, dtype), labels((shape[0], shape[2]), shape[1], dtype)
     given = label, data((shape[1], shape[1]), dtype, 1), ignore
-    agree("infogain_loss_forward", x, *given, divisor, np.empty_like(x), *outcome(dtype), tolerance=(1e-5, 1e-5))
+    agree(
+        "infogain_loss_forward",
+        x,
+        *given,
+        divisor,
+        np.empty_like(x),
+        *outcome(dtype),
+        tolerance=(1e-5, 1e-5),
+    )
     p = probabilities(shape, dtype)
     agree("infogain_loss_backward", p, *given, WEIGHT.astype(dtype), NORM, np.empty_like(x))
 
@@ -69,7 +77,9 @@ def test_the_first_wrong_label_is_put_down(items, bad):
     for squares in (False, True):
         agree("hinge_loss_forward", p, label, squares, items, np.empty_like(p), loss, wrong)
     x, label, matrix = p[:, :, None], label[:, None], data((3, 3))
-    agree("infogain_loss_forward", x, label, matrix, None, None, np.empty_like(x), loss, norm, wrong)
+    agree(
+        "infogain_loss_forward", x, label, matrix, None, None, np.empty_like(x), loss, norm, wrong
+    )
     agree("infogain_loss_backward", x, label, matrix, None, WEIGHT, NORM, np.empty_like(x))
 
 

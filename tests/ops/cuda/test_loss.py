@@ -49,9 +49,26 @@ def outcome(dtype):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_softmax_loss(shape, dtype, ignore, divisor):
     x, label = 5 * data(shape, dtype), labels((shape[0], shape[2]), shape[1], dtype)
-    agree("softmax_loss_forward", x, label, ignore, divisor, np.empty_like(x), *outcome(dtype), tolerance=CLOSE)
+    agree(
+        "softmax_loss_forward",
+        x,
+        label,
+        ignore,
+        divisor,
+        np.empty_like(x),
+        *outcome(dtype),
+        tolerance=CLOSE,
+    )
     weight, norm = np.array(0.3, dtype), np.array(4.0)
-    agree("softmax_loss_backward", probabilities(shape, dtype), label, ignore, weight, norm, np.empty_like(x))
+    agree(
+        "softmax_loss_backward",
+        probabilities(shape, dtype),
+        label,
+        ignore,
+        weight,
+        norm,
+        np.empty_like(x),
+    )
 
 
 @pytest.mark.parametrize("bad", [3, -1, np.nan, np.inf])
@@ -76,7 +93,15 @@ def test_the_first_wrong_label_is_put_down(outer, inner, bad):
 
 def test_certain_mistakes_have_a_bound():
     x = np.array([[0, 200, 0], [-200, 0, -200]], np.float32)[:, :, None]
-    agree("softmax_loss_forward", x, np.zeros((2, 1), np.float32), None, None, np.empty_like(x), *outcome(np.float32))
+    agree(
+        "softmax_loss_forward",
+        x,
+        np.zeros((2, 1), np.float32),
+        None,
+        None,
+        np.empty_like(x),
+        *outcome(np.float32),
+    )
 
 
 @pytest.mark.parametrize("divisor", [None, 7.0])
@@ -107,14 +132,28 @@ def test_accuracy(shape, ignore, top_k):
     share, _, wrong = outcome(np.float32)
     for shares in (None, np.empty(shape[1], np.float32)):
         hits, counts = np.zeros((2, shape[1]), np.int64)
-        agree("accuracy", x, label, top_k, ignore, hits, counts, share, shares, wrong, tolerance=EXACT)
+        agree(
+            "accuracy", x, label, top_k, ignore, hits, counts, share, shares, wrong, tolerance=EXACT
+        )
 
 
 def test_nan_is_a_wrong_answer():
     x = np.array([[1, np.nan], [np.nan, 1], [0, 1]], np.float32)[:, :, None]
     share, _, wrong = outcome(np.float32)
     hits, counts = np.zeros((2, 2), np.int64)
-    agree("accuracy", x, np.array([[0], [0], [1]], "f"), 1, None, hits, counts, share, None, wrong, tolerance=EXACT)
+    agree(
+        "accuracy",
+        x,
+        np.array([[0], [0], [1]], "f"),
+        1,
+        None,
+        hits,
+        counts,
+        share,
+        None,
+        wrong,
+        tolerance=EXACT,
+    )
 
 
 def test_a_captured_loss_weight_is_read_at_each_replay():
@@ -124,7 +163,12 @@ def test_a_captured_loss_weight_is_read_at_each_replay():
 
     prob, label = probabilities((8, 5, 1), np.float32), labels((8, 1), 5, np.float32)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        p, t, dx, weight = cupy.asarray(prob), cupy.asarray(label), cupy.empty((8, 5, 1), "f"), cupy.ones((), "f")
+        p, t, dx, weight = (
+            cupy.asarray(prob),
+            cupy.asarray(label),
+            cupy.empty((8, 5, 1), "f"),
+            cupy.ones((), "f"),
+        )
         norm = cupy.full((), 8.0)
         cuda.softmax_loss_backward(p, t, None, weight, norm, dx)
         stream.begin_capture()

@@ -24,7 +24,12 @@ WINDOWS = {
     "float16": [(5, 0.75), (15, 0.6)],
     "uint16": [(5, 0.75), (9, 0.6), (15, 0.75)],
 }  # sizes and betas; a variant of a kernel is compiled by itself
-NEAR = {"float32": (1e-5, 1e-5), "float64": (1e-12, 1e-12), "float16": (1e-3, 1e-3), "uint16": (8e-3, 8e-3)}
+NEAR = {
+    "float32": (1e-5, 1e-5),
+    "float64": (1e-12, 1e-12),
+    "float16": (1e-3, 1e-3),
+    "uint16": (8e-3, 8e-3),
+}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -35,7 +40,20 @@ def test_planes(shape, size, dtype):
         x, dy, y, scale = (3 * data(shape), data(shape, seed=1), np.ones(shape), np.ones(shape))
         agree("lrn_forward", dtype, x, y, scale, size, ALPHA, beta, K, tolerance=NEAR[dtype])
         y = x * (scale := _scale(x, size)) ** -beta
-        agree("lrn_backward", dtype, x, y, scale, dy, np.ones(shape), size, ALPHA, beta, K, tolerance=NEAR[dtype])
+        agree(
+            "lrn_backward",
+            dtype,
+            x,
+            y,
+            scale,
+            dy,
+            np.ones(shape),
+            size,
+            ALPHA,
+            beta,
+            K,
+            tolerance=NEAR[dtype],
+        )
 
 
 def _scale(x, size):
@@ -43,7 +61,9 @@ def _scale(x, size):
     return K + ALPHA / size * sum(squares[:, i : i + x.shape[1]] for i in range(size))
 
 
-@pytest.mark.parametrize(("kind", "window"), [(kind, window) for kind in WINDOWS for window in WINDOWS[kind]])
+@pytest.mark.parametrize(
+    ("kind", "window"), [(kind, window) for kind in WINDOWS for window in WINDOWS[kind]]
+)
 @pytest.mark.parametrize("shape", LINES, ids=str)
 def test_channels_last(shape, kind, window):
     import cupy

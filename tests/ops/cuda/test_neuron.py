@@ -9,7 +9,8 @@ pytestmark = pytest.mark.gpu
 KINDS = list(TOLERANCE)
 LAYOUTS = {"plain": ((3, 5, 7), False), "last": ((3, 5, 7), True), "packs last": ((2, 8, 6), True)}
 SIZES = [0, 1, 7, 9, 1023, 40_000]
-# name: how many arrays it reads, how many it writes, its numbers, which one it reads may be what it writes
+# name: how many arrays it reads, how many it writes, its numbers, which one it reads may be what it
+# writes
 FUNCTIONS = {
     "relu_forward": (1, 1, (0.0,), 0),
     "relu_backward": (2, 1, (0.0,), 1),
@@ -54,7 +55,9 @@ def test_relu_of_special_numbers(slope, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("last", [False, True])
-@pytest.mark.parametrize("shape", [(4, 3, 8), (2, 5, 7), (6, 33, 1), (3, 2, 1025), (0, 3, 4), (2, 16, 700)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(4, 3, 8), (2, 5, 7), (6, 33, 1), (3, 2, 1025), (0, 3, 4), (2, 16, 700)], ids=str
+)
 def test_prelu(shape, last, kind):
     x, dy, y = (activation(shape, seed) for seed in range(3))
     for slopes in (shape[1], 1):
@@ -84,7 +87,12 @@ def test_power_of_a_negative_number():
 @pytest.mark.parametrize("kind", KINDS)
 def test_swish(kind):
     for shape, last in [(7, False), (1023, False), *LAYOUTS.values()]:
-        x, y, dy, sigmoid = activation(shape), activation(shape, 1), activation(shape, 2), data(shape, seed=3)
+        x, y, dy, sigmoid = (
+            activation(shape),
+            activation(shape, 1),
+            activation(shape, 2),
+            data(shape, seed=3),
+        )
         if not last:
             agree("swish_forward", kind, x, y, sigmoid, 1.3)
             agree("swish_backward", kind, y, sigmoid, dy, dy, 1.3)
@@ -131,7 +139,12 @@ def test_a_captured_dropout_follows_the_tick():
 
     x = data(5000)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        u, v, mask, tick = cupy.asarray(x), cupy.empty(5000, "f"), cupy.empty(5000, "u1"), cupy.full((), 5, "int64")
+        u, v, mask, tick = (
+            cupy.asarray(x),
+            cupy.empty(5000, "f"),
+            cupy.empty(5000, "u1"),
+            cupy.full((), 5, "int64"),
+        )
         cuda.dropout_forward(u, v, mask, 0.5, 9, tick)
         tick += 1
         tick[...] = 5
@@ -149,9 +162,16 @@ def test_a_captured_dropout_follows_the_tick():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 10), (64, 500), (5, 33), (600, 48), (2000, 7), (0, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 10), (64, 500), (5, 33), (600, 48), (2000, 7), (0, 4)], ids=str
+)
 def test_bias_and_activation_of_rows(shape, kind):
-    y, dy, b, db = activation(shape), activation(shape, 1), data(shape[1], seed=2), data(shape[1], seed=3)
+    y, dy, b, db = (
+        activation(shape),
+        activation(shape, 1),
+        data(shape[1], seed=2),
+        data(shape[1], seed=3),
+    )
     mask, flags = np.zeros(shape, np.uint8), (data(shape, seed=4) > 0).astype(np.uint8)
     relative, absolute = TOLERANCE[kind]
     tolerance = (max(relative, 1e-5), max(absolute, 2e-4))

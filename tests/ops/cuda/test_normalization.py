@@ -7,7 +7,10 @@ from tests.ops.cuda.stored import TOLERANCE, Activation, agree
 pytestmark = pytest.mark.gpu
 
 KINDS = list(TOLERANCE)
-THOROUGH = ("float32", "uint16")  # every variant of a kernel is compiled by itself, which takes its time
+THOROUGH = (
+    "float32",
+    "uint16",
+)  # every variant of a kernel is compiled by itself, which takes its time
 # shape, whether the channels lie last
 LAYOUTS = {
     "planes": ((4, 3, 8), False),
@@ -25,8 +28,14 @@ LAYOUTS = {
     "lines of odd length": ((2, 272, 5), True),
     "many lines": ((7, 16, 1600), True),
 }
-# Sums are compared with those of float32 on the CPU; what is stored in 16 bits is rounded once more than there.
-SUMS = {"float32": (1e-4, 1e-4), "float64": (1e-10, 1e-10), "float16": (3e-3, 4e-3), "uint16": (2e-2, 3e-2)}
+# Sums are compared with those of float32 on the CPU; what is stored in 16 bits is rounded once more
+# than there.
+SUMS = {
+    "float32": (1e-4, 1e-4),
+    "float64": (1e-10, 1e-10),
+    "float16": (3e-3, 4e-3),
+    "uint16": (2e-2, 3e-2),
+}
 
 
 def activation(shape, seed=0):
@@ -42,19 +51,31 @@ def like(shape):
 def test_batch_norm(layout, kind):
     shape, last = LAYOUTS[layout]
     x, dy, c = Activation(2 * data(shape) + 3), activation(shape, 1), shape[1]
-    agree("batch_norm_statistics", kind, x, np.ones(c), np.ones(c), last=last, tolerance=(1e-4, 1e-5))
+    agree(
+        "batch_norm_statistics", kind, x, np.ones(c), np.ones(c), last=last, tolerance=(1e-4, 1e-5)
+    )
     mean, inverse = 3 + data(c), 0.5 + np.abs(data(c, seed=1))
     agree("batch_norm_forward", kind, x, mean, inverse, like(shape), last=last)
     agree("batch_norm_forward", kind, x, mean, inverse, x, last=last)
     for dx in (like(shape), dy):
-        agree("batch_norm_backward", kind, x, mean, inverse, dy, dx, last=last, tolerance=SUMS[kind])
+        agree(
+            "batch_norm_backward", kind, x, mean, inverse, dy, dx, last=last, tolerance=SUMS[kind]
+        )
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("shift", [1e2, 1e4])
 def test_statistics_of_large_means(shift, last):
     x = Activation(data((8, 4, 100)) + np.float32(shift))
-    agree("batch_norm_statistics", "float32", x, np.ones(4), np.ones(4), last=last, tolerance=(1e-3, 0))
+    agree(
+        "batch_norm_statistics",
+        "float32",
+        x,
+        np.ones(4),
+        np.ones(4),
+        last=last,
+        tolerance=(1e-3, 0),
+    )
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -69,7 +90,9 @@ def running(c):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["planes", "one element", "odd channels last", "channels last", "one position"])
+@pytest.mark.parametrize(
+    "layout", ["planes", "one element", "odd channels last", "channels last", "one position"]
+)
 def test_prepare(layout, kind):
     shape, last = LAYOUTS[layout]
     c = shape[1]
@@ -80,7 +103,17 @@ def test_prepare(layout, kind):
 
 
 def test_prepare_for_no_values():
-    agree("batch_norm_prepare", "float32", like((0, 3, 4)), running(3), 0.9, 1e-3, None, None, np.ones((4, 3)))
+    agree(
+        "batch_norm_prepare",
+        "float32",
+        like((0, 3, 4)),
+        running(3),
+        0.9,
+        1e-3,
+        None,
+        None,
+        np.ones((4, 3)),
+    )
 
 
 @pytest.mark.parametrize("c", [1, 3, 300])
@@ -93,7 +126,12 @@ def test_stored(weight, c):
 
 
 def numbers(c):
-    mean, inverse, scale, bias = data(c), 0.5 + np.abs(data(c, seed=1)), data(c, seed=2), data(c, seed=3)
+    mean, inverse, scale, bias = (
+        data(c),
+        0.5 + np.abs(data(c, seed=1)),
+        data(c, seed=2),
+        data(c, seed=3),
+    )
     return np.stack([mean, inverse, scale * inverse, bias - mean * scale * inverse])
 
 
@@ -103,7 +141,9 @@ def test_norm_forward(layout, kind):
     shape, last = LAYOUTS[layout]
     x, other, of = activation(shape), activation(shape, 4), numbers(shape[1])
     tolerance = tuple(map(max, TOLERANCE[kind], (1e-5, 2e-6))) if kind != "float64" else None
-    for addend, relu in ((None, True), (None, False), (other, True), (other, False))[: 4 if kind in THOROUGH else 1]:
+    for addend, relu in ((None, True), (None, False), (other, True), (other, False))[
+        : 4 if kind in THOROUGH else 1
+    ]:
         for y in (like(shape), x):
             agree("norm_forward", kind, x, of, addend, relu, y, last=last, tolerance=tolerance)
 
@@ -126,7 +166,12 @@ def test_norm_backward(layout, kind):
     shape, last = LAYOUTS[layout]
     x, of = norm_inputs(shape)
     of[2] = np.where(np.abs(of[2]) < 0.1, 0.1, of[2])
-    c, dy, more, y = shape[1], activation(shape, 4), activation(shape, 5), away_from_zero(data(shape, seed=6))
+    c, dy, more, y = (
+        shape[1],
+        activation(shape, 4),
+        activation(shape, 5),
+        away_from_zero(data(shape, seed=6)),
+    )
     dscale, dbias, dx, masked = data(c, seed=8), data(c, seed=9), like(shape), like(shape)
     relative, absolute = SUMS[kind]
     tolerance = relative, absolute * max(1, np.sqrt(shape[0] * shape[2]) / 8)
@@ -159,7 +204,12 @@ def test_scale(layout, kind):
     agree("scale_forward", kind, x, scale, bias, like(shape), last=last, tolerance=near)
     agree("scale_forward", kind, x, scale, None, like(shape), last=last, tolerance=near)
     agree("scale_forward", kind, x, scale, bias, x, last=last, tolerance=near)
-    for dx, *sums in ((like(shape), dscale, dbias), (dy, dscale, None), (None, None, dbias), (dy, None, None)):
+    for dx, *sums in (
+        (like(shape), dscale, dbias),
+        (dy, dscale, None),
+        (None, None, dbias),
+        (dy, None, None),
+    ):
         agree("scale_backward", kind, x, scale, dy, dx, *sums, last=last, tolerance=SUMS[kind])
 
 

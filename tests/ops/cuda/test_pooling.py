@@ -29,7 +29,10 @@ def top(size, kernel, stride, pad):
 
 
 def top_shape(shape, kernel, stride, pad):
-    return (*shape[:2], *(top(*sizes) for sizes in zip(shape[2:], kernel, stride, pad, strict=True)))
+    return (
+        *shape[:2],
+        *(top(*sizes) for sizes in zip(shape[2:], kernel, stride, pad, strict=True)),
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -44,7 +47,9 @@ def test_max(case, dtype):
     agree("max_pool_forward", x, y, index, *how, tolerance=EXACT)
     if x.size:
         cpu.max_pool_forward(x, y, index, *how)
-    agree("max_pool_backward", data(y.shape, dtype, 1), index, np.empty_like(x), *how, tolerance=EXACT)
+    agree(
+        "max_pool_backward", data(y.shape, dtype, 1), index, np.empty_like(x), *how, tolerance=EXACT
+    )
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -52,7 +57,16 @@ def test_max_of_planes_without_numbers(value):
     x = np.full((1, 2, 6, 6), value, np.float32)
     x[0, 1, 2, 3] = 5
     y = np.empty((1, 2, 4, 4), np.float32)
-    agree("max_pool_forward", x, y, np.empty(y.shape, np.int32), (3, 3), (2, 2), (1, 1), tolerance=EXACT)
+    agree(
+        "max_pool_forward",
+        x,
+        y,
+        np.empty(y.shape, np.int32),
+        (3, 3),
+        (2, 2),
+        (1, 1),
+        tolerance=EXACT,
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -102,7 +116,9 @@ def test_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
     how = WINDOWS[case]
     with cupy.cuda.Stream(non_blocking=True) as stream:
         for channels in sizes:
-            x = rounded(np.round(data((2, channels, 9, 11)), 1), kind)  # windows have several largest elements
+            x = rounded(
+                np.round(data((2, channels, 9, 11)), 1), kind
+            )  # windows have several largest elements
             dy = rounded(data(top_shape(x.shape, *how), seed=1), kind)
             y, dx, index = np.empty_like(dy), np.empty_like(x), np.empty(dy.shape, np.int32)
             u, du = stored(x, kind, last), stored(np.full(x.shape, 9), kind, last)
@@ -115,7 +131,9 @@ def test_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
                 twice(stream, cuda.max_pool_forward, u, v, where, *how)
                 twice(stream, cuda.max_pool_backward, dv, where, du, *how)
                 np.testing.assert_array_equal(loaded(v), y)
-                np.testing.assert_array_equal(loaded(du), dx if kind == "float64" else rounded(dx, kind))
+                np.testing.assert_array_equal(
+                    loaded(du), dx if kind == "float64" else rounded(dx, kind)
+                )
 
             cpu.ave_pool_forward(x, y, *how)
             cpu.ave_pool_backward(dy, dx, *how)
@@ -154,7 +172,9 @@ def test_relu_in_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
                 twice(stream, partial(cuda.max_pool_forward, relu=True), u, v, where, *how)
                 twice(stream, cuda.max_pool_backward, dv, where, du, *how)
                 np.testing.assert_array_equal(loaded(v), y)
-                np.testing.assert_array_equal(loaded(du), dx if kind == "float64" else rounded(dx, kind))
+                np.testing.assert_array_equal(
+                    loaded(du), dx if kind == "float64" else rounded(dx, kind)
+                )
 
             cpu.ave_pool_forward(x, y, *how, relu=True)
             twice(stream, partial(cuda.ave_pool_forward, relu=True), u, v, *how)
@@ -207,8 +227,19 @@ def test_stochastic(case, dtype):
     x = np.maximum(np.round(data(shape, dtype), 1), 0)
     y = np.empty(top_shape(shape, *how), dtype)
     tick = np.array(5, np.int64)
-    agree("stochastic_pool_forward", x, y, np.empty(y.shape, np.int32), *how, 1 << 31, tick, tolerance=EXACT)
-    agree("stochastic_pool_forward", x, y, np.empty(y.shape, np.int32), *how, 3, None, tolerance=EXACT)
+    agree(
+        "stochastic_pool_forward",
+        x,
+        y,
+        np.empty(y.shape, np.int32),
+        *how,
+        1 << 31,
+        tick,
+        tolerance=EXACT,
+    )
+    agree(
+        "stochastic_pool_forward", x, y, np.empty(y.shape, np.int32), *how, 3, None, tolerance=EXACT
+    )
     agree("stochastic_pool_mean", x, y, *how, tolerance=CLOSE)
 
 
@@ -220,17 +251,27 @@ def test_stochastic_with_the_channels_last(kind, monkeypatch):
     from caffepy.ops.cuda import pooling
 
     monkeypatch.setattr(pooling, "BUSY", 1)
-    how = (3, 3), (3, 3), (0, 0)  # no element is in two windows, so a gradient of 1 shows what was taken
+    how = (
+        (3, 3),
+        (3, 3),
+        (0, 0),
+    )  # no element is in two windows, so a gradient of 1 shows what was taken
     x = rounded(np.maximum(np.round(data((4, 24, 12, 12)), 1), 0) + 0.1, kind)
     taken = np.zeros(x.shape)
     with cupy.cuda.Stream(non_blocking=True):
-        u, v, du = stored(x, kind, True), stored(np.zeros((4, 24, 4, 4)), kind, True), stored(x, kind, True)
+        u, v, du = (
+            stored(x, kind, True),
+            stored(np.zeros((4, 24, 4, 4)), kind, True),
+            stored(x, kind, True),
+        )
         where, ones = cupy.empty(v.shape, np.uint8), stored(np.ones(v.shape), kind, True)
         for tick in range(200):
             cuda.stochastic_pool_forward(u, v, where, *how, 11, cupy.full((), tick, np.int64))
             cuda.max_pool_backward(ones, where, du, *how)
             chosen = loaded(du)
-            np.testing.assert_array_equal((chosen * x).reshape(4, 24, 4, 3, 4, 3).sum((3, 5)), loaded(v))
+            np.testing.assert_array_equal(
+                (chosen * x).reshape(4, 24, 4, 3, 4, 3).sum((3, 5)), loaded(v)
+            )
             taken += chosen
     windows = x.reshape(4, 24, 4, 3, 4, 3).astype(np.float64)
     expected = (windows / windows.sum((3, 5), keepdims=True)).reshape(x.shape)

@@ -7,7 +7,10 @@ pytestmark = pytest.mark.gpu
 
 SIZES = [(1, 1, 1), (4, 3, 5), (7, 2, 32), (20, 8, 100)]  # steps, streams, units
 DTYPES = [np.float32, np.float64]
-STEPS = {np.float32: (1e-3, 1e-4), np.float64: CLOSE}  # each step adds to what the last ones rounded
+STEPS = {
+    np.float32: (1e-3, 1e-4),
+    np.float64: CLOSE,
+}  # each step adds to what the last ones rounded
 
 
 @pytest.fixture(autouse=True)
@@ -57,14 +60,23 @@ def run_both(kind, sizes, dtype, calls):
             if replayed:
                 stream.end_capture().launch(stream)
             stream.synchronize()
-            compare([a for _, a in on_cpu], [a for _, a in on_gpu], STEPS[dtype], f"{kind}, replayed: {replayed}")
+            compare(
+                [a for _, a in on_cpu],
+                [a for _, a in on_gpu],
+                STEPS[dtype],
+                f"{kind}, replayed: {replayed}",
+            )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_lstm(sizes, dtype):
     t, n, h = sizes
-    a, w, cont = data((t, n, 4 * h), dtype), data((4 * h, h), dtype, 1) / 4, going_on(t, n).astype(dtype)
+    a, w, cont = (
+        data((t, n, 4 * h), dtype),
+        data((4 * h, h), dtype, 1) / 4,
+        going_on(t, n).astype(dtype),
+    )
     h_first, c_first = data((n, h), dtype, 2), data((n, h), dtype, 3)
     kept, y, c = (np.empty((t, n, h), dtype) for _ in range(3))
     dy, da = data((t, n, h), dtype, 4), np.empty_like(a)

@@ -13,11 +13,21 @@ def numbers(count, rows, dtype=np.float32, seed=1):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "count", "columns"), [(5, 7, 3), (1, 1, 1), (4, 0, 3), (40, 1000, 130), (3, 2, 9000)])
+@pytest.mark.parametrize(
+    ("rows", "count", "columns"), [(5, 7, 3), (1, 1, 1), (4, 0, 3), (40, 1000, 130), (3, 2, 9000)]
+)
 def test_rows(rows, count, columns, dtype):
     x, index = data((rows, columns), dtype), numbers(count, rows, dtype)
     for cut in (False, True):
-        agree("take_rows", x, index, cut, np.empty((count, columns), dtype), np.zeros(2), tolerance=EXACT)
+        agree(
+            "take_rows",
+            x,
+            index,
+            cut,
+            np.empty((count, columns), dtype),
+            np.zeros(2),
+            tolerance=EXACT,
+        )
     agree("add_rows", data((count, columns), dtype, 1), index, x, tolerance=EXACT)
 
 
@@ -52,7 +62,9 @@ def test_what_is_not_whole_is_cut_off():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(4, 7, 1), (1, 1, 1), (0, 3, 1), (2, 3000, 1), (3, 5, 6), (1, 40, 300)])
+@pytest.mark.parametrize(
+    "shape", [(4, 7, 1), (1, 1, 1), (0, 3, 1), (2, 3000, 1), (3, 5, 6), (1, 40, 300)]
+)
 def test_top_values(shape, dtype):
     x = np.round(data(shape, dtype), 1)
     x[:, 1::4], x[:, 2::5] = np.nan, -0.0

@@ -1,4 +1,6 @@
-"""Kernels for small convolutions, in the tilings that are thought best and in others, against ops.cpu in float64."""
+"""Kernels for small convolutions, in the tilings that are thought best and in others, against
+ops.cpu in float64.
+"""
 
 import random
 
@@ -51,7 +53,9 @@ class Problem:
         self.geometry = Geometry(x_shape, w_shape, self.cpu.y_shape, *how)
         rng = np.random.default_rng(0)
         x, dy = (kind.round(rng.standard_normal(s)) for s in (x_shape, self.cpu.y_shape))
-        w, b, dw, db = (rng.standard_normal(s).astype(np.float32) for s in (w_shape, w_shape[:1]) * 2)
+        w, b, dw, db = (
+            rng.standard_normal(s).astype(np.float32) for s in (w_shape, w_shape[:1]) * 2
+        )
         self.host = x, w, b, dy, dw, db
         self.x, self.dy = (kind.on_gpu(a, offset) for a in (x, dy))
         self.w, self.b, self.dw, self.db = (PLAIN.on_gpu(a, offset) for a in (w, b, dw, db))
@@ -143,4 +147,6 @@ def test_what_does_not_suit():
     assert not small_convolution.suits(plain, np.float32)
     assert small_convolution.suits(plain, np.uint16)
     assert not small_convolution.suits(plain._replace(w=(8, 2, 3, 3)), np.uint16)
-    assert not small_convolution.suits(plain._replace(x=(1 << 20, *case[0][1:]), y=(1 << 20, *case[2][1:])), np.uint16)
+    assert not small_convolution.suits(
+        plain._replace(x=(1 << 20, *case[0][1:]), y=(1 << 20, *case[2][1:])), np.uint16
+    )

@@ -1,4 +1,6 @@
-"""Arrays that a thread sends to the GPU: they arrive before they are used and stay until they were used."""
+"""Arrays that a thread sends to the GPU: they arrive before they are used and stay until they were
+used.
+"""
 
 import threading
 
@@ -44,7 +46,9 @@ def test_the_same_layout_has_the_same_memory():
 
 
 def test_nothing_is_overwritten_before_it_was_used():
-    """A slow kernel before each use: the next values have long been sent when the ones before are added."""
+    """A slow kernel before each use: the next values have long been sent when the ones before are
+    added.
+    """
     import cupy
 
     from caffepy.ops import cuda

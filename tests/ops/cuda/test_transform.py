@@ -23,8 +23,20 @@ def batch(record, size):
 @pytest.mark.parametrize("crop", CROPS)
 def test_as_on_the_cpu(crop, mean, record, dtype):
     records, *how = batch(record, CROPS[crop])
-    mean = None if MEANS[mean] is None else (np.random.default_rng(1).random(MEANS[mean]) * 255).astype(np.float32)
-    agree("transform_batch", records, np.empty((5, 3, *CROPS[crop]), dtype), *how, mean, 0.5, tolerance=(1e-6, 1e-5))
+    mean = (
+        None
+        if MEANS[mean] is None
+        else (np.random.default_rng(1).random(MEANS[mean]) * 255).astype(np.float32)
+    )
+    agree(
+        "transform_batch",
+        records,
+        np.empty((5, 3, *CROPS[crop]), dtype),
+        *how,
+        mean,
+        0.5,
+        tolerance=(1e-6, 1e-5),
+    )
 
 
 @pytest.mark.parametrize("storage", ["float32", "float16", "uint16"])
@@ -32,13 +44,19 @@ def test_as_on_the_cpu(crop, mean, record, dtype):
 @pytest.mark.parametrize("mean", MEANS)
 @pytest.mark.parametrize("crop", CROPS)
 def test_formats(crop, mean, channels_last, storage):
-    """Computed in float32, then rounded once: the very bits that the CPU's numbers have in the format."""
+    """Computed in float32, then rounded once: the very bits that the CPU's numbers have in the
+    format.
+    """
     import cupy
 
     from caffepy.ops import cpu, cuda
 
     records, *how = batch(np.uint8, CROPS[crop])
-    mean = None if MEANS[mean] is None else (np.random.default_rng(1).random(MEANS[mean]) * 255).astype(np.float32)
+    mean = (
+        None
+        if MEANS[mean] is None
+        else (np.random.default_rng(1).random(MEANS[mean]) * 255).astype(np.float32)
+    )
     plain = np.empty((5, 3, *CROPS[crop]), np.float32)
     cpu.transform_batch(records, plain, *how, mean, 0.5)
     format = Format(np.dtype(storage), channels_last)

@@ -14,7 +14,10 @@ RULES = {  # histories, numbers
     "adadelta_update": (2, (0.95, 1e-4)),
     "adam_update": (2, (0.9, 0.999, 1e-4, 0.3)),
 }
-STEPS = (1e-4, 5e-5)  # of float32 numbers: m of Adam may be the difference of two larger ones, over a small root
+STEPS = (
+    1e-4,
+    5e-5,
+)  # of float32 numbers: m of Adam may be the difference of two larger ones, over a small root
 ENDS = {
     "one": [1],
     "one segment": [1001],
@@ -66,7 +69,13 @@ def test_segments_of_the_host():
 def test_nothing_happens_without_go(rule):
     histories, numbers = RULES[rule]
     arrays = [data(100, seed=seed) for seed in range(2 + histories)]
-    agree(rule, *arrays, segments([10, 100], np.float32)._replace(go=np.array(0.0)), *numbers, tolerance=(0, 0))
+    agree(
+        rule,
+        *arrays,
+        segments([10, 100], np.float32)._replace(go=np.array(0.0)),
+        *numbers,
+        tolerance=(0, 0),
+    )
 
 
 def test_a_captured_update_follows_all_numbers():
@@ -82,12 +91,20 @@ def test_a_captured_update_follows_all_numbers():
         said = {name: cupy.ones((), "d") for name in (*names, "correction")}
         places = {name: cupy.asarray(getattr(host, name)) for name in ("ends", "rates", "decays")}
         device = host._replace(**places, **{name: said[name] for name in names})
-        cuda.adam_update(*(cupy.zeros(100, "f") for _ in range(4)), device, 0.9, 0.99, 1e-3, said["correction"])
+        cuda.adam_update(
+            *(cupy.zeros(100, "f") for _ in range(4)), device, 0.9, 0.99, 1e-3, said["correction"]
+        )
         stream.begin_capture()
         cuda.adam_update(*arrays, device, 0.9, 0.99, 1e-3, said["correction"])
         graph = stream.end_capture()
         for i, go in enumerate((1.0, 0.0, 1.0)):
-            values = {"scale": 0.5 + i, "rate": 0.2 * i, "decay": 0.3, "go": go, "correction": 0.7 + i}
+            values = {
+                "scale": 0.5 + i,
+                "rate": 0.2 * i,
+                "decay": 0.3,
+                "go": go,
+                "correction": 0.7 + i,
+            }
             for name, value in values.items():
                 said[name].fill(value)
             arrays[1].set(g, stream=stream)

@@ -57,7 +57,13 @@ def test_numbers_arrive_and_losses_are_added() -> None:
 
 def test_long_gradients_are_clipped() -> None:
     judging = Judging(Limits(1, 2), 1.0)
-    assert judging.judge(3, 4, passes=2) == (1, pytest.approx(50**0.5), pytest.approx(50**-0.5), 1, Fate.UPDATED)
+    assert judging.judge(3, 4, passes=2) == (
+        1,
+        pytest.approx(50**0.5),
+        pytest.approx(50**-0.5),
+        1,
+        Fate.UPDATED,
+    )
     assert judging.numbers()["scale"] == pytest.approx(50**-0.5 / 2)
     assert judging.judge(0.1, passes=2).factor == 1
     assert judging.numbers()["scale"] == 0.5
@@ -90,7 +96,13 @@ def test_a_problem_stops_all() -> None:
 def test_loss_scales() -> None:
     judging = Judging(Limits(2, 1, 8.0), 1.5, 0.5)
     assert [float(blob.host_diff) for blob in judging.losses] == [8, 8]
-    assert judging.judge(3 * 8, 4 * 8) == (2, pytest.approx(50**0.5), pytest.approx(2 / 50**0.5), 8, Fate.UPDATED)
+    assert judging.judge(3 * 8, 4 * 8) == (
+        2,
+        pytest.approx(50**0.5),
+        pytest.approx(2 / 50**0.5),
+        8,
+        Fate.UPDATED,
+    )
     assert judging.numbers()["scale"] == pytest.approx(2 / 50**0.5 / 8)
     assert judging.judge(1, np.inf)[3:] == (4, Fate.SKIPPED)
     assert judging.numbers()["go"] == 0
@@ -133,7 +145,11 @@ def test_sums_are_those_of_the_host(dtype: str) -> None:
     from caffepy.ops import cuda
 
     device = CudaDevice(0)
-    large, scalar, loss = Blob((2, 3, 4, 5), store=device), Blob((), store=device), Blob((3,), store=device)
+    large, scalar, loss = (
+        Blob((2, 3, 4, 5), store=device),
+        Blob((), store=device),
+        Blob((3,), store=device),
+    )
     large.take(Format(np.dtype(dtype), True))
     rng = np.random.default_rng(1)
     sums = cuda.Sums([large, scalar], [loss], device)
