@@ -99,7 +99,7 @@ def train(
             "Need a solver definition to train: give --solver FILE or the name of a bundled model."
         )
     from caffepy.commands.train import train as run
-    from caffepy.parallel.manager import Terms
+    from caffepy.parallel.manager import SyncOptions
 
     result = run(
         solver.path,
@@ -107,7 +107,7 @@ def train(
         snapshot=snapshot or None,
         gpu=gpu,
         cpu=cpu or 0,
-        terms=Terms(sync, bn_stats, deadlines),
+        sync_options=SyncOptions(sync, bn_stats, deadlines),
         global_batch=batch_mode == "global",
         deterministic=deterministic,
         max_bad_records=max_bad_records,

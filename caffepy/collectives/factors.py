@@ -116,9 +116,9 @@ class Factors:
         be joined after that.
         """
         device = self._layers[0].device
-        with device.aside("sync"):
+        with device.side_stream("sync"):
             self._gather([blob.data for layer in self._layers for blob in self._all[layer]])
-        with device.aside(LANE, after="sync"):
+        with device.side_stream(LANE, after="sync"):
             for layer in self._layers:
                 dys, xs = (blob.data.reshape(-1, blob.shape[-1]) for blob in self._all[layer])
                 layer.weight_gradient(dys, xs, False, 1 / self._size)

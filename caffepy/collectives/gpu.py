@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from caffepy import ops
-from caffepy.collectives.rank_group import PATIENCE, Group
+from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.schedule import Operation, Schedule, adding, copying, part, totals
-from caffepy.collectives.sync import Flats
+from caffepy.collectives.sync import FlatParams
 from caffepy.device.device import CudaDevice
 from caffepy.device.gpus import import_cupy
 
@@ -35,10 +35,10 @@ class ScheduleSync:
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         rank: int,
         exchange: Exchanged,
-        flats: Flats,
+        flats: FlatParams,
         schedule: Schedule,
         root_updates: bool = False,
     ) -> None:
@@ -53,7 +53,7 @@ class ScheduleSync:
             log.info(
                 "Through the host go the steps %s", ", ".join(f"{a} to {b}" for a, b in staged)
             )
-        self._word = GivenUp()
+        self._word = AbortFlag()
         group.on_abort(self._word.set)
         self._met: set[str] = set()
         self._down: _Execution | None = None
@@ -92,14 +92,14 @@ class ScheduleSync:
         first = way not in self._met
         self._met.add(way)
         with (
-            self.group.abreast(self.rank, "schedule", self._device.stream.synchronize)
+            self.group.synchronized(self.rank, "schedule", self._device.stream.synchronize)
             if first
             else nullcontext()
         ):
             execution.run(count)
 
 
-class GivenUp:
+class AbortFlag:
     """An int in the host's memory that kernels look at while they wait."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from caffepy.collectives.rank_group import PATIENCE, Group
+from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.schedule import Level, Schedule, adding, copying
 from caffepy.device.blob import Array
 
@@ -21,7 +21,7 @@ class HostSync:
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         rank: int,
         schedule: Schedule,
         data: Sequence[Array],

@@ -11,9 +11,9 @@ from cupy.cuda import get_current_stream, nccl
 
 from caffepy.collectives.buckets import NEVER, Bucket, Progress
 from caffepy.collectives.factors import LANE, Factors
-from caffepy.collectives.gpu import GivenUp
-from caffepy.collectives.rank_group import PATIENCE, Group
-from caffepy.collectives.sync import Flats
+from caffepy.collectives.gpu import AbortFlag
+from caffepy.collectives.rank_group import PATIENCE, RankGroup
+from caffepy.collectives.sync import FlatParams
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 
@@ -39,10 +39,10 @@ class NcclSync:
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         rank: int,
         exchange: Callable[[Any], list[Any]],
-        flats: Flats,
+        flats: FlatParams,
         unique_id: bytes | None = None,
     ) -> None:
         self.group, self.rank, self.size = group, rank, group.size
@@ -57,7 +57,7 @@ class NcclSync:
         with self._told(), self._device.scope():
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)
         group.barrier(rank, "nccl")
-        self._word = GivenUp()
+        self._word = AbortFlag()
         self._factors = Factors(factored, rank, self.size, self._gather)
         self._exchange = exchange
         group.on_abort(self._abort)
@@ -114,7 +114,7 @@ class NcclSync:
 
     def _reduce(self, bucket: Bucket) -> None:
         self._device.join()  # gradients of parameters may be computed aside
-        with self._device.aside("sync"), self._collective():
+        with self._device.side_stream("sync"), self._collective():
             for start, stop in bucket.ranges:
                 arguments = self._range(self._diff, start, stop)
                 self._communicator.allReduce(*arguments, nccl.NCCL_AVG, get_current_stream().ptr)
@@ -131,7 +131,7 @@ class NcclSync:
         """A block whose calls become one launch, abreast of the others in the first iteration."""
         done = get_current_stream().synchronize
         with (
-            nullcontext() if self._met else self.group.abreast(self.rank, "nccl", done),
+            nullcontext() if self._met else self.group.synchronized(self.rank, "nccl", done),
             self._told(),
         ):
             nccl.groupStart()
@@ -183,7 +183,7 @@ def _address(array: Any) -> int:
 class _Told:
     """NCCL's errors come as ours: what stopped the group, or a SyncError."""
 
-    def __init__(self, group: Group, rank: int) -> None:
+    def __init__(self, group: RankGroup, rank: int) -> None:
         self._group, self._rank = group, rank
 
     def __enter__(self) -> None:

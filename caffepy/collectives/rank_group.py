@@ -39,12 +39,12 @@ class GroupStoppedError(SyncError):
     """Raised in the other ranks, but not in the root, when one has failed: the group has stopped."""
 
 
-class Group:
+class RankGroup:
     """`size` ranks, rank 0 being the root. All methods may be called from any rank's thread.
 
     The root gets the error of the rank that failed, which it names, wherever it waits for others.
     While it waits it calls `interrupted` now and then, which may raise. Of ranks that hang
-    `culprits` finds those that others only wait for, given the ones that are missing; what waits
+    `hung_ranks` finds those that others only wait for, given the ones that are missing; what waits
     outside was ended before.
     """
 
@@ -54,7 +54,7 @@ class Group:
         self.failure: tuple[int, BaseException] | None = None
         self.missing: list[int] = []  # ranks that were found to hang
         self.interrupted: Callable[[], object] = lambda: None
-        self.culprits: Callable[[list[int]], list[int]] = lambda missing: missing
+        self.hung_ranks: Callable[[list[int]], list[int]] = lambda missing: missing
         self.waiting: set[int] = set()  # ranks that wait for others
         self._giving_up = False  # ranks hang, and which is being found out
         self._settled = threading.Event()  # there is a failure
@@ -116,7 +116,7 @@ class Group:
         """Let every rank stop because these, or those that they wait for, did not get on for so
         long.
 
-        Errors that ranks meet while the culprits are found do not count.
+        Errors that ranks meet while the hung_ranks are found do not count.
         """
         with self._lock:
             if self.stopped:
@@ -126,7 +126,7 @@ class Group:
         try:
             doing = stacks(self._names)
             self._end_waits()
-            found = self.culprits(missing)
+            found = self.hung_ranks(missing)
         finally:
             self.missing = found
             names = ", ".join(f"rank {rank}" for rank in found) or "another rank"
@@ -258,7 +258,7 @@ class Group:
         )
 
     @contextmanager
-    def abreast(self, rank: int, name: str, done: Callable[[], object]) -> Iterator[None]:
+    def synchronized(self, rank: int, name: str, done: Callable[[], object]) -> Iterator[None]:
         """A block that all ranks begin together, and leave when `done` has returned in all.
 
         So that nothing is set up, such as a kernel that is loaded, while a GPU waits for others: it

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from caffepy.collectives.buckets import Bucket
 from caffepy.collectives.host import HostSync
-from caffepy.collectives.rank_group import PATIENCE, Group
+from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.schedule import Schedule, flat, muji, tree
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DeviceError, UsageError
@@ -69,7 +69,7 @@ class Choice(NamedTuple):
     root_updates: bool = False
 
 
-def obstacle_to_nccl(gpu: bool) -> str | None:
+def reason_nccl_unavailable(gpu: bool) -> str | None:
     """Why NCCL cannot be had, if it cannot."""
     if not gpu:
         return "NCCL is for GPUs"
@@ -82,10 +82,10 @@ def obstacle_to_nccl(gpu: bool) -> str | None:
     return None
 
 
-def obstacle(name: str, topology: Topology, gpu: bool) -> str | None:
+def reason_unavailable(name: str, topology: Topology, gpu: bool) -> str | None:
     """Why these devices cannot be synchronized in the way of this name, if they cannot."""
     if name == "nccl":
-        return obstacle_to_nccl(gpu)
+        return reason_nccl_unavailable(gpu)
     if name == "muji" and not muji(topology):
         return (
             "it is for 2, 4 or 8 devices of which all, or all of each half, reach each other's memory, not for these "
@@ -110,7 +110,7 @@ def choose(name: str, topology: Topology, gpu: bool) -> Choice:
 
 
 def _automatic(topology: Topology, gpu: bool) -> tuple[Choice, str]:
-    without = obstacle_to_nccl(gpu)
+    without = reason_nccl_unavailable(gpu)
     if without is None:
         return Choice("nccl", None), "the fastest on GPUs"
     written = muji(topology)
@@ -124,7 +124,7 @@ def _automatic(topology: Topology, gpu: bool) -> tuple[Choice, str]:
 
 
 def _named(name: str, topology: Topology, gpu: bool) -> Choice:
-    if why := obstacle(name, topology, gpu):
+    if why := reason_unavailable(name, topology, gpu):
         raise UsageError(f"--sync {name}: {why}")
     if name == "nccl":
         return Choice(name, None)
@@ -137,14 +137,14 @@ def _named(name: str, topology: Topology, gpu: bool) -> Choice:
     raise UsageError(f"--sync {name!r} is none of auto, {', '.join(NAMES)}")
 
 
-class Exchange:
+class AllGather:
     """Gives every rank what all ranks have: called by each with its value, returns the values by
     rank.
 
     This one is for threads; ranks of several processes bring one of their own.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         self._group = group
         self._values: list[Any] = [None] * group.size
 
@@ -157,7 +157,7 @@ class Exchange:
         return values
 
 
-class Flats(NamedTuple):
+class FlatParams(NamedTuple):
     """One rank's device and its flat parameters and gradients.
 
     `buckets` are ranges of the gradients that may be reduced while the backward pass goes on. They
@@ -178,12 +178,15 @@ class Synchronization:
     """
 
     def __init__(
-        self, group: Group, choice: Choice, exchange: Callable[[int, Any], list[Any]] | None = None
+        self,
+        group: RankGroup,
+        choice: Choice,
+        exchange: Callable[[int, Any], list[Any]] | None = None,
     ) -> None:
         self.group, self.choice = group, choice
-        self.exchange = exchange or Exchange(group)
+        self.exchange = exchange or AllGather(group)
 
-    def join(self, rank: int, flats: Flats) -> Synchronizer:
+    def join(self, rank: int, flats: FlatParams) -> Synchronizer:
         """This rank's side; returns when all ranks have called it."""
         group, (_, schedule, root_updates) = self.group, self.choice
         exchange = partial(self.exchange, rank)

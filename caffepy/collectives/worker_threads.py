@@ -1,4 +1,4 @@
-"""Crew: threads of the ranks above the root, which do in order what the root gives them to do."""
+"""WorkerThreads: threads of the ranks above the root, which do in order what the root gives them to do."""
 
 import threading
 import time
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Generic, TypeVar
 
-from caffepy.collectives.rank_group import Group
-from caffepy.core.abandoned import any_given_up
+from caffepy.collectives.rank_group import RankGroup
+from caffepy.core.abandoned import any_abandoned
 
 Member = TypeVar("Member")
 
@@ -20,12 +20,12 @@ def at_work() -> bool:
     """Whether a thread of some crew still runs, or a device was given up: the end of the process
     might wait for it.
     """
-    return any_given_up() or any(
-        thread.name.startswith(Crew.NAME) for thread in threading.enumerate()
+    return any_abandoned() or any(
+        thread.name.startswith(WorkerThreads.NAME) for thread in threading.enumerate()
     )
 
 
-class Crew(Generic[Member]):
+class WorkerThreads(Generic[Member]):
     """`make` is called in each rank's thread for its member, which then gets all work, `within` a
     context.
 
@@ -36,7 +36,7 @@ class Crew(Generic[Member]):
 
     def __init__(
         self,
-        group: Group,
+        group: RankGroup,
         make: Callable[[int], Member],
         within: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:

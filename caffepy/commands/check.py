@@ -21,7 +21,7 @@ from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
-from caffepy.solver.capture import obstacle
+from caffepy.solver.capture import reason_not_capturable
 from caffepy.solver.check import check_param
 from caffepy.solver.nets import net_sources
 from caffepy.solver.preflight import check_prefix
@@ -172,7 +172,7 @@ def inspect(
         device = ImaginedGpu(seed=0) if gpu else Device(seed=0)
         net = Net(param, device=device, path=origin, native=native_format(chosen))
         try:
-            on_gpu = NetOnGpu(chosen, _shared(net), obstacle(net)) if gpu else None
+            on_gpu = NetOnGpu(chosen, _shared(net), reason_not_capturable(net)) if gpu else None
             parameters = sum(blob.count for blob in net.learnable_params)
             infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
         finally:
@@ -319,10 +319,10 @@ def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
         name: _format(top) for name, top in zip(net.top_names[index], net.tops[index], strict=True)
     }
     converts = {}
-    if twins := net.twins.get(index):
+    if casts := net.casts.get(index):
         names = net.bottom_names[index] + net.top_names[index]
         blobs = net.bottoms[index] + net.tops[index]
-        for name, blob, twin in zip(names, blobs, twins.bottoms + twins.tops, strict=True):
+        for name, blob, twin in zip(names, blobs, casts.bottoms + casts.tops, strict=True):
             if twin is not blob:
                 converts[name] = f"{_format(blob)} to {_format(twin)}"
     return LayerOnGpu(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from caffepy import ops
-from caffepy.collectives.rank_group import DEADLINES, Group, named
-from caffepy.collectives.worker_threads import Crew
+from caffepy.collectives.rank_group import DEADLINES, RankGroup, named
+from caffepy.collectives.worker_threads import WorkerThreads
 from caffepy.commands.inference import definition, load_all
 from caffepy.core.errors import DataError, UsageError
 from caffepy.core.events import Output
@@ -27,7 +27,7 @@ from caffepy.net import Net
 from caffepy.parallel.manager import PATIENCE, quiet
 from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.report.text import as_json, number, scalars
-from caffepy.solver.capture import Pass
+from caffepy.solver.capture import GraphRunner
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def score(
     if threads:
         ops.backend(devices[0]).set_num_threads(threads)
     param = definition(model, devices[0], precision=precision, level=level, stages=stages)
-    group = Group(len(devices), deadlines)
+    group = RankGroup(len(devices), deadlines)
     with (
         tolerating(max_bad_records),
         _examiners(param, model, weights, devices, group, last_resort) as (root, others),
@@ -118,7 +118,7 @@ class _Examiner:
 
     def __init__(self, net: Net) -> None:
         self.net = net
-        self._run = Pass(net, net.device.store is not None, "The net runs")
+        self._run = GraphRunner(net, net.device.store is not None, "The net runs")
 
     def follow(self, root: Net) -> None:
         """Take this net's parameters."""
@@ -131,11 +131,11 @@ class _Examiner:
         """Do the next batch; DataError for what a GPU found wrong with it."""
         net = self.net
         with net.device.scope(), net.ops.blas_scope():
-            if self._run.may_be_replayed():
+            if self._run.can_capture():
                 self._run.feed()
                 self._run.perform("forward", lambda: net.forward(steps=self._run.computing))
             else:
-                net.forward(steps=self._run.watched_steps)
+                net.forward(steps=self._run.eager_steps)
             net.device.look()
             return Batch(net.loss(), [net.blobs[name].host_data.copy() for name in net.outputs])
 
@@ -146,9 +146,9 @@ def _examiners(
     path: str,
     weights: Iterable[str],
     devices: Sequence[Device],
-    group: Group,
+    group: RankGroup,
     last_resort: Callable[[BaseException], object] | None,
-) -> Iterator[tuple[_Examiner, Crew[_Examiner]]]:
+) -> Iterator[tuple[_Examiner, WorkerThreads[_Examiner]]]:
     """The net on the first device, with these weights, and those on the others, in threads of their
     own.
 
@@ -173,36 +173,36 @@ def _examiners(
 
     group.join(0)
     root = make(0)
-    crew = Crew(group, make, within)
+    worker_threads = WorkerThreads(group, make, within)
     group.on_abort(lambda: _see_to(group, last_resort))
-    group.culprits = lambda missing: crew.at_work or missing
+    group.hung_ranks = lambda missing: worker_threads.at_work or missing
     try:
         load_all(root.net, weights)
         root.net.device.flush()
         _share(root.net, devices)
         with within(0):
             with quiet():
-                crew.start()
-                crew.settle()
+                worker_threads.start()
+                worker_threads.settle()
             group.phase = "test"
-            yield root, crew
+            yield root, worker_threads
     except BaseException as error:
         group.abort(0, error)
         raise
     finally:
-        left = crew.end(PATIENCE)
+        left = worker_threads.end(PATIENCE)
         if left:
             log.warning(
                 "Still at work when the test ended: %s", ", ".join(f"rank {rank}" for rank in left)
             )
-        for rank, examiner in crew.members.items():
+        for rank, examiner in worker_threads.members.items():
             if rank not in left:
                 examiner.net.close()
         root.net.close()
 
 
 @contextmanager
-def _turn(group: Group, rank: int, layer: Layer) -> Iterator[None]:
+def _turn(group: RankGroup, rank: int, layer: Layer) -> Iterator[None]:
     with group.turn(rank, layer), layer.forward_lock:
         yield
 
@@ -222,7 +222,7 @@ def _share(net: Net, devices: Sequence[Device]) -> None:
             )
 
 
-def _see_to(group: Group, last_resort: Callable[[BaseException], object] | None) -> None:
+def _see_to(group: RankGroup, last_resort: Callable[[BaseException], object] | None) -> None:
     """See to it that all ends, even if the root is where it does not wait for others."""
 
     def watch() -> None:
@@ -271,7 +271,7 @@ class _Sums:
                 log.info("Batch %d, %s = %s", self._done, name, number(value))
 
 
-def _run(root: _Examiner, others: Crew[_Examiner], iterations: int) -> Score:
+def _run(root: _Examiner, others: WorkerThreads[_Examiner], iterations: int) -> Score:
     log.info("Running for %d iterations.", iterations)
     sums, size = _Sums(root.net.outputs), others.group.size
 

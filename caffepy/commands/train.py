@@ -12,7 +12,7 @@ from caffepy.core.events import Output
 from caffepy.core.paths import locate
 from caffepy.data.bad_records import tolerating
 from caffepy.device.device import CudaDevice, Device, chosen_gpus, tell_devices
-from caffepy.parallel.manager import Terms, team_of
+from caffepy.parallel.manager import SyncOptions, team_of
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field, read_solver
 from caffepy.report import Reporters, TensorBoard, baseline, logging_to, open_report
@@ -21,7 +21,7 @@ from caffepy.solver import Signals, Solver, Watch, newest_good
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-TERMS = Terms()
+TERMS = SyncOptions()
 """The usual ones."""
 
 HISTOGRAMS = 1000
@@ -57,7 +57,7 @@ def train(
     snapshot: str | None = None,
     gpu: str | None = None,
     cpu: int = 0,
-    terms: Terms = TERMS,
+    sync_options: SyncOptions = TERMS,
     global_batch: bool = False,
     deterministic: bool = False,
     max_bad_records: int = 0,
@@ -130,7 +130,7 @@ def train(
             signals.listen()
             run.action = signals.poll
             run.capture, run.fuse = capture, fuse
-            if capture and fuse and not param.debug_info and terms.statistics != "sync":
+            if capture and fuse and not param.debug_info and sync_options.statistics != "sync":
                 run.save_memory()
             for net in (run.net, *run.test_nets):
                 net.before_forward.append(signals.check)
@@ -140,7 +140,9 @@ def train(
                 run.restore(snapshot)
                 if run.iter >= param.max_iter:
                     log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
-            with team_of(run, devices, terms, signals, last_resort, _alone(run, len(devices))):
+            with team_of(
+                run, devices, sync_options, signals, last_resort, _alone(run, len(devices))
+            ):
                 for board in boards:
                     board.watch = Watch(run, board.every)
                 log.info("Starting Optimization")

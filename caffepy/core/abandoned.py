@@ -10,6 +10,6 @@ def give_up(*things: object) -> None:
     _things.extend(things)
 
 
-def any_given_up() -> bool:
+def any_abandoned() -> bool:
     """Whether a device was given up: then the end of the process must wait for none."""
     return bool(_things)

@@ -143,7 +143,7 @@ class Device:
         """The context in which the calling thread's array operations run on this device."""
         return nullcontext()
 
-    def aside(
+    def side_stream(
         self, lane: str = "layer", after: str | None = None
     ) -> "AbstractContextManager[object]":
         """A block whose operations may run beside those that follow it, up to `join`; one lane runs
@@ -394,7 +394,7 @@ class CudaDevice(Device):
             self._overlaps = False
             self._apart.clear()
 
-    def aside(
+    def side_stream(
         self, lane: str = "layer", after: str | None = None
     ) -> "AbstractContextManager[object]":
         """A block whose operations may run beside those that follow it, up to `join`; one lane runs
@@ -427,7 +427,7 @@ class CudaDevice(Device):
         event.record(other)
         stream.wait_event(event)
 
-    def capture(self, work: Callable[[], None]) -> "Recording":
+    def capture(self, work: Callable[[], None]) -> "CudaGraph":
         """Record the operations of `work`, which are not carried out; DeviceError if they cannot be
         recorded.
 
@@ -451,7 +451,7 @@ class CudaDevice(Device):
                 graph.upload(self.stream)
             except cuda.runtime.CUDARuntimeError as error:
                 raise DeviceError(f"it cannot be recorded: {last_line(error)}") from error
-        return Recording(graph, self.stream, pool)
+        return CudaGraph(graph, self.stream, pool)
 
     def on_host(self, array: Any) -> NDArray[Any]:
         """A copy of a device array as numpy's."""
@@ -489,7 +489,7 @@ class _Noted(Problem):
         """The work that may find it has only begun: `look` tells."""
 
 
-class Recording:
+class CudaGraph:
     """Operations of a stream that were recorded once, with the memory that they took for a while."""
 
     def __init__(self, graph: Any, stream: Any, pool: Any) -> None:

@@ -267,10 +267,10 @@ def _edges(
             ]
             stops.append((b - sizes[end][0] / 2, across[end]))
         else:  # back, beside the way there
-            aside = GAP / 2
+            side_stream = GAP / 2
             stops = [
-                (a - sizes[start][0] / 2, across[start] + aside),
-                (b + sizes[end][0] / 2, across[end] + aside),
+                (a - sizes[start][0] / 2, across[start] + side_stream),
+                (b + sizes[end][0] / 2, across[end] + side_stream),
             ]
         path = "M%.1f %.1f" % point(*stops[0])
         for (u, v), (x, y) in pairwise(stops):

@@ -99,11 +99,11 @@ class Layer:
                 f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false"
             )
 
-    def aside(self, propagate_down: bool) -> AbstractContextManager[object]:
+    def side_stream(self, propagate_down: bool) -> AbstractContextManager[object]:
         """A block for the gradients of parameters: beside what follows if a bottom wants its
         gradient, else at once.
         """
-        return self.device.aside() if propagate_down else nullcontext()
+        return self.device.side_stream() if propagate_down else nullcontext()
 
     def format_for(self, native: Format) -> Format:
         """The format in which the layer takes blobs on a GPU if they come in `native`; its tops

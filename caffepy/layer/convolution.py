@@ -213,7 +213,7 @@ class Convolution(_Filtering):
         dw, db = self.gradients()
         for y, down, x in zip(top, propagate_down, bottom, strict=True):
             if dw is not None or db is not None:
-                with self.aside(any(propagate_down)):
+                with self.side_stream(any(propagate_down)):
                     self.conv.backward_weight(x.data, y.diff, dw, db)
             if down:
                 self.conv.backward_data(y.diff, self.blobs[0].data, x.diff)

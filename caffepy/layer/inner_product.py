@@ -127,7 +127,7 @@ class InnerProduct(Layer):
             dy, db = narrow, None
         if x.dtype != w.dtype:
             w = self.narrow_weight.data
-        with self.aside(propagate_down):
+        with self.side_stream(propagate_down):
             if db is not None:
                 self.ops.bias_gradient(dy, db)
             if self.param_propagate_down[0] and self.factors is None:

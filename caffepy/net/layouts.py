@@ -107,7 +107,7 @@ def _is_plain_to(readers: dict[int, list[Format]], tops: Sequence[Blob]) -> bool
     return all(format == PLAIN for t in tops for format in readers.get(id(t), []))
 
 
-class Twins:
+class LayoutCasts:
     """What one layer takes in another format than the blobs have: copies in its own, made around
     its passes.
     """

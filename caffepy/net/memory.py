@@ -143,22 +143,22 @@ def _moments(usage: Usage) -> Iterator[Touches]:
 def _forward_touches(net: Net, step: Step) -> Touches:
     bottoms, _ = _ends(net, step)
     yield from ((bottom.blob.data_memory, False) for bottom in bottoms)
-    yield from ((twin.data_memory, True) for twin in _twins(net, step))
+    yield from ((twin.data_memory, True) for twin in _casts(net, step))
     yield from ((top.data_memory, True) for top in net.tops[step.last])
 
 
 def _backward_touches(net: Net, step: Step) -> Touches:
     if not net.layer_need_backward[step.last]:
         return
-    (bottoms, tops_are_read), tops, twins = _ends(net, step), net.tops[step.last], _twins(net, step)
+    (bottoms, tops_are_read), tops, casts = _ends(net, step), net.tops[step.last], _casts(net, step)
     again = [
         *(bottom.blob for bottom in bottoms if bottom.read_back),
-        *twins,
+        *casts,
         *(tops if tops_are_read else ()),
     ]
     yield from ((blob.data_memory, False) for blob in again)
     yield from ((top.diff_memory, False) for top in tops)
-    yield from ((twin.diff_memory, True) for twin in twins)
+    yield from ((twin.diff_memory, True) for twin in casts)
     yield from ((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted)
 
 
@@ -203,10 +203,10 @@ def _reads_back(layer: Layer) -> tuple[bool, bool]:
     return True, layer.type not in READ_BOTTOMS
 
 
-def _twins(net: Net, step: Step) -> list[Blob]:
+def _casts(net: Net, step: Step) -> list[Blob]:
     """The copies in another format that a step works on."""
-    found = (net.twins[i] for i in step.layers or [step.last] if i in net.twins)
-    return [twin for twins in found for twin in twins]
+    found = (net.casts[i] for i in step.layers or [step.last] if i in net.casts)
+    return [twin for casts in found for twin in casts]
 
 
 def save_memory(usages: Sequence[Usage], least: int = 0) -> int:

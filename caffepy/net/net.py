@@ -24,7 +24,7 @@ from caffepy.net import debug
 from caffepy.net.backprop import prune_backward
 from caffepy.net.build import divide_batches, filter_state, insert_splits, where
 from caffepy.net.fusion import Step, Wiring, find_runs, make_run
-from caffepy.net.layouts import Twins, plan
+from caffepy.net.layouts import LayoutCasts, plan
 from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
 from caffepy.proto.text import format as format_text
@@ -97,8 +97,8 @@ class Net:
         self._arguments: list[
             tuple[list[Blob], list[Blob]]
         ] = []  # bottoms and tops as each layer sees them
-        self.twins: dict[
-            int, Twins
+        self.casts: dict[
+            int, LayoutCasts
         ] = {}  # of layers that take bottoms in another format than they lie in
         self.bottom_names: list[list[str]] = []
         self.top_names: list[list[str]] = []
@@ -354,10 +354,10 @@ class Net:
                 ):  # it shares the memory of the bottom's copy from reshape on
                     blob.take(format)
         for i, layer in enumerate(self.layers):
-            twins = Twins(self.bottoms[i], self.tops[i], formats.bottoms[i])
-            if twins:
-                self.twins[i] = twins
-                self._arguments[i] = _as_seen(layer, twins.bottoms, twins.tops)
+            casts = LayoutCasts(self.bottoms[i], self.tops[i], formats.bottoms[i])
+            if casts:
+                self.casts[i] = casts
+                self._arguments[i] = _as_seen(layer, casts.bottoms, casts.tops)
             with layer.forward_lock:
                 self._reshape_now(i)
             for blob, weight in zip(self.tops[i], layer.loss_weights, strict=True):
@@ -407,10 +407,10 @@ class Net:
         if step.run is None:
             self._forward_layer(step.last)
             return
-        twins = self.twins.get(step.layers[0])
-        if twins:
-            twins.reshape()
-            twins.before_forward(self.ops.convert)
+        casts = self.casts.get(step.layers[0])
+        if casts:
+            casts.reshape()
+            casts.before_forward(self.ops.convert)
         for index in step.layers:
             self._reshape_layer(index)
             _call(self.before_forward, index)
@@ -434,9 +434,9 @@ class Net:
         if self.layer_need_backward[layers[-1]]:
             run.backward()
             first = layers[0]
-            if first in self.twins:
+            if first in self.casts:
                 need = self.bottom_need_backward[first]
-                self.twins[first].after_backward(self.ops.convert, self.bottoms[first], need)
+                self.casts[first].after_backward(self.ops.convert, self.bottoms[first], need)
         for index in reversed(layers):
             _call(self.after_backward, index)
 
@@ -449,7 +449,7 @@ class Net:
         alone = set(range(len(self.layers)))
         steps = []
         for run in find_runs(wiring):
-            if not any(index in self.twins for index in run[1:]):
+            if not any(index in self.casts for index in run[1:]):
                 members = [
                     Member(self.layers[i], *self._arguments[i], self.bottom_need_backward[i])
                     for i in run
@@ -471,10 +471,10 @@ class Net:
     def _forward_layer(self, index: int) -> None:
         layer, (bottom, top) = self.layers[index], self._arguments[index]
         _call(self.before_forward, index)
-        twins = self.twins.get(index)
-        if twins:
-            twins.reshape()
-            twins.before_forward(self.ops.convert)
+        casts = self.casts.get(index)
+        if casts:
+            casts.reshape()
+            casts.before_forward(self.ops.convert)
         if layer.share_in_parallel:
             with self.turn(layer):
                 self._reshape_layer(index)
@@ -482,8 +482,8 @@ class Net:
         else:
             self._reshape_layer(index)
             layer.forward(bottom, top)
-        if twins:
-            twins.after_forward(self.ops.convert)
+        if casts:
+            casts.after_forward(self.ops.convert)
         if self.debug_info:
             debug.forward(self, index)
         _call(self.after_forward, index)
@@ -523,12 +523,12 @@ class Net:
         _call(self.before_backward, index)
         if self.layer_need_backward[index]:
             bottom, top = self._arguments[index]
-            twins, need = self.twins.get(index), self.bottom_need_backward[index]
-            if twins:
-                twins.before_backward(self.ops.convert)
+            casts, need = self.casts.get(index), self.bottom_need_backward[index]
+            if casts:
+                casts.before_backward(self.ops.convert)
             self.layers[index].backward(top, need, bottom)
-            if twins:
-                twins.after_backward(self.ops.convert, self.bottoms[index], need)
+            if casts:
+                casts.after_backward(self.ops.convert, self.bottoms[index], need)
             if self.debug_info:
                 debug.backward(self, index)
         _call(self.after_backward, index)
@@ -550,8 +550,8 @@ class Net:
         """Propagate the shapes of the inputs through all layers without computing anything."""
         for index in range(len(self.layers)):
             with self._located(self.param.layer[index]):
-                if index in self.twins:
-                    self.twins[index].reshape()
+                if index in self.casts:
+                    self.casts[index].reshape()
                 self._reshape_now(index)
 
     def clear_param_diffs(self) -> None:

@@ -22,15 +22,15 @@ PATIENCE = 2000
 LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
 
 
-class Fate(IntEnum):
+class StepStatus(IntEnum):
     """What became of an iteration."""
 
-    UPDATED = 0
+    DONE = 0
     SKIPPED = 1  # gradients overflowed: with a smaller loss scale the next ones will not
     STOPPED = 2  # something is wrong; from this iteration on nothing is updated
 
 
-class Verdict(NamedTuple):
+class StepResult(NamedTuple):
     """An iteration as it was judged: its mean loss, the norm of its gradients, what clipping
     multiplied them by.
 
@@ -41,4 +41,4 @@ class Verdict(NamedTuple):
     norm: float
     factor: float
     loss_scale: float
-    fate: Fate
+    status: StepStatus

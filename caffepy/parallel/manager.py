@@ -1,4 +1,4 @@
-"""Team: a root solver and its workers, each on a device of its own, which train as one solver with
+"""P2PManager: a root solver and its workers, each on a device of its own, which train as one solver with
 a larger batch.
 """
 
@@ -19,10 +19,10 @@ from caffepy import ops
 from caffepy.collectives import peers
 from caffepy.collectives.buckets import Bucket, buckets
 from caffepy.collectives.factors import factored
-from caffepy.collectives.rank_group import DEADLINES, Group, named
-from caffepy.collectives.sync import Exchange, Flats, Synchronization, Synchronizer, choose
+from caffepy.collectives.rank_group import DEADLINES, RankGroup, named
+from caffepy.collectives.sync import AllGather, FlatParams, Synchronization, Synchronizer, choose
 from caffepy.collectives.topology import Topology, all_joined, device_pairs, show
-from caffepy.collectives.worker_threads import Crew
+from caffepy.collectives.worker_threads import WorkerThreads
 from caffepy.core.abandoned import give_up
 from caffepy.core.errors import ConfigError, LostDeviceError, UsageError
 from caffepy.device.blob import Array, Blob
@@ -36,7 +36,7 @@ from caffepy.parallel.worker import WorkerSolver
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.test_pass import Totals
-from caffepy.solver.worker_group import Ended, Followers
+from caffepy.solver.worker_group import Ended, WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ LAST_PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
-class Terms:
+class SyncOptions:
     """How solvers work together.
 
     `sync` names the way to synchronize. `statistics`: those of BatchNorm layers in tests and
@@ -68,7 +68,7 @@ class Terms:
     deadlines: Mapping[str, float] = field(default_factory=lambda: DEADLINES)
 
 
-class Team(Followers):
+class P2PManager(WorkerGroup):
     """The workers of a root solver as its followers, while the context lasts.
 
     `devices` are those of all ranks, the root's first, joined as `topology` says. `signals` are
@@ -82,41 +82,41 @@ class Team(Followers):
         root: Solver,
         devices: Sequence[Device],
         topology: Topology,
-        terms: Terms,
+        sync_options: SyncOptions,
         signals: Signals | None = None,
         last_resort: Callable[[BaseException], object] | None = None,
         alone: float | None = None,
     ) -> None:
-        root.followers.check()
+        root.workers.check()
         self.root = root
         self._alone = alone
         self.size = len(devices)
-        self.group = Group(self.size, terms.deadlines)
+        self.group = RankGroup(self.size, sync_options.deadlines)
         if signals:
             self.group.interrupted = signals.check
         self._signals, self._last_resort = signals, last_resort
         self.group.on_abort(self._watch)
         self._reporter = root.reporter
         self._devices = devices
-        self._terms = terms
+        self._sync_options = sync_options
         self._gpu = devices[0].kind == "cuda"
         if self._gpu:
-            self.group.culprits = self._culprits
+            self.group.hung_ranks = self._hung_ranks
         log.info("%s pairs %s", "GPUs" if self._gpu else "Solvers", show(device_pairs(topology)))
-        choice = choose(terms.sync, topology, self._gpu)
+        choice = choose(sync_options.sync, topology, self._gpu)
         self._way = Synchronization(self.group, choice)
         self._factored = self._choose_factored()
-        self._gather = Exchange(self.group)
-        if terms.statistics == "sync" and self._gpu and normalizing(root.net):
+        self._gather = AllGather(self.group)
+        if sync_options.statistics == "sync" and self._gpu and normalizing(root.net):
             if root.saves_memory:
                 raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
             log.info("Layer by layer: statistics of batches go through the host")
             root.capture = root.fuse = False
         self._synchronizers: dict[int, Synchronizer] = {}
         self._testers = [0] * len(root.test_nets)  # who has the next batch of each test net
-        self._crew = Crew(self.group, self._make, self._within)
+        self._worker_threads = WorkerThreads(self.group, self._make, self._within)
         self._ended = threading.Event()
-        self._positions = root.followers_positions
+        self._positions = root.workers_positions
         if self._positions and len(self._positions) != self.size - 1:
             log.warning(
                 "The snapshot is of %d solvers, not %d: random numbers of the workers start anew",
@@ -127,7 +127,7 @@ class Team(Followers):
 
     # beginning and end
 
-    def __enter__(self) -> "Team":
+    def __enter__(self) -> "P2PManager":
         try:
             self._begin()
         except BaseException as error:
@@ -154,20 +154,20 @@ class Team(Followers):
         gc.collect()  # to free what earlier solvers left may wait for a GPU that waits for others
         group.join(0)
         for net in (root.net, *root.test_nets):
-            net.turn = partial(self._turn, root.laps.lap if net is root.net else _no_lap, 0)
+            net.turn = partial(self._turn, root.phase_timer.mark if net is root.net else _no_lap, 0)
             for layer in net.shared_layers:
                 layer.serve(self._devices)
         with root.device.scope(), quiet():
-            self._crew.start()
+            self._worker_threads.start()
             if self._gpu:
                 threading.Thread(target=self._guard, name="caffepy guard", daemon=True).start()
             self._synchronize(root, 0)
-            self._crew.settle()
+            self._worker_threads.settle()
         group.phase = "idle"
         for rank, device in enumerate(self._devices[1:], start=1):
             place = f"GPU {device.index}" if self._gpu else "the CPU"
             log.info("Solver %d (of 0 to %d) is ready on %s", rank, self.size - 1, place)
-        root.followers = self
+        root.workers = self
         self._tell_batch()
         root.reporter = Reporters(root.reporter, Performance(self.seconds, self._alone))
 
@@ -200,7 +200,7 @@ class Team(Followers):
 
     def seconds(self) -> list[dict[str, float]]:
         """Where the time of each solver's iterations went so far, by part."""
-        return [solver.laps.read() for solver in (self.root, *self._workers)]
+        return [solver.phase_timer.read() for solver in (self.root, *self._workers)]
 
     def _within(self, rank: int) -> AbstractContextManager[object]:
         from caffepy.device.threads import share  # here, since the package loads numba
@@ -211,7 +211,9 @@ class Team(Followers):
         positions = self._positions[rank - 1] if self._positions else None
         worker = WorkerSolver(self.root, rank, self._devices[rank], positions)
         for net in (worker.net, *worker.test_nets):
-            net.turn = partial(self._turn, worker.laps.lap if net is worker.net else _no_lap, rank)
+            net.turn = partial(
+                self._turn, worker.phase_timer.mark if net is worker.net else _no_lap, rank
+            )
         with worker.device.scope():
             self._synchronize(worker, rank)
         return worker
@@ -220,7 +222,7 @@ class Team(Followers):
         made = {i: layer for i, layer in large_products(solver.net).items() if i in self._factored}
         synchronizer = self._synchronizers[rank] = self._way.join(rank, flats_of(solver, made))
         solver.synchronize(synchronizer, self._way.choice.root_updates)
-        if self._terms.statistics == "sync":
+        if self._sync_options.statistics == "sync":
             for layer in normalizing(solver.net):
                 layer.meet(partial(self._together, rank))
 
@@ -232,7 +234,7 @@ class Team(Followers):
         alike = (
             len({device.name for device in self._devices if isinstance(device, CudaDevice)}) == 1
         )
-        plain = root.param.iter_size == 1 and not root.param.debug_info and root.undisturbed
+        plain = root.param.iter_size == 1 and not root.param.debug_info and root.gradients_untouched
         if not (self._way.choice.name == "nccl" and alike and plain):
             return set()
         made = factored(root.net, self.size, ops.precision_of(root.device))
@@ -265,10 +267,19 @@ class Team(Followers):
 
     def _progress(self) -> object:
         """What changes while solvers get on."""
-        done = [solver.control.done for solver in (self.root, *list(self._crew.members.values()))]
-        return self.group.phase, self.root.iter, done, self._crew.left, list(self._testers)
+        done = [
+            solver.update_state.done
+            for solver in (self.root, *list(self._worker_threads.members.values()))
+        ]
+        return (
+            self.group.phase,
+            self.root.iter,
+            done,
+            self._worker_threads.left,
+            list(self._testers),
+        )
 
-    def _culprits(self, missing: list[int]) -> list[int]:
+    def _hung_ranks(self, missing: list[int]) -> list[int]:
         """Those that hang: whose GPUs, or else threads, are still at work when nothing waits for
         others.
         """
@@ -280,7 +291,7 @@ class Team(Followers):
     def _at_work(self) -> list[int]:
         return [
             rank for rank, device in enumerate(self._devices) if not device.idle
-        ] or self._crew.at_work
+        ] or self._worker_threads.at_work
 
     def _reach_root(self) -> None:
         """See to it that the root ends, even if it is where it does not wait for others."""
@@ -306,11 +317,11 @@ class Team(Followers):
             log.error("No snapshot: the state of the last iteration cannot be reached")
 
     @contextmanager
-    def _turn(self, lap: Callable[[str], None], rank: int, layer: Layer) -> Iterator[None]:
-        lap("forward")
+    def _turn(self, mark: Callable[[str], None], rank: int, layer: Layer) -> Iterator[None]:
+        mark("forward")
         with self.group.turn(rank, layer), layer.forward_lock:
             yield
-        lap("data")
+        mark("data")
 
     def _end(self, error: BaseException | None) -> None:
         self.root.reporter = self._reporter
@@ -325,7 +336,7 @@ class Team(Followers):
         finally:
             try:
                 if error is not None:
-                    self._condemn()
+                    self._mark_failed()
                     self.group.abort(0, error)
                     self.group.settle()
             finally:
@@ -333,7 +344,7 @@ class Team(Followers):
 
     def _clear(self, failed: bool) -> None:
         """End the threads, and give back what can be."""
-        left = self._crew.end(PATIENCE)
+        left = self._worker_threads.end(PATIENCE)
         if failed:
             until = time.monotonic() + SETTLING
             endless = [rank for rank in range(1, self.size) if not self._rests(rank, until)]
@@ -346,7 +357,7 @@ class Team(Followers):
             log.warning(
                 "Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left)
             )
-        for rank, worker in self._crew.members.items():
+        for rank, worker in self._worker_threads.members.items():
             if rank not in left:
                 with (
                     suppress(Exception) if failed else nullcontext()
@@ -363,21 +374,21 @@ class Team(Followers):
 
     def _part(self) -> None:
         """Let the root be alone again."""
-        self._crew.give(lambda worker: self._leave(worker, worker.rank))
+        self._worker_threads.give(lambda worker: self._leave(worker, worker.rank))
         self._leave(self.root, 0)
-        self._crew.settle()
+        self._worker_threads.settle()
 
     def _free(self) -> None:
         """The root can go on alone."""
-        self.root.followers = Followers()
+        self.root.workers = WorkerGroup()
         for net in (self.root.net, *self.root.test_nets):
             net.turn = any_turn
             for layer in net.shared_layers:
                 layer.serve(self._devices[:1])
 
-    def _condemn(self) -> None:
+    def _mark_failed(self) -> None:
         """The root cannot go on: its last iteration may have ended in some ranks."""
-        self.root.followers = Ended()
+        self.root.workers = Ended()
         for net in (self.root.net, *self.root.test_nets):
             net.turn = _no_turn
 
@@ -386,7 +397,7 @@ class Team(Followers):
         them.
         """
         if self._rests(0, until):
-            for solver in (self.root, *self._crew.members.values()):
+            for solver in (self.root, *self._worker_threads.members.values()):
                 with suppress(Exception):  # the error that counts is another
                     _be_alone(solver)
             for synchronizer in self._synchronizers.values():
@@ -401,7 +412,7 @@ class Team(Followers):
 
     @property
     def failed(self) -> bool:  # type: ignore[override]
-        """Followers have ended the run."""
+        """WorkerGroup have ended the run."""
         return self.group.stopped
 
     @property
@@ -429,23 +440,23 @@ class Team(Followers):
 
     def iterate(self) -> None:
         """Begin the root's next iteration, when all batches of those before were taken."""
-        with self.root.laps.fetching():
+        with self.root.phase_timer.fetching():
             for layer in self.root.net.shared_layers:
                 self.group.await_turn(0, layer)
-        self._crew.give(WorkerSolver.iterate)
+        self._worker_threads.give(WorkerSolver.iterate)
 
     def forward(self) -> None:
         """Begin a forward pass of the train net."""
-        self._crew.give(WorkerSolver.forward)
+        self._worker_threads.give(WorkerSolver.forward)
 
     def losses(self) -> list[float]:
         """The losses of that pass."""
-        self._crew.settle()
+        self._worker_threads.settle()
         return [worker.loss for worker in self._workers]
 
     def agree(self) -> None:
         """Bring the statistics of BatchNorm layers to one value."""
-        if self.failed or self._terms.statistics != "average":
+        if self.failed or self._sync_options.statistics != "average":
             return
         mine = statistics(self.root.net)
         if mine:
@@ -458,7 +469,7 @@ class Team(Followers):
 
     def begin_test(self, k: int) -> None:
         """Begin to add up what test net `k` gives."""
-        self._crew.give(partial(_begin_test, k=k, synchronizers=self._synchronizers))
+        self._worker_threads.give(partial(_begin_test, k=k, synchronizers=self._synchronizers))
         self._synchronizers[0].on_start()
 
     def test(self, k: int, batches: int) -> bool:
@@ -467,13 +478,13 @@ class Team(Followers):
         self._testers[k] = (ranks[-1] + 1) % self.size
         for rank in ranks:
             if rank:
-                self._crew.give(partial(WorkerSolver.test_batch, k=k), rank)
+                self._worker_threads.give(partial(WorkerSolver.test_batch, k=k), rank)
         return 0 in ranks
 
     def totals(self, k: int) -> list[Totals]:
         """End the test: what each of the followers that had a batch has added up."""
-        self._crew.give(partial(WorkerSolver.end_test, k=k))
-        self._crew.settle()
+        self._worker_threads.give(partial(WorkerSolver.end_test, k=k))
+        self._worker_threads.settle()
         return [worker.totals for worker in self._workers]
 
     @contextmanager
@@ -487,12 +498,14 @@ class Team(Followers):
         yield
         self._testers = [0] * len(self._testers)
         self.group.restart_turns()  # data layers that go on from a state begin with the root's batch
-        restored = self.root.followers_positions
+        restored = self.root.workers_positions
         positions = restored if len(restored) == self.size - 1 else [None] * (self.size - 1)
-        self._crew.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
-        self._crew.settle()
+        self._worker_threads.give(
+            lambda worker: worker.follow(self.root, positions[worker.rank - 1])
+        )
+        self._worker_threads.settle()
 
-    def confess(self) -> None:
+    def raise_worker_error(self) -> None:
         """Raise what a follower has found wrong, if one has."""
         self._settle()
 
@@ -500,10 +513,10 @@ class Team(Followers):
         """Where the layers and random numbers of each stand, or stood before the test or iteration
         being done.
         """
-        members, iteration = self._crew.members, self.root.iter
+        members, iteration = self._worker_threads.members, self.root.iter
         known = list(range(1, self.size))
         if self.failed:
-            self._crew.end(PATIENCE)
+            self._worker_threads.end(PATIENCE)
             until = time.monotonic() + SETTLING
             known = [rank for rank in known if rank in members and self._rests(rank, until)]
         else:
@@ -514,15 +527,15 @@ class Team(Followers):
         ]
 
     def _settle(self) -> None:
-        self._crew.give(WorkerSolver.settle)
-        self._crew.settle()
+        self._worker_threads.give(WorkerSolver.settle)
+        self._worker_threads.settle()
 
     @property
     def _workers(self) -> list[WorkerSolver]:
-        return [self._crew.members[rank] for rank in range(1, self.size)]
+        return [self._worker_threads.members[rank] for rank in range(1, self.size)]
 
 
-def flats_of(solver: Solver, made: Mapping[int, InnerProduct] | None = None) -> Flats:
+def flats_of(solver: Solver, made: Mapping[int, InnerProduct] | None = None) -> FlatParams:
     """What of a solver is to be synchronized; the weights of the layers `made`, by parameter, are
     so by factors.
     """
@@ -537,23 +550,23 @@ def flats_of(solver: Solver, made: Mapping[int, InnerProduct] | None = None) -> 
             params.averaged.size,
         ]  # the notes are there before the backward pass
         parts += buckets(ends, [*adding, frozenset()], without=made)
-    return Flats(solver.device, params.sent, params.averaged, parts, list(made.values()))
+    return FlatParams(solver.device, params.sent, params.averaged, parts, list(made.values()))
 
 
 def team_of(
     root: Solver,
     devices: Sequence[Device],
-    terms: Terms,
+    sync_options: SyncOptions,
     signals: Signals | None = None,
     last_resort: Callable[[BaseException], object] | None = None,
     alone: float | None = None,
-) -> AbstractContextManager["Team | None"]:
+) -> AbstractContextManager["P2PManager | None"]:
     """The team of a root solver on the first of these devices; None for a single one."""
     if len(devices) == 1:
         return nullcontext()
     gpus = [device.index for device in devices if device.kind == "cuda"]
     joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
-    return Team(root, devices, joined, terms, signals, last_resort, alone)
+    return P2PManager(root, devices, joined, sync_options, signals, last_resort, alone)
 
 
 def _be_alone(solver: Solver) -> None:
@@ -591,7 +604,7 @@ class _Quiet(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to let the record through."""
-        ours = (record.threadName or "").startswith(Crew.NAME)
+        ours = (record.threadName or "").startswith(WorkerThreads.NAME)
         return (
             not ours
             or record.levelno >= logging.ERROR

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.device import Device
-from caffepy.ops.update_state import Verdict
+from caffepy.ops.update_state import StepResult
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.resume_state import set_positions, take_positions
 from caffepy.solver.solver import Solver
@@ -48,7 +48,7 @@ class WorkerSolver(Solver):
             ):
                 self.device.upload(root.device.on_host(theirs), mine)
         self.iter, self.current_step = root.iter, root.current_step
-        self.control.set_state(root.control.state())
+        self.update_state.set_state(root.update_state.state())
         if positions:
             set_positions(positions, self._nets, self.device)
 
@@ -71,29 +71,29 @@ class WorkerSolver(Solver):
             k == 0 or self._positions_before is None
         ):  # positions are those from before all test nets
             self._positions_before = take_positions(self._nets, self.device)
-        self._trials[k].begin(self.net)
+        self._test_passes[k].begin(self.net)
 
     def test_batch(self, k: int) -> None:
         """Do one of its batches."""
         with self.device.scope(), self.ops.blas_scope():
-            self._trials[k].batch(self.capture)
+            self._test_passes[k].batch(self.capture)
 
     def end_test(self, k: int) -> None:
         """It is over; `totals` is what its batches gave."""
-        self.totals = self._trials[k].totals()
+        self.totals = self._test_passes[k].totals()
         if k == len(self.test_nets) - 1:
             self._positions_before = None
 
     def settle(self) -> None:
         """Wait for all iterations that were given to the device; others do not follow at once."""
-        self.laps.stop()
+        self.phase_timer.stop()
         with self.device.scope():
-            self._hear(wait=True)
+            self._collect_results(wait=True)
 
-    def _fail(self, verdict: Verdict) -> None:
+    def _fail(self, step_result: StepResult) -> None:
         """Raise what is wrong here; what is wrong with the mean of all is for the root to tell."""
-        self._step.take_back()
-        self.control.go_on()
+        self._step.restore_stats()
+        self.update_state.go_on()
         self.device.look()
 
     def positions(self, iteration: int) -> dict[str, Any]:

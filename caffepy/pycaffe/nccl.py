@@ -6,8 +6,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from caffepy.collectives.rank_group import Group
-from caffepy.collectives.sync import obstacle_to_nccl
+from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.sync import reason_nccl_unavailable
 from caffepy.core.errors import DeviceError
 from caffepy.device.gpus import import_cupy
 from caffepy.layer import Layer
@@ -19,13 +19,13 @@ from caffepy.pycaffe.solver import Solver
 SHARED = ("Data", "HDF5Data", "ImageData", "WindowData")
 """Layers of whose batches each solver takes its share."""
 
-_groups: dict[bytes, Group] = {}
+_groups: dict[bytes, RankGroup] = {}
 _lock = threading.Lock()
 
 
 def has_nccl() -> bool:
     """Whether NCCL can be had: CuPy with NCCL 2.10 or later."""
-    return obstacle_to_nccl(gpu=True) is None
+    return reason_nccl_unavailable(gpu=True) is None
 
 
 class NCCL:
@@ -87,22 +87,22 @@ class NCCL:
 
 
 def _check() -> None:
-    obstacle = obstacle_to_nccl(gpu=True)
-    if obstacle:
-        raise DeviceError(obstacle)
+    reason_unavailable = reason_nccl_unavailable(gpu=True)
+    if reason_unavailable:
+        raise DeviceError(reason_unavailable)
 
 
-class _Processes(Group):
+class _Processes(RankGroup):
     """A group of which this process has one rank: nobody waits but in NCCL."""
 
     def barrier(self, rank: int, name: str = "") -> None:
         """Go on."""
 
 
-def _threads(uid: bytes, count: int) -> Group:
+def _threads(uid: bytes, count: int) -> RankGroup:
     """The group of those threads that have this uid."""
     with _lock:
-        return _groups.setdefault(uid, Group(count))
+        return _groups.setdefault(uid, RankGroup(count))
 
 
 def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:

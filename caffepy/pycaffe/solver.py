@@ -10,7 +10,7 @@ from caffepy.core.errors import ConfigError, UsageError
 from caffepy.core.events import Reporter
 from caffepy.core.paths import AnyPath
 from caffepy.device.device import CudaDevice, Device
-from caffepy.parallel.manager import Terms, team_of
+from caffepy.parallel.manager import SyncOptions, team_of
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode
@@ -179,7 +179,7 @@ class Solver:
             else [Device() for _ in range(cpus - 1)]
         )
         self._at_work, outside = False, None
-        with team_of(self._solver, [own, *others], Terms(sync=sync)):
+        with team_of(self._solver, [own, *others], SyncOptions(sync=sync)):
             try:
                 yield
             except BaseException as error:

@@ -34,7 +34,7 @@ def elements(outputs: Sequence[Output]) -> Iterator[tuple[str, float]]:
             yield f"{name}[{i}]" if len(scalars) > 1 else name, value
 
 
-class Gathering(Reporter):
+class DisplayCollector(Reporter):
     """Hands each iteration that was displayed or tested to `show`, when all of it is known.
 
     `begin` is called with the first of them, before.

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from caffepy.core.files import replacing
 from caffepy.report import curve
-from caffepy.report.display_record import Gathering, Shown, elements
+from caffepy.report.display_record import DisplayCollector, Shown, elements
 from caffepy.report.text import number
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ def _has_numbers(row: Sequence[str]) -> bool:
     return numbers[0] >= 0
 
 
-class Metrics(Gathering):
+class Metrics(DisplayCollector):
     """Writes the metrics file of a run, row by row, and at the end its curve.
 
     A run that starts at iteration K > 0 goes on in the file of the earlier part; rows from K on are

@@ -22,7 +22,7 @@ import numpy as np
 from caffepy.core.errors import UsageError, reason
 from caffepy.core.events import Output
 from caffepy.device.blob import Array
-from caffepy.report.display_record import Gathering, Shown, elements
+from caffepy.report.display_record import DisplayCollector, Shown, elements
 from caffepy.report.grid import filter_tiles, grid
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Watch(Protocol):
         """The name of the first convolution and its weights (outputs, channels, height, width)."""
 
 
-class TensorBoard(Gathering):
+class TensorBoard(DisplayCollector):
     """Writes an event file into a folder, where those of earlier runs may lie.
 
     Events of an earlier run from the iteration on at which this one begins are hidden: a resumed

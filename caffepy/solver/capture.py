@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from caffepy.core.errors import DeviceError
-from caffepy.device.device import CudaDevice, Recording
+from caffepy.device.device import CudaDevice, CudaGraph
 from caffepy.net import Net
 from caffepy.net.fusion import Step
 
@@ -20,7 +20,7 @@ change too often.
 """
 
 
-def obstacle(net: Net) -> str | None:
+def reason_not_capturable(net: Net) -> str | None:
     """Why a net's passes cannot be recorded, if they cannot."""
     for layer in net.layers:
         if layer.is_data:
@@ -33,7 +33,7 @@ def obstacle(net: Net) -> str | None:
     return None
 
 
-def may_be_recorded(callback: object) -> bool:
+def is_capturable(callback: object) -> bool:
     """Whether a callback says `capturable = True`: all it does is to give work to the current
     stream, if anything.
     """
@@ -47,10 +47,10 @@ class _Part:
     """
 
     steady: Hashable = None
-    recording: Recording | None = None
+    recording: CudaGraph | None = None
 
 
-class Pass:
+class GraphRunner:
     """The steps of a net, run one by one, or recorded in parts and replayed: `feed`, then `perform`
     what comes next.
 
@@ -72,19 +72,17 @@ class Pass:
             if not bottoms
             for top in tops
         ]
-        self._obstacle = obstacle(net)
+        self._reason_not_capturable = reason_not_capturable(net)
         self._explained = False
         self._parts: dict[str, _Part] = {}
         self._recorded = self._replayed = 0
 
-    def may_be_replayed(self) -> bool:
+    def can_capture(self) -> bool:
         """Whether nothing speaks against recording; if something does, the log says what, once."""
         if self.net.device.store is None or self.net.debug_info:
             return False
-        reason = self._obstacle
-        if reason is None and not all(
-            map(may_be_recorded, (*self.net_callbacks, *self._callbacks))
-        ):
+        reason = self._reason_not_capturable
+        if reason is None and not all(map(is_capturable, (*self.net_callbacks, *self._callbacks))):
             reason = "a callback does not say that it can be recorded"
         if reason is not None and not self._explained:
             self._explained = True
@@ -98,9 +96,9 @@ class Pass:
         return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
 
     @property
-    def watched_steps(self) -> Sequence[Step] | None:
+    def eager_steps(self) -> Sequence[Step] | None:
         """The steps, or None for each layer by itself where someone looks at each."""
-        watched = self.net.debug_info or not all(map(may_be_recorded, self.net_callbacks))
+        watched = self.net.debug_info or not all(map(is_capturable, self.net_callbacks))
         return None if watched else self.steps
 
     def forget(self) -> None:
@@ -145,13 +143,13 @@ class Pass:
 
     def _record(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
         if self._recorded > MOST_RECORDINGS and self._replayed < WORTH * self._recorded:
-            self._obstacle = "shapes or memory change too often"
+            self._reason_not_capturable = "shapes or memory change too often"
             return False
         self._recorded += 1
         try:
             part.recording = self._store.capture(work)
         except DeviceError as error:
             log.warning("%s layer by layer: %s", self.what, error.message)
-            self._obstacle, self._explained = error.message, True
+            self._reason_not_capturable, self._explained = error.message, True
             return False
         return self._circumstances() == now

@@ -54,7 +54,7 @@ class Watch:
             assert self._kept is not None
             solver.ops.copy(solver.params.diff, self._kept)
             if solver.device.store is not None:
-                solver.ops.copy(solver.control.loss_scale, self._scale)
+                solver.ops.copy(solver.update_state.loss_scale, self._scale)
 
     def parameters(self) -> Iterator[Seen]:
         """The parameters as the last iteration left them, with the gradients that it had: the mean

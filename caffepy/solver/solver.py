@@ -19,7 +19,7 @@ from caffepy.core.paths import locate
 from caffepy.device.device import Device
 from caffepy.net import Net, memory
 from caffepy.net.weights import load_weights
-from caffepy.ops.update_state import Fate, Verdict
+from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import format as format_text
@@ -52,8 +52,8 @@ from caffepy.solver.snapshot import (
     write,
 )
 from caffepy.solver.step import Callback, Step, Synchronizer
-from caffepy.solver.test_pass import Trial
-from caffepy.solver.worker_group import Followers
+from caffepy.solver.test_pass import TestPass
+from caffepy.solver.worker_group import WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ class Solver:
         self.reporter = reporter or Reporter()
         self.action: Callable[[], Action] = lambda: Action.NONE
         self.callbacks: list[Callback] = []
-        self.followers = Followers()
-        self.followers_positions: list[
+        self.workers = WorkerGroup()
+        self.workers_positions: list[
             dict[str, Any]
         ] = []  # where those of the state that was restored stood
         if log.isEnabledFor(logging.INFO):
@@ -145,16 +145,16 @@ class Solver:
         ]  # what each test net gave last
 
         self._step = Step(param, self.net, self.device, self.callbacks)
-        self.params, self.history, self.control = (
+        self.params, self.history, self.update_state = (
             self._step.params,
             self._step.history,
-            self._step.control,
+            self._step.update_state,
         )
         self.capture = True
         self._fuse = True
-        self._given: deque[Given] = deque()  # iterations of which no verdict was heard yet
-        self._verdict = Verdict(0.0, 0.0, 1.0, 1.0, Fate.UPDATED)
-        self._torn = False  # the last step was interrupted at a place unknown
+        self._given: deque[Given] = deque()  # iterations of which no step_result was heard yet
+        self._verdict = StepResult(0.0, 0.0, 1.0, 1.0, StepStatus.DONE)
+        self._interrupted = False  # the last step was interrupted at a place unknown
         self.saves_memory = (
             False  # blobs share memory: what a pass wrote to them is not there after it
         )
@@ -238,10 +238,10 @@ class Solver:
             self.__dict__.pop("_trials", None)
 
     @cached_property
-    def _trials(self) -> list[Trial]:
+    def _test_passes(self) -> list[TestPass]:
         with_loss = self.param.test_compute_loss
         return [
-            Trial(net, f"Test net #{k} runs", self._fuse, with_loss)
+            TestPass(net, f"Test net #{k} runs", self._fuse, with_loss)
             for k, net in enumerate(self.test_nets)
         ]
 
@@ -250,7 +250,10 @@ class Solver:
         nothing of use.
         """
         if self.device.store is not None:
-            tests = (memory.Usage(trial.net, trial.run.steps, False) for trial in self._trials)
+            tests = (
+                memory.Usage(test_pass.net, test_pass.run.steps, False)
+                for test_pass in self._test_passes
+            )
             memory.save_memory(
                 [memory.Usage(self.net, self._step.run.steps, True), *tests], memory.WORTH
             )
@@ -269,7 +272,7 @@ class Solver:
         has a part for.
         """
         before, self._step.synchronizer = self._step.synchronizer, synchronizer
-        self._step.pulls, self.laps.running = pulls, synchronizer is not None
+        self._step.pulls, self.phase_timer.running = pulls, synchronizer is not None
         if before:
             self.callbacks[:] = [callback for callback in self.callbacks if callback is not before]
             self._step.fuse(self._fuse)  # recordings of its calls go
@@ -300,58 +303,56 @@ class Solver:
         self.stopped = False
         self._shown = self._shown or (self.iter, time.monotonic())
         end = self.iter + n
-        with self.followers.during("step"), self.device.scope(), self.ops.blas_scope():
-            self._mend()
+        with self.workers.during("step"), self.device.scope(), self.ops.blas_scope():
+            self._recover()
             try:
                 while self.iter < end and not self.stopped:
                     self._iterate()
-                self._hear(wait=True)
+                self._collect_results(wait=True)
             except BaseException as error:
-                self._torn = True
-                if not self.device.lost and (
-                    isinstance(error, CaffeError) or self.followers.failed
-                ):
-                    self._hear(wait=True)  # what went wrong before comes first
-                first = self.followers.first(error) if isinstance(error, Exception) else error
-                self.followers.stop(first)
+                self._interrupted = True
+                if not self.device.lost and (isinstance(error, CaffeError) or self.workers.failed):
+                    self._collect_results(wait=True)  # what went wrong before comes first
+                first = self.workers.first(error) if isinstance(error, Exception) else error
+                self.workers.stop(first)
                 if self._step.begun:
                     with suppress(Exception):  # of a device that failed, say
-                        self._step.take_back()
+                        self._step.restore_stats()
                 if first is not error:
                     raise first from error
                 raise
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """Find out where the device stands after a step that was interrupted."""
-        if self._torn:
-            self.control.realign()
+        if self._interrupted:
+            self.update_state.resync()
             self._given.clear()
             self.device.ticks = (
                 self.device.ticks
             )  # the host's count is the one that holds: upload it
-            self._torn = False
+            self._interrupted = False
 
     def _iterate(self) -> None:
         param, iteration, window = self.param, self.iter, self._window
         self.device.flush()
         tests = self._test_is_due() and (iteration > 0 or param.test_initialization)
         if tests:
-            self._hear(wait=True)
-            self.control.open([self.params.diff])
+            self._collect_results(wait=True)
+            self.update_state.open([self.params.diff])
             self.test_all()
             if self.stopped:
                 return
         display = self._displays
         self.net.debug_info = display and param.debug_info
-        self.followers.iterate()
+        self.workers.iterate()
         learning_rate = self._advance(tests or display)
-        images = self.batch * param.iter_size * self.followers.size
+        images = self.batch * param.iter_size * self.workers.size
         self.reporter.iterated(
             iteration, window.smoothed if window.losses else None, learning_rate, images
         )
         action = self.action()
         if Action.SNAPSHOT in action or (param.snapshot > 0 and self.iter % param.snapshot == 0):
-            self._hear(wait=True)
+            self._collect_results(wait=True)
             self._try_snapshot()
         self.stopped = Action.STOP in action
 
@@ -361,22 +362,22 @@ class Solver:
         return self._batch.shape[0] if self._batch and self._batch.shape else 0
 
     @property
-    def undisturbed(self) -> bool:
+    def gradients_untouched(self) -> bool:
         """Whether nobody is called within iterations who may add to gradients."""
-        return self._step.undisturbed
+        return self._step.gradients_untouched
 
     @property
-    def laps(self) -> Any:
-        """Where the time of iterations goes while there is a synchronizer: `Laps` of the back end."""
-        return self._step.laps
+    def phase_timer(self) -> Any:
+        """Where the time of iterations goes while there is a synchronizer: `PhaseTimer` of the back end."""
+        return self._step.phase_timer
 
     def _advance(self, show: bool) -> float:
         """Do an iteration, or give it to the device; returns the rate."""
-        self.laps.start()
-        if self.capture and self._step.run.may_be_replayed():
-            return self._give(show)
-        self._hear(wait=True)
-        return self._do()
+        self.phase_timer.start()
+        if self.capture and self._step.run.can_capture():
+            return self._enqueue(show)
+        self._collect_results(wait=True)
+        return self._run_eager()
 
     @property
     def _displays(self) -> bool:
@@ -387,20 +388,20 @@ class Solver:
 
     # an iteration layer by layer
 
-    def _do(self) -> float:
+    def _run_eager(self) -> float:
         """Do an iteration and wait for its loss; returns the rate."""
-        self.laps.begin()
+        self.phase_timer.begin()
         self._positions_before = take_positions(self._nets, self.device)
         with self._step.overwriting():
             self._step.open()
             for _ in range(self.param.iter_size):
                 self._forward()
-                self.laps.lap("forward")
-                self.net.backward(steps=self._step.run.watched_steps)
-                self.laps.lap("backward")
+                self.phase_timer.mark("forward")
+                self.net.backward(steps=self._step.run.eager_steps)
+                self.phase_timer.mark("backward")
             self._step.gradients_ready()
-        loss = self.control.mean()
-        self.followers.check()  # else it may be the loss of some, or of none
+        loss = self.update_state.mean()
+        self.workers.check()  # else it may be the loss of some, or of none
         self._window.add(self.iter, loss)
         if self._displays:
             self._display(self._window.smoothed)
@@ -408,9 +409,9 @@ class Solver:
 
     def _forward(self) -> float:
         """The loss of one batch; DivergenceError before one that is not finite can do harm."""
-        self.net.forward(steps=self._step.run.watched_steps)
+        self.net.forward(steps=self._step.run.eager_steps)
         self._step.note()
-        loss: float = self.control.loss()
+        loss: float = self.update_state.loss()
         if not isfinite(loss):
             raise (diverged_before if self.saves_memory else diverged)(self.net, self.iter, loss)
         return loss
@@ -428,76 +429,76 @@ class Solver:
         if self._displays:
             self.reporter.lr(self.iter, learning_rate)
         with self.device.scope():
-            self._mend()
+            self._recover()
             self.device.flush()
             self._step.say(learning_rate, self.iter)
             self._step.update()
-            self.control.given()
-            (verdict,) = self.control.verdicts(wait=True)
-        if verdict.fate is Fate.STOPPED:
-            self._fail(verdict)
-        self._verdict = verdict
-        self._tell_clipping()
-        self._tell_overflow(self.iter, verdict)
+            self.update_state.given()
+            (step_result,) = self.update_state.step_results(wait=True)
+        if step_result.status is StepStatus.STOPPED:
+            self._fail(step_result)
+        self._verdict = step_result
+        self._log_clipping()
+        self._log_overflow(self.iter, step_result)
         self.iter += 1
         self._positions_before = None
         return learning_rate
 
     # an iteration that a GPU replays
 
-    def _give(self, show: bool) -> float:
+    def _enqueue(self, show: bool) -> float:
         """Give an iteration to the device, without waiting for it unless it is to be shown; returns
         the rate.
         """
-        self._hear(wait=False)
+        self._collect_results(wait=False)
         before = Given(self.iter, self.current_step, take_data_positions(self._feeds, self.device))
         self._positions_before = before.positions
         moved = next_step(self.param, self.iter, self.current_step)
         learning_rate = rate(self.param, self.iter, moved)
         self._step.say(learning_rate, self.iter)
         self._step.perform()
-        self.control.given()
+        self.update_state.given()
         self._given.append(before)
         self._positions_before = None
         if show:
-            self._hear(wait=True)
+            self._collect_results(wait=True)
         if self._displays:
             self._display(self._window.smoothed)
         self.current_step = advance(self.param, self.iter, self.current_step)
         if self._displays:
             self.reporter.lr(self.iter, learning_rate)
-            self._tell_clipping()
+            self._log_clipping()
         self.iter += 1
         return learning_rate
 
-    def _hear(self, wait: bool) -> None:
+    def _collect_results(self, wait: bool) -> None:
         """Take in what became of iterations that were given: of all, or of those known by now.
 
         Of one that went wrong comes its error, and the solver stands where it stood before it.
         """
         if not self._given:
             return
-        for verdict in self.control.verdicts(wait):
+        for step_result in self.update_state.step_results(wait):
             given = self._given.popleft()
-            if verdict.fate is Fate.STOPPED:
+            if step_result.status is StepStatus.STOPPED:
                 self._given.clear()
                 self.iter, self.current_step, self._positions_before = given
-                self._fail(verdict)
-            self._window.add(given.iteration, verdict.loss)
-            self._verdict = verdict
-            self._tell_overflow(given.iteration, verdict)
+                self._fail(step_result)
+            self._window.add(given.iteration, step_result.loss)
+            self._verdict = step_result
+            self._log_overflow(given.iteration, step_result)
 
-    def _fail(self, verdict: Verdict) -> None:
-        self._step.take_back()
-        self.control.go_on()
-        self.followers.check()
+    def _fail(self, step_result: StepResult) -> None:
+        self._step.restore_stats()
+        self.update_state.go_on()
+        self.workers.check()
         self.device.look()
-        self.followers.confess()
-        raise diverged_before(self.net, self.iter, verdict.loss)
+        self.workers.raise_worker_error()
+        raise diverged_before(self.net, self.iter, step_result.loss)
 
     # what is told
 
-    def _tell_clipping(self) -> None:
+    def _log_clipping(self) -> None:
         _, norm, factor, *_ = self._verdict
         if factor != 1.0:
             log.info(
@@ -508,12 +509,12 @@ class Solver:
             )
 
     @staticmethod
-    def _tell_overflow(iteration: int, verdict: Verdict) -> None:
-        if verdict.fate is Fate.SKIPPED:
+    def _log_overflow(iteration: int, step_result: StepResult) -> None:
+        if step_result.status is StepStatus.SKIPPED:
             log.info(
                 "Iteration %d: gradients overflow, no update; loss scale = %g",
                 iteration,
-                verdict.loss_scale,
+                step_result.loss_scale,
             )
 
     def _display(self, loss: float) -> None:
@@ -552,7 +553,7 @@ class Solver:
             self.step(param.max_iter - self.iter)
         except Exception as error:
             if not self.device.lost:
-                together = self.followers.failed and not isinstance(error, DivergenceError)
+                together = self.workers.failed and not isinstance(error, DivergenceError)
                 if together or isinstance(error, DataError):
                     self._save_before_failing(error)
             if self.device.lost:
@@ -569,7 +570,7 @@ class Solver:
 
     def _loss_of_devices(self) -> LostDeviceError:
         """The error for a device whose memory cannot be read: what is left of the run."""
-        devices = [device for device in (self.device, *self.followers.devices) if device.lost]
+        devices = [device for device in (self.device, *self.workers.devices) if device.lost]
         names = " and ".join(f"GPU {device.index}" for device in devices)
         left = "is lost; set snapshot in the solver to lose less the next time"
         if last := self._saved[1] if self._saved else self._restored_from:
@@ -583,7 +584,7 @@ class Solver:
         is whole.
         """
         with suppress(Exception), self.device.scope():
-            self._hear(wait=True)
+            self._collect_results(wait=True)
         self._save_before_failing(error)
 
     def _save_before_failing(self, error: BaseException) -> None:
@@ -592,7 +593,7 @@ class Solver:
         if not wanted or self.saved_now or self.iter == self._started_at or not self._step.whole:
             return
         if self._step.begun:
-            self._step.take_back()
+            self._step.restore_stats()
         what = "The data" if isinstance(error, DataError) else "A solver"
         log.warning(
             "%s failed; what was learned up to iteration %d is saved before the run ends",
@@ -605,12 +606,12 @@ class Solver:
             log.error("No snapshot of iteration %d: %s", self.iter, error)
 
     def _finish(self) -> None:
-        self.laps.stop()
+        self.phase_timer.stop()
         loss = None
         if self._displays:
-            with self.followers.during("step"), self.device.scope(), self.ops.blas_scope():
-                self.followers.forward()
-                losses = [self._forward(), *self.followers.losses()]
+            with self.workers.during("step"), self.device.scope(), self.ops.blas_scope():
+                self.workers.forward()
+                losses = [self._forward(), *self.workers.losses()]
             self.device.ticks += 1
             self.device.look()
             self._window.add(self.iter, sum(losses) / len(losses))
@@ -625,7 +626,7 @@ class Solver:
         """Test all test nets, unless `action` asks to stop; until they are done, a snapshot begins
         before them.
         """
-        self.followers.agree()
+        self.workers.agree()
         self._positions_before = take_positions(self._nets, self.device)
         for k in range(len(self.test_nets)):
             if not self.stopped:
@@ -637,20 +638,20 @@ class Solver:
         """Run test net k on its test_iter batches with the train net's weights and report the mean
         outputs.
         """
-        self.laps.stop()
-        trial, followers = self._trials[k], self.followers
+        self.phase_timer.stop()
+        test_pass, workers = self._test_passes[k], self.workers
         self.reporter.test_started(self.iter, k)
-        with followers.during("test"), self.device.scope(), self.ops.blas_scope():
-            followers.begin_test(k)
-            trial.begin(self.net)
-            for done in range(0, self.param.test_iter[k], followers.size):
+        with workers.during("test"), self.device.scope(), self.ops.blas_scope():
+            workers.begin_test(k)
+            test_pass.begin(self.net)
+            for done in range(0, self.param.test_iter[k], workers.size):
                 self._poll_in_test()
                 if self.stopped:
                     log.info("Test interrupted.")
                     return
-                if followers.test(k, min(followers.size, self.param.test_iter[k] - done)):
-                    trial.batch(self.capture)
-            self.last_outputs[k], loss = trial.means([trial.totals(), *followers.totals(k)])
+                if workers.test(k, min(workers.size, self.param.test_iter[k] - done)):
+                    test_pass.batch(self.capture)
+            self.last_outputs[k], loss = test_pass.means([test_pass.totals(), *workers.totals(k)])
         self.reporter.test_done(self.iter, k, self.last_outputs[k], loss)
 
     def _poll_in_test(self) -> None:
@@ -665,15 +666,15 @@ class Solver:
         """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter
         is not finite.
         """
-        self.laps.stop()
-        with self.followers.during("snapshot"):
+        self.phase_timer.stop()
+        with self.workers.during("snapshot"):
             self._snapshot()
 
     def _snapshot(self) -> None:
         with self.device.scope():
-            self._mend()
-            self._hear(wait=True)
-        self.followers.agree()
+            self._recover()
+            self._collect_results(wait=True)
+        self.workers.agree()
         check_params(self.net, self.iter)
         param = self.param
         files = Files(
@@ -721,8 +722,8 @@ class Solver:
             "type": self.param.type,
             "iteration": self.iter,
             "settings": format_text(self.param),
-            "positions": {**self._positions(), "workers": self.followers.positions()},
-            "control": self.control.state(),
+            "positions": {**self._positions(), "workers": self.workers.positions()},
+            "control": self.update_state.state(),
             "window": self._window.state(),
             "displayed": [last, time.monotonic() - since],
         }
@@ -731,7 +732,7 @@ class Solver:
         """Go on from a snapshot: weights, history, iteration; exactly, where its sidecar lies
         beside it.
         """
-        with self.followers.restoring():
+        with self.workers.restoring():
             self._restore(path)
 
     def _restore(self, path: str) -> None:
@@ -740,13 +741,13 @@ class Solver:
         if content:
             self._check_type(content, path)
         own = [part for flat in self.history for part in self.params.split(flat)]
-        self._mend()
+        self._recover()
         check_histories(state, own, self.param.type, path)
         model = find_model(state.learned_net, path)
         if content:
             verify(content, path, model)
             self._take_up(content, sidecar_of(path))
-        self.control.set_state((content or {}).get("control", {}))
+        self.update_state.set_state((content or {}).get("control", {}))
         filled = load_weights(self.net, model)
         log.info("SGDSolver: restoring history")
         with self.device.scope():
@@ -759,7 +760,7 @@ class Solver:
         missing = dict.fromkeys(self.net.layer_names[i] for i, _ in self.net.learnable_owner)
         warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
         if not content:
-            self._window_restored, self._shown, self.followers_positions = False, None, []
+            self._window_restored, self._shown, self.workers_positions = False, None, []
             log.info(
                 "No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path
             )
@@ -784,7 +785,7 @@ class Solver:
                 compare_layers(content["positions"], self._nets, path)
                 set_positions(content["positions"], self._nets, self.device)
                 window = LossWindow.of(self.param.average_loss, content["window"])
-                self.followers_positions = content["positions"].get("workers", [])
+                self.workers_positions = content["positions"].get("workers", [])
                 last, seconds = content["displayed"]
                 self._shown = int(last), time.monotonic() - float(seconds)
         except CaffeError:

@@ -16,7 +16,7 @@ from caffepy.net.gradients import large_products
 from caffepy.ops.segments import Segments
 from caffepy.ops.update_state import Limits
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.solver.capture import Pass
+from caffepy.solver.capture import GraphRunner
 from caffepy.solver.params import Params
 from caffepy.solver.update import Update, rules
 
@@ -102,8 +102,8 @@ class Step:
                 np.zeros_like(self.params.data) for _ in range(self.rule.histories)
             ]
             limits = Limits(param.clip_gradients, param.iter_size, first_loss_scale(net))
-            self.control = self.ops.Control(limits, losses(net), device)
-            self.laps = self.ops.Laps(device)
+            self.update_state = self.ops.UpdateState(limits, losses(net), device)
+            self.phase_timer = self.ops.PhaseTimer(device)
         self._ends = device.on_device(self.params.ends)
         still = [0.0]  # of the one element that `params` has if the net learns nothing
         self._rates = device.on_device(np.array(net.params_lr or still, np.float32))
@@ -120,8 +120,8 @@ class Step:
         self.run.forget()
         self.run = self._new_pass(fuse)
 
-    def _new_pass(self, fuse: bool) -> Pass:
-        return Pass(
+    def _new_pass(self, fuse: bool) -> GraphRunner:
+        return GraphRunner(
             self.net,
             fuse and self.device.store is not None,
             "The training step runs",
@@ -129,7 +129,7 @@ class Step:
         )
 
     @property
-    def undisturbed(self) -> bool:
+    def gradients_untouched(self) -> bool:
         """Whether nobody is called within iterations who may add to gradients."""
         called = [
             *(one for one in self.callbacks if one is not self.synchronizer),
@@ -145,7 +145,7 @@ class Step:
         added to.
         """
         try:
-            self._set_overwriting(self.param.iter_size == 1 and self.undisturbed)
+            self._set_overwriting(self.param.iter_size == 1 and self.gradients_untouched)
             yield
         except BaseException:
             with suppress(Exception):  # of a device that failed, say
@@ -170,39 +170,39 @@ class Step:
 
     def say(self, learning_rate: float, iteration: int) -> None:
         """What the next update needs to know."""
-        self.control.say(
+        self.update_state.say(
             learning_rate, self.param.weight_decay, self.rule.correction(self.param, iteration)
         )
 
     def open(self) -> None:
         """Begin to add up gradients and losses."""
         self.begun = True
-        self.control.open(self._added_to if self._overwrites else [self.params.diff])
-        self.control.keep(self._statistics)
+        self.update_state.open(self._added_to if self._overwrites else [self.params.diff])
+        self.update_state.keep(self._statistics)
         if self.pulls:
-            self.laps.lap("update")
+            self.phase_timer.mark("update")
             if self._updates:
-                self.control.tell_scale(self.params.told)
+                self.update_state.pack_scale(self.params.told)
         for callback in self.callbacks:
             callback.on_start()
         if self.pulls:
             if not self._updates:
-                self.control.hear_scale(self.params.told)
-            self.laps.lap("synchronization")
+                self.update_state.unpack_scale(self.params.told)
+            self.phase_timer.mark("synchronization")
 
     def note(self) -> None:
         """Take in the loss of a forward pass."""
-        self.control.note()
+        self.update_state.note()
         if self.synchronizer:
-            self.control.tell(self.params.notes)
+            self.update_state.tell(self.params.notes)
 
     def gradients_ready(self) -> None:
         """Let callbacks have the gradients."""
         for callback in self.callbacks:
             callback.on_gradients_ready()
         if self._updates and self.synchronizer:
-            self.control.hear(self.params.notes, self.synchronizer.given_up)
-        self.laps.lap("synchronization")
+            self.update_state.hear(self.params.notes, self.synchronizer.given_up)
+        self.phase_timer.mark("synchronization")
 
     @property
     def _updates(self) -> bool:
@@ -210,34 +210,39 @@ class Step:
 
     def update(self) -> None:
         """Clip, normalise, regularise and update with the gradients at hand."""
-        self.control.judge(self.params.diff)
+        self.update_state.check_and_scale(self.params.diff)
         if self._updates:
             self.whole = False
             self._apply()
             self.whole = True
         self.begun = False
-        self.laps.lap("update")
+        self.phase_timer.mark("update")
 
-    def take_back(self) -> None:
+    def restore_stats(self) -> None:
         """Undo what an iteration that came to nothing did to the statistics of layers."""
         if self._statistics:
-            self.control.take_back(self._statistics)
+            self.update_state.restore_stats(self._statistics)
         self.begun = False
 
     def _apply(self) -> None:
-        control, param = self.control, self.param
+        update_state, param = self.update_state, self.param
         segments = Segments(
             self._ends,
             self._rates,
             self._decays,
-            control.scale,
+            update_state.scale,
             param.regularization_type == "L1",
-            control.rate,
-            control.decay,
-            control.go,
+            update_state.rate,
+            update_state.decay,
+            update_state.go,
         )
         update = Update(
-            param, self.params.data, self.params.diff, self.history, segments, control.correction
+            param,
+            self.params.data,
+            self.params.diff,
+            self.history,
+            segments,
+            update_state.correction,
         )
         self.rule.apply(self.ops, update)
 
@@ -256,11 +261,11 @@ class Step:
         self.begun = False
 
     def _feed(self) -> None:
-        with self.laps.fetching():
+        with self.phase_timer.fetching():
             self.run.feed()
 
     def _perform(self, name: str, work: Callable[[], None]) -> None:
-        with self.laps.issuing():
+        with self.phase_timer.issuing():
             self.run.perform(name, work)
 
     def _iteration(self) -> None:
@@ -270,32 +275,32 @@ class Step:
             self._close()
 
     def _open(self) -> None:
-        self.laps.begin()
+        self.phase_timer.begin()
         self.open()
 
     def _fed_pass(self) -> None:
-        self.laps.begin()
+        self.phase_timer.begin()
         self._pass()
 
     def _pass(self) -> None:
         self.net.forward(steps=self.run.computing)
-        with nullcontext() if self.synchronizer else self.device.aside("control"):
+        with nullcontext() if self.synchronizer else self.device.side_stream("control"):
             self.note()
-            if self._judges_early:
-                self.control.judge(self.params.diff)
-        self.laps.lap("forward")
+            if self._checks_early:
+                self.update_state.check_and_scale(self.params.diff)
+        self.phase_timer.mark("forward")
         self.net.backward(steps=self.run.computing)
-        self.laps.lap("backward")
+        self.phase_timer.mark("backward")
 
     @property
-    def _judges_early(self) -> bool:
+    def _checks_early(self) -> bool:
         """Whether an iteration can be judged beside its backward pass."""
-        return self.param.iter_size == 1 and not self.control.measures and not self.callbacks
+        return self.param.iter_size == 1 and not self.update_state.measures and not self.callbacks
 
     def _close(self) -> None:
         self.gradients_ready()
         self.device.join("control")
-        if self._judges_early:
+        if self._checks_early:
             self._apply()
         else:
             self.update()

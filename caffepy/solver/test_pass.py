@@ -10,7 +10,7 @@ from caffepy.core.errors import DataError
 from caffepy.core.events import Output
 from caffepy.device.blob import Array, shape_string
 from caffepy.net import Net
-from caffepy.solver.capture import Pass
+from caffepy.solver.capture import GraphRunner
 from caffepy.solver.step import losses
 
 
@@ -22,14 +22,14 @@ class Totals(NamedTuple):
     loss: float
 
 
-class Trial:
+class TestPass:
     """A test net and the sums of what it gives, with its loss if that is asked for: `begin`,
     `batch`..., `totals`.
     """
 
     def __init__(self, net: Net, what: str, fuse: bool, with_loss: bool) -> None:
         self.net = net
-        self.run = Pass(net, fuse and net.device.store is not None, what)
+        self.run = GraphRunner(net, fuse and net.device.store is not None, what)
         with net.device.scope():
             outputs = [net.blobs[name] for name in net.outputs]
             self._sums = ops.backend(net.device).Sums(
@@ -48,11 +48,11 @@ class Trial:
         """Run a batch, by replay where that may be; DataError for outputs of other shapes than
         those of the first.
         """
-        if replay and self.run.may_be_replayed():
+        if replay and self.run.can_capture():
             self.run.feed()
             self.run.perform("forward", self._forward)
         else:
-            self.net.forward(steps=self.run.watched_steps)
+            self.net.forward(steps=self.run.eager_steps)
         if not self._batches:
             self._shapes = [self.net.blobs[name].shape for name in self.net.outputs]
             self._sums.clear()

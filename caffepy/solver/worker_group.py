@@ -1,4 +1,4 @@
-"""Followers: the solvers that take part in what a root solver does, as the root sees them."""
+"""WorkerGroup: the solvers that take part in what a root solver does, as the root sees them."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +9,7 @@ from caffepy.device.device import Device
 from caffepy.solver.test_pass import Totals
 
 
-class Followers:
+class WorkerGroup:
     """None: the solver is alone. A team of several overrides all of it.
 
     What is begun goes on beside what the root does then; errors of followers come up where the root
@@ -66,7 +66,7 @@ class Followers:
         """A block in which the solver restores a state, from which all go on then."""
         return nullcontext()
 
-    def confess(self) -> None:
+    def raise_worker_error(self) -> None:
         """Raise what a follower has found wrong, if one has."""
 
     def positions(self) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ class Followers:
         return []
 
 
-class Ended(Followers):
+class Ended(WorkerGroup):
     """Those of a solver that met an error while it trained with others: it can still save, but not
     go on.
     """

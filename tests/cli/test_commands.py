@@ -14,7 +14,7 @@ import caffepy
 from caffepy.cli import main, options
 from caffepy.commands.train import TrainResult
 from caffepy.ops import precisions
-from caffepy.parallel.manager import Terms
+from caffepy.parallel.manager import SyncOptions
 from caffepy.report.metrics import read_rows
 from tests.report import parsers
 
@@ -89,7 +89,7 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "snapshot": None,
         "gpu": None,
         "cpu": 3,
-        "terms": Terms("tree", "root", {"step": 5.0}),
+        "terms": SyncOptions("tree", "root", {"step": 5.0}),
         "global_batch": True,
         "deterministic": True,
         "max_bad_records": 7,

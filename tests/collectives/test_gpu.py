@@ -11,8 +11,15 @@ import pytest
 
 from caffepy.collectives import peers
 from caffepy.collectives.buckets import Bucket
-from caffepy.collectives.rank_group import Group
-from caffepy.collectives.sync import NAMES, Choice, Flats, Synchronization, Synchronizer, choose
+from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.sync import (
+    NAMES,
+    Choice,
+    FlatParams,
+    Synchronization,
+    Synchronizer,
+    choose,
+)
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
 from caffepy.device.device import CudaDevice
@@ -39,12 +46,12 @@ def way(name: str, shape: Topology) -> Choice:
 
 
 def on_all(
-    shape: Topology, choice: Choice, size: int, work: Work, group: Group | None = None
+    shape: Topology, choice: Choice, size: int, work: Work, group: RankGroup | None = None
 ) -> list[Any]:
     """Run work(synchronizer, device, data, diff) in all ranks; data is filled with rank, diff with
     random numbers.
     """
-    group = group or Group(shape.size)
+    group = group or RankGroup(shape.size)
     ways = Synchronization(group, choice)
     devices = [CudaDevice(index) for index in shape.devices]
 
@@ -57,7 +64,7 @@ def on_all(
                 Bucket(((size // 2, size),), frozenset([2])),
                 Bucket(((0, size // 2),), frozenset([1])),
             ]
-            mine = ways.join(rank, Flats(device, data, diff, buckets if size > 1 else ()))
+            mine = ways.join(rank, FlatParams(device, data, diff, buckets if size > 1 else ()))
             work(mine, device, data, diff)
             device.synchronize()
             group.barrier(rank)
@@ -135,7 +142,7 @@ def test_replays_give_what_calls_give(name: str, size: int) -> None:
 
 @pytest.mark.parametrize("name", ["tree", "muji", "flat", "nccl"])
 def test_a_rank_that_fails_ends_what_waits_on_the_gpus_of_others(name: str) -> None:
-    shape, group = machine(), Group(machine().size)
+    shape, group = machine(), RankGroup(machine().size)
     choice = way(name, shape)._replace(root_updates=False)
     ended, sides = [], []
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.collectives.rank_group import Group
-from caffepy.collectives.sync import Exchange
+from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.sync import AllGather
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 from caffepy.layer.inner_product import InnerProduct
@@ -110,7 +110,7 @@ def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = sys.modules.pop("caffepy.collectives.nccl", None)
     module = importlib.import_module("caffepy.collectives.nccl")
     monkeypatch.setattr(module, "_address", lambda array: array.ctypes.data)
-    monkeypatch.setattr(module, "GivenUp", lambda: SimpleNamespace(address=0, set=lambda: None))
+    monkeypatch.setattr(module, "AbortFlag", lambda: SimpleNamespace(address=0, set=lambda: None))
     yield module.NcclSync
     sys.modules.pop("caffepy.collectives.nccl", None)
     if before:
@@ -119,8 +119,8 @@ def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) -> list[Solver]:
     """Solvers with batches of their own, after four iterations together."""
-    group = Group(SIZE)
-    exchange = Exchange(group)
+    group = RankGroup(SIZE)
+    exchange = AllGather(group)
     solvers = [solver_of(f"weight_decay: 0.01 random_seed: {rank} ", NET) for rank in range(SIZE)]
     errors: list[BaseException] = []
 
@@ -211,7 +211,7 @@ def test_in_the_first_iteration_nobody_sets_up_while_another_waits(
 
 
 def test_a_communicator_ends_once(nccl_sync: Any) -> None:
-    group, solver = Group(1), solver_of("", NET)
+    group, solver = RankGroup(1), solver_of("", NET)
     sync = nccl_sync(group, 0, lambda value: [value], flats_of(solver))
     group.abort(0, OSError("it went wrong"))
     sync.close()

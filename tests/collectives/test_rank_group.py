@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 from caffepy.collectives.host import HostSync
-from caffepy.collectives.rank_group import Group, GroupStoppedError
+from caffepy.collectives.rank_group import GroupStoppedError, RankGroup
 from caffepy.collectives.schedule import flat, muji, tree
 from caffepy.core.errors import DataError, SyncError
 from tests.collectives.test_topology import topology
 
 
-def together(size: int, work: Callable[[int], object], group: Group) -> list[BaseException | None]:
+def together(
+    size: int, work: Callable[[int], object], group: RankGroup
+) -> list[BaseException | None]:
     """Run work(rank) in a thread each; what each raised."""
     raised: list[BaseException | None] = [None] * size
 
@@ -35,7 +37,7 @@ def together(size: int, work: Callable[[int], object], group: Group) -> list[Bas
 
 
 def test_turns_go_round_in_the_order_of_ranks() -> None:
-    group, seen = Group(5), []
+    group, seen = RankGroup(5), []
 
     def work(rank: int) -> None:
         for _ in range(20):
@@ -47,7 +49,7 @@ def test_turns_go_round_in_the_order_of_ranks() -> None:
 
 
 def test_nobody_leaves_a_barrier_before_all_have_come() -> None:
-    group, counts = Group(4), [0] * 4
+    group, counts = RankGroup(4), [0] * 4
 
     def work(rank: int) -> None:
         for round_ in range(1, 50):
@@ -61,7 +63,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come() -> None:
 
 @pytest.mark.parametrize("where", ["barrier", "turn"])
 def test_an_error_of_one_rank_stops_all_and_the_root_gets_it(where: str) -> None:
-    group, told = Group(3), []
+    group, told = RankGroup(3), []
     group.on_abort(lambda: told.append("aborted"))
 
     def work(rank: int) -> None:
@@ -84,7 +86,7 @@ def test_an_error_of_one_rank_stops_all_and_the_root_gets_it(where: str) -> None
 
 
 def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    group, release = Group(3, {"step": 0.2}), threading.Event()
+    group, release = RankGroup(3, {"step": 0.2}), threading.Event()
     group.phase = "step"
 
     def work(rank: int) -> None:
@@ -106,7 +108,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureF
 
 
 def test_a_process_that_was_stopped_has_not_hung(monkeypatch: pytest.MonkeyPatch) -> None:
-    group, looks, stopped_for = Group(2, {"set-up": 60.0}), [], 0.0
+    group, looks, stopped_for = RankGroup(2, {"set-up": 60.0}), [], 0.0
     monkeypatch.setattr(
         "caffepy.collectives.rank_group.time",
         SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_for),
@@ -134,7 +136,7 @@ def test_any_schedule_gives_every_rank_the_mean(size: int, name: str) -> None:
     if schedule is None:
         assert name == "muji"
         return
-    group = Group(size)
+    group = RankGroup(size)
     rng = np.random.default_rng(size)
     diffs = [rng.normal(size=33).astype(np.float32) for _ in range(size)]
     expected = sum(d.astype(np.float64) for d in diffs) / size
@@ -147,7 +149,7 @@ def test_any_schedule_gives_every_rank_the_mean(size: int, name: str) -> None:
 
 def test_where_only_the_root_updates_it_has_the_mean_and_gives_its_parameters() -> None:
     size = 5
-    schedule, group = tree(topology(size)), Group(size)
+    schedule, group = tree(topology(size)), RankGroup(size)
     data = [np.full(7, rank, np.float32) for rank in range(size)]
     diffs = [np.full(7, rank, np.float32) for rank in range(size)]
     syncs = [
@@ -165,16 +167,16 @@ def test_where_only_the_root_updates_it_has_the_mean_and_gives_its_parameters() 
 
 
 def test_what_is_met_while_the_culprit_is_found_does_not_count() -> None:
-    group, ended = Group(3, {"step": 0.2}), threading.Event()
+    group, ended = RankGroup(3, {"step": 0.2}), threading.Event()
     group.phase = "step"
     group.on_abort(ended.set)
 
-    def culprits(missing: list[int]) -> list[int]:
+    def hung_ranks(missing: list[int]) -> list[int]:
         assert missing == [0]
         time.sleep(0.3)
         return [2]
 
-    group.culprits = culprits
+    group.hung_ranks = hung_ranks
 
     def work(rank: int) -> None:
         if rank == 1:

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from caffepy.collectives import sync
-from caffepy.collectives.rank_group import Group
+from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.schedule import muji, tree
-from caffepy.collectives.sync import Choice, Exchange, Flats, Synchronization, choose
+from caffepy.collectives.sync import AllGather, Choice, FlatParams, Synchronization, choose
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import UsageError
 from caffepy.device.device import Device
@@ -66,8 +66,8 @@ def test_what_cannot_be_had_is_an_error() -> None:
 
 
 def test_an_exchange_gives_all_ranks_the_values_of_all() -> None:
-    group = Group(3)
-    exchange, seen = Exchange(group), []
+    group = RankGroup(3)
+    exchange, seen = AllGather(group), []
 
     def work(rank: int) -> None:
         for i in range(5):
@@ -79,14 +79,14 @@ def test_an_exchange_gives_all_ranks_the_values_of_all() -> None:
 
 @pytest.mark.parametrize("name", ["auto", "tree", "muji", "flat"])
 def test_ranks_of_the_cpu_get_the_mean(name: str) -> None:
-    group = Group(4)
+    group = RankGroup(4)
     ways = Synchronization(group, choose(name, topology(4), gpu=False))
     diffs = [np.full(5, rank + 1, np.float32) for rank in range(4)]
     data = [np.full(5, rank, np.float32) for rank in range(4)]
     updates = [False] * 4
 
     def work(rank: int) -> None:
-        mine = ways.join(rank, Flats(Device(), data[rank], diffs[rank]))
+        mine = ways.join(rank, FlatParams(Device(), data[rank], diffs[rank]))
         mine.on_start()
         mine.after_backward(0)
         mine.on_gradients_ready()

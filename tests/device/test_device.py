@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import DataError
-from caffepy.device.device import CudaDevice, Device, Recording
+from caffepy.device.device import CudaDevice, CudaGraph, Device
 
 
 def test_where_random_numbers_stand_is_taken_up_again() -> None:
@@ -44,7 +44,7 @@ def test_devices_take_up_the_streams_of_those_that_are_gone() -> None:
         with device.scope(), device.overlapping():
             found = [id(context())]
             for lane in lanes:
-                with device.aside(lane):
+                with device.side_stream(lane):
                     found.append(id(context()))
         return found
 
@@ -84,7 +84,7 @@ def test_a_recording_gives_back_what_it_holds_whoever_refers_to_it() -> None:
 
     graph = Graph()
     held = weakref.ref(graph)
-    recording = Recording(graph, None, None)
+    recording = CudaGraph(graph, None, None)
     del graph
     recording.close()
     assert held() is None

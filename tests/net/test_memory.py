@@ -382,7 +382,7 @@ def test_copies_in_another_format_share_too(monkeypatch: pytest.MonkeyPatch) -> 
     a = net.blobs["a"]
     at = net.layer_names.index("abs")
     back = 2 * len(net.layers) - 1 - at
-    (twin,) = net.twins[at]
+    (twin,) = net.casts[at]
     count = BATCH * 6 * 8 * 8
     assert a.format == half
     assert shared[a.data_memory] == Interval(2 * count, at - 1, back)

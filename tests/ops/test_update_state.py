@@ -4,7 +4,7 @@ import pytest
 from caffepy.device.blob import Blob
 from caffepy.device.device import Device
 from caffepy.ops import cpu
-from caffepy.ops.update_state import Fate, Limits
+from caffepy.ops.update_state import Limits, StepStatus
 
 
 def losses() -> list[Blob]:
@@ -15,29 +15,36 @@ def losses() -> list[Blob]:
 
 
 def test_gradients_are_clipped_and_divided() -> None:
-    control = cpu.Control(Limits(1, 2), losses(), Device())
+    update_state = cpu.UpdateState(Limits(1, 2), losses(), Device())
     diff = np.ones(4, np.float32)
-    control.say(0.1, 0.2, 0.3)
-    control.open([diff])
+    update_state.say(0.1, 0.2, 0.3)
+    update_state.open([diff])
     assert not diff.any()
-    control.note()
-    control.note()
-    assert control.loss() == 4.5
+    update_state.note()
+    update_state.note()
+    assert update_state.loss() == 4.5
     diff[:] = 3
-    control.judge(diff)
-    control.given()
-    assert control.verdicts(wait=False) == [(4.5, 6, pytest.approx(1 / 6), 1, Fate.UPDATED)]
-    assert control.verdicts(wait=True) == []
-    assert (control.rate, control.decay, control.correction, control.go) == (0.1, 0.2, 0.3, 1)
-    assert control.scale == pytest.approx(1 / 12)
+    update_state.check_and_scale(diff)
+    update_state.given()
+    assert update_state.step_results(wait=False) == [
+        (4.5, 6, pytest.approx(1 / 6), 1, StepStatus.DONE)
+    ]
+    assert update_state.step_results(wait=True) == []
+    assert (update_state.rate, update_state.decay, update_state.correction, update_state.go) == (
+        0.1,
+        0.2,
+        0.3,
+        1,
+    )
+    assert update_state.scale == pytest.approx(1 / 12)
 
 
 def test_gradients_below_the_limit_stay() -> None:
     for limit, norm in ((-1, 0), (9, 6)):
-        control = cpu.Control(Limits(limit, 1), [], Device())
-        control.judge(np.full(4, 3, np.float32))
-        assert control.verdicts(wait=True) == [(0, norm, 1, 1, Fate.UPDATED)]
-        assert control.scale == 1
+        update_state = cpu.UpdateState(Limits(limit, 1), [], Device())
+        update_state.check_and_scale(np.full(4, 3, np.float32))
+        assert update_state.step_results(wait=True) == [(0, norm, 1, 1, StepStatus.DONE)]
+        assert update_state.scale == 1
 
 
 def test_sums() -> None:

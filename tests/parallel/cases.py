@@ -8,7 +8,7 @@ import numpy as np
 from caffepy.collectives.topology import all_joined
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.solver import Solver
 from tests.solver.cases import DIGITS, AskAt, Recorder, solver_of
 
@@ -60,14 +60,16 @@ class Run:
         until: int = ITERATIONS,
         state: str | None = None,
         ask: AskAt | None = None,
-        **terms: Any,
+        **sync_options: Any,
     ) -> None:
         self.recorder = Recorder()
         self.root = solver_of(settings, text, reporter=self.recorder)
         if state:
             self.root.restore(state)
         devices = [self.root.device, *(Device(seed=rank) for rank in range(1, size))]
-        with Team(self.root, devices, all_joined(size), Terms(sync, **terms)) as team:
+        with P2PManager(
+            self.root, devices, all_joined(size), SyncOptions(sync, **sync_options)
+        ) as team:
             self.root.action = ask or self.root.action
             self.root.step(until - self.root.iter)
             if "snapshot_prefix" in settings and not self.root.saved_now:

@@ -16,7 +16,7 @@ from caffepy.data.write import array_to_datum, write_lmdb
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.net import Net
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.parallel.faulty import this_rank
@@ -114,7 +114,7 @@ def batches_of(
     """
     root = root_solver(kind, folder, interval, more)
     devices = [root.device, *(Device() for _ in range(size - 1))]
-    with Team(root, devices, all_joined(size), Terms("flat")) as team:
+    with P2PManager(root, devices, all_joined(size), SyncOptions("flat")) as team:
         solvers = [root, *team._workers]
         seen = [[watch(s.net) for s in solvers], [watch(s.test_nets[0]) for s in solvers]]
         root.step(iterations)
@@ -148,7 +148,7 @@ def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> No
     """
     param = text_format.Parse(f"{SETTINGS} net_param {{ layer {{ {text} }} }}", SolverParameter())
     root = Solver(param, device=Device(seed=1))
-    with Team(root, [root.device, Device()], all_joined(2), Terms()) as team:
+    with P2PManager(root, [root.device, Device()], all_joined(2), SyncOptions()) as team:
         seen = [watch(s.net) for s in (root, *team._workers)]
         root.step(3)
     for batches in seen:
@@ -171,7 +171,7 @@ def test_batches_lie_where_they_are_taken_after_a_restore_too(
     monkeypatch.setattr(Reader, "take", noting)
     root = root_solver("Data", folder, 3, "")
     root.param.snapshot_prefix = f"{folder}/s"
-    with Team(root, [root.device, Device(), Device()], all_joined(3), Terms("flat")):
+    with P2PManager(root, [root.device, Device(), Device()], all_joined(3), SyncOptions("flat")):
         root.step(2)
         root.snapshot()
         root.restore(f"{folder}/s_iter_2.solverstate")

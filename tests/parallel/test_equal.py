@@ -12,7 +12,7 @@ from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError, UsageError
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.solver import Solver
 from tests.parallel.cases import ITERATIONS, NET, SETTINGS, Run, net
@@ -79,7 +79,9 @@ def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
     root = solver_of(
         f'base_lr: 0.01 iter_size: 2 snapshot_prefix: "{tmp_path}/s" ', net(3, NORMALIZED)
     )
-    with Team(root, [Device() for _ in range(3)], all_joined(3), Terms(sync, kind)) as team:
+    with P2PManager(
+        root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync, kind)
+    ) as team:
         root.step(4)
         before = [statistics(solver) for solver in (root, *team._workers)]
         root.snapshot()
@@ -134,7 +136,9 @@ def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
     recorders = Recorder(), Recorder()
     for recorder, size in zip(recorders, (3, 1), strict=True):
         root = solver_of(settings, net(3, NORMALIZED), reporter=recorder)
-        with Team(root, [Device() for _ in range(3)], all_joined(3), Terms("flat")) as team:
+        with P2PManager(
+            root, [Device() for _ in range(3)], all_joined(3), SyncOptions("flat")
+        ) as team:
             root.step(4)
             team.agree()
             if size == 3:
@@ -169,12 +173,12 @@ def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(
         ConfigError, match=r'rank 1.*layer "mine" \(Python\) has parameters, so that solvers cannot'
     ):
-        Team(root, [Device(), Device()], all_joined(2), Terms()).__enter__()
+        P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()).__enter__()
 
 
 def test_workers_save_restore_and_solve_nothing() -> None:
     root = solver_of("")
-    with Team(root, [Device(), Device()], all_joined(2), Terms()) as team:
+    with P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()) as team:
         (worker,) = team._workers
         for wrong in (worker.snapshot, lambda: worker.restore("x"), worker.solve):
             with pytest.raises(ConfigError, match="Should not be called on worker solver"):
@@ -187,7 +191,7 @@ def test_the_log_of_a_set_up_is_that_of_the_root(caplog: pytest.LogCaptureFixtur
     root = solver_of("test_iter: 1 test_interval: 1 ")
     with (
         caplog.at_level(logging.INFO, "caffepy"),
-        Team(root, [Device() for _ in range(3)], all_joined(3), Terms()),
+        P2PManager(root, [Device() for _ in range(3)], all_joined(3), SyncOptions()),
     ):
         pass
     sharing = ["Sharing layer in from root net"] * 4
@@ -200,13 +204,13 @@ def test_the_log_of_a_set_up_is_that_of_the_root(caplog: pytest.LogCaptureFixtur
 
 def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -> None:
     root = solver_of(SETTINGS + "max_iter: 3 snapshot_after_train: false ", net(3))
-    team = Team(root, [Device() for _ in range(2)], all_joined(2), Terms())
+    team = P2PManager(root, [Device() for _ in range(2)], all_joined(2), SyncOptions())
     with caplog.at_level(logging.INFO, "caffepy"), team:
         root.solve()
         assert all(
             seconds > 0
             for solver in (root, *team._workers)
-            for seconds in solver.laps.read().values()
+            for seconds in solver.phase_timer.read().values()
         )
     assert (
         "An iteration takes 2 solvers x 3 images x iter_size 2 = 12; an epoch of 1500 is 125 iterations"
@@ -222,7 +226,7 @@ def test_a_global_batch_is_divided(caplog: pytest.LogCaptureFixture) -> None:
     root = solver_of(SETTINGS, net(6), batch_parts=2)
     with (
         caplog.at_level(logging.INFO, "caffepy"),
-        Team(root, [Device(), Device()], all_joined(2), Terms()),
+        P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()),
     ):
         pass
     assert root.net.blobs["data"].shape[0] == 3

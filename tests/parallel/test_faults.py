@@ -23,9 +23,9 @@ from caffepy.core.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.data.sources.database import open_source
 from caffepy.data.write import write_lmdb
 from caffepy.device.device import Device
-from caffepy.ops.update_state import Fate, Verdict
+from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.parallel import manager
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Solver
 from tests.parallel.cases import Run, net
@@ -178,7 +178,9 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     settings = f'{EVERY} snapshot_prefix: "{tmp_path}/s" snapshot: 100 max_iter: 10 '
 
     def run(root: Solver) -> None:
-        with Team(root, [Device() for _ in range(size)], all_joined(size), Terms(sync)) as team:
+        with P2PManager(
+            root, [Device() for _ in range(size)], all_joined(size), SyncOptions(sync)
+        ) as team:
             Killer(team._workers[rank - 1], iteration, place)
             root.solve()
 
@@ -244,7 +246,9 @@ def fails(
         closed.add(worker.rank)
 
     def run(root: Solver) -> None:
-        with Team(root, [Device() for _ in range(3)], all_joined(3), Terms("flat")) as team:
+        with P2PManager(
+            root, [Device() for _ in range(3)], all_joined(3), SyncOptions("flat")
+        ) as team:
             ends.solvers += [root, *team._workers]
             worker = team._workers[1]
             if late:
@@ -289,7 +293,7 @@ def test_what_earlier_solvers_left_is_freed_before_a_team_begins() -> None:
         assert there()
         with (
             closing(solver_of(EVERY, net(2))) as root,
-            Team(root, [Device(), Device()], all_joined(2), Terms("flat")),
+            P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions("flat")),
         ):
             assert not there()
     finally:
@@ -304,7 +308,7 @@ layer { name: "loss" type: "Reduction" bottom: "y" top: "l" loss_weight: 1 }"""
     devices = [Device(), Device()]
 
     def run(root: Solver) -> None:
-        with Team(root, devices, all_joined(2), Terms("flat")) as team:
+        with P2PManager(root, devices, all_joined(2), SyncOptions("flat")) as team:
             Killer(team._workers[0], 2, "before_forward")
             root.step(4)
 
@@ -321,7 +325,7 @@ def test_a_root_goes_on_alone_if_others_could_not_begin(monkeypatch: pytest.Monk
         raise DeviceError("no memory is left")
 
     def run(root: Solver) -> None:
-        with Team(root, [Device(), Device()], all_joined(2), Terms("flat")):
+        with P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions("flat")):
             pass
 
     monkeypatch.setattr(WorkerSolver, "follow", follow)
@@ -438,9 +442,9 @@ def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(
     passes = iter(range(100))
 
     def run(root: Solver) -> None:
-        with Team(root, devices, all_joined(3), Terms("flat")) as team:
+        with P2PManager(root, devices, all_joined(3), SyncOptions("flat")) as team:
             group = team.group
-            group.culprits = team._culprits  # as of GPUs
+            group.hung_ranks = team._hung_ranks  # as of GPUs
             group.on_abort(ended.set)
 
             class Waiting:
@@ -468,7 +472,9 @@ class GivingUp:
     `then` is met in it.
     """
 
-    def __init__(self, team: Team, at: int, then: Callable[[Team], object], early: bool) -> None:
+    def __init__(
+        self, team: P2PManager, at: int, then: Callable[[P2PManager], object], early: bool
+    ) -> None:
         self._team, self._left, self._then, self._early = team, at, then, early
 
     def on_start(self) -> None:
@@ -485,12 +491,12 @@ class GivingUp:
             return
         group, found = self._team.group, threading.Event()
 
-        def culprits(missing: list[int]) -> list[int]:
+        def hung_ranks(missing: list[int]) -> list[int]:
             found.set()
             time.sleep(0.5)
             return [1]
 
-        group.culprits = culprits
+        group.hung_ranks = hung_ranks
         threading.Thread(target=group.give_up, args=([0], 8.0), daemon=True).start()
         assert found.wait(20)
         self._then(self._team)
@@ -500,19 +506,22 @@ def damaged(*_: object) -> None:
     raise DataError("the record is damaged")
 
 
-def worker_fails(team: Team) -> None:
+def worker_fails(team: P2PManager) -> None:
     team._workers[0].net.before_forward.append(damaged)
 
 
-AFTERMATH: dict[str, tuple[bool, Callable[[Team], object]]] = {
-    "loss": (True, lambda team: setattr(team.root.control, "loss", lambda: math.nan)),
-    "mean": (False, lambda team: setattr(team.root.control, "mean", lambda: math.nan)),
-    "verdict": (False, lambda team: setattr(team.root.control, "verdicts", lambda wait: [STOPPED])),
+AFTERMATH: dict[str, tuple[bool, Callable[[P2PManager], object]]] = {
+    "loss": (True, lambda team: setattr(team.root.update_state, "loss", lambda: math.nan)),
+    "mean": (False, lambda team: setattr(team.root.update_state, "mean", lambda: math.nan)),
+    "step_result": (
+        False,
+        lambda team: setattr(team.root.update_state, "step_results", lambda wait: [STOPPED]),
+    ),
     "data": (True, lambda team: team.root.net.before_forward.append(damaged)),
     "worker": (True, worker_fails),
-    "test": (False, lambda team: setattr(team.root._trials[0], "totals", damaged)),
+    "test": (False, lambda team: setattr(team.root._test_passes[0], "totals", damaged)),
 }
-STOPPED = Verdict(math.nan, 0.0, 1.0, 1.0, Fate.STOPPED)
+STOPPED = StepResult(math.nan, 0.0, 1.0, 1.0, StepStatus.STOPPED)
 
 
 @pytest.mark.parametrize("what", AFTERMATH)
@@ -521,7 +530,9 @@ def test_what_comes_of_giving_a_rank_up_is_no_error_of_its_own(what: str, tmp_pa
     settings = f'{EVERY} snapshot_prefix: "{tmp_path}/s" snapshot: 100 max_iter: 10 '
 
     def run(root: Solver) -> None:
-        with Team(root, [Device() for _ in range(2)], all_joined(2), Terms("flat")) as team:
+        with P2PManager(
+            root, [Device() for _ in range(2)], all_joined(2), SyncOptions("flat")
+        ) as team:
             root.add_callback(GivingUp(team, 6, then, early))
             root.solve()
 

@@ -15,7 +15,7 @@ from google.protobuf import text_format
 from caffepy.collectives import peers
 from caffepy.collectives.topology import all_joined
 from caffepy.device.device import CudaDevice, Device
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.solver.cases import GOLDEN
@@ -41,7 +41,7 @@ def begin(solver: Solver, case: Any) -> None:
             blobs[int(index)].host_data[...] = case[key]
 
 
-def walk(team: Team, case: Any) -> None:
+def walk(team: P2PManager, case: Any) -> None:
     """Step through what is left of the case, and compare as for one solver."""
     solvers: Sequence[Solver] = [team.root, *team._workers]
     root = team.root
@@ -53,7 +53,7 @@ def walk(team: Team, case: Any) -> None:
             solver.net.blobs["x"].host_data[...] = case["x"][i][part]
             solver.net.blobs["y"].host_data[...] = case["y"][i][part]
         root.step(1)
-        team.confess()
+        team.raise_worker_error()
         loss = np.mean([float(solver.net.blobs["loss"].host_data) for solver in solvers])
         assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), (
             f"loss {i + 1}"
@@ -77,7 +77,7 @@ def together(name: str, sync: str, devices: Sequence[Device], state: str) -> Non
         begin(root, case)
     gpus = [device.index for device in devices if device.kind == "cuda"]
     joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
-    with Team(root, devices, joined, Terms(sync)) as team:
+    with P2PManager(root, devices, joined, SyncOptions(sync)) as team:
         walk(team, case)
     root.close()
 

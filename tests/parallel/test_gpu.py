@@ -22,7 +22,7 @@ from caffepy.device.blob import Array
 from caffepy.device.device import CudaDevice, Device
 from caffepy.models.synthetic import image_shape
 from caffepy.net import gradients
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
 from caffepy.solver import Action, Solver
 from tests.parallel.cases import LOSSY, NET, SETTINGS, net
@@ -86,7 +86,7 @@ def on_gpus(
         setattr(root, name, value)
     before = params(root)
     topology = peers.prepare(peers.query(range(size)))
-    with Team(root, devices, topology, Terms(sync, statistics, DEADLINES)) as team:
+    with P2PManager(root, devices, topology, SyncOptions(sync, statistics, DEADLINES)) as team:
         root.step(iterations)
         root.test_all()
         team.agree()
@@ -310,11 +310,11 @@ def test_layers_run_in_another_order_in_runs(
     devices = [root.device, *(CudaDevice(i) for i in range(1, size))]
     with (
         caplog.at_level("INFO", "caffepy.parallel.manager"),
-        Team(
+        P2PManager(
             root,
             devices,
             peers.prepare(peers.query(range(size))),
-            Terms("nccl", deadlines=DEADLINES),
+            SyncOptions("nccl", deadlines=DEADLINES),
         ) as team,
     ):
         if heard:
@@ -431,8 +431,11 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
             root.restore(state)
         if stop_at:
             root.action = AskAt(stop_at, Action.STOP)
-        with Team(
-            root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)
+        with P2PManager(
+            root,
+            devices,
+            peers.prepare(peers.query([0, 1])),
+            SyncOptions(sync, deadlines=DEADLINES),
         ) as team:
             root.step(9 - root.iter)
             team.agree()
@@ -462,8 +465,11 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
     root, _ = train(settings, net(3), devices[0])
 
     def run() -> None:
-        with Team(
-            root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=DEADLINES)
+        with P2PManager(
+            root,
+            devices,
+            peers.prepare(peers.query([0, 1])),
+            SyncOptions(sync, deadlines=DEADLINES),
         ) as team:
             (worker,) = team._workers
             perform = worker._step.perform
@@ -505,8 +511,10 @@ def test_the_tree_brings_the_loss_scale(capture: bool) -> None:
     root.capture = capture
     before = params(root)
     joined = peers.prepare(peers.query([0, 1]))
-    with Team(root, [root.device, CudaDevice(1)], joined, Terms("tree", deadlines=DEADLINES)):
-        root.control.set_state({"loss_scale": 1024.0})  # not what the other solver began with
+    with P2PManager(
+        root, [root.device, CudaDevice(1)], joined, SyncOptions("tree", deadlines=DEADLINES)
+    ):
+        root.update_state.set_state({"loss_scale": 1024.0})  # not what the other solver began with
         root.step(ITERATIONS)
     moved = params(root) - before
     root.close()

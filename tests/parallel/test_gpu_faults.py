@@ -21,7 +21,7 @@ from caffepy.core.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.device.blob import Array
 from caffepy.device.device import CudaDevice
 from caffepy.device.gpus import gpu_memory
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver, newest_good
@@ -87,10 +87,12 @@ def solver(prefix: str) -> Solver:
     return Solver(param, device=CudaDevice(0), precision="fp32")
 
 
-def together(root: Solver, sync: str) -> Team:
+def together(root: Solver, sync: str) -> P2PManager:
     devices = [root.device, CudaDevice(1)]
     deadlines = {"step": 60.0, "set-up": 300.0, "test": 60.0}
-    return Team(root, devices, peers.prepare(peers.query([0, 1])), Terms(sync, deadlines=deadlines))
+    return P2PManager(
+        root, devices, peers.prepare(peers.query([0, 1])), SyncOptions(sync, deadlines=deadlines)
+    )
 
 
 def end(root: Solver) -> Array:
@@ -124,7 +126,7 @@ def kill(worker: WorkerSolver, place: str, iteration: int) -> None:
         if worker.iter >= iteration:
             raise KilledError
 
-    step, trial = worker._step, worker._trials[0]
+    step, test_pass = worker._step, worker._test_passes[0]
     if place in PLACES:
         Killer(worker, iteration, place)
     elif place == "before replay":
@@ -134,9 +136,9 @@ def kill(worker: WorkerSolver, place: str, iteration: int) -> None:
     elif place == "feeding":
         step.run.feed = before(step.run.feed, wrong)  # type: ignore[method-assign]
     elif place == "test":
-        trial.batch = before(trial.batch, wrong)  # type: ignore[method-assign]
+        test_pass.batch = before(test_pass.batch, wrong)  # type: ignore[method-assign]
     else:
-        trial.totals = before(trial.totals, wrong)  # type: ignore[method-assign]
+        test_pass.totals = before(test_pass.totals, wrong)  # type: ignore[method-assign]
 
 
 REPLAYED = ("before replay", "after replay", "feeding", "test", "totals")
@@ -233,7 +235,7 @@ RecordLoader.take = fail
 PHASE = {
     "set-up": ("caffepy.parallel.worker:WorkerSolver.follow", 1, 1),
     "step": ("caffepy.solver.step:Step.perform", 5, 1),
-    "test": ("caffepy.solver.test_pass:Trial.batch", 3, 1),
+    "test": ("caffepy.solver.test_pass:TestPass.batch", 3, 1),
     "snapshot": ("caffepy.solver.solver:write", 1, 0),
 }
 

@@ -11,7 +11,7 @@ from google.protobuf import text_format
 from caffepy.collectives import peers
 from caffepy.commands.train import _alone
 from caffepy.device.device import CudaDevice
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.parallel.cases import SETTINGS, net
@@ -35,8 +35,8 @@ def test_every_part_has_its_share(
     root = Solver(text_format.Parse(text, SolverParameter()), device=devices[0])
     root.capture = capture
     deadlines = {"step": 60.0, "set-up": 60.0, "test": 60.0}
-    team = Team(
-        root, devices, peers.prepare(peers.query(range(2))), Terms(sync, deadlines=deadlines)
+    team = P2PManager(
+        root, devices, peers.prepare(peers.query(range(2))), SyncOptions(sync, deadlines=deadlines)
     )
     with caplog.at_level(logging.INFO, "caffepy"), team:
         root.solve()

@@ -11,7 +11,7 @@ import pytest
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError
 from caffepy.device.device import Device
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.solver import Action
 from tests.parallel.cases import LOSSY, SETTINGS, Run
 from tests.solver.cases import AskAt, solver_of
@@ -75,7 +75,7 @@ def test_stop_in_a_test_repeats_that_test(poll: int, action: Action, tmp_path: P
 def test_a_team_restores_as_one(sync: str, tmp_path: Path) -> None:
     settings = f'{EVERY} snapshot_prefix: "{tmp_path}/s" '
     root = solver_of(settings, LOSSY)
-    with Team(root, [Device() for _ in range(3)], all_joined(3), Terms(sync)) as team:
+    with P2PManager(root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync)) as team:
         ends = []
         for start in (0, 4):
             if start:
@@ -104,7 +104,7 @@ def test_nothing_is_restored_within_an_iteration(tmp_path: Path) -> None:
         pytest.raises(
             ConfigError, match="no state can be restored during a step of several solvers"
         ),
-        Team(root, [Device(), Device()], all_joined(2), Terms()),
+        P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()),
     ):
         root.step(1)
     root.close()
@@ -126,7 +126,9 @@ def test_in_the_second_test_workers_stand_where_they_stood_before_the_first() ->
     both = f'{EVERY} test_iter: 1 test_state {{ stage: "a" }} test_state {{ stage: "b" }} '
     root = solver_of(both, LOSSY)
     found = []
-    with Team(root, [root.device, Device(seed=1)], all_joined(2), Terms("flat")) as team:
+    with P2PManager(
+        root, [root.device, Device(seed=1)], all_joined(2), SyncOptions("flat")
+    ) as team:
         (worker,) = team._workers
         before = worker.device.random.state
 

@@ -336,21 +336,21 @@ def test_loss_scale_of_fp16(
     )
     loss = solver.net.blobs["loss"]
     assert float(loss.host_diff) == 65536
-    solver.control.set_state({"loss_scale": 2.0**24})
+    solver.update_state.set_state({"loss_scale": 2.0**24})
     before = numbers(solver)
     with caplog.at_level(logging.INFO, "caffepy.solver"):
         solver.step(1)
     np.testing.assert_array_equal(numbers(solver), before)
     assert "Iteration 0: gradients overflow, no update; loss scale = 8.38861e+06" in caplog.messages
     solver.step(20)
-    state = solver.control.state()
+    state = solver.update_state.state()
     assert state["loss_scale"] < 2.0**23
     assert state["good"] > 5
     assert float(loss.host_diff) == state["loss_scale"]
     assert (numbers(solver) != before).any()
-    solver.control.set_state({"loss_scale": state["loss_scale"], "good": 1999})
+    solver.update_state.set_state({"loss_scale": state["loss_scale"], "good": 1999})
     solver.step(1)
-    assert solver.control.state() == {"loss_scale": 2 * state["loss_scale"], "good": 0}
+    assert solver.update_state.state() == {"loss_scale": 2 * state["loss_scale"], "good": 0}
 
 
 def test_loss_scale_is_kept_and_starts_where_a_net_says(
@@ -365,11 +365,11 @@ def test_loss_scale_is_kept_and_starts_where_a_net_says(
     )
     solver = solver_of(RULES["SGD"] + f'snapshot_prefix: "{tmp_path}/s" ', net)
     solver.step(5)
-    assert solver.control.state() == {"loss_scale": 128, "good": 5}
+    assert solver.update_state.state() == {"loss_scale": 128, "good": 5}
     solver.snapshot()
     other = solver_of(RULES["SGD"], net)
     other.restore(f"{tmp_path}/s_iter_5.solverstate")
-    assert other.control.state() == {"loss_scale": 128, "good": 5}
+    assert other.update_state.state() == {"loss_scale": 128, "good": 5}
 
 
 class Halve:

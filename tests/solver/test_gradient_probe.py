@@ -10,7 +10,7 @@ from caffepy.collectives.topology import all_joined
 from caffepy.core.events import Reporter
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
-from caffepy.parallel.manager import Team, Terms
+from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.solver import Solver, Watch
 from tests.parallel.cases import NET as DIGITS_NET
 from tests.parallel.cases import net
@@ -118,7 +118,7 @@ def test_the_first_convolution_of_images() -> None:
 def test_of_a_team_they_are_the_mean_of_all(sync: str) -> None:
     looker = Looker()
     root = cases.solver_of(HARSH, net(3), reporter=looker)
-    with Team(root, [root.device, Device(), Device()], all_joined(3), Terms(sync)):
+    with P2PManager(root, [root.device, Device(), Device()], all_joined(3), SyncOptions(sync)):
         looker.watch = Watch(root, 1)
         root.step(3)
     root.close()

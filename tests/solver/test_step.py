@@ -113,13 +113,13 @@ def test_who_may_add_to_gradients_is_known() -> None:
     solver = solver_of("", DEEPER)
     Watch(solver, 1)
     solver.net.before_forward.append(signals.check)
-    assert solver.undisturbed
+    assert solver.gradients_untouched
     solver.net.before_backward.append(lambda index: None)
-    assert not solver.undisturbed
+    assert not solver.gradients_untouched
     other = solver_of("", DEEPER)
     other.add_callback(Adds(other))
-    assert not other.undisturbed
-    assert not solver_of("", DEEPER + PYTHON).undisturbed
+    assert not other.gradients_untouched
+    assert not solver_of("", DEEPER + PYTHON).gradients_untouched
 
 
 def test_after_an_error_no_update_passes_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

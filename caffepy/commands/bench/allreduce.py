@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 
 from caffepy.collectives import peers
-from caffepy.collectives.rank_group import Group
+from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.sync import (
     NAMES,
     Choice,
-    Flats,
+    FlatParams,
     Synchronization,
     Synchronizer,
     choose,
-    obstacle,
+    reason_unavailable,
 )
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import SyncError, UsageError
@@ -170,7 +170,7 @@ def bench_allreduce(
     timings: list[Timing] = []
     left_out = {}
     for name in sync.split(",") if sync else NAMES:
-        if not sync and (why := obstacle(name, topology, on_gpu)):
+        if not sync and (why := reason_unavailable(name, topology, on_gpu)):
             left_out[name] = why
             continue
         choice = choose(name, topology, on_gpu)._replace(root_updates=False)
@@ -179,7 +179,7 @@ def bench_allreduce(
 
 
 def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -> list[Timing]:
-    group = Group(len(devices), {})
+    group = RankGroup(len(devices), {})
     ways = Synchronization(group, choice)
     times: list[list[tuple[float, bool]]] = [[] for _ in devices]
     errors: list[BaseException] = []
@@ -213,14 +213,14 @@ def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -
 
 
 def _rank(
-    group: Group, rank: int, ways: Synchronization, device: Device, counts: Sequence[int]
+    group: RankGroup, rank: int, ways: Synchronization, device: Device, counts: Sequence[int]
 ) -> list[tuple[float, bool]]:
     """One rank's times, in milliseconds, and whether they are those of replays."""
     with device.scope():
         diff: Any = np.zeros(max(counts), np.float32)
         if device.kind == "cuda":
             diff = device.on_device(diff)
-        synchronizer = ways.join(rank, Flats(device, diff, diff))
+        synchronizer = ways.join(rank, FlatParams(device, diff, diff))
         meet = partial(group.barrier, rank, "bench")
         found = []
         for count in counts:

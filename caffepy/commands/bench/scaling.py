@@ -8,13 +8,13 @@ from statistics import median
 
 from caffepy import ops
 from caffepy.collectives import peers
-from caffepy.collectives.sync import obstacle
+from caffepy.collectives.sync import reason_unavailable
 from caffepy.collectives.topology import all_joined
 from caffepy.commands.bench.train import WINDOW, Trainer
 from caffepy.core.errors import UsageError
 from caffepy.device.device import CudaDevice, Device
 from caffepy.device.gpus import gpu_numbers
-from caffepy.parallel.manager import Terms, team_of
+from caffepy.parallel.manager import SyncOptions, team_of
 from caffepy.report.performance import difference, shares
 
 
@@ -85,7 +85,7 @@ def bench_scaling(
     counts = sorted({n for n in (1, 2, 4, 8, 16, 32, 64) if n <= size} | {size})
     for count in counts[1:]:
         joined = peers.query(numbers[:count]) if numbers else all_joined(count)
-        if why := obstacle(sync, joined, bool(numbers)):
+        if why := reason_unavailable(sync, joined, bool(numbers)):
             raise UsageError(f"--sync {sync}: {why}")
     points: list[Point] = []
     for count in counts:
@@ -96,7 +96,7 @@ def bench_scaling(
         )
         ops.set_precision(devices[0], precision)
         with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
-            with team_of(trainer.solver, devices, Terms(sync)) as team:
+            with team_of(trainer.solver, devices, SyncOptions(sync)) as team:
                 trainer.window(5)
                 iterations = trainer.iterations_in(WINDOW)
                 before = team.seconds() if team else []

@@ -21,7 +21,7 @@ from caffepy.net.fusion import Step
 from caffepy.proto.caffe_pb2 import DataParameter, NetParameter, SolverParameter
 from caffepy.proto.text import read_solver
 from caffepy.solver import Action, Solver
-from caffepy.solver.capture import obstacle
+from caffepy.solver.capture import reason_not_capturable
 from caffepy.solver.nets import net_sources
 
 log = logging.getLogger(__name__)
@@ -329,14 +329,16 @@ def bench_train(
         done = [trainer.window(count) for _ in range(windows)]
         rates = [trainer.batch * w.iterations / w.seconds for w in done]
         hosts = [w.host_ms for w in done if w.host_ms is not None]
-        memory, loss = trainer.memory(), trainer.solver.control.loss()
+        memory, loss = trainer.memory(), trainer.solver.update_state.loss()
         return Bench(
             net=trainer.net.name,
             device=device.name if isinstance(device, CudaDevice) else "the CPU",
             precision=ops.precision_of(device),
             data=data,
             batch=trainer.batch,
-            captured=capture and device.kind == "cuda" and obstacle(trainer.net) is None,
+            captured=capture
+            and device.kind == "cuda"
+            and reason_not_capturable(trainer.net) is None,
             fused=fuse and device.kind == "cuda",
             iterations=count,
             windows=rates,

@@ -36,7 +36,7 @@ class ConvolutionReLU:
         dw, db = layer.gradients()
         layer.ops.relu_bias_backward(self._rows(self.top.data), self._rows(dy), db)
         if dw is not None:
-            with layer.aside(self.propagate_down):
+            with layer.side_stream(self.propagate_down):
                 layer.conv.backward_weight(self.bottom.data, dy, dw, None)
         if self.propagate_down:
             layer.conv.backward_data(dy, layer.blobs[0].data, self.bottom.diff)

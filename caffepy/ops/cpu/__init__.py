@@ -68,7 +68,7 @@ from caffepy.ops.cpu.normalization import (
     norm_backward,
     norm_forward,
 )
-from caffepy.ops.cpu.phase_timer import Laps
+from caffepy.ops.cpu.phase_timer import PhaseTimer
 from caffepy.ops.cpu.pooling import (
     ave_pool_backward,
     ave_pool_forward,
@@ -91,17 +91,17 @@ from caffepy.ops.cpu.update import (
     rmsprop_update,
     sgd_update,
 )
-from caffepy.ops.cpu.update_state import Control, Sums
+from caffepy.ops.cpu.update_state import Sums, UpdateState
 
 __all__ = [
     "LSTM",
     "RNN",
-    "Control",
     "Convolution",
-    "Laps",
+    "PhaseTimer",
     "Staging",
     "Stopwatch",
     "Sums",
+    "UpdateState",
     "accuracy",
     "adadelta_update",
     "adagrad_update",

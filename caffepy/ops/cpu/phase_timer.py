@@ -8,7 +8,7 @@ from caffepy.device.device import Device
 from caffepy.ops.phase_timer import PARTS
 
 
-class Laps:
+class PhaseTimer:
     """Seconds by part; nothing is measured unless `running` is set.
 
     Between `stop` and `start` no time is counted. An iteration is `begin`, then a `lap` at the end
@@ -28,7 +28,7 @@ class Laps:
         """An iteration begins; time between iterations is not counted."""
         self._since = time.perf_counter() if self.running else None
 
-    def lap(self, part: str) -> None:
+    def mark(self, part: str) -> None:
         """What went by since the last call went into this part."""
         if self._since is not None:
             now = time.perf_counter()
@@ -44,7 +44,7 @@ class Laps:
         """A block between iterations that waits for data."""
         self.begin()
         yield
-        self.lap("data")
+        self.mark("data")
 
     def read(self) -> dict[str, float]:
         """Seconds by part, so far."""

@@ -9,10 +9,10 @@ from caffepy.device.blob import Array, Blob
 from caffepy.device.device import Device
 from caffepy.ops.cpu.elementwise import dot
 from caffepy.ops.segments import Number
-from caffepy.ops.update_state import Fate, Limits, Verdict
+from caffepy.ops.update_state import Limits, StepResult, StepStatus
 
 
-class Control:
+class UpdateState:
     """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients
     and `go` as judged, and `loss_scale`, by which the gradients are too large until they are
     judged.
@@ -31,7 +31,7 @@ class Control:
         self.go: Number = 1.0
         self.loss_scale: Number = 1.0
         self._total = self._last = 0.0
-        self._verdicts: list[Verdict] = []
+        self._verdicts: list[StepResult] = []
         self._kept: list[Array] = []
 
     def say(self, rate: float, decay: float, correction: float) -> None:
@@ -45,10 +45,10 @@ class Control:
         self._total = 0.0
 
     def keep(self, blobs: Sequence[Blob]) -> None:
-        """Keep the values of these blobs for `take_back`."""
+        """Keep the values of these blobs for `restore_stats`."""
         self._kept = [blob.data.copy() for blob in blobs]
 
-    def take_back(self, blobs: Sequence[Blob]) -> None:
+    def restore_stats(self, blobs: Sequence[Blob]) -> None:
         """Give these blobs the values that were kept."""
         for blob, kept in zip(blobs, self._kept, strict=True):
             blob.data[...] = kept
@@ -68,10 +68,10 @@ class Control:
         """Go on with what came back."""
         self._total = float(notes[0])
 
-    def tell_scale(self, told: Array) -> None:
+    def pack_scale(self, told: Array) -> None:
         """Nothing: float32 needs no loss scale."""
 
-    def hear_scale(self, told: Array) -> None:
+    def unpack_scale(self, told: Array) -> None:
         """Nothing: float32 needs no loss scale."""
 
     def loss(self) -> float:
@@ -82,7 +82,7 @@ class Control:
         """The mean loss of the iteration's passes, over all solvers if it was heard of."""
         return self._total / self._limits.passes
 
-    def judge(self, diff: Array) -> None:
+    def check_and_scale(self, diff: Array) -> None:
         """Decide what the gradients are multiplied by."""
         norm, factor = 0.0, 1.0
         if self._limits.clip >= 0:
@@ -90,20 +90,20 @@ class Control:
             factor = 1.0 if norm <= self._limits.clip else self._limits.clip / norm
         self.scale = factor / self._limits.passes
         self._verdicts.append(
-            Verdict(self._total / self._limits.passes, norm, factor, 1.0, Fate.UPDATED)
+            StepResult(self._total / self._limits.passes, norm, factor, 1.0, StepStatus.DONE)
         )
 
     def given(self) -> None:
         """The operations of an iteration, `judge` among them, were given to the device."""
 
-    def verdicts(self, wait: bool) -> list[Verdict]:
-        """The verdicts that were not returned yet, in order: all, or without `wait` those known by
+    def step_results(self, wait: bool) -> list[StepResult]:
+        """The step_results that were not returned yet, in order: all, or without `wait` those known by
         now.
         """
-        verdicts, self._verdicts = self._verdicts, []
-        return verdicts
+        step_results, self._verdicts = self._verdicts, []
+        return step_results
 
-    def realign(self) -> None:
+    def resync(self) -> None:
         """Forget what was given before an interruption, which may have hit in between."""
         self._verdicts.clear()
 

@@ -81,7 +81,7 @@ from caffepy.ops.cuda.normalization import (
     scale_backward,
     scale_forward,
 )
-from caffepy.ops.cuda.phase_timer import Laps
+from caffepy.ops.cuda.phase_timer import PhaseTimer
 from caffepy.ops.cuda.pooling import (
     ave_pool_backward,
     ave_pool_forward,
@@ -105,17 +105,17 @@ from caffepy.ops.cuda.update import (
     rmsprop_update,
     sgd_update,
 )
-from caffepy.ops.cuda.update_state import Control, Sums
+from caffepy.ops.cuda.update_state import Sums, UpdateState
 
 __all__ = [
     "LSTM",
     "RNN",
-    "Control",
     "Convolution",
-    "Laps",
+    "PhaseTimer",
     "Staging",
     "Stopwatch",
     "Sums",
+    "UpdateState",
     "accuracy",
     "adadelta_update",
     "adagrad_update",

@@ -34,7 +34,7 @@ class _Spells:
         self.seconds += perf_counter() - self._begin
 
 
-class Laps:
+class PhaseTimer:
     """Seconds by part; nothing is measured unless `running` is set.
 
     Between `stop` and `start` no time is counted. An iteration is `begin`, then a `lap` at the end
@@ -67,7 +67,7 @@ class Laps:
         """An iteration, or a pass of it, begins."""
         self._end_aside(BETWEEN)
 
-    def lap(self, part: str) -> None:
+    def mark(self, part: str) -> None:
         """What went by since the last call went into this part."""
         if part == PARTS[-1] and self._counts:
             self._device.join(LANE)
@@ -81,11 +81,11 @@ class Laps:
 
     def _end_aside(self, place: int) -> None:
         if self._counts:
-            with self._device.aside(LANE):
+            with self._device.side_stream(LANE):
                 self._end(place)
 
     def _end(self, place: int) -> None:
-        kernel("phase_timer", "lap")((1,), (1,), (self._clock, self._page.ptr, np.int32(place)))
+        kernel("phase_timer", "mark")((1,), (1,), (self._clock, self._page.ptr, np.int32(place)))
 
     def stop(self) -> None:
         """Count no time."""

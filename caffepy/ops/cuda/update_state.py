@@ -18,7 +18,14 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.copies import copy
 from caffepy.ops.cuda.launch import MOST, Array, launch_blocks, packs, scratch
 from caffepy.ops.segments import Number
-from caffepy.ops.update_state import LEAST_SCALE, MOST_SCALE, PATIENCE, Fate, Limits, Verdict
+from caffepy.ops.update_state import (
+    LEAST_SCALE,
+    MOST_SCALE,
+    PATIENCE,
+    Limits,
+    StepResult,
+    StepStatus,
+)
 
 NUMBERS = (
     "rate",
@@ -42,7 +49,7 @@ GROUP = 4
 """Iterations after which it can learn how far the device is."""
 
 PENDING = -1.0
-"""The fate of an iteration whose verdict has not come."""
+"""The status of an iteration whose step_result has not come."""
 
 KINDS = {"float32": 1, "float64": 2, "float16": 5, "uint16": 6}
 
@@ -76,13 +83,13 @@ def _losses(blobs: Sequence[Blob]) -> list[Row]:
     return [_row(blob, diff.data.ptr) for blob, diff in zip(blobs, diffs, strict=True)]
 
 
-class Control:
+class UpdateState:
     """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients
     and `go` as judged, and `loss_scale`, by which the gradients are too large until they are
     judged.
 
     In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after
-    the last backward pass, then the update. All but `say`, `loss`, `mean`, `given` and `verdicts`
+    the last backward pass, then the update. All but `say`, `loss`, `mean`, `given` and `step_results`
     can be captured.
     """
 
@@ -132,7 +139,7 @@ class Control:
             self._number("total").fill(0)
 
     def keep(self, blobs: Sequence[Blob]) -> None:
-        """Keep the values of these blobs of float32 for `take_back`; give back what is kept if one
+        """Keep the values of these blobs of float32 for `restore_stats`; give back what is kept if one
         was STOPPED.
         """
         if not blobs:
@@ -146,7 +153,7 @@ class Control:
             (across, len(rows)), (THREADS,), (self._keeping.of(rows)[0], self._numbers)
         )
 
-    def take_back(self, blobs: Sequence[Blob]) -> None:
+    def restore_stats(self, blobs: Sequence[Blob]) -> None:
         """Give these blobs the values that were kept."""
         with self._device.scope():
             for blob, kept in zip(blobs, self._kept, strict=True):
@@ -171,16 +178,16 @@ class Control:
         """Go on with what came back, unless the int at this address of the host is not 0 by now."""
         kernel("update_state", "hear")((1,), (1,), (notes, given_up, self._numbers))
 
-    def tell_scale(self, told: Array) -> None:
+    def pack_scale(self, told: Array) -> None:
         """Put the loss scale into what goes with the parameters, if there is one."""
         if self._limits.loss_scale is not None:
-            kernel("update_state", "tell_scale")((1,), (1,), (self._numbers, told))
+            kernel("update_state", "pack_scale")((1,), (1,), (self._numbers, told))
 
-    def hear_scale(self, told: Array) -> None:
+    def unpack_scale(self, told: Array) -> None:
         """Go on with the loss scale that came with the parameters, if there is one."""
         if self._limits.loss_scale is not None:
             table, count = self._table.of(_losses(self._losses))
-            kernel("update_state", "hear_scale")(
+            kernel("update_state", "unpack_scale")(
                 (1,), (THREADS,), (told, table, count, self._numbers)
             )
 
@@ -199,7 +206,7 @@ class Control:
         """Whether `judge` needs the gradients, and not the losses alone."""
         return self._limits.clip >= 0 or self._limits.loss_scale is not None
 
-    def judge(self, diff: Array) -> None:
+    def check_and_scale(self, diff: Array) -> None:
         """Decide what the gradients are multiplied by."""
         clip, passes, loss_scale = self._limits
         blocks, partial = 0, 0
@@ -224,8 +231,8 @@ class Control:
             event.record(self._device.stream)
             self._ends.append((self._given, event))
 
-    def verdicts(self, wait: bool) -> list[Verdict]:
-        """The verdicts that were not returned yet, in order: all, or without `wait` those known by
+    def step_results(self, wait: bool) -> list[StepResult]:
+        """The step_results that were not returned yet, in order: all, or without `wait` those known by
         now.
 
         Waits in any case for those of a few iterations if the host is too far ahead.
@@ -239,12 +246,12 @@ class Control:
             self._known = end
         while self._ends and self._ends[0][0] <= self._known:
             self._ends.popleft()
-        verdicts = []
+        step_results = []
         for i in range(self._told, self._known):
-            loss, norm, factor, loss_scale, fate = self._reports[i % ROWS].tolist()
-            verdicts.append(Verdict(loss, norm, factor, loss_scale, Fate(int(fate))))
+            loss, norm, factor, loss_scale, status = self._reports[i % ROWS].tolist()
+            step_results.append(StepResult(loss, norm, factor, loss_scale, StepStatus(int(status))))
         self._told = self._known
-        return verdicts
+        return step_results
 
     @property
     def done(self) -> int:
@@ -254,7 +261,7 @@ class Control:
             (i for i in range(first, given) if self._reports[i % ROWS, -1] == PENDING), given
         )
 
-    def realign(self) -> None:
+    def resync(self) -> None:
         """Forget what was given before an interruption, which may have hit in between."""
         self._device.synchronize()
         self._given = self._known = self._told = int(self._device.on_host(self._number("judged")))

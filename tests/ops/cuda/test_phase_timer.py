@@ -1,4 +1,4 @@
-"""Laps by a GPU's clock, recorded or not."""
+"""PhaseTimer by a GPU's clock, recorded or not."""
 
 import time
 
@@ -16,71 +16,71 @@ def device() -> CudaDevice:
 
 
 @pytest.fixture
-def laps(device: CudaDevice):
-    from caffepy.ops.cuda.phase_timer import Laps
+def phase_timer(device: CudaDevice):
+    from caffepy.ops.cuda.phase_timer import PhaseTimer
 
     with device.scope():
-        laps = Laps(device)
-        laps.running = True
-        yield laps
+        phase_timer = PhaseTimer(device)
+        phase_timer.running = True
+        yield phase_timer
 
 
-def iteration(laps) -> None:
-    laps.begin()
+def iteration(phase_timer) -> None:
+    phase_timer.begin()
     for part in PARTS[1:]:
-        laps.lap(part)
+        phase_timer.mark(part)
 
 
-def test_every_part_of_a_recorded_iteration_has_its_time(device: CudaDevice, laps) -> None:
-    laps.start()
-    iteration(laps)
-    recording = device.capture(lambda: iteration(laps))
+def test_every_part_of_a_recorded_iteration_has_its_time(device: CudaDevice, phase_timer) -> None:
+    phase_timer.start()
+    iteration(phase_timer)
+    recording = device.capture(lambda: iteration(phase_timer))
     device.synchronize()
-    before = laps.read()
+    before = phase_timer.read()
     for _ in range(20):
         recording.replay()
     device.synchronize()
-    spent = {part: seconds - before[part] for part, seconds in laps.read().items()}
+    spent = {part: seconds - before[part] for part, seconds in phase_timer.read().items()}
     assert spent.pop("data") == 0
     assert all(0 < seconds < 10 for seconds in spent.values()), spent
 
 
-def test_what_goes_by_while_stopped_does_not_count(device: CudaDevice, laps) -> None:
-    laps.start()
-    iteration(laps)
-    laps.stop()
-    iteration(laps)
+def test_what_goes_by_while_stopped_does_not_count(device: CudaDevice, phase_timer) -> None:
+    phase_timer.start()
+    iteration(phase_timer)
+    phase_timer.stop()
+    iteration(phase_timer)
     device.synchronize()
-    before = laps.read()
+    before = phase_timer.read()
     time.sleep(0.3)
-    laps.start()
-    iteration(laps)
+    phase_timer.start()
+    iteration(phase_timer)
     device.synchronize()
-    assert sum(laps.read().values()) - sum(before.values()) < 0.3
+    assert sum(phase_timer.read().values()) - sum(before.values()) < 0.3
 
 
-def test_what_nobody_asked_for_is_not_measured(device: CudaDevice, laps) -> None:
-    laps.running = False
-    laps.start()
-    iteration(laps)
+def test_what_nobody_asked_for_is_not_measured(device: CudaDevice, phase_timer) -> None:
+    phase_timer.running = False
+    phase_timer.start()
+    iteration(phase_timer)
     device.synchronize()
-    assert not any(laps.read().values())
+    assert not any(phase_timer.read().values())
 
 
-def test_idle_time_is_shared_out_as_the_hosts_was(device: CudaDevice, laps) -> None:
-    laps.start()
-    with laps.fetching():
+def test_idle_time_is_shared_out_as_the_hosts_was(device: CudaDevice, phase_timer) -> None:
+    phase_timer.start()
+    with phase_timer.fetching():
         time.sleep(0.02)
-        laps.lap("forward")  # data layers tell of their turns
-    with laps.issuing():
-        iteration(laps)
+        phase_timer.mark("forward")  # data layers tell of their turns
+    with phase_timer.issuing():
+        iteration(phase_timer)
     device.synchronize()
-    first = laps.read()
+    first = phase_timer.read()
     assert first["data"] > first[HOST] >= 0
-    with laps.issuing():
+    with phase_timer.issuing():
         time.sleep(0.02)
-        iteration(laps)
+        iteration(phase_timer)
     device.synchronize()
-    second = laps.read()
+    second = phase_timer.read()
     assert second["data"] == first["data"]
     assert second[HOST] > first[HOST]

@@ -3,7 +3,7 @@ import pytest
 
 from caffepy.core.errors import DataError
 from caffepy.device.blob import Blob, Format
-from caffepy.ops.update_state import Fate, Limits
+from caffepy.ops.update_state import Limits, StepStatus
 
 pytestmark = pytest.mark.gpu
 
@@ -21,63 +21,65 @@ class Judging:
             blob.host_diff[...] = 1
         self.write(*losses)
         self.problem = self.device.problem(lambda value: DataError(f"{value:g}"))
-        self.control = cuda.Control(limits, self.losses, self.device)
+        self.update_state = cuda.UpdateState(limits, self.losses, self.device)
         self.gradient = self.device.zeros(4, np.dtype(np.float32))
 
     def write(self, *losses: float) -> None:
         for blob, loss in zip(self.losses, losses, strict=True):
             blob.host_data[...] = loss
 
-    def judge(self, *gradient: float, passes: int = 1):
-        """One iteration; returns the only verdict."""
+    def check_and_scale(self, *gradient: float, passes: int = 1):
+        """One iteration; returns the only step_result."""
         with self.device.scope():
-            self.control.say(0.5, 0.25, 3.0)
-            self.control.open([self.gradient])
+            self.update_state.say(0.5, 0.25, 3.0)
+            self.update_state.open([self.gradient])
             for _ in range(passes):
-                self.control.note()
+                self.update_state.note()
             self.device.upload(np.resize(np.array(gradient, np.float32), 4), self.gradient)
-            self.control.judge(self.gradient)
-            self.control.given()
-            (verdict,) = self.control.verdicts(wait=True)
-        return verdict
+            self.update_state.check_and_scale(self.gradient)
+            self.update_state.given()
+            (step_result,) = self.update_state.step_results(wait=True)
+        return step_result
 
     def numbers(self) -> dict[str, float]:
         names = ("rate", "decay", "correction", "scale", "go")
-        return {name: float(self.device.on_host(getattr(self.control, name))) for name in names}
+        return {
+            name: float(self.device.on_host(getattr(self.update_state, name))) for name in names
+        }
 
 
 def test_numbers_arrive_and_losses_are_added() -> None:
     judging = Judging(Limits(-1, 2), 1.5, 0.25)
-    verdict = judging.judge(3, 4, passes=2)
-    assert verdict == (1.75, 0, 1, 1, Fate.UPDATED)
+    step_result = judging.check_and_scale(3, 4, passes=2)
+    assert step_result == (1.75, 0, 1, 1, StepStatus.DONE)
     assert judging.numbers() == {"rate": 0.5, "decay": 0.25, "correction": 3, "scale": 0.5, "go": 1}
-    assert judging.control.loss() == 1.75
+    assert judging.update_state.loss() == 1.75
     assert int(judging.device.on_host(judging.device.tick)) == judging.device.ticks == 2
 
 
 def test_long_gradients_are_clipped() -> None:
     judging = Judging(Limits(1, 2), 1.0)
-    assert judging.judge(3, 4, passes=2) == (
+    assert judging.check_and_scale(3, 4, passes=2) == (
         1,
         pytest.approx(50**0.5),
         pytest.approx(50**-0.5),
         1,
-        Fate.UPDATED,
+        StepStatus.DONE,
     )
     assert judging.numbers()["scale"] == pytest.approx(50**-0.5 / 2)
-    assert judging.judge(0.1, passes=2).factor == 1
+    assert judging.check_and_scale(0.1, passes=2).factor == 1
     assert judging.numbers()["scale"] == 0.5
 
 
 @pytest.mark.parametrize("loss", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_stops_all(loss: float) -> None:
     judging = Judging(Limits(-1, 1), loss, 1.0)
-    assert judging.judge(1).fate is Fate.STOPPED
+    assert judging.check_and_scale(1).status is StepStatus.STOPPED
     assert judging.numbers()["go"] == 0
     judging.write(1, 1)
-    assert judging.judge(1).fate is Fate.STOPPED
-    judging.control.go_on()
-    assert judging.judge(1).fate is Fate.UPDATED
+    assert judging.check_and_scale(1).status is StepStatus.STOPPED
+    judging.update_state.go_on()
+    assert judging.check_and_scale(1).status is StepStatus.DONE
     assert judging.numbers()["go"] == 1
 
 
@@ -85,35 +87,35 @@ def test_a_problem_stops_all() -> None:
     judging = Judging(Limits(-1, 1), 1.0)
     judging.device.upload(np.array([1, 7.0]), judging.problem.found)
     judging.problem.check()
-    assert judging.judge(1).fate is Fate.STOPPED
+    assert judging.check_and_scale(1).status is StepStatus.STOPPED
     with pytest.raises(DataError, match=r"^7$"):
         judging.device.look()
     judging.device.look()
-    judging.control.go_on()
-    assert judging.judge(1).fate is Fate.UPDATED
+    judging.update_state.go_on()
+    assert judging.check_and_scale(1).status is StepStatus.DONE
 
 
 def test_loss_scales() -> None:
     judging = Judging(Limits(2, 1, 8.0), 1.5, 0.5)
     assert [float(blob.host_diff) for blob in judging.losses] == [8, 8]
-    assert judging.judge(3 * 8, 4 * 8) == (
+    assert judging.check_and_scale(3 * 8, 4 * 8) == (
         2,
         pytest.approx(50**0.5),
         pytest.approx(2 / 50**0.5),
         8,
-        Fate.UPDATED,
+        StepStatus.DONE,
     )
     assert judging.numbers()["scale"] == pytest.approx(2 / 50**0.5 / 8)
-    assert judging.judge(1, np.inf)[3:] == (4, Fate.SKIPPED)
+    assert judging.check_and_scale(1, np.inf)[3:] == (4, StepStatus.SKIPPED)
     assert judging.numbers()["go"] == 0
     assert [float(blob.host_diff) for blob in judging.losses] == [4, 4]
-    assert judging.judge(1).loss == 2
-    assert judging.control.state() == {"loss_scale": 4, "good": 1}
-    judging.control.set_state({"loss_scale": 2, "good": 1999})
-    assert judging.judge(1)[3:] == (4, Fate.UPDATED)
-    assert judging.judge(np.nan)[3:] == (2, Fate.SKIPPED)
-    assert judging.judge(np.nan)[3:] == (1, Fate.SKIPPED)
-    assert judging.judge(np.nan)[3:] == (1, Fate.STOPPED)
+    assert judging.check_and_scale(1).loss == 2
+    assert judging.update_state.state() == {"loss_scale": 4, "good": 1}
+    judging.update_state.set_state({"loss_scale": 2, "good": 1999})
+    assert judging.check_and_scale(1)[3:] == (4, StepStatus.DONE)
+    assert judging.check_and_scale(np.nan)[3:] == (2, StepStatus.SKIPPED)
+    assert judging.check_and_scale(np.nan)[3:] == (1, StepStatus.SKIPPED)
+    assert judging.check_and_scale(np.nan)[3:] == (1, StepStatus.STOPPED)
 
 
 def test_verdicts_come_in_order_and_late() -> None:
@@ -121,20 +123,20 @@ def test_verdicts_come_in_order_and_late() -> None:
     heard = []
     with judging.device.scope():
         for i in range(50):
-            heard += judging.control.verdicts(wait=False)
+            heard += judging.update_state.step_results(wait=False)
             assert i - len(heard) < 16
             judging.write(i)
-            judging.control.say(i, 0, 0)
-            judging.control.note()
-            judging.control.judge(judging.gradient)
-            judging.control.given()
+            judging.update_state.say(i, 0, 0)
+            judging.update_state.note()
+            judging.update_state.check_and_scale(judging.gradient)
+            judging.update_state.given()
             if i == 21:
-                heard += judging.control.verdicts(wait=True)
+                heard += judging.update_state.step_results(wait=True)
                 assert len(heard) == 22
             if i == 30:
-                judging.control.realign()
+                judging.update_state.resync()
                 heard += [None] * (31 - len(heard))
-        heard += judging.control.verdicts(wait=True)
+        heard += judging.update_state.step_results(wait=True)
     assert [v.loss for i, v in enumerate(heard) if v] == [i for i, v in enumerate(heard) if v]
     assert len(heard) == 50
 

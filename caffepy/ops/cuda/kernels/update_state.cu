@@ -66,10 +66,10 @@ __global__ void hear(const float* notes, const volatile int* given_up, double* n
 }
 
 // told_0 = the loss scale
-__global__ void tell_scale(const double* numbers, float* told) { told[0] = float(numbers[LOSS_SCALE]); }
+__global__ void pack_scale(const double* numbers, float* told) { told[0] = float(numbers[LOSS_SCALE]); }
 
 // The loss scale becomes told_0, and the losses' diffs follow it.
-__global__ void hear_scale(const float* told, Place* losses, i64 count, double* numbers) {
+__global__ void unpack_scale(const float* told, Place* losses, i64 count, double* numbers) {
   __shared__ double ratio;
   if (threadIdx.x == 0) {
     ratio = told[0] / numbers[LOSS_SCALE];
