@@ -16,7 +16,7 @@ from caffepy.layer import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.memory import Usage, lifetimes, plan
-from caffepy.ops.precisions import checked, default, native_format
+from caffepy.ops.precisions import checked, default, preferred_layout
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
@@ -170,7 +170,7 @@ def inspect(
         param = without_data(param, image=image) if synthetic else param
         chosen = checked(choose_precision(param, precision) or default()) if gpu else "fp32"
         device = ImaginedGpu(seed=0) if gpu else Device(seed=0)
-        net = Net(param, device=device, path=origin, native=native_format(chosen))
+        net = Net(param, device=device, path=origin, layout=preferred_layout(chosen))
         try:
             on_gpu = NetOnGpu(chosen, _shared(net), reason_not_capturable(net)) if gpu else None
             parameters = sum(blob.count for blob in net.learnable_params)
@@ -316,7 +316,7 @@ def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
 
 def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
     formats = {
-        name: _format(top) for name, top in zip(net.top_names[index], net.tops[index], strict=True)
+        name: _layout(top) for name, top in zip(net.top_names[index], net.tops[index], strict=True)
     }
     converts = {}
     if casts := net.casts.get(index):
@@ -324,20 +324,20 @@ def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
         blobs = net.bottoms[index] + net.tops[index]
         for name, blob, twin in zip(names, blobs, casts.bottoms + casts.tops, strict=True):
             if twin is not blob:
-                converts[name] = f"{_format(blob)} to {_format(twin)}"
+                converts[name] = f"{_layout(blob)} to {_layout(twin)}"
     return LayerOnGpu(
         net.layers[index].on_host, [net.layer_names[i] for i in run], formats, converts
     )
 
 
-def _format(blob: Blob) -> str:
+def _layout(blob: Blob) -> str:
     """The type of a blob's elements, and the order of its axes if it has one that matters."""
-    kind = blob.format.dtype.name.replace("uint16", "bfloat16")
+    kind = blob.layout.dtype.name.replace("uint16", "bfloat16")
     axes = len(blob.shape)
     if axes < 3:
         return kind
     spatial = "DHW"[-(axes - 2) :] if axes <= 5 else "..."
-    return f"{kind} {f'N{spatial}C' if blob.format.channels_last else f'NC{spatial}'}"
+    return f"{kind} {f'N{spatial}C' if blob.layout.channels_last else f'NC{spatial}'}"
 
 
 def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 Memory is allocated and zeroed on first touch, grows and never shrinks. Blobs that share
 (`share_data`) hold the same Memory object, so whatever one writes, reallocates or binds is seen by
 all. On a GPU a Memory has a device array and a host array; whoever asks for one of them gets the
-newest values there, and is taken to change them. The device array may have a Format of its own; the
+newest values there, and is taken to change them. The device array may have a Layout of its own; the
 host's is float32 in the order of the shape.
 """
 
@@ -21,7 +21,7 @@ MAX_AXES = 32
 MAX_COUNT = 2**31 - 1
 
 
-class Format(NamedTuple):
+class Layout(NamedTuple):
     """How a blob lies on a GPU: its element type, where uint16 stands for bfloat16, and the order
     of its axes.
 
@@ -39,18 +39,18 @@ class Format(NamedTuple):
         return lying.transpose(0, len(shape) - 1, *range(1, len(shape) - 1))
 
     def write(self, values: Array, flat: Array) -> None:
-        """Put float32 values into a flat numpy array of this format."""
+        """Put float32 values into a flat numpy array of this layout."""
         narrow = to_bfloat16(values) if self.dtype == np.uint16 else values
         with np.errstate(over="ignore"):
             np.copyto(self.view(flat, values.shape), narrow, casting="same_kind")
 
     def read(self, flat: Array, values: Array) -> None:
-        """Get the values, in float32, from a flat numpy array of this format."""
+        """Get the values, in float32, from a flat numpy array of this layout."""
         lying = self.view(flat, values.shape)
         values[...] = from_bfloat16(lying) if self.dtype == np.uint16 else lying
 
 
-PLAIN = Format(np.dtype(np.float32), False)
+PLAIN = Layout(np.dtype(np.float32), False)
 """As Caffe has it, and every host array here."""
 
 
@@ -112,9 +112,9 @@ class Memory:
         self._array, self.capacity = array, array.size
 
     @property
-    def format(self) -> Format:
+    def layout(self) -> Layout:
         """How the array lies."""
-        return Format(self.dtype, False)
+        return Layout(self.dtype, False)
 
     def zeros(self, count: int) -> Array:
         """Another flat array of zeros of this kind and type, where this memory lies."""
@@ -143,25 +143,25 @@ class SyncedMemory(Memory):
     asked for last.
     """
 
-    __slots__ = ("_format", "_host", "_host_is_newer", "_shape", "store")
+    __slots__ = ("_host", "_host_is_newer", "_layout", "_shape", "store")
 
     def __init__(self, dtype: DTypeLike, store: Store) -> None:
         super().__init__(dtype)
         self.store = store
-        self._format = Format(self.dtype, False)
+        self._layout = Layout(self.dtype, False)
         self._host: Array | None = None
         self._host_is_newer = False
         self._shape: tuple[int, ...] = (0,)  # that of the blob which asked for the host's values
 
     @property
-    def format(self) -> Format:
+    def layout(self) -> Layout:
         """How the device array lies."""
-        return self._format
+        return self._layout
 
-    def take(self, format: Format) -> None:
-        """Lie in this format from now on; the values are lost."""
-        if format != self._format:
-            self._format = format
+    def set_layout(self, layout: Layout) -> None:
+        """Lie in this layout from now on; the values are lost."""
+        if layout != self._layout:
+            self._layout = layout
             self._array, self._host, self._host_is_newer = None, None, False
 
     def reserve(self, count: int) -> None:
@@ -177,22 +177,22 @@ class SyncedMemory(Memory):
         return self._array is not None or self._host is not None
 
     def bind(self, array: Array) -> None:
-        """Use this flat device array, of the format's type, from now on."""
+        """Use this flat device array, of the layout's type, from now on."""
         assert array.ndim == 1
-        assert array.dtype == self.format.dtype
+        assert array.dtype == self.layout.dtype
         self._array, self.capacity = array, array.size
         self._host, self._host_is_newer = None, False
         self.store.epoch += 1
 
     def zeros(self, count: int) -> Array:
-        """Another flat device array of zeros of this format's type."""
-        return self.store.zeros(count, self.format.dtype)
+        """Another flat device array of zeros of this layout's type."""
+        return self.store.zeros(count, self.layout.dtype)
 
     @property
     def array(self) -> Array:
         """The flat device array, up to date."""
         if self._array is None:
-            self._array = self.store.zeros(self.capacity, self.format.dtype)
+            self._array = self.store.zeros(self.capacity, self.layout.dtype)
             self.store.epoch += 1
         if self._host_is_newer:
             self.flush()
@@ -209,13 +209,13 @@ class SyncedMemory(Memory):
             self.store.upload(self._host, self.array)
             return
         count = prod(self._shape)
-        raw = np.empty(count, self.format.dtype)
-        self.format.write(self._host[:count].reshape(self._shape), raw)
+        raw = np.empty(count, self.layout.dtype)
+        self.layout.write(self._host[:count].reshape(self._shape), raw)
         self.store.upload(raw, self.array[:count])
 
     @property
     def _is_plain(self) -> bool:
-        return self.format == (self.dtype, False)
+        return self.layout == (self.dtype, False)
 
     def host_of(self, shape: tuple[int, ...]) -> Array:
         """The host array of a blob of this shape, up to date; what is written to it reaches `array`
@@ -228,9 +228,9 @@ class SyncedMemory(Memory):
             if self._array is not None and self._is_plain:
                 self.store.download(self._array, self._host)
             elif self._array is not None:
-                raw = np.empty(count, self.format.dtype)
+                raw = np.empty(count, self.layout.dtype)
                 self.store.download(self._array[:count], raw)
-                self.format.read(raw, values)
+                self.layout.read(raw, values)
             self._host_is_newer = True
             self.store.dirty.add(self)
         self._shape = shape
@@ -250,7 +250,7 @@ class _View:
     def get(self, shape: tuple[int, ...], count: int) -> Array:
         base = self.memory.array  # asked for each time: it may have to bring the host's values over
         if self.base is not base or self.view is None:
-            self.base, self.view = base, self.memory.format.view(base[:count], shape)
+            self.base, self.view = base, self.memory.layout.view(base[:count], shape)
         return self.view
 
     def point(self, memory: Memory) -> None:
@@ -314,25 +314,25 @@ class Blob:
         return self._diff.memory
 
     @property
-    def format(self) -> Format:
+    def layout(self) -> Layout:
         """How data and diff lie where layers compute."""
-        return self._data.memory.format
+        return self._data.memory.layout
 
     @property
     def store(self) -> Store | None:
         """The GPU that data and diff lie on."""
         return self._data.memory.store if isinstance(self._data.memory, SyncedMemory) else None
 
-    def take(self, format: Format) -> None:
-        """Lie in this format on the GPU from now on, in other memory if it is another; the values
+    def set_layout(self, layout: Layout) -> None:
+        """Lie in this layout on the GPU from now on, in other memory if it is another; the values
         are lost.
         """
         for view in (self._data, self._diff):
             memory = view.memory
             assert isinstance(memory, SyncedMemory)
-            if memory.format != format:
+            if memory.layout != layout:
                 own = SyncedMemory(memory.dtype, memory.store)
-                own.take(format)
+                own.set_layout(layout)
                 own.reserve(memory.capacity)
                 view.point(own)
 

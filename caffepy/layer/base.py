@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from caffepy import ops
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import Registry
-from caffepy.device.blob import PLAIN, Array, Blob, Format, on_host
+from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host
 from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from caffepy.proto.forks import fork_of_layer
@@ -49,8 +49,8 @@ class Layer:
     on_gpu: ClassVar[bool] = (
         False  # computes with arrays of a GPU too; else on the host, on copies of the blobs
     )
-    seeks_native: ClassVar[bool] = (
-        False  # wants bottoms in the native format even if they come in another
+    seeks_preferred_layout: ClassVar[bool] = (
+        False  # wants bottoms in the preferred layout even if they come in another
     )
 
     def __init__(
@@ -105,8 +105,8 @@ class Layer:
         """
         return self.device.side_stream() if propagate_down else nullcontext()
 
-    def format_for(self, native: Format) -> Format:
-        """The format in which the layer takes blobs on a GPU if they come in `native`; its tops
+    def layout_for(self, preferred: Layout) -> Layout:
+        """The layout in which the layer takes blobs on a GPU if they come in `preferred`; its tops
         follow its bottoms.
 
         What it does not take is converted before it runs, and back after it.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Array, Blob, Format, shape_string
+from caffepy.device.blob import PLAIN, Array, Blob, Layout, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import ConvolutionParameter
@@ -186,7 +186,7 @@ class Convolution(_Filtering):
     out = (in + 2*pad - (dilation*(kernel - 1) + 1)) // stride + 1.
     """
 
-    seeks_native = True
+    seeks_preferred_layout = True
 
     def weight_shape(self) -> tuple[int, ...]:
         """(O, C/group, *kernel)."""
@@ -218,9 +218,9 @@ class Convolution(_Filtering):
             if down:
                 self.conv.backward_data(y.diff, self.blobs[0].data, x.diff)
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As it comes, for up to three spatial axes after the channels."""
-        return native if self.axis == 1 and 1 <= len(self.window.kernel) <= 3 else PLAIN
+        return preferred if self.axis == 1 and 1 <= len(self.window.kernel) <= 3 else PLAIN
 
 
 @layer("Deconvolution")

@@ -19,7 +19,7 @@ from caffepy.data.sources.hdf5 import HDF5Rows, append_rows, new_file
 from caffepy.data.sources.image_list import ImageLoader
 from caffepy.data.sources.windows import WindowLoader
 from caffepy.data.transformer import Transformer
-from caffepy.device.blob import Array, Blob, Format, shape_string
+from caffepy.device.blob import Array, Blob, Layout, shape_string
 from caffepy.device.device import Device
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.filler import fill
@@ -43,9 +43,9 @@ class Feed(Layer):
     is_data = True
     on_gpu = True
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """Any: values from the host take the format on their way."""
-        return native
+        return preferred
 
     def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
         """Copy to the tops what `write` puts into host arrays of their shapes, which a GPU gets

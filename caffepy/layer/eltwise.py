@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Format
+from caffepy.device.blob import Layout
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.neuron import is_in_place
 from caffepy.proto.caffe_pb2 import EltwiseParameter
@@ -53,9 +53,9 @@ class Eltwise(Layer):
                 "a product in place loses what its gradient needs; give the top a name of its own"
             )
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come."""
-        return native
+        return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y."""

@@ -5,7 +5,7 @@ from math import prod
 from typing import Protocol
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array, Blob, Format
+from caffepy.device.blob import Array, Blob, Layout
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.convolution import check_shape
 from caffepy.layer.filler import fill
@@ -31,7 +31,7 @@ class InnerProduct(Layer):
     """
 
     on_gpu = True
-    seeks_native = True
+    seeks_preferred_layout = True
     in_place = False
     factors: "Factors | None" = None
     """Takes what the weight's gradient is made of where several solvers make it together."""
@@ -73,13 +73,13 @@ class InnerProduct(Layer):
             )
         self.rows = prod(shape[: self.axis])
         top[0].reshape((*shape[: self.axis], self.outputs))
-        narrow = bottom[0].format.dtype
+        narrow = bottom[0].layout.dtype
         self.narrow_weight = self.buffer(self.blobs[0].shape, narrow)
         self.narrow_dy = self.buffer((self.rows, self.outputs), narrow)
 
-    def format_for(self, native: Format) -> Format:
-        """The native type, in the order of the weight's columns."""
-        return Format(native.dtype, False)
+    def layout_for(self, preferred: Layout) -> Layout:
+        """The preferred type, in the order of the weight's columns."""
+        return Layout(preferred.dtype, False)
 
     @property
     def bias(self) -> Array | None:

@@ -6,7 +6,7 @@ from math import isfinite, log, prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Array, Blob, Format
+from caffepy.device.blob import PLAIN, Array, Blob, Layout
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
 from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import FillerParameter
@@ -34,8 +34,8 @@ class SameShape(Layer):
 
     def _buffer_like(self, blob: Blob) -> Blob:
         buffer = self.buffer(blob.shape)
-        if buffer.format != blob.format:
-            buffer.take(blob.format)
+        if buffer.layout != blob.layout:
+            buffer.set_layout(blob.layout)
         return buffer
 
     def keep_input(self, bottom: Blobs) -> Array:
@@ -48,9 +48,9 @@ class SameShape(Layer):
 class Elementwise(SameShape):
     """One whose arithmetic is indifferent to how its blobs lie."""
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come."""
-        return native
+        return preferred
 
 
 @layer("ReLU")
@@ -161,10 +161,10 @@ class Power(Elementwise):
         self.numbers = param.power, param.scale, param.shift
         self.reads_input = param.power not in (0, 1) and param.scale != 0
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """A constant is written without a kernel."""
         power, scale, _ = self.numbers
-        return native if power * scale else PLAIN
+        return preferred if power * scale else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y, a constant where power or scale is 0."""

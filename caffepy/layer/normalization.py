@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Array, Blob, Format
+from caffepy.device.blob import PLAIN, Array, Blob, Layout
 from caffepy.layer.base import Blobs, layer
 from caffepy.layer.filler import fill
 from caffepy.layer.neuron import SameShape, is_in_place
@@ -54,13 +54,13 @@ class LRN(SameShape):
         self.window = self.buffer(bottom[0].shape)
         self.product = self._buffer_like(bottom[0])
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come for windows of channels."""
-        return native if self.across else PLAIN
+        return preferred if self.across else PLAIN
 
     @property
     def _kept_scale(self) -> Array | None:
-        return None if self.kept.format.channels_last else self.scale.data
+        return None if self.kept.layout.channels_last else self.scale.data
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Write y, and s unless it costs less to compute it again."""
@@ -185,9 +185,9 @@ class BatchNorm(SameShape):
         if together and not hasattr(self, "normalized"):
             self.normalized = self._buffer_like(self.kept)
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come without NVCaffe's scale and bias."""
-        return PLAIN if self.scales else native
+        return PLAIN if self.scales else preferred
 
     def prepare(self, x: Array, scale: Array | None = None, bias: Array | None = None) -> Array:
         """The mean, inverse deviation, factor and shift of each channel, (4, C); in batch mode the
@@ -399,9 +399,9 @@ class Scale(Broadcast):
             len(bottom) == 1 and bottom[0].axis(param.axis) == 1 and len(self.blobs[0].shape) == 1
         )
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come where each channel has its scale."""
-        return native if self.by_channels else PLAIN
+        return preferred if self.by_channels else PLAIN
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Find the axes."""

@@ -6,7 +6,7 @@ from math import ceil, floor, prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import MAX_COUNT, PLAIN, Blob, Format
+from caffepy.device.blob import MAX_COUNT, PLAIN, Blob, Layout
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
 from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
 
@@ -121,9 +121,9 @@ class Pooling(Drawing):
             kind = np.dtype(np.int32) if self.tells_where else self.ops.pool_index_type(self.kernel)
             self.index = self.buffer(top[0].shape, kind)
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come, but for a second top."""
-        return PLAIN if self.tells_where else native
+        return PLAIN if self.tells_where else preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Maximum, mean or random element of each window."""

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.device.blob import Format
+from caffepy.device.blob import Layout
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.data_error import problem
 
@@ -87,9 +87,9 @@ class Crop(Layer):
         self.window = tuple(window)
         top[0].reshape([*shape[:axis], *wanted[axis:]])
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come."""
-        return native
+        return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the window."""

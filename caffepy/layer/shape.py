@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Blob, Format, shape_string
+from caffepy.device.blob import PLAIN, Blob, Layout, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ReductionParameter
 
@@ -50,9 +50,9 @@ class Concat(Layer):
             top[0].share_data(bottom[0])
             top[0].share_diff(bottom[0])
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come where the channels are joined."""
-        return native if self.axis == 1 else PLAIN
+        return preferred if self.axis == 1 else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy the bottoms' values to their places."""
@@ -111,9 +111,9 @@ class Slice(Layer):
             top[0].share_data(bottom[0])
             top[0].share_diff(bottom[0])
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come where the channels are cut."""
-        return native if self.axis == 1 else PLAIN
+        return preferred if self.axis == 1 else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Copy each part."""
@@ -140,9 +140,9 @@ class Split(Layer):
             t.reshape_like(bottom[0])
             t.share_data(bottom[0])
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come."""
-        return native
+        return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""
@@ -180,9 +180,9 @@ class View(Layer):
         top[0].share_data(bottom[0])
         top[0].share_diff(bottom[0])
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """Of any type, in the order of the shape."""
-        return Format(native.dtype, False)
+        return Layout(preferred.dtype, False)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""
@@ -256,9 +256,9 @@ class Silence(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""
 
-    def format_for(self, native: Format) -> Format:
+    def layout_for(self, preferred: Layout) -> Layout:
         """As they come."""
-        return native
+        return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""

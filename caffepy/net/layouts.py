@@ -1,6 +1,6 @@
-"""In which format each blob of a net lies on a GPU, and where it must be converted.
+"""In which layout each blob of a net lies on a GPU, and where it must be converted.
 
-Layers follow their bottoms: what comes in the native format goes on in it as long as layers take
+Layers follow their bottoms: what comes in the preferred layout goes on in it as long as layers take
 it. Those that gain most, the convolutions and products, ask for it. Labels, losses and whatever
 else is not an activation stay plain.
 """
@@ -9,38 +9,38 @@ from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from caffepy.device.blob import PLAIN, Blob, Format
+from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.layer import Layer
 from caffepy.proto.nvcaffe import keeps_float32
 
 Convert = Callable[[Any, Any], None]
-"""ops.convert: copies an array into one of another format."""
+"""ops.convert: copies an array into one of another layout."""
 
 VIEWS = frozenset({"Flatten", "Reshape"})
 """Layers whose top is their bottom in another shape."""
 
 
 class Plan(NamedTuple):
-    """`tops`: the format of each top, by layer and place. `bottoms`: that in which each layer takes
+    """`tops`: the layout of each top, by layer and place. `bottoms`: that in which each layer takes
     its bottoms.
     """
 
-    tops: list[list[Format]]
-    bottoms: list[list[Format]]
+    tops: list[list[Layout]]
+    bottoms: list[list[Layout]]
 
 
 def plan(
     layers: Sequence[Layer],
     bottoms: Sequence[Sequence[Blob]],
     tops: Sequence[Sequence[Blob]],
-    native: Format,
+    preferred: Layout,
 ) -> Plan:
-    """The formats of a net whose layers are wired by these blobs, each of which has its shape
+    """The layouts of a net whose layers are wired by these blobs, each of which has its shape
     already.
     """
-    of: dict[int, Format] = {}  # by id of the blob
-    taken: list[list[Format]] = []
-    readers: dict[int, list[Format]] = {}
+    of: dict[int, Layout] = {}  # by id of the blob
+    taken: list[list[Layout]] = []
+    readers: dict[int, list[Layout]] = {}
     losses = {
         id(t)
         for layer, outs in zip(layers, tops, strict=True)
@@ -50,44 +50,44 @@ def plan(
     for layer, ins, outs in zip(layers, bottoms, tops, strict=True):
         coming = [of[id(b)] for b in ins]
         base = (
-            native
-            if layer.seeks_native or layer.is_data or any(f != PLAIN for f in coming)
+            preferred
+            if layer.seeks_preferred_layout or layer.is_data or any(f != PLAIN for f in coming)
             else PLAIN
         )
         if keeps_float32(layer.param) or any(
             id(t) in losses for t in outs
         ):  # a scaled loss weight may be large
             base = base._replace(dtype=PLAIN.dtype)
-        wanted = layer.format_for(base)
+        wanted = layer.layout_for(base)
         taken.append([_as_taken(layer, b, of[id(b)], wanted) for b in ins])
-        for b, format in zip(ins, taken[-1], strict=True):
-            readers.setdefault(id(b), []).append(format)
+        for b, layout in zip(ins, taken[-1], strict=True):
+            readers.setdefault(id(b), []).append(layout)
         going = (
             PLAIN
             if wanted == PLAIN
-            else Format(base.dtype, base.channels_last and wanted.channels_last)
+            else Layout(base.dtype, base.channels_last and wanted.channels_last)
         )
         for t in outs:
             if layer.is_data and len(t.shape) < 3:
                 of[id(t)] = PLAIN
             elif not any(t is b for b in ins):  # in place nothing changes
                 of[id(t)] = fit(going, t)
-    for layer, ins, outs, formats in reversed([*zip(layers, bottoms, tops, taken, strict=True)]):
+    for layer, ins, outs, layouts in reversed([*zip(layers, bottoms, tops, taken, strict=True)]):
         if layer.type in VIEWS and _is_plain_to(readers, outs):
-            readers[id(ins[0])].remove(formats[0])
+            readers[id(ins[0])].remove(layouts[0])
             readers[id(ins[0])].append(PLAIN)
-            formats[0] = of[id(outs[0])] = PLAIN
+            layouts[0] = of[id(outs[0])] = PLAIN
         elif layer.type == "InnerProduct" and _is_plain_to(readers, outs):
             of[id(outs[0])] = PLAIN
     return Plan([[of[id(t)] for t in outs] for outs in tops], taken)
 
 
-def fit(format: Format, blob: Blob) -> Format:
-    """The format for a blob of this shape: up to two axes have one order only."""
-    return Format(format.dtype, format.channels_last and len(blob.shape) > 2)
+def fit(layout: Layout, blob: Blob) -> Layout:
+    """The layout for a blob of this shape: up to two axes have one order only."""
+    return Layout(layout.dtype, layout.channels_last and len(blob.shape) > 2)
 
 
-def _as_taken(layer: Layer, blob: Blob, lies: Format, wanted: Format) -> Format:
+def _as_taken(layer: Layer, blob: Blob, lies: Layout, wanted: Layout) -> Layout:
     """How a layer takes a bottom; one position or one channel has one order, and a product's bottom
     keeps its size.
     """
@@ -100,26 +100,26 @@ def _as_taken(layer: Layer, blob: Blob, lies: Format, wanted: Format) -> Format:
     return fit(wanted, blob)
 
 
-def _is_plain_to(readers: dict[int, list[Format]], tops: Sequence[Blob]) -> bool:
+def _is_plain_to(readers: dict[int, list[Layout]], tops: Sequence[Blob]) -> bool:
     """Whether nobody takes a layer's tops otherwise, as before a loss: products of 16-bit numbers
     are float32 there.
     """
-    return all(format == PLAIN for t in tops for format in readers.get(id(t), []))
+    return all(layout == PLAIN for t in tops for layout in readers.get(id(t), []))
 
 
 class LayoutCasts:
-    """What one layer takes in another format than the blobs have: copies in its own, made around
+    """What one layer takes in another layout than the blobs have: copies in its own, made around
     its passes.
     """
 
     def __init__(
-        self, bottoms: Sequence[Blob], tops: Sequence[Blob], formats: Sequence[Format]
+        self, bottoms: Sequence[Blob], tops: Sequence[Blob], layouts: Sequence[Layout]
     ) -> None:
         self._of: dict[int, tuple[Blob, Blob]] = {}  # id of the blob -> the blob and its twin
-        for blob, format in zip(bottoms, formats, strict=True):
-            if blob.format != format and id(blob) not in self._of:
+        for blob, layout in zip(bottoms, layouts, strict=True):
+            if blob.layout != layout and id(blob) not in self._of:
                 twin = Blob(blob.shape, blob.dtype, blob.store)
-                twin.take(format)
+                twin.set_layout(layout)
                 self._of[id(blob)] = blob, twin
         self.bottoms = [self._seen(b) for b in bottoms]
         self.tops = [self._seen(t) for t in tops]

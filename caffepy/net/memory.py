@@ -112,7 +112,7 @@ def lifetimes(usage: Usage) -> dict[Memory, Interval]:
             else:
                 kept.add(memory)
     return {
-        memory: Interval(memory.capacity * memory.format.dtype.itemsize, *span)
+        memory: Interval(memory.capacity * memory.layout.dtype.itemsize, *span)
         for memory, span in spans.items()
         if memory not in kept
     }
@@ -227,7 +227,7 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
     arena = _bytes(usages[0].net.device, size)
     for need, (offsets, _) in zip(needs, plans, strict=True):
         for (memory, interval), offset in zip(need.items(), offsets, strict=True):
-            memory.bind(arena[offset : offset + interval.size].view(memory.format.dtype))
+            memory.bind(arena[offset : offset + interval.size].view(memory.layout.dtype))
     for usage in usages:
         usage.net.shares_memory = True
     log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)

@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike
 
 from caffepy import ops
 from caffepy.core.errors import CaffeError, ConfigError
-from caffepy.device.blob import PLAIN, Blob, Format, behind, on_host, shape_string
+from caffepy.device.blob import PLAIN, Blob, Layout, behind, on_host, shape_string
 from caffepy.device.device import Device
 from caffepy.layer import Layer, check_counts, create_layer
 from caffepy.layer.fused.base import FusedRun, Member
@@ -56,7 +56,7 @@ class Net:
 
     `path` is the file that defines it, for messages and for data lying beside it. `root_net`:
     layers that are shared in parallel are the root's own objects; they run in the context that
-    `turn` gives. `native` is the format in which activations lie if not the best one for the
+    `turn` gives. `layout` is the layout in which activations lie if not the best one for the
     device. Batches are a `batch_parts`-th of the definition's. ConfigError and DataError name file,
     line and layer.
     """
@@ -69,7 +69,7 @@ class Net:
         dtype: DTypeLike = np.float32,
         path: str | None = None,
         root_net: "Net | None" = None,
-        native: Format | None = None,
+        layout: Layout | None = None,
         batch_parts: int = 1,
     ) -> None:
         self.device = device or Device()
@@ -99,7 +99,7 @@ class Net:
         ] = []  # bottoms and tops as each layer sees them
         self.casts: dict[
             int, LayoutCasts
-        ] = {}  # of layers that take bottoms in another format than they lie in
+        ] = {}  # of layers that take bottoms in another layout than they lie in
         self.bottom_names: list[list[str]] = []
         self.top_names: list[list[str]] = []
         self.blobs: dict[str, Blob] = {}
@@ -124,9 +124,9 @@ class Net:
 
         with self.device.scope():
             self._wire(root_net)
-            native = native or ops.native_format(self.device)
-            if native != PLAIN and self.dtype == np.float32:
-                self._take_formats(native)
+            layout = layout or ops.preferred_layout(self.device)
+            if layout != PLAIN and self.dtype == np.float32:
+                self._set_layouts(layout)
         self._weighted = [
             (i, top)
             for i, layer in enumerate(self.layers)
@@ -339,22 +339,22 @@ class Net:
                 )
             setattr(known, field, getattr(spec, field))
 
-    def _take_formats(self, native: Format) -> None:
-        """Let activations lie in the GPU's own format, and layers that do not take it have copies
+    def _set_layouts(self, layout: Layout) -> None:
+        """Let activations lie in the GPU's own layout, and layers that do not take it have copies
         of their bottoms.
         """
-        formats = plan(self.layers, self.bottoms, self.tops, native)
-        for bottoms, tops, top_formats in zip(self.bottoms, self.tops, formats.tops, strict=True):
-            for blob, format in zip(tops, top_formats, strict=True):
+        layouts = plan(self.layers, self.bottoms, self.tops, layout)
+        for bottoms, tops, top_layouts in zip(self.bottoms, self.tops, layouts.tops, strict=True):
+            for blob, layout in zip(tops, top_layouts, strict=True):
                 sharing = any(
-                    b.data_memory is blob.data_memory and b.format != format for b in bottoms
+                    b.data_memory is blob.data_memory and b.layout != layout for b in bottoms
                 )
                 if (
-                    format != PLAIN and not sharing
+                    layout != PLAIN and not sharing
                 ):  # it shares the memory of the bottom's copy from reshape on
-                    blob.take(format)
+                    blob.set_layout(layout)
         for i, layer in enumerate(self.layers):
-            casts = LayoutCasts(self.bottoms[i], self.tops[i], formats.bottoms[i])
+            casts = LayoutCasts(self.bottoms[i], self.tops[i], layouts.bottoms[i])
             if casts:
                 self.casts[i] = casts
                 self._arguments[i] = _as_seen(layer, casts.bottoms, casts.tops)

@@ -4,7 +4,7 @@ import logging
 from types import ModuleType
 
 from caffepy.core.errors import DeviceError
-from caffepy.device.blob import PLAIN, Format
+from caffepy.device.blob import PLAIN, Layout
 from caffepy.device.device import Device
 from caffepy.ops import precisions
 
@@ -24,13 +24,13 @@ def backend(device: Device) -> ModuleType:
     raise DeviceError(f'no arithmetic for devices of kind "{device.kind}"; choose cpu or cuda')
 
 
-def native_format(device: Device) -> Format:
+def preferred_layout(device: Device) -> Layout:
     """How activations lie best on the device, in the precision that is set."""
     if device.kind == "cpu":
         return PLAIN
     from caffepy.ops.cuda import precision
 
-    return precisions.native_format(precision.get())
+    return precisions.preferred_layout(precision.get())
 
 
 def set_precision(device: Device, precision: str | None) -> None:

@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Format
+from caffepy.device.blob import PLAIN, Layout
 
 STORAGE = {"fp32": "float32", "tf32": "float32", "bf16": "uint16", "fp16": "float16"}
 """The element type of activations and their gradients; uint16 stands for bfloat16, a type that
@@ -29,8 +29,8 @@ def checked(precision: str) -> str:
     return precision
 
 
-def native_format(precision: str) -> Format:
+def preferred_layout(precision: str) -> Layout:
     """How activations lie best: as Caffe has them in fp32, which is for comparisons, else with
     their channels last.
     """
-    return PLAIN if precision == "fp32" else Format(np.dtype(STORAGE[precision]), True)
+    return PLAIN if precision == "fp32" else Layout(np.dtype(STORAGE[precision]), True)

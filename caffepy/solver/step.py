@@ -70,7 +70,7 @@ def first_loss_scale(net: Net) -> float | None:
     """What losses are multiplied by so that small gradients do not vanish in float16; None in a net
     without any.
     """
-    if all(blob.format.dtype != np.float16 for blob in net.blobs.values()):
+    if all(blob.layout.dtype != np.float16 for blob in net.blobs.values()):
         return None
     return net.param.global_grad_scale if net.param.HasField("global_grad_scale") else LOSS_SCALE
 

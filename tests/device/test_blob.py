@@ -5,8 +5,8 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import (
     Array,
     Blob,
-    Format,
     HostView,
+    Layout,
     Memory,
     SyncedMemory,
     behind,
@@ -118,7 +118,7 @@ def test_a_format_changes_what_the_device_has_and_nothing_the_host_sees(
 ) -> None:
     gpu = FakeGpu()
     blob = Blob(shape, store=gpu)
-    blob.take(Format(np.dtype(dtype), channels_last))
+    blob.set_layout(Layout(np.dtype(dtype), channels_last))
     values = np.arange(blob.count, dtype=np.float32).reshape(
         shape
     )  # small whole numbers are exact in every type
@@ -136,7 +136,7 @@ def test_a_format_changes_what_the_device_has_and_nothing_the_host_sees(
 
 def test_what_the_host_writes_after_a_new_shape_lies_in_that_shape() -> None:
     blob = Blob((1, 3, 4, 4), store=FakeGpu())
-    blob.take(Format(np.dtype(np.float32), True))
+    blob.set_layout(Layout(np.dtype(np.float32), True))
     assert not blob.host_data.any()
     for shape in ((1, 3, 2, 2), (1, 3, 4, 4)):
         blob.reshape(shape)
@@ -151,12 +151,12 @@ def test_what_the_host_writes_after_a_new_shape_lies_in_that_shape() -> None:
 def test_another_format_is_for_one_blob_alone() -> None:
     a, b = (Blob((2, 3, 4, 4), store=FakeGpu()) for _ in range(2))
     b.share_data(a)
-    a.take(Format(np.dtype(np.float16), True))
-    b.take(Format(np.dtype(np.float32), True))
+    a.set_layout(Layout(np.dtype(np.float16), True))
+    b.set_layout(Layout(np.dtype(np.float32), True))
     assert (a.data.dtype, b.data.dtype) == (np.float16, np.float32)
     assert a.data_memory is not b.data_memory
     memory = a.data_memory
-    a.take(a.format)
+    a.set_layout(a.layout)
     assert a.data_memory is memory
 
 

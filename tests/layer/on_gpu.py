@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import DataError
-from caffepy.device.blob import PLAIN, Array, Blob, Format
+from caffepy.device.blob import PLAIN, Array, Blob, Layout
 from caffepy.device.device import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
@@ -35,17 +35,17 @@ def check_on_gpu(text: str, *bottoms: Array, tops: int = 1) -> None:
     single.layer.backward(single.top, [True] * len(bottoms), single.bottom)
     device = CudaDevice(seed=single.seed)
     for kind, last in product(TOLERANCE, (False, True)):
-        native, allowed = Format(np.dtype(kind), last), TOLERANCE[kind]
+        preferred, allowed = Layout(np.dtype(kind), last), TOLERANCE[kind]
         with device.scope():
             bottom = [Blob(b.shape, store=device.store) for b in bottoms]
             top = [Blob(store=device.store) for _ in range(tops)]
             for blob in (*bottom, *top):
-                blob.take(native)
+                blob.set_layout(preferred)
             layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, device)
             layer.setup(bottom, top)
             layer.reshape(bottom, top)
             assert not layer.on_host
-            assert layer.format_for(native) == native
+            assert layer.layout_for(preferred) == preferred
             for blob, values in zip(bottom, bottoms, strict=True):
                 blob.host_data[...] = values
             layer.forward(bottom, top)
@@ -77,7 +77,7 @@ def check_plain_on_gpu(
         layer.setup(bottom, top)
         layer.reshape(bottom, top)
     assert not layer.on_host
-    assert layer.format_for(Format(np.dtype(np.float16), True)) == PLAIN
+    assert layer.layout_for(Layout(np.dtype(np.float16), True)) == PLAIN
     layer.param_propagate_down = [True] * len(layer.blobs)
 
     differentiable = any(propagate_down) or bool(layer.blobs)

@@ -11,7 +11,7 @@ from google.protobuf import text_format
 
 from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.data.write import array_to_datum, write_lmdb
-from caffepy.device.blob import Blob, Format, from_bfloat16, to_bfloat16
+from caffepy.device.blob import Blob, Layout, from_bfloat16, to_bfloat16
 from caffepy.device.device import CudaDevice, Device
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
@@ -34,7 +34,7 @@ class Feed:
         path=None,
         dtype=np.float32,
         device=None,
-        format=None,
+        layout=None,
     ):
         (param,) = text_format.Parse(text, NetParameter()).layer
         self.device = device or Device()
@@ -43,8 +43,8 @@ class Feed:
         with self.device.scope():
             self.layer = create_layer(param, phase, self.device, dtype, path)
             self.layer.setup([], self.top)
-            if format:
-                self.top[0].take(format)
+            if layout:
+                self.top[0].set_layout(layout)
             self.layer.reshape([], self.top)
 
     def forward(self):
@@ -132,17 +132,17 @@ def test_state_goes_on_exactly(ten):
     second.layer.close()
 
 
-FORMATS = {
-    "plain": Format(np.dtype(np.float32), False),
-    "channels last": Format(np.dtype(np.float32), True),
-    "bf16": Format(np.dtype(np.uint16), True),
+LAYOUTS = {
+    "plain": Layout(np.dtype(np.float32), False),
+    "channels last": Layout(np.dtype(np.float32), True),
+    "bf16": Layout(np.dtype(np.uint16), True),
 }
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mean", ["", "mean_value: 3", "mean_value: 3 mean_value: 5 mean_value: 7"])
-@pytest.mark.parametrize("format", FORMATS)
-def test_a_gpu_gets_the_numbers_of_the_cpu(format, mean, ten):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gpu_gets_the_numbers_of_the_cpu(layout, mean, ten):
     transform = f"crop_size: 5 mirror: true scale: 0.3 {mean}"
     host = Feed(text("batch_size: 3 prefetch: 2", transform), path=ten)
     device = CudaDevice()
@@ -151,7 +151,7 @@ def test_a_gpu_gets_the_numbers_of_the_cpu(format, mean, ten):
             text("batch_size: 3 prefetch: 2", transform),
             path=ten,
             device=device,
-            format=FORMATS[format],
+            layout=LAYOUTS[layout],
         )
     ]
     feeds.append(
@@ -159,13 +159,13 @@ def test_a_gpu_gets_the_numbers_of_the_cpu(format, mean, ten):
             text("batch_size: 3", transform),
             path=ten,
             device=device,
-            format=FORMATS[format],
+            layout=LAYOUTS[layout],
             seed=9,
         )
     )
     for k in range(20):
         data, label = host.forward()
-        if format == "bf16":
+        if layout == "bf16":
             data = from_bfloat16(to_bfloat16(data))
         if k == 7:
             feeds[1].layer.set_state(feeds[0].layer.state())
@@ -328,10 +328,10 @@ def test_dummy_constants_are_filled_once():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", FORMATS)
-def test_dummy_on_a_gpu(format):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_dummy_on_a_gpu(layout):
     params = 'shape { dim: 2 dim: 3 dim: 4 dim: 5 } data_filler { value: 2 } data_filler { type: "gaussian" }'
-    feed = dummy(params, tops=2, device=CudaDevice(), format=FORMATS[format])
+    feed = dummy(params, tops=2, device=CudaDevice(), layout=LAYOUTS[layout])
     array = feed.top[0].data
     for _ in range(2):
         constant, random = feed.forward()

@@ -3,7 +3,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Blob, Format
+from caffepy.device.blob import Blob, Layout
 from caffepy.device.device import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
@@ -98,7 +98,7 @@ def test_on_a_gpu_in_any_type(kind, top_kind, transpose, bias):
         bottom, top = Blob((5, 4, 2), store=device.store), Blob(store=device.store)
         layer.setup([bottom], [top])
         for blob, stored in ((bottom, kind), (top, top_kind)):
-            blob.take(Format(np.dtype(stored), False))
+            blob.set_layout(Layout(np.dtype(stored), False))
         layer.reshape([bottom], [top])
         layer.param_propagate_down = [True] * (1 + bias)
         for blob in layer.blobs:

@@ -5,7 +5,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Blob, Format
+from caffepy.device.blob import Blob, Layout
 from caffepy.device.device import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
@@ -248,7 +248,7 @@ def test_in_place_with_the_channels_last(case, kind):
     reference = Single(text(case), random(*shape), in_place=True)
     with device.scope():
         blob = Blob(shape, store=device.store)
-        blob.take(Format(np.dtype(kind), True))
+        blob.set_layout(Layout(np.dtype(kind), True))
         layer = on_gpu(case, device, blob, blob)
         blob.host_data[...] = reference.inputs[0]
         layer.forward([blob], [blob])

@@ -3,7 +3,7 @@ import pytest
 from google.protobuf.text_format import Parse
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Blob, Format
+from caffepy.device.blob import Blob, Layout
 from caffepy.device.device import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.layer.pooling import pooled_size
@@ -198,7 +198,7 @@ def test_stochastic_on_gpu():
     with device.scope():
         bottom, top = Blob((2, 8, 6, 6), store=device.store), Blob(store=device.store)
         for blob in (bottom, top):
-            blob.take(Format(np.dtype(np.uint16), True))
+            blob.set_layout(Layout(np.dtype(np.uint16), True))
         layer = create_layer(
             Parse(text("kernel_size: 2 stride: 2 pool: STOCHASTIC"), LayerParameter()),
             TRAIN,

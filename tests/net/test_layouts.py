@@ -1,16 +1,16 @@
-"""In which format the blobs of a net lie on a GPU."""
+"""In which layout the blobs of a net lie on a GPU."""
 
 import numpy as np
 import pytest
 
-from caffepy.device.blob import PLAIN, Format
+from caffepy.device.blob import PLAIN, Layout
 from caffepy.net import Net
 from caffepy.net.layouts import plan
 
 from .nets import definition, net_of
 
-HALF = Format(np.dtype(np.float16), True)
-WIDE = Format(np.dtype(np.float32), True)
+HALF = Layout(np.dtype(np.float16), True)
+WIDE = Layout(np.dtype(np.float32), True)
 DATA = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 4 dim: 4 } } }\n'
 
 
@@ -21,12 +21,12 @@ def conv(name: str, bottom: str, extra: str = "") -> str:
 
 def test_a_layer_of_forward_type_float_keeps_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "caffepy.layer.convolution.Convolution.format_for", lambda self, native: native
+        "caffepy.layer.convolution.Convolution.layout_for", lambda self, preferred: preferred
     )
     net = net_of(DATA + conv("a", "data") + conv("b", "a", "forward_type: FLOAT") + conv("c", "b"))
-    formats = plan(net.layers, net.bottoms, net.tops, HALF)
-    assert formats.bottoms == [[], [HALF], [WIDE], [HALF]]
-    assert formats.tops == [[PLAIN], [HALF], [WIDE], [HALF]]
+    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert layouts.bottoms == [[], [HALF], [WIDE], [HALF]]
+    assert layouts.tops == [[PLAIN], [HALF], [WIDE], [HALF]]
     in_float32 = plan(net.layers, net.bottoms, net.tops, WIDE)
     assert in_float32.tops == [[PLAIN], [WIDE], [WIDE], [WIDE]]
 
@@ -48,30 +48,30 @@ def test_another_shape_keeps_the_type() -> None:
         + IP % ("ip", "f", "ip")
         + LOSS % "ip"
     )
-    formats = plan(net.layers, net.bottoms, net.tops, HALF)
-    assert formats.bottoms == [[], [], [HALF], [NARROW], [NARROW], [PLAIN, PLAIN]]
-    assert formats.tops == [[PLAIN], [PLAIN], [HALF], [NARROW], [PLAIN], [PLAIN]]
+    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert layouts.bottoms == [[], [], [HALF], [NARROW], [NARROW], [PLAIN, PLAIN]]
+    assert layouts.tops == [[PLAIN], [PLAIN], [HALF], [NARROW], [PLAIN], [PLAIN]]
 
 
 def test_another_shape_is_plain_before_a_loss_and_so_is_the_product_that_it_shows() -> None:
     net = net_of(DATA + HEAD + IP % ("ip", "data", "ip") + FLATTEN % ("f", "ip", "f") + LOSS % "f")
-    formats = plan(net.layers, net.bottoms, net.tops, HALF)
-    assert formats.bottoms == [[], [], [NARROW], [PLAIN], [PLAIN, PLAIN]]
-    assert formats.tops == [[PLAIN]] * 5
+    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert layouts.bottoms == [[], [], [NARROW], [PLAIN], [PLAIN, PLAIN]]
+    assert layouts.tops == [[PLAIN]] * 5
     net = net_of(DATA + HEAD + conv("a", "data") + FLATTEN % ("f", "a", "f") + LOSS % "f")
-    formats = plan(net.layers, net.bottoms, net.tops, HALF)
-    assert formats.bottoms == [[], [], [HALF], [PLAIN], [PLAIN, PLAIN]]
-    assert formats.tops == [[PLAIN], [PLAIN], [HALF], [PLAIN], [PLAIN]]
+    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert layouts.bottoms == [[], [], [HALF], [PLAIN], [PLAIN, PLAIN]]
+    assert layouts.tops == [[PLAIN], [PLAIN], [HALF], [PLAIN], [PLAIN]]
 
 
 def test_what_has_a_loss_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss scale goes into its diff, and float16 ends at 65504."""
-    monkeypatch.setattr("caffepy.layer.neuron.ReLU.format_for", lambda self, native: native)
+    monkeypatch.setattr("caffepy.layer.neuron.ReLU.layout_for", lambda self, preferred: preferred)
     relu = 'layer { name: "r" type: "ReLU" bottom: "b" top: "b" loss_weight: 1 }\n'
     net = net_of(DATA + conv("a", "data") + conv("b", "a") + relu)
-    formats = plan(net.layers, net.bottoms, net.tops, HALF)
-    assert formats.bottoms == [[], [HALF], [WIDE], [WIDE]]
-    assert formats.tops == [[PLAIN], [HALF], [WIDE], [WIDE]]
+    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    assert layouts.bottoms == [[], [HALF], [WIDE], [WIDE]]
+    assert layouts.tops == [[PLAIN], [HALF], [WIDE], [WIDE]]
 
 
 @pytest.mark.gpu
@@ -99,7 +99,7 @@ def test_another_shape_on_gpu(view: str, kind: str) -> None:
     )
     nets = [
         net_of(text),
-        Net(definition(text), device=CudaDevice(seed=1), native=Format(np.dtype(kind), True)),
+        Net(definition(text), device=CudaDevice(seed=1), layout=Layout(np.dtype(kind), True)),
     ]
     for net in nets:
         net.blobs["data"].host_data[...] = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
@@ -109,8 +109,8 @@ def test_another_shape_on_gpu(view: str, kind: str) -> None:
             net.forward()
             net.backward()
     here, there = nets
-    assert [there.blobs[name].format for name in "af"] == [
-        Format(np.dtype(kind), last) for last in (True, False)
+    assert [there.blobs[name].layout for name in "af"] == [
+        Layout(np.dtype(kind), last) for last in (True, False)
     ]
     atol = 3e-2 if kind == "uint16" else 4e-3
     for name in ("a", "f", "ip", "loss"):
@@ -132,14 +132,14 @@ def test_a_copy_with_a_loss_weight_on_gpu() -> None:
     text += conv("b", "a", "loss_weight: 2").replace(
         "num_output", 'weight_filler { type: "xavier" } num_output'
     )
-    nets = [net_of(text), Net(definition(text), device=CudaDevice(seed=1), native=HALF)]
+    nets = [net_of(text), Net(definition(text), device=CudaDevice(seed=1), layout=HALF)]
     for mine, theirs in zip(nets[1].params, nets[0].params, strict=True):
         mine.host_data[...] = theirs.data
     for net in nets:
         net.blobs["data"].host_data[...] = np.random.default_rng(0).standard_normal((2, 3, 4, 4))
         net.forward()
         net.backward()
-    assert nets[1].blobs["a"].format == HALF
+    assert nets[1].blobs["a"].layout == HALF
     np.testing.assert_allclose(nets[1].loss(), nets[0].loss(), 1e-2, 1e-2)
     for mine, theirs in zip(nets[1].params, nets[0].params, strict=True):
         np.testing.assert_allclose(mine.host_diff, theirs.diff, 1e-2, 1e-2)

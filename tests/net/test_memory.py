@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy import models
-from caffepy.device.blob import Array, Format, Memory
+from caffepy.device.blob import Array, Layout, Memory
 from caffepy.device.device import Device
 from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
@@ -344,7 +344,7 @@ def test_a_blob_that_grows_leaves_the_arena_and_the_others_stay() -> None:
 
 
 class Gpu(Device):
-    """A device that computes as the CPU does, but whose blobs can lie in another format."""
+    """A device that computes as the CPU does, but whose blobs can lie in another layout."""
 
     def __init__(self) -> None:
         super().__init__(seed=1)
@@ -362,11 +362,11 @@ class Gpu(Device):
         host[...] = array
 
 
-def test_copies_in_another_format_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = Format(np.dtype(np.float16), True)
-    monkeypatch.setattr("caffepy.ops.native_format", lambda device: half)
+def test_copies_in_another_layout_share_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    half = Layout(np.dtype(np.float16), True)
+    monkeypatch.setattr("caffepy.ops.preferred_layout", lambda device: half)
     monkeypatch.setattr(
-        "caffepy.layer.convolution.Convolution.format_for", lambda self, native: native
+        "caffepy.layer.convolution.Convolution.layout_for", lambda self, preferred: preferred
     )
     absolute = 'layer { name: "abs" type: "AbsVal" bottom: "a" top: "abs" }\n'
     text = (
@@ -384,7 +384,7 @@ def test_copies_in_another_format_share_too(monkeypatch: pytest.MonkeyPatch) -> 
     back = 2 * len(net.layers) - 1 - at
     (twin,) = net.casts[at]
     count = BATCH * 6 * 8 * 8
-    assert a.format == half
+    assert a.layout == half
     assert shared[a.data_memory] == Interval(2 * count, at - 1, back)
     assert shared[twin.data_memory] == Interval(4 * count, at, back)
     assert shared[a.diff_memory] == Interval(2 * count, back, back + 1)

@@ -5,9 +5,9 @@ import pytest
 
 from caffepy import ops
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Format
+from caffepy.device.blob import PLAIN, Layout
 from caffepy.device.device import Device
-from caffepy.ops.precisions import PRECISIONS, checked, default, native_format
+from caffepy.ops.precisions import PRECISIONS, checked, default, preferred_layout
 
 
 def test_the_default_is_tf32_or_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,12 +23,12 @@ def test_the_default_is_tf32_or_what_the_environment_says(monkeypatch: pytest.Mo
 
 
 def test_activations_lie_as_caffe_has_them_in_fp32_only() -> None:
-    assert native_format("fp32") == PLAIN
-    formats = {precision: native_format(precision) for precision in PRECISIONS[1:]}
+    assert preferred_layout("fp32") == PLAIN
+    formats = {precision: preferred_layout(precision) for precision in PRECISIONS[1:]}
     assert formats == {
-        "tf32": Format(np.dtype(np.float32), True),
-        "bf16": Format(np.dtype(np.uint16), True),
-        "fp16": Format(np.dtype(np.float16), True),
+        "tf32": Layout(np.dtype(np.float32), True),
+        "bf16": Layout(np.dtype(np.uint16), True),
+        "fp16": Layout(np.dtype(np.float16), True),
     }
     assert [checked(precision) for precision in PRECISIONS] == list(PRECISIONS)
 

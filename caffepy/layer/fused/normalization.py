@@ -119,8 +119,8 @@ def _pair(values: Sequence[Array | None]) -> tuple[Array | None, Array | None]:
 
 def _like(blob: Blob) -> Blob:
     made = Blob(blob.shape, blob.dtype, blob.store)
-    if made.format != blob.format:
-        made.take(blob.format)
+    if made.layout != blob.layout:
+        made.set_layout(blob.layout)
     return made
 
 

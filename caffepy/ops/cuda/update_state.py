@@ -341,7 +341,7 @@ class Sums:
         ends = np.cumsum([blob.count for blob in self._blobs])
         parts = np.split(flat, ends[:-1]) if self._blobs else []
         sums = [
-            blob.format.view(part, blob.shape)
+            blob.layout.view(part, blob.shape)
             for blob, part in zip(self._blobs, parts, strict=True)
         ]
         return sums, float(self._device.on_host(self._numbers)[NUMBERS.index("total")])

@@ -5,7 +5,7 @@ import pytest
 from google.protobuf import text_format
 
 import caffepy.layer
-from caffepy.device.blob import PLAIN, Blob, Format
+from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.device.device import CudaDevice, Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.fused.convolution import ConvolutionReLU
@@ -25,14 +25,14 @@ CASES = {
 
 
 def quarters(values):
-    """Numbers that every format has, so that no rounding changes the sign of a sum."""
+    """Numbers that every layout has, so that no rounding changes the sign of a sum."""
     return np.round(4 * values) / 4
 
 
 class Pair:
     """A Convolution and a ReLU with their blobs; two with the same seed have the same weights."""
 
-    def __init__(self, case, in_place, wanted, device=None, format=None):
+    def __init__(self, case, in_place, wanted, device=None, layout=None):
         self.device = device or Device(seed=1)
         shape, param = CASES[case]
         fillers = 'weight_filler { type: "gaussian" std: 1 }'
@@ -45,16 +45,16 @@ class Pair:
                 for text in texts
             )
             self.x, self.middle, y = (Blob(store=self.device.store) for _ in range(3))
-            for blob in (self.x, self.middle, y) if format else ():
-                blob.take(format)
+            for blob in (self.x, self.middle, y) if layout else ():
+                blob.set_layout(layout)
             self.y = self.middle if in_place else y
             self.x.reshape(shape)
             self.conv.setup([self.x], [self.middle])
             self.conv.reshape([self.x], [self.middle])
             self.relu.setup([self.middle], [self.y])
             self.relu.reshape([self.middle], [self.y])
-            if format:
-                assert self.conv.format_for(format) == format
+            if layout:
+                assert self.conv.layout_for(layout) == layout
         self.conv.param_propagate_down = wanted[: len(self.conv.blobs)]
         self.x.host_data[...] = quarters(random(*shape))
         self.x.host_diff.fill(7)
@@ -103,34 +103,34 @@ def test_as_the_layers_one_by_one(case, in_place):
         agree(together, apart, 1e-6)
 
 
-FORMATS = {
-    "plain": (Format(np.dtype(np.float32), False), 5e-3),
-    "tf32": (Format(np.dtype(np.float32), True), 5e-3),
-    "bf16": (Format(np.dtype(np.uint16), True), 4e-2),
-    "fp16": (Format(np.dtype(np.float16), True), 5e-3),
+LAYOUTS = {
+    "plain": (Layout(np.dtype(np.float32), False), 5e-3),
+    "tf32": (Layout(np.dtype(np.float32), True), 5e-3),
+    "bf16": (Layout(np.dtype(np.uint16), True), 4e-2),
+    "fp16": (Layout(np.dtype(np.float16), True), 5e-3),
 }
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
-def test_on_a_gpu(case, format):
-    format, tolerance = FORMATS[format]
+def test_on_a_gpu(case, layout):
+    layout, tolerance = LAYOUTS[layout]
     if case in ("no spatial axis", "axis 2"):
-        format = PLAIN
+        layout = PLAIN
     want = Pair(case, True, [True, True]).one_by_one(True)
     agree(
-        Pair(case, False, [True, True], CudaDevice(seed=1), format).one_by_one(True),
+        Pair(case, False, [True, True], CudaDevice(seed=1), layout).one_by_one(True),
         want,
         tolerance,
     )
     agree(
-        Pair(case, True, [True, True], CudaDevice(seed=1), format).together(True), want, tolerance
+        Pair(case, True, [True, True], CudaDevice(seed=1), layout).together(True), want, tolerance
     )
 
 
 def test_formats_that_are_not_taken():
-    native = FORMATS["bf16"][0]
-    assert Pair("basic", True, [True, True]).conv.format_for(native) == native
-    assert Pair("no spatial axis", True, [True, True]).conv.format_for(native) == PLAIN
-    assert Pair("axis 2", True, [True, True]).conv.format_for(native) == PLAIN
+    preferred = LAYOUTS["bf16"][0]
+    assert Pair("basic", True, [True, True]).conv.layout_for(preferred) == preferred
+    assert Pair("no spatial axis", True, [True, True]).conv.layout_for(preferred) == PLAIN
+    assert Pair("axis 2", True, [True, True]).conv.layout_for(preferred) == PLAIN

@@ -5,7 +5,7 @@ import pytest
 from google.protobuf import text_format
 
 import caffepy.layer
-from caffepy.device.blob import Blob, Format
+from caffepy.device.blob import Blob, Layout
 from caffepy.device.device import CudaDevice, Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.fused.inner_product import InnerProductRun
@@ -51,7 +51,7 @@ class Chain:
     def blob(self, kind):
         blob = Blob(store=self.device.store)
         if kind != "float32":
-            blob.take(Format(np.dtype(kind), False))
+            blob.set_layout(Layout(np.dtype(kind), False))
         return blob
 
     def run(self, fused, propagate_down=True):

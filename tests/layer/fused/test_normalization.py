@@ -7,7 +7,7 @@ import pytest
 from google.protobuf import text_format
 
 import caffepy.layer
-from caffepy.device.blob import Blob, Format
+from caffepy.device.blob import Blob, Layout
 from caffepy.device.device import CudaDevice, Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.fused.base import Member
@@ -40,7 +40,7 @@ RUNS = {
 }
 MEMBERS = {name: types.split() for name, types in RUNS.items()}
 SHAPE = (3, 8, 5, 4)
-PLAIN = Format(np.dtype(np.float32), False)
+PLAIN = Layout(np.dtype(np.float32), False)
 
 
 def coarse(seed):
@@ -57,14 +57,14 @@ class Chain:
         in_place,
         phase=TRAIN,
         device=None,
-        format=PLAIN,
+        layout=PLAIN,
         dtype=np.float64,
         swap=False,
         frozen=False,
     ):
         self.device = device or Device(seed=1)
         self.device.seed(1)
-        self.format, self.dtype = format, dtype
+        self.layout, self.dtype = layout, dtype
         with self.device.scope():
             self.x, self.other = self._blob(SHAPE), self._blob(SHAPE)
             self.members = []
@@ -103,8 +103,8 @@ class Chain:
 
     def _blob(self, shape=(0,)):
         blob = Blob(shape, self.dtype, self.device.store)
-        if self.format != PLAIN:
-            blob.take(self.format)
+        if self.layout != PLAIN:
+            blob.set_layout(self.layout)
         return blob
 
     @staticmethod
@@ -242,20 +242,20 @@ def exact_products():
     precision.set(before)
 
 
-GPU_FORMATS = {
+GPU_LAYOUTS = {
     "float32 planes": (PLAIN, 1e-4, 0),
-    "float32": (Format(np.dtype(np.float32), True), 1e-4, 0),
-    "float16": (Format(np.dtype(np.float16), True), 1e-2, 0.01),
-    "bfloat16": (Format(np.dtype(np.uint16), True), 5e-2, 0.02),
-}  # format, tolerance, part of the elements with another sign
+    "float32": (Layout(np.dtype(np.float32), True), 1e-4, 0),
+    "float16": (Layout(np.dtype(np.float16), True), 1e-2, 0.01),
+    "bfloat16": (Layout(np.dtype(np.uint16), True), 5e-2, 0.02),
+}  # layout, tolerance, part of the elements with another sign
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("format", GPU_FORMATS)
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
 @pytest.mark.parametrize("name", RUNS)
-def test_on_a_gpu(name, format, in_place, exact_products):
-    lying, near, flips = GPU_FORMATS[format]
+def test_on_a_gpu(name, layout, in_place, exact_products):
+    lying, near, flips = GPU_LAYOUTS[layout]
     for frozen in (False, True):
         truths = Chain(MEMBERS[name], in_place, dtype=np.float32, frozen=frozen).run()
         chain = Chain(
@@ -265,10 +265,10 @@ def test_on_a_gpu(name, format, in_place, exact_products):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("format", GPU_FORMATS)
+@pytest.mark.parametrize("layout", GPU_LAYOUTS)
 @pytest.mark.parametrize("types", ["BatchNorm", "BatchNorm Scale", "LRN"])
-def test_layers_on_a_gpu(types, format):
-    lying, near, flips = GPU_FORMATS[format]
+def test_layers_on_a_gpu(types, layout):
+    lying, near, flips = GPU_LAYOUTS[layout]
     for in_place, frozen in product((False, True), repeat=2):
         truths = Chain(types.split(), in_place, dtype=np.float32, frozen=frozen).run()
         chain = Chain(
@@ -279,7 +279,7 @@ def test_layers_on_a_gpu(types, format):
 
 @pytest.mark.gpu
 def test_a_recording_gives_the_same():
-    lying, *_ = GPU_FORMATS["bfloat16"]
+    lying, *_ = GPU_LAYOUTS["bfloat16"]
     chain = Chain(MEMBERS["all"], True, TRAIN, CudaDevice(seed=1), lying, np.float32)
     run = NormRun(chain.members)
     answers = chain.run(run)

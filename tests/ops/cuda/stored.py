@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.device.blob import Format, from_bfloat16
+from caffepy.device.blob import Layout, from_bfloat16
 
 Tolerance = tuple[float, float]  # relative, absolute
 
@@ -31,10 +31,10 @@ def stored(values: Any, kind: str, channels_last: bool = False) -> Any:
     """A CuPy array of these values, rounded."""
     import cupy
 
-    format = Format(np.dtype(kind), channels_last)
+    layout = Layout(np.dtype(kind), channels_last)
     flat = np.empty(np.size(values), kind)
-    format.write(np.asarray(values, np.float32), flat)
-    return format.view(cupy.asarray(flat), np.shape(values))
+    layout.write(np.asarray(values, np.float32), flat)
+    return layout.view(cupy.asarray(flat), np.shape(values))
 
 
 def loaded(array: Any) -> np.ndarray:
@@ -46,7 +46,7 @@ def loaded(array: Any) -> np.ndarray:
 def rounded(values: Any, kind: str) -> np.ndarray:
     """The values as stored, in a type that the CPU computes in."""
     flat = np.empty(np.size(values), kind)
-    Format(np.dtype(kind), False).write(np.asarray(values, np.float32), flat)
+    Layout(np.dtype(kind), False).write(np.asarray(values, np.float32), flat)
     back = (
         from_bfloat16(flat)
         if kind == "uint16"

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 from caffepy.core.errors import DeviceError  # noqa: E402
-from caffepy.device.blob import Format, from_bfloat16  # noqa: E402
+from caffepy.device.blob import Layout, from_bfloat16  # noqa: E402
 from caffepy.ops import cuda  # noqa: E402
 from caffepy.ops.cuda.bias_relu import bias_relu  # noqa: E402
 
@@ -36,13 +36,13 @@ SHAPES = {
 }
 
 
-def on_gpu(values, format, offset=0):
-    """The values, and as they are once they are of this format."""
-    flat = np.empty(values.size, format.dtype)
-    format.write(values, flat)
-    whole = cupy.zeros(values.size + offset, format.dtype)
+def on_gpu(values, layout, offset=0):
+    """The values, and as they are once they are of this layout."""
+    flat = np.empty(values.size, layout.dtype)
+    layout.write(values, flat)
+    whole = cupy.zeros(values.size + offset, layout.dtype)
     whole[offset:] = cupy.asarray(flat)
-    array = format.view(whole[offset:], values.shape)
+    array = layout.view(whole[offset:], values.shape)
     return array, host(array)
 
 
@@ -51,15 +51,15 @@ def host(array):
     return (from_bfloat16(values) if values.dtype == np.uint16 else values).astype(np.float64)
 
 
-def arrays(shape, format, offset):
+def arrays(shape, layout, offset):
     rng = np.random.default_rng(0)
-    wide = np.float64 if format.dtype == np.float64 else np.float32
+    wide = np.float64 if layout.dtype == np.float64 else np.float32
     y, dy = (rng.standard_normal(shape).astype(wide) for _ in range(2))
     y[rng.random(shape) < 0.1] = 0
     db = rng.standard_normal(shape[1]).astype(wide)
     return (
-        on_gpu(y, format, offset),
-        on_gpu(dy, format, offset),
+        on_gpu(y, layout, offset),
+        on_gpu(dy, layout, offset),
         (cupy.asarray(db), db.astype(np.float64)),
     )
 
@@ -70,10 +70,10 @@ def arrays(shape, format, offset):
 def test_gradients(shape, dtype, last):
     if last and len(SHAPES[shape]) < 3:
         return
-    format = Format(np.dtype(dtype), last)
+    layout = Layout(np.dtype(dtype), last)
     axes = (0, *range(2, len(SHAPES[shape])))
     for offset in (0, 1) if shape in ("rows", "planes") else (0,):
-        (gy, y), (gdy, dy), (gdb, db) = arrays(SHAPES[shape], format, offset)
+        (gy, y), (gdy, dy), (gdb, db) = arrays(SHAPES[shape], layout, offset)
         scale = np.abs(dy).sum(axis=axes).max(initial=1) * (1e-14 if dtype == "float64" else 3e-7)
         cuda.relu_bias_backward(None, gdy, gdb)
         np.testing.assert_array_equal(host(gdy), dy)
@@ -99,11 +99,11 @@ def test_gradients(shape, dtype, last):
 def test_bias_and_relu(shape, dtype, last):
     if last and len(SHAPES[shape]) < 3:
         return
-    format = Format(np.dtype(dtype), last)
+    layout = Layout(np.dtype(dtype), last)
     for offset in (0, 1):
         for with_bias in (False, True):
             for relu in (False, True):
-                (gy, y), _, (gb, b) = arrays(SHAPES[shape], format, offset)
+                (gy, y), _, (gb, b) = arrays(SHAPES[shape], layout, offset)
                 bias_relu(gy, gb if with_bias else None, relu)
                 want = y + b.reshape(-1, *[1] * (y.ndim - 2)) if with_bias else y
                 tolerance = {"float64": 1e-15, "float32": 1e-6, "float16": 1e-3, "uint16": 8e-3}[
@@ -121,14 +121,14 @@ def test_nan_stays():
 
 
 def test_sums_repeat_to_the_last_bit_and_follow_a_capture():
-    format = Format(np.dtype(np.uint16), True)
-    (gy, y), (gdy, dy), (gdb, _) = arrays((8, 48, 20, 20), format, 0)
+    layout = Layout(np.dtype(np.uint16), True)
+    (gy, y), (gdy, dy), (gdb, _) = arrays((8, 48, 20, 20), layout, 0)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         results = set()
         for _ in range(2):
             gdb.fill(0)
-            cuda.relu_bias_backward(gy, on_gpu(dy.astype(np.float32), format)[0], gdb)
+            cuda.relu_bias_backward(gy, on_gpu(dy.astype(np.float32), layout)[0], gdb)
             results.add(gdb.get().tobytes())
         stream.begin_capture()
         cuda.relu_bias_backward(gy, gdy, gdb)
@@ -143,6 +143,6 @@ def test_sums_repeat_to_the_last_bit_and_follow_a_capture():
 
 def test_arrays_that_lie_differently_are_refused():
     shape = (2, 3, 4, 5)
-    (y, _), (dy, _), _ = arrays(shape, Format(np.dtype(np.float32), True), 0)
+    (y, _), (dy, _), _ = arrays(shape, Layout(np.dtype(np.float32), True), 0)
     with pytest.raises(DeviceError, match="different orders"):
         cuda.relu_bias_backward(y, cupy.ascontiguousarray(dy), None)

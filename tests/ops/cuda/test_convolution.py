@@ -1,4 +1,4 @@
-"""Convolution on a GPU, in every format, against ops.cpu in float64."""
+"""Convolution on a GPU, in every layout, against ops.cpu in float64."""
 
 import json
 from typing import NamedTuple
@@ -10,7 +10,7 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 from caffepy.core.errors import DeviceError  # noqa: E402
-from caffepy.device.blob import Format, from_bfloat16  # noqa: E402
+from caffepy.device.blob import Layout, from_bfloat16  # noqa: E402
 from caffepy.ops import cpu, cuda  # noqa: E402
 from caffepy.ops.cuda import filters, plans, precision, small_convolution  # noqa: E402
 from tests.ops.test_convolution import CASES as CPU_CASES  # noqa: E402
@@ -20,40 +20,40 @@ class Kind(NamedTuple):
     """A precision and how the arrays of its nets lie."""
 
     precision: str
-    format: Format
+    layout: Layout
     tolerance: float  # of the largest number of a result
 
     def round(self, values):
-        """Values that the format has."""
-        flat, rounded = np.empty(values.size, self.format.dtype), np.empty(values.shape, np.float32)
-        self.format.write(values.astype(np.float32), flat)
-        self.format.read(flat, rounded)
+        """Values that the layout has."""
+        flat, rounded = np.empty(values.size, self.layout.dtype), np.empty(values.shape, np.float32)
+        self.layout.write(values.astype(np.float32), flat)
+        self.layout.read(flat, rounded)
         return rounded.astype(values.dtype)
 
     def on_gpu(self, values, offset=0):
         """The values on the device, at so many elements from the beginning of its memory."""
-        flat = cupy.empty(values.size + offset, self.format.dtype)
-        host = np.empty(values.size, self.format.dtype)
+        flat = cupy.empty(values.size + offset, self.layout.dtype)
+        host = np.empty(values.size, self.layout.dtype)
         with np.errstate(invalid="ignore"):
-            self.format.write(
-                values.astype(self.format.dtype if self.format.dtype.kind == "f" else np.float32),
+            self.layout.write(
+                values.astype(self.layout.dtype if self.layout.dtype.kind == "f" else np.float32),
                 host,
             )
         flat[offset:] = cupy.asarray(host)
-        return self.format.view(flat[offset:], values.shape)
+        return self.layout.view(flat[offset:], values.shape)
 
 
 # Sums are float32 everywhere. bf16 and fp16 round results to 8 and 11 bits, tf32 factors to 11.
-PLAIN = Kind("fp32", Format(np.dtype(np.float32), False), 5e-5)
-DOUBLE = Kind("fp32", Format(np.dtype(np.float64), False), 1e-12)
-MOVED = Kind("tf32", Format(np.dtype(np.float32), False), 3e-3)
+PLAIN = Kind("fp32", Layout(np.dtype(np.float32), False), 5e-5)
+DOUBLE = Kind("fp32", Layout(np.dtype(np.float64), False), 1e-12)
+MOVED = Kind("tf32", Layout(np.dtype(np.float32), False), 3e-3)
 KINDS = {
     "fp32": PLAIN,
-    "tf32": Kind("tf32", Format(np.dtype(np.float32), True), 3e-3),
-    "bf16": Kind("bf16", Format(np.dtype(np.uint16), True), 1e-2),
-    "fp16": Kind("fp16", Format(np.dtype(np.float16), True), 2e-3),
+    "tf32": Kind("tf32", Layout(np.dtype(np.float32), True), 3e-3),
+    "bf16": Kind("bf16", Layout(np.dtype(np.uint16), True), 1e-2),
+    "fp16": Kind("fp16", Layout(np.dtype(np.float16), True), 2e-3),
 }
-LAST = {name: kind for name, kind in KINDS.items() if kind.format.channels_last}
+LAST = {name: kind for name, kind in KINDS.items() if kind.layout.channels_last}
 
 CASES = {
     **CPU_CASES,
@@ -144,7 +144,7 @@ def check(case, kind, offset=0):
         case, kind, offset
     )
     conv = cuda.Convolution(
-        x_shape, w_shape, *rest, DOUBLE.format.dtype if kind is DOUBLE else np.float32
+        x_shape, w_shape, *rest, DOUBLE.layout.dtype if kind is DOUBLE else np.float32
     )
     assert conv.y_shape == reference.y_shape
     y, dx, tolerance = np.empty_like(dy), np.empty_like(x), kind.tolerance

@@ -47,7 +47,7 @@ class Problem:
 
     def __init__(self, case, kind, offset=0):
         x_shape, w_shape, *how = CASES[case]
-        self.kind, self.dtype = kind, kind.format.dtype
+        self.kind, self.dtype = kind, kind.layout.dtype
         precision.set(kind.precision)
         self.cpu = cpu.Convolution(x_shape, w_shape, *how, 1, np.float64)
         self.geometry = Geometry(x_shape, w_shape, self.cpu.y_shape, *how)

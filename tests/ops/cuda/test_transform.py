@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from caffepy.device.blob import Format
+from caffepy.device.blob import Layout
 from tests.ops.cuda.compare import agree
 
 pytestmark = pytest.mark.gpu
@@ -45,7 +45,7 @@ def test_as_on_the_cpu(crop, mean, record, dtype):
 @pytest.mark.parametrize("crop", CROPS)
 def test_formats(crop, mean, channels_last, storage):
     """Computed in float32, then rounded once: the very bits that the CPU's numbers have in the
-    format.
+    layout.
     """
     import cupy
 
@@ -59,12 +59,12 @@ def test_formats(crop, mean, channels_last, storage):
     )
     plain = np.empty((5, 3, *CROPS[crop]), np.float32)
     cpu.transform_batch(records, plain, *how, mean, 0.5)
-    format = Format(np.dtype(storage), channels_last)
+    layout = Layout(np.dtype(storage), channels_last)
     expected = np.empty(plain.size, storage)
-    format.write(plain, expected)
+    layout.write(plain, expected)
     with cupy.cuda.Stream(non_blocking=True):
         flat = cupy.zeros(plain.size, storage)
-        cuda.transform_batch(records, format.view(flat, plain.shape), *how, mean, 0.5)
+        cuda.transform_batch(records, layout.view(flat, plain.shape), *how, mean, 0.5)
         np.testing.assert_array_equal(flat.get(), expected)
 
 

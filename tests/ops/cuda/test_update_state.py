@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import DataError
-from caffepy.device.blob import Blob, Format
+from caffepy.device.blob import Blob, Layout
 from caffepy.ops.update_state import Limits, StepStatus
 
 pytestmark = pytest.mark.gpu
@@ -152,7 +152,7 @@ def test_sums_are_those_of_the_host(dtype: str) -> None:
         Blob((), store=device),
         Blob((3,), store=device),
     )
-    large.take(Format(np.dtype(dtype), True))
+    large.set_layout(Layout(np.dtype(dtype), True))
     rng = np.random.default_rng(1)
     sums = cuda.Sums([large, scalar], [loss], device)
     loss.host_diff[...] = 0.5
