@@ -1,16 +1,15 @@
-"""What decides on an update of parameters, in the same terms for every back end."""
+"""The limits and results of a parameter update, the same for both back ends."""
 
 from enum import IntEnum
 from typing import NamedTuple
 
 
 class Limits(NamedTuple):
-    """How gradients are judged.
+    """Settings of the check before an update.
 
-    `clip` is the largest norm that they may have, below 0 for any. An iteration adds up those of
-    `passes` passes. With a `loss_scale` the losses' weights are multiplied by it, to begin with:
-    where a gradient is not finite the update is left out and the scale halved, after PATIENCE
-    updates it is doubled.
+    `clip` is the largest gradient norm, below 0 for no clipping. An iteration accumulates `passes`
+    passes (iter_size). `loss_scale` is the initial dynamic loss scale of float16: if a gradient is
+    not finite the update is skipped and the scale halved; after PATIENCE updates it is doubled.
     """
 
     clip: float
@@ -23,18 +22,16 @@ LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
 
 
 class StepStatus(IntEnum):
-    """What became of an iteration."""
+    """How an iteration ended."""
 
     DONE = 0
-    SKIPPED = 1  # gradients overflowed: with a smaller loss scale the next ones will not
-    STOPPED = 2  # something is wrong; from this iteration on nothing is updated
+    SKIPPED = 1  # gradients overflowed: no update, the loss scale is halved
+    STOPPED = 2  # non-finite loss, bad data or an abort: no update from this iteration on
 
 
 class StepResult(NamedTuple):
-    """An iteration as it was judged: its mean loss, the norm of its gradients, what clipping
-    multiplied them by.
-
-    `loss_scale` is the one of the next iteration. The norm is 0 where nothing asks for it.
+    """Result of an iteration: mean loss, gradient norm (0 if nothing needs it), clipping factor,
+    loss scale of the next iteration, status.
     """
 
     loss: float

@@ -547,10 +547,12 @@ def flats_of(solver: Solver, made: Mapping[int, InnerProduct] | None = None) -> 
             parts.append(Bucket((), frozenset().union(*(adding[i] for i in made))))
         ends = [
             *map(int, params.ends),
-            params.averaged.size,
+            params.reduced_diff.size,
         ]  # the notes are there before the backward pass
         parts += buckets(ends, [*adding, frozenset()], without=made)
-    return FlatParams(solver.device, params.sent, params.averaged, parts, list(made.values()))
+    return FlatParams(
+        solver.device, params.data_with_scale, params.reduced_diff, parts, list(made.values())
+    )
 
 
 def team_of(

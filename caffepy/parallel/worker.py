@@ -93,7 +93,7 @@ class WorkerSolver(Solver):
     def _fail(self, step_result: StepResult) -> None:
         """Raise what is wrong here; what is wrong with the mean of all is for the root to tell."""
         self._step.restore_stats()
-        self.update_state.go_on()
+        self.update_state.resume()
         self.device.look()
 
     def positions(self, iteration: int) -> dict[str, Any]:

@@ -1,6 +1,4 @@
-"""Params: the learnable blobs of a net, laid one after the other into one flat data and one flat
-diff array.
-"""
+"""Params: the learnable blobs of a net, concatenated into one flat data and one flat diff array."""
 
 from collections.abc import Collection, Sequence
 
@@ -9,20 +7,18 @@ import numpy as np
 from caffepy.device.blob import Array, Blob, Memory
 
 ALIGNMENT = 16
-"""Elements to a multiple of which each blob starts: 64 bytes, as vector units and cuDNN want it."""
+"""Each blob starts at a multiple of so many elements: 64 bytes, for vector units and cuDNN."""
 
-NOTES = ALIGNMENT
-"""Elements behind the diff for what is averaged with it, such as the loss, and behind the data for
-what goes along.
-"""
+SPARE = ALIGNMENT
+"""Spare elements after diff (loss, averaged with it) and after data (loss scale, broadcast with it)."""
 
 
 class Params:
     """Flat `data` and `diff` of at least one element; the blobs become views of them and keep their
     values.
 
-    `segments[i]` is (offset, count) of `blobs[i]`. `averaged` is the diff with the `notes` behind
-    it, `sent` the data with `told`.
+    `segments[i]` is (offset, count) of `blobs[i]`. `reduced_diff` is the diff with its spare
+    elements `metrics`, `data_with_scale` the data with its spare elements `scale_slot`.
     """
 
     def __init__(self, blobs: Sequence[Blob]) -> None:
@@ -33,10 +29,10 @@ class Params:
             self.segments.append((size, blob.count))
             size += -(-blob.count // ALIGNMENT) * ALIGNMENT
         memory = self.blobs[0].data_memory if self.blobs else Memory(np.float32)
-        self.sent: Array = memory.zeros(max(size, 1) + NOTES)
-        self.data, self.told = self.sent[:-NOTES], self.sent[-NOTES:]
-        self.averaged: Array = memory.zeros(self.data.size + NOTES)
-        self.diff, self.notes = self.averaged[:-NOTES], self.averaged[-NOTES:]
+        self.data_with_scale: Array = memory.zeros(max(size, 1) + SPARE)
+        self.data, self.scale_slot = self.data_with_scale[:-SPARE], self.data_with_scale[-SPARE:]
+        self.reduced_diff: Array = memory.zeros(self.data.size + SPARE)
+        self.diff, self.metrics = self.reduced_diff[:-SPARE], self.reduced_diff[-SPARE:]
         for blob, (offset, count) in zip(self.blobs, self.segments, strict=True):
             part = slice(offset, offset + count)
             self.data[part] = blob.data.reshape(-1)
@@ -46,16 +42,12 @@ class Params:
 
     @property
     def ends(self) -> Array:
-        """Where each segment ends, the zeros that fill it up included, as an array for the update
-        rules.
-        """
+        """End of each segment, padding included, as an array for the update rules."""
         starts = [offset for offset, _ in self.segments]
         return np.array([*starts[1:], self.data.size], np.int64)
 
     def without(self, numbers: Collection[int]) -> list[Array]:
-        """The diff as views, as few as can be, of all that there is but the blobs with these
-        numbers.
-        """
+        """The diff without these blobs, as the fewest views."""
         left_out = [self.segments[i] for i in sorted(numbers)]
         starts = [0, *(offset + count for offset, count in left_out)]
         stops = [*(offset for offset, _ in left_out), self.diff.size]
@@ -64,7 +56,7 @@ class Params:
         ]
 
     def split(self, flat: Array) -> list[Array]:
-        """Views of a flat array of this layout in the blobs' shapes."""
+        """Return views of a flat array of this layout in the blobs' shapes."""
         return [
             flat[offset : offset + count].reshape(blob.shape)
             for blob, (offset, count) in zip(self.blobs, self.segments, strict=True)

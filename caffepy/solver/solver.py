@@ -338,7 +338,7 @@ class Solver:
         tests = self._test_is_due() and (iteration > 0 or param.test_initialization)
         if tests:
             self._collect_results(wait=True)
-            self.update_state.open([self.params.diff])
+            self.update_state.begin([self.params.diff])
             self.test_all()
             if self.stopped:
                 return
@@ -393,7 +393,7 @@ class Solver:
         self.phase_timer.begin()
         self._positions_before = take_positions(self._nets, self.device)
         with self._step.overwriting():
-            self._step.open()
+            self._step.begin()
             for _ in range(self.param.iter_size):
                 self._forward()
                 self.phase_timer.mark("forward")
@@ -410,7 +410,7 @@ class Solver:
     def _forward(self) -> float:
         """The loss of one batch; DivergenceError before one that is not finite can do harm."""
         self.net.forward(steps=self._step.run.eager_steps)
-        self._step.note()
+        self._step.accumulate_loss()
         loss: float = self.update_state.loss()
         if not isfinite(loss):
             raise (diverged_before if self.saves_memory else diverged)(self.net, self.iter, loss)
@@ -431,9 +431,9 @@ class Solver:
         with self.device.scope():
             self._recover()
             self.device.flush()
-            self._step.say(learning_rate, self.iter)
+            self._step.set_hyperparams(learning_rate, self.iter)
             self._step.update()
-            self.update_state.given()
+            self.update_state.mark_enqueued()
             (step_result,) = self.update_state.step_results(wait=True)
         if step_result.status is StepStatus.STOPPED:
             self._fail(step_result)
@@ -455,9 +455,9 @@ class Solver:
         self._positions_before = before.positions
         moved = next_step(self.param, self.iter, self.current_step)
         learning_rate = rate(self.param, self.iter, moved)
-        self._step.say(learning_rate, self.iter)
+        self._step.set_hyperparams(learning_rate, self.iter)
         self._step.perform()
-        self.update_state.given()
+        self.update_state.mark_enqueued()
         self._given.append(before)
         self._positions_before = None
         if show:
@@ -490,7 +490,7 @@ class Solver:
 
     def _fail(self, step_result: StepResult) -> None:
         self._step.restore_stats()
-        self.update_state.go_on()
+        self.update_state.resume()
         self.workers.check()
         self.device.look()
         self.workers.raise_worker_error()

@@ -40,7 +40,7 @@ class Callback(Protocol):
 
 
 class Synchronizer(Callback, Protocol):
-    """A callback that keeps solvers in step: it makes `Params.averaged` the mean over all."""
+    """A callback that keeps solvers in step: it makes `Params.reduced_diff` the mean over all."""
 
     @property
     def updates(self) -> bool:
@@ -168,40 +168,40 @@ class Step:
         for layer in self._large.values():
             layer.overwrites = yes
 
-    def say(self, learning_rate: float, iteration: int) -> None:
+    def set_hyperparams(self, learning_rate: float, iteration: int) -> None:
         """What the next update needs to know."""
-        self.update_state.say(
+        self.update_state.set_hyperparams(
             learning_rate, self.param.weight_decay, self.rule.correction(self.param, iteration)
         )
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Begin to add up gradients and losses."""
         self.begun = True
-        self.update_state.open(self._added_to if self._overwrites else [self.params.diff])
-        self.update_state.keep(self._statistics)
+        self.update_state.begin(self._added_to if self._overwrites else [self.params.diff])
+        self.update_state.save_stats(self._statistics)
         if self.pulls:
             self.phase_timer.mark("update")
             if self._updates:
-                self.update_state.pack_scale(self.params.told)
+                self.update_state.pack_scale(self.params.scale_slot)
         for callback in self.callbacks:
             callback.on_start()
         if self.pulls:
             if not self._updates:
-                self.update_state.unpack_scale(self.params.told)
+                self.update_state.unpack_scale(self.params.scale_slot)
             self.phase_timer.mark("synchronization")
 
-    def note(self) -> None:
+    def accumulate_loss(self) -> None:
         """Take in the loss of a forward pass."""
-        self.update_state.note()
+        self.update_state.accumulate_loss()
         if self.synchronizer:
-            self.update_state.tell(self.params.notes)
+            self.update_state.pack_metrics(self.params.metrics)
 
     def gradients_ready(self) -> None:
         """Let callbacks have the gradients."""
         for callback in self.callbacks:
             callback.on_gradients_ready()
         if self._updates and self.synchronizer:
-            self.update_state.hear(self.params.notes, self.synchronizer.given_up)
+            self.update_state.unpack_metrics(self.params.metrics, self.synchronizer.given_up)
         self.phase_timer.mark("synchronization")
 
     @property
@@ -276,7 +276,7 @@ class Step:
 
     def _open(self) -> None:
         self.phase_timer.begin()
-        self.open()
+        self.begin()
 
     def _fed_pass(self) -> None:
         self.phase_timer.begin()
@@ -285,7 +285,7 @@ class Step:
     def _pass(self) -> None:
         self.net.forward(steps=self.run.computing)
         with nullcontext() if self.synchronizer else self.device.side_stream("control"):
-            self.note()
+            self.accumulate_loss()
             if self._checks_early:
                 self.update_state.check_and_scale(self.params.diff)
         self.phase_timer.mark("forward")
@@ -295,7 +295,7 @@ class Step:
     @property
     def _checks_early(self) -> bool:
         """Whether an iteration can be judged beside its backward pass."""
-        return self.param.iter_size == 1 and not self.update_state.measures and not self.callbacks
+        return self.param.iter_size == 1 and not self.update_state.needs_norm and not self.callbacks
 
     def _close(self) -> None:
         self.gradients_ready()

@@ -158,7 +158,7 @@ def test_factors_give_what_gradients_give(nccl_sync: Any, monkeypatch: pytest.Mo
     made = trained(nccl_sync, True)
     calls, *others = Communicator.calls
     assert others == [calls] * (SIZE - 1)
-    size = made[0].params.averaged.size
+    size = made[0].params.reduced_diff.size
     left = [call for call in calls if call.startswith("reduce")]
     iteration = [*["gather"] * 4, *left[: len(left) // 4]]  # dy and x of two layers come first
     later = 3 * iteration

@@ -17,15 +17,15 @@ def losses() -> list[Blob]:
 def test_gradients_are_clipped_and_divided() -> None:
     update_state = cpu.UpdateState(Limits(1, 2), losses(), Device())
     diff = np.ones(4, np.float32)
-    update_state.say(0.1, 0.2, 0.3)
-    update_state.open([diff])
+    update_state.set_hyperparams(0.1, 0.2, 0.3)
+    update_state.begin([diff])
     assert not diff.any()
-    update_state.note()
-    update_state.note()
+    update_state.accumulate_loss()
+    update_state.accumulate_loss()
     assert update_state.loss() == 4.5
     diff[:] = 3
     update_state.check_and_scale(diff)
-    update_state.given()
+    update_state.mark_enqueued()
     assert update_state.step_results(wait=False) == [
         (4.5, 6, pytest.approx(1 / 6), 1, StepStatus.DONE)
     ]

@@ -45,11 +45,11 @@ def test_large_gradients_are_written_rather_than_added_to(
         if how != "in runs":
             solver.step(1)
         else:
-            step.say(0.1, iteration)
+            step.set_hyperparams(0.1, iteration)
             with step.overwriting():
-                step.open()
+                step.begin()
                 net.forward(steps=net.steps)
-                step.note()
+                step.accumulate_loss()
                 net.backward(steps=net.steps)
                 step.update()
         assert not any(isinstance(layer, InnerProduct) and layer.overwrites for layer in net.layers)

@@ -1,4 +1,4 @@
-"""What decides on an update of parameters, and the sums of what a test net gives."""
+"""UpdateState: loss, clipping and hyperparameters of an update. Sums: totals of a test."""
 
 from collections.abc import Sequence
 from math import sqrt
@@ -13,12 +13,12 @@ from caffepy.ops.update_state import Limits, StepResult, StepStatus
 
 
 class UpdateState:
-    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients
-    and `go` as judged, and `loss_scale`, by which the gradients are too large until they are
-    judged.
+    """Numbers of an update: `rate`, `decay` and `correction` are set by `set_hyperparams`, `scale`
+    of the gradients and `go` by `check_and_scale`; gradients are multiplied by `loss_scale` until
+    then.
 
-    In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after
-    the last backward pass, then the update.
+    Order of calls in an iteration: `set_hyperparams`, `begin`, `accumulate_loss` after each forward
+    pass, `check_and_scale` after the last backward pass, the update, `mark_enqueued`.
     """
 
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: Device) -> None:
@@ -31,95 +31,95 @@ class UpdateState:
         self.go: Number = 1.0
         self.loss_scale: Number = 1.0
         self._total = self._last = 0.0
-        self._verdicts: list[StepResult] = []
-        self._kept: list[Array] = []
+        self._results: list[StepResult] = []
+        self._saved: list[Array] = []
 
-    def say(self, rate: float, decay: float, correction: float) -> None:
-        """The learning rate, the weight decay and the rule's own number for the next update."""
+    def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
+        """Set learning rate, weight decay and bias correction of the next update."""
         self.rate, self.decay, self.correction = rate, decay, correction
 
-    def open(self, diffs: Sequence[Array]) -> None:
-        """Begin to add up gradients, in these arrays, and losses."""
+    def begin(self, diffs: Sequence[Array]) -> None:
+        """Zero these gradients and the accumulated loss."""
         for diff in diffs:
             diff.fill(0)
         self._total = 0.0
 
-    def keep(self, blobs: Sequence[Blob]) -> None:
-        """Keep the values of these blobs for `restore_stats`."""
-        self._kept = [blob.data.copy() for blob in blobs]
+    def save_stats(self, blobs: Sequence[Blob]) -> None:
+        """Save the values of these blobs for `restore_stats`."""
+        self._saved = [blob.data.copy() for blob in blobs]
 
     def restore_stats(self, blobs: Sequence[Blob]) -> None:
-        """Give these blobs the values that were kept."""
-        for blob, kept in zip(blobs, self._kept, strict=True):
+        """Copy the saved values back into these blobs."""
+        for blob, kept in zip(blobs, self._saved, strict=True):
             blob.data[...] = kept
 
-    def note(self) -> None:
-        """Add the loss of a forward pass: the sum of data times diff over the losses."""
+    def accumulate_loss(self) -> None:
+        """Add the loss of a forward pass: the sum of data * diff over the losses."""
         self._last = float(
             sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses)
         )
         self._total += self._last
 
-    def tell(self, notes: Array) -> None:
-        """Put into the notes what is to be averaged over solvers."""
-        notes[0] = self._total
+    def pack_metrics(self, metrics: Array) -> None:
+        """Write the loss to the spare elements that the all-reduce averages."""
+        metrics[0] = self._total
 
-    def hear(self, notes: Array, given_up: int = 0) -> None:
-        """Go on with what came back."""
-        self._total = float(notes[0])
+    def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
+        """Read the averaged loss back."""
+        self._total = float(metrics[0])
 
-    def pack_scale(self, told: Array) -> None:
+    def pack_scale(self, spare: Array) -> None:
         """Nothing: float32 needs no loss scale."""
 
-    def unpack_scale(self, told: Array) -> None:
+    def unpack_scale(self, spare: Array) -> None:
         """Nothing: float32 needs no loss scale."""
 
     def loss(self) -> float:
-        """The loss of the last pass."""
+        """Loss of the last pass."""
         return self._last
 
     def mean(self) -> float:
-        """The mean loss of the iteration's passes, over all solvers if it was heard of."""
+        """Mean loss of the iteration's passes, over all solvers after `unpack_metrics`."""
         return self._total / self._limits.passes
 
     def check_and_scale(self, diff: Array) -> None:
-        """Decide what the gradients are multiplied by."""
+        """Check loss and gradients; set `scale` and `go`."""
         norm, factor = 0.0, 1.0
         if self._limits.clip >= 0:
             norm = sqrt(dot(diff, diff))
             factor = 1.0 if norm <= self._limits.clip else self._limits.clip / norm
         self.scale = factor / self._limits.passes
-        self._verdicts.append(
+        self._results.append(
             StepResult(self._total / self._limits.passes, norm, factor, 1.0, StepStatus.DONE)
         )
 
-    def given(self) -> None:
-        """The operations of an iteration, `judge` among them, were given to the device."""
+    def mark_enqueued(self) -> None:
+        """Count an iteration, whose `check_and_scale` is on the device's stream by now."""
 
     def step_results(self, wait: bool) -> list[StepResult]:
-        """The step_results that were not returned yet, in order: all, or without `wait` those known by
-        now.
+        """Return results in order that were not returned yet: all, or without `wait` those
+        available now.
         """
-        step_results, self._verdicts = self._verdicts, []
+        step_results, self._results = self._results, []
         return step_results
 
     def resync(self) -> None:
-        """Forget what was given before an interruption, which may have hit in between."""
-        self._verdicts.clear()
+        """After an interruption, drop pending results and count on from the device's counter."""
+        self._results.clear()
 
-    def go_on(self) -> None:
-        """Update again after an iteration that was STOPPED."""
+    def resume(self) -> None:
+        """Allow updates again after an iteration that was STOPPED."""
 
     def state(self) -> dict[str, float]:
-        """What must be kept so that a resumed run goes on exactly."""
+        """State that a snapshot keeps so that a resumed run continues exactly."""
         return {}
 
     def set_state(self, state: dict[str, float]) -> None:
-        """Take up a state that `state` gave."""
+        """Restore what `state` returned."""
 
 
 class Sums:
-    """The sums of the data of blobs, and of a net's losses, over passes."""
+    """Sums over passes of the data of blobs and of a net's loss."""
 
     def __init__(self, blobs: Sequence[Blob], losses: Sequence[Blob], device: Device) -> None:
         self._blobs = blobs
@@ -127,12 +127,12 @@ class Sums:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, for blobs of the shapes that they have now."""
+        """Zero the sums, for the blobs' current shapes."""
         self._sums = [np.zeros(blob.shape) for blob in self._blobs]
         self._loss = 0.0
 
     def add(self) -> None:
-        """Add the values of a pass."""
+        """Add the current values."""
         for total, blob in zip(self._sums, self._blobs, strict=True):
             total += blob.data
         self._loss += float(
@@ -140,5 +140,5 @@ class Sums:
         )
 
     def read(self) -> tuple[list[Array], float]:
-        """The sums, in double precision, and that of the losses."""
+        """Return the sums, in double precision, and the sum of the losses."""
         return self._sums, self._loss

@@ -1,5 +1,8 @@
-"""What decides on an update of parameters, and the sums of what a test net gives: on the device,
-without the host.
+"""UpdateState: loss, clipping and hyperparameters of an update. Sums: totals of a test.
+
+The numbers live on the device. Host and device exchange rows of two rings in pinned memory, one row
+an iteration: the host writes hyperparameters before it enqueues the step, the kernel
+`check_and_scale` reads them and writes the result.
 """
 
 from collections import deque
@@ -38,18 +41,18 @@ NUMBERS = (
     "loss_scale",
     "good",
     "stopped",
-    "judged",
+    "checked",
 )
-ORDERS, REPORTS = 3, 5
+HYPERPARAMS, RESULTS = 3, 5
 """As in kernels/update_state.cu."""
 
 ROWS = 16
-"""Iterations that the host may be ahead of the device."""
+"""Most iterations that the host may be ahead of the device."""
 GROUP = 4
-"""Iterations after which it can learn how far the device is."""
+"""Iterations from one event to the next, by which the host waits for the device."""
 
 PENDING = -1.0
-"""The status of an iteration whose step_result has not come."""
+"""Status in a row whose result has not been written yet."""
 
 KINDS = {"float32": 1, "float64": 2, "float16": 5, "uint16": 6}
 
@@ -65,7 +68,7 @@ class _Table:
         self._array: Array = 0
 
     def of(self, rows: list[Row]) -> tuple[Array, int]:
-        """The table of these rows, and how many there are."""
+        """Return the table of these rows and their number."""
         if rows != self._rows:
             if cupy.cuda.get_current_stream().is_capturing():
                 raise DeviceError("a blob got other memory")
@@ -84,13 +87,13 @@ def _losses(blobs: Sequence[Blob]) -> list[Row]:
 
 
 class UpdateState:
-    """The numbers of an update: `rate`, `decay` and `correction` as said, `scale` of the gradients
-    and `go` as judged, and `loss_scale`, by which the gradients are too large until they are
-    judged.
+    """Numbers of an update: `rate`, `decay` and `correction` are set by `set_hyperparams`, `scale`
+    of the gradients and `go` by `check_and_scale`; gradients are multiplied by `loss_scale` until
+    then.
 
-    In an iteration `say` comes first, then `open`, `note` after each forward pass, `judge` after
-    the last backward pass, then the update. All but `say`, `loss`, `mean`, `given` and `step_results`
-    can be captured.
+    Order of calls in an iteration: `set_hyperparams`, `begin`, `accumulate_loss` after each forward
+    pass, `check_and_scale` after the last backward pass, the update, `mark_enqueued`. All but `set_hyperparams`,
+    `loss`, `mean`, `mark_enqueued` and `step_results` can be captured.
     """
 
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: CudaDevice) -> None:
@@ -99,17 +102,17 @@ class UpdateState:
         self._weights = [blob.host_diff.copy() for blob in losses]
         self._device = device
         self._tick, self._problems = device.tick, device.problems
-        self._table, self._keeping = _Table(), _Table()
-        self._kept: list[Array] = []
+        self._table, self._saved_table = _Table(), _Table()
+        self._saved: list[Array] = []
         self._numbers = device.zeros(len(NUMBERS), np.dtype(np.float64))
-        self._page = cupy.cuda.alloc_pinned_memory(8 * ROWS * (ORDERS + REPORTS))
-        rows: HostArray = np.frombuffer(self._page, np.float64, ROWS * (ORDERS + REPORTS))
-        self._orders = rows[: ROWS * ORDERS].reshape(ROWS, ORDERS)
-        self._reports = rows[ROWS * ORDERS :].reshape(ROWS, REPORTS)
-        self._given = self._known = self._told = (
-            0  # iterations: given to the device, known to be done, told of
+        self._page = cupy.cuda.alloc_pinned_memory(8 * ROWS * (HYPERPARAMS + RESULTS))
+        rows: HostArray = np.frombuffer(self._page, np.float64, ROWS * (HYPERPARAMS + RESULTS))
+        self._hyperparams = rows[: ROWS * HYPERPARAMS].reshape(ROWS, HYPERPARAMS)
+        self._results = rows[ROWS * HYPERPARAMS :].reshape(ROWS, RESULTS)
+        self._enqueued = self._finished = self._returned = (
+            0  # counts of iterations: enqueued, known to be finished, returned
         )
-        self._ends: deque[tuple[int, Any]] = deque()  # an event after so many
+        self._ends: deque[tuple[int, Any]] = deque()  # (number of iterations, event after them)
         self.rate: Number = self._number("rate")
         self.decay: Number = self._number("decay")
         self.correction: Number = self._number("correction")
@@ -125,154 +128,154 @@ class UpdateState:
     def _set(self, name: str, value: float) -> None:
         self._device.upload(np.array(value, np.float64), self._number(name))
 
-    def say(self, rate: float, decay: float, correction: float) -> None:
-        """The learning rate, the weight decay and the rule's own number for the next update."""
-        assert self._given - self._told < ROWS
-        self._orders[self._given % ROWS] = rate, decay, correction
-        self._reports[self._given % ROWS, -1] = PENDING
+    def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
+        """Set learning rate, weight decay and bias correction of the next update."""
+        assert self._enqueued - self._returned < ROWS
+        self._hyperparams[self._enqueued % ROWS] = rate, decay, correction
+        self._results[self._enqueued % ROWS, -1] = PENDING
 
-    def open(self, diffs: Sequence[Array]) -> None:
-        """Begin to add up gradients, in these arrays, and losses."""
+    def begin(self, diffs: Sequence[Array]) -> None:
+        """Zero these gradients and the accumulated loss."""
         for diff in diffs:
             diff.fill(0)
         if self._limits.passes > 1:
             self._number("total").fill(0)
 
-    def keep(self, blobs: Sequence[Blob]) -> None:
-        """Keep the values of these blobs of float32 for `restore_stats`; give back what is kept if one
-        was STOPPED.
-        """
+    def save_stats(self, blobs: Sequence[Blob]) -> None:
+        """Save these float32 blobs for `restore_stats`; after a STOPPED iteration, restore instead."""
         if not blobs:
             return
-        if not self._kept:
-            self._kept = [self._device.zeros(blob.count, np.dtype(np.float32)) for blob in blobs]
-        kept: list[Array] = self._kept
+        if not self._saved:
+            self._saved = [self._device.zeros(blob.count, np.dtype(np.float32)) for blob in blobs]
+        kept: list[Array] = self._saved
         rows = [_row(blob, values.data.ptr) for blob, values in zip(blobs, kept, strict=True)]
         across = max(1, min(-(-max(blob.count for blob in blobs) // THREADS), MOST))
-        kernel("update_state", "keep")(
-            (across, len(rows)), (THREADS,), (self._keeping.of(rows)[0], self._numbers)
+        kernel("update_state", "save_stats")(
+            (across, len(rows)), (THREADS,), (self._saved_table.of(rows)[0], self._numbers)
         )
 
     def restore_stats(self, blobs: Sequence[Blob]) -> None:
-        """Give these blobs the values that were kept."""
+        """Copy the saved values back into these blobs."""
         with self._device.scope():
-            for blob, kept in zip(blobs, self._kept, strict=True):
+            for blob, kept in zip(blobs, self._saved, strict=True):
                 copy(kept, blob.data.reshape(-1))
 
-    def note(self) -> None:
-        """Add the loss of a forward pass: the sum of data times diff over the losses. Counts the
+    def accumulate_loss(self) -> None:
+        """Add the loss of a forward pass, the sum of data * diff over the losses, and count the
         device's `tick`.
         """
         table, count = self._table.of(_losses(self._losses))
         arguments = (table, count, int(self._limits.passes > 1), self._numbers, self._tick)
-        kernel("update_state", "note")((1,), (THREADS,), arguments)
+        kernel("update_state", "accumulate_loss")((1,), (THREADS,), arguments)
 
-    def tell(self, notes: Array) -> None:
-        """Put into the notes what is to be averaged over solvers: no number if something is wrong
-        here.
+    def pack_metrics(self, metrics: Array) -> None:
+        """Write the loss to the spare elements that the all-reduce averages; NaN if this device
+        noted a problem.
         """
-        arguments = (self._problems, self._device.problem_count, self._numbers, notes)
-        kernel("update_state", "tell")((1,), (THREADS,), arguments)
+        arguments = (self._problems, self._device.problem_count, self._numbers, metrics)
+        kernel("update_state", "pack_metrics")((1,), (THREADS,), arguments)
 
-    def hear(self, notes: Array, given_up: int = 0) -> None:
-        """Go on with what came back, unless the int at this address of the host is not 0 by now."""
-        kernel("update_state", "hear")((1,), (1,), (notes, given_up, self._numbers))
+    def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
+        """Read the averaged loss back; NaN if the int at host address `abort_flag` is not 0."""
+        kernel("update_state", "unpack_metrics")((1,), (1,), (metrics, abort_flag, self._numbers))
 
-    def pack_scale(self, told: Array) -> None:
-        """Put the loss scale into what goes with the parameters, if there is one."""
+    def pack_scale(self, spare: Array) -> None:
+        """Write the loss scale, if any, to the spare elements that are broadcast with the data."""
         if self._limits.loss_scale is not None:
-            kernel("update_state", "pack_scale")((1,), (1,), (self._numbers, told))
+            kernel("update_state", "pack_scale")((1,), (1,), (self._numbers, spare))
 
-    def unpack_scale(self, told: Array) -> None:
-        """Go on with the loss scale that came with the parameters, if there is one."""
+    def unpack_scale(self, spare: Array) -> None:
+        """Take over the loss scale, if any, that was broadcast with the data."""
         if self._limits.loss_scale is not None:
             table, count = self._table.of(_losses(self._losses))
             kernel("update_state", "unpack_scale")(
-                (1,), (THREADS,), (told, table, count, self._numbers)
+                (1,), (THREADS,), (spare, table, count, self._numbers)
             )
 
     def loss(self) -> float:
-        """The loss of the last pass, when the device is done with it."""
+        """Loss of the last pass, when the device is done with it."""
         return float(self._device.on_host(self._number("last")))
 
     def mean(self) -> float:
-        """The mean loss of the iteration's passes, over all solvers if it was heard of, when the
+        """Mean loss of the iteration's passes, over all solvers after `unpack_metrics`, when the
         device is done.
         """
         return float(self._device.on_host(self._number("total"))) / self._limits.passes
 
     @property
-    def measures(self) -> bool:
-        """Whether `judge` needs the gradients, and not the losses alone."""
+    def needs_norm(self) -> bool:
+        """True if `check_and_scale` needs the gradients' norm, not the loss alone."""
         return self._limits.clip >= 0 or self._limits.loss_scale is not None
 
     def check_and_scale(self, diff: Array) -> None:
-        """Decide what the gradients are multiplied by."""
+        """Check loss and gradients; set `scale` and `go`."""
         clip, passes, loss_scale = self._limits
         blocks, partial = 0, 0
-        if self.measures:
+        if self.needs_norm:
             blocks = max(1, min(-(-packs(diff) // (4 * THREADS)), BLOCKS))
             partial = scratch("squares", blocks)
             launch_blocks("update_state", "squares", diff, blocks, diff, partial, diff.size)
         limits = float(clip), passes, int(loss_scale is not None), LEAST_SCALE, MOST_SCALE, PATIENCE
         problems = self._problems, self._device.problem_count
-        page = self._page.ptr, self._page.ptr + self._orders.nbytes, ROWS
+        page = self._page.ptr, self._page.ptr + self._hyperparams.nbytes, ROWS
         table = self._table.of(_losses(self._losses))
-        kernel("update_state", "judge")(
+        kernel("update_state", "check_and_scale")(
             (1,), (THREADS,), (partial, blocks, *limits, *problems, *table, self._numbers, *page)
         )
 
-    def given(self) -> None:
-        """The operations of an iteration, `judge` among them, were given to the device."""
+    def mark_enqueued(self) -> None:
+        """Count an iteration, whose `check_and_scale` is on the device's stream by now."""
         self._device.counted(self._limits.passes)
-        self._given += 1
-        if self._given % GROUP == 0:
+        self._enqueued += 1
+        if self._enqueued % GROUP == 0:
             event = cupy.cuda.Event(block=True, disable_timing=True)
             event.record(self._device.stream)
-            self._ends.append((self._given, event))
+            self._ends.append((self._enqueued, event))
 
     def step_results(self, wait: bool) -> list[StepResult]:
-        """The step_results that were not returned yet, in order: all, or without `wait` those known by
-        now.
+        """Return results in order that were not returned yet: all, or without `wait` those
+        available now.
 
-        Waits in any case for those of a few iterations if the host is too far ahead.
+        Waits even then if the host is ROWS iterations ahead.
         """
-        if wait and self._known < self._given:
+        if wait and self._finished < self._enqueued:
             self._device.synchronize()
-            self._known = self._given
-        while self._given - self._known >= ROWS:
+            self._finished = self._enqueued
+        while self._enqueued - self._finished >= ROWS:
             end, event = self._ends.popleft()
             event.synchronize()
-            self._known = end
-        while self._ends and self._ends[0][0] <= self._known:
+            self._finished = end
+        while self._ends and self._ends[0][0] <= self._finished:
             self._ends.popleft()
         step_results = []
-        for i in range(self._told, self._known):
-            loss, norm, factor, loss_scale, status = self._reports[i % ROWS].tolist()
+        for i in range(self._returned, self._finished):
+            loss, norm, factor, loss_scale, status = self._results[i % ROWS].tolist()
             step_results.append(StepResult(loss, norm, factor, loss_scale, StepStatus(int(status))))
-        self._told = self._known
+        self._returned = self._finished
         return step_results
 
     @property
     def done(self) -> int:
-        """How many iterations the device is done with by now; for a look from another thread."""
-        first, given = self._told, self._given
+        """Number of iterations that the device has finished; may be read from another thread."""
+        first, given = self._returned, self._enqueued
         return next(
-            (i for i in range(first, given) if self._reports[i % ROWS, -1] == PENDING), given
+            (i for i in range(first, given) if self._results[i % ROWS, -1] == PENDING), given
         )
 
     def resync(self) -> None:
-        """Forget what was given before an interruption, which may have hit in between."""
+        """After an interruption, drop pending results and count on from the device's counter."""
         self._device.synchronize()
-        self._given = self._known = self._told = int(self._device.on_host(self._number("judged")))
+        self._enqueued = self._finished = self._returned = int(
+            self._device.on_host(self._number("checked"))
+        )
         self._ends.clear()
 
-    def go_on(self) -> None:
-        """Update again after an iteration that was STOPPED."""
+    def resume(self) -> None:
+        """Allow updates again after an iteration that was STOPPED."""
         self._set("stopped", 0)
 
     def state(self) -> dict[str, float]:
-        """What must be kept so that a resumed run goes on exactly."""
+        """State that a snapshot keeps so that a resumed run continues exactly."""
         if self._limits.loss_scale is None:
             return {}
         return {
@@ -280,7 +283,7 @@ class UpdateState:
         }
 
     def set_state(self, state: dict[str, float]) -> None:
-        """Take up a state that `state` gave."""
+        """Restore what `state` returned."""
         scale = self._limits.loss_scale
         if scale is not None:
             scale = state.get("loss_scale", scale)
@@ -291,7 +294,7 @@ class UpdateState:
 
 
 class Sums:
-    """The sums of the data of blobs, and of a net's losses, over passes."""
+    """Sums over passes of the data of blobs and of a net's loss."""
 
     def __init__(self, blobs: Sequence[Blob], losses: Sequence[Blob], device: CudaDevice) -> None:
         self._blobs = blobs
@@ -305,7 +308,7 @@ class Sums:
         self.clear()
 
     def clear(self) -> None:
-        """Begin anew, for blobs of the shapes that they have now."""
+        """Zero the sums, for the blobs' current shapes."""
         shapes = [blob.shape for blob in self._blobs]
         if shapes == self._shapes:
             with self._device.scope():
@@ -321,7 +324,7 @@ class Sums:
         )
 
     def add(self) -> None:
-        """Add the values of a pass."""
+        """Add the current values."""
         rows: list[Row] = []
         at = self._sums.data.ptr
         for blob in self._blobs:
@@ -333,10 +336,10 @@ class Sums:
             kernel("update_state", "add_up")((across, len(rows)), (THREADS,), sums.of(rows)[:1])
         if self._losses:
             arguments = (*losses.of(_losses(self._losses)), 1, self._numbers, self._passes)
-            kernel("update_state", "note")((1,), (THREADS,), arguments)
+            kernel("update_state", "accumulate_loss")((1,), (THREADS,), arguments)
 
     def read(self) -> tuple[list[HostArray], float]:
-        """The sums, in double precision, and that of the losses."""
+        """Return the sums, in double precision, and the sum of the losses."""
         flat = self._device.on_host(self._sums)
         ends = np.cumsum([blob.count for blob in self._blobs])
         parts = np.split(flat, ends[:-1]) if self._blobs else []

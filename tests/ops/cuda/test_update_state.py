@@ -31,13 +31,13 @@ class Judging:
     def check_and_scale(self, *gradient: float, passes: int = 1):
         """One iteration; returns the only step_result."""
         with self.device.scope():
-            self.update_state.say(0.5, 0.25, 3.0)
-            self.update_state.open([self.gradient])
+            self.update_state.set_hyperparams(0.5, 0.25, 3.0)
+            self.update_state.begin([self.gradient])
             for _ in range(passes):
-                self.update_state.note()
+                self.update_state.accumulate_loss()
             self.device.upload(np.resize(np.array(gradient, np.float32), 4), self.gradient)
             self.update_state.check_and_scale(self.gradient)
-            self.update_state.given()
+            self.update_state.mark_enqueued()
             (step_result,) = self.update_state.step_results(wait=True)
         return step_result
 
@@ -78,7 +78,7 @@ def test_a_loss_that_is_not_finite_stops_all(loss: float) -> None:
     assert judging.numbers()["go"] == 0
     judging.write(1, 1)
     assert judging.check_and_scale(1).status is StepStatus.STOPPED
-    judging.update_state.go_on()
+    judging.update_state.resume()
     assert judging.check_and_scale(1).status is StepStatus.DONE
     assert judging.numbers()["go"] == 1
 
@@ -91,7 +91,7 @@ def test_a_problem_stops_all() -> None:
     with pytest.raises(DataError, match=r"^7$"):
         judging.device.look()
     judging.device.look()
-    judging.update_state.go_on()
+    judging.update_state.resume()
     assert judging.check_and_scale(1).status is StepStatus.DONE
 
 
@@ -126,10 +126,10 @@ def test_verdicts_come_in_order_and_late() -> None:
             heard += judging.update_state.step_results(wait=False)
             assert i - len(heard) < 16
             judging.write(i)
-            judging.update_state.say(i, 0, 0)
-            judging.update_state.note()
+            judging.update_state.set_hyperparams(i, 0, 0)
+            judging.update_state.accumulate_loss()
             judging.update_state.check_and_scale(judging.gradient)
-            judging.update_state.given()
+            judging.update_state.mark_enqueued()
             if i == 21:
                 heard += judging.update_state.step_results(wait=True)
                 assert len(heard) == 22

@@ -1,13 +1,13 @@
-// What decides on an update, by one block each, and sums over passes. Nothing of it needs the host: it says beforehand
-// what it wants in `orders` and looks up afterwards what came of it in `reports`, rings of rows in its own memory.
+// The check before an update, one block each, and sums over passes. Two rings of rows lie in pinned host memory: the host
+// writes `hyperparams` before it enqueues an iteration, and reads `results` when the device has written them.
 
 #include "pack.cuh"
 #include "reduce.cuh"
 
 // Numbers of an iteration, as ops/cuda/update_state.py has them.
-enum { RATE, DECAY, CORRECTION, SCALE, GO, LAST, TOTAL, LOSS_SCALE, GOOD, STOPPED, JUDGED };
-enum { ORDERS = 3, REPORTS = 5 };  // numbers in a row
-enum { UPDATED, SKIPPED, STOPS };
+enum { RATE, DECAY, CORRECTION, SCALE, GO, LAST, TOTAL, LOSS_SCALE, GOOD, STOPPED, CHECKED };
+enum { HYPERPARAMS = 3, RESULTS = 5 };  // numbers in a row
+enum { STEP_DONE, STEP_SKIPPED, STEP_STOPPED };
 
 // A blob: data, then diff or where sums go; kinds are those of number() in pack.cuh, 5 half_t, 6 bf16_t.
 struct Place {
@@ -36,8 +36,8 @@ __device__ void multiply(void* p, i64 i, i64 kind, double by) {
 
 __device__ bool is_finite(double x) { return x - x == 0; }
 
-// The loss of a pass: sums of data * diff, without the loss scale; added to that of the passes before if `add`.
-__global__ void note(const Place* losses, i64 count, i64 add, double* numbers, i64* tick) {
+// Loss of a pass: sum of data * diff over the losses / loss_scale; added to that of earlier passes if `add`.
+__global__ void accumulate_loss(const Place* losses, i64 count, i64 add, double* numbers, i64* tick) {
   float total = 0;
   for (i64 k = 0; k < count; ++k) {
     const Place p = losses[k];
@@ -52,28 +52,28 @@ __global__ void note(const Place* losses, i64 count, i64 add, double* numbers, i
   ++*tick;
 }
 
-// notes_0 = the loss of all passes, or no number if there is a problem
-__global__ void tell(const double* problems, i64 places, const double* numbers, float* notes) {
+// metrics_0 = loss of all passes, or NaN if a problem was noted
+__global__ void pack_metrics(const double* problems, i64 places, const double* numbers, float* metrics) {
   double problem = 0;
   for (i64 i = threadIdx.x; i < places; i += blockDim.x) problem += problems[2 * i];
   problem = block_sum(problem);
-  if (threadIdx.x == 0) notes[0] = problem != 0 ? nanf("") : float(numbers[TOTAL]);
+  if (threadIdx.x == 0) metrics[0] = problem != 0 ? nanf("") : float(numbers[TOTAL]);
 }
 
-// The loss is what came back of it, and no number if what came back may be anything.
-__global__ void hear(const float* notes, const volatile int* given_up, double* numbers) {
-  numbers[TOTAL] = given_up && *given_up ? nanf("") : notes[0];
+// total = metrics_0, or NaN if the all-reduce was aborted
+__global__ void unpack_metrics(const float* metrics, const volatile int* abort_flag, double* numbers) {
+  numbers[TOTAL] = abort_flag && *abort_flag ? nanf("") : metrics[0];
 }
 
-// told_0 = the loss scale
-__global__ void pack_scale(const double* numbers, float* told) { told[0] = float(numbers[LOSS_SCALE]); }
+// spare_0 = the loss scale
+__global__ void pack_scale(const double* numbers, float* spare) { spare[0] = float(numbers[LOSS_SCALE]); }
 
-// The loss scale becomes told_0, and the losses' diffs follow it.
-__global__ void unpack_scale(const float* told, Place* losses, i64 count, double* numbers) {
+// loss_scale = spare_0; the losses' diffs are multiplied by new / old
+__global__ void unpack_scale(const float* spare, Place* losses, i64 count, double* numbers) {
   __shared__ double ratio;
   if (threadIdx.x == 0) {
-    ratio = told[0] / numbers[LOSS_SCALE];
-    numbers[LOSS_SCALE] = told[0];
+    ratio = spare[0] / numbers[LOSS_SCALE];
+    numbers[LOSS_SCALE] = spare[0];
   }
   __syncthreads();
   if (ratio == 1) return;
@@ -92,13 +92,14 @@ __global__ void __launch_bounds__(256) squares(const T* g, double* partial, i64 
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
-// norm = sqrt(sum of partial) / loss scale. The update is left out if the norm is not finite and there is a loss scale,
-// and from now on if the loss is not finite, if there is a problem, or if the loss scale can become no smaller. The
-// gradients' scale is clip / norm if that is below 1, over passes and loss scale. A new loss scale is put into the
-// losses' diffs.
-__global__ void judge(const double* partial, i64 parts, double clip, i64 passes, i64 scaled, double least, double most,
-                      i64 patience, const double* problems, i64 places, Place* losses, i64 count, double* numbers,
-                      const volatile double* orders, double* reports, i64 rows) {
+// norm = sqrt(sum of partial) / loss_scale
+// scale = min(1, clip / norm) / passes / loss_scale
+// SKIPPED if there is a loss scale and the norm is not finite; STOPPED, as are all later iterations, if the loss is not
+// finite, a problem was noted, or the loss scale cannot be halved again. A new loss scale is multiplied into the losses'
+// diffs.
+__global__ void check_and_scale(const double* partial, i64 parts, double clip, i64 passes, i64 scaled, double least,
+                                double most, i64 patience, const double* problems, i64 places, Place* losses, i64 count,
+                                double* numbers, const volatile double* hyperparams, double* results, i64 rows) {
   __shared__ double ratio;
   double square = 0, problem = 0;
   for (i64 i = threadIdx.x; i < parts; i += blockDim.x) square += partial[i];
@@ -119,19 +120,19 @@ __global__ void judge(const double* partial, i64 parts, double clip, i64 passes,
       }
     }
     const double factor = clip < 0 || norm <= clip ? 1 : clip / norm;
-    const i64 judged = i64(numbers[JUDGED]), row = judged % rows;
-    for (int i = 0; i < ORDERS; ++i) numbers[RATE + i] = orders[ORDERS * row + i];
+    const i64 checked = i64(numbers[CHECKED]), row = checked % rows;
+    for (int i = 0; i < HYPERPARAMS; ++i) numbers[RATE + i] = hyperparams[HYPERPARAMS * row + i];
     numbers[SCALE] = factor / double(passes) / scale;
     numbers[GO] = !(stops || overflow);
     numbers[LOSS_SCALE] = next;
     numbers[STOPPED] = stops;
-    numbers[JUDGED] = double(judged + 1);
-    double* report = reports + REPORTS * row;
-    report[0] = loss;
-    report[1] = norm;
-    report[2] = factor;
-    report[3] = next;
-    report[4] = stops ? STOPS : overflow ? SKIPPED : UPDATED;
+    numbers[CHECKED] = double(checked + 1);
+    double* result = results + RESULTS * row;
+    result[0] = loss;
+    result[1] = norm;
+    result[2] = factor;
+    result[3] = next;
+    result[4] = stops ? STEP_STOPPED : overflow ? STEP_SKIPPED : STEP_DONE;
     ratio = next / scale;
   }
   __syncthreads();
@@ -141,20 +142,20 @@ __global__ void judge(const double* partial, i64 parts, double clip, i64 passes,
       multiply(losses[k].other, i, losses[k].kind, ratio);
 }
 
-// kept = data, and from an iteration that was stopped on data = kept; a column of blocks for each blob of floats
-__global__ void keep(const Place* blobs, const double* numbers) {
+// saved = data; data = saved if an iteration was STOPPED. One column of blocks a float32 blob
+__global__ void save_stats(const Place* blobs, const double* numbers) {
   const Place p = blobs[blockIdx.y];
-  float *data = static_cast<float*>(const_cast<void*>(p.data)), *kept = static_cast<float*>(p.other);
+  float *data = static_cast<float*>(const_cast<void*>(p.data)), *saved = static_cast<float*>(p.other);
   const bool back = numbers[STOPPED] != 0;
   for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < p.count; i += gridDim.x * i64(blockDim.x)) {
     if (back)
-      data[i] = kept[i];
+      data[i] = saved[i];
     else
-      kept[i] = data[i];
+      saved[i] = data[i];
   }
 }
 
-// sums += data; a column of blocks for each blob
+// sums += data; one column of blocks a blob
 __global__ void add_up(const Place* blobs) {
   const Place p = blobs[blockIdx.y];
   double* sums = static_cast<double*>(p.other);
