@@ -64,7 +64,7 @@ class ScheduleSync:
             self._up = _Execution(self, exchange, flats.device, flats.diff, schedule)
 
     @property
-    def given_up(self) -> int:
+    def abort_flag(self) -> int:
         """The host's address of an int that is not 0 when the group was given up."""
         return self._word.address
 
@@ -162,7 +162,7 @@ class _Peers:
             for a in mine
         ]
         most = max(len(part(levels, other).actions) for other in range(sync.size))
-        self._run = ScheduleRun(rank, len(levels), steps, last, most, sync.given_up)
+        self._run = ScheduleRun(rank, len(levels), steps, last, most, sync.abort_flag)
         device.synchronize()
         self._progress: Sequence[Any] = exchange(self._run.progress)
         self._flats: Sequence[Any] = exchange(flat)

@@ -17,7 +17,7 @@ class HostSync:
     """
 
     capturable = False
-    given_up = 0
+    abort_flag = 0
 
     def __init__(
         self,

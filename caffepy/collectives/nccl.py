@@ -63,7 +63,7 @@ class NcclSync:
         group.on_abort(self._abort)
 
     @property
-    def given_up(self) -> int:
+    def abort_flag(self) -> int:
         """The host's address of an int that is not 0 when the group was given up."""
         return self._word.address
 

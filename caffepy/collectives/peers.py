@@ -101,9 +101,9 @@ class _Ends:
         with self.cupy.cuda.Device(source):
             self.here = self.cupy.zeros(size, np.uint8)
             self.stream = self.cupy.cuda.Stream(non_blocking=True)
-        self.settle()
+        self.synchronize()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for what other streams do with the buffers: the own one waits for none of them."""
         for device in (self.source, self.destination):
             self.cupy.cuda.Device(device).synchronize()
@@ -138,7 +138,7 @@ def verify(source: int, destination: int) -> None:
     sent = np.random.default_rng(source * 64 + destination).integers(0, 256, PATTERN, np.uint8)
     with ends.cupy.cuda.Device(source):
         ends.here.set(sent)
-        ends.settle()
+        ends.synchronize()
         ends.send(PATTERN)
         ends.stream.synchronize()
     with ends.cupy.cuda.Device(destination):

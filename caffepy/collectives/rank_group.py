@@ -112,8 +112,8 @@ class RankGroup:
             self._fail(rank, error)
         self._end_waits()
 
-    def give_up(self, missing: list[int], seconds: float, more: str = "") -> None:
-        """Let every rank stop because these, or those that they wait for, did not get on for so
+    def abort_hung(self, missing: list[int], seconds: float, more: str = "") -> None:
+        """Let every rank stop because these, or those that they wait for, made no progress for so
         long.
 
         Errors that ranks meet while the hung_ranks are found do not count.
@@ -131,7 +131,7 @@ class RankGroup:
             self.missing = found
             names = ", ".join(f"rank {rank}" for rank in found) or "another rank"
             waited = more if found == missing else ""
-            error = SyncError(f"{names} did not get on for {seconds:g} s ({self.phase}){waited}")
+            error = SyncError(f"{names} made no progress for {seconds:g} s ({self.phase}){waited}")
             log.error("%s\n%s", error, doing)
             self._fail(found[0] if found else 0, error)
 
@@ -146,7 +146,7 @@ class RankGroup:
         """Whether a rank has failed, or ranks were found to hang."""
         return self._giving_up or self.failure is not None
 
-    def settle(self) -> tuple[int, BaseException] | None:
+    def wait_failure(self) -> tuple[int, BaseException] | None:
         """The failure, also if it is only being found out; None if there is none."""
         if self._giving_up:
             self._settled.wait()
@@ -180,7 +180,7 @@ class RankGroup:
 
     def check(self, rank: int | None = None) -> None:
         """If a rank has failed, its error in the root, GroupStoppedError in others."""
-        failure = self.settle() if rank == 0 else self.failure
+        failure = self.wait_failure() if rank == 0 else self.failure
         if failure:
             failed, error = failure
             if rank == 0:
@@ -203,11 +203,11 @@ class RankGroup:
                 if self._asleep[rank].locked():
                     self._asleep[rank].release()
 
-    def first(self, error: Exception) -> BaseException:
+    def root_cause(self, error: Exception) -> BaseException:
         """The error that counts where the root has met this one: what a rank failed of before, if
         one did.
         """
-        failure = self.settle()
+        failure = self.wait_failure()
         if failure is None:
             return error
         self.notice()
@@ -237,7 +237,7 @@ class RankGroup:
             seconds = self.deadlines[self.phase]
             left = seconds - waited
             if left < 0:
-                self.give_up(missing(), seconds, f"; rank {rank} waited for it")
+                self.abort_hung(missing(), seconds, f"; rank {rank} waited for it")
                 self.check(rank)
             self._asleep[rank].acquire(timeout=min(TICK, left + 1e-3) if left >= 0 else TICK)
 
@@ -270,7 +270,7 @@ class RankGroup:
         self.barrier(rank, name)
 
     @contextmanager
-    def turn(self, rank: int, key: object) -> Iterator[None]:
+    def round_robin(self, rank: int, key: object) -> Iterator[None]:
         """The ranks enter the block one after the other, 0, 1, ..., and again from 0; `key` names
         what they share.
         """

@@ -34,7 +34,7 @@ class Synchronizer(Protocol):
     capturable: bool  # whether its calls give work to the current stream and do nothing else
 
     @property
-    def given_up(self) -> int:
+    def abort_flag(self) -> int:
         """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no
         mean of all.
         """

@@ -71,7 +71,7 @@ class WorkerThreads(Generic[Member]):
             self._work[r].append(work)
         self.group.wake(*ranks)
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Return when all members have done all that they were given; from the root's thread."""
         self._await(list(self._work), 1)
 

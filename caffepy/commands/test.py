@@ -183,7 +183,7 @@ def _examiners(
         with within(0):
             with quiet():
                 worker_threads.start()
-                worker_threads.settle()
+                worker_threads.wait_idle()
             group.phase = "test"
             yield root, worker_threads
     except BaseException as error:
@@ -203,7 +203,7 @@ def _examiners(
 
 @contextmanager
 def _turn(group: RankGroup, rank: int, layer: Layer) -> Iterator[None]:
-    with group.turn(rank, layer), layer.forward_lock:
+    with group.round_robin(rank, layer), layer.forward_lock:
         yield
 
 
@@ -226,7 +226,7 @@ def _see_to(group: RankGroup, last_resort: Callable[[BaseException], object] | N
     """See to it that all ends, even if the root is where it does not wait for others."""
 
     def watch() -> None:
-        failure = group.settle()
+        failure = group.wait_failure()
         assert failure
         if not group.root_notices(PATIENCE) and last_resort:
             last_resort(named(*failure))
@@ -282,7 +282,7 @@ def _run(root: _Examiner, others: WorkerThreads[_Examiner], iterations: int) -> 
         for k in range(first + 1, min(first + size, iterations)):
             others.give(partial(do, k=k), k % size)
         do(root, first)
-    others.settle()
+    others.wait_idle()
     loss_weights = root.net.blob_loss_weights
     outputs = [
         (name, (total / iterations).astype(np.float32), loss_weights[name])

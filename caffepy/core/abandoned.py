@@ -5,7 +5,7 @@ the end.
 _things: list[object] = []
 
 
-def give_up(*things: object) -> None:
+def abandon(*things: object) -> None:
     """Say that some device will never end its work, which these things belong to."""
     _things.extend(things)
 

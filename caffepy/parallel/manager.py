@@ -23,7 +23,7 @@ from caffepy.collectives.rank_group import DEADLINES, RankGroup, named
 from caffepy.collectives.sync import AllGather, FlatParams, Synchronization, Synchronizer, choose
 from caffepy.collectives.topology import Topology, all_joined, device_pairs, show
 from caffepy.collectives.worker_threads import WorkerThreads
-from caffepy.core.abandoned import give_up
+from caffepy.core.abandoned import abandon
 from caffepy.core.errors import ConfigError, LostDeviceError, UsageError
 from caffepy.device.blob import Array, Blob
 from caffepy.device.device import CudaDevice, Device
@@ -145,7 +145,7 @@ class P2PManager(WorkerGroup):
     ) -> None:
         self._end(error)
         if isinstance(error, Exception) and not isinstance(error, LostDeviceError):
-            first = self.group.first(error)
+            first = self.group.root_cause(error)
             if str(first) != str(error):  # which may be what another rank's did to this one
                 raise first from error
 
@@ -162,7 +162,7 @@ class P2PManager(WorkerGroup):
             if self._gpu:
                 threading.Thread(target=self._guard, name="caffepy guard", daemon=True).start()
             self._synchronize(root, 0)
-            self._worker_threads.settle()
+            self._worker_threads.wait_idle()
         group.phase = "idle"
         for rank, device in enumerate(self._devices[1:], start=1):
             place = f"GPU {device.index}" if self._gpu else "the CPU"
@@ -263,7 +263,7 @@ class P2PManager(WorkerGroup):
             known, waited = progress, waited + LOOK if progress == known else 0.0
             seconds = self.group.deadlines[self.group.phase]
             if waited > seconds + LOOK:  # those who wait for a solver find it first
-                self.group.give_up([0], seconds)
+                self.group.abort_hung([0], seconds)
 
     def _progress(self) -> object:
         """What changes while solvers get on."""
@@ -295,7 +295,7 @@ class P2PManager(WorkerGroup):
 
     def _reach_root(self) -> None:
         """See to it that the root ends, even if it is where it does not wait for others."""
-        failure = self.group.settle()
+        failure = self.group.wait_failure()
         assert failure
         rank, error = failure
         if self.group.root_notices(PATIENCE if rank else 0):
@@ -319,7 +319,7 @@ class P2PManager(WorkerGroup):
     @contextmanager
     def _turn(self, mark: Callable[[str], None], rank: int, layer: Layer) -> Iterator[None]:
         mark("forward")
-        with self.group.turn(rank, layer), layer.forward_lock:
+        with self.group.round_robin(rank, layer), layer.forward_lock:
             yield
         mark("data")
 
@@ -338,7 +338,7 @@ class P2PManager(WorkerGroup):
                 if error is not None:
                     self._mark_failed()
                     self.group.abort(0, error)
-                    self.group.settle()
+                    self.group.wait_failure()
             finally:
                 self._clear(failed=error is not None)
 
@@ -349,7 +349,7 @@ class P2PManager(WorkerGroup):
             until = time.monotonic() + SETTLING
             endless = [rank for rank in range(1, self.size) if not self._rests(rank, until)]
             if endless or any(device.lost for device in self._devices):
-                give_up(self)
+                abandon(self)
             elif not left:
                 self._let_go(until)
             left = sorted({*left, *endless})
@@ -376,7 +376,7 @@ class P2PManager(WorkerGroup):
         """Let the root be alone again."""
         self._worker_threads.give(lambda worker: self._leave(worker, worker.rank))
         self._leave(self.root, 0)
-        self._worker_threads.settle()
+        self._worker_threads.wait_idle()
 
     def _free(self) -> None:
         """The root can go on alone."""
@@ -420,11 +420,11 @@ class P2PManager(WorkerGroup):
         """Those of the followers."""
         return self._devices[1:]
 
-    def first(self, error: Exception) -> BaseException:
+    def root_cause(self, error: Exception) -> BaseException:
         """What ended the run where the root has met this error: it itself, or what ended the
         followers before.
         """
-        return self.group.first(error)
+        return self.group.root_cause(error)
 
     def check(self) -> None:
         """Raise what has ended the followers' run, if anything has."""
@@ -451,10 +451,10 @@ class P2PManager(WorkerGroup):
 
     def losses(self) -> list[float]:
         """The losses of that pass."""
-        self._worker_threads.settle()
+        self._worker_threads.wait_idle()
         return [worker.loss for worker in self._workers]
 
-    def agree(self) -> None:
+    def average_bn_stats(self) -> None:
         """Bring the statistics of BatchNorm layers to one value."""
         if self.failed or self._sync_options.statistics != "average":
             return
@@ -484,7 +484,7 @@ class P2PManager(WorkerGroup):
     def totals(self, k: int) -> list[Totals]:
         """End the test: what each of the followers that had a batch has added up."""
         self._worker_threads.give(partial(WorkerSolver.end_test, k=k))
-        self._worker_threads.settle()
+        self._worker_threads.wait_idle()
         return [worker.totals for worker in self._workers]
 
     @contextmanager
@@ -503,7 +503,7 @@ class P2PManager(WorkerGroup):
         self._worker_threads.give(
             lambda worker: worker.follow(self.root, positions[worker.rank - 1])
         )
-        self._worker_threads.settle()
+        self._worker_threads.wait_idle()
 
     def raise_worker_error(self) -> None:
         """Raise what a follower has found wrong, if one has."""
@@ -527,8 +527,8 @@ class P2PManager(WorkerGroup):
         ]
 
     def _settle(self) -> None:
-        self._worker_threads.give(WorkerSolver.settle)
-        self._worker_threads.settle()
+        self._worker_threads.give(WorkerSolver.wait_idle)
+        self._worker_threads.wait_idle()
 
     @property
     def _workers(self) -> list[WorkerSolver]:

@@ -66,7 +66,7 @@ class WorkerSolver(Solver):
 
     def begin_test(self, k: int) -> None:
         """Begin to add up what test net `k` gives."""
-        self.settle()
+        self.wait_idle()
         if (
             k == 0 or self._positions_before is None
         ):  # positions are those from before all test nets
@@ -84,7 +84,7 @@ class WorkerSolver(Solver):
         if k == len(self.test_nets) - 1:
             self._positions_before = None
 
-    def settle(self) -> None:
+    def wait_idle(self) -> None:
         """Wait for all iterations that were given to the device; others do not follow at once."""
         self.phase_timer.stop()
         with self.device.scope():

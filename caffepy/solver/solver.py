@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy import ops
-from caffepy.core.abandoned import give_up
+from caffepy.core.abandoned import abandon
 from caffepy.core.errors import CaffeError, ConfigError, DataError, DivergenceError, LostDeviceError
 from caffepy.core.events import Output, Reporter
 from caffepy.core.paths import locate
@@ -288,7 +288,7 @@ class Solver:
         for net in self._nets:
             net.close()
         if self.device.lost:
-            give_up(self)
+            abandon(self)
         else:
             with self.device.scope():
                 self.device.synchronize()
@@ -313,7 +313,7 @@ class Solver:
                 self._interrupted = True
                 if not self.device.lost and (isinstance(error, CaffeError) or self.workers.failed):
                     self._collect_results(wait=True)  # what went wrong before comes first
-                first = self.workers.first(error) if isinstance(error, Exception) else error
+                first = self.workers.root_cause(error) if isinstance(error, Exception) else error
                 self.workers.stop(first)
                 if self._step.begun:
                     with suppress(Exception):  # of a device that failed, say
@@ -626,7 +626,7 @@ class Solver:
         """Test all test nets, unless `action` asks to stop; until they are done, a snapshot begins
         before them.
         """
-        self.workers.agree()
+        self.workers.average_bn_stats()
         self._positions_before = take_positions(self._nets, self.device)
         for k in range(len(self.test_nets)):
             if not self.stopped:
@@ -674,7 +674,7 @@ class Solver:
         with self.device.scope():
             self._recover()
             self._collect_results(wait=True)
-        self.workers.agree()
+        self.workers.average_bn_stats()
         check_params(self.net, self.iter)
         param = self.param
         files = Files(

@@ -47,7 +47,7 @@ class Synchronizer(Callback, Protocol):
         """Whether this solver updates its parameters; else it gets the root's in `on_start`."""
 
     @property
-    def given_up(self) -> int:
+    def abort_flag(self) -> int:
         """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no
         mean of all.
         """
@@ -201,7 +201,7 @@ class Step:
         for callback in self.callbacks:
             callback.on_gradients_ready()
         if self._updates and self.synchronizer:
-            self.update_state.unpack_metrics(self.params.metrics, self.synchronizer.given_up)
+            self.update_state.unpack_metrics(self.params.metrics, self.synchronizer.abort_flag)
         self.phase_timer.mark("synchronization")
 
     @property

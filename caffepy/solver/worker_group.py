@@ -23,7 +23,7 @@ class WorkerGroup:
     def stop(self, error: BaseException) -> None:
         """The solver has met this error, and will not go on: let those end who wait for it."""
 
-    def first(self, error: Exception) -> BaseException:
+    def root_cause(self, error: Exception) -> BaseException:
         """What ended the run where the solver has met this error: it itself, or what ended the
         followers before.
         """
@@ -46,7 +46,7 @@ class WorkerGroup:
         """The losses of that pass."""
         return []
 
-    def agree(self) -> None:
+    def average_bn_stats(self) -> None:
         """Bring what every solver has of its own among the parameters, such as statistics, to one
         value.
         """

@@ -161,6 +161,6 @@ def test_a_rank_that_fails_ends_what_waits_on_the_gpus_of_others(name: str) -> N
     raised = on_all(shape, choice, 1_000_000, work, group)
     assert isinstance(raised[-1], DataError)
     assert all(raised)
-    assert [ctypes.c_int.from_address(mine.given_up).value for mine in sides] == [1] * shape.size
+    assert [ctypes.c_int.from_address(mine.abort_flag).value for mine in sides] == [1] * shape.size
     if name != "nccl":  # which may refuse the call
         assert sorted(ended) == list(range(shape.size - 1))

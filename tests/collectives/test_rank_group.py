@@ -41,7 +41,7 @@ def test_turns_go_round_in_the_order_of_ranks() -> None:
 
     def work(rank: int) -> None:
         for _ in range(20):
-            with group.turn(rank, "data"):
+            with group.round_robin(rank, "data"):
                 seen.append(rank)
 
     assert together(5, work, group) == [None] * 5
@@ -73,7 +73,7 @@ def test_an_error_of_one_rank_stops_all_and_the_root_gets_it(where: str) -> None
             group.barrier(rank)
         else:
             for _ in range(2):
-                with group.turn(rank, "data"):
+                with group.round_robin(rank, "data"):
                     pass
 
     raised = together(3, work, group)
@@ -102,7 +102,7 @@ def test_a_rank_that_hangs_is_named_with_what_it_does(caplog: pytest.LogCaptureF
         raised = together(3, work, group)
     assert raised[2] is None
     assert all(isinstance(raised[rank], SyncError) for rank in (0, 1))
-    assert "rank 2 did not get on for 0.2 s (step)" in str(group.failure and group.failure[1])
+    assert "rank 2 made no progress for 0.2 s (step)" in str(group.failure and group.failure[1])
     assert "release.wait(20)" in caplog.text
     assert "rank 2:" in caplog.text
 
@@ -187,7 +187,7 @@ def test_what_is_met_while_the_culprit_is_found_does_not_count() -> None:
         group.check(rank)
 
     raised = together(3, work, group)
-    assert str(raised[0]) == "rank 2 did not get on for 0.2 s (step)"
+    assert str(raised[0]) == "rank 2 made no progress for 0.2 s (step)"
     assert isinstance(raised[1], GroupStoppedError)
     assert isinstance(raised[2], DataError)
     assert group.missing == [2]

@@ -140,7 +140,7 @@ def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
             root, [Device() for _ in range(3)], all_joined(3), SyncOptions("flat")
         ) as team:
             root.step(4)
-            team.agree()
+            team.average_bn_stats()
             if size == 3:
                 root.test_all()
         if size == 1:

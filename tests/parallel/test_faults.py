@@ -146,7 +146,7 @@ def test_a_root_that_hangs_is_found_and_named(how: str, folder: Path) -> None:
     write(folder, {"what": how, "rank": 0, "at": 6})
     run = caffepy("--deadlines", "step=8")
     assert run.returncode == SyncError.exit_code
-    assert "rank 0 did not get on for 8 s (step)" in run.stderr
+    assert "rank 0 made no progress for 8 s (step)" in run.stderr
     assert "time.sleep(60)" in run.stderr, "the stacks of all threads"
     assert ("the main thread does not answer" in run.stderr) == (how == "deaf")
     assert Path("s_iter_5.solverstate").exists()
@@ -159,7 +159,7 @@ def test_a_worker_that_hangs_is_found_and_named(folder: Path) -> None:
     run = caffepy("--deadlines", "step=8")
     assert run.returncode == SyncError.exit_code
     assert run.stderr.splitlines()[-1].startswith(
-        "caffepy: error: rank 2 did not get on for 8 s (step)"
+        "caffepy: error: rank 2 made no progress for 8 s (step)"
     )
     assert re.search(r"rank 2:\n(.*\n)*.*time\.sleep\(60\)", run.stderr)
     assert Path("s_iter_5.solverstate").exists()
@@ -368,7 +368,7 @@ def test_data_that_hangs_is_found_and_the_run_ends(folder: Path) -> None:
     run = caffepy("--deadlines", "step=8", code=HANGING_DATA)
     assert run.returncode == SyncError.exit_code
     assert (
-        "did not get on for 8 s (step)" in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
+        "made no progress for 8 s (step)" in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
     )
     assert "Reading data hangs" in run.stderr
 
@@ -437,7 +437,7 @@ def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: list[object] = []
-    monkeypatch.setattr("caffepy.parallel.manager.give_up", kept.append)
+    monkeypatch.setattr("caffepy.parallel.manager.abandon", kept.append)
     devices, ended = [Device(), Endless(), Device()], threading.Event()
     passes = iter(range(100))
 
@@ -461,7 +461,7 @@ def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(
             root.step(8)
 
     with closing(solver_of(EVERY, net(2))) as root:
-        with pytest.raises(SyncError, match=r"^rank 1 did not get on for 1 s \(step\)$"):
+        with pytest.raises(SyncError, match=r"^rank 1 made no progress for 1 s \(step\)$"):
             run(root)
         assert root.iter == 4
     assert kept
@@ -497,7 +497,7 @@ class GivingUp:
             return [1]
 
         group.hung_ranks = hung_ranks
-        threading.Thread(target=group.give_up, args=([0], 8.0), daemon=True).start()
+        threading.Thread(target=group.abort_hung, args=([0], 8.0), daemon=True).start()
         assert found.wait(20)
         self._then(self._team)
 
@@ -537,7 +537,7 @@ def test_what_comes_of_giving_a_rank_up_is_no_error_of_its_own(what: str, tmp_pa
             root.solve()
 
     with closing(solver_of(settings, net(2))) as root:
-        with pytest.raises(SyncError, match=r"^rank 1 did not get on for 8 s \(step\)$"):
+        with pytest.raises(SyncError, match=r"^rank 1 made no progress for 8 s \(step\)$"):
             run(root)
         assert root.iter == 5
         assert np.isfinite(root._window.smoothed)

@@ -89,7 +89,7 @@ def on_gpus(
     with P2PManager(root, devices, topology, SyncOptions(sync, statistics, DEADLINES)) as team:
         root.step(iterations)
         root.test_all()
-        team.agree()
+        team.average_bn_stats()
         data = [params(solver) for solver in (root, *team._workers)]
     root.close()
     if sync == "tree":
@@ -438,7 +438,7 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
             SyncOptions(sync, deadlines=DEADLINES),
         ) as team:
             root.step(9 - root.iter)
-            team.agree()
+            team.average_bn_stats()
             data = params(root)
             if stop_at:
                 root.snapshot()

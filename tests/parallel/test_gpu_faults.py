@@ -293,7 +293,7 @@ def test_a_worker_that_hangs_is_found_by_its_deadline(sync: str, what: str) -> N
     code = arranged("caffepy.solver.step:Step.perform", what, 6, 1, DEADLINE + SECONDS)
     run = caffepy("--sync", sync, "--deadlines", f"step={DEADLINE}", on=GPUS, code=code)
     assert run.returncode == SyncError.exit_code, run.stderr
-    assert f"rank 1 did not get on for {DEADLINE} s (step)" in run.stderr.splitlines()[-1]
+    assert f"rank 1 made no progress for {DEADLINE} s (step)" in run.stderr.splitlines()[-1]
     is_good(5)
 
 

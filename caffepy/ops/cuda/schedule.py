@@ -40,12 +40,12 @@ class ScheduleRun:
     """One rank's launches of one schedule; made on the rank's device.
 
     `steps` are the rank's, `last` the waits after which its buffer may be written again, `most` the
-    largest number of steps of any rank. The waits end when the int at the host's address `given_up`
+    largest number of steps of any rank. The waits end when the int at the host's address `abort_flag`
     is not 0. All ranks must launch it the same number of times, for the same counts.
     """
 
     def __init__(
-        self, rank: int, levels: int, steps: Sequence[Step], last: Waits, most: int, given_up: int
+        self, rank: int, levels: int, steps: Sequence[Step], last: Waits, most: int, abort_flag: int
     ) -> None:
         self._rank, self._levels = rank, levels
         self._blocks = max(1, min(BLOCKS, MOST_BLOCKS // max(1, most)))
@@ -57,7 +57,7 @@ class ScheduleRun:
             waits += before
         self._actions = cupy.asarray(np.array(rows, np.int32))
         self._waits = cupy.asarray(np.array(waits or [(0, 0)], np.int32))
-        self._given_up = np.uint64(given_up)
+        self._abort_flag = np.uint64(abort_flag)
         self._kernel = kernel("schedule", "run_schedule")
         self._progress_of: Array = None
 
@@ -80,7 +80,7 @@ class ScheduleRun:
             np.int64(count),
             np.int32(chunk_of(count, self._blocks)),
             np.float32(scale),
-            self._given_up,
+            self._abort_flag,
         )
         self._kernel((self._grid,), (THREADS,), arguments)
 

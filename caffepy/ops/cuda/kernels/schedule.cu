@@ -28,10 +28,10 @@ __device__ inline void release(u64* p, u64 value) {
 }
 
 // The progress, when it is `value` or more; less if the group was given up meanwhile.
-__device__ inline u64 reach(const u64* progress, u64 value, const volatile int* given_up) {
+__device__ inline u64 reach(const u64* progress, u64 value, const volatile int* abort_flag) {
   u64 seen = acquire(progress);
   for (unsigned spin = 1; seen < value; ++spin) {
-    if (spin % 1024 == 0 && *given_up) break;
+    if (spin % 1024 == 0 && *abort_flag) break;
     seen = acquire(progress);
   }
   return seen;
@@ -74,7 +74,7 @@ template <bool ADD> __device__ void move(float* to, const float* from, int n, fl
 // scale: what complete sums are multiplied by.
 extern "C" __global__ void __launch_bounds__(512, 2)
     run_schedule(int rank, float* const* buffers, u64* const* progress, const Action* actions, const Wait* waits, int blocks,
-                 int levels, i64 size, int chunk, float scale, const volatile int* given_up) {
+                 int levels, i64 size, int chunk, float scale, const volatile int* abort_flag) {
   const i64 chunks = (size + chunk - 1) / chunk;
   const bool opens = blockIdx.x == 0, closes = blockIdx.x == gridDim.x - 1;
   if (opens || closes) {
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
       const Action last = actions[(gridDim.x - 2) / blocks];
       for (int w = 0; w < last.waits; ++w) {
         const Wait wait = waits[last.first_wait + w];
-        if (reach(progress[wait.rank] + i64(wait.level) * blocks + b, end, given_up) < end) return;
+        if (reach(progress[wait.rank] + i64(wait.level) * blocks + b, end, abort_flag) < end) return;
       }
     }
     release(own, end);
@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(512, 2)
   u64 done = *own, seen = 0;
   for (i64 c = b; c < chunks; c += blocks) {
     ++done;
-    if (other && seen < done) seen = reach(other, done, given_up);
+    if (other && seen < done) seen = reach(other, done, abort_flag);
     if (!__syncthreads_and(!other || seen >= done)) return;
     const i64 first = c * chunk;
     const int n = int(size - first < chunk ? size - first : chunk);
