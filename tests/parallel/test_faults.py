@@ -368,7 +368,8 @@ def test_data_that_hangs_is_found_and_the_run_ends(folder: Path) -> None:
     run = caffepy("--deadlines", "step=8", code=HANGING_DATA)
     assert run.returncode == SyncError.exit_code
     assert (
-        "made no progress for 8 s (step)" in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
+        "made no progress for 8 s (step)"
+        in run.stderr.splitlines()[-1] + run.stderr.splitlines()[-2]
     )
     assert "Reading data hangs" in run.stderr
 
