@@ -29,22 +29,18 @@ LANE = "factors"
 ranks.
 """
 
-FIXED = frozenset({"Data", "DummyData", "HDF5Data", "ImageData", "WindowData"})
-"""Layers that give as many items each time, as all ranks must have."""
-
 
 def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
     """The layers whose weight's gradient `size` ranks had better make so, by the number of the
     learnable parameter.
     """
-    sources = [
-        (layer, tops) for layer, tops in zip(net.layers, net.tops, strict=True) if layer.is_data
-    ]
-    batches = {tops[0].shape[:1] for _, tops in sources if tops}
-    if (
-        len(batches) != 1
-        or any(layer.type not in FIXED for layer, _ in sources)
-        or any(layer.always_reshape or layer.type == "Reshape" for layer in net.layers)
+    batches = {
+        tops[0].shape[:1]
+        for layer, tops in zip(net.layers, net.tops, strict=True)
+        if layer.is_data and tops
+    }
+    if len(batches) != 1 or any(
+        layer.always_reshape or not layer.fixed_batch for layer in net.layers
     ):
         return {}
     return {

@@ -28,7 +28,6 @@ from caffepy.solver.preflight import check_prefix
 
 log = logging.getLogger(__name__)
 
-PRODUCTS = ("Convolution", "Deconvolution", "InnerProduct")
 TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+""")
 
 
@@ -310,7 +309,7 @@ def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
             memory,
             flops(layer, *counts),
             _on_gpu(net, i, runs.get(i, ())) if gpu else None,
-            macs(layer, *counts),
+            layer.macs(*counts),
         )
 
 
@@ -341,28 +340,13 @@ def _layout(blob: Blob) -> str:
 
 
 def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
-    """Operations of a forward pass on bottoms and tops of these counts: two for each multiplication
-    with its addition.
+    """Number of operations of a forward pass for these element counts of bottoms and tops: two for
+    each multiply-add, one for adding the bias to each output of a product.
 
-    As in `macs`, with one operation more a value for the bias; what other layers do is small beside
-    that and counts nothing. A backward pass takes about twice as many.
+    A backward pass takes about twice as many.
     """
-    bias = sum(tops) if layer.type in PRODUCTS and len(layer.blobs) > 1 else 0
-    return 2 * macs(layer, bottoms, tops) + bias
-
-
-def macs(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
-    """Multiplications, each with an addition, of a forward pass of a Convolution, Deconvolution or
-    InnerProduct.
-    """
-    if layer.type not in PRODUCTS:
-        return 0
-    weight = layer.blobs[0]
-    if layer.type == "InnerProduct":
-        return weight.count * tops[0] // layer.param.inner_product_param.num_output
-    return weight.count * (
-        sum(bottoms if layer.type == "Deconvolution" else tops) // weight.shape[0]
-    )
+    macs = layer.macs(bottoms, tops)
+    return 2 * macs + (sum(tops) if macs and len(layer.blobs) > 1 else 0)
 
 
 def mebibytes(count: int) -> str:

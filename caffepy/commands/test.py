@@ -23,6 +23,7 @@ from caffepy.device.blob import Array, shape_string
 from caffepy.device.device import Device, chosen_gpus, first_device, tell_devices
 from caffepy.device.gpus import gpu_numbers
 from caffepy.layer import Layer
+from caffepy.layer.python import Python
 from caffepy.net import Net
 from caffepy.parallel.manager import PATIENCE, quiet
 from caffepy.proto.caffe_pb2 import NetParameter
@@ -214,7 +215,7 @@ def _share(net: Net, devices: Sequence[Device]) -> None:
     for layer in net.shared_layers:
         layer.serve(devices)
     for layer, bottoms in zip(net.layers, net.bottoms, strict=True):
-        if layer.type == "Python" and not bottoms and not layer.share_in_parallel:
+        if isinstance(layer, Python) and not bottoms and not layer.share_in_parallel:
             log.warning(
                 'Each device has a layer "%s" of its own, which may give what the others give, too; with '
                 "share_in_parallel: true in its python_param they share one",

@@ -9,6 +9,7 @@ from caffepy.commands.weights import read_weights
 from caffepy.core.errors import ConfigError, UsageError
 from caffepy.core.registry import nearest
 from caffepy.device.blob import Array
+from caffepy.layer.convolution import Convolution
 from caffepy.net import Net
 from caffepy.proto.binary import blob_to_array
 from caffepy.report import grid
@@ -96,7 +97,7 @@ def show_blob(
 
 def _first(net: Net) -> str:
     for layer, tops in zip(net.layers, net.top_names, strict=True):
-        if layer.type == "Convolution":
+        if isinstance(layer, Convolution):
             return tops[0]
     raise UsageError("the net has no convolution: say which blob to show")
 

@@ -36,22 +36,40 @@ class Layer:
 
     bottoms: ClassVar[int | tuple[int, int | None]] = 1
     tops: ClassVar[int | tuple[int, int | None]] = 1
-    same_count: ClassVar[bool] = False  # as many tops as bottoms
-    auto_top_blobs: ClassVar[bool] = False  # missing tops are made up to the least number
-    share_in_parallel: bool = False  # workers use the root net's instance, under its forward_lock
-    always_reshape: ClassVar[bool] = (
-        False  # reshape before every forward, not only when bottom shapes change
-    )
-    is_data: ClassVar[bool] = (
-        False  # feeds the net from outside; runs before the captured part of a step
-    )
-    in_place: ClassVar[bool] = True  # top may be the bottom itself
-    on_gpu: ClassVar[bool] = (
-        False  # computes with arrays of a GPU too; else on the host, on copies of the blobs
-    )
-    seeks_preferred_layout: ClassVar[bool] = (
-        False  # wants bottoms in the preferred layout even if they come in another
-    )
+    # As many tops as bottoms.
+    same_count: ClassVar[bool] = False
+    # Missing tops are created, up to the least number.
+    auto_top_blobs: ClassVar[bool] = False
+    # A top may be the bottom itself.
+    in_place: ClassVar[bool] = True
+    # The tops hold the bottom's values and share its memory.
+    is_view: ClassVar[bool] = False
+    # The tops are the net's inputs, filled by the user.
+    is_input: ClassVar[bool] = False
+    # Feeds the net from outside; runs before the captured part of a step.
+    is_data: ClassVar[bool] = False
+    # Reads its batches from files.
+    reads_files: ClassVar[bool] = False
+    # The number of items is the same in every batch if that of the bottoms is.
+    fixed_batch: ClassVar[bool] = True
+    # Workers use the root net's instance, under its forward_lock.
+    share_in_parallel: bool = False
+    # Reshape before every forward, not only when bottom shapes change.
+    always_reshape: ClassVar[bool] = False
+    # Computes on arrays of a GPU too; otherwise on the host, on copies of the blobs.
+    on_gpu: ClassVar[bool] = False
+    # Gains from the preferred layout so much that bottoms in another are converted.
+    seeks_preferred_layout: ClassVar[bool] = False
+    # Multiplies the bottom, as a matrix, by a weight: a bottom with one position or one channel
+    # needs no certain order, and products of 16-bit numbers can be written as float32.
+    is_matrix_product: ClassVar[bool] = False
+    # Backward reads the data of bottoms and of tops. False lets the net reuse their memory.
+    backward_reads_bottom: bool = True
+    backward_reads_top: bool = True
+    # In a fused group backward reads the top instead of a bottom that lies inside the group.
+    fused_backward_reads_top: ClassVar[bool] = False
+    # Runs code of the user, which may change any gradient of the net.
+    may_modify_gradients: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -121,6 +139,12 @@ class Layer:
     def statistics(self) -> Sequence[Blob]:
         """Those of `blobs` that forward computes from the data that it sees."""
         return ()
+
+    def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+        """Number of multiply-adds in a forward pass, for these element counts of bottoms and tops;
+        0 for layers that take little time beside convolutions and matrix products.
+        """
+        return 0
 
     @property
     def length(self) -> int | None:

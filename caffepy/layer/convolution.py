@@ -103,6 +103,7 @@ class _Filtering(Layer):
     tops = (1, None)
     same_count = True
     in_place = False
+    backward_reads_top = False
 
     def weight_shape(self) -> tuple[int, ...]:
         """Of the channels here and there, and the kernel."""
@@ -218,6 +219,11 @@ class Convolution(_Filtering):
             if down:
                 self.conv.backward_data(y.diff, self.blobs[0].data, x.diff)
 
+    def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+        """Each output is a sum over one filter."""
+        weight = self.blobs[0]
+        return weight.count * (sum(tops) // weight.shape[0])
+
     def layout_for(self, preferred: Layout) -> Layout:
         """As it comes, for up to three spatial axes after the channels."""
         return preferred if self.axis == 1 and 1 <= len(self.window.kernel) <= 3 else PLAIN
@@ -269,6 +275,11 @@ class Deconvolution(_Filtering):
                 self.conv.backward_weight(y.diff, x.data, dw, None)
             if down:
                 self.conv.forward(y.diff, self.blobs[0].data, None, x.diff)
+
+    def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+        """Each input is multiplied by one filter."""
+        weight = self.blobs[0]
+        return weight.count * (sum(bottoms) // weight.shape[0])
 
 
 @layer("Im2col")

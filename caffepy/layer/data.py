@@ -81,6 +81,7 @@ class Prefetching(Feed):
     """
 
     tops = (1, 2)
+    reads_files = True
     _reader: Reader | None = None
     _length: int | None = None
     _interrupted = (
@@ -251,6 +252,7 @@ class HDF5Data(Feed):
     """
 
     tops = (1, None)
+    reads_files = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Load the first file and shape the tops."""
@@ -322,6 +324,7 @@ class MemoryData(Feed):
     """
 
     tops = 2
+    fixed_batch = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Shape the tops."""

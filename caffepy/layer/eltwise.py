@@ -28,6 +28,8 @@ class Eltwise(Layer):
         """Read the operation and the coefficients, 1 unless given."""
         param = self.param.eltwise_param
         self.operation = param.operation
+        self.backward_reads_bottom = self.operation == EltwiseParameter.PROD
+        self.backward_reads_top = self.backward_reads_bottom
         if param.coeff and self.operation == EltwiseParameter.PROD:
             raise ConfigError("eltwise_param: coeff is for SUM, not for PROD")
         if param.coeff and len(param.coeff) != len(bottom):

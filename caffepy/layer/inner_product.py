@@ -33,6 +33,8 @@ class InnerProduct(Layer):
     on_gpu = True
     seeks_preferred_layout = True
     in_place = False
+    is_matrix_product = True
+    backward_reads_top = False
     factors: "Factors | None" = None
     """Takes what the weight's gradient is made of where several solvers make it together."""
     overwrites = False
@@ -80,6 +82,10 @@ class InnerProduct(Layer):
     def layout_for(self, preferred: Layout) -> Layout:
         """The preferred type, in the order of the weight's columns."""
         return Layout(preferred.dtype, False)
+
+    def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
+        """K for each output."""
+        return self.inputs * tops[0]
 
     @property
     def bias(self) -> Array | None:

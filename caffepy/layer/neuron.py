@@ -57,6 +57,9 @@ class Elementwise(SameShape):
 class ReLU(Elementwise):
     """y = x > 0 ? x : negative_slope * x."""
 
+    backward_reads_top = False
+    fused_backward_reads_top = True
+
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read the slope; a negative one hides the sign of x in that of y."""
         self.slope = self.param.relu_param.negative_slope
@@ -191,6 +194,8 @@ class Power(Elementwise):
 @layer("Dropout")
 class Dropout(Drawing, Elementwise):
     """TRAIN: y = x * m / (1 - r), m is 1 with probability 1 - r, r = dropout_ratio. TEST: y = x."""
+
+    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read and check the ratio."""

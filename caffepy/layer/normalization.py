@@ -122,6 +122,7 @@ class BatchNorm(SameShape):
     """
 
     reads_input = True
+    backward_reads_top = False
     together: Together | None = None
 
     @property
@@ -385,6 +386,7 @@ class Scale(Broadcast):
     """
 
     reads_input = True
+    backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Make scale and bias."""

@@ -59,6 +59,7 @@ class Pooling(Drawing):
     on_gpu = True
     tops = (1, 2)
     in_place = False
+    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read and check the window."""

@@ -22,6 +22,7 @@ class Python(Layer):
     bottoms = (0, None)
     tops = (0, None)
     always_reshape = True
+    may_modify_gradients = True
     instance: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -23,6 +23,7 @@ class Concat(Layer):
     on_gpu = True
     bottoms = (1, None)
     in_place = False
+    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Refuse both names of the axis at once."""
@@ -77,6 +78,7 @@ class Slice(Layer):
     on_gpu = True
     tops = (1, None)
     in_place = False
+    backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Refuse both names of the axis at once; count the slice points."""
@@ -133,6 +135,7 @@ class Split(Layer):
     on_gpu = True
     tops = (1, None)
     in_place = False
+    backward_reads_bottom = backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Share the data."""
@@ -165,6 +168,8 @@ class View(Layer):
 
     on_gpu = True
     in_place = False
+    is_view = True
+    backward_reads_bottom = backward_reads_top = False
 
     def shape(self, bottom: Blob) -> list[int]:
         """The top's shape."""
@@ -215,6 +220,8 @@ class Reshape(View):
     In it 0 copies the bottom's axis at that place and one -1 takes what is left.
     """
 
+    fixed_batch = False
+
     def shape(self, bottom: Blob) -> list[int]:
         """(a, b, c) -> (a, b * c) for the dims 0 and -1."""
         param = self.param.reshape_param
@@ -252,6 +259,7 @@ class Silence(Layer):
     on_gpu = True
     bottoms = (1, None)
     tops = 0
+    backward_reads_bottom = backward_reads_top = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""
@@ -279,6 +287,7 @@ class Input(Layer):
     on_gpu = True
     bottoms = 0
     tops = (1, None)
+    is_input = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Shape the tops, once: a user may reshape them afterwards."""

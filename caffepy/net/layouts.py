@@ -16,9 +16,6 @@ from caffepy.proto.nvcaffe import keeps_float32
 Convert = Callable[[Any, Any], None]
 """ops.convert: copies an array into one of another layout."""
 
-VIEWS = frozenset({"Flatten", "Reshape"})
-"""Layers whose top is their bottom in another shape."""
-
 
 class Plan(NamedTuple):
     """`tops`: the layout of each top, by layer and place. `bottoms`: that in which each layer takes
@@ -73,11 +70,11 @@ def plan(
             elif not any(t is b for b in ins):  # in place nothing changes
                 of[id(t)] = fit(going, t)
     for layer, ins, outs, layouts in reversed([*zip(layers, bottoms, tops, taken, strict=True)]):
-        if layer.type in VIEWS and _is_plain_to(readers, outs):
+        if layer.is_view and _is_plain_to(readers, outs):
             readers[id(ins[0])].remove(layouts[0])
             readers[id(ins[0])].append(PLAIN)
             layouts[0] = of[id(outs[0])] = PLAIN
-        elif layer.type == "InnerProduct" and _is_plain_to(readers, outs):
+        elif layer.is_matrix_product and _is_plain_to(readers, outs):
             of[id(outs[0])] = PLAIN
     return Plan([[of[id(t)] for t in outs] for outs in tops], taken)
 
@@ -92,7 +89,7 @@ def _as_taken(layer: Layer, blob: Blob, lies: Layout, wanted: Layout) -> Layout:
     keeps its size.
     """
     if (
-        layer.type == "InnerProduct"
+        layer.is_matrix_product
         and wanted.dtype == lies.dtype
         and (prod(blob.shape[2:]) == 1 or blob.shape[1:2] == (1,))
     ):

@@ -17,10 +17,8 @@ import numpy as np
 
 from caffepy.device.blob import Array, Blob, Memory
 from caffepy.device.device import Device
-from caffepy.layer import Layer
 from caffepy.net.fusion import Step
 from caffepy.net.net import Net
-from caffepy.proto.caffe_pb2 import EltwiseParameter
 
 log = logging.getLogger(__name__)
 
@@ -29,20 +27,6 @@ ALIGNMENT = 256
 WORTH = 256 << 20
 """Bytes of blobs below which sharing costs more than it saves: gradients of parameters then wait
 for each other.
-"""
-
-READ_NO_DATA = frozenset(
-    {"Concat", "Dropout", "Eltwise", "Flatten", "Pooling", "Reshape", "Silence", "Slice", "Split"}
-)
-"""Layers whose backward pass reads no data of bottoms and tops: gradients, and what forward kept,
-are enough.
-"""
-
-READ_BOTTOMS = frozenset(
-    {"BatchNorm", "Convolution", "Deconvolution", "InnerProduct", "ReLU", "Scale"}
-)
-"""Layers whose backward pass reads data of bottoms alone. All other layers are taken to read those
-of tops, too.
 """
 
 
@@ -182,25 +166,15 @@ def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
     within: list[Blob] = []
     tops_are_read = False
     for i in step.layers or [step.last]:
-        reads_bottoms, reads_tops = _reads_back(net.layers[i])
+        layer = net.layers[i]
         for blob, wanted in zip(net.bottoms[i], net.bottom_need_backward[i], strict=True):
             if any(blob is top for top in within):
-                tops_are_read |= net.layers[i].type == "ReLU"
+                tops_are_read |= layer.fused_backward_reads_top
             else:
-                bottoms.append(_Bottom(blob, wanted, reads_bottoms))
-        tops_are_read |= reads_tops
+                bottoms.append(_Bottom(blob, wanted, layer.backward_reads_bottom))
+        tops_are_read |= layer.backward_reads_top
         within += net.tops[i]
     return bottoms, tops_are_read
-
-
-def _reads_back(layer: Layer) -> tuple[bool, bool]:
-    """Whether the backward pass of a layer reads the data of its bottoms, and of its tops."""
-    product = (
-        layer.type == "Eltwise" and layer.param.eltwise_param.operation == EltwiseParameter.PROD
-    )
-    if layer.type in READ_NO_DATA and not product:
-        return False, False
-    return True, layer.type not in READ_BOTTOMS
 
 
 def _casts(net: Net, step: Step) -> list[Blob]:

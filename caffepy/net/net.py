@@ -221,7 +221,7 @@ class Net:
                 log.info("%s -> %s", layer_param.name, name)
                 self.blobs[name] = Blob(dtype=self.dtype, store=self.device.store)
             tops.append(self.blobs[name])
-            if layer_param.type == "Input":
+            if layer.is_input:
                 self.inputs.append(name)
         if layer.auto_top_blobs:
             least = layer.tops if isinstance(layer.tops, int) else layer.tops[0]

@@ -8,6 +8,7 @@ older files hold scale, bias, mean, variance and an unused number.
 from collections.abc import Iterator
 
 from caffepy.core.errors import ConfigError
+from caffepy.layer.normalization import BatchNorm, Scale
 from caffepy.net.net import Net
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetParameter
@@ -26,7 +27,8 @@ def adapt(source: NetParameter, net: Net) -> Iterator[LayerParameter]:
         if (
             len(layer.blobs) != 5
             or index is None
-            or {layer.type, net.layers[index].type} != {"BatchNorm"}
+            or not isinstance(net.layers[index], BatchNorm)
+            or layer.type != net.layers[index].type
         ):
             yield layer
             continue
@@ -67,5 +69,7 @@ def _scale_after(net: Net, index: int) -> str | None:
     for i in range(index + 1, len(net.layers)):
         if top in net.bottom_names[i]:
             layer = net.layers[i]
-            return net.layer_names[i] if layer.type == "Scale" and len(layer.blobs) == 2 else None
+            return (
+                net.layer_names[i] if isinstance(layer, Scale) and len(layer.blobs) == 2 else None
+            )
     return None

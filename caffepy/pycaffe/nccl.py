@@ -16,9 +16,6 @@ from caffepy.parallel.manager import flats_of
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.solver import Solver
 
-SHARED = ("Data", "HDF5Data", "ImageData", "WindowData")
-"""Layers of whose batches each solver takes its share."""
-
 _groups: dict[bytes, RankGroup] = {}
 _lock = threading.Lock()
 
@@ -110,7 +107,7 @@ def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:
 
     `begun`: the layers stand where they stood in rank 0, when it had taken a batch.
     """
-    places = {id(layer): i for i, layer in enumerate(net.layers) if layer.type in SHARED}
+    places = {id(layer): i for i, layer in enumerate(net.layers) if layer.reads_files}
     to_skip = dict.fromkeys(places, rank + (count - 1 if begun else 0))
     turn = net.turn
 

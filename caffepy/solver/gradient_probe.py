@@ -8,9 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from caffepy.device.blob import Array
+from caffepy.layer.convolution import Convolution
 from caffepy.solver.solver import Solver
-
-CONVOLUTION = "Convolution"
 
 
 class Seen(NamedTuple):
@@ -76,6 +75,6 @@ class Watch:
         """
         net = self._solver.net
         for name, layer in zip(net.layer_names, net.layers, strict=True):
-            if layer.type == CONVOLUTION and len(layer.blobs[0].shape) == 4:
+            if isinstance(layer, Convolution) and len(layer.blobs[0].shape) == 4:
                 return name, self._solver.device.on_host(layer.blobs[0].data)
         return None

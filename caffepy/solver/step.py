@@ -110,9 +110,7 @@ class Step:
         self._decays = device.on_device(np.array(net.params_weight_decay or still, np.float32))
         self._large = large_products(net)
         self._added_to = self.params.without(self._large)
-        self._without_python = all(
-            layer.type != "Python" for layer in net.layers
-        )  # which may reach anything
+        self._layers_keep_gradients = not any(layer.may_modify_gradients for layer in net.layers)
         self.run = self._new_pass(True)
 
     def fuse(self, fuse: bool) -> None:
@@ -135,7 +133,7 @@ class Step:
             *(one for one in self.callbacks if one is not self.synchronizer),
             *self.run.net_callbacks,
         ]
-        return self._without_python and all(
+        return self._layers_keep_gradients and all(
             getattr(callback, "adds_nothing", False) for callback in called
         )
 
