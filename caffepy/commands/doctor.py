@@ -92,7 +92,7 @@ def _kernel_cache() -> Iterator[Finding]:
 
     name = "CPU kernel cache"
     try:
-        yield Finding(name, OK, FunctionCache(ops.backend(Device()).parallel).cache_path)  # type: ignore[no-untyped-call]
+        yield Finding(name, OK, FunctionCache(ops.backend(Device()).relu_forward).cache_path)  # type: ignore[no-untyped-call]
     except RuntimeError:
         told = "there is no folder where compiled kernels could be kept: every start compiles anew"
         yield Finding(name, MISSING, told, "set NUMBA_CACHE_DIR to a folder that can be written")

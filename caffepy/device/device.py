@@ -256,7 +256,7 @@ class CudaDevice(Device):
         try:
             stream = _idle_streams.setdefault(kind, []).pop()
         except IndexError:
-            priority = URGENT if lane in ("", "sync", "laps") else 0  # 0 is the lowest
+            priority = URGENT if lane in ("", "sync", "phase timer") else 0  # 0 is the lowest
             with self._cupy.cuda.Device(self.index):
                 stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
             if lane == "layer":

@@ -130,10 +130,9 @@ class Prefetching(Feed):
         batch = self._reader.take()
         try:
             top[0].reshape(batch.shape)
-            images, *place, labels = batch.staging.take()
-            self.ops.transform_batch(
-                images, top[0].data, *place, self._mean_for(top[0]), self._scale
-            )
+            images, h_off, w_off, mirror, labels = batch.staging.take()
+            mean = self._mean_for(top[0])
+            self.ops.transform_batch(images, top[0].data, h_off, w_off, mirror, mean, self._scale)
             if len(top) > 1:
                 self.ops.copy(labels, top[1].data)
             batch.staging.done()

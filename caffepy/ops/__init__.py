@@ -1,18 +1,24 @@
-"""Arithmetic on one device. Every back end has the same functions with the same signatures."""
+"""Arithmetic on one device.
+
+`protocol.py` is the contract and the place to start reading: every function with its shapes and
+formula. The packages `cpu` (numba and BLAS) and `cuda` (cuDNN, cuBLAS and kernels) both fulfil it;
+`backend(device)` returns the one for a device. `objects.py` describes the classes in it;
+`segments.py`, `update_state.py`, `phase_timer.py` and `precisions.py` hold the terms that both share.
+"""
 
 import logging
-from types import ModuleType
 
 from caffepy.core.errors import DeviceError
 from caffepy.device.blob import PLAIN, Layout
 from caffepy.device.device import Device
 from caffepy.ops import precisions
+from caffepy.ops.protocol import Ops
 
 log = logging.getLogger(__name__)
 
 
-def backend(device: Device) -> ModuleType:
-    """The module of functions for the device's kind."""
+def backend(device: Device) -> Ops:
+    """Return the functions for the device's kind: a module that mypy holds to the contract."""
     if device.kind == "cpu":
         from caffepy.ops import cpu
 

@@ -3,7 +3,7 @@ an update.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,7 +53,8 @@ class Watch:
             assert self._kept is not None
             solver.ops.copy(solver.params.diff, self._kept)
             if solver.device.store is not None:
-                solver.ops.copy(solver.update_state.loss_scale, self._scale)
+                scale: Any = solver.update_state.loss_scale  # an array on a GPU
+                solver.ops.copy(scale, self._scale)
 
     def parameters(self) -> Iterator[Seen]:
         """The parameters as the last iteration left them, with the gradients that it had: the mean

@@ -8,10 +8,10 @@ stand with the functions of `caffepy.ops`.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import sqrt
-from types import ModuleType
 
 from caffepy.core.registry import Registry
 from caffepy.device.blob import Array
+from caffepy.ops.protocol import Ops
 from caffepy.ops.segments import Number, Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 
@@ -28,11 +28,6 @@ class Update:
     history: list[Array]
     segments: Segments
     correction: Number = 1.0
-
-    @property
-    def arguments(self) -> tuple[Array | Segments, ...]:
-        """What every function of ops takes first."""
-        return self.w, self.g, *self.history, self.segments
 
 
 def _no_problems(param: SolverParameter) -> Iterator[tuple[str, str]]:
@@ -53,34 +48,37 @@ class Rule:
     """
 
     histories: int
-    apply: Callable[[ModuleType, Update], None]
+    apply: Callable[[Ops, Update], None]
     problems: Callable[[SolverParameter], Iterator[tuple[str, str]]] = _no_problems
     never_negative: tuple[int, ...] = ()
     correction: Callable[[SolverParameter, int], float] = _no_correction
 
 
-def _sgd(ops: ModuleType, u: Update) -> None:
-    ops.sgd_update(*u.arguments, u.param.momentum)
+def _sgd(ops: Ops, u: Update) -> None:
+    ops.sgd_update(u.w, u.g, u.history[0], u.segments, u.param.momentum)
 
 
-def _nesterov(ops: ModuleType, u: Update) -> None:
-    ops.nesterov_update(*u.arguments, u.param.momentum)
+def _nesterov(ops: Ops, u: Update) -> None:
+    ops.nesterov_update(u.w, u.g, u.history[0], u.segments, u.param.momentum)
 
 
-def _adagrad(ops: ModuleType, u: Update) -> None:
-    ops.adagrad_update(*u.arguments, u.param.delta)
+def _adagrad(ops: Ops, u: Update) -> None:
+    ops.adagrad_update(u.w, u.g, u.history[0], u.segments, u.param.delta)
 
 
-def _rmsprop(ops: ModuleType, u: Update) -> None:
-    ops.rmsprop_update(*u.arguments, u.param.rms_decay, u.param.delta)
+def _rmsprop(ops: Ops, u: Update) -> None:
+    ops.rmsprop_update(u.w, u.g, u.history[0], u.segments, u.param.rms_decay, u.param.delta)
 
 
-def _adadelta(ops: ModuleType, u: Update) -> None:
-    ops.adadelta_update(*u.arguments, u.param.momentum, u.param.delta)
+def _adadelta(ops: Ops, u: Update) -> None:
+    h, v = u.history
+    ops.adadelta_update(u.w, u.g, h, v, u.segments, u.param.momentum, u.param.delta)
 
 
-def _adam(ops: ModuleType, u: Update) -> None:
-    ops.adam_update(*u.arguments, u.param.momentum, u.param.momentum2, u.param.delta, u.correction)
+def _adam(ops: Ops, u: Update) -> None:
+    m, v = u.history
+    p = u.param
+    ops.adam_update(u.w, u.g, m, v, u.segments, p.momentum, p.momentum2, p.delta, u.correction)
 
 
 def _adam_correction(param: SolverParameter, iteration: int) -> float:

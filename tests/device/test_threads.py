@@ -6,15 +6,14 @@ import pytest
 from threadpoolctl import threadpool_info
 
 from caffepy.device import threads
-from caffepy.ops import cpu
 
 
 @pytest.fixture
 def four_threads():
-    before = cpu.num_threads()
-    cpu.set_num_threads(4)
+    before = threads.num_threads()
+    threads.set_num_threads(4)
     yield
-    cpu.set_num_threads(before)
+    threads.set_num_threads(before)
 
 
 @pytest.mark.parametrize(
@@ -22,7 +21,7 @@ def four_threads():
 )
 def test_pieces_make_up_the_range(four_threads, n, grain):
     seen = []
-    cpu.parallel(lambda lo, hi: seen.append((lo, hi)), n, grain)
+    threads.parallel(lambda lo, hi: seen.append((lo, hi)), n, grain)
     assert sorted(i for lo, hi in seen for i in range(lo, hi)) == list(range(n))
     assert len(seen) <= max(1, min(4, n // grain))
     assert all(hi - lo >= min(grain, n) for lo, hi in seen)
@@ -30,13 +29,13 @@ def test_pieces_make_up_the_range(four_threads, n, grain):
 
 def test_there_are_so_many_pieces_at_most(four_threads):
     seen = []
-    cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 10, most=3)
+    threads.parallel(lambda lo, hi: seen.append((lo, hi)), 10, most=3)
     assert sorted(seen) == [(0, 3), (3, 6), (6, 10)]
 
 
 def test_works_on_several_threads(four_threads):
     meeting = threading.Barrier(4, timeout=60)
-    cpu.parallel(lambda lo, hi: meeting.wait(), 4)
+    threads.parallel(lambda lo, hi: meeting.wait(), 4)
 
 
 def test_an_exception_reaches_the_caller(four_threads):
@@ -45,9 +44,9 @@ def test_an_exception_reaches_the_caller(four_threads):
             raise ValueError(f"piece {lo}")
 
     with pytest.raises(ValueError, match="piece"):
-        cpu.parallel(fail, 4)
+        threads.parallel(fail, 4)
     seen = []
-    cpu.parallel(lambda lo, hi: seen.append(lo), 4)
+    threads.parallel(lambda lo, hi: seen.append(lo), 4)
     assert len(seen) == 4
 
 
@@ -56,9 +55,9 @@ def test_a_call_inside_a_piece_runs_at_once(four_threads):
 
     def outer(lo, hi):
         me = threading.get_ident()
-        cpu.parallel(lambda a, b: inner.append((threading.get_ident() == me, a, b)), 8)
+        threads.parallel(lambda a, b: inner.append((threading.get_ident() == me, a, b)), 8)
 
-    cpu.parallel(outer, 4)
+    threads.parallel(outer, 4)
     assert inner == [(True, 0, 8)] * 4
 
 
@@ -70,7 +69,7 @@ def test_several_callers_share_the_pool(four_threads):
             sums[i, lo:hi] += 1
 
         for _ in range(200):
-            cpu.parallel(add, 64)
+            threads.parallel(add, 64)
 
     callers = [threading.Thread(target=caller, args=(i,)) for i in range(6)]
     for t in callers:
@@ -97,8 +96,8 @@ def blas_threads():
 
 def test_blas_scope_nests_and_restores():
     before = blas_threads()
-    with cpu.blas_scope():
-        with cpu.blas_scope():
+    with threads.blas_scope():
+        with threads.blas_scope():
             assert set(blas_threads()) <= {1}
         assert set(blas_threads()) <= {1}
     assert blas_threads() == before
@@ -109,7 +108,7 @@ def test_a_share_of_the_threads(four_threads):
     for part, expected in ((0, 2), (1, 1), (2, 1)):
         with threads.share(part, 3):
             seen.clear()
-            cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 100)
+            threads.parallel(lambda lo, hi: seen.append((lo, hi)), 100)
             assert len(seen) == expected
-    cpu.parallel(lambda lo, hi: seen.append((lo, hi)), 100)
+    threads.parallel(lambda lo, hi: seen.append((lo, hi)), 100)
     assert len(seen) == 5

@@ -5,6 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
+from caffepy.device.threads import num_threads
 from caffepy.ops import cpu
 
 
@@ -139,7 +140,7 @@ def test_the_number_of_threads_changes_no_bit(case):
     x, w, b, dy = (
         rng.standard_normal(s, np.float32) for s in (x_shape, w_shape, w_shape[:1], conv.y_shape)
     )
-    before, results = cpu.num_threads(), []
+    before, results = num_threads(), []
     with cpu.blas_scope():
         for n in (1, 2, 5):
             cpu.set_num_threads(n)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from caffepy.device.threads import num_threads
 from caffepy.ops import cpu
 from caffepy.ops.cpu.depthwise import Depthwise, suits
 
@@ -120,7 +121,7 @@ def test_the_number_of_threads_changes_no_bit(case):
     x_shape, w_shape = (8 * n, 3 * channels, *size), (3 * channels * multiple, 1, *kernel)
     conv = Depthwise(x_shape, w_shape, *rest, np.float32)
     inputs = arrays(x_shape, w_shape, conv.y_shape, np.float32)
-    before, results = cpu.num_threads(), set()
+    before, results = num_threads(), set()
     for threads in (1, 2, 5):
         cpu.set_num_threads(threads)
         results.add(b"".join(a.tobytes() for a in run(conv, *inputs)))

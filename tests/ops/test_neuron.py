@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from caffepy.device.threads import num_threads
 from caffepy.ops import cpu
 from caffepy.ops.cpu.elementwise import BLOCK, GRAIN
 
@@ -163,7 +164,7 @@ def test_dropout_ratio(ratio):
 
 
 def test_dropout_mask_does_not_depend_on_the_threads():
-    threads = cpu.num_threads()
+    threads = num_threads()
     try:
         masks = []
         for n in (1, 2, 3):

@@ -1,8 +1,8 @@
-"""The back ends have the same functions, with the same parameters in the same order and the same
-defaults.
+"""The back ends are what `caffepy.ops.protocol` says, in both directions: the same names, the same
+parameters in the same order, the same defaults.
 
-Needs no GPU, and no CuPy either: where it is not installed, something that has every attribute
-stands in for it.
+Needs no GPU, and no CuPy either: where it is not installed, a stub with every attribute stands in
+for it.
 """
 
 import importlib
@@ -14,7 +14,8 @@ from unittest.mock import MagicMock
 import pytest
 
 import caffepy.ops
-from caffepy.ops import cpu
+from caffepy.ops import cpu, objects
+from caffepy.ops.protocol import Ops
 
 
 @pytest.fixture(scope="module")
@@ -34,35 +35,50 @@ def cuda():
             del caffepy.ops.cuda
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def backend(request):
+    return cpu if request.param == "cpu" else request.getfixturevalue("cuda")
+
+
 def parameters(function):
     return [
-        (p.name, p.kind.name, p.default) for p in inspect.signature(function).parameters.values()
+        (p.name, p.kind.name, p.default)
+        for p in inspect.signature(function).parameters.values()
+        if p.name != "self"
     ]
 
 
-def methods(kind):
+def public(thing):
+    """What a class or back end offers, without the modules that a package contains."""
     return {
-        name: f
-        for name, f in inspect.getmembers(kind, callable)
-        if not name.startswith("_") or name == "__init__"
+        name: value
+        for name, value in vars(thing).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
     }
 
 
-@pytest.mark.parametrize("name", cpu.__all__)
-def test_the_same_parameters(cuda, name):
-    ours, theirs = getattr(cpu, name), getattr(cuda, name, None)
-    assert theirs is not None, f"ops.cuda has no {name}"
-    if not inspect.isclass(ours):
-        assert parameters(theirs) == parameters(ours)
+CONTRACT = public(Ops)
+
+
+def test_the_same_names(backend):
+    assert set(public(backend)) == set(CONTRACT)
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_the_same_parameters(backend, name):
+    ours, theirs = CONTRACT[name], getattr(backend, name)
+    assert parameters(theirs) == parameters(ours)
+    if not inspect.isclass(theirs):
         return
-    assert inspect.isclass(theirs)
-    assert set(methods(ours)) <= set(methods(theirs))
-    for method, function in methods(ours).items():
+    methods = {key: f for key, f in public(getattr(objects, name)).items() if callable(f)}
+    assert set(methods) == {key for key, f in public(theirs).items() if callable(f)}
+    for method, function in methods.items():
         assert parameters(getattr(theirs, method)) == parameters(function), method
 
 
-def test_the_same_names(cuda):
-    assert set(cuda.__all__) == set(cpu.__all__)
+def test_each_function_is_documented():
+    for thing in [*CONTRACT.values(), *(c for c in public(objects).values() if inspect.isclass(c))]:
+        assert thing.__doc__, thing
 
 
 def test_without_cupy_the_message_says_what_to_install(monkeypatch):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from caffepy.device.threads import num_threads
 from caffepy.ops import cpu
 
 MEANS = {"none": None, "value": (1, 1, 1), "values": (3, 1, 1), "image": (3, 9, 11)}
@@ -42,7 +43,7 @@ def test_any_number_of_threads_gives_the_same():
     mean = rng.random((3, 100, 100)).astype(np.float32)
     mirror = rng.random(7) < 0.5
     outs = []
-    before = cpu.num_threads()
+    before = num_threads()
     try:
         for threads in (1, 3):
             cpu.set_num_threads(threads)

@@ -12,11 +12,6 @@ Array = NDArray[Any]
 
 
 def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
-    """dy *= (y > 0) in place unless y is None; db[o] += sum of the result's [n, o, ...] unless db
-    is None.
-
-    y and dy (M, O) or (N, O, P).
-    """
     if y is not None:
         relu_backward(y, dy, dy, 0.0)
     if db is not None:

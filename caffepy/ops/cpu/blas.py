@@ -20,9 +20,6 @@ ALIGNED = 16  # rows or columns: pieces begin at multiples, since BLAS computes 
 
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
-    """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views
-    allowed.
-    """
     by_rows, bounds = _cut(*out.shape, a.shape[1], accumulate)
     if len(bounds) == 2:
         _multiply(a, b, out, accumulate, scale)
@@ -85,7 +82,6 @@ def _add_bias_rows(y: Array, b: Array, lo: int, hi: int) -> None:
 
 
 def add_bias(y: Array, b: Array) -> None:
-    """y[n, o, ...] += b[o]; y (M, O) or (N, O, P)."""
     grain = max(1, 50_000 * y.shape[0] // max(1, y.size))
     loop = _add_bias_rows if y.ndim == 2 else _add_bias
     parallel(lambda lo, hi: loop(y, b, lo, hi), y.shape[0], grain)
@@ -111,9 +107,6 @@ def _bias_gradient_rows(dy: Array, db: Array, lo: int, hi: int) -> None:
 
 
 def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
-    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of rows becomes dy in its own
-    type.
-    """
     grain = max(1, 50_000 * db.size // max(1, dy.size))
     loop = _bias_gradient_rows if dy.ndim == 2 else _bias_gradient
     parallel(lambda lo, hi: loop(dy, db, lo, hi), db.size, grain)

@@ -653,15 +653,12 @@ class Convolution:
         self.y_shape = self.loops.y_shape
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
-        """Write y = w * x + b, or what is positive of it."""
         self.loops.forward(x, w, b, y)
         if relu:
             relu_forward(y, y, 0.0)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        """Write dx."""
         self.loops.backward_data(dy, w, dx)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        """Add to dw and db."""
         self.loops.backward_weight(x, dy, dw, db)

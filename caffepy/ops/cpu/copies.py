@@ -15,7 +15,6 @@ GRAIN = 1 << 15  # elements for which a second thread pays
 
 
 def copy(src: Array, dst: Array) -> None:
-    """dst = src; views whose rows are contiguous are as fast as whole arrays."""
     if src.size < 2 * GRAIN:
         np.copyto(dst, src)
     elif src.shape[0] > 1:
@@ -26,7 +25,6 @@ def copy(src: Array, dst: Array) -> None:
 
 
 def convert(x: Array, out: Array) -> None:
-    """out = x in its own element type and order of axes."""
     copy(x, out)
 
 
@@ -40,7 +38,6 @@ def _columns(whole: Array, sizes: Sequence[int], axis: int) -> Iterator[Array]:
 
 
 def join(parts: Sequence[Array], whole: Array, axis: int) -> None:
-    """Whole = the parts side by side along the axis."""
     for part, columns in zip(
         parts, _columns(whole, [a.shape[axis] for a in parts], axis), strict=True
     ):
@@ -48,7 +45,6 @@ def join(parts: Sequence[Array], whole: Array, axis: int) -> None:
 
 
 def cut(whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int) -> None:
-    """The opposite of `join`: write those parts, of these sizes along the axis, that are there."""
     for part, columns in zip(parts, _columns(whole, sizes, axis), strict=True):
         if part is not None:
             copy(columns, part.reshape(columns.shape))

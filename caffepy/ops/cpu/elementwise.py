@@ -45,7 +45,6 @@ def _scaled(alpha: float, x: Array, out: Array, lo: int, hi: int) -> None:
 
 
 def scaled(alpha: float, x: Array, out: Array) -> None:
-    """out = alpha * x."""
     x, out = x.reshape(-1), out.reshape(-1)
     parallel(lambda lo, hi: _scaled(alpha, x, out, lo, hi), x.size, GRAIN)
 
@@ -58,13 +57,11 @@ def _axpy(alpha: float, x: Array, out: Array, lo: int, hi: int) -> None:
 
 
 def axpy(alpha: float, x: Array, out: Array) -> None:
-    """out += alpha * x."""
     x, out = x.reshape(-1), out.reshape(-1)
     parallel(lambda lo, hi: _axpy(alpha, x, out, lo, hi), x.size, GRAIN)
 
 
 def add(x: Array, out: Array) -> None:
-    """out += x."""
     axpy(1.0, x, out)
 
 
@@ -76,7 +73,6 @@ def _multiply(x: Array, y: Array, out: Array, lo: int, hi: int) -> None:
 
 
 def multiply(x: Array, y: Array, out: Array) -> None:
-    """out = x * y."""
     x, y, out = x.reshape(-1), y.reshape(-1), out.reshape(-1)
     parallel(lambda lo, hi: _multiply(x, y, out, lo, hi), x.size, GRAIN)
 
@@ -95,7 +91,6 @@ def _dot(x: Array, y: Array, partial: Array, lo: int, hi: int) -> None:
 
 
 def dot(x: Array, y: Array) -> float:
-    """Sum of x * y, in double precision."""
     x, y = x.reshape(-1), y.reshape(-1)
     partial = np.empty(-(-x.size // DOT_BLOCK))
     parallel(lambda lo, hi: _dot(x, y, partial, lo, hi), partial.size)
@@ -111,7 +106,6 @@ def _weighted_pair(a: float, x: Array, b: float, y: Array, out: Array, lo: int, 
 
 
 def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) -> None:
-    """out = sum of coefficient * x over at least two arrays."""
     (x, y, *rest), flat = (a.reshape(-1) for a in xs), out.reshape(-1)
     a, b, *others = coefficients
 
@@ -146,9 +140,6 @@ def _next_max(x: Array, rank: int, out: Array, index: Array, lo: int, hi: int) -
 
 
 def eltwise_max(xs: Sequence[Array], out: Array, index: Array) -> None:
-    """out = the largest x, index = which one; a tie of the first two goes to the second, later ones
-    must be larger.
-    """
     x, y, *rest = (a.reshape(-1) for a in xs)
     flat, winner = out.reshape(-1), index.reshape(-1)
     parallel(lambda lo, hi: _first_max(x, y, flat, winner, lo, hi), flat.size, GRAIN)
@@ -164,7 +155,6 @@ def _select(index: Array, rank: int, dy: Array, dx: Array, lo: int, hi: int) -> 
 
 
 def eltwise_select(index: Array, rank: int, dy: Array, dx: Array) -> None:
-    """dx = dy where index is rank, else 0."""
     index, dy, dx = index.reshape(-1), dy.reshape(-1), dx.reshape(-1)
     parallel(lambda lo, hi: _select(index, rank, dy, dx, lo, hi), dy.size, GRAIN)
 
@@ -187,7 +177,6 @@ def _scale_rows(x: Array, scale: Array, bias: Array, y: Array, lo: int, hi: int)
 
 
 def scale_forward(x: Array, scale: Array, bias: Array | None, y: Array) -> None:
-    """y = x * scale + bias; x (outer, C, inner), scale and bias (C)."""
     shift = np.zeros_like(scale) if bias is None else bias
     outer, c, inner = x.shape
     loop, rows = (_scale_rows, outer) if inner == 1 else (_scale_planes, outer * c)
@@ -261,9 +250,6 @@ def _scale_gradient_rows(
 def scale_backward(
     x: Array, scale: Array, dy: Array, dx: Array | None, dscale: Array | None, dbias: Array | None
 ) -> None:
-    """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; shapes as in `scale_forward`,
-    dx may be dy.
-    """
     write, same = dx is not None, dx is dy
     out = dy if dx is None else dx
     products = np.zeros_like(scale) if dscale is None else dscale

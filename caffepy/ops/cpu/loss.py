@@ -83,7 +83,6 @@ def _divide_by_sum_rows(y: Array, lo: int, hi: int) -> None:
 
 
 def softmax_forward(x: Array, y: Array) -> None:
-    """y = exp(x - max) / sum of that over the channels; x and y (outer, C, inner)."""
     first, last = _subtract_max_planes, _divide_by_sum_planes
     if x.shape[2] == 1:
         first, last, x, y = _subtract_max_rows, _divide_by_sum_rows, x[:, :, 0], y[:, :, 0]
@@ -114,7 +113,6 @@ def _softmax_gradient(y: Array, dy: Array, dx: Array, lo: int, hi: int) -> None:
 
 
 def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = y * (dy - sum of dy * y over the channels); dx may be dy."""
     parallel(lambda lo, hi: _softmax_gradient(y, dy, dx, lo, hi), y.shape[0], _grain(y))
 
 
@@ -156,10 +154,6 @@ def softmax_loss_forward(
     norm: Array,
     wrong: Array,
 ) -> None:
-    """prob = softmax of x, loss = sum of -log(max(probability of the label, FLT_MIN)) / norm.
-
-    x and prob (outer, C, inner), label (outer, inner). A label `ignore` does not count.
-    """
     softmax_forward(x, prob)
     total, count, place = _softmax_loss(prob, label, ignore is not None, ignore or 0)
     _put_down(label, place, wrong)
@@ -188,7 +182,6 @@ def _softmax_loss_gradient(
 def softmax_loss_backward(
     prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
 ) -> None:
-    """dx = weight / norm * (prob - 1 at the label), 0 where the label is `ignore`."""
     skip, t, scale = ignore is not None, ignore or 0, float(weight.flat[0]) / float(norm)
     parallel(
         lambda lo, hi: _softmax_loss_gradient(prob, label, skip, t, scale, dx, lo, hi),
@@ -212,9 +205,6 @@ def _sigmoid_loss(x: Array, target: Array, skip: bool, ignore: int) -> tuple[flo
 def sigmoid_loss_forward(
     x: Array, target: Array, ignore: int | None, divisor: float | None, loss: Array, norm: Array
 ) -> None:
-    """loss = sum of max(x, 0) - x * target + log(1 + exp(-|x|)) / norm over the targets that are
-    not `ignore`.
-    """
     total, count = _sigmoid_loss(x.reshape(-1), target.reshape(-1), ignore is not None, ignore or 0)
     _divided(float(total), int(count), divisor, loss, norm)
 
@@ -233,7 +223,6 @@ def _sigmoid_loss_gradient(
 def sigmoid_loss_backward(
     x: Array, target: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
 ) -> None:
-    """dx = weight / norm * (sigmoid(x) - target), 0 where the target is `ignore`."""
     x, target, dx = x.reshape(-1), target.reshape(-1), dx.reshape(-1)
     skip, t, scale = ignore is not None, ignore or 0, float(weight.flat[0]) / float(norm)
     parallel(
@@ -246,13 +235,11 @@ def sigmoid_loss_backward(
 def euclidean_loss_forward(
     x: Array, target: Array, divisor: float, difference: Array, loss: Array
 ) -> None:
-    """difference = x - target, loss = sum of its squares / 2 / divisor."""
     eltwise_sum((x, target), (1.0, -1.0), difference)
     loss.fill(dot(difference, difference) / 2 / divisor)
 
 
 def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx: Array) -> None:
-    """dx = weight / divisor * difference."""
     scaled(float(weight.flat[0]) / divisor, difference, dx)
 
 
@@ -286,12 +273,6 @@ def accuracy(
     shares: Array | None,
     wrong: Array,
 ) -> None:
-    """share = the share of the labels with fewer than top_k other scores not below theirs, shares =
-    that of each class.
-
-    x (outer, C, inner), label (outer, inner), shares (C). hits and counts (C) are room to count in:
-    zeros before and after.
-    """
     _put_down(
         label, int(_accuracy(x, label, top_k, ignore is not None, ignore or 0, hits, counts)), wrong
     )
@@ -327,12 +308,6 @@ def infogain_loss_forward(
     norm: Array,
     wrong: Array,
 ) -> None:
-    """prob = softmax of x, loss = -sum over the classes of matrix[label] * log(max(prob, 1e-20)) /
-    norm.
-
-    x and prob (outer, C, inner), label (outer, inner), matrix (C, C). A label `ignore` does not
-    count.
-    """
     softmax_forward(x, prob)
     rows, counts, bad = _gains(label, matrix, ignore)
     if bad.any():
@@ -350,9 +325,6 @@ def infogain_loss_backward(
     norm: Array,
     dx: Array,
 ) -> None:
-    """dx = weight / norm * (prob * sum of matrix[label] - matrix[label]), 0 where the label does
-    not count.
-    """
     rows = _gains(label, matrix, ignore)[0]
     gradient = prob * rows.sum(axis=1, keepdims=True) - rows
     np.multiply(gradient, float(weight.flat[0]) / float(norm), out=dx)
@@ -369,7 +341,6 @@ def _of_labels(label: Array, classes: int, wrong: Array | None = None) -> tuple[
 def multinomial_loss_forward(
     prob: Array, label: Array, divisor: float, loss: Array, wrong: Array
 ) -> None:
-    """loss = -sum of log(max(prob of the label, 1e-20)) / divisor; prob (N, C), label (N)."""
     likelihood = np.maximum(prob[_of_labels(label, prob.shape[1], wrong)], LEAST)
     loss.fill(-np.log(likelihood).sum(dtype=np.float64) / divisor)
 
@@ -377,7 +348,6 @@ def multinomial_loss_forward(
 def multinomial_loss_backward(
     prob: Array, label: Array, weight: Array, divisor: float, dx: Array
 ) -> None:
-    """dx = -weight / divisor / max(prob, 1e-20) at the label, else 0."""
     at = _of_labels(label, prob.shape[1])
     dx.fill(0)
     dx[at] = -float(weight.flat[0]) / divisor / np.maximum(prob[at], LEAST)
@@ -386,11 +356,6 @@ def multinomial_loss_backward(
 def hinge_loss_forward(
     x: Array, label: Array, squares: bool, divisor: float, slack: Array, loss: Array, wrong: Array
 ) -> None:
-    """slack = max(0, 1 + x), at the label -max(0, 1 - x); loss = sum of its sizes, or of its
-    squares / divisor.
-
-    x and slack (N, C), label (N).
-    """
     at = _of_labels(label, x.shape[1], wrong)
     slack[...] = x
     slack[at] *= -1
@@ -403,7 +368,6 @@ def hinge_loss_forward(
 def hinge_loss_backward(
     slack: Array, squares: bool, weight: Array, divisor: float, dx: Array
 ) -> None:
-    """dx = weight / divisor * sign of the slack, or times twice the slack for squares."""
     scale = float(weight.flat[0]) / divisor
     if squares:
         np.multiply(slack, 2 * scale, out=dx)
@@ -422,12 +386,6 @@ def contrastive_loss_forward(
     factor: Array,
     loss: Array,
 ) -> None:
-    """difference = a - b (N, C), d its length; loss = sum of d^2 where similar (N), else max(margin
-    - d, 0)^2 / 2N.
-
-    N is the divisor; legacy takes max(margin - d^2, 0). factor (N) is what backward multiplies the
-    difference by.
-    """
     np.subtract(a, b, out=difference)
     square = np.einsum("nc,nc->n", difference, difference)
     distance = np.sqrt(square)
@@ -447,5 +405,4 @@ def contrastive_loss_forward(
 def contrastive_loss_backward(
     difference: Array, factor: Array, weight: Array, divisor: float, dx: Array
 ) -> None:
-    """dx = weight / divisor * factor * difference."""
     np.multiply(difference, (factor * (float(weight.flat[0]) / divisor))[:, None], out=dx)

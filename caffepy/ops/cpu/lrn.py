@@ -107,7 +107,6 @@ def _planes(a: Array) -> Array:
 def lrn_forward(
     x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
 ) -> None:
-    """Write y and, unless channels lie last, scale (s above); all (N, C, ...)."""
     assert scale is not None
     t = x.dtype.type
     x, y, scale = _planes(x), _planes(y), _planes(scale)
@@ -130,9 +129,6 @@ def lrn_backward(
     beta: float,
     k: float,
 ) -> None:
-    """Write dx from what `lrn_forward` left in y and scale, or where channels lie last from x
-    alone.
-    """
     assert scale is not None
     t = x.dtype.type
     x, y, scale, dy, dx = _planes(x), _planes(y), _planes(scale), _planes(dy), _planes(dx)

@@ -53,7 +53,6 @@ def _relu_gradient_in_place(x: Array, dx: Array, slope: float, lo: int, hi: int)
 
 
 def relu_forward(x: Array, y: Array, slope: float) -> None:
-    """y = x > 0 ? x : slope * x; NaN stays NaN."""
     u, v = x.reshape(-1), y.reshape(-1)
     if x is y:
         parallel(lambda lo, hi: _relu_in_place(v, slope, lo, hi), v.size, GRAIN)
@@ -62,7 +61,6 @@ def relu_forward(x: Array, y: Array, slope: float) -> None:
 
 
 def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
-    """dx = dy * (x > 0 ? 1 : slope); with a slope of 0 or more x may be the output."""
     t, u, v = x.reshape(-1), dy.reshape(-1), dx.reshape(-1)
     if dy is dx:
         parallel(lambda lo, hi: _relu_gradient_in_place(t, v, slope, lo, hi), t.size, GRAIN)
@@ -79,7 +77,6 @@ def _prelu(x: Array, y: Array, slope: Array, lo: int, hi: int) -> None:
 
 
 def prelu_forward(x: Array, y: Array, slope: Array) -> None:
-    """y = x > 0 ? x : slope_c * x; x (N, C, P), slope (C) or one for all."""
     rows, pixels = x.shape[0] * x.shape[1], x.shape[2]
     x, y = x.reshape(rows, pixels), y.reshape(rows, pixels)
     parallel(lambda lo, hi: _prelu(x, y, slope, lo, hi), rows, GRAIN * rows // (x.size + 1) + 1)
@@ -116,7 +113,6 @@ def _prelu_gradient(
 def prelu_backward(
     x: Array, dy: Array, slope: Array, dx: Array | None, dslope: Array | None
 ) -> None:
-    """dx = dy * (x > 0 ? 1 : slope_c), dslope_c += sum of dy * x over x <= 0; dx may be dy."""
     out, sums = dy if dx is None else dx, slope if dslope is None else dslope
     write, collect = dx is not None, dslope is not None
     if slope.size == 1:
@@ -130,8 +126,6 @@ def prelu_backward(
 
 
 def sigmoid_forward(x: Array, y: Array) -> None:
-    """y = 1 / (1 + exp(-x)), by way of tanh(x/2)."""
-
     def block(x: Array, y: Array) -> None:
         np.multiply(x, 0.5, out=y)
         np.tanh(y, out=y)
@@ -149,13 +143,11 @@ def _sigmoid_gradient(y: Array, dy: Array, dx: Array, lo: int, hi: int) -> None:
 
 
 def sigmoid_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = dy * y * (1 - y)."""
     y, dy, dx = y.reshape(-1), dy.reshape(-1), dx.reshape(-1)
     parallel(lambda lo, hi: _sigmoid_gradient(y, dy, dx, lo, hi), y.size, GRAIN)
 
 
 def tanh_forward(x: Array, y: Array) -> None:
-    """y = tanh(x)."""
     blockwise(lambda x, y: np.tanh(x, out=y), x, y)
 
 
@@ -167,14 +159,11 @@ def _tanh_gradient(y: Array, dy: Array, dx: Array, lo: int, hi: int) -> None:
 
 
 def tanh_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = dy * (1 - y^2)."""
     y, dy, dx = y.reshape(-1), dy.reshape(-1), dx.reshape(-1)
     parallel(lambda lo, hi: _tanh_gradient(y, dy, dx, lo, hi), y.size, GRAIN)
 
 
 def power_forward(x: Array, y: Array, power: float, scale: float, shift: float) -> None:
-    """y = (shift + scale * x)^power; NaN for a negative base with a fractional power."""
-
     def block(x: Array, y: Array) -> None:
         np.multiply(x, scale, out=y)
         np.add(y, shift, out=y)
@@ -186,8 +175,6 @@ def power_forward(x: Array, y: Array, power: float, scale: float, shift: float) 
 def power_backward(
     x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float
 ) -> None:
-    """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
-
     def block(x: Array, dy: Array, dx: Array) -> None:
         slope = np.multiply(x, scale)
         slope += shift
@@ -210,8 +197,6 @@ def _raise_to(x: Array, power: float, y: Array) -> None:
 
 
 def elu_forward(x: Array, y: Array, alpha: float) -> None:
-    """y = x > 0 ? x : alpha * (exp(x) - 1)."""
-
     def block(x: Array, y: Array) -> None:
         negative = np.minimum(x, 0)
         np.expm1(negative, out=negative)
@@ -231,14 +216,11 @@ def _elu_gradient(x: Array, y: Array, dy: Array, dx: Array, alpha: float, lo: in
 
 
 def elu_backward(x: Array, y: Array, dy: Array, dx: Array, alpha: float) -> None:
-    """dx = dy * (x > 0 ? 1 : alpha + y); with an alpha of 0 or more x may be y."""
     x, y, dy, dx = x.reshape(-1), y.reshape(-1), dy.reshape(-1), dx.reshape(-1)
     parallel(lambda lo, hi: _elu_gradient(x, y, dy, dx, alpha, lo, hi), x.size, GRAIN)
 
 
 def swish_forward(x: Array, y: Array, sigmoid: Array, beta: float) -> None:
-    """sigmoid = 1 / (1 + exp(-beta * x)), y = x * sigmoid."""
-
     def block(x: Array, y: Array, s: Array) -> None:
         np.multiply(x, beta / 2, out=s)
         np.tanh(s, out=s)
@@ -260,7 +242,6 @@ def _swish_gradient(
 
 
 def swish_backward(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) -> None:
-    """dx = dy * (beta * y + sigmoid * (1 - beta * y))."""
     y, sigmoid, dy, dx = y.reshape(-1), sigmoid.reshape(-1), dy.reshape(-1), dx.reshape(-1)
     parallel(lambda lo, hi: _swish_gradient(y, sigmoid, dy, dx, beta, lo, hi), y.size, GRAIN)
 
@@ -291,10 +272,6 @@ def _mask_in_place(y: Array, mask: Array, scale: float, lo: int, hi: int) -> Non
 def dropout_forward(
     x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None
 ) -> None:
-    """mask = 1 with probability 1 - ratio, a hash of seed and position; y = x * mask / (1 - ratio).
-
-    A tick, an int64 array without axes, is the number of a pass: each has a mask of its own.
-    """
     if tick is not None:
         seed = int(seed_of_pass(seed, int(tick)))
     flags, threshold = mask.reshape(-1), int(ratio * (1 << 32))
@@ -303,7 +280,6 @@ def dropout_forward(
 
 
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
-    """dx = dy * mask / (1 - ratio)."""
     u, v, flags, scale = dy.reshape(-1), dx.reshape(-1), mask.reshape(-1), 1 / (1 - ratio)
     if dy is dx:
         parallel(lambda lo, hi: _mask_in_place(v, flags, scale, lo, hi), v.size, GRAIN)
@@ -320,9 +296,6 @@ def bias_act_forward(
     mask: Array | None,
     tick: Array | None = None,
 ) -> None:
-    """y = dropout(relu(y + b)) for y (M, O), with the masks of `dropout_forward`; without what is
-    None or False.
-    """
     if b is not None:
         add_bias(y, b)
     if relu:
@@ -334,7 +307,6 @@ def bias_act_forward(
 def bias_act_backward(
     y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float
 ) -> None:
-    """dy = dy * mask / (1 - ratio) * (y > 0) for y and dy (M, O); db += column sums of that."""
     if mask is not None:
         dropout_backward(dy, mask, dy, ratio)
     if relu:

@@ -44,7 +44,6 @@ def _statistics(x: Array, mean: Array, variance: Array, lo: int, hi: int) -> Non
 
 
 def batch_norm_statistics(x: Array, mean: Array, variance: Array) -> None:
-    """Mean and biased variance of each channel; x (outer, C, inner), mean and variance (C)."""
     parallel(lambda lo, hi: _statistics(x, mean, variance, lo, hi), x.shape[1], _grain(x))
 
 
@@ -59,7 +58,6 @@ def _normalize(x: Array, mean: Array, inverse: Array, y: Array, lo: int, hi: int
 
 
 def batch_norm_forward(x: Array, mean: Array, inverse: Array, y: Array) -> None:
-    """y = (x - mean) * inverse, inverse being that of the standard deviation."""
     parallel(lambda lo, hi: _normalize(x, mean, inverse, y, lo, hi), x.shape[1], _grain(x))
 
 
@@ -91,9 +89,6 @@ def _gradient(
 
 
 def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array) -> None:
-    """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, y = (x - mean) * inverse, means per
-    channel; dx may be dy.
-    """
     same = dx is dy
     parallel(
         lambda lo, hi: _gradient(x, mean, inverse, dy, dx, same, lo, hi), x.shape[1], _grain(x)
@@ -109,13 +104,6 @@ def batch_norm_prepare(
     bias: Maybe,
     numbers: Array,
 ) -> None:
-    """The numbers of a batch: mean, inverse standard deviation, factor and shift of y = x * factor
-    + shift, (4, C).
-
-    y = (x - mean) * inverse * scale + bias. The running sums of means (C), of variances (C) and the
-    weight of both (1) become sum * fraction + mean, sum * fraction + unbiased variance, weight *
-    fraction + 1; of no values, nothing does.
-    """
     count = x.shape[0] * x.shape[2]
     if not count:
         return
@@ -131,9 +119,6 @@ def batch_norm_prepare(
 def batch_norm_stored(
     running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
 ) -> None:
-    """The same numbers from the running sums, divided by their weight; of a weight of 0, mean and
-    variance 0.
-    """
     means, variances, weight = running
     factor = 0 if weight[0] == 0 else 1 / weight[0]
     np.multiply(means, factor, out=numbers[0])
@@ -148,9 +133,6 @@ def _complete(variance: Array, eps: float, scale: Maybe, bias: Maybe, numbers: A
 
 
 def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
-    """y = x * factor + shift [+ other], then a ReLU if wanted; numbers as `batch_norm_prepare`
-    gives them.
-    """
     _, _, factor, shift = numbers
     scaled = y if other is None else np.empty_like(x)
     scale_forward(x, factor, shift, scaled)
@@ -172,14 +154,6 @@ def norm_backward(
     dbias: Maybe,
     frozen: bool,
 ) -> None:
-    """The gradient of `norm_forward`, whose y got the gradients `dys`, one or two.
-
-    g = sum of dys, 0 where the ReLU gave 0: where y <= 0, or x * factor + shift if there is no y.
-    masked = g, which is the gradient of `other`; dscale += sums of g * (x - mean) * inverse, dbias
-    += sums of g. dx = factor * (g - mean(g) - n * mean(g * n)), n = (x - mean) * inverse, means per
-    channel; dx = factor * g if the numbers are frozen, no function of x. Both masked and dx may be
-    one of dys; a y and a second dy need a masked.
-    """
     assert masked is not None or (y is None and len(dys) == 1)
     mean, inverse, factor, _ = numbers
     g = dys[0].copy()

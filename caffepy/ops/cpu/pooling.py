@@ -238,26 +238,18 @@ def _share(loop: Any, layout: _Layout, relu: bool, *arrays: Array) -> None:
 
 
 def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
-    """The element type of an index."""
     return np.dtype(np.int32)
 
 
 def max_pool_forward(
     x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
 ) -> None:
-    """Write the maximum of each window, clipped to the plane, and its index h*W + w; the first one
-    wins.
-
-    A window that holds nothing but NaN keeps its first element. With `relu`, what is not above 0
-    becomes 0, and its index -1.
-    """
     _share(_max_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), relu, x, y, index)
 
 
 def max_pool_backward(
     dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
 ) -> None:
-    """Write dx: each dy goes to the element that its index names, if any."""
     n, c, *plane = dx.shape
     dy, index, dx = (
         dy.reshape(n * c, prod(dy.shape[2:])),
@@ -270,19 +262,12 @@ def max_pool_backward(
 def ave_pool_forward(
     x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
 ) -> None:
-    """Write the mean of each window, at least 0 with `relu`.
-
-    Padding counts in the divisor, what hangs over it does not.
-    """
     _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), relu, x, y)
 
 
 def ave_pool_backward(
     dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None
 ) -> None:
-    """Write dx: each dy shared evenly over its window; where a y is given, only those with a y
-    above 0.
-    """
     layout = _layout(dx.shape[2:], dy.shape[2:], kernel, stride, pad)
     _share(_ave_backward, layout, y is not None, dy, dx, dy if y is None else y)
 
@@ -301,11 +286,6 @@ def stochastic_pool_forward(
     seed: int,
     tick: Array | None = None,
 ) -> None:
-    """Write a random element of each window, likelier the larger it is, and which one, as
-    `max_pool_forward` does.
-
-    Its gradient is `max_pool_backward`'s. Seed and tick are those of `dropout_forward`.
-    """
     if tick is not None:
         seed = int(seed_of_pass(seed, int(tick)))
     planes = [_planes(a) for a in (x, y, index)]
@@ -313,8 +293,5 @@ def stochastic_pool_forward(
 
 
 def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write what `stochastic_pool_forward` gives on average: sum of squares / sum, 0 if that is not
-    above 0.
-    """
     planes = _planes(x), _planes(y)
     parallel(partial(_stochastic_mean, *planes, kernel, stride, pad), len(planes[0]))

@@ -347,11 +347,6 @@ def _units_gradient(
 
 
 def lstm_unit_forward(a: Array, c_before: Array, cont: Array, c: Array, h: Array) -> None:
-    """c = f c_before + i g, h = o tanh(c) for (N, H) each; a (N, 4H): sums of gates in, activations
-    i, f, o, g out.
-
-    i, o are sigmoids, g is tanh, f is cont times a sigmoid; cont (N).
-    """
     parallel(
         lambda lo, hi: _units(a, c_before, cont, c, h, lo, hi), len(h), 1 + 4096 // (h.shape[1] + 1)
     )
@@ -360,9 +355,6 @@ def lstm_unit_forward(a: Array, c_before: Array, cont: Array, c: Array, h: Array
 def lstm_unit_backward(
     a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array
 ) -> None:
-    """da = gradient in the sums of the gates, dc = that in c_before (before: in c); the activations
-    a as forward.
-    """
     parallel(
         lambda lo, hi: _units_gradient(a, c_before, c, dh, dc, da, lo, hi),
         len(dh),
@@ -451,11 +443,6 @@ class LSTM:
         h: Array,
         c: Array,
     ) -> None:
-        """h and c (T, N, H) of all steps; a (T, N, 4H) holds the inputs' sums, afterwards the
-        activations.
-
-        kept (T, N, H) becomes cont_t h_{t-1}, which the gradient of w needs.
-        """
         packed = self._packed
         _pack_into(w.T, packed)
         parallel(
@@ -467,7 +454,6 @@ class LSTM:
     def backward(
         self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array
     ) -> None:
-        """da (T, N, 4H) = gradient in the sums of the gates, from dy (T, N, H), the gradient in h."""
         packed, (dh, dc) = self._packed_back, self._gradients
         _pack_into(w, packed)
         parallel(
@@ -524,9 +510,6 @@ class RNN:
         self._gradient = np.empty((streams, size), dtype)
 
     def forward(self, h: Array, w: Array, cont: Array, h_first: Array, kept: Array) -> None:
-        """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1};
-        h_first (N, H).
-        """
         packed = self._packed
         _pack_into(w.T, packed)
         parallel(
@@ -534,7 +517,6 @@ class RNN:
         )
 
     def backward(self, h: Array, w: Array, cont: Array, dh: Array) -> None:
-        """dh (T, N, H), the gradient in h from outside, becomes that in the sums inside tanh."""
         packed, rest = self._packed_back, self._gradient
         _pack_into(w, packed)
         parallel(

@@ -9,11 +9,6 @@ Array = NDArray[Any]
 
 
 def take_rows(x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:
-    """y = x[index]; x (K, D), index (M) of whole numbers as floating-point numbers, y (M, D).
-
-    What is not whole is cut off as C does, before a look at it with `cut`, else after. The first
-    index that is not one of 0 to K - 1 is put down in `wrong`: 1, the index.
-    """
     bad = ~((index > -1 if cut else index >= 0) & (index < x.shape[0]))
     if bad.any():
         wrong[:] = 1, index[bad][0]
@@ -22,9 +17,6 @@ def take_rows(x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None
 
 
 def add_rows(dy: Array, index: Array, dx: Array) -> None:
-    """dx[index] += dy, in the order of dy (M, D); an index that is not one of 0 to K - 1 is passed
-    over; dx (K, D).
-    """
     good = (index > -1) & (index < dx.shape[0])
     if not good.all():
         dy, index = dy[good], index[good]
@@ -32,11 +24,6 @@ def add_rows(dy: Array, index: Array, dx: Array) -> None:
 
 
 def top_values(x: Array, top_k: int, places: bool, values: bool, y: Array) -> None:
-    """The places of the top_k largest values, then the values, as far as wanted; equal ones by the
-    larger place.
-
-    x (outer, C, inner), y (outer, top_k or 2 * top_k, inner). NaN counts as larger than any number.
-    """
     rows = np.moveaxis(x, 1, -1)  # (outer, inner, C)
     order = np.argsort(rows, axis=-1, kind="stable")[..., : -top_k - 1 : -1]
     if places:

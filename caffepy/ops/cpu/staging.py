@@ -20,9 +20,6 @@ class Staging:
         self._arrays: list[Array] = []
 
     def room(self, layout: Layout) -> list[Array]:
-        """Arrays to fill, the same as before if the layout is; returns when what they held has
-        left.
-        """
         if layout != self._layout:
             self._layout, self._arrays = layout, [np.empty(shape, dtype) for shape, dtype in layout]
         return self._arrays
@@ -31,7 +28,6 @@ class Staging:
         """Let what was filled go to the device."""
 
     def take(self) -> list[Array]:
-        """What was sent, as arrays of the device for operations of the current stream."""
         return self._arrays
 
     def done(self) -> None:

@@ -16,12 +16,8 @@ class Stopwatch:
         """
 
     def mark(self) -> None:
-        """Note when everything up to here is done."""
         self._marks.append(perf_counter() * 1000)
 
     def read(self) -> list[float]:
-        """The milliseconds from each mark to the next, once all are reached; the marks are taken
-        away.
-        """
         marks, self._marks = self._marks, []
         return [after - before for before, after in pairwise(marks)]

@@ -57,11 +57,6 @@ def transform_batch(
     mean: Array | None,
     scale: float,
 ) -> None:
-    """Write out (N, C, h, w) from records (N, C, H, W), uint8 or float32.
-
-    h_off, w_off and mirror hold one value an image; mean is None or (C, H, W), where C as well as H
-    and W may be 1.
-    """
     channels, width = records.shape[1], records.shape[3]
     mean = np.zeros((1, 1, 1), out.dtype) if mean is None else mean
     mean = np.broadcast_to(

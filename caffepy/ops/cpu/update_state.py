@@ -82,10 +82,15 @@ class UpdateState:
         """Mean loss of the iteration's passes, over all solvers after `unpack_metrics`."""
         return self._total / self._limits.passes
 
+    @property
+    def measures(self) -> bool:
+        """True if `check_and_scale` needs the gradients, and not the losses alone."""
+        return self._limits.clip >= 0
+
     def check_and_scale(self, diff: Array) -> None:
         """Check loss and gradients; set `scale` and `go`."""
         norm, factor = 0.0, 1.0
-        if self._limits.clip >= 0:
+        if self.measures:
             norm = sqrt(dot(diff, diff))
             factor = 1.0 if norm <= self._limits.clip else self._limits.clip / norm
         self.scale = factor / self._limits.passes
@@ -102,6 +107,11 @@ class UpdateState:
         """
         step_results, self._results = self._results, []
         return step_results
+
+    @property
+    def done(self) -> int:
+        """0: nothing is enqueued on the CPU."""
+        return 0
 
     def resync(self) -> None:
         """After an interruption, drop pending results and count on from the device's counter."""

@@ -7,7 +7,7 @@ CPU are arrays without axes here.
 """
 
 try:
-    import cupy  # noqa: F401
+    import cupy as _cupy
 except ImportError as error:
     from caffepy.core.errors import DeviceError
 
@@ -95,7 +95,7 @@ from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_
 from caffepy.ops.cuda.selection import add_rows, take_rows, top_values
 from caffepy.ops.cuda.staging import Staging
 from caffepy.ops.cuda.stopwatch import Stopwatch
-from caffepy.ops.cuda.threads import blas_scope, num_threads, parallel, set_num_threads
+from caffepy.ops.cuda.threads import blas_scope, set_num_threads
 from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import (
     adadelta_update,
@@ -106,99 +106,3 @@ from caffepy.ops.cuda.update import (
     sgd_update,
 )
 from caffepy.ops.cuda.update_state import Sums, UpdateState
-
-__all__ = [
-    "LSTM",
-    "RNN",
-    "Convolution",
-    "PhaseTimer",
-    "Staging",
-    "Stopwatch",
-    "Sums",
-    "UpdateState",
-    "accuracy",
-    "adadelta_update",
-    "adagrad_update",
-    "adam_update",
-    "add",
-    "add_bias",
-    "add_rows",
-    "ave_pool_backward",
-    "ave_pool_forward",
-    "axpy",
-    "batch_norm_backward",
-    "batch_norm_forward",
-    "batch_norm_prepare",
-    "batch_norm_statistics",
-    "batch_norm_stored",
-    "bias_act_backward",
-    "bias_act_forward",
-    "bias_gradient",
-    "blas_scope",
-    "contrastive_loss_backward",
-    "contrastive_loss_forward",
-    "convert",
-    "copy",
-    "cut",
-    "dot",
-    "dropout_backward",
-    "dropout_forward",
-    "eltwise_max",
-    "eltwise_select",
-    "eltwise_sum",
-    "elu_backward",
-    "elu_forward",
-    "euclidean_loss_backward",
-    "euclidean_loss_forward",
-    "hinge_loss_backward",
-    "hinge_loss_forward",
-    "infogain_loss_backward",
-    "infogain_loss_forward",
-    "join",
-    "lrn_backward",
-    "lrn_forward",
-    "lstm_unit_backward",
-    "lstm_unit_forward",
-    "matmul",
-    "max_pool_backward",
-    "max_pool_forward",
-    "multinomial_loss_backward",
-    "multinomial_loss_forward",
-    "multiply",
-    "nesterov_update",
-    "norm_backward",
-    "norm_forward",
-    "num_threads",
-    "parallel",
-    "pool_index_type",
-    "power_backward",
-    "power_forward",
-    "prelu_backward",
-    "prelu_forward",
-    "relu_backward",
-    "relu_bias_backward",
-    "relu_forward",
-    "rmsprop_update",
-    "scale_backward",
-    "scale_forward",
-    "scaled",
-    "set_num_threads",
-    "sgd_update",
-    "sigmoid_backward",
-    "sigmoid_forward",
-    "sigmoid_loss_backward",
-    "sigmoid_loss_forward",
-    "softmax_backward",
-    "softmax_forward",
-    "softmax_loss_backward",
-    "softmax_loss_forward",
-    "stochastic_pool_forward",
-    "stochastic_pool_mean",
-    "swish_backward",
-    "swish_forward",
-    "take_rows",
-    "tanh_backward",
-    "tanh_forward",
-    "top_values",
-    "transform_batch",
-]

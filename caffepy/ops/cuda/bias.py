@@ -18,14 +18,10 @@ FEW = 512
 
 
 def add_bias(y: Array, b: Array) -> None:
-    """y[n, o, ...] += b[o]; y (M, O) or (N, O, P) in any order, b float32 (float64 for doubles)."""
     bias_relu(y, b, False)
 
 
 def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
-    """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P). A copy of float32 rows becomes dy in
-    its own type.
-    """
     rows, outputs, positions = planes(dy)
     if copy is not None:
         assert positions == 1

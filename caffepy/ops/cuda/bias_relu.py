@@ -27,11 +27,6 @@ def bias_relu(y: Array, b: Array | None, relu: bool) -> None:
 
 
 def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
-    """dy *= (y > 0) in place unless y is None; db[o] += sum of the result's [n, o, ...] unless db
-    is None.
-
-    y and dy (M, O) or (N, O, P) in any order, db float32 (float64 for doubles).
-    """
     if not dy.size or (y is None and db is None):
         return
     if y is not None:

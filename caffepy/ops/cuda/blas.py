@@ -54,11 +54,6 @@ def _import_cublas() -> Any:
 
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
-    """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N), transposed views
-    allowed.
-
-    a and b are of one type, out is of theirs or float32; sums are float32, or double for doubles.
-    """
     assert a.shape[1] == b.shape[0]
     assert out.shape == (a.shape[0], b.shape[1])
     assert a.dtype == b.dtype

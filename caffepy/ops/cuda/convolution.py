@@ -78,12 +78,10 @@ class Convolution:
         self._made: dict[Any, _Plain | _ChannelsLast] = {}
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
-        """Write y = w * x + b, or what is positive of it."""
         if y.size:
             self._for(x, y).forward(x, w, b, self._shaped(y), relu)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        """Write dx."""
         if not dx.size:
             return
         if dy.size:
@@ -92,7 +90,6 @@ class Convolution:
             dx.fill(0)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        """Add to dw and db."""
         if not dy.size:
             return
         dy = self._shaped(dy)

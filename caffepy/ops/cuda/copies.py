@@ -35,9 +35,6 @@ def _lie_alike(x: Array, y: Array) -> bool:
 
 
 def copy(src: Array, dst: Array) -> None:
-    """dst = src; views whose rows are contiguous are as fast as whole arrays, src may lie on the
-    host.
-    """
     if not dst.size:
         return
     if isinstance(src, np.ndarray):
@@ -93,10 +90,6 @@ def _copy_strided(src: Array, dst: Array) -> bool:
 
 
 def convert(x: Array, out: Array) -> None:
-    """out = x in its own element type, where uint16 is bfloat16, and in its own order of axes.
-
-    Both fill their memory, C-contiguous or with the channels last.
-    """
     assert x.shape == out.shape
     if not out.size:
         return
@@ -133,12 +126,10 @@ def _tile(rows: int, columns: int) -> tuple[int, int]:
 
 
 def join(parts: Sequence[Array], whole: Array, axis: int) -> None:
-    """Whole = the parts side by side along the axis, which is 1 for arrays whose channels lie last."""
     _side_by_side(True, whole, [a.shape[axis] for a in parts], parts, axis)
 
 
 def cut(whole: Array, sizes: Sequence[int], parts: Sequence[Array | None], axis: int) -> None:
-    """The opposite of `join`: write those parts, of these sizes along the axis, that are there."""
     _side_by_side(False, whole, sizes, parts, axis)
 
 

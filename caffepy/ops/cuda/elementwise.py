@@ -38,27 +38,22 @@ def _alike(x: Array, *others: Array) -> Array:
 
 
 def scaled(alpha: float, x: Array, out: Array) -> None:
-    """out = alpha * x."""
     _each("scaled", (x, out), *number(alpha))
 
 
 def axpy(alpha: float, x: Array, out: Array) -> None:
-    """out += alpha * x."""
     _each("axpy", (x, out), *number(alpha))
 
 
 def add(x: Array, out: Array) -> None:
-    """out += x."""
     axpy(1.0, x, out)
 
 
 def multiply(x: Array, y: Array, out: Array) -> None:
-    """out = x * y."""
     _each("multiply", (x, y, out))
 
 
 def dot(x: Array, y: Array) -> Any:
-    """Sum of x * y, in double precision: an array without axes."""
     blocks = max(1, min(-(-packs(_alike(x, y)) // (4 * THREADS)), BLOCKS))
     partial, total = scratch("dot", blocks), cupy.empty((), np.float64)
     launch_blocks("elementwise", "dot", x, blocks, x, y, partial, x.size)
@@ -71,7 +66,6 @@ TERMS = 8
 
 
 def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) -> None:
-    """out = sum of coefficient * x over at least two arrays."""
     terms = [(x, float(a)) for x, a in zip(xs, coefficients, strict=True)]
     while len(terms) > 1:
         group, terms = terms[:TERMS], terms[TERMS:]
@@ -84,9 +78,6 @@ def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) 
 
 
 def eltwise_max(xs: Sequence[Array], out: Array, index: Array) -> None:
-    """out = the largest x, index = which one; a tie of the first two goes to the second, later ones
-    must be larger.
-    """
     x, y, *rest = xs
     _each("first_max", (x, y, out), index)
     for rank, z in enumerate(rest, 2):
@@ -94,5 +85,4 @@ def eltwise_max(xs: Sequence[Array], out: Array, index: Array) -> None:
 
 
 def eltwise_select(index: Array, rank: int, dy: Array, dx: Array) -> None:
-    """dx = dy where index is rank, else 0."""
     _each("select", (dy, dx), index, rank)

@@ -31,7 +31,6 @@ def _rows(name: str, x: Array, *arguments: Any) -> None:
 
 
 def softmax_forward(x: Array, y: Array) -> None:
-    """y = exp(x - max) / sum of that over the channels; x and y (outer, C, inner)."""
     if x.shape[2] == 1:
         _rows("softmax_rows", x, x, y)
     else:
@@ -39,7 +38,6 @@ def softmax_forward(x: Array, y: Array) -> None:
 
 
 def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = y * (dy - sum of dy * y over the channels); dx may be dy."""
     if y.shape[2] == 1:
         _rows("softmax_gradient_rows", y, y, dy, dx)
     else:
@@ -70,10 +68,6 @@ def softmax_loss_forward(
     norm: Array,
     wrong: Array,
 ) -> None:
-    """prob = softmax of x, loss = sum of -log(max(probability of the label, FLT_MIN)) / norm.
-
-    x and prob (outer, C, inner), label (outer, inner). A label `ignore` does not count.
-    """
     outer, channels, inner = x.shape
     arguments = (
         x,
@@ -99,7 +93,6 @@ def softmax_loss_forward(
 def softmax_loss_backward(
     prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
 ) -> None:
-    """dx = weight / norm * (prob - 1 at the label), 0 where the label is `ignore`."""
     arguments = (prob, label, dx, *prob.shape, *_skip(ignore), *number(weight), *number(norm))
     launch("loss", "softmax_loss_gradient", prob, prob.size, *arguments)
 
@@ -107,9 +100,6 @@ def softmax_loss_backward(
 def sigmoid_loss_forward(
     x: Array, target: Array, ignore: int | None, divisor: float | None, loss: Array, norm: Array
 ) -> None:
-    """loss = sum of max(x, 0) - x * target + log(1 + exp(-|x|)) / norm over the targets that are
-    not `ignore`.
-    """
     arguments = (x, target, x.size, *_skip(ignore), _divisor(divisor), loss, norm)
     launch_finding("loss", "sigmoid_loss", x, -(-x.size // LABELS), arguments)
 
@@ -117,7 +107,6 @@ def sigmoid_loss_forward(
 def sigmoid_loss_backward(
     x: Array, target: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
 ) -> None:
-    """dx = weight / norm * (sigmoid(x) - target), 0 where the target is `ignore`."""
     arguments = (x, target, dx, x.size, *_skip(ignore), *number(weight), *number(norm))
     launch("loss", "sigmoid_loss_gradient", x, packs(x), *arguments)
 
@@ -125,13 +114,11 @@ def sigmoid_loss_backward(
 def euclidean_loss_forward(
     x: Array, target: Array, divisor: float, difference: Array, loss: Array
 ) -> None:
-    """difference = x - target, loss = sum of its squares / 2 / divisor."""
     arguments = (x, target, difference, x.size, float(divisor), loss)
     launch_finding("loss", "euclidean_loss", x, -(-x.size // LABELS), arguments)
 
 
 def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx: Array) -> None:
-    """dx = weight / divisor * difference."""
     arguments = (difference, dx, dx.size, *number(weight), float(divisor))
     launch("loss", "euclidean_loss_gradient", dx, packs(dx), *arguments)
 
@@ -147,13 +134,6 @@ def accuracy(
     shares: Array | None,
     wrong: Array,
 ) -> None:
-    """share = the share of the labels with fewer than top_k other scores not below theirs, shares =
-    that of each class.
-
-    x (outer, C, inner), label (outer, inner), shares (C). hits and counts (C) are room to count in:
-    zeros before and after. Whole numbers are counted, so the order in which they meet does not
-    matter.
-    """
     lanes = _lanes(x)
     room = (0, 0, 0) if shares is None else (hits, counts, shares)
     sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), lanes)
@@ -177,12 +157,6 @@ def infogain_loss_forward(
     norm: Array,
     wrong: Array,
 ) -> None:
-    """prob = softmax of x, loss = -sum over the classes of matrix[label] * log(max(prob, 1e-20)) /
-    norm.
-
-    x and prob (outer, C, inner), label (outer, inner), matrix (C, C). A label `ignore` does not
-    count.
-    """
     softmax_forward(x, prob)
     lanes = _lanes(x)
     arguments = (
@@ -208,9 +182,6 @@ def infogain_loss_backward(
     norm: Array,
     dx: Array,
 ) -> None:
-    """dx = weight / norm * (prob * sum of matrix[label] - matrix[label]), 0 where the label does
-    not count.
-    """
     lanes = _lanes(prob)
     arguments = (prob, label, matrix, dx, label.size, *prob.shape[1:], *_skip(ignore), lanes)
     numbers = (*number(weight), *number(norm))
@@ -220,7 +191,6 @@ def infogain_loss_backward(
 def multinomial_loss_forward(
     prob: Array, label: Array, divisor: float, loss: Array, wrong: Array
 ) -> None:
-    """loss = -sum of log(max(prob of the label, 1e-20)) / divisor; prob (N, C), label (N)."""
     arguments = (prob, label, *prob.shape, float(divisor), loss, wrong)
     launch_finding("item_loss", "multinomial_loss", prob, -(-label.size // THREADS), arguments)
 
@@ -228,7 +198,6 @@ def multinomial_loss_forward(
 def multinomial_loss_backward(
     prob: Array, label: Array, weight: Array, divisor: float, dx: Array
 ) -> None:
-    """dx = -weight / divisor / max(prob, 1e-20) at the label, else 0."""
     arguments = (prob, label, dx, *prob.shape, *number(weight), float(divisor))
     launch("item_loss", "multinomial_loss_gradient", prob, prob.size, *arguments)
 
@@ -236,11 +205,6 @@ def multinomial_loss_backward(
 def hinge_loss_forward(
     x: Array, label: Array, squares: bool, divisor: float, slack: Array, loss: Array, wrong: Array
 ) -> None:
-    """slack = max(0, 1 + x), at the label -max(0, 1 - x); loss = sum of its sizes, or of its
-    squares / divisor.
-
-    x and slack (N, C), label (N).
-    """
     arguments = (x, label, slack, *x.shape, int(squares), float(divisor), loss, wrong)
     launch_finding("item_loss", "hinge_loss", x, -(-x.size // LABELS), arguments)
 
@@ -248,7 +212,6 @@ def hinge_loss_forward(
 def hinge_loss_backward(
     slack: Array, squares: bool, weight: Array, divisor: float, dx: Array
 ) -> None:
-    """dx = weight / divisor * sign of the slack, or times twice the slack for squares."""
     arguments = (slack, dx, dx.size, int(squares), *number(weight), float(divisor))
     launch("item_loss", "hinge_loss_gradient", dx, packs(dx), *arguments)
 
@@ -264,12 +227,6 @@ def contrastive_loss_forward(
     factor: Array,
     loss: Array,
 ) -> None:
-    """difference = a - b (N, C), d its length; loss = sum of d^2 where similar (N), else max(margin
-    - d, 0)^2 / 2N.
-
-    N is the divisor; legacy takes max(margin - d^2, 0). factor (N) is what backward multiplies the
-    difference by.
-    """
     arguments = (
         a,
         b,
@@ -288,6 +245,5 @@ def contrastive_loss_forward(
 def contrastive_loss_backward(
     difference: Array, factor: Array, weight: Array, divisor: float, dx: Array
 ) -> None:
-    """dx = weight / divisor * factor * difference."""
     arguments = (difference, factor, dx, *dx.shape, *number(weight), float(divisor))
     launch("item_loss", "contrastive_loss_gradient", dx, dx.size, *arguments)

@@ -19,7 +19,6 @@ WIDEST = 4
 def lrn_forward(
     x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
 ) -> None:
-    """Write y and, unless channels lie last, scale (s above); all (N, C, ...)."""
     numbers = float(alpha / size), float(beta), float(k)
     if scale is None:
         _lines("lrn_forward", (x, y), size // 2, *numbers)
@@ -38,9 +37,6 @@ def lrn_backward(
     beta: float,
     k: float,
 ) -> None:
-    """Write dx from what `lrn_forward` left in y and scale, or where channels lie last from x
-    alone.
-    """
     factor = float(2 * alpha * beta / size)
     if scale is None:
         _lines(

@@ -21,12 +21,10 @@ def _each(name: str, arrays: tuple[Array, ...], *arguments: Any) -> None:
 
 
 def relu_forward(x: Array, y: Array, slope: float) -> None:
-    """y = x > 0 ? x : slope * x; NaN stays NaN."""
     _each("relu_forward", (x, y), float(slope))
 
 
 def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
-    """dx = dy * (x > 0 ? 1 : slope); with a slope of 0 or more x may be the output."""
     _each("relu_backward", (x, dy, dx), float(slope))
 
 
@@ -39,14 +37,12 @@ def _by_slope(slope: Array, *arrays: Array) -> tuple[int, int, int]:
 
 
 def prelu_forward(x: Array, y: Array, slope: Array) -> None:
-    """y = x > 0 ? x : slope_c * x; x (N, C, P), slope (C) or one for all, in the type of sums."""
     launch("neuron", "prelu_forward", x, packs(x), x, slope, y, *_by_slope(slope, x, y))
 
 
 def prelu_backward(
     x: Array, dy: Array, slope: Array, dx: Array | None, dslope: Array | None
 ) -> None:
-    """dx = dy * (x > 0 ? 1 : slope_c), dslope_c += sum of dy * x over x <= 0; dx may be dy."""
     if not x.size or (dx is None and dslope is None):
         return
     shape = _by_slope(slope, x, dy, dy if dx is None else dx)
@@ -58,54 +54,44 @@ def prelu_backward(
 
 
 def sigmoid_forward(x: Array, y: Array) -> None:
-    """y = 1 / (1 + exp(-x)), by way of tanh(x/2)."""
     _each("sigmoid_forward", (x, y))
 
 
 def sigmoid_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = dy * y * (1 - y)."""
     _each("sigmoid_backward", (y, dy, dx))
 
 
 def tanh_forward(x: Array, y: Array) -> None:
-    """y = tanh(x)."""
     _each("tanh_forward", (x, y))
 
 
 def tanh_backward(y: Array, dy: Array, dx: Array) -> None:
-    """dx = dy * (1 - y^2)."""
     _each("tanh_backward", (y, dy, dx))
 
 
 def power_forward(x: Array, y: Array, power: float, scale: float, shift: float) -> None:
-    """y = (shift + scale * x)^power; NaN for a negative base with a fractional power."""
     _each("power_forward", (x, y), float(power), float(scale), float(shift))
 
 
 def power_backward(
     x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float
 ) -> None:
-    """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
     _each("power_backward", (x, dy, dx), float(power), float(scale), float(shift))
 
 
 def elu_forward(x: Array, y: Array, alpha: float) -> None:
-    """y = x > 0 ? x : alpha * (exp(x) - 1)."""
     _each("elu_forward", (x, y), float(alpha))
 
 
 def elu_backward(x: Array, y: Array, dy: Array, dx: Array, alpha: float) -> None:
-    """dx = dy * (x > 0 ? 1 : alpha + y); with an alpha of 0 or more x may be y."""
     _each("elu_backward", (x, y, dy, dx), float(alpha))
 
 
 def swish_forward(x: Array, y: Array, sigmoid: Array, beta: float) -> None:
-    """sigmoid = 1 / (1 + exp(-beta * x)), y = x * sigmoid; sigmoid in the type of sums."""
     _each("swish_forward", (x, y), float(beta), sigmoid)
 
 
 def swish_backward(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) -> None:
-    """dx = dy * (beta * y + sigmoid * (1 - beta * y))."""
     _each("swish_backward", (y, dy, dx), float(beta), sigmoid)
 
 
@@ -117,16 +103,10 @@ def _threshold(ratio: float) -> tuple[int, float]:
 def dropout_forward(
     x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None
 ) -> None:
-    """mask = 1 with probability 1 - ratio, a hash of seed and position; y = x * mask / (1 - ratio).
-
-    The masks are those of the CPU, by place in memory. A tick, an int64 array without axes, is the
-    number of a pass, read when the kernel runs: each has a mask of its own.
-    """
     _each("dropout_forward", (x, y), mask, *_threshold(ratio), seed, 0 if tick is None else tick)
 
 
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
-    """dx = dy * mask / (1 - ratio)."""
     _each("dropout_backward", (dy, dx), mask, 1 / (1 - ratio))
 
 
@@ -139,9 +119,6 @@ def bias_act_forward(
     mask: Array | None,
     tick: Array | None = None,
 ) -> None:
-    """y = dropout(relu(y + b)) for y (M, O), with the masks of `dropout_forward`; without what is
-    None or False.
-    """
     if b is not None and not relu and mask is None:
         add_bias(y, b)
     elif relu or mask is not None:
@@ -155,7 +132,6 @@ def bias_act_forward(
 def bias_act_backward(
     y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float
 ) -> None:
-    """dy = dy * mask / (1 - ratio) * (y > 0) for y and dy (M, O); db += column sums of that."""
     if relu or mask is not None:
         pointers = y if relu else 0, dy, 0 if mask is None else mask
         over_columns(

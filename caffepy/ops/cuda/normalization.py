@@ -22,7 +22,6 @@ def _pointers(*arrays: Maybe) -> list[Array]:
 
 
 def batch_norm_statistics(x: Array, mean: Array, variance: Array) -> None:
-    """Mean and biased variance of each channel; x (N, C, P), mean and variance (C)."""
     shape = lying(x)
     partial, splits = sums("normalization", "moments", x, x, shape=shape)
     finish("normalization", "statistics_finish", x, partial, mean, variance, *shape, splits)
@@ -37,13 +36,6 @@ def batch_norm_prepare(
     bias: Maybe,
     numbers: Array,
 ) -> None:
-    """The numbers of a batch: mean, inverse standard deviation, factor and shift of y = x * factor
-    + shift, (4, C).
-
-    y = (x - mean) * inverse * scale + bias. The running sums of means (C), of variances (C) and the
-    weight of both (1) become sum * fraction + mean, sum * fraction + unbiased variance, weight *
-    fraction + 1; of no values, nothing does.
-    """
     if not x.size:
         return
     shape = lying(x)
@@ -62,37 +54,26 @@ def batch_norm_prepare(
 def batch_norm_stored(
     running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
 ) -> None:
-    """The same numbers from the running sums, divided by their weight; of a weight of 0, mean and
-    variance 0.
-    """
     channels = numbers.shape[1]
     arguments = (*_pointers(*running, scale, bias), numbers, channels, float(eps))
     launch("normalization", "stored", numbers, channels, *arguments)
 
 
 def batch_norm_forward(x: Array, mean: Array, inverse: Array, y: Array) -> None:
-    """y = (x - mean) * inverse, inverse being that of the standard deviation."""
     channel_pass("normalization", "normalize", x, lying(x, y), x, mean, inverse, y)
 
 
 def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array) -> None:
-    """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse, y = (x - mean) * inverse, means per
-    channel; dx may be dy.
-    """
     _backward(x, (mean, inverse, inverse, None), [dy], None, False, None, dx, None, None, False)
 
 
 def scale_forward(x: Array, scale: Array, bias: Maybe, y: Array) -> None:
-    """y = x * scale + bias; x (N, C, P), scale and bias (C)."""
     _forward(x, scale, bias, None, False, y)
 
 
 def scale_backward(
     x: Array, scale: Array, dy: Array, dx: Maybe, dscale: Maybe, dbias: Maybe
 ) -> None:
-    """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; shapes as in `scale_forward`,
-    dx may be dy.
-    """
     if dscale is not None or dbias is not None:
         _backward(x, (None, None, scale, None), [dy], None, False, None, dx, dscale, dbias, True)
     elif dx is not None:
@@ -100,9 +81,6 @@ def scale_backward(
 
 
 def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
-    """y = x * factor + shift [+ other], then a ReLU if wanted; numbers as `batch_norm_prepare`
-    gives them.
-    """
     _, _, factor, shift = numbers
     _forward(x, factor, shift, other, relu, y)
 
@@ -119,14 +97,6 @@ def norm_backward(
     dbias: Maybe,
     frozen: bool,
 ) -> None:
-    """The gradient of `norm_forward`, whose y got the gradients `dys`, one or two.
-
-    g = sum of dys, 0 where the ReLU gave 0: where y <= 0, or x * factor + shift if there is no y.
-    masked = g, which is the gradient of `other`; dscale += sums of g * (x - mean) * inverse, dbias
-    += sums of g. dx = factor * (g - mean(g) - n * mean(g * n)), n = (x - mean) * inverse, means per
-    channel; dx = factor * g if the numbers are frozen, no function of x. Both masked and dx may be
-    one of dys; a y and a second dy need a masked.
-    """
     _backward(x, tuple(numbers), dys, y, relu, masked, dx, dscale, dbias, frozen)
 
 

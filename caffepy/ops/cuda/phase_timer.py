@@ -12,14 +12,14 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.phase_timer import HOST, PARTS
 
 BETWEEN = len(PARTS)
-"""The place of what goes by between iterations, which is the data's or the host's."""
+"""The index of the time between iterations, which is the data's or the host's."""
 
-LANE = "laps"
-"""Where laps end, so that nothing waits for that."""
+STREAM = "phase timer"
+"""The side stream of the marks, so that no other work waits for them."""
 
 
-class _Spells:
-    """The host's time in blocks of one kind."""
+class _HostTime:
+    """The host's time in blocks of one kind; `on` inside of one."""
 
     def __init__(self) -> None:
         self.on = False
@@ -35,14 +35,11 @@ class _Spells:
 
 
 class PhaseTimer:
-    """Seconds by part; nothing is measured unless `running` is set.
+    """Sums that a kernel of one thread keeps, captured with the others: at each mark it adds the
+    time of the GPU's clock since the last one, on a stream beside the work that follows.
 
-    Between `stop` and `start` no time is counted. An iteration is `begin`, then a `lap` at the end
-    of each part: a kernel of one thread, to be recorded with the others, beside the work that
-    follows. `read` waits for nothing.
-
-    What the GPU idles between iterations is shared out as the host's time was: to data while it was
-    `fetching`, to "host" while it was `issuing`.
+    The time that the GPU idles between iterations is split as the host's time was: to data while it
+    was `fetching`, to "host" while it was `issuing`.
     """
 
     def __init__(self, device: CudaDevice) -> None:
@@ -53,24 +50,21 @@ class PhaseTimer:
         self._nanoseconds: HostArray = np.frombuffer(self._page, np.uint64, 1 + len(PARTS))
         self._nanoseconds[:] = 0
         self._stopped = True
-        self._fetching, self._issuing = _Spells(), _Spells()
+        self._fetching, self._issuing = _HostTime(), _HostTime()
         self._split = dict.fromkeys(("data", HOST), 0.0)
         self._seen = 0.0, 0.0, 0.0
 
     def start(self) -> None:
-        """Count time again."""
         if self.running and self._stopped:
             self._stopped = False
             self._end(-1)
 
     def begin(self) -> None:
-        """An iteration, or a pass of it, begins."""
         self._end_aside(BETWEEN)
 
     def mark(self, part: str) -> None:
-        """What went by since the last call went into this part."""
         if part == PARTS[-1] and self._counts:
-            self._device.join(LANE)
+            self._device.join(STREAM)
             self._end(PARTS.index(part))
         else:
             self._end_aside(PARTS.index(part))
@@ -81,26 +75,22 @@ class PhaseTimer:
 
     def _end_aside(self, place: int) -> None:
         if self._counts:
-            with self._device.side_stream(LANE):
+            with self._device.side_stream(STREAM):
                 self._end(place)
 
     def _end(self, place: int) -> None:
         kernel("phase_timer", "mark")((1,), (1,), (self._clock, self._page.ptr, np.int32(place)))
 
     def stop(self) -> None:
-        """Count no time."""
         self._stopped = True
 
-    def fetching(self) -> "_Spells":
-        """A block between iterations in which the host waits for data, or gives them to the device."""
+    def fetching(self) -> _HostTime:
         return self._fetching
 
-    def issuing(self) -> "_Spells":
-        """A block in which the host gives other work to the device."""
+    def issuing(self) -> _HostTime:
         return self._issuing
 
     def read(self) -> dict[str, float]:
-        """Seconds by part, so far; those of the last iterations may not be in it yet."""
         *seconds, between = (self._nanoseconds / 1e9).tolist()
         fetched, issued = self._fetching.seconds, self._issuing.seconds
         waited, fetching, issuing = (

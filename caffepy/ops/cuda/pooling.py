@@ -23,7 +23,6 @@ _INDEX = {"uint8": "unsigned char", "int32": "int"}
 
 
 def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
-    """The smallest element type of an index into windows of this size."""
     return np.dtype(np.uint8 if prod(kernel) < 256 else np.int32)
 
 
@@ -75,39 +74,24 @@ def _pool(
 def max_pool_forward(
     x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
 ) -> None:
-    """Write the maximum of each window, clipped to the plane, and which element it is; the first
-    one wins.
-
-    An index of int32 counts h*W + w within the plane; one of uint8 within the window, in the order
-    of y's memory. A window that holds nothing but NaN keeps its first element. With `relu`, what is
-    not above 0 becomes 0, and its index -1 (255).
-    """
     _pool("max_pool_forward", y, x, y, (x, y, index), (kernel, stride, pad), relu=relu)
 
 
 def max_pool_backward(
     dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
 ) -> None:
-    """Write dx: each dy goes to the element that its index names, if any."""
     _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), (kernel, stride, pad))
 
 
 def ave_pool_forward(
     x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
 ) -> None:
-    """Write the mean of each window, at least 0 with `relu`.
-
-    Padding counts in the divisor, what hangs over it does not.
-    """
     _pool("ave_pool_forward", y, x, y, (x, y), (kernel, stride, pad), relu=relu)
 
 
 def ave_pool_backward(
     dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None
 ) -> None:
-    """Write dx: each dy shared evenly over its window; where a y is given, only those with a y
-    above 0.
-    """
     if y is not None:
         channels_last(dy, y)  # they must lie alike
     arrays = (dy, dx, dy if y is None else y)
@@ -124,17 +108,9 @@ def stochastic_pool_forward(
     seed: int,
     tick: Array | None = None,
 ) -> None:
-    """Write a random element of each window, likelier the larger it is, and which one, as
-    `max_pool_forward` does.
-
-    Its gradient is `max_pool_backward`'s. Seed and tick are those of `dropout_forward`.
-    """
     pairs, numbers = (kernel, stride, pad), (seed, 0 if tick is None else tick)
     _pool("stochastic_pool_forward", y, x, y, (x, y, index), pairs, *numbers)
 
 
 def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    """Write what `stochastic_pool_forward` gives on average: sum of squares / sum, 0 if that is not
-    above 0.
-    """
     _pool("stochastic_pool_mean", y, x, y, (x, y), (kernel, stride, pad))

@@ -41,20 +41,12 @@ def _unit_gradient(
 
 
 def lstm_unit_forward(a: Array, c_before: Array, cont: Array, c: Array, h: Array) -> None:
-    """c = f c_before + i g, h = o tanh(c) for (N, H) each; a (N, 4H): sums of gates in, activations
-    i, f, o, g out.
-
-    i, o are sigmoids, g is tanh, f is cont times a sigmoid; cont (N).
-    """
     _unit(a, c_before, cont, c, h, 0, 0)
 
 
 def lstm_unit_backward(
     a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array
 ) -> None:
-    """da = gradient in the sums of the gates, dc = that in c_before (before: in c); the activations
-    a as forward.
-    """
     _unit_gradient(a, c_before, c, dh, 0, 0, dc, da)
 
 
@@ -79,11 +71,6 @@ class LSTM:
         h: Array,
         c: Array,
     ) -> None:
-        """h and c (T, N, H) of all steps; a (T, N, 4H) holds the inputs' sums, afterwards the
-        activations.
-
-        kept (T, N, H) becomes cont_t h_{t-1}, which the gradient of w needs.
-        """
         steps = len(h)
         launch("recurrent", "keep", h, h_first.size, h_first, cont, kept, *h_first.shape)
         for t in range(steps):
@@ -94,7 +81,6 @@ class LSTM:
     def backward(
         self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array
     ) -> None:
-        """da (T, N, 4H) = gradient in the sums of the gates, from dy (T, N, H), the gradient in h."""
         steps = len(dy)
         self._dc.fill(0)
         for t in range(steps - 1, -1, -1):
@@ -114,9 +100,6 @@ class RNN:
         self._rest = cupy.empty((streams, size), dtype)
 
     def forward(self, h: Array, w: Array, cont: Array, h_first: Array, kept: Array) -> None:
-        """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1};
-        h_first (N, H).
-        """
         steps = len(h)
         launch("recurrent", "keep", h, h_first.size, h_first, cont, kept, *h_first.shape)
         for t in range(steps):
@@ -125,7 +108,6 @@ class RNN:
             launch("recurrent", "rnn_unit", h, h[t].size, h[t], *following, *h[t].shape)
 
     def backward(self, h: Array, w: Array, cont: Array, dh: Array) -> None:
-        """dh (T, N, H), the gradient in h from outside, becomes that in the sums inside tanh."""
         steps = len(h)
         for t in range(steps - 1, -1, -1):
             following = (cont[t + 1], self._rest) if t + 1 < steps else (0, 0)

@@ -10,19 +10,11 @@ EACH = 4
 
 
 def take_rows(x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:
-    """y = x[index]; x (K, D), index (M) of whole numbers as floating-point numbers, y (M, D).
-
-    What is not whole is cut off as C does, before a look at it with `cut`, else after. The first
-    index that is not one of 0 to K - 1 is put down in `wrong`: 1, the index.
-    """
     arguments = (x, index, y, index.size, *x.shape, int(cut), wrong)
     launch_finding("selection", "take_rows", x, -(-y.size // (EACH * THREADS)), arguments)
 
 
 def add_rows(dy: Array, index: Array, dx: Array) -> None:
-    """dx[index] += dy, in the order of dy (M, D); an index that is not one of 0 to K - 1 is passed
-    over; dx (K, D).
-    """
     if dy.size and dx.size:
         stripes = min(-(-dx.shape[1] // (EACH * THREADS)), 65535)
         arguments = (dy, index, dx, index.size, *dx.shape)
@@ -30,11 +22,6 @@ def add_rows(dy: Array, index: Array, dx: Array) -> None:
 
 
 def top_values(x: Array, top_k: int, places: bool, values: bool, y: Array) -> None:
-    """The places of the top_k largest values, then the values, as far as wanted; equal ones by the
-    larger place.
-
-    x (outer, C, inner), y (outer, top_k or 2 * top_k, inner). NaN counts as larger than any number.
-    """
     outer, channels, inner = x.shape
     arguments = (x, y, outer, channels, inner, int(top_k), int(places), int(values))
     if inner > 1:

@@ -45,9 +45,6 @@ class Staging:
         self._sent, self._used = _event(), _event()
 
     def room(self, layout: Layout) -> list[NDArray[Any]]:
-        """Arrays to fill, the same as before if the layout is; returns when what they held has
-        left.
-        """
         with self._device:
             self._sent.synchronize()
             if layout != self._layout:
@@ -72,7 +69,6 @@ class Staging:
         self._layout, self._size = layout, size
 
     def send(self) -> None:
-        """Let what was filled go to the device."""
         runtime = cupy.cuda.runtime
         with self._device:
             self._stream.wait_event(self._used)
@@ -86,10 +82,8 @@ class Staging:
             self._sent.record(self._stream)
 
     def take(self) -> list[Array]:
-        """What was sent, as arrays of the device for operations of the current stream."""
         cupy.cuda.get_current_stream().wait_event(self._sent)
         return self._on_device
 
     def done(self) -> None:
-        """The operations that use what was taken have been given to the current stream."""
         self._used.record(cupy.cuda.get_current_stream())

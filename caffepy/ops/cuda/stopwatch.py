@@ -20,22 +20,15 @@ class Stopwatch:
         self._count = 0
 
     def hold(self, milliseconds: float) -> None:
-        """Let a device begin with what follows later by this, so that it need not wait for the host
-        in between.
-        """
         kernel("spin", "spin")((1,), (1,), (np.int64(milliseconds * TICKS),))
 
     def mark(self) -> None:
-        """Note when everything up to here is done."""
         if self._count == len(self._events):
             self._events.append(cupy.cuda.Event())
         self._events[self._count].record(cupy.cuda.get_current_stream())
         self._count += 1
 
     def read(self) -> list[float]:
-        """The milliseconds from each mark to the next, once all are reached; the marks are taken
-        away.
-        """
         marks, self._count = self._events[: self._count], 0
         if marks:
             marks[-1].synchronize()

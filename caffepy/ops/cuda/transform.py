@@ -33,12 +33,6 @@ def transform_batch(
     mean: Array | None,
     scale: float,
 ) -> None:
-    """Write out (N, C, h, w) of any format from records (N, C, H, W), uint8 or float32.
-
-    h_off, w_off and mirror hold one value an image; mean is None or (C, H, W), where C as well as H
-    and W may be 1. All but out may lie on the host or on the device; a mean that is used again is
-    best kept on the device.
-    """
     if not out.size:
         return
     kind = RECORDS.get(records.dtype.name)

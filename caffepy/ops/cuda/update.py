@@ -54,31 +54,26 @@ def _run(name: str, arrays: tuple[Array, ...], segments: Segments, *numbers: Num
 
 
 def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
-    """h = momentum*h + rate*g; w -= h."""
     _run("sgd", (w, g, h), segments, momentum)
 
 
 def nesterov_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
-    """h' = momentum*h + rate*g; w -= (1 + momentum)*h' - momentum*h; h = h'."""
     _run("nesterov", (w, g, h), segments, momentum)
 
 
 def adagrad_update(w: Array, g: Array, h: Array, segments: Segments, delta: float) -> None:
-    """h += g^2; w -= rate*g/(sqrt(h) + delta)."""
     _run("rms", (w, g, h), segments, 1.0, 1.0, delta)
 
 
 def rmsprop_update(
     w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float
 ) -> None:
-    """h = rms_decay*h + (1 - rms_decay)*g^2; w -= rate*g/(sqrt(h) + delta)."""
     _run("rms", (w, g, h), segments, rms_decay, 1 - rms_decay, delta)
 
 
 def adadelta_update(
     w: Array, g: Array, h: Array, u: Array, segments: Segments, momentum: float, delta: float
 ) -> None:
-    """h, u are means of g^2 and of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
     _run("adadelta", (w, g, h, u), segments, momentum, delta)
 
 
@@ -93,7 +88,4 @@ def adam_update(
     delta: float,
     correction: Number,
 ) -> None:
-    """m, v are means of g (by beta1) and of g^2 (by beta2); w -= rate*correction*m/(sqrt(v) +
-    delta).
-    """
     _run("adam", (w, g, m, v), segments, beta1, beta2, delta, correction)

@@ -1,0 +1,257 @@
+"""The objects of a back end, beside its functions: what both implementations of each class do.
+
+`protocol.Ops` has a constructor for each. Where a comment of an implementation adds nothing, its
+methods have no docstring of their own.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from numpy.typing import DTypeLike
+
+from caffepy.device.blob import Array, Blob
+from caffepy.ops.segments import Number
+from caffepy.ops.update_state import StepResult
+
+Layout = tuple[tuple[tuple[int, ...], DTypeLike], ...]
+"""The shape and element type of each array."""
+
+
+class Convolution(Protocol):
+    """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out).
+
+    On a GPU x, y and their gradients are float32 or float64 in this order of axes, or float32,
+    float16 or uint16 (bfloat16) with the channels last; w, b and their gradients are always float32
+    (float64 for doubles) in Caffe's order. Plans are made at the first call of each method, with
+    the precision of that time. With the channels last, the backward methods reuse what the last
+    forward made of w, and of x if it is the same array: neither may have changed in between.
+    """
+
+    @property
+    def y_shape(self) -> tuple[int, ...]:
+        """The shape of y."""
+
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
+        """Write y = w * x + b; max(0, .) of it with `relu`."""
+
+    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
+        """Write dx."""
+
+    def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
+        """Add to dw and db."""
+
+
+class LSTM(Protocol):
+    """A layer of LSTM units: T steps, N streams, H units.
+
+    a_t = input_t + (cont_t h_{t-1}) @ w.T, then the unit of `Ops.lstm_unit_forward`. Gates are in
+    the order i, f, o, g; w is (4H, H), cont (T, N), the initial states are (N, H).
+    """
+
+    def forward(
+        self,
+        a: Array,
+        w: Array,
+        cont: Array,
+        h_first: Array,
+        c_first: Array,
+        kept: Array,
+        h: Array,
+        c: Array,
+    ) -> None:
+        """Write h and c (T, N, H) of all steps.
+
+        a (T, N, 4H) holds the inputs' sums, afterwards the activations of the gates. kept (T, N, H)
+        becomes cont_t h_{t-1}, which the gradient of w needs.
+        """
+
+    def backward(
+        self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array
+    ) -> None:
+        """da (T, N, 4H) = gradient in the sums of the gates, from dy (T, N, H), the gradient in h."""
+
+
+class RNN(Protocol):
+    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T): T steps, N streams, H units; w (H, H),
+    cont (T, N).
+    """
+
+    def forward(self, h: Array, w: Array, cont: Array, h_first: Array, kept: Array) -> None:
+        """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1};
+        h_first (N, H).
+        """
+
+    def backward(self, h: Array, w: Array, cont: Array, dh: Array) -> None:
+        """dh (T, N, H), the gradient in h from outside, becomes that in the sums inside tanh."""
+
+
+class UpdateState(Protocol):
+    """The device-side numbers of an update: `rate`, `decay` and `correction` as set, `scale` of the
+    gradients and `go` as decided, and `loss_scale`, by which the gradients are too large until
+    they are checked.
+
+    In an iteration `say` comes first, then `open`, `note` after each forward pass,
+    `check_and_scale` after the last backward pass, then the update. On a GPU all but `say`,
+    `loss`, `mean`, `given` and `step_results` can be captured.
+    """
+
+    rate: Number
+    decay: Number
+    correction: Number
+    scale: Number
+    go: Number
+    loss_scale: Number
+
+    def say(self, rate: float, decay: float, correction: float) -> None:
+        """Set the learning rate, the weight decay and the rule's own number of the next update."""
+
+    def open(self, diffs: Sequence[Array]) -> None:
+        """Start to accumulate gradients, in these arrays, and losses: zero them."""
+
+    def keep(self, blobs: Sequence[Blob]) -> None:
+        """Copy the values of these float32 blobs for `restore_stats`; on a GPU, copy them back if
+        an iteration was STOPPED.
+        """
+
+    def restore_stats(self, blobs: Sequence[Blob]) -> None:
+        """Copy the kept values back to these blobs."""
+
+    def note(self) -> None:
+        """Add the loss of a forward pass, the sum of data times diff over the losses; increment the
+        device's step counter.
+        """
+
+    def tell(self, notes: Array) -> None:
+        """Write to `notes` what is averaged over solvers; NaN if something is wrong here."""
+
+    def hear(self, notes: Array, given_up: int = 0) -> None:
+        """Take over the averages, unless the int at this host address is not 0 by now."""
+
+    def pack_scale(self, told: Array) -> None:
+        """Write the loss scale, if there is one, behind the parameters."""
+
+    def unpack_scale(self, told: Array) -> None:
+        """Take over the loss scale, if there is one, that came behind the parameters."""
+
+    def loss(self) -> float:
+        """Return the loss of the last pass, when the device has finished it."""
+
+    def mean(self) -> float:
+        """Return the mean loss of the iteration's passes, over all solvers after `hear`, when the
+        device has finished them.
+        """
+
+    @property
+    def measures(self) -> bool:
+        """True if `check_and_scale` needs the gradients, and not the losses alone."""
+
+    def check_and_scale(self, diff: Array) -> None:
+        """Decide by what the gradients are multiplied, and if the update is done at all."""
+
+    def given(self) -> None:
+        """Count an iteration, `check_and_scale` included, as enqueued."""
+
+    def step_results(self, wait: bool) -> list[StepResult]:
+        """Return the results that were not returned yet, in order: all, or without `wait` those
+        known by now.
+
+        Waits in any case for some of them if the host is too many iterations ahead.
+        """
+
+    @property
+    def done(self) -> int:
+        """The number of iterations that a GPU has finished; may be read in another thread."""
+
+    def resync(self) -> None:
+        """Forget what was enqueued before an interruption, which may have hit in between."""
+
+    def go_on(self) -> None:
+        """Update again after an iteration that was STOPPED."""
+
+    def state(self) -> dict[str, float]:
+        """Return what a resumed run needs to continue exactly."""
+
+    def set_state(self, state: dict[str, float]) -> None:
+        """Restore what `state` returned."""
+
+
+class Sums(Protocol):
+    """The sums of the data of blobs, and of a net's losses, over passes."""
+
+    def clear(self) -> None:
+        """Zero them, for blobs of the shapes that they have now."""
+
+    def add(self) -> None:
+        """Add the values of a pass."""
+
+    def read(self) -> tuple[list[Array], float]:
+        """Return the sums as float64 and the sum of the losses."""
+
+
+class PhaseTimer(Protocol):
+    """Seconds by phase of an iteration (`phase_timer.PARTS`); nothing is measured unless `running`.
+
+    Between `stop` and `start` no time is counted. An iteration is `begin`, then a `mark` at the end
+    of each phase.
+    """
+
+    running: bool
+
+    def start(self) -> None:
+        """Count time again."""
+
+    def begin(self) -> None:
+        """Begin an iteration, or a pass of it."""
+
+    def mark(self, part: str) -> None:
+        """Count the time since the last call as this phase."""
+
+    def stop(self) -> None:
+        """Count no time."""
+
+    def fetching(self) -> AbstractContextManager[None]:
+        """Return a block between iterations in which the host waits for data or uploads them."""
+
+    def issuing(self) -> AbstractContextManager[None]:
+        """Return a block in which the host enqueues other work."""
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds by phase; on a GPU the last iterations may be missing: nothing is
+        waited for.
+        """
+
+
+class Stopwatch(Protocol):
+    """The time between marks among the operations (of the current stream)."""
+
+    def hold(self, milliseconds: float) -> None:
+        """Delay what follows on a GPU by this, so that it need not wait for the host in between."""
+
+    def mark(self) -> None:
+        """Record the time when everything up to here is done."""
+
+    def read(self) -> list[float]:
+        """Return the milliseconds from each mark to the next, once all are reached, and remove the
+        marks.
+        """
+
+
+class Staging(Protocol):
+    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`,
+    `done` in another.
+    """
+
+    def room(self, layout: Layout) -> list[Any]:
+        """Return host arrays to fill, the same as before if the layout is; wait until their
+        previous content has been copied.
+        """
+
+    def send(self) -> None:
+        """Start the copy of what was filled to the device."""
+
+    def take(self) -> list[Array]:
+        """Return what was sent, as arrays of the device for operations of the current stream."""
+
+    def done(self) -> None:
+        """Mark that the operations that use what was taken have been enqueued."""

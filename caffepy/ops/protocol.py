@@ -1,0 +1,672 @@
+"""The contract of a back end: what `caffepy.ops.cpu` and `caffepy.ops.cuda` both are.
+
+mypy holds both modules to `Ops` (see `backend`), a test compares names, parameters and defaults in
+both directions. To add a function: its method here with shapes and formula, one function in each
+package, the name in both `__init__.py`, a test in `tests/ops` and one in `tests/ops/cuda`.
+
+What holds for all functions:
+- The caller makes all arrays; a function writes its outputs, returns nothing and keeps nothing.
+  `out`, `y`, `dx` are written; `dw`, `db` and the like are added to.
+- Arrays do not overlap; where "dx may be dy" stands, it must then be the same object.
+- Arrays are C-contiguous on the CPU. On a GPU the arrays (N, C, ...) of one call may also have
+  their channels last, all in the same order. Arrays of (outer, C, inner) are (N, C, ...) with axes
+  merged.
+- On the CPU elements are float32 or float64. On a GPU activations and their gradients may also be
+  float16 or bfloat16, which numpy lacks and uint16 stands for; parameters, their gradients, sums
+  and numbers of channels stay float32 (float64 for doubles).
+- On a GPU work is enqueued on the current stream, and nothing is read back.
+- Labels and indices are whole floating-point numbers, truncated as C does. A function that finds an
+  invalid one writes 1 and the first of them to `wrong` (2), and the caller raises the error.
+- A loss is divided by `norm`, an array that the function writes: `divisor`, or where that is None
+  the number of labels that count, at least 1. `weight` is an array whose first element is the loss
+  weight.
+- kernel, stride and pad are (height, width).
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from caffepy.device.blob import Array, Blob
+from caffepy.ops import objects
+from caffepy.ops.segments import Number, Segments
+from caffepy.ops.update_state import Limits
+
+Maybe = Array | None
+Pair = tuple[int, int]
+Sizes = Sequence[int]
+
+
+class Ops(Protocol):
+    """Arithmetic on one kind of device."""
+
+    # Objects, described in objects.py; a device is one of the back end's kind.
+
+    def Convolution(
+        self,
+        x_shape: Sizes,
+        w_shape: Sizes,
+        stride: Sizes,
+        pad: Sizes,
+        dilation: Sizes,
+        group: int,
+        dtype: DTypeLike,
+    ) -> objects.Convolution:
+        """Make a convolution of these shapes, in any number of spatial axes."""
+
+    def LSTM(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> objects.LSTM:
+        """Make a layer of LSTM units."""
+
+    def RNN(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> objects.RNN:
+        """Make a layer of tanh units."""
+
+    def UpdateState(
+        self, limits: Limits, losses: Sequence[Blob], device: Any
+    ) -> objects.UpdateState:
+        """Make the device-side state of a solver's updates; `losses` are the tops with a weight."""
+
+    def Sums(self, blobs: Sequence[Blob], losses: Sequence[Blob], device: Any) -> objects.Sums:
+        """Make the sums of a test pass."""
+
+    def PhaseTimer(self, device: Any) -> objects.PhaseTimer:
+        """Make the phase timer of a solver."""
+
+    def Stopwatch(self) -> objects.Stopwatch:
+        """Make a stopwatch of operations."""
+
+    def Staging(self) -> objects.Staging:
+        """Make buffers for batches on their way to the device."""
+
+    # Threads of the host
+
+    def set_num_threads(self, n: int) -> None:
+        """Compute with n host threads; nothing on a GPU."""
+
+    def blas_scope(self) -> AbstractContextManager[None]:
+        """Return a block in which BLAS keeps to the calling thread; nothing on a GPU."""
+
+    # Copies
+
+    def copy(self, src: Array, dst: Array) -> None:
+        """dst = src; views with contiguous rows are as fast as whole arrays. On a GPU src may lie
+        on the host.
+        """
+
+    def convert(self, x: Array, out: Array) -> None:
+        """out = x in its own element type and order of axes."""
+
+    def join(self, parts: Sequence[Array], whole: Array, axis: int) -> None:
+        """whole = the parts side by side along the axis (1 if the channels lie last)."""
+
+    def cut(self, whole: Array, sizes: Sizes, parts: Sequence[Maybe], axis: int) -> None:
+        """Write the parts, of these sizes along the axis, that are not None: the opposite of
+        `join`.
+        """
+
+    # Arrays of one shape
+
+    def scaled(self, alpha: float, x: Array, out: Array) -> None:
+        """out = alpha * x."""
+
+    def axpy(self, alpha: float, x: Array, out: Array) -> None:
+        """out += alpha * x."""
+
+    def add(self, x: Array, out: Array) -> None:
+        """out += x."""
+
+    def multiply(self, x: Array, y: Array, out: Array) -> None:
+        """out = x * y."""
+
+    def dot(self, x: Array, y: Array) -> Number:
+        """Return the sum of x * y in float64: a float, on a GPU an array without axes."""
+
+    def eltwise_sum(self, xs: Sequence[Array], coefficients: Sequence[float], out: Array) -> None:
+        """out = sum of coefficient * x over at least two arrays."""
+
+    def eltwise_max(self, xs: Sequence[Array], out: Array, index: Array) -> None:
+        """out = the largest x, index = its number.
+
+        A tie of the first two goes to the second; later ones must be larger.
+        """
+
+    def eltwise_select(self, index: Array, rank: int, dy: Array, dx: Array) -> None:
+        """dx = dy where index is rank, else 0."""
+
+    # Products and biases
+
+    def matmul(
+        self, a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0
+    ) -> None:
+        """out = scale * a @ b, or out += scale * a @ b; (M, K) @ (K, N) -> (M, N).
+
+        Transposed views are allowed. On a GPU a and b have one type, out has theirs or float32;
+        sums are float32, or float64 for doubles.
+        """
+
+    def add_bias(self, y: Array, b: Array) -> None:
+        """y[n, o, ...] += b[o]; y (M, O) or (N, O, P)."""
+
+    def bias_gradient(self, dy: Array, db: Array, copy: Maybe = None) -> None:
+        """db[o] += sum of dy[n, o, ...]; dy (M, O) or (N, O, P).
+
+        If dy has rows (M, O), `copy` receives dy in its own element type.
+        """
+
+    def relu_bias_backward(self, y: Maybe, dy: Array, db: Maybe) -> None:
+        """dy *= (y > 0) in place unless y is None; then db[o] += sum of dy[n, o, ...] unless db is
+        None. y and dy (M, O) or (N, O, P).
+        """
+
+    def bias_act_forward(
+        self,
+        y: Array,
+        b: Maybe,
+        relu: bool,
+        ratio: float,
+        seed: int,
+        mask: Maybe,
+        tick: Maybe = None,
+    ) -> None:
+        """y = dropout(relu(y + b)) in place for y (M, O); a step that is None or False is left out.
+
+        ratio, seed, mask and tick are those of `dropout_forward`.
+        """
+
+    def bias_act_backward(
+        self, y: Array, dy: Array, db: Maybe, relu: bool, mask: Maybe, ratio: float
+    ) -> None:
+        """dy *= mask / (1 - ratio) * (y > 0) in place for y and dy (M, O); db += its column sums."""
+
+    # Activations: x, y, dy, dx of one shape; y may be x, dx may be dy
+
+    def relu_forward(self, x: Array, y: Array, slope: float) -> None:
+        """y = x > 0 ? x : slope * x; NaN stays NaN."""
+
+    def relu_backward(self, x: Array, dy: Array, dx: Array, slope: float) -> None:
+        """dx = dy * (x > 0 ? 1 : slope); if slope >= 0, x may be the output."""
+
+    def prelu_forward(self, x: Array, y: Array, slope: Array) -> None:
+        """y = x > 0 ? x : slope_c * x; x (N, C, P), slope (C) or (1) (He et al. 2015)."""
+
+    def prelu_backward(self, x: Array, dy: Array, slope: Array, dx: Maybe, dslope: Maybe) -> None:
+        """dx = dy * (x > 0 ? 1 : slope_c), dslope_c += sum of dy * x over x <= 0."""
+
+    def elu_forward(self, x: Array, y: Array, alpha: float) -> None:
+        """y = x > 0 ? x : alpha * (exp(x) - 1) (Clevert et al. 2015)."""
+
+    def elu_backward(self, x: Array, y: Array, dy: Array, dx: Array, alpha: float) -> None:
+        """dx = dy * (x > 0 ? 1 : alpha + y); if alpha >= 0, x may be y."""
+
+    def sigmoid_forward(self, x: Array, y: Array) -> None:
+        """y = 1 / (1 + exp(-x)), computed as (tanh(x/2) + 1) / 2."""
+
+    def sigmoid_backward(self, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * y * (1 - y)."""
+
+    def tanh_forward(self, x: Array, y: Array) -> None:
+        """y = tanh(x)."""
+
+    def tanh_backward(self, y: Array, dy: Array, dx: Array) -> None:
+        """dx = dy * (1 - y^2)."""
+
+    def swish_forward(self, x: Array, y: Array, sigmoid: Array, beta: float) -> None:
+        """sigmoid = 1 / (1 + exp(-beta * x)), y = x * sigmoid (Ramachandran et al. 2017)."""
+
+    def swish_backward(self, y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) -> None:
+        """dx = dy * (beta * y + sigmoid * (1 - beta * y))."""
+
+    def power_forward(self, x: Array, y: Array, power: float, scale: float, shift: float) -> None:
+        """y = (shift + scale * x)^power; NaN for a negative base and a fractional power."""
+
+    def power_backward(
+        self, x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float
+    ) -> None:
+        """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
+
+    def dropout_forward(
+        self,
+        x: Array,
+        y: Array,
+        mask: Array,
+        ratio: float,
+        seed: int,
+        tick: Maybe = None,
+    ) -> None:
+        """mask = 1 with probability 1 - ratio, a hash of seed and place in memory, the same on CPU
+        and GPU; y = x * mask / (1 - ratio).
+
+        `tick`, an int64 array without axes, is the number of a pass, read when the kernel runs:
+        each pass has a mask of its own.
+        """
+
+    def dropout_backward(self, dy: Array, mask: Array, dx: Array, ratio: float) -> None:
+        """dx = dy * mask / (1 - ratio)."""
+
+    # Normalization: x, y, dy, dx (outer, C, inner), means, scales and the like (C)
+
+    def lrn_forward(
+        self, x: Array, y: Array, scale: Maybe, size: int, alpha: float, beta: float, k: float
+    ) -> None:
+        """s_c = k + alpha/size * sum of x^2 over the `size` channels around c, y = x * s^-beta
+        (Krizhevsky et al. 2012); x, y, scale (N, C, ...).
+
+        scale = s for `lrn_backward`; None if the channels lie last.
+        """
+
+    def lrn_backward(
+        self,
+        x: Array,
+        y: Array,
+        scale: Maybe,
+        dy: Array,
+        dx: Array,
+        size: int,
+        alpha: float,
+        beta: float,
+        k: float,
+    ) -> None:
+        """dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s; no array
+        may be another one's. s comes from `scale`, or if the channels lie last from x.
+        """
+
+    def batch_norm_statistics(self, x: Array, mean: Array, variance: Array) -> None:
+        """Write the mean and biased variance of each channel, sums in float64 on the CPU."""
+
+    def batch_norm_forward(self, x: Array, mean: Array, inverse: Array, y: Array) -> None:
+        """y = (x - mean) * inverse; inverse = 1 / standard deviation."""
+
+    def batch_norm_backward(
+        self, x: Array, mean: Array, inverse: Array, dy: Array, dx: Array
+    ) -> None:
+        """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse with y = (x - mean) * inverse, means per
+        channel; dx may be dy.
+        """
+
+    def batch_norm_prepare(
+        self,
+        x: Array,
+        running: Sequence[Array],
+        fraction: float,
+        eps: float,
+        scale: Maybe,
+        bias: Maybe,
+        numbers: Array,
+    ) -> None:
+        """Write the numbers (4, C) of a batch: mean, inverse = 1 / sqrt(variance + eps), and factor
+        and shift such that y = x * factor + shift = (x - mean) * inverse * scale + bias.
+
+        Running sums of means (C) and variances (C) and their weight (1) become sum * fraction +
+        mean, sum * fraction + unbiased variance, weight * fraction + 1. An empty x changes nothing.
+        """
+
+    def batch_norm_stored(
+        self, running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
+    ) -> None:
+        """Write the same numbers from the running sums divided by their weight; mean and variance
+        are 0 if the weight is.
+        """
+
+    def norm_forward(self, x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
+        """y = x * factor + shift [+ other], then ReLU with `relu`; numbers of
+        `batch_norm_prepare`.
+        """
+
+    def norm_backward(
+        self,
+        x: Array,
+        numbers: Array,
+        dys: Sequence[Array],
+        y: Maybe,
+        relu: bool,
+        masked: Maybe,
+        dx: Maybe,
+        dscale: Maybe,
+        dbias: Maybe,
+        frozen: bool,
+    ) -> None:
+        """The gradient of `norm_forward` from the gradients `dys` of its y, one or two.
+
+        g = sum of dys, with `relu` 0 where y <= 0 (y is x * factor + shift if it is None).
+        masked = g, the gradient of `other`; dscale += sums of g * n, dbias += sums of g, where
+        n = (x - mean) * inverse. dx = factor * (g - mean(g) - n * mean(g * n)), means per channel,
+        or dx = factor * g if the numbers are frozen, that is no function of x.
+        masked and dx may be one of dys; masked is needed if there is a y or a second dy.
+        """
+
+    def scale_forward(self, x: Array, scale: Array, bias: Maybe, y: Array) -> None:
+        """y = x * scale + bias."""
+
+    def scale_backward(
+        self, x: Array, scale: Array, dy: Array, dx: Maybe, dscale: Maybe, dbias: Maybe
+    ) -> None:
+        """dx = dy * scale; dscale += sums of dy * x, dbias += sums of dy; dx may be dy."""
+
+    # Pooling: x, dx (N, C, H, W), y, dy, index (N, C, Ho, Wo)
+
+    def pool_index_type(self, kernel: Pair) -> "np.dtype[Any]":
+        """Return the element type of an index: int32, on a GPU uint8 if windows are small."""
+
+    def max_pool_forward(
+        self,
+        x: Array,
+        y: Array,
+        index: Array,
+        kernel: Pair,
+        stride: Pair,
+        pad: Pair,
+        relu: bool = False,
+    ) -> None:
+        """Write the maximum of each window, clipped to the plane, and the index of the first element
+        that has it.
+
+        An index of int32 is h*W + w; one of uint8 counts within the window, in the order of y's
+        memory. A window of NaN only keeps its first element. With `relu` a maximum <= 0 becomes 0
+        and its index -1 (255).
+        """
+
+    def max_pool_backward(
+        self, dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
+    ) -> None:
+        """dx = 0, then dx[index] += dy for every index but -1."""
+
+    def ave_pool_forward(
+        self, x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
+    ) -> None:
+        """Write the mean of each window, at least 0 with `relu`.
+
+        The divisor counts elements of the padding, but none beyond it.
+        """
+
+    def ave_pool_backward(
+        self, dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Maybe = None
+    ) -> None:
+        """Write dx: each dy divided evenly over its window; with y, only dy whose y > 0."""
+
+    def stochastic_pool_forward(
+        self,
+        x: Array,
+        y: Array,
+        index: Array,
+        kernel: Pair,
+        stride: Pair,
+        pad: Pair,
+        seed: int,
+        tick: Maybe = None,
+    ) -> None:
+        """Write a random element of each window, with probability in proportion to its value, and
+        its index as `max_pool_forward` does (Zeiler and Fergus 2013).
+
+        Its gradient is `max_pool_backward`. Seed and tick are those of `dropout_forward`.
+        """
+
+    def stochastic_pool_mean(
+        self, x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair
+    ) -> None:
+        """Write the expectation of `stochastic_pool_forward`: sum of squares / sum, 0 if the sum is
+        not above 0.
+        """
+
+    # Rows and the largest values
+
+    def take_rows(self, x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:
+        """y = x[index]; x (K, D), index (M), y (M, D).
+
+        An index outside 0 to K - 1 is invalid; it is truncated before that check with `cut`, else
+        after it.
+        """
+
+    def add_rows(self, dy: Array, index: Array, dx: Array) -> None:
+        """dx[index] += dy in the order of dy (M, D); dx (K, D); an index outside 0 to K - 1 is
+        skipped.
+        """
+
+    def top_values(self, x: Array, top_k: int, places: bool, values: bool, y: Array) -> None:
+        """Write the places of the top_k largest values with `places`, then the values with
+        `values`; of equal ones the larger place is first.
+
+        x (outer, C, inner), y (outer, top_k or 2 * top_k, inner). NaN is larger than any number.
+        """
+
+    # Recurrent units
+
+    def lstm_unit_forward(self, a: Array, c_before: Array, cont: Array, c: Array, h: Array) -> None:
+        """c = f c_before + i g, h = o tanh(c), (N, H) each (Hochreiter and Schmidhuber 1997).
+
+        a (N, 4H) holds the sums of the gates i, f, o, g, afterwards their activations: i, o are
+        sigmoids, g is a tanh, f is cont (N) times a sigmoid.
+        """
+
+    def lstm_unit_backward(
+        self, a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array
+    ) -> None:
+        """da = gradient in the sums of the gates; dc, the gradient in c, becomes that in c_before;
+        a as `lstm_unit_forward` left it.
+        """
+
+    # Softmax and losses: x, prob (outer, C, inner), label (outer, inner); a label `ignore` does not
+    # count and has gradient 0
+
+    def softmax_forward(self, x: Array, y: Array) -> None:
+        """y = exp(x - max) / sum of that over the channels."""
+
+    def softmax_backward(self, y: Array, dy: Array, dx: Array) -> None:
+        """dx = y * (dy - sum of dy * y over the channels); dx may be dy."""
+
+    def softmax_loss_forward(
+        self,
+        x: Array,
+        label: Array,
+        ignore: int | None,
+        divisor: float | None,
+        prob: Array,
+        loss: Array,
+        norm: Array,
+        wrong: Array,
+    ) -> None:
+        """prob = softmax of x, loss = sum of -log(max(prob of the label, FLT_MIN)) / norm."""
+
+    def softmax_loss_backward(
+        self,
+        prob: Array,
+        label: Array,
+        ignore: int | None,
+        weight: Array,
+        norm: Array,
+        dx: Array,
+    ) -> None:
+        """dx = weight / norm * (prob - 1 at the label)."""
+
+    def infogain_loss_forward(
+        self,
+        x: Array,
+        label: Array,
+        matrix: Array,
+        ignore: int | None,
+        divisor: float | None,
+        prob: Array,
+        loss: Array,
+        norm: Array,
+        wrong: Array,
+    ) -> None:
+        """prob = softmax of x, loss = -sum over classes of matrix[label] * log(max(prob, 1e-20)) /
+        norm; matrix (C, C).
+        """
+
+    def infogain_loss_backward(
+        self,
+        prob: Array,
+        label: Array,
+        matrix: Array,
+        ignore: int | None,
+        weight: Array,
+        norm: Array,
+        dx: Array,
+    ) -> None:
+        """dx = weight / norm * (prob * sum of matrix[label] - matrix[label])."""
+
+    def multinomial_loss_forward(
+        self, prob: Array, label: Array, divisor: float, loss: Array, wrong: Array
+    ) -> None:
+        """loss = -sum of log(max(prob of the label, 1e-20)) / divisor; prob (N, C), label (N)."""
+
+    def multinomial_loss_backward(
+        self, prob: Array, label: Array, weight: Array, divisor: float, dx: Array
+    ) -> None:
+        """dx = -weight / divisor / max(prob, 1e-20) at the label, else 0."""
+
+    def sigmoid_loss_forward(
+        self,
+        x: Array,
+        target: Array,
+        ignore: int | None,
+        divisor: float | None,
+        loss: Array,
+        norm: Array,
+    ) -> None:
+        """loss = sum of max(x, 0) - x * target + log(1 + exp(-|x|)) / norm."""
+
+    def sigmoid_loss_backward(
+        self, x: Array, target: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
+    ) -> None:
+        """dx = weight / norm * (sigmoid(x) - target)."""
+
+    def euclidean_loss_forward(
+        self, x: Array, target: Array, divisor: float, difference: Array, loss: Array
+    ) -> None:
+        """difference = x - target, loss = sum of its squares / 2 / divisor."""
+
+    def euclidean_loss_backward(
+        self, difference: Array, weight: Array, divisor: float, dx: Array
+    ) -> None:
+        """dx = weight / divisor * difference."""
+
+    def hinge_loss_forward(
+        self,
+        x: Array,
+        label: Array,
+        squares: bool,
+        divisor: float,
+        slack: Array,
+        loss: Array,
+        wrong: Array,
+    ) -> None:
+        """slack = max(0, 1 + x), at the label -max(0, 1 - x); loss = sum of its absolute values, or
+        with `squares` of its squares, / divisor; x and slack (N, C), label (N).
+        """
+
+    def hinge_loss_backward(
+        self, slack: Array, squares: bool, weight: Array, divisor: float, dx: Array
+    ) -> None:
+        """dx = weight / divisor * sign(slack), or with `squares` times 2 * slack."""
+
+    def contrastive_loss_forward(
+        self,
+        a: Array,
+        b: Array,
+        similar: Array,
+        margin: float,
+        legacy: bool,
+        divisor: float,
+        difference: Array,
+        factor: Array,
+        loss: Array,
+    ) -> None:
+        """difference = a - b (N, C), d its length; loss = sum / 2N of d^2 where similar (N), else of
+        max(margin - d, 0)^2, with `legacy` of max(margin - d^2, 0) (Hadsell et al. 2006).
+
+        The divisor is N; factor (N) is what backward multiplies the difference by.
+        """
+
+    def contrastive_loss_backward(
+        self, difference: Array, factor: Array, weight: Array, divisor: float, dx: Array
+    ) -> None:
+        """dx = weight / divisor * factor * difference."""
+
+    def accuracy(
+        self,
+        x: Array,
+        label: Array,
+        top_k: int,
+        ignore: int | None,
+        hits: Array,
+        counts: Array,
+        share: Array,
+        shares: Maybe,
+        wrong: Array,
+    ) -> None:
+        """share = fraction of the labels with fewer than top_k other scores >= theirs, shares (C) =
+        that of each class.
+
+        hits and counts (C) are room to count in: zeros before and after.
+        """
+
+    # Images
+
+    def transform_batch(
+        self,
+        records: Array,
+        out: Array,
+        h_off: Array,
+        w_off: Array,
+        mirror: Array,
+        mean: Maybe,
+        scale: float,
+    ) -> None:
+        """out (N, C, h, w) = (records - mean) * scale, cropped at the offsets and mirrored; records
+        (N, C, H, W) of uint8 or float32.
+
+        h_off, w_off and mirror have one value an image; mean is None or (C, H, W), where C as well
+        as H and W may be 1. On a GPU all but out may lie on the host; a mean is best kept on the
+        device.
+        """
+
+    # Updates: w, g and the history flat, `segments` with the rate and decay of each parameter
+
+    def sgd_update(self, w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
+        """h = momentum*h + rate*g; w -= h."""
+
+    def nesterov_update(
+        self, w: Array, g: Array, h: Array, segments: Segments, momentum: float
+    ) -> None:
+        """h' = momentum*h + rate*g; w -= (1 + momentum)*h' - momentum*h; h = h'."""
+
+    def adagrad_update(
+        self, w: Array, g: Array, h: Array, segments: Segments, delta: float
+    ) -> None:
+        """h += g^2; w -= rate*g/(sqrt(h) + delta)."""
+
+    def rmsprop_update(
+        self, w: Array, g: Array, h: Array, segments: Segments, rms_decay: float, delta: float
+    ) -> None:
+        """h = rms_decay*h + (1 - rms_decay)*g^2; w -= rate*g/(sqrt(h) + delta)."""
+
+    def adadelta_update(
+        self,
+        w: Array,
+        g: Array,
+        h: Array,
+        u: Array,
+        segments: Segments,
+        momentum: float,
+        delta: float,
+    ) -> None:
+        """h, u are means of g^2 and of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
+
+    def adam_update(
+        self,
+        w: Array,
+        g: Array,
+        m: Array,
+        v: Array,
+        segments: Segments,
+        beta1: float,
+        beta2: float,
+        delta: float,
+        correction: Number,
+    ) -> None:
+        """m, v are means of g (by beta1) and of g^2 (by beta2);
+        w -= rate*correction*m/(sqrt(v) + delta).
+        """
