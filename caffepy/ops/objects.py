@@ -14,7 +14,7 @@ from caffepy.device.blob import Array, Blob
 from caffepy.ops.segments import Number
 from caffepy.ops.update_state import StepResult
 
-Layout = tuple[tuple[tuple[int, ...], DTypeLike], ...]
+Specs = tuple[tuple[tuple[int, ...], DTypeLike], ...]
 """The shape and element type of each array."""
 
 
@@ -87,13 +87,13 @@ class RNN(Protocol):
 
 
 class UpdateState(Protocol):
-    """The device-side numbers of an update: `rate`, `decay` and `correction` as set, `scale` of the
-    gradients and `go` as decided, and `loss_scale`, by which the gradients are too large until
-    they are checked.
+    """Device-side numbers of an update: `rate`, `decay` and `correction` are set by
+    `set_hyperparams`, `scale` of the gradients and `go` by `check_and_scale`; gradients are
+    multiplied by `loss_scale` until then.
 
-    In an iteration `say` comes first, then `open`, `note` after each forward pass,
-    `check_and_scale` after the last backward pass, then the update. On a GPU all but `say`,
-    `loss`, `mean`, `given` and `step_results` can be captured.
+    Order of calls in an iteration: `set_hyperparams`, `begin`, `accumulate_loss` after each forward
+    pass, `check_and_scale` after the last backward pass, the update, `mark_enqueued`. On a GPU all
+    but `set_hyperparams`, `loss`, `mean`, `mark_enqueued` and `step_results` can be captured.
     """
 
     rate: Number
@@ -103,84 +103,84 @@ class UpdateState(Protocol):
     go: Number
     loss_scale: Number
 
-    def say(self, rate: float, decay: float, correction: float) -> None:
-        """Set the learning rate, the weight decay and the rule's own number of the next update."""
+    def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
+        """Set learning rate, weight decay and bias correction of the next update."""
 
-    def open(self, diffs: Sequence[Array]) -> None:
-        """Start to accumulate gradients, in these arrays, and losses: zero them."""
+    def begin(self, diffs: Sequence[Array]) -> None:
+        """Zero these gradients and the accumulated loss."""
 
-    def keep(self, blobs: Sequence[Blob]) -> None:
-        """Copy the values of these float32 blobs for `restore_stats`; on a GPU, copy them back if
-        an iteration was STOPPED.
-        """
+    def save_stats(self, blobs: Sequence[Blob]) -> None:
+        """Save these float32 blobs for `restore_stats`; after a STOPPED iteration, restore instead."""
 
     def restore_stats(self, blobs: Sequence[Blob]) -> None:
-        """Copy the kept values back to these blobs."""
+        """Copy the saved values back into these blobs."""
 
-    def note(self) -> None:
-        """Add the loss of a forward pass, the sum of data times diff over the losses; increment the
-        device's step counter.
+    def accumulate_loss(self) -> None:
+        """Add the loss of a forward pass, the sum of data * diff over the losses, and count the
+        pass in the device's step counter.
         """
 
-    def tell(self, notes: Array) -> None:
-        """Write to `notes` what is averaged over solvers; NaN if something is wrong here."""
+    def pack_metrics(self, metrics: Array) -> None:
+        """Write the loss to the spare elements that the all-reduce averages; NaN if this device
+        found a problem.
+        """
 
-    def hear(self, notes: Array, given_up: int = 0) -> None:
-        """Take over the averages, unless the int at this host address is not 0 by now."""
+    def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
+        """Read the averaged loss back; NaN if the int at host address `abort_flag` is not 0."""
 
-    def pack_scale(self, told: Array) -> None:
-        """Write the loss scale, if there is one, behind the parameters."""
+    def pack_scale(self, spare: Array) -> None:
+        """Write the loss scale, if any, to the spare elements that are broadcast with the data."""
 
-    def unpack_scale(self, told: Array) -> None:
-        """Take over the loss scale, if there is one, that came behind the parameters."""
+    def unpack_scale(self, spare: Array) -> None:
+        """Take over the loss scale, if any, that was broadcast with the data."""
 
     def loss(self) -> float:
         """Return the loss of the last pass, when the device has finished it."""
 
     def mean(self) -> float:
-        """Return the mean loss of the iteration's passes, over all solvers after `hear`, when the
-        device has finished them.
+        """Return the mean loss of the iteration's passes, over all solvers after `unpack_metrics`,
+        when the device has finished them.
         """
 
     @property
-    def measures(self) -> bool:
-        """True if `check_and_scale` needs the gradients, and not the losses alone."""
+    def needs_norm(self) -> bool:
+        """True if `check_and_scale` needs the gradients' norm, not the loss alone."""
 
     def check_and_scale(self, diff: Array) -> None:
-        """Decide by what the gradients are multiplied, and if the update is done at all."""
+        """Check loss and gradients; set `scale` and `go`."""
 
-    def given(self) -> None:
-        """Count an iteration, `check_and_scale` included, as enqueued."""
+    def mark_enqueued(self) -> None:
+        """Count an iteration, whose `check_and_scale` is on the device's stream by now."""
 
     def step_results(self, wait: bool) -> list[StepResult]:
-        """Return the results that were not returned yet, in order: all, or without `wait` those
-        known by now.
+        """Return results in order that were not returned yet: all, or without `wait` those
+        available now.
 
         Waits in any case for some of them if the host is too many iterations ahead.
         """
 
     @property
     def done(self) -> int:
-        """The number of iterations that a GPU has finished; may be read in another thread."""
+        """The number of iterations that a GPU has finished; may be read from another thread."""
 
     def resync(self) -> None:
-        """Forget what was enqueued before an interruption, which may have hit in between."""
+        """After an interruption, drop pending results and count on from the device's counter."""
 
-    def go_on(self) -> None:
-        """Update again after an iteration that was STOPPED."""
+    def resume(self) -> None:
+        """Allow updates again after an iteration that was STOPPED."""
 
     def state(self) -> dict[str, float]:
-        """Return what a resumed run needs to continue exactly."""
+        """Return what a snapshot keeps so that a resumed run continues exactly."""
 
     def set_state(self, state: dict[str, float]) -> None:
         """Restore what `state` returned."""
 
 
 class Sums(Protocol):
-    """The sums of the data of blobs, and of a net's losses, over passes."""
+    """Sums over passes of the data of blobs and of a net's losses."""
 
     def clear(self) -> None:
-        """Zero them, for blobs of the shapes that they have now."""
+        """Zero the sums, for the blobs' current shapes."""
 
     def add(self) -> None:
         """Add the values of a pass."""
@@ -242,7 +242,7 @@ class Staging(Protocol):
     `done` in another.
     """
 
-    def room(self, layout: Layout) -> list[Any]:
+    def room(self, layout: Specs) -> list[Any]:
         """Return host arrays to fill, the same as before if the layout is; wait until their
         previous content has been copied.
         """

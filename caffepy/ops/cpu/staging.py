@@ -3,11 +3,11 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
+
+from caffepy.ops.objects import Specs
 
 Array = NDArray[Any]
-Layout = tuple[tuple[tuple[int, ...], DTypeLike], ...]
-"""The shape and element type of each array."""
 
 
 class Staging:
@@ -16,10 +16,10 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._layout: Layout = ()
+        self._layout: Specs = ()
         self._arrays: list[Array] = []
 
-    def room(self, layout: Layout) -> list[Array]:
+    def room(self, layout: Specs) -> list[Array]:
         if layout != self._layout:
             self._layout, self._arrays = layout, [np.empty(shape, dtype) for shape, dtype in layout]
         return self._arrays

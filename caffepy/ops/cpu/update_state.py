@@ -13,14 +13,6 @@ from caffepy.ops.update_state import Limits, StepResult, StepStatus
 
 
 class UpdateState:
-    """Numbers of an update: `rate`, `decay` and `correction` are set by `set_hyperparams`, `scale`
-    of the gradients and `go` by `check_and_scale`; gradients are multiplied by `loss_scale` until
-    then.
-
-    Order of calls in an iteration: `set_hyperparams`, `begin`, `accumulate_loss` after each forward
-    pass, `check_and_scale` after the last backward pass, the update, `mark_enqueued`.
-    """
-
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: Device) -> None:
         self._limits = limits
         self._losses = losses
@@ -35,37 +27,30 @@ class UpdateState:
         self._saved: list[Array] = []
 
     def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
-        """Set learning rate, weight decay and bias correction of the next update."""
         self.rate, self.decay, self.correction = rate, decay, correction
 
     def begin(self, diffs: Sequence[Array]) -> None:
-        """Zero these gradients and the accumulated loss."""
         for diff in diffs:
             diff.fill(0)
         self._total = 0.0
 
     def save_stats(self, blobs: Sequence[Blob]) -> None:
-        """Save the values of these blobs for `restore_stats`."""
         self._saved = [blob.data.copy() for blob in blobs]
 
     def restore_stats(self, blobs: Sequence[Blob]) -> None:
-        """Copy the saved values back into these blobs."""
         for blob, kept in zip(blobs, self._saved, strict=True):
             blob.data[...] = kept
 
     def accumulate_loss(self) -> None:
-        """Add the loss of a forward pass: the sum of data * diff over the losses."""
         self._last = float(
             sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses)
         )
         self._total += self._last
 
     def pack_metrics(self, metrics: Array) -> None:
-        """Write the loss to the spare elements that the all-reduce averages."""
         metrics[0] = self._total
 
     def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
-        """Read the averaged loss back."""
         self._total = float(metrics[0])
 
     def pack_scale(self, spare: Array) -> None:
@@ -75,22 +60,18 @@ class UpdateState:
         """Nothing: float32 needs no loss scale."""
 
     def loss(self) -> float:
-        """Loss of the last pass."""
         return self._last
 
     def mean(self) -> float:
-        """Mean loss of the iteration's passes, over all solvers after `unpack_metrics`."""
         return self._total / self._limits.passes
 
     @property
-    def measures(self) -> bool:
-        """True if `check_and_scale` needs the gradients, and not the losses alone."""
+    def needs_norm(self) -> bool:
         return self._limits.clip >= 0
 
     def check_and_scale(self, diff: Array) -> None:
-        """Check loss and gradients; set `scale` and `go`."""
         norm, factor = 0.0, 1.0
-        if self.measures:
+        if self.needs_norm:
             norm = sqrt(dot(diff, diff))
             factor = 1.0 if norm <= self._limits.clip else self._limits.clip / norm
         self.scale = factor / self._limits.passes
@@ -102,26 +83,20 @@ class UpdateState:
         """Count an iteration, whose `check_and_scale` is on the device's stream by now."""
 
     def step_results(self, wait: bool) -> list[StepResult]:
-        """Return results in order that were not returned yet: all, or without `wait` those
-        available now.
-        """
         step_results, self._results = self._results, []
         return step_results
 
     @property
     def done(self) -> int:
-        """0: nothing is enqueued on the CPU."""
         return 0
 
     def resync(self) -> None:
-        """After an interruption, drop pending results and count on from the device's counter."""
         self._results.clear()
 
     def resume(self) -> None:
         """Allow updates again after an iteration that was STOPPED."""
 
     def state(self) -> dict[str, float]:
-        """State that a snapshot keeps so that a resumed run continues exactly."""
         return {}
 
     def set_state(self, state: dict[str, float]) -> None:
@@ -129,20 +104,16 @@ class UpdateState:
 
 
 class Sums:
-    """Sums over passes of the data of blobs and of a net's loss."""
-
     def __init__(self, blobs: Sequence[Blob], losses: Sequence[Blob], device: Device) -> None:
         self._blobs = blobs
         self._losses = losses
         self.clear()
 
     def clear(self) -> None:
-        """Zero the sums, for the blobs' current shapes."""
         self._sums = [np.zeros(blob.shape) for blob in self._blobs]
         self._loss = 0.0
 
     def add(self) -> None:
-        """Add the current values."""
         for total, blob in zip(self._sums, self._blobs, strict=True):
             total += blob.data
         self._loss += float(
@@ -150,5 +121,4 @@ class Sums:
         )
 
     def read(self) -> tuple[list[Array], float]:
-        """Return the sums, in double precision, and the sum of the losses."""
         return self._sums, self._loss

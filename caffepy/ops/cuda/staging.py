@@ -14,8 +14,8 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.ops.cpu.staging import Layout
 from caffepy.ops.cuda.launch import Array
+from caffepy.ops.objects import Specs
 
 ALIGNED = 256
 
@@ -39,12 +39,12 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._layout: Layout = ()
+        self._layout: Specs = ()
         self._device = cupy.cuda.Device()
         self._stream = _copies(self._device.id)
         self._sent, self._used = _event(), _event()
 
-    def room(self, layout: Layout) -> list[NDArray[Any]]:
+    def room(self, layout: Specs) -> list[NDArray[Any]]:
         with self._device:
             self._sent.synchronize()
             if layout != self._layout:
@@ -52,7 +52,7 @@ class Staging:
                 self._allocate(layout)
         return self._on_host
 
-    def _allocate(self, layout: Layout) -> None:
+    def _allocate(self, layout: Specs) -> None:
         starts, size = [], 0
         for shape, dtype in layout:
             starts.append(size)

@@ -87,15 +87,6 @@ def _losses(blobs: Sequence[Blob]) -> list[Row]:
 
 
 class UpdateState:
-    """Numbers of an update: `rate`, `decay` and `correction` are set by `set_hyperparams`, `scale`
-    of the gradients and `go` by `check_and_scale`; gradients are multiplied by `loss_scale` until
-    then.
-
-    Order of calls in an iteration: `set_hyperparams`, `begin`, `accumulate_loss` after each forward
-    pass, `check_and_scale` after the last backward pass, the update, `mark_enqueued`. All but `set_hyperparams`,
-    `loss`, `mean`, `mark_enqueued` and `step_results` can be captured.
-    """
-
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: CudaDevice) -> None:
         self._limits = limits
         self._losses = losses
@@ -129,20 +120,17 @@ class UpdateState:
         self._device.upload(np.array(value, np.float64), self._number(name))
 
     def set_hyperparams(self, rate: float, decay: float, correction: float) -> None:
-        """Set learning rate, weight decay and bias correction of the next update."""
         assert self._enqueued - self._returned < ROWS
         self._hyperparams[self._enqueued % ROWS] = rate, decay, correction
         self._results[self._enqueued % ROWS, -1] = PENDING
 
     def begin(self, diffs: Sequence[Array]) -> None:
-        """Zero these gradients and the accumulated loss."""
         for diff in diffs:
             diff.fill(0)
         if self._limits.passes > 1:
             self._number("total").fill(0)
 
     def save_stats(self, blobs: Sequence[Blob]) -> None:
-        """Save these float32 blobs for `restore_stats`; after a STOPPED iteration, restore instead."""
         if not blobs:
             return
         if not self._saved:
@@ -155,37 +143,27 @@ class UpdateState:
         )
 
     def restore_stats(self, blobs: Sequence[Blob]) -> None:
-        """Copy the saved values back into these blobs."""
         with self._device.scope():
             for blob, kept in zip(blobs, self._saved, strict=True):
                 copy(kept, blob.data.reshape(-1))
 
     def accumulate_loss(self) -> None:
-        """Add the loss of a forward pass, the sum of data * diff over the losses, and count the
-        device's `tick`.
-        """
         table, count = self._table.of(_losses(self._losses))
         arguments = (table, count, int(self._limits.passes > 1), self._numbers, self._tick)
         kernel("update_state", "accumulate_loss")((1,), (THREADS,), arguments)
 
     def pack_metrics(self, metrics: Array) -> None:
-        """Write the loss to the spare elements that the all-reduce averages; NaN if this device
-        noted a problem.
-        """
         arguments = (self._problems, self._device.problem_count, self._numbers, metrics)
         kernel("update_state", "pack_metrics")((1,), (THREADS,), arguments)
 
     def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
-        """Read the averaged loss back; NaN if the int at host address `abort_flag` is not 0."""
         kernel("update_state", "unpack_metrics")((1,), (1,), (metrics, abort_flag, self._numbers))
 
     def pack_scale(self, spare: Array) -> None:
-        """Write the loss scale, if any, to the spare elements that are broadcast with the data."""
         if self._limits.loss_scale is not None:
             kernel("update_state", "pack_scale")((1,), (1,), (self._numbers, spare))
 
     def unpack_scale(self, spare: Array) -> None:
-        """Take over the loss scale, if any, that was broadcast with the data."""
         if self._limits.loss_scale is not None:
             table, count = self._table.of(_losses(self._losses))
             kernel("update_state", "unpack_scale")(
@@ -193,22 +171,16 @@ class UpdateState:
             )
 
     def loss(self) -> float:
-        """Loss of the last pass, when the device is done with it."""
         return float(self._device.on_host(self._number("last")))
 
     def mean(self) -> float:
-        """Mean loss of the iteration's passes, over all solvers after `unpack_metrics`, when the
-        device is done.
-        """
         return float(self._device.on_host(self._number("total"))) / self._limits.passes
 
     @property
     def needs_norm(self) -> bool:
-        """True if `check_and_scale` needs the gradients' norm, not the loss alone."""
         return self._limits.clip >= 0 or self._limits.loss_scale is not None
 
     def check_and_scale(self, diff: Array) -> None:
-        """Check loss and gradients; set `scale` and `go`."""
         clip, passes, loss_scale = self._limits
         blocks, partial = 0, 0
         if self.needs_norm:
@@ -224,7 +196,6 @@ class UpdateState:
         )
 
     def mark_enqueued(self) -> None:
-        """Count an iteration, whose `check_and_scale` is on the device's stream by now."""
         self._device.counted(self._limits.passes)
         self._enqueued += 1
         if self._enqueued % GROUP == 0:
@@ -233,11 +204,6 @@ class UpdateState:
             self._ends.append((self._enqueued, event))
 
     def step_results(self, wait: bool) -> list[StepResult]:
-        """Return results in order that were not returned yet: all, or without `wait` those
-        available now.
-
-        Waits even then if the host is ROWS iterations ahead.
-        """
         if wait and self._finished < self._enqueued:
             self._device.synchronize()
             self._finished = self._enqueued
@@ -256,14 +222,12 @@ class UpdateState:
 
     @property
     def done(self) -> int:
-        """Number of iterations that the device has finished; may be read from another thread."""
         first, given = self._returned, self._enqueued
         return next(
             (i for i in range(first, given) if self._results[i % ROWS, -1] == PENDING), given
         )
 
     def resync(self) -> None:
-        """After an interruption, drop pending results and count on from the device's counter."""
         self._device.synchronize()
         self._enqueued = self._finished = self._returned = int(
             self._device.on_host(self._number("checked"))
@@ -271,11 +235,9 @@ class UpdateState:
         self._ends.clear()
 
     def resume(self) -> None:
-        """Allow updates again after an iteration that was STOPPED."""
         self._set("stopped", 0)
 
     def state(self) -> dict[str, float]:
-        """State that a snapshot keeps so that a resumed run continues exactly."""
         if self._limits.loss_scale is None:
             return {}
         return {
@@ -283,7 +245,6 @@ class UpdateState:
         }
 
     def set_state(self, state: dict[str, float]) -> None:
-        """Restore what `state` returned."""
         scale = self._limits.loss_scale
         if scale is not None:
             scale = state.get("loss_scale", scale)
@@ -294,8 +255,6 @@ class UpdateState:
 
 
 class Sums:
-    """Sums over passes of the data of blobs and of a net's loss."""
-
     def __init__(self, blobs: Sequence[Blob], losses: Sequence[Blob], device: CudaDevice) -> None:
         self._blobs = blobs
         self._losses = losses
@@ -308,7 +267,6 @@ class Sums:
         self.clear()
 
     def clear(self) -> None:
-        """Zero the sums, for the blobs' current shapes."""
         shapes = [blob.shape for blob in self._blobs]
         if shapes == self._shapes:
             with self._device.scope():
@@ -324,7 +282,6 @@ class Sums:
         )
 
     def add(self) -> None:
-        """Add the current values."""
         rows: list[Row] = []
         at = self._sums.data.ptr
         for blob in self._blobs:
@@ -339,7 +296,6 @@ class Sums:
             kernel("update_state", "accumulate_loss")((1,), (THREADS,), arguments)
 
     def read(self) -> tuple[list[HostArray], float]:
-        """Return the sums, in double precision, and the sum of the losses."""
         flat = self._device.on_host(self._sums)
         ends = np.cumsum([blob.count for blob in self._blobs])
         parts = np.split(flat, ends[:-1]) if self._blobs else []
