@@ -90,10 +90,14 @@ def classify(
     --input-scale. As there, scores go to a second argument that ends in .npy, unless it exists.
     Images that cannot be read are named; the exit code is 4 then.
 
-    \b Examples: caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel
-    --mean-values 104,117,123 caffepy classify photos/ --model caffenet --weights net.caffemodel
-    --labels synset_words.txt --json --gpu 0 caffepy classify cat.jpg scores.npy --model_def
-    deploy.prototxt --pretrained_model net.caffemodel --center_only
+    \b
+    Examples:
+      caffepy classify cat.jpg --model deploy.prototxt --weights net.caffemodel \\
+        --mean-values 104,117,123
+      caffepy classify photos/ --model caffenet --weights net.caffemodel \\
+        --labels synset_words.txt --json --gpu 0
+      caffepy classify cat.jpg scores.npy --model_def deploy.prototxt \\
+        --pretrained_model net.caffemodel --center_only
     """
     if model is None or not weights:
         raise click.UsageError(

@@ -18,8 +18,11 @@ def convert_cifar(folder: str, out: str, kind: str) -> None:
 
     They are cifar10_train_lmdb and cifar10_test_lmdb, or ..._leveldb.
 
-    \b Examples: caffepy convert-cifar cifar-10-batches-bin examples/cifar10 lmdb caffepy
-    compute-image-mean examples/cifar10/cifar10_train_lmdb examples/cifar10/mean.binaryproto
+    \b
+    Examples:
+      caffepy convert-cifar cifar-10-batches-bin examples/cifar10 lmdb
+      caffepy compute-image-mean examples/cifar10/cifar10_train_lmdb \\
+        examples/cifar10/mean.binaryproto
     """
     from caffepy.commands.data.convert_cifar import convert_cifar as convert
 

@@ -76,9 +76,12 @@ def convert_imageset(
     cannot be read are left out, each with a message, and the exit code is 0 as long as there is
     one.
 
-    \b Examples: caffepy convert-imageset -resize_width 256 -resize_height 256 -shuffle train/
-    train.txt train_lmdb caffepy convert-imageset -encoded train/ train.txt train_lmdb --resume
-    caffepy convert-imageset -gray -backend leveldb images/ list.txt list_leveldb --check
+    \b
+    Examples:
+      caffepy convert-imageset -resize_width 256 -resize_height 256 -shuffle \\
+        train/ train.txt train_lmdb
+      caffepy convert-imageset -encoded train/ train.txt train_lmdb --resume
+      caffepy convert-imageset -gray -backend leveldb images/ list.txt list_leveldb --check
     """
     if (resize_width > 0) != (resize_height > 0):
         raise click.UsageError("Give both --resize-width and --resize-height, or neither.")

@@ -65,10 +65,13 @@ def detect(
     line and --windows. Images are prepared as by caffepy classify; of a mean image the mean of each
     channel is taken.
 
-    \b Examples: caffepy detect windows.csv scores.csv --model deploy.prototxt --weights
-    net.caffemodel caffepy detect images.txt --windows grid.csv --model deploy.prototxt --weights
-    net.caffemodel --json caffepy detect windows.csv scores.h5 --model_def deploy.prototxt
-    --pretrained_model net.caffemodel --gpu 0
+    \b
+    Examples:
+      caffepy detect windows.csv scores.csv --model deploy.prototxt --weights net.caffemodel
+      caffepy detect images.txt --windows grid.csv --model deploy.prototxt \\
+        --weights net.caffemodel --json
+      caffepy detect windows.csv scores.h5 --model_def deploy.prototxt \\
+        --pretrained_model net.caffemodel --gpu 0
     """
     if model is None or not weights:
         raise click.UsageError(

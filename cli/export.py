@@ -90,9 +90,12 @@ def export(
     layers become inputs; losses, Accuracy and labels are left out. Layers that ONNX cannot express
     are all named, and nothing is written.
 
-    \b Examples: caffepy export --onnx deploy.prototxt run_iter_500.caffemodel -o net.onnx caffepy
-    export --onnx deploy.prototxt run.caffemodel -o net.onnx --batch dynamic --check caffepy export
-    --onnx train_val.prototxt run.caffemodel.h5 -o net.onnx --probabilities --image 3,227,227
+    \b
+    Examples:
+      caffepy export --onnx deploy.prototxt run_iter_500.caffemodel -o net.onnx
+      caffepy export --onnx deploy.prototxt run.caffemodel -o net.onnx --batch dynamic --check
+      caffepy export --onnx train_val.prototxt run.caffemodel.h5 -o net.onnx --probabilities \\
+        --image 3,227,227
     """
     from caffepy.commands.export import export_onnx
 

@@ -69,10 +69,13 @@ def extract_features(
     HDF5 file has a dataset for each blob, so that an HDF5Data layer can read it. What exists
     already is not touched. Takes options, or the arguments of Caffe's tool, in their order.
 
-    \b Examples: caffepy extract-features --model digits --weights digits_iter_500.caffemodel --blob
-    ip1 --output ip1_lmdb caffepy extract-features --model net.prototxt --weights w.caffemodel
-    --blob fc7,label --output features.h5 caffepy extract-features w.caffemodel net.prototxt
-    fc7,prob fc7_db,prob_db 10 leveldb GPU 0
+    \b
+    Examples:
+      caffepy extract-features --model digits --weights digits_iter_500.caffemodel --blob ip1 \\
+        --output ip1_lmdb
+      caffepy extract-features --model net.prototxt --weights w.caffemodel --blob fc7,label \\
+        --output features.h5
+      caffepy extract-features w.caffemodel net.prototxt fc7,prob fc7_db,prob_db 10 leveldb GPU 0
     """
     if caffes:
         if model or weights or blobs or outputs or backend or batches or gpu:

@@ -1,5 +1,7 @@
 """caffepy test"""
 
+from typing import Any
+
 import click
 
 from caffepy.cli import options
@@ -20,18 +22,7 @@ from caffepy.cli import options
 @options.as_json
 @options.logged()
 def test(
-    model: options.Definition | None,
-    weights: tuple[str, ...],
-    gpu: str | None,
-    cpu: int | None,
-    deadlines: dict[str, float],
-    precision: str | None,
-    iterations: int,
-    max_bad_records: int,
-    level: int,
-    stages: tuple[str, ...],
-    threads: int | None,
-    as_json: bool,
+    model: options.Definition | None, weights: tuple[str, ...], as_json: bool, **values: Any
 ) -> None:
     """Run a net in its TEST phase and print the means of its outputs to stdout.
 
@@ -49,20 +40,7 @@ def test(
         )
     if not weights:
         raise click.UsageError("Need model weights to score: give --weights FILE.")
-    from caffepy.commands.test import score
+    from caffepy.commands.test import test as run
 
-    result = score(
-        model.path,
-        weights,
-        iterations=iterations,
-        max_bad_records=max_bad_records,
-        gpu=gpu,
-        cpu=cpu or 0,
-        deadlines=deadlines,
-        last_resort=options.leave,
-        precision=precision,
-        level=level,
-        stages=stages,
-        threads=threads,
-    )
+    result = run(model.path, weights, last_resort=options.leave, **values)
     click.echo(result.json() if as_json else result.table())

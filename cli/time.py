@@ -1,5 +1,7 @@
 """caffepy time"""
 
+from typing import Any
+
 import click
 
 from caffepy.cli import options
@@ -21,16 +23,10 @@ PHASES = click.Choice(["TRAIN", "TEST"])
 @options.logged()
 def time(
     model: options.Definition | None,
-    gpu: str | None,
-    precision: str | None,
-    iterations: int,
-    phase: str,
-    level: int,
-    stages: tuple[str, ...],
-    threads: int | None,
     synthetic: bool,
     image: tuple[int, ...] | None,
     as_json: bool,
+    **values: Any,
 ) -> None:
     """Time forward and backward of each layer, means over the iterations, and print a table to
     stdout.
@@ -45,18 +41,12 @@ def time(
         raise click.UsageError(
             "Need a model definition to time: give --model FILE or the name of a bundled model."
         )
-    from caffepy.commands.time import time_net
+    from caffepy.commands.time import time as run
 
-    result = time_net(
+    result = run(
         model.path,
-        iterations=iterations,
-        phase=phase,
-        gpu=gpu,
-        precision=precision,
-        level=level,
-        stages=stages,
-        threads=threads,
         synthetic=synthetic or image is not None,
         image=image or options.image_of(model, synthetic),
+        **values,
     )
     click.echo(result.json() if as_json else result.table())

@@ -1,5 +1,7 @@
 """caffepy train"""
 
+from typing import Any
+
 import click
 
 from caffepy.cli import options
@@ -54,30 +56,7 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 )
 @options.threads
 @options.logged()
-def train(
-    solver: options.Definition | None,
-    weights: tuple[str, ...],
-    snapshot: str,
-    gpu: str | None,
-    cpu: int | None,
-    sync: str,
-    batch_mode: str,
-    bn_stats: str,
-    deterministic: bool,
-    deadlines: dict[str, float],
-    max_bad_records: int,
-    precision: str | None,
-    capture: bool,
-    fuse: bool,
-    level: int,
-    stages: tuple[str, ...],
-    sigint_effect: str,
-    sighup_effect: str,
-    progress: bool | None,
-    tensorboard: str,
-    tensorboard_histograms: int,
-    threads: int | None,
-) -> int:
+def train(solver: options.Definition | None, **values: Any) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
     Computes on the GPUs that --gpu names, else on that of a solver with solver_mode: GPU, else on
@@ -98,30 +77,8 @@ def train(
         raise click.UsageError(
             "Need a solver definition to train: give --solver FILE or the name of a bundled model."
         )
+    from caffepy.commands.train import TrainOptions
     from caffepy.commands.train import train as run
-    from caffepy.parallel.manager import SyncOptions
 
-    result = run(
-        solver.path,
-        weights=weights,
-        snapshot=snapshot or None,
-        gpu=gpu,
-        cpu=cpu or 0,
-        sync_options=SyncOptions(sync, bn_stats, deadlines),
-        global_batch=batch_mode == "global",
-        deterministic=deterministic,
-        max_bad_records=max_bad_records,
-        precision=precision,
-        capture=capture,
-        fuse=fuse,
-        level=level,
-        stages=stages,
-        sigint_effect=sigint_effect,
-        sighup_effect=sighup_effect,
-        progress=progress,
-        tensorboard=tensorboard or None,
-        tensorboard_histograms=tensorboard_histograms,
-        threads=threads,
-        last_resort=options.leave,
-    )
+    result = run(TrainOptions(solver.path, last_resort=options.leave, **values))
     return result.exit_code or (INTERRUPTED if result.stopped else 0)

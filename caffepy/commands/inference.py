@@ -4,10 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from caffepy import ops
+from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
 from caffepy.device.blob import Blob
-from caffepy.device.device import Device, first_device
+from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST, NetParameter
@@ -52,7 +53,7 @@ def trained_net(
     `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError
     and DataError say what is wrong with the net, its data or the weights.
     """
-    device = first_device(gpu)
+    device = choose_device(gpu)
     if threads:
         ops.backend(device).set_num_threads(threads)
     net = Net(

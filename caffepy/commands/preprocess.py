@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from caffepy import ops
+from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.device.blob import Array, shape_string
-from caffepy.device.device import first_device
 from caffepy.proto import binary
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.sniff import mismatch, sniff
@@ -154,7 +154,7 @@ def on_device(
     """A block in which pycaffe's nets are built on the first of these GPUs, or on the CPU, in this
     precision.
     """
-    device = first_device(gpu)
+    device = choose_device(gpu)
     if threads:
         ops.backend(device).set_num_threads(threads)
     ops.set_precision(device, choose_precision(read_net(model), precision))

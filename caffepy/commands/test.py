@@ -15,13 +15,13 @@ import numpy as np
 from caffepy import ops
 from caffepy.collectives.rank_group import DEADLINES, RankGroup, named
 from caffepy.collectives.worker_threads import WorkerThreads
+from caffepy.commands.devices import choose_for_test
 from caffepy.commands.inference import definition, load_all
-from caffepy.core.errors import DataError, UsageError
+from caffepy.core.errors import DataError
 from caffepy.core.events import Output
 from caffepy.data.bad_records import tolerating
 from caffepy.device.blob import Array, shape_string
-from caffepy.device.device import Device, chosen_gpus, first_device, tell_devices
-from caffepy.device.gpus import gpu_numbers
+from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.layer.python import Python
 from caffepy.net import Net
@@ -57,14 +57,14 @@ class Score:
         return as_json({"iterations": self.iterations, "loss": self.loss, "outputs": outputs})
 
 
-def score(
+def test(
     model: str,
     weights: Iterable[str],
     *,
     iterations: int = 50,
     max_bad_records: int = 0,
     gpu: str | None = None,
-    cpu: int = 0,
+    cpu: int | None = None,
     precision: str | None = None,
     level: int = 0,
     stages: Sequence[str] = (),
@@ -82,7 +82,7 @@ def score(
     of another device, in a thread, if the first one does not get on. ConfigError and DataError say
     what is wrong with the net, the weights or the data.
     """
-    devices = _devices(gpu, cpu)
+    devices = choose_for_test(gpu, cpu)
     if threads:
         ops.backend(devices[0]).set_num_threads(threads)
     param = definition(model, devices[0], precision=precision, level=level, stages=stages)
@@ -92,19 +92,6 @@ def score(
         _examiners(param, model, weights, devices, group, last_resort) as (root, others),
     ):
         return _run(root, others, iterations)
-
-
-def _devices(gpu: str | None, cpu: int) -> list[Device]:
-    if gpu and cpu:
-        raise UsageError("Give --gpu or --cpu, not both.")
-    if cpu > 1:
-        devices = [Device() for _ in range(cpu)]
-    elif gpu and len(gpu_numbers(gpu)) > 1:
-        devices = chosen_gpus(gpu)
-    else:
-        return [first_device(gpu)]
-    tell_devices(devices)
-    return devices
 
 
 class Batch(NamedTuple):

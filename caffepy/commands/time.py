@@ -8,8 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from caffepy import ops
+from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError
-from caffepy.device.device import first_device
 from caffepy.layer.base import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
@@ -69,7 +69,7 @@ class Timing:
         return json.dumps(asdict(self) | {"images_per_s": self.images_per_s})
 
 
-def time_net(
+def time(
     model: str,
     *,
     iterations: int = 50,
@@ -90,7 +90,7 @@ def time_net(
     layer. `precision` of numbers there, as in PRECISIONS. ConfigError and DataError say what is
     wrong with the net.
     """
-    device = first_device(gpu)
+    device = choose_device(gpu)
     ops.set_precision(device, precision)
     if threads:
         ops.backend(device).set_num_threads(threads)

@@ -1,34 +1,88 @@
-"""Training from files: what `caffepy train` does."""
+"""`caffepy train`: from a solver file to a run, and how it ended."""
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 from caffepy import ops
-from caffepy.core.errors import STOPPED, ConfigError, DeviceError, UsageError
+from caffepy.commands.devices import choose_for_training
+from caffepy.core.errors import STOPPED, ConfigError, UsageError
 from caffepy.core.events import Output
 from caffepy.core.paths import locate
 from caffepy.data.bad_records import tolerating
-from caffepy.device.device import CudaDevice, Device, chosen_gpus, tell_devices
+from caffepy.device.device import CudaDevice, Device
 from caffepy.parallel.manager import SyncOptions, team_of
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.proto.text import locate_field, read_solver
+from caffepy.proto.text import read_solver
 from caffepy.report import Reporters, TensorBoard, baseline, logging_to, open_report
 from caffepy.solver import Signals, Solver, Watch, newest_good
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-TERMS = SyncOptions()
-"""The usual ones."""
-
-HISTOGRAMS = 1000
-"""Iterations from one histogram for TensorBoard to the next."""
-
 SEED = 1
 """random_seed of a deterministic run whose solver has none."""
+
+Effect = Literal["stop", "snapshot", "none"]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What to train, and how: the flags of `caffepy train`, with its defaults.
+
+    solver: path of the solver prototxt.
+    weights: caffemodels to start from.
+    snapshot: a solverstate to resume, or "auto" for the newest good one under the solver's
+        snapshot_prefix; if there is none, the run starts from `weights` or from scratch.
+    gpu: numbers of GPUs such as "0,1", or "all"; one solver each, which train as one.
+    cpu: number of solvers on the CPU, even if the file says solver_mode: GPU.
+    sync: how several solvers average gradients: "auto", "nccl", "tree", "muji" or "flat".
+    bn_stats: statistics of BatchNorm in tests and snapshots: the "average" of all solvers or those
+        of the "root"; with "sync" the solvers normalize their batches as one, in training too.
+    deadlines: seconds after which a solver counts as hung, by phase.
+    batch_mode: the net's batch_size is that of each solver, or of all together ("global").
+    deterministic: two runs give the same numbers.
+    max_bad_records: number of unreadable records of each source that are skipped.
+    precision: of a GPU: "fp32", "tf32", "bf16" or "fp16".
+    capture: replay the step as a CUDA graph; else run layer by layer.
+    fuse: compute layers of a GPU together where possible.
+    level, stages: join the state of the nets.
+    sigint_effect, sighup_effect: what these signals do; SIGTERM stops with a snapshot.
+    log_dir: folder for a log file.
+    progress: show a progress bar; by default on a terminal.
+    tensorboard: folder for TensorBoard's events.
+    tensorboard_histograms: iterations between histograms and filters there; 0: none.
+    threads: number of CPU threads.
+    last_resort: called with the error of another solver, in its thread, if this one hangs.
+    """
+
+    solver: str
+    weights: Sequence[str] = ()
+    snapshot: str | None = None
+    gpu: str | None = None
+    cpu: int | None = None
+    sync: str = "auto"
+    bn_stats: Literal["average", "root", "sync"] = "average"
+    deadlines: Mapping[str, float] = field(default_factory=dict)
+    batch_mode: Literal["per-gpu", "global"] = "per-gpu"
+    deterministic: bool = False
+    max_bad_records: int = 0
+    precision: str | None = None
+    capture: bool = True
+    fuse: bool = True
+    level: int = 0
+    stages: Sequence[str] = ()
+    sigint_effect: Effect = "stop"
+    sighup_effect: Effect = "snapshot"
+    log_dir: str | None = None
+    progress: bool | None = None
+    tensorboard: str | None = None
+    tensorboard_histograms: int = 1000
+    threads: int | None = None
+    last_resort: Callable[[BaseException], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -46,200 +100,145 @@ class TrainResult:
 
     @property
     def exit_code(self) -> int:
-        """0 for a run that ended by itself or left no snapshot, else 75: go on with `--snapshot`."""
+        """0 for a run that ended by itself or left no snapshot, else 75: `--snapshot` resumes it."""
         return STOPPED if self.stopped and self.snapshot else 0
 
 
-def train(
-    solver: str,
-    *,
-    weights: Sequence[str] = (),
-    snapshot: str | None = None,
-    gpu: str | None = None,
-    cpu: int = 0,
-    sync_options: SyncOptions = TERMS,
-    global_batch: bool = False,
-    deterministic: bool = False,
-    max_bad_records: int = 0,
-    precision: str | None = None,
-    capture: bool = True,
-    fuse: bool = True,
-    level: int = 0,
-    stages: Sequence[str] = (),
-    sigint_effect: str = "stop",
-    sighup_effect: str = "snapshot",
-    log_dir: str | None = None,
-    progress: bool | None = None,
-    tensorboard: str | None = None,
-    tensorboard_histograms: int = HISTOGRAMS,
-    threads: int | None = None,
-    last_resort: Callable[[BaseException], object] | None = None,
-) -> TrainResult:
-    """Train as the solver file says; raises the errors of `caffepy.core.errors`.
+def train(options: TrainOptions) -> TrainResult:
+    """Train as the options say, until max_iter or a signal.
 
-    `weights`: caffemodels to start from. `snapshot`: a solverstate to resume, or "auto" for the
-    newest good one under the solver's snapshot_prefix (a fresh start, from `weights` if given, if
-    there is none). `gpu`: the numbers of GPUs, or "all", a solver each; `cpu`: so many solvers on
-    the CPU, even if they say solver_mode: GPU. Several solvers train as one, on these `terms`;
-    batches are what the net says for each, or with `global_batch` for all together. `deterministic`
-    runs are the same each time. So many records of each source that cannot be read are passed over:
-    `max_bad_records`. `precision` on a GPU: "fp32", "tf32", "bf16" or "fp16". Without `capture` a
-    GPU runs layer by layer, without `fuse` each layer by itself. SIGTERM stops with a snapshot;
-    `sigint_effect` and `sighup_effect` are "stop", "snapshot" or "none". `log_dir` gets a log file;
-    `progress` False keeps the terminal free of a progress bar; `tensorboard` is a folder for
-    events, with histograms and filters every `tensorboard_histograms` iterations, never if that is
-    0; `threads` is the number of CPU threads. `last_resort` is called with the error of another
-    solver, in its thread, if this one does not get on.
+    Raises the errors of `caffepy.core.errors`: UsageError, ConfigError, DataError, ...
     """
-    if snapshot and weights and snapshot != AUTO:
+    if options.snapshot and options.weights and options.snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
-    if gpu and cpu:
-        raise UsageError("Give --gpu or --cpu, not both.")
-    signals = Signals(sigint_effect, sighup_effect)
-    with _logging(log_dir):
-        param = read_solver(solver)
-        devices = [Device() for _ in range(cpu)] if cpu else _devices(param, solver, gpu)
-        tell_devices(devices)
-        if devices[0].kind == "cuda":
-            param.device_id = devices[0].index
-        if threads:
-            ops.backend(devices[0]).set_num_threads(threads)
-        if deterministic:
-            _determine(param, devices[0])
-        param.train_state.level = level
-        param.train_state.stage.extend(stages)
-        snapshot = _start(param, solver, snapshot, weights)
-        boards = [TensorBoard(tensorboard, tensorboard_histograms)] if tensorboard else []
+    signals = Signals(options.sigint_effect, options.sighup_effect)
+    with _log_file(options.log_dir):
+        param = read_solver(options.solver)
+        devices = choose_for_training(options.gpu, options.cpu, param, options.solver)
+        _set_up(options, param, devices[0])
+        snapshot = _starting_point(options, param)
+        boards = (
+            [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
+            if options.tensorboard
+            else []
+        )
         with (
             signals,
-            tolerating(max_bad_records),
+            tolerating(options.max_bad_records),
             open_report(
-                param.snapshot_prefix or None, param.max_iter, progress, boards
+                param.snapshot_prefix or None, param.max_iter, options.progress, boards
             ) as reporter,
             closing(
                 Solver(
                     param,
                     device=devices[0],
-                    path=solver,
+                    path=options.solver,
                     reporter=reporter,
-                    precision=precision,
-                    batch_parts=len(devices) if global_batch else 1,
+                    precision=options.precision,
+                    batch_parts=len(devices) if options.batch_mode == "global" else 1,
                 )
-            ) as run,
+            ) as solver,
         ):
             signals.listen()
-            run.action = signals.poll
-            run.capture, run.fuse = capture, fuse
-            if capture and fuse and not param.debug_info and sync_options.statistics != "sync":
-                run.save_memory()
-            for net in (run.net, *run.test_nets):
+            solver.action = signals.poll
+            solver.capture, solver.fuse = options.capture, options.fuse
+            if (
+                solver.capture
+                and solver.fuse
+                and not param.debug_info
+                and options.bn_stats != "sync"
+            ):
+                solver.save_memory()
+            for net in (solver.net, *solver.test_nets):
                 net.before_forward.append(signals.check)
                 net.before_backward.append(signals.check)
             if snapshot:
                 log.info("Resuming from %s", snapshot)
-                run.restore(snapshot)
-                if run.iter >= param.max_iter:
+                solver.restore(snapshot)
+                if solver.iter >= param.max_iter:
                     log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
-            with team_of(
-                run, devices, sync_options, signals, last_resort, _alone(run, len(devices))
-            ):
+            sync = SyncOptions(options.sync, options.bn_stats, options.deadlines)
+            alone = _alone(solver, len(devices))
+            with team_of(solver, devices, sync, signals, options.last_resort, alone):
                 for board in boards:
-                    board.watch = Watch(run, board.every)
+                    board.watch = Watch(solver, board.every)
                 log.info("Starting Optimization")
-                run.solve()
+                solver.solve()
             log.info("Optimization Done.")
-            if run.stopped and run.saved_now:
+            if solver.stopped and solver.saved_now:
                 log.info(
-                    "A signal stopped the run at iteration %d; --snapshot %s goes on",
-                    run.iter,
-                    run.saved_now,
+                    "A signal stopped the run at iteration %d; --snapshot %s resumes it",
+                    solver.iter,
+                    solver.saved_now,
                 )
-            return TrainResult(run.iter, run.stopped, run.last_outputs, run.saved_now)
+            return TrainResult(solver.iter, solver.stopped, solver.last_outputs, solver.saved_now)
 
 
-def _alone(run: Solver, solvers: int) -> float | None:
-    """How many images a second a GPU takes by itself, if it is known; a run of one solver makes it
-    known.
+def _set_up(options: TrainOptions, param: SolverParameter, device: Device) -> None:
+    """Apply the options that hold for all solvers to `param` and to the root's device."""
+    if device.kind == "cuda":
+        param.device_id = device.index
+    if options.threads:
+        ops.backend(device).set_num_threads(options.threads)
+    if options.deterministic:
+        if param.random_seed < 0:
+            param.random_seed = SEED
+            log.info("Deterministic: random_seed is %d", SEED)
+        ops.set_deterministic(device)
+    param.train_state.level = options.level
+    param.train_state.stage.extend(options.stages)
+
+
+def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None:
+    """Return the state file to resume from, if any; put the weights to start from into `param`."""
+    snapshot = options.snapshot
+    if snapshot == AUTO:
+        snapshot = newest_good(param.snapshot_prefix)
+        if not snapshot:
+            log.info("No snapshot under %s; starting from scratch", param.snapshot_prefix)
+        elif options.weights:
+            log.info("The snapshot goes before the weights %s", ", ".join(options.weights))
+    if not snapshot:
+        if options.weights:
+            param.weights[:] = list(options.weights)
+        return None
+    snapshot = locate(snapshot, options.solver)
+    if not os.path.exists(snapshot):
+        raise ConfigError(
+            f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})'
+        )
+    del param.weights[:]  # the snapshot has its own
+    return snapshot
+
+
+def _alone(solver: Solver, solvers: int) -> float | None:
+    """Return the images a second of one such GPU by itself, None if no run has measured it.
+
+    A run of one solver measures it.
     """
-    device = run.device
+    device = solver.device
     if not isinstance(device, CudaDevice):
         return None
     alike = baseline.key(
         {
             "device": device.name,
-            "net": run.net.param.SerializeToString(deterministic=True).hex(),
-            "batch": run.batch,
-            "passes": run.param.iter_size,
-            "type": run.param.type,
+            "net": solver.net.param.SerializeToString(deterministic=True).hex(),
+            "batch": solver.batch,
+            "passes": solver.param.iter_size,
+            "type": solver.param.type,
             "precision": ops.precision_of(device),
-            "how": [run.capture, run.fuse],
+            "how": [solver.capture, solver.fuse],
         }
     )
     if solvers == 1:
-        run.reporter = Reporters(run.reporter, baseline.Alone(alike))
+        solver.reporter = Reporters(solver.reporter, baseline.Alone(alike))
     return baseline.known(alike)
 
 
 @contextmanager
-def _logging(log_dir: str | None) -> Iterator[None]:
+def _log_file(log_dir: str | None) -> Iterator[None]:
     if log_dir is None:
         yield
     else:
         with logging_to(stderr=False, log_dir=log_dir):
             yield
-
-
-def _devices(param: SolverParameter, path: str, gpu: str | None) -> list[Device]:
-    """The devices of the run: the CPU unless `gpu` or an explicit solver_mode asks for others, as
-    in Caffe's tool.
-    """
-    if gpu:
-        return chosen_gpus(gpu)
-    if param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU:
-        index = param.device_id if param.HasField("device_id") else 0
-        try:
-            return [CudaDevice(index)]
-        except DeviceError as error:
-            raise DeviceError(
-                f"solver_mode: GPU asks for GPU {index}, but {error.message}; or set solver_mode: CPU, or give --cpu",
-                locate_field(path, "solver_mode"),
-            ) from None
-    return [Device()]
-
-
-def _determine(param: SolverParameter, device: Device) -> None:
-    """See to it that nothing is left to chance."""
-    if param.random_seed < 0:
-        param.random_seed = SEED
-        log.info("Deterministic: random_seed is %d", SEED)
-    ops.set_deterministic(device)
-
-
-def _start(
-    param: SolverParameter, path: str, snapshot: str | None, weights: Sequence[str]
-) -> str | None:
-    """The state file to go on from, if any, and in `param` the weights to begin with: a snapshot
-    needs none.
-    """
-    if snapshot == AUTO:
-        snapshot = _newest(param)
-        if snapshot and weights:
-            log.info("The snapshot goes before the weights %s", ", ".join(weights))
-    if not snapshot:
-        if weights:
-            param.weights[:] = list(weights)
-        return None
-    snapshot = locate(snapshot, path)
-    if not os.path.exists(snapshot):
-        raise ConfigError(
-            f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})'
-        )
-    del param.weights[:]
-    return snapshot
-
-
-def _newest(param: SolverParameter) -> str | None:
-    state = newest_good(param.snapshot_prefix)
-    if state is None:
-        log.info("No snapshot under %s; starting from scratch", param.snapshot_prefix)
-    return state

@@ -1,6 +1,5 @@
 """Device: where arrays live and arithmetic runs, with the random state that belongs to it."""
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from caffepy.core.errors import CaffeError, DeviceError, UsageError
+from caffepy.core.errors import CaffeError, DeviceError
 from caffepy.device.gpus import (
     check_gpu,
     errors_told,
-    gpu_numbers,
     gpu_properties,
     import_cupy,
     last_line,
@@ -22,8 +20,6 @@ from caffepy.device.gpus import (
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
-
-log = logging.getLogger(__name__)
 
 
 class RandomNumbers:
@@ -504,36 +500,3 @@ class CudaGraph:
     def close(self) -> None:
         """Give back what it holds, whoever still refers to it; there is nothing to replay then."""
         self._graph = self._pool = None
-
-
-def chosen_gpus(gpus: str) -> list[Device]:
-    """The GPUs that a list such as "0,1" or "all" names, for a solver or a net each; UsageError for
-    one named twice.
-    """
-    numbers = gpu_numbers(gpus)
-    for number in numbers:
-        if numbers.count(number) > 1:
-            raise UsageError(f"GPU {number} is named twice")
-    return [CudaDevice(number) for number in numbers]
-
-
-def tell_devices(devices: Sequence[Device]) -> None:
-    """Log which devices compute, as Caffe's tool does when it trains."""
-    gpus = [device for device in devices if isinstance(device, CudaDevice)]
-    if not gpus:
-        log.info("Use CPU.")
-        return
-    log.info("Using GPUs %s", ", ".join(str(device.index) for device in gpus))
-    for device in gpus:
-        log.info("GPU %d: %s", device.index, device.name)
-
-
-def first_device(gpus: str | None) -> Device:
-    """The first of these GPUs, the CPU for None; logs Caffe's line."""
-    if not gpus:
-        log.info("Use CPU.")
-        return Device()
-    device = CudaDevice(gpu_numbers(gpus)[0])
-    log.info("Use GPU with device ID %d", device.index)
-    log.info("GPU device name: %s", device.name)
-    return device

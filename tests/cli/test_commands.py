@@ -6,15 +6,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import caffepy
 from caffepy.cli import main, options
-from caffepy.commands.train import TrainResult
+from caffepy.commands.train import TrainOptions, TrainResult
 from caffepy.ops import precisions
-from caffepy.parallel.manager import SyncOptions
 from caffepy.report.metrics import read_rows
 from tests.report import parsers
 
@@ -71,10 +69,10 @@ def test_train_resumed_goes_on_in_its_metrics(folder: Path, capsys: Captured) ->
 
 
 def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[str, Any] = {}
+    given: list[TrainOptions] = []
 
-    def train(solver: str, **flags: Any) -> TrainResult:
-        given.update(flags, solver=solver)
+    def train(options: TrainOptions) -> TrainResult:
+        given.append(options)
         return TrainResult(3, True, [], None)
 
     monkeypatch.setattr("caffepy.commands.train.train", train)
@@ -82,29 +80,34 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
     line += " -nofuse -precision bf16 -cpu 3 -sync tree -batch_mode global -bn_stats root -deterministic"
     line += " -deadlines step=5 -max_bad_records 7 -tensorboard events -tensorboard_histograms 0"
     assert main.run(line.split()) == 130  # stopped, but there is no snapshot to go on from
-    assert os.path.basename(given.pop("solver")) == "solver.prototxt"
-    assert callable(given.pop("last_resort"))
-    assert given == {
-        "weights": ("a.h5", "b.h5"),
-        "snapshot": None,
-        "gpu": None,
-        "cpu": 3,
-        "terms": SyncOptions("tree", "root", {"step": 5.0}),
-        "global_batch": True,
-        "deterministic": True,
-        "max_bad_records": 7,
-        "precision": "bf16",
-        "capture": True,
-        "fuse": False,
-        "level": 2,
-        "stages": ("x", "y"),
-        "sigint_effect": "none",
-        "sighup_effect": "snapshot",
-        "progress": False,
-        "tensorboard": "events",
-        "tensorboard_histograms": 0,
-        "threads": 1,
-    }
+    (options,) = given
+    assert os.path.basename(options.solver) == "solver.prototxt"
+    assert callable(options.last_resort)
+    assert options == TrainOptions(
+        options.solver,
+        last_resort=options.last_resort,
+        weights=("a.h5", "b.h5"),
+        snapshot="",
+        gpu=None,
+        cpu=3,
+        sync="tree",
+        bn_stats="root",
+        deadlines={"step": 5.0},
+        batch_mode="global",
+        deterministic=True,
+        max_bad_records=7,
+        precision="bf16",
+        capture=True,
+        fuse=False,
+        level=2,
+        stages=("x", "y"),
+        sigint_effect="none",
+        sighup_effect="snapshot",
+        progress=False,
+        tensorboard="events",
+        tensorboard_histograms=0,
+        threads=1,
+    )
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from caffepy import models
 from caffepy.cli import main
-from caffepy.commands.train import train
+from caffepy.commands.train import TrainOptions, train
 from caffepy.core.errors import ConfigError, DeviceError, UsageError
 from caffepy.device.device import CudaDevice
 from caffepy.device.gpus import count_gpus, import_cupy
@@ -69,9 +69,9 @@ def test_which_gpu_trains(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
-    caplog.set_level(logging.INFO, "caffepy.device.device")
+    caplog.set_level(logging.INFO, "caffepy.commands.devices")
     with pytest.raises(ConfigError, match="made"):
-        train(solver_file(folder, more), gpu=gpu)
+        train(TrainOptions(solver_file(folder, more), gpu=gpu))
     assert [(type(device), device.index) for device in opened] == [(CudaDevice, index)]
     assert caplog.messages == [f"Using GPUs {index}", f"GPU {index}: NVIDIA H200"]
 
@@ -82,9 +82,9 @@ def test_which_gpu_trains(
 def test_when_the_cpu_trains(
     more: str, cpu: bool, folder: Path, opened: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "caffepy.device.device")
+    caplog.set_level(logging.INFO, "caffepy.commands.devices")
     with pytest.raises(ConfigError, match="made"):
-        train(solver_file(folder, more), cpu=cpu)
+        train(TrainOptions(solver_file(folder, more), cpu=cpu))
     assert [device.kind for device in opened] == ["cpu"]
     assert caplog.messages == ["Use CPU."]
 
@@ -93,9 +93,9 @@ def test_all_gpus_train(
     folder: Path, opened: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     fake_cupy.install(monkeypatch, gpus=2)
-    caplog.set_level(logging.INFO, "caffepy.device.device")
+    caplog.set_level(logging.INFO, "caffepy.commands.devices")
     with pytest.raises(ConfigError, match="made"):
-        train(solver_file(folder, ""), gpu="all")
+        train(TrainOptions(solver_file(folder, ""), gpu="all"))
     assert caplog.messages == ["Using GPUs 0, 1", "GPU 0: NVIDIA H200", "GPU 1: NVIDIA H200"]
     assert [device.index for device in opened] == [0]
 
@@ -107,7 +107,7 @@ def test_a_gpu_twice_and_words_are_refused(
     assert main.run(["train", "-solver", DIGITS, "-gpu", "1,1"]) == 2
     assert "GPU 1 is named twice" in capsys.readouterr().err
     with pytest.raises(UsageError, match="neither"):
-        train(DIGITS, gpu="first")
+        train(TrainOptions(DIGITS, gpu="first"))
 
 
 @pytest.mark.parametrize(

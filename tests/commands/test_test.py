@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.commands.test import Score, score
+from caffepy.commands.test import Score
+from caffepy.commands.test import test as score
 from caffepy.core.errors import ConfigError, DataError, SyncError, UsageError
 from caffepy.device.gpus import count_gpus
 from tests.solver.cases import ENVIRONMENT
@@ -29,7 +30,7 @@ layer {{ name: "mean" type: "Reduction" bottom: "faulty" top: "mean" reduction_p
 
 
 def test_caffes_weights_score_as_caffe_says(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "caffepy.device.device")
+    caplog.set_level(logging.INFO, "caffepy.commands.devices")
     caplog.set_level(logging.INFO, "caffepy.commands.test")
     result = score(MODEL, [WEIGHTS], iterations=3)
     lines = result.table().splitlines()
@@ -98,10 +99,12 @@ def test_several_gpus_give_what_one_does(count: int, caplog: pytest.LogCaptureFi
 @pytest.mark.gpus(2)
 @pytest.mark.usefixtures("exact")
 def test_all_gpus_test(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "caffepy.device.device")
+    caplog.set_level(logging.INFO, "caffepy.commands.devices")
     logged_by(caplog, gpu="all", deadlines=DEADLINES)
     messages = [
-        record.getMessage() for record in caplog.records if record.name == "caffepy.device.device"
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "caffepy.commands.devices"
     ]
     assert messages[0].startswith("Using GPUs 0, 1")
     assert len(messages) == 1 + count_gpus()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from caffepy import models
-from caffepy.commands.time import time_net
+from caffepy.commands.time import time
 from caffepy.core.errors import ConfigError
 from caffepy.models.synthetic import image_shape
 
@@ -38,9 +38,9 @@ def lenet(kind: str) -> str:
 
 
 def test_the_lines_are_caffes(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "caffepy.device.device")
+    caplog.set_level(logging.INFO, "caffepy.commands.devices")
     caplog.set_level(logging.INFO, "caffepy.commands.time")
-    result = time_net(lenet("train_val"), iterations=2, synthetic=True, image=image_shape("lenet"))
+    result = time(lenet("train_val"), iterations=2, synthetic=True, image=image_shape("lenet"))
     layers = []
     for layer in result.layers:
         name = re.escape(f"{layer.name:>10}")
@@ -51,7 +51,7 @@ def test_the_lines_are_caffes(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_the_parts_add_up() -> None:
-    result = time_net(lenet("train_val"), iterations=2, synthetic=True, image=image_shape("lenet"))
+    result = time(lenet("train_val"), iterations=2, synthetic=True, image=image_shape("lenet"))
     assert sum(layer.forward for layer in result.layers) == pytest.approx(result.forward)
     assert sum(layer.backward for layer in result.layers) == pytest.approx(result.backward)
     assert result.total == pytest.approx(2 * (result.forward + result.backward))
@@ -69,11 +69,11 @@ def test_a_net_without_layers_in_the_phase_is_refused(tmp_path: Path) -> None:
         'layer { name: "x" type: "Input" top: "x" include { phase: TEST } }'
     )
     with pytest.raises(ConfigError, match="no layers in the TRAIN phase"):
-        time_net(f"{tmp_path}/net.prototxt")
+        time(f"{tmp_path}/net.prototxt")
 
 
 def test_layers_that_need_no_gradient_are_timed_too() -> None:
-    result = time_net(lenet("deploy"), iterations=1, phase="TEST")
+    result = time(lenet("deploy"), iterations=1, phase="TEST")
     assert all(
         layer.backward > 0
         for layer in result.layers

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.commands.train import train
+from caffepy.commands.train import TrainOptions, train
 from caffepy.core.errors import ConfigError, DeviceError, UsageError
 from caffepy.proto.binary import blob_to_array, read_net
 from tests.report.events import values
@@ -45,7 +45,7 @@ def losses(messages: list[str]) -> dict[int, float]:
 
 def test_digits_from_caffes_first_weights(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "caffepy"):
-        result = train("solver.prototxt", weights=["init_iter_0.caffemodel"])
+        result = train(TrainOptions("solver.prototxt", weights=["init_iter_0.caffemodel"]))
     caffe_lines = (digits / "caffe_train.log").read_text().splitlines()
     caffe, own = losses(caffe_lines), losses(caplog.messages)
     assert list(own) == list(caffe), "a loss line where Caffe has one"
@@ -68,7 +68,7 @@ def test_lines_stand_where_caffes_stand(digits: Path, caplog: pytest.LogCaptureF
         return [shape.sub("", text) for text in texts if kept.search(text)]
 
     with caplog.at_level(logging.INFO, "caffepy"):
-        train("solver.prototxt", weights=["init_iter_0.caffemodel"])
+        train(TrainOptions("solver.prototxt", weights=["init_iter_0.caffemodel"]))
     assert skeleton(caplog.messages) == skeleton(
         (digits / "caffe_train.log").read_text().splitlines()
     )
@@ -79,13 +79,13 @@ def test_resuming_says_so_and_drops_the_solvers_weights(
 ) -> None:
     solver = digits / "solver.prototxt"
     edit(solver, "max_iter: 5", "display: 0", "test_interval: 100", "test_initialization: false")
-    train("solver.prototxt")
+    train(TrainOptions("solver.prototxt"))
     edit(solver, "max_iter: 7", 'weights: "gone.caffemodel"')
     with caplog.at_level(logging.INFO, "caffepy"):
-        result = train("solver.prototxt", snapshot="digits_iter_5.solverstate")
+        result = train(TrainOptions("solver.prototxt", snapshot="digits_iter_5.solverstate"))
     assert result.iteration == 7
     assert not any("Nothing is left" in message for message in caplog.messages)
-    train("solver.prototxt", snapshot="digits_iter_7.solverstate")
+    train(TrainOptions("solver.prototxt", snapshot="digits_iter_7.solverstate"))
     assert "Nothing is left to train: max_iter is 7" in caplog.messages
     place = caplog.messages.index("Resuming from digits_iter_5.solverstate")
     assert "Starting Optimization" in caplog.messages[place:]
@@ -105,12 +105,12 @@ def test_auto_resumes_the_newest_good_snapshot(
         "test_initialization: false",
     )
     with caplog.at_level(logging.INFO, "caffepy"):
-        train("solver.prototxt", snapshot="auto", weights=["init_iter_0.caffemodel"])
+        train(TrainOptions("solver.prototxt", snapshot="auto", weights=["init_iter_0.caffemodel"]))
         assert "No snapshot under digits; starting from scratch" in caplog.messages
         assert "Finetuning from init_iter_0.caffemodel" in caplog.messages
         (digits / "digits_iter_6.caffemodel").write_bytes(b"")
         caplog.clear()
-        train("solver.prototxt", snapshot="auto", weights=["init_iter_0.caffemodel"])
+        train(TrainOptions("solver.prototxt", snapshot="auto", weights=["init_iter_0.caffemodel"]))
     assert "Resuming from digits_iter_4.solverstate" in caplog.messages
     assert any(
         "digits_iter_6.solverstate cannot be resumed from" in message for message in caplog.messages
@@ -123,14 +123,14 @@ def test_level_and_stages_reach_the_train_net_only(digits: Path) -> None:
     rule = 'layer { name: "extra" type: "Silence" bottom: "conv1" include { stage: "more" min_level: 2 } }'
     net.write_text(net.read_text() + rule)
     edit(digits / "solver.prototxt", "max_iter: 1", "test_initialization: false")
-    train("solver.prototxt", level=2, stages=["more"])
+    train(TrainOptions("solver.prototxt", level=2, stages=["more"]))
     saved = read_net("digits_iter_1.caffemodel")
     assert "extra" in [layer.name for layer in saved.layer]
 
 
 def test_log_dir_gets_the_log(digits: Path) -> None:
     edit(digits / "solver.prototxt", "max_iter: 1", "test_initialization: false")
-    train("solver.prototxt", log_dir="logs")
+    train(TrainOptions("solver.prototxt", log_dir="logs"))
     assert "Optimization Done." in (digits / "logs" / "caffepy.INFO").read_text()
 
 
@@ -138,7 +138,7 @@ def test_snapshot_and_weights_exclude_each_other() -> None:
     with pytest.raises(
         UsageError, match="Give a snapshot to resume training or weights to finetune but not both"
     ):
-        train("solver.prototxt", snapshot="x.solverstate", weights=["x.caffemodel"])
+        train(TrainOptions("solver.prototxt", snapshot="x.solverstate", weights=["x.caffemodel"]))
 
 
 def test_a_solver_for_the_gpu_where_there_is_none(
@@ -147,22 +147,22 @@ def test_a_solver_for_the_gpu_where_there_is_none(
     monkeypatch.setitem(sys.modules, "cupy", None)
     edit(digits / "solver.prototxt", "solver_mode: GPU")
     with pytest.raises(DeviceError) as caught:
-        train("solver.prototxt")
+        train(TrainOptions("solver.prototxt"))
     assert re.fullmatch(
         r"solver\.prototxt:15:1: solver_mode: GPU asks for GPU 0, but a GPU needs CuPy: pip install .*; "
         r"or set solver_mode: CPU, or give --cpu",
         str(caught.value),
     )
     with pytest.raises(DeviceError, match=r"^a GPU needs CuPy: pip install"):
-        train("solver.prototxt", gpu="0")
+        train(TrainOptions("solver.prototxt", gpu="0"))
 
 
 def test_cpu_overrules_the_solver_file(digits: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     edit(digits / "solver.prototxt", "solver_mode: GPU", "max_iter: 1")
-    assert train("solver.prototxt", cpu=True).iteration == 1
+    assert train(TrainOptions("solver.prototxt", cpu=True)).iteration == 1
     with pytest.raises(UsageError, match="not both"):
-        train("solver.prototxt", cpu=True, gpu="0")
+        train(TrainOptions("solver.prototxt", cpu=True, gpu="0"))
 
 
 def test_deterministic_runs_are_the_same_without_a_seed(
@@ -172,11 +172,11 @@ def test_deterministic_runs_are_the_same_without_a_seed(
     runs = []
     with caplog.at_level(logging.INFO, "caffepy"):
         for _ in range(2):
-            train("solver.prototxt", cpu=2, deterministic=True)
+            train(TrainOptions("solver.prototxt", cpu=2, deterministic=True))
             runs.append(weights("digits_iter_3.caffemodel"))
     np.testing.assert_array_equal(*runs)
     assert "Deterministic: random_seed is 1" in caplog.messages
-    train("solver.prototxt", cpu=2)
+    train(TrainOptions("solver.prototxt", cpu=2))
     assert (weights("digits_iter_3.caffemodel") != runs[0]).any()
 
 
@@ -185,7 +185,7 @@ def test_settings_are_located(digits: Path) -> None:
     with pytest.raises(
         ConfigError, match=r'solver\.prototxt:15:1: unknown lr_policy "stepp", did you mean "step"'
     ):
-        train("solver.prototxt")
+        train(TrainOptions("solver.prototxt"))
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
@@ -214,14 +214,14 @@ def test_a_stopped_run_goes_on_exactly(number: signal.Signals, digits: Path) -> 
         log = process.communicate()[1]
         assert "Optimization stopped early." in log
         assert re.search(
-            r"A signal stopped the run at iteration (\d+); --snapshot digits_iter_\1.solverstate goes on",
+            r"A signal stopped the run at iteration (\d+); --snapshot digits_iter_\1.solverstate resumes it",
             log,
         )
         assert process.returncode == 75
     assert not Path("digits_iter_600.caffemodel").exists()
-    train("solver.prototxt", snapshot="auto", threads=1)
+    train(TrainOptions("solver.prototxt", snapshot="auto", threads=1))
     resumed = weights("digits_iter_600.caffemodel")
-    train("solver.prototxt", weights=["init_iter_0.caffemodel"], threads=1)
+    train(TrainOptions("solver.prototxt", weights=["init_iter_0.caffemodel"], threads=1))
     np.testing.assert_array_equal(weights("digits_iter_600.caffemodel"), resumed)
 
 
@@ -281,9 +281,9 @@ def test_events_for_tensorboard_go_on_in_a_resumed_run(digits: Path) -> None:
     pytest.importorskip("tensorboardX")
     edit(digits / "solver.prototxt", "max_iter: 60", "snapshot: 40", "test_interval: 30")
     how = {"tensorboard": "events", "tensorboard_histograms": 20, "progress": False}
-    train("solver.prototxt", weights=["init_iter_0.caffemodel"], **how)
+    train(TrainOptions("solver.prototxt", weights=["init_iter_0.caffemodel"], **how))
     whole = values(digits / "events")
-    train("solver.prototxt", snapshot="digits_iter_40.solverstate", **how)
+    train(TrainOptions("solver.prototxt", snapshot="digits_iter_40.solverstate", **how))
     again = values(digits / "events")
     assert list(again["loss"]) == list(whole["loss"]) == [0, 20, 30, 40, 60]
     assert list(again["test/accuracy"]) == [0, 30, 60]

@@ -9,7 +9,7 @@ import pytest
 
 from caffepy import models
 from caffepy.commands.export import export_onnx
-from caffepy.commands.test import score
+from caffepy.commands.test import test as score
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.export.write import Batch

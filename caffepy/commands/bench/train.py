@@ -11,9 +11,10 @@ from time import perf_counter
 from typing import Any
 
 from caffepy import ops
+from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError
 from caffepy.core.paths import locate
-from caffepy.device.device import CudaDevice, Device, first_device
+from caffepy.device.device import CudaDevice, Device
 from caffepy.device.gpus import gpu_memory, import_cupy
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
@@ -317,7 +318,7 @@ def bench_train(
     recorded and replayed; `fuse`: layers are computed together where they can be. The learning rate
     is 0.001 at most.
     """
-    device = first_device(gpu)
+    device = choose_device(gpu)
     ops.set_precision(device, precision)
     if threads:
         ops.backend(device).set_num_threads(threads)

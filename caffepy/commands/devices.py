@@ -1,0 +1,83 @@
+"""The devices that a command computes on: what --gpu, --cpu and a solver's solver_mode ask for.
+
+Each choice is logged in Caffe's words.
+"""
+
+import logging
+
+from caffepy.core.errors import DeviceError, UsageError
+from caffepy.device.device import CudaDevice, Device
+from caffepy.device.gpus import gpu_numbers
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.text import locate_field
+
+log = logging.getLogger(__name__)
+
+
+def choose_device(gpu: str | None) -> Device:
+    """Return the first GPU of a list such as "0,1" or "all", the CPU for None."""
+    if not gpu:
+        log.info("Use CPU.")
+        return Device()
+    device = CudaDevice(gpu_numbers(gpu)[0])
+    log.info("Use GPU with device ID %d", device.index)
+    log.info("GPU device name: %s", device.name)
+    return device
+
+
+def choose_for_test(gpu: str | None, cpu: int | None) -> list[Device]:
+    """Return the devices that share the batches of a test: these GPUs, or the CPU `cpu` times."""
+    _check_one_kind(gpu, cpu)
+    if max(cpu or 0, len(gpu_numbers(gpu)) if gpu else 0) < 2:
+        return [choose_device(gpu)]
+    return _logged(_several(gpu, cpu))
+
+
+def choose_for_training(
+    gpu: str | None, cpu: int | None, param: SolverParameter, path: str
+) -> list[Device]:
+    """Return the device of each solver that trains: these GPUs, or the CPU `cpu` times.
+
+    With neither, the GPU of a solver that says solver_mode: GPU itself, else the CPU, as in Caffe's
+    tool. `path` is the solver's file.
+    """
+    _check_one_kind(gpu, cpu)
+    asks_for_gpu = param.HasField("solver_mode") and param.solver_mode == SolverParameter.GPU
+    if gpu or cpu or not asks_for_gpu:
+        return _logged(_several(gpu, cpu or 1))
+    index = param.device_id if param.HasField("device_id") else 0
+    try:
+        return _logged([CudaDevice(index)])
+    except DeviceError as error:
+        raise DeviceError(
+            f"solver_mode: GPU asks for GPU {index}, but {error.message}; or set solver_mode: CPU, "
+            "or give --cpu",
+            locate_field(path, "solver_mode"),
+        ) from None
+
+
+def _check_one_kind(gpu: str | None, cpu: int | None) -> None:
+    if gpu and cpu:
+        raise UsageError("Give --gpu or --cpu, not both.")
+
+
+def _several(gpu: str | None, cpu: int | None) -> list[Device]:
+    if not gpu:
+        return [Device() for _ in range(cpu or 0)]
+    numbers = gpu_numbers(gpu)
+    for number in numbers:
+        if numbers.count(number) > 1:
+            raise UsageError(f"GPU {number} is named twice")
+    return [CudaDevice(number) for number in numbers]
+
+
+def _logged(devices: list[Device]) -> list[Device]:
+    """Log the devices as Caffe's tool does when it trains."""
+    gpus = [device for device in devices if isinstance(device, CudaDevice)]
+    if not gpus:
+        log.info("Use CPU.")
+        return devices
+    log.info("Using GPUs %s", ", ".join(str(device.index) for device in gpus))
+    for device in gpus:
+        log.info("GPU %d: %s", device.index, device.name)
+    return devices
