@@ -36,7 +36,7 @@ from caffepy.parallel.worker import WorkerSolver
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.test_pass import Totals
-from caffepy.solver.worker_group import Ended, WorkerGroup
+from caffepy.solver.worker_group import EndedGroup, WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,6 @@ class P2PManager(WorkerGroup):
             self.group.interrupted = signals.check
         self._signals, self._last_resort = signals, last_resort
         self.group.on_abort(self._watch)
-        self._reporter = root.reporter
         self._devices = devices
         self._sync_options = sync_options
         self._gpu = devices[0].kind == "cuda"
@@ -110,8 +109,7 @@ class P2PManager(WorkerGroup):
         if sync_options.statistics == "sync" and self._gpu and normalizing(root.net):
             if root.saves_memory:
                 raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
-            log.info("Layer by layer: statistics of batches go through the host")
-            root.capture = root.fuse = False
+            root.run_eagerly("statistics of batches go through the host")
         self._synchronizers: dict[int, Synchronizer] = {}
         self._testers = [0] * len(root.test_nets)  # who has the next batch of each test net
         self._worker_threads = WorkerThreads(self.group, self._make, self._within)
@@ -167,9 +165,8 @@ class P2PManager(WorkerGroup):
         for rank, device in enumerate(self._devices[1:], start=1):
             place = f"GPU {device.index}" if self._gpu else "the CPU"
             log.info("Solver %d (of 0 to %d) is ready on %s", rank, self.size - 1, place)
-        root.workers = self
         self._tell_batch()
-        root.reporter = Reporters(root.reporter, Performance(self.seconds, self._alone))
+        root.join(self, Reporters(root.reporter, Performance(self.seconds, self._alone)))
 
     def _tell_batch(self) -> None:
         root, each = self.root, self.root.batch
@@ -324,7 +321,6 @@ class P2PManager(WorkerGroup):
         mark("data")
 
     def _end(self, error: BaseException | None) -> None:
-        self.root.reporter = self._reporter
         self._ended.set()
         try:
             if error is None:
@@ -380,7 +376,7 @@ class P2PManager(WorkerGroup):
 
     def _free(self) -> None:
         """The root can go on alone."""
-        self.root.workers = WorkerGroup()
+        self.root.leave()
         for net in (self.root.net, *self.root.test_nets):
             net.turn = any_turn
             for layer in net.shared_layers:
@@ -388,7 +384,7 @@ class P2PManager(WorkerGroup):
 
     def _mark_failed(self) -> None:
         """The root cannot go on: its last iteration may have ended in some ranks."""
-        self.root.workers = Ended()
+        self.root.leave(failed=True)
         for net in (self.root.net, *self.root.test_nets):
             net.turn = _no_turn
 
@@ -412,7 +408,7 @@ class P2PManager(WorkerGroup):
 
     @property
     def failed(self) -> bool:  # type: ignore[override]
-        """WorkerGroup have ended the run."""
+        """True once an error has ended the workers' run."""
         return self.group.stopped
 
     @property
@@ -578,7 +574,7 @@ def _be_alone(solver: Solver) -> None:
 
 
 def _no_turn(layer: Layer) -> NoReturn:
-    Ended().check()
+    EndedGroup().check()
 
 
 def _no_lap(part: str) -> None:

@@ -53,7 +53,7 @@ from caffepy.solver.snapshot import (
 )
 from caffepy.solver.step import Callback, Step, Synchronizer
 from caffepy.solver.test_pass import TestPass
-from caffepy.solver.worker_group import WorkerGroup
+from caffepy.solver.worker_group import EndedGroup, WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +118,7 @@ class Solver:
         self.action: Callable[[], Action] = lambda: Action.NONE
         self.callbacks: list[Callback] = []
         self.workers = WorkerGroup()
+        self._own_reporter: Reporter | None = None  # from before `join`
         self.workers_positions: list[
             dict[str, Any]
         ] = []  # where those of the state that was restored stood
@@ -282,6 +283,25 @@ class Solver:
             self.add_callback(synchronizer)
             if self.param.iter_size == 1:
                 passed_on.append(_Passing(synchronizer))
+
+    def join(self, workers: WorkerGroup, reporter: Reporter) -> None:
+        """Train with these workers from now on, and report to `reporter`."""
+        self._own_reporter = self.reporter
+        self.workers, self.reporter = workers, reporter
+
+    def leave(self, failed: bool = False) -> None:
+        """Train alone again, with the reporter from before `join`.
+
+        After an error (`failed`) the last iteration may have ended on some ranks only: a snapshot
+        can still be written, everything else raises SyncError.
+        """
+        self.workers = EndedGroup() if failed else WorkerGroup()
+        self.reporter, self._own_reporter = self._own_reporter or self.reporter, None
+
+    def run_eagerly(self, reason: str) -> None:
+        """Run each layer by itself from now on; the log says why."""
+        log.info("Layer by layer: %s", reason)
+        self.capture = self.fuse = False
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""

@@ -1,4 +1,17 @@
-"""WorkerGroup: the solvers that take part in what a root solver does, as the root sees them."""
+"""WorkerGroup: the solvers that train together with a root solver, as the root sees them.
+
+The interface between a solver and whoever runs its workers (`parallel.manager.P2PManager`). The
+manager calls on the root solver:
+
+    root.join(workers, reporter)     all are ready: from now on the root calls the methods below
+    root.leave(failed=False)         train alone again; `failed`: only a snapshot is possible
+    root.synchronize(synchronizer)   which averages the gradients; None: no more
+    root.run_eagerly(reason)         each layer by itself
+
+Neither assigns attributes of the other. WorkerGroup itself is the null object: a solver without
+workers; P2PManager overrides every method. Work that is started here runs on the workers beside the
+root's own; errors of workers are raised where the root waits for them.
+"""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,88 +23,78 @@ from caffepy.solver.test_pass import Totals
 
 
 class WorkerGroup:
-    """None: the solver is alone. A team of several overrides all of it.
-
-    What is begun goes on beside what the root does then; errors of followers come up where the root
-    waits for them.
-    """
+    """Null object: a solver without workers."""
 
     size = 1
-    failed = False  # followers have ended the run
+    failed = False  # an error has ended the workers' run
     devices: Sequence[Device] = ()
 
     def stop(self, error: BaseException) -> None:
-        """The solver has met this error, and will not go on: let those end who wait for it."""
+        """End the workers that wait for the root, which has met this error and cannot go on."""
 
     def root_cause(self, error: Exception) -> BaseException:
-        """What ended the run where the solver has met this error: it itself, or what ended the
-        followers before.
-        """
+        """Root cause of an error that the root has met: it, or an earlier error of a worker."""
         return error
 
     def check(self) -> None:
-        """Raise what has ended the followers' run, if anything has."""
+        """Raise the error that has ended the workers' run, if any."""
 
     def during(self, phase: str) -> AbstractContextManager[object]:
-        """A block in which all are at this: step, test or snapshot."""
+        """A block in which all are in this phase: step, test or snapshot."""
         return nullcontext()
 
     def iterate(self) -> None:
-        """Begin the root's next iteration, when all batches of those before were taken."""
+        """Start an iteration, once all batches of earlier ones were taken."""
 
     def forward(self) -> None:
-        """Begin a forward pass of the train net."""
+        """Start a forward pass of the train net."""
 
     def losses(self) -> list[float]:
-        """The losses of that pass."""
+        """Wait for that pass; return its losses."""
         return []
 
     def average_bn_stats(self) -> None:
-        """Bring what every solver has of its own among the parameters, such as statistics, to one
-        value.
-        """
+        """Average what each solver computes from its own batches, such as BatchNorm statistics."""
 
     def begin_test(self, k: int) -> None:
-        """Begin to add up what test net `k` gives."""
+        """Zero the totals of test net `k`."""
 
     def test(self, k: int, batches: int) -> bool:
-        """Begin so many of its batches, at most one a solver; whether one is the root's."""
+        """Start this number of its batches, at most one a solver; True if one is the root's."""
         return True
 
     def totals(self, k: int) -> list[Totals]:
-        """End the test: what each of the followers that had a batch has added up."""
+        """End the test; return the totals of the workers."""
         return []
 
     def restoring(self) -> AbstractContextManager[object]:
-        """A block in which the solver restores a state, from which all go on then."""
+        """A block in which the root restores a state, which the workers take over at its end."""
         return nullcontext()
 
     def raise_worker_error(self) -> None:
-        """Raise what a follower has found wrong, if one has."""
+        """Wait for the workers' iterations; raise the error of one, if any."""
 
     def positions(self) -> list[dict[str, Any]]:
-        """Where the layers and random numbers of each stand, or stood before the test or iteration
-        being done.
+        """Positions of each worker's layers and random numbers, now or before the test or iteration
+        in progress.
         """
         return []
 
 
-class Ended(WorkerGroup):
-    """Those of a solver that met an error while it trained with others: it can still save, but not
-    go on.
-    """
+class EndedGroup(WorkerGroup):
+    """After an error of a solver that trained with others: it can save, but not go on."""
 
     def check(self) -> NoReturn:
-        """Say so."""
+        """Raise SyncError."""
         raise SyncError(
             "this solver trained together with others until an error ended that, so that it cannot go on; a new one "
             "can, from a snapshot"
         )
 
     def during(self, phase: str) -> AbstractContextManager[object]:
-        """Only a snapshot is left."""
+        """Allow a snapshot only."""
         return nullcontext() if phase == "snapshot" else self.check()
 
     def restoring(self) -> NoReturn:
-        """Another solver can do so."""
+        """Raise SyncError."""
         self.check()
