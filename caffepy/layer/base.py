@@ -5,7 +5,7 @@ are allocated in `reshape` and stay where they are until shapes change.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -15,9 +15,10 @@ from numpy.typing import DTypeLike
 from caffepy import ops
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import Registry
-from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host
+from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host, shape_string
 from caffepy.device.device import Device
-from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
+from caffepy.layer.filler import fill
+from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, LayerParameter
 from caffepy.proto.forks import fork_of_layer
 
 Blobs = Sequence[Blob]
@@ -179,6 +180,26 @@ class Layer:
             (blob,) = on_host([blob])
         self.blobs.append(blob)
         return blob
+
+    def make_params(
+        self, shapes: Mapping[str, Sequence[int]], fillers: Iterable[FillerParameter]
+    ) -> None:
+        """Create the parameters of these names and shapes and fill each by its filler; ConfigError
+        if the prototxt brought parameters of other shapes.
+        """
+        if not self.blobs:
+            for shape, filler in zip(shapes.values(), fillers, strict=False):
+                fill(self.add_blob(shape), filler, self.device.rng)
+        if len(self.blobs) != len(shapes):
+            raise ConfigError(
+                f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"
+            )
+        for (name, shape), blob in zip(shapes.items(), self.blobs, strict=True):
+            if blob.shape != tuple(shape):
+                raise ConfigError(
+                    f"incorrect {name} shape: expected shape {shape_string(shape)}; "
+                    f"instead, shape was {shape_string(blob.shape)}"
+                )
 
 
 registry: Registry[Callable[..., Layer]] = Registry("layer type")

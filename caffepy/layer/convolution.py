@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Array, Blob, Layout, shape_string
+from caffepy.device.blob import PLAIN, Array, Layout
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import ConvolutionParameter
 
 
@@ -82,15 +81,6 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
     )
 
 
-def check_shape(what: str, blob: Blob, shape: Sequence[int]) -> None:
-    """ConfigError unless a parameter that the prototxt brought has the shape that the layer needs."""
-    if blob.shape != tuple(shape):
-        raise ConfigError(
-            f"incorrect {what} shape: expected shape {shape_string(shape)}; "
-            f"instead, shape was {shape_string(blob.shape)}"
-        )
-
-
 class _Filtering(Layer):
     """What Convolution and its transpose share: the window, weight and bias, how shapes are
     checked.
@@ -125,17 +115,8 @@ class _Filtering(Layer):
             )
             raise ConfigError(f"{what} cannot be split into {group} groups")
         self.channels, self.outputs, self.group = channels, outputs, group
-        shapes = [self.weight_shape()] + [(outputs,)] * param.bias_term
-        if not self.blobs:
-            fillers = param.weight_filler, param.bias_filler
-            for shape, filler in zip(shapes, fillers, strict=False):
-                fill(self.add_blob(shape), filler, self.device.rng)
-        if len(self.blobs) != len(shapes):
-            raise ConfigError(
-                f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"
-            )
-        for what, blob, shape in zip(("weight", "bias"), self.blobs, shapes, strict=False):
-            check_shape(what, blob, shape)
+        shapes = {"weight": self.weight_shape()} | ({"bias": (outputs,)} if param.bias_term else {})
+        self.make_params(shapes, (param.weight_filler, param.bias_filler))
 
     def check_bottoms(self, bottom: Blobs) -> tuple[int, ...]:
         """The spatial sizes, once all bottoms agree with each other and with the weights."""

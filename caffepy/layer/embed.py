@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.data_error import problem
-from caffepy.layer.filler import fill
 
 
 @layer("Embed")
@@ -21,16 +20,11 @@ class Embed(Layer):
         self.inputs, self.outputs = param.input_dim, param.num_output
         if self.inputs < 1 or self.outputs < 1:
             raise ConfigError("embed_param: input_dim and num_output must be 1 or more")
-        shapes = [(self.inputs, self.outputs)] + [(self.outputs,)] * param.bias_term
-        if not self.blobs:
-            for shape, filler in zip(
-                shapes, (param.weight_filler, param.bias_filler), strict=False
-            ):
-                fill(self.add_blob(shape), filler, self.device.rng)
-        if [b.shape for b in self.blobs] != shapes:
-            raise ConfigError(
-                f"the parameters have shapes {[list(b.shape) for b in self.blobs]}, not {shapes}"
-            )
+        shapes = {"weight": (self.inputs, self.outputs)}
+        self.make_params(
+            shapes | ({"bias": (self.outputs,)} if param.bias_term else {}),
+            (param.weight_filler, param.bias_filler),
+        )
         self.wrong = problem(self, self.no_row)
 
     def no_row(self, x: float) -> DataError:

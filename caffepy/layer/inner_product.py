@@ -7,8 +7,6 @@ from typing import Protocol
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob, Layout
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.convolution import check_shape
-from caffepy.layer.filler import fill
 
 
 class Factors(Protocol):
@@ -51,18 +49,8 @@ class InnerProduct(Layer):
         if self.outputs < 1:
             raise ConfigError("num_output must be 1 or more")
         weight = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
-        shapes = [weight] + [(self.outputs,)] * param.bias_term
-        if not self.blobs:
-            for shape, filler in zip(
-                shapes, (param.weight_filler, param.bias_filler), strict=False
-            ):
-                fill(self.add_blob(shape), filler, self.device.rng)
-        if len(self.blobs) != len(shapes):
-            raise ConfigError(
-                f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"
-            )
-        for what, blob, shape in zip(("weight", "bias"), self.blobs, shapes, strict=False):
-            check_shape(what, blob, shape)
+        shapes = {"weight": weight} | ({"bias": (self.outputs,)} if param.bias_term else {})
+        self.make_params(shapes, (param.weight_filler, param.bias_filler))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """The inner size must stay what it was at set-up."""

@@ -8,7 +8,6 @@ import numpy as np
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import PLAIN, Array, Blob, Layout
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
-from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import FillerParameter
 
 
@@ -92,17 +91,8 @@ class PReLU(Elementwise):
         param = self.param.prelu_param
         self.shared = param.channel_shared
         shape = () if self.shared else bottom[0].shape[1:2]
-        if not self.blobs:
-            default = FillerParameter(value=0.25)
-            fill(
-                self.add_blob(shape),
-                param.filler if param.HasField("filler") else default,
-                self.device.rng,
-            )
-        elif self.blobs[0].shape != shape:
-            raise ConfigError(
-                f"the slope has shape {list(self.blobs[0].shape)}, the bottom asks for {list(shape)}"
-            )
+        default = FillerParameter(value=0.25)
+        self.make_params({"slope": shape}, [param.filler if param.HasField("filler") else default])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check that the channels are as many as the slopes."""

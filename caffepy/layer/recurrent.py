@@ -14,8 +14,6 @@ from typing import Any, ClassVar
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.convolution import check_shape
-from caffepy.layer.filler import fill
 
 log = logging.getLogger(__name__)
 
@@ -67,16 +65,11 @@ class Recurrent(Layer):
             shapes[f"W_{self.input_name}_static"] = (rows, self.static_inputs)
         shapes[f"W_h{self.input_name[-1]}"] = (rows, self.size)
         shapes |= {name: (self.size,) * (2 if name.startswith("W") else 1) for name in self.added}
-        if not self.blobs:
-            for shape in shapes.values():
-                filler = param.weight_filler if len(shape) == 2 else param.bias_filler
-                fill(self.add_blob(shape), filler, self.device.rng)
-        if len(self.blobs) != len(shapes):
-            raise ConfigError(
-                f"incorrect number of weight blobs: {len(self.blobs)}, not {len(shapes)}"
-            )
-        for i, ((name, shape), blob) in enumerate(zip(shapes.items(), self.blobs, strict=True)):
-            check_shape(name, blob, shape)
+        self.make_params(
+            shapes,
+            [param.weight_filler if len(s) == 2 else param.bias_filler for s in shapes.values()],
+        )
+        for i, name in enumerate(shapes):
             log.info("Adding parameter %d: %s", i, name)
         self.state_weight = 2 + self.static  # its index in blobs
         blobs = [self.buffer((1, 0, self.size)) for _ in range(2 * self.states)]
