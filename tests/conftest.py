@@ -50,9 +50,9 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """GPUs compute in float32, whatever the size of a batch, and no time goes into the choice of
     plans.
     """
-    from caffepy.ops.cuda import plans, precision
+    from caffepy.ops.cuda import autotune, precision
 
-    monkeypatch.setattr(plans, "_autotune", False)
+    monkeypatch.setattr(autotune, "_autotune", False)
     before = precision.get()
     precision.set("fp32")
     yield

@@ -37,7 +37,7 @@ def test_problems_are_seen_at_once_and_once() -> None:
 
 @pytest.mark.gpu
 def test_devices_take_up_the_streams_of_those_that_are_gone() -> None:
-    from caffepy.ops.cuda.plans import context
+    from caffepy.ops.cuda.context import context
 
     def use(*lanes: str) -> list[int]:
         device = CudaDevice(0)

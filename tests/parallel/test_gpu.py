@@ -167,9 +167,9 @@ IMAGES = 64
 @pytest.fixture(autouse=True)
 def precision_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Others compute in what they did before; no time goes into the choice of plans."""
-    from caffepy.ops.cuda import plans, precision
+    from caffepy.ops.cuda import autotune, precision
 
-    monkeypatch.setattr(plans, "_autotune", False)
+    monkeypatch.setattr(autotune, "_autotune", False)
     before = precision.get()
     yield
     precision.set(before)

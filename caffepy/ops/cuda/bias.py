@@ -4,11 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.ops.cuda import plans
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
-from caffepy.ops.cuda.blas import BLOCKS, c_type, planes
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import Array
+from caffepy.ops.cuda.context import context
+from caffepy.ops.cuda.launch import BLOCKS, Array, c_type, planes
 
 STRIP, WIDTH = 32, 512
 """Columns that a block adds up and threads that it has, as in columns.cuh."""
@@ -46,7 +45,7 @@ def over_columns(
     shares = 1 if rows <= FEW else max(1, min(2 * rows // FEW, BLOCKS // (2 * strips)))
     part: Any = 0
     if db is not None and shares > 1:
-        part = plans.context().array("shares", (columns, shares), db.dtype)
+        part = context().array("shares", (columns, shares), db.dtype)
     sums = 0 if db is None else db, part, shares
     kernel(file, f"{name}<{kind}>")((strips, shares), (WIDTH,), (*arguments, rows, columns, *sums))
     if db is not None and shares > 1:

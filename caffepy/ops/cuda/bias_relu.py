@@ -4,10 +4,9 @@ one pass.
 
 from typing import Any
 
-from caffepy.ops.cuda import plans
-from caffepy.ops.cuda.blas import THREADS, c_type, planes
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import Array, channels_last, launch, packs
+from caffepy.ops.cuda.context import context
+from caffepy.ops.cuda.launch import THREADS, Array, c_type, channels_last, launch, packs, planes
 
 BLOCKS = 132 * 4
 """As many blocks as a large device holds at a time."""
@@ -51,7 +50,7 @@ def _run(
     outputs, shares, kind = dy.shape[1], grid[1], c_type(dy)
     parts: Any = 0
     if db is not None and shares > 1:
-        parts = plans.context().array("shares", (outputs, shares), db.dtype)
+        parts = context().array("shares", (outputs, shares), db.dtype)
     arguments = (0 if y is None else y, dy, 0 if db is None else db, parts, *sizes)
     kernel("bias_relu", f"{name}<{kind}>")(grid, (THREADS,), arguments)
     if db is not None and shares > 1:

@@ -4,23 +4,17 @@ where nvmath is not installed.
 
 from collections.abc import Callable
 from functools import cache, partial
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import plans, precision
+from caffepy.ops.cuda import autotune, plans, precision
 from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.context import context
+from caffepy.ops.cuda.launch import BLOCKS, THREADS, c_type
 
 Array = Any  # cupy.ndarray
-
-TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "uint16": "bf16_t"}
-"""The C type of each element type, those of 16 bits as in pack.cuh; uint16 holds bfloat16."""
-
-THREADS = 256
-BLOCKS = 132 * 8
-"""About as many blocks of 256 threads as a large device holds at a time."""
 
 SMALL, TILE = 1 << 25, 16
 """Multiplications in a product up to which product.cu is tried, and rows and columns that a block
@@ -33,14 +27,6 @@ _FACTORS = {
     t: np.array([0, 1], t) for t in ("float32", "float64")
 }  # what cuBLAS reads alpha and beta from
 _ZERO = {t: factors.ctypes.data for t, factors in _FACTORS.items()}
-
-
-def c_type(array: Array) -> str:
-    """The C name of an array's element type, for name expressions."""
-    found = TYPES.get(array.dtype.name)
-    if found is None:
-        raise DeviceError(f"no GPU arithmetic for elements of type {array.dtype.name}")
-    return found
 
 
 @cache
@@ -101,7 +87,7 @@ def _multiply(
     # cuBLAS counts columns first: it sees each array transposed and computes out.T (N, M) = b.T @
     # a.T
     cublas.gemm_ex(
-        plans.context().cublas(cublas),
+        context().cublas(cublas),
         int(tb),
         int(ta),
         n,
@@ -143,12 +129,12 @@ def _is_small(a: Array, b: Array, out: Array) -> bool:
 
 def _ours_is_faster(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> bool:
     name = f"product {a.shape} {a.strides} {b.shape} {b.strides} {out.strides} {out.dtype.name} {accumulate}"
-    there = plans.context().array("product", out.shape, out.dtype) if plans.may_time() else out
-    ways: list[Callable[[], plans.Run]] = [
+    there = context().array("product", out.shape, out.dtype) if autotune.may_time() else out
+    ways: list[Callable[[], autotune.Run]] = [
         lambda: partial(_multiply, cublas),
         lambda: _multiply_small,
     ]
-    found = plans.fastest(name, a.dtype, ways, (a, b, there, accumulate))
+    found = autotune.fastest(name, a.dtype, ways, (a, b, there, accumulate))
     return found is not None and found[0] == 1
 
 
@@ -162,7 +148,7 @@ def _multiply_small(a: Array, b: Array, out: Array, accumulate: bool) -> None:
 
 def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
     adds = accumulate or scale != 1
-    target = plans.context().array("product", out.shape, out.dtype) if adds else out
+    target = context().array("product", out.shape, out.dtype) if adds else out
 
     def build(cudnn: Any, graph: Any) -> Any:
         x, y = (
@@ -200,16 +186,3 @@ def add_into(x: Array, out: Array, scale: float = 1.0) -> None:
     kernel("blas", f"accumulate<{c_type(out)}>")(
         _grid(out.size), (THREADS,), (x, out, out.size, np.float64(scale))
     )
-
-
-def planes(x: Array) -> tuple[int, int, int]:
-    """(outer, C, inner) of an (N, C, ...) array as it lies in memory: (N * P, C, 1) where the
-    channels lie last.
-    """
-    from caffepy.ops.cuda.launch import channels_last  # which needs names of this module
-
-    images, channels = x.shape[:2]
-    positions = prod(x.shape[2:])
-    if positions == 1 or channels_last(x):
-        return images * positions, channels, 1
-    return images, channels, positions

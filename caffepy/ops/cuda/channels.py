@@ -4,9 +4,16 @@ stages with a fixed order; see channels.cuh.
 
 from typing import Any
 
-from caffepy.ops.cuda.blas import BLOCKS, THREADS, c_type
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import Array, channels_last, launch_blocks, scratch
+from caffepy.ops.cuda.launch import (
+    BLOCKS,
+    THREADS,
+    Array,
+    c_type,
+    channels_last,
+    launch_blocks,
+    scratch,
+)
 
 DEVICE = 132
 """Multiprocessors of a large device; that many blocks, times those that one holds at a time, are

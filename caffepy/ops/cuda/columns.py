@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import plans
-from caffepy.ops.cuda.blas import BLOCKS, THREADS, c_type, matmul
+from caffepy.ops.cuda.blas import matmul
 from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.graphs import Geometry
+from caffepy.ops.cuda.launch import BLOCKS, THREADS, c_type
 
 Array = Any  # cupy.ndarray
 Sizes = Sequence[int]
@@ -47,7 +48,7 @@ class Columns:
         self.numbers = [np.int32(x[1]), *(np.int32(n) for axis in [*missing, *axes] for n in axis)]
 
     def _col(self, like: Array) -> Array:
-        return plans.context().array("columns", (self.group, self.w[2], self.y[3]), like.dtype)
+        return context().array("columns", (self.group, self.w[2], self.y[3]), like.dtype)
 
     def _im2col(self, x: Array, col: Array) -> None:
         kernel("convolution", f"im2col<{c_type(x)}>")(

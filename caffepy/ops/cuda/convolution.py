@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import graphs, plans, small_convolution
+from caffepy.ops.cuda import autotune, graphs, small_convolution
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into
 from caffepy.ops.cuda.columns import Columns
+from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.filters import Blocks, Filters, dense_filters, plain_filters, suits_blocks
 from caffepy.ops.cuda.graphs import Geometry
@@ -137,7 +138,7 @@ class _Plain:
         self._backward_data(dy, w, dx)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-        part = plans.context().array("gradient", dw.shape, dw.dtype)
+        part = context().array("gradient", dw.shape, dw.dtype)
         self._backward_weight = self._backward_weight or self._plan(
             "backward_weight", (x, dy, part)
         )
@@ -170,7 +171,7 @@ class _Plain:
             return None if plan is None else plan.run
 
         ways = [apart] if b is None else [together, apart]
-        found = plans.fastest(
+        found = autotune.fastest(
             f"{_with_bias(relu)} apart {self.geometry}", self.dtype, ways, (x, w, b, y)
         )
         assert found is not None
@@ -260,7 +261,7 @@ class _ChannelsLast:
 
     def _with_small(self, what: str, ways: Sequence[Make], arguments: Sequence[Any]) -> Run:
         """What takes the least time, cuDNN or a kernel for small convolutions."""
-        found = plans.fastest(f"{what} small {self.geometry}", self.dtype, ways, arguments)
+        found = autotune.fastest(f"{what} small {self.geometry}", self.dtype, ways, arguments)
         assert found is not None
         return found[1]
 
@@ -306,7 +307,7 @@ class _ChannelsLast:
     ) -> tuple[_Way, Run] | None:
         """The way that takes the least time, and how it runs; the others keep no memory."""
         name = f"{what} ways {self.geometry}"
-        found = plans.fastest(name, self.dtype, [partial(plan, way) for way in ways], arguments)
+        found = autotune.fastest(name, self.dtype, [partial(plan, way) for way in ways], arguments)
         if found is None:
             log.debug(
                 "cuDNN has no plan for %s of %s with the channels last: they are moved",
@@ -346,7 +347,7 @@ class _ChannelsLast:
             return run
 
         ways = [together, apart] if b is not None or relu else [apart]
-        found = plans.fastest(
+        found = autotune.fastest(
             f"{_with_bias(relu)} apart {way.geometry} last", self.dtype, ways, (x, w, b, y)
         )
         return found and found[1]
@@ -363,7 +364,7 @@ class _ChannelsLast:
 
     def _plan_backward_weight(self, x: Array, dy: Array, way: _Way) -> Run | None:
         def part() -> Array:
-            return plans.context().array("gradient", way.filters.shape, self.dtype)
+            return context().array("gradient", way.filters.shape, self.dtype)
 
         def image(x: Array) -> Array:
             if way.blocks is None:
@@ -391,7 +392,7 @@ class _ChannelsLast:
     # Where cuDNN has no plan, by way of float32 arrays in the order of the axes.
 
     def _moved(self, purpose: str, array: Array, read: bool = True) -> Array:
-        to = plans.context().array(f"moved {purpose}", array.shape, np.float32)
+        to = context().array(f"moved {purpose}", array.shape, np.float32)
         if read:
             convert(array, to)
         return to

@@ -7,9 +7,11 @@ import cupy
 import numpy as np
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda.blas import THREADS, TYPES, c_type
 from caffepy.ops.cuda.launch import (
+    THREADS,
+    TYPES,
     Array,
+    c_type,
     channels_last,
     divisor,
     launch_expression,

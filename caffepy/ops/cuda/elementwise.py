@@ -10,9 +10,11 @@ from typing import Any
 import cupy
 import numpy as np
 
-from caffepy.ops.cuda.blas import BLOCKS, THREADS, c_type
 from caffepy.ops.cuda.launch import (
+    BLOCKS,
+    THREADS,
     Array,
+    c_type,
     channels_last,
     launch,
     launch_blocks,

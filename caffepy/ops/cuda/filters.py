@@ -11,10 +11,9 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.graphs import Geometry, Shape
-from caffepy.ops.cuda.launch import Array, launch, packs
+from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch, packs
 
 ROOM = 4096
 """Floats of a tile, as in filters.cu."""

@@ -8,11 +8,17 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import plans
-from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.context import context
 
 Array = Any  # cupy.ndarray
+
+TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "uint16": "bf16_t"}
+"""The C type of each element type, those of 16 bits as in pack.cuh; uint16 holds bfloat16."""
+
+THREADS = 256
+BLOCKS = 132 * 8
+"""About as many blocks of 256 threads as a large device holds at a time."""
 
 MOST = 1 << 13
 """Blocks of a launch at most; kernels go on in strides of the grid."""
@@ -25,6 +31,14 @@ _KINDS = {
     "int64": 4,
     "uint64": 4,
 }  # as in pack.cuh
+
+
+def c_type(array: Array) -> str:
+    """Return the C name of an array's element type, for name expressions."""
+    found = TYPES.get(array.dtype.name)
+    if found is None:
+        raise DeviceError(f"no GPU arithmetic for elements of type {array.dtype.name}")
+    return found
 
 
 def channels_last(*arrays: Array) -> bool:
@@ -50,6 +64,17 @@ def lies_channels_last(a: Array) -> bool:
         size == 1 or stride == a.itemsize * prod(shape[axis + 1 :])
         for axis, (size, stride) in enumerate(zip(shape, strides, strict=True))
     )
+
+
+def planes(x: Array) -> tuple[int, int, int]:
+    """Return (outer, C, inner) of an (N, C, ...) array in its memory: (N * P, C, 1) where the
+    channels lie last.
+    """
+    images, channels = x.shape[:2]
+    positions = prod(x.shape[2:])
+    if positions == 1 or channels_last(x):
+        return images * positions, channels, 1
+    return images, channels, positions
 
 
 def launch(file: str, name: str, like: Array, threads: int, *arguments: Any) -> None:
@@ -78,7 +103,7 @@ def packs(x: Array) -> int:
 
 def scratch(purpose: str, size: int) -> Array:
     """Room for double-precision sums until the next call with this purpose on this stream."""
-    return plans.context().array(purpose, (size,), np.float64)
+    return context().array(purpose, (size,), np.float64)
 
 
 def number(value: Any) -> tuple[float, int, int]:

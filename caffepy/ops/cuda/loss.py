@@ -11,10 +11,9 @@ adds up what all of them found, in their order.
 
 from typing import Any
 
-from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.block_reduce import launch_finding
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import Array, launch, number, packs
+from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch, number, packs
 
 LABELS = 2048
 """As many labels are worth a block."""

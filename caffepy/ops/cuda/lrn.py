@@ -6,8 +6,7 @@ s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s. No array ma
 
 from math import prod
 
-from caffepy.ops.cuda.blas import c_type
-from caffepy.ops.cuda.launch import Array, channels_last, launch, launch_expression, packs
+from caffepy.ops.cuda.launch import Array, c_type, channels_last, launch, launch_expression, packs
 
 RUN = 16
 """Channels of a thread, as in lrn.cu."""

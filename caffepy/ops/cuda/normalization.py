@@ -7,8 +7,8 @@ float32, or float64 for arrays of float64.
 
 from collections.abc import Sequence
 
-from caffepy.ops.cuda import plans
 from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
+from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, launch
 
 NO_MASK, BY_X, BY_Y = range(3)
@@ -143,7 +143,7 @@ def _backward(
         variant=(mask, int(more is not None), int(masked is not None), int(now is not None)),
     )
     later = dx is not None and not frozen
-    line = plans.context().array("line", (2, x.shape[1]), factor.dtype) if later else None
+    line = context().array("line", (2, x.shape[1]), factor.dtype) if later else None
     if later or dscale is not None or dbias is not None:
         arguments = (*_pointers(mean, inverse, factor, dscale, dbias, line), *shape, splits)
         finish("normalization", "backward_finish", x, partial, *arguments)

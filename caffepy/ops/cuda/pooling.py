@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.ops.cuda.blas import c_type
-from caffepy.ops.cuda.launch import Array, channels_last, divisor, launch_expression
+from caffepy.ops.cuda.launch import Array, c_type, channels_last, divisor, launch_expression
 
 Pair = tuple[int, int]
 

@@ -1,9 +1,8 @@
 """Rows picked by number, sums of such rows, places of the largest values."""
 
-from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.block_reduce import launch_finding
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import Array, launch
+from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch
 
 EACH = 4
 """As many elements are worth a thread."""

@@ -16,11 +16,11 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.ops.cuda import plans, precision
-from caffepy.ops.cuda.blas import TYPES
+from caffepy.ops.cuda import precision
 from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.graphs import Geometry
-from caffepy.ops.cuda.launch import Array, divisor
+from caffepy.ops.cuda.launch import TYPES, Array, divisor
 
 Run = Callable[..., Any]
 Way = Callable[[], Run | None]
@@ -421,7 +421,7 @@ class _Gradient:
 
         def both(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
             sums = elements + (0 if db is None else outputs)
-            part = plans.context().array("small gradient", (shares, sums), np.float32)
+            part = context().array("small gradient", (shares, sums), np.float32)
             run(
                 (shares, down, across),
                 args=(x, dy, part, *arguments, np.int32(db is not None), *divisors),

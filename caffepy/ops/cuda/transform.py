@@ -10,9 +10,8 @@ import cupy
 import numpy as np
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda.blas import THREADS, c_type
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import MOST, Array, channels_last, packs
+from caffepy.ops.cuda.launch import MOST, THREADS, Array, c_type, channels_last, packs
 
 RECORDS = {"uint8": "unsigned char", "float32": "float", "float64": "double"}
 

@@ -16,10 +16,9 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.blob import Array as HostArray
 from caffepy.device.blob import Blob
 from caffepy.device.device import CudaDevice
-from caffepy.ops.cuda.blas import BLOCKS, THREADS
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.copies import copy
-from caffepy.ops.cuda.launch import MOST, Array, launch_blocks, packs, scratch
+from caffepy.ops.cuda.launch import BLOCKS, MOST, THREADS, Array, launch_blocks, packs, scratch
 from caffepy.ops.segments import Number
 from caffepy.ops.update_state import (
     LEAST_SCALE,

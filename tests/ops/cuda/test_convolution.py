@@ -12,7 +12,15 @@ cupy = pytest.importorskip("cupy")
 from caffepy.core.errors import DeviceError  # noqa: E402
 from caffepy.device.blob import Layout, from_bfloat16  # noqa: E402
 from caffepy.ops import cpu, cuda  # noqa: E402
-from caffepy.ops.cuda import filters, plans, precision, small_convolution  # noqa: E402
+from caffepy.ops.cuda import (  # noqa: E402
+    autotune,
+    filters,
+    plans,
+    precision,
+    small_convolution,
+    tuned_plans,
+)
+from caffepy.ops.cuda.context import context  # noqa: E402
 from tests.ops.test_convolution import CASES as CPU_CASES  # noqa: E402
 
 
@@ -100,9 +108,9 @@ def side():
 @pytest.fixture(autouse=True)
 def untimed():
     before = precision.get()
-    plans.autotune(False)
+    autotune.autotune(False)
     yield
-    plans.autotune(True)
+    autotune.autotune(True)
     precision.set(before)
 
 
@@ -209,7 +217,7 @@ def test_the_other_way(case, kind, monkeypatch):
         found = [(i, run) for i, way in enumerate(ways) if (run := way()) is not None]
         return found[-1] if found else None
 
-    monkeypatch.setattr(plans, "fastest", last)
+    monkeypatch.setattr(autotune, "fastest", last)
     monkeypatch.setattr(small_convolution, "suits", lambda *arguments: False)
     check(CASES[case], KINDS[kind])
 
@@ -292,9 +300,9 @@ def test_numbers_of_16_bits_in_the_order_of_the_axes_are_refused():
 def test_what_wins_is_kept(case, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_winners_of", {})
-    monkeypatch.setattr(plans, "_spent", 0.0)
-    plans.autotune(True)
+    monkeypatch.setattr(tuned_plans, "_loaded", {})
+    monkeypatch.setattr(autotune, "seconds_spent", 0.0)
+    autotune.autotune(True)
     kind = KINDS["bf16"]
     check(CASES[case], kind)
     (file,) = (tmp_path / "caffepy").iterdir()
@@ -303,21 +311,21 @@ def test_what_wins_is_kept(case, tmp_path, monkeypatch):
     assert any("apart" in name for name in winners)
 
     monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_winners_of", {})
+    monkeypatch.setattr(tuned_plans, "_loaded", {})
 
     def timed(*arguments):
         raise AssertionError("a winner was timed again")
 
-    monkeypatch.setattr(plans, "milliseconds", timed)
+    monkeypatch.setattr(autotune, "milliseconds", timed)
     check(CASES[case], kind)
 
 
 def test_a_damaged_file_of_winners_is_written_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(plans, "_winners_of", {})
-    plans.autotune(True)
-    path = plans._path()
+    monkeypatch.setattr(tuned_plans, "_loaded", {})
+    autotune.autotune(True)
+    path = tuned_plans.path()
     path.parent.mkdir()
     path.write_text("{")
     check(CASES["basic"], KINDS["tf32"])
@@ -410,9 +418,9 @@ def test_images_in_blocks(dtype):
 
 
 def test_streams_do_not_share_memory():
-    first = plans.context()
+    first = context()
     with cupy.cuda.Stream(non_blocking=True):
-        second = plans.context()
+        second = context()
         there = second.array("product", (3,), np.float32)
     here = first.array("product", (3,), np.float32)
     assert first is not second

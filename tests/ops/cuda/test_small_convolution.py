@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 from caffepy.ops import cpu  # noqa: E402
-from caffepy.ops.cuda import plans, precision, small_convolution  # noqa: E402
+from caffepy.ops.cuda import autotune, precision, small_convolution  # noqa: E402
 from caffepy.ops.cuda.graphs import Geometry  # noqa: E402
 from tests.ops.cuda.test_convolution import LAST, PLAIN, check, close  # noqa: E402
 
@@ -134,7 +134,7 @@ def test_as_ways_of_a_convolution(kind, monkeypatch):
         found = [(i, run) for i, way in enumerate(ways) if (run := way()) is not None]
         return found[-1] if found else None
 
-    monkeypatch.setattr(plans, "fastest", last)
+    monkeypatch.setattr(autotune, "fastest", last)
     check((*CASES["uneven"], 1), LAST[kind])
 
 

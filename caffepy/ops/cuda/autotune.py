@@ -1,0 +1,124 @@
+"""The autotuner: of several candidates that compute the same, the fastest, timed once per shape and
+kind of machine.
+
+A candidate is a plan of cuDNN (plans.py) or a whole way to compute something, such as "convolution
+with bias in one plan" or "convolution, then a bias kernel" (`fastest`). The first candidate is the
+untimed default: it is taken if tuning is off (CAFFEPY_AUTOTUNE=0, deterministic), if the process
+has spent its seconds, and inside a capture, where nothing can be timed. That is why a step runs
+once before it is captured.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from caffepy.ops.cuda import precision
+from caffepy.ops.cuda.compiler import kernel
+from caffepy.ops.cuda.context import lock
+from caffepy.ops.cuda.tuned_plans import remember, tuned_plans
+
+log = logging.getLogger(__name__)
+
+SECONDS = float(os.environ.get("CAFFEPY_AUTOTUNE_SECONDS") or 20)
+"""After this much timing, a process takes the default of every further choice."""
+
+BETTER = 0.95
+"""A candidate replaces an earlier one if it takes less than this part of its time."""
+
+Run = Callable[..., Any]
+
+_autotune = os.environ.get("CAFFEPY_AUTOTUNE", "1") != "0"
+seconds_spent = 0.0  # by the timings of this process
+
+
+def autotune(yes: bool) -> None:
+    """Turn timing on or off from now on; CAFFEPY_AUTOTUNE=0 turns it off at first."""
+    global _autotune
+    _autotune = yes
+
+
+def is_on() -> bool:
+    """True if candidates are timed, and known results of earlier timings used."""
+    return _autotune and not precision.deterministic()
+
+
+def may_time() -> bool:
+    """True if calls may be timed now: tuning is on, time is left, no capture is under way."""
+    return is_on() and seconds_spent < SECONDS and not cupy.cuda.get_current_stream().is_capturing()
+
+
+def add_time(start: float) -> None:
+    """Count the time since `start` (of time.perf_counter) as spent."""
+    global seconds_spent
+    seconds_spent += time.perf_counter() - start
+
+
+def full_name(name: str, dtype: DTypeLike) -> str:
+    """Return the name under which a choice is remembered: with all that it depends on."""
+    suffix = " deterministic" * precision.deterministic()
+    return f"{name} {np.dtype(dtype).name} {precision.get()}{suffix}"
+
+
+def fastest(
+    name: str,
+    dtype: DTypeLike,
+    candidates: Sequence[Callable[[], Run | None]],
+    arguments: Sequence[Any],
+) -> tuple[int, Run] | None:
+    """Return the candidate that takes the least time with these arguments, and its index.
+
+    Each candidate is a call that makes it, or returns None if there is none; None if none can be
+    made. The result is remembered like a plan.
+    """
+    full = full_name(name, dtype)
+    with lock:
+        known: Any = tuned_plans().get(full) if is_on() else None
+        if known in range(len(candidates)) and (run := candidates[known]()) is not None:
+            return known, run
+        timing = may_time()
+        made: list[tuple[int, Run]] = []
+        for i, make in enumerate(candidates):
+            if (run := make()) is not None:
+                made.append((i, run))
+                if not timing:
+                    break
+        if len(made) < 2:
+            return made[0] if made else None
+        start, best, best_ms = time.perf_counter(), made[0], float("inf")
+        for i, run in made:
+            ms = milliseconds(lambda run=run: run(*arguments), best_ms)  # type: ignore[misc]
+            log.debug("%s: candidate %d takes %.3f ms", full, i, ms)
+            if ms < BETTER * best_ms:
+                best, best_ms = (i, run), ms
+        add_time(start)
+        remember(full, best[0])
+        return best
+
+
+def milliseconds(call: Callable[[], None], limit: float = float("inf"), times: int = 5) -> float:
+    """Return the device's time for a call, after one call to warm up.
+
+    It is timed once, then `times` in a row unless the first took twice the limit. The stream spins
+    before it, so that the host is ahead and launch latency is not measured.
+    """
+    call()
+    stream = cupy.cuda.get_current_stream()
+    start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+    taken = 0.0
+    for n in (1, times):
+        kernel("spin", "spin")((1,), (1,), (np.int64(500_000 + 200_000 * n),))
+        start.record(stream)
+        for _ in range(n):
+            call()
+        stop.record(stream)
+        stop.synchronize()
+        taken = cupy.cuda.get_elapsed_time(start, stop) / n
+        if taken > 2 * limit:
+            break
+    return float(taken)

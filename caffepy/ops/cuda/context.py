@@ -1,0 +1,154 @@
+"""What cuDNN and cuBLAS need on each stream: handles, workspaces, scratch memory.
+
+Calls on one stream run one after the other, so they share memory for what does not outlast them.
+Memory that a captured graph may have seen is never freed.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from math import prod
+from threading import RLock
+from typing import Any
+
+import cupy
+import numpy as np
+from numpy.typing import DTypeLike
+
+from caffepy.core.errors import DeviceError
+from caffepy.device.device import is_layer_lane
+
+LARGEST_WORKSPACE = 256 << 20
+"""Plans that need more bytes than this besides their arrays are not taken."""
+
+CUBLAS, CUBLAS_SIDE = 32 << 20, 4 << 20
+"""Bytes of cuBLAS's workspace on a device's own stream, and on the side stream of weight gradients.
+
+How cuBLAS rounds depends on the size, so what all solvers must round alike runs on the same kind of
+stream in each.
+"""
+
+
+class Workspace:
+    """Device memory that grows; what it once handed out stays allocated, since captured graphs know
+    its address.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.kept: list[Any] = []
+
+    def reserve(self, size: int) -> int:
+        """Return the address of at least `size` bytes."""
+        if size > self.size or not self.kept:
+            size = max(size, 1 << 20, min(2 * self.size, LARGEST_WORKSPACE))
+            self.kept.append(cupy.cuda.alloc(size))
+            self.size = size
+        return int(self.kept[-1].ptr)
+
+
+class Context:
+    """Handles and memory of one stream of one device; made at the first call on it."""
+
+    def __init__(self, stream: int) -> None:
+        self.stream = stream
+        self._cublas_size = CUBLAS_SIDE if is_layer_lane(stream) else CUBLAS
+        self.workspace = Workspace()
+        self._scratch: dict[str, Workspace] = {}
+        self._cudnn: Any = None
+        self._cublas = 0
+
+    def array(self, purpose: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
+        """Return an array in the memory of this purpose, valid until the next call with it."""
+        memory = self._scratch.get(purpose) or self._scratch.setdefault(purpose, Workspace())
+        memory.reserve(prod(shape) * np.dtype(dtype).itemsize)
+        return cupy.ndarray(shape, dtype, memory.kept[-1])
+
+    def copy(self, source: Any, to: Any) -> None:
+        """Copy a contiguous array to another one, unless they are the same object."""
+        if source is not to:
+            runtime = cupy.cuda.runtime
+            runtime.memcpyAsync(
+                to.data.ptr, source.data.ptr, to.nbytes, runtime.memcpyDeviceToDevice, self.stream
+            )
+
+    @property
+    def cudnn(self) -> Any:
+        """The stream's cuDNN handle."""
+        if self._cudnn is None:
+            cudnn = import_cudnn()
+            try:
+                handle = _handle("cudnn", cudnn.create_handle)
+                cudnn.set_stream(handle=handle, stream=self.stream)
+            except RuntimeError as error:
+                raise DeviceError(f"cuDNN cannot be used on this GPU ({error})") from error
+            self._cudnn = handle
+        return self._cudnn
+
+    def cublas(self, cublas: Any) -> int:
+        """Return the stream's cuBLAS handle.
+
+        Its stream and workspace are set once: to set the stream again would drop the workspace.
+        """
+        if not self._cublas:
+            handle = _handle("cublas", cublas.create)
+            cublas.set_stream(handle, self.stream)
+            size = self._cublas_size
+            cublas.set_workspace(handle, self.array("cublas", (size,), np.uint8).data.ptr, size)
+            self._cublas = handle
+        return self._cublas
+
+
+lock = RLock()
+"""Held while a handle is made or a plan chosen: timings of two threads would disturb each other."""
+
+_contexts: dict[tuple[int, int], Context] = {}
+_handle_pool: dict[tuple[int, str], Any] = {}
+
+
+def _handle(kind: str, create: Callable[[], Any]) -> Any:
+    """Return a handle from the pool.
+
+    No handle can be created during a capture, but a capture may need the first one of a new stream:
+    so one is always created ahead.
+    """
+    key = (cupy.cuda.runtime.getDevice(), kind)
+    with lock:
+        handle = _handle_pool.pop(key, None) or create()
+        if not cupy.cuda.get_current_stream().is_capturing():
+            _handle_pool[key] = create()
+    return handle
+
+
+def context() -> Context:
+    """Return the context of the current device and stream."""
+    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+    found = _contexts.get(key)
+    if found is None:
+        with lock:
+            found = _contexts.setdefault(key, Context(key[1]))
+    return found
+
+
+@contextmanager
+def temporary_workspace() -> Iterator[None]:
+    """Give the plans that are tried in this block a workspace of their own, and free it after."""
+    here = context()
+    kept, here.workspace = here.workspace, Workspace()
+    try:
+        yield
+    finally:
+        large = here.workspace.size > kept.size
+        here.workspace = kept
+        if large and not cupy.cuda.get_current_stream().is_capturing():
+            cupy.get_default_memory_pool().free_all_blocks()
+
+
+def import_cudnn() -> Any:
+    """Import the cuDNN frontend; DeviceError if that fails."""
+    try:
+        import cudnn
+    except Exception as error:  # it raises whatever its search for libcudnn ends with
+        raise DeviceError(
+            f"the cuDNN frontend cannot be used ({error}): pip install 'caffepy[cuda13]' (or cuda12)"
+        ) from error
+    return cudnn
