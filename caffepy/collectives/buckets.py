@@ -1,26 +1,23 @@
-"""Buckets: ranges of the flat gradients that are reduced one by one while the backward pass goes
-on.
-"""
+"""Buckets: ranges of the flat gradients that are reduced one by one during the backward pass."""
 
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 COUNT = 6
-"""How many there are at most (NVCaffe's reduce_buckets)."""
+"""Most buckets of a net (NVCaffe's reduce_buckets)."""
 
 LEAST = 1 << 20
 """Bytes below which a bucket is not worth a reduction of its own."""
 
 
 NEVER = frozenset([-1])
-"""The layers of a bucket that waits for the end of the backward pass."""
+"""The layers of a bucket that is complete only when the backward pass has ended."""
 
 
 class Bucket(NamedTuple):
-    """Ranges of the flat diff (first element, one behind the last), and the layers that add to
-    them.
+    """Ranges of the flat diff (start, stop) and the layers that add to them.
 
-    Where there are no ranges, the layers' factors are to be exchanged.
+    A bucket without ranges stands for the factors of its layers, which are exchanged.
     """
 
     ranges: tuple[tuple[int, int], ...]
@@ -39,11 +36,11 @@ def buckets(
     count: int = COUNT,
     without: Collection[int] = (),
 ) -> list[Bucket]:
-    """Cut a flat diff of float32, last part first, into buckets of about a `count`-th of all of it.
+    """Cut a flat diff of float32, last part first, into buckets of about a `count`-th of it.
 
-    `ends` are where its segments end, `layers` which layers add to each; those numbered in
-    `without` are left out, and others make fewer buckets then: every one keeps a GPU from other
-    work while it waits for other ranks.
+    `ends` are where its segments end, `layers` which layers add to each. The segments numbered in
+    `without` are left out, and the rest makes fewer buckets then: in each one a GPU waits for other
+    ranks and does nothing else.
     """
     least = max(ends[-1] / max(count, 1), LEAST / 4)
     segments = [*map(_Segment, [0, *ends[:-1]], ends, layers)]
@@ -62,8 +59,8 @@ def _size(segments: Sequence[_Segment]) -> int:
 
 
 def _tail(segments: list[_Segment]) -> list[list[_Segment]]:
-    """The last bucket, in two if the first layers have few gradients: less is to do when the
-    backward pass is over.
+    """Cut the last bucket in two if the first layers have few gradients, so that less is left to
+    reduce after the backward pass.
     """
     few = max([1, *(i for i, segment in enumerate(segments, start=1) if segment.stop * 4 <= LEAST)])
     return [segments[few:], segments[:few]] if _size(segments[few:]) >= LEAST / 4 else [segments]
@@ -78,21 +75,19 @@ def _bucket(segments: Sequence[_Segment]) -> Bucket:
 
 
 class Progress:
-    """Which buckets are complete as the layers of a backward pass are done, in the order of the
-    buckets.
-    """
+    """The buckets that become complete as a backward pass goes on, in the order of the buckets."""
 
     def __init__(self, parts: Sequence[Bucket]) -> None:
         self._parts = parts
         self.restart()
 
     def restart(self) -> None:
-        """A backward pass begins."""
+        """Begin a backward pass."""
         self._next = 0
         self._done: set[int] = set()
 
     def after(self, layer: int) -> list[Bucket]:
-        """Those that are complete now that this layer is done."""
+        """Return the buckets that are complete now that this layer is done."""
         self._done.add(layer)
         first = self._next
         while self._next < len(self._parts) and self._parts[self._next].layers <= self._done:
@@ -100,7 +95,7 @@ class Progress:
         return list(self._parts[first : self._next])
 
     def rest(self) -> list[Bucket]:
-        """All others; the pass is over."""
+        """Return all other buckets; the pass has ended."""
         parts = list(self._parts[self._next :])
         self.restart()
         return parts

@@ -1,5 +1,4 @@
-"""Gradients of weights that every rank makes from the factors of all, which are smaller than the
-gradients.
+"""Weight gradients that every rank computes from the factors of all ranks, which are smaller.
 
 The gradient of a fully connected layer's weight is dy.T @ x: (O, K) elements made of (M, O) and (M,
 K), of a batch of M. The sum over the batches of all ranks is the same product of their factors,
@@ -17,22 +16,20 @@ from caffepy.net import Net
 from caffepy.net.gradients import large_products
 
 WORTH = {"fp32": 80, "tf32": 250, "bf16": 1000, "fp16": 1000}
-"""Operations that hold up a GPU as long as a byte of an all-reduce beside the backward pass, by
+"""Operations that cost a GPU as much time as a byte of an all-reduce during the backward pass, by
 precision.
 
-So that on four H200 those nets exchange factors that gain by it: caffenet and vgg16 in bf16, vgg16
-in tf32.
+Chosen on four H200, so that the nets that gain by it exchange factors: caffenet and vgg16 in bf16,
+vgg16 in tf32.
 """
 
-LANE = "factors"
-"""Where a device multiplies factors, beside the backward pass and beside what waits for other
-ranks.
-"""
+STREAM = "factors"
+"""The stream that multiplies factors: not the backward pass's, nor the one that waits for ranks."""
 
 
 def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
-    """The layers whose weight's gradient `size` ranks had better make so, by the number of the
-    learnable parameter.
+    """Return the layers of whose weight gradients `size` ranks should exchange factors, by number
+    of the learnable parameter.
     """
     batches = {
         tops[0].shape[:1]
@@ -55,9 +52,7 @@ def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
 
 
 def pays(rows: int, outputs: int, inputs: int, itemsize: int, size: int, precision: str) -> bool:
-    """Whether the operations that every rank does for the others cost less than the bytes that need
-    not be sent.
-    """
+    """True if the operations that each rank does for the others cost less than the bytes saved."""
     gradient = 4 * outputs * inputs
     reduced = 2 * (size - 1) * gradient // size
     gathered = (size - 1) * rows * (outputs + inputs) * itemsize
@@ -66,9 +61,9 @@ def pays(rows: int, outputs: int, inputs: int, itemsize: int, size: int, precisi
 
 
 class Factors:
-    """One rank's side for these layers of a net, which are in the same order in all ranks.
+    """One rank's factors of these layers, which all ranks have in the same order.
 
-    `gather` lets arrays whose rank-th part is this rank's be all ranks' parts.
+    `gather` is an all-gather in place, of arrays of which this rank has written its own part.
     """
 
     def __init__(
@@ -84,7 +79,7 @@ class Factors:
             layer.factors = partial(self._take, layer)
 
     def _take(self, layer: InnerProduct, dy: Array, x: Array) -> None:
-        """Keep this rank's factors of a layer; SyncError if they are not as many as those before."""
+        """Keep this rank's factors of a layer; SyncError if the batch has changed its size."""
         if layer not in self._all:
             dys, xs = (layer.buffer((self._size, *a.shape), a.dtype) for a in (dy, x))
             self._all[layer] = dys, xs
@@ -92,34 +87,31 @@ class Factors:
             _, *before = blob.shape
             if before != [*mine.shape]:
                 raise SyncError(
-                    f'layer "{layer.param.name}": a batch of {mine.shape[0]} follows one of {before[0]}, but solvers '
-                    "that train together need batches of one size"
+                    f'layer "{layer.param.name}": a batch of {mine.shape[0]} follows one of '
+                    f"{before[0]}, but solvers that train together need batches of one size"
                 )
             blob.data[self._rank] = mine
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Those of dy and x of all layers that have run backward, which must be the same in all
-        ranks.
-        """
+        """Shapes of dy and x of the layers that have run backward; equal in all ranks."""
         return [blob.shape for layer in self._layers for blob in self._all.get(layer, ())]
 
     def exchange(self) -> None:
-        """When all layers have run backward, their gradients become the mean over all ranks of dy.T
-        @ x.
+        """Make the gradients of all layers, which have run backward, the mean of dy.T @ x.
 
-        In one call for all, as what waits for other ranks keeps a GPU from other work. LANE is to
-        be joined after that.
+        All factors go in one launch, since a GPU that waits for other ranks does nothing else. The
+        caller waits for STREAM.
         """
         device = self._layers[0].device
         with device.side_stream("sync"):
             self._gather([blob.data for layer in self._layers for blob in self._all[layer]])
-        with device.side_stream(LANE, after="sync"):
+        with device.side_stream(STREAM, after="sync"):
             for layer in self._layers:
                 dys, xs = (blob.data.reshape(-1, blob.shape[-1]) for blob in self._all[layer])
                 layer.weight_gradient(dys, xs, False, 1 / self._size)
 
     def close(self) -> None:
-        """Let the layers make their gradients by themselves again."""
+        """Make the layers compute their own gradients again."""
         for layer in self._layers:
             layer.factors = None

@@ -1,5 +1,5 @@
-"""Synchronization of GPUs by schedules: a kernel on each over peer memory, or through the host
-where that is needed.
+"""Synchronization of GPUs by schedules: one kernel a GPU that works in peer memory, or copies
+through the host for GPUs that do not reach each other.
 """
 
 import logging
@@ -13,31 +13,31 @@ import numpy as np
 from caffepy import ops
 from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.schedule import Operation, Schedule, adding, copying, part, totals
-from caffepy.collectives.sync import FlatParams
+from caffepy.collectives.synchronizer import FlatParams
 from caffepy.device.device import CudaDevice
 from caffepy.device.gpus import import_cupy
 
 log = logging.getLogger(__name__)
 
 PIECE = 1 << 20
-"""Elements that go through the host at a time."""
+"""Elements of a piece of a copy through the host."""
 
-Exchanged = Callable[[Any], list[Any]]
+Gather = Callable[[Any], list[Any]]
+"""All-gather of Python objects, called in each rank's thread."""
 
 
 class ScheduleSync:
-    """One rank's side of a schedule. With `root_updates` only the root's parameters are updated, as
-    in Caffe.
+    """Synchronizer that runs a schedule on GPUs.
 
-    Levels with steps between GPUs that do not reach each other's memory go through the host's, and
-    cannot be captured.
+    With `root_updates` only the root updates its parameters, as in Caffe. Levels with steps between
+    GPUs that do not reach each other's memory go through the host and cannot be captured.
     """
 
     def __init__(
         self,
         group: RankGroup,
         rank: int,
-        exchange: Exchanged,
+        all_gather: Gather,
         flats: FlatParams,
         schedule: Schedule,
         root_updates: bool = False,
@@ -51,46 +51,50 @@ class ScheduleSync:
         self.capturable = not staged
         if staged and rank == 0:
             log.info(
-                "Through the host go the steps %s", ", ".join(f"{a} to {b}" for a, b in staged)
+                "These steps go through the host: %s", ", ".join(f"{a} to {b}" for a, b in staged)
             )
-        self._word = AbortFlag()
-        group.on_abort(self._word.set)
-        self._met: set[str] = set()
+        self._flag = AbortFlag()
+        group.on_abort(self._flag.set)
+        self._used: set[str] = set()  # directions that ran before
         self._down: _Execution | None = None
         with flats.device.scope():
             if root_updates:
-                self._down = _Execution(self, exchange, flats.device, flats.data, copying(schedule))
+                self._down = _Execution(
+                    self, all_gather, flats.device, flats.data, copying(schedule)
+                )
                 schedule = adding(schedule)
-            self._up = _Execution(self, exchange, flats.device, flats.diff, schedule)
+            self._up = _Execution(self, all_gather, flats.device, flats.diff, schedule)
 
     @property
     def abort_flag(self) -> int:
-        """The host's address of an int that is not 0 when the group was given up."""
-        return self._word.address
+        """Host address of the abort flag, nonzero when the group has stopped."""
+        return self._flag.address
 
     def on_start(self) -> None:
-        """Take the root's parameters, if only the root's are updated."""
+        """Get the root's parameters, if only the root updates them."""
         if self._down:
             self._run("down", self._down, self._down.size)
 
     def after_backward(self, layer: int) -> None:
-        """Nothing: all gradients are summed at once."""
+        """Do nothing: all gradients are summed at once."""
 
     def on_gradients_ready(self) -> None:
-        """Make the diff the mean of all ranks' where parameters are updated."""
+        """Make the diff the mean of all ranks', in the ranks that update parameters."""
         self.reduce(self._up.size)
 
     def reduce(self, count: int) -> None:
-        """The first so many elements of the diff become the mean of all ranks'."""
+        """Make the first `count` elements of the diff the mean of all ranks'."""
         self._run("up", self._up, count)
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Nothing is held outside."""
+        """Do nothing: there is no communicator."""
 
-    def _run(self, way: str, execution: "_Execution", count: int) -> None:
-        """Run it, abreast of the others the first time each way."""
-        first = way not in self._met
-        self._met.add(way)
+    def _run(self, direction: str, execution: "_Execution", count: int) -> None:
+        """Run; the first call in each direction is bracketed by barriers, since loading a kernel
+        may block on a waiting GPU.
+        """
+        first = direction not in self._used
+        self._used.add(direction)
         with (
             self.group.synchronized(self.rank, "schedule", self._device.stream.synchronize)
             if first
@@ -100,7 +104,7 @@ class ScheduleSync:
 
 
 class AbortFlag:
-    """An int in the host's memory that kernels look at while they wait."""
+    """An int in pinned host memory that kernels poll while they wait for other ranks."""
 
     def __init__(self) -> None:
         self._page = import_cupy().cuda.alloc_pinned_memory(np.dtype(np.int32).itemsize)
@@ -109,19 +113,21 @@ class AbortFlag:
 
     @property
     def address(self) -> int:
-        """Where it is, for every device."""
+        """Its address, the same for every device."""
         return int(self._page.ptr)
 
     def set(self) -> None:
-        """Let all kernels that look at it end."""
+        """End the waits of all kernels that poll it."""
         self._value[0] = 1
 
 
 class _Execution:
-    """One rank's runs of one schedule on one flat array."""
+    """One rank's part of a schedule on one flat array: a run for consecutive levels that go through
+    the host, or do not.
+    """
 
     def __init__(
-        self, sync: ScheduleSync, exchange: Exchanged, device: Any, flat: Any, schedule: Schedule
+        self, sync: ScheduleSync, all_gather: Gather, device: Any, flat: Any, schedule: Schedule
     ) -> None:
         self.size = flat.size
         complete = totals(schedule, sync.size)
@@ -131,22 +137,22 @@ class _Execution:
             levels = tuple(found)
             done = {(number - first, rank) for number, rank in complete}
             kind = _Staged if staged else _Peers
-            self._runs.append(kind(sync, exchange, device, flat, levels, done))
+            self._runs.append(kind(sync, all_gather, device, flat, levels, done))
             first += len(levels)
 
     def run(self, count: int) -> None:
-        """Run it on the first `count` elements."""
+        """Enqueue it for the first `count` elements."""
         for run in self._runs:
             run.run(count)
 
 
 class _Peers:
-    """Levels whose steps are all between GPUs that reach each other's memory: one launch."""
+    """Levels whose steps are all between GPUs that reach each other's memory: one kernel launch."""
 
     def __init__(
         self,
         sync: ScheduleSync,
-        exchange: Exchanged,
+        all_gather: Gather,
         device: CudaDevice,
         flat: Any,
         levels: Schedule,
@@ -164,26 +170,30 @@ class _Peers:
         most = max(len(part(levels, other).actions) for other in range(sync.size))
         self._run = ScheduleRun(rank, len(levels), steps, last, most, sync.abort_flag)
         device.synchronize()
-        self._progress: Sequence[Any] = exchange(self._run.progress)
-        self._flats: Sequence[Any] = exchange(flat)
+        self._progress: Sequence[Any] = all_gather(self._run.progress)
+        self._flats: Sequence[Any] = all_gather(flat)
         self._run.connect(self._progress)
         self._pointers = pointers(self._flats)
         self._scale = 1 / sync.size
 
     def run(self, count: int) -> None:
-        """Launch it."""
+        """Launch the kernel."""
         self._run.run(self._pointers, count, self._scale)
 
 
 class _Staged:
-    """Levels whose steps go through the host's memory, pieces behind one another; ranks meet twice
-    a level.
+    """Levels whose steps go through the host.
+
+    In a level each source copies its array to pinned memory piece by piece and records an event
+    after each; barrier; each destination waits for the event of a piece, copies it to the device
+    and adds it, then records an event of its own; barrier; each source waits for that event before
+    it changes its array again.
     """
 
     def __init__(
         self,
         sync: ScheduleSync,
-        exchange: Exchanged,
+        all_gather: Gather,
         device: CudaDevice,
         flat: Any,
         levels: Schedule,
@@ -196,17 +206,19 @@ class _Staged:
         sources = {step.source for level in levels for step in level}
         page = self._cupy.cuda.alloc_pinned_memory(flat.nbytes) if self._rank in sources else None
         host = np.frombuffer(page, flat.dtype, flat.size) if page is not None else None
-        self._hosts: Sequence[Any] = exchange(host)
+        self._hosts: Sequence[Any] = all_gather(host)
         self._pieces = [slice(start, start + PIECE) for start in range(0, flat.size, PIECE)]
-        self._sent: Sequence[Any] = exchange([self._event() for _ in self._pieces])  # of all ranks
-        self._taken: Sequence[Any] = exchange(self._event())
-        self._room = self._cupy.empty(min(PIECE, flat.size), flat.dtype)
+        self._sent: Sequence[Any] = all_gather(
+            [self._event() for _ in self._pieces]
+        )  # of all ranks
+        self._taken: Sequence[Any] = all_gather(self._event())
+        self._buffer = self._cupy.empty(min(PIECE, flat.size), flat.dtype)
 
     def _event(self) -> Any:
         return self._cupy.cuda.Event(disable_timing=True)
 
     def run(self, count: int) -> None:
-        """Give it to the stream."""
+        """Enqueue the copies."""
         pieces = [slice(p.start, min(p.stop, count)) for p in self._pieces if p.start < count]
         for number, level in enumerate(self._levels):
             if any(step.source == self._rank for step in level):
@@ -236,9 +248,9 @@ class _Staged:
             if operation is Operation.COPY:
                 self._copy(theirs, mine)
                 continue
-            room = self._room[: mine.size]
-            self._copy(theirs, room)
-            self._add(room, mine)
+            buffer = self._buffer[: mine.size]
+            self._copy(theirs, buffer)
+            self._add(buffer, mine)
             if complete:
                 mine *= self._scale
         self._taken[self._rank].record(self._device.stream)

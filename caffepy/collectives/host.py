@@ -8,12 +8,11 @@ from caffepy.device.blob import Array
 
 
 class HostSync:
-    """One rank's side of a schedule over numpy buffers: a rank does the steps that write its own
-    buffer.
+    """Synchronizer that runs a schedule on numpy arrays: each rank does the steps that write to its
+    own array.
 
-    `data` and `diffs` are the flat arrays of all ranks. With `root_updates` only the root's
-    parameters are updated: the other ranks get them before each iteration, and the sum is needed in
-    the root only.
+    `data` and `diffs` are the flat arrays of all ranks. With `root_updates` only the root updates
+    its parameters: the other ranks get them before each iteration, and only the root gets the sum.
     """
 
     capturable = False
@@ -35,19 +34,19 @@ class HostSync:
         self._root_updates = root_updates
 
     def on_start(self) -> None:
-        """Take the root's parameters, if only the root's are updated."""
+        """Get the root's parameters, if only the root updates them."""
         if self._root_updates:
             self._run(self._down, self._data)
 
     def after_backward(self, layer: int) -> None:
-        """Nothing: all gradients are summed at once."""
+        """Do nothing: all gradients are summed at once."""
 
     def on_gradients_ready(self) -> None:
-        """Make the diff the mean of all ranks' where parameters are updated."""
+        """Make the diff the mean of all ranks', in the ranks that update parameters."""
         self.reduce(self._diffs[self.rank].size)
 
     def reduce(self, count: int) -> None:
-        """The first so many elements of the diff become the mean of all ranks'."""
+        """Make the first `count` elements of the diff the mean of all ranks'."""
         diffs = [diff[:count] for diff in self._diffs]
         self._run(self._up if self._root_updates else self._schedule, diffs)
         if self.updates:
@@ -55,7 +54,7 @@ class HostSync:
             mine *= mine.dtype.type(1 / self.size)
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Nothing is held outside."""
+        """Do nothing: there is no communicator."""
 
     def _run(self, levels: Sequence[Level], buffers: Sequence[Array]) -> None:
         self.group.barrier(self.rank, "level")

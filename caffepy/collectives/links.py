@@ -1,8 +1,8 @@
-"""What joins NVIDIA GPUs, as `nvidia-smi topo -m` names it: NVLinks, or how much of the host lies
-between them.
+"""Links between NVIDIA GPUs, as `nvidia-smi topo -m` names them: NVLinks, or the part of the host
+that lies between them.
 
-NVML knows, which comes with the driver. It numbers GPUs by itself, so that they are found by their
-place on the bus.
+NVML knows them, which comes with the driver. It has its own numbers for GPUs, so they are looked up
+by their address on the PCI bus.
 """
 
 import ctypes
@@ -16,8 +16,8 @@ from caffepy.device.gpus import import_cupy
 log = logging.getLogger(__name__)
 
 Links = Sequence[Sequence[str | None]]
-"""By place: what joins two devices, such as "NV18" or "SYS"; None for a device and itself, or if it
-is not known.
+"""The link between each two devices, by place, such as "NV18" or "SYS"; None for a device and
+itself, or if it is not known.
 """
 
 LIBRARY = "libnvidia-ml.so.1"
@@ -28,8 +28,7 @@ MOST_LINKS = 18
 """NVML_NVLINK_MAX_LINKS"""
 
 NVLINK_CAPABILITY, OK, ACTIVE = 2, 0, 1
-"""NVML_P2P_CAPS_INDEX_NVLINK, what every function returns that did its work, NVML_FEATURE_ENABLED.
-"""
+"""NVML_P2P_CAPS_INDEX_NVLINK, NVML_SUCCESS, NVML_FEATURE_ENABLED"""
 
 
 class _Place(ctypes.Structure):
@@ -51,11 +50,11 @@ class _UnknownError(Exception):
 
 
 UNKNOWN = (OSError, AttributeError, _UnknownError)
-"""There is no NVML, it is too old for a function, or it does not know."""
+"""Errors if there is no NVML, if it is too old for a function, or if it does not know."""
 
 
 def query(devices: Sequence[int], library: Any = None) -> Links | None:
-    """What joins these GPUs; None if NVML cannot be asked. `library` stands in for NVML."""
+    """Return the links between these GPUs; None without NVML. `library` replaces NVML."""
     try:
         nvml = library or ctypes.CDLL(LIBRARY)
         _call(nvml.nvmlInit_v2)
@@ -107,8 +106,8 @@ def _matrix(nvml: Any, ids: Sequence[str]) -> Links:
 
 
 def _ends(nvml: Any, handle: Any) -> list[tuple[int, int, int] | None]:
-    """Where each NVLink of a GPU that is active ends: at another device's place, or where NVML does
-    not say.
+    """Return the PCI address at which each active NVLink of a GPU ends; None where NVML does not
+    say.
     """
     found: list[tuple[int, int, int] | None] = []
     for link in range(MOST_LINKS):
@@ -132,7 +131,7 @@ def _numbers(bus_id: str) -> tuple[int, int, int]:
 
 
 def _found(into: Any, function: Callable[..., int], *arguments: Any) -> Any:
-    """What a function puts where its last argument points to."""
+    """Call a function with a pointer to `into` as its last argument; return `into`."""
     _call(function, *arguments, ctypes.byref(into))
     return into
 

@@ -1,6 +1,4 @@
-"""Synchronization of GPUs by NCCL: one communicator, all-reduce in buckets beside the backward
-pass.
-"""
+"""Synchronization of GPUs by NCCL: one communicator, buckets reduced during the backward pass."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -10,28 +8,29 @@ from typing import Any
 from cupy.cuda import get_current_stream, nccl
 
 from caffepy.collectives.buckets import NEVER, Bucket, Progress
-from caffepy.collectives.factors import LANE, Factors
+from caffepy.collectives.factors import STREAM, Factors
 from caffepy.collectives.gpu import AbortFlag
 from caffepy.collectives.rank_group import PATIENCE, RankGroup
-from caffepy.collectives.sync import FlatParams
+from caffepy.collectives.synchronizer import FlatParams
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 
 
 def new_unique_id() -> bytes:
-    """Return an id for ranks that are to make one communicator."""
+    """Return an id with which ranks make one communicator."""
     unique_id: bytes = nccl.get_unique_id()
     return unique_id
 
 
 class NcclSync:
-    """One rank's side: every rank updates its own parameters with the mean of all gradients.
+    """Synchronizer of which every rank updates its own parameters with the mean of all gradients.
 
-    The ranks start from the root's parameters. `exchange` brings the root's id of the communicator
-    to all ranks; it is not called if they have a `unique_id`. Buckets are reduced as soon as the
-    layers that add to them are done, from the second iteration on. In the first one nobody sets up
-    what it needs while a GPU waits for others, as that may wait for the GPU. Gradients that are
-    smaller as factors are not reduced, but made by all ranks.
+    The ranks start from the root's parameters. `all_gather` brings the communicator's id from the
+    root to all ranks, unless they have a `unique_id`. From the second iteration on
+    a bucket is reduced, on the stream "sync", as soon as the layers that add to it are done. In the
+    first iteration all is reduced after the backward pass and each collective is bracketed by
+    barriers, since what is loaded at first use may block on a GPU that waits for others. Weight
+    gradients that are smaller as factors are not reduced; all ranks compute them from all factors.
     """
 
     capturable = True
@@ -41,37 +40,37 @@ class NcclSync:
         self,
         group: RankGroup,
         rank: int,
-        exchange: Callable[[Any], list[Any]],
+        all_gather: Callable[[Any], list[Any]],
         flats: FlatParams,
         unique_id: bytes | None = None,
     ) -> None:
         self.group, self.rank, self.size = group, rank, group.size
         self._device, self._data, self._diff, parts, factored = flats
         self._progress = Progress(parts or [Bucket(((0, self._diff.size),), NEVER)])
-        self._started = self._met = False
+        self._started = self._warm = False  # parameters are in step; an iteration has ended
         self._ending: threading.Thread | None = None
         self._lock = threading.Lock()
         if unique_id is None:
-            unique_id, *_ = exchange(new_unique_id() if rank == 0 else None)
+            unique_id, *_ = all_gather(new_unique_id() if rank == 0 else None)
         group.barrier(rank, "nccl")
-        with self._told(), self._device.scope():
+        with self._errors(), self._device.scope():
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)
         group.barrier(rank, "nccl")
-        self._word = AbortFlag()
+        self._flag = AbortFlag()
         self._factors = Factors(factored, rank, self.size, self._gather)
-        self._exchange = exchange
+        self._all_gather = all_gather
         group.on_abort(self._abort)
 
     @property
     def abort_flag(self) -> int:
-        """The host's address of an int that is not 0 when the group was given up."""
-        return self._word.address
+        """Host address of the abort flag, nonzero when the group has stopped."""
+        return self._flag.address
 
-    def _told(self) -> "_Told":
-        return _Told(self.group, self.rank)
+    def _errors(self) -> "_NcclErrors":
+        return _NcclErrors(self.group, self.rank)
 
     def on_start(self) -> None:
-        """Once, take the root's parameters."""
+        """Broadcast the root's parameters, the first time."""
         if not self._started:
             self._started = True
             with self._collective():
@@ -81,29 +80,29 @@ class NcclSync:
         self._progress.restart()
 
     def after_backward(self, layer: int) -> None:
-        """Reduce the buckets that are complete now."""
-        if self._met:
+        """Reduce the buckets that are complete after this layer."""
+        if self._warm:
             for bucket in self._progress.after(layer):
                 self._send(bucket)
 
     def on_gradients_ready(self) -> None:
-        """Reduce what is left, and let what follows wait for all."""
-        if not self._met and any(
-            shapes != self._factors.shapes for shapes in self._exchange(self._factors.shapes)
+        """Reduce the other buckets; the current stream waits for all."""
+        if not self._warm and any(
+            shapes != self._factors.shapes for shapes in self._all_gather(self._factors.shapes)
         ):
             raise SyncError(
                 "solvers that train together need batches of one size, but theirs differ"
             )
         for bucket in self._progress.rest():
             self._send(bucket)
-        self._met = True
+        self._warm = True
         self._device.join("sync")
-        self._device.join(LANE)
+        self._device.join(STREAM)
 
     def reduce(self, count: int) -> None:
-        """The first so many elements of the diff become the mean of all ranks'."""
+        """Make the first `count` elements of the diff the mean of all ranks'."""
         self._reduce(Bucket(((0, count),), NEVER))
-        self._met = True
+        self._warm = True
         self._device.join("sync")
 
     def _send(self, bucket: Bucket) -> None:
@@ -113,7 +112,7 @@ class NcclSync:
             self._factors.exchange()
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._device.join()  # gradients of parameters may be computed aside
+        self._device.join()  # parameter gradients may be computed on another stream
         with self._device.side_stream("sync"), self._collective():
             for start, stop in bucket.ranges:
                 arguments = self._range(self._diff, start, stop)
@@ -128,11 +127,11 @@ class NcclSync:
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
-        """A block whose calls become one launch, abreast of the others in the first iteration."""
+        """A block of NCCL calls that are one launch; barriers bracket it in the first iteration."""
         done = get_current_stream().synchronize
         with (
-            nullcontext() if self._met else self.group.synchronized(self.rank, "nccl", done),
-            self._told(),
+            nullcontext() if self._warm else self.group.synchronized(self.rank, "nccl", done),
+            self._errors(),
         ):
             nccl.groupStart()
             try:
@@ -146,25 +145,23 @@ class NcclSync:
         return pointer, pointer, stop - start, nccl.NCCL_FLOAT32
 
     def _abort(self) -> None:
-        """End what waits for other ranks; NCCL may then wait until no recording refers to it any
-        more.
-        """
-        self._word.set()
+        """End all waits for other ranks; NCCL may then wait until no captured graph uses it."""
+        self._flag.set()
         self._factors.close()
-        self._let_go(self._communicator.abort)
+        self._release(self._communicator.abort)
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Give back the communicator, for which it waits so many seconds; recordings of it must be
-        gone.
+        """Destroy the communicator, waiting up to `patience` seconds; captured graphs that use it
+        must be freed first.
         """
         self._factors.close()
-        self._let_go(self._communicator.destroy).join(patience)
+        self._release(self._communicator.destroy).join(patience)
 
-    def _let_go(self, how: Callable[[], object]) -> threading.Thread:
-        """A thread that does so, unless one has begun to."""
+    def _release(self, how: Callable[[], object]) -> threading.Thread:
+        """Start a thread that does this, unless one was started before; return it."""
 
         def work() -> None:
-            with suppress(nccl.NcclError):  # of a GPU that failed nothing can be given back
+            with suppress(nccl.NcclError):  # a failed GPU releases nothing
                 how()
 
         with self._lock:
@@ -180,8 +177,8 @@ def _address(array: Any) -> int:
     return int(array.data.ptr)
 
 
-class _Told:
-    """NCCL's errors come as ours: what stopped the group, or a SyncError."""
+class _NcclErrors:
+    """A block whose NCCL errors are raised as what stopped the group, else as SyncError."""
 
     def __init__(self, group: RankGroup, rank: int) -> None:
         self._group, self._rank = group, rank

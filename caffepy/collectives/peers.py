@@ -1,7 +1,7 @@
-"""NVIDIA GPUs as a topology: who reaches whose memory, and how fast.
+"""NVIDIA GPUs as a topology: which reach each other's memory, and how fast.
 
-Copies between any two devices are CUDA's (`memcpyPeerAsync`), which goes through the host where
-peers do not reach each other.
+Copies between any two devices are CUDA's `memcpyPeerAsync`, which goes through the host where there
+is no peer access.
 """
 
 import logging
@@ -19,17 +19,17 @@ from caffepy.device.gpus import gpu_properties, import_cupy
 log = logging.getLogger(__name__)
 
 PATTERN = 1 << 20
-"""Bytes that are sent along an edge to see whether they arrive as they are."""
+"""Bytes of the pattern that is sent to test a peer copy."""
 
 LARGE, TIMES = 256 << 20, 5
-"""Bytes of the copies whose bandwidth is measured, and how many."""
+"""Bytes of a copy and number of copies, to measure bandwidth."""
 
 SMALL, MANY = 4, 200
-"""Likewise for the latency."""
+"""The same, to measure latency."""
 
 
 class Speed(NamedTuple):
-    """From the device at place `source` to that at `destination`."""
+    """Bandwidth and latency from the device at place `source` to the one at `destination`."""
 
     source: int
     destination: int
@@ -38,7 +38,7 @@ class Speed(NamedTuple):
 
 
 def query(devices: Sequence[int]) -> Topology:
-    """The topology of these GPUs, the root first; DeviceError for one that is not there."""
+    """Return the topology of these GPUs, the root first; DeviceError if one does not exist."""
     boards = []
     for device in devices:
         properties = gpu_properties(device)
@@ -52,7 +52,7 @@ def query(devices: Sequence[int]) -> Topology:
 
 
 def enable(topology: Topology) -> None:
-    """Let each device use the memory of those that it can reach."""
+    """Enable peer access between all devices that allow it."""
     cupy = import_cupy()
     runtime = cupy.cuda.runtime
     for a, device in enumerate(topology.devices):
@@ -70,8 +70,8 @@ def enable(topology: Topology) -> None:
 
 
 def prepare(topology: Topology) -> Topology:
-    """Let devices use one another's memory where they can; without the access that does not work,
-    of which it warns.
+    """Enable peer access and test it; return the topology without the access that does not work, of
+    which it warns.
     """
     enable(topology)
     access = [list(row) for row in topology.access]
@@ -104,12 +104,12 @@ class _Ends:
         self.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for what other streams do with the buffers: the own one waits for none of them."""
+        """Wait for other streams' work on the buffers, which the own stream does not wait for."""
         for device in (self.source, self.destination):
             self.cupy.cuda.Device(device).synchronize()
 
     def send(self, size: int) -> None:
-        """Copy so many bytes."""
+        """Enqueue a copy of `size` bytes."""
         self.cupy.cuda.runtime.memcpyPeerAsync(
             self.there.data.ptr,
             self.destination,
@@ -120,7 +120,7 @@ class _Ends:
         )
 
     def seconds(self, size: int, times: int) -> float:
-        """The time of one copy of so many bytes."""
+        """Return the mean time of one copy of `size` bytes."""
         with self.cupy.cuda.Device(self.source):
             self.send(size)
             start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
@@ -133,7 +133,7 @@ class _Ends:
 
 
 def verify(source: int, destination: int) -> None:
-    """SyncError unless a pattern of bits sent from one GPU to the other arrives as it is."""
+    """Send a random pattern from one GPU to the other; SyncError if it arrives damaged."""
     ends = _Ends(source, destination, PATTERN)
     sent = np.random.default_rng(source * 64 + destination).integers(0, 256, PATTERN, np.uint8)
     with ends.cupy.cuda.Device(source):
@@ -146,14 +146,14 @@ def verify(source: int, destination: int) -> None:
     wrong = int(np.count_nonzero(arrived != sent))
     if wrong:
         raise SyncError(
-            f"{wrong} of {PATTERN} bytes sent from GPU {source} to GPU {destination} arrived damaged: peer-to-peer "
-            "copies do not work on this machine (an IOMMU or ACS setting is the usual cause); such pairs synchronize "
-            "through the host"
+            f"{wrong} of {PATTERN} bytes sent from GPU {source} to GPU {destination} arrived "
+            "damaged: peer-to-peer copies do not work on this machine (an IOMMU or ACS setting is the "
+            "usual cause); such pairs synchronize through the host"
         )
 
 
 def measure(topology: Topology) -> list[Speed]:
-    """Bandwidth and latency between each two devices, both ways."""
+    """Measure bandwidth and latency between each two devices, in both directions."""
     found = []
     for a, source in enumerate(topology.devices):
         for b, destination in enumerate(topology.devices):

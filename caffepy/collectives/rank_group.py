@@ -1,7 +1,8 @@
-"""Group: ranks that work in threads of one process, wait for one another, and stop together.
+"""RankGroup: the ranks of one process, a thread each, that wait for one another and stop together.
 
 Every wait ends: when its condition holds, when a rank has failed, or when the deadline of the phase
-has passed; then the rank that is missing is named, with what every thread was doing.
+has passed. In the last case the error names the ranks that hang, and the log has the stacks of all
+threads.
 """
 
 import logging
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
+from typing import Any
 
 from caffepy.core.errors import CaffeError, DivergenceError, SyncError
 
@@ -21,31 +23,28 @@ log = logging.getLogger(__name__)
 DEADLINES = {"set-up": 900.0, "step": 300.0, "test": 900.0, "snapshot": 900.0, "idle": math.inf}
 """Seconds after which a rank that others wait for counts as hung, by phase."""
 
-TICK = 0.5
-"""Seconds between looks at whether others have failed, for a rank that waits where nobody can wake
-it.
-"""
+POLL = 0.5
+"""Seconds between checks for failures while a rank waits."""
 
-MOST = 2 * TICK
-"""Seconds that count at most from one look to the next: more have passed where the whole process
-was stopped.
+MOST_COUNTED = 2 * POLL
+"""Seconds that one poll adds to a wait at most: if more have passed, the whole process was stopped.
 """
 
 PATIENCE = 3.0
-"""Seconds after which nobody waits any longer for a library to let go of its memory."""
+"""Seconds to wait for a library to release its resources."""
 
 
 class GroupStoppedError(SyncError):
-    """Raised in the other ranks, but not in the root, when one has failed: the group has stopped."""
+    """Raised in the ranks other than the root and the failed one when a rank has failed."""
 
 
 class RankGroup:
     """`size` ranks, rank 0 being the root. All methods may be called from any rank's thread.
 
-    The root gets the error of the rank that failed, which it names, wherever it waits for others.
-    While it waits it calls `interrupted` now and then, which may raise. Of ranks that hang
-    `hung_ranks` finds those that others only wait for, given the ones that are missing; what waits
-    outside was ended before.
+    Wherever the root waits for others, it gets the error of the rank that failed, with its name.
+    While it waits it calls `interrupted` now and then, which may raise. When a deadline passes,
+    `hung_ranks` is given the ranks that are missing and returns those that hang by themselves; by
+    then the callbacks of `on_abort` have ended all waits outside the group.
     """
 
     def __init__(self, size: int, deadlines: Mapping[str, float] = DEADLINES) -> None:
@@ -56,25 +55,24 @@ class RankGroup:
         self.interrupted: Callable[[], object] = lambda: None
         self.hung_ranks: Callable[[list[int]], list[int]] = lambda missing: missing
         self.waiting: set[int] = set()  # ranks that wait for others
-        self._giving_up = False  # ranks hang, and which is being found out
-        self._settled = threading.Event()  # there is a failure
+        self._finding_hung = False  # a deadline has passed; which ranks hang is being found out
+        self._failed = threading.Event()  # `failure` is set
+        self._root_knows = threading.Event()
         self._lock = threading.RLock()
-        self._asleep = [
-            threading.Lock() for _ in range(size)
-        ]  # what a rank that waits takes, and who wakes it gives
+        # A semaphore per rank, as a Lock: a waiting rank acquires it, `wake` releases it.
+        self._asleep = [threading.Lock() for _ in range(size)]
         for asleep in self._asleep:
             asleep.acquire()
         self.phase = "set-up"
-        self._arrived: dict[str, set[int]] = {}
-        self._rounds: dict[str, int] = {}
-        self._turns: dict[object, int] = {}
-        self._names: dict[int, int] = {}  # rank -> thread
+        self._arrived: dict[str, set[int]] = {}  # by barrier
+        self._rounds: dict[str, int] = {}  # by barrier: how often it was passed
+        self._turns: dict[object, int] = {}  # by round-robin lock: the rank that may enter next
+        self._threads: dict[int, int] = {}  # rank -> thread
         self._on_abort: list[Callable[[], object]] = []
-        self._noticed = threading.Event()
 
     @property
     def phase(self) -> str:
-        """What the ranks are at, which decides how long one may wait for another."""
+        """What the ranks do now, which decides how long one may wait for another."""
         return self._phase
 
     @phase.setter
@@ -91,41 +89,40 @@ class RankGroup:
             self.phase = before
 
     def join(self, rank: int) -> None:
-        """Say that the calling thread is this rank's."""
-        self._names[rank] = threading.get_ident()
+        """Register the calling thread as this rank's."""
+        self._threads[rank] = threading.get_ident()
+
+    # failures
 
     def on_abort(self, callback: Callable[[], object]) -> None:
-        """Call this once when the group stops for an error: to end what waits outside, such as a
-        communicator.
+        """Call this once when the group stops for an error: to end waits outside the group, such as
+        those of a communicator.
         """
         self._on_abort.append(callback)
 
     def abort(self, rank: int, error: BaseException) -> None:
-        """Let every rank stop because of this error, which the rank itself has met; the first one
-        counts.
-        """
+        """Stop all ranks because of this error of this rank; the first error counts."""
         if rank == 0:
-            self.notice()
+            self.mark_root_informed()
         with self._lock:
-            if self.stopped:  # what is met after that may be what the first one did to others
+            if self.stopped:  # errors after the first may be its consequences
                 return
             self._fail(rank, error)
-        self._end_waits()
+        self._call_on_abort()
 
     def abort_hung(self, missing: list[int], seconds: float, more: str = "") -> None:
-        """Let every rank stop because these, or those that they wait for, made no progress for so
-        long.
+        """Stop all ranks because these, or ranks that they wait for, made no progress for so long.
 
-        Errors that ranks meet while the hung_ranks are found do not count.
+        Errors of ranks while `hung_ranks` runs do not count.
         """
         with self._lock:
             if self.stopped:
                 return
-            self._giving_up = True
+            self._finding_hung = True
         found, doing = missing, ""
         try:
-            doing = stacks(self._names)
-            self._end_waits()
+            doing = stacks(self._threads)
+            self._call_on_abort()
             found = self.hung_ranks(missing)
         finally:
             self.missing = found
@@ -137,38 +134,39 @@ class RankGroup:
 
     def _fail(self, rank: int, error: BaseException) -> None:
         self.failure = rank, error
-        self._giving_up = False
-        self._settled.set()
+        self._finding_hung = False
+        self._failed.set()
         self.wake()
 
     @property
     def stopped(self) -> bool:
-        """Whether a rank has failed, or ranks were found to hang."""
-        return self._giving_up or self.failure is not None
+        """True if a rank has failed, or a deadline has passed."""
+        return self._finding_hung or self.failure is not None
 
     def wait_failure(self) -> tuple[int, BaseException] | None:
-        """The failure, also if it is only being found out; None if there is none."""
-        if self._giving_up:
-            self._settled.wait()
+        """Return the failure, waiting for it while hung ranks are being found; None if there is
+        none.
+        """
+        if self._finding_hung:
+            self._failed.wait()
         return self.failure
 
-    def _end_waits(self) -> None:
-        """End what waits outside, as `on_abort` said."""
+    def _call_on_abort(self) -> None:
         callbacks, self._on_abort = self._on_abort, []
         for callback in callbacks:
             callback()
 
-    def notice(self) -> None:
-        """Say that the root has heard that the group has stopped."""
-        self._noticed.set()
+    def mark_root_informed(self) -> None:
+        """Note that the root knows that the group has stopped."""
+        self._root_knows.set()
 
-    def root_notices(self, seconds: float) -> bool:
-        """Whether the root has heard, or hears within so many seconds, that the group has stopped."""
-        return self._noticed.wait(seconds)
+    def root_informed(self, seconds: float) -> bool:
+        """True if the root knows, or learns within so many seconds, that the group has stopped."""
+        return self._root_knows.wait(seconds)
 
     @contextmanager
     def guard(self, rank: int) -> Iterator[None]:
-        """Whatever the block raises stops the group."""
+        """A block of this rank whose errors stop the group."""
         self.join(rank)
         try:
             yield
@@ -179,81 +177,79 @@ class RankGroup:
             raise
 
     def check(self, rank: int | None = None) -> None:
-        """If a rank has failed, its error in the root, GroupStoppedError in others."""
+        """If a rank has failed, raise its error in the root, GroupStoppedError in other ranks."""
         failure = self.wait_failure() if rank == 0 else self.failure
         if failure:
             failed, error = failure
             if rank == 0:
-                self.notice()
+                self.mark_root_informed()
                 raise named(failed, error)
             raise GroupStoppedError(f"rank {failed} failed: {error}") from error
 
-    def until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        """Return when `holds()`, which others bring about, leave so and tell by `wake`; `missing()`
-        are waited for.
-        """
-        if not holds():
-            self._wait(rank, holds, missing)
-        self.check(rank)
-
-    def wake(self, *ranks: int) -> None:
-        """Let these ranks, or all, look whether they still wait."""
-        with self._lock:
-            for rank in ranks or range(self.size):
-                if self._asleep[rank].locked():
-                    self._asleep[rank].release()
-
     def root_cause(self, error: Exception) -> BaseException:
-        """The error that counts where the root has met this one: what a rank failed of before, if
-        one did.
+        """Return the error that ended the run when the root met `error`: an earlier one of another
+        rank, or `error` itself.
         """
         failure = self.wait_failure()
         if failure is None:
             return error
-        self.notice()
+        self.mark_root_informed()
         rank, cause = failure
         if isinstance(cause, DivergenceError) and isinstance(error, DivergenceError):
             return error
         return named(rank, cause) if rank else cause
 
-    def _wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        self.waiting.add(rank)
-        try:
-            self._wait_until(rank, holds, missing)
-        finally:
-            self.waiting.discard(rank)
+    # waits
 
-    def _wait_until(
-        self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]
-    ) -> None:
+    def until(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
+        """Wait until `holds()`; raise as `check` does.
+
+        Other ranks make it hold, keep it so and call `wake`. `missing()` are the ranks waited for.
+        """
+        if not holds():
+            self.waiting.add(rank)
+            try:
+                self._wait(rank, holds, missing)
+            finally:
+                self.waiting.discard(rank)
+        self.check(rank)
+
+    def _wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
         waited, looked, since = 0.0, time.monotonic(), self._since
         while not holds():
             self.check(rank)
             if rank == 0:
                 self.interrupted()
             now = time.monotonic()
-            waited = waited + min(now - looked, MOST) if since == self._since else 0.0
+            waited = waited + min(now - looked, MOST_COUNTED) if since == self._since else 0.0
             looked, since = now, self._since
             seconds = self.deadlines[self.phase]
             left = seconds - waited
             if left < 0:
                 self.abort_hung(missing(), seconds, f"; rank {rank} waited for it")
                 self.check(rank)
-            self._asleep[rank].acquire(timeout=min(TICK, left + 1e-3) if left >= 0 else TICK)
+            self._asleep[rank].acquire(timeout=min(POLL, left + 1e-3) if left >= 0 else POLL)
+
+    def wake(self, *ranks: int) -> None:
+        """Make these ranks, or all, look again at what they wait for."""
+        with self._lock:
+            for rank in ranks or range(self.size):
+                if self._asleep[rank].locked():
+                    self._asleep[rank].release()
 
     def barrier(self, rank: int, name: str = "") -> None:
-        """Return when all ranks have come here."""
+        """Return when all ranks have called this with this name."""
         with self._lock:
             arrived = self._arrived.setdefault(name, set())
-            turn = self._rounds.get(name, 0)
+            passed = self._rounds.get(name, 0)
             arrived.add(rank)
             if len(arrived) == self.size:
                 self._arrived[name] = set()
-                self._rounds[name] = turn + 1
+                self._rounds[name] = passed + 1
                 self.wake()
         self.until(
             rank,
-            lambda: self._rounds.get(name, 0) > turn,
+            lambda: self._rounds.get(name, 0) > passed,
             lambda: sorted(set(range(self.size)) - self._arrived[name]),
         )
 
@@ -261,8 +257,8 @@ class RankGroup:
     def synchronized(self, rank: int, name: str, done: Callable[[], object]) -> Iterator[None]:
         """A block that all ranks begin together, and leave when `done` has returned in all.
 
-        So that nothing is set up, such as a kernel that is loaded, while a GPU waits for others: it
-        may wait for that.
+        The first use of a kernel or communicator goes in here: loading it may wait for the GPU,
+        which must not be waiting for other ranks meanwhile.
         """
         self.barrier(rank, name)
         yield
@@ -271,41 +267,58 @@ class RankGroup:
 
     @contextmanager
     def round_robin(self, rank: int, key: object) -> Iterator[None]:
-        """The ranks enter the block one after the other, 0, 1, ..., and again from 0; `key` names
-        what they share.
-        """
+        """A lock that the ranks take in turn, 0, 1, ..., and again from 0; `key` names it."""
         self.await_turn(rank, key)
         yield
         following = self._turns[key] = (rank + 1) % self.size
         self.wake(following)
 
     def await_turn(self, rank: int, key: object) -> None:
-        """Return when `turn` would let the rank enter; it does not count as one."""
+        """Wait until the rank may take the round-robin lock, without taking it."""
         self.until(rank, lambda: self._turns.get(key, 0) == rank, lambda: [self._turns.get(key, 0)])
 
     def restart_turns(self) -> None:
-        """Let the next turns be rank 0's; nobody may be in one or wait for one."""
+        """Make rank 0 the next in all round-robin locks, which nobody may hold or wait for."""
         self._turns.clear()
 
 
+class AllGather:
+    """All-gather of Python objects between threads: each rank calls it with its value and gets the
+    values of all, by rank. Ranks of several processes bring one of their own.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group = group
+        self._values: list[Any] = [None] * group.size
+
+    def __call__(self, rank: int, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        self._values[rank] = value
+        self._group.barrier(rank, "exchange")
+        values = list(self._values)
+        self._group.barrier(rank, "exchange")
+        return values
+
+
 def named(rank: int, error: BaseException) -> BaseException:
-    """The error with the rank that it comes from."""
+    """Return the error with the name of the rank that it comes from."""
     place, note = f"rank {rank}", f"(rank {rank})"
     if not isinstance(error, CaffeError):
         if note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         return error
-    told = copy(error)  # of which where it is raised may tell
+    told = copy(error)  # the original may still be reported where it was raised
     if not str(error).startswith("rank "):
         told.where = f"{place}: {error.where}" if error.where else place
     return told.with_traceback(error.__traceback__)
 
 
-def stacks(names: Mapping[int, int]) -> str:
-    """What every thread is doing; `names` gives the threads of ranks."""
-    ranks = {thread: f"rank {rank}" for rank, thread in names.items()}
-    threads = {thread.ident: thread.name for thread in threading.enumerate()}
-    return "\n".join(
-        f"{ranks.get(ident, threads.get(ident, str(ident)))}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
-        for ident, frame in sys._current_frames().items()
-    )
+def stacks(threads: Mapping[int, int]) -> str:
+    """Return the stack of every thread; `threads` has the thread of each rank."""
+    ranks = {thread: f"rank {rank}" for rank, thread in threads.items()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    found = []
+    for ident, frame in sys._current_frames().items():
+        name = ranks.get(ident, names.get(ident, str(ident)))
+        found.append(f"{name}:\n{''.join(traceback.format_stack(frame)).rstrip()}")
+    return "\n".join(found)

@@ -17,15 +17,15 @@ from caffepy.device.blob import Array
 
 
 class Operation(Enum):
-    """What a step does with two ranks' buffers."""
+    """The operation of a step on two ranks' buffers."""
 
     ADD = "add"  # destination += source
     COPY = "copy"  # destination = source
 
 
 class Step(NamedTuple):
-    """One buffer goes from rank `source` to rank `destination`, through the host if neither can use
-    the other's.
+    """An operation from rank `source` to rank `destination`; `staged` through the host if they do
+    not reach each other's memory.
     """
 
     operation: Operation
@@ -34,7 +34,7 @@ class Step(NamedTuple):
     staged: bool = False
 
     def apply(self, buffers: Sequence[Array]) -> None:
-        """Do it on numpy arrays, by rank."""
+        """Do the step on numpy arrays, indexed by rank."""
         if self.operation is Operation.ADD:
             np.add(buffers[self.destination], buffers[self.source], out=buffers[self.destination])
         else:
@@ -54,9 +54,7 @@ def _copy(*edges: tuple[int, int]) -> Level:
 
 
 def tree(topology: Topology) -> Schedule:
-    """Sums up the tree of device pairs, then copies down it; each level has what does not wait for
-    one another.
-    """
+    """Sum up the tree of device pairs, then copy down it; steps of one level are independent."""
     place = {device: i for i, device in enumerate(topology.devices)}
     edges = [
         (place[p.device], place[p.parent]) for p in device_pairs(topology) if p.parent != NO_PARENT
@@ -73,8 +71,8 @@ def tree(topology: Topology) -> Schedule:
 
 
 def flat(topology: Topology) -> Schedule:
-    """The root adds every other rank's buffer, one after the other, and each copies the sum; needs
-    no peer access.
+    """Add every other rank's buffer to the root's in turn, then copy the sum to each; needs no peer
+    access.
     """
     others = range(1, topology.size)
     return _stage((*(_add((i, 0)) for i in others), *(_copy((0, i)) for i in others)), topology)
@@ -93,12 +91,10 @@ EIGHT: Schedule = (
 
 
 def muji(topology: Topology) -> Schedule | None:
-    """The schedule written for 2, 4 or 8 devices, if those that it joins within a group reach each
-    other.
+    """Return the schedule written for 2, 4 or 8 devices; None if it does not fit the topology.
 
-    The groups of 4 are all four or two pairs, those of 8 all eight or two fours; between groups one
-    pair of devices talks, through the host where there is no peer access. None where the pattern
-    does not fit.
+    All devices, or all of each half, must have peer access to each other. Between the halves one
+    pair of devices copies, through the host if it has no peer access.
     """
     written = {2: TWO, 4: FOUR, 8: EIGHT}.get(topology.size)
     if written is None:
@@ -115,12 +111,12 @@ def muji(topology: Topology) -> Schedule | None:
 
 
 def adding(schedule: Schedule) -> Schedule:
-    """The levels that sum, of a schedule that sums into one rank and then copies."""
+    """Return the levels that sum, of a schedule that sums into one rank and then copies."""
     return tuple(level for level in schedule if level and level[0].operation is Operation.ADD)
 
 
 def copying(schedule: Schedule) -> Schedule:
-    """The levels that copy, of a schedule that sums into one rank and then copies."""
+    """Return the levels that copy, of a schedule that sums into one rank and then copies."""
     return tuple(level for level in schedule if level and level[0].operation is Operation.COPY)
 
 
@@ -136,9 +132,7 @@ def _stage(schedule: Schedule, topology: Topology) -> Schedule:
 
 
 def check(schedule: Schedule, size: int) -> None:
-    """ConfigError unless the schedule gives every rank the sum of all and no level has conflicting
-    steps.
-    """
+    """Raise ConfigError if steps of a level conflict or a rank does not end with the sum."""
     held = [{rank: 1} for rank in range(size)]  # how often each rank's buffer is in whose
     for number, level in enumerate(schedule):
         written = [step.destination for step in level]
@@ -161,16 +155,14 @@ def check(schedule: Schedule, size: int) -> None:
 
 
 def run(schedule: Schedule, buffers: Sequence[Array]) -> None:
-    """Run it on numpy arrays of one shape, in place."""
+    """Run a schedule on numpy arrays of one shape, in place."""
     for level in schedule:
         for step in level:
             step.apply(buffers)
 
 
 def totals(schedule: Schedule, size: int) -> frozenset[tuple[int, int]]:
-    """Where sums are complete: (level, rank) for each step that adds the last of all buffers to a
-    rank's.
-    """
+    """Return where sums become complete: (level, rank) of each step that adds the last buffer."""
     held = [frozenset([rank]) for rank in range(size)]
     found = set()
     for number, level in enumerate(schedule):
@@ -183,13 +175,13 @@ def totals(schedule: Schedule, size: int) -> frozenset[tuple[int, int]]:
 
 
 Wait = tuple[int, int]
-"""For a rank to have ended what it does in a level; level 0 is to have begun, the schedule's levels
-count from 1.
+"""(rank, level): wait until the rank has ended its part of a level. Levels count from 1; level 0
+means that the rank has begun.
 """
 
 
 class Action(NamedTuple):
-    """What one rank does in a level: change its buffer by another's, after some waits."""
+    """One rank's step in a level: change its own buffer by that of `source`, after some waits."""
 
     level: int
     operation: Operation
@@ -198,11 +190,11 @@ class Action(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one rank does, and the waits after which nobody reads its buffer any more.
+    """One rank's actions, and the waits after which nobody reads its buffer any more.
 
-    Ranks know of one another only which levels each has ended. The actions may run at the same
-    time, on one piece of the buffers after the other; they wait only for lower levels, so somebody
-    can always get on.
+    Ranks know of each other only which levels each has ended. The actions may run at the same time,
+    each on one piece of the buffers after the other. They wait only for lower levels, so there is
+    no deadlock.
     """
 
     actions: tuple[Action, ...]
@@ -210,7 +202,7 @@ class Part(NamedTuple):
 
 
 def part(schedule: Schedule, rank: int) -> Part:
-    """A rank's part of a schedule."""
+    """Return a rank's part of a schedule."""
     wrote: dict[int, int] = {}  # rank -> the level in which it last changed its buffer
     readers: list[Wait] = []  # who reads the rank's buffer as it is, and in which level
     found = []

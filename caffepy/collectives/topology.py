@@ -1,6 +1,6 @@
-"""Which devices there are, how they reach each other, and the tree of pairs that follows from it.
+"""Topology: devices, which of them have peer access, and the tree of device pairs made from that.
 
-Devices are named by their numbers; `access[a][b]` tells whether a can read and write b's memory.
+Devices are named by their numbers; `access[a][b]` is True if a can read and write b's memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,7 @@ NO_PARENT = -1
 
 
 class DevicePair(NamedTuple):
-    """An edge of the tree: `device` sends its gradients to `parent`, which sends its parameters
-    back.
-    """
+    """An edge of the tree: `device` sends gradients to `parent`, which sends parameters back."""
 
     parent: int
     device: int
@@ -24,7 +22,7 @@ class DevicePair(NamedTuple):
 
 @dataclass(frozen=True)
 class Topology:
-    """Devices in the order in which they were given, the root first, with what joins them.
+    """Devices in the order given, the root first, with their boards and peer access.
 
     `boards[i]` numbers the board that device i shares with others, None if it has one to itself.
     """
@@ -55,23 +53,23 @@ class Topology:
         return len(self.devices)
 
     def reaches(self, a: int, b: int) -> bool:
-        """Whether each of two places can use the other's memory."""
+        """True if the devices at two places can use each other's memory."""
         return a == b or (self.access[a][b] and self.access[b][a])
 
     def same_board(self, a: int, b: int) -> bool:
-        """Whether two places are GPUs of one board."""
+        """True if the devices at two places are GPUs of one board."""
         return self.boards[a] is not None and self.boards[a] == self.boards[b]
 
 
 def all_joined(size: int) -> Topology:
-    """Threads of one process: each reaches the memory of all."""
+    """Topology of threads on the CPU, of which each reaches the memory of all."""
     access = tuple(tuple(a != b for b in range(size)) for a in range(size))
     return Topology(tuple(range(size)), (None,) * size, access)
 
 
 def device_pairs(topology: Topology) -> list[DevicePair]:
-    """Caffe's tree: devices of one board are paired first, then those with peer access, then the
-    rest.
+    """Return Caffe's tree: devices of one board are paired first, then those with peer access, then
+    the rest.
 
     The first is (NO_PARENT, root); then come the leaves, so that gradients summed along the list,
     parents last, end in the root.
@@ -93,9 +91,7 @@ def device_pairs(topology: Topology) -> list[DevicePair]:
 def _pair(
     remaining: list[int], pairs: list[tuple[int, int]], joined: Callable[[int, int], bool]
 ) -> None:
-    """Rounds in which each device that remains takes the next one that it is joined to as its
-    child.
-    """
+    """Pair in rounds: each device that remains takes the next one that it is joined to as child."""
     for _ in range(ceil(log2(len(remaining)))):
         i = 0
         while i < len(remaining):
@@ -108,9 +104,7 @@ def _pair(
 
 
 def check_pairs(pairs: Sequence[DevicePair], devices: Sequence[int]) -> None:
-    """ConfigError unless every device stands once as a child, none is its own parent and all hang
-    on the root.
-    """
+    """Raise ConfigError unless the pairs are a tree in which each device is a child once."""
     children = [pair.device for pair in pairs]
     if sorted(children) != sorted(devices):
         raise ConfigError(
@@ -129,14 +123,12 @@ def check_pairs(pairs: Sequence[DevicePair], devices: Sequence[int]) -> None:
 
 
 def show(pairs: Sequence[DevicePair]) -> str:
-    """Caffe's form, parent:child with commas; the root's own entry is left out."""
+    """Format the pairs as Caffe does: parent:child with commas, without the root's own entry."""
     return ", ".join(f"{pair.parent}:{pair.device}" for pair in pairs if pair.parent != NO_PARENT)
 
 
 def draw(pairs: Sequence[DevicePair]) -> str:
-    """The tree in text, a line a device, children below their parent in the order in which they are
-    summed.
-    """
+    """Draw the tree as text, a line a device, children below their parent in summing order."""
     children: dict[int, list[int]] = {}
     for pair in pairs:
         children.setdefault(pair.parent, []).append(pair.device)

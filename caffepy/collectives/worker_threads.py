@@ -1,4 +1,4 @@
-"""WorkerThreads: threads of the ranks above the root, which do in order what the root gives them to do."""
+"""WorkerThreads: a thread for each rank but the root, with a queue of work from the root."""
 
 import threading
 import time
@@ -13,23 +13,20 @@ from caffepy.core.abandoned import any_abandoned
 Member = TypeVar("Member")
 
 AHEAD = 4
-"""Pieces of work that a member may have before it; the root waits then."""
+"""Most items in a member's queue; the root waits while it has more."""
 
 
 def at_work() -> bool:
-    """Whether a thread of some crew still runs, or a device was given up: the end of the process
-    might wait for it.
-    """
+    """True if a worker thread still runs or a device was abandoned: exiting might wait for it."""
     return any_abandoned() or any(
         thread.name.startswith(WorkerThreads.NAME) for thread in threading.enumerate()
     )
 
 
 class WorkerThreads(Generic[Member]):
-    """`make` is called in each rank's thread for its member, which then gets all work, `within` a
-    context.
+    """Threads of ranks 1, 2, ..., each with a member that `make` makes in it, inside `within`.
 
-    An error in a thread stops the group; the root hears of it wherever it waits.
+    An error in a thread stops the group; the root gets it wherever it waits for the group.
     """
 
     NAME = "caffepy rank"
@@ -57,14 +54,12 @@ class WorkerThreads(Generic[Member]):
         }
 
     def start(self) -> None:
-        """Let the threads begin; returns at once."""
+        """Start the threads; returns at once."""
         for thread in self._threads.values():
             thread.start()
 
     def give(self, work: Callable[[Member], object], rank: int | None = None) -> None:
-        """Let every member, or one, do this when it is done with what it was given before; from the
-        root's thread.
-        """
+        """Append work to the queue of one member, or of all; from the root's thread."""
         ranks = list(self._work) if rank is None else [rank]
         self._await(ranks, AHEAD)
         for r in ranks:
@@ -72,37 +67,36 @@ class WorkerThreads(Generic[Member]):
         self.group.wake(*ranks)
 
     def wait_idle(self) -> None:
-        """Return when all members have done all that they were given; from the root's thread."""
+        """Wait until all queues are empty; from the root's thread."""
         self._await(list(self._work), 1)
 
     def _await(self, ranks: Sequence[int], most: int) -> None:
-        """Let the root's thread wait while one of these has so much before it."""
+        """Block the root until each rank's queue holds fewer than `most` items."""
         self._awaited = True
         self.group.until(0, lambda: not self._busy(ranks, most), lambda: self._busy(ranks, most))
         self._awaited = False
 
     @property
     def left(self) -> list[int]:
-        """How much the members have before them, by rank."""
+        """Number of items in each rank's queue."""
         return [len(work) for work in self._work.values()]
 
     @property
     def at_work(self) -> list[int]:
-        """Those that are in the midst of something, and do not wait for others in it."""
+        """Ranks that are busy and not blocked on another rank."""
         alive = [
             rank for rank, thread in self._threads.items() if thread.is_alive() and self._work[rank]
         ]
         return [rank for rank in alive if rank not in self.group.waiting]
 
     def _busy(self, ranks: Sequence[int], most: int) -> list[int]:
-        """Those that have so much before them, or are not there yet."""
+        """Ranks whose queue has at least `most` items, or whose member is not made yet."""
         return [rank for rank in ranks if len(self._work[rank]) >= most or rank not in self.members]
 
     def end(self, seconds: float) -> list[int]:
-        """Let the threads end; those that did not within so many seconds of the first time this was
-        called.
+        """End the threads; return those that still run so many seconds after the first call.
 
-        Those of ranks that hang are not waited for.
+        Ranks that hang are not waited for.
         """
         self._end = self._end or time.monotonic() + seconds
         self.group.wake()
@@ -112,11 +106,8 @@ class WorkerThreads(Generic[Member]):
         return [rank for rank, thread in self._threads.items() if thread.is_alive()]
 
     def _serve(self, rank: int) -> None:
-        with (
-            suppress(BaseException),
-            self.group.guard(rank),
-            self._within(rank),
-        ):  # the group tells of errors
+        # The group has the errors: nothing else is to be done with them here.
+        with suppress(BaseException), self.group.guard(rank), self._within(rank):
             member = self._make(rank)
             self.members[rank] = member
             self.group.wake(0)

@@ -216,7 +216,7 @@ def _see_to(group: RankGroup, last_resort: Callable[[BaseException], object] | N
     def watch() -> None:
         failure = group.wait_failure()
         assert failure
-        if not group.root_notices(PATIENCE) and last_resort:
+        if not group.root_informed(PATIENCE) and last_resort:
             last_resort(named(*failure))
 
     threading.Thread(target=watch, name="caffepy watch", daemon=True).start()

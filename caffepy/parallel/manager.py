@@ -19,8 +19,9 @@ from caffepy import ops
 from caffepy.collectives import peers
 from caffepy.collectives.buckets import Bucket, buckets
 from caffepy.collectives.factors import factored
-from caffepy.collectives.rank_group import DEADLINES, RankGroup, named
-from caffepy.collectives.sync import AllGather, FlatParams, Synchronization, Synchronizer, choose
+from caffepy.collectives.rank_group import DEADLINES, AllGather, RankGroup, named
+from caffepy.collectives.sync import Synchronization, choose
+from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology, all_joined, device_pairs, show
 from caffepy.collectives.worker_threads import WorkerThreads
 from caffepy.core.abandoned import abandon
@@ -295,11 +296,11 @@ class P2PManager(WorkerGroup):
         failure = self.group.wait_failure()
         assert failure
         rank, error = failure
-        if self.group.root_notices(PATIENCE if rank else 0):
+        if self.group.root_informed(PATIENCE if rank else 0):
             return
         if self._signals and isinstance(error, Exception):
-            self._signals.fail(named(rank, error), self.group.notice)
-        if not self.group.root_notices(LAST_PATIENCE) and self._last_resort:
+            self._signals.fail(named(rank, error), self.group.mark_root_informed)
+        if not self.group.root_informed(LAST_PATIENCE) and self._last_resort:
             self._rescue(error)
             self._last_resort(named(rank, error))
 

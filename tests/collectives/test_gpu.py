@@ -12,14 +12,8 @@ import pytest
 from caffepy.collectives import peers
 from caffepy.collectives.buckets import Bucket
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.sync import (
-    NAMES,
-    Choice,
-    FlatParams,
-    Synchronization,
-    Synchronizer,
-    choose,
-)
+from caffepy.collectives.sync import NAMES, Choice, Synchronization, choose
+from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
 from caffepy.device.device import CudaDevice

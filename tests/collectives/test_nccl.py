@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.sync import AllGather
+from caffepy.collectives.rank_group import AllGather, RankGroup
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 from caffepy.layer.inner_product import InnerProduct
@@ -120,7 +119,7 @@ def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) -> list[Solver]:
     """Solvers with batches of their own, after four iterations together."""
     group = RankGroup(SIZE)
-    exchange = AllGather(group)
+    all_gather = AllGather(group)
     solvers = [solver_of(f"weight_decay: 0.01 random_seed: {rank} ", NET) for rank in range(SIZE)]
     errors: list[BaseException] = []
 
@@ -131,7 +130,7 @@ def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) 
         made = large_products(solver.net) if factors else {}
         try:
             sync = nccl_sync(
-                group, rank, lambda value: exchange(rank, value), flats_of(solver, made)
+                group, rank, lambda value: all_gather(rank, value), flats_of(solver, made)
             )
             solver.synchronize(sync)
             solver.step(4)

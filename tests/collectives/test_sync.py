@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from caffepy.collectives import sync
-from caffepy.collectives.rank_group import RankGroup
+from caffepy.collectives.rank_group import AllGather, RankGroup
 from caffepy.collectives.schedule import muji, tree
-from caffepy.collectives.sync import AllGather, Choice, FlatParams, Synchronization, choose
+from caffepy.collectives.sync import Choice, Synchronization, choose
+from caffepy.collectives.synchronizer import FlatParams
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import UsageError
 from caffepy.device.device import Device
@@ -65,13 +66,13 @@ def test_what_cannot_be_had_is_an_error() -> None:
         choose("ring", topology(3), gpu=True)
 
 
-def test_an_exchange_gives_all_ranks_the_values_of_all() -> None:
+def test_an_all_gather_gives_all_ranks_the_values_of_all() -> None:
     group = RankGroup(3)
-    exchange, seen = AllGather(group), []
+    all_gather, seen = AllGather(group), []
 
     def work(rank: int) -> None:
         for i in range(5):
-            seen.append(exchange(rank, (rank, i)) == [(other, i) for other in range(3)])
+            seen.append(all_gather(rank, (rank, i)) == [(other, i) for other in range(3)])
 
     assert together(3, work, group) == [None] * 3
     assert seen == [True] * 15

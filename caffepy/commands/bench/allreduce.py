@@ -16,15 +16,8 @@ import numpy as np
 
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.sync import (
-    NAMES,
-    Choice,
-    FlatParams,
-    Synchronization,
-    Synchronizer,
-    choose,
-    reason_unavailable,
-)
+from caffepy.collectives.sync import NAMES, Choice, Synchronization, choose, reason_unavailable
+from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import SyncError, UsageError
 from caffepy.device.device import CudaDevice, Device

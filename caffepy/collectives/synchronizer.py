@@ -1,0 +1,57 @@
+"""Synchronizer: one rank's side of a way to keep solvers in step, as the solver calls it."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from caffepy.collectives.buckets import Bucket
+from caffepy.collectives.rank_group import PATIENCE
+from caffepy.device.blob import Array
+from caffepy.device.device import Device
+from caffepy.layer.inner_product import InnerProduct
+
+
+class FlatParams(NamedTuple):
+    """One rank's device and its flat parameters and gradients.
+
+    `buckets` are ranges of the gradients that may be reduced during the backward pass. They leave
+    out the weights of the layers `factored`, whose gradients a synchronizer that takes buckets
+    computes from the factors of all ranks.
+    """
+
+    device: Device
+    data: Array
+    diff: Array
+    buckets: Sequence[Bucket] = ()
+    factored: Sequence[InnerProduct] = ()
+
+
+class Synchronizer(Protocol):
+    """One rank's side; all methods are called in the rank's thread, in its device's scope."""
+
+    rank: int
+    size: int
+    updates: bool  # this rank updates its parameters; else it gets the root's before each iteration
+    capturable: bool  # its calls only enqueue work on the current stream
+
+    @property
+    def abort_flag(self) -> int:
+        """Host address of the abort flag; nonzero after the all-reduce means that the averaged
+        gradient is invalid. 0 on the CPU.
+        """
+
+    def on_start(self) -> None:
+        """Bring the parameters in step, before the forward pass."""
+
+    def after_backward(self, layer: int) -> None:
+        """Reduce what is final after this layer's backward pass, in an iteration of one pass."""
+
+    def on_gradients_ready(self) -> None:
+        """Make the diff the mean of all ranks', in the ranks that update parameters."""
+
+    def reduce(self, count: int) -> None:
+        """Make the first `count` elements of the diff the mean of all ranks'."""
+
+    def close(self, patience: float = PATIENCE) -> None:
+        """Destroy the communicator, if there is one, waiting up to `patience` seconds; captured
+        graphs that use it must be freed first.
+        """
