@@ -66,37 +66,21 @@ Completion for bash (zsh and fish likewise): eval "$(_CAFFEPY_COMPLETE=bash_sour
 """
 
 
+SECTIONS = {
+    "Train": (train, test, time, bench),
+    "Look": (check, summarize, draw, visualize, plot, parse_log),
+    "Use": (classify, detect, extract_features),
+    "Data": (convert_imageset, convert_mnist, convert_cifar, compute_image_mean, data),
+    "Convert": (export, weights, upgrade_net, upgrade_solver),
+    "GPUs": (device_query, device_pairs, doctor),
+}
+
+
 @click.group(
     cls=Commands,
+    sections=SECTIONS,
     epilog=EPILOG,
     invoke_without_command=True,
-    commands=(
-        train,
-        test,
-        time,
-        bench,
-        check,
-        summarize,
-        draw,
-        export,
-        weights,
-        classify,
-        detect,
-        extract_features,
-        visualize,
-        plot,
-        parse_log,
-        convert_imageset,
-        convert_mnist,
-        convert_cifar,
-        compute_image_mean,
-        data,
-        upgrade_net,
-        upgrade_solver,
-        device_query,
-        device_pairs,
-        doctor,
-    ),
     context_settings={"max_content_width": 110},
 )
 @click.version_option(__version__, message="%(version)s")

@@ -396,3 +396,12 @@ def test_what_ends_a_command_leaves_nothing_half_written(name: str, tmp_path: Pa
     command = [sys.executable, "-c", ENDED, str(tmp_path / "out.txt"), name]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr.strip(), list(tmp_path.iterdir())) == (130, "", [])
+
+
+def test_help_lists_every_command_once_in_sections(capsys: Captured) -> None:
+    assert main.run(["--help"]) == 0
+    text = capsys.readouterr().out
+    places = [text.index(f"\n{title}:\n") for title in main.SECTIONS]
+    assert places == sorted(places)
+    for name in main.caffepy.commands:
+        assert text.count(f"\n  {name} ") == 1
