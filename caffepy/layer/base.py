@@ -69,6 +69,8 @@ class Layer:
     backward_reads_top: bool = True
     # In a fused group backward reads the top instead of a bottom that lies inside the group.
     fused_backward_reads_top: ClassVar[bool] = False
+    # The layer with its settings can belong to the fused groups of its type.
+    can_fuse: bool = False
     # Runs code of the user, which may change any gradient of the net.
     may_modify_gradients: ClassVar[bool] = False
 

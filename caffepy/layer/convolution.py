@@ -169,6 +169,7 @@ class Convolution(_Filtering):
     """
 
     seeks_preferred_layout = True
+    can_fuse = True
 
     def weight_shape(self) -> tuple[int, ...]:
         """(O, C/group, *kernel)."""

@@ -37,6 +37,7 @@ class Eltwise(Layer):
                 f"eltwise_param: {len(param.coeff)} coeff do not fit {len(bottom)} bottoms"
             )
         self.coefficients = list(param.coeff) or [1.0] * len(bottom)
+        self.can_fuse = self.operation == EltwiseParameter.SUM and set(self.coefficients) == {1}
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Check that the bottoms agree."""

@@ -32,6 +32,7 @@ class InnerProduct(Layer):
     seeks_preferred_layout = True
     in_place = False
     is_matrix_product = True
+    can_fuse = True
     backward_reads_top = False
     factors: "Factors | None" = None
     """Takes what the weight's gradient is made of where several solvers make it together."""

@@ -62,6 +62,7 @@ class ReLU(Elementwise):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read the slope; a negative one hides the sign of x in that of y."""
         self.slope = self.param.relu_param.negative_slope
+        self.can_fuse = self.slope == 0
         self.reads_input = self.slope < 0
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -186,6 +187,7 @@ class Dropout(Drawing, Elementwise):
     """TRAIN: y = x * m / (1 - r), m is 1 with probability 1 - r, r = dropout_ratio. TEST: y = x."""
 
     backward_reads_bottom = backward_reads_top = False
+    can_fuse = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read and check the ratio."""

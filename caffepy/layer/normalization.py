@@ -143,6 +143,7 @@ class BatchNorm(SameShape):
             )
         c = bottom[0].shape[1]
         self.scales = param.scale_bias
+        self.can_fuse = not self.scales
         if not self.blobs:
             for size in (c, c, 1):
                 self.add_blob([size])
@@ -397,6 +398,7 @@ class Scale(Broadcast):
         fillers += [param.bias_filler] * param.bias_term
         self.make_blobs(bottom, param.axis, param.num_axes, fillers)
         self.bias = self.blobs[-1] if param.bias_term else None
+        self.can_fuse = param.axis == 1 and param.num_axes == 1
         self.by_channels = (
             len(bottom) == 1 and bottom[0].axis(param.axis) == 1 and len(self.blobs[0].shape) == 1
         )

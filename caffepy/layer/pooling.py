@@ -65,6 +65,7 @@ class Pooling(Drawing):
         """Read and check the window."""
         param = self.param.pooling_param
         self.method = param.pool
+        self.can_fuse = self.method != PoolingParameter.STOCHASTIC
         self.whole = param.global_pooling
         self.tells_where = len(top) > 1  # within the plane
         if self.tells_where and self.method != PoolingParameter.MAX:

@@ -136,6 +136,7 @@ class Split(Layer):
     tops = (1, None)
     in_place = False
     backward_reads_bottom = backward_reads_top = False
+    can_fuse = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Share the data."""

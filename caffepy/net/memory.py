@@ -159,8 +159,8 @@ class _Bottom(NamedTuple):
 def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
     """What comes into a step, and whether backward reads the data of its tops again.
 
-    Blobs between the layers of a run do not count: a ReLU's input shows in the tops, other layers'
-    the run keeps.
+    Blobs between the layers of a fused group do not count: the group keeps what it needs of
+    them, or finds it in its tops.
     """
     bottoms: list[_Bottom] = []
     within: list[Blob] = []

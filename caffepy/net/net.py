@@ -19,11 +19,12 @@ from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.device.blob import PLAIN, Blob, Layout, behind, on_host, shape_string
 from caffepy.device.device import Device
 from caffepy.layer import Layer, check_counts, create_layer
-from caffepy.layer.fused.base import FusedRun, Member
+from caffepy.layer.fused.base import FusedGroup, Member
+from caffepy.layer.fused.patterns import make_group
 from caffepy.net import debug
 from caffepy.net.backprop import prune_backward
 from caffepy.net.build import divide_batches, filter_state, insert_splits, where
-from caffepy.net.fusion import Step, Wiring, find_runs, make_run
+from caffepy.net.fusion import Step, Wiring, find_groups
 from caffepy.net.layouts import LayoutCasts, plan
 from caffepy.proto.binary import blob_to_array
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
@@ -404,7 +405,7 @@ class Net:
             raise error.at(where(self.path, self.param.layer[step.last])) from error.__cause__
 
     def _forward_step(self, step: Step) -> None:
-        if step.run is None:
+        if step.group is None:
             self._forward_layer(step.last)
             return
         casts = self.casts.get(step.layers[0])
@@ -414,25 +415,25 @@ class Net:
         for index in step.layers:
             self._reshape_layer(index)
             _call(self.before_forward, index)
-        step.run.forward()
+        step.group.forward()
         for index in step.layers:
             _call(self.after_forward, index)
 
     def _backward_step(self, step: Step) -> None:
-        if step.run is None:
+        if step.group is None:
             self._backward_layer(step.last)
         else:
-            self._backward_run(step.layers, step.run)
+            self._backward_group(step.layers, step.group)
         if self.shares_memory or len(self.learnable_params) < len(self.params):
             # what runs aside reads gradients whose place the next step may take, and adds to shared
             # parameters
             self.device.join()
 
-    def _backward_run(self, layers: Sequence[int], run: FusedRun) -> None:
+    def _backward_group(self, layers: Sequence[int], group: FusedGroup) -> None:
         for index in reversed(layers):
             _call(self.before_backward, index)
         if self.layer_need_backward[layers[-1]]:
-            run.backward()
+            group.backward()
             first = layers[0]
             if first in self.casts:
                 need = self.bottom_need_backward[first]
@@ -448,20 +449,20 @@ class Net:
         wiring = Wiring(self.layers, self.bottoms, self.tops, self.layer_need_backward)
         alone = set(range(len(self.layers)))
         steps = []
-        for run in find_runs(wiring):
-            if not any(index in self.casts for index in run[1:]):
+        for group in find_groups(wiring):
+            if not any(index in self.casts for index in group[1:]):
                 members = [
                     Member(self.layers[i], *self._arguments[i], self.bottom_need_backward[i])
-                    for i in run
+                    for i in group
                 ]
-                given = [self._is_given_gradient(top) for top in self.tops[run[-1]]]
-                made = make_run(members, self.layer_need_backward[run[-1]], given)
-                steps.append(Step(run[-1], tuple(run), made))
-                alone -= set(run)
+                has_gradient = [self._has_gradient(top) for top in self.tops[group[-1]]]
+                made = make_group(members, self.layer_need_backward[group[-1]], has_gradient)
+                steps.append(Step(group[-1], tuple(group), made))
+                alone -= set(group)
         return sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
 
-    def _is_given_gradient(self, top: Blob) -> bool:
-        """Whether a layer that reads it writes its diff."""
+    def _has_gradient(self, top: Blob) -> bool:
+        """True if a layer that reads the blob writes its diff."""
         return any(
             need and b is top
             for bottoms, needs in zip(self.bottoms, self.bottom_need_backward, strict=True)

@@ -6,7 +6,7 @@ import pytest
 from caffepy import models
 from caffepy.device.device import Device
 from caffepy.net import Net
-from caffepy.net.fusion import Wiring, find_runs
+from caffepy.net.fusion import Wiring, find_groups
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 
@@ -143,7 +143,7 @@ NETS = {
         + on("Dropout", "d", "last")
     ),
 }
-RUNS = {
+GROUPS = {
     "conv relu": [["c", "r"]],
     "conv relu in place": [["c", "r"]],
     "conv relu, overwritten": [],
@@ -175,14 +175,14 @@ def build(body: str) -> Net:
     return Net(param, device=Device(seed=7))
 
 
-def runs_of(net: Net) -> list[list[str]]:
-    found = find_runs(Wiring(net.layers, net.bottoms, net.tops, net.layer_need_backward))
-    return [[net.layer_names[i] for i in run] for run in found]
+def groups_of(net: Net) -> list[list[str]]:
+    found = find_groups(Wiring(net.layers, net.bottoms, net.tops, net.layer_need_backward))
+    return [[net.layer_names[i] for i in group] for group in found]
 
 
 @pytest.mark.parametrize("name", NETS)
 def test_what_is_computed_together(name: str) -> None:
-    assert runs_of(build(NETS[name])) == RUNS[name]
+    assert groups_of(build(NETS[name])) == GROUPS[name]
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -245,14 +245,14 @@ def test_the_same_numbers_as_one_by_one(name: str) -> None:
     ],
 )
 def test_what_is_not(what: str, body: str) -> None:
-    runs = runs_of(build(body))
-    assert runs == ([["a", "bn_a", "scale_a"]] if what == "coefficients" else [])
+    groups = groups_of(build(body))
+    assert groups == ([["a", "bn_a", "scale_a"]] if what == "coefficients" else [])
 
 
 @pytest.mark.parametrize(
-    ("model", "runs"), [("caffenet", 7), ("googlenet", 57), ("vgg16", 15), ("resnet50", 53)]
+    ("model", "groups"), [("caffenet", 7), ("googlenet", 57), ("vgg16", 15), ("resnet50", 53)]
 )
-def test_bundled_nets(model: str, runs: int) -> None:
+def test_bundled_nets(model: str, groups: int) -> None:
     path = models.path(model, "deploy")
     assert path
     param = text.read_net(path)
@@ -262,4 +262,4 @@ def test_bundled_nets(model: str, runs: int) -> None:
     param.state.phase = TRAIN
     net = Net(param)
     wiring = Wiring(net.layers, net.bottoms, net.tops, [True] * len(net.layers))
-    assert len(find_runs(wiring)) == runs
+    assert len(find_groups(wiring)) == groups

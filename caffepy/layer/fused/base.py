@@ -1,6 +1,4 @@
-"""Runs of layers that are computed together, so that what lies between them need not go through
-memory.
-"""
+"""The contract of fused groups."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -10,7 +8,9 @@ from caffepy.layer.base import Layer
 
 
 class Member(NamedTuple):
-    """A layer of a run with its blobs as it takes them, and which bottoms want their gradient."""
+    """A layer of a fused group, its blobs in the layout that it takes, and which of its bottoms get
+    a gradient.
+    """
 
     layer: Layer
     bottoms: Sequence[Blob]
@@ -18,16 +18,16 @@ class Member(NamedTuple):
     propagate_down: Sequence[bool]
 
 
-class FusedRun(Protocol):
-    """Several layers at once, with the numbers that they give one after the other.
+class FusedGroup(Protocol):
+    """Several layers computed at once, with the numbers of running them one after the other.
 
-    Only the tops of the last member are written; the blobs between members are left as they are.
+    Only the tops of the last member are written; blobs between members are left as they are.
     """
 
     def forward(self) -> None:
-        """Write the data of the last top."""
+        """Write the data of the last member's tops."""
 
     def backward(self) -> None:
-        """Write the diffs of the first member's bottoms, and of others that come in, add to those
-        of parameters.
+        """Write the diffs of the bottoms that come from outside the group, add to the diffs of the
+        parameters.
         """

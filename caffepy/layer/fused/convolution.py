@@ -1,8 +1,10 @@
 """A Convolution and the ReLU that follows it, computed together."""
 
-from caffepy.device.blob import Array, Blob
-from caffepy.layer.base import Layer
+from collections.abc import Sequence
+
+from caffepy.device.blob import Array
 from caffepy.layer.convolution import Convolution
+from caffepy.layer.fused.base import Member
 
 
 class ConvolutionReLU:
@@ -11,18 +13,13 @@ class ConvolutionReLU:
     Backward changes the top's diff: it becomes that of the convolution.
     """
 
-    def __init__(
-        self, convolution: Layer, relu: Layer, bottom: Blob, top: Blob, propagate_down: bool
-    ) -> None:
-        assert isinstance(convolution, Convolution)
-        assert relu.type == "ReLU"
-        assert relu.param.relu_param.negative_slope == 0
-        self.layer, self.bottom, self.top, self.propagate_down = (
-            convolution,
-            bottom,
-            top,
-            propagate_down,
-        )
+    def __init__(self, members: Sequence[Member]) -> None:
+        convolution, relu = members
+        assert isinstance(convolution.layer, Convolution)
+        assert relu.layer.can_fuse
+        self.layer = convolution.layer
+        (self.bottom,), (self.top,) = convolution.bottoms, relu.tops
+        (self.propagate_down,) = convolution.propagate_down
 
     def forward(self) -> None:
         """Write the top's data."""

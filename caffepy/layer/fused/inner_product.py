@@ -1,31 +1,27 @@
-"""InnerProduct with what follows it in place."""
+"""InnerProduct and the ReLU and Dropout that follow it, computed together."""
 
-from caffepy.device.blob import Array, Blob
-from caffepy.layer.base import Layer
+from collections.abc import Sequence
+
+from caffepy.device.blob import Array
+from caffepy.layer.fused.base import Member
 from caffepy.layer.inner_product import InnerProduct
-from caffepy.layer.neuron import Dropout
+from caffepy.layer.neuron import Dropout, ReLU
 
 
-class InnerProductRun:
-    """InnerProduct, then ReLU of slope 0, Dropout or both: what follows the product is one pass
-    each way.
+class InnerProductGroup:
+    """InnerProduct, then ReLU of slope 0, Dropout or both: one pass over memory after the product,
+    forward and backward.
     """
 
-    def __init__(
-        self,
-        inner_product: Layer,
-        relu: Layer | None,
-        dropout: Layer | None,
-        bottom: Blob,
-        top: Blob,
-        propagate_down: bool,
-    ) -> None:
-        assert isinstance(inner_product, InnerProduct)
-        assert dropout is None or isinstance(dropout, Dropout)
-        self.inner_product = inner_product
-        self.rectifies = relu is not None
-        self.dropout = dropout if dropout and dropout.draws else None
-        self.bottom, self.top, self.propagate_down = bottom, top, propagate_down
+    def __init__(self, members: Sequence[Member]) -> None:
+        first, *after = members
+        assert isinstance(first.layer, InnerProduct)
+        self.inner_product = first.layer
+        self.rectifies = any(isinstance(member.layer, ReLU) for member in after)
+        dropout = after[-1].layer if after else None
+        self.dropout = dropout if isinstance(dropout, Dropout) and dropout.draws else None
+        (self.bottom,), (self.top,) = first.bottoms, members[-1].tops
+        (self.propagate_down,) = first.propagate_down
 
     @property
     def _mask(self) -> tuple[Array | None, float]:

@@ -1,49 +1,54 @@
-"""Normalization with what comes before and after it, in the fewest passes over memory."""
+"""BatchNorm and the layers before and after it, computed together."""
 
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
 
 from caffepy.device.blob import Array, Blob
+from caffepy.layer.convolution import Convolution
+from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.fused.base import Member
-from caffepy.layer.neuron import is_in_place
-from caffepy.layer.normalization import BatchNorm
+from caffepy.layer.neuron import ReLU, is_in_place
+from caffepy.layer.normalization import BatchNorm, Scale
 
 
-class NormRun:
-    """[Convolution,] BatchNorm [, Scale] [, Eltwise] [, ReLU] [, Split], each with the only top of
+class NormGroup:
+    """[Convolution,] BatchNorm [, Scale] [, Eltwise] [, ReLU] [, Split]; each reads the only top of
     the one before.
 
-    The Scale has a factor for each channel, the Eltwise adds one other blob, the ReLU's slope is 0,
-    the Split is into two. y = relu(x * factor + shift + other), the gradient of y is the sum of
-    those of the Split's tops.
+    The Scale has a factor for each channel, the Eltwise adds one blob from outside, the ReLU's
+    slope is 0, the Split has two tops: y = relu(x * factor + shift + other), and the gradient of y
+    is the sum of those of the Split's tops.
 
-    What the convolution writes, x, is a blob of the run's own, whose gradient takes the place of
-    the one of y. A run that never goes backward (`learns` False) has x where y will be. `given`
-    says which tops are given a gradient.
+    x, the output of the convolution, is a blob of the group's own; its diff shares the memory of
+    that of y. A group that never runs backward (`learns` False) has x where y will be.
+    `has_gradient` says which tops get a gradient.
     """
 
     def __init__(
-        self, members: Sequence[Member], learns: bool = True, given: Sequence[bool] = (True, True)
+        self,
+        members: Sequence[Member],
+        learns: bool = True,
+        has_gradient: Sequence[bool] = (True, True),
     ) -> None:
-        of = {member.layer.type: member for member in members}
-        self.norm, self.convolution = of["BatchNorm"], of.get("Convolution")
-        self.scale = of["Scale"].layer if "Scale" in of else None
-        self.relu = "ReLU" in of
+        of = {type(member.layer): member for member in members}
+        self.norm, self.convolution = of[BatchNorm], of.get(Convolution)
+        self.scale = of[Scale].layer if Scale in of else None
+        self.relu = ReLU in of
         self.tops = members[-1].tops
-        self.given = [top for top, is_given in zip(self.tops, given, strict=False) if is_given]
+        with_gradient = [top for top, has in zip(self.tops, has_gradient, strict=False) if has]
         self.other, self.wants_other = _other(members)
         source = self.norm.bottoms[0]
         keeps = is_in_place(source, self.tops[0]) if self.convolution is None else True
         if learns and keeps:
             self.x = _like(source)
-            if self.convolution is not None and self.given:
-                self.x.share_diff(self.given[0])
+            if self.convolution is not None and with_gradient:
+                self.x.share_diff(with_gradient[0])
         else:
             self.x = source if self.convolution is None else self.tops[0]
 
     def forward(self) -> None:
-        """Write y, and bring the running sums of mean and variance on."""
+        """Write y and update the running sums of mean and variance."""
         layer, y = self._layer, self.tops[0]
         self.x.reshape_like(y)
         if self.convolution is not None:
@@ -59,9 +64,8 @@ class NormRun:
     def backward(self) -> None:
         """Write the gradients of x and of the other blob, add to those of the parameters."""
         layer = self._layer
-        touched = [
-            top for top in self.tops if top.diff_memory.touched
-        ]  # others never get a gradient
+        # Tops whose diff was never touched get no gradient.
+        touched = [top for top in self.tops if top.diff_memory.touched]
         dys = [_flat(top.diff) for top in touched or self.tops[:1]]
         by_y = self.relu and self.other is not None
         masked = None
@@ -90,7 +94,7 @@ class NormRun:
         return self.norm.layer
 
     def _sums(self) -> tuple[Array | None, Array | None]:
-        """The gradients of the Scale's parameters that are wanted."""
+        """The diffs of the Scale's parameters, None for those that are not wanted."""
         if self.scale is None:
             return None, None
         wanted = zip(self.scale.blobs, self.scale.param_propagate_down, strict=True)
@@ -103,16 +107,16 @@ class NormRun:
 
 
 def _other(members: Sequence[Member]) -> tuple[Blob | None, bool]:
-    """What an Eltwise adds to the run, and whether it wants its gradient."""
+    """Return the blob from outside that an Eltwise adds, and True if it gets a gradient."""
     for before, member in pairwise(members):
-        if member.layer.type == "Eltwise":
+        if isinstance(member.layer, Eltwise):
             index = 1 if member.bottoms[0] is before.tops[0] else 0
             return member.bottoms[index], member.propagate_down[index]
     return None, False
 
 
 def _pair(values: Sequence[Array | None]) -> tuple[Array | None, Array | None]:
-    """Of a scale and a bias, of a scale alone, or of nothing."""
+    """Return the values of scale and bias, None for those that are missing."""
     first, second = (*values, None, None)[:2]
     return first, second
 

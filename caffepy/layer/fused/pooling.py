@@ -1,29 +1,23 @@
 """A Pooling and the ReLU that follows it, computed together."""
 
-from caffepy.device.blob import Blob
-from caffepy.layer.base import Layer
+from collections.abc import Sequence
+
+from caffepy.layer.fused.base import Member
 from caffepy.layer.pooling import Pooling
 from caffepy.proto.caffe_pb2 import PoolingParameter
-
-METHODS = (PoolingParameter.MAX, PoolingParameter.AVE)
-"""What may be followed by a ReLU."""
 
 
 class PoolingReLU:
     """top = relu(maxima or means of the bottom), in place or not, with a slope of 0."""
 
-    def __init__(
-        self, pooling: Layer, relu: Layer, bottom: Blob, top: Blob, propagate_down: bool
-    ) -> None:
-        assert isinstance(pooling, Pooling)
-        assert pooling.method in METHODS
-        assert relu.param.relu_param.negative_slope == 0
-        self.layer, self.bottom, self.top, self.propagate_down = (
-            pooling,
-            bottom,
-            top,
-            propagate_down,
-        )
+    def __init__(self, members: Sequence[Member]) -> None:
+        pooling, relu = members
+        assert isinstance(pooling.layer, Pooling)
+        assert pooling.layer.can_fuse
+        assert relu.layer.can_fuse
+        self.layer = pooling.layer
+        (self.bottom,), (self.top,) = pooling.bottoms, relu.tops
+        (self.propagate_down,) = pooling.propagate_down
 
     def forward(self) -> None:
         """Write the top's data."""
@@ -35,7 +29,7 @@ class PoolingReLU:
             layer.ops.ave_pool_forward(x, y, *window, relu=True)
 
     def backward(self) -> None:
-        """Write the bottom's diff; the index of a maximum tells already whether it is above 0."""
+        """Write the bottom's diff; a maximum that is not above 0 has no index."""
         if not self.propagate_down:
             return
         layer, dy, dx = self.layer, self.top.diff, self.bottom.diff

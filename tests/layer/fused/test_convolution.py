@@ -8,6 +8,7 @@ import caffepy.layer
 from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.device.device import CudaDevice, Device
 from caffepy.layer.base import create_layer
+from caffepy.layer.fused.base import Member
 from caffepy.layer.fused.convolution import ConvolutionReLU
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from tests.layer.harness import random
@@ -72,11 +73,16 @@ class Pair:
         return self.results()
 
     def together(self, down):
-        run = ConvolutionReLU(self.conv, self.relu, self.x, self.y, down)
+        group = ConvolutionReLU(
+            [
+                Member(self.conv, [self.x], [self.middle], [down]),
+                Member(self.relu, [self.middle], [self.y], [True]),
+            ]
+        )
         with self.device.scope():
-            run.forward()
+            group.forward()
             self.y.host_diff[...] = quarters(random(*self.y.shape, seed=1))
-            run.backward()
+            group.backward()
         return self.results()
 
     def results(self):

@@ -8,7 +8,8 @@ import caffepy.layer
 from caffepy.device.blob import Blob, Layout
 from caffepy.device.device import CudaDevice, Device
 from caffepy.layer.base import create_layer
-from caffepy.layer.fused.inner_product import InnerProductRun
+from caffepy.layer.fused.base import Member
+from caffepy.layer.fused.inner_product import InnerProductGroup
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 from tests.layer.harness import random
 
@@ -61,12 +62,16 @@ class Chain:
             blob.host_diff.fill(1)
         with self.device.scope():
             if fused:
-                by_type = {layer.type: layer for layer in after}
-                members = product, by_type.get("ReLU"), by_type.get("Dropout")
-                run = InnerProductRun(*members, self.bottom, self.top, propagate_down)
-                run.forward()
+                top = [self.top]
+                group = InnerProductGroup(
+                    [
+                        Member(product, [self.bottom], top, [propagate_down]),
+                        *(Member(layer, top, top, [True]) for layer in after),
+                    ]
+                )
+                group.forward()
                 self.top.host_diff[...] = random(6, 10, seed=1)
-                run.backward()
+                group.backward()
             else:
                 product.forward([self.bottom], [self.top])
                 for layer in after:

@@ -11,7 +11,7 @@ from caffepy.device.blob import Blob, Layout
 from caffepy.device.device import CudaDevice, Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.fused.base import Member
-from caffepy.layer.fused.normalization import NormRun
+from caffepy.layer.fused.normalization import NormGroup
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 from tests.layer.harness import random
 
@@ -26,7 +26,7 @@ TEXTS = {
     "ReLU": "",
     "Split": "",
 }
-RUNS = {
+GROUPS = {
     "all": "Convolution BatchNorm Scale Eltwise ReLU Split",
     "block": "Convolution BatchNorm Scale Eltwise ReLU",
     "usual": "Convolution BatchNorm Scale ReLU",
@@ -38,7 +38,7 @@ RUNS = {
     "no convolution, sum": "BatchNorm Scale Eltwise ReLU",
     "BatchNorm and ReLU": "BatchNorm ReLU",
 }
-MEMBERS = {name: types.split() for name, types in RUNS.items()}
+MEMBERS = {name: types.split() for name, types in GROUPS.items()}
 SHAPE = (3, 8, 5, 4)
 PLAIN = Layout(np.dtype(np.float32), False)
 
@@ -49,7 +49,7 @@ def coarse(seed):
 
 
 class Chain:
-    """The layers of a run, wired; `in_place` or each with a top of its own."""
+    """The layers of a group, wired; `in_place` or each with a top of its own."""
 
     def __init__(
         self,
@@ -111,24 +111,24 @@ class Chain:
     def put(blob, what, values):
         getattr(blob, f"host_{what}")[...] = values
 
-    def run(self, run=None):
-        """Both passes, through the run or layer by layer, twice forward so that the statistics show
+    def run(self, group=None):
+        """Both passes, through the group or layer by layer, twice forward so that the statistics show
         it.
         """
         layers = self.members
         with self.device.scope():
             for _ in range(2):
                 self.put(self.x, "data", coarse(0))
-                if run:
-                    run.forward()
+                if group:
+                    group.forward()
                 else:
                     for m in layers:
                         m.layer.forward(m.bottoms, m.tops)
             y = np.array(self.tops[0].host_data)
             for i, top in enumerate(self.tops):
                 self.put(top, "diff", random(*top.shape, seed=2 + i))
-            if run:
-                run.backward()
+            if group:
+                group.backward()
             else:
                 for m in reversed(layers):
                     m.layer.backward(m.tops, m.propagate_down, m.bottoms)
@@ -163,15 +163,15 @@ def agree(answers, truths, near, flips=0):
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize(("phase", "frozen"), [(TRAIN, False), (TEST, False), (TRAIN, True)])
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", GROUPS)
 def test_as_its_layers(name, phase, frozen, in_place):
     chain, alone = (Chain(MEMBERS[name], in_place, phase, frozen=frozen) for _ in range(2))
-    agree(chain.run(NormRun(chain.members)), alone.run(), 1e-9)
+    agree(chain.run(NormGroup(chain.members)), alone.run(), 1e-9)
 
 
 def test_the_other_blob_may_come_first():
     chain, alone = (Chain(MEMBERS["all"], True, swap=True) for _ in range(2))
-    agree(chain.run(NormRun(chain.members)), alone.run(), 1e-9)
+    agree(chain.run(NormGroup(chain.members)), alone.run(), 1e-9)
 
 
 @pytest.mark.parametrize("name", ["block", "all", "usual", "no convolution, sum"])
@@ -185,7 +185,7 @@ def test_only_what_is_wanted_is_computed(name):
                 down = [first]
             chain.members[i] = Member(m.layer, m.bottoms, m.tops, down)
             m.layer.param_propagate_down = [params] * len(m.layer.blobs)
-        answers = chain.run(NormRun(chain.members))
+        answers = chain.run(NormGroup(chain.members))
         for key, answer in answers.items():
             truth = truths[key]
             if key.split()[-1].startswith("d") and key not in ("dx", "dother") and not params:
@@ -194,39 +194,39 @@ def test_only_what_is_wanted_is_computed(name):
 
 
 @pytest.mark.parametrize("name", ["block", "usual", "no convolution"])
-def test_a_run_that_never_learns_writes_over_what_it_reads(name):
+def test_a_group_that_never_learns_writes_over_what_it_reads(name):
     truth = Chain(MEMBERS[name], True, TEST).run()["y"]
     chain = Chain(MEMBERS[name], True, TEST)
-    run = NormRun(chain.members, learns=False)
-    assert run.x is (chain.x if name == "no convolution" else chain.tops[0])
-    run.forward()
+    group = NormGroup(chain.members, learns=False)
+    assert group.x is (chain.x if name == "no convolution" else chain.tops[0])
+    group.forward()
     np.testing.assert_allclose(chain.tops[0].data, truth, 1e-9, 1e-9)
 
 
 def test_a_top_without_a_gradient_adds_nothing():
     truth = Chain(MEMBERS["block"], True)
     answers, chain = truth.run(), Chain(MEMBERS["all"], True)
-    run = NormRun(chain.members)
+    group = NormGroup(chain.members)
     for _ in range(2):
-        run.forward()
+        group.forward()
     chain.tops[0].diff[...] = random(*chain.tops[0].shape, seed=2)
-    run.backward()
+    group.backward()
     np.testing.assert_allclose(chain.x.diff, answers["dx"], 1e-9, 1e-9)
 
 
 def test_shapes_may_change():
     chain = Chain(MEMBERS["usual"], True)
-    run = NormRun(chain.members)
-    run.forward()
+    group = NormGroup(chain.members)
+    group.forward()
     larger = random(4, 8, 6, 5)
     chain.x.reshape(larger.shape)
     for m in chain.members:
         m.layer.reshape(m.bottoms, m.tops)
     chain.x.data[...] = larger
-    run.forward()
+    group.forward()
     for top in chain.tops:
         top.diff[...] = 1
-    run.backward()
+    group.backward()
     np.testing.assert_allclose(chain.tops[0].data.shape, (4, 8, 6, 5))
     assert chain.x.diff.shape == larger.shape
 
@@ -253,7 +253,7 @@ GPU_LAYOUTS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("layout", GPU_LAYOUTS)
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", GROUPS)
 def test_on_a_gpu(name, layout, in_place, exact_products):
     lying, near, flips = GPU_LAYOUTS[layout]
     for frozen in (False, True):
@@ -261,7 +261,7 @@ def test_on_a_gpu(name, layout, in_place, exact_products):
         chain = Chain(
             MEMBERS[name], in_place, TRAIN, CudaDevice(seed=1), lying, np.float32, frozen=frozen
         )
-        agree(chain.run(NormRun(chain.members)), truths, near, flips)
+        agree(chain.run(NormGroup(chain.members)), truths, near, flips)
 
 
 @pytest.mark.gpu
@@ -281,12 +281,12 @@ def test_layers_on_a_gpu(types, layout):
 def test_a_recording_gives_the_same():
     lying, *_ = GPU_LAYOUTS["bfloat16"]
     chain = Chain(MEMBERS["all"], True, TRAIN, CudaDevice(seed=1), lying, np.float32)
-    run = NormRun(chain.members)
-    answers = chain.run(run)
+    group = NormGroup(chain.members)
+    answers = chain.run(group)
 
     def both():
-        run.forward()
-        run.backward()
+        group.forward()
+        group.backward()
 
     for blob, what in ((chain.x, "diff"), (chain.tops[0], "data"), (chain.other, "diff")):
         chain.put(blob, what, 0)
