@@ -21,9 +21,9 @@ import numpy as np
 from make_lmdb import make
 
 from caffepy import models
-from caffepy.data.loader import RecordLoader
+from caffepy.data.loader import SequentialLoader
 from caffepy.data.reader import Reader
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 from caffepy.data.transformer import Transformer
 from caffepy.device.device import Device
 from caffepy.ops import cpu
@@ -76,7 +76,7 @@ def read_alone(args: argparse.Namespace, threads: int) -> float:
     transformer = Transformer(layer.transform_param, TRAIN, Device(seed=1), path)
     depth = layer.data_param.prefetch
     reader = Reader(
-        RecordLoader(open_source(args.lmdb), transformer, args.batch),
+        SequentialLoader(open_database(args.lmdb), transformer, args.batch),
         depth,
         np.float32,
         cpu.Staging,
@@ -114,7 +114,7 @@ def main() -> None:
         f"{args.net} {args.precision}, batch {args.batch}: synthetic {synthetic:.0f}, database {database:.0f} images/s"
     )
     say(f"{database / synthetic:.1%} of the rate on synthetic data")
-    source = open_source(args.lmdb)
+    source = open_database(args.lmdb)
     size = len(source.peek()[1])
     source.close()
     threads = 1

@@ -32,7 +32,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(params=[False, True], ids=["one at a time", "several"])
 def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether helpers fill several batches at a time, as they do where there are many threads."""
-    monkeypatch.setattr("caffepy.data.reader.MANY", 1 if request.param else 1 << 20)
+    monkeypatch.setattr("caffepy.data.reader.MIN_THREADS", 1 if request.param else 1 << 20)
 
 
 @pytest.fixture

@@ -16,19 +16,22 @@ from caffepy.proto.caffe_pb2 import Datum
 Array = NDArray[Any]
 Record = memoryview | bytes
 
-COLOR, GRAY, EITHER, NATIVE = (
-    1,
-    0,
-    4,
-    -1,
-)  # how OpenCV decodes: three channels, one, one or three, as the file has them
+# how OpenCV decodes: three channels, one, one or three, as the file has them
+COLOR, GRAY, EITHER, NATIVE = 1, 0, 4, -1
 JPEG_START, JPEG_END = b"\xff\xd8", b"\xff\xd9"
+SIGNATURES = {
+    b"\xff\xd8\xff": "jpeg",
+    b"\x89PNG": "png",
+    b"GIF8": "gif",
+    b"BM": "bmp",
+    b"RIFF": "webp",
+    b"II": "tiff",
+}
+LONGEST_SIGNATURE = max(map(len, SIGNATURES))
 
 
 def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
-    """Image (C, H, W), label and whether it was encoded; DataError says what is wrong with the
-    record.
-    """
+    """Image (C, H, W), label and True if it was encoded; DataError says what is wrong."""
     try:
         datum = Datum.FromString(record)  # type: ignore[arg-type]  # takes a memoryview too
     except DecodeError:
@@ -48,9 +51,16 @@ def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
     return values.reshape(shape), datum.label, False
 
 
-def image_file(record: Record) -> bytes:
-    """The image file that an encoded record holds."""
-    return Datum.FromString(record).data  # type: ignore[arg-type]  # takes a memoryview too
+def image_file(record: Record) -> bytes | None:
+    """The image file in an encoded record; None for a raw one."""
+    datum = Datum.FromString(record)  # type: ignore[arg-type]  # takes a memoryview too
+    return datum.data if datum.encoded else None
+
+
+def encoding_of(content: bytes) -> str:
+    """The type of an image file, by its first bytes."""
+    kinds = (kind for start, kind in SIGNATURES.items() if content.startswith(start))
+    return next(kinds, "another kind of image file")
 
 
 def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None = None) -> Array:
@@ -75,9 +85,7 @@ def planes(image: Array) -> Array:
 
 
 def read_image(data: bytes, mode: int) -> Array | None:
-    """`opened`, but a JPEG that is cut short is grey where it ends, as Caffe's cv::imread of the
-    file has it.
-    """
+    """`opened`, but the missing end of a truncated JPEG is grey, as in Caffe's cv::imread."""
     image = opened(data, mode)
     return opened(data + JPEG_END, mode) if image is None and data.startswith(JPEG_START) else image
 
@@ -93,7 +101,7 @@ def opened(data: bytes | Array, mode: int) -> Array | None:
 
 
 def resized(image: Array, width: int, height: int) -> Array:
-    """(height, width) or (height, width, C): the image, bilinearly; MemoryError if it is too large."""
+    """The image as (height, width) or (height, width, C), bilinear; MemoryError if too large."""
     import cv2
 
     try:
@@ -104,11 +112,8 @@ def resized(image: Array, width: int, height: int) -> Array:
 
 @lru_cache(64)
 def head_of(shape: tuple[int, ...]) -> bytes:
-    """What a serialized raw datum with an image of this shape starts with, its fields in order, up
-    to the image.
-    """
+    """The start of a serialized raw Datum with an image of this shape, up to the image's bytes."""
     channels, height, width = shape
     size = channels * height * width
-    return Datum(
-        channels=channels, height=height, width=width, data=bytes(size)
-    ).SerializeToString()[:-size]
+    datum = Datum(channels=channels, height=height, width=width, data=bytes(size))
+    return datum.SerializeToString()[:-size]

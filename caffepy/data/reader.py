@@ -1,9 +1,10 @@
-"""Batches made ahead of time by a thread; where there are many, others fill several of them at a
-time.
+"""Batches that a thread reads ahead of the net. With enough cores, FILL_THREADS more threads fill
+several batches at a time.
 
-Batch k is always batch k. Each carries the state (position, random stream) after it, so that the
-state of a Reader is that after the last batch taken: batches made ahead do not count. Batches may
-come in several lanes, one after the other, each with a Staging of its own device.
+Batch k is always batch k. Each carries the state (position, random stream) after it, so the state
+of a Reader is that after the last batch taken: batches read ahead do not count. With several
+devices, batches go to them in turn, each by a Staging of its device. The table of who calls what on
+which thread stands at the head of `loader`.
 """
 
 import atexit
@@ -20,57 +21,57 @@ from typing import NamedTuple
 
 from numpy.typing import DTypeLike
 
-from caffepy.data.loader import Batch, Loader, Staging, State
+from caffepy.data.loader import Batch, Loader, Staging
+from caffepy.data.sources.base import State
 
 log = logging.getLogger(__name__)
 
-EXIT_WAIT = 2.0  # seconds that an end waits for a thread in the middle of a batch
-HELPERS = 3  # fill as many batches at a time: of one alone some pieces end late, and what goes before them is serial
-MANY = 4  # threads are needed for that
-MOST_BATCHES = 100
+EXIT_WAIT = 2.0  # seconds that `close` and the exit of the process wait for a batch being filled
+# one batch alone does not keep the cores busy: its start is serial, and its last images end late
+FILL_THREADS = 3
+MIN_THREADS = 4  # of the pool, for FILL_THREADS to start
+MAX_BATCHES = 100
 WAITS_PER_LINE = 1000
 
 
-class _Ring:
-    """What a Reader and its thread share: empty batches one way, full ones or an error the other."""
+class _Queues:
+    """Free batches, by rank, for the reading thread; full ones, or its error, for the Reader."""
 
     def __init__(self, batches: list[Batch]) -> None:
-        lanes = 1 + max(batch.lane for batch in batches)
-        self.free: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in range(lanes)]
+        ranks = 1 + max(batch.rank for batch in batches)
+        self.free: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in range(ranks)]
         self.full: SimpleQueue[Batch | BaseException] = SimpleQueue()
         self.stopped = False
         for batch in batches:
-            self.free[batch.lane].put(batch)
+            self.free[batch.rank].put(batch)
 
     def stop(self) -> None:
-        """Let the thread end after the batch it is making."""
+        """Ask the reading thread to end after its current batch."""
         self.stopped = True
-        for lane in self.free:
-            lane.put(None)
+        for queue in self.free:
+            queue.put(None)
 
 
-_threads: "weakref.WeakKeyDictionary[threading.Thread, _Ring]" = weakref.WeakKeyDictionary()
+_threads: "weakref.WeakKeyDictionary[threading.Thread, _Queues]" = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _stop_all() -> None:
     threads = list(_threads.items())
-    for _, ring in threads:
-        ring.stop()
+    for _, queues in threads:
+        queues.stop()
     for thread, _ in threads:
         _join(thread, EXIT_WAIT)
 
 
 def _join(thread: threading.Thread, seconds: float | None) -> None:
-    """Wait for its end, if it ever began: an interruption may have come before."""
+    """Wait for the thread's end, if it was started: an interruption may have come before."""
     if thread.ident is not None:
         thread.join(seconds)
 
 
-class _Begun(NamedTuple):
-    """A batch that is being filled, whether that was possible or what went wrong, and the state
-    before it.
-    """
+class _Reserved(NamedTuple):
+    """A batch that is being filled, the result of filling it, and the loader's state before it."""
 
     batch: Batch
     filled: Future[bool]
@@ -78,64 +79,63 @@ class _Begun(NamedTuple):
 
 
 class _Producer:
-    """Begins batches one after the other, has some filled at a time, and hands them over in their
-    order.
+    """The reading thread: reserves batches one after the other, lets filling threads fill them, and
+    hands them over in their order.
     """
 
-    def __init__(self, loader: Loader, ring: _Ring) -> None:
-        self._loader, self._ring = loader, ring
-        self._begun: deque[_Begun] = deque()
+    def __init__(self, loader: Loader, queues: _Queues) -> None:
+        self._loader, self._queues = loader, queues
+        self._reserved: deque[_Reserved] = deque()
         self._jobs: SimpleQueue[tuple[Future[bool], Callable[[], bool]] | None] = SimpleQueue()
 
     def run(self) -> None:
-        """Until it is told to stop, or something fails."""
-        helpers = 0
+        """Make batches until the Reader stops this thread or an error occurs."""
+        fill_threads = 0
         try:
             from caffepy.device.threads import num_threads  # here, since the package loads numba
 
-            helpers = HELPERS if num_threads() >= MANY else 0
-            make = self._begin if helpers else self._load
-            for _ in range(helpers):
-                threading.Thread(target=self._help, name="caffepy-fill", daemon=True).start()
-            for lane in cycle(self._ring.free):
-                while self._must_hand_over(lane):
+            fill_threads = FILL_THREADS if num_threads() >= MIN_THREADS else 0
+            make = self._reserve if fill_threads else self._load
+            for _ in range(fill_threads):
+                threading.Thread(target=self._fill, name="caffepy-fill", daemon=True).start()
+            for free in cycle(self._queues.free):
+                while self._must_hand_over(free):
                     self._hand_over()
-                batch = lane.get()
-                if batch is None or self._ring.stopped:
+                batch = free.get()
+                if batch is None or self._queues.stopped:
                     return
                 make(batch)
-        except BaseException as error:  # raised again where the batch is taken
-            self._ring.full.put(error)
+        except BaseException as error:  # raised again by Reader.take
+            self._queues.full.put(error)
         finally:
-            wait([begun.filled for begun in self._begun])
-            for _ in range(helpers):
+            wait([reserved.filled for reserved in self._reserved])
+            for _ in range(fill_threads):
                 self._jobs.put(None)
-            _threads.pop(
-                threading.current_thread(), None
-            )  # an error that nobody takes refers to its thread
+            # an error that nobody takes refers to its thread, which must not keep the queues alive
+            _threads.pop(threading.current_thread(), None)
 
     def _load(self, batch: Batch) -> None:
         self._loader.load(batch)
-        self._ring.full.put(batch)
+        self._queues.full.put(batch)
 
-    def _begin(self, batch: Batch) -> None:
+    def _reserve(self, batch: Batch) -> None:
         before = self._loader.state()
         try:
-            fill = self._loader.begin(batch)
-        except (
-            Exception
-        ):  # it comes up again in its place, if it is still there when those before are loaded
+            fill = self._loader.reserve(batch)
+        except Exception:
+            # `load` raises it again, unless going back to an earlier batch avoids it
             self._loader.set_state(before)
             fill = None
         if fill is None:
-            while self._begun:
+            while self._reserved:
                 self._hand_over()
             self._load(batch)
         else:
-            self._begun.append(_Begun(batch, Future(), before))
-            self._jobs.put((self._begun[-1].filled, fill))
+            self._reserved.append(_Reserved(batch, Future(), before))
+            self._jobs.put((self._reserved[-1].filled, fill))
 
-    def _help(self) -> None:
+    def _fill(self) -> None:
+        """A filling thread."""
         while (job := self._jobs.get()) is not None:
             filled, fill = job
             try:
@@ -143,72 +143,68 @@ class _Producer:
             except BaseException as error:
                 filled.set_exception(error)
 
-    def _must_hand_over(self, lane: "SimpleQueue[Batch | None]") -> bool:
-        """Whether a batch is ready, or none can be begun before one is."""
-        if not self._begun:
+    def _must_hand_over(self, free: "SimpleQueue[Batch | None]") -> bool:
+        """True if a batch is full, or if none can be reserved before one is handed over."""
+        if not self._reserved:
             return False
-        return self._begun[0].filled.done() or len(self._begun) == HELPERS or lane.empty()
+        return (
+            self._reserved[0].filled.done() or len(self._reserved) == FILL_THREADS or free.empty()
+        )
 
     def _hand_over(self) -> None:
-        """The batch that was begun first; if it could not be filled, load it and those behind it
-        one by one.
-
-        What went wrong in filling it goes wrong in loading it, too, unless it is a bad record that
-        may be passed over.
+        """Hand over the oldest batch. If it could not be filled, load it and those after it one by
+        one: that raises the same error, or skips a bad record.
         """
-        batch, filled, before = self._begun[0]
+        batch, filled, before = self._reserved[0]
         if filled.exception() is None and filled.result():
-            self._begun.popleft()
-            self._ring.full.put(batch)
+            self._reserved.popleft()
+            self._queues.full.put(batch)
             return
-        wait([begun.filled for begun in self._begun])
+        wait([reserved.filled for reserved in self._reserved])
         self._loader.set_state(before)
-        while self._begun:
-            self._load(self._begun.popleft().batch)
+        while self._reserved:
+            self._load(self._reserved.popleft().batch)
 
 
 _waits = count()
 
 
 class Reader:
-    """A Loader and a thread that keeps up to `depth` batches ready; it starts when the first one is
-    asked for.
-    """
+    """A Loader and the thread that keeps up to `depth` batches ready. `take` starts it."""
 
     def __init__(
         self, loader: Loader, depth: int, dtype: DTypeLike, staging: Callable[[], Staging]
     ) -> None:
         self._loader = loader
-        if depth > MOST_BATCHES:
-            log.warning("%d batches are read ahead, not %d", MOST_BATCHES, depth)
-            depth = MOST_BATCHES
+        if depth > MAX_BATCHES:
+            log.warning("%d batches are read ahead, not %d", MAX_BATCHES, depth)
+            depth = MAX_BATCHES
         self._depth, self._dtype, self._staging = depth, dtype, staging
         self._batches = [Batch(loader.batch_size, dtype, staging()) for _ in range(depth)]
         self._state = loader.state()
         self._thread: threading.Thread | None = None
 
     def serve(self, scopes: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
-        """Make batches in as many lanes, each with a Staging made in its scope; the next batch is
-        of the first.
+        """Make batches for several devices in turn, `scopes[0]` first; their Stagings are made in
+        these scopes.
         """
         self.stop()
         self._batches = []
-        for lane, scope in enumerate(scopes):
+        for rank, scope in enumerate(scopes):
             with scope():
                 for _ in range(self._depth):
-                    self._batches.append(
-                        Batch(self._loader.batch_size, self._dtype, self._staging(), lane)
-                    )
+                    batch = Batch(self._loader.batch_size, self._dtype, self._staging(), rank)
+                    self._batches.append(batch)
 
     def take(self) -> Batch:
-        """The next batch; hand it back with `give_back` when it was used. Raises what went wrong in
-        making it.
+        """The next batch, to be returned by `give_back` after its use. Raises the error of making
+        it.
         """
         if self._thread is None:
             self._start()
-        elif self._ring.full.empty() and next(_waits) % WAITS_PER_LINE == 0:
+        elif self._queues.full.empty() and next(_waits) % WAITS_PER_LINE == 0:
             log.info("Waiting for data")
-        batch = self._ring.full.get()
+        batch = self._queues.full.get()
         if isinstance(batch, BaseException):
             self.stop()
             raise batch
@@ -216,28 +212,26 @@ class Reader:
         return batch
 
     def give_back(self, batch: Batch) -> None:
-        """Let the thread fill this batch anew."""
-        self._ring.free[batch.lane].put(batch)
+        """Return a batch, which may be filled again."""
+        self._queues.free[batch.rank].put(batch)
 
     def state(self) -> State:
         """The state after the last batch taken."""
         return self._state
 
     def set_state(self, state: State) -> None:
-        """Go on from there; batches made ahead are dropped."""
+        """Go to where `state` was taken; batches read ahead are dropped."""
         self.stop()
         self._loader.set_state(state)
         self._state = self._loader.state()
 
     def stop(self) -> None:
-        """End the thread and forget what it made ahead; `take` starts it again after the last batch
-        taken.
-        """
+        """End the thread and drop what it read ahead; `take` goes on after the last batch taken."""
         if self._end_thread():
             self._loader.set_state(self._state)
 
     def close(self) -> None:
-        """End the thread and release what the loader reads, unless the thread hangs in reading it."""
+        """End the thread and release the source, unless the thread hangs in reading it."""
         thread = self._thread
         self._end_thread(EXIT_WAIT)
         if thread and thread.is_alive():
@@ -246,24 +240,24 @@ class Reader:
             self._loader.close()
 
     def _end_thread(self, seconds: float | None = None) -> bool:
-        """Whether there was one; waits for its end, for so many seconds at most."""
+        """Wait for the thread's end, up to `seconds`; false if there was no thread."""
         if self._thread is None:
             return False
-        self._ring.stop()
+        self._queues.stop()
         _join(self._thread, seconds)
         self._thread = None
         self._finalizer.detach()
         return True
 
     def _start(self) -> None:
-        self._ring = _Ring(self._batches)
-        self._finalizer = weakref.finalize(self, self._ring.stop)
+        self._queues = _Queues(self._batches)
+        self._finalizer = weakref.finalize(self, self._queues.stop)
         self._finalizer.atexit = False
-        producer = _Producer(self._loader, self._ring)
+        producer = _Producer(self._loader, self._queues)
         thread = threading.Thread(target=producer.run, name="caffepy-data", daemon=True)
         try:
             self._thread = thread
-            _threads[thread] = self._ring
+            _threads[thread] = self._queues
             thread.start()
         except BaseException:  # an interruption
             self.stop()

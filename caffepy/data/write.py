@@ -17,7 +17,8 @@ import numpy as np
 from caffepy.core.errors import DataError
 from caffepy.core.files import remove_stale, replacing, temporary_name
 from caffepy.data.datum import Array
-from caffepy.data.sources.database import import_plyvel, printable, said
+from caffepy.data.sources.databases import printable, text_of
+from caffepy.data.sources.leveldb import import_plyvel
 from caffepy.proto.caffe_pb2 import Datum
 
 COMMIT_EVERY = 1000
@@ -180,7 +181,9 @@ def open_writer(name: str, folder: str, backend: str, sync: bool = False) -> Ite
 
 
 def _unwritable(name: str, error: Exception) -> DataError:
-    reason = (error.strerror or said(error)).lower() if isinstance(error, OSError) else said(error)
+    reason = (
+        (error.strerror or text_of(error)).lower() if isinstance(error, OSError) else text_of(error)
+    )
     if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ENOSPC):
         return DataError(f"{name} cannot be written: {reason}")
     with suppress(OSError):  # LMDB does not tell a full disk from a broken one

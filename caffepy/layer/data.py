@@ -12,13 +12,14 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.paths import locate
-from caffepy.data.loader import Loader, RecordLoader, Staging
+from caffepy.data.datum import COLOR, GRAY
+from caffepy.data.loader import Loader, SequentialLoader, Staging
 from caffepy.data.reader import Reader
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_source
 from caffepy.data.sources.hdf5 import HDF5Rows, append_rows, new_file
-from caffepy.data.sources.image_list import ImageLoader
-from caffepy.data.sources.windows import WindowLoader
+from caffepy.data.sources.image_list import ImageList
 from caffepy.data.transformer import Transformer
+from caffepy.data.window_loader import WindowLoader
 from caffepy.device.blob import Array, Blob, Layout, shape_string
 from caffepy.device.device import Device
 from caffepy.layer.base import Blobs, Layer, layer
@@ -178,8 +179,11 @@ class Data(Prefetching):
             log.warning(
                 "data_param's shuffle has no effect: records come in the order of their keys"
             )
-        source = open_source(locate(param.source, self.path), DataParameter.DB.Name(param.backend))
-        return RecordLoader(source, self.transformer(), param.batch_size)
+        path, backend = locate(param.source, self.path), DataParameter.DB.Name(param.backend)
+        source = open_source(path, backend)
+        transformer = self.transformer()
+        source.mode = transformer.decode_mode
+        return SequentialLoader(source, transformer, param.batch_size)
 
 
 @layer("ImageData")
@@ -197,7 +201,19 @@ class ImageData(Prefetching):
         _warn_ignored(param, "image_data_param", MOVED)
         if param.short_side:
             log.warning("image_data_param's short_side has no effect; use new_height and new_width")
-        return ImageLoader(param, self.transformer(), self.device, self.path)
+        transformer = self.transformer()
+        if (param.new_height > 0) != (param.new_width > 0):
+            raise ConfigError("new_height and new_width must both be given or neither")
+        source = ImageList(
+            locate(param.source, self.path),
+            param.root_folder,
+            self.path,
+            mode=COLOR if param.is_color else GRAY,
+            size=(param.new_width, param.new_height) if param.new_width else None,
+            seed=self.device.draw_seed() if param.shuffle else None,
+            skip=self.device.draw_seed() % param.rand_skip if param.rand_skip else None,
+        )
+        return SequentialLoader(source, transformer, param.batch_size)
 
 
 @layer("WindowData")

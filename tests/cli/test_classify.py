@@ -12,7 +12,7 @@ from caffepy.cli import main
 from caffepy.commands.classify import EXTENSIONS, Classification
 from caffepy.commands.preprocess import Preparation
 from caffepy.data.datum import decode
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 
 DIGITS = Path(__file__).parents[1] / "golden" / "digits"
 WEIGHTS = str(DIGITS / "digits_iter_500.caffemodel")
@@ -24,7 +24,7 @@ Captured = pytest.CaptureFixture[str]
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with two digits, a 0 and a 4."""
     monkeypatch.chdir(tmp_path)
-    source = open_source(str(DIGITS / "digits_test_lmdb"), "LMDB")
+    source = open_database(str(DIGITS / "digits_test_lmdb"), "LMDB")
     for name in ("zero.png", "four.png"):
         cv2.imwrite(name, decode(source.read()[1])[0][0])
     source.close()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from caffepy.cli import main
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "data"
 IMAGES, LIST = f"{GOLDEN / 'images'}/", str(GOLDEN / "list.txt")
@@ -26,7 +26,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def count(path: str) -> int:
-    source = open_source(path)
+    source = open_database(path)
     number = len(source)
     source.close()
     return number

@@ -6,7 +6,7 @@ import pytest
 
 from caffepy.cli import main
 from caffepy.commands.extract_features import Feature
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 
 WEIGHTS = str(Path(__file__).parents[1] / "golden" / "digits" / "digits_iter_500.caffemodel")
 Captured = pytest.CaptureFixture[str]
@@ -24,7 +24,7 @@ def test_caffes_arguments(capsys: Captured) -> None:
         "Extracted features of 198 query images for feature blob label" in capsys.readouterr().err
     )
     for name in "ab":
-        source = open_source(name, "LMDB")
+        source = open_database(name, "LMDB")
         assert len(source) == 198
         source.close()
     assert main.run(["extract_features", WEIGHTS, "digits", "ip1", "a", "2", "lmdb", "CPU"]) == 4

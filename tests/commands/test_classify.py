@@ -14,7 +14,7 @@ from caffepy.commands.classify import Classification, Classified, Guess, classif
 from caffepy.commands.preprocess import Preparation
 from caffepy.core.errors import ConfigError, DataError, UsageError
 from caffepy.data.datum import decode
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 from caffepy.net.weights import save_binary
 from caffepy.pycaffe import io
 from caffepy.pycaffe.classifier import Classifier
@@ -37,7 +37,7 @@ layer { name: "prob" type: "Softmax" bottom: "conv" top: "prob" }
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Images of the test data, named by number and label."""
     path: Path = tmp_path_factory.mktemp("digits")
-    source = open_source(str(DIGITS / "digits_test_lmdb"), "LMDB")
+    source = open_database(str(DIGITS / "digits_test_lmdb"), "LMDB")
     for i, (_, record) in enumerate(source.take(COUNT)):
         image, label, _ = decode(record)
         cv2.imwrite(str(path / f"{i:02d}_{label}.png"), image[0])

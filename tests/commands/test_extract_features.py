@@ -11,7 +11,7 @@ import pytest
 from caffepy import models
 from caffepy.commands.extract_features import Feature, extract_features, features_of, record
 from caffepy.core.errors import ConfigError, DataError, UsageError
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 from caffepy.device.blob import Array
 from caffepy.net import Net
 from caffepy.net.weights import load_weights
@@ -47,7 +47,7 @@ def extract(features: list[Feature], **more: Any) -> list[int]:
 
 
 def records(path: Path, backend: str) -> list[tuple[bytes, bytes]]:
-    source = open_source(str(path), backend)
+    source = open_database(str(path), backend)
     found = [(bytes(key), bytes(value)) for key, value in source.take(len(source))]
     source.close()
     return found

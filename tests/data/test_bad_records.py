@@ -118,7 +118,7 @@ def test_a_source_of_bad_records_only_ends(make: Make) -> None:
     feed = make(COUNT)
     loader = feed.layer._reader._loader  # type: ignore[attr-defined]
     state = loader.state()
-    loader.set_state({**state, "bad": [loader.name(item) for item in loader.take(COUNT)]})
+    loader.set_state({**state, "bad": [loader.source.name(item) for item in loader.take(COUNT)]})
     with pytest.raises(DataError, match="so are all others, bad"):
         feed.forward()
     feed.layer.close()

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from caffepy.core.errors import DataError
 from caffepy.data import reader as reader_module
 from caffepy.data.bad_records import tolerating
-from caffepy.data.loader import Batch, RecordLoader
-from caffepy.data.reader import HELPERS, Reader
-from caffepy.data.sources.database import open_source
+from caffepy.data.loader import Batch, SequentialLoader
+from caffepy.data.reader import FILL_THREADS, Reader
+from caffepy.data.sources import open_database
 from caffepy.data.transformer import Transformer
 from caffepy.data.write import array_to_datum, write_database, write_lmdb
 from caffepy.device.device import Device
@@ -57,9 +57,9 @@ def reader(path, batch_size=3, depth=2, transform="", seed=5, phase=TRAIN):
     transformer = Transformer(
         text_format.Parse(transform, TransformationParameter()), phase, Device(seed=seed)
     )
-    return Reader(
-        RecordLoader(open_source(path), transformer, batch_size), depth, np.float32, cpu.Staging
-    )
+    source = open_database(path)
+    source.mode = transformer.decode_mode
+    return Reader(SequentialLoader(source, transformer, batch_size), depth, np.float32, cpu.Staging)
 
 
 def take(reader, count=1):
@@ -89,13 +89,13 @@ def data_threads(name="caffepy-data"):
 
 def before_each_fill(monkeypatch, reader, do):
     """Let threads do this before they fill a batch."""
-    begin, load = reader._loader.begin, reader._loader.load
+    reserve, load = reader._loader.reserve, reader._loader.load
 
-    def begin_late(batch):
-        fill = begin(batch)
+    def reserve_late(batch):
+        fill = reserve(batch)
         return lambda: (do(), fill())[1]
 
-    monkeypatch.setattr(reader._loader, "begin", begin_late)
+    monkeypatch.setattr(reader._loader, "reserve", reserve_late)
     monkeypatch.setattr(reader._loader, "load", lambda batch: (do(), load(batch)))
 
 
@@ -192,7 +192,7 @@ def test_the_thread_starts_at_the_first_batch_and_ends_at_close(ten):
     take(r)
     (thread,) = set(data_threads()) - set(before)
     helpers = data_threads("caffepy-fill")
-    assert len(helpers) == (HELPERS if reader_module.MANY == 1 else 0)
+    assert len(helpers) == (FILL_THREADS if reader_module.MIN_THREADS == 1 else 0)
     assert all(t.daemon for t in (thread, *helpers))
     r.close()
     for t in (thread, *helpers):
@@ -201,13 +201,13 @@ def test_the_thread_starts_at_the_first_batch_and_ends_at_close(ten):
 
 
 def test_helpers_fill_several_batches_at_a_time(ten, monkeypatch):
-    monkeypatch.setattr(reader_module, "MANY", 1)
-    made, whole = reader(ten, depth=HELPERS), reader(ten)
-    together = threading.Barrier(HELPERS)
+    monkeypatch.setattr(reader_module, "MIN_THREADS", 1)
+    made, whole = reader(ten, depth=FILL_THREADS), reader(ten)
+    together = threading.Barrier(FILL_THREADS)
     before_each_fill(
         monkeypatch, made, lambda: together.wait(60)
     )  # breaks, and with it the batch, if one is alone
-    same(take(made, HELPERS), take(whole, HELPERS))
+    same(take(made, FILL_THREADS), take(whole, FILL_THREADS))
     together.abort()
     made.close()
     whole.close()
@@ -233,13 +233,13 @@ def kinds(i):
 )
 def test_batches_are_those_of_a_loader_alone(tmp_path_factory, records, most, crop, sizes, pauses):
     path = write(tmp_path_factory.mktemp("any"), [kinds(i)[kind] for i, kind in enumerate(records)])
-    batch_size, depth, lanes = sizes
+    batch_size, depth, ranks = sizes
     with tolerating(most):
         made, alone = (
             reader(path, batch_size, depth, crop),
             reader(path, batch_size, transform=crop)._loader,
         )
-    made.serve([nullcontext] * lanes)
+    made.serve([nullcontext] * ranks)
     batch = Batch(batch_size, np.float32, cpu.Staging())
     for k in range(12):
         try:
@@ -256,7 +256,7 @@ def test_batches_are_those_of_a_loader_alone(tmp_path_factory, records, most, cr
         for name, value in batch.state.items():
             np.testing.assert_array_equal(found.state[name], value)
         made.give_back(found)
-        if k in pauses and (k + 1) % lanes == 0:
+        if k in pauses and (k + 1) % ranks == 0:
             made.stop()
     made.close()
     alone.close()
@@ -441,18 +441,18 @@ def test_an_absurd_depth_is_bounded(ten, caplog):
     assert "100 batches are read ahead, not 4294967295" in caplog.messages
 
 
-@pytest.mark.parametrize("lanes", [2, 3])
-def test_batches_come_in_lanes_by_turns(ten, lanes):
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_devices_get_batches_in_turn(ten, ranks):
     whole, made = reader(ten, transform="mirror: true"), reader(ten, transform="mirror: true")
     entered = []
 
     @contextmanager
-    def scope(lane):
-        entered.append(lane)
+    def scope(rank):
+        entered.append(rank)
         yield
 
-    made.serve([partial(scope, lane) for lane in range(lanes)])
-    assert entered == list(range(lanes))
+    made.serve([partial(scope, rank) for rank in range(ranks)])
+    assert entered == list(range(ranks))
     same(take(whole, 20), take(made, 20))
     state = made.state()
     expected = take(made, 5)
@@ -460,7 +460,7 @@ def test_batches_come_in_lanes_by_turns(ten, lanes):
     found = []
     for k in range(5):
         batch = made.take()
-        assert batch.lane == k % lanes
+        assert batch.rank == k % ranks
         made.give_back(batch)
         found.append(batch.state["record"])
     assert found == [(int(state["record"]) + 3 * k) % 10 for k in range(1, 6)]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import CaffeError, ConfigError, DataError
-from caffepy.data.sources.windows import expand, read_windows
+from caffepy.data.sources.windows import read_windows
+from caffepy.data.window_loader import expand
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import TEST, BlobProto
 

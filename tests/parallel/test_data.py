@@ -165,7 +165,7 @@ def test_batches_lie_where_they_are_taken_after_a_restore_too(
 
     def noting(reader: Reader) -> Any:
         batch = take(reader)
-        places.append((this_rank(), batch.lane))
+        places.append((this_rank(), batch.rank))
         return batch
 
     monkeypatch.setattr(Reader, "take", noting)
@@ -178,7 +178,7 @@ def test_batches_lie_where_they_are_taken_after_a_restore_too(
         root.step(2)
     root.close()
     assert len(places) == 4 * 2 * 3 + 2 * 5
-    assert all(rank == lane for rank, lane in places)
+    assert all(rank == batch_rank for rank, batch_rank in places)
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -20,7 +20,7 @@ from caffepy.collectives.host import HostSync
 from caffepy.collectives.rank_group import PATIENCE
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError, DataError, DeviceError, SyncError
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 from caffepy.data.write import write_lmdb
 from caffepy.device.device import Device
 from caffepy.ops.update_state import StepResult, StepStatus
@@ -73,7 +73,7 @@ def test_an_error_in_forward(rank: int, folder: Path) -> None:
 def test_a_record_that_cannot_be_read(record: int, folder: Path) -> None:
     named = "rank 1: " if record == 40 else ""
     shutil.copytree(DIGITS / "digits_train_lmdb", "db")
-    source = open_source("db", "LMDB")
+    source = open_database("db", "LMDB")
     records = source.take(60)
     source.close()
     shutil.rmtree("db")
@@ -352,13 +352,13 @@ def test_an_error_of_an_end_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> N
 
 HANGING_DATA = """
 import time
-from caffepy.data.loader import RecordLoader
-take = RecordLoader.take
+from caffepy.data.loader import SequentialLoader
+take = SequentialLoader.take
 def hang(self, count):
     if self.state()["record"] >= 60 and self.batch_size == 3:
         time.sleep(60)
     return take(self, count)
-RecordLoader.take = hang
+SequentialLoader.take = hang
 """
 
 

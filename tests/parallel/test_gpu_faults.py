@@ -211,15 +211,15 @@ def test_a_data_layer_fails() -> None:
     plain()
     code = f"""
 import faulthandler
-from caffepy.data.loader import RecordLoader
+from caffepy.data.loader import SequentialLoader
 from caffepy.core.errors import DataError
-take = RecordLoader.take
+take = SequentialLoader.take
 def fail(self, count):
     if self.state()["record"] >= 30 and self.batch_size == 3:
         faulthandler.dump_traceback_later({SECONDS}, exit=True)
         raise DataError("the record is damaged")
     return take(self, count)
-RecordLoader.take = fail
+SequentialLoader.take = fail
 """
     run = caffepy(on=GPUS, code=code)
     assert run.returncode == DataError.exit_code, run.stderr

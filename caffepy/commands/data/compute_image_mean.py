@@ -13,9 +13,9 @@ import numpy as np
 
 from caffepy.core.errors import DataError
 from caffepy.core.files import check_writable, written
-from caffepy.data.datum import decode
 from caffepy.data.prefetch import mapped
-from caffepy.data.sources.database import Records, Source, open_source, printable
+from caffepy.data.sources import open_source
+from caffepy.data.sources.base import RAW, Items, Source
 from caffepy.device.blob import Array, shape_string
 from caffepy.proto import binary
 from caffepy.report import counting
@@ -57,15 +57,16 @@ def compute_image_mean(
     """The mean of all records of an LMDB or LevelDB, written to the .binaryproto `output` if one is
     named.
 
-    Encoded records are decoded. `backend` is only compared with what the database is. DataError
-    names the record whose image cannot be read or has another size than the first.
+    `backend` is only compared with the database's own. DataError names the record whose image
+    cannot be read or has another size than the first.
     """
     if output:
         check_writable(output)
     with closing(open_source(database, backend and backend.upper())) as source:
-        first, encoded = _image(source, source.peek())
+        item = source.peek()
+        first, _ = source.decode(item)
         shape = first.shape
-        if encoded:
+        if source.stored(item, first) not in RAW:
             log.info("Decoding Datum")
         log.info("Starting iteration")
         mean = _mean(source, shape, threads, progress)
@@ -93,19 +94,19 @@ def _mean(
 ) -> Mean:
     total, count = np.zeros(shape, np.int64), 0
 
-    def add(records: Records) -> tuple[Array, int]:
+    def add(items: Items) -> tuple[Array, int]:
         part: Array = np.zeros(shape, np.uint32)
-        for record in records:
-            image, _ = _image(source, record)
+        for item in items:
+            image, _ = source.decode(item)
             if image.shape != shape:
                 raise DataError(
-                    f"{source.path}: record {printable(record[0])} has shape {shape_string(image.shape)}, "
+                    f"{source.name(item)} has shape {shape_string(image.shape)}, "
                     f"the first one {shape_string(shape)}"
                 )
             if image.dtype != np.uint8:
                 part = part.astype(np.float64, copy=False)
             part += image
-        return part, len(records)
+        return part, len(items)
 
     sums = mapped(add, source.once(CHUNK), threads)
     with closing(sums), counting(source.length, "records", progress) as advance:
@@ -118,14 +119,3 @@ def _mean(
     if count % TELL_EVERY:
         log.info("Processed %d files.", count)
     return Mean(count, (total / count).astype(np.float32))
-
-
-def _image(
-    source: Source, record: tuple[memoryview | bytes, memoryview | bytes]
-) -> tuple[Array, bool]:
-    """The image and whether it was encoded."""
-    try:
-        image, _, encoded = decode(record[1])
-        return image, encoded
-    except DataError as error:
-        raise DataError(f"{source.path}: record {printable(record[0])}: {error.message}") from None

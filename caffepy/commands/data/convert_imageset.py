@@ -24,7 +24,8 @@ from google.protobuf.message import DecodeError
 from caffepy.core.errors import DataError, UsageError
 from caffepy.data.datum import COLOR, GRAY, head_of, read_image, resized
 from caffepy.data.prefetch import mapped
-from caffepy.data.sources.database import open_source, printable
+from caffepy.data.sources import open_database
+from caffepy.data.sources.databases import printable
 from caffepy.data.sources.image_list import Entry, read_list
 from caffepy.data.write import COMMIT_BYTES, COMMIT_EVERY, Partial, Writer
 from caffepy.proto.caffe_pb2 import Datum
@@ -295,7 +296,7 @@ class Job:
         log.info("Comparing %s with the images", database)
         problems = records = skipped = 0
         with (
-            closing(open_source(database)) as source,
+            closing(open_database(database)) as source,
             counting(len(self._entries), "images", self._progress) as advance,
         ):
             left = len(source)

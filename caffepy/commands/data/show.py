@@ -3,26 +3,17 @@ or a mean.
 """
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, NamedTuple
 
-import h5py
 import numpy as np
 
-from caffepy.core.errors import DataError, reason
+from caffepy.core.errors import DataError
 from caffepy.core.files import check_writable
-from caffepy.core.paths import locate
-from caffepy.data.datum import EITHER, decode, decode_image, image_file
 from caffepy.data.prefetch import mapped
-from caffepy.data.sources.database import Records, open_source, printable
-from caffepy.data.sources.hdf5 import reading
-from caffepy.data.sources.image_list import find_root, read_list
-from caffepy.data.sources.lists import lines_of
-from caffepy.data.sources.windows import read_windows
+from caffepy.data.sources import find, open_source
+from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Items, Source, Summary
+from caffepy.data.sources.image_list import ImageList
 from caffepy.data.transformer import load_mean
 from caffepy.data.write import unfinished
 from caffepy.device.blob import Array, shape_string
@@ -34,42 +25,12 @@ from caffepy.report.text import printable as on_one_line
 
 CHUNK = 32  # items that a thread looks at at a time
 PICTURES = 100  # of a contact sheet
-IMAGES = "list of images"
-NAMED = 5  # names of records that are shown
+SHOWN_SHAPES = 5
 LABELS = 30  # labels that a table shows
-SIGNATURES = {
-    b"\xff\xd8\xff": "jpeg",
-    b"\x89PNG": "png",
-    b"GIF8": "gif",
-    b"BM": "bmp",
-    b"RIFF": "webp",
-    b"II": "tiff",
-}
-LARGEST = 1 << 53  # up to which float64 has all whole numbers
-THRESHOLD = 0.5  # WindowData's usual one of foreground and background
 
 
-@dataclass
-class DataInfo:
-    """What a source holds.
-
-    `records` are all of them; of the first `seen` ones `shapes`, `stored` and `labels` say how many
-    have which. `first` are names, `bad` what is wrong with some of the `bad_records` that cannot be
-    read, `facts` others.
-    """
-
-    kind: str
-    path: str
-    size: int
-    records: int = 0
-    seen: int = 0
-    shapes: Counter[str] = field(default_factory=Counter)
-    stored: Counter[str] = field(default_factory=Counter)
-    labels: Counter[int] = field(default_factory=Counter)
-    first: list[str] = field(default_factory=list)
-    bad_records: int = 0
-    bad: list[str] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
+class DataInfo(Summary):
+    """A Summary that can be printed."""
 
     def json(self) -> str:
         """An object of all that; labels are a list of [label, count]."""
@@ -82,15 +43,15 @@ class DataInfo:
             f"{self.kind} {self.path}: {_many(self.records, 'record')}{seen}; {self.size:,} bytes"
         ]
         lines += [f"{name}: {_told(value)}" for name, value in self.facts.items()]
-        lines += [f"{shape}: {count:,}" for shape, count in self.shapes.most_common(NAMED)]
-        if len(self.shapes) > NAMED:
-            lines.append(f"and {len(self.shapes) - NAMED:,} other shapes")
+        lines += [f"{shape}: {count:,}" for shape, count in self.shapes.most_common(SHOWN_SHAPES)]
+        if len(self.shapes) > SHOWN_SHAPES:
+            lines.append(f"and {len(self.shapes) - SHOWN_SHAPES:,} other shapes")
         lines += [f"stored as {how}: {count:,}" for how, count in self.stored.most_common()]
         if self.first:
             lines.append(f"first: {', '.join(self.first)}")
         if self.bad_records:
             lines += [f"cannot be read: {self.bad_records:,}", *(f"  {text}" for text in self.bad)]
-        if self.bad_records == self.seen > 0 and self.kind == IMAGES:
+        if self.bad_records == self.seen > 0 and self.kind == ImageList.kind:
             lines.append("their names begin in another folder, perhaps: give it as --root")
         if self.labels:
             rows = [["label", "records", "share"]]
@@ -143,23 +104,14 @@ def show(
     if sheet_path:
         grid.check_format(sheet_path)
         check_writable(sheet_path)
-    viewer = Viewer(path, root, first, bool(sheet_path), threads, progress)
+    viewer = Viewer(path, first, bool(sheet_path), threads, progress)
     kind = sniff(path)
-    if kind in ("LMDB", "LevelDB") or os.path.isdir(path) or kind == "missing":
-        viewer.database()
-    elif kind == "HDF5":
-        viewer.hdf5([path])
-    elif kind == "a binaryproto":
+    if kind == "a binaryproto":
         viewer.mean()
-    elif kind == "text":
-        viewer.text()
     else:
-        advice = (
-            "; caffepy weights show is for weights"
-            if kind in ("a caffemodel", "a solver state")
-            else ""
-        )
-        raise DataError(f"{path} is {kind}, not a source of data{advice}")
+        with closing(_open(path, root, kind)) as source:
+            viewer.info.kind = source.kind
+            viewer.items(source) if isinstance(source, Source) else viewer.summary(source)
     if sheet_path:
         if not viewer.pictures:
             because = f": {viewer.info.bad[0]}" if viewer.info.bad else ""
@@ -168,187 +120,85 @@ def show(
     return viewer.info
 
 
+def _open(path: str, root: str, kind: str) -> AnySource:
+    """The source at `path`; DataError says what it is instead."""
+    if cls := find(path):
+        return cls.open(path, root)
+    if os.path.isdir(path) or kind == "missing":
+        return open_source(path)
+    advice = (
+        "; caffepy weights show is for weights"
+        if kind in ("a caffemodel", "a solver state")
+        else ""
+    )
+    raise DataError(f"{path} is {kind}, not a source of data{advice}")
+
+
 class Viewer:
     """Fills a DataInfo and collects pictures."""
 
     def __init__(
         self,
         path: str,
-        root: str,
         first: int | None,
-        pictures: bool,
+        wants_pictures: bool,
         threads: int | None,
         progress: bool | None,
     ) -> None:
-        self.path, self._root, self._first = path, root, first
-        self._wants_pictures, self._threads, self._progress = pictures, threads, progress
-        self._step = 1
+        self._first, self._wants_pictures = first, wants_pictures
+        self._threads, self._progress = threads, progress
         self.pictures: list[tuple[Array, str]] = []
         self.info = DataInfo("", path, _size(path))
 
-    def database(self) -> None:
-        """Look at the records of an LMDB or LevelDB."""
-        with closing(open_source(self.path)) as source:
-            self._begin(source.kind, len(source))
-            if note := unfinished(self.path):
-                self.info.facts["unfinished"] = note
-            self._look(source.once(CHUNK), self._records)
-
-    def text(self) -> None:
-        """Look at what a text file lists."""
-        head = list(islice(self._words(), 2))
-        if head == ["#", "0"]:
-            self._windows()
-        elif head and sniff(locate(head[0], self.path)) == "HDF5":
-            self.hdf5([locate(name, self.path) for name in self._words()], "list of HDF5 files")
-        else:
-            self._images()
-
-    def _words(self) -> Iterator[str]:
-        return (word for line in lines_of(self.path) for word in line.split())
-
-    def _images(self) -> None:
-        entries = read_list(self.path)
-        root = self._root or find_root("", entries[0][0], self.path, None)
-        self._begin(IMAGES, len(entries))
-
-        def look(entry: tuple[str, int], wanted: bool) -> Look:
-            name, label = entry
-            try:
-                with open(root + name, "rb") as file:
-                    content = file.read()
-                image = decode_image(content, EITHER)
-            except OSError as error:
-                return Look(name, label=label, error=f"{root}{name}: {reason(error)}")
-            except DataError as error:
-                return Look(name, label=label, error=f"{root}{name}: {error.message}")
-            return Look(
-                name,
-                image.shape,
-                _encoding(content),
-                label,
-                picture=thumbnail(image) if wanted else None,
-            )
-
-        starts = range(0, len(entries), CHUNK)
-        self._look(
-            (entries[lo : lo + CHUNK] for lo in starts),
-            lambda part, wanted: list(map(look, part, wanted)),
-        )
-
-    def _windows(self) -> None:
-        file = read_windows(self.path, THRESHOLD, THRESHOLD)
-        self._begin("window file", len(file.images))
-        self.info.seen = len(file.images)
-        self.info.first = file.images[:NAMED]
-        self.info.facts = {
-            "windows": f"{len(file.foreground):,} of overlap {THRESHOLD} or more, {len(file.background):,} of less"
-        }
-        classes, counts = np.unique(
-            [*file.foreground[:, 1], *file.background[:, 1]], return_counts=True
-        )
-        self.info.labels.update(dict(zip(classes.tolist(), counts.tolist(), strict=True)))
+    def summary(self, source: AnySource) -> None:
+        """Show what a source without items tells of itself."""
+        images = source.summarize(self.info, self._first, PICTURES * self._wants_pictures)
+        self.pictures = [(thumbnail(image), caption) for image, caption in images]
 
     def mean(self) -> None:
-        """Look at a mean file."""
-        image = load_mean(self.path)
-        self._begin("mean file", 1)
-        means = image.mean((1, 2), np.float64).tolist()
+        """Show a mean file."""
+        image = load_mean(self.info.path)
+        self.info.kind, self.info.records = "mean file", 1
         self.info.facts = {
-            "mean_value": means,
+            "mean_value": image.mean((1, 2), np.float64).tolist(),
             "values": f"{number(image.min())} to {number(image.max())}",
         }
         self._count(Look("mean", image.shape, "float", picture=thumbnail(image)))
         self.info.labels.clear()
         self.info.first.clear()
 
-    def hdf5(self, paths: Sequence[str], kind: str = "HDF5 file") -> None:
-        """Look at the datasets of HDF5 files."""
-        self._begin(kind, 0)
-        sets: dict[str, str] = {}
-        for path in paths:
-            try:
-                with reading(path) as file:
-                    self._hdf5(file, sets)
-            except DataError as error:
-                self.info.bad_records += 1
-                self.info.bad.append(error.message)
-        self.info.facts = {**({"files": len(paths)} if len(paths) > 1 else {}), **sets}
-        if len(paths) > 1:
-            self.info.first = list(paths[:NAMED])
-            self.info.size += sum(_size(path) for path in paths)
+    def items(self, source: Source) -> None:
+        """Look at the first items, or all; PICTURES of them, evenly spread, give a picture."""
+        count = self.info.records = len(source)
+        if note := unfinished(source.path):
+            self.info.facts["unfinished"] = note
+        if self._first is not None:
+            count = min(count, self._first)
+        step = -(-count // PICTURES) if self._wants_pictures and count else count + 1
 
-    def _hdf5(self, file: h5py.File, sets: dict[str, str]) -> None:
-        rows = 0
-        for name, data in file.items():
-            if not isinstance(data, h5py.Dataset) or not data.ndim:
-                continue
-            rows = max(rows, len(data))
-            sets[f'dataset "{name}"'] = f"rows of {shape_string(data.shape[1:])}, {data.dtype}"
-            if name == "label" and data.size == len(data) and data.dtype.kind in "fiu":
-                wanted = None if self._first is None else max(0, self._first - self.info.records)
-                values, counts = np.unique(data[:wanted], return_counts=True)
-                if (values == np.round(values)).all() and (np.abs(values) < LARGEST).all():
-                    self.info.labels.update(
-                        dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True))
-                    )
-            if (
-                self._wants_pictures
-                and data.ndim == 4
-                and data.shape[1] in (1, 3)
-                and data.dtype.kind in "fiub"
-            ):
-                room = PICTURES - len(self.pictures)
-                self.pictures += [
-                    (thumbnail(image), str(i)) for i, image in enumerate(data[:room]) if image.size
-                ]
-        self.info.records += rows
-        self.info.seen = (
-            self.info.records if self._first is None else min(self._first, self.info.records)
-        )
+        def look(chunk: tuple[int, Items]) -> list[Look]:
+            start, items = chunk
+            return [
+                _look(source, item, (start + i) % step == 0)
+                for i, item in enumerate(items[: count - start])
+            ]
 
-    def _records(self, records: Records, wanted: Sequence[bool]) -> list[Look]:
-        return [
-            _record(key, value, picture)
-            for (key, value), picture in zip(records, wanted, strict=True)
-        ]
-
-    def _begin(self, kind: str, records: int) -> None:
-        self.info.kind, self.info.records = kind, records
-        seen = records if self._first is None else min(records, self._first)
-        self._step = -(-seen // PICTURES) if self._wants_pictures and seen else seen + 1
-        self._seen = seen
-
-    def _look(
-        self, chunks: Iterable[Any], function: Callable[[Any, Sequence[bool]], list[Look]]
-    ) -> None:
-        """Count what the function finds in the chunks, up to the first so many."""
-        chosen = islice(self._chosen(chunks), -(-self._seen // CHUNK))
-        looks = mapped(lambda chunk: function(*chunk), chosen, self._threads)
-        with closing(looks), counting(self._seen, "records", self._progress) as advance:
+        starts = range(0, count, CHUNK)
+        looks = mapped(look, zip(starts, source.once(CHUNK), strict=False), self._threads)
+        with closing(looks), counting(count, "records", self._progress) as advance:
             for found in looks:
-                for look in found:
-                    self._count(look)
+                for one in found:
+                    self._count(one)
                 advance(len(found))
-
-    def _chosen(self, chunks: Iterable[Any]) -> Iterator[tuple[Any, list[bool]]]:
-        """Each chunk, cut at the last record to look at, with which of its records are for the
-        contact sheet.
-        """
-        lo = 0
-        for chunk in chunks:
-            part = chunk[: self._seen - lo]
-            yield part, [i % self._step == 0 for i in range(lo, lo + len(part))]
-            lo += len(part)
 
     def _count(self, look: Look) -> None:
         info = self.info
         info.seen += 1
-        if len(info.first) < NAMED:
+        if len(info.first) < SHOWN_NAMES:
             info.first.append(look.name)
         if look.error:
             info.bad_records += 1
-            if len(info.bad) < NAMED:
+            if len(info.bad) < SHOWN_NAMES:
                 info.bad.append(look.error)
             return
         info.shapes[shape_string(look.shape)] += 1
@@ -358,26 +208,15 @@ class Viewer:
             self.pictures.append((look.picture, str(look.label)))
 
 
-def _record(key: memoryview | bytes, value: memoryview | bytes, wanted: bool) -> Look:
-    name = printable(key)[1:-1]
+def _look(source: Source, item: Any, wants_picture: bool) -> Look:
+    name = source.key(item)
     try:
-        image, label, is_encoded = decode(value)
+        image, label = source.decode(item)
+        stored = source.stored(item, image)
     except DataError as error:
-        return Look(name, error=f"{name}: {error.message}")
-    stored = (
-        _encoding(image_file(value))
-        if is_encoded
-        else "bytes"
-        if image.dtype == np.uint8
-        else "floats"
-    )
-    return Look(name, image.shape, stored, label, picture=thumbnail(image) if wanted else None)
-
-
-def _encoding(content: bytes) -> str:
-    return next(
-        (kind for head, kind in SIGNATURES.items() if content.startswith(head)),
-        "another kind of image file",
+        return Look(name, error=error.message.removeprefix(f"{source.path}: "))
+    return Look(
+        name, image.shape, stored, label, picture=thumbnail(image) if wants_picture else None
     )
 
 

@@ -14,7 +14,8 @@ from caffepy.core.errors import CaffeError, DataError, reason
 from caffepy.core.paths import locate
 from caffepy.core.registry import nearest
 from caffepy.data.order import visits
-from caffepy.data.sources.lists import lines_of
+from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Summary
+from caffepy.data.sources.lists import first_words, lines_of
 from caffepy.device.blob import shape_string
 from caffepy.device.threads import parallel
 from caffepy.proto.sniff import sniff
@@ -30,6 +31,74 @@ State = dict[str, Any]
 GRAIN = 4 << 20  # bytes worth a thread of their own
 CHUNK = 1 << 20  # bytes of rows that are stored together
 OVERHEAD = 1 << 20  # bytes of HDF5's own that an append may add
+EXACT = 1 << 53  # float64 has all whole numbers up to this one
+
+
+class HDF5Files(AnySource):
+    """An HDF5 file, or those that a list names, for `caffepy data show`."""
+
+    layer = "HDF5Data"
+
+    def __init__(self, path: str) -> None:
+        self._is_list = sniff(path) != "HDF5"
+        self.kind = "list of HDF5 files" if self._is_list else "HDF5 file"
+        self._files = (
+            [locate(name, path) for name in _read_names(path)] if self._is_list else [path]
+        )
+
+    @classmethod
+    def holds(cls, path: str, kind: str) -> bool:
+        """True for an HDF5 file, or a text that starts with the name of one."""
+        if kind != "text":
+            return kind == "HDF5"
+        return any(sniff(locate(name, path)) == "HDF5" for name in first_words(path, 1))
+
+    @classmethod
+    def open(cls, path: str, root: str = "") -> "HDF5Files":
+        """The file at `path`, or the files that it lists."""
+        return cls(path)
+
+    def summarize(self, info: Summary, first: int | None, images: int) -> list[tuple[Array, str]]:
+        """Describe the datasets, count the labels, return images of datasets that hold any."""
+        found: list[tuple[Array, str]] = []
+        datasets: dict[str, str] = {}
+        for path in self._files:
+            try:
+                with reading(path) as file:
+                    rows = 0
+                    for name, data in file.items():
+                        if not hasattr(data, "shape") or not data.ndim:
+                            continue  # a group, or a single number
+                        rows = max(rows, len(data))
+                        row = shape_string(data.shape[1:])
+                        datasets[f'dataset "{name}"'] = f"rows of {row}, {data.dtype}"
+                        if name == "label":
+                            most = None if first is None else max(0, first - info.records)
+                            info.labels.update(_labels(data, most))
+                        if data.ndim == 4 and data.shape[1] in (1, 3) and data.dtype.kind in "fiub":
+                            rows_of_images = enumerate(data[: images - len(found)])
+                            found += [(x, str(i)) for i, x in rows_of_images if x.size]
+                    info.records += rows
+                    info.seen = info.records if first is None else min(first, info.records)
+            except DataError as error:
+                info.bad_records += 1
+                info.bad.append(error.message)
+        info.facts = datasets
+        if len(self._files) > 1:
+            info.facts = {"files": len(self._files), **datasets}
+            info.first = self._files[:SHOWN_NAMES]
+            info.size += sum(os.path.getsize(p) for p in self._files if os.path.exists(p))
+        return found
+
+
+def _labels(data: "h5py.Dataset", most: int | None) -> dict[int, int]:
+    """How often each label occurs in the first rows, if the dataset has one whole number a row."""
+    if data.size != len(data) or data.dtype.kind not in "fiu":
+        return {}
+    values, counts = np.unique(data[:most], return_counts=True)
+    if not ((values == np.round(values)).all() and (np.abs(values) < EXACT).all()):
+        return {}
+    return dict(zip(values.astype(int).tolist(), counts.tolist(), strict=True))
 
 
 class HDF5Rows:

@@ -2,33 +2,29 @@
 
 import logging
 import re
+from typing import Self
 
-from caffepy.core.errors import ConfigError, DataError, reason
+from caffepy.core.errors import DataError, reason
 from caffepy.core.paths import locate
-from caffepy.data.datum import COLOR, GRAY, Array, decode_image
-from caffepy.data.loader import SequentialLoader, State
-from caffepy.data.order import visits
+from caffepy.data.datum import COLOR, EITHER, LONGEST_SIGNATURE, Array, decode_image, encoding_of
+from caffepy.data.sources.base import Items, NumberedSource
 from caffepy.data.sources.lists import lines_of
-from caffepy.data.transformer import Transformer
-from caffepy.device.device import Device
-from caffepy.proto.caffe_pb2 import ImageDataParameter
 
 log = logging.getLogger(__name__)
 
 Entry = tuple[str, int]
 
-LABEL = re.compile(
-    r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII
-)  # more digits would not change what is said of it
+# an integer at the start; twelve digits are enough to say that it has more than 32 bits
+LABEL = re.compile(r"\s*([+-]?)0*([0-9]{1,12})", re.ASCII)
 
 
 def read_list(path: str, *, every_line: bool = False) -> list[Entry]:
     """(image path, label) of each line, split at the last blank; a label is the integer that it
     starts with, else 0.
 
-    A line without a blank is both. `every_line` gives blank lines an entry without a path. A
-    warning tells of labels that are more than an integer, or none. DataError: no such file, fields
-    between tabs, a label of more than 32 bits, no lines.
+    A line without a blank is both. With `every_line` a blank line is an entry without a path. Labels
+    that are more than an integer, or none, are logged. DataError: no such file, fields between tabs,
+    a label of more than 32 bits, no lines.
     """
     entries: list[Entry] = []
     odd: list[tuple[str, int, int]] = []
@@ -56,18 +52,16 @@ def read_list(path: str, *, every_line: bool = False) -> list[Entry]:
 
 
 def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
-    """What to put before the image names of the list `path`: `folder` as given or beside the file
+    """The prefix of the image names in the list `path`: `folder` as given or beside the file
     `beside`.
 
-    Without a folder it is nothing, or the list's own folder if the image `first` lies only there.
+    Without a folder it is empty, or the list's own folder if the image `first` lies only there.
     """
     return locate(folder, beside) if folder else locate(first, path).removesuffix(first)
 
 
 def unreadable(name: str, error: OSError, folder: str) -> DataError:
-    """That an image cannot be read; with a hint if its root folder, put before names as it is,
-    lacks the separator.
-    """
+    """The error for an image that cannot be read, with a hint if its root folder lacks the "/"."""
     hint = (
         f'; root_folder "{folder}" does not end in "/"'
         if folder and not folder.endswith("/")
@@ -76,103 +70,77 @@ def unreadable(name: str, error: OSError, folder: str) -> DataError:
     return DataError(f"{name} cannot be read: {reason(error)}{hint}")
 
 
-class ImageLoader(SequentialLoader):
-    """Batches of image files: decoded in colour or grey, resized (bilinear) if new_height and
-    new_width say so.
-    """
+class ImageList(NumberedSource):
+    """Image files, decoded in colour or grey and resized (bilinear) to `size` = (width, height)."""
 
-    position = frozenset({"epoch", "index"})
+    kind = "list of images"
+    layer = "ImageData"
+
+    @classmethod
+    def holds(cls, path: str, kind: str) -> bool:
+        """True for any text; other lists precede this one in SOURCES."""
+        return kind == "text"
+
+    @classmethod
+    def open(cls, path: str, root: str = "") -> Self:
+        """The images of the list at `path`, each behind `root`, as they are."""
+        return cls(path, root, mode=EITHER)
 
     def __init__(
         self,
-        param: ImageDataParameter,
-        transformer: Transformer,
-        device: Device,
+        path: str,
+        root_folder: str = "",
         beside: str | None = None,
+        *,
+        mode: int = COLOR,
+        size: tuple[int, int] | None = None,
+        seed: int | None = None,
+        skip: int | None = None,
     ) -> None:
-        super().__init__(transformer, param.batch_size)
-        if (param.new_height > 0) != (param.new_width > 0):
-            raise ConfigError("new_height and new_width must both be given or neither")
-        self._param = param
-        self._path = locate(param.source, beside)
-        log.info("Opening file %s", self._path)
-        self._entries = read_list(self._path)
-        self.length = len(self._entries)
-        self._root = find_root(param.root_folder, self._entries[0][0], self._path, beside)
-        self._seed = device.draw_seed() if param.shuffle else None
-        if param.shuffle:
+        log.info("Opening file %s", path)
+        self._entries = read_list(path)
+        if seed is not None:
             log.info("Shuffling data")
         log.info("A total of %d images.", len(self._entries))
-        self._go(0, self._skip(device))
+        self._root_folder = root_folder
+        self._root = find_root(root_folder, self.key(0), path, beside)
+        self.mode = mode
+        self._size = size
+        super().__init__(path, len(self._entries), seed)
+        if skip is not None:
+            log.info("Skipping first %d data points.", skip)
+            if skip >= len(self._entries):
+                raise DataError(
+                    f"{path} lists {len(self._entries)} images, not enough to skip {skip}"
+                )
+            self._go(0, skip)
 
-    def _skip(self, device: Device) -> int:
-        """The number of images that the first epoch leaves out."""
-        if not self._param.rand_skip:
-            return 0
-        skip = device.draw_seed() % self._param.rand_skip
-        log.info("Skipping first %d data points.", skip)
-        if skip >= len(self._entries):
-            raise DataError(
-                f"{self._path} lists {len(self._entries)} images, not enough to skip {skip}"
-            )
-        return skip
-
-    def _go(self, epoch: int, index: int) -> None:
-        self._epoch, self._index = epoch, index
-        self._order = visits(len(self._entries), self._seed, epoch)
-
-    def peek(self) -> Array:
-        """The next image (C, H, W), which is not consumed."""
-        return self.decode(self._entries[self._order[self._index]])[0]
-
-    def take(self, count: int) -> list[Entry]:
-        """The next entries."""
-        return [self._next() for _ in range(count)]
-
-    def _next(self) -> Entry:
-        entry = self._entries[int(self._order[self._index])]
-        self._index += 1
-        if self._index == len(self._entries):
-            log.info("Restarting data prefetching from start.")
-            self._go(self._epoch + 1, 0)
-        return entry
-
-    def decode(self, item: Entry) -> tuple[Array, int]:
-        """The image and the label of an entry."""
-        size = (self._param.new_width, self._param.new_height) if self._param.new_width else None
+    def decode(self, item: int) -> tuple[Array, int]:
+        """Image (C, H, W) and label."""
+        name, label = self._entries[item]
         try:
-            with open(
-                self._root + item[0], "rb", buffering=0
-            ) as file:  # fewer calls that give up Python's lock
-                return decode_image(
-                    file.read(), COLOR if self._param.is_color else GRAY, size
-                ), item[1]
+            # unbuffered: fewer calls, and each gives up Python's lock
+            with open(self._root + name, "rb", buffering=0) as file:
+                content = file.read()
+            return decode_image(content, self.mode, self._size), label
         except OSError as error:
-            raise unreadable(self.name(item), error, self._param.root_folder) from None
+            raise unreadable(self.name(item), error, self._root_folder) from None
         except DataError as error:
             raise DataError(f"{self.name(item)}: {error.message}") from None
 
-    def name(self, item: Entry) -> str:
-        """An entry's name for messages."""
-        return f"{self._path}: {self._root}{item[0]}"
+    def stored(self, item: int, image: Array) -> str:
+        """The type of the image file."""
+        with open(self._root + self.key(item), "rb") as file:
+            return encoding_of(file.read(LONGEST_SIGNATURE))
 
-    def place(self, item: Entry) -> str:
-        """The line of the list that an entry is of."""
-        return f"line {1 + self._entries.index(item)}"
+    def key(self, item: int) -> str:
+        """The path, as the list has it."""
+        return self._entries[item][0]
 
-    def state(self) -> State:
-        """Epoch, number in its order, seed of the orders, and the transformer's stream."""
-        seed = {} if self._seed is None else {"seed": self._seed}
-        return {
-            "epoch": self._epoch,
-            "index": self._index,
-            **seed,
-            **self.transformer.state(),
-            **self.bad.state(),
-        }
+    def name(self, item: int) -> str:
+        """The list and the path of the image."""
+        return f"{self.path}: {self._root}{self.key(item)}"
 
-    def seek(self, state: State) -> None:
-        """Go to the position in `state`."""
-        if self._seed is not None and "seed" in state:
-            self._seed = int(state["seed"])
-        self._go(int(state["epoch"]), int(state["index"]) % len(self._entries))
+    def place(self, items: Items, i: int) -> str:
+        """The number of the entry in the list."""
+        return f"line {1 + items[i]}"

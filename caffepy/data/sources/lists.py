@@ -1,6 +1,7 @@
-"""Text files that list what a source is made of."""
+"""Text files that list the parts of a source."""
 
 from collections.abc import Iterator
+from itertools import islice
 
 from caffepy.core.errors import DataError, reason
 from caffepy.proto.sniff import sniff
@@ -19,3 +20,8 @@ def lines_of(path: str) -> Iterator[str]:
                 yield line.removesuffix("\n")
     except OSError as error:
         raise DataError(f'source "{path}" cannot be read: {reason(error)}') from None
+
+
+def first_words(path: str, count: int) -> list[str]:
+    """The first words of a list, fewer if it has fewer."""
+    return list(islice((word for line in lines_of(path) for word in line.split()), count))

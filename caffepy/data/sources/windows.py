@@ -1,41 +1,49 @@
-"""Windows of images: foreground and background boxes of a window file, cut out and warped to
-squares (R-CNN).
-"""
+"""Window files: boxes in images, foreground and background, which WindowData cuts out."""
 
-import logging
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import islice
 
 import numpy as np
 
-from caffepy.core.errors import ConfigError, DataError
-from caffepy.core.paths import locate
-from caffepy.data.datum import COLOR, Array, decode_image
-from caffepy.data.loader import DECODERS, Batch, Loader, Shape, State
-from caffepy.data.random_stream import new_twister
-from caffepy.data.sources.image_list import find_root, unreadable
-from caffepy.data.sources.lists import lines_of
-from caffepy.data.transformer import read_mean
-from caffepy.device.blob import shape_string
-from caffepy.device.device import Device
-from caffepy.proto.caffe_pb2 import LayerParameter
+from caffepy.core.errors import DataError
+from caffepy.data.datum import Array
+from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Summary
+from caffepy.data.sources.lists import first_words, lines_of
 
-log = logging.getLogger(__name__)
-
-CHANNELS = 3
 FIELDS = 6  # class, overlap, x1, y1, x2, y2
-Number = np.float32  # Caffe finds regions in float32; some halves round differently in float64
+THRESHOLD = 0.5  # window_data_param's default overlap of foreground and background
 
 
-@dataclass(frozen=True)
-class WindowFile:
+class WindowFile(AnySource):
     """Image paths; foreground and background windows (n, 6): image number, class, x1, y1, x2, y2."""
 
-    images: list[str]
-    foreground: Array
-    background: Array
+    kind = "window file"
+    layer = "WindowData"
+
+    def __init__(self, images: list[str], foreground: Array, background: Array) -> None:
+        self.images, self.foreground, self.background = images, foreground, background
+
+    @classmethod
+    def holds(cls, path: str, kind: str) -> bool:
+        """True for a text that starts with block "# 0"."""
+        return kind == "text" and first_words(path, 2) == ["#", "0"]
+
+    @classmethod
+    def open(cls, path: str, root: str = "") -> "WindowFile":
+        """The windows of a file, split at WindowData's usual overlap."""
+        return read_windows(path, THRESHOLD, THRESHOLD)
+
+    def summarize(self, info: Summary, first: int | None, images: int) -> list[tuple[Array, str]]:
+        """Count images, windows and their classes."""
+        info.records = info.seen = len(self.images)
+        info.first = self.images[:SHOWN_NAMES]
+        info.facts = {
+            "windows": f"{len(self.foreground):,} of overlap {THRESHOLD} or more, "
+            f"{len(self.background):,} of less"
+        }
+        classes = np.concatenate([self.foreground[:, 1], self.background[:, 1]])
+        info.labels.update(classes.tolist())
+        return []
 
 
 def read_windows(path: str, fg_threshold: float, bg_threshold: float) -> WindowFile:
@@ -99,264 +107,3 @@ def _next(path: str, number: int, lines: Iterator[str], count: int) -> list[str]
     if len(found) < count:
         raise DataError(f"{path} ends within block {number}")
     return found
-
-
-@dataclass(frozen=True)
-class Span:
-    """One axis of a window: pixels `start` to `stop` of the image, warped to `length` after a
-    margin of `before`.
-    """
-
-    start: int
-    stop: int
-    length: int
-    before: int = 0
-    after: int = 0
-
-
-def expand(first: int, last: int, half: Number, stretch: Number, size: int, crop: int) -> Span:
-    """The span of `stretch` * `half` around the middle of the pixels `first` to `last`, clipped to
-    0..size - 1.
-
-    What lies outside the image becomes the margins; everything is scaled so that the whole span
-    would fill `crop`.
-    """
-    centre = Number(first) + Number(last - first + 1) / 2
-    first, last = _round(centre - half * stretch), _round(centre + half * stretch)
-    before, after = max(0, -first), max(0, last - size + 1)
-    scale = Number(crop) / Number(last - first + 1)
-    start, stop = first + before, last - after + 1
-    length, before, after = (_round(Number(n) * scale) for n in (stop - start, before, after))
-    return Span(start, stop, length, before, after)
-
-
-def _round(x: Number) -> int:
-    """To the nearest integer, halves away from zero."""
-    return int(math.copysign(math.floor(abs(x) + 0.5), x))
-
-
-class WindowLoader(Loader):
-    """Batches of windows drawn with replacement: background, then int(batch_size * fg_fraction) of
-    foreground.
-
-    A window is warped to crop_size x crop_size and becomes (x - mean) * window_data_param's scale,
-    mirrored at random. context_pad leaves so many pixels of context on each side, crop_mode
-    "square" takes the smallest square around the window; what lies outside the image is 0.
-    """
-
-    position = frozenset({"twister", "twister_position"})
-
-    def __init__(self, layer: LayerParameter, device: Device, beside: str | None = None) -> None:
-        self._param = param = layer.window_data_param
-        super().__init__(param.batch_size)
-        self._path = locate(param.source, beside)
-        self._crop, self._mirror = layer.transform_param.crop_size, layer.transform_param.mirror
-        self._is_square = param.crop_mode == "square"
-        if self._crop <= 2 * param.context_pad:
-            raise ConfigError(
-                f"transform_param needs a crop_size of more than 2 * context_pad = {2 * param.context_pad}, "
-                f"not {self._crop}"
-            )
-        self._stretch = Number(self._crop) / Number(self._crop - 2 * param.context_pad)
-        self._file = self._read()
-        self._root = find_root(param.root_folder, self._file.images[0], self._path, beside)
-        self._mean = self._expand_mean(read_mean(layer.transform_param, beside))
-        self._twister = new_twister(layer.transform_param, device)
-        self._cache: dict[str, bytes] = {}
-        for name in self._file.images if param.cache_images else ():
-            self._keep(name)
-
-    def _read(self) -> WindowFile:
-        """The windows; DataError unless there are some of each kind that a batch wants."""
-        param = self._param
-        file = read_windows(self._path, param.fg_threshold, param.bg_threshold)
-        log.info("Number of images: %d", len(file.images))
-        classes = np.concatenate([file.background[:, 1], file.foreground[:, 1]])
-        for label, count in zip(*np.unique(classes, return_counts=True), strict=True):
-            log.info("class %d has %d samples", label, count)
-        log.info("Amount of context padding: %d", param.context_pad)
-        log.info("Crop mode: %s", param.crop_mode)
-        if not 0 <= param.fg_fraction <= 1:
-            raise ConfigError(
-                f"window_data_param's fg_fraction must be 0 to 1, not {param.fg_fraction:g}"
-            )
-        foreground = int(Number(self.batch_size) * Number(param.fg_fraction))
-        wanted = ((file.background, self.batch_size - foreground), (file.foreground, foreground))
-        for name, (windows, count) in zip(("background", "foreground"), wanted, strict=True):
-            if count > 0 and not len(windows):
-                raise DataError(
-                    f"{self._path} has no {name} windows, of which each batch wants {count}"
-                )
-        self._kinds = [
-            windows for windows, count in wanted for _ in range(count)
-        ]  # by place in a batch
-        return file
-
-    def _expand_mean(self, mean: Array | None) -> Array:
-        """(3, crop, crop): the middle of a mean image, as far from its upper border as from its
-        left one.
-        """
-        if mean is None:
-            mean = np.zeros((1, 1, 1), np.float32)
-        offset = max(0, (mean.shape[2] - self._crop) // 2)
-        if mean.shape[1:] != (1, 1):
-            mean = mean[:, offset : offset + self._crop, offset : offset + self._crop]
-        if len(mean) not in (1, CHANNELS) or mean.shape[1:] not in (
-            (1, 1),
-            (self._crop, self._crop),
-        ):
-            raise ConfigError(
-                f"a mean of shape {shape_string(mean.shape)} does not fit windows of "
-                f"{shape_string((CHANNELS, self._crop, self._crop))}"
-            )
-        return np.broadcast_to(mean, (CHANNELS, self._crop, self._crop))
-
-    def shape(self) -> Shape:
-        """(3, crop_size, crop_size)."""
-        return CHANNELS, self._crop, self._crop
-
-    def load(self, batch: Batch) -> None:
-        """Fill the batch with windows; each draws its number, then its mirroring."""
-        images, labels = self._room(batch)
-        missing = list(range(self.batch_size))
-        while missing:
-            windows, mirrored = self._draw(missing)
-            bad = self._fill(missing, windows, mirrored, images, labels)
-            for k, error in sorted(bad.items()):
-                self._put_up_with(windows[k][0], error, self._kinds[missing[k]])
-            missing = [missing[k] for k in sorted(bad)]
-        batch.finish(self.shape(), self.state(), 0, 0, False, labels)
-
-    def begin(self, batch: Batch) -> Callable[[], bool] | None:
-        """Draw windows; what is returned fills the batch with them, and returns false if one lies
-        in a bad image.
-        """
-        if len(self.bad):  # and will be drawn again
-            return None
-        places = list(range(self.batch_size))
-        drawn, state = self._draw(places), self.state()
-
-        def fill() -> bool:
-            images, labels = self._room(batch)
-            if self._fill(places, *drawn, images, labels):
-                return False
-            batch.finish(self.shape(), state, 0, 0, False, labels)
-            return True
-
-        return fill
-
-    def _room(self, batch: Batch) -> tuple[Array, Array]:
-        """Images (N, 3, crop_size, crop_size) and labels (N,), all 0."""
-        images = batch.room(self.shape(), batch.dtype)
-        images.fill(0)
-        return images, np.zeros(self.batch_size)
-
-    def _draw(self, places: list[int]) -> tuple[list[Array], list[bool]]:
-        """Windows for these places of a batch, and which are mirrored."""
-        draws = self._twister.draw(len(places) * (1 + self._mirror)).reshape(len(places), -1)
-        kinds = [self._kinds[i] for i in places]
-        windows = [kind[draw[0] % len(kind)] for kind, draw in zip(kinds, draws, strict=True)]
-        return windows, [self._mirror and bool(draw[1] % 2) for draw in draws]
-
-    def _fill(
-        self,
-        places: list[int],
-        windows: list[Array],
-        mirrored: list[bool],
-        images: Array,
-        labels: Array,
-    ) -> dict[int, DataError]:
-        """Warp windows into these places of a batch; returns what is wrong with those in bad
-        images, by number.
-        """
-        from caffepy.device.threads import parallel  # here, since the package loads numba
-
-        bad: dict[int, DataError] = {}
-
-        def warp_some(lo: int, hi: int) -> None:
-            for k in range(lo, hi):
-                image, label, *corners = map(int, windows[k])
-                labels[places[k]] = label
-                try:
-                    self._warp(self._file.images[image], corners, mirrored[k], images[places[k]])
-                except DataError as error:
-                    bad[k] = error
-
-        parallel(warp_some, len(places), most=DECODERS)
-        return bad
-
-    def _put_up_with(self, image: int, error: DataError, windows: Array) -> None:
-        """Draw another one in place of a window in a bad image, if that may be and if there is one."""
-        self.bad.add(self._name(self._file.images[image]), error)
-        if all(self._name(self._file.images[i]) in self.bad for i in np.unique(windows[:, 0])):
-            raise DataError(f"{error.message}; so are all others of its kind, bad")
-
-    def _warp(self, name: str, corners: list[int], mirrored: bool, out: Array) -> None:
-        """Write the window of the image into out (3, crop, crop), full of zeros before."""
-        import cv2
-
-        image = self._decode(name)
-        x, y = self._spans(corners, image.shape)
-        if not (
-            0 <= x.start < x.stop <= image.shape[2] and 0 <= y.start < y.stop <= image.shape[1]
-        ):
-            box = " ".join(map(str, corners))
-            raise DataError(
-                f"{self._name(name)}: window {box} lies outside the image, {shape_string(image.shape)}"
-            )
-        left, top = x.after if mirrored else x.before, y.before
-        width, height = min(x.length, self._crop - left), min(y.length, self._crop - top)
-        if width < 1 or height < 1:
-            return
-        window = np.ascontiguousarray(
-            np.moveaxis(image[:, y.start : y.stop, x.start : x.stop], 0, 2)
-        )
-        pixels = np.moveaxis(cv2.resize(window, (width, height)), 2, 0)
-        here = slice(None), slice(top, top + height), slice(left, left + width)
-        out[here] = (pixels[:, :, ::-1] if mirrored else pixels) - self._mean[here]
-        out[here] *= self._param.scale
-
-    def _spans(self, corners: list[int], shape: Shape) -> tuple[Span, Span]:
-        """The span along x and that along y."""
-        x1, y1, x2, y2 = corners
-        if not (self._param.context_pad or self._is_square):
-            return Span(x1, x2 + 1, self._crop), Span(y1, y2 + 1, self._crop)
-        halves = [Number(x2 - x1 + 1) / 2, Number(y2 - y1 + 1) / 2]
-        if self._is_square:
-            halves = [max(halves)] * 2
-        _, height, width = shape
-        return (
-            expand(x1, x2, halves[0], self._stretch, width, self._crop),
-            expand(y1, y2, halves[1], self._stretch, height, self._crop),
-        )
-
-    def _open(self, name: str) -> bytes:
-        try:
-            with open(self._root + name, "rb") as file:
-                return file.read()
-        except OSError as error:
-            raise unreadable(self._name(name), error, self._param.root_folder) from None
-
-    def _keep(self, name: str) -> None:
-        try:
-            self._cache[name] = self._open(name)
-        except DataError as error:
-            self.bad.add(self._name(name), error)
-
-    def _decode(self, name: str) -> Array:
-        data = self._cache[name] if name in self._cache else self._open(name)
-        try:
-            return decode_image(data, COLOR)
-        except DataError as error:
-            raise DataError(f"{self._name(name)}: {error.message}") from None
-
-    def _name(self, name: str) -> str:
-        return f"{self._path}: {self._root}{name}"
-
-    def state(self) -> State:
-        """Where the random stream stands."""
-        return {**self._twister.state(), **self.bad.state()}
-
-    def seek(self, state: State) -> None:
-        """Put the random stream where `state` was taken."""
-        self._twister.set_state(state)

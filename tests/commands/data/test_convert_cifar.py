@@ -8,7 +8,7 @@ import pytest
 
 from caffepy.commands.data.convert_cifar import TEST, TRAIN, convert_cifar
 from caffepy.core.errors import DataError
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 from caffepy.proto.caffe_pb2 import Datum
 
 ROWS = np.random.default_rng(0).integers(0, 256, (12, 3073), np.uint8)
@@ -37,7 +37,7 @@ def test_records(inner: bool, backend: str, folder: Path) -> None:
     assert counts == {f"{out}/cifar10_train_{backend}": 10, f"{out}/cifar10_test_{backend}": 2}
     row = iter(ROWS)
     for path, count in counts.items():
-        source = open_source(path)
+        source = open_database(path)
         assert len(source) == count
         for i, (label, *pixels) in zip(range(count), row, strict=False):
             key, value = source.read()

@@ -21,7 +21,7 @@ from caffepy.commands.data import convert_imageset as module
 from caffepy.commands.data.convert_imageset import Converted, Recipe, convert_imageset
 from caffepy.core.errors import DataError, UsageError
 from caffepy.data.datum import decode
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 from caffepy.data.write import unfinished, write_lmdb
 from caffepy.proto.caffe_pb2 import Datum
 
@@ -32,7 +32,7 @@ Records = list[tuple[bytes, bytes]]
 
 
 def records(path: object) -> Records:
-    source = open_source(str(path))
+    source = open_database(str(path))
     found = [
         (bytes(key), bytes(value)) for key, value in (source.read() for _ in range(len(source)))
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from caffepy.commands.data.convert_mnist import convert_mnist
 from caffepy.core.errors import DataError
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 from caffepy.proto.caffe_pb2 import Datum
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (7, 5, 4), np.uint8)
@@ -41,7 +41,7 @@ def test_records(
     images, labels, db = files
     suffix = named if pack else ""
     assert convert_mnist(images + suffix, labels + suffix, db, backend) == 7
-    source = open_source(db)
+    source = open_database(db)
     for i, label in enumerate([3, 1, 4, 1, 5, 9, 2]):
         key, value = source.read()
         assert bytes(key) == b"%08d" % i

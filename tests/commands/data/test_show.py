@@ -53,10 +53,10 @@ def test_what_differs_and_what_cannot_be_read_is_counted(tmp_path: Path) -> None
     assert info.stored == {"bytes": 80, "floats": 10}
     assert info.labels[-5] == 10
     assert info.bad_records == 10
-    assert info.bad[0] == "00000007: its image cannot be decoded (3 bytes)"
+    assert info.bad[0] == 'record "00000007": its image cannot be decoded (3 bytes)'
     assert len(info.bad) == 5
     text = info.table()
-    assert "cannot be read: 10\n  00000007: its" in text
+    assert 'cannot be read: 10\n  record "00000007": its' in text
     assert "81 different labels" in text
     assert "... and 51 more, up to 99" in text
     content = json.loads(info.json())
@@ -102,7 +102,7 @@ def test_lists_of_images(rooted: bool, images: Path, tmp_path: Path) -> None:
     assert info.stored == {"png": 1, "jpeg": 1, "bmp": 1}
     assert info.labels == {3: 2, 4: 1}
     assert info.bad == [
-        f"{images}/gone.png: no such file or directory",
+        f"{images}/gone.png cannot be read: no such file or directory",
         f"{images}/text.png: its image cannot be decoded (8 bytes)",
     ]
     assert "--root" not in info.table()

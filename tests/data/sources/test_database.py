@@ -12,7 +12,8 @@ import lmdb
 import pytest
 
 from caffepy.core.errors import DataError
-from caffepy.data.sources.database import open_source, printable
+from caffepy.data.sources import open_database
+from caffepy.data.sources.databases import printable
 from caffepy.data.write import write_database, write_lmdb
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data"
@@ -37,7 +38,7 @@ def source(request, tmp_path):
         path = shutil.copytree(GOLDEN / "raw_leveldb", tmp_path / "db")
     else:
         path = GOLDEN / "raw_lmdb" / ("data.mdb" if request.param == "file" else "")
-    source = open_source(str(path))
+    source = open_database(str(path))
     yield source
     source.close()
 
@@ -58,7 +59,7 @@ def test_peek_consumes_nothing(source):
 @pytest.mark.parametrize("count", [1, 3, 10, 25])
 def test_taking_is_reading(source, count, caplog):
     caplog.set_level(logging.INFO, "caffepy")
-    other = open_source(source.path)
+    other = open_database(source.path)
     for _ in range(4):
         records = source.take(count)
         assert len(records) == count
@@ -91,7 +92,7 @@ def test_seek_to_a_key_that_is_gone_goes_by_number(source, caplog):
 
 
 def test_taking_goes_on_at_the_key_when_its_number_has_changed(tmp_path):
-    source = open_source(make(tmp_path / "db", 10))
+    source = open_database(make(tmp_path / "db", 10))
     source.seek(2, b"00000005")
     assert [bytes(key) for key, _ in source.take(7)] == [b"%08d" % i for i in (5, 6, 7, 8, 9, 0, 1)]
     assert [bytes(key) for key, _ in source.take(12)] == [b"%08d" % (i % 10) for i in range(2, 14)]
@@ -101,7 +102,7 @@ def test_taking_many_small_records(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "caffepy.data.sources.lmdb_pages.KEPT", 3000
     )  # so that some places are forgotten
-    source = open_source(make(tmp_path / "db", 20_000))
+    source = open_database(make(tmp_path / "db", 20_000))
     for start in range(0, 45_000, 900):
         assert [bytes(key) for key, _ in source.take(900)] == [
             b"%08d" % (i % 20_000) for i in range(start, start + 900)
@@ -109,8 +110,8 @@ def test_taking_many_small_records(tmp_path, monkeypatch):
 
 
 def test_several_sources_of_one_environment():
-    first, second = (open_source(str(GOLDEN / "raw_lmdb")) for _ in range(2))
-    third = open_source(str(GOLDEN / "raw_lmdb" / "data.mdb"))
+    first, second = (open_database(str(GOLDEN / "raw_lmdb")) for _ in range(2))
+    third = open_database(str(GOLDEN / "raw_lmdb" / "data.mdb"))
     assert keys(first, 3) == KEYS[:3]
     first.close()
     assert keys(second, 2) == KEYS[:2]
@@ -124,7 +125,7 @@ def test_what_is_forgotten_is_free_for_others(tmp_path):
     process.
     """
     path = make(tmp_path / "db", 3)
-    first, second = open_source(path), open_source(path)
+    first, second = open_database(path), open_database(path)
     del first
     assert keys(second, 1) == [b"00000000"]
     del second
@@ -138,7 +139,7 @@ def test_sources_come_and_go_in_many_threads():
     def open_and_forget(close):
         try:
             for _ in range(100):
-                source = open_source(path)
+                source = open_database(path)
                 assert keys(source, 2) == KEYS[:2]
                 if close:
                     source.close()
@@ -154,7 +155,7 @@ def test_sources_come_and_go_in_many_threads():
 
 
 def test_closing_twice_is_fine():
-    source, other = (open_source(str(GOLDEN / "raw_lmdb")) for _ in range(2))
+    source, other = (open_database(str(GOLDEN / "raw_lmdb")) for _ in range(2))
     source.close()
     source.close()
     assert keys(other, 1) == KEYS[:1]
@@ -162,9 +163,9 @@ def test_closing_twice_is_fine():
 
 
 def test_a_new_database_under_an_old_name(tmp_path):
-    old = open_source(make(tmp_path / "db", 3))
+    old = open_database(make(tmp_path / "db", 3))
     os.rename(tmp_path / "db", tmp_path / "old")
-    new = open_source(make(tmp_path / "db", 5))
+    new = open_database(make(tmp_path / "db", 5))
     assert (len(old), len(new)) == (3, 5)
 
 
@@ -172,7 +173,7 @@ def test_read_only_folder(tmp_path):
     shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / "db")
     os.chmod(tmp_path / "db" / "data.mdb", 0o444)
     os.chmod(tmp_path / "db", 0o555)
-    source = open_source(str(tmp_path / "db"))
+    source = open_database(str(tmp_path / "db"))
     assert keys(source, 10) == KEYS
     source.close()
     os.chmod(tmp_path / "db", 0o755)
@@ -183,8 +184,8 @@ def test_a_leveldb_stays_as_it_is_and_others_may_read_it_at_the_same_time(tmp_pa
     pytest.importorskip("plyvel", reason="plyvel is not installed")
     path = GOLDEN / "raw_leveldb"
     before = {file.name: (file.read_bytes(), file.stat().st_mtime_ns) for file in path.iterdir()}
-    source = open_source(str(path))
-    program = f"from caffepy.data.sources.database import open_source; assert len(open_source({str(path)!r})) == 10"
+    source = open_database(str(path))
+    program = f"from caffepy.data.sources import open_database; assert len(open_database({str(path)!r})) == 10"
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
     assert keys(source, 12) == KEYS + KEYS[:2]
     source.close()
@@ -200,10 +201,10 @@ def test_a_damaged_leveldb_is_told_by_its_name(missing, tmp_path):
     os.remove(tmp_path / "db" / missing)
     if missing == "CURRENT":
         with pytest.raises(DataError, match="db is no database"):
-            open_source(str(tmp_path / "db"))
+            open_database(str(tmp_path / "db"))
     else:
         with pytest.raises(DataError, match="db cannot be read as a LevelDB: ") as raised:
-            open_source(str(tmp_path / "db"))
+            open_database(str(tmp_path / "db"))
         assert "caffepy-leveldb" not in str(raised.value)
 
 
@@ -222,7 +223,7 @@ def test_damage_in_a_leveldb_is_met(kind, tmp_path, monkeypatch):
     with pytest.raises(
         DataError, match=r"db (cannot be read as a LevelDB|is damaged near record \d+): .*checksum"
     ):
-        open_source(f"{tmp_path}/db").take(3000)
+        open_database(f"{tmp_path}/db").take(3000)
 
 
 def test_a_truncated_leveldb_is_told_by_its_name(tmp_path, monkeypatch):
@@ -238,7 +239,7 @@ def test_a_truncated_leveldb_is_told_by_its_name(tmp_path, monkeypatch):
         with pytest.raises(
             DataError, match=rf"{i} (is damaged|cannot be read as a LevelDB): "
         ) as raised:
-            len(open_source(f"{tmp_path}/{i}"))
+            len(open_database(f"{tmp_path}/{i}"))
         assert "caffepy-leveldb" not in str(raised.value)
 
 
@@ -264,7 +265,7 @@ def test_all_records_once(source):
 
 
 def test_larger_than_the_default_map(tmp_path):
-    source = open_source(make(tmp_path / "db", 300, 100_000))
+    source = open_database(make(tmp_path / "db", 300, 100_000))
     assert len(source) == 300
     assert bytes(source.read()[1]) == bytes(100_000)
 
@@ -272,8 +273,8 @@ def test_larger_than_the_default_map(tmp_path):
 def test_backend_of_the_wrong_name_warns_once(tmp_path, caplog):
     path = make(tmp_path / "db", 1)
     for _ in range(2):
-        open_source(path, "LEVELDB")
-    open_source(path, "LMDB")
+        open_database(path, "LEVELDB")
+    open_database(path, "LMDB")
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
         f"{path} is opened as the LMDB it is; write backend: LMDB"
     ]
@@ -282,7 +283,7 @@ def test_backend_of_the_wrong_name_warns_once(tmp_path, caplog):
 def test_opened_line(caplog, tmp_path):
     caplog.set_level(logging.INFO, "caffepy")
     path = make(tmp_path / "db", 1)
-    open_source(path, "LMDB")
+    open_database(path, "LMDB")
     assert f"Opened lmdb {path}" in caplog.messages
 
 
@@ -291,7 +292,7 @@ def test_leveldb_without_plyvel_says_what_to_install(monkeypatch):
     with pytest.raises(
         DataError, match=r"raw_leveldb is a LevelDB; .* pip install caffepy\[leveldb\]"
     ):
-        open_source(str(GOLDEN / "raw_leveldb"), "LMDB")
+        open_database(str(GOLDEN / "raw_leveldb"), "LMDB")
 
 
 def damaged(tmp_path, content):
@@ -319,14 +320,14 @@ DAMAGED = {
 def test_damaged_file(case, tmp_path):
     content, message = DAMAGED[case]
     with pytest.raises(DataError, match=message) as raised:
-        open_source(damaged(tmp_path, content))
+        open_database(damaged(tmp_path, content))
     assert raised.value.exit_code == 4
 
 
 def read_until_error(path, at_a_time):
     records = 0
     try:
-        source = open_source(path)
+        source = open_database(path)
         while True:
             records += len(source.take(at_a_time)) if at_a_time else bool(source.read())
     except DataError as error:
@@ -356,7 +357,7 @@ def test_random_damage_never_crashes(tmp_path):
     make(tmp_path / "large", 20, 10_000)
     program = f"""
 import os, random
-from caffepy.data.sources.database import open_source
+from caffepy.data.sources import open_database
 from caffepy.core.errors import DataError
 random.seed(1)
 for i in range(200):
@@ -367,7 +368,7 @@ for i in range(200):
     os.makedirs(f"{tmp_path}/{{i}}")
     open(f"{tmp_path}/{{i}}/data.mdb", "wb").write(content)
     try:
-        source = open_source(f"{tmp_path}/{{i}}")
+        source = open_database(f"{tmp_path}/{{i}}")
         count = len(source) % 1000
         for records in ([source.read() for _ in range(count)], source.take(count)):
             records = [(bytes(k), bytes(v)) for k, v in records]
@@ -388,19 +389,19 @@ def test_missing_and_foreign_paths(tmp_path):
     with pytest.raises(
         DataError, match=r'source "nowhere_lmdb" does not exist \(the working directory is /'
     ):
-        open_source("nowhere_lmdb")
+        open_database("nowhere_lmdb")
     with pytest.raises(DataError, match=r"neither data.mdb \(LMDB\) nor CURRENT \(LevelDB\)"):
-        open_source(str(tmp_path))
+        open_database(str(tmp_path))
     (tmp_path / "train_lmdb").touch()
     with pytest.raises(DataError, match='train_lmbd" does not exist, did you mean "train_lmdb"'):
-        open_source(f"{tmp_path}/train_lmbd")
+        open_database(f"{tmp_path}/train_lmbd")
     with pytest.raises(DataError, match="no source is given"):
-        open_source("")
+        open_database("")
 
 
 def test_database_without_records(tmp_path):
     with pytest.raises(DataError, match="is an LMDB without records"):
-        open_source(make(tmp_path / "db", 0))
+        open_database(make(tmp_path / "db", 0))
 
 
 def test_writer_leaves_nothing_when_the_block_raises(tmp_path):
@@ -457,8 +458,10 @@ def test_writer_names_an_impossible_key(tmp_path):
 
 def test_another_process_reads_at_the_same_time(tmp_path):
     path = make(tmp_path / "db", 4)
-    source = open_source(path)
-    program = f"from caffepy.data.sources.database import open_source; assert len(open_source({path!r})) == 4"
+    source = open_database(path)
+    program = (
+        f"from caffepy.data.sources import open_database; assert len(open_database({path!r})) == 4"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[3])
     assert len(source) == 4
 
@@ -485,7 +488,7 @@ class Broken:
     ],
 )
 def test_damage_that_lmdb_finds(use, tmp_path):
-    source = open_source(str(GOLDEN / "raw_lmdb"))
+    source = open_database(str(GOLDEN / "raw_lmdb"))
     source._cursor = Broken(source._cursor)
     with pytest.raises(
         DataError, match=r"raw_lmdb is damaged (near|before) record \d: Located page"
@@ -501,7 +504,7 @@ def test_a_wrong_number_of_records_is_damage(claimed, tmp_path):
     for page in range(2):  # the entries of the main database stand before its root
         content[page * 4096 + 120 : page * 4096 + 128] = claimed.to_bytes(8, "little")
     path.write_bytes(content)
-    source = open_source(str(tmp_path / "db"))
+    source = open_database(str(tmp_path / "db"))
     assert keys(source, 12)[10:] == [b"00000000", b"00000001"]
     with pytest.raises(DataError, match=r"is damaged: it (claims|has fewer records than)"):
         source.seek(claimed - 1 if claimed < 1 << 60 else 3)

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from caffepy.data.datum import head_of
-from caffepy.data.records import copy_images, find_encoded
-from caffepy.data.sources.database import Records
+from caffepy.data.datum_kernels import copy_images, find_encoded
+from caffepy.data.sources.databases import Records
 from caffepy.data.write import array_to_datum
 from caffepy.proto.caffe_pb2 import Datum
 
@@ -19,7 +19,7 @@ WHOLE = array_to_datum(IMAGES[0]).SerializeToString()
 
 
 def copy(records, shape=SHAPE):
-    joined = Records.joined([(b"key", record) for record in records])
+    joined = Records.copied([(b"key", record) for record in records], range(len(records)))
     images, labels = np.zeros((len(records), *shape), np.uint8), np.full(len(records), np.nan)
     return copy_images(joined.content, joined.rows, head_of(shape), images, labels), images, labels
 
@@ -70,14 +70,16 @@ def test_the_rest_is_left_to_parsing(case):
 
 def test_joined_records_are_found_again():
     records = [(b"a", b""), (b"bcd", b"12"), (b"e", b"3456")]
-    joined = Records.joined(records)
+    parts = Records.copied(records[:1], [7]), Records.copied(records[1:], [8, 0])
+    joined = Records.joined(parts)
+    assert joined.rows[:, 4].tolist() == [7, 8, 0]
     assert [(bytes(key), bytes(value)) for key, value in joined] == records
     assert [bytes(key) for key, _ in joined[1:]] == [b"bcd", b"e"]
     assert len(joined) == 3
 
 
 def found(*records):
-    joined = Records.joined([(b"key", record) for record in records])
+    joined = Records.copied([(b"key", record) for record in records], range(len(records)))
     images, labels = find_encoded(joined.content, joined.rows)
     return [
         joined.content[start : start + size].tobytes() for start, size in images.tolist()

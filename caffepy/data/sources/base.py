@@ -1,0 +1,221 @@
+"""What a source of images is: items in a fixed order, read endlessly, each an image with a label.
+
+A source is one file of this package with a subclass of Source in it, and one entry in the table
+SOURCES of `caffepy.data.sources`. Data layers and `caffepy data show` find a source there by what a
+path holds. A loader calls `take` on one thread and `decode` on many.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.data.datum import NATIVE
+from caffepy.data.order import visits
+
+log = logging.getLogger(__name__)
+
+Array = NDArray[Any]
+State = dict[str, Any]
+
+RAW = "bytes", "floats"
+"""What `Source.stored` returns for images that are not image files."""
+
+
+class Items(Protocol):
+    """Some items of a source: an array of their numbers, (n,), or Records."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: Any, /) -> Any: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+SHOWN_NAMES = 5  # of records, and of errors
+
+
+@dataclass
+class Summary:
+    """What `caffepy data show` tells of a source.
+
+    `records` counts all records; `shapes`, `stored` and `labels` count those of the first `seen`.
+    `first` holds names, `bad` the errors of some of the `bad_records`, `facts` whatever else there
+    is to say.
+    """
+
+    kind: str
+    path: str
+    size: int
+    records: int = 0
+    seen: int = 0
+    shapes: Counter[str] = field(default_factory=Counter)
+    stored: Counter[str] = field(default_factory=Counter)
+    labels: Counter[int] = field(default_factory=Counter)
+    first: list[str] = field(default_factory=list)
+    bad_records: int = 0
+    bad: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class AnySource:
+    """What `caffepy data show` needs of any kind of source, also of one without items."""
+
+    kind: str  # its name in messages
+    layer: ClassVar[str]  # the type of the data layer that reads it
+
+    @classmethod
+    def holds(cls, path: str, kind: str) -> bool:
+        """True if `path` is such a source; `kind` is what `sniff` says of it."""
+        raise NotImplementedError
+
+    @classmethod
+    def open(cls, path: str, root: str = "") -> "AnySource":
+        """The source at `path`; `root` precedes the names of images in a list."""
+        raise NotImplementedError
+
+    def summarize(self, info: Summary, first: int | None, images: int) -> list[tuple[Array, str]]:
+        """Fill in `info`, of the `first` records if that is given; return up to `images` images
+        with captions.
+
+        Not needed of a Source, whose items are looked at one by one.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Release what is open."""
+
+
+class Source(AnySource):
+    """Base of the sources of items. `item` stands for an element of what `take` returns."""
+
+    state_keys: ClassVar[frozenset[str]]  # the keys of `state` without which it cannot be restored
+    path: str
+    mode = NATIVE  # how OpenCV decodes image files
+    take_is_cheap = True  # `take` reads nothing; the work is in `decode`
+
+    def __len__(self) -> int:
+        """Number of items, counted if need be."""
+        raise NotImplementedError
+
+    @property
+    def length(self) -> int | None:
+        """Number of items; None if only reading all of them would tell."""
+        return len(self)
+
+    def peek(self) -> Any:
+        """The next item, which is not consumed."""
+        raise NotImplementedError
+
+    def take(self, count: int) -> Items:
+        """The next `count` items; the first follows the last."""
+        raise NotImplementedError
+
+    def once(self, size: int) -> Iterator[Items]:
+        """All items once, from the first on, up to `size` at a time."""
+        raise NotImplementedError
+
+    def decode(self, item: Any) -> tuple[Array, int]:
+        """Image (C, H, W) and label. DataError names the item. Any thread may call it."""
+        raise NotImplementedError
+
+    def stored(self, item: Any, image: Array) -> str:
+        """How the item's image is stored, for `caffepy data show`: "jpeg", "bytes", "floats"."""
+        return RAW[image.dtype != np.uint8]
+
+    def copy(self, items: Items, images: Array, labels: Array) -> Array:
+        """Copy images of this shape and type that need no decoding, with their labels.
+
+        Returns a mask (n,) of the items for which that was possible.
+        """
+        return np.zeros(len(items), np.bool_)
+
+    def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
+        """`decode` of items by their place in `items`, for sources that prepare it for a batch."""
+        return lambda i: self.decode(items[i])
+
+    def key(self, item: Any) -> str:
+        """The item's name within the source."""
+        raise NotImplementedError
+
+    def name(self, item: Any) -> str:
+        """The item's name in messages; it identifies bad records, also in snapshots."""
+        return f"{self.path}: {self.key(item)}"
+
+    def place(self, items: Items, i: int) -> str:
+        """Where in the source item i of `items` is, in words."""
+        raise NotImplementedError
+
+    def join(self, parts: Sequence[Any]) -> Items:
+        """Concatenate items."""
+        return np.concatenate(parts)
+
+    def state(self) -> State:
+        """The position of the next item: numbers and arrays."""
+        raise NotImplementedError
+
+    def set_state(self, state: State) -> None:
+        """Go to a position that `state` returned."""
+        raise NotImplementedError
+
+
+class NumberedSource(Source):
+    """Base of sources whose items are known by number. With a seed, each epoch shuffles them."""
+
+    state_keys = frozenset({"epoch", "index"})
+
+    def __init__(self, path: str, length: int, seed: int | None = None) -> None:
+        self.path = path
+        self._length = length
+        self._seed = seed
+        self._go(0, 0)
+
+    def __len__(self) -> int:
+        """Number of items."""
+        return self._length
+
+    def _go(self, epoch: int, index: int) -> None:
+        self._epoch, self._index = epoch, index
+        self._order = visits(self._length, self._seed, epoch)
+
+    def peek(self) -> Any:
+        """The number of the next item."""
+        return self._order[self._index]
+
+    def take(self, count: int) -> Items:
+        """The numbers of the next `count` items."""
+        parts = []
+        while count:
+            parts.append(self._order[self._index : self._index + count])
+            count -= len(parts[-1])
+            self._index += len(parts[-1])
+            if self._index == self._length:
+                log.info("Restarting data prefetching from start.")
+                self._go(self._epoch + 1, 0)
+        return np.concatenate(parts)
+
+    def once(self, size: int) -> Iterator[Items]:
+        """All numbers in order."""
+        for start in range(0, self._length, size):
+            yield np.arange(start, min(start + size, self._length))
+
+    def key(self, item: Any) -> str:
+        """The number of the item."""
+        return str(item)
+
+    def place(self, items: Items, i: int) -> str:
+        """The number of the item."""
+        return f"number {items[i]}"
+
+    def state(self) -> State:
+        """Epoch, index in its order and, if shuffled, seed of the orders."""
+        seed = {} if self._seed is None else {"seed": self._seed}
+        return {"epoch": self._epoch, "index": self._index, **seed}
+
+    def set_state(self, state: State) -> None:
+        """Go to a position that `state` returned."""
+        if self._seed is not None and "seed" in state:
+            self._seed = int(state["seed"])
+        self._go(int(state["epoch"]), int(state["index"]) % self._length)

@@ -1,0 +1,255 @@
+"""Databases: records of a key and a Datum, read in the order of their keys."""
+
+import logging
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, overload
+
+import numpy as np
+
+from caffepy.core.errors import DataError
+from caffepy.data.datum import COLOR, GRAY, decode, encoding_of, head_of, image_file, opened, planes
+from caffepy.data.sources.base import Array, Items, Source, State
+
+log = logging.getLogger(__name__)
+
+Record = tuple[memoryview | bytes, memoryview | bytes]
+
+
+class Records(Sequence[Record]):
+    """Keys and values by their places in `content`.
+
+    `rows` (n, 5): start and size of the key, start and size of the value, number of the record.
+    """
+
+    def __init__(self, content: Array, rows: Array) -> None:
+        self.content = content
+        self.rows = rows
+
+    @classmethod
+    def copied(cls, records: Sequence[Record], numbers: Sequence[int]) -> "Records":
+        """Copies of these records."""
+        sizes = np.array([[len(key), len(value)] for key, value in records], np.int64)
+        sizes = sizes.reshape(-1, 2)
+        starts = np.cumsum(sizes).reshape(-1, 2) - sizes
+        content = np.frombuffer(b"".join(part for record in records for part in record), np.uint8)
+        places = np.stack([starts, sizes], 2).reshape(-1, 4)
+        return cls(content, np.column_stack([places, np.asarray(numbers, np.int64)]))
+
+    @classmethod
+    def joined(cls, parts: Sequence["Records"]) -> "Records":
+        """Several Records as one; they are copied unless they lie in the same content."""
+        if all(part.content is parts[0].content for part in parts):
+            return cls(parts[0].content, np.concatenate([part.rows for part in parts]))
+        numbers = [number for part in parts for number in part.rows[:, 4]]
+        return cls.copied([record for part in parts for record in part], numbers)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, i: int) -> Record: ...
+    @overload
+    def __getitem__(self, i: slice | list[int]) -> "Records": ...
+    def __getitem__(self, i: int | slice | list[int]) -> "Record | Records":
+        if isinstance(i, (slice, list)):
+            return Records(self.content, self.rows[i])
+        key, key_size, value, size, _ = map(int, self.rows[i])
+        return self.content[key : key + key_size].data, self.content[value : value + size].data
+
+
+class Database(Source):
+    """Base of the databases. A record is valid until `close`.
+
+    A subclass moves a cursor: `_first`, `_next`, `_find`, `_item`.
+    """
+
+    layer = "Data"
+    state_keys = frozenset({"record", "key"})
+    errors: tuple[type[Exception], ...] = ()  # what the library raises for a damaged database
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._index = 0
+        self._has_warned = False
+        try:
+            self._first()
+        except BaseException:
+            self.close()
+            raise
+        log.info("Opened %s %s", self.kind.lower(), path)
+
+    def once(self, size: int) -> Iterator[Records]:
+        """All records once, from the first on, up to `size` at a time."""
+        self.seek(0)
+        with self._described():
+            index, there = 0, True
+            while there:
+                records = [self._item()]
+                while (there := self._next()) and len(records) < size:
+                    records.append(self._item())
+                yield Records.copied(records, range(index, index + len(records)))
+                index += len(records)
+            self._first()
+
+    def read(self) -> Record:
+        """Key and value of the next record; the first follows the last."""
+        with self._described(f" near record {self._index}"):
+            record = self._item()
+            self._index += 1
+            if not self._next():
+                log.info("Restarting data prefetching from start.")
+                self._first()
+                self._index = 0
+        return record
+
+    def take(self, count: int) -> Records:
+        """The next `count` records; the first follows the last."""
+        numbers, records = [], []
+        for _ in range(count):
+            numbers.append(self._index)
+            records.append(self.read())
+        return Records.copied(records, numbers)
+
+    def peek(self) -> Record:
+        """Key and value of the next record, which is not consumed."""
+        with self._described(f" near record {self._index}"):
+            return self._item()
+
+    @property
+    def position(self) -> tuple[int, bytes]:
+        """Number and key of the next record."""
+        return self._index, bytes(self.peek()[0])
+
+    def seek(self, index: int, key: bytes | None = None) -> None:
+        """Go to record `index`, directly if its key is given; without such a key, by number."""
+        with self._described(f" before record {index}"):
+            if key is not None and self._find(key, index):
+                self._index = index
+                return
+            if key is not None:
+                log.warning(
+                    "%s no longer holds record %s; going on at record %d",
+                    self.path,
+                    printable(key),
+                    index,
+                )
+            self._first()
+            self._index = index % len(self)
+            for _ in range(self._index):
+                if not self._next():
+                    raise DataError(
+                        f"{self.path} is damaged: it has fewer records than the {len(self)} "
+                        "that it claims"
+                    )
+
+    def decode(self, item: Record) -> tuple[Array, int]:
+        """Image (C, H, W) and label of a record's Datum."""
+        try:
+            image, label, encoded = decode(item[1], self.mode)
+        except DataError as error:
+            raise DataError(f"{self.name(item)}: {error.message}") from None
+        if not encoded and not self._has_warned and self.mode in (COLOR, GRAY):
+            self._has_warned = True
+            log.error("force_color and force_gray only for encoded datum")
+        return image, label
+
+    def stored(self, item: Record, image: Array) -> str:
+        """The type of the image file in the Datum, or the type of its values."""
+        content = image_file(item[1])
+        return encoding_of(content) if content is not None else super().stored(item, image)
+
+    def copy(self, items: Items, images: Array, labels: Array) -> Array:
+        """Copy the images of raw Datums of this shape, without parsing them."""
+        if images.dtype != np.uint8:
+            return super().copy(items, images, labels)
+        from caffepy.data.datum_kernels import copy_images  # here, since it loads numba
+
+        assert isinstance(items, Records)
+        return copy_images(items.content, items.rows, head_of(images.shape[1:]), images, labels)
+
+    def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
+        """`decode` of records by their place in `items`, whose image files are found all at once."""
+        from caffepy.data.datum_kernels import find_encoded  # here, since it loads numba
+
+        assert isinstance(items, Records)
+        content, (places, numbers) = items.content, find_encoded(items.content, items.rows)
+        spans, labels = places.tolist(), numbers.tolist()
+
+        def decode_one(i: int) -> tuple[Array, int]:
+            start, size = spans[i]
+            image = opened(content[start : start + size], self.mode)
+            if image is None or image.dtype != np.uint8:
+                return self.decode(items[i])
+            return planes(image), labels[i]
+
+        return decode_one
+
+    def key(self, item: Record) -> str:
+        """The key, as text."""
+        return printable(item[0])[1:-1]
+
+    def name(self, item: Record) -> str:
+        """Path and key."""
+        return f"{self.path}: record {printable(item[0])}"
+
+    def place(self, items: Items, i: int) -> str:
+        """The number of the record."""
+        assert isinstance(items, Records)
+        return f"number {items.rows[i, 4]}"
+
+    def join(self, parts: Sequence[Any]) -> Records:
+        """Concatenate records."""
+        return Records.joined(parts)
+
+    def state(self) -> State:
+        """Number and key of the next record."""
+        index, key = self.position
+        return {"record": index, "key": np.frombuffer(key, np.uint8)}
+
+    def set_state(self, state: State) -> None:
+        """Go to a position that `state` returned."""
+        self.seek(int(state["record"]), np.asarray(state["key"], np.uint8).tobytes())
+
+    @contextmanager
+    def _described(self, where: str = "") -> Iterator[None]:
+        """Turn errors of the library into a DataError."""
+        try:
+            yield
+        except self.errors as error:
+            raise DataError(f"{self.path} is damaged{where}: {self._text_of(error)}") from None
+
+    def _text_of(self, error: Exception) -> str:
+        return text_of(error)
+
+    @abstractmethod
+    def _item(self) -> Record:
+        """Key and value under the cursor."""
+
+    @abstractmethod
+    def _first(self) -> None:
+        """Go to the first record; DataError if there is none."""
+
+    @abstractmethod
+    def _next(self) -> bool:
+        """Go to the next record; false at the end."""
+
+    @abstractmethod
+    def _find(self, key: bytes, index: int) -> bool:
+        """Go to the record of this key, probably number `index`; false if there is none."""
+
+
+def text_of(error: Exception) -> str:
+    """The message of a library's error; plyvel's are bytes."""
+    what = error.args[0] if error.args else ""
+    return what.decode(errors="replace") if isinstance(what, bytes) else str(error)
+
+
+def printable(key: bytes | memoryview) -> str:
+    """A key in quotes, for messages; what a terminal would not show is escaped."""
+    try:
+        text = repr(bytes(key).decode())
+    except UnicodeDecodeError:
+        text = repr(bytes(key))[1:]
+    return f'"{text[1:-1]}"'

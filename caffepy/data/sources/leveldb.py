@@ -1,0 +1,127 @@
+"""LevelDB, read by way of plyvel, which is an extra (`caffepy[leveldb]`)."""
+
+import os
+import re
+import shutil
+import tempfile
+from contextlib import closing
+from typing import Any, Self
+from weakref import finalize
+
+from caffepy.core.errors import DataError
+from caffepy.data.sources.databases import Record, text_of
+from caffepy.data.sources.shared_handles import SharedDatabase
+
+LINKED = "caffepy-leveldb-"
+OWN_FILES = ("LOCK", "LOG", "LOG.old")  # of a process that has a LevelDB open
+
+
+class LevelDB(SharedDatabase):
+    """A LevelDB folder, which is only read: hence also on read-only media, and by several processes
+    at once.
+    """
+
+    kind = "LevelDB"
+    take_is_cheap = False  # the cursor decompresses each record that it passes
+
+    @classmethod
+    def holds(cls, path: str, kind: str) -> bool:
+        """True for a folder with a file CURRENT."""
+        return kind == "LevelDB"
+
+    @classmethod
+    def open(cls, path: str, root: str = "") -> Self:
+        """The LevelDB in the folder `path`."""
+        return cls(path)
+
+    def __init__(self, path: str) -> None:
+        plyvel = import_plyvel(f"{path} is a LevelDB; reading one")
+        self.errors = (plyvel.Error,)
+        self.path = path
+        try:
+            super().__init__(path, path, _Linked, _cursor)
+        except (plyvel.Error, OSError) as error:
+            raise DataError(f"{path} cannot be read as a LevelDB: {self._text_of(error)}") from None
+
+    @property
+    def length(self) -> None:
+        """Not known without reading all records."""
+        return None
+
+    def __len__(self) -> int:
+        """Number of records, counted by reading all of them."""
+        try:
+            return self._count()
+        except self.errors as error:
+            text = self._text_of(error)
+        # outside the except block: the library's error is gone, and the iterator it refers to
+        raise DataError(f"{self.path} is damaged: {text}")
+
+    def _count(self) -> int:
+        with closing(self._database.iterator(include_value=False)) as keys:
+            return sum(1 for _ in keys)
+
+    def _text_of(self, error: Exception) -> str:
+        """The error's message with the path that the user gave, not that of the links."""
+        links = f"{re.escape(tempfile.gettempdir())}/{LINKED}\\w+"
+        return re.sub(links, lambda _: self.path, text_of(error))
+
+    def _item(self) -> Record:
+        key, value = self._cursor.item()
+        return key, value
+
+    def _first(self) -> None:
+        self._cursor.seek_to_first()
+        if not self._cursor.valid():
+            raise DataError(f"{self.path} is a LevelDB without records")
+
+    def _next(self) -> bool:
+        self._cursor.next()
+        return bool(self._cursor.valid())
+
+    def _find(self, key: bytes, index: int) -> bool:
+        self._cursor.seek(key)
+        return bool(self._cursor.valid() and self._cursor.key() == key)
+
+
+class _Linked:
+    """A LevelDB opened through links in a temporary folder: LevelDB locks and rewrites the folder
+    that it opens.
+    """
+
+    def __init__(self, path: str) -> None:
+        import plyvel
+
+        folder = tempfile.mkdtemp(prefix=LINKED)
+        self._finalizer = finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        for name in os.listdir(path):
+            if name not in OWN_FILES:
+                os.symlink(os.path.join(os.path.abspath(path), name), os.path.join(folder, name))
+        try:
+            # without paranoid_checks LevelDB skips damaged records silently
+            self._database = plyvel.DB(folder, paranoid_checks=True)
+        except plyvel.Error:
+            self._finalizer()
+            raise
+        self.iterator, self.raw_iterator = self._database.iterator, self._database.raw_iterator
+
+    def close(self) -> None:
+        """Close the database and remove the links."""
+        del self.iterator, self.raw_iterator
+        self._database.close()
+        self._finalizer()
+
+
+def _cursor(database: _Linked) -> Any:
+    return database.raw_iterator(verify_checksums=True)
+
+
+def import_plyvel(purpose: str) -> Any:
+    """The module plyvel; DataError, which starts with `purpose`, if it is not installed."""
+    try:
+        import plyvel
+    except ImportError:
+        raise DataError(
+            f"{purpose} needs plyvel: pip install caffepy[leveldb], or use an LMDB"
+        ) from None
+    return plyvel

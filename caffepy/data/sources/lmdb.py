@@ -1,0 +1,138 @@
+"""LMDB, whose records are read in place: the file is mapped and its pages are checked."""
+
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any, Self
+
+import lmdb
+import numpy as np
+
+from caffepy.core.errors import DataError
+from caffepy.data.sources.databases import Record, Records
+from caffepy.data.sources.lmdb_pages import Pages
+from caffepy.data.sources.shared_handles import SharedDatabase
+
+log = logging.getLogger(__name__)
+
+READ_AHEAD = 1 << 27  # bytes of the file that the system is asked to read ahead
+
+
+class LMDB(SharedDatabase):
+    """The unnamed database of an LMDB environment: read-only, without locks, hence also on
+    read-only media.
+    """
+
+    kind = "LMDB"
+    errors = (lmdb.Error,)
+
+    @classmethod
+    def holds(cls, path: str, kind: str) -> bool:
+        """True for a folder with a data.mdb, or for a data.mdb."""
+        return kind == "LMDB"
+
+    @classmethod
+    def open(cls, path: str, root: str = "") -> Self:
+        """The LMDB at `path`, a folder or a file."""
+        return cls(path)
+
+    def __init__(self, path: str) -> None:
+        self._file = path if os.path.isfile(path) else os.path.join(path, "data.mdb")
+        self._advised = 0  # the place in the file up to which the system reads ahead
+        try:
+            self._pages = Pages(path, self._file)
+            super().__init__(path, self._file, _open, _cursor)
+        except (lmdb.Error, OSError) as error:
+            hint = (
+                "; close the one that the script has opened first"
+                if "already open" in str(error)
+                else ""
+            )
+            raise DataError(f"{path} cannot be read as an LMDB: {error}{hint}") from None
+
+    def __len__(self) -> int:
+        """Number of records."""
+        count, size = int(self._database.stat()["entries"]), os.path.getsize(self._file)
+        if not 0 < count <= size:
+            raise DataError(f"{self.path} is damaged: it claims {count} records in {size} bytes")
+        return count
+
+    def once(self, size: int) -> Iterator[Records]:
+        """All records once, from the first on, up to `size` at a time."""
+        self.seek(0)
+        for start in range(0, len(self), size):
+            yield self.take(min(size, len(self) - start))
+
+    def take(self, count: int) -> Records:
+        """The next `count` records, in the file where that has no other kind of nodes."""
+        parts: list[Records] = []
+        missing = count
+        while missing:
+            part = self._in_file(self._index, missing)
+            # after `set_state` the number may not be that of the key
+            if not part or part[0][0] != self.peek()[0]:
+                return Records.joined([*parts, super().take(missing)])
+            parts.append(part)
+            missing -= len(part)
+            self._skip(part)
+        self._read_ahead(int(parts[-1].rows[-1, 2]))
+        return Records.joined(parts)
+
+    def _in_file(self, index: int, most: int) -> Records:
+        """Up to `most` records from number `index` on, by their places in the file."""
+        rows = self._pages.places(index)[:most]
+        numbers = np.arange(index, index + len(rows))
+        return Records(self._pages.bytes, np.column_stack([rows, numbers]))
+
+    def _skip(self, records: Records) -> None:
+        """Move the cursor past these records."""
+        self._index += len(records) - 1
+        with self._described(f" near record {self._index}"):
+            found = self._cursor.set_key(records[-1][0])
+        if not found:
+            raise DataError(
+                f"{self.path} is damaged near record {self._index}: its keys are out of order"
+            )
+        self.read()
+
+    def _read_ahead(self, place: int) -> None:
+        """Ask the system to read what probably comes after this place in the file."""
+        if (
+            hasattr(os, "posix_fadvise")
+            and not READ_AHEAD // 2 <= self._advised - place <= READ_AHEAD
+        ):
+            descriptor = os.open(self._file, os.O_RDONLY)
+            os.posix_fadvise(descriptor, place, READ_AHEAD, os.POSIX_FADV_WILLNEED)
+            os.close(descriptor)
+            self._advised = place + READ_AHEAD
+
+    # LMDB crashes on damaged pages: check a leaf before the cursor reaches it
+    def _first(self) -> None:
+        if not self._pages.records and not self._pages.whole:
+            self._pages.check_more()
+        if not self._cursor.first():
+            raise DataError(f"{self.path} is an LMDB without records")
+
+    def _next(self) -> bool:
+        if self._index >= self._pages.records and not self._pages.whole:
+            self._pages.check_more()
+        return bool(self._cursor.next())
+
+    def _find(self, key: bytes, index: int) -> bool:
+        here = self._in_file(max(index, 0), 1)
+        if not here or here[0][0] != key:
+            while not self._pages.whole:
+                self._pages.check_more()
+        return bool(self._cursor.set_key(key))
+
+    def _item(self) -> Record:
+        key, value = self._cursor.item()
+        return key, value
+
+
+def _open(file: str) -> Any:
+    return lmdb.open(file, subdir=False, readonly=True, lock=False, create=False)
+
+
+def _cursor(database: Any) -> Any:
+    return database.begin(buffers=True).cursor()
