@@ -39,7 +39,7 @@ def ours(job: Answer) -> tuple[Callable[[float], Answer], Callable[[], Answer]]:
     """
     from caffepy import models, ops
     from caffepy.commands.bench.train import Trainer
-    from caffepy.device.device import CudaDevice
+    from caffepy.device.cuda import CudaDevice
     from caffepy.models.synthetic import image_shape
 
     device = CudaDevice(0)

@@ -14,7 +14,7 @@ from caffepy import ops
 from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.collectives.schedule import Operation, Schedule, adding, copying, part, totals
 from caffepy.collectives.synchronizer import FlatParams
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.device.gpus import import_cupy
 
 log = logging.getLogger(__name__)

@@ -96,14 +96,14 @@ class NcclSync:
         for bucket in self._progress.rest():
             self._send(bucket)
         self._warm = True
-        self._device.join("sync")
-        self._device.join(STREAM)
+        self._device.wait_stream("sync")
+        self._device.wait_stream(STREAM)
 
     def reduce(self, count: int) -> None:
         """Make the first `count` elements of the diff the mean of all ranks'."""
         self._reduce(Bucket(((0, count),), NEVER))
         self._warm = True
-        self._device.join("sync")
+        self._device.wait_stream("sync")
 
     def _send(self, bucket: Bucket) -> None:
         if bucket.ranges:
@@ -112,7 +112,7 @@ class NcclSync:
             self._factors.exchange()
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._device.join()  # parameter gradients may be computed on another stream
+        self._device.wait_stream()  # parameter gradients may be computed on another stream
         with self._device.side_stream("sync"), self._collective():
             for start, stop in bucket.ranges:
                 arguments = self._range(self._diff, start, stop)

@@ -5,12 +5,9 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
-
-import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Array, Blob, SyncedMemory, shape_string
+from caffepy.device.blob import Blob, shape_string
 from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.models.synthetic import synthetic as without_data
@@ -184,15 +181,7 @@ class ImaginedGpu(Device):
     host's.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
-        super().__init__(seed)
-        self.dirty: set[SyncedMemory] = set()
-        self.epoch = 0
-
-    @property
-    def store(self) -> "ImaginedGpu":  # type: ignore[override]
-        """The device itself."""
-        return self
+    is_cuda = True
 
     @property
     def host(self) -> Device:
@@ -200,14 +189,6 @@ class ImaginedGpu(Device):
         host = Device()
         host.random = self.random
         return host
-
-    def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """An array of zeros."""
-        return np.zeros(count, dtype)
-
-    def download(self, array: Array, host: Array) -> None:
-        """Copy."""
-        host[...] = array
 
 
 def _shared(net: Net) -> int:

@@ -6,7 +6,8 @@ Each choice is logged in Caffe's words.
 import logging
 
 from caffepy.core.errors import DeviceError, UsageError
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field

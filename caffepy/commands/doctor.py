@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from caffepy import ops
 from caffepy.core.errors import DeviceError
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.device.gpus import (
     INSTALL,
     NO_DRIVER,

@@ -129,7 +129,7 @@ def extract_features(
         done = stack.enter_context(counting(batches, "batches", progress))
         for _ in range(batches):
             net.forward()
-            net.device.look()
+            net.device.check_errors()
             for i, feature in enumerate(features):
                 values = _rows(net, feature.blob)
                 if size and len(values) == size:

@@ -106,7 +106,7 @@ class _Examiner:
 
     def __init__(self, net: Net) -> None:
         self.net = net
-        self._run = GraphRunner(net, net.device.store is not None, "The net runs")
+        self._run = GraphRunner(net, net.device.is_cuda, "The net runs")
 
     def follow(self, root: Net) -> None:
         """Take this net's parameters."""
@@ -124,7 +124,7 @@ class _Examiner:
                 self._run.perform("forward", lambda: net.forward(steps=self._run.computing))
             else:
                 net.forward(steps=self._run.eager_steps)
-            net.device.look()
+            net.device.check_errors()
             return Batch(net.loss(), [net.blobs[name].host_data.copy() for name in net.outputs])
 
 

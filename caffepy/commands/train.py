@@ -13,7 +13,8 @@ from caffepy.core.errors import STOPPED, ConfigError, UsageError
 from caffepy.core.events import Output
 from caffepy.core.paths import locate
 from caffepy.data.bad_records import tolerating
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, team_of
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import read_solver

@@ -85,7 +85,7 @@ def show_blob(
         elif net.inputs:
             raise UsageError(f'the net takes "{net.inputs[0]}": give an image')
         net.forward()
-        net.device.look()
+        net.device.check_errors()
         values = shown.host_data
         items = len(values) if values.ndim else 1
         if not 0 <= item < items:

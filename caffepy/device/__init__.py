@@ -1,8 +1,8 @@
 """Where arrays live and arithmetic runs.
 
-`blob` has Blob, a shape with its arrays `data` and `diff`, and the memory behind them. `device`
-has the CPU and the CUDA devices with their streams, recorded graphs and random numbers; start
-reading there, with class Device. `gpus` finds out which GPUs a machine has, `threads` is the
-pool of threads of the host. Import from these modules, as in `from caffepy.device.blob import
-Blob`.
+Start with `device`: class Device is the CPU and the interface of a GPU. `cuda` has CudaDevice, with
+`streams` (main and side streams, drawn there), `graphs` (CUDA graphs) and `random`. `blob` has
+Blob, a shape with its arrays `data` and `diff`, and the memory behind them. `choose` makes devices
+from a command line, `gpus` tells which GPUs a machine has, `threads` is the host's thread pool.
+Import from these modules: `from caffepy.device.blob import Blob`.
 """

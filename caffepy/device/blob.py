@@ -9,12 +9,13 @@ host's is float32 in the order of the shape.
 
 from collections.abc import Iterable
 from math import prod
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.core.errors import ConfigError
+from caffepy.device.device import Device
 
 Array = NDArray[Any]
 MAX_AXES = 32
@@ -64,27 +65,6 @@ def to_bfloat16(values: Array) -> Array:
 def from_bfloat16(bits: Array) -> Array:
     """bfloat16, as uint16, in float32."""
     return (np.asarray(bits, np.uint32) << 16).view(np.float32)
-
-
-class Store(Protocol):
-    """Where a GPU's arrays come from and go to: a Device of kind "cuda"."""
-
-    dirty: "set[SyncedMemory]"
-    """Memories whose host array is newer than the device's; `flush` of each brings it over."""
-
-    epoch: int
-    """Grows whenever a memory gets another device array: what was captured with the old one must
-    not run again.
-    """
-
-    def zeros(self, count: int, dtype: np.dtype[Any]) -> Array:
-        """A flat device array of zeros."""
-
-    def upload(self, host: Array, array: Array) -> None:
-        """Copy a host array into a device array of the same size."""
-
-    def download(self, array: Array, host: Array) -> None:
-        """Copy a device array into a host array of the same size; returns when it is there."""
 
 
 class Memory:
@@ -143,11 +123,11 @@ class SyncedMemory(Memory):
     asked for last.
     """
 
-    __slots__ = ("_host", "_host_is_newer", "_layout", "_shape", "store")
+    __slots__ = ("_host", "_host_is_newer", "_layout", "_shape", "device")
 
-    def __init__(self, dtype: DTypeLike, store: Store) -> None:
+    def __init__(self, dtype: DTypeLike, device: Device) -> None:
         super().__init__(dtype)
-        self.store = store
+        self.device = device
         self._layout = Layout(self.dtype, False)
         self._host: Array | None = None
         self._host_is_newer = False
@@ -168,7 +148,7 @@ class SyncedMemory(Memory):
         """Make room for `count` elements; larger than before means new, zeroed memory."""
         if count > self.capacity:
             self._host, self._host_is_newer = None, False
-            self.store.epoch += 1
+            self.device.allocation_version += 1
         super().reserve(count)
 
     @property
@@ -182,36 +162,36 @@ class SyncedMemory(Memory):
         assert array.dtype == self.layout.dtype
         self._array, self.capacity = array, array.size
         self._host, self._host_is_newer = None, False
-        self.store.epoch += 1
+        self.device.allocation_version += 1
 
     def zeros(self, count: int) -> Array:
         """Another flat device array of zeros of this layout's type."""
-        return self.store.zeros(count, self.layout.dtype)
+        return self.device.zeros(count, self.layout.dtype)
 
     @property
     def array(self) -> Array:
         """The flat device array, up to date."""
         if self._array is None:
-            self._array = self.store.zeros(self.capacity, self.layout.dtype)
-            self.store.epoch += 1
+            self._array = self.device.zeros(self.capacity, self.layout.dtype)
+            self.device.allocation_version += 1
         if self._host_is_newer:
             self.flush()
         return self._array
 
     def flush(self) -> None:
         """Bring the host's values to the device if they are newer."""
-        self.store.dirty.discard(self)
+        self.device.dirty.discard(self)
         if not self._host_is_newer:
             return
         assert self._host is not None
         self._host_is_newer = False
         if self._is_plain:
-            self.store.upload(self._host, self.array)
+            self.device.upload(self._host, self.array)
             return
         count = prod(self._shape)
         raw = np.empty(count, self.layout.dtype)
         self.layout.write(self._host[:count].reshape(self._shape), raw)
-        self.store.upload(raw, self.array[:count])
+        self.device.upload(raw, self.array[:count])
 
     @property
     def _is_plain(self) -> bool:
@@ -226,13 +206,13 @@ class SyncedMemory(Memory):
         values: Array = self._host[:count].reshape(shape)
         if not self._host_is_newer:
             if self._array is not None and self._is_plain:
-                self.store.download(self._array, self._host)
+                self.device.download(self._array, self._host)
             elif self._array is not None:
                 raw = np.empty(count, self.layout.dtype)
-                self.store.download(self._array[:count], raw)
+                self.device.download(self._array[:count], raw)
                 self.layout.read(raw, values)
             self._host_is_newer = True
-            self.store.dirty.add(self)
+            self.device.dirty.add(self)
         self._shape = shape
         return values
 
@@ -256,23 +236,27 @@ class _View:
     def point(self, memory: Memory) -> None:
         self.memory, self.view = memory, None
         if isinstance(memory, SyncedMemory):
-            memory.store.epoch += 1
+            memory.device.allocation_version += 1
 
 
 class Blob:
     """Data and diff of one shape; up to 32 axes, a 0-axis blob is a scalar. Shape sizes are in
     elements.
 
-    `store` is the GPU that they lie on, None for the host.
+    On a `device` that is a GPU they have an array there beside that on the host.
     """
 
     __slots__ = ("_data", "_diff", "count", "shape")
 
     def __init__(
-        self, shape: Iterable[int] = (0,), dtype: DTypeLike = np.float32, store: Store | None = None
+        self,
+        shape: Iterable[int] = (0,),
+        dtype: DTypeLike = np.float32,
+        device: Device | None = None,
     ) -> None:
         self._data, self._diff = (
-            _View(SyncedMemory(dtype, store) if store else Memory(dtype)) for _ in range(2)
+            _View(SyncedMemory(dtype, device) if device and device.is_cuda else Memory(dtype))
+            for _ in range(2)
         )
         self.shape: tuple[int, ...] = ()
         self.count = 1
@@ -319,9 +303,9 @@ class Blob:
         return self._data.memory.layout
 
     @property
-    def store(self) -> Store | None:
-        """The GPU that data and diff lie on."""
-        return self._data.memory.store if isinstance(self._data.memory, SyncedMemory) else None
+    def gpu(self) -> Device | None:
+        """The GPU that data and diff lie on; None if they lie on the host."""
+        return self._data.memory.device if isinstance(self._data.memory, SyncedMemory) else None
 
     def set_layout(self, layout: Layout) -> None:
         """Lie in this layout on the GPU from now on, in other memory if it is another; the values
@@ -331,7 +315,7 @@ class Blob:
             memory = view.memory
             assert isinstance(memory, SyncedMemory)
             if memory.layout != layout:
-                own = SyncedMemory(memory.dtype, memory.store)
+                own = SyncedMemory(memory.dtype, memory.device)
                 own.set_layout(layout)
                 own.reserve(memory.capacity)
                 view.point(own)

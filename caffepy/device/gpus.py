@@ -168,7 +168,7 @@ def synchronize_gpu(index: int) -> None:
 
 
 @contextmanager
-def errors_told(cupy: Any, index: int) -> Iterator[None]:
+def translate_errors(cupy: Any, index: int) -> Iterator[None]:
     """Turn CuPy's out-of-memory error into a DeviceError that says what helps, and CUDA's into one
     that says where.
     """

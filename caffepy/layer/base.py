@@ -84,12 +84,12 @@ class Layer:
     ) -> None:
         self.param = param
         self.phase = phase
-        self.on_host = device.store is not None and not self.on_gpu
+        self.on_host = device.is_cuda and not self.on_gpu
         self.device = device.host if self.on_host else device
         self.dtype = np.dtype(dtype)
         self.path = path  # the file that defines the layer; relative names may lie beside it
         self.ops = ops.backend(self.device)
-        self._param_store = device.store
+        self._param_device = device
         self.blobs: list[Blob] = []
         self.param_propagate_down: list[bool] = []
         self.loss_weights: list[float] = []
@@ -173,11 +173,11 @@ class Layer:
         """A blob of the layer's own, on its device, for what forward keeps for backward; of
         `self.dtype` by default.
         """
-        return Blob(shape, dtype or self.dtype, self.device.store)
+        return Blob(shape, dtype or self.dtype, self.device)
 
     def add_blob(self, shape: Sequence[int]) -> Blob:
         """Append a learnable parameter of this shape, zero-filled, and return it."""
-        blob = Blob(shape, self.dtype, self._param_store)
+        blob = Blob(shape, self.dtype, self._param_device)
         if self.on_host:
             (blob,) = on_host([blob])
         self.blobs.append(blob)
@@ -306,18 +306,18 @@ class Drawing(Layer):
 
     def draw(self) -> tuple[int, Array | None]:
         """The seed of the next numbers and, where the device counts passes, the count."""
-        if self.device.tick is None:
+        if self.device.step_counter is None:
             return self.device.draw_seed(), None
         if self.seed is None:
             self.seed = self.device.draw_seed()
-        return self.seed, self.device.tick
+        return self.seed, self.device.step_counter
 
     def state(self) -> dict[str, Any]:
         """The one seed, where there is one; None before the first pass."""
-        return {"seed": self.seed} if self.draws and self.device.tick is not None else {}
+        return {"seed": self.seed} if self.draws and self.device.step_counter is not None else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on with that seed."""
-        if self.seed != state["seed"] and self.device.store is not None:
-            self.device.store.epoch += 1  # recordings know the old one
+        if self.seed != state["seed"]:
+            self.device.allocation_version += 1  # captured graphs contain the old one
         self.seed = state["seed"]

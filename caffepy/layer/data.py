@@ -52,7 +52,7 @@ class Feed(Layer):
         """Copy to the tops what `write` puts into host arrays of their shapes, which a GPU gets
         when it is ready.
         """
-        place = top[0].store
+        place = top[0].gpu
         if place not in self._stagings:
             self._stagings[place] = self.ops.Staging()
         staging = self._stagings[place]
@@ -145,10 +145,10 @@ class Prefetching(Feed):
         """The mean on the device on which the top lies."""
         if self._mean is None:
             return None
-        if top.store not in self._means:
-            blob = self._means[top.store] = Blob(self._mean.shape, self.dtype, top.store)
+        if top.gpu not in self._means:
+            blob = self._means[top.gpu] = Blob(self._mean.shape, self.dtype, top.gpu)
             blob.host_data[...] = self._mean
-        return self._means[top.store].data
+        return self._means[top.gpu].data
 
     def state(self) -> dict[str, Any]:
         """Position and random stream after the last batch that forward gave."""

@@ -5,12 +5,12 @@ GPU.
 from collections.abc import Callable
 
 from caffepy.core.errors import CaffeError
-from caffepy.device.device import Problem
+from caffepy.device.device import ErrorFlag
 from caffepy.layer.base import Layer
 from caffepy.proto.text import locate_layer
 
 
-def problem(layer: Layer, error: Callable[[float], CaffeError]) -> Problem:
+def error_flag(layer: Layer, error: Callable[[float], CaffeError]) -> ErrorFlag:
     """Room to note a value that a layer cannot use; the error made of it says where the layer is
     defined.
     """
@@ -20,4 +20,4 @@ def problem(layer: Layer, error: Callable[[float], CaffeError]) -> Problem:
         where = f"{locate_layer(layer.path, layer.param)}: {name}" if layer.path else name
         return error(value).at(where)
 
-    return layer.device.problem(located)
+    return layer.device.error_flag(located)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.data_error import problem
+from caffepy.layer.data_error import error_flag
 
 
 @layer("Embed")
@@ -25,7 +25,7 @@ class Embed(Layer):
             shapes | ({"bias": (self.outputs,)} if param.bias_term else {}),
             (param.weight_filler, param.bias_filler),
         )
-        self.wrong = problem(self, self.no_row)
+        self.wrong = error_flag(self, self.no_row)
 
     def no_row(self, x: float) -> DataError:
         """The error for a number that names no row."""

@@ -13,9 +13,9 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.paths import locate
 from caffepy.device.blob import Array, Blob
-from caffepy.device.device import Problem
+from caffepy.device.device import ErrorFlag
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
-from caffepy.layer.data_error import problem
+from caffepy.layer.data_error import error_flag
 from caffepy.layer.neuron import SameShape
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import HingeLossParameter, LossParameter
@@ -47,11 +47,11 @@ def bad_label(label: float, classes: int) -> DataError:
     return DataError(f"label {label:g} is not one of the {classes} classes 0 to {classes - 1}")
 
 
-def bad_labels(layer: Layer, classes: Callable[[], int]) -> Problem:
+def bad_labels(layer: Layer, classes: Callable[[], int]) -> ErrorFlag:
     """Room to note a label of a layer that names none of the classes; the error says where the
     layer is defined.
     """
-    return problem(layer, lambda label: bad_label(label, classes()))
+    return error_flag(layer, lambda label: bad_label(label, classes()))
 
 
 class ClassLoss(LossLayer):

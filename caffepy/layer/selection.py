@@ -8,7 +8,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.device.blob import Layout
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.data_error import problem
+from caffepy.layer.data_error import error_flag
 
 
 @layer("ArgMax")
@@ -114,7 +114,7 @@ class BatchReindex(Layer):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Allot room for a wrong index."""
-        self.wrong = problem(self, self.no_item)
+        self.wrong = error_flag(self, self.no_item)
 
     def no_item(self, index: float) -> DataError:
         """The error for an index outside."""

@@ -115,7 +115,7 @@ class LayoutCasts:
         self._of: dict[int, tuple[Blob, Blob]] = {}  # id of the blob -> the blob and its twin
         for blob, layout in zip(bottoms, layouts, strict=True):
             if blob.layout != layout and id(blob) not in self._of:
-                twin = Blob(blob.shape, blob.dtype, blob.store)
+                twin = Blob(blob.shape, blob.dtype, blob.gpu)
                 twin.set_layout(layout)
                 self._of[id(blob)] = blob, twin
         self.bottoms = [self._seen(b) for b in bottoms]

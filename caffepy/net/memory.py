@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from caffepy.device.blob import Array, Blob, Memory
-from caffepy.device.device import Device
+from caffepy.device.blob import Blob, Memory
 from caffepy.net.fusion import Step
 from caffepy.net.net import Net
 
@@ -198,7 +197,7 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
     size = max((total for _, total in plans), default=0)
     if not size:
         return 0
-    arena = _bytes(usages[0].net.device, size)
+    arena = usages[0].net.device.zeros(size, np.dtype(np.uint8))
     for need, (offsets, _) in zip(needs, plans, strict=True):
         for (memory, interval), offset in zip(need.items(), offsets, strict=True):
             memory.bind(arena[offset : offset + interval.size].view(memory.layout.dtype))
@@ -206,11 +205,3 @@ def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
         usage.net.shares_memory = True
     log.info("Blobs that take %.1f MiB each by itself share %.1f MiB", before / 2**20, size / 2**20)
     return size
-
-
-def _bytes(device: Device, count: int) -> Array:
-    dtype = np.dtype(np.uint8)
-    if device.store is None:
-        return np.zeros(count, dtype)
-    with device.scope():
-        return device.store.zeros(count, dtype)

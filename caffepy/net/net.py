@@ -220,7 +220,7 @@ class Net:
                 raise ConfigError(f"Top blob '{name}' produced by multiple sources.")
             else:
                 log.info("%s -> %s", layer_param.name, name)
-                self.blobs[name] = Blob(dtype=self.dtype, store=self.device.store)
+                self.blobs[name] = Blob(dtype=self.dtype, device=self.device)
             tops.append(self.blobs[name])
             if layer.is_input:
                 self.inputs.append(name)
@@ -229,7 +229,7 @@ class Net:
             while len(tops) < least:
                 log.info("%s -> %s", layer_param.name, AUTOMATIC)
                 names.append(AUTOMATIC)
-                tops.append(Blob(dtype=self.dtype, store=self.device.store))
+                tops.append(Blob(dtype=self.dtype, device=self.device))
                 self.blobs.setdefault(AUTOMATIC, tops[-1])
         self.top_names.append(names)
         self.tops.append(tops)
@@ -427,7 +427,7 @@ class Net:
         if self.shares_memory or len(self.learnable_params) < len(self.params):
             # what runs aside reads gradients whose place the next step may take, and adds to shared
             # parameters
-            self.device.join()
+            self.device.wait_stream()
 
     def _backward_group(self, layers: Sequence[int], group: FusedGroup) -> None:
         for index in reversed(layers):
@@ -516,7 +516,7 @@ class Net:
             ]
         self._run(reversed(steps), self._backward_step)
         with self.device.scope():
-            self.device.join()
+            self.device.wait_stream()
         if self.debug_info:
             debug.norms(self)
 

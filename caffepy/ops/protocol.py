@@ -168,11 +168,11 @@ class Ops(Protocol):
         ratio: float,
         seed: int,
         mask: Maybe,
-        tick: Maybe = None,
+        step_counter: Maybe = None,
     ) -> None:
         """y = dropout(relu(y + b)) in place for y (M, O); a step that is None or False is left out.
 
-        ratio, seed, mask and tick are those of `dropout_forward`.
+        ratio, seed, mask and step_counter are those of `dropout_forward`.
         """
 
     def bias_act_backward(
@@ -233,12 +233,12 @@ class Ops(Protocol):
         mask: Array,
         ratio: float,
         seed: int,
-        tick: Maybe = None,
+        step_counter: Maybe = None,
     ) -> None:
         """mask = 1 with probability 1 - ratio, a hash of seed and place in memory, the same on CPU
         and GPU; y = x * mask / (1 - ratio).
 
-        `tick`, an int64 array without axes, is the number of a pass, read when the kernel runs:
+        `step_counter`, an int64 array without axes, is the number of a pass, read when the kernel runs:
         each pass has a mask of its own.
         """
 
@@ -394,12 +394,12 @@ class Ops(Protocol):
         stride: Pair,
         pad: Pair,
         seed: int,
-        tick: Maybe = None,
+        step_counter: Maybe = None,
     ) -> None:
         """Write a random element of each window, with probability in proportion to its value, and
         its index as `max_pool_forward` does (Zeiler and Fergus 2013).
 
-        Its gradient is `max_pool_backward`. Seed and tick are those of `dropout_forward`.
+        Its gradient is `max_pool_backward`. Seed and step_counter are those of `dropout_forward`.
         """
 
     def stochastic_pool_mean(

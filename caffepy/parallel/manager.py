@@ -1,5 +1,5 @@
-"""P2PManager: a root solver and its workers, each on a device of its own, which train as one solver with
-a larger batch.
+"""P2PManager: a root solver and its workers, each on a device of its own, which train as one solver
+with a larger batch.
 """
 
 import gc
@@ -27,7 +27,8 @@ from caffepy.collectives.worker_threads import WorkerThreads
 from caffepy.core.abandoned import abandon
 from caffepy.core.errors import ConfigError, LostDeviceError, UsageError
 from caffepy.device.blob import Array, Blob
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.normalization import BatchNorm

@@ -61,8 +61,8 @@ class WorkerSolver(Solver):
         """One forward pass of the train net; its loss is `loss`."""
         with self.device.scope(), self.ops.blas_scope():
             self.loss = self._forward()
-        self.device.ticks += 1
-        self.device.look()
+        self.device.step_count += 1
+        self.device.check_errors()
 
     def begin_test(self, k: int) -> None:
         """Begin to add up what test net `k` gives."""
@@ -94,7 +94,7 @@ class WorkerSolver(Solver):
         """Raise what is wrong here; what is wrong with the mean of all is for the root to tell."""
         self._step.restore_stats()
         self.update_state.resume()
-        self.device.look()
+        self.device.check_errors()
 
     def positions(self, iteration: int) -> dict[str, Any]:
         """Where its own layers and random numbers stand, or stood before the test or iteration that

@@ -6,7 +6,8 @@ import operator
 import threading
 
 from caffepy.core.errors import CaffeError
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 
 
 class _Mode(threading.local):

@@ -206,8 +206,8 @@ class Net:
     def _forward(self, start: int, end: int) -> float:
         """Run layers by number; returns their loss."""
         self._net.forward(start, end)
-        self._net.device.tick_on()
-        self._net.device.look()
+        self._net.device.count_step()
+        self._net.device.check_errors()
         return self._net.loss(start, end)
 
     def _backward(self, start: int, end: int) -> None:

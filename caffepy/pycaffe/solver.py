@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from caffepy.core.errors import ConfigError, UsageError
 from caffepy.core.events import Reporter
 from caffepy.core.paths import AnyPath
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, team_of
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter

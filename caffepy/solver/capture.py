@@ -7,7 +7,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from caffepy.core.errors import DeviceError
-from caffepy.device.device import CudaDevice, CudaGraph
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.graphs import CudaGraph
 from caffepy.net import Net
 from caffepy.net.fusion import Step
 
@@ -79,7 +80,7 @@ class GraphRunner:
 
     def can_capture(self) -> bool:
         """Whether nothing speaks against recording; if something does, the log says what, once."""
-        if self.net.device.store is None or self.net.debug_info:
+        if not self.net.device.is_cuda or self.net.debug_info:
             return False
         reason = self._reason_not_capturable
         if reason is None and not all(map(is_capturable, (*self.net_callbacks, *self._callbacks))):
@@ -115,10 +116,10 @@ class GraphRunner:
         self.net.device.flush()
 
     @property
-    def _store(self) -> CudaDevice:
-        store = self.net.device.store
-        assert store is not None
-        return store
+    def _gpu(self) -> CudaDevice:
+        device = self.net.device
+        assert isinstance(device, CudaDevice)
+        return device
 
     def perform(self, name: str, work: Callable[[], None]) -> None:
         """Do the work of a part, by replay if it can be had; needs the device's scope."""
@@ -126,9 +127,9 @@ class GraphRunner:
         now = self._circumstances()
         if part.steady != now or (part.recording is None and not self._record(part, work, now)):
             if part.recording is not None:
-                self._store.synchronize()  # it may still run
+                self._gpu.synchronize()  # it may still run
                 part.recording = None
-            with self._store.overlapping():
+            with self._gpu.overlapping():
                 work()
             part.steady = now if self._circumstances() == now else None
             return
@@ -139,7 +140,12 @@ class GraphRunner:
     def _circumstances(self) -> Hashable:
         """What a recording depends on."""
         shapes = (top.shape for top in self._fed)
-        return (self._store.epoch, *shapes, *map(id, self.net_callbacks), *map(id, self._callbacks))
+        return (
+            self._gpu.allocation_version,
+            *shapes,
+            *map(id, self.net_callbacks),
+            *map(id, self._callbacks),
+        )
 
     def _record(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
         if self._recorded > MOST_RECORDINGS and self._replayed < WORTH * self._recorded:
@@ -147,7 +153,7 @@ class GraphRunner:
             return False
         self._recorded += 1
         try:
-            part.recording = self._store.capture(work)
+            part.recording = self._gpu.capture(work)
         except DeviceError as error:
             log.warning("%s layer by layer: %s", self.what, error.message)
             self._reason_not_capturable, self._explained = error.message, True

@@ -49,10 +49,10 @@ class Watch:
     def on_gradients_ready(self) -> None:
         """Keep the gradients."""
         solver = self._solver
-        if solver.device.store is not None or solver.iter % self._every == 0:
+        if solver.device.is_cuda or solver.iter % self._every == 0:
             assert self._kept is not None
             solver.ops.copy(solver.params.diff, self._kept)
-            if solver.device.store is not None:
+            if solver.device.is_cuda:
                 scale: Any = solver.update_state.loss_scale  # an array on a GPU
                 solver.ops.copy(scale, self._scale)
 

@@ -35,7 +35,7 @@ def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> di
 
 
 def _random(device: Device) -> dict[str, Any]:
-    return {"rng": device.random.state, "tick": device.ticks}
+    return {"rng": device.random.state, "tick": device.step_count}
 
 
 def completed(positions: dict[str, Any], nets: Sequence[Net]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def set_positions(positions: dict[str, Any], nets: Sequence[Net], device: Device
     for net, state in _nets_and_states(positions, nets):
         net.set_state(state)
     device.random.state = positions["rng"]
-    device.ticks = positions.get("tick", 0)
+    device.step_count = positions.get("tick", 0)
 
 
 def compare_layers(positions: dict[str, Any], nets: Sequence[Net], path: str) -> None:

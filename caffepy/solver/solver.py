@@ -250,7 +250,7 @@ class Solver:
         """Let the blobs of all nets share memory on a GPU, for good: after a pass most of them hold
         nothing of use.
         """
-        if self.device.store is not None:
+        if self.device.is_cuda:
             tests = (
                 memory.Usage(test_pass.net, test_pass.run.steps, False)
                 for test_pass in self._test_passes
@@ -347,8 +347,8 @@ class Solver:
         if self._interrupted:
             self.update_state.resync()
             self._given.clear()
-            self.device.ticks = (
-                self.device.ticks
+            self.device.step_count = (
+                self.device.step_count
             )  # the host's count is the one that holds: upload it
             self._interrupted = False
 
@@ -388,7 +388,9 @@ class Solver:
 
     @property
     def phase_timer(self) -> Any:
-        """Where the time of iterations goes while there is a synchronizer: `PhaseTimer` of the back end."""
+        """Where the time of iterations goes while there is a synchronizer: `PhaseTimer` of the back
+        end.
+        """
         return self._step.phase_timer
 
     def _advance(self, show: bool) -> float:
@@ -512,7 +514,7 @@ class Solver:
         self._step.restore_stats()
         self.update_state.resume()
         self.workers.check()
-        self.device.look()
+        self.device.check_errors()
         self.workers.raise_worker_error()
         raise diverged_before(self.net, self.iter, step_result.loss)
 
@@ -632,8 +634,8 @@ class Solver:
             with self.workers.during("step"), self.device.scope(), self.ops.blas_scope():
                 self.workers.forward()
                 losses = [self._forward(), *self.workers.losses()]
-            self.device.ticks += 1
-            self.device.look()
+            self.device.step_count += 1
+            self.device.check_errors()
             self._window.add(self.iter, sum(losses) / len(losses))
             loss = self._window.smoothed
         self.reporter.finished(self.iter, loss)

@@ -121,7 +121,7 @@ class Step:
     def _new_pass(self, fuse: bool) -> GraphRunner:
         return GraphRunner(
             self.net,
-            fuse and self.device.store is not None,
+            fuse and self.device.is_cuda,
             "The training step runs",
             self.callbacks,
         )
@@ -297,7 +297,7 @@ class Step:
 
     def _close(self) -> None:
         self.gradients_ready()
-        self.device.join("control")
+        self.device.wait_stream("control")
         if self._checks_early:
             self._apply()
         else:

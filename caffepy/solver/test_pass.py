@@ -29,7 +29,7 @@ class TestPass:
 
     def __init__(self, net: Net, what: str, fuse: bool, with_loss: bool) -> None:
         self.net = net
-        self.run = GraphRunner(net, fuse and net.device.store is not None, what)
+        self.run = GraphRunner(net, fuse and net.device.is_cuda, what)
         with net.device.scope():
             outputs = [net.blobs[name] for name in net.outputs]
             self._sums = ops.backend(net.device).Sums(
@@ -77,7 +77,7 @@ class TestPass:
     def totals(self) -> Totals:
         """What the batches gave; DataError for what a GPU found wrong with the data."""
         sums, loss = self._sums.read() if self._batches else ([], 0.0)
-        self.net.device.look()
+        self.net.device.check_errors()
         return Totals(self._batches, sums, loss)
 
     def means(self, parts: Sequence[Totals]) -> tuple[list[Output], float | None]:

@@ -14,7 +14,7 @@ from caffepy import models
 from caffepy.cli import main
 from caffepy.commands.train import TrainOptions, train
 from caffepy.core.errors import ConfigError, DeviceError, UsageError
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.device.gpus import count_gpus, import_cupy
 from tests import fake_cupy
 

@@ -16,7 +16,7 @@ from caffepy.collectives.sync import NAMES, Choice, Synchronization, choose
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.device.gpus import count_gpus
 from tests.collectives.test_rank_group import together
 

@@ -15,18 +15,17 @@ from caffepy.device.blob import (
     shape_string,
     to_bfloat16,
 )
+from caffepy.device.device import Device
 
 
-class FakeGpu:
-    """A store whose device arrays are numpy's too, and which counts copies."""
+class FakeGpu(Device):
+    """A GPU whose device arrays are numpy's too, and which counts copies."""
+
+    is_cuda = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.copies: list[str] = []
-        self.dirty: set[SyncedMemory] = set()
-        self.epoch = 0
-
-    def zeros(self, count: int, dtype: np.dtype) -> Array:
-        return np.zeros(count, dtype)
 
     def upload(self, host: Array, array: Array) -> None:
         self.copies.append("up")
@@ -88,7 +87,7 @@ def test_shape_string_is_caffes() -> None:
 
 def test_a_gpus_blob_copies_only_when_the_other_side_was_asked_for() -> None:
     gpu = FakeGpu()
-    blob = Blob((2, 2), store=gpu)
+    blob = Blob((2, 2), device=gpu)
     blob.host_data[...] = 3  # nothing on the device yet
     assert gpu.copies == []
     assert blob.data.tolist() == [[3, 3], [3, 3]]
@@ -117,7 +116,7 @@ def test_a_format_changes_what_the_device_has_and_nothing_the_host_sees(
     dtype, shape, channels_last
 ) -> None:
     gpu = FakeGpu()
-    blob = Blob(shape, store=gpu)
+    blob = Blob(shape, device=gpu)
     blob.set_layout(Layout(np.dtype(dtype), channels_last))
     values = np.arange(blob.count, dtype=np.float32).reshape(
         shape
@@ -135,7 +134,7 @@ def test_a_format_changes_what_the_device_has_and_nothing_the_host_sees(
 
 
 def test_what_the_host_writes_after_a_new_shape_lies_in_that_shape() -> None:
-    blob = Blob((1, 3, 4, 4), store=FakeGpu())
+    blob = Blob((1, 3, 4, 4), device=FakeGpu())
     blob.set_layout(Layout(np.dtype(np.float32), True))
     assert not blob.host_data.any()
     for shape in ((1, 3, 2, 2), (1, 3, 4, 4)):
@@ -149,7 +148,7 @@ def test_what_the_host_writes_after_a_new_shape_lies_in_that_shape() -> None:
 
 
 def test_another_format_is_for_one_blob_alone() -> None:
-    a, b = (Blob((2, 3, 4, 4), store=FakeGpu()) for _ in range(2))
+    a, b = (Blob((2, 3, 4, 4), device=FakeGpu()) for _ in range(2))
     b.share_data(a)
     a.set_layout(Layout(np.dtype(np.float16), True))
     b.set_layout(Layout(np.dtype(np.float32), True))
@@ -171,23 +170,23 @@ def test_bfloat16_rounds_to_the_nearest_and_to_even() -> None:
 
 def test_a_gpu_knows_which_memories_are_newer_on_the_host_and_when_arrays_moved() -> None:
     gpu = FakeGpu()
-    blob = Blob((2,), store=gpu)
-    array, epoch = blob.data, gpu.epoch
+    blob = Blob((2,), device=gpu)
+    array, epoch = blob.data, gpu.allocation_version
     blob.host_data[...] = 5
     assert gpu.dirty == {blob.data_memory}
     for memory in list(gpu.dirty):
         memory.flush()
     assert not gpu.dirty
     assert array.tolist() == [5, 5]
-    assert gpu.epoch == epoch
+    assert gpu.allocation_version == epoch
     blob.reshape((3,))
     assert blob.data.tolist() == [0, 0, 0]
-    assert gpu.epoch > epoch
+    assert gpu.allocation_version > epoch
 
 
 def test_a_layer_on_the_host_sees_host_arrays() -> None:
     gpu = FakeGpu()
-    a, b = Blob((2, 3), store=gpu), Blob((6,), store=gpu)
+    a, b = Blob((2, 3), device=gpu), Blob((6,), device=gpu)
     va, vb = on_host([a, b])
     assert isinstance(va, HostView)
     va.data[...] = 2

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import DataError
-from caffepy.device.device import CudaDevice, CudaGraph, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
+from caffepy.device.graphs import CudaGraph
+from caffepy.device.streams import Streams
 
 
 def test_where_random_numbers_stand_is_taken_up_again() -> None:
@@ -26,25 +29,25 @@ def test_seeds_fix_the_numbers() -> None:
     assert device.draw_seed() == Device(5).draw_seed()
 
 
-def test_problems_are_seen_at_once_and_once() -> None:
-    problem = Device().problem(lambda value: DataError(f"{value:g} is bad"))
-    problem.check()
-    problem.found[:] = 1, np.nan
+def test_errors_are_seen_at_once_and_once() -> None:
+    flag = Device().error_flag(lambda value: DataError(f"{value:g} is bad"))
+    flag.check()
+    flag.found[:] = 1, np.nan
     with pytest.raises(DataError, match="nan is bad"):
-        problem.check()
-    problem.check()
+        flag.check()
+    flag.check()
 
 
 @pytest.mark.gpu
 def test_devices_take_up_the_streams_of_those_that_are_gone() -> None:
     from caffepy.ops.cuda.context import context
 
-    def use(*lanes: str) -> list[int]:
+    def use(*names: str) -> list[int]:
         device = CudaDevice(0)
         with device.scope(), device.overlapping():
             found = [id(context())]
-            for lane in lanes:
-                with device.side_stream(lane):
+            for name in names:
+                with device.side_stream(name):
                     found.append(id(context()))
         return found
 
@@ -71,20 +74,21 @@ def test_a_gpu_whose_memory_cannot_be_read_is_lost_and_not_at_work(
 ) -> None:
     """CuPy's `Stream.done` raises nothing: it is False whatever is wrong."""
     device = object.__new__(CudaDevice)
-    device.stream = SimpleNamespace(ptr=1, done=True)
-    device._lanes = {"layer": SimpleNamespace(ptr=2, done=status == 0)}
+    streams = device._streams = object.__new__(Streams)
+    streams.main = SimpleNamespace(ptr=1, done=True)
+    streams.side = {"layer": SimpleNamespace(ptr=2, done=status == 0)}
     runtime = SimpleNamespace(streamQuery={2: status}.__getitem__, CUDARuntimeError=_FailedError)
-    device._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
+    device._cupy = streams._cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=runtime))
     assert (device.idle, device.lost) == (idle, lost)
 
 
-def test_a_recording_gives_back_what_it_holds_whoever_refers_to_it() -> None:
+def test_a_graph_gives_back_what_it_holds_whoever_refers_to_it() -> None:
     class Graph:
-        """What CuPy records."""
+        """What CuPy captures."""
 
     graph = Graph()
     held = weakref.ref(graph)
-    recording = CudaGraph(graph, None, None)
+    made = CudaGraph(graph, None, None)
     del graph
-    recording.close()
+    made.close()
     assert held() is None

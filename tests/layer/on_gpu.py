@@ -11,7 +11,7 @@ from google.protobuf import text_format
 
 from caffepy.core.errors import DataError
 from caffepy.device.blob import PLAIN, Array, Blob, Layout
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
@@ -37,8 +37,8 @@ def check_on_gpu(text: str, *bottoms: Array, tops: int = 1) -> None:
     for kind, last in product(TOLERANCE, (False, True)):
         preferred, allowed = Layout(np.dtype(kind), last), TOLERANCE[kind]
         with device.scope():
-            bottom = [Blob(b.shape, store=device.store) for b in bottoms]
-            top = [Blob(store=device.store) for _ in range(tops)]
+            bottom = [Blob(b.shape, device=device) for b in bottoms]
+            top = [Blob(device=device) for _ in range(tops)]
             for blob in (*bottom, *top):
                 blob.set_layout(preferred)
             layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, device)
@@ -71,8 +71,8 @@ def check_plain_on_gpu(
     single = Single(text, *bottoms, tops=tops, dtype=np.float32)
     device = CudaDevice(seed=single.seed)
     with device.scope():
-        bottom = [Blob(b.shape, store=device.store) for b in bottoms]
-        top = [Blob(store=device.store) for _ in range(tops)]
+        bottom = [Blob(b.shape, device=device) for b in bottoms]
+        top = [Blob(device=device) for _ in range(tops)]
         layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, device)
         layer.setup(bottom, top)
         layer.reshape(bottom, top)
@@ -106,7 +106,7 @@ def check_plain_on_gpu(
             with device.scope():
                 passes()
             recording = device.capture(passes)
-        device.look()
+        device.check_errors()
         pairs = [*zip([t.host_data for t in top], want, strict=True)]
         pairs += [
             (b.host_diff, dx) for b, dx in zip(bottom, gradients, strict=False) if dx is not None
@@ -125,8 +125,8 @@ def check_problem_on_gpu(text: str, *bottoms: Array) -> None:
         single.forward()
     device = CudaDevice(seed=single.seed)
     with device.scope():
-        bottom = [Blob(b.shape, store=device.store) for b in bottoms]
-        top = [Blob(store=device.store)]
+        bottom = [Blob(b.shape, device=device) for b in bottoms]
+        top = [Blob(device=device)]
         layer = create_layer(text_format.Parse(text, LayerParameter()), TRAIN, device)
         layer.setup(bottom, top)
         layer.reshape(bottom, top)
@@ -136,6 +136,6 @@ def check_problem_on_gpu(text: str, *bottoms: Array) -> None:
         layer.forward(bottom, top)
         layer.backward(top, [i == 0 and not layer.blobs for i in range(len(bottom))], bottom)
     with pytest.raises(DataError) as noted:
-        device.look()
+        device.check_errors()
     assert str(noted.value) == str(told.value)
-    device.look()
+    device.check_errors()

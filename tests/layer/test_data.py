@@ -12,7 +12,8 @@ from google.protobuf import text_format
 from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.data.write import array_to_datum, write_lmdb
 from caffepy.device.blob import Blob, Layout, from_bfloat16, to_bfloat16
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter
 
@@ -39,7 +40,7 @@ class Feed:
         (param,) = text_format.Parse(text, NetParameter()).layer
         self.device = device or Device()
         self.device.seed(seed)
-        self.top = [Blob(dtype=dtype, store=self.device.store) for _ in range(tops)]
+        self.top = [Blob(dtype=dtype, device=self.device) for _ in range(tops)]
         with self.device.scope():
             self.layer = create_layer(param, phase, self.device, dtype, path)
             self.layer.setup([], self.top)

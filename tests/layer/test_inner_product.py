@@ -4,7 +4,7 @@ from google.protobuf import text_format
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob, Layout
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 
@@ -95,7 +95,7 @@ def test_on_a_gpu_in_any_type(kind, top_kind, transpose, bias):
     layer = create_layer(text_format.Parse(text(param), LayerParameter()), TRAIN, device)
     x, top_diff = random(5, 4, 2), random(5, 6, seed=1)
     with device.scope():
-        bottom, top = Blob((5, 4, 2), store=device.store), Blob(store=device.store)
+        bottom, top = Blob((5, 4, 2), device=device), Blob(device=device)
         layer.setup([bottom], [top])
         for blob, stored in ((bottom, kind), (top, top_kind)):
             blob.set_layout(Layout(np.dtype(stored), False))

@@ -6,7 +6,7 @@ from google.protobuf import text_format
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob, Layout
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 
@@ -204,12 +204,12 @@ def on_gpu(case, device, bottom, top):
 def test_dropout_on_a_gpu_has_one_seed_and_counts_passes():
     device = CudaDevice(seed=1)
     with device.scope():
-        bottom, top = Blob((50, 50), store=device.store), Blob(store=device.store)
+        bottom, top = Blob((50, 50), device=device), Blob(device=device)
         first, resumed, other = (on_gpu("Dropout", device, bottom, top) for _ in range(3))
         bottom.host_data.fill(1)
 
         def mask(layer, number):
-            device.ticks = number
+            device.step_count = number
             layer.forward([bottom], [top])
             return top.host_data > 0
 
@@ -247,7 +247,7 @@ def test_in_place_with_the_channels_last(case, kind):
     device = CudaDevice(seed=1)
     reference = Single(text(case), random(*shape), in_place=True)
     with device.scope():
-        blob = Blob(shape, store=device.store)
+        blob = Blob(shape, device=device)
         blob.set_layout(Layout(np.dtype(kind), True))
         layer = on_gpu(case, device, blob, blob)
         blob.host_data[...] = reference.inputs[0]

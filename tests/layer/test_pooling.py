@@ -4,7 +4,7 @@ from google.protobuf.text_format import Parse
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob, Layout
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.layer.base import create_layer
 from caffepy.layer.pooling import pooled_size
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
@@ -196,7 +196,7 @@ def test_on_gpu_in_all_formats(case, method):
 def test_stochastic_on_gpu():
     device = CudaDevice(seed=1)
     with device.scope():
-        bottom, top = Blob((2, 8, 6, 6), store=device.store), Blob(store=device.store)
+        bottom, top = Blob((2, 8, 6, 6), device=device), Blob(device=device)
         for blob in (bottom, top):
             blob.set_layout(Layout(np.dtype(np.uint16), True))
         layer = create_layer(
@@ -209,7 +209,7 @@ def test_stochastic_on_gpu():
         bottom.host_data[...] = x = seeded().integers(1, 100, bottom.shape)
 
         def forward(number):
-            device.ticks = number
+            device.step_count = number
             layer.forward([bottom], [top])
             return top.host_data.copy()
 

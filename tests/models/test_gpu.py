@@ -10,7 +10,8 @@ from google.protobuf import text_format
 
 from caffepy import models
 from caffepy.device.blob import Array
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter

@@ -85,7 +85,7 @@ def test_what_has_a_loss_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_another_shape_on_gpu(view: str, kind: str) -> None:
-    from caffepy.device.device import CudaDevice
+    from caffepy.device.cuda import CudaDevice
 
     text = (
         DATA
@@ -124,7 +124,7 @@ def test_another_shape_on_gpu(view: str, kind: str) -> None:
 @pytest.mark.gpu
 def test_a_copy_with_a_loss_weight_on_gpu() -> None:
     """The Split after "a" gets the weight and is of float32, its bottom is of float16."""
-    from caffepy.device.device import CudaDevice
+    from caffepy.device.cuda import CudaDevice
 
     text = DATA + conv("a", "data", "loss_weight: 0.5").replace(
         "num_output", 'weight_filler { type: "xavier" } num_output'

@@ -132,10 +132,12 @@ def test_prelu_with_one_slope_for_all(shape):
     close(dslope, 1 + (dy * np.minimum(x, 0)).sum())
 
 
-def mask_of(size, ratio, seed, tick=None):
+def mask_of(size, ratio, seed, step_counter=None):
     x = np.ones(size, np.float32)
     y, mask = np.empty_like(x), np.empty(size, np.uint8)
-    cpu.dropout_forward(x, y, mask, ratio, seed, None if tick is None else np.array(tick))
+    cpu.dropout_forward(
+        x, y, mask, ratio, seed, None if step_counter is None else np.array(step_counter)
+    )
     np.testing.assert_allclose(y, mask / (1 - ratio), rtol=1e-6)
     return mask
 
@@ -143,7 +145,7 @@ def mask_of(size, ratio, seed, tick=None):
 @pytest.mark.parametrize(
     "draws",
     [[(0,), (1,), (2,), (2**32 - 1,)], [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (7, 10**6)]],
-    ids=["seeds", "seeds and ticks"],
+    ids=["seeds", "seeds and counters"],
 )
 def test_dropout_masks_are_independent(draws):
     size = 200_000

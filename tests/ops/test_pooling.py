@@ -140,8 +140,8 @@ def test_stochastic_takes_each_element_by_its_share():
     x[0, 0, :3, :3] = 0
     y, index = np.empty((2, 3, 3, 3), np.float32), np.empty((2, 3, 3, 3), np.int32)
     how, counts = ((3, 3), (2, 2), (0, 0)), np.zeros((2, 3, 3, 3, 49))
-    for tick in range(2000):
-        cpu.stochastic_pool_forward(x, y, index, *how, 7, np.array(tick))
+    for step_counter in range(2000):
+        cpu.stochastic_pool_forward(x, y, index, *how, 7, np.array(step_counter))
         taken = np.take_along_axis(x.reshape(2, 3, 49), index.reshape(2, 3, 9), 2)
         np.testing.assert_array_equal(taken.reshape(y.shape), y)
         np.add.at(counts, (*np.indices(y.shape), index), 1)
@@ -159,8 +159,8 @@ def test_stochastic_draws_anew_in_each_pass():
     x = np.ones((1, 4, 8, 8), np.float32)
     y, index = np.empty((1, 4, 4, 4), np.float32), np.empty((1, 4, 4, 4), np.int32)
     draws = []
-    for seed, tick in ((1, None), (1, None), (1, np.array(0)), (1, np.array(1)), (2, None)):
-        cpu.stochastic_pool_forward(x, y, index, (2, 2), (2, 2), (0, 0), seed, tick)
+    for seed, step_counter in ((1, None), (1, None), (1, np.array(0)), (1, np.array(1)), (2, None)):
+        cpu.stochastic_pool_forward(x, y, index, (2, 2), (2, 2), (0, 0), seed, step_counter)
         draws.append(index.tobytes())
     assert draws[0] == draws[1]
     assert len(set(draws)) == 4

@@ -14,7 +14,8 @@ from google.protobuf import text_format
 
 from caffepy.collectives import peers
 from caffepy.collectives.topology import all_joined
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver

@@ -19,7 +19,8 @@ from caffepy.collectives import peers
 from caffepy.core.errors import DataError
 from caffepy.data.write import array_to_datum, write_lmdb
 from caffepy.device.blob import Array
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.models.synthetic import image_shape
 from caffepy.net import gradients
 from caffepy.parallel.manager import P2PManager, SyncOptions

@@ -19,7 +19,7 @@ from google.protobuf import text_format
 from caffepy.collectives import peers
 from caffepy.core.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.device.blob import Array
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.device.gpus import gpu_memory
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.parallel.worker import WorkerSolver

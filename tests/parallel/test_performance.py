@@ -10,7 +10,7 @@ from google.protobuf import text_format
 
 from caffepy.collectives import peers
 from caffepy.commands.train import _alone
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver

@@ -10,7 +10,8 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import DataError, DivergenceError
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.net import gradients
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
@@ -104,8 +105,8 @@ def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorde
         heard.append(recorder)
         ended.append(numbers(solver))
         assert (
-            solver.device.ticks
-            == int(solver.device.on_host(solver.device.tick))
+            solver.device.step_count
+            == int(solver.device.on_host(solver.device.step_counter))
             == steps * solver.param.iter_size
         )
         solver.close()
@@ -452,7 +453,7 @@ def test_what_cannot_be_recorded_runs_all_the_same(
         solver.step(8)
     plain.step(8)
     assert replays(solver) == 0
-    assert sum("layer by layer: it cannot be recorded: " in m for m in caplog.messages) == 1
+    assert sum("layer by layer: it cannot be captured: " in m for m in caplog.messages) == 1
     np.testing.assert_array_equal(numbers(solver), numbers(plain))
 
 

@@ -12,7 +12,8 @@ from google.protobuf import text_format
 from caffepy.core.errors import DataError
 from caffepy.data.write import array_to_datum, write_lmdb
 from caffepy.device.blob import Array
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver

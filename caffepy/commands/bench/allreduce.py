@@ -20,7 +20,8 @@ from caffepy.collectives.sync import NAMES, Choice, Synchronization, choose, rea
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import SyncError, UsageError
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.report import plot
 
@@ -243,9 +244,9 @@ def _time(
     """The median over windows of the milliseconds of one run."""
     runs = max(2, min(MOST_RUNS, ENOUGH // (count * 4)))
     work: Callable[[], None] = partial(synchronizer.reduce, count)
-    store = device.store if synchronizer.capturable else None
-    if store is not None:
-        recording = store.capture(lambda: _repeat(work, RECORDED))
+    captures = synchronizer.capturable and isinstance(device, CudaDevice)
+    if synchronizer.capturable and isinstance(device, CudaDevice):
+        recording = device.capture(lambda: _repeat(work, RECORDED))
         replay, replays = recording.replay, max(1, runs // RECORDED)
         runs = replays * RECORDED
     else:
@@ -259,7 +260,7 @@ def _time(
         device.synchronize()
         times.append((perf_counter() - begin) / runs * 1e3)
     meet()  # before the recording goes
-    return median(times), store is not None
+    return median(times), captures
 
 
 def _repeat(work: Callable[[], None], times: int) -> None:

@@ -12,7 +12,8 @@ from caffepy.collectives.sync import reason_unavailable
 from caffepy.collectives.topology import all_joined
 from caffepy.commands.bench.train import WINDOW, Trainer
 from caffepy.core.errors import UsageError
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.parallel.manager import SyncOptions, team_of
 from caffepy.report.performance import difference, shares

@@ -14,7 +14,8 @@ from caffepy import ops
 from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError
 from caffepy.core.paths import locate
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_memory, import_cupy
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net

@@ -32,9 +32,9 @@ class InnerProductGroup:
     def forward(self) -> None:
         """y = dropout(relu(x @ w.T + b))."""
         layer, (mask, ratio) = self.inner_product, self._mask
-        seed, tick = self.dropout.draw() if self.dropout else (0, None)
+        seed, step_counter = self.dropout.draw() if self.dropout else (0, None)
         y = layer.product(self.bottom, self.top)
-        layer.ops.bias_act_forward(y, layer.bias, self.rectifies, ratio, seed, mask, tick)
+        layer.ops.bias_act_forward(y, layer.bias, self.rectifies, ratio, seed, mask, step_counter)
 
     def backward(self) -> None:
         """The gradient of x @ w.T + b in place of dy, then those of InnerProduct."""

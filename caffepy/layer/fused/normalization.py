@@ -122,7 +122,7 @@ def _pair(values: Sequence[Array | None]) -> tuple[Array | None, Array | None]:
 
 
 def _like(blob: Blob) -> Blob:
-    made = Blob(blob.shape, blob.dtype, blob.store)
+    made = Blob(blob.shape, blob.dtype, blob.gpu)
     if made.layout != blob.layout:
         made.set_layout(blob.layout)
     return made

@@ -270,10 +270,10 @@ def _mask_in_place(y: Array, mask: Array, scale: float, lo: int, hi: int) -> Non
 
 
 def dropout_forward(
-    x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None
+    x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Array | None = None
 ) -> None:
-    if tick is not None:
-        seed = int(seed_of_pass(seed, int(tick)))
+    if step_counter is not None:
+        seed = int(seed_of_pass(seed, int(step_counter)))
     flags, threshold = mask.reshape(-1), int(ratio * (1 << 32))
     parallel(lambda lo, hi: _keep(seed, threshold, flags, lo, hi), flags.size, GRAIN)
     dropout_backward(x, mask, y, ratio)
@@ -294,14 +294,14 @@ def bias_act_forward(
     ratio: float,
     seed: int,
     mask: Array | None,
-    tick: Array | None = None,
+    step_counter: Array | None = None,
 ) -> None:
     if b is not None:
         add_bias(y, b)
     if relu:
         relu_forward(y, y, 0.0)
     if mask is not None:
-        dropout_forward(y, y, mask, ratio, seed, tick)
+        dropout_forward(y, y, mask, ratio, seed, step_counter)
 
 
 def bias_act_backward(

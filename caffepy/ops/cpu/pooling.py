@@ -284,10 +284,10 @@ def stochastic_pool_forward(
     stride: Pair,
     pad: Pair,
     seed: int,
-    tick: Array | None = None,
+    step_counter: Array | None = None,
 ) -> None:
-    if tick is not None:
-        seed = int(seed_of_pass(seed, int(tick)))
+    if step_counter is not None:
+        seed = int(seed_of_pass(seed, int(step_counter)))
     planes = [_planes(a) for a in (x, y, index)]
     parallel(partial(_stochastic_forward, *planes, seed, kernel, stride, pad), len(planes[0]))
 

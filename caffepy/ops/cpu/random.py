@@ -22,6 +22,6 @@ def mix(h: Any) -> Any:
 
 
 @kernel
-def seed_of_pass(seed: int, tick: int) -> Any:
-    """The seed of pass number `tick`."""
-    return mix(np.uint32(np.uint32(seed) + mix(np.uint32(tick))))
+def seed_of_pass(seed: int, step_counter: int) -> Any:
+    """The seed of pass number `step_counter`."""
+    return mix(np.uint32(np.uint32(seed) + mix(np.uint32(step_counter))))

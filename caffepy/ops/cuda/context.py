@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
-from caffepy.device.device import is_layer_lane
+from caffepy.device.streams import is_layer_stream
 
 LARGEST_WORKSPACE = 256 << 20
 """Plans that need more bytes than this besides their arrays are not taken."""
@@ -51,7 +51,7 @@ class Context:
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
-        self._cublas_size = CUBLAS_SIDE if is_layer_lane(stream) else CUBLAS
+        self._cublas_size = CUBLAS_SIDE if is_layer_stream(stream) else CUBLAS
         self.workspace = Workspace()
         self._scratch: dict[str, Workspace] = {}
         self._cudnn: Any = None

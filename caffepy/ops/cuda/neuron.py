@@ -101,9 +101,16 @@ def _threshold(ratio: float) -> tuple[int, float]:
 
 
 def dropout_forward(
-    x: Array, y: Array, mask: Array, ratio: float, seed: int, tick: Array | None = None
+    x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Array | None = None
 ) -> None:
-    _each("dropout_forward", (x, y), mask, *_threshold(ratio), seed, 0 if tick is None else tick)
+    _each(
+        "dropout_forward",
+        (x, y),
+        mask,
+        *_threshold(ratio),
+        seed,
+        0 if step_counter is None else step_counter,
+    )
 
 
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
@@ -117,13 +124,13 @@ def bias_act_forward(
     ratio: float,
     seed: int,
     mask: Array | None,
-    tick: Array | None = None,
+    step_counter: Array | None = None,
 ) -> None:
     if b is not None and not relu and mask is None:
         add_bias(y, b)
     elif relu or mask is not None:
         pointers = (0 if a is None else a for a in (b, mask))
-        numbers = *_threshold(ratio), seed, 0 if tick is None else tick
+        numbers = *_threshold(ratio), seed, 0 if step_counter is None else step_counter
         launch(
             "neuron", "bias_act_forward", y, packs(y), y, *pointers, *y.shape, int(relu), *numbers
         )

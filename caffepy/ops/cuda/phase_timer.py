@@ -7,7 +7,7 @@ import cupy
 import numpy as np
 
 from caffepy.device.blob import Array as HostArray
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.phase_timer import HOST, PARTS
 
@@ -64,7 +64,7 @@ class PhaseTimer:
 
     def mark(self, part: str) -> None:
         if part == PARTS[-1] and self._counts:
-            self._device.join(STREAM)
+            self._device.wait_stream(STREAM)
             self._end(PARTS.index(part))
         else:
             self._end_aside(PARTS.index(part))

@@ -105,9 +105,9 @@ def stochastic_pool_forward(
     stride: Pair,
     pad: Pair,
     seed: int,
-    tick: Array | None = None,
+    step_counter: Array | None = None,
 ) -> None:
-    pairs, numbers = (kernel, stride, pad), (seed, 0 if tick is None else tick)
+    pairs, numbers = (kernel, stride, pad), (seed, 0 if step_counter is None else step_counter)
     _pool("stochastic_pool_forward", y, x, y, (x, y, index), pairs, *numbers)
 
 

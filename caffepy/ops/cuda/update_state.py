@@ -15,7 +15,7 @@ import numpy as np
 from caffepy.core.errors import DeviceError
 from caffepy.device.blob import Array as HostArray
 from caffepy.device.blob import Blob
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.copies import copy
 from caffepy.ops.cuda.launch import BLOCKS, MOST, THREADS, Array, launch_blocks, packs, scratch
@@ -91,7 +91,7 @@ class UpdateState:
         self._losses = losses
         self._weights = [blob.host_diff.copy() for blob in losses]
         self._device = device
-        self._tick, self._problems = device.tick, device.problems
+        self._step_counter, self._error_flags = device.step_counter, device.error_flags
         self._table, self._saved_table = _Table(), _Table()
         self._saved: list[Array] = []
         self._numbers = device.zeros(len(NUMBERS), np.dtype(np.float64))
@@ -148,11 +148,11 @@ class UpdateState:
 
     def accumulate_loss(self) -> None:
         table, count = self._table.of(_losses(self._losses))
-        arguments = (table, count, int(self._limits.passes > 1), self._numbers, self._tick)
+        arguments = (table, count, int(self._limits.passes > 1), self._numbers, self._step_counter)
         kernel("update_state", "accumulate_loss")((1,), (THREADS,), arguments)
 
     def pack_metrics(self, metrics: Array) -> None:
-        arguments = (self._problems, self._device.problem_count, self._numbers, metrics)
+        arguments = (self._error_flags, self._device.error_flag_count, self._numbers, metrics)
         kernel("update_state", "pack_metrics")((1,), (THREADS,), arguments)
 
     def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
@@ -187,15 +187,15 @@ class UpdateState:
             partial = scratch("squares", blocks)
             launch_blocks("update_state", "squares", diff, blocks, diff, partial, diff.size)
         limits = float(clip), passes, int(loss_scale is not None), LEAST_SCALE, MOST_SCALE, PATIENCE
-        problems = self._problems, self._device.problem_count
+        flags = self._error_flags, self._device.error_flag_count
         page = self._page.ptr, self._page.ptr + self._hyperparams.nbytes, ROWS
         table = self._table.of(_losses(self._losses))
         kernel("update_state", "check_and_scale")(
-            (1,), (THREADS,), (partial, blocks, *limits, *problems, *table, self._numbers, *page)
+            (1,), (THREADS,), (partial, blocks, *limits, *flags, *table, self._numbers, *page)
         )
 
     def mark_enqueued(self) -> None:
-        self._device.counted(self._limits.passes)
+        self._device.add_enqueued_steps(self._limits.passes)
         self._enqueued += 1
         if self._enqueued % GROUP == 0:
             event = cupy.cuda.Event(block=True, disable_timing=True)
@@ -275,7 +275,7 @@ class Sums:
             self._sums = self._device.zeros(
                 sum(blob.count for blob in self._blobs), np.dtype(np.float64)
             )
-            self._device.epoch += 1
+            self._device.allocation_version += 1
         self._device.upload(
             np.array([name == "loss_scale" for name in NUMBERS], np.float64), self._numbers
         )

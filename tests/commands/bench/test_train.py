@@ -10,7 +10,7 @@ from caffepy import models
 from caffepy.cli import main
 from caffepy.commands.bench.train import Trainer, bench_train
 from caffepy.core.errors import ConfigError
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.models.synthetic import image_shape
 
 DIGITS = Path(models.__file__).parent / "digits"

@@ -6,7 +6,8 @@ from google.protobuf import text_format
 
 import caffepy.layer
 from caffepy.device.blob import PLAIN, Blob, Layout
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.fused.base import Member
 from caffepy.layer.fused.convolution import ConvolutionReLU
@@ -45,7 +46,7 @@ class Pair:
                 create_layer(text_format.Parse(text, LayerParameter()), TRAIN, self.device)
                 for text in texts
             )
-            self.x, self.middle, y = (Blob(store=self.device.store) for _ in range(3))
+            self.x, self.middle, y = (Blob(device=self.device) for _ in range(3))
             for blob in (self.x, self.middle, y) if layout else ():
                 blob.set_layout(layout)
             self.y = self.middle if in_place else y

@@ -6,7 +6,8 @@ from google.protobuf import text_format
 
 import caffepy.layer
 from caffepy.device.blob import Blob, Layout
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.fused.base import Member
 from caffepy.layer.fused.inner_product import InnerProductGroup
@@ -50,7 +51,7 @@ class Chain:
             self.bottom.host_data[...] = random(6, 4, 5)
 
     def blob(self, kind):
-        blob = Blob(store=self.device.store)
+        blob = Blob(device=self.device)
         if kind != "float32":
             blob.set_layout(Layout(np.dtype(kind), False))
         return blob

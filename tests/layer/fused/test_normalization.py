@@ -8,7 +8,8 @@ from google.protobuf import text_format
 
 import caffepy.layer
 from caffepy.device.blob import Blob, Layout
-from caffepy.device.device import CudaDevice, Device
+from caffepy.device.cuda import CudaDevice
+from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
 from caffepy.layer.fused.base import Member
 from caffepy.layer.fused.normalization import NormGroup
@@ -102,7 +103,7 @@ class Chain:
                         self.put(blob, "data", 1 + np.abs(random(*blob.shape, seed=seed)))
 
     def _blob(self, shape=(0,)):
-        blob = Blob(shape, self.dtype, self.device.store)
+        blob = Blob(shape, self.dtype, self.device)
         if self.layout != PLAIN:
             blob.set_layout(self.layout)
         return blob

@@ -139,19 +139,19 @@ def test_a_captured_dropout_follows_the_tick():
 
     x = data(5000)
     with cupy.cuda.Stream(non_blocking=True) as stream:
-        u, v, mask, tick = (
+        u, v, mask, step_counter = (
             cupy.asarray(x),
             cupy.empty(5000, "f"),
             cupy.empty(5000, "u1"),
             cupy.full((), 5, "int64"),
         )
-        cuda.dropout_forward(u, v, mask, 0.5, 9, tick)
-        tick += 1
-        tick[...] = 5
+        cuda.dropout_forward(u, v, mask, 0.5, 9, step_counter)
+        step_counter += 1
+        step_counter[...] = 5
         stream.synchronize()
         stream.begin_capture()
-        cuda.dropout_forward(u, v, mask, 0.5, 9, tick)
-        tick += 1
+        cuda.dropout_forward(u, v, mask, 0.5, 9, step_counter)
+        step_counter += 1
         graph = stream.end_capture()
         for number in (5, 6, 7):
             graph.launch(stream)

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from caffepy.device.device import CudaDevice
+from caffepy.device.cuda import CudaDevice
 from caffepy.ops.phase_timer import HOST, PARTS
 
 pytestmark = pytest.mark.gpu

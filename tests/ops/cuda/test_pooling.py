@@ -226,7 +226,7 @@ def test_stochastic(case, dtype):
     shape, *how = CASES[case]
     x = np.maximum(np.round(data(shape, dtype), 1), 0)
     y = np.empty(top_shape(shape, *how), dtype)
-    tick = np.array(5, np.int64)
+    step_counter = np.array(5, np.int64)
     agree(
         "stochastic_pool_forward",
         x,
@@ -234,7 +234,7 @@ def test_stochastic(case, dtype):
         np.empty(y.shape, np.int32),
         *how,
         1 << 31,
-        tick,
+        step_counter,
         tolerance=EXACT,
     )
     agree(
@@ -265,8 +265,10 @@ def test_stochastic_with_the_channels_last(kind, monkeypatch):
             stored(x, kind, True),
         )
         where, ones = cupy.empty(v.shape, np.uint8), stored(np.ones(v.shape), kind, True)
-        for tick in range(200):
-            cuda.stochastic_pool_forward(u, v, where, *how, 11, cupy.full((), tick, np.int64))
+        for step_counter in range(200):
+            cuda.stochastic_pool_forward(
+                u, v, where, *how, 11, cupy.full((), step_counter, np.int64)
+            )
             cuda.max_pool_backward(ones, where, du, *how)
             chosen = loaded(du)
             np.testing.assert_array_equal(

@@ -12,15 +12,15 @@ class Judging:
     """A Control over losses of these values, whose weights are 1, with a gradient of four numbers."""
 
     def __init__(self, limits: Limits, *losses: float) -> None:
-        from caffepy.device.device import CudaDevice
+        from caffepy.device.cuda import CudaDevice
         from caffepy.ops import cuda
 
         self.device = CudaDevice(0)
-        self.losses = [Blob((), store=self.device) for _ in losses]
+        self.losses = [Blob((), device=self.device) for _ in losses]
         for blob in self.losses:
             blob.host_diff[...] = 1
         self.write(*losses)
-        self.problem = self.device.problem(lambda value: DataError(f"{value:g}"))
+        self.problem = self.device.error_flag(lambda value: DataError(f"{value:g}"))
         self.update_state = cuda.UpdateState(limits, self.losses, self.device)
         self.gradient = self.device.zeros(4, np.dtype(np.float32))
 
@@ -54,7 +54,9 @@ def test_numbers_arrive_and_losses_are_added() -> None:
     assert step_result == (1.75, 0, 1, 1, StepStatus.DONE)
     assert judging.numbers() == {"rate": 0.5, "decay": 0.25, "correction": 3, "scale": 0.5, "go": 1}
     assert judging.update_state.loss() == 1.75
-    assert int(judging.device.on_host(judging.device.tick)) == judging.device.ticks == 2
+    assert (
+        int(judging.device.on_host(judging.device.step_counter)) == judging.device.step_count == 2
+    )
 
 
 def test_long_gradients_are_clipped() -> None:
@@ -89,8 +91,8 @@ def test_a_problem_stops_all() -> None:
     judging.problem.check()
     assert judging.check_and_scale(1).status is StepStatus.STOPPED
     with pytest.raises(DataError, match=r"^7$"):
-        judging.device.look()
-    judging.device.look()
+        judging.device.check_errors()
+    judging.device.check_errors()
     judging.update_state.resume()
     assert judging.check_and_scale(1).status is StepStatus.DONE
 
@@ -143,14 +145,14 @@ def test_verdicts_come_in_order_and_late() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "uint16"])
 def test_sums_are_those_of_the_host(dtype: str) -> None:
-    from caffepy.device.device import CudaDevice
+    from caffepy.device.cuda import CudaDevice
     from caffepy.ops import cuda
 
     device = CudaDevice(0)
     large, scalar, loss = (
-        Blob((2, 3, 4, 5), store=device),
-        Blob((), store=device),
-        Blob((3,), store=device),
+        Blob((2, 3, 4, 5), device=device),
+        Blob((), device=device),
+        Blob((3,), device=device),
     )
     large.set_layout(Layout(np.dtype(dtype), True))
     rng = np.random.default_rng(1)
@@ -173,11 +175,11 @@ def test_sums_are_those_of_the_host(dtype: str) -> None:
 
 
 def test_blobs_that_grew_are_summed_anew() -> None:
-    from caffepy.device.device import CudaDevice
+    from caffepy.device.cuda import CudaDevice
     from caffepy.ops import cuda
 
     device = CudaDevice(0)
-    blob = Blob((2,), store=device)
+    blob = Blob((2,), device=device)
     sums = cuda.Sums([blob], [], device)
     with device.scope():
         blob.reshape((5,))

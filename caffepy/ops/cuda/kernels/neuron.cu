@@ -157,16 +157,16 @@ __global__ void swish_backward(const T* y, const T* dy, T* dx, i64 n, double bet
 struct Keep {
   Draw draw;
   unsigned threshold;
-  __device__ Keep(i64 threshold, i64 seed, const i64* tick) : draw(seed, tick), threshold(unsigned(threshold)) {}
+  __device__ Keep(i64 threshold, i64 seed, const i64* step_counter) : draw(seed, step_counter), threshold(unsigned(threshold)) {}
   __device__ bool operator()(i64 i) const { return draw(i) >= threshold; }
 };
 
 // mask_i = keep(i), y = mask ? x * scale : x * 0
 template <typename T>
 __global__ void dropout_forward(const T* x, T* y, i64 n, unsigned char* mask, i64 threshold, double scale, i64 seed,
-                                const i64* tick) {
+                                const i64* step_counter) {
   using A = Wide<T>;
-  const Keep keep(threshold, seed, tick);
+  const Keep keep(threshold, seed, step_counter);
   const A s = A(scale);
   each<PACK>(
       n,
@@ -189,9 +189,9 @@ __global__ void dropout_backward(const T* dy, T* dx, i64 n, const unsigned char*
 // y = dropout(relu(y + b)) for y (M, O): without a bias if there is no b, without dropout if there is no mask.
 template <typename T>
 __global__ void bias_act_forward(T* y, const Wide<T>* b, unsigned char* mask, i64 rows, i64 columns, i64 relu,
-                                 i64 threshold, double scale, i64 seed, const i64* tick) {
+                                 i64 threshold, double scale, i64 seed, const i64* step_counter) {
   using A = Wide<T>;
-  const Keep keep(threshold, seed, tick);
+  const Keep keep(threshold, seed, step_counter);
   const A s = A(scale);
   const bool drops = mask;
   Channel channel(columns, 1);

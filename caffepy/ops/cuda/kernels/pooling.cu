@@ -253,10 +253,10 @@ __global__ void ave_pool_backward(const T* __restrict__ dy, T* __restrict__ dx, 
 // to a random part of it; index = where. The first element if there is none such.
 template <typename T, typename I, int V>
 __global__ void stochastic_pool_forward(const T* __restrict__ x, T* __restrict__ y, I* __restrict__ index, WINDOWS,
-                                        i64 seed, const i64* tick) {
+                                        i64 seed, const i64* step_counter) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
-  const Draw draw(seed, tick);
+  const Draw draw(seed, step_counter);
   FOR_EACH(e, images * s.small()) {
     const Place at(s, e, s.ho, s.wo);
     const Span rows(at.row, s.kh, s.sh, s.ph, s.h), columns(at.column, s.kw, s.sw, s.pw, s.w);

@@ -9,11 +9,11 @@ __device__ inline unsigned mix(unsigned h) {
   return h ^ (h >> 16);
 }
 
-// 32 bits for place i: mix(mix(seed + i) + mix(seed)). A tick, the number of a pass, makes a seed of its own of each.
+// 32 bits for place i: mix(mix(seed + i) + mix(seed)). A step_counter, the number of a pass, makes a seed of its own of each.
 struct Draw {
   unsigned start, second;
-  __device__ Draw(i64 seed, const i64* tick) : start(unsigned(seed)) {
-    if (tick) start = mix(start + mix(unsigned(*tick)));
+  __device__ Draw(i64 seed, const i64* step_counter) : start(unsigned(seed)) {
+    if (step_counter) start = mix(start + mix(unsigned(*step_counter)));
     second = mix(start);
   }
   __device__ unsigned operator()(i64 i) const { return mix(mix(start + unsigned(i)) + second); }

@@ -37,7 +37,7 @@ __device__ void multiply(void* p, i64 i, i64 kind, double by) {
 __device__ bool is_finite(double x) { return x - x == 0; }
 
 // Loss of a pass: sum of data * diff over the losses / loss_scale; added to that of earlier passes if `add`.
-__global__ void accumulate_loss(const Place* losses, i64 count, i64 add, double* numbers, i64* tick) {
+__global__ void accumulate_loss(const Place* losses, i64 count, i64 add, double* numbers, i64* step_counter) {
   float total = 0;
   for (i64 k = 0; k < count; ++k) {
     const Place p = losses[k];
@@ -49,15 +49,15 @@ __global__ void accumulate_loss(const Place* losses, i64 count, i64 add, double*
   if (threadIdx.x != 0) return;
   numbers[LAST] = total;
   numbers[TOTAL] = total + (add ? numbers[TOTAL] : 0);
-  ++*tick;
+  ++*step_counter;
 }
 
-// metrics_0 = loss of all passes, or NaN if a problem was noted
-__global__ void pack_metrics(const double* problems, i64 places, const double* numbers, float* metrics) {
-  double problem = 0;
-  for (i64 i = threadIdx.x; i < places; i += blockDim.x) problem += problems[2 * i];
-  problem = block_sum(problem);
-  if (threadIdx.x == 0) metrics[0] = problem != 0 ? nanf("") : float(numbers[TOTAL]);
+// metrics_0 = loss of all passes, or NaN if an error flag is set
+__global__ void pack_metrics(const double* error_flags, i64 places, const double* numbers, float* metrics) {
+  double errors = 0;
+  for (i64 i = threadIdx.x; i < places; i += blockDim.x) errors += error_flags[2 * i];
+  errors = block_sum(errors);
+  if (threadIdx.x == 0) metrics[0] = errors != 0 ? nanf("") : float(numbers[TOTAL]);
 }
 
 // total = metrics_0, or NaN if the all-reduce was aborted
@@ -95,21 +95,21 @@ __global__ void __launch_bounds__(256) squares(const T* g, double* partial, i64 
 // norm = sqrt(sum of partial) / loss_scale
 // scale = min(1, clip / norm) / passes / loss_scale
 // SKIPPED if there is a loss scale and the norm is not finite; STOPPED, as are all later iterations, if the loss is not
-// finite, a problem was noted, or the loss scale cannot be halved again. A new loss scale is multiplied into the losses'
+// finite, an error flag is set, or the loss scale cannot be halved again. A new loss scale is multiplied into the losses'
 // diffs.
 __global__ void check_and_scale(const double* partial, i64 parts, double clip, i64 passes, i64 scaled, double least,
-                                double most, i64 patience, const double* problems, i64 places, Place* losses, i64 count,
+                                double most, i64 patience, const double* error_flags, i64 places, Place* losses, i64 count,
                                 double* numbers, const volatile double* hyperparams, double* results, i64 rows) {
   __shared__ double ratio;
-  double square = 0, problem = 0;
+  double square = 0, errors = 0;
   for (i64 i = threadIdx.x; i < parts; i += blockDim.x) square += partial[i];
-  for (i64 i = threadIdx.x; i < places; i += blockDim.x) problem += problems[2 * i];
+  for (i64 i = threadIdx.x; i < places; i += blockDim.x) errors += error_flags[2 * i];
   square = block_sum(square);
-  problem = block_sum(problem);
+  errors = block_sum(errors);
   if (threadIdx.x == 0) {
     const double scale = numbers[LOSS_SCALE], loss = numbers[TOTAL] / double(passes), norm = sqrt(square) / scale;
     const bool overflow = scaled && !is_finite(norm);
-    const bool stops = numbers[STOPPED] != 0 || problem != 0 || !is_finite(loss) || (overflow && scale <= least);
+    const bool stops = numbers[STOPPED] != 0 || errors != 0 || !is_finite(loss) || (overflow && scale <= least);
     double next = scale;
     if (scaled && !stops) {
       numbers[GOOD] = overflow ? 0 : numbers[GOOD] + 1;

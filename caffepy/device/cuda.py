@@ -1,0 +1,202 @@
+"""CudaDevice: one GPU with its streams, its random numbers and the error flags of its kernels."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from caffepy.core.errors import CaffeError, DeviceError
+from caffepy.device.device import Device, ErrorFlag
+from caffepy.device.gpus import check_gpu, gpu_properties, import_cupy, translate_errors
+from caffepy.device.graphs import CudaGraph, capture
+from caffepy.device.streams import NOT_READY, OF_CAPTURES, Streams
+
+MOST_ERROR_FLAGS = 1024
+
+
+class CudaDevice(Device):
+    """GPU `index`, with a main stream of its own on which its work runs in order.
+
+    DeviceError says what to install or to change if there is no CuPy, no driver or no such GPU.
+    """
+
+    kind = "cuda"
+    is_cuda = True
+
+    def __init__(self, index: int = 0, seed: int | None = None) -> None:
+        super().__init__(seed)
+        self._host = Device()
+        self._host.random = self.random
+        self.index = index
+        self._cupy = import_cupy()
+        check_gpu(index)
+        self._streams = Streams(self._cupy, index)
+        self.stream = self._streams.main
+        self._error_flags: list[_CudaErrorFlag] = []
+        self._step_count = 0
+
+    @property
+    def name(self) -> str:
+        """NVIDIA's name of the GPU."""
+        return str(gpu_properties(self.index)["name"])
+
+    @property
+    def host(self) -> Device:
+        """The CPU with this device's random numbers."""
+        return self._host
+
+    @contextmanager
+    def _scope(self) -> Iterator[None]:
+        with (
+            translate_errors(self._cupy, self.index),
+            self._cupy.cuda.Device(self.index),
+            self.stream,
+        ):
+            yield
+
+    def scope(self) -> AbstractContextManager[object]:
+        """The context in which the calling thread's array operations run on the main stream."""
+        return self._scope()
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        self._streams.synchronize()
+
+    @property
+    def idle(self) -> bool:
+        """True if all enqueued work is done, or can never be done."""
+        return all(status != NOT_READY for status in self._streams.statuses())
+
+    @property
+    def lost(self) -> str:
+        """The CUDA error after which the device does nothing more and its memory cannot be read;
+        empty if there is none.
+        """
+        for status in self._streams.statuses():
+            if status not in (0, NOT_READY, *OF_CAPTURES):
+                return str(self._cupy.cuda.runtime.CUDARuntimeError(status))
+        return ""
+
+    @cached_property
+    def step_counter(self) -> Any:
+        """An int64 array without axes that counts forward passes; kernels of the solver add to it."""
+        return self.zeros(1, np.dtype(np.int64)).reshape(())
+
+    @property
+    def step_count(self) -> int:
+        """The value that `step_counter` has after the passes enqueued so far."""
+        return self._step_count
+
+    @step_count.setter
+    def step_count(self, count: int) -> None:
+        self._step_count = count
+        self.upload(np.array(count, np.int64), self.step_counter)
+
+    def add_enqueued_steps(self, passes: int) -> None:
+        """Add to `step_count` what enqueued kernels will add to `step_counter`."""
+        self._step_count += passes
+
+    def count_step(self) -> None:
+        """Count a forward pass that a net runs outside a solver."""
+        self.step_count += 1
+
+    @cached_property
+    def error_flags(self) -> Any:
+        """All error flags: an array (MOST_ERROR_FLAGS, 2) with `error_flag_count` rows in use."""
+        flat = self.zeros(2 * MOST_ERROR_FLAGS, np.dtype(np.float64))
+        return flat.reshape(MOST_ERROR_FLAGS, 2)
+
+    @property
+    def error_flag_count(self) -> int:
+        """Number of rows of `error_flags` in use."""
+        return len(self._error_flags)
+
+    def error_flag(self, error: Callable[[float], CaffeError]) -> ErrorFlag:
+        """Return a flag for a kernel to set; `error` makes an exception of the bad value."""
+        if len(self._error_flags) == MOST_ERROR_FLAGS:
+            raise DeviceError(
+                f"nets of one device have {MOST_ERROR_FLAGS} layers that read labels at most"
+            )
+        flag = _CudaErrorFlag(self.error_flags[len(self._error_flags)], error)
+        self._error_flags.append(flag)
+        return flag
+
+    def check_errors(self) -> None:
+        """Wait until the device is idle and raise the error of the first flag that is set."""
+        if not self._error_flags:
+            return
+        values = self.on_host(self.error_flags[: len(self._error_flags)])
+        for flag, (found, value) in zip(self._error_flags, values, strict=True):
+            if found:
+                with self.scope():
+                    self.error_flags.fill(0)
+                raise flag.error(float(value))
+
+    def overlapping(self) -> AbstractContextManager[None]:
+        """Enable `side_stream` in this context, at whose end the main stream waits for all of them."""
+        return self._streams.overlapping()
+
+    def side_stream(
+        self, name: str = "layer", after: str | None = None
+    ) -> AbstractContextManager[object]:
+        """Return the context of a side stream, which waits for what was enqueued before."""
+        return self._streams.fork(name, after)
+
+    def wait_stream(self, name: str = "layer") -> None:
+        """Make the main stream wait for the work of this side stream."""
+        self._streams.wait(name)
+
+    def capture(self, work: Callable[[], None]) -> CudaGraph:
+        """Capture the operations that `work` enqueues, side streams included; they do not run."""
+
+        def with_side_streams() -> None:
+            with self.overlapping():
+                work()
+
+        with self.scope():
+            return capture(self._cupy, self.stream, with_side_streams)
+
+    def on_host(self, array: Any) -> NDArray[Any]:
+        """Return a copy of a device array as numpy's."""
+        with self.scope():
+            copy: NDArray[Any] = self._cupy.asnumpy(array)
+        return copy
+
+    def on_device(self, array: NDArray[Any]) -> NDArray[Any]:
+        """Return a copy of a host array on the GPU."""
+        with self.scope():
+            copy: NDArray[Any] = self._cupy.asarray(array)
+        return copy
+
+    def zeros(self, count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """Return a flat device array of zeros."""
+        with self.scope():
+            array: NDArray[Any] = self._cupy.zeros(count, dtype)
+        return array
+
+    def upload(self, host: NDArray[Any], array: Any) -> None:
+        """Copy a host array into a device array of the same shape and type."""
+        with self.scope():
+            array.set(host)
+
+    def download(self, array: Any, host: NDArray[Any]) -> None:
+        """Copy a device array into a host array of the same size; return when it is done."""
+        with self.scope():
+            array.get(out=host, blocking=True)
+
+    def flush(self) -> None:
+        """Upload the host arrays of blobs that were written to."""
+        if self.dirty:
+            with self.scope():
+                for memory in tuple(self.dirty):
+                    memory.flush()
+
+
+class _CudaErrorFlag(ErrorFlag):
+    """A flag in device memory."""
+
+    def check(self) -> None:
+        """Do nothing: the kernel may still run, so `CudaDevice.check_errors` looks later."""

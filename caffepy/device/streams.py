@@ -1,0 +1,128 @@
+"""Streams of a GPU: a main one, and side streams whose work may overlap that of the main one.
+
+    main     --+-- dx2 --+-- dx1 --+--+-- dx0 ----------+-- update -->
+               |         |         ^  |                 ^
+    "layer"    +-- dw2 --+-- dw1 --+  |                 |
+                                      |                 |
+    "sync"                            +-- all-reduce ---+
+
+`fork(name)` (going down) makes a side stream wait for what the main one was given so far, and
+`wait(name)` (going up) makes the main stream wait for the side stream. Both are CUDA events: the
+host waits for nothing. Work of one side stream runs in order.
+
+| side stream | work | enqueued by |
+|---|---|---|
+| `layer` | weight gradients | layers, in backward |
+| `sync` | all-reduce of a bucket of gradients | the NCCL synchronizer |
+| `factors` | weight gradients from gathered factors | the NCCL synchronizer |
+| `control` | loss check | the solver's step |
+| `phase timer` | time stamps | the phase timer |
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+NOT_READY, OF_CAPTURES = 600, range(900, 1000)
+"""cudaError of a stream that is still at work, and those that only end a capture."""
+
+URGENT = "", "sync", "phase timer"
+"""Streams whose work others wait for; "" is the main one."""
+PRIORITY = -5
+"""Priority of urgent streams, or the nearest that the GPU has; kernels of a graph keep it. The
+lowest is 0."""
+
+_idle_streams: dict[tuple[int, str], list[Any]] = {}
+"""Streams by GPU and name, for the next device: handles and workspaces of libraries belong to a
+stream, and last as long as the process."""
+
+_layer_streams: set[int] = set()
+
+
+def is_layer_stream(handle: int) -> bool:
+    """True if this is the handle of a side stream for weight gradients."""
+    return handle in _layer_streams
+
+
+def _give_back(streams: Sequence[tuple[tuple[int, str], Any]]) -> None:
+    for key, stream in streams:
+        _idle_streams[key].append(stream)
+
+
+class Streams:
+    """The streams of one CudaDevice; no two devices use the same stream at a time."""
+
+    def __init__(self, cupy: Any, gpu: int) -> None:
+        self._cupy = cupy
+        self._gpu = gpu
+        self._taken: list[tuple[tuple[int, str], Any]] = []
+        self.main = self._take("")
+        self.side: dict[str, Any] = {}
+        self._forked: set[str] = set()  # side streams that the main one has not waited for
+        self._overlaps = False
+        weakref.finalize(self, _give_back, self._taken).atexit = False
+
+    def _take(self, name: str) -> Any:
+        key = self._gpu, name
+        try:
+            stream = _idle_streams.setdefault(key, []).pop()
+        except IndexError:
+            with self._cupy.cuda.Device(self._gpu):
+                priority = PRIORITY if name in URGENT else 0
+                stream = self._cupy.cuda.Stream(non_blocking=True, priority=priority)
+            if name == "layer":
+                _layer_streams.add(stream.ptr)
+        self._taken.append((key, stream))
+        return stream
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Enable `fork` in this context; at its end the main stream waits for all side streams."""
+        self._overlaps = True
+        try:
+            yield
+            for name in tuple(self._forked):
+                self.wait(name)
+        finally:
+            self._overlaps = False
+            self._forked.clear()
+
+    def fork(self, name: str, after: str | None) -> AbstractContextManager[object]:
+        """Return the context of a side stream, which first waits for the main one and for the side
+        stream `after`; outside `overlapping` operations stay on the main stream.
+        """
+        return self._fork(name, after) if self._overlaps else nullcontext()
+
+    @contextmanager
+    def _fork(self, name: str, after: str | None) -> Iterator[None]:
+        stream = self.side.get(name)
+        if stream is None:
+            stream = self.side[name] = self._take(name)
+        self._order(self.main, stream)
+        if after in self._forked:
+            self._order(self.side[after], stream)
+        self._forked.add(name)
+        with stream:
+            yield
+
+    def wait(self, name: str) -> None:
+        """Make the main stream wait for this side stream, if it has work that was not waited for."""
+        if name in self._forked:
+            self._forked.discard(name)
+            self._order(self.side[name], self.main)
+
+    def _order(self, first: Any, then: Any) -> None:
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(first)
+        then.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Wait on the host until all streams are idle."""
+        for stream in (self.main, *self.side.values()):
+            stream.synchronize()
+
+    def statuses(self) -> Iterator[int]:
+        """The cudaError of each stream: 0 if it is idle, NOT_READY if it is at work."""
+        for stream in (self.main, *tuple(self.side.values())):
+            yield 0 if stream.done else int(self._cupy.cuda.runtime.streamQuery(stream.ptr))
