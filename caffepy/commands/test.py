@@ -146,7 +146,7 @@ def _examiners(
 
     def make(rank: int) -> _Examiner:
         net = Net(param, device=devices[rank], path=path, root_net=root.net if rank else None)
-        net.turn = partial(_turn, group, rank)
+        net.set_forward_mutex(partial(_turn, group, rank))
         examiner = _Examiner(net)
         if rank:
             examiner.follow(root.net)

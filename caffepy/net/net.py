@@ -33,12 +33,11 @@ from caffepy.proto.text import format as format_text
 log = logging.getLogger(__name__)
 
 Callback = Callable[[int], object]
-Turn = Callable[[Layer], AbstractContextManager[object]]
+ForwardMutex = Callable[[Layer], AbstractContextManager[object]]
 AUTOMATIC = "(automatic)"
 
 
-def any_turn(layer: Layer) -> AbstractContextManager[object]:
-    """One at a time, whoever comes first."""
+def _own_lock(layer: Layer) -> AbstractContextManager[object]:
     return layer.forward_lock
 
 
@@ -56,10 +55,9 @@ class Net:
     """The net that an upgraded NetParameter describes for its own `state` (phase, level, stages).
 
     `path` is the file that defines it, for messages and for data lying beside it. `root_net`:
-    layers that are shared in parallel are the root's own objects; they run in the context that
-    `turn` gives. `layout` is the layout in which activations lie if not the best one for the
-    device. Batches are a `batch_parts`-th of the definition's. ConfigError and DataError name file,
-    line and layer.
+    layers that are shared in parallel are the root's own objects, see `set_forward_mutex`. `layout`
+    is the layout in which activations lie if not the best one for the device. Batches are a
+    `batch_parts`-th of the definition's. ConfigError and DataError name file, line and layer.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class Net:
         self.name: str = param.name
         self.phase: int = param.state.phase
         self.debug_info: bool = param.debug_info
-        self.turn: Turn = any_turn
+        self._forward_mutex: ForwardMutex = _own_lock
         self.shares_memory = False  # blobs that are needed at different times lie in the same place
 
         self.layers: list[Layer] = []
@@ -469,6 +467,12 @@ class Net:
             for b, need in zip(bottoms, needs, strict=True)
         )
 
+    def set_forward_mutex(self, mutex: ForwardMutex | None) -> None:
+        """Run the forward pass of each layer that is shared in parallel inside `mutex(layer)`; None:
+        inside the layer's own lock.
+        """
+        self._forward_mutex = mutex or _own_lock
+
     def _forward_layer(self, index: int) -> None:
         layer, (bottom, top) = self.layers[index], self._arguments[index]
         _call(self.before_forward, index)
@@ -477,7 +481,7 @@ class Net:
             casts.reshape()
             casts.before_forward(self.ops.convert)
         if layer.share_in_parallel:
-            with self.turn(layer):
+            with self._forward_mutex(layer):
                 self._reshape_layer(index)
                 layer.forward(bottom, top)
         else:

@@ -32,7 +32,7 @@ from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.layer.normalization import BatchNorm
-from caffepy.net import Net, any_turn
+from caffepy.net import Net
 from caffepy.net.gradients import adders, large_products
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.report import Performance, Reporters
@@ -154,7 +154,8 @@ class P2PManager(WorkerGroup):
         gc.collect()  # to free what earlier solvers left may wait for a GPU that waits for others
         group.join(0)
         for net in (root.net, *root.test_nets):
-            net.turn = partial(self._turn, root.phase_timer.mark if net is root.net else _no_lap, 0)
+            mark = root.phase_timer.mark if net is root.net else _no_lap
+            net.set_forward_mutex(partial(self._turn, mark, 0))
             for layer in net.shared_layers:
                 layer.serve(self._devices)
         with root.device.scope(), quiet():
@@ -210,9 +211,8 @@ class P2PManager(WorkerGroup):
         positions = self._positions[rank - 1] if self._positions else None
         worker = WorkerSolver(self.root, rank, self._devices[rank], positions)
         for net in (worker.net, *worker.test_nets):
-            net.turn = partial(
-                self._turn, worker.phase_timer.mark if net is worker.net else _no_lap, rank
-            )
+            mark = worker.phase_timer.mark if net is worker.net else _no_lap
+            net.set_forward_mutex(partial(self._turn, mark, rank))
         with worker.device.scope():
             self._synchronize(worker, rank)
         return worker
@@ -380,7 +380,7 @@ class P2PManager(WorkerGroup):
         """The root can go on alone."""
         self.root.leave()
         for net in (self.root.net, *self.root.test_nets):
-            net.turn = any_turn
+            net.set_forward_mutex(None)
             for layer in net.shared_layers:
                 layer.serve(self._devices[:1])
 
@@ -388,7 +388,7 @@ class P2PManager(WorkerGroup):
         """The root cannot go on: its last iteration may have ended in some ranks."""
         self.root.leave(failed=True)
         for net in (self.root.net, *self.root.test_nets):
-            net.turn = _no_turn
+            net.set_forward_mutex(_no_turn)
 
     def _let_go(self, until: float) -> None:
         """After an error, let communicators end: they wait until no recording of any rank refers to

@@ -11,7 +11,7 @@ from caffepy.collectives.sync import reason_nccl_unavailable
 from caffepy.core.errors import DeviceError
 from caffepy.device.gpus import import_cupy
 from caffepy.layer import Layer
-from caffepy.net import Net, any_turn
+from caffepy.net import Net
 from caffepy.parallel.manager import flats_of
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.solver import Solver
@@ -77,7 +77,7 @@ class NCCL:
     def close(self) -> None:
         """Let the solver be alone again; all solvers do so."""
         self.solver._solver.synchronize(None)
-        self.solver._solver.net.turn = any_turn
+        self.solver._solver.net.set_forward_mutex(None)
         self.synchronizer.close()
         with _lock:
             _groups.pop(self._uid, None)
@@ -109,11 +109,10 @@ def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:
     """
     places = {id(layer): i for i, layer in enumerate(net.layers) if layer.reads_files}
     to_skip = dict.fromkeys(places, rank + (count - 1 if begun else 0))
-    turn = net.turn
 
     @contextmanager
     def taken(layer: Layer) -> Iterator[None]:
-        with turn(layer):
+        with layer.forward_lock:
             if id(layer) in places:
                 place = places[id(layer)]
                 for _ in range(to_skip[id(layer)]):
@@ -121,4 +120,4 @@ def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:
                 to_skip[id(layer)] = count - 1
             yield
 
-    net.turn = taken
+    net.set_forward_mutex(taken)
