@@ -239,7 +239,7 @@ def _summary(role: str, param: NetParameter, path: str | None) -> NetSummary:
 def _layer(layer: LayerParameter, info: LayerInfo | None) -> LayerSummary:
     kind = (
         f"{layer.python_param.module}.{layer.python_param.layer}"
-        if layer.type == "Python"
+        if layer.HasField("python_param")
         else layer.type
     )
     return LayerSummary(

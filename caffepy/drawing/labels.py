@@ -2,17 +2,6 @@
 
 from caffepy.proto.caffe_pb2 import ConvolutionParameter, LayerParameter, PoolingParameter
 
-CONVOLUTIONS = ("Convolution", "Deconvolution")
-OUTPUTS = {
-    "Convolution": "convolution_param",
-    "Deconvolution": "convolution_param",
-    "InnerProduct": "inner_product_param",
-    "Embed": "embed_param",
-    "LSTM": "recurrent_param",
-    "RNN": "recurrent_param",
-}
-"""The parameter with num_output of the types that have one."""
-
 DEFAULTS = {"kernel_size": 0, "stride": 1, "pad": 0, "dilation": 1, "group": 1}
 
 
@@ -22,9 +11,9 @@ def window_size(layer: LayerParameter, name: str) -> str:
 
     As `3`, or as `3x5` where it differs between the axes.
     """
-    param: ConvolutionParameter | PoolingParameter = layer.convolution_param
-    if layer.type == "Pooling":
-        param = layer.pooling_param
+    param: ConvolutionParameter | PoolingParameter = layer.pooling_param
+    if is_convolution(layer):
+        param = layer.convolution_param
     axes = [getattr(param, f"{name.partition('_')[0]}_{axis}", 0) for axis in "hw"]
     given = getattr(param, name)
     if not any(axes):
@@ -32,19 +21,36 @@ def window_size(layer: LayerParameter, name: str) -> str:
     return "x".join(map(str, axes if len(set(axes)) > 1 else axes[:1]))
 
 
+def is_convolution(layer: LayerParameter) -> bool:
+    """True if the layer computes a convolution or its transpose."""
+    return layer.convolution_param.HasField("num_output")
+
+
 def has_windows(layer: LayerParameter) -> bool:
-    """Whether the layer slides a window over its bottom."""
-    return layer.type in CONVOLUTIONS or (
-        layer.type == "Pooling" and not layer.pooling_param.global_pooling
+    """True if the layer slides a window over its bottom."""
+    return is_convolution(layer) or (
+        layer.HasField("pooling_param") and not layer.pooling_param.global_pooling
     )
 
 
 def num_output(layer: LayerParameter) -> int | None:
-    """How many outputs the layer has, if its definition says that."""
-    if layer.type not in OUTPUTS:
-        return None
-    count: int = getattr(layer, OUTPUTS[layer.type]).num_output
-    return count
+    """Number of outputs, None for layers whose definition does not say it."""
+    return _given(layer, "num_output")
+
+
+def batch_size(layer: LayerParameter) -> int | None:
+    """Number of items that a data layer's definition asks for in a batch, None for other layers."""
+    return _given(layer, "batch_size")
+
+
+def _given(layer: LayerParameter, name: str) -> int | None:
+    """The value of a field that the definition sets in one of its `..._param` messages."""
+    for field, param in layer.ListFields():
+        has_name = field.name.endswith("_param") and name in param.DESCRIPTOR.fields_by_name
+        if has_name and param.HasField(name):
+            value: int = getattr(param, name)
+            return value
+    return None
 
 
 def arguments(layer: LayerParameter) -> str:
@@ -55,16 +61,12 @@ def arguments(layer: LayerParameter) -> str:
     if has_windows(layer):
         words.append(window_size(layer, "kernel_size"))
         for name, mark in (("stride", "/"), ("pad", "+"), ("dilation", "*")):
-            size = (
-                window_size(layer, name)
-                if name != "dilation" or layer.type in CONVOLUTIONS
-                else "1"
-            )
+            size = window_size(layer, name) if name != "dilation" or is_convolution(layer) else "1"
             words[0] += f"{mark}{size}" if size != str(DEFAULTS[name]) else ""
-    elif layer.type == "Pooling":
+    elif layer.HasField("pooling_param"):
         words.append("global")
     outputs = num_output(layer)
     if outputs is not None:
-        group = window_size(layer, "group") if layer.type in CONVOLUTIONS else "1"
+        group = window_size(layer, "group") if is_convolution(layer) else "1"
         words.append(f"{outputs}/{group}" if group != "1" else f"{outputs}")
     return " ".join(words)

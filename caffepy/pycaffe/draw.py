@@ -8,7 +8,13 @@ from typing import Any
 from caffepy.core.errors import UsageError
 from caffepy.core.files import written
 from caffepy.drawing.bitmap import encoded
-from caffepy.drawing.labels import CONVOLUTIONS, OUTPUTS, has_windows, num_output, window_size
+from caffepy.drawing.labels import (
+    batch_size,
+    has_windows,
+    is_convolution,
+    num_output,
+    window_size,
+)
 from caffepy.drawing.svg import Graph, Node, svg
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
@@ -29,13 +35,6 @@ COLOURS = {
     "InnerProduct": "#CC33FF",
 }
 Shapes = Sequence[Sequence[tuple[int, ...]]]
-BATCHES = {
-    "Data": "data_param",
-    "HDF5Data": "hdf5_data_param",
-    "ImageData": "image_data_param",
-    "MemoryData": "memory_data_param",
-    "WindowData": "window_data_param",
-}
 
 
 def get_pydot_graph(
@@ -215,9 +214,10 @@ def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool =
 
 def edge_label(layer: LayerParameter) -> str:
     """What the arrows to the tops say: the batch size of data, the number of outputs."""
-    if layer.type in BATCHES:
-        return f"Batch {getattr(layer, BATCHES[layer.type]).batch_size}"
-    return f"{num_output(layer)}" if layer.type in OUTPUTS else ""
+    size, outputs = batch_size(layer), num_output(layer)
+    if size is not None:
+        return f"Batch {size}"
+    return "" if outputs is None else f"{outputs}"
 
 
 def _style(layer: LayerParameter) -> tuple[str, str]:
@@ -227,9 +227,9 @@ def _style(layer: LayerParameter) -> tuple[str, str]:
 
 
 def _type(layer: LayerParameter) -> str:
-    if layer.type == "Pooling":
+    if layer.HasField("pooling_param"):
         return f"{PoolingParameter.PoolMethod.Name(layer.pooling_param.pool)} Pooling"
-    if layer.type == "Python":
+    if layer.HasField("python_param"):
         return f"Python {layer.python_param.layer}"
     return layer.type
 
@@ -239,15 +239,16 @@ def _sizes(layer: LayerParameter) -> Iterator[str]:
     if has_windows(layer):
         for name in ("kernel_size", "stride", "pad"):
             yield f"{name.replace('_', ' ')}: {window_size(layer, name)}"
-    elif layer.type == "Pooling":
+    elif layer.HasField("pooling_param"):
         yield "global"
-    if layer.type in CONVOLUTIONS:
+    if is_convolution(layer):
         for name in ("dilation", "group"):
             size = window_size(layer, name)
             if size != "1":
                 yield f"{name}: {size}"
-    if layer.type in OUTPUTS:
-        yield f"outputs: {num_output(layer)}"
+    outputs = num_output(layer)
+    if outputs is not None:
+        yield f"outputs: {outputs}"
 
 
 def _node(name: str, node: Node) -> str:
