@@ -1,4 +1,7 @@
 import logging
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numba
@@ -93,3 +96,32 @@ def test_the_first_compilation_is_said_once(caplog):
             listener.on_end(None)
     (message,) = caplog.messages
     assert message.startswith("Compiling CPU kernels")
+
+
+PROGRAM = """
+import hashlib
+import numpy as np
+from caffepy.ops import cpu
+
+def normal(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+steps, streams, size = 5, 10, 24
+lstm = cpu.LSTM(steps, streams, size, np.float32)
+a, w, cont = normal(steps, streams, 4 * size), normal(4 * size, size), np.ones((steps, streams), np.float32)
+kept, h, c, da = (np.zeros((steps, streams, n), np.float32) for n in (size, size, size, 4 * size))
+lstm.forward(a, w, cont, normal(streams, size), normal(streams, size), kept, h, c)
+lstm.backward(a, w, cont, normal(streams, size), c, normal(steps, streams, size), da)
+print(hashlib.sha256(h.tobytes() + c.tobytes() + da.tobytes()).hexdigest())
+"""
+
+
+def test_a_kernel_that_is_loaded_gives_what_it_gave_when_it_was_compiled(tmp_path):
+    def run():
+        environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+        command = [sys.executable, "-c", PROGRAM]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True
+        ).stdout
+
+    assert run() == run()

@@ -2,7 +2,7 @@
 call.
 
 Kernels work on a range [lo, hi) of their outer index, so that `threads.parallel` can share them
-out.
+out. They call no other kernels, but functions that are `inlined`.
 """
 
 import logging
@@ -26,6 +26,17 @@ FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 
 # For what is rounded on purpose: terms stay in the order written.
 EXACT = {"contract"}
+
+
+def inlined(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:
+    """Compile a function that kernels call, as a part of each of them.
+
+    Without this, a kernel that is compiled calls another compilation of the function than one that
+    is loaded from the cache, and the two may round in other ways.
+    """
+    return numba.njit(nogil=True, error_model="numpy", fastmath=fastmath, forceinline=True)(
+        function
+    )
 
 
 def kernel(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:

@@ -21,7 +21,7 @@ from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.cpu.tile import shapes
 
 Array = NDArray[Any]
@@ -242,7 +242,7 @@ _sum: Any = intrinsic(_define_sum)
 _copy: Any = intrinsic(_define_copy)
 
 
-@kernel
+@inlined
 def _apart(
     x: Array, at: int, width: int, lines: Array, buffer: Array, lanes: tuple[int, ...]
 ) -> None:
@@ -268,7 +268,7 @@ def _apart(
                     buffer[lines[r, first] + c] = x[row + first + c * apart]
 
 
-@kernel
+@inlined
 def _together(
     buffer: Array, lines: Array, width: int, x: Array, at: int, lanes: tuple[int, ...]
 ) -> None:
@@ -292,7 +292,7 @@ def _together(
                     x[row + first + c * apart] = buffer[lines[r, first] + c]
 
 
-@kernel
+@inlined
 def _correlate(
     source: Array,
     w: Array,

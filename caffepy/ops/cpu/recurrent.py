@@ -17,7 +17,7 @@ from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import EXACT, kernel
+from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 
 Array = NDArray[Any]
 
@@ -164,7 +164,7 @@ _tile: Any = intrinsic(_define_tile)
 _EIGHT, _FOUR, _TWO, _ONE = (0,) * 8, (0,) * 4, (0,) * 2, (0,)
 
 
-@kernel
+@inlined
 def _add_block(
     x: Array,
     x_at: int,
@@ -192,7 +192,7 @@ def _add_block(
         _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _ONE, m)
 
 
-@kernel
+@inlined
 def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> None:
     """y[n] += x[n] @ b for rows [lo, hi)."""
     panels, spare, lanes = weights
@@ -244,7 +244,7 @@ _power_of_two: Any = intrinsic(_define_power_of_two)
 
 def _exact(function: Any) -> Any:
     """Compile what is rounded on purpose: terms stay in the order written."""
-    return kernel(function, EXACT)
+    return inlined(function, EXACT)
 
 
 @_exact
@@ -289,7 +289,7 @@ def _tanh(x: Any, like: Array) -> Any:
 # overlap.
 
 
-@kernel
+@inlined
 def _unit(a: Array, c_before: Array, cont: float, c: Array, h: Array) -> None:
     """One stream's LSTM unit; a (4H) holds the sums of gates i, f, o, g, then their activations, f
     times cont.
@@ -312,7 +312,7 @@ def _unit(a: Array, c_before: Array, cont: float, c: Array, h: Array) -> None:
         h[k] = o[k] * _tanh(c[k], a)
 
 
-@kernel
+@inlined
 def _unit_gradient(a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array) -> None:
     """Gradient of `_unit` in the sums of the gates; dc, the gradient in c, becomes that in
     c_before.
@@ -362,7 +362,7 @@ def lstm_unit_backward(
     )
 
 
-@kernel
+@inlined
 def _scale(x: Array, factor: float, y: Array) -> None:
     for k in range(y.size):
         y[k] = x[k] * factor
@@ -387,7 +387,8 @@ def _lstm(
         for n in range(lo, hi):
             _scale(h_before[n], cont[t, n], kept[t, n])
         _add_product(kept[t], weights, a[t], lo, hi)
-        _units(a[t], c_before, cont[t], c[t], h[t], lo, hi)
+        for n in range(lo, hi):
+            _unit(a[t, n], c_before[n], cont[t, n], c[t, n], h[t, n])
 
 
 @kernel
@@ -411,7 +412,9 @@ def _lstm_gradient(
             u, v = dh[n], dy[t, n]
             for k in range(u.size):
                 u[k] += v[k]
-        _units_gradient(a[t], c[t - 1] if t else c_first, c[t], dh, dc, da[t], lo, hi)
+        c_before = c[t - 1] if t else c_first
+        for n in range(lo, hi):
+            _unit_gradient(a[t, n], c_before[n], c[t, n], dh[n], dc[n], da[t, n])
         dh[lo:hi] = 0
         if t:
             _add_product(da[t], weights, dh, lo, hi)

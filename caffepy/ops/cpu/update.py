@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from caffepy.device.threads import parallel
-from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.segments import Number, Segments
 
 Array = NDArray[Any]
@@ -28,7 +28,7 @@ class Typed(NamedTuple):
     l1: bool
 
 
-@kernel
+@inlined
 def _regularized(w: Any, g: Any, decay: Any, segments: Any) -> Any:
     one, zero = type(w)(1), type(w)(0)
     sign = (one if w > 0 else zero) - (one if w < 0 else zero)
