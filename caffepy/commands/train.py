@@ -159,7 +159,7 @@ def train(options: TrainOptions) -> TrainResult:
                 if solver.iter >= param.max_iter:
                     log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
             sync = SyncOptions(options.sync, options.bn_stats, options.deadlines)
-            alone = _alone(solver, len(devices))
+            alone = _baseline(solver, len(devices))
             with team_of(solver, devices, sync, signals, options.last_resort, alone):
                 for board in boards:
                     board.watch = Watch(solver, board.every)
@@ -212,7 +212,7 @@ def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None
     return snapshot
 
 
-def _alone(solver: Solver, solvers: int) -> float | None:
+def _baseline(solver: Solver, solvers: int) -> float | None:
     """Return the images a second of one such GPU by itself, None if no run has measured it.
 
     A run of one solver measures it.
@@ -220,7 +220,7 @@ def _alone(solver: Solver, solvers: int) -> float | None:
     device = solver.device
     if not isinstance(device, CudaDevice):
         return None
-    alike = baseline.key(
+    run = baseline.key(
         {
             "device": device.name,
             "net": solver.net.param.SerializeToString(deterministic=True).hex(),
@@ -232,8 +232,8 @@ def _alone(solver: Solver, solvers: int) -> float | None:
         }
     )
     if solvers == 1:
-        solver.reporter = Reporters(solver.reporter, baseline.Alone(alike))
-    return baseline.known(alike)
+        solver.reporter = Reporters(solver.reporter, baseline.BaselineRecorder(run))
+    return baseline.known(run)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn, Protocol, SupportsIndex
 
 import numpy as np
 
@@ -24,12 +24,17 @@ from caffepy.proto.caffe_pb2 import NetState, Phase
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.log import heed_environment
 
-if TYPE_CHECKING:
-    from caffepy.pycaffe.nccl import NCCL
+
+class Averager(Protocol):
+    """An NCCL, in the place of a callback."""
+
+    @property
+    def synchronizer(self) -> object:
+        """The collective that averages gradients."""
 
 
 class Layer:
-    """A layer of a net: its type and parameter blobs; `setup` and `reshape` are what the net calls."""
+    """A layer of a net: its type and its parameter blobs. The net calls `setup` and `reshape`."""
 
     def __init__(self, inner: InnerLayer) -> None:
         self._inner = inner
@@ -381,11 +386,11 @@ class Net:
         """Call `callback(layer index)` before each layer's backward."""
         self._net.before_backward.append(callback)
 
-    def after_backward(self, callback: "Callable[[int], object] | NCCL") -> None:
+    def after_backward(self, callback: Callable[[int], object] | Averager) -> None:
         """Call `callback(layer index)` after each layer's backward.
 
-        With an NCCL there is nothing to do: a solver that has it already averages beside the
-        backward pass.
+        With an NCCL there is nothing to do: a solver that has it as a callback averages gradients
+        while the backward pass runs.
         """
         if callable(callback):
             self._net.after_backward.append(callback)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import index
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from caffepy.core.errors import ConfigError, UsageError
 from caffepy.core.events import Reporter
@@ -16,12 +16,9 @@ from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.log import heed_environment
-from caffepy.pycaffe.net import Net
+from caffepy.pycaffe.net import Averager, Net
 from caffepy.report import LogReporter
 from caffepy.solver import Solver as Inner
-
-if TYPE_CHECKING:
-    from caffepy.pycaffe.nccl import NCCL
 
 
 class Solver:
@@ -132,7 +129,7 @@ class Solver:
 
     def add_callback(
         self,
-        on_start: "Callable[[], object] | NCCL",
+        on_start: Callable[[], object] | Averager,
         on_gradients_ready: Callable[[], object] | None = None,
     ) -> None:
         """Call `on_start()` before and `on_gradients_ready()` after each iteration's forward and

@@ -32,11 +32,11 @@ def open_report(
     progress: bool | None = None,
     others: Sequence[Reporter] = (),
 ) -> Reporters:
-    """The reporter of a run that ends at `iterations`: Caffe's log lines, metrics under `prefix`, a
+    """Return the reporter of a run that ends at `iterations`: Caffe's log lines, metrics, a
     progress bar.
 
-    `prefix` None writes no files; `progress` None draws the bar if stderr is a terminal that can.
-    `others` hear, too.
+    `prefix` None writes no metrics; `progress` None draws the bar if stderr is a capable terminal.
+    `others` receive the same events.
     """
     reporters: list[Reporter] = [LogReporter(), *others]
     if prefix is not None:

@@ -1,4 +1,4 @@
-"""How fast a solver trains by itself, kept from run to run, so that it is known what several gain."""
+"""The speed of a single device, kept from run to run: the baseline that several are compared with."""
 
 import hashlib
 import json
@@ -10,24 +10,22 @@ from caffepy.report.speed import Speed, Timed
 
 FILE = "alone.json"
 FIRST, LEAST = 20, 2.0
-"""Iterations at the beginning, which do not count, and seconds of training below which a speed
-means nothing.
-"""
+"""Iterations at the beginning that do not count; seconds of training that a measurement needs."""
 
 
 def key(what: Mapping[str, Any]) -> str:
-    """A name for a run; those of which all of this is equal are equally fast."""
+    """Return the key of a run; runs with equal settings have the same key."""
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def known(run: str) -> float | None:
-    """Images a second of one solver in such a run, if there was one."""
+    """Return the images a second of one solver in such a run, None if it was never measured."""
     kept = cache.read(cache.cache_file(FILE)).get(run)
     return float(kept) if isinstance(kept, (int, float)) else None
 
 
-class Alone(Timed):
-    """Keeps how fast a run of one solver was, at its end."""
+class BaselineRecorder(Timed):
+    """Measures the speed of a run of one solver and keeps it when the run ends."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -43,7 +41,7 @@ class Alone(Timed):
             self._speed.read()
 
     def done(self, stopped_early: bool) -> None:
-        """Keep the speed, if the run was long enough for one."""
+        """Keep the speed, if the run was long enough to measure it."""
         self.pause()
         seconds, rate = self._speed.seconds, self._speed.read()
         if rate and self._iterations > FIRST and seconds >= LEAST:

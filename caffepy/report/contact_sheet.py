@@ -14,11 +14,10 @@ GAP = 4
 
 
 def thumbnail(image: Array) -> Array:
-    """An image (C, H, W) as (h, w, 3) of bytes that fits its place: grey from one channel, blue
-    first from three.
+    """Return an image (C, H, W) as (h, w, 3) of bytes that fits its place.
 
-    Of another number of channels the first is shown. Values that are no bytes are stretched from
-    black to white.
+    One channel is grey, three are blue, green, red; of any other number the first is shown. Values
+    that are not bytes are stretched from black to white.
     """
     planes = image if len(image) == 3 else image[:1]
     if planes.dtype != np.uint8:
@@ -40,7 +39,7 @@ def _stretched(values: Array) -> Array:
 
 
 def sheet(pictures: Sequence[tuple[Array, str]]) -> Array:
-    """A picture (H, W, 3) of thumbnails side by side, with their captions below them."""
+    """Return a picture (H, W, 3) of thumbnails side by side, with their captions below them."""
     columns = square(len(pictures))
     rows = -(-len(pictures) // columns)
     high, wide = SIZE + STRIP + GAP, SIZE + GAP

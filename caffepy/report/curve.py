@@ -1,4 +1,4 @@
-"""PREFIX_curve.png: what a metrics file holds, as a picture."""
+"""PREFIX_curve.png: a metrics file as a picture."""
 
 import importlib.util
 import logging
@@ -12,10 +12,9 @@ log = logging.getLogger(__name__)
 
 
 def draw(columns: Sequence[str], rows: Sequence[Mapping[str, str]], path: str) -> None:
-    """Draw what a metrics file holds, if matplotlib is installed (extra `plot`) and there are two
-    rows or more.
+    """Draw a metrics file, if it has at least two rows and matplotlib is installed (extra `plot`).
 
-    Whatever goes wrong is logged and leaves the old picture.
+    An error is logged and leaves the old picture.
     """
     if len(rows) < 2:
         return

@@ -1,4 +1,4 @@
-"""What is known of an iteration that was displayed or tested, gathered until the iteration is over."""
+"""Display records: all that is known of an iteration that was displayed or tested."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,10 +8,12 @@ from caffepy.report.speed import Speed
 
 
 @dataclass
-class Shown:
-    """An iteration: smoothed loss, learning rate, outputs of the train net and of each test net,
-    images a second of training since the one before, tests not counted. What is unknown is None or
-    empty."""
+class DisplayRecord:
+    """One displayed or tested iteration; values that are unknown are None or empty.
+
+    `loss` is smoothed; `outputs` are those of the train net, `tests` those of each test net;
+    `images_per_s` is the speed of training since the record before, without tests.
+    """
 
     iteration: int
     loss: float | None = None
@@ -21,13 +23,13 @@ class Shown:
     images_per_s: float | None = None
 
     @property
-    def says_nothing(self) -> bool:
-        """Nothing is known of it, as of a test that was interrupted."""
+    def is_empty(self) -> bool:
+        """True if nothing is known, as after a test that was interrupted."""
         return self.loss is None and self.lr is None and not self.tests
 
 
 def elements(outputs: Sequence[Output]) -> Iterator[tuple[str, float]]:
-    """Name and value of each scalar; `NAME[i]` where an output has several."""
+    """Yield name and value of each scalar; `NAME[i]` if an output has several."""
     for name, values, _ in outputs:
         scalars = values.reshape(-1)
         for i, value in enumerate(scalars):
@@ -35,35 +37,35 @@ def elements(outputs: Sequence[Output]) -> Iterator[tuple[str, float]]:
 
 
 class DisplayCollector(Reporter):
-    """Hands each iteration that was displayed or tested to `show`, when all of it is known.
+    """Collects the events of an iteration and calls `show` with its record when it is complete.
 
-    `begin` is called with the first of them, before.
+    `begin` is called before the first record.
     """
 
     def __init__(self) -> None:
-        self._shown: Shown | None = None  # the iteration at hand
+        self._record: DisplayRecord | None = None  # of the current iteration
         self._started = False
         self._speed = Speed()
 
     def begin(self, iteration: int) -> None:
-        """The first iteration of the run of which something is told."""
+        """Called with the first iteration of the run that has a record."""
 
-    def show(self, shown: Shown) -> None:
-        """An iteration is over."""
+    def show(self, record: DisplayRecord) -> None:
+        """Called with each complete record."""
 
     def solving(self, net_name: str, lr_policy: str) -> None:
-        """Time begins."""
+        """Start the clock."""
         self._speed.read()
 
     def test_started(self, iteration: int, k: int) -> None:
-        """The time of a test is not training time."""
+        """Stop the clock: a test is not training time."""
         self._speed.pause()
         self._at(iteration)
 
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Take the outputs."""
+        """Take the outputs and start the clock again."""
         self._speed.resume()
         self._at(iteration).tests[k] = outputs
 
@@ -77,20 +79,20 @@ class DisplayCollector(Reporter):
         display: int,
     ) -> None:
         """Take loss and outputs."""
-        shown = self._at(iteration)
-        shown.loss, shown.outputs = loss, outputs
+        record = self._at(iteration)
+        record.loss, record.outputs = loss, outputs
 
     def lr(self, iteration: int, rate: float) -> None:
         """Take the rate."""
         self._at(iteration).lr = rate
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Show the iteration, if there is something to show."""
+        """Complete the record of this iteration, if there is one."""
         self._speed.add(images)
-        if self._shown:
-            self._shown.loss = loss if self._shown.loss is None else self._shown.loss
-            self._shown.lr = rate if self._shown.lr is None else self._shown.lr
-            self.show_rest()
+        if self._record:
+            self._record.loss = loss if self._record.loss is None else self._record.loss
+            self._record.lr = rate if self._record.lr is None else self._record.lr
+            self.show_pending()
 
     def finished(self, iteration: int, loss: float | None) -> None:
         """Take the loss of the last forward pass."""
@@ -98,24 +100,24 @@ class DisplayCollector(Reporter):
             self._at(iteration).loss = loss
 
     def done(self, stopped_early: bool) -> None:
-        """Show the last one."""
-        self.show_rest()
+        """Show the last record."""
+        self.show_pending()
 
-    def show_rest(self) -> None:
-        """Show the iteration at hand with what is known of it."""
-        shown, self._shown = self._shown, None
-        if shown and not shown.says_nothing:
-            shown.images_per_s = self._speed.read()
-            self.show(shown)
+    def show_pending(self) -> None:
+        """Show the current record as far as it is known."""
+        record, self._record = self._record, None
+        if record and not record.is_empty:
+            record.images_per_s = self._speed.read()
+            self.show(record)
 
     def _begin_once(self, iteration: int) -> None:
         if not self._started:
             self._started = True
             self.begin(iteration)
 
-    def _at(self, iteration: int) -> Shown:
+    def _at(self, iteration: int) -> DisplayRecord:
         self._begin_once(iteration)
-        if self._shown and self._shown.iteration != iteration:
-            self.show_rest()
-        self._shown = self._shown or Shown(iteration)
-        return self._shown
+        if self._record and self._record.iteration != iteration:
+            self.show_pending()
+        self._record = self._record or DisplayRecord(iteration)
+        return self._record

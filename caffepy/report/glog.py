@@ -26,7 +26,7 @@ class Formatter(logging.Formatter):
     """The glog prefix, then the message; the further lines of a message have no prefix."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The framed record; must run in the thread that logged, whose id it shows."""
+        """Return the framed record; must run in the thread that logged, whose id it shows."""
         letter = next((letter for level, letter in LETTERS if record.levelno >= level), "I")
         stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
         micros = int(record.created % 1 * 1e6)
@@ -36,7 +36,7 @@ class Formatter(logging.Formatter):
 
 
 class Stderr(logging.Handler):
-    """Writes to what `sys.stderr` is at that moment, above a progress bar if there is one."""
+    """Writes to the current `sys.stderr`, above a progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record."""
@@ -47,8 +47,8 @@ class Stderr(logging.Handler):
 
 
 class Together(logging.Handler):
-    """Hands each record to several handlers under one lock, so that all of them have the lines in
-    one order.
+    """Passes each record to several handlers under one lock, so that all have the lines in one
+    order.
     """
 
     def __init__(self, handlers: Sequence[logging.Handler]) -> None:
@@ -56,14 +56,15 @@ class Together(logging.Handler):
         self.handlers = handlers
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand the record on."""
+        """Pass the record on."""
         for handler in self.handlers:
             handler.handle(record)
 
 
 def log_file(folder: str) -> logging.FileHandler:
-    """Writes `FOLDER/caffepy.HOST.USER.log.INFO.DATE-TIME.PID`; the link `FOLDER/caffepy.INFO`
-    leads to it.
+    """Return a handler that writes `FOLDER/caffepy.HOST.USER.log.INFO.DATE-TIME.PID`.
+
+    The link `FOLDER/caffepy.INFO` leads to the file.
     """
     host, now = socket.gethostname(), time.localtime()
     name = (
@@ -97,8 +98,8 @@ def _user() -> str:
 def logging_to(
     *, stderr: bool = True, log_dir: str | None = None, level: int = logging.INFO
 ) -> Iterator[None]:
-    """Send what caffepy logs from `level` on to stderr and to a file in `log_dir` while the block
-    runs.
+    """Send caffepy's log lines from `level` on to stderr and to a file in `log_dir` during the
+    block.
 
     An error that ends the block is the last thing written to the file. UsageError if the file
     cannot be written.
@@ -130,8 +131,9 @@ def logging_to(
 
 
 def _fatal(error: Exception) -> logging.LogRecord:
-    """A record of what ended the run, at the place where it was raised; with its traceback if it is
-    not the user's.
+    """Return a record of the error that ended the run, at the line that raised it.
+
+    It has a traceback if the error is not the user's.
     """
     place = traceback.extract_tb(error.__traceback__)[-1]
     bug = None if isinstance(error, CaffeError) else (type(error), error, error.__traceback__)

@@ -14,19 +14,19 @@ log = logging.getLogger(__name__)
 
 FORMATS = ("png", "jpg", "jpeg", "bmp", "webp", "tif", "tiff")
 WIDTH = 800
-"""Pixels that a picture is to have across; what is smaller is enlarged."""
+"""Least width of a picture in pixels; smaller ones are enlarged."""
 
 LARGEST = 32
-"""Pixels that one value takes at most in each direction."""
+"""Most pixels for one value in each direction."""
 
 MOST_PIXELS = 1 << 24
 
 
 def filter_tiles(weights: Array) -> tuple[Array, int]:
-    """Weights (O, I, h, w) as tiles (n, h, w, k), and how many of them stand in a row.
+    """Return weights (O, I, h, w) as tiles (n, h, w, k), and the number of tiles in a row.
 
-    Filters of three channels, which Caffe's nets have in the order blue, green, red, are in colour;
-    of others each channel is a tile of its own, a row a filter.
+    Filters of three channels, which Caffe's nets have in the order blue, green, red, are in colour.
+    Of others each channel is a tile, and each filter a row.
     """
     outputs, inputs, height, width = weights.shape
     if inputs == 3:
@@ -35,8 +35,8 @@ def filter_tiles(weights: Array) -> tuple[Array, int]:
 
 
 def blob_tiles(values: Array) -> tuple[Array, int]:
-    """The values of one item, (C, H, W) or with other axes, as tiles (n, h, w, 1), and how many
-    stand in a row.
+    """Return the values of one item, (C, H, W) or of other axes, as tiles (n, h, w, 1), and the
+    number of tiles in a row.
     """
     size = values.shape[-2:] if values.ndim > 1 else (1, 1)
     tiles = values.reshape(-1, *size, 1)
@@ -44,17 +44,16 @@ def blob_tiles(values: Array) -> tuple[Array, int]:
 
 
 def square(count: int) -> int:
-    """How many of so many things stand in a row if rows and columns are about as many."""
+    """Return the number of columns that makes a grid of `count` tiles about square."""
     return isqrt(max(count - 1, 0)) + 1
 
 
 def grid(tiles: Array, columns: int) -> Array:
-    """A picture (H, W, 3), uint8, of tiles (n, h, w, 1 or 3), `columns` in a row, with white lines
-    between them.
+    """Return a picture (H, W, 3), uint8, of tiles (n, h, w, 1 or 3) with white lines between them.
 
-    The smallest value of all is black and the largest white (of each colour, in colour); what is
-    not finite is red. Rows that would make the picture larger than 16 million pixels are left out,
-    which the log says.
+    There are `columns` tiles in a row. The smallest value is black and the largest white (of each
+    colour, in colour); values that are not finite are red. Rows beyond 16 million pixels are left
+    out, and the log says so.
     """
     count, height, width, _ = tiles.shape
     factor = max(1, min(LARGEST, WIDTH // (columns * (width + 1))))
@@ -84,7 +83,7 @@ def _shades(tiles: Array) -> Array:
 
 
 def check_format(path: str) -> str:
-    """The format that a picture's name asks for; UsageError if there is no such one."""
+    """Return the format of a picture's name; UsageError if it is unknown."""
     extension = os.path.splitext(path)[1].lower().removeprefix(".")
     if extension not in FORMATS:
         known = ", ".join(f".{name}" for name in FORMATS)

@@ -13,18 +13,18 @@ class LogReporter(Reporter):
     """Logs each event with the text and in the order of Caffe's solver."""
 
     def solving(self, net_name: str, lr_policy: str) -> None:
-        """The net's name and the learning rate policy; parsers take this line's time as the start."""
+        """Log the net's name and the policy; parsers take the time of this line as the start."""
         log.info("Solving %s", net_name)
         log.info("Learning Rate Policy: %s", lr_policy)
 
     def test_started(self, iteration: int, k: int) -> None:
-        """Which test net."""
+        """Log the number of the test net."""
         log.info("Iteration %d, Testing net (#%d)", iteration, k)
 
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """The loss if it was computed, then one line a scalar."""
+        """Log the loss if it was computed, then one line a scalar."""
         if loss is not None:
             log.info("Test loss: %s", number(loss))
         for i, text in enumerate(scalars(outputs)):
@@ -39,25 +39,25 @@ class LogReporter(Reporter):
         seconds: float,
         display: int,
     ) -> None:
-        """Speed and smoothed loss, then one line a scalar."""
+        """Log speed and smoothed loss, then one line a scalar."""
         speed = f"{number(iterations_per_s)} iter/s, {number(seconds)}s/{display} iters"
         log.info("Iteration %d (%s), loss = %s", iteration, speed, number(loss))
         for i, text in enumerate(scalars(outputs)):
             log.info("    Train net output #%d: %s", i, text)
 
     def lr(self, iteration: int, rate: float) -> None:
-        """The learning rate of a displayed iteration."""
+        """Log the learning rate of a displayed iteration."""
         log.info("Iteration %d, lr = %s", iteration, number(rate))
 
     def snapshotted(self, kind: str, path: str) -> None:
-        """What is written where."""
+        """Log the path of a file that is about to be written."""
         log.info("Snapshotting %s file %s", kind, path)
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """The loss of the extra forward pass at the end."""
+        """Log the loss of the extra forward pass at the end."""
         if loss is not None:
             log.info("Iteration %d, loss = %s", iteration, number(loss))
 
     def done(self, stopped_early: bool) -> None:
-        """How the run ended."""
+        """Log how the run ended."""
         log.info("Optimization stopped early." if stopped_early else "Optimization Done.")

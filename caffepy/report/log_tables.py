@@ -1,9 +1,9 @@
 """The tables that Caffe's scripts make of a training log: parse_log.py's CSV files, parse_log.sh's
 columns.
 
-A log is text framed by glog. Bytes that are no UTF-8 come out as they went in. The dates have no
-year, or begin with it as in newer glogs; without it the first line is of the year in which the file
-was made, as the scripts have it.
+A log is text framed by glog. Bytes that are not UTF-8 are kept as they are. Dates have no year, or
+begin with it as in newer glogs; without it the first line is taken to be of the year in which the
+file was made, as in the scripts.
 """
 
 import csv
@@ -37,7 +37,7 @@ Row = dict[str, float]
 
 
 def read_lines(path: str) -> list[str]:
-    """The lines of a log without their ends; DataError if it cannot be read."""
+    """Return the lines of a log without their ends; DataError if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return file.read().split("\n")
@@ -46,21 +46,19 @@ def read_lines(path: str) -> list[str]:
 
 
 def year_of(path: str) -> int:
-    """The year in which a file was made."""
+    """Return the year in which a file was made."""
     return datetime.fromtimestamp(os.path.getctime(path)).year
 
 
 class Clock:
-    """Tells the times of lines that come one after the other; a month before that of the line
-    before is next year's.
-    """
+    """Reads the times of consecutive lines; if the month goes back, a new year has begun."""
 
     def __init__(self, year: int) -> None:
         self._year = year
         self._month = 0
 
     def time(self, line: str) -> datetime | None:
-        """When the line was logged; None if it does not begin as glog's do."""
+        """Return the time of a line, None if it does not begin with glog's prefix."""
         fields = line.split(maxsplit=2)[:2]
         when = self._read(fields) if len(fields) == 2 else None
         if when and when.month < self._month and not _has_year(fields[0]):
@@ -83,10 +81,10 @@ def _has_year(date: str) -> bool:
 
 
 class _Table:
-    """Rows of outputs, a row for each iteration that has some.
+    """Rows of outputs, one for each iteration that has some.
 
-    A row is there once it has as many columns as the first, or when the next begins; the last may
-    never be.
+    A row is kept once it has as many columns as the first, or when the next begins, so the last row
+    may be missing.
     """
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
@@ -108,7 +106,9 @@ class _Table:
             self._row = None
 
     def mended(self) -> list[Row]:
-        """The rows; no rate is known yet when the first begins: it gets that of the second."""
+        """Return the rows; the first, which began before a learning rate was known, gets that of
+        the second.
+        """
         if len(self.rows) > 1:
             self.rows[0]["LearningRate"] = self.rows[1]["LearningRate"]
         return self.rows
@@ -122,11 +122,11 @@ def _number(text: str) -> float | None:
 
 
 def parse_log(path: str) -> tuple[list[Row], list[Row]]:
-    """The rows of train and test outputs as parse_log.py has them.
+    """Return the rows of train and test outputs as parse_log.py has them.
 
-    What ends the script is passed over here: lines of one word or none, outputs that are -nan or
-    -inf, dates with a year, a log without the line that says `Solving`, whose first line is the
-    start then. A warning tells of a log without rows. DataError if the log cannot be read.
+    What ends the script is skipped here: lines of one word or none, outputs that are -nan or -inf,
+    dates with a year, and a log without the line `Solving`, whose first line counts as the start. A
+    log without rows is a warning. DataError if the log cannot be read.
     """
     lines = read_lines(path)
     clock = Clock(year_of(path))
@@ -154,7 +154,7 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
 
 
 def _start(lines: Sequence[str], clock: Clock) -> tuple[datetime | None, int]:
-    """The time from which seconds count, and the index of the line after it."""
+    """Return the time from which seconds count, and the index of the line after it."""
     for mark, after in (("Solving", 1), ("", 0)):
         for i, line in enumerate(lines):
             if mark in line and (when := clock.time(line)):
@@ -163,14 +163,15 @@ def _start(lines: Sequence[str], clock: Clock) -> tuple[datetime | None, int]:
 
 
 def as_json(path: str) -> str:
-    """The rows of a log as `{"train": [...], "test": [...]}`; what is not a number is null."""
+    """Return the rows of a log as `{"train": [...], "test": [...]}`; what is not a number is null."""
     train, test = parse_log(path)
     return to_json({"train": train, "test": test})
 
 
 def save_csv(rows: Sequence[Row], path: str, delimiter: str = ",") -> None:
-    """Write rows as a CSV file; columns that only later rows have come last. UsageError if it
-    cannot be written.
+    """Write rows as a CSV file; columns that only later rows have come last.
+
+    UsageError if it cannot be written.
     """
     columns = list(dict.fromkeys(name for row in rows for name in row))
     with (
@@ -183,8 +184,8 @@ def save_csv(rows: Sequence[Row], path: str, delimiter: str = ",") -> None:
 
 
 def save_log_csvs(path: str, folder: str, delimiter: str = ",") -> list[str]:
-    """Write LOG.train and LOG.test into a folder, each if it has rows; the lines that parse_log.py
-    says about it.
+    """Write LOG.train and LOG.test into a folder, each if it has rows; return parse_log.py's
+    messages.
     """
     said = []
     for name, rows in zip(("train", "test"), parse_log(path), strict=True):
@@ -196,7 +197,9 @@ def save_log_csvs(path: str, folder: str, delimiter: str = ",") -> list[str]:
 
 
 def save_log_columns(path: str, folder: str) -> list[str]:
-    """Write the tables of parse_log.sh as LOG.train and LOG.test into a folder; lines that say so."""
+    """Write the tables of parse_log.sh as LOG.train and LOG.test into a folder; return a message
+    for each.
+    """
     said = []
     for name, text in zip(("train", "test"), log_columns(path), strict=True):
         file = os.path.join(folder, f"{os.path.basename(path)}.{name}")
@@ -210,8 +213,7 @@ def save_log_columns(path: str, folder: str) -> list[str]:
 
 
 def log_columns(path: str) -> tuple[str, str]:
-    """The tables of train and test lines as parse_log.sh has them, which cuts lines by the numbers
-    of their fields.
+    """Return the tables of train and test lines of parse_log.sh, which cuts lines by field numbers.
 
     Output #0 of the test net counts as accuracy and #1 as loss. DataError if the log cannot be
     read.
@@ -244,7 +246,7 @@ def log_columns(path: str) -> tuple[str, str]:
 
 
 def _iterations(lines: Sequence[str]) -> list[str]:
-    """The last number after the word in each line that has the word."""
+    """Return the last number after the word in each line that has the word."""
     return [
         re.sub(r".*Iteration (\d*).*", r"\1", line, flags=re.ASCII)
         for line in lines
@@ -266,9 +268,7 @@ def _field(line: str, index: int) -> str:
 
 
 def _columns(rows: Iterator[tuple[str, ...]]) -> str:
-    """Rows of words, with two blanks between columns; where a cell is missing the later ones move
-    up.
-    """
+    """Return rows of words with two blanks between columns; cells after a missing one move up."""
     words = [[word for cell in row for word in cell.split()] for row in rows]
     columns = list(zip_longest(*(row for row in words if row), fillvalue=""))
     widths = [*(max(map(len, column)) for column in columns[:-1]), 0]

@@ -15,7 +15,7 @@ from typing import TextIO
 
 from caffepy.core.files import replacing
 from caffepy.report import curve
-from caffepy.report.display_record import DisplayCollector, Shown, elements
+from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
 from caffepy.report.text import number
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ Row = dict[str, str]
 
 
 def read_rows(path: str) -> tuple[list[str], list[Row]]:
-    """Columns and complete rows of a metrics file; none of either if it does not exist or is
-    something else.
+    """Return the columns and complete rows of a metrics file; none if it is missing or another
+    file.
 
-    Cells are numbers or empty, in every row.
+    Cells are numbers or empty.
     """
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
@@ -39,7 +39,7 @@ def read_rows(path: str) -> tuple[list[str], list[Row]]:
 
 
 def rows_in(lines: Iterable[str]) -> tuple[list[str], list[Row]]:
-    """`read_rows` of what was read already."""
+    """Return columns and rows of lines, as `read_rows` does."""
     try:
         header, *rows = csv.reader(lines)
     except (ValueError, csv.Error):
@@ -59,10 +59,10 @@ def _has_numbers(row: Sequence[str]) -> bool:
 
 
 class Metrics(DisplayCollector):
-    """Writes the metrics file of a run, row by row, and at the end its curve.
+    """Writes the metrics file of a run, row by row, and its curve at the end.
 
-    A run that starts at iteration K > 0 goes on in the file of the earlier part; rows from K on are
-    written anew. Disk trouble costs the file, not the run.
+    A run that starts at iteration K > 0 appends to the file of the earlier part, whose rows from K
+    on are dropped. A disk error costs the file, not the run.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -80,7 +80,7 @@ class Metrics(DisplayCollector):
         self._start = time.monotonic()
 
     def begin(self, iteration: int) -> None:
-        """Go on in the file of the earlier part, or begin one."""
+        """Append to the file of the earlier part, or create one."""
         columns, rows = read_rows(self.path) if iteration > 0 else ([], [])
         rows = [row for row in rows if int(row["iteration"]) < iteration]
         if rows:
@@ -88,18 +88,18 @@ class Metrics(DisplayCollector):
             self._start -= float(rows[-1]["time"] or 0)
         self._rewrite(rows)
 
-    def show(self, shown: Shown) -> None:
+    def show(self, record: DisplayRecord) -> None:
         """Write a row."""
         if self._failed:
             return
-        row = {"iteration": str(shown.iteration), "time": f"{time.monotonic() - self._start:.3f}"}
+        row = {"iteration": str(record.iteration), "time": f"{time.monotonic() - self._start:.3f}"}
         for name, value in (
-            ("loss", shown.loss),
-            ("lr", shown.lr),
-            ("images/s", shown.images_per_s),
+            ("loss", record.loss),
+            ("lr", record.lr),
+            ("images/s", record.images_per_s),
         ):
             row[name] = "" if value is None else number(value)
-        for k, outputs in shown.tests.items():
+        for k, outputs in record.tests.items():
             row.update(
                 (f"test{k or ''}_{name}", number(value)) for name, value in elements(outputs)
             )
@@ -116,8 +116,8 @@ class Metrics(DisplayCollector):
             self._give_up(error)
 
     def close(self, complete: bool = True) -> None:
-        """Write what is left and draw the curve."""
-        self.show_rest()
+        """Write the last row and draw the curve."""
+        self.show_pending()
         if self._file is not None:
             self._file.close()
             log.info("Metrics are in %s", self.path)

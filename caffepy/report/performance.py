@@ -1,4 +1,4 @@
-"""How fast solvers train together, where their time goes, and what holds them up."""
+"""How fast solvers train together, where their time goes, and their bottleneck."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -11,17 +11,15 @@ log = logging.getLogger(__name__)
 
 Seconds = Mapping[str, float]
 WAITS, UNEVEN = 0.2, 0.05
-"""A share of the time that is worth a remark, and how much slower than the mean a solver is that is
-named.
-"""
+"""Share of the time that is worth a remark; how much slower than the mean a named solver is."""
 
 
 class Performance(Timed):
     """Logs images a second and shares of the time at each display, and of every solver at the end.
 
-    `read` gives the seconds of each solver by part, from the beginning; all 0 where they are not
-    known. `alone` is how many images a second one solver uses by itself, if that is known. Tests
-    and snapshots do not count.
+    `read` returns the seconds of each solver by part since the beginning, all 0 if they are
+    unknown. `alone` is the images a second of a single device, if it is known. Tests and snapshots
+    do not count.
     """
 
     def __init__(self, read: Callable[[], Sequence[Seconds]], alone: float | None = None) -> None:
@@ -42,7 +40,7 @@ class Performance(Timed):
         seconds: float,
         display: int,
     ) -> None:
-        """One line on what was since the last display."""
+        """Log one line about the time since the last display."""
         rate = self._speed.read()
         if rate is not None:
             now = [dict(seconds) for seconds in self._read()]
@@ -53,7 +51,7 @@ class Performance(Timed):
             log.info("    %s", "; ".join(part for part in told if part))
 
     def done(self, stopped_early: bool) -> None:
-        """A table of the whole run, and what held it up."""
+        """Log a table of the whole run and its bottleneck."""
         self.pause()
         rate = self._whole.read()
         if rate is None:
@@ -80,19 +78,19 @@ class Performance(Timed):
 
 
 def difference(a: Seconds, b: Seconds) -> dict[str, float]:
-    """What went by between two readings, the later one first."""
+    """Return the seconds between two readings, the later one first."""
     return {part: a[part] - b[part] for part in a}
 
 
 def shares(solvers: Sequence[Seconds]) -> dict[str, float]:
-    """Shares of the parts in the time of all these solvers, empty if there is none."""
+    """Return each part's share of the time of all these solvers, empty if there is none."""
     sums = {part: sum(seconds[part] for seconds in solvers) for part in solvers[0]}
     whole = sum(sums.values())
     return {part: seconds / whole for part, seconds in sums.items()} if whole else {}
 
 
 def _slowest(solvers: Sequence[Seconds]) -> tuple[int, float]:
-    """The one that computes longest, and by what part of the mean longer than that."""
+    """Return the solver that computes longest, and by what share of the mean it is slower."""
     work = [seconds["forward"] + seconds["backward"] + seconds["update"] for seconds in solvers]
     rank = max(range(len(work)), key=work.__getitem__)
     mean = sum(work) / len(work)
@@ -100,13 +98,13 @@ def _slowest(solvers: Sequence[Seconds]) -> tuple[int, float]:
 
 
 def slowest(solvers: Sequence[Seconds]) -> str:
-    """Which solver is slower than the others, if one is by much."""
+    """Return a sentence about a solver that is clearly slower than the others, if there is one."""
     rank, by = _slowest(solvers)
     return f"solver {rank} computes {by:.0%} longer than the mean" if by > UNEVEN else ""
 
 
 def bottleneck(solvers: Sequence[Seconds]) -> str:
-    """What holds these solvers up, in one sentence."""
+    """Return one sentence about what these solvers wait for most."""
     of = shares(solvers)
     waits = {part: of[part] for part in ("data", "synchronization", "host") if part in of}
     worst = max(waits, key=waits.__getitem__)

@@ -27,19 +27,17 @@ CHARTS = [
 
 DASHES = ("-", "--", ":", "-.")
 MARKED = 100
-"""A curve of fewer points than this shows them."""
+"""Curves of fewer points have a marker at each."""
 
 FEW = 5000
-"""Points of a panel among which the best place for its legend is looked for."""
+"""Most points of a panel that are considered in placing its legend."""
 
 SPREAD = 20.0
 """A learning rate that changes by more than this factor has a logarithmic axis."""
 
 
 def format_of(path: str) -> str:
-    """The format that a file name asks for; UsageError if there is no such format, or nothing to
-    draw it with.
-    """
+    """Return the format of a file name; UsageError if it is unknown or matplotlib is missing."""
     ext = path.rpartition(".")[2].lower()
     if ext not in FORMATS:
         known = ", ".join(f".{name}" for name in FORMATS)
@@ -60,11 +58,10 @@ def draw(
     smooth: int = 1,
     log_loss: bool = False,
 ) -> None:
-    """Write a picture with a panel for each kind of curve, in the format that the file's extension
-    names.
+    """Write a picture with a panel for each kind of curve, in the format of the file's extension.
 
     `x` is "iterations" or "seconds". `wanted` names panels or curves, all if empty. With `smooth` a
-    curve is the mean of that many values up to each, the values themselves are pale. `log_loss`
+    curve is the mean of that many values up to each point, and the values are pale. `log_loss`
     makes the axis of losses logarithmic. UsageError says what cannot be drawn.
     """
     format_of(path)
@@ -98,8 +95,8 @@ def draw(
 
 
 def draw_chart(runs: Sequence[Run], number: int, path: str) -> None:
-    """Write the picture that Caffe's plot_training_log has under this number; UsageError if a run
-    lacks the curve.
+    """Write the chart of this number of Caffe's plot_training_log; UsageError if a run lacks the
+    curve.
     """
     format_of(path)
     what, x = CHARTS[number]
@@ -141,7 +138,7 @@ def _of_chart(run: Run, what: str) -> Curve:
 def _panels(
     runs: Sequence[Run], wanted: Sequence[str]
 ) -> Iterator[tuple[str, list[tuple[Run, str, Curve]]]]:
-    """The panels that have curves, with the run and the name of each."""
+    """Return the panels that have curves, with the run and the name of each curve."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     known = [*dict.fromkeys([panel_of(name) for name in names] + names)]
     for name in wanted:
@@ -164,9 +161,7 @@ def _panels(
 
 
 def _is_the_loss(run: Run, name: str) -> bool:
-    """Whether an output of the train net only says what the loss says: it is not smoothed, and the
-    only one.
-    """
+    """True if an output of the train net repeats the loss: it is not smoothed, and the only one."""
     loss = run.curves.get("loss")
     if not (loss and name.startswith("train ")):
         return False
@@ -195,8 +190,9 @@ def _line(
     smooth: int,
     names: Sequence[str],
 ) -> None:
-    """Draw a curve: colours tell runs apart if there are several, else curves. What is not finite
-    is a cross below.
+    """Draw a curve; colours are for runs if there are several, else for curves.
+
+    Values that are not finite are crosses at the bottom.
     """
     index = list(dict.fromkeys(names)).index(name)
     several = len(runs) > 1
@@ -234,8 +230,8 @@ def _line(
 
 
 def smoothed(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """The mean of the `count` values up to each, without those that are NaN; NaN where the value
-    itself is.
+    """Return the mean of the `count` values up to each, without NaN; NaN where the value itself is
+    NaN.
     """
     if count <= 1:
         return values
@@ -257,13 +253,13 @@ def _is_logarithmic(panel: str, curves: Sequence[Curve], log_loss: bool) -> bool
 
 
 def _one(names: Sequence[str]) -> str:
-    """What an axis of outputs says: the output, if all are of one."""
+    """Return the label of an axis of outputs: the name of the output, if there is only one."""
     outputs = {name.partition(" ")[2] for name in names}
     return outputs.pop() if len(outputs) == 1 else "outputs"
 
 
 def _text(label: str) -> str:
-    """A label as matplotlib shows it: no formula, and not left out for a first character."""
+    """Return a label that matplotlib shows as it is, neither as a formula nor hidden."""
     shown = label.encode(errors="surrogateescape").decode(errors="replace").replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
@@ -276,7 +272,7 @@ def _finish(axes: Any) -> None:
 
 
 def save(figure: "Figure", path: str) -> None:
-    """Write the figure in the format that the file's extension names; UsageError if that cannot be."""
+    """Write the figure in the format of the file's extension; UsageError if that fails."""
     kind = format_of(path)
     with written(path) as temporary:
         figure.savefig(

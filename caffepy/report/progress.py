@@ -1,4 +1,4 @@
-"""One line that shows how far a run is, or how many things are done, on terminals only."""
+"""A progress line for a run, or for a number of things to do, on terminals only."""
 
 import os
 import sys
@@ -20,8 +20,9 @@ FORMAT = "Iteration {n_fmt}/{total_fmt} |{bar}| {percentage:.0f}%{postfix}, {rem
 
 
 def wanted(progress: bool | None) -> bool:
-    """Whether to draw: never unless stderr is a terminal; None means unless TERM says that it is a
-    dumb one.
+    """True if a progress line is to be drawn: on a terminal, if `progress` is not False.
+
+    None also excludes a terminal that TERM calls dumb.
     """
     capable = os.environ.get("TERM") != "dumb" if progress is None else progress
     return capable and sys.stderr is not None and sys.stderr.isatty()
@@ -41,7 +42,7 @@ def write_line(line: str) -> None:
 
 
 def _columns() -> int | None:
-    """The terminal's width, None if it says 0 as some without a window do."""
+    """Return the terminal's width, None if it is unknown or 0."""
     try:
         size = os.get_terminal_size(sys.stderr.fileno())
     except (OSError, ValueError):
@@ -50,7 +51,7 @@ def _columns() -> int | None:
 
 
 def _size() -> dict[str, Any]:
-    """tqdm's settings: follow the terminal's size if it is known."""
+    """Return tqdm's settings: follow the terminal's size if it is known."""
     return {"dynamic_ncols": True} if _columns() else {"ncols": 79, "nrows": 24}
 
 
@@ -58,10 +59,9 @@ def _size() -> dict[str, Any]:
 def counting(
     total: int | None, unit: str, progress: bool | None = None, done: int = 0
 ) -> Iterator[Callable[[int], object]]:
-    """Give a function that is told how many more of `total` things are done; a bar shows it if it
-    is `wanted`.
+    """Yield a function that adds to the number of things that are done; a bar shows it if `wanted`.
 
-    `total` None is not known.
+    `total` None is unknown.
     """
     if not wanted(progress):
         yield lambda count: None
@@ -80,11 +80,10 @@ def _bar(**settings: Any) -> "tqdm[None]":
 
 
 class Progress(Reporter):
-    """Iteration, loss, learning rate, images a second and time left, redrawn ten times a second at
-    most.
+    """Iteration, loss, learning rate, images a second and time left, redrawn at most ten times a
+    second.
 
-    A narrow terminal gets no learning rate, so that there is room for the rest.
-    `iterations` is the number of iterations at which the run ends.
+    A narrow terminal shows no learning rate. `iterations` is the number of the last iteration.
     """
 
     def __init__(self, iterations: int) -> None:
@@ -96,24 +95,24 @@ class Progress(Reporter):
         self._begun = False
 
     def solving(self, net_name: str, lr_policy: str) -> None:
-        """Training time begins."""
+        """Start the clock."""
         self._speed.read()
 
     def test_started(self, iteration: int, k: int) -> None:
-        """Say what takes time now."""
+        """Show that a test runs."""
         self._speed.pause()
         self._open(iteration).set_postfix_str(f"testing net #{k}")
 
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Training goes on."""
+        """Start the clock again."""
         self._speed.resume()
         self._open(iteration).set_postfix_str(self._status)
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Redraw if it is time. The first iteration, in which kernels may be compiled, says nothing
-        about speed.
+        """Redraw if it is due. The first iteration, which may compile kernels, does not count as
+        speed.
         """
         if not self._begun:
             self._begin_anew()

@@ -21,9 +21,9 @@ SUFFIXES = ("_metrics.csv", ".csv", ".log", ".txt", ".INFO")
 
 
 def read_runs(logs: Sequence[str], names: Sequence[str] = ()) -> list[Run]:
-    """A run for each log, which may be several files of one run with commas between them.
+    """Return a run for each log, which may be several files of one run, separated by commas.
 
-    They are called by their `names`, or as their files: UsageError if there are not as many.
+    Runs are called by `names`, else by their files; UsageError if the numbers differ.
     """
     if names and len(names) != len(logs):
         raise UsageError(f"{len(names)} names were given for {len(logs)} runs")
@@ -38,17 +38,17 @@ def read_runs(logs: Sequence[str], names: Sequence[str] = ()) -> list[Run]:
 
 
 def read_run(files: Sequence[str], name: str = "") -> Run:
-    """The run whose parts these files tell of, in their order; each a log, with restarts in it or
-    not, or metrics.
+    """Return the run that these files describe, in their order: logs, with or without restarts, or
+    metrics.
 
-    DataError if one cannot be read or tells nothing.
+    DataError if one cannot be read or describes no run.
     """
     parts = [part for path in files for part in _parts(path)]
     return joined(name or name_of(files[0]), parts)
 
 
 def name_of(path: str) -> str:
-    """What to call the run of a file."""
+    """Return the name of the run in a file."""
     base = os.path.basename(path)
     return (
         next((base.removesuffix(suffix) for suffix in SUFFIXES if base.endswith(suffix)), base)
@@ -68,8 +68,8 @@ def _parts(path: str) -> list[Run]:
 
 
 class _LogReader:
-    """Reads a log into the parts of a run: another begins where it says `Solving`, or where
-    iterations go back.
+    """Splits a log into the parts of a run: a part begins at `Solving`, or where iterations go
+    back.
     """
 
     def __init__(self, path: str, lines: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ class _LogReader:
             self._add(f"{net} {found[2]}\0{k}", found[3])
 
     def _begin(self, when: datetime | None) -> None:
-        """Another part."""
+        """Begin a part."""
         self.parts.append(Run(self.parts[0].name))
         self._start, self._seconds, self._iteration, self._display = when, math.nan, -1, None
 
@@ -138,8 +138,9 @@ class _LogReader:
         self.parts[-1].add(name, self._iteration, self._seconds, value)
 
     def _speed(self, told: str | None) -> None:
-        """As the line tells; old logs do not, there it is what passed since the last one. The first
-        means nothing.
+        """Add the speed that the line states; in old logs it is that since the line before.
+
+        The first is skipped: it includes the start.
         """
         before, self._display = self._display, (self._iteration, self._seconds)
         if told is not None and before:

@@ -1,8 +1,8 @@
-"""The curves of runs: what a training log or a metrics file tells of each iteration that was shown.
+"""The curves of runs, from training logs or metrics files.
 
-A curve is named as what it shows: `loss` (smoothed), `lr`, `iter/s`, `images/s`, `train NAME` and
-`test NAME` for the outputs of the nets, `test1 NAME` for those of the second test net, `NAME[i]`
-where an output has several values.
+A curve is named after what it shows: `loss` (smoothed), `lr`, `iter/s`, `images/s`, `train NAME`
+and `test NAME` for the outputs of the nets, `test1 NAME` for those of the second test net,
+`NAME[i]` if an output has several values.
 """
 
 import math
@@ -13,21 +13,21 @@ from dataclasses import dataclass, field
 from caffepy.report.text import as_json as to_json
 
 PANELS = ("loss", "outputs", "lr", "images/s", "iter/s")
-"""What a curve can be about."""
+"""The kinds of curves."""
 
 TESTED = re.compile(r"test(\d*)_")
 
 
 @dataclass
 class Curve:
-    """Values at iterations, and after so many seconds of the run; NaN where the time is not known."""
+    """Values at iterations and at seconds of the run; seconds are NaN if they are unknown."""
 
     iterations: list[int] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
     def add(self, iteration: int, seconds: float, value: float) -> None:
-        """Go on with a value."""
+        """Append a value."""
         self.iterations.append(iteration)
         self.seconds.append(seconds)
         self.values.append(value)
@@ -41,11 +41,11 @@ class Run:
     curves: dict[str, Curve] = field(default_factory=dict)
 
     def add(self, name: str, iteration: int, seconds: float, value: float) -> None:
-        """Go on with a curve."""
+        """Append a value to a curve."""
         self.curves.setdefault(name, Curve()).add(iteration, seconds, value)
 
     def json(self) -> dict[str, object]:
-        """Name and curves."""
+        """Return name and curves."""
         return {
             "name": self.name,
             "curves": {
@@ -60,19 +60,19 @@ class Run:
 
 
 def as_json(runs: Sequence[Run]) -> str:
-    """A list with an object for each run; what is not finite is null."""
+    """Return a list with an object for each run; values that are not finite are null."""
     return to_json([run.json() for run in runs])
 
 
 def panel_of(name: str) -> str:
-    """What a curve is about."""
+    """Return the kind of a curve."""
     if name in PANELS:
         return name
     return "loss" if "loss" in name else "outputs"
 
 
 def of_metrics(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, str]]) -> Run:
-    """The run that a metrics file tells of."""
+    """Return the run that a metrics file describes."""
     run = Run(name)
     for column in columns:
         if column not in ("iteration", "time"):
@@ -89,10 +89,10 @@ def of_metrics(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, st
 
 
 def joined(name: str, parts: Sequence[Run]) -> Run:
-    """One run of parts of it, each of which goes on from a snapshot of the one before: what it did
-    again counts.
+    """Join parts of a run, each resumed from a snapshot of the one before; repeated iterations
+    count once.
 
-    The seconds go on from the iteration where it began.
+    The seconds continue from the iteration at which a part began.
     """
     whole = Run(name)
     for part in parts:

@@ -1,4 +1,4 @@
-"""How fast images are used."""
+"""Images a second."""
 
 import time
 from collections.abc import Sequence
@@ -7,9 +7,7 @@ from caffepy.core.events import Output, Reporter
 
 
 class Speed:
-    """Images a second of training time since the last reading; time between `pause` and `resume`
-    does not count.
-    """
+    """Images a second of training time since the last reading, without the time of pauses."""
 
     def __init__(self) -> None:
         self._images = 0
@@ -26,7 +24,7 @@ class Speed:
             self._paused, self._paused_at = True, time.monotonic()
 
     def resume(self) -> None:
-        """Let the clock go on."""
+        """Start the clock again."""
         if self._paused:
             self._paused = False
             self._since += time.monotonic() - self._paused_at
@@ -37,14 +35,16 @@ class Speed:
         return (self._paused_at if self._paused else time.monotonic()) - self._since
 
     def read(self) -> float | None:
-        """Images a second since the last reading, None if no images were counted; starts anew."""
+        """Return the images a second since the last reading and reset; None if no images were
+        counted.
+        """
         rate = self._images / max(self.seconds, 1e-9) if self._images else None
         self._images, self._since = 0, self._since + self.seconds
         return rate
 
 
 class Timed(Reporter):
-    """Keeps clocks of training time, for which tests and snapshots do not count."""
+    """Controls clocks of training time: tests and snapshots do not count."""
 
     def __init__(self, *clocks: Speed) -> None:
         self._clocks = clocks
@@ -65,7 +65,7 @@ class Timed(Reporter):
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Let them go on."""
+        """Start them again."""
         self._resume()
 
     def snapshotted(self, kind: str, path: str) -> None:

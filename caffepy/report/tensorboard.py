@@ -1,10 +1,10 @@
-"""Event files for TensorBoard: what the metrics file has, the train net's outputs, histograms,
-filters as a picture.
+"""Event files for TensorBoard: the metrics, the train net's outputs, histograms, pictures of
+filters.
 
 Tags: `loss`, smoothed as shown; `lr`; `images_per_s`; `train/NAME` and `test/NAME` (`test1/NAME`
-for the second test net and so on), `NAME[i]` where an output has several scalars, a histogram where
-it has many; `weights/LAYER/i` and `gradients/LAYER/i`, histograms; `filters/LAYER`, those of the
-first convolution. A step is the number of an iteration.
+for the second test net and so on), `NAME[i]` if an output has several scalars, a histogram if it
+has many; `weights/LAYER/i` and `gradients/LAYER/i`, histograms; `filters/LAYER`, those of the first
+convolution. A step is the number of an iteration.
 """
 
 import errno
@@ -22,7 +22,7 @@ import numpy as np
 from caffepy.core.errors import UsageError, reason
 from caffepy.core.events import Output
 from caffepy.device.blob import Array
-from caffepy.report.display_record import DisplayCollector, Shown, elements
+from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
 from caffepy.report.grid import filter_tiles, grid
 
 log = logging.getLogger(__name__)
@@ -33,33 +33,35 @@ CHUNK = 1 << 20
 """Values that are squared at a time."""
 
 MOST_SCALARS = 20
-"""Scalars of an output that get a curve each; of more there is a histogram."""
+"""Most scalars of an output that get a curve each; larger outputs get a histogram."""
 
 FLUSH_S = 5.0
-"""Seconds for which events may wait until they are in the file."""
+"""Most seconds that events wait before they are written."""
 
 
 class Watch(Protocol):
-    """Where histograms and filters come from; asked right after an iteration, and when training is
-    over.
+    """The source of histograms and filters, read right after an iteration and at the end of
+    training.
     """
 
     def parameters(self) -> Iterable[tuple[str, Array, Array | None]]:
-        """Names of parameters, their values, and their gradients in the last iteration if there are
-        any.
+        """Yield name, values and, if there is one, gradient of the last iteration of each
+        parameter.
         """
 
     def filters(self) -> tuple[str, Array] | None:
-        """The name of the first convolution and its weights (outputs, channels, height, width)."""
+        """Return the name and the weights (outputs, channels, height, width) of the first
+        convolution.
+        """
 
 
 class TensorBoard(DisplayCollector):
-    """Writes an event file into a folder, where those of earlier runs may lie.
+    """Writes an event file into a folder, which may hold files of earlier runs.
 
-    Events of an earlier run from the iteration on at which this one begins are hidden: a resumed
-    run goes on, a new one begins anew. `every` so many iterations come histograms and filters of
-    what `watch` shows, never if it is 0; filters also at the end. Disk trouble costs the file, not
-    the run; UsageError if there is no beginning.
+    Earlier events from the first iteration of this run on are hidden: a resumed run continues its
+    curves, a new one starts over. Every `every` iterations (0: never) it adds histograms and
+    filters from `watch`; filters also at the end. A disk error costs the file, not the run;
+    UsageError if the file cannot be created.
     """
 
     def __init__(self, folder: str, every: int = 0) -> None:
@@ -82,7 +84,7 @@ class TensorBoard(DisplayCollector):
             raise UsageError(f'cannot write events in "{folder}": {reason(error)}') from None
 
     def begin(self, iteration: int) -> None:
-        """Begin a file, and hide what earlier runs left from here on."""
+        """Create a file, and hide what earlier runs wrote from here on."""
         from tensorboardX.proto.event_pb2 import SessionLog
         from tensorboardX.record_writer import RecordWriter
 
@@ -97,17 +99,17 @@ class TensorBoard(DisplayCollector):
         self._write(0, file_version="brain.Event:2")
         self._write(iteration, session_log=SessionLog(status=SessionLog.START))
 
-    def show(self, shown: Shown) -> None:
+    def show(self, record: DisplayRecord) -> None:
         """Write the scalars of an iteration."""
-        named = {"loss": shown.loss, "lr": shown.lr, "images_per_s": shown.images_per_s}
+        named = {"loss": record.loss, "lr": record.lr, "images_per_s": record.images_per_s}
         values = [_scalar(name, value) for name, value in named.items() if value is not None]
-        values += _outputs("train", shown.outputs)
-        for k, outputs in shown.tests.items():
+        values += _outputs("train", record.outputs)
+        for k, outputs in record.tests.items():
             values += _outputs(f"test{k or ''}", outputs)
-        self._write_values(shown.iteration, values)
+        self._write_values(record.iteration, values)
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Write what there is to show, and histograms if it is time."""
+        """Write the record if it is complete, and histograms if they are due."""
         super().iterated(iteration, loss, rate, images)
         self._begin_once(iteration)
         if self.every and iteration % self.every == 0 and self.watch and self._writer:
@@ -119,14 +121,14 @@ class TensorBoard(DisplayCollector):
             self._write_values(iteration, values + self._filters())
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """Write the filters that were learned."""
+        """Write the learned filters."""
         super().finished(iteration, loss)
         self._begin_once(iteration)
         self._write_values(iteration, self._filters())
 
     def close(self, complete: bool = True) -> None:
-        """Write what is left."""
-        self.show_rest()
+        """Write the rest."""
+        self.show_pending()
         if self._writer:
             try:
                 self._writer.close()
@@ -135,8 +137,8 @@ class TensorBoard(DisplayCollector):
                 self._give_up(error)
 
     def _filters(self) -> list[Any]:
-        shown = self.watch.filters() if self.watch and self._writer else None
-        return [_image(f"filters/{shown[0]}", grid(*filter_tiles(shown[1])))] if shown else []
+        first = self.watch.filters() if self.watch and self._writer else None
+        return [_image(f"filters/{first[0]}", grid(*filter_tiles(first[1])))] if first else []
 
     def _write_values(self, iteration: int, values: Sequence[Any]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
@@ -187,8 +189,8 @@ def _scalar(tag: str, value: float) -> Any:
 
 
 def _histogram(tag: str, values: Array) -> list[Any]:
-    """The histogram of the finite values in bins of one width, in a list; an empty one if there are
-    none.
+    """Return a list with the histogram of the finite values in bins of equal width; empty if there
+    are none.
     """
     from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
 

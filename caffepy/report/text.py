@@ -11,7 +11,7 @@ from caffepy.core.events import Output
 
 
 def number(value: Any) -> str:
-    """The six significant digits that a C++ stream gives of the float32 value: `2.30259`, `1e-05`,
+    """Return six significant digits of the float32 value, as a C++ stream: `2.30259`, `1e-05`,
     `-nan`, `inf`.
     """
     with np.errstate(over="ignore"):
@@ -22,7 +22,7 @@ def number(value: Any) -> str:
 
 
 def scalars(outputs: Sequence[Output]) -> Iterator[str]:
-    """`name = v` for each element of each output, with ` (* w = w*v loss)` if the output has a loss
+    """Yield `name = v` for each element of each output, with ` (* w = w*v loss)` if it has a loss
     weight.
     """
     for name, values, weight in outputs:
@@ -36,9 +36,7 @@ def scalars(outputs: Sequence[Output]) -> Iterator[str]:
 
 
 def as_json(content: object) -> str:
-    """The content as JSON, in ASCII whatever names are in it; numbers that are not finite, which it
-    lacks, are null.
-    """
+    """Return the content as ASCII JSON; numbers that are not finite, which JSON lacks, are null."""
     return json.dumps(_finite(content))
 
 
@@ -53,15 +51,15 @@ def _finite(content: object) -> object:
 
 
 def printable(text: str) -> str:
-    """The text with control characters and the like escaped, so that it stays on its line."""
+    """Return the text with control characters escaped, so that it stays on one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
-    """The rows as lines with columns of equal width; the first `left` columns lie to the left,
-    others to the right.
+    """Return the rows as lines with aligned columns: the first `left` to the left, others to the
+    right.
 
-    What is not printable is escaped.
+    Characters that are not printable are escaped.
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -9,7 +9,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.collectives import peers
-from caffepy.commands.train import _alone
+from caffepy.commands.train import _baseline
 from caffepy.device.cuda import CudaDevice
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -68,12 +68,12 @@ def test_the_speed_of_one_gpu_is_that_of_a_run_before(
 
     now = 0.0
     with closing(solver(3)) as one, closing(solver(3)) as another, closing(solver(4)) as other:
-        assert _alone(one, 1) is None
+        assert _baseline(one, 1) is None
         with monkeypatch.context() as clock:  # threads that wait need the real one
             clock.setattr("time.monotonic", lambda: now)
             for iteration in range(40):
                 now += 1.0
                 one.reporter.iterated(iteration, None, 0.1, 3)
             one.reporter.done(False)
-        assert _alone(another, 2) == pytest.approx(3)
-        assert _alone(other, 2) is None
+        assert _baseline(another, 2) == pytest.approx(3)
+        assert _baseline(other, 2) is None

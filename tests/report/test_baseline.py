@@ -15,7 +15,7 @@ def run(name: str, iterations: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iteration a second of 8 images, the first ones slower, with a test that takes a minute."""
     now = 0.0
     monkeypatch.setattr("time.monotonic", lambda: now)
-    reporter = baseline.Alone(name)
+    reporter = baseline.BaselineRecorder(name)
     for iteration in range(iterations):
         now += 1.0 if iteration >= baseline.FIRST else 50.0
         reporter.iterated(iteration, 1.0, 0.1, 8)
