@@ -5,9 +5,7 @@ import signal
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C while its modules are being imported ends the process without a
-    word.
-    """
+    """Run the command line; Ctrl-C during imports ends the process silently."""
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     from caffepy.cli.main import main as command
 

@@ -16,8 +16,8 @@ from caffepy.core.caffe_alias import install_as_caffe
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run a script, or `-m` and a module, for which `caffe` is a name of caffepy, as it is for what
-    they start.
+    """Run a script, or `-m` and a module, with `caffe` as a name of caffepy, here and in what they
+    start.
     """
     by_name = arguments[:1] == ["-m"]
     sys.argv = [*arguments[by_name:]]

@@ -1,6 +1,6 @@
-"""Nets as pictures, for where graphviz is not installed.
+"""Nets as pictures, if graphviz is not installed.
 
-Start reading with `svg`: it lays out a directed graph and writes it as SVG. `bitmap` turns such
-a picture into pixels. `labels` words what a layer's definition says: kernel sizes, strides, the
-number of outputs.
+Start reading with `svg`: it lays out a directed graph and writes it as SVG. `bitmap` turns such a
+picture into pixels. `labels` words a layer's definition: kernel sizes, strides, the number of
+outputs.
 """

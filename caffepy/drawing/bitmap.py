@@ -1,7 +1,7 @@
-"""The pictures of `svg` as bitmaps, drawn by OpenCV, for where graphviz is not installed.
+"""Pictures of `svg` as bitmaps, drawn by OpenCV.
 
-It knows the elements that `svg` writes and no others. Letters are OpenCV's, which are those of
-ASCII: others become question marks.
+Only the elements that `svg` writes are known. Letters are OpenCV's, which has ASCII alone: others
+become question marks.
 """
 
 import re
@@ -22,13 +22,13 @@ SCALE = 2.0
 """Pixels for one of the SVG."""
 
 MOST = 6e7
-"""Pixels of a bitmap; a graph for which they do not suffice is drawn smaller."""
+"""Most pixels of a bitmap; a larger graph is drawn smaller."""
 
 TIP, SPREAD = 8.0, pi / 7
-"""Pixels of the SVG along the head of an arrow, and half its angle."""
+"""Length of an arrow's head in pixels of the SVG, and half its angle."""
 
 FRACTION = 4
-"""Bits after the binary point of the coordinates that OpenCV gets."""
+"""Bits after the binary point of the coordinates for OpenCV."""
 
 BLACK = (0, 0, 0)
 STEPS = 12
@@ -36,12 +36,12 @@ NUMBER = re.compile(r"-?[\d.]+")
 
 
 def bitmap(graph: Graph) -> Bitmap:
-    """The picture, (H, W, 3) BGR."""
+    """Return the picture, (H, W, 3) BGR."""
     return _Canvas(ElementTree.fromstring(svg(graph).encode())).draw()
 
 
 def encoded(graph: Graph, ext: str) -> bytes:
-    """The content of a file of the format that OpenCV knows as `ext`."""
+    """Return the content of a file of the format that OpenCV knows as `ext`."""
     import cv2
 
     return bytes(cv2.imencode(f".{ext}", bitmap(graph))[1])
@@ -72,7 +72,7 @@ class _Canvas:
         return self.pixels
 
     def _fixed(self, points: Iterable[Point]) -> Any:
-        """Points as OpenCV takes them."""
+        """Return points as OpenCV takes them."""
         return np.round(np.array(list(points)) * self.scale * (1 << FRACTION)).astype(np.int32)
 
     def _line(self, points: Iterable[Point]) -> None:
@@ -113,7 +113,7 @@ class _Canvas:
 
 
 def _colour(text: str) -> tuple[int, ...]:
-    """BGR of `#RRGGBB`."""
+    """Return BGR of `#RRGGBB`."""
     return tuple(int(text[i : i + 2], 16) for i in (5, 3, 1))
 
 
@@ -123,7 +123,7 @@ def _points(text: str) -> list[Point]:
 
 
 def _curve(path: str) -> Iterator[Point]:
-    """Points on a path that starts by `M` and goes on by `C`, Bezier's curves of third order."""
+    """Return points on a path of `M` and `C`, cubic Bezier curves."""
     start, *rest = _points(path)
     yield start
     for i in range(0, len(rest), 3):

@@ -1,4 +1,4 @@
-"""What a person reads of a layer's definition: its type, its windows, how many outputs it has."""
+"""A layer's definition in words: its type, its windows, its number of outputs."""
 
 from caffepy.proto.caffe_pb2 import ConvolutionParameter, LayerParameter, PoolingParameter
 
@@ -6,10 +6,10 @@ DEFAULTS = {"kernel_size": 0, "stride": 1, "pad": 0, "dilation": 1, "group": 1}
 
 
 def window_size(layer: LayerParameter, name: str) -> str:
-    """A size of the windows of a convolution or pooling: kernel_size, stride, pad, dilation or
-    group.
+    """Return a size of the windows of a convolution or pooling: kernel_size, stride, pad, dilation
+    or group.
 
-    As `3`, or as `3x5` where it differs between the axes.
+    As `3`, or as `3x5` if it differs between the axes.
     """
     param: ConvolutionParameter | PoolingParameter = layer.pooling_param
     if is_convolution(layer):
@@ -34,7 +34,7 @@ def has_windows(layer: LayerParameter) -> bool:
 
 
 def num_output(layer: LayerParameter) -> int | None:
-    """Number of outputs, None for layers whose definition does not say it."""
+    """Return the number of outputs, if the definition states it."""
     return _given(layer, "num_output")
 
 
@@ -54,8 +54,8 @@ def _given(layer: LayerParameter, name: str) -> int | None:
 
 
 def arguments(layer: LayerParameter) -> str:
-    """The sizes in Caffe's short form, `kernel/stride+pad outputs/group`, with `*dilation`; usual
-    ones are left out.
+    """Return the sizes in Caffe's short form, `kernel/stride+pad outputs/group`, with `*dilation`;
+    defaults are left out.
     """
     words = []
     if has_windows(layer):

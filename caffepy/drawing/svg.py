@@ -1,7 +1,7 @@
-"""Directed graphs as SVG pictures, for where graphviz is not installed.
+"""Directed graphs as SVG pictures, if graphviz is not installed.
 
-Nodes lie in ranks, each behind all that lead to it; within a rank they are ordered, then shifted,
-to lie close to their neighbours (after Sugiyama, Tagawa and Toda 1981). `along` is the direction of
+Nodes lie in ranks, each after all that lead to it; within a rank they are ordered, then shifted, to
+lie close to their neighbours (after Sugiyama, Tagawa and Toda 1981). `along` is the direction of
 the arrows, `across` the other one.
 """
 
@@ -23,7 +23,7 @@ SWEEPS = 12
 
 
 class Node(NamedTuple):
-    """What a node looks like; `shape` is "box" or "octagon"."""
+    """The look of a node; `shape` is "box" or "octagon"."""
 
     label: str
     shape: str
@@ -32,7 +32,9 @@ class Node(NamedTuple):
 
 @dataclass
 class Graph:
-    """Nodes by name, and edges (from, to, label); `rankdir` is where arrows lead: LR, RL, TB or BT."""
+    """Nodes by name, and edges (from, to, label); `rankdir` is the direction of arrows: LR, RL, TB
+    or BT.
+    """
 
     name: str
     rankdir: str = "LR"
@@ -52,7 +54,7 @@ _Point = tuple[float, float]
 
 
 def svg(graph: Graph) -> str:
-    """The picture."""
+    """Return the picture."""
     lies = graph.rankdir in ("LR", "RL")
     sizes = {name: _size(node, lies) for name, node in graph.nodes.items()}
     forward = _without_cycles(graph)
@@ -95,7 +97,7 @@ def _text(label: str) -> str:
 
 
 def _size(node: Node, lies: bool) -> _Point:
-    """How long a node is along and across the ranks."""
+    """Return the length of a node along and across the ranks."""
     lines = node.label.split("\n")
     wide, high = max(map(len, lines)) * LETTER + 2 * MARGIN, len(lines) * LINE + MARGIN
     return (wide, high) if lies else (high, wide)
@@ -106,7 +108,7 @@ def _half(place: _Place, sizes: Mapping[str, _Point]) -> float:
 
 
 def _without_cycles(graph: Graph) -> list[int]:
-    """The edges that lead to no node from which they come, by a search in depth."""
+    """Return the edges without those that close a cycle, by a depth-first search."""
     leaving: dict[str, list[int]] = defaultdict(list)
     for i, (start, *_) in enumerate(graph.edges):
         leaving[start].append(i)
@@ -134,7 +136,9 @@ def _without_cycles(graph: Graph) -> list[int]:
 
 
 def _ranks(graph: Graph, forward: Sequence[int]) -> dict[str, int]:
-    """The longest way to each node; what nothing leads to lies just before what it leads to."""
+    """Return the length of the longest path to each node; sources lie just before their first
+    successor.
+    """
     ends: dict[str, list[str]] = defaultdict(list)
     waits = dict.fromkeys(graph.nodes, 0)
     for i in forward:
@@ -162,7 +166,7 @@ def _chain(graph: Graph, edge: int, ranks: Mapping[str, int]) -> list[_Place]:
 def _ordered(
     graph: Graph, ranks: Mapping[str, int], chains: Mapping[int, list[_Place]]
 ) -> list[list[_Place]]:
-    """The places of each rank, so that few edges cross."""
+    """Order the places of each rank so that few edges cross."""
     rows: list[list[_Place]] = [[] for _ in range(max(ranks.values(), default=-1) + 1)]
     for name in graph.nodes:
         rows[ranks[name]].append(name)
@@ -187,7 +191,7 @@ def _ordered(
 def _neighbours(
     chains: Mapping[int, list[_Place]],
 ) -> tuple[dict[_Place, list[_Place]], dict[_Place, list[_Place]]]:
-    """What lies before and after each place."""
+    """Return the places before and after each place."""
     before: dict[_Place, list[_Place]] = defaultdict(list)
     after: dict[_Place, list[_Place]] = defaultdict(list)
     for chain in chains.values():
@@ -202,9 +206,7 @@ def _across(
     chains: Mapping[int, list[_Place]],
     sizes: Mapping[str, _Point],
 ) -> dict[_Place, float]:
-    """Where the middle of each place lies: as near to its neighbours as the others of its rank
-    allow.
-    """
+    """Return the middle of each place across: as near to its neighbours as its rank allows."""
     at: dict[_Place, float] = {}
     for row in rows:
         at.update(zip(row, _apart(row, [0.0] * len(row), sizes), strict=True))
@@ -223,8 +225,8 @@ def _across(
 def _apart(
     row: Sequence[_Place], wanted: Sequence[float], sizes: Mapping[str, _Point]
 ) -> list[float]:
-    """Positions near those wanted that leave room between the places: halfway between giving way to
-    either side.
+    """Return positions near the wanted ones with room between the places: halfway between shifting
+    to either side.
     """
     halves = [_half(place, sizes) for place in row]
     rooms = [a + b + GAP for a, b in pairwise(halves)]
@@ -239,7 +241,7 @@ def _apart(
 def _along(
     rows: Sequence[Sequence[_Place]], sizes: Mapping[str, _Point], room: float
 ) -> tuple[list[float], float]:
-    """Where the middle of each rank lies, and how long all of them are."""
+    """Return the middle of each rank along the arrows, and the length of all of them."""
     middles, end = [], float(MARGIN)
     for row in rows:
         size = max((sizes[place][0] for place in row if isinstance(place, str)), default=0.0)

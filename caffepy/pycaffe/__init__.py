@@ -1,6 +1,6 @@
-"""What pycaffe's users see: nets, solvers, layers and blobs by name, as numpy arrays.
+"""Nets, solvers, layers and blobs as pycaffe's users see them: by name, as numpy arrays.
 
-The names themselves are those of `caffepy`; `from caffe.pycaffe import Net` finds them here too.
+All public names are also in `caffepy`; `from caffe.pycaffe import Net` finds them here.
 """
 
 from typing import Any

@@ -37,11 +37,11 @@ class Classifier(ImageNet):
         )
 
     def predict(self, inputs: Sequence[Array], oversample: bool = True) -> Array:
-        """The first output, (N, classes), for N images (H, W, K) as `caffe.io.load_image` gives
-        them.
+        """Return the first output, (N, classes), for N images (H, W, K) as `caffe.io.load_image`
+        reads them.
 
-        The mean over ten crops (corners, centre, and their mirror images), or without `oversample`
-        that of the centre.
+        It is the mean over ten crops (corners, centre, and their mirror images), or that of the
+        centre without `oversample`.
         """
         images = np.stack([io.resize_image(image, self.image_dims) for image in inputs])
         if oversample:

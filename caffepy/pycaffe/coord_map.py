@@ -1,9 +1,9 @@
 """pycaffe's coordinate maps: where a position in one blob lies in another, and Crop layers that
 align two blobs.
 
-A map is (axis, a, b): what is at x in one blob is at a*x + b in the other, along the axes after
-`axis`; a and b have one number for each of them, or one for all. The axis None is that of layers
-that leave all positions where they are.
+A map is (axis, a, b): position x in one blob is a*x + b in the other, along the axes after `axis`;
+a and b have one number for each of them, or one for all. The axis is None for layers that keep all
+positions.
 """
 
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ class AxisMismatchException(Exception):  # noqa: N818 # Caffe's name
 
 
 def conv_params(fn: Function) -> tuple[int, NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Axis, stride, size of the kernel with its holes, and padding of a Convolution, Deconvolution,
+    """Return axis, stride, size of the dilated kernel, and padding of a Convolution, Deconvolution,
     Pooling or Im2col.
 
     AssertionError for sizes by axis (kernel_h, ...), UndefinedMapException without a kernel_size.
@@ -67,14 +67,15 @@ def conv_params(fn: Function) -> tuple[int, NDArray[Any], NDArray[Any], NDArray[
 
 
 def crop_params(fn: Function) -> tuple[int, NDArray[Any]]:
-    """First axis that a Crop cuts, and its offset."""
+    """Return the first axis that a Crop cuts, and its offset."""
     params = fn.params.get("crop_param", fn.params)
     return params.get("axis", 2), np.array(params.get("offset", 0), ndmin=1)
 
 
 def coord_map(fn: Function) -> CoordMap:
-    """The map from positions in a layer's first input to those in its output; UndefinedMapException
-    if it has none.
+    """Return the map from positions in a layer's first input to those in its output.
+
+    UndefinedMapException if there is none.
     """
     if fn.type_name in ("Convolution", "Pooling", "Im2col"):
         axis, stride, size, pad = conv_params(fn)
@@ -95,7 +96,7 @@ def coord_map(fn: Function) -> CoordMap:
 
 
 def compose(base_map: CoordMap, next_map: CoordMap) -> CoordMap:
-    """`base_map` of what `next_map` gives: a1*(a2*x + b2) + b1. AxisMismatchException if their axes
+    """Return `base_map` applied to `next_map`: a1*(a2*x + b2) + b1; AxisMismatchException if axes
     differ.
     """
     axis1, a1, b1 = base_map
@@ -106,16 +107,15 @@ def compose(base_map: CoordMap, next_map: CoordMap) -> CoordMap:
 
 
 def inverse(coord_map: CoordMap) -> CoordMap:
-    """The map back."""
+    """Return the inverse map."""
     axis, a, b = coord_map
     return axis, 1 / a, -b / a
 
 
 def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
-    """The map from positions in one top to those in another, by way of a blob that both are
-    computed from.
+    """Return the map from positions in one top to those in another, through a common ancestor.
 
-    RuntimeError if there is none, or if layers between have no map.
+    RuntimeError if there is none, or if a layer between them has no map.
     """
     maps_from = dict(_maps_to(top_from))
     for source, map_to in _maps_to(top_to):
@@ -127,7 +127,7 @@ def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
 
 
 def _maps_to(top: Top) -> Iterator[tuple[Top, CoordMap]]:
-    """The top itself and all blobs that it is computed from, each with the map from it to the top."""
+    """Return the top itself and all blobs that it is computed from, each with its map to the top."""
     waiting: list[tuple[Top, CoordMap]] = [(top, IDENTITY)]
     seen = set()
     while waiting:
@@ -145,10 +145,10 @@ def _maps_to(top: Top) -> Iterator[tuple[Top, CoordMap]]:
 
 
 def crop(top_from: Top, top_to: Top) -> Top:
-    """A Crop layer that cuts `top_from` where `top_to` lies. AssertionError if that is not
-    possible.
+    """Return a Crop layer that cuts `top_from` to the extent of `top_to`; AssertionError if it
+    cannot.
 
-    It needs the same scale in both, and whole, not negative, offsets.
+    Both need the same scale, and offsets that are whole and not negative.
     """
     axis, a, b = coord_map_from_to(top_from, top_to)
     a, b = np.atleast_1d(a), np.atleast_1d(b)

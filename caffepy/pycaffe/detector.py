@@ -20,8 +20,8 @@ SELECTIVE_SEARCH = "selective_search_ijcv_with_python"
 class Detector(ImageNet):
     """Scores windows of images by a deploy net and its weights.
 
-    `context_pad` is the width, in pixels of the net's input, of the surroundings that are shown
-    around each window. For the other arguments see ImageNet.
+    `context_pad` is the width, in pixels of the net's input, of the surroundings around each
+    window. For the other arguments see ImageNet.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Detector(ImageNet):
         self.configure_crop(context_pad)
 
     def configure_crop(self, context_pad: int | None) -> None:
-        """Show this many pixels around each window; where the image ends, the mean is shown."""
+        """Show this many pixels around each window; beyond the image's edge, the mean."""
         in_ = self.inputs[0]
         channels, height, width = self.blobs[in_].shape[1:]
         self.crop_dims = np.array([height, width, channels])
@@ -61,8 +61,9 @@ class Detector(ImageNet):
     def detect_windows(
         self, images_windows: Iterable[tuple[str, Sequence[Window]]]
     ) -> list[dict[str, Any]]:
-        """The first output for each window (ymin, xmin, ymax, xmax) of each image file: dicts
-        `window`, `prediction`, `filename`."""
+        """Return the first output for each window (ymin, xmin, ymax, xmax) of each image file:
+        dicts with `window`, `prediction`, `filename`.
+        """
         found = []
         crops = []
         for filename, windows in images_windows:
@@ -76,8 +77,8 @@ class Detector(ImageNet):
         return [{**what, "prediction": score} for what, score in zip(found, scores, strict=True)]
 
     def detect_selective_search(self, image_fnames: Iterable[str]) -> list[dict[str, Any]]:
-        """`detect_windows` on what selective search proposes, by the Python package that calls it
-        in MATLAB.
+        """Run `detect_windows` on the proposals of selective search, by the Python package that
+        calls it in MATLAB.
         """
         try:
             search = import_module(SELECTIVE_SEARCH)
@@ -91,8 +92,10 @@ class Detector(ImageNet):
         return self.detect_windows(zip(names, windows, strict=True))
 
     def crop(self, im: Array, window: Window) -> Array:
-        """The window (ymin, xmin, ymax, xmax) of an image (H, W, K); with a `context_pad` of the
-        net's size, and with its surroundings."""
+        """Return the window (ymin, xmin, ymax, xmax) of an image (H, W, K).
+
+        With a `context_pad` it has the net's size, and includes the surroundings.
+        """
         y0, x0, y1, x1 = (int(side) for side in window)
         if not self.context_pad:
             part = im[y0:y1, x0:x1]
@@ -120,8 +123,8 @@ class Detector(ImageNet):
 def _with_context(
     low: int, high: int, length: int, size: int, pad: int
 ) -> tuple[slice, tuple[int, int]]:
-    """Along one axis: what of an image of `length` is shown, and where (first pixel, number) in
-    `size` pixels.
+    """Return, along one axis, the part of an image of `length` that is shown, and where (first
+    pixel, number) in `size` pixels.
     """
     half = (high - low + 1) / 2
     reach = size / (size - 2 * pad) * half

@@ -1,4 +1,4 @@
-"""Pictures of nets, as graphviz draws them: layers as boxes, blobs as octagons, Caffe's colours."""
+"""Pictures of nets in graphviz's style: layers as boxes, blobs as octagons, Caffe's colours."""
 
 import shutil
 import subprocess
@@ -44,10 +44,10 @@ def get_pydot_graph(
     phase: int | None = None,
     display_lrm: bool = False,
 ) -> Any:
-    """The graph as an object of pydot, for scripts that change it; for the arguments see
+    """Return the graph as an object of pydot, for scripts that change it; for the arguments see
     `dot_text`.
 
-    UsageError where pydot is not installed; nothing else here needs it.
+    UsageError if pydot is not installed; nothing else here needs it.
     """
     try:
         import pydot
@@ -70,10 +70,9 @@ def draw_net_to_file(
     display_lrm: bool = False,
     shapes: Shapes | None = None,
 ) -> None:
-    """Write the picture of an upgraded net, in the format that the file's extension names.
+    """Write the picture of an upgraded net, in the format of the file's extension.
 
-    UsageError for an unknown extension, or where graphviz is not installed and the format is
-    neither SVG nor DOT.
+    UsageError for an unknown extension, or for a format that needs graphviz if it is not installed.
     """
     content = draw_net(net, rankdir, extension(filename), phase, display_lrm, shapes)
     with written(filename) as temporary, open(temporary, "wb") as file:
@@ -88,10 +87,11 @@ def draw_net(
     display_lrm: bool = False,
     shapes: Shapes | None = None,
 ) -> bytes:
-    """The content of a picture file of the format `ext`; see `dot_text` for the other arguments.
+    """Return the content of a picture file of the format `ext`; see `dot_text` for the other
+    arguments.
 
-    SVG, PNG and JPEG are drawn by graphviz if it is installed, else in a simpler way; UsageError if
-    another format needs it.
+    SVG, PNG and JPEG are drawn by graphviz if it is installed, else in a simpler way; other formats
+    are a UsageError without it.
     """
     graph = _graph(net, rankdir, True, phase, display_lrm, shapes)
     if ext in TEXT:
@@ -102,7 +102,7 @@ def draw_net(
 
 
 def extension(filename: str) -> str:
-    """The format that a file name asks for; UsageError if there is no such format."""
+    """Return the format of a file name; UsageError if it is unknown."""
     ext = filename.rpartition(".")[2].lower()
     if ext not in TEXT + PICTURES:
         known = ", ".join(f".{name}" for name in PICTURES + TEXT)
@@ -118,11 +118,11 @@ def dot_text(
     display_lrm: bool = False,
     shapes: Shapes | None = None,
 ) -> str:
-    """The graph of an upgraded net in graphviz's DOT language.
+    """Return the graph of an upgraded net in graphviz's DOT language.
 
-    `rankdir` is the direction of the data: LR, RL, TB or BT. Of a `phase` only its layers are
-    drawn. `label_edges` puts numbers of outputs and batch sizes beside the arrows, or the `shapes`
-    that `shapes_of` this phase gives; `display_lrm` puts the lr_mults of parameters into the
+    `rankdir` is the direction of the data: LR, RL, TB or BT. With a `phase` only its layers are
+    drawn. `label_edges` labels arrows with numbers of outputs and batch sizes, or with `shapes`, as
+    `shapes_of` returns them for this phase; `display_lrm` adds the lr_mults of parameters to the
     layers.
     """
     return _dot(_graph(net, rankdir, label_edges, phase, display_lrm, shapes))
@@ -135,13 +135,11 @@ def shapes_of(
     synthetic: bool = False,
     image: Sequence[int] | None = None,
 ) -> Shapes:
-    """The shapes of the tops of each layer that a picture of this phase shows, empty where they are
-    not known.
+    """Return the shapes of the tops of each layer in a picture of this phase, empty if unknown.
 
-    Without a phase those in training are given for a layer that is in both, if rules speak of
-    phases. `path` is the net's file; `synthetic` puts random images, of the shape `image` (C, H, W)
-    where the net does not tell it, in the place of data. ConfigError and DataError say why a net
-    cannot be built.
+    Without a phase, layers of both phases have the shapes of training. `path` is the net's file;
+    `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
+    state it. ConfigError and DataError say why a net cannot be built.
     """
     ruled = any(
         rule.HasField("phase") for layer in net.layer for rule in (*layer.include, *layer.exclude)
@@ -205,7 +203,7 @@ def _dot(graph: Graph) -> str:
 
 
 def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool = False) -> str:
-    """Name, type and the numbers that shape the tops; a line each, or in one line if `beside`."""
+    """Return name, type and sizes of a layer, one line each, or all in one line if `beside`."""
     lines = [layer.name, f"({_type(layer)})", *_sizes(layer)]
     if display_lrm and layer.param:
         lines.append("lr mult: " + ", ".join(f"{spec.lr_mult:g}" for spec in layer.param))
@@ -213,7 +211,8 @@ def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool =
 
 
 def edge_label(layer: LayerParameter) -> str:
-    """What the arrows to the tops say: the batch size of data, the number of outputs."""
+    """Return the label of a layer's outgoing arrows: the batch size of data, the number of outputs.
+    """
     size, outputs = batch_size(layer), num_output(layer)
     if size is not None:
         return f"Batch {size}"
@@ -235,7 +234,7 @@ def _type(layer: LayerParameter) -> str:
 
 
 def _sizes(layer: LayerParameter) -> Iterator[str]:
-    """The lines about kernel, stride, padding and outputs, of the layers that have them."""
+    """Yield lines with kernel, stride, padding and outputs, of the layers that have them."""
     if has_windows(layer):
         for name in ("kernel_size", "stride", "pad"):
             yield f"{name.replace('_', ' ')}: {window_size(layer, name)}"

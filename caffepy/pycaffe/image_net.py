@@ -1,4 +1,4 @@
-"""What Classifier and Detector have in common: a net whose first input is an image."""
+"""The common base of Classifier and Detector: a net whose first input is an image."""
 
 import os
 from collections.abc import Sequence
@@ -13,12 +13,11 @@ from caffepy.pycaffe.net import Net
 
 
 class ImageNet(Net):
-    """A net in the TEST phase whose first input takes images, and `transformer`, which prepares
+    """A net in the TEST phase whose first input takes images, and the `transformer` that prepares
     them.
 
-    `mean` (numbers of the channels, or an image), `input_scale`, `raw_scale` and `channel_swap` are
-    the transformer's; images are (H, W, K). Without `pretrained_file` the weights are those of the
-    fillers.
+    `mean` (one number a channel, or an image), `input_scale`, `raw_scale` and `channel_swap` are
+    the transformer's; images are (H, W, K). Without `pretrained_file` the fillers set the weights.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class ImageNet(Net):
             self.transformer.set_channel_swap(in_, channel_swap)
 
     def _scores(self, images: Sequence[Array]) -> Array:
-        """The first output for images (H, W, K), prepared and run in batches."""
+        """Return the first output for images (H, W, K), prepared and run in batches."""
         in_ = self.inputs[0]
         prepared = np.stack([self.transformer.preprocess(in_, image) for image in images])
         return self.forward_all(None, **{in_: prepared})[self.outputs[0]]

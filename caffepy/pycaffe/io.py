@@ -1,5 +1,5 @@
-"""pycaffe's `caffe.io`: images as arrays (H, W, K) and back, what nets take (C, H, W), blob and
-datum messages.
+"""pycaffe's `caffe.io`: images as arrays (H, W, K) and as nets take them (C, H, W), blob and datum
+messages.
 """
 
 import os
@@ -16,14 +16,14 @@ from caffepy.proto import caffe_pb2
 
 Array = NDArray[Any]
 GREY = 0.2125, 0.7154, 0.0721
-"""Shares of red, green and blue in a grey pixel, as scikit-image has them (ITU-R BT.709)."""
+"""Weights of red, green and blue in a grey pixel, as in scikit-image (ITU-R BT.709)."""
 
 
 # blobs and datums
 
 
 def blobproto_to_array(blob: caffe_pb2.BlobProto, return_diff: bool = False) -> Array:
-    """The values (or diffs) of a blob message, float64; 4-D if it has one of the old fields num,
+    """Return the values (or diffs) of a blob message, float64; 4-D if it has the old fields num,
     channels, ...
 
     ValueError if the shape does not fit the number of values.
@@ -37,7 +37,7 @@ def blobproto_to_array(blob: caffe_pb2.BlobProto, return_diff: bool = False) -> 
 
 
 def array_to_blobproto(arr: ArrayLike, diff: ArrayLike | None = None) -> caffe_pb2.BlobProto:
-    """A blob message of the array's shape and values, and of these diffs."""
+    """Return a blob message of the array's shape and values, and of these diffs."""
     array = np.asarray(arr)
     blob = caffe_pb2.BlobProto(data=array.ravel().astype(float))
     blob.shape.dim.extend(array.shape)
@@ -47,20 +47,21 @@ def array_to_blobproto(arr: ArrayLike, diff: ArrayLike | None = None) -> caffe_p
 
 
 def arraylist_to_blobprotovector_str(arraylist: Iterable[ArrayLike]) -> bytes:
-    """A serialized BlobProtoVector of these arrays."""
+    """Return a serialized BlobProtoVector of these arrays."""
     return caffe_pb2.BlobProtoVector(
         blobs=[array_to_blobproto(arr) for arr in arraylist]
     ).SerializeToString()
 
 
 def blobprotovector_str_to_arraylist(str: bytes) -> list[Array]:
-    """The arrays of a serialized BlobProtoVector."""
+    """Return the arrays of a serialized BlobProtoVector."""
     return [blobproto_to_array(blob) for blob in caffe_pb2.BlobProtoVector.FromString(str).blobs]
 
 
 def array_to_datum(arr: Array, label: int | None = None) -> caffe_pb2.Datum:
-    """A datum of an image (C, H, W): bytes if it is uint8, else float_data. ValueError for other
-    numbers of axes.
+    """Return a datum of an image (C, H, W): bytes if it is uint8, else float_data.
+
+    ValueError for other numbers of axes.
     """
     if arr.ndim != 3:
         raise ValueError(
@@ -78,8 +79,10 @@ def array_to_datum(arr: Array, label: int | None = None) -> caffe_pb2.Datum:
 
 
 def datum_to_array(datum: caffe_pb2.Datum) -> Array:
-    """The image (C, H, W) of a datum: uint8 if it holds bytes, which are decoded if they are an
-    image file's (then the channels are BGR); else float64."""
+    """Return the image (C, H, W) of a datum: uint8 from bytes, else float64.
+
+    An encoded image file is decoded; its channels are BGR.
+    """
     if datum.encoded:
         return np.ascontiguousarray(decode_image(datum.data))
     shape = datum.channels, datum.height, datum.width
@@ -92,7 +95,7 @@ def datum_to_array(datum: caffe_pb2.Datum) -> Array:
 
 
 def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
-    """An image file as float32 in [0, 1], RGB (H, W, 3) or, without `color`, grey (H, W, 1).
+    """Read an image file as float32 in [0, 1], RGB (H, W, 3) or, without `color`, grey (H, W, 1).
 
     A grey file fills all three channels, transparency is dropped. `filename` may be an open file.
     DataError if it cannot be read.
@@ -121,11 +124,11 @@ def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
 
 
 def resize_image(im: Array, new_dims: Sequence[int] | Array, interp_order: int = 1) -> Array:
-    """An image (H, W, K) in another height and width, float32.
+    """Return an image (H, W, K) in another height and width, float32.
 
-    Without smoothing, as Caffe has it: for 1 or 3 channels the corners of the image stay where they
-    are and what lies beyond its edge counts as its smallest value, as in scikit-image's
-    `resize(mode="constant", anti_aliasing=False)`; for other numbers of channels the middles of the
+    Without smoothing, as in Caffe: for 1 or 3 channels the corners of the image stay where they are
+    and pixels beyond its edge have its smallest value, as in scikit-image's
+    `resize(mode="constant", anti_aliasing=False)`; for other numbers of channels the centres of the
     corner pixels stay where they are, as in SciPy's `zoom`. `interp_order` is 0 (nearest), 1
     (linear) or, with SciPy installed, that of a spline up to 5.
     """
@@ -146,21 +149,19 @@ def resize_image(im: Array, new_dims: Sequence[int] | Array, interp_order: int =
 
 
 def _between_corners(n: int, size: int) -> Array:
-    """Where the pixels of a row of `size` lie in one of `n` pixels that is as long."""
+    """Return the positions of `size` pixels in a row of `n` pixels of the same length."""
     return np.asarray((np.arange(size) + 0.5) * (n / size) - 0.5)
 
 
 def _between_middles(n: int, size: int) -> Array:
-    """Where the pixels of a row of `size` lie in one of `n` if the first and the last pixels
-    coincide.
-    """
+    """Return the positions of `size` pixels in a row of `n` if the first and last pixels coincide."""
     return np.arange(size) * ((n - 1) / max(size - 1, 1))
 
 
 def _interpolated(
     im: Array, dims: tuple[int, int], order: int, places: Callable[[int, int], Array]
 ) -> Array:
-    """The values of `im` at `places` of both axes, float64; 0 beyond its edges."""
+    """Return the values of `im` at `places` of both axes, float64; 0 beyond its edges."""
     if order > 1:
         return _spline(im, dims, order, places is _between_corners)
     y, x = (places(n, size) for n, size in zip(im.shape[:2], dims, strict=True))
@@ -179,8 +180,8 @@ def _interpolated(
 
 
 def _taps(places: Array, n: int) -> tuple[Array, Array]:
-    """The pixels (2, places) on both sides of each place in a row of `n`, and their shares: 0 for
-    those beyond it.
+    """Return the pixels (2, places) on both sides of each place in a row of `n`, and their weights,
+    which are 0 beyond it.
     """
     first = np.floor(places)
     index = np.stack([first, first + 1]).astype(int)
@@ -203,7 +204,7 @@ def _spline(im: Array, dims: tuple[int, int], order: int, by_corners: bool) -> A
 
 
 def oversample(images: Sequence[Array], crop_dims: Sequence[int]) -> Array:
-    """Ten crops (10 N, height, width, K) of N images (H, W, K) of one size, float32.
+    """Return ten crops (10 N, height, width, K) of N images (H, W, K) of one size, float32.
 
     Of each image: the corners (upper left, upper right, lower left, lower right) and the centre,
     then their mirror images in the same order.
@@ -225,12 +226,11 @@ def oversample(images: Sequence[Array], crop_dims: Sequence[int]) -> Array:
 
 
 class Transformer:
-    """Turns images (H, W, K) into what a net's inputs take, and back.
+    """Converts images (H, W, K) to a net's inputs and back.
 
     `inputs` has the shapes of the inputs by name, as in `{"data": net.blobs["data"].data.shape}`.
     `preprocess` resizes, transposes, swaps channels, scales, subtracts the mean, and scales again,
-    each where it was set for the input. ValueError for what does not fit the shape, and for an
-    unknown input.
+    each if it was set for the input. ValueError for an unknown input or a wrong shape.
     """
 
     def __init__(self, inputs: Mapping[str, Sequence[int]]) -> None:
@@ -247,7 +247,9 @@ class Transformer:
         return tuple(int(size) for size in self.inputs[in_])
 
     def preprocess(self, in_: str, data: ArrayLike) -> Array:
-        """An image (H, W, K) as input `in_` takes it, float32; the image itself is left as it is."""
+        """Return an image (H, W, K) as input `in_` takes it, float32; the image itself does not
+        change.
+        """
         shape = self._shape(in_)
         image = np.array(data, np.float32)
         if image.shape[:2] != shape[2:]:
@@ -267,9 +269,7 @@ class Transformer:
         return image
 
     def deprocess(self, in_: str, data: ArrayLike) -> Array:
-        """The image that `preprocess` made into this, up to its size; axes of size 1 are dropped
-        first.
-        """
+        """Invert `preprocess`, but for the size; axes of size 1 are dropped first."""
         self._shape(in_)
         image = np.array(data).squeeze()
         order, swap, mean = self.transpose.get(in_), self.channel_swap.get(in_), self.mean.get(in_)
@@ -287,7 +287,7 @@ class Transformer:
         return image
 
     def set_transpose(self, in_: str, order: Sequence[int]) -> None:
-        """Give the axes of the image this order: (2, 0, 1) makes (K, H, W) of (H, W, K)."""
+        """Set the order of the image's axes: (2, 0, 1) turns (H, W, K) into (K, H, W)."""
         axes = len(self._shape(in_)) - 1
         if len(order) != axes:
             raise ValueError(
@@ -296,7 +296,7 @@ class Transformer:
         self.transpose[in_] = order
 
     def set_channel_swap(self, in_: str, order: Sequence[int]) -> None:
-        """Give the channels, which lie first by then, this order: (2, 1, 0) makes BGR of RGB."""
+        """Set the order of the channels, then the first axis: (2, 1, 0) turns RGB into BGR."""
         channels = self._shape(in_)[1]
         if len(order) != channels:
             raise ValueError(
@@ -305,15 +305,15 @@ class Transformer:
         self.channel_swap[in_] = order
 
     def set_raw_scale(self, in_: str, scale: float) -> None:
-        """Multiply by this before the mean is subtracted: 255 for images in [0, 1] and means in [0,
+        """Set the factor before the mean is subtracted: 255 for images in [0, 1] and means in [0,
         255].
         """
         self._shape(in_)
         self.raw_scale[in_] = scale
 
     def set_mean(self, in_: str, mean: ArrayLike) -> None:
-        """Subtract this: a number for each channel, or an image (C, H, W), which is resized to the
-        input's size.
+        """Set the mean to subtract: a number a channel, or an image (C, H, W), which is resized to
+        the input.
         """
         _, channels, *dims = self._shape(in_)
         mean = np.asarray(mean)
@@ -335,6 +335,6 @@ class Transformer:
         self.mean[in_] = image
 
     def set_input_scale(self, in_: str, scale: float) -> None:
-        """Multiply by this after the mean was subtracted."""
+        """Set the factor after the mean is subtracted."""
         self._shape(in_)
         self.input_scale[in_] = scale

@@ -1,4 +1,4 @@
-"""What Python layers derive from."""
+"""The base class of Python layers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ class Layer:
     """Base of Python layers: `class Mine(caffe.Layer)`, named in a prototxt by `python_param {
     module layer }`.
 
-    A subclass defines `forward(self, bottom, top)`, mostly `setup` and `reshape` with the same
+    A subclass defines `forward(self, bottom, top)`, usually `setup` and `reshape` with the same
     arguments, and `backward(self, top, propagate_down, bottom)` if something below it learns.
     `bottom` and `top` are lists of blobs, whose `data` and `diff` are numpy arrays;
     `blobs.add_blob(*shape)` makes a learnable parameter. `reshape` runs before each forward.
@@ -21,9 +21,7 @@ class Layer:
     blobs: BlobVec
 
     def __init__(self, param: Any = None) -> None:
-        """`param` is the LayerParameter; `param_str`, `phase` and `blobs` are there from `setup`
-        on.
-        """
+        """`param` is the LayerParameter; `param_str`, `phase` and `blobs` exist from `setup` on."""
 
     @property
     def param_str_(self) -> str:

@@ -1,4 +1,4 @@
-"""pycaffe's log: Caffe's lines on stderr from `init_log` on, or from the first net on where
+"""pycaffe's log: Caffe's lines on stderr after `init_log`, or from the first net on if
 GLOG_minloglevel is set.
 """
 
@@ -18,13 +18,12 @@ _shown = ExitStack()
 
 
 def init_log(level: int | None = None, to_stderr: bool = True) -> None:
-    """Show Caffe's log lines on stderr, or else write them to a file in GLOG_log_dir or the folder
-    of temporary files.
+    """Show Caffe's log lines on stderr, or write them to a file in GLOG_log_dir or the temporary
+    folder.
 
-    `level`: 0 for all (as GLOG_minloglevel says by default), 1 for warnings and errors, 2 for
-    errors. Called again, it changes that. Without it caffepy's lines go where Python's `logging`
-    sends those of "caffepy"; a script for which CAFFEPY_AS_CAFFE=1 stands gets them on stderr as
-    soon as it builds a net.
+    `level`: 0 for all (the default of GLOG_minloglevel), 1 for warnings and errors, 2 for errors; a
+    second call changes it. Without it caffepy's lines go where Python's `logging` sends those of
+    "caffepy"; with CAFFEPY_AS_CAFFE=1 they go to stderr as soon as a net is built.
     """
     chosen = os.environ.get(VARIABLE, "0") if level is None else str(level)
     if chosen not in ("0", "1", "2", "3"):
@@ -41,8 +40,8 @@ def init_log(level: int | None = None, to_stderr: bool = True) -> None:
 
 
 def heed_environment() -> None:
-    """Show log lines if GLOG_minloglevel is set, or caffepy stands for Caffe, and nothing else has
-    been chosen.
+    """Show log lines if GLOG_minloglevel is set, or caffepy stands in for Caffe, and logging is not
+    set up yet.
     """
     chosen = logging.getLogger("caffepy")
     asked = VARIABLE in os.environ or os.environ.get("CAFFEPY_AS_CAFFE", "0") not in ("", "0")

@@ -1,5 +1,5 @@
-"""What `set_mode_gpu`, `set_device`, `set_random_seed`, `set_solver_rank`, ... set: per thread, as
-in pycaffe.
+"""The settings of `set_mode_gpu`, `set_device`, `set_random_seed`, `set_solver_rank`, ...: per
+thread, as in pycaffe.
 """
 
 import operator
@@ -11,7 +11,7 @@ from caffepy.device.device import Device
 
 
 class _Mode(threading.local):
-    """The calling thread's choices, and the random numbers from which its nets draw their seeds."""
+    """The calling thread's settings, and the random numbers that seed its nets."""
 
     def __init__(self) -> None:
         self.gpu = False
@@ -26,7 +26,7 @@ _mode = _Mode()
 
 
 def new_device() -> Device:
-    """A device of the chosen kind for a new net, seeded from the thread's random numbers."""
+    """Return a device of the chosen kind for a new net, seeded from the thread's random numbers."""
     seed = _mode.random.draw_seed()
     return CudaDevice(_mode.index, seed) if _mode.gpu else Device(seed)
 
@@ -42,7 +42,7 @@ def set_mode_gpu() -> None:
 
 
 def set_device(index: int) -> None:
-    """Choose the GPU, numbered from 0, on which nets are built."""
+    """Choose the GPU, numbered from 0, for nets that are built from now on."""
     if operator.index(index) < 0:
         raise CaffeError(f"a GPU has a number from 0, not {index}")
     _mode.index = index
@@ -56,50 +56,50 @@ def set_random_seed(seed: int) -> None:
 
 
 def solver_count() -> int:
-    """How many solvers train together."""
+    """Return the number of solvers that train together."""
     return _mode.solver_count
 
 
 def set_solver_count(count: int) -> None:
-    """Say how many solvers train together; call it before building this thread's."""
+    """Set the number of solvers that train together, before this thread's is built."""
     if count < 1:
         raise CaffeError(f"a solver count is 1 or more, not {count}")
     _mode.solver_count = count
 
 
 def solver_rank() -> int:
-    """Which of them is this thread's."""
+    """Return the rank of this thread's solver."""
     return _mode.solver_rank
 
 
 def set_solver_rank(rank: int) -> None:
-    """Say which of the solvers is this thread's; rank 0 alone tests, displays and saves."""
+    """Set the rank of this thread's solver; rank 0 alone tests, displays and saves."""
     if rank < 0:
         raise CaffeError(f"a solver rank is 0 or more, not {rank}")
     _mode.solver_rank = rank
 
 
 def multiprocess() -> bool:
-    """Whether the other solvers are in other processes."""
+    """True if the other solvers are in other processes."""
     return _mode.multiprocess
 
 
 def set_multiprocess(multiprocess: bool) -> None:
-    """Say whether the other solvers are in other processes, or else in other threads of this one."""
+    """Say if the other solvers are in other processes, else in other threads of this one."""
     _mode.multiprocess = multiprocess
 
 
 def gpu() -> int | None:
-    """The GPU on which this thread's nets are built, None if it is the CPU."""
+    """Return the GPU on which this thread's nets are built, None for the CPU."""
     return _mode.index if _mode.gpu else None
 
 
 def set_precision(name: str) -> None:
-    """Compute on the GPU in one of these, from exact to fast: "fp32", "tf32" (the default), "bf16",
+    """Set the precision of nets on GPUs, from exact to fast: "fp32", "tf32" (the default), "bf16",
     "fp16".
 
-    tf32 has 10 bits less in products; bf16 and fp16 keep activations and their gradients in 16
-    bits. Call it before building nets.
+    tf32 rounds factors of products to 10 bits; bf16 and fp16 keep activations and their gradients
+    in 16 bits. Call it before building nets.
     """
     from caffepy.ops.cuda import precision
 

@@ -106,7 +106,7 @@ class Net:
 
     @classmethod
     def of(cls, inner: Inner) -> "Net":
-        """The face of an existing net (of a solver)."""
+        """Wrap an existing net of a solver."""
         net = cls.__new__(cls)
         net._attach(inner)
         return net
@@ -186,7 +186,7 @@ class Net:
         return self._ids(self._net.bottom_names[layer])
 
     def _ids(self, names: Iterable[str]) -> list[int]:
-        """Places of blobs in `_blob_names`."""
+        """Return the indices of blobs in `_blob_names`."""
         places = {name: i for i, name in enumerate(self._net.blobs)}
         return [places[name] for name in names]
 
@@ -209,7 +209,7 @@ class Net:
         return list(self._net.blob_loss_weights.values())
 
     def _forward(self, start: int, end: int) -> float:
-        """Run layers by number; returns their loss."""
+        """Run layers `start` to `end` by number and return their loss."""
         self._net.forward(start, end)
         self._net.device.count_step()
         self._net.device.check_errors()
@@ -270,9 +270,7 @@ class Net:
         return {name: self.blobs[name].diff for name in wanted}
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
-        """Run any number of items in batches; returns arrays of as many items for the outputs and
-        `blobs`.
-        """
+        """Run any number of items in batches; return one row an item for the outputs and `blobs`."""
         count = _count(inputs)
         collected: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         for batch in self._batches(inputs):
@@ -283,8 +281,8 @@ class Net:
     def forward_backward_all(
         self, blobs: Sequence[str] | None = None, diffs: Sequence[str] | None = None, **inputs: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Run any number of items forward and backward in batches; `inputs` may hold diffs of
-        outputs as well.
+        """Run any number of items forward and backward in batches; `inputs` may include diffs of
+        outputs.
         """
         count = _count(inputs)
         outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
@@ -344,13 +342,11 @@ class Net:
         weights.load_hdf5(self._net, os.fsdecode(path))
 
     def close(self) -> None:
-        """Stop the threads of data layers and close their files, which a script may then open
-        itself.
-        """
+        """Stop the threads of data layers and close their files, so that a script can open them."""
         self._net.close()
 
     def set_input_arrays(self, data: Array, labels: Array) -> None:
-        """Let the MemoryData layer that comes first give these float32 arrays, (N, C, H, W) and
+        """Set the data of the MemoryData layer, the first one: float32 arrays, (N, C, H, W) and
         (N,) or (N, 1, 1, 1).
 
         N must be a multiple of its batch size. The arrays are not copied.
@@ -399,7 +395,7 @@ class Net:
 
 
 def _each(names: Iterable[str], more: Iterable[str] | None) -> list[str]:
-    """These names, each once, in this order."""
+    """Return the names, each once, in this order."""
     return list(dict.fromkeys([*names, *(more or ())]))
 
 

@@ -15,9 +15,7 @@ from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 
 
 def param_name_dict() -> dict[str, str]:
-    """Type names of layers to the names of the LayerParameter's fields that hold their parameters,
-    less `_param`.
-    """
+    """Map layer types to the LayerParameter fields of their parameters, without `_param`."""
     return {
         field.message_type.name.removesuffix("Parameter"): field.name.removesuffix("_param")
         for field in LayerParameter.DESCRIPTOR.fields
@@ -32,8 +30,8 @@ def assign_proto(proto: Message, name: str, val: Any) -> None:
     """Set a field of a message from Python's values.
 
     A dict (or a message) becomes a message, a list a repeated field; a single value for a repeated
-    field counts as a list of one. AttributeError for unknown fields names the nearest one;
-    TypeError and ValueError name the field whose value is of no use.
+    field counts as a list of one. AttributeError for an unknown field suggests the nearest name;
+    TypeError and ValueError name the field of a wrong value.
     """
     fields = proto.DESCRIPTOR.fields_by_name
     if name not in fields:
@@ -70,7 +68,7 @@ class Top:
         self.n = n
 
     def to_proto(self) -> NetParameter:
-        """The net that computes this output, its layers named by type and number."""
+        """Return the net that computes these outputs; layers are named by type and number."""
         return to_proto(self)
 
     def _update(self, params: Mapping[str, Any]) -> None:
@@ -78,8 +76,8 @@ class Top:
 
 
 class Function:
-    """A layer to be: type, inputs, parameters, and its outputs, `tops`. TypeError for inputs that
-    are no Tops.
+    """A layer to be built: type, inputs, parameters, and its outputs, `tops`. TypeError for inputs
+    that are not Tops.
     """
 
     def __init__(self, type_name: str, inputs: Iterable[Top], params: Mapping[str, Any]) -> None:
@@ -94,7 +92,7 @@ class Function:
         self.tops = tuple(Top(self, n) for n in range(self.ntop))
 
     def to_proto(self) -> NetParameter:
-        """The net that this layer is the last of, its layers named by type and number."""
+        """Return the net that ends in this layer; layers are named by type and number."""
         return to_proto(self)
 
     @property
@@ -106,8 +104,8 @@ class Function:
         self.params.update(params)
 
     def _assign(self, layer: LayerParameter) -> None:
-        """Set the layer's fields: those of its own kind of parameters first, then those that all
-        layers have.
+        """Set the layer's fields: first those of its type's parameters, then those that all layers
+        have.
         """
         name = f"{_param_names.get(self.type_name)}_param"
         own = (
@@ -128,14 +126,14 @@ class Function:
 
 
 class _Names:
-    """Names of layers and tops: those given, else the type and a number."""
+    """Names of layers and tops: given ones, else type and number."""
 
     def __init__(self, given: Mapping[Top | Function, str]) -> None:
         self._names = dict(given)
         self._counts: Counter[str] = Counter()
 
     def top(self, top: Top | Function) -> str:
-        """The name of a top, or of a layer without tops."""
+        """Return the name of a top, or of a layer without tops."""
         if top not in self._names:
             kind = top.fn.type_name
             self._counts[kind] += 1
@@ -143,12 +141,12 @@ class _Names:
         return self._names[top]
 
     def layer(self, fn: Function) -> str:
-        """The name of a layer: its own, or its first top's."""
+        """Return the name of a layer: its own, or its first top's."""
         return self.top(fn if fn in self._names or not fn.tops else fn.tops[0])
 
 
 def _net(ends: Iterable[Top | Function], names: _Names) -> NetParameter:
-    """The layers that these need, each after those that it takes its inputs from."""
+    """Return the layers that these need, each after the layers of its inputs."""
     made: dict[Function, LayerParameter] = {}
     for end in ends:
         needed = [end.fn]
@@ -175,11 +173,11 @@ def to_proto(*tops: Top | Function) -> NetParameter:
 
 
 class NetSpec:
-    """A net to be: tops under the names that they, and their layers, are to have.
+    """A net in the making: tops, and their layers, under the names that they are assigned to.
 
-    Names are given as attributes or as items, and layers come in that order, unless others need
-    them before: `n = NetSpec(); n.data = L.Input(...); n["ip/1"] = L.InnerProduct(n.data,
-    num_output=10); n.to_proto()`.
+    Names are attributes or items, and layers come in that order, unless others need them before: `n
+    = NetSpec(); n.data = L.Input(...); n["ip/1"] = L.InnerProduct(n.data, num_output=10);
+    n.to_proto()`.
     """
 
     tops: "dict[str, Top | Function]"
@@ -233,11 +231,11 @@ class NetSpec:
         return self.tops.items()
 
     def update(self, name: str, params: Mapping[str, Any]) -> None:
-        """Set further parameters of the layer that makes this top."""
+        """Set more parameters of the layer that makes this top."""
         self.tops[name]._update(params)
 
     def to_proto(self) -> NetParameter:
-        """The net. TypeError for a name that is not of one top."""
+        """Return the net; TypeError for a name that is not assigned to one top."""
         for name, top in self.tops.items():
             if not isinstance(top, (Top, Function)):
                 raise TypeError(
@@ -251,7 +249,7 @@ class Layers:
     itself for `ntop=0`.
 
     `in_place=True` gives tops the names of bottoms. Parameters whose names end in "param" are
-    fields of LayerParameter, others are of the layer type's own parameters or else of
+    fields of LayerParameter, others belong to the layer type's own parameters or else to
     LayerParameter (`name`, `loss_weight`, `include`, ...).
     """
 

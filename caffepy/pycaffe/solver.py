@@ -24,8 +24,8 @@ from caffepy.solver import Solver as Inner
 class Solver:
     """A solver of the type that its file names; `get_solver` makes one.
 
-    In a thread whose `caffe.solver_rank()` is not 0 it follows: its random numbers are others, and
-    it neither tests nor displays nor saves by itself.
+    In a thread whose `caffe.solver_rank()` is not 0 it is a worker: it has other random numbers,
+    and it neither tests nor displays nor saves by itself.
     """
 
     def __init__(self, solver_file: AnyPath, type: str | None = None) -> None:
@@ -43,7 +43,7 @@ class Solver:
         if rank:
             param.display = param.snapshot = param.test_interval = 0
             param.debug_info = param.snapshot_after_train = False
-        self._at_work = False  # and still so after an error
+        self._at_work = False  # stays True after an error
         self._net = Net.of(self._solver.net)
         self._test_nets = [Net.of(net) for net in self._solver.test_nets]
 
@@ -74,7 +74,7 @@ class Solver:
 
     @property
     def capture(self) -> bool:
-        """Whether a GPU records the training step and replays it; a callback set by `add_callback`
+        """True if a GPU captures the training step as a graph and replays it; an `add_callback`
         prevents it.
         """
         return self._solver.capture
@@ -85,7 +85,7 @@ class Solver:
 
     @property
     def fuse(self) -> bool:
-        """Whether a GPU computes layers together where it can."""
+        """True if a GPU computes layers together where possible."""
         return self._solver.fuse
 
     @fuse.setter
@@ -106,7 +106,7 @@ class Solver:
         self._at_work = False
 
     def restore(self, state_file: AnyPath) -> None:
-        """Go on from a solver state (binary or HDF5) and the weights it names."""
+        """Resume from a solver state (binary or HDF5) and the weights it names."""
         self._solver.restore(os.fsdecode(state_file))
 
     def snapshot(self) -> None:
@@ -114,9 +114,7 @@ class Solver:
         self._solver.snapshot()
 
     def close(self) -> None:
-        """Stop the threads of data layers and close their files, which a script may then open
-        itself.
-        """
+        """Stop the threads of data layers and close their files, so that a script can open them."""
         self._solver.close()
 
     def share_weights(self, net: Net) -> None:
@@ -135,7 +133,7 @@ class Solver:
         """Call `on_start()` before and `on_gradients_ready()` after each iteration's forward and
         backward passes.
 
-        Or, with an NCCL of this solver alone, keep in step with the other solvers that it knows of.
+        Or, given an NCCL of this solver, average gradients with the other solvers of its group.
         """
         synchronizer = getattr(on_start, "synchronizer", None)
         if synchronizer is not None:
@@ -151,14 +149,14 @@ class Solver:
     def together(
         self, gpus: Sequence[int] = (), cpus: int = 0, sync: str = "auto"
     ) -> Iterator[None]:
-        """While the block lasts, train on several devices as one solver with a larger batch.
+        """Train on several devices as one solver with a larger batch during the block.
 
         `with solver.together(gpus=[0, 1, 2, 3]): solver.step(1000)`. The first of `gpus` is the one
-        that the solver was built on; `cpus` is so many solvers on the CPU. `sync`: "auto", "nccl",
-        "tree", "muji" or "flat". The other solvers are threads of this process; UsageError,
-        DeviceError or SyncError says what is wrong. After an error in the midst of an iteration the
-        solver cannot go on; a new one can, from a snapshot. Callbacks that add to gradients are to
-        be added before the block.
+        that the solver was built on; `cpus` is the number of solvers on the CPU. `sync`: "auto",
+        "nccl", "tree", "muji" or "flat". The other solvers are threads of this process; UsageError,
+        DeviceError or SyncError says what is wrong. After an error during an iteration the solver
+        cannot continue; a new one can, from a snapshot. Add callbacks that change gradients before
+        the block.
         """
         own = self._solver.device
         if own.kind == "cuda" and (
@@ -250,7 +248,7 @@ class AdamSolver(_Typed):
 
 
 def get_solver(solver_file: AnyPath) -> Solver:
-    """A solver of the type that the file names."""
+    """Return a solver of the type that the file names."""
     param = _read(solver_file)
     made_by = next((known for known in _Typed.__subclasses__() if known.kind == param.type), Solver)
     solver = made_by.__new__(made_by)

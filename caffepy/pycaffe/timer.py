@@ -7,25 +7,25 @@ from caffepy.pycaffe import mode
 
 
 class Timer:
-    """A stopwatch; in GPU mode it waits for the GPU's work when it is started and stopped."""
+    """A stopwatch; in GPU mode, start and stop wait for the GPU."""
 
     def __init__(self) -> None:
         self._started: float | None = None
         self._seconds = 0.0
 
     def start(self) -> None:
-        """Begin to measure."""
+        """Start the clock."""
         self._started = _now()
 
     def stop(self) -> None:
-        """End the measurement that was begun, if one was."""
+        """Stop the clock, if it runs."""
         if self._started is not None:
             self._seconds = _now() - self._started
             self._started = None
 
     @property
     def ms(self) -> float:
-        """Milliseconds between the last start and stop; one that was not stopped is stopped now."""
+        """Milliseconds between the last start and stop; a running clock is stopped."""
         self.stop()
         return self._seconds * 1000
 
