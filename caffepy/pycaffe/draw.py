@@ -211,8 +211,7 @@ def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool =
 
 
 def edge_label(layer: LayerParameter) -> str:
-    """Return the label of a layer's outgoing arrows: the batch size of data, the number of outputs.
-    """
+    """Return the label of a layer's outgoing arrows: the batch size of data, the number of outputs."""
     size, outputs = batch_size(layer), num_output(layer)
     if size is not None:
         return f"Batch {size}"
