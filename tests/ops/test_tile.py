@@ -59,15 +59,15 @@ def test_a_schedule_leaves_out_what_no_row_of_a_tile_needs():
     assert [plan.steps[a:b].tolist() for a, b in plan.span[:3]] == [[[0, 0]], [[10, 1]], [[20, 2]]]
 
 
-@pytest.mark.parametrize("lanes", [2, 4, 8, 16])
-def test_transpose(lanes):
+@pytest.mark.parametrize("width", [2, 4, 8, 16])
+def test_transpose(width):
     @numba.njit
     def turn(a, b, vector):
         tile.transpose(a, 3, 20, b, 5, 18, vector)
 
     a, b = np.arange(400, dtype=np.float32), np.zeros(400, np.float32)
-    turn(a, b, (0,) * lanes)
-    i, j = np.indices((lanes, lanes))
+    turn(a, b, (0,) * width)
+    i, j = np.indices((width, width))
     want = np.zeros(400, np.float32)
     want[5 + 18 * j + i] = a[3 + 20 * i + j]
     np.testing.assert_array_equal(b, want)

@@ -47,7 +47,7 @@ class _Sizes(NamedTuple):
     positions: int  # P, elements of a plane of y
     taps: int  # elements of a plane of w
     blocks: int  # panels of outputs of a group
-    lanes: int  # outputs of a panel
+    columns: int  # outputs of a panel
     chunks: int  # parts of the gradient of the weights, each of some images
 
 
@@ -68,19 +68,19 @@ def _pad(x: Array, at: int, together: int, sizes: _Sizes, line: Array, to: Array
 
 @kernel
 def _pack(w: Array, panels: Array, sizes: _Sizes, lo: int, hi: int) -> None:
-    """panels[unit, tap * inputs + i, lane] = w[g, block * lanes + lane, i, tap], 0 beyond; units
+    """panels[unit, tap * inputs + i, o] = w[g, block * columns + o, i, tap], 0 beyond; units
     are (g, block).
     """
     for unit in range(lo, hi):
-        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.lanes
-        count = min(sizes.lanes, sizes.outputs - first)
+        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.columns
+        count = min(sizes.columns, sizes.outputs - first)
         for i in range(sizes.inputs):
             for tap in range(sizes.taps):
-                at = ((unit * sizes.taps + tap) * sizes.inputs + i) * sizes.lanes
-                for lane in range(count):
-                    panels[at + lane] = w[g, first + lane, i, tap]
-                for lane in range(count, sizes.lanes):
-                    panels[at + lane] = 0
+                at = ((unit * sizes.taps + tap) * sizes.inputs + i) * sizes.columns
+                for o in range(count):
+                    panels[at + o] = w[g, first + o, i, tap]
+                for o in range(count, sizes.columns):
+                    panels[at + o] = 0
 
 
 @kernel
@@ -102,14 +102,14 @@ def _forward(
     vector: tuple[int, ...],
 ) -> None:
     """Units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and bias by
-    unit and lane.
+    unit and column.
     """
-    lanes, positions, across = sizes.lanes, sizes.positions, len(vector)
+    columns, positions, across = sizes.columns, sizes.positions, len(vector)
     rows = sizes.together * positions
     with_pad = sizes.padded != sizes.plane
     buffer = np.zeros(sizes.together * sizes.inputs * sizes.padded if with_pad else 0, x.dtype)
     source = buffer if with_pad else x
-    sums = np.empty(min(ROWS, rows) * lanes, x.dtype)
+    sums = np.empty(min(ROWS, rows) * columns, x.dtype)
     inside = -1
     for unit in range(lo, hi):
         block, which = unit % sizes.blocks, unit // sizes.blocks
@@ -121,14 +121,14 @@ def _forward(
                 _pad(x, at, sizes.together, sizes, line, buffer)
             at = 0
         panel = g * sizes.blocks + block
-        b_at = panel * sizes.taps * sizes.inputs * lanes
-        count = min(lanes, sizes.outputs - block * lanes)
+        b_at = panel * sizes.taps * sizes.inputs * columns
+        count = min(columns, sizes.outputs - block * columns)
         for part in range(first.size - 1):
             a = part * ROWS
             m = min(ROWS, rows - a)
             for s in range(m):
-                for o in range(lanes):
-                    sums[s * lanes + o] = bias[panel * lanes + o]
+                for o in range(columns):
+                    sums[s * columns + o] = bias[panel * columns + o]
             accumulate_by(
                 kind, source, at, first, place, to, span, steps, part, panels, b_at, sums, vector
             )
@@ -137,15 +137,15 @@ def _forward(
                 i, p = (a + s) // positions, (a + s) % positions
                 r = min(m - s, positions - p)
                 y_at = (
-                    ((image + i) * sizes.groups + g) * sizes.outputs + block * lanes
+                    ((image + i) * sizes.groups + g) * sizes.outputs + block * columns
                 ) * positions + p
                 for q in range(0, r, across):
                     for o in range(0, count, across):
                         if q + across <= r and o + across <= count:
                             transpose(
                                 sums,
-                                (s + q) * lanes + o,
-                                lanes,
+                                (s + q) * columns + o,
+                                columns,
                                 y,
                                 y_at + o * positions + q,
                                 positions,
@@ -154,7 +154,7 @@ def _forward(
                         else:
                             for u in range(o, min(o + across, count)):
                                 for v in range(q, min(q + across, r)):
-                                    y[y_at + u * positions + v] = sums[(s + v) * lanes + u]
+                                    y[y_at + u * positions + v] = sums[(s + v) * columns + u]
                 s += r
 
 
@@ -176,15 +176,15 @@ def _backward_weight(
     kind: int,
     vector: tuple[int, ...],
 ) -> None:
-    """Units [lo, hi), each (chunk of images, group, block): parts (units, K * lanes), bias_parts
-    (units, lanes).
+    """Units [lo, hi), each (chunk of images, group, block): parts (units, K * columns), bias_parts
+    (units, columns).
     """
-    lanes, positions, across = sizes.lanes, sizes.positions, len(vector)
+    columns, positions, across = sizes.columns, sizes.positions, len(vector)
     rows = sizes.together * positions
     with_pad = sizes.padded != sizes.plane
     buffer = np.zeros(sizes.together * sizes.inputs * sizes.padded if with_pad else 0, x.dtype)
     source = buffer if with_pad else x
-    panel = np.zeros(min(ROWS, rows) * lanes, x.dtype)
+    panel = np.zeros(min(ROWS, rows) * columns, x.dtype)
     packs = sizes.images // sizes.together
     origin = np.int64(0)  # a literal 0 would have the tiles compiled once more
     for unit in range(lo, hi):
@@ -193,10 +193,10 @@ def _backward_weight(
         sums, bias = parts[unit], bias_parts[unit]
         for i in range(sums.size):
             sums[i] = 0
-        for i in range(lanes):
+        for i in range(columns):
             bias[i] = 0
-        count = min(lanes, sizes.outputs - block * lanes)
-        if count < lanes:
+        count = min(columns, sizes.outputs - block * columns)
+        if count < columns:
             for i in range(panel.size):
                 panel[i] = 0
         for pack in range(packs * chunk // sizes.chunks, packs * (chunk + 1) // sizes.chunks):
@@ -213,7 +213,7 @@ def _backward_weight(
                     i, p = (a + s) // positions, (a + s) % positions
                     r = min(m - s, positions - p)
                     dy_at = (
-                        ((image + i) * sizes.groups + g) * sizes.outputs + block * lanes
+                        ((image + i) * sizes.groups + g) * sizes.outputs + block * columns
                     ) * positions + p
                     for o in range(0, count, across):
                         for q in range(0, r, across):
@@ -223,18 +223,18 @@ def _backward_weight(
                                     dy_at + o * positions + q,
                                     positions,
                                     panel,
-                                    (s + q) * lanes + o,
-                                    lanes,
+                                    (s + q) * columns + o,
+                                    columns,
                                     vector,
                                 )
                             else:
                                 for u in range(o, min(o + across, count)):
                                     for v in range(q, min(q + across, r)):
-                                        panel[(s + v) * lanes + u] = dy[dy_at + u * positions + v]
+                                        panel[(s + v) * columns + u] = dy[dy_at + u * positions + v]
                     s += r
                 for s in range(m):
-                    for o in range(lanes):
-                        bias[o] += panel[s * lanes + o]
+                    for o in range(columns):
+                        bias[o] += panel[s * columns + o]
                 accumulate_by(
                     kind,
                     source,
@@ -254,23 +254,23 @@ def _backward_weight(
 
 @kernel
 def _add_parts(parts: Array, dw: Array, sizes: _Sizes, lo: int, hi: int) -> None:
-    """dw[g, block * lanes + lane, i, tap] += sum over chunks of parts[unit, tap * inputs + i,
-    lane].
+    """dw[g, block * columns + o, i, tap] += sum over chunks of parts[unit, tap * inputs + i,
+    o].
     """
     units = sizes.groups * sizes.blocks
-    total = np.empty(sizes.lanes, dw.dtype)
+    total = np.empty(sizes.columns, dw.dtype)
     for unit in range(lo, hi):
-        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.lanes
+        g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.columns
         for i in range(sizes.inputs):
             for tap in range(sizes.taps):
-                at = (tap * sizes.inputs + i) * sizes.lanes
-                for lane in range(sizes.lanes):
-                    total[lane] = parts[unit, at + lane]
+                at = (tap * sizes.inputs + i) * sizes.columns
+                for o in range(sizes.columns):
+                    total[o] = parts[unit, at + o]
                 for chunk in range(1, sizes.chunks):
-                    for lane in range(sizes.lanes):
-                        total[lane] += parts[chunk * units + unit, at + lane]
-                for lane in range(min(sizes.lanes, sizes.outputs - first)):
-                    dw[g, first + lane, i, tap] += total[lane]
+                    for o in range(sizes.columns):
+                        total[o] += parts[chunk * units + unit, at + o]
+                for o in range(min(sizes.columns, sizes.outputs - first)):
+                    dw[g, first + o, i, tap] += total[o]
 
 
 def _places(counts: Sizes, strides: Sizes, start: int = 0) -> Array:
@@ -322,10 +322,10 @@ class _Correlation:
         )
         kind = best_shape(outputs, self.dtype.itemsize)
         self.shape = shapes(self.dtype.itemsize)[kind]
-        self.tile = kind, self.shape.lanes
-        lanes = self.shape.columns
-        blocks = -(-outputs // lanes)
-        weights = groups * blocks * taps * self.channels * lanes
+        self.tile = kind, self.shape.width
+        columns = self.shape.columns
+        blocks = -(-outputs // columns)
+        weights = groups * blocks * taps * self.channels * columns
         chunks = min(-(-16 // (groups * blocks)), 1 + 2**21 // weights, n // together)
         self.sizes = _Sizes(
             n,
@@ -339,7 +339,7 @@ class _Correlation:
             positions,
             taps,
             blocks,
-            lanes,
+            columns,
             chunks,
         )
         self.image = self.channels * (self.padded if any(pad) else groups * self.padded)
@@ -359,7 +359,7 @@ class _Correlation:
         self.forward = _tables(self._forward_schedule(needs), line, self.sizes)
         self.backward = _tables(self._backward_schedule(needed), line, self.sizes)
         self.panels = np.empty(weights, self.dtype)
-        self.bias = np.zeros((groups, blocks * lanes), self.dtype)
+        self.bias = np.zeros((groups, blocks * columns), self.dtype)
 
     def _ranges(self, needs: list[Array], counts: Sizes) -> Array:
         """(rows, axes, 2) from what each index of each axis needs; everything where hardly anything
@@ -373,13 +373,13 @@ class _Correlation:
     def _forward_schedule(self, needs: list[Array]) -> Schedule:
         place = _places((self.sizes.together, *self.out), (self.image, *self.position_step))
         ranges = np.tile(self._ranges(needs, self.kernel), (self.sizes.together, 1, 1))
-        tap_row = [t * self.channels * self.sizes.lanes for t in _strides(self.kernel)]
+        tap_row = [t * self.channels * self.sizes.columns for t in _strides(self.kernel)]
 
         def steps(block: int, lo: Array, hi: Array) -> Array:
             counts = (*(hi - lo), self.channels)
             x = _places(counts, (*self.tap_step, self.padded), _dot(lo, self.tap_step))
             return np.stack(
-                [x, _places(counts, (*tap_row, self.sizes.lanes), _dot(lo, tap_row))], 1
+                [x, _places(counts, (*tap_row, self.sizes.columns), _dot(lo, tap_row))], 1
             )
 
         return schedule(
@@ -401,7 +401,7 @@ class _Correlation:
             x = _places(counts, (self.image, *self.position_step), _dot(lo, self.position_step))
             position = _places(counts, (self.sizes.positions, *row), _dot(lo, row)) - block * ROWS
             inside = (position >= 0) & (position < ROWS)
-            return np.stack([x, position * self.sizes.lanes], 1)[inside]
+            return np.stack([x, position * self.sizes.columns], 1)[inside]
 
         blocks = -(-self.sizes.together * self.sizes.positions // ROWS)
         return schedule([(place, np.arange(len(place)), ranges)] * blocks, steps, self.shape)
@@ -427,9 +427,9 @@ class _Correlation:
         sizes = self.sizes
         units = sizes.groups * sizes.blocks
         parts = np.empty(
-            (sizes.chunks * units, sizes.taps * sizes.inputs * sizes.lanes), self.dtype
+            (sizes.chunks * units, sizes.taps * sizes.inputs * sizes.columns), self.dtype
         )
-        bias_parts = np.empty((sizes.chunks * units, sizes.lanes), self.dtype)
+        bias_parts = np.empty((sizes.chunks * units, sizes.columns), self.dtype)
         x, dy = x.reshape(-1), dy.reshape(-1)
         parallel(
             lambda lo, hi: _backward_weight(

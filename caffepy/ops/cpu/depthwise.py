@@ -50,9 +50,9 @@ class _Vectors:
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         self.context, self.builder, self.types, self.args = context, builder, signature.args, args
-        self.lanes, self.real = signature.args[-1].count, signature.args[0].dtype
-        self.vector = ir.VectorType(context.get_value_type(self.real), self.lanes)
-        self.suffix = f"v{self.lanes}f{self.real.bitwidth}"
+        self.width, self.real = signature.args[-1].count, signature.args[0].dtype
+        self.vector = ir.VectorType(context.get_value_type(self.real), self.width)
+        self.suffix = f"v{self.width}f{self.real.bitwidth}"
         self.fma = self.declare(f"llvm.fmuladd.{self.suffix}", self.vector, [self.vector] * 3)
 
     def declare(self, name: str, result: Any, arguments: list[Any]) -> Any:
@@ -71,7 +71,7 @@ class _Vectors:
 
     def at(self, start: Any, vector: int, kind: Any = None) -> Any:
         """A pointer to a vector this many vectors after start."""
-        start = self.builder.gep(start, [ir.IntType(64)(vector * self.lanes)])
+        start = self.builder.gep(start, [ir.IntType(64)(vector * self.width)])
         return self.builder.bitcast(start, (kind or self.vector).as_pointer())
 
     def load(self, start: Any, vector: int = 0) -> Any:
@@ -80,12 +80,10 @@ class _Vectors:
     def store(self, value: Any, start: Any, vector: int = 0) -> None:
         self.builder.store(value, self.at(start, vector), align=self.real.bitwidth // 8)
 
-    def splat(self, value: Any, lanes: Any) -> Any:
-        one = self.builder.insert_element(
-            ir.Constant(lanes, ir.Undefined), value, ir.IntType(32)(0)
-        )
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.lanes), [0] * self.lanes)
-        return self.builder.shuffle_vector(one, ir.Constant(lanes, ir.Undefined), zeros)
+    def splat(self, value: Any, kind: Any) -> Any:
+        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.width), [0] * self.width)
+        return self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
 
     def loop(self, lo: Any, hi: Any, step: int, sums: list[Any], body: Any) -> list[Any]:
         """Do sums = body(i, sums) for i in range(lo, hi, step), at least once."""
@@ -120,13 +118,13 @@ def _define_weigh(
     total: Any,
     e: Any,
     n_vectors: Any,
-    n_lanes: Any,
+    n_width: Any,
 ) -> Any:
     """total[e + i] += sum over taps [lo, hi), at least one, of w[at + which] * source[offset + e +
     i].
     """
     i = types.intp
-    signature = types.void(source, w, i, taps, i, i, total, i, n_vectors, n_lanes)
+    signature = types.void(source, w, i, taps, i, i, total, i, n_vectors, n_width)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = _Vectors(context, builder, signature, args)
@@ -159,15 +157,15 @@ def _define_sum(
     hi: Any,
     part: Any,
     at: Any,
-    n_lanes: Any,
+    n_width: Any,
 ) -> Any:
     """part[at][k] += sum over q in [lo, hi) of d[q] * source[offsets[first + k] + q], k < TAPS;
     part[at][TAPS] of d[q].
 
-    Every lane has its own sum; part (..., lanes) is of doubles.
+    Every element of a vector has its own sum; part (..., width) is of doubles.
     """
     i = types.intp
-    signature = types.void(d, source, offsets, i, i, i, part, i, n_lanes)
+    signature = types.void(d, source, offsets, i, i, i, part, i, n_width)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = _Vectors(context, builder, signature, args)
@@ -182,9 +180,9 @@ def _define_sum(
             ]
             return [*products, builder.fadd(left, sums[-1])]
 
-        zero = ir.Constant(v.vector, [0.0] * v.lanes)
-        doubles = ir.VectorType(ir.DoubleType(), v.lanes)
-        for k, value in enumerate(v.loop(args[4], args[5], v.lanes, [zero] * (TAPS + 1), add)):
+        zero = ir.Constant(v.vector, [0.0] * v.width)
+        doubles = ir.VectorType(ir.DoubleType(), v.width)
+        for k, value in enumerate(v.loop(args[4], args[5], v.width, [zero] * (TAPS + 1), add)):
             to = v.at(v.pointer(6, args[7]), k, doubles)
             wide = value if v.vector == doubles else builder.fpext(value, doubles)
             builder.store(builder.fadd(builder.load(to, align=8), wide), to, align=8)
@@ -194,22 +192,22 @@ def _define_sum(
 
 
 def _define_copy(
-    typing: Any, source: Any, at: Any, to: Any, to_at: Any, count: Any, n_lanes: Any
+    typing: Any, source: Any, at: Any, to: Any, to_at: Any, count: Any, n_width: Any
 ) -> Any:
     """to[to_at + i] = source[at + i] for i below count, at least one; short rows are too short for
     a call of memcpy.
     """
     i = types.intp
-    signature = types.void(source, i, to, i, i, n_lanes)
+    signature = types.void(source, i, to, i, i, n_width)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         v = _Vectors(context, builder, signature, args)
         start, end, count = v.pointer(0, args[1]), v.pointer(2, args[3]), args[4]
         index, alignment = (
-            ir.VectorType(ir.IntType(64), v.lanes),
+            ir.VectorType(ir.IntType(64), v.width),
             ir.IntType(32)(v.real.bitwidth // 8),
         )
-        mask, pointer = ir.VectorType(ir.IntType(1), v.lanes), v.vector.as_pointer()
+        mask, pointer = ir.VectorType(ir.IntType(1), v.width), v.vector.as_pointer()
         load = v.declare(
             f"llvm.masked.load.{v.suffix}.p0", v.vector, [pointer, alignment.type, mask, v.vector]
         )
@@ -218,19 +216,19 @@ def _define_copy(
             ir.VoidType(),
             [v.vector, pointer, alignment.type, mask],
         )
-        whole = builder.and_(count, count.type(-v.lanes))
+        whole = builder.and_(count, count.type(-v.width))
 
         def move(k: Any, sums: list[Any]) -> list[Any]:
             v.store(v.load(builder.gep(start, [k])), builder.gep(end, [k]))
             return sums
 
         with builder.if_then(builder.icmp_signed(">", whole, whole.type(0))):
-            v.loop(whole.type(0), whole, v.lanes, [], move)
+            v.loop(whole.type(0), whole, v.width, [], move)
         with builder.if_then(builder.icmp_signed(">", count, whole)):
-            lanes = ir.Constant(index, list(range(v.lanes)))
-            inside = builder.icmp_signed("<", lanes, v.splat(builder.sub(count, whole), index))
+            element = ir.Constant(index, list(range(v.width)))
+            inside = builder.icmp_signed("<", element, v.splat(builder.sub(count, whole), index))
             a, b = v.at(builder.gep(start, [whole]), 0), v.at(builder.gep(end, [whole]), 0)
-            row = builder.call(load, [a, alignment, inside, ir.Constant(v.vector, [0.0] * v.lanes)])
+            row = builder.call(load, [a, alignment, inside, ir.Constant(v.vector, [0.0] * v.width)])
             builder.call(store, [row, b, alignment, inside])
         return context.get_dummy_value()
 
@@ -244,7 +242,7 @@ _copy: Any = intrinsic(_define_copy)
 
 @inlined
 def _apart(
-    x: Array, at: int, width: int, lines: Array, buffer: Array, lanes: tuple[int, ...]
+    x: Array, at: int, width: int, lines: Array, buffer: Array, vector: tuple[int, ...]
 ) -> None:
     """Copy the plane at x[at] to its places: lines[r, c] is that of element (r, c), c below the
     stride.
@@ -254,7 +252,7 @@ def _apart(
     for r in range(height):
         row = at + r * width
         if apart == 1:
-            _copy(x, row, buffer, lines[r, 0], width, lanes)
+            _copy(x, row, buffer, lines[r, 0], width, vector)
         elif apart == 2:
             source, even, odd = np.uintp(row), np.uintp(lines[r, 0]), np.uintp(lines[r, 1])
             for c in range(zero, np.uintp(width // 2)):
@@ -270,7 +268,7 @@ def _apart(
 
 @inlined
 def _together(
-    buffer: Array, lines: Array, width: int, x: Array, at: int, lanes: tuple[int, ...]
+    buffer: Array, lines: Array, width: int, x: Array, at: int, vector: tuple[int, ...]
 ) -> None:
     """Copy the plane at x[at] back from its places."""
     height, apart = lines.shape
@@ -278,7 +276,7 @@ def _together(
     for r in range(height):
         row = at + r * width
         if apart == 1:
-            _copy(buffer, lines[r, 0], x, row, width, lanes)
+            _copy(buffer, lines[r, 0], x, row, width, vector)
         elif apart == 2:
             to, even, odd = np.uintp(row), np.uintp(lines[r, 0]), np.uintp(lines[r, 1])
             for c in range(zero, np.uintp(width // 2)):
@@ -300,7 +298,7 @@ def _correlate(
     spans: Array,
     taps: Array,
     total: Array,
-    lanes: tuple[int, ...],
+    vector: tuple[int, ...],
 ) -> None:
     """total[e] += sum over taps of w[at + which] * source[offset + e], spans (start, end, first
     tap, last tap + 1).
@@ -309,8 +307,8 @@ def _correlate(
     """
     for s in range(spans.shape[0]):
         if spans[s, 2] < spans[s, 3]:
-            for e in range(spans[s, 0], spans[s, 1], len(VECTORS) * len(lanes)):
-                _weigh(source, w, at, taps, spans[s, 2], spans[s, 3], total, e, VECTORS, lanes)
+            for e in range(spans[s, 0], spans[s, 1], len(VECTORS) * len(vector)):
+                _weigh(source, w, at, taps, spans[s, 2], spans[s, 3], total, e, VECTORS, vector)
 
 
 class _Sizes(NamedTuple):
@@ -338,7 +336,7 @@ def _forward(
     spans: Array,
     taps: Array,
     sizes: _Sizes,
-    lanes: tuple[int, ...],
+    vector: tuple[int, ...],
     lo: int,
     hi: int,
 ) -> None:
@@ -346,15 +344,15 @@ def _forward(
     m = sizes.outputs
     buffer, total = (
         np.zeros(sizes.x, x.dtype),
-        np.empty(spans[0, 1] + len(VECTORS) * len(lanes), x.dtype),
+        np.empty(spans[0, 1] + len(VECTORS) * len(vector), x.dtype),
     )
     for plane in range(lo, hi):
         c = plane % sizes.channels
-        _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, lanes)
+        _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, vector)
         for k in range(m):
             total[:] = b[c * m + k]
-            _correlate(buffer, w, (c * m + k) * sizes.taps, spans, taps, total, lanes)
-            _together(total, y_lines, sizes.wo, y, (plane * m + k) * sizes.ho * sizes.wo, lanes)
+            _correlate(buffer, w, (c * m + k) * sizes.taps, spans, taps, total, vector)
+            _together(total, y_lines, sizes.wo, y, (plane * m + k) * sizes.ho * sizes.wo, vector)
 
 
 @kernel
@@ -367,7 +365,7 @@ def _backward_data(
     spans: Array,
     taps: Array,
     sizes: _Sizes,
-    lanes: tuple[int, ...],
+    vector: tuple[int, ...],
     lo: int,
     hi: int,
 ) -> None:
@@ -378,9 +376,9 @@ def _backward_data(
         c = plane % sizes.channels
         total[:] = 0
         for k in range(m):
-            _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, dy_lines, buffer, lanes)
-            _correlate(buffer, w, (c * m + k) * sizes.taps, spans, taps, total, lanes)
-        _together(total, dx_lines, sizes.width, dx, plane * sizes.height * sizes.width, lanes)
+            _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, dy_lines, buffer, vector)
+            _correlate(buffer, w, (c * m + k) * sizes.taps, spans, taps, total, vector)
+        _together(total, dx_lines, sizes.width, dx, plane * sizes.height * sizes.width, vector)
 
 
 @kernel
@@ -395,23 +393,23 @@ def _backward_weight(
     sizes: _Sizes,
     images: int,
     chunks: int,
-    lanes: tuple[int, ...],
+    vector: tuple[int, ...],
     lo: int,
     hi: int,
 ) -> None:
     """Units [lo, hi), each (chunk of images, channel): parts (chunks, C, m, parts of TAPS, TAPS +
-    1, lanes), flat.
+    1, width), flat.
     """
     m, windows, blocks = sizes.outputs, spans[0, 1], offsets.size // TAPS
-    part = (TAPS + 1) * len(lanes)
-    buffer, d = np.zeros(sizes.x, x.dtype), np.zeros(windows + len(lanes), x.dtype)
+    part = (TAPS + 1) * len(vector)
+    buffer, d = np.zeros(sizes.x, x.dtype), np.zeros(windows + len(vector), x.dtype)
     for unit in range(lo, hi):
         chunk, c = unit // sizes.channels, unit % sizes.channels
         for n in range(images * chunk // chunks, images * (chunk + 1) // chunks):
             plane = n * sizes.channels + c
-            _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, lanes)
+            _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, vector)
             for k in range(m):
-                _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, y_lines, d, lanes)
+                _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, y_lines, d, vector)
                 for a in range(0, windows, BLOCK):
                     for t in range(blocks):
                         at = ((unit * m + k) * blocks + t) * part
@@ -424,7 +422,7 @@ def _backward_weight(
                             min(a + BLOCK, windows),
                             parts,
                             at,
-                            lanes,
+                            vector,
                         )
 
 
@@ -460,8 +458,8 @@ class Depthwise:
             max(ho + down, (h + ph - 1) // sh + 1),
             max(wo + right, (w + pw - 1) // sw + 1),
         )
-        self.lanes = shapes(self.dtype.itemsize)[0].lanes
-        area, margin = rows * columns + len(VECTORS) * len(self.lanes), down * columns + right
+        self.vector = shapes(self.dtype.itemsize)[0].width
+        area, margin = rows * columns + len(VECTORS) * len(self.vector), down * columns + right
         self.sizes = _Sizes(c, o // c, kh * kw, h, w, ho, wo, area * sh * sw, margin + area)
         r, s = np.ogrid[ph : ph + h, pw : pw + min(sw, w)]
         self.x_lines = (r % sh * sw + s % sw) * area + r // sh * columns + s // sw
@@ -488,7 +486,7 @@ class Depthwise:
     def _share(self, loop: Any, *arguments: Any) -> None:
         planes = self.images * self.sizes.channels
         parallel(
-            lambda lo, hi: loop(*arguments, self.sizes, self.lanes, lo, hi),
+            lambda lo, hi: loop(*arguments, self.sizes, self.vector, lo, hi),
             planes,
             1 + 20_000 // self.sizes.x,
         )
@@ -517,7 +515,7 @@ class Depthwise:
             len(self.offsets) // TAPS,
             self.chunks * self.sizes.channels,
         )
-        parts = np.zeros((self.chunks, self.y_shape[1], blocks, TAPS + 1, len(self.lanes)))
+        parts = np.zeros((self.chunks, self.y_shape[1], blocks, TAPS + 1, len(self.vector)))
         arrays = x.reshape(-1), dy.reshape(-1), parts.reshape(-1)
         tables = (
             self.x_lines,
@@ -527,7 +525,7 @@ class Depthwise:
             sizes,
             self.images,
             self.chunks,
-            self.lanes,
+            self.vector,
         )
         parallel(
             lambda lo, hi: _backward_weight(*arrays, *tables, lo, hi),

@@ -30,9 +30,8 @@ class _Weights(NamedTuple):
 
     panels: Array  # (blocks, K, columns)
     spare: Array  # (N, columns), for what is computed of the last panel
-    lanes: tuple[
-        int, ...
-    ]  # as many as elements in a vector: numba sees the length of a tuple as a type
+    # As long as a vector has elements: numba sees the length of a tuple as a type.
+    width: tuple[int, ...]
 
 
 def _vector() -> tuple[int, int]:
@@ -49,10 +48,10 @@ VECTOR_BYTES, ROWS = _vector()
 
 
 def _make_weights(streams: int, k: int, outputs: int, dtype: np.dtype[Any]) -> _Weights:
-    lanes = VECTOR_BYTES // dtype.itemsize
-    columns = 2 * lanes
+    width = VECTOR_BYTES // dtype.itemsize
+    columns = 2 * width
     panels = np.zeros((-(-outputs // columns), k, columns), dtype)
-    return _Weights(panels, np.zeros((streams, columns), dtype), (0,) * lanes)
+    return _Weights(panels, np.zeros((streams, columns), dtype), (0,) * width)
 
 
 @kernel
@@ -86,7 +85,7 @@ def _define_tile(
 ) -> Any:
     """y[i, o] += sum over r < k of x[i, r] * b[r, o], the sums in registers; k at least 1.
 
-    n rows (its length) by two vectors of m lanes; x, b, y flat, rows of x and y x_step and y_step
+    n rows (its length) by two vectors of m elements; x, b, y flat, rows of x and y x_step and y_step
     apart, b a panel.
     """
     i = types.intp
@@ -94,8 +93,8 @@ def _define_tile(
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         index = args[1].type
-        rows, lanes = signature.args[9].count, signature.args[10].count
-        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), lanes)
+        rows, width = signature.args[9].count, signature.args[10].count
+        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), width)
         alignment = signature.args[0].dtype.bitwidth // 8
 
         def at(array: int, place: Any) -> Any:
@@ -109,7 +108,7 @@ def _define_tile(
 
         def pair(start: Any) -> list[Any]:
             return [
-                builder.bitcast(builder.gep(start, [index(v * lanes)]), vector.as_pointer())
+                builder.bitcast(builder.gep(start, [index(v * width)]), vector.as_pointer())
                 for v in range(2)
             ]
 
@@ -120,10 +119,10 @@ def _define_tile(
         fma = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
             builder.module,
             ir.FunctionType(vector, [vector] * 3),
-            f"llvm.fmuladd.v{lanes}f{8 * alignment}",  # fused where the processor can
+            f"llvm.fmuladd.v{width}f{8 * alignment}",  # fused where the processor can
         )
         undefined = ir.Constant(vector, ir.Undefined)
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes), [0] * lanes)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
 
         before, loop, done = (
             builder.block,
@@ -136,7 +135,7 @@ def _define_tile(
         sums = [builder.phi(vector) for _ in start]
         right = [
             builder.load(p, align=alignment)
-            for p in pair(builder.gep(panel, [builder.mul(r, index(2 * lanes))]))
+            for p in pair(builder.gep(panel, [builder.mul(r, index(2 * width))]))
         ]
         added = []
         for j, source in enumerate(sources):
@@ -195,14 +194,14 @@ def _add_block(
 @inlined
 def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> None:
     """y[n] += x[n] @ b for rows [lo, hi)."""
-    panels, spare, lanes = weights
+    panels, spare, width = weights
     blocks, k, columns = panels.shape
     flat_x, flat_b, flat_y, outputs = x.reshape(-1), panels.reshape(-1), y.reshape(-1), y.shape[1]
     whole = outputs // columns
     for block in range(whole):
         to = lo * outputs + block * columns
         _add_block(
-            flat_x, lo * k, k, flat_b, block * k * columns, flat_y, to, outputs, hi - lo, lanes
+            flat_x, lo * k, k, flat_b, block * k * columns, flat_y, to, outputs, hi - lo, width
         )
     if whole < blocks:
         first = whole * columns
@@ -218,7 +217,7 @@ def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> Non
             to,
             columns,
             hi - lo,
-            lanes,
+            width,
         )
         y[lo:hi, first:] = spare[lo:hi, : outputs - first]
 

@@ -4,7 +4,7 @@ c[i, o] += sum over r of x[place[i] + offset[r]] * b[r, o]
 
 Places and offsets are indices in x, so that a convolution needs no im2col matrix: forward, i is an
 output position and r a weight; for the gradient of the weights it is the other way round. A tile is
-`Shape.rows` values of i by `Shape.vectors` * `Shape.lanes` of o; for each r its vectors of b are
+`Shape.rows` values of i by `Shape.vectors` * `Shape.width` of o; for each r its vectors of b are
 loaded once and each x is multiplied into all. A Schedule says which rows share a tile and which r a
 tile needs: those that would only meet padding are left out.
 """
@@ -26,23 +26,23 @@ Array = NDArray[Any]
 
 
 class Shape(NamedTuple):
-    """A tile: numbers of rows, of vectors, of lanes in a vector, each as the length of a tuple.
+    """A tile: its rows, vectors and elements of a vector, each number as the length of a tuple.
 
     Lengths of tuples are types for numba, which compiles one loop for each shape.
     """
 
     rows: tuple[int, ...]
     vectors: tuple[int, ...]
-    lanes: tuple[int, ...]
+    width: tuple[int, ...]
 
     @property
     def columns(self) -> int:
         """Values of o in a tile."""
-        return len(self.vectors) * len(self.lanes)
+        return len(self.vectors) * len(self.width)
 
 
-def _shape(rows: int, vectors: int, lanes: int) -> Shape:
-    return Shape((0,) * rows, (0,) * vectors, (0,) * lanes)
+def _shape(rows: int, vectors: int, width: int) -> Shape:
+    return Shape((0,) * rows, (0,) * vectors, (0,) * width)
 
 
 @cache
@@ -129,11 +129,11 @@ def _define_tile(
     c: Any,
     n_rows: Any,
     n_vectors: Any,
-    n_lanes: Any,
+    n_width: Any,
 ) -> Any:
     """One tile, its rows from row_at on in place and to, for steps[lo:hi], at least one."""
     i = types.intp
-    signature = types.void(x, i, place, to, i, steps, i, i, b, i, c, n_rows, n_vectors, n_lanes)
+    signature = types.void(x, i, place, to, i, steps, i, i, b, i, c, n_rows, n_vectors, n_width)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         index = args[1].type
@@ -150,25 +150,25 @@ def _define_tile(
         def vector_at(start: Any, at: int) -> Any:
             return builder.bitcast(builder.gep(start, [index(at)]), vector.as_pointer())
 
-        rows_n, vectors_n, lanes_n = (t.count for t in signature.args[-3:])
-        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), lanes_n)
+        rows_n, vectors_n, width = (t.count for t in signature.args[-3:])
+        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), width)
         alignment = signature.args[0].dtype.bitwidth // 8
-        columns = vectors_n * lanes_n
+        columns = vectors_n * width
         bases, places = [], []
         for k in range(rows_n):
             row = builder.add(args[4], index(k))
             bases.append(pointer(0, args[1], load_index(pointer(2), row)))
             start = pointer(10, builder.mul(load_index(pointer(3), row), index(columns)))
-            places.append([vector_at(start, v * lanes_n) for v in range(vectors_n)])
+            places.append([vector_at(start, v * width) for v in range(vectors_n)])
         first = [[builder.load(place, align=alignment) for place in row] for row in places]
         table, b_start = pointer(5), pointer(8, args[9])
         fma = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
             builder.module,
             ir.FunctionType(vector, [vector] * 3),
-            f"llvm.fmuladd.v{lanes_n}f{8 * alignment}",  # fused where the processor can
+            f"llvm.fmuladd.v{width}f{8 * alignment}",  # fused where the processor can
         )
         undefined = ir.Constant(vector, ir.Undefined)
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), lanes_n), [0] * lanes_n)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
 
         before, loop, done = (
             builder.block,
@@ -185,7 +185,7 @@ def _define_tile(
             builder.gep(b_start, [load_index(table, builder.add(at, index(1)))]),
         )
         right = [
-            builder.load(vector_at(b_row, v * lanes_n), align=alignment) for v in range(vectors_n)
+            builder.load(vector_at(b_row, v * width), align=alignment) for v in range(vectors_n)
         ]
         added = []
         for base, row in zip(bases, sums, strict=True):
@@ -212,13 +212,11 @@ def _define_tile(
 
 
 def _define_transpose(
-    typing: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, n_lanes: Any
+    typing: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, n_width: Any
 ) -> Any:
-    """b[j, i] = a[i, j] for lanes x lanes elements; rows begin a_step and b_step elements after
-    each other.
-    """
+    """b[j, i] = a[i, j] for width x width elements; rows begin a_step and b_step elements apart."""
     i = types.intp
-    signature = types.void(a, i, i, b, i, i, n_lanes)
+    signature = types.void(a, i, i, b, i, i, n_width)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         n = signature.args[6].count
@@ -270,7 +268,7 @@ def accumulate(
     c: Array,
     n_rows: tuple[int, ...],
     n_vectors: tuple[int, ...],
-    n_lanes: tuple[int, ...],
+    n_width: tuple[int, ...],
 ) -> None:
     """All tiles of a block; places count from x_at, rows of b from b_at; x, b, c and steps flat."""
     for t in range(first[block], first[block + 1]):
@@ -290,7 +288,7 @@ def accumulate(
                 c,
                 n_rows,
                 n_vectors,
-                n_lanes,
+                n_width,
             )
 
 
@@ -311,12 +309,12 @@ def accumulate_by(
     b: Array,
     b_at: int,
     c: Array,
-    n_lanes: tuple[int, ...],
+    n_width: tuple[int, ...],
 ) -> None:
     """`accumulate` with tiles of the shape with this index: one compiled caller for all shapes."""
     if kind == 0:
         accumulate(
-            x, x_at, first, place, to, span, steps, block, b, b_at, c, _FIRST[0], _FIRST[1], n_lanes
+            x, x_at, first, place, to, span, steps, block, b, b_at, c, _FIRST[0], _FIRST[1], n_width
         )
     elif kind == 1:
         accumulate(
@@ -333,11 +331,11 @@ def accumulate_by(
             c,
             _SECOND[0],
             _SECOND[1],
-            n_lanes,
+            n_width,
         )
     elif kind == 2:
         accumulate(
-            x, x_at, first, place, to, span, steps, block, b, b_at, c, _THIRD[0], _THIRD[1], n_lanes
+            x, x_at, first, place, to, span, steps, block, b, b_at, c, _THIRD[0], _THIRD[1], n_width
         )
     else:
         accumulate(
@@ -354,5 +352,5 @@ def accumulate_by(
             c,
             _FOURTH[0],
             _FOURTH[1],
-            n_lanes,
+            n_width,
         )
