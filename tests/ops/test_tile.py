@@ -27,22 +27,12 @@ def test_sums(size, dtype):
         return np.stack([offset[r], r * shape.columns], 1)
 
     plan = tile.schedule([(place, np.arange(21), np.tile([[0, 13]], (21, 1, 1)))], steps, shape)
-    flat = c.reshape(-1)
-    tile.accumulate(
-        x,
-        50,
-        plan.first,
-        plan.place,
-        plan.to,
-        plan.span,
-        plan.steps.reshape(-1),
-        0,
-        b.reshape(-1),
-        0,
-        flat,
-        *shape,
-    )
+    plan = plan._replace(steps=plan.steps.reshape(-1))
+    plain = c.copy()
+    tile.accumulate(x, 50, plan, 0, b.reshape(-1), 0, c.reshape(-1), *shape)
     np.testing.assert_allclose(c, want, rtol=1e-5, atol=1e-5)
+    tile.reference(x, 50, plan, 0, b.reshape(-1), 0, plain.reshape(-1), shape)
+    np.testing.assert_allclose(c, plain, rtol=1e-5, atol=1e-5)
 
 
 def test_a_schedule_leaves_out_what_no_row_of_a_tile_needs():

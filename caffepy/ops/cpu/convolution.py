@@ -22,7 +22,14 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.depthwise import Depthwise, suits
 from caffepy.ops.cpu.neuron import relu_forward
-from caffepy.ops.cpu.tile import Schedule, accumulate_by, best_shape, schedule, shapes, transpose
+from caffepy.ops.cpu.tile import (
+    Schedule,
+    accumulate_by,
+    best_shape,
+    copy_transposed,
+    schedule,
+    shapes,
+)
 
 Array = NDArray[Any]
 Sizes = Sequence[int]
@@ -89,11 +96,7 @@ def _forward(
     panels: Array,
     bias: Array,
     y: Array,
-    first: Array,
-    place: Array,
-    to: Array,
-    span: Array,
-    steps: Array,
+    plan: Schedule,
     line: Array,
     sizes: _Sizes,
     lo: int,
@@ -104,7 +107,7 @@ def _forward(
     """Units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and bias by
     unit and column.
     """
-    columns, positions, across = sizes.columns, sizes.positions, len(vector)
+    columns, positions = sizes.columns, sizes.positions
     rows = sizes.together * positions
     with_pad = sizes.padded != sizes.plane
     buffer = np.zeros(sizes.together * sizes.inputs * sizes.padded if with_pad else 0, x.dtype)
@@ -123,15 +126,13 @@ def _forward(
         panel = g * sizes.blocks + block
         b_at = panel * sizes.taps * sizes.inputs * columns
         count = min(columns, sizes.outputs - block * columns)
-        for part in range(first.size - 1):
+        for part in range(plan.first.size - 1):
             a = part * ROWS
             m = min(ROWS, rows - a)
             for s in range(m):
                 for o in range(columns):
                     sums[s * columns + o] = bias[panel * columns + o]
-            accumulate_by(
-                kind, source, at, first, place, to, span, steps, part, panels, b_at, sums, vector
-            )
+            accumulate_by(kind, source, at, plan, part, panels, b_at, sums, vector)
             s = 0
             while s < m:  # the rows of one image
                 i, p = (a + s) // positions, (a + s) % positions
@@ -139,22 +140,7 @@ def _forward(
                 y_at = (
                     ((image + i) * sizes.groups + g) * sizes.outputs + block * columns
                 ) * positions + p
-                for q in range(0, r, across):
-                    for o in range(0, count, across):
-                        if q + across <= r and o + across <= count:
-                            transpose(
-                                sums,
-                                (s + q) * columns + o,
-                                columns,
-                                y,
-                                y_at + o * positions + q,
-                                positions,
-                                vector,
-                            )
-                        else:
-                            for u in range(o, min(o + across, count)):
-                                for v in range(q, min(q + across, r)):
-                                    y[y_at + u * positions + v] = sums[(s + v) * columns + u]
+                copy_transposed(sums, s * columns, columns, y, y_at, positions, r, count, vector)
                 s += r
 
 
@@ -164,11 +150,7 @@ def _backward_weight(
     dy: Array,
     parts: Array,
     bias_parts: Array,
-    first: Array,
-    place: Array,
-    to: Array,
-    span: Array,
-    steps: Array,
+    plan: Schedule,
     line: Array,
     sizes: _Sizes,
     lo: int,
@@ -179,7 +161,7 @@ def _backward_weight(
     """Units [lo, hi), each (chunk of images, group, block): parts (units, K * columns), bias_parts
     (units, columns).
     """
-    columns, positions, across = sizes.columns, sizes.positions, len(vector)
+    columns, positions = sizes.columns, sizes.positions
     rows = sizes.together * positions
     with_pad = sizes.padded != sizes.plane
     buffer = np.zeros(sizes.together * sizes.inputs * sizes.padded if with_pad else 0, x.dtype)
@@ -205,7 +187,7 @@ def _backward_weight(
             if with_pad:
                 _pad(x, at, sizes.together, sizes, line, buffer)
                 at = 0
-            for part in range(first.size - 1):
+            for part in range(plan.first.size - 1):
                 a = part * ROWS
                 m = min(ROWS, rows - a)
                 s = 0
@@ -215,41 +197,14 @@ def _backward_weight(
                     dy_at = (
                         ((image + i) * sizes.groups + g) * sizes.outputs + block * columns
                     ) * positions + p
-                    for o in range(0, count, across):
-                        for q in range(0, r, across):
-                            if q + across <= r and o + across <= count:
-                                transpose(
-                                    dy,
-                                    dy_at + o * positions + q,
-                                    positions,
-                                    panel,
-                                    (s + q) * columns + o,
-                                    columns,
-                                    vector,
-                                )
-                            else:
-                                for u in range(o, min(o + across, count)):
-                                    for v in range(q, min(q + across, r)):
-                                        panel[(s + v) * columns + u] = dy[dy_at + u * positions + v]
+                    copy_transposed(
+                        dy, dy_at, positions, panel, s * columns, columns, count, r, vector
+                    )
                     s += r
                 for s in range(m):
                     for o in range(columns):
                         bias[o] += panel[s * columns + o]
-                accumulate_by(
-                    kind,
-                    source,
-                    at,
-                    first,
-                    place,
-                    to,
-                    span,
-                    steps,
-                    part,
-                    panel,
-                    origin,
-                    sums,
-                    vector,
-                )
+                accumulate_by(kind, source, at, plan, part, panel, origin, sums, vector)
 
 
 @kernel
@@ -446,7 +401,7 @@ class _Correlation:
 
 
 def _tables(plan: Schedule, line: Array, sizes: _Sizes) -> tuple[Any, ...]:
-    return plan.first, plan.place, plan.to, plan.span, plan.steps.reshape(-1), line, sizes
+    return plan._replace(steps=plan.steps.reshape(-1)), line, sizes
 
 
 def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:

@@ -3,10 +3,18 @@
 c[i, o] += sum over r of x[place[i] + offset[r]] * b[r, o]
 
 Places and offsets are indices in x, so that a convolution needs no im2col matrix: forward, i is an
-output position and r a weight; for the gradient of the weights it is the other way round. A tile is
-`Shape.rows` values of i by `Shape.vectors` * `Shape.width` of o; for each r its vectors of b are
-loaded once and each x is multiplied into all. A Schedule says which rows share a tile and which r a
-tile needs: those that would only meet padding are left out.
+output position and r a weight; for the gradient of the weights it is the other way round.
+
+                          b[r]  |  vector 0  |  vector 1  |  ...    `vectors` loads for each r,
+                                +------------+------------+-----    all panels of b are this wide
+    x[place[0] + offset[r]]  *  |  c[0, ...] |  c[0, ...] |  ...
+    x[place[1] + offset[r]]  *  |  c[1, ...] |  c[1, ...] |  ...    rows * vectors registers of sums
+             ...                |            |            |
+             `rows` scalars, each copied to all elements of a vector
+
+For each r a tile needs rows + vectors loads for rows * vectors multiply-adds of `width` elements.
+Tiles nearly fill the registers (`shapes`). A Schedule says which rows share a tile and which r a
+tile needs: those that would only meet padding are left out. `reference` is the same in plain Python.
 """
 
 from collections.abc import Callable, Iterable
@@ -254,14 +262,36 @@ transpose: Any = intrinsic(_define_transpose)
 
 
 @kernel
+def copy_transposed(
+    a: Array,
+    a_at: int,
+    a_step: int,
+    b: Array,
+    b_at: int,
+    b_step: int,
+    rows: int,
+    columns: int,
+    n_width: tuple[int, ...],
+) -> None:
+    """b[j, i] = a[i, j] for rows x columns elements of flat arrays, by blocks of a vector's width."""
+    width = len(n_width)
+    for i in range(0, rows, width):
+        for j in range(0, columns, width):
+            if i + width <= rows and j + width <= columns:
+                transpose(
+                    a, a_at + i * a_step + j, a_step, b, b_at + j * b_step + i, b_step, n_width
+                )
+            else:
+                for u in range(j, min(j + width, columns)):
+                    for v in range(i, min(i + width, rows)):
+                        b[b_at + u * b_step + v] = a[a_at + v * a_step + u]
+
+
+@kernel
 def accumulate(
     x: Array,
     x_at: int,
-    first: Array,
-    place: Array,
-    to: Array,
-    span: Array,
-    steps: Array,
+    plan: Schedule,
     block: int,
     b: Array,
     b_at: int,
@@ -270,17 +300,17 @@ def accumulate(
     n_vectors: tuple[int, ...],
     n_width: tuple[int, ...],
 ) -> None:
-    """All tiles of a block; places count from x_at, rows of b from b_at; x, b, c and steps flat."""
-    for t in range(first[block], first[block + 1]):
-        lo, hi = span[t, 0], span[t, 1]
+    """Compute all tiles of a block; places count from x_at, rows of b from b_at; x, b, c flat."""
+    for t in range(plan.first[block], plan.first[block + 1]):
+        lo, hi = plan.span[t, 0], plan.span[t, 1]
         if lo < hi:
             _tile(
                 x,
                 x_at,
-                place,
-                to,
+                plan.place,
+                plan.to,
                 t * len(n_rows),
-                steps,
+                plan.steps,
                 lo,
                 hi,
                 b,
@@ -292,6 +322,22 @@ def accumulate(
             )
 
 
+def reference(
+    x: Array, x_at: int, plan: Schedule, block: int, b: Array, b_at: int, c: Array, shape: Shape
+) -> None:
+    """Compute what `accumulate` does, one sum after the other."""
+    size, columns = len(shape.rows), shape.columns
+    for t in range(plan.first[block], plan.first[block + 1]):
+        rows = range(t * size, (t + 1) * size)
+        at = [slice(plan.to[i] * columns, (plan.to[i] + 1) * columns) for i in rows]
+        sums = [c[a].copy() for a in at]
+        for offset, row in plan.steps.reshape(-1, 2)[slice(*plan.span[t])]:
+            for i, total in zip(rows, sums, strict=True):
+                total += x[x_at + plan.place[i] + offset] * b[b_at + row :][:columns]
+        for a, total in zip(at, sums, strict=True):
+            c[a] = total
+
+
 _FIRST, _SECOND, _THIRD, _FOURTH = (shape[:2] for shape in shapes(4))
 
 
@@ -300,11 +346,7 @@ def accumulate_by(
     kind: int,
     x: Array,
     x_at: int,
-    first: Array,
-    place: Array,
-    to: Array,
-    span: Array,
-    steps: Array,
+    plan: Schedule,
     block: int,
     b: Array,
     b_at: int,
@@ -313,44 +355,10 @@ def accumulate_by(
 ) -> None:
     """`accumulate` with tiles of the shape with this index: one compiled caller for all shapes."""
     if kind == 0:
-        accumulate(
-            x, x_at, first, place, to, span, steps, block, b, b_at, c, _FIRST[0], _FIRST[1], n_width
-        )
+        accumulate(x, x_at, plan, block, b, b_at, c, *_FIRST, n_width)
     elif kind == 1:
-        accumulate(
-            x,
-            x_at,
-            first,
-            place,
-            to,
-            span,
-            steps,
-            block,
-            b,
-            b_at,
-            c,
-            _SECOND[0],
-            _SECOND[1],
-            n_width,
-        )
+        accumulate(x, x_at, plan, block, b, b_at, c, *_SECOND, n_width)
     elif kind == 2:
-        accumulate(
-            x, x_at, first, place, to, span, steps, block, b, b_at, c, _THIRD[0], _THIRD[1], n_width
-        )
+        accumulate(x, x_at, plan, block, b, b_at, c, *_THIRD, n_width)
     else:
-        accumulate(
-            x,
-            x_at,
-            first,
-            place,
-            to,
-            span,
-            steps,
-            block,
-            b,
-            b_at,
-            c,
-            _FOURTH[0],
-            _FOURTH[1],
-            n_width,
-        )
+        accumulate(x, x_at, plan, block, b, b_at, c, *_FOURTH, n_width)
