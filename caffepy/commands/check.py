@@ -30,9 +30,9 @@ TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+
 
 @dataclass(frozen=True)
 class LayerOnGpu:
-    """What a GPU would do with a layer: whether the host computes it instead, the layers that are
-    computed with it, the formats of its tops, and of blobs that are copied into another format for
-    it."""
+    """A layer on a GPU: `on_host` if the host computes it, the layers that are fused with it, the
+    formats of its tops, and of blobs that are converted for it.
+    """
 
     on_host: bool
     run: Sequence[str]
@@ -42,15 +42,16 @@ class LayerOnGpu:
 
 @dataclass(frozen=True)
 class NetOnGpu:
-    """What a GPU would do with a net: its precision, the bytes that its blobs share, and why a step
-    cannot be captured as one graph, if it cannot."""
+    """A net on a GPU: its precision, the bytes that its blobs share, and, if a step cannot be
+    captured as a graph, the reason.
+    """
 
     precision: str
     memory: int
     obstacle: str | None
 
     def text(self) -> str:
-        """Two lines."""
+        """Return two lines."""
         captured = (
             f"not captured as one graph: {self.obstacle}"
             if self.obstacle
@@ -61,8 +62,9 @@ class NetOnGpu:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer: shapes of its tops, number of parameters, bytes that its tops add, operations of a
-    forward pass, and how many of those are multiplications, each with an addition."""
+    """A layer: shapes of its tops, number of parameters, bytes of its tops, operations of a forward
+    pass, and its multiply-adds.
+    """
 
     name: str
     type: str
@@ -76,9 +78,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class NetInfo:
-    """One net. Layers that share parameters list them each; `parameters` of the net counts them
-    once.
-    """
+    """A net. Layers that share parameters list them each; `parameters` of the net counts them once."""
 
     role: str
     name: str
@@ -88,18 +88,22 @@ class NetInfo:
 
     @property
     def memory(self) -> int:
-        """Bytes that all blobs between the layers take for their data; training takes as many again
-        for their diffs.
+        """Bytes of the data of all blobs between the layers; training takes as many again for their
+        diffs.
         """
         return sum(layer.memory for layer in self.layers)
 
     @property
     def flops(self) -> int:
-        """Operations of a forward pass of the batch."""
+        """Return the operations of a forward pass for these element counts of bottoms and tops.
+
+        A multiply-add counts two, a bias one for each output. A backward pass takes about twice as
+        many.
+        """
         return sum(layer.flops for layer in self.layers)
 
     def table(self) -> str:
-        """A line a layer and the totals."""
+        """Return a line a layer and the totals."""
         rows = [("layer", "type", "top shapes", "parameters", "memory", "FLOPs")]
         for layer in self.layers:
             shapes = ", ".join(shape_string(shape) for shape in layer.tops.values())
@@ -139,7 +143,7 @@ class NetInfo:
 
 
 def as_json(nets: Sequence[NetInfo]) -> str:
-    """A list with an object for each net, and in it one for each layer; memory in bytes."""
+    """Return a list with an object for each net, and in it one for each layer; memory in bytes."""
     return json.dumps([asdict(net) | {"memory": net.memory, "flops": net.flops} for net in nets])
 
 
@@ -153,13 +157,11 @@ def inspect(
     gpu: bool = False,
     precision: str | None = None,
 ) -> list[NetInfo]:
-    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers
-    speak of.
+    """Build the nets of a prototxt: all of a solver's, or a net in each phase that its layers name.
 
-    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it,
-    in the place of data. `gpu` tells what a GPU would do with the nets, in this precision or the
-    one that they ask for; there need be none. ConfigError and DataError say what is wrong; what
-    only keeps snapshots from being written is a warning.
+    `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
+    state it. `gpu` adds the plan for a GPU, in this precision or the net's; the machine needs none.
+    ConfigError and DataError say what is wrong; anything that only prevents snapshots is a warning.
     """
     infos = []
     for role, param, origin in definitions(path, level, stages, to_train=True):
@@ -192,20 +194,20 @@ class ImaginedGpu(Device):
 
 
 def _shared(net: Net) -> int:
-    """The bytes that the net's blobs take while it runs, without those of its inputs and outputs."""
+    """Return the bytes of the net's blobs while it runs, without those of its inputs and outputs."""
     _, total = plan(list(lifetimes(Usage(net, net.steps, net.phase == TRAIN)).values()))
     return total
 
 
 def is_solver(text: str) -> bool:
-    """Whether the outermost fields of a text are those of a solver rather than those of a net."""
+    """True if the outermost fields of a text are those of a solver rather than those of a net."""
     names = set(outer_fields(text))
     solver, net = SolverParameter.DESCRIPTOR.fields_by_name, NetParameter.DESCRIPTOR.fields_by_name
     return sum(name in solver for name in names) > sum(name in net for name in names)
 
 
 def outer_fields(text: str) -> Iterator[str]:
-    """The names of the outermost fields, and unquoted values, of a text in protobuf's text format."""
+    """Return the names of the outermost fields, and unquoted values, in protobuf's text format."""
     depth = 0
     for token in TOKEN.findall(text):
         if token in "{<":
@@ -223,11 +225,10 @@ def definitions(
     phase: int | None = None,
     to_train: bool = False,
 ) -> Iterator[tuple[str, NetParameter, str | None]]:
-    """What each net of a prototxt is for, its definition in its state, and the file that the
-    definition is in.
+    """Yield role, definition in its state, and file of each net of a prototxt.
 
-    These are all nets of a solver, or a net in each phase that its layers speak of; with a `phase`
-    those of it only. Whether a solver that is `to_train` can write its snapshots is looked at, too.
+    These are all nets of a solver, or a net in each phase that its layers name; with a `phase` only
+    those of it. For a solver `to_train`, check also that it can write its snapshots.
     """
     text = read_text(path)
     if is_solver(text):
@@ -270,8 +271,8 @@ def _phases(
 
 
 def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
-    """What is to be known of each layer of a net, those that Caffe inserts included; with `gpu`
-    also of a GPU.
+    """Return the infos of all layers of a net, Caffe's own split layers included; with `gpu` also
+    of a GPU.
     """
     seen: set[int] = set()
     runs = {i: step.layers for step in net.steps for i in step.layers} if gpu else {}
@@ -311,7 +312,7 @@ def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
 
 
 def _layout(blob: Blob) -> str:
-    """The type of a blob's elements, and the order of its axes if it has one that matters."""
+    """Return the type of a blob's elements, and the order of its axes if it matters."""
     kind = blob.layout.dtype.name.replace("uint16", "bfloat16")
     axes = len(blob.shape)
     if axes < 3:
@@ -331,12 +332,12 @@ def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
 
 
 def mebibytes(count: int) -> str:
-    """A number of bytes as people read it."""
+    """Return a number of bytes as text."""
     return f"{count / 2**20:.2f} MiB"
 
 
 def si(count: int) -> str:
-    """A large number as people read it: 18.43 M."""
+    """Return a large number as text: 18.43 M."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.2f} {unit}"

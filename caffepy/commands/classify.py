@@ -1,4 +1,4 @@
-"""`caffepy classify`: the classes of images, as a trained net sees them."""
+"""`caffepy classify`: the best classes of images."""
 
 import os
 from collections import deque
@@ -26,13 +26,13 @@ from caffepy.report.text import as_json, columns, number
 PREPARATION = Preparation()
 EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
 USUAL_DIMS = 256, 256
-"""What Caffe's script resizes images to, for nets that take somewhat less."""
+"""The size to which Caffe's script resizes images, for nets that take somewhat less."""
 
 READERS = 4
 """Threads that read image files."""
 
 AHEAD = 16
-"""Images that are read before they are needed."""
+"""Images that are read ahead."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class Classified:
 
 @dataclass(frozen=True)
 class Classification:
-    """What was found in images."""
+    """The classes of all images."""
 
     images: Sequence[Classified]
 
     def table(self) -> str:
-        """A line a guess: image, score, class, label."""
+        """Return a line a guess: image, score, class, label."""
         rows = [["image", "score", "class", "label"]]
         for image in self.images:
             guesses = [
@@ -77,14 +77,15 @@ class Classification:
         return "\n".join(columns(rows, left=4))
 
     def json(self) -> str:
-        """A list of objects with the image and its predictions (class, label, score), or the error.
+        """Return a list of objects with the image and its predictions (class, label, score), or the
+        error.
 
         Scores that are not finite are null.
         """
         return as_json([_object(image) for image in self.images])
 
     def check(self) -> None:
-        """DataError that names the images that could not be read, if there are any."""
+        """Raise a DataError that names the images that could not be read, if there are any."""
         unread = [image for image in self.images if image.error]
         if unread:
             more = (
@@ -106,7 +107,7 @@ def _object(image: Classified) -> dict[str, Any]:
 
 
 Item = tuple[str, Callable[[], Array]]
-"""The name of an image, and what reads it."""
+"""The name of an image, and the function that reads it."""
 
 
 def classify(
@@ -127,18 +128,18 @@ def classify(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> Classification:
-    """The `top` best classes of images, by the deploy net of `model` with these weights.
+    """Return the `top` best classes of images, by the deploy net of `model` with these weights.
 
     `inputs` are image files, folders, of which files with these `extensions` are taken, and .npy
     arrays (N, H, W, K) or (H, W, K) of values in 0 to 1. Images are resized to `images_dim`
-    (height, width; by default 256x256 for nets that take more than 128x128 of that, else what the
-    net takes). With `oversample` a score is the mean over ten crops and mirror images, without it
-    that of the centre; by default images larger than what the net takes are oversampled. `labels`
-    is a file of a line a class. `output` is a .npy file for all scores, (N, classes); an image that
-    cannot be read has NaN there. `batch` images are computed at once, if not what the net says.
+    (height, width; by default 256x256 for nets that take more than 128x128 of that, else the net's
+    input). With `oversample` a score is the mean over ten crops and mirror images, without it that
+    of the centre; by default images larger than the net's input are oversampled. `labels` is a file
+    with a line a class. `output` is a .npy file for all scores, (N, classes); an image that cannot
+    be read has NaN there. `batch` images are computed at once, by default the net's batch.
 
-    ConfigError, DataError and UsageError say what does not fit. Images that cannot be read are told
-    of in the result.
+    ConfigError, DataError and UsageError say what does not fit. Images that cannot be read are
+    listed in the result.
     """
     with on_device(model, gpu, precision, threads):
         net = _classifier(model, weights, preparation, images_dim, batch)
@@ -232,7 +233,7 @@ def _items(path: str, channels: int, extensions: Sequence[str]) -> Iterator[Item
 
 @contextmanager
 def _reading(items: Sequence[Item]) -> Iterator[Iterator[tuple[str, Array | DataError]]]:
-    """The images in their order, or what is wrong with them, read by threads some way ahead."""
+    """Yield the images in their order, or the error, read ahead by threads."""
     with ThreadPoolExecutor(READERS, "caffepy images") as pool:
 
         def results() -> Iterator[tuple[str, Array | DataError]]:

@@ -1,4 +1,4 @@
-"""`caffepy detect`: what a trained net sees in windows of images."""
+"""`caffepy detect`: the scores of windows of images."""
 
 import csv
 import os
@@ -22,7 +22,7 @@ from caffepy.report.text import as_json, columns, number
 
 PREPARATION = Preparation()
 SIDES = ("ymin", "xmin", "ymax", "xmax")
-"""Of a window, in pycaffe's order."""
+"""The sides of a window, in pycaffe's order."""
 
 OUTPUTS = (".csv", ".h5", ".hdf5", ".json")
 
@@ -32,7 +32,7 @@ Windows = tuple[str, list[tuple[float, ...]]]
 
 @dataclass(frozen=True)
 class Detection:
-    """A window (ymin, xmin, ymax, xmax) of an image and the scores of all classes there."""
+    """A window (ymin, xmin, ymax, xmax) of an image and its scores for all classes."""
 
     image: str
     window: tuple[float, ...]
@@ -41,12 +41,12 @@ class Detection:
 
 @dataclass(frozen=True)
 class Detections:
-    """What was found in windows of images."""
+    """The scores of all windows."""
 
     found: Sequence[Detection]
 
     def table(self) -> str:
-        """A line a window, with its best class."""
+        """Return a line a window, with its best class."""
         rows = [["image", *SIDES, "score", "class"]]
         for one in self.found:
             best = int(np.argmax(one.scores))
@@ -61,8 +61,8 @@ class Detections:
         return "\n".join(columns(rows, left=1))
 
     def json(self) -> str:
-        """A list of objects with filename, ymin, xmin, ymax, xmax and the prediction: scores, null
-        if not finite.
+        """Return a list of objects with filename, ymin, xmin, ymax, xmax and the prediction:
+        scores, null if not finite.
         """
         rows = [
             {
@@ -75,7 +75,7 @@ class Detections:
         return as_json(rows)
 
     def save(self, path: str) -> None:
-        """Write a .csv, .json or .h5 file; UsageError if that is not possible.
+        """Write a .csv, .json or .h5 file; UsageError if that fails.
 
         A CSV has columns filename, ymin, xmin, ymax, xmax, class0, class1, ... An HDF5 file has the
         datasets filename, window (N, 4) in that order, and prediction (N, classes).
@@ -116,8 +116,8 @@ class Detections:
 
 
 def check_output(path: str) -> str:
-    """The extension of a file of detections; UsageError for an unknown one, or if the file cannot
-    be written.
+    """Return the extension of a file of detections; UsageError if it is unknown or cannot be
+    written.
     """
     extension = os.path.splitext(path)[1].lower()
     if extension not in OUTPUTS:
@@ -144,10 +144,10 @@ def detect(
     """Score windows of images with the deploy net of `model` and these weights.
 
     `source` is a CSV with the columns filename, xmin, ymin, xmax, ymax; or a text list of image
-    files, which all have the windows of the CSV `windows`, or with `crop_mode` "selective_search"
-    those that an external package proposes. Each window is shown with `context_pad` pixels, of
-    those that the net takes, around it. `batch` windows are computed at once, if not what the net
-    says. ConfigError and DataError say what does not fit or cannot be read.
+    files, whose windows are those of the CSV `windows`, or with `crop_mode` "selective_search" the
+    proposals of an external package. Each window is shown with `context_pad` pixels, of the net's
+    input, around it. `batch` windows are computed at once, by default the net's batch. ConfigError
+    and DataError say what does not fit or cannot be read.
     """
     with on_device(model, gpu, precision, threads):
         net = _detector(model, weights, preparation, context_pad, batch)
@@ -203,7 +203,7 @@ def _detections(found: Iterable[dict[str, Any]]) -> Detections:
 
 
 def _groups(images: Sequence[Windows], batch: int) -> Iterator[list[Windows]]:
-    """Images one after the other, so many together that their windows fill a batch."""
+    """Yield groups of images whose windows fill a batch."""
     group: list[Windows] = []
     for image in images:
         group.append(image)
@@ -227,11 +227,11 @@ def _scored(net: Detector, group: Sequence[Windows]) -> list[dict[str, Any]]:
 
 
 def read_windows(source: str, windows: str = "") -> list[Windows]:
-    """The images of a CSV with their windows, or those of a text list, each with the windows of the
-    CSV `windows`.
+    """Return the images of a CSV with their windows, or those of a text list with the windows of
+    the CSV `windows`.
 
-    Images stand beside the source if not in the working directory. DataError says in which line a
-    number is wrong.
+    Images lie beside the source if not in the working directory. DataError names the line of a
+    wrong number.
     """
     if source.lower().endswith(".csv"):
         if windows:
@@ -269,7 +269,7 @@ def _lines(path: str) -> list[str]:
 
 
 def _rows(path: str, needed: Sequence[str]) -> list[tuple[str, tuple[float, ...]]]:
-    """The file name, if it is needed, and the window of each row of a CSV."""
+    """Yield the file name, if it is needed, and the window of each row of a CSV."""
     lines = csv.DictReader(_lines(path), skipinitialspace=True)
     missing = [name for name in needed if name not in (lines.fieldnames or ())]
     if missing:

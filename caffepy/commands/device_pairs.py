@@ -1,4 +1,4 @@
-"""`caffepy device-pairs`: how devices are joined, and what each way of synchronizing makes of it."""
+"""`caffepy device-pairs`: the links between devices, and the schedule of each way to synchronize."""
 
 import json
 from dataclasses import dataclass
@@ -23,9 +23,9 @@ LEGEND = "NV#: so many NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the hos
 
 @dataclass(frozen=True)
 class Pairing:
-    """Devices with all that follows from how they are joined.
+    """Devices, their topology and the schedules that follow from it.
 
-    `links` is None if it is not known what joins them, `speeds` is empty unless they were measured.
+    `links` is None if they are unknown, `speeds` is empty unless they were measured.
     """
 
     topology: Topology
@@ -35,7 +35,7 @@ class Pairing:
     links: Links | None = None
 
     def json(self) -> str:
-        """As one JSON object; steps are [operation, source, destination, through the host]."""
+        """Return one JSON object; steps are [operation, source, destination, through the host]."""
         names = self.topology.devices
         return json.dumps(
             {
@@ -62,7 +62,7 @@ class Pairing:
         )
 
     def text(self) -> str:
-        """The tree, who reaches whom, the schedules and the speeds, for people."""
+        """Return the tree, the access matrix, the schedules and the speeds as text."""
         parts = [
             f"GPUs pairs {show(self.pairs) or 'none'}\n{draw(self.pairs)}",
             "Peer access (board: +, peer: P, through the host: -)\n" + self._matrix(self._reach),
@@ -115,8 +115,8 @@ def _step(step: Any, names: tuple[int, ...]) -> list[Any]:
 
 
 def pairing(topology: Topology, joined: Links | None = None, measured: bool = False) -> Pairing:
-    """All of these devices, `joined` by these links; their speeds are measured on the GPUs of this
-    machine.
+    """Return the pairing of these devices, `joined` by these links; measure speeds on this
+    machine's GPUs.
     """
     speeds = []
     if measured and topology.size > 1:
@@ -127,18 +127,17 @@ def pairing(topology: Topology, joined: Links | None = None, measured: bool = Fa
 
 
 def of_this_machine(gpus: str, measured: bool = False) -> Pairing:
-    """The GPUs that --gpu names, "all" for every one."""
+    """Return the pairing of the GPUs that --gpu names, "all" for every one."""
     topology = peers.query(gpu_numbers(gpus))
     return pairing(topology, links.query(topology.devices), measured)
 
 
 def simulated(path: str) -> Pairing:
-    """The devices that a JSON file describes: {"devices": [0, 1], "boards": [null, null], "access":
-    [[0, 1], [1, 0]]}.
+    """Return the pairing of the devices in a JSON file: {"devices": [0, 1], "boards": [null, null],
+    "access": [[0, 1], [1, 0]]}.
 
     `boards` may be left out; `access` may be one number for all pairs. "links" may have rows of
-    texts such as "NV18" or "SYS", and null where a device meets itself. ConfigError says what does
-    not fit.
+    texts such as "NV18" or "SYS", and null on the diagonal. ConfigError says what is wrong.
     """
     try:
         with open(path, encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""`caffepy doctor`: what a GPU needs, whether it is here and works, and what to do where not."""
+"""`caffepy doctor`: the requirements of a GPU, whether they are met, and what to do if not."""
 
 import importlib
 import importlib.util
@@ -37,12 +37,12 @@ OK, MISSING, WRONG = "ok", "missing", "wrong"
 FOR_GPUS = f"for GPUs: {INSTALL}"
 
 TOLERANCE = 5e-3
-"""Of the largest value: products may be of factors with 10 bits."""
+"""Of the largest value: factors of products may be rounded to 10 bits."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: its state is "ok", "missing" or "wrong"."""
+    """One check; its state is "ok", "missing" or "wrong"."""
 
     name: str
     state: str
@@ -52,19 +52,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Health:
-    """All that was found."""
+    """All findings."""
 
     findings: list[Finding]
 
     @property
     def works(self) -> bool:
-        """Whether all that is installed works."""
+        """True if everything that is installed works."""
         return not any(finding.state == WRONG for finding in self.findings)
 
     def table(self) -> str:
-        """A line a finding; what to do about it in the line below, once where several need the
-        same.
-        """
+        """Return a line a finding; the remedy in the line below, once if several need the same."""
         width = max(len(finding.name) for finding in self.findings)
         lines: list[str] = []
         told = {""}
@@ -76,14 +74,14 @@ class Health:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """An object: whether all works, and the findings."""
+        """Return an object: whether all works, and the findings."""
         return json.dumps(
             {"works": self.works, "findings": [asdict(finding) for finding in self.findings]}
         )
 
 
 def examine() -> Health:
-    """Look at everything, the GPUs last; raises nothing."""
+    """Run all checks, the GPUs last; raise nothing."""
     parts = (_kernel_cache, _driver, _cupy, _cuda, _cudnn, _nvmath, _nccl)
     return Health([finding for part in parts for finding in part()] + list(_gpus()))
 
@@ -165,7 +163,7 @@ def _nccl() -> Iterator[Finding]:
 
 
 def _failed(name: str, module: str, error: BaseException) -> Finding:
-    """Missing if the module is not installed, else wrong."""
+    """Return a finding: missing if the module is not installed, else wrong."""
     if importlib.util.find_spec(module) is None:
         return Finding(name, MISSING, "not installed", FOR_GPUS)
     return Finding(name, WRONG, last_line(error), INSTALL)
@@ -209,7 +207,9 @@ def _described(index: int) -> str:
 
 
 def _tested(index: int) -> str:
-    """A copy, a product and a convolution on the GPU against the CPU's; DeviceError if they differ."""
+    """Compare a copy, a product and a convolution of the GPU with the CPU's; DeviceError if they
+    differ.
+    """
     start = perf_counter()
     device, rng = CudaDevice(index), np.random.default_rng(1)
     gpu, cpu = ops.backend(device), ops.backend(Device())

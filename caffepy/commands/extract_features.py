@@ -1,5 +1,5 @@
-"""What a trained net makes of its data: the values of its blobs, row by row, in databases and files
-of arrays.
+"""`caffepy extract-features`: the values of a net's blobs over its data, in databases and array
+files.
 """
 
 import logging
@@ -28,7 +28,8 @@ log = logging.getLogger(__name__)
 KINDS = ("lmdb", "leveldb", "hdf5", "npy")
 EXTENSIONS = {".h5": "hdf5", ".hdf5": "hdf5", ".npy": "npy"}
 FOREIGN = (".csv", ".json", ".mat", ".npz", ".pkl", ".txt")
-"""Of files that are not written: who gives one does not expect a database of that name."""
+"""Extensions of formats that are not written; a path with one is a mistake, not a database's name.
+"""
 TELL_EVERY = 1000
 TOLD = "Extracted features of %d query images for feature blob %s"
 FLOAT_TAG = 6 << 3 | 5  # of a Datum's field 6, float_data, as 32 bits
@@ -39,7 +40,7 @@ Add = Callable[[str, Array], object]
 
 @dataclass(frozen=True)
 class Feature:
-    """A blob and where its values go: a path, and what lies there, one of KINDS."""
+    """A blob, the path that its values go to, and the kind of that file, one of KINDS."""
 
     blob: str
     path: str
@@ -49,11 +50,11 @@ class Feature:
 def features_of(
     blobs: Sequence[str], paths: Sequence[str], kind: str | None = None
 ) -> list[Feature]:
-    """Each blob with its path, or all with one; the kind, if it is not given, is what the path's
-    extension says.
+    """Return a feature for each blob, with a path each or one for all; extensions choose missing
+    kinds.
 
-    .h5 and .hdf5 stand for an HDF5 file, .npy for an array, others for an LMDB. UsageError for an
-    unknown kind, for extensions of other files, and for as many paths as cannot be.
+    .h5 and .hdf5 are HDF5 files, .npy arrays, others LMDBs. UsageError for an unknown kind,
+    extensions of other formats, or a wrong number of paths.
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(
@@ -93,14 +94,14 @@ def extract_features(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Run the net of `model` over its data and write the values of blobs; returns how many rows
-    each of them gave.
+    """Run the net of `model` over its data and write the values of blobs; return the number of rows
+    of each.
 
-    `batches` None takes what the net's data layer has, each item once. Databases are Caffe's: a
-    record a row, with key `%010d` of its number and a Datum of float_data without a label. An HDF5
-    file has a dataset (rows, ...) for each blob that goes there; a .npy file has the array alone.
-    All of them appear when everything is done, or not at all. ConfigError for blobs that the net
-    does not have, DataError for targets that exist or cannot be written.
+    `batches` None runs over all data once. Databases are Caffe's: a record a row, with key `%010d`
+    of its number and a Datum of float_data without a label. An HDF5 file has a dataset (rows, ...)
+    for each of its blobs; a .npy file has the array alone. All of them appear when everything is
+    done, or not at all. ConfigError for blobs that the net does not have, DataError for targets
+    that exist or cannot be written.
     """
     for feature in features:
         refuse_existing(feature.path)
@@ -147,7 +148,7 @@ def extract_features(
 
 
 def _epoch(net: Net) -> tuple[int, int]:
-    """The batch size and the number of items of the data; UsageError if they are not known."""
+    """Return the batch size and the number of items of the data; UsageError if they are unknown."""
     for layer, tops in zip(net.layers, net.tops, strict=True):
         if layer.length:
             return tops[0].shape[0], layer.length
@@ -157,7 +158,7 @@ def _epoch(net: Net) -> tuple[int, int]:
 
 
 def _rows(net: Net, name: str) -> Array:
-    """The values of a blob, (N, ...); those of a scalar are one row."""
+    """Return the values of a blob, (N, ...); a scalar is one row."""
     values = net.blobs[name].host_data
     return values if values.ndim else values[None]
 
@@ -182,8 +183,8 @@ def _database(feature: Feature) -> Iterator[Add]:
 
 
 def record(row: Array) -> bytes:
-    """A serialized Datum of up to three axes (channels, height, width), those that are missing
-    being 1, in float32.
+    """Return a serialized Datum of up to three axes (channels, height, width), the missing ones 1,
+    in float32.
 
     DataError for more axes.
     """
@@ -216,7 +217,7 @@ def _npy(feature: Feature) -> Iterator[Add]:
 
 @contextmanager
 def _file(path: str) -> Iterator[str]:
-    """A temporary name that becomes `path`; DataError if it cannot be written."""
+    """Yield a temporary name that becomes `path`; DataError if it cannot be written."""
     try:
         with replacing(path) as temporary:
             yield temporary

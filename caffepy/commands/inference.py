@@ -1,4 +1,4 @@
-"""Nets with trained weights in their TEST phase, as the tools that use them take them."""
+"""Nets with trained weights in their TEST phase, for the commands that run them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,10 +25,9 @@ def definition(
     level: int = 0,
     stages: Sequence[str] = (),
 ) -> NetParameter:
-    """What the file `model` defines, for its TEST phase; the device's precision is set to what it
-    says.
+    """Read the file `model` for its TEST phase, and set the device's precision to the net's.
 
-    `precision` goes before that; `level` and `stages` join the net's state.
+    `precision` overrides the net's; `level` and `stages` join the net's state.
     """
     param = read_net(model)
     ops.set_precision(device, choose_precision(param, precision))
@@ -48,7 +47,8 @@ def trained_net(
     stages: Sequence[str] = (),
     threads: int | None = None,
 ) -> Iterator[Net]:
-    """The net of the file `model` in its TEST phase with these weights, closed when the block ends.
+    """Yield the net of the file `model` in its TEST phase with these weights; close it after the
+    block.
 
     `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError
     and DataError say what is wrong with the net, its data or the weights.
@@ -69,9 +69,7 @@ def trained_net(
 
 
 def load_all(net: Net, weights: Iterable[str]) -> None:
-    """Load these files of weights, one after the other; one warning names the layers for which none
-    has any.
-    """
+    """Load these files of weights, one after the other; one warning names the layers without any."""
     missing = dict.fromkeys(net.layer_names[i] for i, _ in net.learnable_owner)
     names = list(weights)
     for name in names:
@@ -84,7 +82,7 @@ def load_all(net: Net, weights: Iterable[str]) -> None:
 
 
 def find_blob(net: Net, name: str) -> Blob:
-    """The blob of this name; ConfigError names the nearest there is."""
+    """Return the blob of this name; ConfigError suggests the nearest."""
     if name not in net.blobs:
         known = [blob for blob in net.blobs if "_split_" not in blob]
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Images on their way into a net, as Caffe's Python tools prepare them."""
+"""Images prepared for a net, as Caffe's Python tools do it."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ ARRAY = "a numpy array"
 
 @dataclass(frozen=True)
 class Preparation:
-    """What happens to an image, (H, W, K) in 0 to 1 and RGB, before a net takes it, in this order.
+    """The steps from an image, (H, W, K) in 0 to 1 and RGB, to a net's input, in this order.
 
     `channel_swap` is the new order of the channels; None turns three to BGR and leaves others.
     Values are multiplied by `raw_scale`; the mean, an image in `mean_file` or `mean_values` by
@@ -38,16 +38,16 @@ class Preparation:
     channel_swap: Sequence[int] | None = None
 
     def mean(self) -> Array | None:
-        """The mean, (C, H, W) or (C,); DataError for a file that cannot be read."""
+        """Return the mean, (C, H, W) or (C,); DataError for a file that cannot be read."""
         if self.mean_values:
             return np.array(self.mean_values, np.float32)
         return read_mean(self.mean_file) if self.mean_file else None
 
     def transformer(self, name: str, shape: Sequence[int], by_channel: bool = False) -> Transformer:
-        """What prepares images for the input `name` of this shape (N, C, H, W); ConfigError for
-        what does not fit it.
+        """Return the transformer for the input `name` of this shape (N, C, H, W); ConfigError if it
+        does not fit.
 
-        With `by_channel` of an image of a mean the mean of each channel is taken.
+        With `by_channel` a mean image is reduced to the mean of each channel.
         """
         transformer = Transformer({name: shape})
         mean = self.mean()
@@ -78,8 +78,9 @@ class Preparation:
 
 
 def read_mean(path: str) -> Array:
-    """The mean in a .npy file or a .binaryproto of any name: (C, H, W) or (C,). DataError for
-    anything else.
+    """Return the mean in a .npy file or a .binaryproto of any name: (C, H, W) or (C,).
+
+    DataError for anything else.
     """
     if not path.lower().endswith(".npy") or sniff(path) == "a binaryproto":
         mean = binary.read_array(path)
@@ -92,9 +93,7 @@ def read_mean(path: str) -> Array:
 
 
 def read_array(path: str) -> Array:
-    """The numbers in a .npy file, which stay on the disk until they are asked for; DataError for
-    anything else.
-    """
+    """Map the numbers of a .npy file into memory; DataError for anything else."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except OSError as error:
@@ -111,8 +110,8 @@ def read_array(path: str) -> Array:
 def image_input(
     inputs: Sequence[str], shapes: Mapping[str, Sequence[int]], path: str
 ) -> tuple[str, tuple[int, ...]]:
-    """The input of a net that takes images, and its shape (N, C, H, W); ConfigError if there is
-    none.
+    """Return the input of a net that takes images, and its shape (N, C, H, W); ConfigError if there
+    is none.
     """
     for name in inputs[:1]:
         if len(shapes[name]) == 4:
@@ -125,8 +124,8 @@ def image_input(
 
 
 def load(path: str, channels: int) -> Array:
-    """An image file for a net of 1 or 3 channels, (H, W, K) in 0 to 1; DataError names one that
-    cannot be read.
+    """Read an image file for a net of 1 or 3 channels, (H, W, K) in 0 to 1; DataError names a bad
+    one.
     """
     if channels not in (1, 3):
         raise DataError(
@@ -136,7 +135,7 @@ def load(path: str, channels: int) -> Array:
 
 
 def names_in(folder: str, extensions: Sequence[str]) -> list[str]:
-    """The files of a folder with these extensions, sorted; DataError if there are none."""
+    """Return the files of a folder with these extensions, sorted; DataError if there are none."""
     endings = tuple(f".{extension.lower().removeprefix('.')}" for extension in extensions)
     try:
         names = sorted(name for name in os.listdir(folder) if name.lower().endswith(endings))
@@ -151,8 +150,8 @@ def names_in(folder: str, extensions: Sequence[str]) -> list[str]:
 def on_device(
     model: str, gpu: str | None, precision: str | None, threads: int | None
 ) -> Iterator[None]:
-    """A block in which pycaffe's nets are built on the first of these GPUs, or on the CPU, in this
-    precision.
+    """Build pycaffe's nets on the first of these GPUs, or on the CPU, in this precision during the
+    block.
     """
     device = choose_device(gpu)
     if threads:

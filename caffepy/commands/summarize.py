@@ -1,5 +1,5 @@
-"""`caffepy summarize`: the layers of a net in a table, as Caffe's summarize has it, with shapes and
-what they cost.
+"""`caffepy summarize`: the layers of a net in a table, like Caffe's summarize, with shapes and
+costs.
 """
 
 import json
@@ -21,7 +21,7 @@ from caffepy.report.text import printable
 log = logging.getLogger(__name__)
 
 COLOURS = ("92", "93", "94", "95", "96", "32", "33", "34", "35", "36")
-"""Of blobs, one after the other."""
+"""Colours of blobs, in turn."""
 
 UNKNOWN, UNCONSUMED, PLAIN = "41", "1;4", "\033[0m"
 MARKS = re.compile(r"\033\[[\d;]+m")
@@ -39,19 +39,19 @@ HEAD = (
     "memory",
 )
 NUMBERS = 3
-"""Columns at the end that lie to the right."""
+"""Columns at the end that are aligned to the right."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """What a definition says of one of a layer's parameters."""
+    """The definition of one of a layer's parameters."""
 
     name: str
     lr_mult: float
     decay_mult: float
 
     def text(self) -> str:
-        """Its name and multipliers, as far as they are not the usual ones."""
+        """Return its name and multipliers, without defaults."""
         rate = f"x{self.lr_mult:g}" if self.lr_mult != 1 else ""
         decay = f"Dx{self.decay_mult:g}" if self.decay_mult != 1 else ""
         return " ".join(filter(None, (self.name, rate, decay)))
@@ -59,10 +59,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One layer as it is defined, and as it was built: its `shapes` and the counts are None where
-    it was not.
+    """A layer's definition, and its `shapes` and counts, None if it was not built.
 
-    `memory` is in bytes, `macs` are multiplications of a forward pass, each with an addition.
+    `memory` is in bytes, `macs` are multiply-adds of a forward pass.
     """
 
     name: str
@@ -80,9 +79,7 @@ class LayerSummary:
 
 @dataclass
 class NetSummary:
-    """One net: tops that no layer takes, bottoms that no layer before gives, why it could not be
-    built, if so.
-    """
+    """A net: tops that no layer takes, bottoms that no layer makes, and why it could not be built."""
 
     role: str
     name: str
@@ -94,7 +91,7 @@ class NetSummary:
 
     @property
     def macs(self) -> int:
-        """Multiplications of a forward pass of the batch, each with an addition."""
+        """Multiply-adds of a forward pass of the batch."""
         return sum(layer.macs or 0 for layer in self.layers)
 
     @property
@@ -105,10 +102,9 @@ class NetSummary:
         return sum(layer.memory or 0 for layer in self.layers)
 
     def table(self, max_width: int = 30) -> str:
-        """A line a layer, totals and what hangs loose, in the colours of a terminal.
+        """Return a line a layer, totals and unconnected blobs, in the colours of a terminal.
 
-        Columns are no wider than `max_width`; what is wider moves what follows as little as
-        possible.
+        Columns are at most `max_width` wide; wider cells shift the rest as little as possible.
         """
         styles = self._styles()
         rows = [list(HEAD)]
@@ -162,7 +158,7 @@ def _width(cell: str) -> int:
 
 
 def _aligned(rows: Sequence[Sequence[str]], max_width: int) -> Iterator[str]:
-    """The rows as lines; numbers lie to the right."""
+    """Return the rows as lines, with numbers to the right."""
     widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
     ends = len(HEAD) - NUMBERS
     for row in rows:
@@ -177,7 +173,7 @@ def _aligned(rows: Sequence[Sequence[str]], max_width: int) -> Iterator[str]:
 
 
 def as_json(nets: Sequence[NetSummary]) -> str:
-    """A list with an object for each net, and in it one for each layer; memory in bytes."""
+    """Return a list with an object for each net, and in it one for each layer; memory in bytes."""
     return json.dumps([asdict(net) | {"macs": net.macs, "memory": net.memory} for net in nets])
 
 
@@ -190,12 +186,12 @@ def summarize(
     synthetic: bool = False,
     image: Sequence[int] | None = None,
 ) -> list[NetSummary]:
-    """The nets that a prototxt defines: all of a solver's, or a net in each phase that its layers
-    speak of, or in one.
+    """Return the nets of a prototxt: all of a solver's, or a net in each phase that its layers
+    name, or in one.
 
-    A net that cannot be built, as where data is absent, comes without shapes, and the log says why;
-    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it,
-    in the place of data. ConfigError says what is wrong with the prototxt itself.
+    A net that cannot be built, such as one without its data, has no shapes, and the log says why;
+    `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
+    state it. ConfigError says what is wrong with the prototxt itself.
     """
     nets = []
     for role, param, origin in definitions(path, level, stages, phase):

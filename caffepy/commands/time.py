@@ -1,4 +1,4 @@
-"""`caffe time`: how long each layer takes, forward and backward."""
+"""`caffepy time`: the milliseconds of each layer, forward and backward."""
 
 import json
 import logging
@@ -32,8 +32,9 @@ class LayerTime:
 
 @dataclass(frozen=True)
 class Timing:
-    """Mean milliseconds of each layer and of whole passes over `iterations` batches of `batch`
-    images (0: unknown).
+    """Mean milliseconds of each layer and of whole passes over `iterations` batches.
+
+    `batch` is the number of images of one, 0 if it is unknown.
     """
 
     layers: Sequence[LayerTime]
@@ -49,7 +50,7 @@ class Timing:
         return self.batch * self.iterations / self.total * 1000
 
     def table(self) -> str:
-        """A line a layer: name, type, milliseconds forward and backward, share of the sum."""
+        """Return a line a layer: name, type, milliseconds forward and backward, share of the sum."""
         width = max(len(layer.name) for layer in self.layers)
         kind = max(len(layer.type) for layer in self.layers)
         whole = sum(layer.forward + layer.backward for layer in self.layers)
@@ -65,7 +66,7 @@ class Timing:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """An object of the same fields; times in milliseconds."""
+        """Return an object of the same fields; times in milliseconds."""
         return json.dumps(asdict(self) | {"images_per_s": self.images_per_s})
 
 
@@ -82,13 +83,13 @@ def time(
     synthetic: bool = False,
     image: Sequence[int] | None = None,
 ) -> Timing:
-    """Time the net of the file `model`, after one pass to warm up; logs Caffe's lines.
+    """Time the net of the file `model`, after one pass to warm up; log Caffe's lines.
 
-    `synthetic` puts random images, of the shape `image` (C, H, W) where the net does not tell it,
-    in the place of data. `gpu`: the number of a GPU, the first of several; times are the device's,
-    which is given each pass as a whole, so that it waits neither for the host nor at the end of a
-    layer. `precision` of numbers there, as in PRECISIONS. ConfigError and DataError say what is
-    wrong with the net.
+    `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
+    state it. `gpu` is the number of a GPU, the first of several; its times are the device's: each
+    pass is enqueued as a whole, so that it waits neither for the host nor between layers.
+    `precision` is "fp32", "tf32", "bf16" or "fp16". ConfigError and DataError say what is wrong
+    with the net.
     """
     device = choose_device(gpu)
     ops.set_precision(device, precision)
@@ -151,8 +152,9 @@ def _time(net: Net, iterations: int) -> Timing:
 
 
 def _pass(net: Net, watch: Any, hold: float) -> None:
-    """Forward and backward, each with a mark before the first layer and after each; held back
-    before both.
+    """Run forward and backward, with a time mark before the first layer and after each.
+
+    The device is held back before both, so that it does not wait for the host.
     """
     count = len(net.layers)
     for run, order in ((net.forward, range(count)), (net.backward, reversed(range(count)))):

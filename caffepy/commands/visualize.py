@@ -1,4 +1,4 @@
-"""`caffepy visualize`: the filters of a layer, or what a layer makes of an image, as a picture."""
+"""`caffepy visualize`: the filters of a layer, or a blob after a forward pass, as a picture."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ PREPARATION = Preparation()
 
 @dataclass(frozen=True)
 class Picture:
-    """What a picture shows: a name, a shape, and where it is."""
+    """The name and shape of what is drawn, and the picture's path."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,10 +30,9 @@ class Picture:
 
 
 def show_filters(weights: str, path: str, *, layer: str = "") -> Picture:
-    """Draw the filters of a layer, by default of the first convolution, of a file of weights into
-    the picture `path`.
+    """Draw the filters of a layer, by default of the first convolution, into the picture `path`.
 
-    ConfigError for a layer that is not there or has no filters.
+    ConfigError for a layer that does not exist or has no filters.
     """
     grid.check_format(path)
     filters: dict[str, Array] = {}
@@ -70,11 +69,11 @@ def show_blob(
     precision: str | None = None,
     threads: int | None = None,
 ) -> Picture:
-    """Draw what a blob, by default of the first convolution, holds after a forward pass into the
-    picture `path`.
+    """Draw a blob, by default of the first convolution, after a forward pass into the picture
+    `path`.
 
-    The net takes the file `image`, prepared like that; or without one it takes its own data, of
-    whose first batch `item` is shown. ConfigError for a blob that is not there.
+    The net takes the prepared file `image`; without one, its own data, of whose first batch `item`
+    is shown. ConfigError for a blob that does not exist.
     """
     grid.check_format(path)
     with trained_net(model, weights, gpu=gpu, precision=precision, threads=threads) as net:
@@ -103,7 +102,7 @@ def _first(net: Net) -> str:
 
 
 def _feed(net: Net, image: str, preparation: Preparation) -> None:
-    """Let the net's input be this image alone."""
+    """Make this image the only item of the net's input."""
     shapes = {name: net.blobs[name].shape for name in net.inputs}
     name, shape = image_input(net.inputs, shapes, net.path or "the net")
     prepared = preparation.transformer(name, shape).preprocess(name, load(image, shape[1]))

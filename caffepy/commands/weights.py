@@ -1,6 +1,4 @@
-"""`caffepy weights`: files of weights as such, without a net: what is in them, and from one form
-into the other.
-"""
+"""`caffepy weights`: files of weights without a net: their content, and conversion between forms."""
 
 import json
 import logging
@@ -28,7 +26,7 @@ LEGACY_AXES = {"Convolution": 4, "Deconvolution": 4, "InnerProduct": 2}
 
 @dataclass(frozen=True)
 class BlobInfo:
-    """One blob: its shape, and figures of its finite values (None if there are none)."""
+    """A blob: its shape, and statistics of its finite values (None if there are none)."""
 
     shape: tuple[int, ...]
     count: int
@@ -41,7 +39,7 @@ class BlobInfo:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """The blobs stored under one name; HDF5 files do not tell the layer's type."""
+    """The blobs stored under one name; HDF5 files do not state the layer's type."""
 
     name: str
     type: str
@@ -50,8 +48,8 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a file holds: `kind` in words, facts about the whole, the blobs by layer (or as history,
-    or as mean).
+    """The content of a file: `kind` in words, facts about the whole, the blobs by layer (or
+    history, or mean).
     """
 
     kind: str
@@ -60,11 +58,13 @@ class FileInfo:
 
     @property
     def count(self) -> int:
-        """The number of values in all."""
+        """The number of values."""
         return sum(blob.count for layer in self.layers for blob in layer.blobs)
 
     def json(self) -> str:
-        """An object with kind, facts, the number of values, and a list of layers with their blobs."""
+        """Return an object with kind, facts, the number of values, and a list of layers with their
+        blobs.
+        """
         layers = [
             {"name": layer.name, "type": layer.type, "blobs": [vars(blob) for blob in layer.blobs]}
             for layer in self.layers
@@ -72,7 +72,7 @@ class FileInfo:
         return json.dumps({"kind": self.kind, **self.facts, "count": self.count, "layers": layers})
 
     def table(self) -> str:
-        """The kind and the facts, a line a blob, and the total."""
+        """Return the kind and the facts, a line a blob, and the total."""
         rows = [["layer", "type", "blob", "shape", "min", "mean", "max", "std", "not finite"]]
         for layer in self.layers:
             for i, blob in enumerate(layer.blobs):
@@ -98,8 +98,8 @@ class FileInfo:
 
 
 def show(path: str) -> FileInfo:
-    """What a caffemodel, a solver state (each binary or HDF5) or a mean file holds; ConfigError for
-    other files.
+    """Read a caffemodel, a solver state (each binary or HDF5) or a mean file; ConfigError for other
+    files.
     """
     kind = binary.sniff(path)
     if kind == "HDF5":
@@ -136,12 +136,12 @@ def show(path: str) -> FileInfo:
 
 
 def convert(source: str, target: str) -> None:
-    """Write the weights in `source` to `target`: as HDF5 if that ends in .h5 or .hdf5, else as a
-    binary caffemodel.
+    """Write the weights in `source` to `target`: HDF5 if that ends in .h5 or .hdf5, else a binary
+    caffemodel.
 
-    Old formats are upgraded, and what NVCaffe stores as raw bytes becomes floats. Gradients go
-    along where they are stored. ConfigError for a file that holds no weights, or some that the
-    other form cannot hold; UsageError for one that cannot be written.
+    Old formats are upgraded, and NVCaffe's raw bytes become floats. Stored gradients are kept.
+    ConfigError for a file without weights, or with some that the other form cannot hold; UsageError
+    for one that cannot be written.
     """
     if target.lower().endswith(HDF5_NAMES):
         _write_hdf5(target, read_weights(source), source)
@@ -179,8 +179,8 @@ def _weights(file: h5py.File, path: str) -> h5py.Group:
 
 
 def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
-    """The layers in a group of an HDF5 file and their arrays by index; a name with a slash is a
-    group in a group.
+    """Return the layers in a group of an HDF5 file and their arrays by index; "a/b" is a group in a
+    group.
     """
     groups: list[tuple[str, h5py.Group]] = []
     group.visititems(
@@ -199,7 +199,7 @@ def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
 
 
 def read_weights(path: str) -> NetParameter:
-    """The net of a file of weights; of an HDF5 file only names and blobs of its layers are known."""
+    """Return the net of a file of weights; an HDF5 file has only names and blobs of layers."""
     kind = binary.sniff(path)
     is_state = f'"{path}" is a solver state, not weights; train --snapshot goes on from it'
     if kind == "a solver state":
@@ -283,9 +283,7 @@ def _write_binary(path: str, net: NetParameter) -> None:
 
 
 def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
-    """A group for every layer, as Caffe writes it; parameters that layers share are stored with
-    each of them.
-    """
+    """Write a group for every layer, as Caffe does; shared parameters are stored with each layer."""
     with written(path) as temporary, new_hdf5(temporary) as file:
         nested = [layer.name for layer in net.layer if "/" in layer.name]
         if nested:
@@ -311,6 +309,6 @@ def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
 
 
 def _modern(shape: tuple[int, ...], type: str, index: int) -> tuple[int, ...]:
-    """Today's shape of a blob from when all had four axes: HDF5 is read by exact shapes."""
+    """Return the shape of a blob of the time when all had four axes: HDF5 is read by exact shapes."""
     axes = LEGACY_AXES.get(type, 4) if index == 0 else 1 if type in LEGACY_AXES else 4
     return shape[-axes:] if all(size == 1 for size in shape[:-axes]) else shape

@@ -1,5 +1,5 @@
 """The commands that measure how fast caffepy trains.
 
-`train` measures one net, `scaling` several devices beside one, `allreduce` what each way to
-synchronize costs. Start reading with `train`; `scaling` is built on it.
+`train` measures one net, `scaling` several devices against one, `allreduce` the cost of each way to
+synchronize. Start reading with `train`; `scaling` is built on it.
 """

@@ -1,4 +1,4 @@
-"""`caffepy bench train`: how fast a net trains, and what that takes."""
+"""`caffepy bench train`: the speed of training a net, its memory, and where the time goes."""
 
 import json
 import logging
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 SYNTHETIC = "synthetic"
 WARM_UP = {"cpu": 2, "cuda": 10}  # iterations
-AHEAD = 8  # iterations whose issue is timed: a solver lets the host go so far ahead of a GPU, and further
-PASSES = 5  # that tell the shares
+AHEAD = 8  # iterations whose enqueuing is timed; a solver lets the host run at least as far ahead
+PASSES = 5  # that measure the shares
 WINDOW = 0.3  # seconds, unless iterations are given
 GENTLE = 1e-3  # a learning rate at which no net grows without bounds on random data
 MIB = 1 << 20
@@ -39,9 +39,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Window:
-    """So many iterations: seconds that they took, and milliseconds that the host took to issue one
-    of them.
-    """
+    """A number of iterations: their seconds, and the host's milliseconds to enqueue one of them."""
 
     iterations: int
     seconds: float
@@ -50,12 +48,11 @@ class Window:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a GPU's memory: that the driver counts for this run, and that CuPy's pool has taken
-    of it.
+    """Bytes of a GPU's memory: used by this run as the driver counts, and held by CuPy's pool.
 
-    The driver's are the free bytes before the nets are built less those at the end, so they have in
-    them cuDNN's and cuBLAS's own memory, loaded kernels and recorded graphs, and what other
-    processes took in the meantime.
+    The driver's are the free bytes before the nets are built less those at the end; they include
+    cuDNN's and cuBLAS's own memory, loaded kernels and captured graphs, and the use of other
+    processes in the meantime.
     """
 
     driver: int
@@ -64,12 +61,12 @@ class Memory:
 
 @dataclass(frozen=True)
 class Bench:
-    """What came out: `windows` are images a second of each window, whose median is `images_per_s`.
+    """The result: `windows` are images a second of each window, whose median is `images_per_s`.
 
-    `ms` is the time of an iteration, `host_ms` what the host needs to issue one (None on the CPU,
+    `ms` is the time of an iteration, `host_ms` the host's time to enqueue one (None on the CPU,
     which computes it). `shares` are the parts of data, forward, backward and update in the time of
-    a pass, from passes that are issued layer by layer, which a GPU gets as a whole: side by side
-    work of a captured step is not in them.
+    a pass, from passes that run layer by layer and are enqueued as a whole; the overlap of a
+    captured step is not in them.
     """
 
     net: str
@@ -90,7 +87,7 @@ class Bench:
     loss: float
 
     def table(self) -> str:
-        """A few lines for people."""
+        """Return a few lines."""
         data = "synthetic data" if self.data == SYNTHETIC else f"data of {self.data}"
         how = [self.precision, f"batch {self.batch}", data]
         if self.memory:
@@ -114,7 +111,7 @@ class Bench:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """An object of the same fields."""
+        """Return an object of the same fields."""
         return json.dumps(asdict(self))
 
 
@@ -155,7 +152,7 @@ class Trainer:
         return Action.NONE
 
     def _free_memory(self) -> int:
-        """Bytes of a GPU that are free once the pool gave back what nobody uses."""
+        """Return the free bytes of a GPU after the pool released its unused blocks."""
         if self.device.kind == "cpu":
             return 0
         self.device.synchronize()
@@ -174,7 +171,7 @@ class Trainer:
         return int(fed.shape[0])
 
     def window(self, iterations: int) -> Window:
-        """Train so long."""
+        """Train this number of iterations."""
         self._issued.clear()
         begin = perf_counter()
         self.solver.step(iterations)
@@ -190,12 +187,12 @@ class Trainer:
         return Window(iterations, seconds, host)
 
     def iterations_in(self, seconds: float) -> int:
-        """How many iterations take about so long."""
+        """Return the number of iterations that take about this time."""
         probe = self.window(5)
         return max(5, round(seconds / probe.seconds * probe.iterations))
 
     def shares(self) -> dict[str, float]:
-        """The parts of data, forward, backward and update in the device's time of a pass."""
+        """Return the parts of data, forward, backward and update in the device's time of a pass."""
         net = self.net
         fused = self.solver.fuse and self.device.kind == "cuda"
         steps = net.steps if fused else [Step(i) for i in range(len(net.layers))]
@@ -216,7 +213,7 @@ class Trainer:
         return {name: part / sum(sums) for name, part in zip(parts, sums, strict=True)}
 
     def memory(self) -> Memory | None:
-        """What the GPU's memory is used for so far; None on the CPU."""
+        """Return the use of the GPU's memory so far; None on the CPU."""
         if self.device.kind == "cpu":
             return None
         with self.device.scope():
@@ -231,8 +228,9 @@ class Trainer:
 def _timed(
     parts: Iterable[Callable[[], object]], watch: Any, holds: Sequence[float]
 ) -> tuple[list[float], list[float]]:
-    """The milliseconds that the host and the device need for each part, before which the device is
-    held back.
+    """Return the host's and the device's milliseconds of each part.
+
+    The device is held back before each part, so that it does not wait for the host.
     """
     host = []
     for part, hold in zip(parts, holds, strict=True):
@@ -248,8 +246,8 @@ def _timed(
 def _definition(
     path: str, batch: int | None, image: Sequence[int] | None, data: str
 ) -> SolverParameter:
-    """The solver's settings for its train net alone, with its data replaced, and for as long as it
-    takes.
+    """Return the solver's settings for its train net alone, with its data replaced and no last
+    iteration.
 
     An iteration is one pass and an update.
     """
@@ -273,7 +271,9 @@ def _definition(
 
 
 def _fed(net: NetParameter, batch: int | None, database: str, path: str | None) -> NetParameter:
-    """A copy of the net whose data layers read this database; what they do to images stays."""
+    """Return a copy of the net whose data layers read this database, with their own
+    transformations.
+    """
     copy = NetParameter()
     copy.CopyFrom(net)
     layers = [layer for layer in copy.layer if layer.type in ("Data", "ImageData")]
@@ -309,15 +309,13 @@ def bench_train(
     fuse: bool = True,
     threads: int | None = None,
 ) -> Bench:
-    """Train the net of the solver file for some windows of `iterations` and tell how fast that
-    went.
+    """Train the net of the solver file for some windows of `iterations` and return its speed.
 
-    Without `iterations` a window is as many as take 0.3 s. The data are random images, of the shape
-    `image` (C, H, W) where the net does not tell it, and labels, made once, or those of the
-    database `data`. `batch` images at a time, else as many as the net says. `gpu`: the number of a
-    GPU, the first of several, else the CPU; `precision` of numbers there; `capture`: a step is
-    recorded and replayed; `fuse`: layers are computed together where they can be. The learning rate
-    is 0.001 at most.
+    Without `iterations` a window takes 0.3 s. The data are random images, of the shape `image` (C,
+    H, W) if the net does not state it, and labels, made once, or those of the database `data`.
+    `batch` is the number of images, by default the net's. `gpu` is the number of a GPU, the first
+    of several, else the CPU; `precision` is the GPU's; `capture` replays the step as a graph;
+    `fuse` computes layers together where possible. The learning rate is at most 0.001.
     """
     device = choose_device(gpu)
     ops.set_precision(device, precision)
