@@ -201,8 +201,9 @@ def _share(net: Net, devices: Sequence[Device]) -> None:
         return
     for layer in net.shared_layers:
         layer.serve(devices)
-    for layer, bottoms in zip(net.layers, net.bottoms, strict=True):
-        if isinstance(layer, Python) and not bottoms and not layer.share_in_parallel:
+    for node in net.nodes:
+        layer = node.layer
+        if isinstance(layer, Python) and not node.bottoms and not layer.share_in_parallel:
             log.warning(
                 'Each device has a layer "%s" of its own, which may give what the others give, too; with '
                 "share_in_parallel: true in its python_param they share one",
