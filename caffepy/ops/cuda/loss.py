@@ -52,7 +52,7 @@ def _divisor(divisor: float | None) -> float:
     return -1.0 if divisor is None else float(divisor)
 
 
-def _lanes(x: Array) -> int:
+def _threads_each(x: Array) -> int:
     """Threads that take a label: a warp where the scores of one lie in a row."""
     return 32 if x.shape[2] == 1 else 1
 
@@ -133,14 +133,14 @@ def accuracy(
     shares: Array | None,
     wrong: Array,
 ) -> None:
-    lanes = _lanes(x)
+    threads = _threads_each(x)
     room = (0, 0, 0) if shares is None else (hits, counts, shares)
-    sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), lanes)
+    sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), threads)
     launch_finding(
         "loss",
         "accuracy",
         x,
-        -(-label.size * lanes // THREADS),
+        -(-label.size * threads // THREADS),
         (x, label, *sizes, *room, share, wrong),
     )
 
@@ -157,7 +157,7 @@ def infogain_loss_forward(
     wrong: Array,
 ) -> None:
     softmax_forward(x, prob)
-    lanes = _lanes(x)
+    threads = _threads_each(x)
     arguments = (
         prob,
         label,
@@ -165,10 +165,10 @@ def infogain_loss_forward(
         label.size,
         *x.shape[1:],
         *_skip(ignore),
-        lanes,
+        threads,
         _divisor(divisor),
     )
-    worth = -(-label.size * lanes // THREADS)
+    worth = -(-label.size * threads // THREADS)
     launch_finding("item_loss", "infogain_loss", x, worth, (*arguments, loss, norm, wrong))
 
 
@@ -181,10 +181,10 @@ def infogain_loss_backward(
     norm: Array,
     dx: Array,
 ) -> None:
-    lanes = _lanes(prob)
-    arguments = (prob, label, matrix, dx, label.size, *prob.shape[1:], *_skip(ignore), lanes)
+    threads = _threads_each(prob)
+    arguments = (prob, label, matrix, dx, label.size, *prob.shape[1:], *_skip(ignore), threads)
     numbers = (*number(weight), *number(norm))
-    launch("item_loss", "infogain_loss_gradient", prob, label.size * lanes, *arguments, *numbers)
+    launch("item_loss", "infogain_loss_gradient", prob, label.size * threads, *arguments, *numbers)
 
 
 def multinomial_loss_forward(
