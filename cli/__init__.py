@@ -1,3 +1,3 @@
-"""The command line: one file a command. Strings become values here; what is done with them is
-elsewhere.
+"""The command line: one file a command, which turns strings into values and calls
+`caffepy.commands`.
 """

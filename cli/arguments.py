@@ -1,6 +1,6 @@
-"""Caffe's ways to write a command line, turned into the one that click reads.
+"""Caffe's ways to write a command line, turned into click's.
 
-Caffe's flags come as `-solver x`, `-solver=x`, `--solver x` and `--solver=x`, booleans as `-flag`,
+Caffe's flags are `-solver x`, `-solver=x`, `--solver x` and `--solver=x`, booleans `-flag`,
 `-noflag` and `-flag=false`, and may stand before the command; dashes and underscores are the same.
 """
 
@@ -14,12 +14,12 @@ FALSE = ("0", "f", "false", "n", "no")
 def normalize(
     arguments: Sequence[str], takes_value: Mapping[str, bool | None], groups: Container[str] = ()
 ) -> list[str]:
-    """The command and other words first, then `--name=value` and `--flag`; `takes_value` has the
-    names of all flags, without dashes.
+    """Return the command and other words first, then `--name=value` and `--flag`.
 
-    Those with None take a number, if one follows; no word may come after them, click would take it.
-    `groups` are the commands that have commands of their own: of theirs the first two words stay in
-    front. Unknown flags go through, so that click can speak of them. Nothing after `--` is touched.
+    `takes_value` has the names of all flags, without dashes. Flags with None take a number, if one
+    follows; a word must not come after them, since click would take it. `groups` are the commands
+    with subcommands, which keep their first two words in front. Unknown flags are kept for click's
+    message. Nothing after `--` changes.
     """
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     flags: list[str] = []
@@ -37,7 +37,7 @@ def normalize(
 
 
 def _flag(argument: str, rest: deque[str], takes_value: Mapping[str, bool | None]) -> list[str]:
-    """What click reads for it: nothing for a flag that is switched off and has no negative form."""
+    """Return click's form of a flag: nothing for one that is switched off and has no negative form."""
     name, equals, value = argument.lstrip("-").partition("=")
     name = name.replace("_", "-")
     if name == "h":

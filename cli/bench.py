@@ -8,9 +8,9 @@ from caffepy.cli.bench_scaling import scaling
 from caffepy.cli.group import Commands
 
 
-@click.group(cls=Commands, short_help="How fast this machine trains.")
+@click.group(cls=Commands, short_help="Measure how fast this machine trains.")
 def bench() -> None:
-    """Measure what this machine does.
+    """Measure the speed of this machine.
 
     \b
     Examples:
@@ -18,7 +18,7 @@ def bench() -> None:
     """
 
 
-@bench.command(short_help="Images a second that a net trains with.")
+@bench.command(short_help="Measure the images a second of training a net.")
 @options.solver
 @click.option("--model", metavar="NAME", default="", help="A bundled model, instead of a solver.")
 @options.gpu
@@ -27,26 +27,26 @@ def bench() -> None:
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
-    help="Images of an iteration. Default: what the net says.",
+    help="Images of an iteration. Default: the net's.",
 )
 @click.option(
     "--iterations",
     type=click.IntRange(min=1),
-    help="Those of a window. Default: as many as take 0.3 s.",
+    help="Iterations of a window. Default: as many as take 0.3 s.",
 )
 @click.option(
     "--windows",
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="How many are timed.",
+    help="Number of windows that are timed.",
 )
 @click.option(
     "--data",
     default="synthetic",
     show_default=True,
     metavar="synthetic|PATH",
-    help="Random images and labels that are made once, or the records of a database.",
+    help="Random images and labels, made once, or the records of a database.",
 )
 @options.image
 @options.capture

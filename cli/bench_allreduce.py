@@ -5,7 +5,7 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="What each way of synchronizing solvers costs.")
+@click.command(short_help="Measure each way to synchronize solvers.")
 @options.gpus_measured
 @click.option(
     "--cpu", type=options.SOLVERS, metavar="N", help="N threads of the CPU, instead of GPUs."
@@ -14,14 +14,14 @@ from caffepy.cli import options
     "--sync",
     default="",
     metavar="LIST",
-    help="Of nccl,tree,muji,flat. Default: all that can be had.",
+    help="Some of nccl,tree,muji,flat. Default: all that are available.",
 )
 @click.option(
     "--sizes",
     default="64K..512M",
     show_default=True,
     metavar="LIST",
-    help="Bytes, with commas; first..last doubles from one to the next.",
+    help="Bytes, separated by commas; first..last doubles each time.",
 )
 @options.as_json
 @click.option(

@@ -5,7 +5,7 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="How much faster several devices train than one.")
+@click.command(short_help="Compare the speed of several devices with one.")
 @options.solver
 @click.option("--model", metavar="NAME", default="", help="A bundled model, instead of a solver.")
 @options.gpus_if_named
@@ -14,21 +14,21 @@ from caffepy.cli import options
 )
 @options.precision
 @click.option(
-    "--batch", type=click.IntRange(min=1), help="Images of each device. Default: what the net says."
+    "--batch", type=click.IntRange(min=1), help="Images of each device. Default: the net's."
 )
 @click.option(
     "--sync",
     type=click.Choice(["auto", "nccl", "tree", "muji", "flat"]),
     default="auto",
     show_default=True,
-    help="How they keep in step.",
+    help="How they average gradients.",
 )
 @click.option(
     "--windows",
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="How many are timed.",
+    help="Number of windows that are timed.",
 )
 @options.image
 @options.as_json

@@ -5,7 +5,7 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Read a solver or a net and show its layers, without running it.")
+@click.command(short_help="Show the layers of a solver's nets without running them.")
 @click.argument("file", default="", metavar="[FILE|NAME]")
 @options.solver
 @options.model
@@ -15,7 +15,7 @@ from caffepy.cli import options
 @click.option(
     "--gpu",
     is_flag=True,
-    help="Also tell what a GPU would do with the layers, in the given --precision; there need be none.",
+    help="Also show the plan for a GPU, in the given --precision; the machine needs none.",
 )
 @options.precision
 @options.as_json
@@ -36,12 +36,12 @@ def check(
     stdout.
 
     For each layer: name, type, shapes of its tops, parameters, memory of the tops, operations of a
-    forward pass (convolutions and inner products only). Whether FILE is a solver or a net shows
-    from its fields.
+    forward pass (convolutions and inner products only). FILE is recognized as a solver or a net by
+    its fields.
 
-    With --gpu also: what is computed on the host, which layers are computed together, the formats
-    of the tops, what is converted into another format, the memory that data and gradients take, and
-    whether a training step can be captured as one graph.
+    With --gpu also: the layers that run on the host, fused layers, the formats of the tops and
+    their conversions, the memory of data and gradients, and whether a training step can be captured
+    as a CUDA graph.
 
     \b
     Examples:

@@ -12,7 +12,7 @@ def _extensions(context: click.Context, parameter: click.Parameter, value: str) 
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-@click.command(short_help="Tell the classes of images.")
+@click.command(short_help="Classify images.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT... [OUTPUT.npy]")
 @options.deploy
 @options.pretrained
@@ -27,20 +27,22 @@ def _extensions(context: click.Context, parameter: click.Parameter, value: str) 
     type=click.IntRange(min=1),
     default=5,
     show_default=True,
-    help="How many classes to tell.",
+    help="Number of classes to show.",
 )
 @click.option(
     "--oversample/--center-only",
     default=None,
-    help="The mean over ten crops and mirror images, or the centre of an image alone. Default: ten, unless images are "
-    "resized to just what the net takes.",
+    help="Mean over ten crops and mirror images, or only the centre of an image. Default: "
+    "ten, unless images are "
+    "resized to the net's input.",
 )
 @click.option(
     "--images-dim",
     default="",
     callback=options.integers,
     metavar="H,W",
-    help="What images are resized to. Default: 256,256 for nets that take 129 to 256, else what the net takes.",
+    help="Size to resize images to. Default: 256,256 for nets that take 129 to 256, else the "
+    "net's input.",
 )
 @options.prepared
 @click.option(
@@ -48,7 +50,7 @@ def _extensions(context: click.Context, parameter: click.Parameter, value: str) 
     "extensions",
     default="",
     callback=_extensions,
-    help="Which files of a folder to take. Default: all images.",
+    help="Extensions of the files of a folder. Default: all images.",
 )
 @click.option(
     "--output", type=click.Path(), default="", help="A .npy file for all scores, images x classes."
@@ -56,7 +58,7 @@ def _extensions(context: click.Context, parameter: click.Parameter, value: str) 
 @click.option(
     "--batch",
     type=click.IntRange(min=1),
-    help="How many images, or crops, at once. Default: the net's.",
+    help="Number of images, or crops, at once. Default: the net's.",
 )
 @options.gpu_if_any
 @options.precision
@@ -82,10 +84,10 @@ def classify(
     progress: bool | None,
     as_json: bool,
 ) -> None:
-    """Tell the classes of images: files, folders, or .npy arrays (N, H, W, channels) of values from
-    0 to 1.
+    """Print the best classes of images: files, folders, or .npy arrays (N, H, W, channels) of
+    values from 0 to 1.
 
-    The net is a deploy net. It takes what Caffe's classify.py would give it: images in RGB and 0 to
+    The net is a deploy net. Images are prepared as by Caffe's classify.py: images in RGB and 0 to
     1 are resized, turned to BGR, multiplied by --raw-scale, less the mean, multiplied by
     --input-scale. As there, scores go to a second argument that ends in .npy, unless it exists.
     Images that cannot be read are named; the exit code is 4 then.

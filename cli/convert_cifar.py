@@ -5,7 +5,7 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Make databases of CIFAR-10's files.")
+@click.command(short_help="Write CIFAR-10's files to databases.")
 @click.argument("folder", metavar="IN")
 @click.argument("out")
 @click.argument(

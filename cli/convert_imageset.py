@@ -9,16 +9,16 @@ from caffepy.cli import options
 log = logging.getLogger(__name__)
 
 
-@click.command(short_help="Make a database of a list of images.")
+@click.command(short_help="Write a list of images to a database.")
 @click.argument("root", metavar="ROOTFOLDER/")
 @click.argument("listfile")
 @click.argument("database", metavar="DB_NAME")
 @click.option("--gray/--no-gray", help="Store grey images, not colour.")
-@click.option("--shuffle/--no-shuffle", help="Take the lines of the list in a random order.")
+@click.option("--shuffle/--no-shuffle", help="Shuffle the lines of the list.")
 @click.option(
     "--seed",
     type=click.IntRange(0),
-    help="The order of --shuffle. Default: another one each time, which is logged.",
+    help="Seed of --shuffle. Default: a new one each time, which is logged.",
 )
 @options.backend
 @click.option(
@@ -34,19 +34,17 @@ log = logging.getLogger(__name__)
     help="Height to resize images to; 0: as they are.",
 )
 @click.option(
-    "--check-size/--no-check-size", help="Stop at an image of another size than the first."
+    "--check-size/--no-check-size", help="Stop at an image whose size differs from the first."
 )
 @click.option(
-    "--encoded/--no-encoded", help="Store image files, not pixels: as they are, if they can be."
+    "--encoded/--no-encoded", help="Store image files, not pixels; unchanged if possible."
 )
 @click.option("--encode-type", default="", help="Store image files of this type: jpg, png...")
-@click.option(
-    "--resume", is_flag=True, help="Go on with what an interrupted run has left in DB_NAME.partial."
-)
+@click.option("--resume", is_flag=True, help="Continue an interrupted run from DB_NAME.partial.")
 @click.option(
     "--check",
     is_flag=True,
-    help="Compare all records with the images, at last. If DB_NAME is there, only that.",
+    help="Compare all records with the images at the end; only that if DB_NAME exists.",
 )
 @options.threads
 @options.progress

@@ -5,7 +5,7 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Make a database of MNIST's files.")
+@click.command(short_help="Write MNIST's files to a database.")
 @click.argument("images")
 @click.argument("labels")
 @click.argument("database", metavar="DB_NAME")

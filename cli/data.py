@@ -7,9 +7,9 @@ from caffepy.cli.group import Commands
 from caffepy.core.errors import DataError
 
 
-@click.command(short_help="Print what a source of data holds.")
+@click.command(short_help="Print the content of a source of data.")
 @click.argument("path")
-@click.option("--root", default="", help="What to put before the names in a list of images.")
+@click.option("--root", default="", help="Folder of the files in a list of images.")
 @click.option(
     "--first",
     type=click.IntRange(1),
@@ -62,7 +62,7 @@ def show(
     cls=Commands,
     commands=(show,),
     invoke_without_command=True,
-    short_help="Show what a source of data holds.",
+    short_help="Show the content of a source of data.",
 )
 @click.pass_context
 def data(context: click.Context) -> None:

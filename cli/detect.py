@@ -23,18 +23,19 @@ from caffepy.cli import options
     type=click.Choice(["list", "selective_search"]),
     default="list",
     show_default=True,
-    help="Whether windows are listed, or proposed by selective search: an external package, which needs MATLAB.",
+    help="Windows from lists, or proposed by selective search: an external package, which "
+    "needs MATLAB.",
 )
 @click.option(
     "--context-pad",
     type=click.IntRange(min=0),
     default=16,
     show_default=True,
-    help="Pixels of the net's input that show what lies around a window.",
+    help="Pixels of the net's input around a window.",
 )
 @options.prepared
 @click.option(
-    "--batch", type=click.IntRange(min=1), help="How many windows at once. Default: the net's."
+    "--batch", type=click.IntRange(min=1), help="Number of windows at once. Default: the net's."
 )
 @options.gpu_if_any
 @options.precision

@@ -5,24 +5,23 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Show how GPUs are joined, and how they would synchronize.")
+@click.command(short_help="Show the links between GPUs, and the schedules.")
 @options.gpus_measured
-@click.option(
-    "--measure", is_flag=True, help="Measure bandwidth and latency between each two GPUs."
-)
+@click.option("--measure", is_flag=True, help="Measure bandwidth and latency of each pair of GPUs.")
 @click.option(
     "--simulate",
     type=click.Path(),
     metavar="FILE",
-    help='Devices of another machine: {"devices": [0, 1], "access": [[0, 1], [1, 0]]}, also "boards", "links".',
+    help='Devices of another machine: {"devices": [0, 1], "access": [[0, 1], [1, 0]]}, also '
+    '"boards", "links".',
 )
 @options.as_json
 @options.logged(least=1)
 def device_pairs(gpu: str | None, measure: bool, simulate: str | None, as_json: bool) -> None:
-    """Print the tree of device pairs, who reaches whose memory, and the schedule of each way to
+    """Print the tree of device pairs, the peer access between GPUs, and the schedule of each way to
     synchronize, to stdout.
 
-    Links are named as nvidia-smi names them, where the driver tells.
+    Links have the names of nvidia-smi, if the driver reports them.
 
     \b
     Examples:

@@ -33,17 +33,17 @@ LABELS = {
     "Number of multiprocessors": "multiProcessorCount",
     "Kernel execution timeout": "kernelExecTimeoutEnabled",
 }
-"""Caffe's labels, in its order, and CUDA's names of what they tell."""
+"""Caffe's labels, in its order, and CUDA's names of the properties."""
 
 FLAGS = ("deviceOverlap", "kernelExecTimeoutEnabled")
 
 
-@click.command(short_help="Show the devices that caffepy can compute on.")
+@click.command(short_help="Show the CPU and the GPUs of this machine.")
 @options.gpus_if_named
 @options.as_json
 @options.logged()
 def device_query(gpu: str | None, as_json: bool) -> None:
-    """Print what the CPU and the GPUs of --gpu are to stdout.
+    """Print the properties of the CPU and of the GPUs of --gpu to stdout.
 
     \b
     Examples:
@@ -76,7 +76,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def cpu_name() -> str:
-    """The processor's name as Linux knows it, else the platform's word for it."""
+    """Return the processor's name from Linux, else the platform's."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(

@@ -6,14 +6,14 @@ from caffepy.cli import options
 from caffepy.core.errors import DeviceError
 
 
-@click.command(short_help="Tell what GPUs need, what of it is here, and whether it works.")
+@click.command(short_help="Check that drivers and libraries for GPUs work.")
 @options.as_json
 @options.logged(least=1)
 def doctor(as_json: bool) -> int:
-    """Look at driver, CUDA and libraries, let each GPU compute for about a second, and print a
-    table to stdout.
+    """Check driver, CUDA and libraries, compute on each GPU for about a second, and print a table
+    to stdout.
 
-    What is missing is no error on a machine that computes on the CPU. Exit code 6: something that
+    Missing parts are no error on a machine that computes on the CPU. Exit code 6: something that
     is installed is broken; the table says what to do about it.
 
     \b

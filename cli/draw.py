@@ -7,7 +7,7 @@ from caffepy.cli import options
 PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
 
 
-@click.command(short_help="Draw a net.")
+@click.command(short_help="Draw a net as a graph.")
 @click.argument("net", metavar="NET")
 @click.argument("out")
 @click.option(
@@ -15,7 +15,7 @@ PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
     type=click.Choice(["LR", "RL", "TB", "BT"]),
     default="LR",
     show_default=True,
-    help="Where the data flows: left to right, right to left, to the bottom, to the top.",
+    help="Direction of the data: left to right, right to left, to the bottom, to the top.",
 )
 @click.option(
     "--phase",
@@ -28,7 +28,7 @@ PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
 @click.option(
     "--shapes",
     is_flag=True,
-    help="Show the shapes of blobs beside the arrows; the net is built for that.",
+    help="Show the shapes of blobs beside the arrows; this builds the net.",
 )
 @options.synthetic
 @options.logged(least=1)

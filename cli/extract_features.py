@@ -13,7 +13,7 @@ def _names(
     return [name.strip() for value in values for name in value.split(",") if name.strip()]
 
 
-@click.command(short_help="Write what a trained net makes of its data to a database or file.")
+@click.command(short_help="Write the values of a trained net's blobs to files.")
 @click.argument("caffes", nargs=-1, metavar=f"[{CAFFES}]")
 @options.model
 @options.weights
@@ -30,15 +30,15 @@ def _names(
     multiple=True,
     callback=_names,
     metavar="PATH",
-    help="Where to: one for each blob, or one .h5 file for all. .h5 and .npy tell what it will be.",
+    help="Target: one for each blob, or one .h5 file for all; .h5 and .npy choose the kind.",
 )
 @click.option(
     "--backend",
     type=click.Choice(["lmdb", "leveldb", "hdf5", "npy"]),
-    help="What to write. Default: what the extension of the output says, else an LMDB.",
+    help="Kind of the output. Default: by its extension, else an LMDB.",
 )
 @click.option(
-    "--batches", type=click.IntRange(min=1), help="How many batches. Default: all the data, once."
+    "--batches", type=click.IntRange(min=1), help="Number of batches. Default: all the data, once."
 )
 @options.gpu
 @options.precision
@@ -110,7 +110,7 @@ Parsed = tuple[tuple[str, ...], options.Definition, list[str], list[str], int, s
 
 
 def _parsed(words: tuple[str, ...]) -> Parsed:
-    """The values of Caffe's arguments."""
+    """Return the values of Caffe's arguments."""
     if not 6 <= len(words) <= 8:
         raise click.UsageError(f"Caffe's form has 6 to 8 arguments, not {len(words)}: {CAFFES}")
     weights, model, blobs, outputs, batches, backend, *where = words

@@ -1,5 +1,5 @@
-"""The `caffepy` command: its subcommands, and the one place where errors become messages and exit
-codes.
+"""The `caffepy` command: its subcommands, and the only place that turns errors into messages and
+exit codes.
 """
 
 import errno
@@ -99,28 +99,19 @@ def caffepy(context: click.Context) -> None:
 
 def main() -> None:
     """Run the command line of this process and end it."""
-    if (
-        not sys.warnoptions
-    ):  # numbers that grow too large are told of by the solver, with the layer that made them
+    if not sys.warnoptions:  # the solver reports overflows, with the layer that made them
         warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"caffepy\.")
     _fill_standard_streams()
-    os.environ.setdefault(
-        "OPENCV_LOG_LEVEL", "ERROR"
-    )  # images that cannot be decoded are told of by our errors
+    os.environ.setdefault("OPENCV_LOG_LEVEL", "ERROR")  # our errors report undecodable images
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        sys.stdout.reconfigure(
-            errors="backslashreplace"
-        )  # a locale may lack what stands in files and their names
-    for number in ENDING:  # so that what is half done is taken back, whatever ends it
-        if (
-            number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN
-        ):  # ignored after nohup
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the locale cannot encode
+    for number in ENDING:  # as KeyboardInterrupt, so that unfinished files are removed
+        # nohup ignores SIGHUP
+        if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, _interrupt)
     sys.unraisablehook = _interrupt_again
     code = run(sys.argv[1:])
-    for (
-        number
-    ) in ENDING:  # the exit code is settled; threads and files still take a moment to close
+    for number in ENDING:  # the exit code is final; threads and files take a moment to close
         signal.signal(number, signal.SIG_IGN)
     if at_work():
         logging.shutdown()
@@ -130,9 +121,7 @@ def main() -> None:
 
 
 def _fill_standard_streams() -> None:
-    """Let what the caller closed lead nowhere, or files that are opened would take the numbers of
-    standard streams.
-    """
+    """Open closed standard streams on /dev/null, or the next files would get their descriptors."""
     for number, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         if getattr(sys, name) is None:
             descriptor = os.open(os.devnull, os.O_RDWR)
@@ -149,16 +138,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     global _interrupted
     if _is_importing(frame):  # extension modules crash when they are interrupted
         os._exit(INTERRUPTED)
-    _interrupted = True  # libraries may turn the exception into another
+    _interrupted = True  # a library may raise another exception instead
     raise KeyboardInterrupt
 
 
 def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Python drops an interrupt that comes while it removes an object: let it come once more, a
-    moment later.
+    """Repeat an interrupt a moment later if Python dropped it while it removed an object.
 
-    What belongs to a GPU that failed cannot be given back; the GPU's error is told by who met it
-    first.
+    Errors of a failed GPU while its objects are removed are silent: the first one was reported.
     """
     if type(unraisable.exc_value).__name__ == "CUDARuntimeError":
         return
@@ -172,7 +159,7 @@ def _interrupt_again(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def _is_importing(frame: FrameType | None) -> bool:
-    """Whether a module is being loaded; one that is there is only looked up."""
+    """True if a module is being loaded, not only looked up."""
     while frame is not None:
         if (
             frame.f_globals.get("__name__") == "importlib._bootstrap"
@@ -184,7 +171,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line; messages go to stderr. Returns the exit code."""
+    """Run one command line and return its exit code; messages go to stderr."""
     try:
         code = (
             caffepy.main(
@@ -225,15 +212,15 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _abandon_stdout() -> None:
-    """Let what is still buffered go nowhere, or the end of the process would complain once more."""
+    """Discard the rest of stdout's buffer, or the end of the process would fail on it again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def flags(arguments: Sequence[str] = ()) -> dict[str, bool | None]:
-    """The names of the flags of all commands, without dashes, and whether each takes a value: None
-    if it may.
+    """Return the names of all commands' flags, without dashes, and whether each takes a value
+    (None: it may).
 
-    Where commands disagree, the first command among the arguments knows.
+    If commands disagree, the first command among the arguments decides.
     """
     named = (caffepy.commands.get(argument.replace("_", "-")) for argument in arguments)
     first = next((command for command in named if command), None)
@@ -247,7 +234,7 @@ def flags(arguments: Sequence[str] = ()) -> dict[str, bool | None]:
 
 
 def groups() -> list[str]:
-    """The commands that have commands of their own."""
+    """Return the commands with subcommands."""
     return [name for name, command in caffepy.commands.items() if isinstance(command, click.Group)]
 
 
@@ -276,9 +263,9 @@ def _misuse(error: click.UsageError) -> str:
 
 
 def hint(error: CaffeError, arguments: Sequence[str]) -> str:
-    """What to try next, where the command line has a way out."""
+    """Return what to try next, if a flag helps."""
     if isinstance(error, RecordError) and {"train", "test"} & set(arguments):
-        return "to pass over some such records, add --max-bad-records N"
+        return "to skip some such records, add --max-bad-records N"
     given = {argument.lstrip("-").partition("=")[0] for argument in arguments}
     if (
         isinstance(error, DataError)

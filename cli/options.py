@@ -15,37 +15,37 @@ from caffepy.core.registry import nearest
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 PHASES = ("set-up", "step", "test", "snapshot")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # of ops.precisions, which takes long to import
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # those of ops.precisions, which is slow to import
 SOLVERS = click.IntRange(1, 256)
-"""How many may be asked for on the CPU: each has a net of its own, and more are a slip."""
+"""Number of solvers on the CPU: each has a net of its own, and more are a typing error."""
 LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 
 def is_optional(option: click.Option) -> bool:
-    """Whether an option's value may be left out."""
+    """True if an option's value may be left out."""
     return not option.is_flag and isinstance(option.flag_value, str)
 
 
 class Definition(NamedTuple):
-    """A prototxt file, and the name of the bundled model that it belongs to, if it was given by
-    that name.
-    """
+    """A prototxt file, and the name of the bundled model if it was given by name."""
 
     path: str
     bundled: str | None = None
 
 
 def find_definition(name: str, kind: str) -> Definition:
-    """The file of this name, else the bundled model's prototxt of this kind; ConfigError if it can
-    be neither.
+    """Return the file of this name, else the bundled model's prototxt of this kind.
+
+    ConfigError if it is neither.
     """
     path = models.path(name, kind)
     if os.path.exists(name) or (path is None and {os.sep, "."} & set(name)):
-        return Definition(name)  # reading it will tell what is wrong
+        return Definition(name)  # reading it reports what is wrong
     if path is None:
         known = models.names()
         raise ConfigError(
-            f'no file "{name}", and no bundled model of that name{nearest(name, known)} (bundled: {", ".join(known)})'
+            f'no file "{name}", and no bundled model of that name{nearest(name, known)} '
+            f"(bundled: {', '.join(known)})"
         )
     return Definition(path, name)
 
@@ -106,7 +106,7 @@ deploy: Decorator = click.option(
     type=click.Path(),
     default="",
     callback=_definition("deploy"),
-    help="Net prototxt, or the name of a bundled model, of which the deploy net is meant.",
+    help="Net prototxt, or the name of a bundled model, for its deploy net.",
 )
 pretrained: Decorator = click.option(
     "--weights",
@@ -115,21 +115,23 @@ pretrained: Decorator = click.option(
     type=click.Path(),
     default="",
     callback=_files,
-    help="Trained weights (.caffemodel or .h5), several separated by commas; layers are matched by name.",
+    help="Trained weights (.caffemodel or .h5), several separated by commas; layers are "
+    "matched by name.",
 )
 weights: Decorator = click.option(
     "--weights",
     type=click.Path(),
     default="",
     callback=_files,
-    help="Trained weights (.caffemodel or .h5), several separated by commas; layers are matched by name.",
+    help="Trained weights (.caffemodel or .h5), several separated by commas; layers are "
+    "matched by name.",
 )
 gpu: Decorator = click.option(
     "--gpu",
     default="",
     callback=_devices,
     metavar="IDS|all",
-    help="GPUs: numbers separated by commas, or all; one of them computes, the first. Default: the CPU.",
+    help="GPUs: numbers separated by commas, or all; only the first computes. Default: the CPU.",
 )
 gpus_measured: Decorator = click.option(
     "--gpu",
@@ -151,21 +153,22 @@ gpu_if_any: Decorator = click.option(
     flag_value="0",
     callback=_devices,
     metavar="[ID]",
-    help="Compute on this GPU, the first: 0.",
+    help="Compute on this GPU; without a number, on 0.",
 )
 gpus: Decorator = click.option(
     "--gpu",
     default="",
     callback=_devices,
     metavar="IDS|all",
-    help="GPUs: numbers separated by commas, or all; they train as one. Default: that of solver_mode: GPU, or the CPU.",
+    help="GPUs: numbers separated by commas, or all; they train as one. Default: the "
+    "solver's, with solver_mode: GPU, else the CPU.",
 )
 gpus_in_turn: Decorator = click.option(
     "--gpu",
     default="",
     callback=_devices,
     metavar="IDS|all",
-    help="GPUs: numbers separated by commas, or all; they take the batches in turn. Default: the CPU.",
+    help="GPUs: numbers separated by commas, or all; they share the batches. Default: the CPU.",
 )
 cpus: Decorator = click.option(
     "--cpu",
@@ -173,7 +176,7 @@ cpus: Decorator = click.option(
     flag_value="1",
     type=SOLVERS,
     metavar="[N]",
-    help="Compute on the CPU even if the solver says solver_mode: GPU; with N so many solvers train as one.",
+    help="Compute on the CPU even if the solver says solver_mode: GPU; N solvers train as one.",
 )
 cpus_in_turn: Decorator = click.option(
     "--cpu", type=SOLVERS, metavar="N", help="Compute on the CPU, N batches at a time."
@@ -183,27 +186,29 @@ sync: Decorator = click.option(
     type=click.Choice(["auto", "tree", "muji", "flat", "nccl"]),
     default="auto",
     show_default=True,
-    help="How several solvers add up gradients; tree updates the root's parameters only, as in Caffe.",
+    help="How several solvers average gradients; tree updates only the root's parameters, as "
+    "in Caffe.",
 )
 batch_mode: Decorator = click.option(
     "--batch-mode",
     type=click.Choice(["per-gpu", "global"]),
     default="per-gpu",
     show_default=True,
-    help="Whether each solver has the net's batch_size, or all together, as in NVCaffe.",
+    help="batch_size is that of each solver, or of all together, as in NVCaffe.",
 )
 bn_stats: Decorator = click.option(
     "--bn-stats",
     type=click.Choice(["average", "root", "sync"]),
     default="average",
     show_default=True,
-    help="Statistics of BatchNorm in tests and snapshots: the mean of all solvers', or the first one's, as in Caffe; "
-    "sync: solvers normalize their batches as one, in training too, which costs GPUs much of their speed.",
+    help="Statistics of BatchNorm in tests and snapshots: the average of all solvers, or the "
+    "root's, as in Caffe; "
+    "sync: solvers normalize their batches as one, in training too, which makes GPUs much slower.",
 )
 deterministic: Decorator = click.option(
     "--deterministic",
     is_flag=True,
-    help="Two runs give the same: a fixed seed, fixed orders of sums.",
+    help="Two runs give the same numbers: a fixed seed, fixed orders of sums.",
 )
 deadlines: Decorator = click.option(
     "--deadlines",
@@ -211,28 +216,30 @@ deadlines: Decorator = click.option(
     envvar="CAFFEPY_DEADLINES",
     callback=_seconds,
     metavar="PHASE=S,...",
-    help="Seconds after which a solver that others wait for counts as hung: set-up=900,step=300,test=900,snapshot=900.",
+    help="Seconds after which a solver that others wait for counts as hung: "
+    "set-up=900,step=300,test=900,snapshot=900.",
 )
 precision: Decorator = click.option(
     "--precision",
     type=click.Choice(PRECISIONS),
-    help="What a GPU computes in: tf32 rounds factors of products to 10 bits, bf16 and fp16 keep activations in 16. "
-    "Default: what the net says, CAFFEPY_PRECISION, else tf32.",
+    help="Precision of a GPU: tf32 rounds factors of products to 10 bits, bf16 and fp16 keep "
+    "activations in 16 bits. "
+    "Default: the net's, CAFFEPY_PRECISION, else tf32.",
 )
 capture: Decorator = click.option(
     "--capture/--no-capture",
     default=True,
-    help="Whether a GPU replays a recorded step, or runs layer by layer.",
+    help="Replay the training step as a CUDA graph, or run layer by layer.",
 )
 fuse: Decorator = click.option(
-    "--fuse/--no-fuse", default=True, help="Whether a GPU computes layers together where it can."
+    "--fuse/--no-fuse", default=True, help="Compute layers of a GPU together where possible."
 )
 iterations: Decorator = click.option(
     "--iterations",
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="How many batches.",
+    help="Number of batches.",
 )
 level: Decorator = click.option(
     "--level", type=int, default=0, show_default=True, help="Level of the net's state."
@@ -247,17 +254,17 @@ stage: Decorator = click.option(
 threads: Decorator = click.option(
     "--threads",
     type=click.IntRange(min=1),
-    help="CPU threads to compute with. Default: one a core.",
+    help="Number of CPU threads. Default: one a core.",
 )
 backend: Decorator = click.option(
     "--backend",
     type=click.Choice(["lmdb", "leveldb"], case_sensitive=False),
     default="lmdb",
     show_default=True,
-    help="The kind of database; a LevelDB needs the leveldb extra.",
+    help="Kind of database; a LevelDB needs the leveldb extra.",
 )
 progress: Decorator = click.option(
-    "--progress/--no-progress", default=None, help="The progress line. Default: on a terminal."
+    "--progress/--no-progress", default=None, help="Show a progress line. Default: on a terminal."
 )
 max_bad_records: Decorator = click.option(
     "--max-bad-records",
@@ -265,7 +272,7 @@ max_bad_records: Decorator = click.option(
     default=0,
     show_default=True,
     metavar="N",
-    help="How many records or images of each source that cannot be read are passed over, each with a warning.",
+    help="Skip up to N unreadable records or images of each source, each with a warning.",
 )
 as_json: Decorator = click.option(
     "--json", "as_json", is_flag=True, help="Print the result to stdout as JSON."
@@ -287,7 +294,7 @@ image: Decorator = click.option(
     "--image",
     callback=_shape,
     metavar="C,H,W",
-    help="Shape of the images, where the net does not tell it.",
+    help="Shape of the images, if the net does not state it.",
 )
 
 
@@ -309,7 +316,7 @@ integers = _numbers(int)
 
 
 def prepared(command: Command) -> Command:
-    """What happens to images before a net takes them, as one value `preparation`."""
+    """Collect the options of image preparation into one value, `preparation`."""
 
     @functools.wraps(command)
     def run(
@@ -342,22 +349,22 @@ def prepared(command: Command) -> Command:
             default="",
             callback=_numbers(float),
             metavar="V,...",
-            help="Means of the channels, as the net takes them: blue, green, red.",
+            help="Means of the channels in the net's order: blue, green, red.",
         ),
-        click.option("--input-scale", type=float, help="What values are multiplied by at last."),
+        click.option("--input-scale", type=float, help="Factor after the mean is subtracted."),
         click.option(
             "--raw-scale",
             type=float,
             default=255.0,
             show_default=True,
-            help="What pixels of 0 to 1 are multiplied by before the mean is subtracted.",
+            help="Factor for pixels of 0 to 1 before the mean is subtracted.",
         ),
         click.option(
             "--channel-swap",
             default="",
             callback=integers,
             metavar="I,...",
-            help="The new order of red, green, blue. Default: 2,1,0 for nets of three channels.",
+            help="New order of red, green, blue. Default: 2,1,0 for nets of three channels.",
         ),
     )
     for option in reversed(flags):
@@ -366,17 +373,15 @@ def prepared(command: Command) -> Command:
 
 
 def synthetic(command: Command) -> Command:
-    """--synthetic and --image, which replaces the data layers of a net even without it."""
+    """Add --synthetic and --image, which replaces the data layers of a net even without it."""
     flag = click.option(
-        "--synthetic", is_flag=True, help="Put random images and labels in the place of the data."
+        "--synthetic", is_flag=True, help="Replace the data by random images and labels."
     )
     return flag(image(command))
 
 
 def logged(least: int = 0) -> Decorator:
-    """glog's flags, and what is logged goes where they say while the command runs; `least` is the
-    default level.
-    """
+    """Add glog's flags, and log to where they say during the command; `least` is the default level."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -424,13 +429,13 @@ def logged(least: int = 0) -> Decorator:
 
 
 def leave(error: BaseException) -> None:
-    """End the process although its main thread cannot."""
+    """End the process while its main thread hangs."""
     click.echo(f"caffepy: error: {error}\n(the main thread does not answer)", err=True)
     os._exit(getattr(error, "exit_code", 70))
 
 
 def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
-    """The shape of a bundled model's images, if they are to be synthetic."""
+    """Return the shape of a bundled model's images, if they are to be synthetic."""
     if not (synthetic and definition.bundled):
         return None
     from caffepy.models.synthetic import image_shape
@@ -439,8 +444,9 @@ def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
 
 
 def trained(solver: Definition | None, model: str, gpu: str | None, cpu: object) -> Definition:
-    """What a benchmark trains: the bundled model of this name, else the solver; UsageError unless
-    it is clear.
+    """Return what a benchmark trains: the bundled model of this name, else the solver.
+
+    UsageError if it is not clear.
     """
     if model:
         solver = find_definition(model, "solver")

@@ -5,14 +5,14 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Make tables of a training log.")
+@click.command(short_help="Write a training log as tables.")
 @click.argument("log", metavar="LOG")
 @click.argument("outdir", default="", metavar="[OUTDIR]")
 @click.option(
     "--delimiter",
     default=",",
     show_default=True,
-    help="What stands between columns, such as ';' or '\\t'.",
+    help="Separator of columns, such as ';' or '\\t'.",
 )
 @click.option(
     "--columns",

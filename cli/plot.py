@@ -21,32 +21,33 @@ from caffepy.cli import options
     type=click.Choice(["iterations", "seconds"]),
     default="iterations",
     show_default=True,
-    help="What the curves are drawn over.",
+    help="The horizontal axis.",
 )
 @click.option(
     "--curves",
     default="",
     metavar="NAME,...",
-    help="What to draw: loss, outputs, lr, images/s, iter/s, or curves by name such as 'test accuracy'. Default: all.",
+    help="Curves: loss, outputs, lr, images/s, iter/s, or names such as 'test accuracy'. "
+    "Default: all.",
 )
 @click.option(
     "--smooth",
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="Draw means of N values; the values are pale.",
+    help="Draw means of N values, and the values in a pale colour.",
 )
 @click.option("--log-loss", is_flag=True, help="Draw losses on a logarithmic axis.")
 @click.option(
     "--chart",
     type=click.IntRange(0, 7),
-    help="The chart of this number of Caffe's plot_training_log.",
+    help="Chart of this number of Caffe's plot_training_log.",
 )
 @click.option(
     "--names",
     default="",
     metavar="NAME,...",
-    help="What to call the runs. Default: as their files.",
+    help="Names of the runs. Default: those of their files.",
 )
 @options.as_json
 @options.logged(least=1)
@@ -61,7 +62,7 @@ def plot(
     names: str,
     as_json: bool,
 ) -> None:
-    """Draw loss, net outputs, learning rate and speed of runs that each LOG tells of, and print the
+    """Draw loss, net outputs, learning rate and speed of the run in each LOG, and print the
     picture's name.
 
     A LOG is a training log, caffepy's or Caffe's, or a PREFIX_metrics.csv. Restarts in it are one

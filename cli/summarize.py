@@ -9,14 +9,14 @@ from caffepy.cli import options
 PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
 
 
-@click.command(short_help="Show a net in a table: layers, wiring, shapes, parameters, cost.")
+@click.command(short_help="Show a net as a table: layers, shapes, parameters, cost.")
 @click.argument("net", metavar="NET")
 @click.option(
     "--phase",
     type=click.Choice(list(PHASES)),
     default="ALL",
     show_default=True,
-    help="The phase whose net is shown; ALL: each that the layers speak of.",
+    help="Phase of the net; ALL: each that the layers name.",
 )
 @click.option(
     "--max-width",
@@ -24,7 +24,7 @@ PHASES = {"ALL": None, "TRAIN": 0, "TEST": 1}
     type=click.IntRange(min=1),
     default=30,
     show_default=True,
-    help="Widest that a column gets.",
+    help="Largest width of a column.",
 )
 @options.level
 @options.stage
@@ -45,9 +45,9 @@ def summarize(
 
     For each layer: name, type, names and multipliers of parameters (x: lr_mult, Dx: decay_mult),
     bottoms -> tops, sizes as kernel/stride+pad outputs/group, shapes of the tops, number of
-    parameters, multiplications (with additions) of a forward pass, memory of the tops. On a
-    terminal blobs have colours, tops that no layer takes are underlined, bottoms that no layer
-    gives are red. A net that cannot be built is shown without shapes.
+    parameters, multiply-adds of a forward pass, memory of the tops. On a terminal blobs have
+    colours, tops that no layer takes are underlined, bottoms that no layer makes are red. A net
+    that cannot be built is shown without shapes.
 
     \b
     Examples:

@@ -7,7 +7,7 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Score trained weights on a net's test data.")
+@click.command(short_help="Test trained weights on a net's test data.")
 @options.model
 @options.weights
 @options.gpus_in_turn
@@ -26,7 +26,7 @@ def test(
 ) -> None:
     """Run a net in its TEST phase and print the means of its outputs to stdout.
 
-    Several devices share the data layers, take batches in turn and give the means that one would.
+    Several devices share the data layers and the batches; the means are those of one device.
 
     \b
     Examples:

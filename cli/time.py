@@ -28,8 +28,7 @@ def time(
     as_json: bool,
     **values: Any,
 ) -> None:
-    """Time forward and backward of each layer, means over the iterations, and print a table to
-    stdout.
+    """Print the mean times of each layer, forward and backward, to stdout.
 
     \b
     Examples:

@@ -10,14 +10,15 @@ INTERRUPTED = 130
 EFFECTS = click.Choice(["stop", "snapshot", "none"])
 
 
-@click.command(short_help="Train a net, from the start or from a snapshot.")
+@click.command(short_help="Train a net, from scratch or from a snapshot.")
 @options.solver
 @options.weights
 @click.option(
     "--snapshot",
     type=click.Path(),
     default="",
-    help="Solver state to resume from; auto: the newest good one of the solver's prefix, if there is one.",
+    help="Solver state to resume; auto: the newest good one of the solver's prefix, if there "
+    "is one.",
 )
 @options.gpus
 @options.cpus
@@ -59,11 +60,10 @@ EFFECTS = click.Choice(["stop", "snapshot", "none"])
 def train(solver: options.Definition | None, **values: Any) -> int:
     """Train the net of a solver prototxt, or of a bundled model.
 
-    Computes on the GPUs that --gpu names, else on that of a solver with solver_mode: GPU, else on
-    the CPU. Several GPUs train as one with a larger batch; the data is read once for all of them.
-    SIGTERM takes a snapshot and stops. A stopped run ends with exit code 75; --snapshot auto goes
-    on from there. Besides the snapshots a run leaves PREFIX_metrics.csv and, if matplotlib is
-    installed, PREFIX_curve.png.
+    Computes on the GPUs of --gpu, else on the solver's with solver_mode: GPU, else on the CPU.
+    Several GPUs train as one with a larger batch; the data is read once for all of them. SIGTERM
+    takes a snapshot and stops. A stopped run ends with exit code 75; --snapshot auto resumes it. A
+    run also writes PREFIX_metrics.csv and, if matplotlib is installed, PREFIX_curve.png.
 
     \b
     Examples:

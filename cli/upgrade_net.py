@@ -7,7 +7,7 @@ from caffepy.cli import options
 MISPLACED = 1
 
 
-@click.command(short_help="Write a net of an old format in today's.")
+@click.command(short_help="Write a net of an old format in the current one.")
 @click.argument("source", metavar="IN")
 @click.argument("target", metavar="OUT")
 @click.option(
@@ -18,7 +18,7 @@ def upgrade_net(source: str, target: str, as_binary: bool | None) -> int:
     """Read the net IN, a prototxt or a binary caffemodel of any age, and write it to OUT, which may
     be the same file.
 
-    A net that is new already is written too. Exit code 1: some settings found no place in today's
+    A net in the current format is written too. Exit code 1: some settings have no place in that
     format; the log names them.
 
     \b

@@ -7,28 +7,26 @@ import click
 from caffepy.cli import options
 
 
-@click.command(short_help="Draw the filters of a layer, or what it makes of an image.")
+@click.command(short_help="Draw the filters of a layer, or the values of a blob.")
 @click.argument("out")
 @options.pretrained
 @click.option(
-    "--layer", default="", help="Whose filters to draw. Default: the first convolution's."
+    "--layer", default="", help="Layer whose filters are drawn. Default: the first convolution."
 )
 @options.deploy
 @click.option(
     "--image",
     type=click.Path(),
     default="",
-    help="What the net takes. Default: the data of its data layer.",
+    help="Image for the net. Default: the data of its data layer.",
 )
-@click.option(
-    "--blob", default="", help="What to draw of the net. Default: the top of the first convolution."
-)
+@click.option("--blob", default="", help="Blob to draw. Default: the top of the first convolution.")
 @click.option(
     "--item",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="Which of a batch of data.",
+    help="Index in a batch of data.",
 )
 @options.prepared
 @options.gpu
@@ -52,8 +50,8 @@ def visualize(
     .jpg and others).
 
     Filters need only the weights. Those of three channels are in colour; of others each channel
-    stands by itself, a row a filter. The smallest value is black, the largest white, and what is
-    not finite is red.
+    is a tile, and each filter a row. The smallest value is black, the largest white, and values
+    that are not finite are red.
 
     \b
     Examples:

@@ -6,15 +6,15 @@ from caffepy.cli import options
 from caffepy.cli.group import Commands
 
 
-@click.command(short_help="Print what a file of weights holds.")
+@click.command(short_help="Print the content of a file of weights.")
 @click.argument("file")
 @options.as_json
 @options.logged(least=1)
 def show(file: str, as_json: bool) -> None:
-    """Print names, shapes and figures (of finite values) of the blobs in FILE to stdout.
+    """Print names, shapes and statistics (of finite values) of the blobs in FILE to stdout.
 
-    FILE is a caffemodel of any age or a solver state, each binary or HDF5, or a mean file; which
-    one shows from its content.
+    FILE is a caffemodel of any age or a solver state, each binary or HDF5, or a mean file,
+    recognized by its content.
 
     \b
     Examples:
@@ -34,7 +34,7 @@ def show(file: str, as_json: bool) -> None:
 def convert(source: str, target: str) -> None:
     """Write the weights in IN to OUT: as HDF5 if OUT ends in .h5, else as a binary caffemodel.
 
-    IN is a caffemodel of any age, binary or HDF5; which one shows from its content.
+    IN is a caffemodel of any age, binary or HDF5, recognized by its content.
 
     \b
     Examples:
@@ -50,7 +50,7 @@ def convert(source: str, target: str) -> None:
     cls=Commands,
     commands=(show, convert),
     invoke_without_command=True,
-    short_help="Show what a caffemodel holds, or convert it.",
+    short_help="Show the content of a caffemodel, or convert it.",
 )
 @click.pass_context
 def weights(context: click.Context) -> None:

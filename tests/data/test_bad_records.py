@@ -205,7 +205,7 @@ def test_the_flag_and_what_is_said_without_it(
     assert main.run(["train", "-solver", "solver.prototxt"]) == 4
     error = capsys.readouterr().err
     assert 'db: record "03": its image cannot be decoded (1 bytes) (number 3)' in error
-    assert error.endswith("(to pass over some such records, add --max-bad-records N)\n")
+    assert error.endswith("(to skip some such records, add --max-bad-records N)\n")
     assert main.run(["train", "-solver", "solver.prototxt", "-max_bad_records", "2"]) == 0
     assert capsys.readouterr().err.count("] Bad record ") == 2
     for iterations in (4, 9):
