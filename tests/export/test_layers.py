@@ -15,9 +15,7 @@ from .models import answers, compare, inputs, model_of, onnx, written
 
 OTHERWISE = {"Python": "has no operators", "Filter": "gives as many items as its data say"}
 ALL = [
-    (type_, k)
-    for type_ in sorted(set(CASES) - set(OTHERWISE))
-    for k in range(len(CASES[type_]))
+    (type_, k) for type_ in sorted(set(CASES) - set(OTHERWISE)) for k in range(len(CASES[type_]))
 ]
 
 
