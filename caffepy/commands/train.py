@@ -15,7 +15,7 @@ from caffepy.core.paths import locate
 from caffepy.data.bad_records import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
-from caffepy.parallel.manager import SyncOptions, team_of
+from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import read_solver
 from caffepy.report import Reporters, TensorBoard, baseline, logging_to, open_report
@@ -159,8 +159,8 @@ def train(options: TrainOptions) -> TrainResult:
                 if solver.iter >= param.max_iter:
                     log.warning("Nothing is left to train: max_iter is %d", param.max_iter)
             sync = SyncOptions(options.sync, options.bn_stats, options.deadlines)
-            alone = _baseline(solver, len(devices))
-            with team_of(solver, devices, sync, signals, options.last_resort, alone):
+            known = _baseline(solver, len(devices))
+            with p2p_manager(solver, devices, sync, signals, options.last_resort, known):
                 for board in boards:
                     board.watch = Watch(solver, board.every)
                 log.info("Starting Optimization")

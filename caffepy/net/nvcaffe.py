@@ -65,9 +65,11 @@ def _scale_after(net: Net, index: int) -> str | None:
     """The name of the layer that takes the top of layer `index`, if it scales and shifts by
     parameters.
     """
-    (top,) = net.nodes[index].top_names
+    (top,) = net.top_names[index]
     for i in range(index + 1, len(net.layers)):
-        if top in net.nodes[i].bottom_names:
+        if top in net.bottom_names[i]:
             layer = net.layers[i]
-            return net.nodes[i].name if isinstance(layer, Scale) and len(layer.blobs) == 2 else None
+            return (
+                net.layer_names[i] if isinstance(layer, Scale) and len(layer.blobs) == 2 else None
+            )
     return None

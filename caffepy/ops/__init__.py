@@ -31,7 +31,7 @@ def backend(device: Device) -> Ops:
 
 
 def preferred_layout(device: Device) -> Layout:
-    """Return the preferred layout of activations on the device, in the precision that is set."""
+    """How activations lie best on the device, in the precision that is set."""
     if device.kind == "cpu":
         return PLAIN
     from caffepy.ops.cuda import precision
@@ -40,8 +40,8 @@ def preferred_layout(device: Device) -> Layout:
 
 
 def set_precision(device: Device, precision: str | None) -> None:
-    """Compute in this precision on a GPU from now on; None changes nothing. The CPU always computes
-    in float32.
+    """Compute in one of the precisions on a GPU from now on, None: as it was. The CPU's float32 is
+    always float32.
     """
     if precision and device.kind == "cuda":
         from caffepy.ops.cuda import precision as of_gpus
@@ -52,7 +52,7 @@ def set_precision(device: Device, precision: str | None) -> None:
 
 
 def precision_of(device: Device) -> str:
-    """Return the precision in which this device computes."""
+    """The precision in which this device computes."""
     if device.kind == "cpu":
         return "fp32"
     from caffepy.ops.cuda import precision
@@ -61,7 +61,9 @@ def precision_of(device: Device) -> str:
 
 
 def set_deterministic(device: Device) -> None:
-    """Use only deterministic operations on a GPU from now on; the CPU always does."""
+    """Keep to operations of a GPU that give the same each time from now on; those of the CPU do in
+    any case.
+    """
     if device.kind == "cuda":
         from caffepy.ops.cuda import precision
 

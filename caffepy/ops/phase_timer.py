@@ -1,7 +1,7 @@
-"""The phases of an iteration, the same for both back ends."""
+"""Where the time of a solver's iterations goes, in the same parts for every back end."""
 
 PARTS = ("data", "forward", "backward", "synchronization", "update")
-"""In the order of an iteration."""
+"""In the order of an iteration, which ends with its update."""
 
 HOST = "host"
-"""A phase of GPUs only: idle, since the host has not enqueued work yet."""
+"""A part that only GPUs have: they wait for the host to give them work."""

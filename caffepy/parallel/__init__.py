@@ -1,6 +1,8 @@
-"""Solvers that train as one: the only place where the solver and the collectives meet.
+"""Solvers that train as one, and nets that test as one: the only place where solver and collectives
+meet.
 
-`manager` joins a root solver, on the main thread, with workers in threads of their own, watches
-them, and ends all of them when one fails; start reading with its `team_of`. `worker` has the
-solver that follows a root.
+Start reading with `manager`, whose `p2p_manager` joins a root solver with workers; an iteration on
+n devices is drawn there. `worker` has the solver of a worker. `workers` is what training and
+testing on several devices have in common: devices, threads, shared layers, the end. `shared_scores`,
+`batch_norm` and `gradients` are parts of the manager; `watchdog` is for faults alone.
 """

@@ -1,40 +1,54 @@
-"""P2PManager: a root solver and its workers, each on a device of its own, which train as one solver
+"""P2PManager: a root solver and its workers, each on a device of its own, that train as one solver
 with a larger batch.
+
+The root runs on the calling thread, each WorkerSolver in a thread of its own (`workers`). One
+iteration on n devices, from top to bottom:
+
+    root: Solver.step                        each worker: its thread in WorkerThreads
+    -------------------------------------    ----------------------------------------------------
+    test, if due (see below)
+    P2PManager.iterate
+      wait until all batches are taken
+      give every worker an iteration     ->  WorkerSolver.iterate
+    synchronizer.on_start                    synchronizer.on_start: parameters are in step
+    forward: data layers, which all share, in the order of the ranks under the forward mutex,
+             then the other layers, which each has for itself
+    backward; NcclSync.after_backward(layer) starts the all-reduce of each bucket that is complete
+    synchronizer.on_gradients_ready: the gradients and the loss are the mean of all ranks'
+    update; with `--sync tree` in the root alone, and the others get the parameters in on_start
+    display, poll signals, snapshot
+
+A root that captures CUDA graphs goes on at once and finds errors of workers later, in
+`raise_worker_error`; the workers' queues are at most WorkerThreads' AHEAD items long.
+
+A test is `begin_test`, a `test` for every batch each rank takes in turn (`shared_scores`), and
+`totals`. What happens on a fault is in `watchdog`, how BatchNorm works in `batch_norm`, what is
+all-reduced in `gradients`.
 """
 
 import gc
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
 from types import TracebackType
 from typing import Any, NoReturn
 
-import numpy as np
-
-from caffepy import ops
 from caffepy.collectives import peers
-from caffepy.collectives.buckets import Bucket, buckets
-from caffepy.collectives.factors import factored
-from caffepy.collectives.rank_group import DEADLINES, AllGather, RankGroup, named
+from caffepy.collectives.rank_group import DEADLINES, AllGather
 from caffepy.collectives.sync import Synchronization, choose
-from caffepy.collectives.synchronizer import FlatParams, Synchronizer
+from caffepy.collectives.synchronizer import Synchronizer
 from caffepy.collectives.topology import Topology, all_joined, device_pairs, show
-from caffepy.collectives.worker_threads import WorkerThreads
-from caffepy.core.abandoned import abandon
 from caffepy.core.errors import ConfigError, LostDeviceError, UsageError
-from caffepy.device.blob import Array, Blob
-from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer import Layer
-from caffepy.layer.inner_product import InnerProduct
-from caffepy.layer.normalization import BatchNorm
-from caffepy.net import Net
-from caffepy.net.gradients import adders, large_products
+from caffepy.parallel import batch_norm
+from caffepy.parallel.gradients import choose_factored, flat_params
+from caffepy.parallel.shared_scores import SharedScores
 from caffepy.parallel.worker import WorkerSolver
+from caffepy.parallel.workers import Workers
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
 from caffepy.solver.test_pass import Totals
@@ -42,41 +56,27 @@ from caffepy.solver.worker_group import EndedGroup, WorkerGroup
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 5.0
-"""Seconds that solvers have to end what they are at."""
-
-LOOK = 1.0
-"""Seconds between looks at whether solvers on GPUs get on."""
-
-SETTLING = 2.0
-"""Seconds in which GPUs end what waits for others."""
-
-LAST_PATIENCE = 3.0
-"""Seconds that the root has to do so when it is told."""
-
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How solvers work together.
+    """How solvers train together.
 
-    `sync` names the way to synchronize. `statistics`: those of BatchNorm layers in tests and
-    snapshots are the "average" of all solvers' or the "root"'s, as in Caffe; with "sync" they are
-    of all batches together in training, too, as if there were one. `deadlines` are in seconds, by
-    phase.
+    sync: the way to synchronize, see `collectives.sync`.
+    bn_stats: "average", "root" or "sync", see `parallel.batch_norm`.
+    deadlines: seconds by phase after which a rank that makes no progress counts as hung.
     """
 
     sync: str = "auto"
-    statistics: str = "average"
+    bn_stats: str = "average"
     deadlines: Mapping[str, float] = field(default_factory=lambda: DEADLINES)
 
 
 class P2PManager(WorkerGroup):
-    """The workers of a root solver as its followers, while the context lasts.
+    """A context in which a root solver trains with workers.
 
-    `devices` are those of all ranks, the root's first, joined as `topology` says. `signals` are
-    heard while the root waits for others, and reach it where it hangs; if it cannot be reached,
-    `last_resort` is called with the error. `alone` is how many images a second the root takes by
-    itself, if that is known.
+    `devices` are those of all ranks, the root's first, joined as `topology` says. For `signals` and
+    `last_resort` see `Watchdog`. `baseline` is the number of images a second of the root alone, if
+    it is known.
     """
 
     def __init__(
@@ -87,35 +87,30 @@ class P2PManager(WorkerGroup):
         sync_options: SyncOptions,
         signals: Signals | None = None,
         last_resort: Callable[[BaseException], object] | None = None,
-        alone: float | None = None,
+        baseline: float | None = None,
     ) -> None:
         root.workers.check()
         self.root = root
-        self._alone = alone
-        self.size = len(devices)
-        self.group = RankGroup(self.size, sync_options.deadlines)
-        if signals:
-            self.group.interrupted = signals.check
-        self._signals, self._last_resort = signals, last_resort
-        self.group.on_abort(self._watch)
-        self._devices = devices
-        self._sync_options = sync_options
-        self._gpu = devices[0].kind == "cuda"
-        if self._gpu:
-            self.group.hung_ranks = self._hung_ranks
-        log.info("%s pairs %s", "GPUs" if self._gpu else "Solvers", show(device_pairs(topology)))
-        choice = choose(sync_options.sync, topology, self._gpu)
-        self._way = Synchronization(self.group, choice)
-        self._factored = self._choose_factored()
-        self._gather = AllGather(self.group)
-        if sync_options.statistics == "sync" and self._gpu and normalizing(root.net):
+        self.size, self.devices = len(devices), devices[1:]
+        self._baseline = baseline
+        self._bn_stats = sync_options.bn_stats
+        self._ranks = Workers(
+            devices, self._make, sync_options.deadlines, signals, root.rescue, last_resort
+        )
+        self.group, self._threads = self._ranks.group, self._ranks.threads
+        self.watchdog = self._ranks.watchdog
+        on_gpus = devices[0].kind == "cuda"
+        log.info("%s pairs %s", "GPUs" if on_gpus else "Solvers", show(device_pairs(topology)))
+        self._sync = Synchronization(self.group, choose(sync_options.sync, topology, on_gpus))
+        over_nccl = self._sync.choice.name == "nccl"
+        self._factored = choose_factored(root, devices) if over_nccl else ()
+        self._all_gather = AllGather(self.group)
+        if self._bn_stats == "sync" and on_gpus and batch_norm.normalizing(root.net):
             if root.saves_memory:
                 raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
             root.run_eagerly("statistics of batches go through the host")
         self._synchronizers: dict[int, Synchronizer] = {}
-        self._testers = [0] * len(root.test_nets)  # who has the next batch of each test net
-        self._worker_threads = WorkerThreads(self.group, self._make, self._within)
-        self._ended = threading.Event()
+        self._scores = SharedScores(self._threads, len(root.test_nets))
         self._positions = root.workers_positions
         if self._positions and len(self._positions) != self.size - 1:
             log.warning(
@@ -125,15 +120,15 @@ class P2PManager(WorkerGroup):
             )
             self._positions = []
 
-    # beginning and end
+    # begin and end
 
     def __enter__(self) -> "P2PManager":
         try:
             self._begin()
         except BaseException as error:
             self._end(error)
-            with suppress(Exception):  # the error that counts is another
-                self._free()
+            with suppress(Exception):  # the error that counts is the one being raised
+                _detach(self.root)
             raise
         return self
 
@@ -145,482 +140,256 @@ class P2PManager(WorkerGroup):
     ) -> None:
         self._end(error)
         if isinstance(error, Exception) and not isinstance(error, LostDeviceError):
-            first = self.group.root_cause(error)
-            if str(first) != str(error):  # which may be what another rank's did to this one
-                raise first from error
+            cause = self.group.root_cause(error)
+            if str(cause) != str(error):  # the root's error may follow from another rank's
+                raise cause from error
 
     def _begin(self) -> None:
-        root, group = self.root, self.group
-        gc.collect()  # to free what earlier solvers left may wait for a GPU that waits for others
-        group.join(0)
-        for net in (root.net, *root.test_nets):
-            mark = root.phase_timer.mark if net is root.net else _no_lap
-            net.set_forward_mutex(partial(self._turn, mark, 0))
-            for layer in net.shared_layers:
-                layer.serve(self._devices)
-        with root.device.scope(), quiet():
-            self._worker_threads.start()
-            if self._gpu:
-                threading.Thread(target=self._guard, name="caffepy guard", daemon=True).start()
+        root = self.root
+        gc.collect()  # freeing an earlier solver later might wait for a GPU that waits for others
+        self.group.join(0)
+        _share_layers(root, 0, self._ranks)
+
+        def progress() -> object:
+            members = self._threads.members.values()
+            done = [solver.update_state.done for solver in (root, *list(members))]
+            left, next_ranks = self._threads.left, self._scores.next_ranks
+            return self.group.phase, root.iter, done, left, list(next_ranks)
+
+        with root.device.scope(), self._ranks.starting(progress):
             self._synchronize(root, 0)
-            self._worker_threads.wait_idle()
-        group.phase = "idle"
-        for rank, device in enumerate(self._devices[1:], start=1):
-            place = f"GPU {device.index}" if self._gpu else "the CPU"
+        self.group.phase = "idle"
+        for rank, device in enumerate(self.devices, start=1):
+            place = f"GPU {device.index}" if device.kind == "cuda" else "the CPU"
             log.info("Solver %d (of 0 to %d) is ready on %s", rank, self.size - 1, place)
-        self._tell_batch()
-        root.join(self, Reporters(root.reporter, Performance(self.seconds, self._alone)))
-
-    def _tell_batch(self) -> None:
-        root, each = self.root, self.root.batch
-        if not each:
-            return
-        passes = root.param.iter_size
-        whole = each * passes * self.size
-        times = f" x iter_size {passes}" if passes > 1 else ""
-        lengths = [layer.length for layer in root.net.layers if layer.length]
-        epoch = (
-            f"; an epoch of {lengths[0]} is {lengths[0] / whole:.6g} iterations" if lengths else ""
-        )
-        log.info(
-            "An iteration takes %d solvers x %d images%s = %d%s",
-            self.size,
-            each,
-            times,
-            whole,
-            epoch,
-        )
-        if root.batch_parts == 1:
-            log.info(
-                "base_lr is %g; if it is right for one solver, the linear rule gives %g for %d (it is not changed)",
-                root.param.base_lr,
-                root.param.base_lr * self.size,
-                self.size,
-            )
-
-    def seconds(self) -> list[dict[str, float]]:
-        """Where the time of each solver's iterations went so far, by part."""
-        return [solver.phase_timer.read() for solver in (self.root, *self._workers)]
-
-    def _within(self, rank: int) -> AbstractContextManager[object]:
-        from caffepy.device.threads import share  # here, since the package loads numba
-
-        return share(rank, self.size)
+        root.join(self, Reporters(root.reporter, Performance(self.seconds, self._baseline)))
+        _log_batch(root, self.size)
 
     def _make(self, rank: int) -> WorkerSolver:
+        """Make a worker, in its thread."""
         positions = self._positions[rank - 1] if self._positions else None
-        worker = WorkerSolver(self.root, rank, self._devices[rank], positions)
-        for net in (worker.net, *worker.test_nets):
-            mark = worker.phase_timer.mark if net is worker.net else _no_lap
-            net.set_forward_mutex(partial(self._turn, mark, rank))
+        worker = WorkerSolver(self.root, rank, self._ranks.devices[rank], positions)
+        _share_layers(worker, rank, self._ranks)
         with worker.device.scope():
             self._synchronize(worker, rank)
         return worker
 
     def _synchronize(self, solver: Solver, rank: int) -> None:
-        made = {i: layer for i, layer in large_products(solver.net).items() if i in self._factored}
-        synchronizer = self._synchronizers[rank] = self._way.join(rank, flats_of(solver, made))
-        solver.synchronize(synchronizer, self._way.choice.root_updates)
-        if self._sync_options.statistics == "sync":
-            for layer in normalizing(solver.net):
-                layer.meet(partial(self._together, rank))
-
-    def _choose_factored(self) -> set[int]:
-        """Parameters whose gradients every solver makes by itself: GPUs of one kind all make the
-        same of the same.
-        """
-        root = self.root
-        alike = (
-            len({device.name for device in self._devices if isinstance(device, CudaDevice)}) == 1
-        )
-        plain = root.param.iter_size == 1 and not root.param.debug_info and root.gradients_untouched
-        if not (self._way.choice.name == "nccl" and alike and plain):
-            return set()
-        made = factored(root.net, self.size, ops.precision_of(root.device))
-        if made:
-            names = ", ".join(layer.param.name for layer in made.values())
-            log.info(
-                "Solvers give each other the factors of the weight gradients of %s, not the gradients",
-                names,
-            )
-        return set(made)
-
-    def _together(self, rank: int, values: Array) -> Array:
-        return np.stack(self._gather(rank, values))
-
-    def _watch(self) -> None:
-        threading.Thread(target=self._reach_root, name="caffepy watch", daemon=True).start()
-
-    def _guard(self) -> None:
-        """Find solvers that hang where none waits for another in a way that a deadline would end:
-        for a GPU.
-        """
-        known: object = None
-        waited = 0.0  # in looks: a process that was stopped has not hung
-        while not (self.group.stopped or self._ended.wait(LOOK)):
-            progress = self._progress()
-            known, waited = progress, waited + LOOK if progress == known else 0.0
-            seconds = self.group.deadlines[self.group.phase]
-            if waited > seconds + LOOK:  # those who wait for a solver find it first
-                self.group.abort_hung([0], seconds)
-
-    def _progress(self) -> object:
-        """What changes while solvers get on."""
-        done = [
-            solver.update_state.done
-            for solver in (self.root, *list(self._worker_threads.members.values()))
-        ]
-        return (
-            self.group.phase,
-            self.root.iter,
-            done,
-            self._worker_threads.left,
-            list(self._testers),
-        )
-
-    def _hung_ranks(self, missing: list[int]) -> list[int]:
-        """Those that hang: whose GPUs, or else threads, are still at work when nothing waits for
-        others.
-        """
-        until = time.monotonic() + SETTLING
-        while (hanging := self._at_work()) and time.monotonic() < until:
-            time.sleep(LOOK / 10)
-        return hanging or missing
-
-    def _at_work(self) -> list[int]:
-        return [
-            rank for rank, device in enumerate(self._devices) if not device.idle
-        ] or self._worker_threads.at_work
-
-    def _reach_root(self) -> None:
-        """See to it that the root ends, even if it is where it does not wait for others."""
-        failure = self.group.wait_failure()
-        assert failure
-        rank, error = failure
-        if self.group.root_informed(PATIENCE if rank else 0):
-            return
-        if self._signals and isinstance(error, Exception):
-            self._signals.fail(named(rank, error), self.group.mark_root_informed)
-        if not self.group.root_informed(LAST_PATIENCE) and self._last_resort:
-            self._rescue(error)
-            self._last_resort(named(rank, error))
-
-    def _rescue(self, error: BaseException) -> None:
-        """Write the snapshot that the root owes in its place, as far as its state can be reached."""
-        thread = threading.Thread(
-            target=self.root.rescue, args=(error,), name="caffepy rescue", daemon=True
-        )
-        thread.start()
-        thread.join(PATIENCE)
-        if thread.is_alive():
-            log.error("No snapshot: the state of the last iteration cannot be reached")
-
-    @contextmanager
-    def _turn(self, mark: Callable[[str], None], rank: int, layer: Layer) -> Iterator[None]:
-        mark("forward")
-        with self.group.round_robin(rank, layer), layer.forward_lock:
-            yield
-        mark("data")
+        """Keep a solver in step with the others from now on; all ranks meet in here."""
+        synchronizer = self._sync.join(rank, flat_params(solver, self._factored))
+        self._synchronizers[rank] = synchronizer
+        solver.synchronize(synchronizer, self._sync.choice.root_updates)
+        if self._bn_stats == "sync":
+            batch_norm.share_batches(solver.net, partial(self._all_gather, rank))
 
     def _end(self, error: BaseException | None) -> None:
-        self._ended.set()
+        self.watchdog.stop()
         try:
             if error is None:
-                self._part()
-                self._free()
+                self._threads.give(lambda worker: _leave(worker, self._synchronizers[worker.rank]))
+                _leave(self.root, self._synchronizers[0])
+                self._threads.wait_idle()
+                _detach(self.root)
         except BaseException as met:
             error = met
             raise
         finally:
             try:
                 if error is not None:
-                    self._mark_failed()
-                    self.group.abort(0, error)
-                    self.group.wait_failure()
+                    _detach(self.root, failed=True)
+                    self._ranks.abort(error)
             finally:
-                self._clear(failed=error is not None)
+                self._ranks.end(error is not None, self._release)
 
-    def _clear(self, failed: bool) -> None:
-        """End the threads, and give back what can be."""
-        left = self._worker_threads.end(PATIENCE)
-        if failed:
-            until = time.monotonic() + SETTLING
-            endless = [rank for rank in range(1, self.size) if not self._rests(rank, until)]
-            if endless or any(device.lost for device in self._devices):
-                abandon(self)
-            elif not left:
-                self._let_go(until)
-            left = sorted({*left, *endless})
-        if left:
-            log.warning(
-                "Still at work when the run ended: %s", ", ".join(f"rank {rank}" for rank in left)
-            )
-        for rank, worker in self._worker_threads.members.items():
-            if rank not in left:
-                with (
-                    suppress(Exception) if failed else nullcontext()
-                ):  # what failed may be the device
-                    worker.close()
-
-    def _rests(self, rank: int, until: float) -> bool:
-        """Whether the rank's device is done, or is so by then."""
-        while not self._devices[rank].idle:
-            if time.monotonic() > until:
-                return False
-            time.sleep(LOOK / 100)
-        return True
-
-    def _part(self) -> None:
-        """Let the root be alone again."""
-        self._worker_threads.give(lambda worker: self._leave(worker, worker.rank))
-        self._leave(self.root, 0)
-        self._worker_threads.wait_idle()
-
-    def _free(self) -> None:
-        """The root can go on alone."""
-        self.root.leave()
-        for net in (self.root.net, *self.root.test_nets):
-            net.set_forward_mutex(None)
-            for layer in net.shared_layers:
-                layer.serve(self._devices[:1])
-
-    def _mark_failed(self) -> None:
-        """The root cannot go on: its last iteration may have ended in some ranks."""
-        self.root.leave(failed=True)
-        for net in (self.root.net, *self.root.test_nets):
-            net.set_forward_mutex(_no_turn)
-
-    def _let_go(self, until: float) -> None:
-        """After an error, let communicators end: they wait until no recording of any rank refers to
-        them.
+    def _release(self, until: float) -> None:
+        """After an error: close all synchronizers, which wait until no captured graph of any rank
+        uses them.
         """
-        if self._rests(0, until):
-            for solver in (self.root, *self._worker_threads.members.values()):
-                with suppress(Exception):  # the error that counts is another
-                    _be_alone(solver)
-            for synchronizer in self._synchronizers.values():
-                with suppress(Exception):
-                    synchronizer.close(max(0.0, until - time.monotonic()))
+        for solver in (self.root, *self._threads.members.values()):
+            with suppress(Exception):  # the error that counts is an earlier one
+                _make_alone(solver)
+        for synchronizer in self._synchronizers.values():
+            with suppress(Exception):
+                synchronizer.close(max(0.0, until - monotonic()))
 
-    def _leave(self, solver: Solver, rank: int) -> None:
-        _be_alone(solver)
-        self._synchronizers[rank].close()
+    @property
+    def workers(self) -> list[WorkerSolver]:
+        """The workers, in the order of their ranks."""
+        return self._ranks.members
 
-    # what the root asks for
+    def seconds(self) -> list[dict[str, float]]:
+        """Return the seconds that each solver's iterations took so far, by part."""
+        return [solver.phase_timer.read() for solver in (self.root, *self.workers)]
+
+    # what the root calls, see WorkerGroup
 
     @property
     def failed(self) -> bool:  # type: ignore[override]
         """True once an error has ended the workers' run."""
         return self.group.stopped
 
-    @property
-    def devices(self) -> Sequence[Device]:  # type: ignore[override]
-        """Those of the followers."""
-        return self._devices[1:]
-
     def root_cause(self, error: Exception) -> BaseException:
-        """What ended the run where the root has met this error: it itself, or what ended the
-        followers before.
-        """
+        """Root cause of an error that the root has met: it, or an earlier error of a worker."""
         return self.group.root_cause(error)
 
     def check(self) -> None:
-        """Raise what has ended the followers' run, if anything has."""
+        """Raise the error that has ended the workers' run, if any."""
         self.group.check(0)
 
     def stop(self, error: BaseException) -> None:
-        """The root has met this error, and will not go on: let those end who wait for it."""
+        """End the workers that wait for the root, which has met this error and cannot go on."""
         self.group.abort(0, error)
 
     def during(self, phase: str) -> AbstractContextManager[object]:
-        """A block in which all are at this: step, test or snapshot."""
+        """A block in which all are in this phase: step, test or snapshot."""
         return self.group.during(phase)
 
     def iterate(self) -> None:
-        """Begin the root's next iteration, when all batches of those before were taken."""
+        """Start an iteration, once all batches of earlier ones were taken."""
         with self.root.phase_timer.fetching():
             for layer in self.root.net.shared_layers:
                 self.group.await_turn(0, layer)
-        self._worker_threads.give(WorkerSolver.iterate)
+        self._threads.give(WorkerSolver.iterate)
 
     def forward(self) -> None:
-        """Begin a forward pass of the train net."""
-        self._worker_threads.give(WorkerSolver.forward)
+        """Start a forward pass of the train net."""
+        self._threads.give(WorkerSolver.forward)
 
     def losses(self) -> list[float]:
-        """The losses of that pass."""
-        self._worker_threads.wait_idle()
-        return [worker.loss for worker in self._workers]
+        """Wait for that pass; return its losses."""
+        self._threads.wait_idle()
+        return [worker.loss for worker in self.workers]
 
     def average_bn_stats(self) -> None:
-        """Bring the statistics of BatchNorm layers to one value."""
-        if self.failed or self._sync_options.statistics != "average":
+        """Average the statistics of BatchNorm layers over all solvers, if that is asked for."""
+        if self.failed or self._bn_stats != "average":
             return
-        mine = statistics(self.root.net)
-        if mine:
-            self._settle()
-            theirs = [statistics(worker.net) for worker in self._workers]
-            for blobs in zip(mine, *theirs, strict=True):
-                mean = np.mean([blob.host_data for blob in blobs], axis=0, dtype=np.float64)
-                for blob in blobs:
-                    blob.host_data[...] = mean
+        if batch_norm.statistics(self.root.net):
+            self.raise_worker_error()
+            batch_norm.average([self.root.net, *(worker.net for worker in self.workers)])
 
     def begin_test(self, k: int) -> None:
-        """Begin to add up what test net `k` gives."""
-        self._worker_threads.give(partial(_begin_test, k=k, synchronizers=self._synchronizers))
+        """Zero the totals of test net `k`; bring the parameters in step."""
+
+        def begin(worker: WorkerSolver) -> None:
+            worker.begin_test(k)
+            with worker.device.scope():
+                self._synchronizers[worker.rank].on_start()
+
+        self._threads.give(begin)
         self._synchronizers[0].on_start()
 
     def test(self, k: int, batches: int) -> bool:
-        """Begin so many of its batches, at most one a solver; whether one is the root's."""
-        ranks = [(self._testers[k] + i) % self.size for i in range(batches)]
-        self._testers[k] = (ranks[-1] + 1) % self.size
-        for rank in ranks:
-            if rank:
-                self._worker_threads.give(partial(WorkerSolver.test_batch, k=k), rank)
-        return 0 in ranks
+        """Start this number of its batches, at most one a solver; True if one is the root's."""
+        return self._scores.run(k, batches)
 
     def totals(self, k: int) -> list[Totals]:
-        """End the test: what each of the followers that had a batch has added up."""
-        self._worker_threads.give(partial(WorkerSolver.end_test, k=k))
-        self._worker_threads.wait_idle()
-        return [worker.totals for worker in self._workers]
+        """End the test; return the totals of the workers."""
+        return self._scores.totals(k)
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """A block in which the root restores a state, from which all go on then."""
+        """A block in which the root restores a state, which the workers take over at its end."""
         if self.group.phase != "idle":
             raise ConfigError(
                 f"no state can be restored during a {self.group.phase} of several solvers"
             )
-        self._settle()
+        self.raise_worker_error()
         yield
-        self._testers = [0] * len(self._testers)
-        self.group.restart_turns()  # data layers that go on from a state begin with the root's batch
+        self._scores.restart()
+        self.group.restart_turns()  # data layers go on from a state with the root's batch
         restored = self.root.workers_positions
         positions = restored if len(restored) == self.size - 1 else [None] * (self.size - 1)
-        self._worker_threads.give(
-            lambda worker: worker.follow(self.root, positions[worker.rank - 1])
-        )
-        self._worker_threads.wait_idle()
+        self._threads.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
+        self._threads.wait_idle()
 
     def raise_worker_error(self) -> None:
-        """Raise what a follower has found wrong, if one has."""
-        self._settle()
+        """Wait for the workers' iterations; raise the error of one, if any."""
+        self._threads.give(WorkerSolver.wait_idle)
+        self._threads.wait_idle()
 
     def positions(self) -> list[dict[str, Any]]:
-        """Where the layers and random numbers of each stand, or stood before the test or iteration
-        being done.
+        """Positions of each worker's layers and random numbers, now or before the test or iteration
+        in progress; empty for a worker that hangs.
         """
-        members, iteration = self._worker_threads.members, self.root.iter
-        known = list(range(1, self.size))
         if self.failed:
-            self._worker_threads.end(PATIENCE)
-            until = time.monotonic() + SETTLING
-            known = [rank for rank in known if rank in members and self._rests(rank, until)]
+            known = self._ranks.wait_until_idle()
         else:
-            self._settle()
+            self.raise_worker_error()
+            known = list(range(1, self.size))
+        members, iteration = self._threads.members, self.root.iter
         return [
             members[rank].positions(iteration) if rank in known else {}
             for rank in range(1, self.size)
         ]
 
-    def _settle(self) -> None:
-        self._worker_threads.give(WorkerSolver.wait_idle)
-        self._worker_threads.wait_idle()
 
-    @property
-    def _workers(self) -> list[WorkerSolver]:
-        return [self._worker_threads.members[rank] for rank in range(1, self.size)]
-
-
-def flats_of(solver: Solver, made: Mapping[int, InnerProduct] | None = None) -> FlatParams:
-    """What of a solver is to be synchronized; the weights of the layers `made`, by parameter, are
-    so by factors.
-    """
-    params, parts = solver.params, []
-    made = made or {}
-    if solver.param.iter_size == 1 and solver.net.learnable_params:
-        adding = adders(solver.net)
-        if made:
-            parts.append(Bucket((), frozenset().union(*(adding[i] for i in made))))
-        ends = [
-            *map(int, params.ends),
-            params.reduced_diff.size,
-        ]  # the notes are there before the backward pass
-        parts += buckets(ends, [*adding, frozenset()], without=made)
-    return FlatParams(
-        solver.device, params.data_with_scale, params.reduced_diff, parts, list(made.values())
-    )
-
-
-def team_of(
+def p2p_manager(
     root: Solver,
     devices: Sequence[Device],
     sync_options: SyncOptions,
     signals: Signals | None = None,
     last_resort: Callable[[BaseException], object] | None = None,
-    alone: float | None = None,
-) -> AbstractContextManager["P2PManager | None"]:
-    """The team of a root solver on the first of these devices; None for a single one."""
+    baseline: float | None = None,
+) -> AbstractContextManager[P2PManager | None]:
+    """Make the manager of a root solver on the first of these devices; None for a single one."""
     if len(devices) == 1:
         return nullcontext()
     gpus = [device.index for device in devices if device.kind == "cuda"]
-    joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
-    return P2PManager(root, devices, joined, sync_options, signals, last_resort, alone)
+    topology = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
+    return P2PManager(root, devices, topology, sync_options, signals, last_resort, baseline)
 
 
-def _be_alone(solver: Solver) -> None:
+def _share_layers(solver: Solver, rank: int, ranks: Workers[WorkerSolver]) -> None:
+    """Share the layers of a solver's nets; waiting for those of the train net is timed."""
+    ranks.share_layers(solver.net, rank, solver.phase_timer.mark)
+    for net in solver.test_nets:
+        ranks.share_layers(net, rank)
+
+
+def _make_alone(solver: Solver) -> None:
     solver.synchronize(None)
-    for layer in normalizing(solver.net):
-        layer.meet(None)
+    batch_norm.keep_batches(solver.net)
 
 
-def _no_turn(layer: Layer) -> NoReturn:
+def _leave(solver: Solver, synchronizer: Synchronizer) -> None:
+    _make_alone(solver)
+    synchronizer.close()
+
+
+def _detach(root: Solver, failed: bool = False) -> None:
+    """Let the root train alone again; after an error it cannot, as its last iteration may have
+    ended on some ranks only.
+    """
+    root.leave(failed)
+    for net in (root.net, *root.test_nets):
+        net.set_forward_mutex(_refuse if failed else None)
+        if not failed:
+            for layer in net.shared_layers:
+                layer.serve([root.device])
+
+
+def _refuse(layer: Layer) -> NoReturn:
     EndedGroup().check()
 
 
-def _no_lap(part: str) -> None:
-    """Tests do not count."""
-
-
-def _begin_test(worker: WorkerSolver, k: int, synchronizers: Mapping[int, Synchronizer]) -> None:
-    worker.begin_test(k)
-    with worker.device.scope():
-        synchronizers[worker.rank].on_start()
-
-
-def normalizing(net: Net) -> list[BatchNorm]:
-    """The layers that compute statistics of their batches."""
-    return [layer for layer in net.layers if isinstance(layer, BatchNorm) and not layer.is_global]
-
-
-def statistics(net: Net) -> list[Blob]:
-    """The parameters that layers compute from the data they see, rather than from gradients."""
-    return [blob for layer in net.layers for blob in layer.statistics]
-
-
-class _Quiet(logging.Filter):
-    """What workers set up is what the root has set up; of theirs only what is shared is told."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to let the record through."""
-        ours = (record.threadName or "").startswith(WorkerThreads.NAME)
-        return (
-            not ours
-            or record.levelno >= logging.ERROR
-            or record.getMessage().startswith("Sharing layer")
+def _log_batch(root: Solver, size: int) -> None:
+    """Log the batch of all solvers together, the iterations of an epoch, and the linear rule."""
+    param = root.param
+    if not root.batch:
+        return
+    whole = root.batch * param.iter_size * size
+    times = f" x iter_size {param.iter_size}" if param.iter_size > 1 else ""
+    lengths = [layer.length for layer in root.net.layers if layer.length]
+    epoch = f"; an epoch of {lengths[0]} is {lengths[0] / whole:.6g} iterations" if lengths else ""
+    log.info(
+        "An iteration takes %d solvers x %d images%s = %d%s", size, root.batch, times, whole, epoch
+    )
+    if root.batch_parts == 1:
+        log.info(
+            "base_lr is %g; if it is right for one solver, the linear rule gives %g for %d "
+            "(it is not changed)",
+            param.base_lr,
+            param.base_lr * size,
+            size,
         )
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """A block in which the log has nothing of what workers set up but what they share."""
-    handlers = [*logging.getLogger("caffepy").handlers, *logging.getLogger().handlers]
-    quiet = _Quiet()
-    for handler in handlers:
-        handler.addFilter(quiet)
-    try:
-        yield
-    finally:
-        for handler in handlers:
-            handler.removeFilter(quiet)

@@ -1,4 +1,4 @@
-"""WorkerSolver: follows a root solver, with its own device and its own share of the batches."""
+"""WorkerSolver: a solver that follows a root, on its own device, with its share of the batches."""
 
 import copy
 from typing import Any, NoReturn
@@ -13,11 +13,11 @@ from caffepy.solver.test_pass import Totals
 
 
 class WorkerSolver(Solver):
-    """Does one iteration or test batch when it is told to; shows nothing, saves nothing.
+    """Caffe's WorkerSolver: runs one iteration or test batch a call, shows and saves nothing.
 
-    It starts where the root stands; data layers and others that are shared in parallel are the
-    root's. Where it is not given `positions`, of a worker of the same rank, its random numbers
-    start anew.
+    It starts from the root's state. Layers that are shared in parallel, such as data layers, are
+    the root's. Its random numbers continue from `positions`, of a worker of its rank, or start
+    anew.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class WorkerSolver(Solver):
         self.follow(root, positions)
 
     def follow(self, root: Solver, positions: dict[str, Any] | None) -> None:
-        """Take over where the root stands, and random numbers from `positions`, if they are given."""
+        """Copy the root's state; take random numbers from `positions`, if there are any."""
         root.device.flush()
         with self.device.scope():
             for mine, theirs in zip(
@@ -53,19 +53,19 @@ class WorkerSolver(Solver):
             set_positions(positions, self._nets, self.device)
 
     def iterate(self) -> None:
-        """Do an iteration."""
+        """Run an iteration."""
         with self.device.scope(), self.ops.blas_scope():
             self._advance(False)
 
     def forward(self) -> None:
-        """One forward pass of the train net; its loss is `loss`."""
+        """Run a forward pass of the train net; `loss` is its loss."""
         with self.device.scope(), self.ops.blas_scope():
             self.loss = self._forward()
         self.device.step_count += 1
         self.device.check_errors()
 
     def begin_test(self, k: int) -> None:
-        """Begin to add up what test net `k` gives."""
+        """Zero the totals of test net `k`."""
         self.wait_idle()
         if (
             k == 0 or self._positions_before is None
@@ -74,45 +74,43 @@ class WorkerSolver(Solver):
         self._test_passes[k].begin(self.net)
 
     def test_batch(self, k: int) -> None:
-        """Do one of its batches."""
+        """Run a batch of test net `k`."""
         with self.device.scope(), self.ops.blas_scope():
             self._test_passes[k].batch(self.capture)
 
     def end_test(self, k: int) -> None:
-        """It is over; `totals` is what its batches gave."""
+        """End the test of net `k`; `totals` has the sums over its batches."""
         self.totals = self._test_passes[k].totals()
         if k == len(self.test_nets) - 1:
             self._positions_before = None
 
     def wait_idle(self) -> None:
-        """Wait for all iterations that were given to the device; others do not follow at once."""
+        """Wait for all enqueued iterations; the phase timer stops until the next one."""
         self.phase_timer.stop()
         with self.device.scope():
             self._collect_results(wait=True)
 
     def _fail(self, step_result: StepResult) -> None:
-        """Raise what is wrong here; what is wrong with the mean of all is for the root to tell."""
+        """Raise an error of this worker; the root raises what is wrong with the mean of all."""
         self._step.restore_stats()
         self.update_state.resume()
         self.device.check_errors()
 
     def positions(self, iteration: int) -> dict[str, Any]:
-        """Where its own layers and random numbers stand, or stood before the test or iteration that
-        is being done.
-
-        If the root has ended that iteration, it counts as done.
+        """Return the positions of its own layers and random numbers, now or before the test or
+        iteration in progress; an iteration that the root has ended counts as done.
         """
         done = self.iter < iteration
         return copy.deepcopy(take_positions(self._nets, self.device) if done else self._positions())
 
     def snapshot(self) -> NoReturn:
-        """Workers save nothing."""
+        """Raise ConfigError: workers save nothing."""
         raise ConfigError("Should not be called on worker solver.")
 
     def restore(self, path: str) -> NoReturn:
-        """Workers follow their root."""
+        """Raise ConfigError: workers follow their root."""
         raise ConfigError("Should not be called on worker solver.")
 
     def solve(self, state_file: str | None = None) -> NoReturn:
-        """Workers follow their root."""
+        """Raise ConfigError: workers follow their root."""
         raise ConfigError("Should not be called on worker solver.")

@@ -12,7 +12,7 @@ from caffepy.core.errors import DeviceError
 from caffepy.device.gpus import import_cupy
 from caffepy.layer import Layer
 from caffepy.net import Net
-from caffepy.parallel.manager import flats_of
+from caffepy.parallel.gradients import flat_params
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.solver import Solver
 
@@ -52,7 +52,7 @@ class NCCL:
             )
         group = _Processes(count) if mode.multiprocess() else _threads(uid, count)
         self.synchronizer = NcclSync(
-            group, rank, lambda value: [value], flats_of(solver._solver), uid
+            group, rank, lambda value: [value], flat_params(solver._solver), uid
         )
         group.phase = "idle"
         take_turns(solver._solver.net, rank, count, begun=solver.iter > 0)
@@ -116,7 +116,7 @@ def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:
             if id(layer) in places:
                 place = places[id(layer)]
                 for _ in range(to_skip[id(layer)]):
-                    layer.forward(net.nodes[place].bottoms, net.nodes[place].tops)
+                    layer.forward(net.bottoms[place], net.tops[place])
                 to_skip[id(layer)] = count - 1
             yield
 

@@ -11,7 +11,7 @@ from caffepy.core.events import Reporter
 from caffepy.core.paths import AnyPath
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
-from caffepy.parallel.manager import SyncOptions, team_of
+from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode
@@ -175,7 +175,7 @@ class Solver:
             else [Device() for _ in range(cpus - 1)]
         )
         self._at_work, outside = False, None
-        with team_of(self._solver, [own, *others], SyncOptions(sync=sync)):
+        with p2p_manager(self._solver, [own, *others], SyncOptions(sync=sync)):
             try:
                 yield
             except BaseException as error:

@@ -19,7 +19,7 @@ from caffepy.device.blob import Array
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
 from caffepy.net.gradients import large_products
-from caffepy.parallel.manager import flats_of
+from caffepy.parallel.gradients import flat_params
 from caffepy.solver import Solver
 from tests.solver.cases import solver_of
 
@@ -130,7 +130,7 @@ def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) 
         made = large_products(solver.net) if factors else {}
         try:
             sync = nccl_sync(
-                group, rank, lambda value: all_gather(rank, value), flats_of(solver, made)
+                group, rank, lambda value: all_gather(rank, value), flat_params(solver, made)
             )
             solver.synchronize(sync)
             solver.step(4)
@@ -211,7 +211,7 @@ def test_in_the_first_iteration_nobody_sets_up_while_another_waits(
 
 def test_a_communicator_ends_once(nccl_sync: Any) -> None:
     group, solver = RankGroup(1), solver_of("", NET)
-    sync = nccl_sync(group, 0, lambda value: [value], flats_of(solver))
+    sync = nccl_sync(group, 0, lambda value: [value], flat_params(solver))
     group.abort(0, OSError("it went wrong"))
     sync.close()
     assert Communicator.calls[0] == ["abort"]

@@ -76,7 +76,7 @@ class Run:
                 self.root.snapshot()
             elif not ask and self.root.test_nets:
                 self.root.test_all()
-            self.solvers: Sequence[Solver] = [self.root, *team._workers]
+            self.solvers: Sequence[Solver] = [self.root, *team.workers]
             self.data: list[Array] = [solver.params.data.copy() for solver in self.solvers]
             self.history = np.concatenate(self.root.history)
         self.root.close()

@@ -100,7 +100,7 @@ def watch(net: Net) -> list[Batch]:
 
     def keep(index: int) -> None:
         if index == 0:
-            batches.append([top.host_data.copy() for top in net.nodes[0].tops])
+            batches.append([top.host_data.copy() for top in net.tops[0]])
 
     net.after_forward.append(keep)
     return batches
@@ -115,7 +115,7 @@ def batches_of(
     root = root_solver(kind, folder, interval, more)
     devices = [root.device, *(Device() for _ in range(size - 1))]
     with P2PManager(root, devices, all_joined(size), SyncOptions("flat")) as team:
-        solvers = [root, *team._workers]
+        solvers = [root, *team.workers]
         seen = [[watch(s.net) for s in solvers], [watch(s.test_nets[0]) for s in solvers]]
         root.step(iterations)
     root.close()
@@ -149,7 +149,7 @@ def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> No
     param = text_format.Parse(f"{SETTINGS} net_param {{ layer {{ {text} }} }}", SolverParameter())
     root = Solver(param, device=Device(seed=1))
     with P2PManager(root, [root.device, Device()], all_joined(2), SyncOptions()) as team:
-        seen = [watch(s.net) for s in (root, *team._workers)]
+        seen = [watch(s.net) for s in (root, *team.workers)]
         root.step(3)
     for batches in seen:
         for data, drawn in batches:

@@ -83,9 +83,9 @@ def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
         root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync, kind)
     ) as team:
         root.step(4)
-        before = [statistics(solver) for solver in (root, *team._workers)]
+        before = [statistics(solver) for solver in (root, *team.workers)]
         root.snapshot()
-        after = [statistics(solver) for solver in (root, *team._workers)]
+        after = [statistics(solver) for solver in (root, *team.workers)]
     assert not (before[0][0] == before[1][0]).any()
     saved = {layer.name: layer for layer in read_net(f"{tmp_path}/s_iter_4.caffemodel").layer}["bn"]
     for i, blob in enumerate(saved.blobs):
@@ -112,7 +112,7 @@ SCALED = NET.replace(
 @pytest.mark.parametrize("sync", ["tree", "flat"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_solvers_normalize_their_batches_as_one(size: int, sync: str, text: str) -> None:
-    run = Run(size, net(4, text), sync, statistics="sync", until=30)
+    run = Run(size, net(4, text), sync, bn_stats="sync", until=30)
     single = Run(1, net(4 * size, text), until=30)
     np.testing.assert_allclose(run.losses, single.losses, rtol=2e-4)
     np.testing.assert_allclose(run.data[0], single.data[0], rtol=1e-3, atol=1e-4)
@@ -179,7 +179,7 @@ def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.Mo
 def test_workers_save_restore_and_solve_nothing() -> None:
     root = solver_of("")
     with P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()) as team:
-        (worker,) = team._workers
+        (worker,) = team.workers
         for wrong in (worker.snapshot, lambda: worker.restore("x"), worker.solve):
             with pytest.raises(ConfigError, match="Should not be called on worker solver"):
                 wrong()
@@ -209,7 +209,7 @@ def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -
         root.solve()
         assert all(
             seconds > 0
-            for solver in (root, *team._workers)
+            for solver in (root, *team.workers)
             for seconds in solver.phase_timer.read().values()
         )
     assert (

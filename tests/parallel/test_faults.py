@@ -24,7 +24,7 @@ from caffepy.data.sources import open_database
 from caffepy.data.write import write_lmdb
 from caffepy.device.device import Device
 from caffepy.ops.update_state import StepResult, StepStatus
-from caffepy.parallel import manager
+from caffepy.parallel import watchdog
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Solver
@@ -181,7 +181,7 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
         with P2PManager(
             root, [Device() for _ in range(size)], all_joined(size), SyncOptions(sync)
         ) as team:
-            Killer(team._workers[rank - 1], iteration, place)
+            Killer(team.workers[rank - 1], iteration, place)
             root.solve()
 
     threads = set(threading.enumerate())
@@ -249,10 +249,10 @@ def fails(
         with P2PManager(
             root, [Device() for _ in range(3)], all_joined(3), SyncOptions("flat")
         ) as team:
-            ends.solvers += [root, *team._workers]
-            worker = team._workers[1]
+            ends.solvers += [root, *team.workers]
+            worker = team.workers[1]
             if late:
-                worker.add_callback(Late(worker, team._ended))
+                worker.add_callback(Late(worker, team.watchdog.stopped))
             else:
                 Killer(worker, 2, "before_forward")
             root.step(8)
@@ -309,7 +309,7 @@ layer { name: "loss" type: "Reduction" bottom: "y" top: "l" loss_weight: 1 }"""
 
     def run(root: Solver) -> None:
         with P2PManager(root, devices, all_joined(2), SyncOptions("flat")) as team:
-            Killer(team._workers[0], 2, "before_forward")
+            Killer(team.workers[0], 2, "before_forward")
             root.step(4)
 
     with closing(solver_of("", text)) as root:
@@ -337,7 +337,7 @@ def test_a_root_goes_on_alone_if_others_could_not_begin(monkeypatch: pytest.Monk
 
 
 def test_all_synchronizers_together_have_so_long_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "SETTLING", 0.2)
+    monkeypatch.setattr(watchdog, "SETTLING", 0.2)
     first, *others = fails(monkeypatch, time.sleep).patience
     assert 0 < first <= 0.2
     assert others == [0, 0]
@@ -438,14 +438,13 @@ def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept: list[object] = []
-    monkeypatch.setattr("caffepy.parallel.manager.abandon", kept.append)
+    monkeypatch.setattr("caffepy.parallel.workers.abandon", kept.append)
     devices, ended = [Device(), Endless(), Device()], threading.Event()
     passes = iter(range(100))
 
     def run(root: Solver) -> None:
         with P2PManager(root, devices, all_joined(3), SyncOptions("flat")) as team:
             group = team.group
-            group.hung_ranks = team._hung_ranks  # as of GPUs
             group.on_abort(ended.set)
 
             class Waiting:
@@ -508,7 +507,7 @@ def damaged(*_: object) -> None:
 
 
 def worker_fails(team: P2PManager) -> None:
-    team._workers[0].net.before_forward.append(damaged)
+    team.workers[0].net.before_forward.append(damaged)
 
 
 AFTERMATH: dict[str, tuple[bool, Callable[[P2PManager], object]]] = {

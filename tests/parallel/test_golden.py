@@ -44,7 +44,7 @@ def begin(solver: Solver, case: Any) -> None:
 
 def walk(team: P2PManager, case: Any) -> None:
     """Step through what is left of the case, and compare as for one solver."""
-    solvers: Sequence[Solver] = [team.root, *team._workers]
+    solvers: Sequence[Solver] = [team.root, *team.workers]
     root = team.root
     params = {
         name: layer.blobs for name, layer in zip(root.net.layer_names, root.net.layers, strict=True)

@@ -76,7 +76,7 @@ def on_gpus(
     settings: str = ONCE,
     text: str | None = None,
     iterations: int = ITERATIONS,
-    statistics: str = "average",
+    bn_stats: str = "average",
     precision: str = "fp32",
     **how: bool,
 ) -> Ran:
@@ -87,11 +87,11 @@ def on_gpus(
         setattr(root, name, value)
     before = params(root)
     topology = peers.prepare(peers.query(range(size)))
-    with P2PManager(root, devices, topology, SyncOptions(sync, statistics, DEADLINES)) as team:
+    with P2PManager(root, devices, topology, SyncOptions(sync, bn_stats, DEADLINES)) as team:
         root.step(iterations)
         root.test_all()
         team.average_bn_stats()
-        data = [params(solver) for solver in (root, *team._workers)]
+        data = [params(solver) for solver in (root, *team.workers)]
     root.close()
     if sync == "tree":
         del data[1:]
@@ -321,7 +321,7 @@ def test_layers_run_in_another_order_in_runs(
         if heard:
             root.add_callback(Heard())
         root.step(ITERATIONS)
-        data = [params(solver) for solver in (root, *team._workers)]
+        data = [params(solver) for solver in (root, *team.workers)]
     root.close()
     assert "the factors of the weight gradients of first, second" in caplog.text
     for other in data[1:]:
@@ -403,7 +403,7 @@ NORMALIZED = NET.replace(
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("sync", ["nccl", "tree"])
 def test_solvers_normalize_their_batches_as_one(sync: str, size: int) -> None:
-    ran = on_gpus(size, sync, text=net(4, NORMALIZED), statistics="sync")
+    ran = on_gpus(size, sync, text=net(4, NORMALIZED), bn_stats="sync")
     expected = alone(ONCE, net(4 * size, NORMALIZED))
     np.testing.assert_allclose(ran.losses, expected.losses, rtol=2e-4)
     np.testing.assert_allclose(ran.data[0], expected.data[0], rtol=1e-3, atol=1e-4)
@@ -472,7 +472,7 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
             peers.prepare(peers.query([0, 1])),
             SyncOptions(sync, deadlines=DEADLINES),
         ) as team:
-            (worker,) = team._workers
+            (worker,) = team.workers
             perform = worker._step.perform
 
             def fail() -> None:

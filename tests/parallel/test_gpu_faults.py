@@ -155,7 +155,7 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
 
     def run(root: Solver) -> None:
         with together(root, sync) as team:
-            kill(team._workers[0], place, iteration)
+            kill(team.workers[0], place, iteration)
             root.solve()
 
     with closing(solver(f"{tmp_path}/s")) as root:

@@ -83,7 +83,7 @@ def test_a_team_restores_as_one(sync: str, tmp_path: Path) -> None:
             for end in range(4, 11, 3):
                 root.step(end - root.iter)
                 root.snapshot()
-            ends.append([solver.params.data.copy() for solver in (root, *team._workers)])
+            ends.append([solver.params.data.copy() for solver in (root, *team.workers)])
     root.close()
     np.testing.assert_array_equal(*ends)
 
@@ -129,7 +129,7 @@ def test_in_the_second_test_workers_stand_where_they_stood_before_the_first() ->
     with P2PManager(
         root, [root.device, Device(seed=1)], all_joined(2), SyncOptions("flat")
     ) as team:
-        (worker,) = team._workers
+        (worker,) = team.workers
         before = worker.device.random.state
 
         def draw() -> Action:

@@ -15,7 +15,7 @@ from caffepy.core.errors import UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
-from caffepy.parallel.manager import SyncOptions, team_of
+from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.report.performance import difference, shares
 
 
@@ -97,7 +97,7 @@ def bench_scaling(
         )
         ops.set_precision(devices[0], precision)
         with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
-            with team_of(trainer.solver, devices, SyncOptions(sync)) as team:
+            with p2p_manager(trainer.solver, devices, SyncOptions(sync)) as team:
                 trainer.window(5)
                 iterations = trainer.iterations_in(WINDOW)
                 before = team.seconds() if team else []

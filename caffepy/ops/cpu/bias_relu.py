@@ -1,4 +1,4 @@
-"""Gradients of the bias and ReLU that follow a convolution or product."""
+"""What goes with a convolution or product: the gradients of its bias and ReLU at once."""
 
 from math import prod
 from typing import Any

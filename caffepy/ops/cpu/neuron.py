@@ -1,4 +1,6 @@
-"""Activations, dropout, and both after a product."""
+"""Activations. The output may be the input and the input's gradient may be the output's: then the
+same array object.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Normalization by statistics of each channel; sums in float64."""
+"""Normalization by statistics of each channel of (outer, C, inner) arrays; sums in double
+precision.
+"""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The phase timer, by the host's clock."""
+"""Where the time of a solver's iterations goes, by the host's clock."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from caffepy.ops.phase_timer import PARTS
 
 
 class PhaseTimer:
-    """Sums of differences of time.perf_counter."""
+    """Sums of what the host's clock shows."""
 
     def __init__(self, device: Device) -> None:
         self.running = False

@@ -1,4 +1,4 @@
-"""Gather and scatter-add of rows, and the largest values."""
+"""Rows picked by number, sums of such rows, places of the largest values."""
 
 from typing import Any
 

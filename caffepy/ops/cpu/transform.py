@@ -1,4 +1,8 @@
-"""Crop, mean subtraction, scale and mirroring of a batch of images."""
+"""Transformation of a batch of images: crop, subtract a mean, scale, mirror.
+
+y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts
+from the right where the image is mirrored.
+"""
 
 from typing import Any
 
@@ -9,7 +13,7 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
-GRAIN = 1 << 16  # values for which one more thread pays
+GRAIN = 1 << 16  # values worth a thread of their own
 
 
 @kernel
@@ -25,7 +29,9 @@ def _transform(
     hi: int,
 ) -> None:
     channels, height, width = y.shape[1:]
-    last = np.uint64(width - 1)  # unsigned indices cannot be negative: vector code
+    last = np.uint64(
+        width - 1
+    )  # unsigned: no index counts from the end, so the loops become vector code
     for n in range(lo, hi):
         left = w_off[n]
         for c in range(channels):
@@ -53,8 +59,9 @@ def transform_batch(
 ) -> None:
     channels, width = records.shape[1], records.shape[3]
     mean = np.zeros((1, 1, 1), out.dtype) if mean is None else mean
-    # A mean of one row serves every row of the image.
-    mean = np.broadcast_to(mean, (channels, mean.shape[1], width))
+    mean = np.broadcast_to(
+        mean, (channels, mean.shape[1], width)
+    )  # one row may do for every row of the image
     mean = np.ascontiguousarray(mean, out.dtype)
     factor = out.dtype.type(scale)
     parallel(

@@ -1,7 +1,8 @@
-"""Update rules over flat parameter arrays, one fused pass each: normalize, regularize, update.
+"""Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
 
-Each writes `w` and its history in place and leaves in `g` what it subtracted from `w`. Loops run
-over slices: the compiler vectorizes only indices that cannot be negative.
+`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w`
+and its history in place and leaves in `g` what it subtracted from `w`. Loops run over slices:
+indices that cannot be negative are what lets the compiler vectorise them.
 """
 
 from math import sqrt
@@ -14,11 +15,11 @@ from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.segments import Number, Segments
 
 Array = NDArray[Any]
-GRAIN = 1 << 16  # elements for which one more thread pays
+GRAIN = 1 << 16  # elements that are worth a thread
 
 
 class Typed(NamedTuple):
-    """Segments with numbers in the type of the parameters."""
+    """Segments whose numbers have the type of the parameters."""
 
     ends: Array
     rates: Array

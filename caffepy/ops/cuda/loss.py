@@ -52,7 +52,7 @@ def _divisor(divisor: float | None) -> float:
     return -1.0 if divisor is None else float(divisor)
 
 
-def _threads_each(x: Array) -> int:
+def _lanes(x: Array) -> int:
     """Threads that take a label: a warp where the scores of one lie in a row."""
     return 32 if x.shape[2] == 1 else 1
 
@@ -133,14 +133,14 @@ def accuracy(
     shares: Array | None,
     wrong: Array,
 ) -> None:
-    threads = _threads_each(x)
+    lanes = _lanes(x)
     room = (0, 0, 0) if shares is None else (hits, counts, shares)
-    sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), threads)
+    sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), lanes)
     launch_finding(
         "loss",
         "accuracy",
         x,
-        -(-label.size * threads // THREADS),
+        -(-label.size * lanes // THREADS),
         (x, label, *sizes, *room, share, wrong),
     )
 
@@ -157,7 +157,7 @@ def infogain_loss_forward(
     wrong: Array,
 ) -> None:
     softmax_forward(x, prob)
-    threads = _threads_each(x)
+    lanes = _lanes(x)
     arguments = (
         prob,
         label,
@@ -165,10 +165,10 @@ def infogain_loss_forward(
         label.size,
         *x.shape[1:],
         *_skip(ignore),
-        threads,
+        lanes,
         _divisor(divisor),
     )
-    worth = -(-label.size * threads // THREADS)
+    worth = -(-label.size * lanes // THREADS)
     launch_finding("item_loss", "infogain_loss", x, worth, (*arguments, loss, norm, wrong))
 
 
@@ -181,10 +181,10 @@ def infogain_loss_backward(
     norm: Array,
     dx: Array,
 ) -> None:
-    threads = _threads_each(prob)
-    arguments = (prob, label, matrix, dx, label.size, *prob.shape[1:], *_skip(ignore), threads)
+    lanes = _lanes(prob)
+    arguments = (prob, label, matrix, dx, label.size, *prob.shape[1:], *_skip(ignore), lanes)
     numbers = (*number(weight), *number(norm))
-    launch("item_loss", "infogain_loss_gradient", prob, label.size * threads, *arguments, *numbers)
+    launch("item_loss", "infogain_loss_gradient", prob, label.size * lanes, *arguments, *numbers)
 
 
 def multinomial_loss_forward(

@@ -1,22 +1,22 @@
-// Sums and maxima in a fixed order, so that results do not depend on scheduling.
+// Sums in a fixed order: a result never hangs on which block came first.
 
-// The result goes to all threads of a warp: a butterfly over distances 16, 8, 4, 2, 1.
+// To all lanes of a warp, the lanes in pairs of ever nearer ones.
 template <typename A> __device__ A warp_sum(A x) {
 #pragma unroll
-  for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
   return x;
 }
 
 template <typename A> __device__ A warp_max(A x) {
 #pragma unroll
-  for (int offset = 16; offset; offset /= 2) {
-    const A other = __shfl_xor_sync(0xffffffffu, x, offset);
+  for (int lane = 16; lane; lane /= 2) {
+    const A other = __shfl_xor_sync(0xffffffffu, x, lane);
     x = x > other ? x : other;
   }
   return x;
 }
 
-// The result goes to all threads of a block of whole warps.
+// To all threads of a block of whole warps.
 template <typename A> __device__ A block_sum(A x) {
   __shared__ A parts[32];
   x = warp_sum(x);
