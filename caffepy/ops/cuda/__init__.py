@@ -1,9 +1,10 @@
-"""Arithmetic on one NVIDIA GPU: cuDNN, cuBLAS and kernels of our own, on CuPy arrays that are
-C-contiguous.
+"""Arithmetic on one NVIDIA GPU: cuDNN, cuBLAS and kernels of our own, on CuPy arrays.
 
-All work goes to CuPy's current stream; nothing waits for it, nothing is read back, so that a step
-can be captured as a CUDA graph once every shape has been seen. Sums that are Python floats on the
-CPU are arrays without axes here.
+All work is enqueued on CuPy's current stream; nothing waits for it, nothing is read back, so that a
+step can be captured as a CUDA graph once every shape has been seen.
+
+Start with launch.py and elementwise.py; a convolution is convolution.py, which chooses between
+graphs.py (cuDNN), small_convolution.py and columns.py.
 """
 
 try:

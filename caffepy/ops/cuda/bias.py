@@ -1,4 +1,4 @@
-"""Biases of planes and of rows, and their gradients: those of few rows in one launch."""
+"""Biases of planes and of rows, and their gradients."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import BLOCKS, Array, c_type, planes
 
 STRIP, WIDTH = 32, 512
-"""Columns that a block adds up and threads that it has, as in columns.cuh."""
+"""Columns and threads of a block, as in columns.cuh."""
 
 FEW = 512
-"""Rows of which there is one share only."""
+"""Up to this many rows are summed by one block."""
 
 
 def add_bias(y: Array, b: Array) -> None:
@@ -35,8 +35,8 @@ def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
 def over_columns(
     file: str, name: str, like: Array, shape: tuple[int, int], db: Array | None, *arguments: Any
 ) -> None:
-    """Run a kernel of columns.cuh over the columns of arrays that lie as `shape`; db, if any, +=
-    its sums.
+    """Run a kernel of columns.cuh over the columns of arrays of this shape; db, if any, += its
+    sums.
     """
     rows, columns = shape
     if not rows * columns:

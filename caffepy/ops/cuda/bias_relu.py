@@ -1,6 +1,4 @@
-"""What goes with a convolution or product: its bias and ReLU, and the gradients of both, each in
-one pass.
-"""
+"""Bias and ReLU after a convolution or product, and the gradients of both, each in one pass."""
 
 from typing import Any
 
@@ -9,19 +7,17 @@ from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import THREADS, Array, c_type, channels_last, launch, packs, planes
 
 BLOCKS = 132 * 4
-"""As many blocks as a large device holds at a time."""
+"""About as many blocks as a large device holds at a time."""
 
 ROWS = 16
-"""Rows that a thread adds up at least, before a second block takes a share."""
+"""Rows that a thread sums at least, before a second block takes a share."""
 
 LINE = 1024
-"""Elements of a plane that a warp takes at a time."""
+"""Elements of a plane that a warp sums at a time."""
 
 
 def bias_relu(y: Array, b: Array | None, relu: bool) -> None:
-    """y = relu(y + b) in place, or y + b; y (N, O, ...) in any order, b float32 (float64 for
-    doubles).
-    """
+    """y = relu(y + b) in place, or y + b; y (N, O, ...)."""
     launch("bias_relu", "bias_relu", y, packs(y), y, 0 if b is None else b, *planes(y), int(relu))
 
 
@@ -29,7 +25,7 @@ def relu_bias_backward(y: Array | None, dy: Array, db: Array | None) -> None:
     if not dy.size or (y is None and db is None):
         return
     if y is not None:
-        channels_last(y, dy)  # or else an error
+        channels_last(y, dy)  # raises if their layouts differ
     outer, outputs, inner = planes(dy)
     if inner == 1:
         pack = _pack(outputs, *(a for a in (y, dy) if a is not None))
@@ -60,7 +56,7 @@ def _run(
 
 
 def _pack(outputs: int, *arrays: Array) -> int:
-    """Of how many elements packs of up to 16 bytes can be that all begin with the same column."""
+    """Return the number of elements, at most 16 bytes, of packs that all begin in the same column."""
     size: int = arrays[0].itemsize
     pack = 16 // size
     while outputs % pack or any(a.data.ptr % (pack * size) for a in arrays):

@@ -1,6 +1,4 @@
-"""Matrix products by cuBLAS, small ones by a kernel of our own where that is faster, or by cuDNN
-where nvmath is not installed.
-"""
+"""Matrix products by cuBLAS; small ones by product.cu if that is faster; by cuDNN without nvmath."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -17,21 +15,20 @@ from caffepy.ops.cuda.launch import BLOCKS, THREADS, c_type
 Array = Any  # cupy.ndarray
 
 SMALL, TILE = 1 << 25, 16
-"""Multiplications in a product up to which product.cu is tried, and rows and columns that a block
-of it makes.
+"""Up to this many multiplications product.cu is tried; rows and columns of a product that one of
+its blocks makes.
 """
 
 _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "uint16": 14}  # cudaDataType_t
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-_FACTORS = {
-    t: np.array([0, 1], t) for t in ("float32", "float64")
-}  # what cuBLAS reads alpha and beta from
+# cuBLAS reads alpha and beta from host memory: 0 and 1 of either type.
+_FACTORS = {t: np.array([0, 1], t) for t in ("float32", "float64")}
 _ZERO = {t: factors.ctypes.data for t, factors in _FACTORS.items()}
 
 
 @cache
 def _import_cublas() -> Any:
-    """nvmath's bindings, or None."""
+    """Return nvmath's bindings, or None."""
     try:
         from nvmath.bindings import cublas
     except ImportError:
@@ -60,9 +57,7 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: floa
 
 
 def _layout(x: Array) -> tuple[bool, int]:
-    """Whether rows of x lie across its columns in memory (a transposed view), and how far apart its
-    lines are.
-    """
+    """Return True if x is a transposed view, and its leading dimension."""
     rows, columns = x.shape
     down, across = (stride // x.itemsize for stride in x.strides)
     if (across == 1 or columns == 1) and (rows == 1 or down >= columns):
@@ -83,9 +78,8 @@ def _multiply(
     kind, factors = _DATA_TYPES[a.dtype.name], "float64" if a.dtype == np.float64 else "float32"
     zero = _ZERO[factors]
     one = zero + _FACTORS[factors].itemsize
-    alpha = np.array(scale, factors)  # read before the call returns
-    # cuBLAS counts columns first: it sees each array transposed and computes out.T (N, M) = b.T @
-    # a.T
+    alpha = np.array(scale, factors)  # cuBLAS reads it before the call returns
+    # cuBLAS is column-major: it sees each array transposed and computes out.T (N, M) = b.T @ a.T.
     cublas.gemm_ex(
         context().cublas(cublas),
         int(tb),
@@ -117,7 +111,7 @@ def _compute_type(a: Array) -> int:
 
 
 def _is_small(a: Array, b: Array, out: Array) -> bool:
-    """Whether our own kernel takes the product, and may be the faster one."""
+    """Return True if product.cu can compute the product and may be the faster one."""
     if a.dtype == np.float64 or out.size * a.shape[1] > SMALL or max(out.shape) >= 1 << 19:
         return False
     return all(
@@ -130,11 +124,11 @@ def _is_small(a: Array, b: Array, out: Array) -> bool:
 def _ours_is_faster(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> bool:
     name = f"product {a.shape} {a.strides} {b.shape} {b.strides} {out.strides} {out.dtype.name} {accumulate}"
     there = context().array("product", out.shape, out.dtype) if autotune.may_time() else out
-    ways: list[Callable[[], autotune.Run]] = [
+    candidates: list[Callable[[], autotune.Run]] = [
         lambda: partial(_multiply, cublas),
         lambda: _multiply_small,
     ]
-    found = autotune.fastest(name, a.dtype, ways, (a, b, there, accumulate))
+    found = autotune.fastest(name, a.dtype, candidates, (a, b, there, accumulate))
     return found is not None and found[0] == 1
 
 

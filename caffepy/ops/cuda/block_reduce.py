@@ -1,5 +1,5 @@
-"""Launches of kernels that end with what all blocks found: the last block to end adds it up, in the
-blocks' order.
+"""Launches of kernels with one result of all blocks: the last block to finish sums those of all, in
+the order of blocks (block_reduce.cuh).
 """
 
 from typing import Any
@@ -15,18 +15,18 @@ _arrivals: dict[tuple[int, int], Array] = {}
 
 
 def _arrived() -> Array:
-    """Where the blocks of a launch on this stream count themselves: zero before and after."""
+    """Return the counter of finished blocks for launches on this stream: 0 before and after each."""
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
     if key not in _arrivals:
         _arrivals[key] = cupy.zeros((), np.uint64)
     return _arrivals[key]
 
 
-def launch_finding(
+def launch_reduce(
     file: str, name: str, like: Array, worth: int, arguments: tuple[Any, ...]
 ) -> None:
-    """The template `name` for the element type of `like` in about `worth` blocks, at least one:
-    block_reduce.cuh.
+    """Launch the template `name` for the element type of `like` in about `worth` blocks, at least
+    one.
     """
     blocks = max(1, min(worth, MOST_BLOCKS))
     launch_blocks(file, name, like, blocks, *arguments, scratch("loss", 3 * blocks), _arrived())

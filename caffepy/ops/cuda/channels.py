@@ -1,5 +1,5 @@
-"""Passes over (N, C, P) arrays by channels, in either order, and two sums for each channel in two
-stages with a fixed order; see channels.cuh.
+"""Elementwise passes over (N, C, P) arrays with numbers of each channel, in either layout, and two
+sums for each channel, in two stages and a fixed order; see channels.cuh.
 """
 
 from typing import Any
@@ -16,22 +16,20 @@ from caffepy.ops.cuda.launch import (
 )
 
 DEVICE = 132
-"""Multiprocessors of a large device; that many blocks, times those that one holds at a time, are
-one wave.
-"""
+"""Multiprocessors of a large device: this times the blocks that one holds at a time is a wave."""
 
 SHARE = 4096
-"""Elements of a plane that are worth a block."""
+"""Elements of a plane for which one more block pays."""
 
 LINES = 8
-"""Lines of channels that are worth a thread."""
+"""Pixels (channels last) for which one more thread pays."""
 
 Shape = tuple[int, int, int]
 
 
 def lying(*arrays: Array) -> Shape:
-    """(outer, C, inner) of arrays in their memory; with channels last, outer counts lines of them
-    and inner is 1.
+    """Return (outer, C, inner) of arrays in their memory: with the channels last, outer counts
+    pixels and inner is 1.
     """
     n, c, p = arrays[0].shape
     last = channels_last(*arrays)
@@ -39,7 +37,7 @@ def lying(*arrays: Array) -> Shape:
 
 
 def _blocks(shape: Shape, itemsize: int, wave: int) -> tuple[int, int]:
-    """How many blocks a pass has, and among how many of them each channel is split."""
+    """Return the number of blocks of a pass, and by how many of them each channel is divided."""
     outer, channels, inner = shape
     if inner == 1:
         width = 16 // itemsize
@@ -69,7 +67,7 @@ def channel_pass(
     variant: tuple[int, ...] = (),
     held: int = 4,
 ) -> None:
-    """Run a kernel of a pass, its further arguments first; `held` blocks of it fit on a
+    """Run a kernel of a pass, its further arguments first; `held` of its blocks fit on a
     multiprocessor.
     """
     blocks, splits = _blocks(shape, x.itemsize, held * DEVICE)
@@ -84,8 +82,8 @@ def sums(
     shape: Shape | None = None,
     variant: tuple[int, ...] = (),
 ) -> tuple[Array, int]:
-    """Run a kernel of sums over the channels of x, its further arguments first; (2, splits, C) and
-    splits.
+    """Run a kernel that sums over the channels of x, its further arguments first; return (2,
+    splits, C) partial sums and splits.
     """
     shape = lying(x) if shape is None else shape
     blocks, splits = _blocks(shape, x.itemsize, 3 * DEVICE)
@@ -95,5 +93,5 @@ def sums(
 
 
 def finish(file: str, name: str, x: Array, *arguments: Any) -> None:
-    """Run a kernel that makes something of the sums of each channel of x."""
+    """Run a kernel that finishes the sums of each channel of x."""
     launch_blocks(file, name, x, -(-x.shape[1] // 8), *arguments)

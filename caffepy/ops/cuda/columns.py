@@ -1,4 +1,4 @@
-"""Convolution by columns and matrix products, image by image, for what cuDNN has no plan for."""
+"""Convolution by im2col and matrix products, image by image, where cuDNN has no plan."""
 
 from collections.abc import Sequence
 from math import prod
@@ -18,7 +18,8 @@ Sizes = Sequence[int]
 
 
 class Columns:
-    """By col (C*taps, P), the columns of an image x: y = w @ col, dcol = w.T @ dy, dw = dy @ col.T.
+    """Convolution by col (C*taps, P), the columns of an image x: y = w @ col, dcol = w.T @ dy, dw =
+    dy @ col.T.
 
     All arrays are C-contiguous.
     """

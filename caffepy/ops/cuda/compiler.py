@@ -1,13 +1,13 @@
-"""How the kernels of this back end are compiled: NVRTC through CuPy, at the first use on a device,
+"""Compilation of the kernels of this back end: by NVRTC through CuPy, at the first use on a device,
 cached on disk.
 
 The kernels of kernels/NAME.cu that are `template <typename T>` are compiled together for the type
-that is asked for; every other name expression, such as `foo<float, 4>`, makes a module of its own.
-`#include "NAME.cuh"` puts in the text of a file beside it (so that CuPy's cache, which knows the
-text of a module only, sees changes of headers).
+that is asked for; every other name expression, such as `foo<float, 4>`, becomes a module of its
+own. `#include "NAME.cuh"` is replaced by the text of the file beside it, because the key of CuPy's
+cache is the text of the module.
 
 A kernel's scalar arguments must have the C type that the kernel declares: numpy.int32(n) for int,
-numpy.float32(x) for float; a Python int goes as long long, a Python float as double.
+numpy.float32(x) for float; a Python int is passed as long long, a Python float as double.
 """
 
 import re
@@ -35,8 +35,8 @@ _lock = RLock()
 
 
 def kernel(file: str, name: str) -> Kernel:
-    """The kernel of kernels/FILE.cu that a name expression such as `max_pool_forward<float>` means,
-    for this device.
+    """Return the kernel of kernels/FILE.cu with a name expression such as
+    `max_pool_forward<float>`, for this device.
 
     Called as kernel(grid, block, arguments). Its first use compiles and loads, so it must not be
     inside a capture.
@@ -50,9 +50,8 @@ def _load(device: int, file: str, name: str) -> Kernel:
     with _lock:
         try:
             names, functions = _compile(file, expressions(file, name))
-        except (
-            cupy.cuda.compiler.CompileException
-        ):  # another template of the file is not meant for this type
+        except cupy.cuda.compiler.CompileException:
+            # Another template of the file is not for this type.
             names, functions = _compile(file, [name])
         for each, function in zip(names, functions, strict=True):
             _kernels.setdefault((device, file, each), function)
@@ -65,7 +64,7 @@ def _compile(file: str, names: list[str]) -> tuple[list[str], list[Kernel]]:
 
 
 def expressions(file: str, name: str) -> list[str]:
-    """The name expressions that are compiled together with this one."""
+    """Return the name expressions that are compiled together with this one."""
     if match := _ONE_TYPE.fullmatch(name):
         kind = match[2]
         together = [f"{template}<{kind}>" for template in _TEMPLATE.findall(source(file))]
@@ -76,6 +75,6 @@ def expressions(file: str, name: str) -> list[str]:
 
 @cache
 def source(file: str) -> str:
-    """The text of kernels/FILE.cu with its includes put in."""
+    """Return the text of kernels/FILE.cu with its includes."""
     text = (FOLDER / f"{file}.cu").read_text()
     return _INCLUDE.sub(lambda match: (FOLDER / match[1]).read_text(), text)

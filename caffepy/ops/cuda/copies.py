@@ -1,4 +1,4 @@
-"""Copies: of whole arrays, of views, from one format to another, and of arrays side by side in one."""
+"""Copies of arrays and views, between layouts and types, concatenation and splitting."""
 
 from collections.abc import Sequence
 from math import gcd, prod
@@ -26,11 +26,11 @@ UNITS = {
     16: "uint4",
 }
 PARTS = 8
-"""Arrays that a launch of copy.cu takes."""
+"""Most arrays of a launch of copy.cu."""
 
 
 def _lie_alike(x: Array, y: Array) -> bool:
-    """Whether both fill their memory in the same order."""
+    """Return True if both fill their memory in the same order."""
     return (x.flags.c_contiguous and y.flags.c_contiguous) or (
         lies_channels_last(x) and lies_channels_last(y)
     )
@@ -59,7 +59,7 @@ def _copy_whole(src: Array, dst: Array) -> None:
 
 
 def _copy_strided(src: Array, dst: Array) -> bool:
-    """Copy if no more than four axes are left after those are joined that can be."""
+    """Copy and return True, if at most four axes are left after merging."""
     axes: list[
         tuple[int, int, int]
     ] = []  # strides of dst and src in bytes, size; the shortest strides first
@@ -120,8 +120,8 @@ def _transpose(x: Array, out: Array) -> None:
 
 
 def _tile(rows: int, columns: int) -> tuple[int, int]:
-    """Logarithms of the rows and columns of a tile: of the fewer as many as there are, from 4 to
-    64.
+    """Return the logarithms of the rows and columns of a tile: of the smaller number as many as
+    there are, from 4 to 64.
     """
     down, across = (min(max(2, (size - 1).bit_length()), 6) for size in (rows, columns))
     return (down, min(12 - down, 8)) if rows <= columns else (min(12 - across, 8), across)

@@ -1,7 +1,6 @@
-"""Sums and products of arrays of one shape.
+"""Sums and products of arrays of one shape and layout; an index is flat.
 
-Arrays of one call lie in the same order, whichever it is; an index lies flat. The factor of
-`scaled` and `axpy` may be an array without axes, read when the kernel runs.
+The factor of `scaled` and `axpy` may be an array without axes, read when the kernel runs.
 """
 
 from collections.abc import Sequence
@@ -26,14 +25,14 @@ from caffepy.ops.cuda.launch import (
 
 
 def _each(name: str, arrays: tuple[Array, ...], *arguments: Any) -> None:
-    """Run a kernel over the elements of arrays that lie alike."""
+    """Run a kernel over the elements of arrays with one layout."""
     launch(
         "elementwise", name, arrays[0], packs(_alike(*arrays)), *arrays, arrays[0].size, *arguments
     )
 
 
 def _alike(x: Array, *others: Array) -> Array:
-    """x, after a look at the others' type, size and order."""
+    """Return x after checking type, shape and layout of the others."""
     assert all(a.dtype == x.dtype and a.size == x.size for a in others)
     channels_last(x, *others)
     return x
@@ -64,7 +63,7 @@ def dot(x: Array, y: Array) -> Any:
 
 
 TERMS = 8
-"""Arrays that a launch of eltwise_sum takes."""
+"""Most arrays of a launch of eltwise_sum."""
 
 
 def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) -> None:

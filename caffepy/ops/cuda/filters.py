@@ -1,7 +1,7 @@
-"""Weights and images as cuDNN takes them where channels lie last, rearranged by kernels of our own.
+"""Weights and images rearranged for cuDNN where the channels lie last.
 
-Weights are float32 in Caffe's order; here they get the arrays' type and the order (O, *kernel, C).
-What is made from them, or from an image, stays until the next call, in memory that its maker keeps.
+Weights are float32 in Caffe's order; cuDNN gets the arrays' type and the order (O, *kernel, C).
+What is made of them, or of an image, stays valid until the next call.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,21 @@ from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.graphs import Geometry, Shape
 from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch, packs
 
-ROOM = 4096
+TILE = 4096
 """Floats of a tile, as in filters.cu."""
 
 TAPS, FLAT = 64, 1024
-"""Taps of a tile at most; weights of a tile where nothing is turned."""
+"""Most taps of a tile; weights of a tile if nothing is transposed."""
 
 CHUNK = 16
-"""Bytes to a multiple of which tensor cores want the channels of a pixel."""
+"""Tensor cores want pixels whose channels are a multiple of this many bytes."""
 
 
 class Filters:
-    """The weights of a convolution, w of its geometry, in rows for cuDNN: those of output o in row
-    o.
+    """The weights of a convolution as cuDNN wants them: a row for each output.
 
-    Tap t of the channels lies at `places[t]` of a row of the shape `row`; groups lie side by side
-    if `dense`, with zeros where they do not meet.
+    Tap t of the channels begins at `places[t]` of a row of the shape `row`. If `dense`, the groups
+    lie side by side in the rows, with zeros for the channels of other groups.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class Filters:
         self._as_they_are = not turned and self.dtype == np.float32
         if turned:
             across = min(taps, TAPS)
-            most = ROOM // (across | 1) // 32 * 32
+            most = TILE // (across | 1) // 32 * 32
             down = -(-channels // -(-channels // most))
             down = min(channels, -(-down // 32) * 32)
         else:
@@ -61,11 +60,11 @@ class Filters:
         self.forget()
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._memory: tuple[Array, Array, Array] | None = None
 
     def _kept(self) -> tuple[Array, Array, Array]:
-        """Weights and bias for cuDNN, zeros at first, and the places."""
+        """Return weights and bias for cuDNN, zeros at first, and the places."""
         if self._memory is None:
             w = cupy.zeros(0 if self._as_they_are else self.shape, self.dtype)
             self._memory = (
@@ -76,11 +75,11 @@ class Filters:
         return self._memory
 
     def kept(self, w: Array) -> Array:
-        """What `take` made last of these weights."""
+        """Return what `take` made last of these weights."""
         return w if self._as_they_are else self._kept()[0]
 
     def take(self, w: Array, b: Array | None) -> tuple[Array, Array]:
-        """Weights and bias in their new type and order; without a bias zeros."""
+        """Return weights and bias in their new type and order; without a bias, zeros."""
         turned, bias, places = self._kept()
         if self._as_they_are:
             return w, bias if b is None else b
@@ -90,13 +89,13 @@ class Filters:
         return turned, bias if b is None or narrow else b
 
     def add(self, turned: Array, dw: Array) -> None:
-        """dw += a gradient that lies as the weights for cuDNN do, in their type."""
+        """dw += a gradient in the type and order of the weights for cuDNN."""
         arguments = (turned, dw, self._kept()[2], *self._sizes)
         kernel("filters", f"add_turned<{c_type(turned)}>")((self._blocks,), (THREADS,), arguments)
 
 
 def plain_filters(geometry: Geometry, dtype: DTypeLike) -> Filters:
-    """Weights (O, *kernel, C/g)."""
+    """Return the weights in the order (O, *kernel, C/g)."""
     channels, kernel = geometry.w[1], geometry.w[2:]
     return Filters(
         geometry, dtype, (*kernel, channels), range(0, prod(kernel) * channels, channels)
@@ -104,7 +103,7 @@ def plain_filters(geometry: Geometry, dtype: DTypeLike) -> Filters:
 
 
 def dense_filters(geometry: Geometry, dtype: DTypeLike) -> tuple[Geometry, Filters]:
-    """A convolution without groups, weights (O, *kernel, C), that does the same as one with them."""
+    """Return an equal convolution without groups and its weights (O, *kernel, C), mostly zeros."""
     channels, kernel = geometry.x[1], geometry.w[2:]
     places = range(0, prod(kernel) * channels, channels)
     whole = geometry._replace(w=(geometry.w[0], channels, *kernel))
@@ -112,11 +111,11 @@ def dense_filters(geometry: Geometry, dtype: DTypeLike) -> tuple[Geometry, Filte
 
 
 class Blocks:
-    """An image whose pixels are blocks of another's, as large as the stride, with as many channels
-    as cuDNN wants.
+    """An image whose pixels are blocks of another's, as large as the stride (space to depth).
 
     A convolution with stride becomes one without, of fewer pixels with more channels; the padding
-    goes into the image. Where there is no stride, pixels get channels that are 0.
+    becomes part of the image. Without stride, the pixels only get channels of zeros, up to a
+    multiple of CHUNK.
     """
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
@@ -151,11 +150,11 @@ class Blocks:
         self.forget()
 
     def forget(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self.kept: Array | None = None
 
     def take(self, x: Array) -> Array:
-        """The image in blocks."""
+        """Return the image in blocks."""
         if self.kept is None:
             n, depth, *size = self.geometry.x
             self.kept = cupy.empty((n, *size, depth), self.dtype)
@@ -173,9 +172,7 @@ class Blocks:
 
 
 def suits_blocks(geometry: Geometry, dtype: DTypeLike) -> bool:
-    """Whether there are so few channels that cuDNN would have to fill up pixels with zeros by
-    itself.
-    """
+    """Return True if there are so few channels that cuDNN would have to pad pixels by itself."""
     chunk = CHUNK // np.dtype(dtype).itemsize
     strided = prod(geometry.stride) > 1
     return (

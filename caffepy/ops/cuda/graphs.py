@@ -1,7 +1,7 @@
-"""The convolutions that cuDNN computes, as its graphs.
+"""cuDNN's graphs of convolutions.
 
-cuDNN has two orders for arrays of (N, C, *spatial): that of their axes, and one with the channels
-last, in which weights lie as (O, *kernel, C). A convolution over one axis is one over two for it.
+cuDNN has two layouts for arrays of (N, C, *spatial): this order, and one with the channels last, in
+which weights are (O, *kernel, C). A convolution over one axis is one over two for it.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Array = Any  # cupy.ndarray
 Shape = tuple[int, ...]
 
 LARGE = 1e10
-"""Operations from which on more plans are timed."""
+"""Of a convolution with more operations than this, more plans are timed."""
 
 
 class Geometry(NamedTuple):
@@ -29,12 +29,12 @@ class Geometry(NamedTuple):
 
     @property
     def group(self) -> int:
-        """How many groups the channels are in."""
+        """The number of groups of channels."""
         return self.x[1] // self.w[1]
 
     @property
     def operations(self) -> int:
-        """Multiplications and additions of one of its three products."""
+        """Multiplications and additions of forward, or of either gradient."""
         return 2 * prod(self.y) * prod(self.w[1:])
 
     def __str__(self) -> str:
@@ -44,11 +44,11 @@ class Geometry(NamedTuple):
 
 
 def find(what: str, geometry: Geometry, last: bool, arrays: Sequence[Array]) -> plans.Plan | None:
-    """The plan for these arrays, the last of which it writes; None if cuDNN has none. All are of
-    one type.
+    """Return the plan for these arrays, the last of which is the output; None if cuDNN has none.
+    All have one type.
 
-    "forward" takes x, w, y, "forward bias" and "forward bias relu" x, w, b, y, "backward_data" dy,
-    w, dx, "backward_weight" x, dy, dw. The channels lie last if `last`.
+    "forward" takes x, w, y; "forward bias" and "forward bias relu" x, w, b, y; "backward_data" dy,
+    w, dx; "backward_weight" x, dy, dw. The channels lie last if `last`.
     """
 
     def build(cudnn: Any, graph: Any) -> list[Any]:
@@ -101,7 +101,7 @@ class _Builder:
         return self.graph.tensor(dim=list(shape), stride=self.strides(shape), data_type=kind)
 
     def lying(self, tensor: Any, shape: Shape) -> Any:
-        """The tensor with its order told; what is not told is taken to lie with the channels last."""
+        """Return the tensor with its layout set; by default cuDNN takes channels last."""
         return tensor.set_dim(list(shape)).set_stride(self.strides(shape))
 
     def output(self, tensor: Any, shape: Shape) -> Any:

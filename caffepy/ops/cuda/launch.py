@@ -1,6 +1,4 @@
-"""How functions of this back end launch kernels over arrays, and pass numbers that may lie in
-device memory.
-"""
+"""Launches of kernels over arrays, with numbers that may lie in device memory."""
 
 from math import prod
 from typing import Any
@@ -21,7 +19,7 @@ BLOCKS = 132 * 8
 """About as many blocks of 256 threads as a large device holds at a time."""
 
 MOST = 1 << 13
-"""Blocks of a launch at most; kernels go on in strides of the grid."""
+"""Most blocks of a launch; kernels use grid-stride loops."""
 
 _KINDS = {
     "float32": 1,
@@ -42,10 +40,10 @@ def c_type(array: Array) -> str:
 
 
 def channels_last(*arrays: Array) -> bool:
-    """Whether all of these (N, C, ...) arrays lie in the order (N, ..., C), and not all in their
-    own as well.
+    """Return True if all of these (N, C, ...) arrays have their channels last, False if all are
+    C-contiguous (or both).
 
-    DeviceError if they lie differently. Those with one channel or one position lie in both orders.
+    DeviceError if their layouts differ. Arrays with one channel or one position have both layouts.
     """
     if all(a.flags.c_contiguous for a in arrays):
         return False
@@ -57,7 +55,7 @@ def channels_last(*arrays: Array) -> bool:
 
 
 def lies_channels_last(a: Array) -> bool:
-    """Whether an (N, C, ...) array fills its memory in the order (N, ..., C)."""
+    """Return True if an (N, C, ...) array fills its memory in the order (N, ..., C)."""
     shape = a.shape[:1] + a.shape[2:] + a.shape[1:2]
     strides = a.strides[:1] + a.strides[2:] + a.strides[1:2]
     return all(
@@ -78,37 +76,37 @@ def planes(x: Array) -> tuple[int, int, int]:
 
 
 def launch(file: str, name: str, like: Array, threads: int, *arguments: Any) -> None:
-    """The template `name` for the element type of `like`, with about so many threads; nothing for
-    none.
+    """Launch the template `name` for the element type of `like` with about this many threads;
+    nothing for none.
     """
     launch_expression(file, f"{name}<{c_type(like)}>", threads, *arguments)
 
 
 def launch_expression(file: str, expression: str, threads: int, *arguments: Any) -> None:
-    """Likewise a template with all its arguments, such as `foo<float, 4>`."""
+    """Launch a template with all its arguments, such as `foo<float, 4>`."""
     if threads > 0:
         kernel(file, expression)((min(-(-threads // THREADS), MOST),), (THREADS,), arguments)
 
 
 def launch_blocks(file: str, name: str, like: Array, blocks: int, *arguments: Any) -> None:
-    """Likewise with exactly so many blocks."""
+    """Launch the template `name` for the element type of `like` with exactly this many blocks."""
     if blocks > 0:
         kernel(file, f"{name}<{c_type(like)}>")((blocks,), (THREADS,), arguments)
 
 
 def packs(x: Array) -> int:
-    """How many threads take 16 bytes of x each."""
+    """Return the number of threads that take 16 bytes of x each."""
     return -(-int(x.nbytes) // 16)
 
 
 def scratch(purpose: str, size: int) -> Array:
-    """Room for double-precision sums until the next call with this purpose on this stream."""
+    """Return float64 memory, valid until the next call with this purpose on this stream."""
     return context().array(purpose, (size,), np.float64)
 
 
 def number(value: Any) -> tuple[float, int, int]:
-    """Three arguments of a kernel for a Python number, or for an array without axes that is read
-    when it runs.
+    """Return three arguments of a kernel for a Python number, or for an array without axes that is
+    read when it runs.
     """
     if hasattr(value, "data") and hasattr(value.data, "ptr"):
         return 0.0, value.data.ptr, _KINDS[value.dtype.name]
@@ -116,10 +114,10 @@ def number(value: Any) -> tuple[float, int, int]:
 
 
 def divisor(d: int) -> int:
-    """An argument of a kernel that divides by d; see Divisor in pack.cuh.
+    """Return an argument of a kernel that divides by d; see Divisor in pack.cuh.
 
-    n // d = n * m >> 31 + p for n < 2^31; 2^p is the next power of two from d on, m = 2^(31 + p) /
-    d rounded up.
+    n // d = n * m >> 31 + p for n < 2^31; 2^p is the smallest power of two >= d, m = 2^(31 + p) / d
+    rounded up.
     """
     p = (d - 1).bit_length()
     return (p - 1) << 32 | -(-(1 << 31 + p) // d) if d > 1 else 0

@@ -1,28 +1,22 @@
-"""Softmax, losses, accuracy. Labels are integers as floating-point numbers, cut off as C does.
+"""Softmax, losses, accuracy.
 
-A loss is written divided by `norm`, which is `divisor`, or how many labels counted where that is
-None, and at least 1. `weight` is an array whose first element is the loss weight. The first label
-that names no class is put down in `wrong`: 1, the label. All of these lie on the device: nothing is
-read back.
-
-A loss takes one launch, after the softmax if that is not part of it: the last of its blocks to end
-adds up what all of them found, in their order.
+A loss takes one launch, after the softmax if that is separate: see block_reduce.py.
 """
 
 from typing import Any
 
-from caffepy.ops.cuda.block_reduce import launch_finding
+from caffepy.ops.cuda.block_reduce import launch_reduce
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch, number, packs
 
 LABELS = 2048
-"""As many labels are worth a block."""
+"""Labels for which one more block pays."""
 NARROW = 64
-"""A warp takes a row of so many classes or fewer, a block a longer one."""
+"""A warp takes a row of up to this many classes, a block a longer one."""
 
 
 def _rows(name: str, x: Array, *arguments: Any) -> None:
-    """A block for each row of (outer, C, 1)."""
+    """Launch a block for each row of (outer, C, 1)."""
     outer, channels = x.shape[:2]
     if x.size:
         threads = min(THREADS, -(-channels // 32) * 32)
@@ -48,12 +42,12 @@ def _skip(ignore: int | None) -> tuple[int, int]:
 
 
 def _divisor(divisor: float | None) -> float:
-    """What kernels take: below 0 for the number of labels."""
+    """Return the divisor as kernels take it: below 0 for the number of labels."""
     return -1.0 if divisor is None else float(divisor)
 
 
-def _lanes(x: Array) -> int:
-    """Threads that take a label: a warp where the scores of one lie in a row."""
+def _threads_each(x: Array) -> int:
+    """Return the threads for a label: a warp if its scores are contiguous."""
     return 32 if x.shape[2] == 1 else 1
 
 
@@ -82,11 +76,11 @@ def softmax_loss_forward(
         wrong,
     )
     if inner > 1:
-        launch_finding("loss", "softmax_loss_planes", x, -(-label.size // THREADS), arguments)
+        launch_reduce("loss", "softmax_loss_planes", x, -(-label.size // THREADS), arguments)
     elif channels <= NARROW:
-        launch_finding("loss", "softmax_loss_rows", x, -(-outer // (THREADS // 32)), arguments)
+        launch_reduce("loss", "softmax_loss_rows", x, -(-outer // (THREADS // 32)), arguments)
     else:
-        launch_finding("loss", "softmax_loss_long_rows", x, outer, arguments)
+        launch_reduce("loss", "softmax_loss_long_rows", x, outer, arguments)
 
 
 def softmax_loss_backward(
@@ -100,7 +94,7 @@ def sigmoid_loss_forward(
     x: Array, target: Array, ignore: int | None, divisor: float | None, loss: Array, norm: Array
 ) -> None:
     arguments = (x, target, x.size, *_skip(ignore), _divisor(divisor), loss, norm)
-    launch_finding("loss", "sigmoid_loss", x, -(-x.size // LABELS), arguments)
+    launch_reduce("loss", "sigmoid_loss", x, -(-x.size // LABELS), arguments)
 
 
 def sigmoid_loss_backward(
@@ -114,7 +108,7 @@ def euclidean_loss_forward(
     x: Array, target: Array, divisor: float, difference: Array, loss: Array
 ) -> None:
     arguments = (x, target, difference, x.size, float(divisor), loss)
-    launch_finding("loss", "euclidean_loss", x, -(-x.size // LABELS), arguments)
+    launch_reduce("loss", "euclidean_loss", x, -(-x.size // LABELS), arguments)
 
 
 def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx: Array) -> None:
@@ -133,14 +127,14 @@ def accuracy(
     shares: Array | None,
     wrong: Array,
 ) -> None:
-    lanes = _lanes(x)
+    threads = _threads_each(x)
     room = (0, 0, 0) if shares is None else (hits, counts, shares)
-    sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), lanes)
-    launch_finding(
+    sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), threads)
+    launch_reduce(
         "loss",
         "accuracy",
         x,
-        -(-label.size * lanes // THREADS),
+        -(-label.size * threads // THREADS),
         (x, label, *sizes, *room, share, wrong),
     )
 
@@ -157,7 +151,7 @@ def infogain_loss_forward(
     wrong: Array,
 ) -> None:
     softmax_forward(x, prob)
-    lanes = _lanes(x)
+    threads = _threads_each(x)
     arguments = (
         prob,
         label,
@@ -165,11 +159,11 @@ def infogain_loss_forward(
         label.size,
         *x.shape[1:],
         *_skip(ignore),
-        lanes,
+        threads,
         _divisor(divisor),
     )
-    worth = -(-label.size * lanes // THREADS)
-    launch_finding("item_loss", "infogain_loss", x, worth, (*arguments, loss, norm, wrong))
+    worth = -(-label.size * threads // THREADS)
+    launch_reduce("item_loss", "infogain_loss", x, worth, (*arguments, loss, norm, wrong))
 
 
 def infogain_loss_backward(
@@ -181,17 +175,17 @@ def infogain_loss_backward(
     norm: Array,
     dx: Array,
 ) -> None:
-    lanes = _lanes(prob)
-    arguments = (prob, label, matrix, dx, label.size, *prob.shape[1:], *_skip(ignore), lanes)
+    threads = _threads_each(prob)
+    arguments = (prob, label, matrix, dx, label.size, *prob.shape[1:], *_skip(ignore), threads)
     numbers = (*number(weight), *number(norm))
-    launch("item_loss", "infogain_loss_gradient", prob, label.size * lanes, *arguments, *numbers)
+    launch("item_loss", "infogain_loss_gradient", prob, label.size * threads, *arguments, *numbers)
 
 
 def multinomial_loss_forward(
     prob: Array, label: Array, divisor: float, loss: Array, wrong: Array
 ) -> None:
     arguments = (prob, label, *prob.shape, float(divisor), loss, wrong)
-    launch_finding("item_loss", "multinomial_loss", prob, -(-label.size // THREADS), arguments)
+    launch_reduce("item_loss", "multinomial_loss", prob, -(-label.size // THREADS), arguments)
 
 
 def multinomial_loss_backward(
@@ -205,7 +199,7 @@ def hinge_loss_forward(
     x: Array, label: Array, squares: bool, divisor: float, slack: Array, loss: Array, wrong: Array
 ) -> None:
     arguments = (x, label, slack, *x.shape, int(squares), float(divisor), loss, wrong)
-    launch_finding("item_loss", "hinge_loss", x, -(-x.size // LABELS), arguments)
+    launch_reduce("item_loss", "hinge_loss", x, -(-x.size // LABELS), arguments)
 
 
 def hinge_loss_backward(
@@ -238,7 +232,7 @@ def contrastive_loss_forward(
         float(divisor),
         loss,
     )
-    launch_finding("item_loss", "contrastive_loss", a, -(-a.shape[0] // (THREADS // 32)), arguments)
+    launch_reduce("item_loss", "contrastive_loss", a, -(-a.shape[0] // (THREADS // 32)), arguments)
 
 
 def contrastive_loss_backward(

@@ -1,8 +1,4 @@
-"""Local response normalization across channels.
-
-s_c = k + alpha/size * sum of x^2 over the `size` channels around c;  y = x * s^-beta; dx = dy *
-s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s. No array may be another one's.
-"""
+"""Local response normalization across channels; formulas in `Ops.lrn_forward`."""
 
 from math import prod
 
@@ -12,7 +8,7 @@ RUN = 16
 """Channels of a thread, as in lrn.cu."""
 
 WIDEST = 4
-"""Channels on each side in a window that has a kernel of its own where channels lie last."""
+"""Most channels on each side in a window that has a kernel of its own with the channels last."""
 
 
 def lrn_forward(

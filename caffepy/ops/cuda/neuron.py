@@ -1,8 +1,6 @@
-"""Activations. The output may be the input and the input's gradient may be the output's: then the
-same array object.
+"""Activations, dropout, and both after a product.
 
-Arrays of one call lie in the same order, whichever it is; what only backward reads (a sigmoid, a
-mask) lies flat.
+What only backward reads (a sigmoid, a mask) is flat.
 """
 
 from typing import Any
@@ -13,7 +11,7 @@ from caffepy.ops.cuda.launch import Array, channels_last, launch, packs
 
 
 def _each(name: str, arrays: tuple[Array, ...], *arguments: Any) -> None:
-    """Run a kernel over the elements of arrays that lie alike."""
+    """Run a kernel over the elements of arrays with one layout."""
     x = arrays[0]
     assert all(a.dtype == x.dtype and a.shape == x.shape for a in arrays)
     channels_last(*arrays)
@@ -29,8 +27,8 @@ def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
 
 
 def _by_slope(slope: Array, *arrays: Array) -> tuple[int, int, int]:
-    """(outer, C, inner) of the arrays in their memory, for C slopes; for one slope they are one
-    channel.
+    """Return (outer, C, inner) of the arrays in their memory, for C slopes; with one slope they are
+    one channel.
     """
     shape = lying(*arrays)
     return shape if slope.size > 1 else (1, 1, arrays[0].size)
@@ -96,7 +94,7 @@ def swish_backward(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) 
 
 
 def _threshold(ratio: float) -> tuple[int, float]:
-    """Hashes from this one on keep their element; what is kept is multiplied."""
+    """Return the least hash that keeps its element, and the factor of what is kept."""
     return int(ratio * (1 << 32)), 1 / (1 - ratio)
 
 

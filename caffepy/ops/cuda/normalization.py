@@ -1,9 +1,4 @@
-"""Normalization by statistics of each channel, and scales and biases of each channel, of (N, C, P)
-arrays.
-
-Arrays of one call lie in the same order, whichever it is. Numbers of channels, (C) each, are
-float32, or float64 for arrays of float64.
-"""
+"""Normalization by statistics of each channel, and scales and biases of each channel."""
 
 from collections.abc import Sequence
 
@@ -12,7 +7,7 @@ from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, launch
 
 NO_MASK, BY_X, BY_Y = range(3)
-"""As in normalization.cu: where the gradient of a ReLU is 0."""
+"""As in normalization.cu: what tells where the gradient of a ReLU is 0."""
 
 Maybe = Array | None
 

@@ -1,4 +1,4 @@
-"""Where the time of a solver's iterations goes, by the clock of its GPU."""
+"""The phase timer, by the clock of the GPU."""
 
 from time import perf_counter
 from typing import Any

@@ -1,6 +1,4 @@
-"""Max, average and stochastic pooling over planes of (N, C, H, W). Kernel, stride and pad are
-(height, width) pairs.
-"""
+"""Max, average and stochastic pooling."""
 
 from math import prod
 from typing import Any
@@ -12,11 +10,11 @@ from caffepy.ops.cuda.launch import Array, c_type, channels_last, divisor, launc
 Pair = tuple[int, int]
 
 WIDE = 32
-"""Elements of a window from which on a warp adds it up, in planes."""
+"""A warp sums a window of this many elements or more, if planes are contiguous."""
 AHEAD = 4
-"""Elements of a row that a thread loads at a time, at most."""
+"""Most elements of a row that a thread loads at a time."""
 BUSY = 1 << 16
-"""Threads that a large device needs; packs of channels get narrower for them."""
+"""A large device needs this many threads; packs of channels get narrower for them."""
 
 _INDEX = {"uint8": "unsigned char", "int32": "int"}
 
@@ -35,8 +33,8 @@ def _pool(
     *others: Any,
     relu: bool | None = None,
 ) -> None:
-    """Call a kernel that writes `over`, one of the large (N, C, H, W) and the small (N, C, Ho, Wo)
-    array.
+    """Call a kernel with a thread for each part of `over`: the large (N, C, H, W) or the small (N,
+    C, Ho, Wo) array.
 
     It has a variant for each value of `relu`, unless that is None.
     """
@@ -92,7 +90,7 @@ def ave_pool_backward(
     dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None
 ) -> None:
     if y is not None:
-        channels_last(dy, y)  # they must lie alike
+        channels_last(dy, y)  # raises if their layouts differ
     arrays = (dy, dx, dy if y is None else y)
     _pool("ave_pool_backward", dx, dx, dy, arrays, (kernel, stride, pad), relu=y is not None)
 

@@ -1,5 +1,4 @@
-"""In what numbers a GPU computes, and whether sums may change from run to run: read when a plan is
-made.
+"""The precision of a GPU, and whether it is deterministic: read when a plan is made.
 
 Parameters, their gradients, statistics, losses and sums are float32 in every precision.
 """
@@ -13,7 +12,7 @@ _deterministic: bool | None = None
 
 
 def get() -> str:
-    """One of PRECISIONS, at first the default."""
+    """Return one of PRECISIONS, at first the default."""
     global _precision
     if _precision is None:
         _precision = default()
@@ -27,8 +26,8 @@ def set(precision: str) -> None:
 
 
 def deterministic() -> bool:
-    """Whether only plans are taken that sum in a fixed order; at first CAFFEPY_DETERMINISTIC (0 or
-    1), else no.
+    """Return True if only plans are used that sum in a fixed order; at first CAFFEPY_DETERMINISTIC
+    (0 or 1), else False.
     """
     if _deterministic is None:
         set_deterministic(os.environ.get("CAFFEPY_DETERMINISTIC", "") not in ("", "0"))
@@ -37,6 +36,6 @@ def deterministic() -> bool:
 
 
 def set_deterministic(yes: bool) -> None:
-    """Keep to plans that sum in a fixed order, chosen without timing, from now on."""
+    """Use only plans that sum in a fixed order, chosen without timing, from now on."""
     global _deterministic
     _deterministic = yes

@@ -1,8 +1,8 @@
 """Recurrences over time: for each step a matrix product with the state and one kernel for the
 units.
 
-Arrays are (T, N, .) of steps and streams. What comes from the inputs of all steps is one matrix
-product beforehand, the gradients of the weights are one afterwards.
+Arrays are (T, N, .) of steps and streams. The contribution of the inputs of all steps is one matrix
+product before the loop, the gradients of the weights are one after it.
 """
 
 from typing import Any
@@ -51,12 +51,6 @@ def lstm_unit_backward(
 
 
 class LSTM:
-    """A layer of LSTM units of T steps, N streams and H units: a_t = input_t + (cont_t h_{t-1}) @
-    w.T, then the unit.
-
-    Gates stand in the order i, f, o, g; w is (4H, H), cont (T, N), first states (N, H).
-    """
-
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         self._rest, self._dc = cupy.empty((2, streams, size), dtype)
 
@@ -92,10 +86,6 @@ class LSTM:
 
 
 class RNN:
-    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T) for T steps, N streams, H units; w (H, H), cont
-    (T, N).
-    """
-
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         self._rest = cupy.empty((streams, size), dtype)
 

@@ -1,5 +1,5 @@
-"""The executor of all-reduce schedules on GPUs: a kernel on each, over peer memory; see
-kernels/schedule.cu.
+"""The executor of all-reduce schedules: a kernel on each GPU, over peer memory
+(kernels/schedule.cu).
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,11 @@ Array = Any  # cupy.ndarray
 
 THREADS = 512
 BLOCKS, MOST_BLOCKS = 48, 256
-"""Blocks of an action, fewer if a rank has so many actions that they would be more in all than a
-GPU runs at a time.
+"""Blocks of an action, and most blocks of all actions of a rank: no more than a GPU runs at a time.
 """
 
 CHUNK = 16 << 10
-"""Elements that a block moves at a time: 64 KiB, what it reads at once."""
+"""Elements that a block moves at a time: 64 KiB."""
 
 LEAST_CHUNK, ALIGNMENT = 1 << 10, 32
 
@@ -27,11 +26,11 @@ NONE, ADD, COPY = range(3)
 
 Waits = Sequence[tuple[int, int]]
 Step = tuple[int, int, int, Waits, bool]
-"""(level, operation, source, waits, whether it makes the sum complete); a wait is (rank, level)."""
+"""(level, operation, source, waits, True if it completes the sum); a wait is (rank, level)."""
 
 
 def chunk_of(count: int, blocks: int) -> int:
-    """Elements of a chunk of so large a buffer, so that all blocks get equally many."""
+    """Return the elements of a chunk of a buffer, such that all blocks get equally many."""
     rounds = max(1, -(-count // (blocks * CHUNK)))
     return max(LEAST_CHUNK, -(-count // (rounds * blocks * ALIGNMENT)) * ALIGNMENT)
 
@@ -40,8 +39,8 @@ class ScheduleRun:
     """One rank's launches of one schedule; made on the rank's device.
 
     `steps` are the rank's, `last` the waits after which its buffer may be written again, `most` the
-    largest number of steps of any rank. The waits end when the int at the host's address `abort_flag`
-    is not 0. All ranks must launch it the same number of times, for the same counts.
+    largest number of steps of any rank. A wait ends when the int at host address `abort_flag` is
+    not 0. All ranks must launch it equally often, with the same counts.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ScheduleRun:
         self._progress_of: Array = None
 
     def connect(self, progress: Sequence[Array]) -> None:
-        """Know the progress of all ranks."""
+        """Set the progress counters of all ranks."""
         self._progress_of = pointers(progress)
 
     def run(self, buffers: Array, count: int, scale: float = 1.0) -> None:
@@ -86,5 +85,5 @@ class ScheduleRun:
 
 
 def pointers(arrays: Sequence[Array]) -> Array:
-    """Where the arrays of all ranks lie, as an array of the current device."""
+    """Return the addresses of the arrays of all ranks, as an array of the current device."""
     return cupy.asarray(np.array([array.data.ptr for array in arrays], np.uint64))

@@ -1,16 +1,16 @@
-"""Rows picked by number, sums of such rows, places of the largest values."""
+"""Gather and scatter-add of rows, and the largest values."""
 
-from caffepy.ops.cuda.block_reduce import launch_finding
+from caffepy.ops.cuda.block_reduce import launch_reduce
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch
 
 EACH = 4
-"""As many elements are worth a thread."""
+"""Elements of a thread."""
 
 
 def take_rows(x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:
     arguments = (x, index, y, index.size, *x.shape, int(cut), wrong)
-    launch_finding("selection", "take_rows", x, -(-y.size // (EACH * THREADS)), arguments)
+    launch_reduce("selection", "take_rows", x, -(-y.size // (EACH * THREADS)), arguments)
 
 
 def add_rows(dy: Array, index: Array, dx: Array) -> None:

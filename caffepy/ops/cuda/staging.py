@@ -1,9 +1,11 @@
-"""Arrays that one thread fills and another uses; a stream of its own copies them to the device in
-between.
+"""Buffers between a thread that fills them and one that enqueues operations; a copy stream uploads
+them.
 
-The copies wait for the operations that use what was sent before, and operations wait for the
-copies: on the device, by events. The host waits in `room` alone, until page-locked memory has been
-copied and may be filled again.
+    thread 1   room (waits for _sent) -> fill -> send
+    copies     wait for _used -> upload -> record _sent
+    thread 2   take: its stream waits for _sent -> operations -> done: record _used
+
+The host waits in `room` alone, until pinned memory has been copied and may be filled again.
 """
 
 from functools import cache
@@ -22,8 +24,8 @@ ALIGNED = 256
 
 @cache
 def _copies(device: int) -> Any:
-    """The stream of all copies to this device: one after the other, each gets there as soon as it
-    can.
+    """Return the stream of all copies to this device: they run in order, so each is as early as it
+    can be.
     """
     with cupy.cuda.Device(device):
         return cupy.cuda.Stream(non_blocking=True)
@@ -34,10 +36,6 @@ def _event() -> Any:
 
 
 class Staging:
-    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`,
-    `done` in another.
-    """
-
     def __init__(self) -> None:
         self._layout: Specs = ()
         self._device = cupy.cuda.Device()

@@ -1,4 +1,4 @@
-"""How long operations take on the device."""
+"""The stopwatch of operations, by CUDA events."""
 
 from itertools import pairwise
 from typing import Any
@@ -9,12 +9,10 @@ import numpy as np
 from caffepy.ops.cuda.compiler import kernel
 
 TICKS = 2_000_000
-"""About as many ticks of a device's clock make a millisecond."""
+"""About this many ticks of a device's clock make a millisecond."""
 
 
 class Stopwatch:
-    """Times between marks that are set among the operations of the current stream."""
-
     def __init__(self) -> None:
         self._events: list[Any] = []
         self._count = 0

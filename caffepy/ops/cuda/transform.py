@@ -1,8 +1,4 @@
-"""Transformation of a batch of images: crop, subtract a mean, scale, mirror.
-
-y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts
-from the right where the image is mirrored.
-"""
+"""Crop, mean subtraction, scale and mirroring of a batch of images."""
 
 from typing import Any
 
@@ -17,7 +13,7 @@ RECORDS = {"uint8": "unsigned char", "float32": "float", "float64": "double"}
 
 
 def _on_device(a: Any, dtype: Any) -> Array:
-    """The array, uploaded if it lies on the host; C-contiguous."""
+    """Return the array C-contiguous on the device, uploaded if it lies on the host."""
     if isinstance(a, cupy.ndarray):
         return cupy.ascontiguousarray(a, dtype)
     return cupy.asarray(np.ascontiguousarray(a, dtype))

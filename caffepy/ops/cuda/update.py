@@ -1,9 +1,8 @@
-"""Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
+"""Update rules over flat parameter arrays, one fused pass each: normalize, regularize, update.
 
-`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w`
-and its history in place and leaves in `g` what it subtracted from `w`. Numbers, those of the
-segments among them, may be arrays without axes and the segments' arrays may lie on the device: a
-captured step then follows what they hold.
+Each writes `w` and its history in place and leaves in `g` what it subtracted from `w`. Numbers,
+those of the segments among them, may be arrays without axes: a captured step reads them when it
+runs.
 """
 
 from typing import Any

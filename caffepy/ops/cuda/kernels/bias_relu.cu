@@ -112,17 +112,17 @@ relu_bias_planes(const T* y, T* dy, Wide<T>* db, Wide<T>* part, i64 images, i64 
   using A = Wide<T>;
   constexpr int V = 16 / sizeof(T);
   const bool whole = positions % V == 0 && in(y).template fits<V>() && in(dy).template fits<V>();
-  const i64 o = blockIdx.x, lines = (positions + length - 1) / length, lane = threadIdx.x % 32;
+  const i64 o = blockIdx.x, lines = (positions + length - 1) / length, lane_id = threadIdx.x % 32;
   const i64 lo = images * lines * blockIdx.y / shares, hi = images * lines * (blockIdx.y + 1) / shares;
   A sum[V] = {};
   for (i64 line = lo + threadIdx.x / 32; line < hi; line += 8) {
     const i64 p = line % lines * length, start = (line / lines * outputs + o) * positions + p;
     const i64 end = start + min(length, positions - p);
     if (whole) {
-      mask<V>(y, dy, start / V + lane, end / V, 32, sum);
+      mask<V>(y, dy, start / V + lane_id, end / V, 32, sum);
     } else {
       A one[1] = {};
-      mask<1>(y, dy, start + lane, end, 32, one);
+      mask<1>(y, dy, start + lane_id, end, 32, one);
       sum[0] += one[0];
     }
   }

@@ -200,13 +200,13 @@ struct Partial {
         second[v] += __shfl_xor_sync(0xffffffffu, second[v], other);
       }
     }
-    const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const unsigned lane_id = threadIdx.x % 32, warp = threadIdx.x / 32;
     __syncthreads();
-    if (lane < columns) {
+    if (lane_id < columns) {
 #pragma unroll
       for (int v = 0; v < V; ++v) {
-        parts[0][warp][lane * V + v] = first[v];
-        parts[1][warp][lane * V + v] = second[v];
+        parts[0][warp][lane_id * V + v] = first[v];
+        parts[1][warp][lane_id * V + v] = second[v];
       }
     }
     __syncthreads();

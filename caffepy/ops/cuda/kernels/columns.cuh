@@ -23,8 +23,8 @@ __device__ void pass_over_columns(const T* dy, const T* y, const unsigned char* 
   using A = Wide<T>;
   constexpr int ACROSS = STRIP / V;
   __shared__ A parts[LINES][STRIP];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const i64 column = blockIdx.x * i64(STRIP) + lane % ACROSS * V, across = columns / V;
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const i64 column = blockIdx.x * i64(STRIP) + lane_id % ACROSS * V, across = columns / V;
   const i64 lo = rows * blockIdx.y / sums.shares, hi = rows * (blockIdx.y + 1) / sums.shares;
   A sum[V] = {};
   if (column < columns) {
@@ -52,8 +52,8 @@ __device__ void pass_over_columns(const T* dy, const T* y, const unsigned char* 
 #pragma unroll
   for (int v = 0; v < V; ++v) {
 #pragma unroll
-    for (int lanes = 16; lanes >= ACROSS; lanes /= 2) sum[v] += __shfl_xor_sync(0xffffffffu, sum[v], lanes);
-    if (lane < ACROSS) parts[warp][lane * V + v] = sum[v];
+    for (int offset = 16; offset >= ACROSS; offset /= 2) sum[v] += __shfl_xor_sync(0xffffffffu, sum[v], offset);
+    if (lane_id < ACROSS) parts[warp][lane_id * V + v] = sum[v];
   }
   __syncthreads();
   const i64 o = blockIdx.x * i64(STRIP) + threadIdx.x;

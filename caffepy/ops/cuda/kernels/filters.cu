@@ -9,7 +9,7 @@ struct Weights {
   i64 outputs, channels, taps, row, share, shift, tile_channels, tile_taps;
 };
 
-constexpr int ROOM = 4096;  // floats of a tile
+constexpr int TILE = 4096;  // floats of a tile
 
 struct Tile {
   i64 ours, theirs;  // its first weight here, its first channel there
@@ -32,7 +32,7 @@ template <typename T>
 __global__ void __launch_bounds__(256)
 turn(const float* w, T* turned, const float* b, T* b_turned, i64 biases, const int* place, i64 outputs, i64 channels,
      i64 taps, i64 row, i64 share, i64 shift, i64 tile_channels, i64 tile_taps) {
-  __shared__ float tile[ROOM];
+  __shared__ float tile[TILE];
   const Tile at(Weights{outputs, channels, taps, row, share, shift, tile_channels, tile_taps});
 #pragma unroll 4
   for (int i = threadIdx.x; i < at.channels * at.taps; i += 256) {
@@ -54,7 +54,7 @@ template <typename T>
 __global__ void __launch_bounds__(256)
 add_turned(const T* turned, float* w, const int* place, i64 outputs, i64 channels, i64 taps, i64 row, i64 share,
            i64 shift, i64 tile_channels, i64 tile_taps) {
-  __shared__ float tile[ROOM];
+  __shared__ float tile[TILE];
   const Tile at(Weights{outputs, channels, taps, row, share, shift, tile_channels, tile_taps});
 #pragma unroll 4
   for (int i = threadIdx.x; i < at.channels * at.taps; i += 256) {

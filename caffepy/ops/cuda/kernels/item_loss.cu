@@ -16,22 +16,22 @@ __device__ bool names_class(double label, i64 channels, i64 i, Found& found) {
   return false;
 }
 
-// loss = -sum over the classes of matrix[label] * log of the likelihood / norm; `lanes` (1 or 32) threads a label
+// loss = -sum over the classes of matrix[label] * log of the likelihood / norm; `threads` (1 or 32) of them a label
 template <typename T>
 __global__ void infogain_loss(const T* prob, const T* label, const T* matrix, i64 labels, i64 channels, i64 inner,
-                              i64 skip, i64 ignore, i64 lanes, double divisor, T* loss, double* norm, double* wrong,
+                              i64 skip, i64 ignore, i64 threads, double divisor, T* loss, double* norm, double* wrong,
                               double* partial, unsigned long long* arrived) {
-  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / lanes, step = gridDim.x * i64(blockDim.x) / lanes;
-  const int lane = int(threadIdx.x % lanes);
+  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / threads, step = gridDim.x * i64(blockDim.x) / threads;
+  const int lane_id = int(threadIdx.x % threads);
   Found found;
   for (i64 i = first; i < labels; i += step) {
     const double value = double(label[i]);
     if (skip && i64(value) == ignore) continue;
     if (!names_class(value, channels, i, found)) continue;
     const T *p = prob + i / inner * channels * inner + i % inner, *row = matrix + i64(value) * channels;
-    for (i64 c = lane; c < channels; c += lanes)
+    for (i64 c = lane_id; c < channels; c += threads)
       found.sum -= double(row[c]) * log(double(likelihood(p[c * inner])));
-    if (lane == 0) found.count += 1;
+    if (lane_id == 0) found.count += 1;
   }
   if (concludes(found, partial, arrived)) {
     divide(found, divisor, loss, norm);
@@ -42,20 +42,20 @@ __global__ void infogain_loss(const T* prob, const T* label, const T* matrix, i6
 // dx = weight / norm * (prob * sum of matrix[label] - matrix[label]), 0 where the label does not count
 template <typename T>
 __global__ void infogain_loss_gradient(const T* prob, const T* label, const T* matrix, T* dx, i64 labels, i64 channels,
-                                       i64 inner, i64 skip, i64 ignore, i64 lanes, NUMBER(weight), NUMBER(norm)) {
+                                       i64 inner, i64 skip, i64 ignore, i64 threads, NUMBER(weight), NUMBER(norm)) {
   using A = Wide<T>;
   const A s = A(VALUE(weight) / VALUE(norm));
-  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / lanes, step = gridDim.x * i64(blockDim.x) / lanes;
-  const int lane = int(threadIdx.x % lanes);
+  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / threads, step = gridDim.x * i64(blockDim.x) / threads;
+  const int lane_id = int(threadIdx.x % threads);
   for (i64 i = first; i < labels; i += step) {
     const double value = double(label[i]);
     const bool counts = !(skip && i64(value) == ignore) && value > -1 && value < channels;
     const i64 start = i / inner * channels * inner + i % inner;
     const T* row = counts ? matrix + i64(value) * channels : matrix;
     A total = 0;
-    for (i64 c = lane; c < channels; c += lanes) total += A(row[c]);
-    if (lanes == 32) total = warp_sum(total);
-    for (i64 c = lane; c < channels; c += lanes) {
+    for (i64 c = lane_id; c < channels; c += threads) total += A(row[c]);
+    if (threads == 32) total = warp_sum(total);
+    for (i64 c = lane_id; c < channels; c += threads) {
       const i64 at = start + c * inner;
       dx[at] = counts ? T((A(prob[at]) * total - A(row[c])) * s) : T(0);
     }
@@ -133,17 +133,17 @@ __global__ void contrastive_loss(const T* a, const T* b, const T* similar, T* d,
                                  unsigned long long* arrived) {
   using A = Wide<T>;
   const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / 32, step = gridDim.x * i64(blockDim.x) / 32;
-  const int lane = threadIdx.x % 32;
+  const int lane_id = threadIdx.x % 32;
   Found found;
   for (i64 n = first; n < items; n += step) {
     double sum = 0;
-    for (i64 i = n * channels + lane; i < (n + 1) * channels; i += 32) {
+    for (i64 i = n * channels + lane_id; i < (n + 1) * channels; i += 32) {
       const A v = A(a[i]) - A(b[i]);
       d[i] = T(v);
       sum += double(v) * double(v);
     }
     const A square = A(warp_sum(sum)), distance = sqrt(square);
-    if (lane) continue;
+    if (lane_id) continue;
     const A left = A(margin) - (legacy ? square : distance), far = left < 0 ? A(0) : left;
     if (i64(double(similar[n])) != 0) {
       found.sum += square;

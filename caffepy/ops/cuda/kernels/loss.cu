@@ -83,23 +83,23 @@ struct Labels {
   const T *x, const T *label, T *prob, i64 outer, i64 channels, i64 inner, i64 skip, i64 ignore, double divisor, \
       T *loss, double *norm, double *wrong, double *partial, unsigned long long *arrived
 
-// prob = softmax of x, loss = sum of -log(max(prob of the label, FLT_MIN)) / norm; inner is 1, LANES threads a row
-template <int LANES, typename T>
+// prob = softmax of x, loss = sum of -log(max(prob of the label, FLT_MIN)) / norm; inner is 1, THREADS threads a row
+template <int THREADS, typename T>
 __device__ void softmax_loss(const T* x, const T* label, T* prob, i64 outer, Labels labels, Found& found) {
   using A = Wide<T>;
-  const int lane = int(threadIdx.x % LANES);
-  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / LANES, step = gridDim.x * i64(blockDim.x) / LANES;
+  const int lane_id = int(threadIdx.x % THREADS);
+  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / THREADS, step = gridDim.x * i64(blockDim.x) / THREADS;
   const i64 channels = labels.channels;
   for (i64 n = first; n < outer; n += step) {
     const T* u = x + n * channels;
     A most = minus_infinity<A>(), total = 0;
-    for (i64 c = lane; c < channels; c += LANES) most = A(u[c]) > most ? A(u[c]) : most;
-    most = LANES == 32 ? warp_max(most) : block_max(most);
-    for (i64 c = lane; c < channels; c += LANES) total += exp(A(u[c]) - most);
-    total = LANES == 32 ? warp_sum(total) : block_sum(total);
+    for (i64 c = lane_id; c < channels; c += THREADS) most = A(u[c]) > most ? A(u[c]) : most;
+    most = THREADS == 32 ? warp_max(most) : block_max(most);
+    for (i64 c = lane_id; c < channels; c += THREADS) total += exp(A(u[c]) - most);
+    total = THREADS == 32 ? warp_sum(total) : block_sum(total);
     const auto p = [=](i64 c) { return T(exp(A(u[c]) - most) / total); };
-    for (i64 c = lane; c < channels; c += LANES) prob[n * channels + c] = p(c);
-    if (lane == 0) labels.add(found, double(label[n]), n, p);
+    for (i64 c = lane_id; c < channels; c += THREADS) prob[n * channels + c] = p(c);
+    if (lane_id == 0) labels.add(found, double(label[n]), n, p);
   }
 }
 
@@ -212,14 +212,14 @@ __global__ void euclidean_loss_gradient(const T* d, T* dx, i64 n, NUMBER(weight)
 }
 
 // share of the labels with fewer than top_k other scores not below theirs, and of those of each class where there is
-// room to count them; `lanes` (1 or 32) threads a label
+// room to count them; `threads` (1 or 32) of them a label
 template <typename T>
 __global__ void accuracy(const T* x, const T* label, i64 channels, i64 inner, i64 labels, i64 top_k, i64 skip,
-                         i64 ignore, i64 lanes, unsigned long long* hits, unsigned long long* counts, T* shares,
+                         i64 ignore, i64 threads, unsigned long long* hits, unsigned long long* counts, T* shares,
                          T* share, double* wrong, double* partial, unsigned long long* arrived) {
   using A = Wide<T>;
-  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / lanes, step = gridDim.x * i64(blockDim.x) / lanes;
-  const int lane = int(threadIdx.x % lanes);
+  const i64 first = (blockIdx.x * i64(blockDim.x) + threadIdx.x) / threads, step = gridDim.x * i64(blockDim.x) / threads;
+  const int lane_id = int(threadIdx.x % threads);
   Found found;
   for (i64 i = first; i < labels; i += step) {
     const double value = double(label[i]);
@@ -232,9 +232,9 @@ __global__ void accuracy(const T* x, const T* label, i64 channels, i64 inner, i6
     const T* scores = x + n * channels * inner + (i - n * inner);
     const A own = A(scores[t * inner]);
     int better = 0;
-    for (i64 c = lane; c < channels; c += lanes) better += A(scores[c * inner]) < own ? 0 : 1;
-    if (lanes == 32) better = warp_sum(better);
-    if (lane) continue;
+    for (i64 c = lane_id; c < channels; c += threads) better += A(scores[c * inner]) < own ? 0 : 1;
+    if (threads == 32) better = warp_sum(better);
+    if (lane_id) continue;
     const bool hit = better - 1 < top_k;  // the label itself is not below its own score
     found.count += 1;
     found.sum += hit;

@@ -1,11 +1,13 @@
 // Products of tiles by tensor cores (compute capability 8.0 and later), in words of 32 bits: a word is a tf32 number or
 // two numbers of 16 bits, the one of lower depth in the lower half.
 //
-// multiply: c (16 x 8, float) += a (16 x 8 words) * b (8 words x 8). With g = lane / 4 and t = lane % 4 a lane holds
+// multiply: c (16 x 8, float) += a (16 x 8 words) * b (8 words x 8). With i the number of a thread in its warp, g = i / 4 and
+// t = i % 4, it holds
 //   a[0] (g, t)   a[1] (g + 8, t)    a[2] (g, t + 4)   a[3] (g + 8, t + 4)
 //   b[0] (t, g)   b[1] (t + 4, g)
 //   c[0] (g, 2t)  c[1] (g, 2t + 1)   c[2] (g + 8, 2t)  c[3] (g + 8, 2t + 1)
-// which are the layouts of mma.m16n8k8 for tf32 and of mma.m16n8k16 for 16 bits in the PTX ISA. All lanes take part.
+// which are the layouts of mma.m16n8k8 for tf32 and of mma.m16n8k16 for 16 bits in the PTX ISA. All threads of the
+// warp take part.
 
 template <typename T> __device__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]);
 

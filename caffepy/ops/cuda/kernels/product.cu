@@ -3,17 +3,17 @@
 #include "pack.cuh"
 
 constexpr int TILE = 16, DEEP = 16, WARPS = 8;
-constexpr int LINE = TILE + 4;  // lines of a tile lie apart, so that lanes meet different banks
+constexpr int LINE = TILE + 4;  // lines of a tile lie apart, so that the threads of a warp use different banks
 constexpr int EACH = DEEP * TILE / 32;
 
-// A warp's view of a matrix (rows, columns): DEEP rows of the first TILE columns at a time. A lane has every second
+// A warp's view of a matrix (rows, columns): DEEP rows of the first TILE columns at a time. A thread has every second
 // element of a column if the elements of columns lie side by side, else of a row.
 template <typename T> struct Piece {
   const T* x;
   int rows, columns, row, column, row_step, column_step, start, step, down;
   __device__ Piece(const T* x, int rows, int columns, int down, int across)
       : x(x), rows(rows), columns(columns), down(down) {
-    const int lane = threadIdx.x % 32, near = lane % 16, far = lane / 16;
+    const int lane_id = threadIdx.x % 32, near = lane_id % 16, far = lane_id / 16;
     const bool by_columns = down == 1;
     row = by_columns ? near : far;
     column = by_columns ? far : near;
@@ -37,13 +37,13 @@ template <typename T> struct Piece {
 };
 
 // out[r, c] = sum over k of a[r, k] * b[k, c], added to what is there if `adds`; `down` and `across` say how far apart
-// elements lie. A block of 256 threads makes 16 x 16 sums: a warp its share of each, a lane 2 x 4 of them.
+// elements lie. A block of 256 threads makes 16 x 16 sums: a warp its share of each, a thread 2 x 4 of them.
 template <typename T, typename U>
 __global__ void __launch_bounds__(256)
 small_product(const T* a, const T* b, U* out, int rows, int columns, int depth, int adds, int a_down, int a_across,
               int b_down, int b_across, int out_down, int out_across) {
   __shared__ __align__(16) float tiles[WARPS][2][DEEP * LINE];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4 * 2, column = lane % 4 * 4;
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane_id / 4 * 2, column = lane_id % 4 * 4;
   const int top = blockIdx.y * TILE, left = blockIdx.x * TILE;
   const Piece<T> left_factor(a + i64(top) * a_down, depth, rows - top, a_across, a_down);
   const Piece<T> right_factor(b + i64(left) * b_across, depth, columns - left, b_down, b_across);

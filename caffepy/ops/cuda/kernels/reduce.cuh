@@ -1,22 +1,22 @@
-// Sums in a fixed order: a result never hangs on which block came first.
+// Sums and maxima in a fixed order, so that results do not depend on scheduling.
 
-// To all lanes of a warp, the lanes in pairs of ever nearer ones.
+// The result goes to all threads of a warp: a butterfly over distances 16, 8, 4, 2, 1.
 template <typename A> __device__ A warp_sum(A x) {
 #pragma unroll
-  for (int lane = 16; lane; lane /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane);
+  for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
   return x;
 }
 
 template <typename A> __device__ A warp_max(A x) {
 #pragma unroll
-  for (int lane = 16; lane; lane /= 2) {
-    const A other = __shfl_xor_sync(0xffffffffu, x, lane);
+  for (int offset = 16; offset; offset /= 2) {
+    const A other = __shfl_xor_sync(0xffffffffu, x, offset);
     x = x > other ? x : other;
   }
   return x;
 }
 
-// To all threads of a block of whole warps.
+// The result goes to all threads of a block of whole warps.
 template <typename A> __device__ A block_sum(A x) {
   __shared__ A parts[32];
   x = warp_sum(x);

@@ -76,9 +76,9 @@ template <typename T> __device__ Placed<T> next(const T* x, i64 inner, i64 n, i6
 template <typename T> __device__ Placed<T> block_first(Placed<T> best) {
   __shared__ T values[32];
   __shared__ i64 places[32];
-  for (int lane = 16; lane; lane /= 2) {
-    const Placed<T> other{__shfl_xor_sync(0xffffffffu, best.value, lane),
-                          __shfl_xor_sync(0xffffffffu, best.place, lane)};
+  for (int offset = 16; offset; offset /= 2) {
+    const Placed<T> other{__shfl_xor_sync(0xffffffffu, best.value, offset),
+                          __shfl_xor_sync(0xffffffffu, best.place, offset)};
     if (before(other, best)) best = other;
   }
   __syncthreads();

@@ -72,8 +72,8 @@ template <typename T> __device__ void keep(unsigned* words, int i, float value) 
     reinterpret_cast<T*>(words)[i] = T(value);
 }
 
-// Where a block of 8 * N columns keeps column n, so that a lane's results are of 2 * N neighbours: column n of it is
-// result (n / 2 % N, n % 2) of the lanes with t = n / (2 * N).
+// Where a block of 8 * N columns keeps column n, so that a thread's results are of 2 * N neighbours: column n of it is
+// result (n / 2 % N, n % 2) of the threads with t = n / (2 * N).
 template <int N> __device__ int place_of(int n) { return n / 2 % N * 8 + n / (2 * N) * 2 + n % 2; }
 
 // Weights to shared memory, in lines of `line` words for each of the columns first ... first + columns: word
@@ -83,7 +83,7 @@ template <typename T, int N>
 __device__ void fill_weights(unsigned* weights, const float* w, int first, int columns, int all, int channels, int taps,
                              Divisor by_taps, int line, bool turned) {
   constexpr int E = PER_WORD<T>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const int rows = turned ? channels : columns, length = (turned ? columns : channels) * taps;
   const int apart = turned ? all * taps : length;
   const float* begin = w + first * (turned ? taps : length);
@@ -108,7 +108,7 @@ __device__ void fill_weights(unsigned* weights, const float* w, int first, int c
   } else {
     constexpr int MORE = 2 * AT_ONCE;
     for (int row = warp; row < rows; row += warps)
-      for (int i = lane; i < length; i += MORE * 32) {
+      for (int i = lane_id; i < length; i += MORE * 32) {
         float values[MORE];
 #pragma unroll
         for (int u = 0; u < MORE; ++u)
@@ -134,7 +134,7 @@ __device__ void fill_weights(unsigned* weights, const float* w, int first, int c
   }
 }
 
-// Results of a lane in one row: columns first ... first + 2 * N of rows of `all`, with bias and ReLU.
+// Results of a thread in one row: columns first ... first + 2 * N of rows of `all`, with bias and ReLU.
 template <typename T, int N> struct Results {
   T* y;
   int first, all;
@@ -194,15 +194,15 @@ __device__ void accumulate(float (&sums)[M][N][4], const unsigned* piece, const 
   }
 }
 
-// Sums of a warp to shared memory, lane by lane
+// Sums of a warp to shared memory, thread by thread
 template <int M, int N> __device__ void put_aside(float* parts, const float (&sums)[M][N][4]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < M; ++m)
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) parts[(((warp * M + m) * N + n) * 4 + j) * 32 + lane] = sums[m][n][j];
+      for (int j = 0; j < 4; ++j) parts[(((warp * M + m) * N + n) * 4 + j) * 32 + lane_id] = sums[m][n][j];
 }
 
 // y = relu(w * x + b), b and the relu may be missing; or, `turned`, dx from dy: x is what is read, y what is written,
@@ -221,7 +221,7 @@ small_convolution(const T* x, const float* w, const float* b, T* y, int number, 
                   int images, int lines, int split, i64 by_depth, i64 by_columns, i64 by_lines, i64 by_taps) {
   extern __shared__ __align__(16) unsigned room[];
   constexpr int E = PER_WORD<T>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane_id / 4, t = lane_id % 4;
   const int group = warp / split, share = warp % split, groups = warps / split;
   const int words = (channels + E - 1) / E, taps = taps_h * taps_w, depth = words * taps, steps = (depth + 7) / 8;
   const int line = (steps | 1) * 8, first = blockIdx.y * 8 * N;
@@ -293,7 +293,7 @@ small_convolution(const T* x, const float* w, const float* b, T* y, int number, 
         for (int k = 0; k < split; ++k)
 #pragma unroll
           for (int i = 0; i < 2 * N; ++i)
-            mine[i] += parts[((((of * split + k) * M + m) * N + i / 2) * 4 + half * 2 + i % 2) * 32 + lane];
+            mine[i] += parts[((((of * split + k) * M + m) * N + i / 2) * 4 + half * 2 + i % 2) * 32 + lane_id];
         if (row < limit) results.write(start + row, mine);
       }
     }
@@ -307,7 +307,7 @@ small_convolution(const T* x, const float* w, const float* b, T* y, int number, 
 // The depth is of positions, words of pairs of them for 16 bits; x has a word for each pixel and channel then, of it and
 // the pixel that the next position sees. A block makes columns (outputs) 8 * N * z ... of rows (c, r, s) from
 // 16 * M * groups * y on, of every gridDim.x-th piece; `split` warps share the depth. Part (gridDim.x, sums) gets
-// its sums as lanes have them, those of db last. Shared memory: dy, offsets of positions, sums of db, the piece of x,
+// its sums as threads have them, those of db last. Shared memory: dy, offsets of positions, sums of db, the piece of x,
 // whose place and what follows then are the sums of warps'.
 template <typename T, int M, int N>
 __global__ void __launch_bounds__(MOST_THREADS)
@@ -317,7 +317,7 @@ small_gradient(const T* x, const T* dy, float* part, int number, int channels, i
                i64 by_depth, i64 by_columns, i64 by_lines, i64 by_pairs) {
   extern __shared__ __align__(16) unsigned room[];
   constexpr int E = PER_WORD<T>;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, g = lane_id / 4, t = lane_id % 4;
   const int group = warp / split, share = warp % split, groups = warps / split;
   const int taps = taps_h * taps_w, height_of_block = 16 * M * groups, first_row = blockIdx.y * height_of_block;
   const int first_channel = first_row / taps, first = blockIdx.z * 8 * N, columns = min(8 * N, outputs - first);
@@ -432,16 +432,16 @@ small_gradient(const T* x, const T* dy, float* part, int number, int channels, i
 __global__ void add_gradient(const float* part, float* dw, float* db, int shares, int sums, int length, int outputs,
                              int m, int n, int groups, int down) {
   __shared__ float partial[8][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, i = blockIdx.x * 32 + lane;
+  const int lane_id = threadIdx.x % 32, warp = threadIdx.x / 32, i = blockIdx.x * 32 + lane_id;
   float sum = 0;
   if (i < sums) {
 #pragma unroll 8
     for (int k = warp; k < shares; k += 8) sum += part[i64(k) * sums + i];
   }
-  partial[warp][lane] = sum;
+  partial[warp][lane_id] = sum;
   __syncthreads();
   if (warp > 0 || i >= sums) return;
-  for (int k = 1; k < 8; ++k) sum += partial[k][lane];
+  for (int k = 1; k < 8; ++k) sum += partial[k][lane_id];
   const int all = db ? sums - outputs : sums;
   if (i >= all) {
     db[i - all] += sum;
