@@ -14,6 +14,7 @@ from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.memory import Usage, lifetimes, plan
 from caffepy.ops.precisions import checked, default, preferred_layout
+from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
@@ -167,7 +168,7 @@ def inspect(
     for role, param, origin in definitions(path, level, stages, to_train=True):
         param = without_data(param, image=image) if synthetic else param
         chosen = checked(choose_precision(param, precision) or default()) if gpu else "fp32"
-        device = ImaginedGpu(seed=0) if gpu else Device(seed=0)
+        device = ImaginedGpu(seed=0) if gpu else ShapesOnlyDevice(seed=0)
         net = Net(param, device=device, path=origin, layout=preferred_layout(chosen))
         try:
             on_gpu = NetOnGpu(chosen, _shared(net), reason_not_capturable(net)) if gpu else None
@@ -178,7 +179,7 @@ def inspect(
     return infos
 
 
-class ImaginedGpu(Device):
+class ImaginedGpu(ShapesOnlyDevice):
     """A GPU for nets that are not run: layers and blobs are as on a real one, their arrays are the
     host's.
     """
@@ -188,7 +189,7 @@ class ImaginedGpu(Device):
     @property
     def host(self) -> Device:
         """The CPU with this device's random numbers."""
-        host = Device()
+        host = ShapesOnlyDevice()
         host.random = self.random
         return host
 

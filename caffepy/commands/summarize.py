@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 
 from caffepy.commands.check import LayerInfo, definitions, layers_of, mebibytes, si
 from caffepy.core.errors import CaffeError, DataError
-from caffepy.device.device import Device
 from caffepy.drawing.labels import arguments
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.build import filter_state
+from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
 from caffepy.report.text import printable
 
@@ -204,7 +204,7 @@ def _summary(role: str, param: NetParameter, path: str | None) -> NetSummary:
     summary = NetSummary(role, param.name)
     built: Iterator[LayerInfo] = iter(())
     try:
-        net = Net(param, device=Device(seed=0), path=path)
+        net = Net(param, device=ShapesOnlyDevice(seed=0), path=path)
         try:
             summary.parameters = sum(blob.count for blob in net.learnable_params)
             built = iter(list(layers_of(net)))

@@ -50,7 +50,7 @@ class Transformer:
         self.param = param
         self.crop = param.crop_size
         self.random_crop = phase == TRAIN and self.crop > 0
-        self._ops = ops.backend(device.host)
+        self._host = device.host
         self._draws = int(param.mirror) + 2 * self.random_crop  # numbers that one image takes
         self._twister = new_twister(param, device) if self._draws else Twister(0)
         self.decode_mode = self._decode_mode()
@@ -115,7 +115,7 @@ class Transformer:
         """Write out (N, C, h, w) from images (N, C, H, W) of sizes that `output_shape` accepted, on
         the host.
         """
-        self._ops.transform_batch(
+        ops.backend(self._host).transform_batch(
             images, out, *self.place(draws, images.shape[2:]), self.mean, self.param.scale
         )
 

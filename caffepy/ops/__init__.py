@@ -2,11 +2,13 @@
 
 `protocol.py` is the contract and the place to start reading: every function with its shapes and
 formula. The packages `cpu` (numba and BLAS) and `cuda` (cuDNN, cuBLAS and kernels) both fulfil it;
-`backend(device)` returns the one for a device. `objects.py` describes the classes in it;
-`segments.py`, `update_state.py`, `phase_timer.py` and `precisions.py` hold the terms that both share.
+`backend(device)` returns the one for a device. `shapes_only.py` serves nets that are never run.
+`objects.py` describes the classes in the contract; `segments.py`, `update_state.py`,
+`phase_timer.py` and `precisions.py` hold the terms that both share.
 """
 
 import logging
+from typing import cast
 
 from caffepy.core.errors import DeviceError
 from caffepy.device.blob import PLAIN, Layout
@@ -27,12 +29,16 @@ def backend(device: Device) -> Ops:
         from caffepy.ops import cuda
 
         return cuda
+    if device.kind == "shapes only":
+        from caffepy.ops.shapes_only import ShapesOnly
+
+        return cast(Ops, ShapesOnly())
     raise DeviceError(f'no arithmetic for devices of kind "{device.kind}"; choose cpu or cuda')
 
 
 def preferred_layout(device: Device) -> Layout:
     """How activations lie best on the device, in the precision that is set."""
-    if device.kind == "cpu":
+    if device.kind != "cuda":
         return PLAIN
     from caffepy.ops.cuda import precision
 
@@ -53,7 +59,7 @@ def set_precision(device: Device, precision: str | None) -> None:
 
 def precision_of(device: Device) -> str:
     """The precision in which this device computes."""
-    if device.kind == "cpu":
+    if device.kind != "cuda":
         return "fp32"
     from caffepy.ops.cuda import precision
 

@@ -1,0 +1,53 @@
+"""The back end of nets that are built to be looked at and never run: it loads no numba.
+
+Layers ask it for the few things that decide shapes. Whatever else they ask for is the CPU's.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from caffepy.device.device import Device
+
+Sizes = Sequence[int]
+
+
+class ShapesOnlyDevice(Device):
+    """The CPU, for nets that are not run."""
+
+    kind = "shapes only"
+
+
+class Convolution:
+    """The shapes of a convolution."""
+
+    def __init__(
+        self, x_shape: Sizes, w_shape: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, *_: Any
+    ) -> None:
+        axes = zip(x_shape[2:], w_shape[2:], stride, pad, dilation, strict=True)
+        out = [(x + 2 * p - (d * (k - 1) + 1)) // s + 1 for x, k, s, p, d in axes]
+        self.y_shape = (x_shape[0], w_shape[0], *out)
+
+
+class Unused:
+    """An object that only a run would use."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+
+class ShapesOnly:
+    """Functions as in `protocol.Ops`."""
+
+    Convolution = Convolution
+    LSTM = RNN = Staging = Unused
+
+    def pool_index_type(self, kernel: Sizes) -> "np.dtype[Any]":
+        """The CPU's."""
+        return np.dtype(np.int32)
+
+    def __getattr__(self, name: str) -> Any:
+        from caffepy.ops import cpu
+
+        return getattr(cpu, name)
