@@ -32,6 +32,7 @@ from caffepy.data.bad_records import BadRecords
 from caffepy.data.sources.base import Items, Source, State
 from caffepy.data.transformer import Transformer
 from caffepy.device.blob import shape_string
+from caffepy.device.threads import parallel
 
 log = logging.getLogger(__name__)
 
@@ -263,8 +264,6 @@ class SequentialLoader(Loader):
 
         Returns by their place the images of another shape or type, which `images` has no room for.
         """
-        from caffepy.device.threads import parallel  # here, since the package loads numba
-
         todo = 1 + np.flatnonzero(~self.source.copy(items, images, labels)[1:])
         if not len(todo):
             return {}

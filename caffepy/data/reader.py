@@ -23,6 +23,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.data.loader import Batch, Loader, Staging
 from caffepy.data.sources.base import State
+from caffepy.device.threads import num_threads
 
 log = logging.getLogger(__name__)
 
@@ -92,8 +93,6 @@ class _Producer:
         """Make batches until the Reader stops this thread or an error occurs."""
         fill_threads = 0
         try:
-            from caffepy.device.threads import num_threads  # here, since the package loads numba
-
             fill_threads = FILL_THREADS if num_threads() >= MIN_THREADS else 0
             make = self._reserve if fill_threads else self._load
             for _ in range(fill_threads):

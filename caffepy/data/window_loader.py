@@ -20,6 +20,7 @@ from caffepy.data.sources.windows import WindowFile, read_windows
 from caffepy.data.transformer import read_mean
 from caffepy.device.blob import shape_string
 from caffepy.device.device import Device
+from caffepy.device.threads import parallel
 from caffepy.proto.caffe_pb2 import LayerParameter
 
 log = logging.getLogger(__name__)
@@ -196,8 +197,6 @@ class WindowLoader(Loader):
         """Warp windows into these places of a batch; returns what is wrong with those in bad
         images, by number.
         """
-        from caffepy.device.threads import parallel  # here, since the package loads numba
-
         bad: dict[int, DataError] = {}
 
         def warp_some(lo: int, hi: int) -> None:

@@ -166,7 +166,7 @@ def test_what_is_passed_over_is_said_once(tmp_path, caplog):
 
 
 def test_a_thread_that_cannot_begin_says_so(ten, monkeypatch):
-    monkeypatch.setattr("caffepy.device.threads.num_threads", lambda: 1 // 0)
+    monkeypatch.setattr("caffepy.data.reader.num_threads", lambda: 1 // 0)
     made = reader(ten)
     with pytest.raises(ZeroDivisionError):
         made.take()
