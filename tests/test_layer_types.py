@@ -12,8 +12,8 @@ Split Swish TanH Threshold Tile WindowData
 """
 
 
-def test_all_of_caffe_and_no_other():
+def test_all_of_caffe():
     caffe = NAMES.split()
     assert len(caffe) == 61
-    assert sorted(caffepy.layer_type_list()) == sorted(caffe)
-    assert sorted(registry) == sorted(caffe)
+    assert set(caffe) <= set(registry)
+    assert sorted(caffepy.layer_type_list()) == sorted(registry)

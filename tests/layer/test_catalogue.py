@@ -15,6 +15,7 @@ from caffepy.layer import registry
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import NetParameter
 
+from .cases import NEURONS
 from .harness import GOLDEN
 
 HERE = Path(__file__).parent
@@ -23,6 +24,8 @@ TESTS = {
     for path in HERE.rglob("test_*.py")
     if path != Path(__file__)
 }
+# The cases of test_neuron.py stand in a table that it shares with other tests.
+TESTS["test_neuron.py"] += " ".join(f'"{case}"' for case in NEURONS)
 DATA = GOLDEN.parent / "data"
 PACKAGE = Path(caffepy.layer.__file__).parent
 LAYERS = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
@@ -38,24 +41,20 @@ NO_GRADIENT = {
 }
 # Types -> the test that holds them to a loop, to numpy or to the formula.
 LOOPS = {
-    "AbsVal": "test_neuron.py::test_against_the_formula",
+    **{name.split()[0]: "test_neuron.py::test_against_the_formula" for name in NEURONS},
     "Accuracy": "test_loss.py::test_accuracy_against_a_loop",
     "ArgMax": "test_selection.py::test_argmax_against_sorting",
-    "BNLL": "test_neuron.py::test_against_the_formula",
     "BatchNorm": "test_normalization.py::test_batch_norm_normalizes_and_collects_statistics",
     "BatchReindex": "test_selection.py::test_against_numpy",
     "Bias": "test_normalization.py::test_scale_and_bias_against_numpy",
-    "Clip": "test_neuron.py::test_against_the_formula",
     "Concat": "test_shape.py::test_against_numpy",
     "ContrastiveLoss": "test_loss.py::test_contrastive_loss_against_a_loop",
     "Crop": "test_selection.py::test_against_numpy",
     "Deconvolution": "test_deconvolution.py::test_every_input_element_spreads_its_kernel",
     "Dropout": "test_neuron.py::test_dropout_keeps_the_share_and_the_mean",
-    "ELU": "test_neuron.py::test_against_the_formula",
     "Eltwise": "test_eltwise.py::test_against_a_loop",
     "Embed": "test_embed.py::test_looks_up_rows",
     "EuclideanLoss": "test_loss.py::test_euclidean_loss_against_a_loop",
-    "Exp": "test_neuron.py::test_against_the_formula",
     "Filter": "test_selection.py::test_against_numpy",
     "Flatten": "test_shape.py::test_against_numpy",
     "HDF5Output": "test_hdf5_output.py::test_one_forward_gives_the_file_of_caffe",
@@ -66,29 +65,67 @@ LOOPS = {
     "LRN": "test_normalization.py::test_lrn_across_against_a_loop",
     "LSTM": "test_recurrent.py::test_against_a_loop_over_two_batches",
     "LSTMUnit": "test_recurrent.py::test_unit_against_the_formula",
-    "Log": "test_neuron.py::test_against_the_formula",
     "MVN": "test_normalization.py::test_mvn_against_numpy",
-    "PReLU": "test_neuron.py::test_against_the_formula",
     "Parameter": "test_shape.py::test_parameter_is_its_top_and_adds_its_gradient",
-    "Power": "test_neuron.py::test_against_the_formula",
     "Python": "test_python.py::test_a_net_with_python_layers_learns",
     "RNN": "test_recurrent.py::test_against_a_loop_over_two_batches",
-    "ReLU": "test_neuron.py::test_against_the_formula",
     "Reduction": "test_shape.py::test_against_numpy",
     "Reshape": "test_shape.py::test_against_numpy",
     "SPP": "test_pooling.py::test_spp_levels",
     "Scale": "test_normalization.py::test_scale_and_bias_against_numpy",
-    "Sigmoid": "test_neuron.py::test_against_the_formula",
     "SigmoidCrossEntropyLoss": "test_loss.py::test_sigmoid_loss_against_a_loop",
     "Silence": "test_shape.py::test_silence_gives_zero",
     "Slice": "test_shape.py::test_against_numpy",
     "Softmax": "test_loss.py::test_softmax_against_a_loop",
     "SoftmaxWithLoss": "test_loss.py::test_softmax_loss_against_a_loop",
     "Split": "test_shape.py::test_against_numpy",
-    "Swish": "test_neuron.py::test_against_the_formula",
-    "TanH": "test_neuron.py::test_against_the_formula",
-    "Threshold": "test_neuron.py::test_against_the_formula",
     "Tile": "test_shape.py::test_against_numpy",
+}
+# Types -> the test that holds them on a GPU to the CPU.
+ON_GPU = {
+    **{name.split()[0]: "test_neuron.py::test_on_a_gpu" for name in NEURONS},
+    "ArgMax": "test_selection.py::test_argmax_on_gpu",
+    "BatchNorm": "fused/test_normalization.py::test_layers_on_a_gpu",
+    "BatchReindex": "test_selection.py::test_batch_reindex_on_gpu",
+    "Concat": "test_shape.py::test_on_gpu_in_all_formats",
+    "ContrastiveLoss": "test_loss.py::test_on_gpu",
+    "Convolution": "fused/test_convolution.py::test_on_a_gpu",
+    "Crop": "test_selection.py::test_crop_on_gpu_in_all_formats",
+    "Dropout": "test_neuron.py::test_dropout_on_a_gpu_has_one_seed_and_counts_passes",
+    "Eltwise": "test_eltwise.py::test_on_gpu_in_all_formats",
+    "Embed": "test_embed.py::test_on_gpu",
+    "HingeLoss": "test_loss.py::test_on_gpu",
+    "InfogainLoss": "test_loss.py::test_on_gpu",
+    "InnerProduct": "fused/test_inner_product.py::test_the_same_numbers_on_a_gpu",
+    "MultinomialLogisticLoss": "test_loss.py::test_on_gpu",
+    "Pooling": "test_pooling.py::test_on_gpu_in_all_formats",
+    "Scale": "fused/test_normalization.py::test_layers_on_a_gpu",
+    "Silence": "test_shape.py::test_on_gpu_in_all_formats",
+    "Slice": "test_shape.py::test_on_gpu_in_all_formats",
+    "Split": "test_shape.py::test_on_gpu_in_all_formats",
+}
+OPERATIONS = "its operations are held to the CPU's in tests/ops/cuda"
+NO_GPU_CASES = {
+    "Accuracy": OPERATIONS,
+    "Bias": OPERATIONS,
+    "Deconvolution": OPERATIONS,
+    "EuclideanLoss": OPERATIONS,
+    "Flatten": "computes nothing",
+    "Im2col": "copies slices of arrays",
+    "Input": "computes nothing",
+    "LRN": OPERATIONS,
+    "LSTM": OPERATIONS,
+    "LSTMUnit": OPERATIONS,
+    "MVN": OPERATIONS,
+    "Parameter": "adds its gradient, no more",
+    "RNN": OPERATIONS,
+    "Reduction": "array arithmetic",
+    "Reshape": "computes nothing",
+    "SPP": "is made of Pooling layers",
+    "SigmoidCrossEntropyLoss": OPERATIONS,
+    "Softmax": OPERATIONS,
+    "SoftmaxWithLoss": OPERATIONS,
+    "Tile": "array arithmetic",
 }
 # Types without such a test, held to Caffe's figures; operations that they use are held to loops in
 # tests/ops.
@@ -170,6 +207,15 @@ def test_gradient_is_tested(type_):
     )
 
 
+@pytest.mark.parametrize("type_", [name for name in COMPUTING if registry[name].on_gpu])
+def test_a_gpu_is_held_to_the_cpu(type_):
+    assert type_ in ON_GPU or type_ in NO_GPU_CASES, (
+        f"{type_}: no test in ON_GPU, and no reason in NO_GPU_CASES"
+    )
+    if type_ in ON_GPU:
+        check_named(type_, ON_GPU[type_])
+
+
 @pytest.mark.parametrize("type_", list(registry))
 def test_every_type_is_held_to_a_second_truth(type_):
     check_truth(type_, registry[type_].is_data)
@@ -190,7 +236,9 @@ def test_a_new_type_without_a_test_is_noticed(is_data, monkeypatch):
 
 def test_reasons_are_for_types_that_exist():
     assert set(NO_GRADIENT) | set(LOOPS) | FIGURES_ONLY | set(BATCHES) <= set(registry)
+    assert set(ON_GPU) | set(NO_GPU_CASES) <= set(registry)
     assert not set(LOOPS) & FIGURES_ONLY
+    assert not set(ON_GPU) & set(NO_GPU_CASES)
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -1,4 +1,4 @@
-from math import e, exp, log, tanh
+from math import e
 
 import numpy as np
 import pytest
@@ -7,50 +7,14 @@ from google.protobuf import text_format
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob, Layout
 from caffepy.device.cuda import CudaDevice
-from caffepy.layer.base import create_layer
+from caffepy.layer.base import create_layer, registry
+from caffepy.layer.neuron import Elementwise
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 
+from .cases import NEURONS
 from .harness import Single, check_golden, check_gradient, random
-from .on_gpu import check_on_gpu
+from .on_gpu import check_on_gpu, check_plain_on_gpu
 
-# name: prototxt, y of one x
-NEURONS = {
-    "AbsVal": ("", abs),
-    "BNLL": ("", lambda x: log(1 + exp(x))),
-    "Clip": ("clip_param { min: -0.5 max: 0.8 }", lambda x: max(-0.5, min(x, 0.8))),
-    "ELU": ("elu_param { alpha: 0.7 }", lambda x: x if x > 0 else 0.7 * (exp(x) - 1)),
-    "ELU negative": ("elu_param { alpha: -0.7 }", lambda x: x if x > 0 else -0.7 * (exp(x) - 1)),
-    "Exp": ("", exp),
-    "Exp base 2": ("exp_param { base: 2 scale: 0.5 shift: 0.3 }", lambda x: 2 ** (0.3 + 0.5 * x)),
-    "Log": ("log_param { shift: 9 }", lambda x: log(9 + x)),
-    "Log base 10": (
-        "log_param { base: 10 scale: 0.5 shift: 4 }",
-        lambda x: log(4 + 0.5 * x) / log(10),
-    ),
-    "Power": ("", lambda x: x),
-    "Power linear": ("power_param { scale: 2 shift: 3 }", lambda x: 3 + 2 * x),
-    "Power square": ("power_param { power: 2 scale: 2 shift: 3 }", lambda x: (3 + 2 * x) ** 2),
-    "Power cube": ("power_param { power: 3 }", lambda x: x**3),
-    "Power root": ("power_param { power: 0.5 shift: 9 }", lambda x: (9 + x) ** 0.5),
-    "Power fraction": (
-        "power_param { power: 2.5 scale: 0.7 shift: 4 }",
-        lambda x: (4 + 0.7 * x) ** 2.5,
-    ),
-    "Power inverse": ("power_param { power: -1 scale: 0.5 shift: 4 }", lambda x: 1 / (4 + 0.5 * x)),
-    "Power 0": ("power_param { power: 0 }", lambda x: 1),
-    "Power scale 0": ("power_param { power: 2 scale: 0 shift: 3 }", lambda x: 9),
-    "ReLU": ("", lambda x: max(x, 0)),
-    "ReLU leaky": ("relu_param { negative_slope: 0.1 }", lambda x: x if x > 0 else 0.1 * x),
-    "ReLU falling": ("relu_param { negative_slope: -0.3 }", lambda x: x if x > 0 else -0.3 * x),
-    "Sigmoid": ("", lambda x: 1 / (1 + exp(-x))),
-    "Swish": ("swish_param { beta: 1.3 }", lambda x: x / (1 + exp(-1.3 * x))),
-    "TanH": ("", tanh),
-    "PReLU": ("", lambda x: x if x > 0 else 0.25 * x),
-    "PReLU shared": ("prelu_param { channel_shared: true }", lambda x: x if x > 0 else 0.25 * x),
-    "Dropout": ("", None),
-    "Dropout TEST": ("", lambda x: x),
-    "Threshold": ("threshold_param { threshold: 0.2 }", lambda x: x > 0.2),
-}
 GOLDEN = [
     "bnll_43",
     "clip_45",
@@ -233,10 +197,19 @@ NATIVE = [
 ]
 
 
+# Types that take the plain layout alone, as plain array arithmetic does.
+PLAIN = [case for case in NEURONS if not issubclass(registry[case.split()[0]], Elementwise)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [c for c in NATIVE if "PReLU" not in c])
-def test_on_a_gpu_in_any_format(case):
-    check_on_gpu(text(case), np.round(4 * random(2, 8, 3, 5)) / 4)
+@pytest.mark.parametrize("case", [*PLAIN, *(c for c in NATIVE if "PReLU" not in c)])
+def test_on_a_gpu(case):
+    x = np.round(4 * random(2, 8, 3, 5)) / 4
+    if case in PLAIN:
+        has_gradient = Single(text(case), x).layer.allow_force_backward(0)
+        check_plain_on_gpu(text(case), x, propagate_down=[has_gradient])
+    else:
+        check_on_gpu(text(case), x)
 
 
 @pytest.mark.gpu

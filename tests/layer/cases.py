@@ -1,0 +1,211 @@
+"""Cases of the types of layers, which the tests of the CPU, of a GPU and of the export share.
+
+A new layer that works on each element by itself needs a line in NEURONS, any other one in CASES.
+"""
+
+from collections.abc import Callable
+from math import exp, log, tanh
+
+IMAGE = (2, 6, 7, 5)
+# Layers that map each element of the bottom to the same element of the top, a line a case: the type
+# and what is special, the parameters, the formula of one element.
+NEURONS: dict[str, tuple[str, Callable[[float], float] | None]] = {
+    "AbsVal": ("", abs),
+    "BNLL": ("", lambda x: log(1 + exp(x))),
+    "Clip": ("clip_param { min: -0.5 max: 0.8 }", lambda x: max(-0.5, min(x, 0.8))),
+    "ELU": ("elu_param { alpha: 0.7 }", lambda x: x if x > 0 else 0.7 * (exp(x) - 1)),
+    "ELU negative": ("elu_param { alpha: -0.7 }", lambda x: x if x > 0 else -0.7 * (exp(x) - 1)),
+    "Exp": ("", exp),
+    "Exp base 2": ("exp_param { base: 2 scale: 0.5 shift: 0.3 }", lambda x: 2 ** (0.3 + 0.5 * x)),
+    "Log": ("log_param { shift: 9 }", lambda x: log(9 + x)),
+    "Log base 10": (
+        "log_param { base: 10 scale: 0.5 shift: 4 }",
+        lambda x: log(4 + 0.5 * x) / log(10),
+    ),
+    "Log scaled": ("log_param { scale: 0.1 shift: 5 }", lambda x: log(5 + 0.1 * x)),
+    "Power": ("", lambda x: x),
+    "Power scale": ("power_param { scale: 2 }", lambda x: 2 * x),
+    "Power shift": ("power_param { shift: -1 }", lambda x: x - 1),
+    "Power linear": ("power_param { scale: 2 shift: 3 }", lambda x: 3 + 2 * x),
+    "Power square": ("power_param { power: 2 scale: 2 shift: 3 }", lambda x: (3 + 2 * x) ** 2),
+    "Power cube": ("power_param { power: 3 }", lambda x: x**3),
+    "Power cube shifted": ("power_param { power: 3 shift: 1 }", lambda x: (1 + x) ** 3),
+    "Power root": ("power_param { power: 0.5 shift: 9 }", lambda x: (9 + x) ** 0.5),
+    "Power fraction": (
+        "power_param { power: 2.5 scale: 0.7 shift: 4 }",
+        lambda x: (4 + 0.7 * x) ** 2.5,
+    ),
+    "Power inverse": ("power_param { power: -1 scale: 0.5 shift: 4 }", lambda x: 1 / (4 + 0.5 * x)),
+    "Power 0": ("power_param { power: 0 }", lambda x: 1),
+    "Power scale 0": ("power_param { power: 2 scale: 0 shift: 3 }", lambda x: 9),
+    "ReLU": ("", lambda x: max(x, 0)),
+    "ReLU leaky": ("relu_param { negative_slope: 0.1 }", lambda x: x if x > 0 else 0.1 * x),
+    "ReLU falling": ("relu_param { negative_slope: -0.3 }", lambda x: x if x > 0 else -0.3 * x),
+    "Sigmoid": ("", lambda x: 1 / (1 + exp(-x))),
+    "Swish": ("swish_param { beta: 1.3 }", lambda x: x / (1 + exp(-1.3 * x))),
+    "Swish plain": ("", lambda x: x / (1 + exp(-x))),
+    "TanH": ("", tanh),
+    "PReLU": ("", lambda x: x if x > 0 else 0.25 * x),
+    "PReLU shared": ("prelu_param { channel_shared: true }", lambda x: x if x > 0 else 0.25 * x),
+    "Dropout": ("", None),
+    "Dropout TEST": ("", lambda x: x),
+    "Threshold": ("threshold_param { threshold: 0.2 }", lambda x: x > 0.2),
+}
+# Other layers: shapes of the bottoms, number of tops, parameters.
+CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
+    "Convolution": [
+        ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 3 pad: 1 stride: 2 }"),
+        (
+            [IMAGE],
+            1,
+            "convolution_param { num_output: 4 kernel_h: 3 kernel_w: 2 group: 2 bias_term: false }",
+        ),
+        ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 2 dilation: 2 pad: 2 }"),
+        ([(2, 3, 9)], 1, "convolution_param { num_output: 4 kernel_size: 3 }"),
+        ([(2, 3, 4, 5, 6)], 1, "convolution_param { num_output: 2 kernel_size: 3 pad: 1 }"),
+        ([(2, 3, 4, 5, 6)], 1, "convolution_param { num_output: 2 kernel_size: 3 axis: 2 }"),
+        ([(4, 3)], 1, "convolution_param { num_output: 2 kernel_size: 1 }"),
+        ([IMAGE, IMAGE], 2, "convolution_param { num_output: 4 kernel_size: 3 }"),
+    ],
+    "Deconvolution": [
+        ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 4 pad: 1 stride: 2 }"),
+        (
+            [IMAGE],
+            1,
+            "convolution_param { num_output: 6 kernel_size: 3 group: 6 stride: 3 bias_term: false }",
+        ),
+        ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 2 dilation: 2 group: 2 }"),
+        ([(2, 3, 4, 5, 6)], 1, "convolution_param { num_output: 2 kernel_size: 3 axis: 2 }"),
+    ],
+    "Im2col": [
+        ([IMAGE], 1, "convolution_param { kernel_h: 3 kernel_w: 2 pad: 1 stride: 2 }"),
+        ([(2, 3, 4, 5, 6)], 1, "convolution_param { kernel_size: 2 axis: 2 }"),
+    ],
+    "InnerProduct": [
+        ([IMAGE], 1, "inner_product_param { num_output: 4 }"),
+        ([(3, 5)], 1, "inner_product_param { num_output: 4 bias_term: false }"),
+        ([IMAGE], 1, "inner_product_param { num_output: 4 axis: 2 transpose: true }"),
+        ([IMAGE], 1, "inner_product_param { num_output: 4 axis: -1 }"),
+        ([IMAGE], 1, "inner_product_param { num_output: 4 axis: 0 }"),
+    ],
+    "Embed": [
+        ([(3, 2)], 1, "embed_param { num_output: 4 input_dim: 7 }"),
+        ([(3,)], 1, "embed_param { num_output: 4 input_dim: 7 bias_term: false }"),
+    ],
+    "LRN": [
+        ([IMAGE], 1, "lrn_param { local_size: 3 alpha: 0.5 beta: 0.6 k: 2 }"),
+        ([IMAGE], 1, "lrn_param { local_size: 3 alpha: 0.5 norm_region: WITHIN_CHANNEL }"),
+    ],
+    "BatchNorm": [
+        ([IMAGE], 1, ""),
+        ([(4, 3)], 1, "batch_norm_param { eps: 0.1 }"),
+        ([IMAGE], 1, "batch_norm_param { use_global_stats: false }"),
+        ([IMAGE], 1, "batch_norm_param { scale_bias: true }"),
+        ([IMAGE], 1, "batch_norm_param { scale_bias: true use_global_stats: false }"),
+    ],
+    "MVN": [
+        ([IMAGE], 1, ""),
+        ([IMAGE], 1, "mvn_param { across_channels: true eps: 0.1 }"),
+        ([IMAGE], 1, "mvn_param { normalize_variance: false }"),
+        ([(4, 3)], 1, ""),
+        ([(4, 3, 5)], 1, "mvn_param { across_channels: true }"),
+    ],
+    "Scale": [
+        ([IMAGE], 1, ""),
+        ([IMAGE], 1, "scale_param { bias_term: true }"),
+        ([IMAGE], 1, "scale_param { axis: -2 num_axes: 1 bias_term: true }"),
+        ([IMAGE], 1, "scale_param { axis: 0 num_axes: -1 }"),
+        ([IMAGE], 1, "scale_param { num_axes: 0 bias_term: true }"),
+        ([IMAGE, (2, 6)], 1, "scale_param { axis: 0 bias_term: true }"),
+        ([IMAGE, (7, 5)], 1, "scale_param { axis: 2 }"),
+    ],
+    "Bias": [
+        ([IMAGE], 1, ""),
+        ([IMAGE], 1, "bias_param { axis: 2 num_axes: 2 }"),
+        ([IMAGE, (2,)], 1, "bias_param { axis: 0 }"),
+    ],
+    "Eltwise": [
+        ([IMAGE] * 2, 1, ""),
+        ([IMAGE] * 3, 1, "eltwise_param { coeff: 1 coeff: -2 coeff: 0.5 }"),
+        ([IMAGE] * 3, 1, "eltwise_param { operation: PROD }"),
+        ([IMAGE] * 3, 1, "eltwise_param { operation: MAX }"),
+    ],
+    "Concat": [
+        ([IMAGE, (2, 3, 7, 5)], 1, ""),
+        ([IMAGE] * 2, 1, "concat_param { axis: 0 }"),
+        ([IMAGE], 1, ""),
+    ],
+    "Slice": [
+        ([IMAGE], 3, ""),
+        ([IMAGE], 2, "slice_param { axis: -1 slice_point: 1 }"),
+        ([IMAGE], 1, ""),
+    ],
+    "Split": [([IMAGE], 2, "")],
+    "Flatten": [([IMAGE], 1, ""), ([IMAGE], 1, "flatten_param { axis: 1 end_axis: 2 }")],
+    "Reshape": [
+        ([IMAGE], 1, "reshape_param { shape { dim: 0 dim: -1 } }"),
+        ([IMAGE], 1, "reshape_param { shape { dim: 2 dim: 3 } axis: 1 num_axes: 1 }"),
+        ([IMAGE], 1, "reshape_param { shape { dim: 1 } axis: -1 num_axes: 0 }"),
+    ],
+    "Softmax": [([IMAGE], 1, ""), ([IMAGE], 1, "softmax_param { axis: -1 }")],
+    "Crop": [
+        ([IMAGE, (2, 6, 4, 3)], 1, "crop_param { offset: 2 offset: 1 }"),
+        ([IMAGE, (2, 2, 4, 5)], 1, "crop_param { axis: 1 offset: 0 }"),
+        ([IMAGE, IMAGE], 1, ""),
+    ],
+    "Reduction": [
+        ([IMAGE], 1, ""),
+        ([IMAGE], 1, "reduction_param { operation: ASUM axis: 1 coeff: 0.5 }"),
+        ([IMAGE], 1, "reduction_param { operation: SUMSQ axis: -2 }"),
+        ([IMAGE], 1, "reduction_param { operation: MEAN axis: 2 coeff: 3 }"),
+    ],
+    "Tile": [
+        ([IMAGE], 1, "tile_param { tiles: 3 }"),
+        ([IMAGE], 1, "tile_param { axis: -1 tiles: 2 }"),
+    ],
+    "BatchReindex": [([IMAGE, (4,)], 1, "")],
+    "Pooling": [  # further geometries: test_pooling.py
+        ([IMAGE], 2, "pooling_param { kernel_size: 3 stride: 2 pad: 1 }"),
+        ([IMAGE], 1, "pooling_param { global_pooling: true }"),
+        ([IMAGE], 1, "pooling_param { pool: AVE global_pooling: true }"),
+        ([IMAGE], 2, "pooling_param { global_pooling: true }"),
+        ([IMAGE], 1, "pooling_param { pool: STOCHASTIC kernel_size: 3 stride: 2 }"),
+    ],
+    "SPP": [
+        ([(2, 3, 9, 11)], 1, "spp_param { pyramid_height: 3 }"),
+        ([(2, 3, 9, 11)], 1, "spp_param { pyramid_height: 2 pool: AVE }"),
+        ([(2, 3, 9, 11)], 1, "spp_param { pyramid_height: 1 }"),
+    ],
+    "ArgMax": [
+        ([IMAGE], 1, ""),
+        ([IMAGE], 1, "argmax_param { top_k: 3 }"),
+        ([IMAGE], 1, "argmax_param { top_k: 3 out_max_val: true }"),
+        ([IMAGE], 1, "argmax_param { out_max_val: true }"),
+        ([IMAGE], 1, "argmax_param { axis: 1 }"),
+        ([IMAGE], 1, "argmax_param { axis: -1 top_k: 2 }"),
+        ([IMAGE], 1, "argmax_param { axis: 1 top_k: 2 out_max_val: true }"),
+        ([IMAGE], 1, "argmax_param { axis: 1 out_max_val: true }"),
+        ([(3, 8)], 1, "argmax_param { top_k: 2 }"),
+    ],
+    "LSTM": [
+        ([(4, 2, 3), (4, 2)], 1, "recurrent_param { num_output: 5 }"),
+        ([(4, 2, 3, 2), (4, 2), (2, 3)], 1, "recurrent_param { num_output: 5 }"),
+        (
+            [(4, 2, 3), (4, 2), (1, 2, 5), (1, 2, 5)],
+            3,
+            "recurrent_param { num_output: 5 expose_hidden: true }",
+        ),
+    ],
+    "RNN": [
+        ([(4, 2, 3), (4, 2)], 1, "recurrent_param { num_output: 5 }"),
+        (
+            [(4, 2, 3), (4, 2), (2, 3), (1, 2, 5)],
+            2,
+            "recurrent_param { num_output: 5 expose_hidden: true }",
+        ),
+    ],
+    "LSTMUnit": [([(1, 2, 3), (1, 2, 12), (1, 2)], 2, "")],
+    "Parameter": [([], 1, "parameter_param { shape { dim: 2 dim: 3 } }")],
+}
+for case, (params, _) in NEURONS.items():
+    CASES.setdefault(case.split()[0], []).append(([IMAGE], 1, params))
