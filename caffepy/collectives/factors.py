@@ -31,11 +31,7 @@ def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
     """Return the layers of whose weight gradients `size` ranks should exchange factors, by number
     of the learnable parameter.
     """
-    batches = {
-        tops[0].shape[:1]
-        for layer, tops in zip(net.layers, net.tops, strict=True)
-        if layer.is_data and tops
-    }
+    batches = {node.tops[0].shape[:1] for node in net.nodes if node.layer.is_data and node.tops}
     if len(batches) != 1 or any(
         layer.always_reshape or not layer.fixed_batch for layer in net.layers
     ):

@@ -277,17 +277,18 @@ def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
     """
     seen: set[int] = set()
     runs = {i: step.layers for step in net.steps for i in step.layers} if gpu else {}
-    for i, layer in enumerate(net.layers):
+    for i, node in enumerate(net.nodes):
+        layer = node.layer
         memory = 0
-        counts = [b.count for b in net.bottoms[i]], [t.count for t in net.tops[i]]
-        for top in net.tops[i]:
+        counts = [b.count for b in node.bottoms], [t.count for t in node.tops]
+        for top in node.tops:
             if id(top.data_memory) not in seen:
                 seen.add(id(top.data_memory))
                 memory += top.count * top.dtype.itemsize
         yield LayerInfo(
-            net.layer_names[i],
+            node.name,
             layer.type,
-            dict(zip(net.top_names[i], (top.shape for top in net.tops[i]), strict=True)),
+            dict(zip(node.top_names, (top.shape for top in node.tops), strict=True)),
             sum(blob.count for blob in layer.blobs),
             memory,
             flops(layer, *counts),
@@ -297,19 +298,16 @@ def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
 
 
 def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
-    formats = {
-        name: _layout(top) for name, top in zip(net.top_names[index], net.tops[index], strict=True)
-    }
+    node = net.nodes[index]
+    formats = {name: _layout(top) for name, top in zip(node.top_names, node.tops, strict=True)}
     converts = {}
-    if casts := net.casts.get(index):
-        names = net.bottom_names[index] + net.top_names[index]
-        blobs = net.bottoms[index] + net.tops[index]
-        for name, blob, twin in zip(names, blobs, casts.bottoms + casts.tops, strict=True):
-            if twin is not blob:
-                converts[name] = f"{_layout(blob)} to {_layout(twin)}"
-    return LayerOnGpu(
-        net.layers[index].on_host, [net.layer_names[i] for i in run], formats, converts
-    )
+    if node.casts:
+        names, blobs = node.bottom_names + node.top_names, node.bottoms + node.tops
+        copies = node.casts.bottoms + node.casts.tops
+        for name, blob, copy in zip(names, blobs, copies, strict=True):
+            if copy is not blob:
+                converts[name] = f"{_layout(blob)} to {_layout(copy)}"
+    return LayerOnGpu(node.layer.on_host, [net.nodes[i].name for i in run], formats, converts)
 
 
 def _layout(blob: Blob) -> str:

@@ -132,7 +132,7 @@ def export_onnx(
             operators(graph.nodes),
             sum(used.values()),
             len(content),
-            [f"{net.layer_names[i]} ({net.layers[i].type})" for i in found.dropped],
+            [f"{net.nodes[i].name} ({net.layers[i].type})" for i in found.dropped],
             found.unused,
             [f"{layer} {text}" for layer, text in graph.notes],
             differences,
@@ -249,7 +249,7 @@ def random_inputs(net: Net, found: Trace) -> dict[str, Array]:
             layer.type, (0, 0)
         )
         if layer.type == "BatchReindex":
-            number = net.bottoms[i][0].shape[0]
+            number = net.nodes[i].bottoms[0].shape[0]
         if number and bottoms[place] in inputs:
             inputs[bottoms[place]] = rng.integers(0, number, inputs[bottoms[place]].shape).astype(
                 np.float32

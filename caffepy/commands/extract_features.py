@@ -149,9 +149,9 @@ def extract_features(
 
 def _epoch(net: Net) -> tuple[int, int]:
     """Return the batch size and the number of items of the data; UsageError if they are unknown."""
-    for layer, tops in zip(net.layers, net.tops, strict=True):
-        if layer.length:
-            return tops[0].shape[0], layer.length
+    for node in net.nodes:
+        if node.layer.length:
+            return node.tops[0].shape[0], node.layer.length
     raise UsageError(
         "how much data the net's data layers have is not known: say how many batches to take"
     )

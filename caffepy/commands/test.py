@@ -169,8 +169,9 @@ def _evaluating(
 
 
 def _warn_of_unshared(net: Net) -> None:
-    for layer, bottoms in zip(net.layers, net.bottoms, strict=True):
-        if isinstance(layer, Python) and not bottoms and not layer.share_in_parallel:
+    for node in net.nodes:
+        layer = node.layer
+        if isinstance(layer, Python) and not node.bottoms and not layer.share_in_parallel:
             log.warning(
                 'Each device has its own layer "%s", so that batches may be tested several times; '
                 "with share_in_parallel: true in its python_param they share one",

@@ -111,9 +111,8 @@ def _time(net: Net, iterations: int) -> Timing:
     layers = [
         LayerTime(name, layer.type) for name, layer in zip(net.layer_names, net.layers, strict=True)
     ]
-    net.layer_need_backward = [
-        type(layer).backward is not Layer.backward for layer in net.layers
-    ]  # as in Caffe: all
+    for node in net.nodes:
+        node.need_backward = type(node.layer).backward is not Layer.backward  # as in Caffe: all
     with net.device.scope(), net.ops.blas_scope():
         watch = net.ops.Stopwatch()
         log.info("Performing Forward")
@@ -142,7 +141,7 @@ def _time(net: Net, iterations: int) -> Timing:
             log.info(
                 "Iteration: %d forward-backward time: %s ms.", j + 1, number(sum(ahead) + sum(back))
             )
-    first = net.tops[0][0].shape if net.tops and net.tops[0] else ()
+    first = net.nodes[0].tops[0].shape if net.nodes and net.nodes[0].tops else ()
     batch = first[0] if first else 0
     timing = Timing(
         layers, forward / iterations, backward / iterations, forward + backward, iterations, batch

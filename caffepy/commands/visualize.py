@@ -95,9 +95,9 @@ def show_blob(
 
 
 def _first(net: Net) -> str:
-    for layer, tops in zip(net.layers, net.top_names, strict=True):
-        if isinstance(layer, Convolution):
-            return tops[0]
+    for node in net.nodes:
+        if isinstance(node.layer, Convolution):
+            return node.top_names[0]
     raise UsageError("the net has no convolution: say which blob to show")
 
 

@@ -129,32 +129,32 @@ class _Walk:
             name: i
             for i, layer in enumerate(net.layers)
             if not passes(layer)
-            for name in net.top_names[i]
+            for name in net.nodes[i].top_names
         }
         for i in self.sources:  # an input keeps its name, whatever is done to it in place
-            self.last |= dict.fromkeys(net.top_names[i], i)
+            self.last |= dict.fromkeys(net.nodes[i].top_names, i)
 
     def take(self, i: int) -> None:
         """Put the values of a layer's tops in the places of the blobs."""
         net, layer = self.net, self.net.layers[i]
-        bottoms = [self.values.get(name) for name in net.bottom_names[i]]
+        bottoms = [self.values.get(name) for name in net.nodes[i].bottom_names]
         known = [b for b in bottoms if b]
         if i in self.sources:
-            for name in net.top_names[i]:
+            for name in net.nodes[i].top_names:
                 self.values[name] = self._value(name, i, None)
                 self.inputs.append((name, self.values[name]))
         elif layer.type == "Split" or passes(layer):
             if known:
-                self.values.update(dict.fromkeys(net.top_names[i], known[0]))
+                self.values.update(dict.fromkeys(net.nodes[i].top_names, known[0]))
             else:
-                self._forget(net.top_names[i])
+                self._forget(net.nodes[i].top_names)
         elif len(known) < len(bottoms) or judges(layer):
             self._judge(i, layer, known)
         else:
-            self._add(i, known, net.top_names[i])
+            self._add(i, known, net.nodes[i].top_names)
 
     def _judge(self, i: int, layer: Layer, known: Sequence[Value]) -> None:
-        self._forget(self.net.top_names[i])
+        self._forget(self.net.nodes[i].top_names)
         if layer.type == "Silence":
             return
         self.found.dropped.append(i)
@@ -172,7 +172,7 @@ class _Walk:
 
     def _value(self, blob: str, writer: int, layer: int | None, learned: bool = False) -> Value:
         is_last = self.last.get(blob, writer) == writer
-        name = blob if is_last else self._free(f"{blob}:{self.net.layer_names[writer]}")
+        name = blob if is_last else self._free(f"{blob}:{self.net.nodes[writer].name}")
         self.blobs[name] = blob
         return Value(name, layer, learned)
 

@@ -27,14 +27,14 @@ def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
     failed = []
     for i in trace.layers:
         layer, tops = net.layers[i], trace.tops[i]
-        top_shapes = [b.shape for b in net.tops[i]]
+        top_shapes = [b.shape for b in net.nodes[i].tops]
         shapes |= dict(zip(tops, top_shapes, strict=True))
         params = [owners[id(b.data_memory)] for b in layer.blobs]
-        bottom_shapes = [b.shape for b in net.bottoms[i]]
+        bottom_shapes = [b.shape for b in net.nodes[i].bottoms]
         site = Site(
             graph,
             layer,
-            net.layer_names[i],
+            net.nodes[i].name,
             trace.bottoms[i],
             bottom_shapes,
             tops,
@@ -59,8 +59,8 @@ def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
 def _parameter_names(net: Net, graph: Graph) -> dict[int, str]:
     """By the memory that holds them: the name and index of the layer that owns them, as `conv1.0`."""
     return {
-        id(blob.data_memory): graph.fresh(f"{net.layer_names[layer]}.{index}")
-        for blob, (layer, index) in zip(net.learnable_params, net.learnable_owner, strict=True)
+        id(param.blob.data_memory): graph.fresh(f"{net.nodes[param.layer].name}.{param.index}")
+        for param in net.learnable
     }
 
 
@@ -80,7 +80,7 @@ class Batch:
     """
 
     def __init__(self, net: Net) -> None:
-        inputs = [top for i in sources(net) for top in net.tops[i] if top.shape]
+        inputs = [top for i in sources(net) for top in net.nodes[i].tops if top.shape]
         if not inputs:
             raise ConfigError("the net has no input whose batch size could be another", net.path)
         self.net, self.size = net, inputs[0].shape[0]

@@ -1,48 +1,43 @@
 """Which layers run backward: those under a loss, unless nothing below them wants a gradient."""
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
-if TYPE_CHECKING:
-    from caffepy.net.net import Net
+from caffepy.net.node import Node
 
 log = logging.getLogger(__name__)
 
 
-def prune_backward(net: "Net") -> None:
-    """Walk from the last layer and clear the backward flags of layers and bottoms that no loss or
-    nobody asks for.
+def prune_backward(nodes: Sequence[Node]) -> None:
+    """Walk from the last layer and clear the backward flags of layers that no loss depends on, and
+    of bottoms whose gradient nobody needs.
     """
     under_loss: set[str] = set()
     skipped: set[str] = set()
-    for i in reversed(range(len(net.layers))):
-        names, bottoms = net.top_names[i], net.bottom_names[i]
+    for node in reversed(nodes):
         contributes = any(
             weight or name in under_loss
-            for name, weight in zip(names, net.layers[i].loss_weights, strict=True)
+            for name, weight in zip(node.top_names, node.layer.loss_weights, strict=True)
         )
-        if not contributes or skipped.issuperset(names):
-            net.layer_need_backward[i] = False
-            net.bottom_need_backward[i] = [False] * len(bottoms)
-        for j, name in enumerate(bottoms):
+        if not contributes or skipped.issuperset(node.top_names):
+            node.need_backward = False
+            node.propagate_down = [False] * len(node.bottoms)
+        for name, down in zip(node.bottom_names, node.propagate_down, strict=True):
             if contributes:
                 under_loss.add(name)
-            if not net.bottom_need_backward[i][j]:
+            if not down:
                 skipped.add(name)
-        needs = "needs" if net.layer_need_backward[i] else "does not need"
-        log.info("%s %s backward computation.", net.layer_names[i], needs)
-    if net.param.force_backward:
-        force_backward(net)
+        needs = "needs" if node.need_backward else "does not need"
+        log.info("%s %s backward computation.", node.name, needs)
 
 
-def force_backward(net: "Net") -> None:
-    """Every layer runs backward, to every bottom that allows it, and every parameter gets its
-    gradient.
+def force_backward(nodes: Sequence[Node]) -> None:
+    """Run every layer backward, to every bottom that allows it, with the gradient of every
+    parameter.
     """
-    for i, layer in enumerate(net.layers):
-        net.layer_need_backward[i] = True
-        need = net.bottom_need_backward[i]
-        net.bottom_need_backward[i] = [
-            n or layer.allow_force_backward(j) for j, n in enumerate(need)
+    for node in nodes:
+        node.need_backward = True
+        node.propagate_down = [
+            down or node.layer.allow_force_backward(j) for j, down in enumerate(node.propagate_down)
         ]
-        layer.param_propagate_down = [True] * len(layer.blobs)
+        node.layer.param_propagate_down = [True] * len(node.layer.blobs)

@@ -4,8 +4,10 @@ several readers.
 
 import logging
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from caffepy.core.errors import ConfigError
+from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.registry import nearest
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, NetState, NetStateRule
 from caffepy.proto.text import locate_layer
@@ -17,6 +19,15 @@ def where(path: str | None, layer: LayerParameter) -> str:
     """`file:line:col: layer "name" (Type)`, or without the file if the net has none."""
     name = f'layer "{layer.name}" ({layer.type})'
     return f"{locate_layer(path, layer)}: {name}" if path else name
+
+
+@contextmanager
+def located(path: str | None, layer: LayerParameter) -> Iterator[None]:
+    """Add the place of a layer to errors of the block."""
+    try:
+        yield
+    except CaffeError as error:
+        raise error.at(where(path, layer)) from error.__cause__
 
 
 def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:

@@ -1,57 +1,58 @@
 """The lines of `debug_info`: mean absolute values of data and gradients, layer by layer."""
 
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
-from caffepy.device.blob import Array
-
-if TYPE_CHECKING:
-    from caffepy.net.net import Net
+from caffepy.device.blob import Array, Blob
+from caffepy.net.node import Node
 
 log = logging.getLogger(__name__)
 
 
-def forward(net: "Net", index: int) -> None:
+def forward(node: Node) -> None:
     """Log the tops and parameters of a layer that just ran forward."""
-    name = net.layer_names[index]
-    for top_name, top in zip(net.top_names[index], net.tops[index], strict=True):
+    for name, top in zip(node.top_names, node.tops, strict=True):
         log.info(
-            "    [Forward] Layer %s, top blob %s data: %.6g", name, top_name, _mean(top.host_data)
+            "    [Forward] Layer %s, top blob %s data: %.6g", node.name, name, _mean(top.host_data)
         )
-    first = sum(len(layer.blobs) for layer in net.layers[:index])
-    for i, blob in enumerate(net.layers[index].blobs):
-        display = net.param_display_names[first + i]
+    for param in node.params:
         log.info(
-            "    [Forward] Layer %s, param blob %s data: %.6g", name, display, _mean(blob.host_data)
+            "    [Forward] Layer %s, param blob %s data: %.6g",
+            node.name,
+            param.name,
+            _mean(param.blob.host_data),
         )
 
 
-def backward(net: "Net", index: int) -> None:
+def backward(node: Node) -> None:
     """Log the propagated bottoms and the parameters of a layer that just ran backward."""
-    name, layer = net.layer_names[index], net.layers[index]
-    for bottom_name, bottom, need in zip(
-        net.bottom_names[index], net.bottoms[index], net.bottom_need_backward[index], strict=True
+    layer = node.layer
+    for name, bottom, down in zip(
+        node.bottom_names, node.bottoms, node.propagate_down, strict=True
     ):
-        if need:
+        if down:
             log.info(
                 "    [Backward] Layer %s, bottom blob %s diff: %.6g",
+                node.name,
                 name,
-                bottom_name,
                 _mean(bottom.host_diff),
             )
     for i, (blob, wanted) in enumerate(zip(layer.blobs, layer.param_propagate_down, strict=True)):
         if wanted:
             log.info(
-                "    [Backward] Layer %s, param blob %d diff: %.6g", name, i, _mean(blob.host_diff)
+                "    [Backward] Layer %s, param blob %d diff: %.6g",
+                node.name,
+                i,
+                _mean(blob.host_diff),
             )
 
 
-def norms(net: "Net") -> None:
+def norms(params: Sequence[Blob]) -> None:
     """Log the norms of all learnable parameters after a whole backward pass."""
-    data = [p.host_data for p in net.learnable_params]
-    diff = [p.host_diff for p in net.learnable_params]
+    data = [p.host_data for p in params]
+    diff = [p.host_diff for p in params]
     log.error(
         "    [Backward] All net params (data, diff): L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)",
         sum(float(np.abs(a).sum()) for a in data),

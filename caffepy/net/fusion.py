@@ -11,12 +11,13 @@ from typing import NamedTuple
 from caffepy.device.blob import Blob
 from caffepy.layer import Layer
 from caffepy.layer.eltwise import Eltwise
-from caffepy.layer.fused.base import FusedGroup
-from caffepy.layer.fused.patterns import PATTERNS
+from caffepy.layer.fused.base import FusedGroup, Member
+from caffepy.layer.fused.patterns import PATTERNS, make_group
 from caffepy.layer.neuron import Dropout, ReLU
 from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling
 from caffepy.layer.shape import Split
+from caffepy.net.node import Node
 
 
 class Step(NamedTuple):
@@ -29,128 +30,146 @@ class Step(NamedTuple):
     group: FusedGroup | None = None
 
 
-class Wiring(NamedTuple):
-    """The net as fusion sees it: its layers, their blobs, and which of them run backward."""
-
-    layers: Sequence[Layer]
-    bottoms: Sequence[Sequence[Blob]]
-    tops: Sequence[Sequence[Blob]]
-    need_backward: Sequence[bool]
-
-    def reader(self, index: int) -> int | None:
-        """The layer that reads the only top of a layer, None if several see its present values."""
-        top = self.tops[index][0]
-        readers = [
-            j for j in range(index + 1, len(self.layers)) if any(b is top for b in self.bottoms[j])
+def fused_steps(nodes: Sequence[Node]) -> list[Step]:
+    """Return the steps of a net: fused groups, and every other layer alone."""
+    steps = []
+    alone = set(range(len(nodes)))
+    for group in find_groups(nodes):
+        if any(nodes[i].casts for i in group[1:]):
+            continue
+        members = [
+            Member(node.layer, node.layer_bottoms, node.layer_tops, node.propagate_down)
+            for node in (nodes[i] for i in group)
         ]
-        if not readers or any(self.layers[index].loss_weights):
-            return None
-        first = readers[0]
-        in_place = any(t is top for t in self.tops[first])
-        return first if in_place or len(readers) == 1 else None
+        last = nodes[group[-1]]
+        has_gradient = [_has_gradient(nodes, top) for top in last.tops]
+        made = make_group(members, last.need_backward, has_gradient)
+        steps.append(Step(group[-1], tuple(group), made))
+        alone -= set(group)
+    return sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
 
 
-def find_groups(net: Wiring) -> list[list[int]]:
+def _has_gradient(nodes: Sequence[Node], top: Blob) -> bool:
+    """True if a layer that reads the blob writes its diff."""
+    return any(
+        down and b is top
+        for node in nodes
+        for b, down in zip(node.bottoms, node.propagate_down, strict=True)
+    )
+
+
+def _reader(nodes: Sequence[Node], index: int) -> int | None:
+    """The layer that reads the only top of a layer, None if several see its present values."""
+    top = nodes[index].tops[0]
+    readers = [j for j in range(index + 1, len(nodes)) if any(b is top for b in nodes[j].bottoms)]
+    if not readers or any(nodes[index].layer.loss_weights):
+        return None
+    first = readers[0]
+    in_place = any(t is top for t in nodes[first].tops)
+    return first if in_place or len(readers) == 1 else None
+
+
+def find_groups(nodes: Sequence[Node]) -> list[list[int]]:
     """Return the layers of each fused group, in the order of the net."""
     groups: list[list[int]] = []
     taken: set[int] = set()
-    for i, layer in enumerate(net.layers):
-        if i in taken or layer.on_host or len(net.bottoms[i]) != 1 or len(net.tops[i]) != 1:
+    for i, node in enumerate(nodes):
+        if i in taken or node.layer.on_host or len(node.bottoms) != 1 or len(node.tops) != 1:
             continue
-        group = _group_from(net, i)
+        group = _group_from(nodes, i)
         group = group[: next((k for k, j in enumerate(group) if j in taken), len(group))]
         # The diff of a top with a loss weight must stay; a group overwrites it.
-        weighs = any(net.layers[group[-1]].loss_weights)
+        weighs = any(nodes[group[-1]].layer.loss_weights)
         if len(group) > 1 and not (
-            weighs or _overtaken(net, group) or _loses_mask(net, group) or _hides(net, group)
+            weighs or _overtaken(nodes, group) or _loses_mask(nodes, group) or _hides(nodes, group)
         ):
             groups.append(group)
             taken |= set(group)
     return groups
 
 
-def _overtaken(net: Wiring, group: Sequence[int]) -> bool:
+def _overtaken(nodes: Sequence[Node], group: Sequence[int]) -> bool:
     """True if a layer between the members overwrites a blob that an earlier member reads: the group
     runs at the place of its last member.
     """
-    inner = {id(t.data_memory) for i in group for t in net.tops[i]}
+    inner = {id(t.data_memory) for i in group for t in nodes[i].tops}
     for i in group:
-        reads = {id(b.data_memory) for b in net.bottoms[i]} - inner
+        reads = {id(b.data_memory) for b in nodes[i].bottoms} - inner
         for j in set(range(i + 1, group[-1])) - set(group):
             if any(
-                id(t.data_memory) in reads and any(t is b for b in net.bottoms[j])
-                for t in net.tops[j]
+                id(t.data_memory) in reads and any(t is b for b in nodes[j].bottoms)
+                for t in nodes[j].tops
             ):
                 return True
     return False
 
 
-def _loses_mask(net: Wiring, group: Sequence[int]) -> bool:
+def _loses_mask(nodes: Sequence[Node], group: Sequence[int]) -> bool:
     """True if a later in-place layer destroys the ReLU mask that the fused backward needs.
 
     Outside a group ReLU reads its own bottom. A Dropout does no harm: it zeroes values only where
     the gradient is 0 too.
     """
-    kinds = {type(net.layers[i]): i for i in group}
-    if ReLU not in kinds or not net.need_backward[group[-1]]:
+    kinds = {type(nodes[i].layer): i for i in group}
+    if ReLU not in kinds or not nodes[group[-1]].need_backward:
         return False
-    memory = net.tops[group[-1]][0].data_memory
+    memory = nodes[group[-1]].tops[0].data_memory
     reads_top = Pooling not in kinds and (BatchNorm not in kinds or Eltwise in kinds)
-    if reads_top and net.bottoms[kinds[ReLU]][0].data_memory is memory:
+    if reads_top and nodes[kinds[ReLU]].bottoms[0].data_memory is memory:
         return False
     return any(
-        not isinstance(net.layers[j], Dropout)
+        not isinstance(nodes[j].layer, Dropout)
         and any(
-            t.data_memory is memory and any(t is b for b in net.bottoms[j]) for t in net.tops[j]
+            t.data_memory is memory and any(t is b for b in nodes[j].bottoms) for t in nodes[j].tops
         )
-        for j in range(group[-1] + 1, len(net.layers))
+        for j in range(group[-1] + 1, len(nodes))
     )
 
 
-def _hides(net: Wiring, group: Sequence[int]) -> bool:
+def _hides(nodes: Sequence[Node], group: Sequence[int]) -> bool:
     """True if members work in place on the group's bottom: the group leaves it as it is, and an
     earlier layer may read it.
     """
-    memory = net.bottoms[group[0]][0].data_memory
-    if not net.need_backward[group[0]] or net.tops[group[-1]][0].data_memory is memory:
+    memory = nodes[group[0]].bottoms[0].data_memory
+    if not nodes[group[0]].need_backward or nodes[group[-1]].tops[0].data_memory is memory:
         return False
-    return any(t.data_memory is memory for i in group[:-1] for t in net.tops[i])
+    return any(t.data_memory is memory for i in group[:-1] for t in nodes[i].tops)
 
 
-def _group_from(net: Wiring, start: int) -> list[int]:
+def _group_from(nodes: Sequence[Node], start: int) -> list[int]:
     """The layers of the longest group that begins with this one; it alone if there is none."""
     for head, tail in PATTERNS:
         group: list[int] = []
-        if _extend(net, group, start, head[0]) and all(
-            _extend(net, group, net.reader(group[-1]), kind) for kind in head[1:]
+        if _extend(nodes, group, start, head[0]) and all(
+            _extend(nodes, group, _reader(nodes, group[-1]), kind) for kind in head[1:]
         ):
             for kind in tail:
-                _extend(net, group, net.reader(group[-1]), kind)
+                _extend(nodes, group, _reader(nodes, group[-1]), kind)
             return group
     return [start]
 
 
-def _extend(net: Wiring, group: list[int], index: int | None, kind: type[Layer]) -> bool:
+def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: type[Layer]) -> bool:
     """Append a layer to the group if it is of this type and fits; return whether it does."""
-    if index is None or type(net.layers[index]) is not kind:
+    if index is None or type(nodes[index].layer) is not kind:
         return False
-    layer, bottoms, tops = net.layers[index], net.bottoms[index], net.tops[index]
-    first = group[0] if group else index
+    node = nodes[index]
+    first = nodes[group[0]] if group else node
     fits = (
-        layer.can_fuse
-        and not layer.on_host
-        and net.need_backward[index] == net.need_backward[first]
-        and len(bottoms) == (2 if kind is Eltwise else 1)
-        and len(tops) == (2 if kind is Split else 1)
-        and (kind is not Eltwise or _adds_one(net, group, index))
+        node.layer.can_fuse
+        and not node.layer.on_host
+        and node.need_backward == first.need_backward
+        and len(node.bottoms) == (2 if kind is Eltwise else 1)
+        and len(node.tops) == (2 if kind is Split else 1)
+        and (kind is not Eltwise or _adds_one(nodes, group, index))
     )
     if fits:
         group.append(index)
     return fits
 
 
-def _adds_one(net: Wiring, group: Sequence[int], index: int) -> bool:
+def _adds_one(nodes: Sequence[Node], group: Sequence[int], index: int) -> bool:
     """True if an Eltwise adds one other blob, which is not its top, to that of the group."""
-    (mine,), (top,) = net.tops[group[-1]], net.tops[index]
-    others = [b for b in net.bottoms[index] if b is not mine]
+    (mine,), (top,) = nodes[group[-1]].tops, nodes[index].tops
+    others = [b for b in nodes[index].bottoms if b is not mine]
     return len(others) == 1 and others[0] is not top

@@ -29,8 +29,9 @@ def large_products(net: Net) -> dict[int, InnerProduct]:
     numbers = {param.diff_memory: number for number, param in enumerate(net.learnable_params)}
     memories = [behind(blob).diff_memory for layer in net.layers for blob in layer.blobs]
     found = {}
-    for layer, needed in zip(net.layers, net.layer_need_backward, strict=True):
-        if isinstance(layer, InnerProduct) and needed and layer.param_propagate_down[0]:
+    for node in net.nodes:
+        layer = node.layer
+        if isinstance(layer, InnerProduct) and node.need_backward and layer.param_propagate_down[0]:
             memory = behind(layer.blobs[0]).diff_memory
             if (
                 memory in numbers

@@ -104,11 +104,12 @@ def lifetimes(usage: Usage) -> dict[Memory, Interval]:
 def _kept(net: Net) -> Iterator[Memory]:
     for blob in [*net.params, *(net.blobs[name] for name in net.outputs)]:
         yield from (blob.data_memory, blob.diff_memory)
-    for layer, bottoms, tops in zip(net.layers, net.bottoms, net.tops, strict=True):
-        if not bottoms:
+    for node in net.nodes:
+        layer, tops = node.layer, node.tops
+        if not node.bottoms:
             yield from (top.data_memory for top in tops)
         weighted = (top for top, weight in zip(tops, layer.loss_weights, strict=True) if weight)
-        for blob in [*bottoms, *tops] if layer.always_reshape else weighted:
+        for blob in [*node.bottoms, *tops] if layer.always_reshape else weighted:
             yield from (blob.data_memory, blob.diff_memory)
 
 
@@ -127,13 +128,17 @@ def _forward_touches(net: Net, step: Step) -> Touches:
     bottoms, _ = _ends(net, step)
     yield from ((bottom.blob.data_memory, False) for bottom in bottoms)
     yield from ((twin.data_memory, True) for twin in _casts(net, step))
-    yield from ((top.data_memory, True) for top in net.tops[step.last])
+    yield from ((top.data_memory, True) for top in net.nodes[step.last].tops)
 
 
 def _backward_touches(net: Net, step: Step) -> Touches:
-    if not net.layer_need_backward[step.last]:
+    if not net.nodes[step.last].need_backward:
         return
-    (bottoms, tops_are_read), tops, casts = _ends(net, step), net.tops[step.last], _casts(net, step)
+    (bottoms, tops_are_read), tops, casts = (
+        _ends(net, step),
+        net.nodes[step.last].tops,
+        _casts(net, step),
+    )
     again = [
         *(bottom.blob for bottom in bottoms if bottom.read_back),
         *casts,
@@ -165,21 +170,22 @@ def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
     within: list[Blob] = []
     tops_are_read = False
     for i in step.layers or [step.last]:
-        layer = net.layers[i]
-        for blob, wanted in zip(net.bottoms[i], net.bottom_need_backward[i], strict=True):
+        node = net.nodes[i]
+        layer = node.layer
+        for blob, wanted in zip(node.bottoms, node.propagate_down, strict=True):
             if any(blob is top for top in within):
                 tops_are_read |= layer.fused_backward_reads_top
             else:
                 bottoms.append(_Bottom(blob, wanted, layer.backward_reads_bottom))
         tops_are_read |= layer.backward_reads_top
-        within += net.tops[i]
+        within += node.tops
     return bottoms, tops_are_read
 
 
 def _casts(net: Net, step: Step) -> list[Blob]:
     """The copies in another format that a step works on."""
-    found = (net.casts[i] for i in step.layers or [step.last] if i in net.casts)
-    return [twin for casts in found for twin in casts]
+    found = (net.nodes[i].casts for i in step.layers or [step.last])
+    return [copy for casts in found if casts for copy in casts]
 
 
 def save_memory(usages: Sequence[Usage], least: int = 0) -> int:

@@ -65,11 +65,9 @@ def _scale_after(net: Net, index: int) -> str | None:
     """The name of the layer that takes the top of layer `index`, if it scales and shifts by
     parameters.
     """
-    (top,) = net.top_names[index]
+    (top,) = net.nodes[index].top_names
     for i in range(index + 1, len(net.layers)):
-        if top in net.bottom_names[i]:
+        if top in net.nodes[i].bottom_names:
             layer = net.layers[i]
-            return (
-                net.layer_names[i] if isinstance(layer, Scale) and len(layer.blobs) == 2 else None
-            )
+            return net.nodes[i].name if isinstance(layer, Scale) and len(layer.blobs) == 2 else None
     return None

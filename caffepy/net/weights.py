@@ -189,7 +189,7 @@ def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
     Caffe.
     """
     check_names(net, hdf5=True)
-    owners = set(net.learnable_owner)
+    owners = {(param.layer, param.index) for param in net.learnable}
     with new_hdf5(path) as file:
         for i, (name, layer) in enumerate(zip(net.layer_names, net.layers, strict=True)):
             group = file.require_group(f"data/{name}")
@@ -231,7 +231,7 @@ def _open_hdf5(path: str) -> Iterator[h5py.File]:
 def _load_layers(net: Net, file: h5py.File) -> set[str]:
     if "data" not in file:
         raise ConfigError("has no group /data, so it holds no weights (is it a solver state?)")
-    owners = set(net.learnable_owner)
+    owners = {(param.layer, param.index) for param in net.learnable}
     stored = set(_layer_groups(file["data"]))
     for i, name in enumerate(net.layer_names):
         if name in stored and name not in net.layer_names[:i]:

@@ -150,7 +150,7 @@ def shapes_of(
     for one in phases:
         state = _in_phase(net, one)
         built = Net(without_data(state, image=image) if synthetic else state, path=path)
-        found = list(zip(built.layer_names, built.tops, strict=True))
+        found = [(node.name, node.tops) for node in built.nodes]
         built.close()
         place = 0
         for layer in state.layer:

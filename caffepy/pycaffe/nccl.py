@@ -116,7 +116,7 @@ def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:
             if id(layer) in places:
                 place = places[id(layer)]
                 for _ in range(to_skip[id(layer)]):
-                    layer.forward(net.bottoms[place], net.tops[place])
+                    layer.forward(net.nodes[place].bottoms, net.nodes[place].tops)
                 to_skip[id(layer)] = count - 1
             yield
 

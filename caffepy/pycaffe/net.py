@@ -160,12 +160,12 @@ class Net:
     @property
     def top_names(self) -> "OrderedDict[str, list[str]]":
         """Names of each layer's tops."""
-        return OrderedDict(zip(self._net.layer_names, self._net.top_names, strict=True))
+        return OrderedDict((node.name, node.top_names) for node in self._net.nodes)
 
     @property
     def bottom_names(self) -> "OrderedDict[str, list[str]]":
         """Names of each layer's bottoms."""
-        return OrderedDict(zip(self._net.layer_names, self._net.bottom_names, strict=True))
+        return OrderedDict((node.name, node.bottom_names) for node in self._net.nodes)
 
     @property
     def _layer_names(self) -> list[str]:
@@ -180,10 +180,10 @@ class Net:
         return self._ids(self._net.outputs)
 
     def _top_ids(self, layer: int) -> list[int]:
-        return self._ids(self._net.top_names[layer])
+        return self._ids(self._net.nodes[layer].top_names)
 
     def _bottom_ids(self, layer: int) -> list[int]:
-        return self._ids(self._net.bottom_names[layer])
+        return self._ids(self._net.nodes[layer].bottom_names)
 
     def _ids(self, names: Iterable[str]) -> list[int]:
         """Return the indices of blobs in `_blob_names`."""
@@ -233,7 +233,7 @@ class Net:
         """
         first = self._place(start) if start is not None else 0
         last = self._place(end) if end is not None else len(self._net.layers) - 1
-        outputs = _each(self._net.top_names[last] if end is not None else self.outputs, blobs)
+        outputs = _each(self._net.nodes[last].top_names if end is not None else self.outputs, blobs)
         if inputs:
             if set(inputs) != set(self.inputs):
                 raise Exception("Input blob arguments do not match net inputs.")
@@ -258,7 +258,9 @@ class Net:
         """
         first = self._place(start) if start is not None else len(self._net.layers) - 1
         last = self._place(end) if end is not None else 0
-        wanted = _each(self._net.bottom_names[last] if end is not None else self.inputs, diffs)
+        wanted = _each(
+            self._net.nodes[last].bottom_names if end is not None else self.inputs, diffs
+        )
         if tops:
             if set(tops) != set(self.outputs):
                 raise Exception("Top diff arguments do not match net outputs.")

@@ -67,12 +67,7 @@ class GraphRunner:
         self.steps = steps
         self._feeding = [step for step in steps if net.layers[step.last].is_data]
         self.computing = [step for step in steps if not net.layers[step.last].is_data]
-        self._fed = [
-            top
-            for tops, bottoms in zip(net.tops, net.bottoms, strict=True)
-            if not bottoms
-            for top in tops
-        ]
+        self._fed = [top for node in net.nodes if not node.bottoms for top in node.tops]
         self._reason_not_capturable = reason_not_capturable(net)
         self._explained = False
         self._parts: dict[str, _Part] = {}

@@ -5,6 +5,7 @@ import numpy as np
 from caffepy.core.errors import DivergenceError
 from caffepy.device.blob import Blob
 from caffepy.net import Net
+from caffepy.net.node import Node
 
 WHERE = "capture off (--no-capture) lets this message name the first blob that is not finite"
 HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
@@ -42,22 +43,24 @@ def check_params(net: Net, iteration: int) -> None:
 
 
 def _first_blob(net: Net) -> str | None:
-    for i, tops in enumerate(net.tops):
-        for name, top in zip(net.top_names[i], tops, strict=True):
+    for node in net.nodes:
+        for name, top in zip(node.top_names, node.tops, strict=True):
             if not _finite(top):
-                return f'the first blob that is not finite is "{name}" of layer {_layer(net, i)}'
+                return f'the first blob that is not finite is "{name}" of layer {_layer(node)}'
     return None
 
 
 def _first_param(net: Net) -> str | None:
-    for blob, (i, j) in zip(net.learnable_params, net.learnable_owner, strict=True):
-        if not _finite(blob):
-            return f"parameter {j} of layer {_layer(net, i)} is not finite"
+    for param in net.learnable:
+        if not _finite(param.blob):
+            return (
+                f"parameter {param.index} of layer {_layer(net.nodes[param.layer])} is not finite"
+            )
     return None
 
 
-def _layer(net: Net, index: int) -> str:
-    return f'"{net.layer_names[index]}" ({net.layers[index].type})'
+def _layer(node: Node) -> str:
+    return f'"{node.name}" ({node.layer.type})'
 
 
 def _finite(blob: Blob) -> bool:

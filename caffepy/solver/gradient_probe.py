@@ -65,10 +65,10 @@ class Watch:
         values = split(on_host(solver.params.data))
         gradients = [] if self._kept is None else split(on_host(self._kept))
         scale = 1.0 if self._kept is None else float(on_host(self._scale)) * solver.param.iter_size
-        rates = net.params_lr
-        for i, (layer, index) in enumerate(net.learnable_owner):
-            gradient = gradients[i] / np.float32(scale) if gradients and rates[i] else None
-            yield Seen(f"{net.layer_names[layer]}/{index}", values[i], gradient)
+        for i, param in enumerate(net.learnable):
+            learns = gradients and param.spec.lr_mult
+            gradient = gradients[i] / np.float32(scale) if learns else None
+            yield Seen(f"{net.nodes[param.layer].name}/{param.index}", values[i], gradient)
 
     def filters(self) -> tuple[str, Array] | None:
         """The name of the first convolution of images, and its weights (outputs, channels, height,

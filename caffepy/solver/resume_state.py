@@ -23,7 +23,7 @@ def take_positions(nets: Sequence[Net], device: Device) -> dict[str, Any]:
 
 def data_layers(net: Net) -> dict[str, Layer]:
     """The layers that feed a net, by the names of their states."""
-    return {f"{i}/{layer.param.name}": layer for i, layer in net.own_layers if layer.is_data}
+    return {f"{i}/{node.name}": node.layer for i, node in net.own_nodes if node.layer.is_data}
 
 
 def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> dict[str, Any]:

@@ -160,11 +160,7 @@ class Solver:
             False  # blobs share memory: what a pass wrote to them is not there after it
         )
         self._loss_weights = self.net.blob_loss_weights
-        fed = [
-            tops[0]
-            for tops, bottoms in zip(self.net.tops, self.net.bottoms, strict=True)
-            if tops and not bottoms
-        ]
+        fed = [node.tops[0] for node in self.net.nodes if node.tops and not node.bottoms]
         self._batch = fed[0] if fed else None
         self._feeds = [data_layers(net) for net in self._nets]
         self._window = LossWindow(param.average_loss, 0)
@@ -779,7 +775,7 @@ class Solver:
         self.current_step = state.current_step
         self._saved = self._positions_before = None
         self._restored_from = path
-        missing = dict.fromkeys(self.net.layer_names[i] for i, _ in self.net.learnable_owner)
+        missing = dict.fromkeys(self.net.nodes[param.layer].name for param in self.net.learnable)
         warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
         if not content:
             self._window_restored, self._shown, self.workers_positions = False, None, []

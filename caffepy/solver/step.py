@@ -60,8 +60,8 @@ def losses(net: Net) -> list[Blob]:
     """The tops with a loss weight, which is in their diff."""
     return [
         top
-        for tops, layer in zip(net.tops, net.layers, strict=True)
-        for top, weight in zip(tops, layer.loss_weights, strict=True)
+        for node in net.nodes
+        for top, weight in zip(node.tops, node.layer.loss_weights, strict=True)
         if weight
     ]
 
@@ -106,8 +106,12 @@ class Step:
             self.phase_timer = self.ops.PhaseTimer(device)
         self._ends = device.on_device(self.params.ends)
         still = [0.0]  # of the one element that `params` has if the net learns nothing
-        self._rates = device.on_device(np.array(net.params_lr or still, np.float32))
-        self._decays = device.on_device(np.array(net.params_weight_decay or still, np.float32))
+        self._rates = device.on_device(
+            np.array([param.spec.lr_mult for param in net.learnable] or still, np.float32)
+        )
+        self._decays = device.on_device(
+            np.array([param.spec.decay_mult for param in net.learnable] or still, np.float32)
+        )
         self._large = large_products(net)
         self._added_to = self.params.without(self._large)
         self._layers_keep_gradients = not any(layer.may_modify_gradients for layer in net.layers)

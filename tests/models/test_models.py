@@ -126,7 +126,7 @@ def test_training_net_builds(name: str, phase: str) -> None:
     param = training(name, PHASES[phase])
     expected = sizes(param, PHASES[phase])
     net = Net(param)
-    learned = [blob for blob, lr in zip(net.learnable_params, net.params_lr, strict=True) if lr]
+    learned = [param.blob for param in net.learnable if param.spec.lr_mult]
     assert sum(blob.count for blob in learned) == expected.learned() == PARAMETERS[name]
     assert {n: b.shape for n, b in net.blobs.items() if n in expected.blobs} == expected.blobs
     assert {n: net.blobs[n].shape[1:] for n in SHAPES[name]} == SHAPES[name]
@@ -137,7 +137,7 @@ def test_deployed_net_builds(name: str) -> None:
     param = without_fillers(read(name, "deploy"))
     param.layer[0].input_param.shape[0].dim[0] = 1
     net = Net(param)
-    learned = [blob for blob, lr in zip(net.learnable_params, net.params_lr, strict=True) if lr]
+    learned = [param.blob for param in net.learnable if param.spec.lr_mult]
     assert sum(blob.count for blob in learned) == sizes(param, TEST).learned() == DEPLOYED[name]
     assert net.inputs == ["data"]
     assert net.outputs == ["prob"]

@@ -6,7 +6,7 @@ import pytest
 from caffepy import models
 from caffepy.device.device import Device
 from caffepy.net import Net
-from caffepy.net.fusion import Wiring, find_groups
+from caffepy.net.fusion import find_groups
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 
@@ -176,8 +176,8 @@ def build(body: str) -> Net:
 
 
 def groups_of(net: Net) -> list[list[str]]:
-    found = find_groups(Wiring(net.layers, net.bottoms, net.tops, net.layer_need_backward))
-    return [[net.layer_names[i] for i in group] for group in found]
+    found = find_groups(net.nodes)
+    return [[net.nodes[i].name for i in group] for group in found]
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -261,5 +261,6 @@ def test_bundled_nets(model: str, groups: int) -> None:
             shape.dim[0] = 1
     param.state.phase = TRAIN
     net = Net(param)
-    wiring = Wiring(net.layers, net.bottoms, net.tops, [True] * len(net.layers))
-    assert len(find_groups(wiring)) == groups
+    for node in net.nodes:
+        node.need_backward = True
+    assert len(find_groups(net.nodes)) == groups

@@ -24,10 +24,10 @@ def test_a_layer_of_forward_type_float_keeps_to_float32(monkeypatch: pytest.Monk
         "caffepy.layer.convolution.Convolution.layout_for", lambda self, preferred: preferred
     )
     net = net_of(DATA + conv("a", "data") + conv("b", "a", "forward_type: FLOAT") + conv("c", "b"))
-    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    layouts = plan(net.nodes, HALF)
     assert layouts.bottoms == [[], [HALF], [WIDE], [HALF]]
     assert layouts.tops == [[PLAIN], [HALF], [WIDE], [HALF]]
-    in_float32 = plan(net.layers, net.bottoms, net.tops, WIDE)
+    in_float32 = plan(net.nodes, WIDE)
     assert in_float32.tops == [[PLAIN], [WIDE], [WIDE], [WIDE]]
 
 
@@ -48,18 +48,18 @@ def test_another_shape_keeps_the_type() -> None:
         + IP % ("ip", "f", "ip")
         + LOSS % "ip"
     )
-    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    layouts = plan(net.nodes, HALF)
     assert layouts.bottoms == [[], [], [HALF], [NARROW], [NARROW], [PLAIN, PLAIN]]
     assert layouts.tops == [[PLAIN], [PLAIN], [HALF], [NARROW], [PLAIN], [PLAIN]]
 
 
 def test_another_shape_is_plain_before_a_loss_and_so_is_the_product_that_it_shows() -> None:
     net = net_of(DATA + HEAD + IP % ("ip", "data", "ip") + FLATTEN % ("f", "ip", "f") + LOSS % "f")
-    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    layouts = plan(net.nodes, HALF)
     assert layouts.bottoms == [[], [], [NARROW], [PLAIN], [PLAIN, PLAIN]]
     assert layouts.tops == [[PLAIN]] * 5
     net = net_of(DATA + HEAD + conv("a", "data") + FLATTEN % ("f", "a", "f") + LOSS % "f")
-    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    layouts = plan(net.nodes, HALF)
     assert layouts.bottoms == [[], [], [HALF], [PLAIN], [PLAIN, PLAIN]]
     assert layouts.tops == [[PLAIN], [PLAIN], [HALF], [PLAIN], [PLAIN]]
 
@@ -69,7 +69,7 @@ def test_what_has_a_loss_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("caffepy.layer.neuron.ReLU.layout_for", lambda self, preferred: preferred)
     relu = 'layer { name: "r" type: "ReLU" bottom: "b" top: "b" loss_weight: 1 }\n'
     net = net_of(DATA + conv("a", "data") + conv("b", "a") + relu)
-    layouts = plan(net.layers, net.bottoms, net.tops, HALF)
+    layouts = plan(net.nodes, HALF)
     assert layouts.bottoms == [[], [HALF], [WIDE], [WIDE]]
     assert layouts.tops == [[PLAIN], [HALF], [WIDE], [WIDE]]
 

@@ -297,7 +297,7 @@ def test_large_nets_take_little_more_than_the_data_alone(name: str) -> None:
     param = synthetic(read_net(path), 2, image_shape(name))
     param.state.phase = TRAIN
     net = Net(param, device=Device(seed=1))
-    data = {top.data_memory: top.count for tops in net.tops for top in tops}
+    data = {top.data_memory: top.count for node in net.nodes for top in node.tops}
     _, total = plan(list(lifetimes(Usage(net, plain(net), True)).values()))
     assert total < 1.1 * 4 * sum(data.values())
 
@@ -369,7 +369,7 @@ def test_copies_in_another_layout_share_too(monkeypatch: pytest.MonkeyPatch) -> 
     a = net.blobs["a"]
     at = net.layer_names.index("abs")
     back = 2 * len(net.layers) - 1 - at
-    (twin,) = net.casts[at]
+    (twin,) = net.nodes[at].casts
     count = BATCH * 6 * 8 * 8
     assert a.layout == half
     assert shared[a.data_memory] == Interval(2 * count, at - 1, back)

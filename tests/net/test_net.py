@@ -24,7 +24,7 @@ def test_names_inputs_outputs() -> None:
     assert net.layer_names == ["in", "ip1", "ip2", "loss"]
     assert net.inputs == ["x", "y"]
     assert net.outputs == ["loss"]
-    assert net.bottom_names[3] == ["ip2", "y"]
+    assert net.nodes[3].bottom_names == ["ip2", "y"]
     assert list(net.blobs) == ["x", "y", "ip1", "ip2", "loss"]
     assert net.blob_loss_weights["loss"] == 1
     assert len(net.params) == len(net.learnable_params) == 4
@@ -78,7 +78,7 @@ def test_in_place_layers_share_the_blob() -> None:
     feed(net)
     net.forward()
     assert (net.blobs["ip1"].data >= 0).all()
-    assert net.tops[1][0] is net.tops[2][0]
+    assert net.nodes[1].tops[0] is net.nodes[2].tops[0]
 
 
 def test_top_made_twice() -> None:
@@ -142,30 +142,30 @@ def test_reshaping_an_input_reshapes_what_follows() -> None:
 def test_frozen_layers_below_run_no_backward() -> None:
     frozen = "param { lr_mult: 0 } param { lr_mult: 0 }"
     net = net_of(INPUT + ip("a", "x", "a", frozen) + ip("b", "a", "b") + LOSS % "b")
-    assert net.layer_need_backward == [False, False, True, True]
-    assert net.bottom_need_backward[2] == [False]
-    assert net.bottom_need_backward[3] == [True, False]
+    assert [node.need_backward for node in net.nodes] == [False, False, True, True]
+    assert net.nodes[2].propagate_down == [False]
+    assert net.nodes[3].propagate_down == [True, False]
 
 
 def test_layers_without_a_loss_run_no_backward() -> None:
     net = net_of(INPUT + ip("a", "x", "a") + ip("b", "x", "b") + LOSS % "b")
-    need = dict(zip(net.layer_names, net.layer_need_backward, strict=True))
+    need = dict(zip(net.layer_names, [node.need_backward for node in net.nodes], strict=True))
     assert need["b"]
     assert not need["a"]
 
 
 def test_force_backward_reaches_inputs_but_not_labels() -> None:
     net = net_of("force_backward: true " + INPUT + ip("a", "x", "a") + LOSS % "a")
-    assert all(net.layer_need_backward)
-    assert net.bottom_need_backward[1] == [True]
-    assert net.bottom_need_backward[2] == [True, False]
+    assert all(node.need_backward for node in net.nodes)
+    assert net.nodes[1].propagate_down == [True]
+    assert net.nodes[2].propagate_down == [True, False]
 
 
 def test_propagate_down_false_cuts_the_gradient() -> None:
     net = net_of(
         INPUT + ip("a", "x", "a") + ip("b", "a", "b", "propagate_down: false") + LOSS % "b"
     )
-    assert net.layer_need_backward == [False, False, True, True]
+    assert [node.need_backward for node in net.nodes] == [False, False, True, True]
 
 
 def test_propagate_down_must_be_given_per_bottom() -> None:
@@ -229,14 +229,14 @@ def test_shared_parameters() -> None:
     assert net.layers[3].blobs[0].data[0, 0] == 7
     net.layers[2].blobs[0].diff[0, 0] = 3
     assert net.layers[3].blobs[0].diff[0, 0] == 3
-    assert net.param_display_names == ["w", "b", "w", "b"]
+    assert [param.name for node in net.nodes for param in node.params] == ["w", "b", "w", "b"]
 
 
 def test_the_sharer_may_set_the_multiplier() -> None:
     net = net_of(
         INPUT + ip("a", "x", "a", SHARE % "") + ip("b", "x", "b", SHARE % "lr_mult: 3") + LOSS % "b"
     )
-    assert net.params_lr == [3, 1]
+    assert [param.spec.lr_mult for param in net.learnable] == [3, 1]
 
 
 def test_multipliers_that_differ() -> None:
@@ -371,6 +371,6 @@ def test_force_backward_does_not_reach_a_selector() -> None:
     text = 'force_backward: true layer { name: "in" type: "Input" top: "x" top: "s" '
     text += "input_param { shape { dim: 4 dim: 3 } shape { dim: 4 } } } "
     net = net_of(text + 'layer { name: "f" type: "Filter" bottom: "x" bottom: "s" top: "t" }')
-    assert net.bottom_need_backward[1] == [True, False]
+    assert net.nodes[1].propagate_down == [True, False]
     net.forward()
     net.backward()

@@ -100,7 +100,7 @@ def watch(net: Net) -> list[Batch]:
 
     def keep(index: int) -> None:
         if index == 0:
-            batches.append([top.host_data.copy() for top in net.tops[0]])
+            batches.append([top.host_data.copy() for top in net.nodes[0].tops])
 
     net.after_forward.append(keep)
     return batches

@@ -163,11 +163,7 @@ class Trainer:
     @property
     def batch(self) -> int:
         """Images of an iteration."""
-        fed = next(
-            top[0]
-            for top, layer in zip(self.net.tops, self.net.layers, strict=True)
-            if layer.is_data
-        )
+        fed = next(node.tops[0] for node in self.net.nodes if node.layer.is_data)
         return int(fed.shape[0])
 
     def window(self, iterations: int) -> Window:

@@ -1,0 +1,234 @@
+"""Wiring: from a definition to nodes, as Caffe's Net::Init does it.
+
+Layers come in order. Each takes its bottoms from the blobs still available; what is never taken is
+an output of the net.
+"""
+
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from caffepy.core.errors import ConfigError
+from caffepy.device.blob import Blob, behind, shape_string
+from caffepy.device.device import Device
+from caffepy.layer import Layer, check_counts, create_layer
+from caffepy.net.backprop import force_backward, prune_backward
+from caffepy.net.build import located
+from caffepy.net.node import Node, Param
+from caffepy.proto.binary import blob_to_array
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
+
+log = logging.getLogger(__name__)
+
+AUTOMATIC = "(automatic)"
+
+
+class Wired(NamedTuple):
+    """The parts of a net: its layers, all blobs by name, the names of those that come from outside
+    and of those that no layer takes.
+    """
+
+    nodes: list[Node]
+    blobs: dict[str, Blob]
+    inputs: list[str]
+    outputs: list[str]
+
+
+def wire(
+    param: NetParameter,
+    device: Device,
+    dtype: np.dtype[Any],
+    path: str | None,
+    root: Sequence[Node] | None,
+) -> Wired:
+    """Create, connect and set up the layers of a definition that has its splits.
+
+    `root` has the nodes of a net of the same definition, whose layers are used where they are
+    shared in parallel. ConfigError and DataError name file, line and layer.
+    """
+    builder = _Builder(device, dtype)
+    memory = 0
+    for index, layer_param in enumerate(param.layer):
+        with located(path, layer_param):
+            if not layer_param.HasField("phase"):
+                layer_param.phase = param.state.phase
+            of_root = root[index] if root and root[index].layer.share_in_parallel else None
+            layer = of_root.layer if of_root else _create(layer_param, device, dtype, path)
+            node = builder.add(layer_param, layer, of_root is not None)
+            if of_root:
+                _take_tops(node, of_root)
+            else:
+                _set_up(node)
+            _set_loss_weights(node)
+            memory += sum(top.count for top in node.tops) * dtype.itemsize
+            log.info("Memory required for data: %d", memory)
+            builder.add_params(node)
+            builder.available.update((name, node.need_backward) for name in node.top_names)
+    outputs = sorted((n for n in builder.available if n != AUTOMATIC), key=str.encode)
+    prune_backward(builder.nodes)
+    if param.force_backward:
+        force_backward(builder.nodes)
+    for name in outputs:
+        log.info("This network produces output %s", name)
+    log.info("Network initialization done.")
+    return Wired(builder.nodes, builder.blobs, builder.inputs, outputs)
+
+
+def _create(
+    layer_param: LayerParameter, device: Device, dtype: np.dtype[Any], path: str | None
+) -> Layer:
+    own = LayerParameter()
+    own.CopyFrom(layer_param)
+    layer = create_layer(own, own.phase, device, dtype, path)
+    log.info("Creating Layer %s", layer_param.name)
+    return layer
+
+
+def _set_up(node: Node) -> None:
+    layer = node.layer
+    log.info("Setting up %s", node.name)
+    if layer.param.blobs and not layer.blobs:
+        for proto in layer.param.blobs:
+            array = blob_to_array(proto)
+            layer.add_blob(array.shape).host_data[...] = array
+        log.info("Skipping parameter initialization")
+    layer.setup(node.layer_bottoms, node.layer_tops)
+    node.reshape()
+
+
+def _take_tops(node: Node, root: Node) -> None:
+    """Copy the shapes and first values of the tops that a layer of the root net made."""
+    with node.layer.forward_lock:
+        log.info("Sharing layer %s from root net", node.name)
+        for own, theirs in zip(node.tops, root.tops, strict=True):
+            own.reshape_like(theirs)
+            if theirs.data_memory.touched:
+                own.host_data[...] = theirs.host_data
+        node.keep_shapes()
+
+
+def _set_loss_weights(node: Node) -> None:
+    weights = list(node.layer.param.loss_weight)
+    if weights and len(weights) != len(node.tops):
+        raise ConfigError(
+            f"loss_weight must be given once per top: {len(weights)} for {len(node.tops)} top(s)"
+        )
+    node.layer.loss_weights = weights or [0.0] * len(node.tops)
+    node.write_loss_weights()
+    for blob, weight in zip(node.tops, node.layer.loss_weights, strict=True):
+        log.info("Top shape: %s", shape_string(blob.shape))
+        if weight:
+            log.info("    with loss weight %g", weight)
+
+
+class _Builder:
+    """The nodes so far, and the blobs that further layers may take."""
+
+    def __init__(self, device: Device, dtype: np.dtype[Any]) -> None:
+        self._device = device
+        self._dtype = dtype
+        self.nodes: list[Node] = []
+        self.blobs: dict[str, Blob] = {}
+        self.inputs: list[str] = []
+        self.available: dict[str, bool] = {}  # blob name -> needs backward
+        self._owners: dict[str, Param] = {}  # of parameters that have a name
+
+    def add(self, param: LayerParameter, layer: Layer, of_root: bool) -> Node:
+        """Connect a layer: its bottoms must be available, its tops become so."""
+        names = list(param.bottom)
+        given = list(param.propagate_down)
+        if given and len(given) != len(names):
+            raise ConfigError(
+                f"propagate_down must be given once per bottom: {len(given)} for {len(names)} bottom(s)"
+            )
+        need = [self.available.pop(name) for name in names]
+        bottoms = [self.blobs[name] for name in names]
+        for name in names:
+            log.info("%s <- %s", param.name, name)
+        top_names, tops = self._make_tops(layer, param, names)
+        down = [bool(b) for b in given] or need
+        node = Node(param, layer, names, top_names, bottoms, tops, down, of_root, any(need))
+        self.nodes.append(node)
+        if layer.on_host and not layer.is_data:
+            log.info("%s (%s) computes on the host", layer.param.name, layer.type)
+        check_counts(layer, len(bottoms), len(tops))
+        return node
+
+    def _make_tops(
+        self, layer: Layer, param: LayerParameter, bottoms: Sequence[str]
+    ) -> tuple[list[str], list[Blob]]:
+        names, tops = list(param.top), []
+        for i, name in enumerate(names):
+            if i < len(bottoms) and name == bottoms[i]:
+                if not layer.in_place:
+                    raise ConfigError(
+                        f"{layer.type} cannot work in place; give its top another name than {name!r}"
+                    )
+                log.info("%s -> %s (in-place)", param.name, name)
+            elif name in self.blobs:
+                raise ConfigError(f"Top blob '{name}' produced by multiple sources.")
+            else:
+                log.info("%s -> %s", param.name, name)
+                self.blobs[name] = Blob(dtype=self._dtype, device=self._device)
+            tops.append(self.blobs[name])
+            if layer.is_input:
+                self.inputs.append(name)
+        if layer.auto_top_blobs:
+            least = layer.tops if isinstance(layer.tops, int) else layer.tops[0]
+            while len(tops) < least:
+                log.info("%s -> %s", param.name, AUTOMATIC)
+                names.append(AUTOMATIC)
+                tops.append(Blob(dtype=self._dtype, device=self._device))
+                self.blobs.setdefault(AUTOMATIC, tops[-1])
+        return names, tops
+
+    def add_params(self, node: Node) -> None:
+        """Append the parameters of a layer; those of a name that is known share the first one's."""
+        layer, given = node.layer, list(node.param.param)
+        if len(given) > len(layer.blobs):
+            raise ConfigError(
+                f"Too many params specified for layer {node.name}: {len(given)} for {len(layer.blobs)} blob(s)"
+            )
+        wants = [i >= len(given) or given[i].lr_mult != 0 for i in range(len(layer.blobs))]
+        layer.param_propagate_down = wants
+        for i, blob in enumerate(layer.blobs):
+            spec = ParamSpec()
+            if i < len(layer.param.param):
+                spec.CopyFrom(layer.param.param[i])
+            made = Param(behind(blob), len(self.nodes) - 1, i, spec)
+            if spec.name in self._owners:
+                self._share(made, self._owners[spec.name])
+            elif spec.name:
+                self._owners[spec.name] = made
+            node.params.append(made)
+        node.need_backward |= any(wants)
+
+    def _share(self, param: Param, owner: Param) -> None:
+        name, there, here = param.name, self.nodes[owner.layer].name, self.nodes[param.layer].name
+        log.info(
+            "Sharing parameters '%s' owned by layer '%s', param index %d", name, there, owner.index
+        )
+        mine, theirs = param.blob, owner.blob
+        permissive = param.spec.share_mode == ParamSpec.PERMISSIVE
+        if mine.count != theirs.count if permissive else mine.shape != theirs.shape:
+            raise ConfigError(
+                f"Cannot share param '{name}' owned by layer '{there}' with layer "
+                f"'{here}'; {'count' if permissive else 'shape'} mismatch.  "
+                f"Owner layer param shape is {shape_string(theirs.shape)}; "
+                f"sharing layer expects shape {shape_string(mine.shape)}"
+            )
+        mine.share_data(theirs)
+        mine.share_diff(theirs)
+        param.owner = owner
+        for field in ("lr_mult", "decay_mult"):
+            if not param.spec.HasField(field):
+                continue
+            known, given = getattr(owner.spec, field), getattr(param.spec, field)
+            if owner.spec.HasField(field) and known != given:
+                raise ConfigError(
+                    f"Shared param '{name}' has mismatched {field}: {known:g} in layer "
+                    f"'{there}', {given:g} here"
+                )
+            setattr(owner.spec, field, given)
