@@ -37,7 +37,7 @@ def backend(device: Device) -> Ops:
 
 
 def preferred_layout(device: Device) -> Layout:
-    """How activations lie best on the device, in the precision that is set."""
+    """Return the preferred layout of activations on the device, in the precision that is set."""
     if device.kind != "cuda":
         return PLAIN
     from caffepy.ops.cuda import precision
@@ -46,8 +46,8 @@ def preferred_layout(device: Device) -> Layout:
 
 
 def set_precision(device: Device, precision: str | None) -> None:
-    """Compute in one of the precisions on a GPU from now on, None: as it was. The CPU's float32 is
-    always float32.
+    """Compute in this precision on a GPU from now on; None changes nothing. The CPU always computes
+    in float32.
     """
     if precision and device.kind == "cuda":
         from caffepy.ops.cuda import precision as of_gpus
@@ -58,7 +58,7 @@ def set_precision(device: Device, precision: str | None) -> None:
 
 
 def precision_of(device: Device) -> str:
-    """The precision in which this device computes."""
+    """Return the precision in which this device computes."""
     if device.kind != "cuda":
         return "fp32"
     from caffepy.ops.cuda import precision
@@ -67,9 +67,7 @@ def precision_of(device: Device) -> str:
 
 
 def set_deterministic(device: Device) -> None:
-    """Keep to operations of a GPU that give the same each time from now on; those of the CPU do in
-    any case.
-    """
+    """Use only deterministic operations on a GPU from now on; the CPU always does."""
     if device.kind == "cuda":
         from caffepy.ops.cuda import precision
 

@@ -1,7 +1,7 @@
-"""Where the time of a solver's iterations goes, in the same parts for every back end."""
+"""The phases of an iteration, the same for both back ends."""
 
 PARTS = ("data", "forward", "backward", "synchronization", "update")
-"""In the order of an iteration, which ends with its update."""
+"""In the order of an iteration."""
 
 HOST = "host"
-"""A part that only GPUs have: they wait for the host to give them work."""
+"""A phase of GPUs only: idle, since the host has not enqueued work yet."""

@@ -1,13 +1,11 @@
-"""How the parts of flat parameter arrays are updated, in the same terms for every back end and
-rule.
-"""
+"""The segments of flat parameter arrays and their update settings, the same for both back ends."""
 
 from typing import NamedTuple
 
 from caffepy.device.blob import Array
 
 Number = float | Array
-"""A number, or an array without axes that holds it when an operation runs."""
+"""A number, or an array without axes that is read when an operation runs."""
 
 
 class Segments(NamedTuple):
@@ -15,7 +13,7 @@ class Segments(NamedTuple):
     `decay * decays[s]`.
 
     The gradient that a rule sees is `scale * g + decay * w`, with `l1` `scale * g + decay *
-    sign(w)`. Nothing is changed where `go` is 0.
+    sign(w)`. If `go` is 0 nothing changes.
     """
 
     ends: Array

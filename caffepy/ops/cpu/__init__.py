@@ -1,6 +1,4 @@
-"""Arithmetic on the CPU: numba loops and BLAS calls, shared out over a pool of threads. All arrays
-C-contiguous.
-"""
+"""Arithmetic on the CPU: numba loops and BLAS calls, divided over a pool of threads."""
 
 from caffepy.device.threads import blas_scope, set_num_threads
 from caffepy.ops.cpu.bias_relu import relu_bias_backward

@@ -1,4 +1,4 @@
-"""What goes with a convolution or product: the gradients of its bias and ReLU at once."""
+"""Gradients of the bias and ReLU that follow a convolution or product."""
 
 from math import prod
 from typing import Any

@@ -1,6 +1,4 @@
-"""Matrix products and biases. Each thread calls BLAS on its share, so a product is a plain 2-d
-call.
-"""
+"""Matrix products and biases. A product is cut into pieces, one BLAS call each, on several threads."""
 
 from functools import lru_cache
 from typing import Any
@@ -13,10 +11,10 @@ from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
 
-WORK = 200_000  # multiplications that are worth a thread
-ADDED = 1 << 20  # elements of a product that are computed before they are added to what is there
-MOST = 8  # pieces of a product that is not larger than ADDED
-ALIGNED = 16  # rows or columns: pieces begin at multiples, since BLAS computes blocks of so many
+WORK = 200_000  # multiplications for which one more thread pays
+ADDED = 1 << 20  # elements of a product that is accumulated: the size of a piece
+MOST = 8  # pieces, unless ADDED asks for more
+ALIGNED = 16  # pieces begin at multiples of this, the size of BLAS's own blocks
 
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
@@ -37,11 +35,11 @@ def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: floa
 
 @lru_cache(maxsize=1024)
 def _cut(m: int, n: int, k: int, accumulate: bool) -> tuple[bool, list[int]]:
-    """True to cut (M, K) @ (K, N) by rows, False by columns, and the bounds of the pieces.
+    """Return True to cut (M, K) @ (K, N) by rows, False by columns, and the bounds of the pieces.
 
-    BLAS rounds by the shapes that it sees, so pieces follow from the product's shape alone, never
-    from the number of threads. The longer side is cut in 1, 2, 4 or 8, as long as BLAS need not
-    copy the other factor too often for that; sums are added row by row, and in pieces that stay in
+    BLAS rounds by the shapes that it sees, so the pieces follow from the shape of the product
+    alone, never from the number of threads. The longer side is cut in 1, 2, 4 or 8, as long as BLAS
+    need not copy the other factor too often. With `accumulate` rows are cut, in pieces that stay in
     the cache until they are added.
     """
     by_rows = m > n or (accumulate and m >= 256)

@@ -1,8 +1,8 @@
-"""How the loops of this back end are compiled: numba, without the GIL, cached on disk, at the first
-call.
+"""Compilation of the loops of this back end: by numba, without the GIL, at the first call, cached
+on disk.
 
-Kernels work on a range [lo, hi) of their outer index, so that `threads.parallel` can share them
-out. They call no other kernels, but functions that are `inlined`.
+Kernels work on a range [lo, hi) of their outer index, so that `threads.parallel` can divide it.
+They call no other kernels, but functions that are `inlined`.
 """
 
 import logging
@@ -19,20 +19,18 @@ log = logging.getLogger(__name__)
 NO_CACHE = "Compiled CPU kernels cannot be kept (%s), so every start compiles anew; set NUMBA_CACHE_DIR to a folder"
 DAMAGED = "Files of the compiled CPU kernels in %s are damaged (%s) and are made anew"
 
-# Everything of fastmath except the licence to assume that there are no NaNs and infinities: they
-# must be seen.
+# All of fastmath but "nnan" and "ninf": NaNs and infinities must not be lost.
 FASTMATH = {"contract", "reassoc", "nsz", "arcp"}
 
-
-# For what is rounded on purpose: terms stay in the order written.
+# For code whose rounding matters: terms stay in the order written.
 EXACT = {"contract"}
 
 
 def inlined(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:
-    """Compile a function that kernels call, as a part of each of them.
+    """Compile a function as a part of each kernel that calls it.
 
-    Without this, a kernel that is compiled calls another compilation of the function than one that
-    is loaded from the cache, and the two may round in other ways.
+    Otherwise a kernel that was just compiled calls another compilation of the function than one
+    that is loaded from the cache, and the two may round differently.
     """
     return numba.njit(nogil=True, error_model="numpy", fastmath=fastmath, forceinline=True)(
         function
@@ -54,10 +52,10 @@ def kernel(function: Callable[..., Any], fastmath: set[str] = FASTMATH) -> Any:
 
 
 class _Cache(FunctionCache):
-    """numba's cache of one function; files that cannot be read or written cost time, not the run."""
+    """numba's cache of one function; a file that cannot be read or written is ignored."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """What was compiled for these types, None if it must be compiled."""
+        """Return what was compiled for these types, None if it must be compiled."""
         try:
             return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
         except Exception as error:  # damaged pickles fail in many ways
@@ -67,7 +65,7 @@ class _Cache(FunctionCache):
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep what was compiled, if that is possible."""
+        """Store what was compiled, if possible."""
         try:
             super().save_overload(sig, data)  # type: ignore[no-untyped-call]
         except Exception as error:
@@ -85,7 +83,7 @@ def _warn(message: str, *values: str) -> None:
 
 
 class _FirstCompilation(event.Listener):
-    """Says once why the first iteration takes its time."""
+    """Listener that logs once why the first iteration takes its time."""
 
     said = False
 

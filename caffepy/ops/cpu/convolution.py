@@ -1,13 +1,16 @@
 """Convolution over any number of spatial axes, without an im2col matrix: sums of `tile.accumulate`.
 
 Everything is a correlation y[o, p] = sum over k of w[o, k] * x[place[p] + offset[k]], where x
-carries its padding:
+includes its padding:
 
-- forward: rows are output positions p, the reduction runs over k, the weights lie as panels (k, o);
-- gradient of the data, where strides are 1: a forward correlation of the padded dy with the kernel turned round;
-- gradient of the weights: rows are weights k, the reduction runs over p, dy lies as panels (p, o).
+- forward: the rows of a tile are output positions p, the reduction runs over k, the weights are
+  packed in panels (k, o);
+- gradient of the data, if strides are 1: a forward correlation of the padded dy with the flipped
+  kernel; otherwise by columns, as im2col does;
+- gradient of the weights: the rows are weights k, the reduction runs over p, dy is packed in
+  panels (p, o).
 
-Work is cut into units that depend on shapes only, so results do not depend on the number of
+Work is divided into units that depend on shapes only, so results do not depend on the number of
 threads.
 """
 
@@ -35,21 +38,21 @@ Array = NDArray[Any]
 Sizes = Sequence[int]
 
 ROWS = 768
-"""Output positions, perhaps of several images, that are worked on at a time: what belongs to them
-stays in cache.
+"""Output positions, possibly of several images, that are computed at a time: their data stay in
+cache.
 """
 
 
 class _Sizes(NamedTuple):
-    """The numbers that the loops need."""
+    """Sizes that the loops need."""
 
     images: int  # N
-    together: int  # images worked on at a time
+    together: int  # images computed at a time
     groups: int
     inputs: int  # C / g
     outputs: int  # O / g
     plane: int  # elements of a plane of x
-    width: int  # of its last axis
+    width: int  # of the last axis of x
     padded: int  # elements of a padded plane
     positions: int  # P, elements of a plane of y
     taps: int  # elements of a plane of w
@@ -60,9 +63,7 @@ class _Sizes(NamedTuple):
 
 @kernel
 def _pad(x: Array, at: int, together: int, sizes: _Sizes, line: Array, to: Array) -> None:
-    """Copy the planes of a group, from x[at] on, into the middle of padded ones, whose rows begin
-    at line.
-    """
+    """Copy the planes of a group, from x[at] on, into padded planes, whose rows begin at `line`."""
     for image in range(together):
         for c in range(sizes.inputs):
             source = at + (image * sizes.groups * sizes.inputs + c) * sizes.plane
@@ -104,8 +105,8 @@ def _forward(
     kind: int,
     vector: tuple[int, ...],
 ) -> None:
-    """Units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and bias by
-    unit and column.
+    """Compute units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and
+    bias by unit and column.
     """
     columns, positions = sizes.columns, sizes.positions
     rows = sizes.together * positions
@@ -158,8 +159,8 @@ def _backward_weight(
     kind: int,
     vector: tuple[int, ...],
 ) -> None:
-    """Units [lo, hi), each (chunk of images, group, block): parts (units, K * columns), bias_parts
-    (units, columns).
+    """Compute units [lo, hi), each (chunk of images, group, block): parts (units, K * columns),
+    bias_parts (units, columns).
     """
     columns, positions = sizes.columns, sizes.positions
     rows = sizes.together * positions
@@ -168,7 +169,7 @@ def _backward_weight(
     source = buffer if with_pad else x
     panel = np.zeros(min(ROWS, rows) * columns, x.dtype)
     packs = sizes.images // sizes.together
-    origin = np.int64(0)  # a literal 0 would have the tiles compiled once more
+    origin = np.int64(0)  # with a literal 0 numba would compile the tiles a second time
     for unit in range(lo, hi):
         block, which = unit % sizes.blocks, unit // sizes.blocks
         g, chunk = which % sizes.groups, which // sizes.groups
@@ -229,7 +230,7 @@ def _add_parts(parts: Array, dw: Array, sizes: _Sizes, lo: int, hi: int) -> None
 
 
 def _places(counts: Sizes, strides: Sizes, start: int = 0) -> Array:
-    """start + i0*strides[0] + i1*strides[1] + ... for all indices below counts, in order."""
+    """Return i0*strides[0] + i1*strides[1] + ... + start for all indices below counts, in order."""
     total = np.full((), start, np.intp)
     for count, stride in zip(counts, strides, strict=True):
         total = total[..., None] + np.arange(count, dtype=np.intp) * stride
@@ -317,8 +318,8 @@ class _Correlation:
         self.bias = np.zeros((groups, blocks * columns), self.dtype)
 
     def _ranges(self, needs: list[Array], counts: Sizes) -> Array:
-        """(rows, axes, 2) from what each index of each axis needs; everything where hardly anything
-        can be skipped.
+        """Return (rows, axes, 2) from what each index of each axis needs; everything if hardly
+        anything can be skipped.
         """
         if not self.skips:
             return np.tile([[0, c] for c in counts], (prod(map(len, needs)), 1, 1))
@@ -405,8 +406,8 @@ def _tables(plan: Schedule, line: Array, sizes: _Sizes) -> tuple[Any, ...]:
 
 
 def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:
-    """(count, 2): the range of j below other with 0 <= i*step - pad + j*other_step < size, for each
-    i below count.
+    """Return (count, 2): the range of j below other with 0 <= i*step - pad + j*other_step < size,
+    for each i below count.
     """
     at = np.arange(count) * step - pad
     lo = np.clip(-(at // other_step), 0, other)
@@ -414,12 +415,12 @@ def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: i
 
 
 class _Windows:
-    """Where the windows of a plane of any number of axes lie.
+    """The windows of a plane with any number of axes.
 
     Output positions are rows of `width` along the last axis. For kernel offset j and row r, `row[j,
-    r]` is the index in the plane of the first input row element, or -1 if the row lies in the
-    padding; of its `width` outputs those in [first[j], last[j]) read element `start[j] + i *
-    stride` of that row, the others padding.
+    r]` is the index in the plane of the first input row element, or -1 if the row is padding; of
+    its `width` outputs those in [first[j], last[j]) read element `start[j] + i * stride` of that
+    row, the others padding.
     """
 
     def __init__(
@@ -485,9 +486,7 @@ def _col2im(
 
 
 class _Columns:
-    """The gradient of the data by columns: dcol (K, P) = w.T @ dy of an image, whose elements are
-    then added up.
-    """
+    """The gradient of the data by columns: dcol (K, P) = w.T @ dy of an image, then col2im."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Copies: of whole arrays, of views, and of arrays side by side in one."""
+"""Copies of arrays and views, concatenation and splitting."""
 
 from collections.abc import Iterator, Sequence
 from math import prod
@@ -29,7 +29,7 @@ def convert(x: Array, out: Array) -> None:
 
 
 def _columns(whole: Array, sizes: Sequence[int], axis: int) -> Iterator[Array]:
-    """Views (outer, size * inner) of the whole's parts of these sizes along the axis."""
+    """Yield views (outer, size * inner) of the parts of `whole` with these sizes along the axis."""
     outer, inner = prod(whole.shape[:axis]), prod(whole.shape[axis + 1 :])
     lines, start = whole.reshape(outer, whole.shape[axis] * inner), 0
     for size in sizes:

@@ -1,14 +1,15 @@
-"""Depthwise convolution over planes of (N, C, H, W): each channel has m outputs of its own, o = c *
-m + k.
+"""Depthwise convolution over planes of (N, C, H, W): each channel has m outputs, o = c * m + k.
 
-A plane lies padded and taken apart by row and column modulo stride, its rows `columns` long. There
-the element that a tap of the kernel reads lies at the tap's own offset from the window's number i *
-columns + j, and rows of y lie as long as rows of windows, so every pass is one sum over long
-vectors:
+A padded plane is split by row and column modulo stride, into rows of `columns` elements. In this
+order, the element that a tap of the kernel reads has a constant offset, the tap's own, from the
+number i * columns + j of the window. Rows of y get the same length, so every pass is one sum over
+long vectors:
 
 - forward: y[q] = b + sum over taps of w[tap] * x[offset + q];
-- gradient of the data, for each remainder modulo stride: dx[e] = sum over its taps of w[tap] * dy[e - shift];
-- gradient of the weights: dw[tap] = sum over q of dy[q] * x[offset + q], where dy is 0 between its rows.
+- gradient of the data, for each remainder modulo stride:
+  dx[e] = sum over its taps of w[tap] * dy[e - shift];
+- gradient of the weights: dw[tap] = sum over q of dy[q] * x[offset + q], where dy is 0 between
+  its rows.
 """
 
 from collections.abc import Sequence
@@ -28,25 +29,22 @@ Array = NDArray[Any]
 Sizes = Sequence[int]
 
 BLOCK = 2048
-"""Elements that all taps pass over before the next ones: they stay in the nearest cache, their sums
-in float32.
+"""Elements that all taps process before the next ones, so that they stay in the L1 cache and sums
+in float32 stay short.
 """
 
 TAPS = 9
 """Taps whose gradients are summed at a time, in registers."""
 
 VECTORS = (0,) * 4
-"""Vectors of outputs that are summed at a time; as a tuple, because its length is a type for numba.
-"""
+"""Vectors of outputs that are summed at a time; a tuple, because its length is a type for numba."""
 
 MULTIPLE = 16
-"""Outputs of a channel up to which these loops are worth it: more of them fill vectors side by
-side.
-"""
+"""Most outputs of a channel for these loops: with more, vectors of outputs are faster."""
 
 
 class _Vectors:
-    """What the loops below share: vectors at elements of arrays."""
+    """LLVM code that the loops below share: loads, stores and sums of vectors."""
 
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         self.context, self.builder, self.types, self.args = context, builder, signature.args, args
@@ -61,7 +59,7 @@ class _Vectors:
         )
 
     def pointer(self, array: int, *at: Any) -> Any:
-        """To the element of the array with this number among the arguments."""
+        """Return a pointer to an element of the array with this argument number."""
         start = self.context.make_array(self.types[array])(
             self.context, self.builder, self.args[array]
         ).data
@@ -70,7 +68,7 @@ class _Vectors:
         return start
 
     def at(self, start: Any, vector: int, kind: Any = None) -> Any:
-        """A pointer to a vector this many vectors after start."""
+        """Return a pointer to the vector this many vectors after start."""
         start = self.builder.gep(start, [ir.IntType(64)(vector * self.width)])
         return self.builder.bitcast(start, (kind or self.vector).as_pointer())
 
@@ -86,7 +84,7 @@ class _Vectors:
         return self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
 
     def loop(self, lo: Any, hi: Any, step: int, sums: list[Any], body: Any) -> list[Any]:
-        """Do sums = body(i, sums) for i in range(lo, hi, step), at least once."""
+        """Emit sums = body(i, sums) for i in range(lo, hi, step), at least once."""
         builder = self.builder
         before, inside, done = (
             builder.block,
@@ -312,7 +310,7 @@ def _correlate(
 
 
 class _Sizes(NamedTuple):
-    """The numbers that the loops need."""
+    """Sizes that the loops need."""
 
     channels: int
     outputs: int  # m, of a channel
@@ -340,7 +338,9 @@ def _forward(
     lo: int,
     hi: int,
 ) -> None:
-    """Planes [lo, hi) of x (N, C, H, W); w (C, m, taps), b (C, m), y (N, C, m, Ho, Wo), all flat."""
+    """Compute planes [lo, hi) of x (N, C, H, W); w (C, m, taps), b (C, m), y (N, C, m, Ho, Wo), all
+    flat.
+    """
     m = sizes.outputs
     buffer, total = (
         np.zeros(sizes.x, x.dtype),
@@ -369,7 +369,7 @@ def _backward_data(
     lo: int,
     hi: int,
 ) -> None:
-    """Planes [lo, hi) of dx, shapes as in `_forward`."""
+    """Compute planes [lo, hi) of dx, shapes as in `_forward`."""
     m = sizes.outputs
     buffer, total = np.zeros(sizes.dy, dy.dtype), np.empty(sizes.x, dy.dtype)
     for plane in range(lo, hi):
@@ -397,8 +397,8 @@ def _backward_weight(
     lo: int,
     hi: int,
 ) -> None:
-    """Units [lo, hi), each (chunk of images, channel): parts (chunks, C, m, parts of TAPS, TAPS +
-    1, width), flat.
+    """Compute units [lo, hi), each (chunk of images, channel): parts (chunks, C, m, parts of TAPS,
+    TAPS + 1, width), flat.
     """
     m, windows, blocks = sizes.outputs, spans[0, 1], offsets.size // TAPS
     part = (TAPS + 1) * len(vector)
@@ -427,7 +427,7 @@ def _backward_weight(
 
 
 def suits(x_shape: Sizes, w_shape: Sizes, group: int) -> bool:
-    """Whether a convolution of these shapes is one for `Depthwise`."""
+    """Return True if `Depthwise` is to compute a convolution of these shapes."""
     return len(x_shape) == 4 and group == x_shape[1] and w_shape[0] <= MULTIPLE * group
 
 

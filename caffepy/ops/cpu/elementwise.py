@@ -1,8 +1,8 @@
 """Sums and products of arrays of one shape, and scales and biases along an axis.
 
-Flat kernels take their slice [lo, hi) first and count from 0: an index that cannot be negative is
-what makes numba emit vector code. Sums run over blocks of a fixed size, so they do not depend on
-the number of threads.
+Flat kernels take their slice [lo, hi) first and count from 0: numba emits vector code only for
+indices that cannot be negative. Sums run over blocks of a fixed size, so they do not depend on the
+number of threads.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,10 +17,8 @@ from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
 
-GRAIN = (
-    1 << 15
-)  # elements for which a second thread pays in a pass that does little more than move memory
-BLOCK = 1 << 14  # elements of a few arrays that lie in a core's cache together
+GRAIN = 1 << 15  # elements for which one more thread pays, if little is computed with each
+BLOCK = 1 << 14  # elements: this much of a few arrays fits into a core's cache
 
 
 def blockwise(function: Callable[..., Any], *arrays: Array) -> None:
@@ -110,9 +108,8 @@ def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) 
     a, b, *others = coefficients
 
     def piece(lo: int, hi: int) -> None:
-        for i in range(
-            lo, hi, 2 * BLOCK
-        ):  # so that a block of sums is still in the cache for the next summand
+        # By blocks, so that the sums are still in the cache for the next summand.
+        for i in range(lo, hi, 2 * BLOCK):
             j = min(i + 2 * BLOCK, hi)
             _weighted_pair(a, x, b, y, flat, i, j)
             for alpha, z in zip(others, rest, strict=True):

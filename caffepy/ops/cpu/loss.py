@@ -1,9 +1,4 @@
-"""Softmax, losses, accuracy. Labels are integers as floating-point numbers, cut off as C does.
-
-A loss is written divided by `norm`, which is `divisor`, or how many labels counted where that is
-None, and at least 1. `weight` is an array whose first element is the loss weight. The first label
-that names no class is put down in `wrong`: 1, the label.
-"""
+"""Softmax, losses, accuracy."""
 
 from typing import Any
 
@@ -16,12 +11,11 @@ from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, scaled
 
 Array = NDArray[Any]
 
-FLT_MIN = float(
-    np.finfo(np.float32).tiny
-)  # log(FLT_MIN) = -87.3365 is the largest loss that Caffe reports
+# log(FLT_MIN) = -87.3365: no label can cost more than 87.3365, as in Caffe
+FLT_MIN = float(np.finfo(np.float32).tiny)
 
 LEAST = 1e-20
-"""Likelihoods count as no less in the losses that have Caffe's kLOG_THRESHOLD."""
+"""The least probability in the losses that have Caffe's kLOG_THRESHOLD."""
 
 
 def _grain(x: Array) -> int:
@@ -284,10 +278,8 @@ def accuracy(
 
 
 def _gains(label: Array, matrix: Array, ignore: int | None) -> tuple[Array, Array, Array]:
-    """Rows of the matrix for labels (outer, inner), as (outer, C, inner), 0 where one does not
-    count.
-
-    Then which of them count, and which of those name no class.
+    """Return the rows of the matrix for labels (outer, inner) as (outer, C, inner), 0 for a label
+    that does not count; then which labels count, and which of those are invalid.
     """
     classes = matrix.shape[0]
     counts = np.ones_like(label, bool) if ignore is None else np.trunc(label) != ignore
@@ -331,7 +323,7 @@ def infogain_loss_backward(
 
 
 def _of_labels(label: Array, classes: int, wrong: Array | None = None) -> tuple[Array, Array]:
-    """The index of each item's label, of those that name a class: (items, labels)."""
+    """Return the index of each item's label, for valid labels: (items, labels)."""
     good = (label > -1) & (label < classes)
     if wrong is not None and not good.all():
         wrong[:] = 1, label[~good][0]

@@ -1,7 +1,4 @@
-"""Local response normalization across channels.
-
-s_c = k + alpha/size * sum of x^2 over the `size` channels around c;  y = x * s^-beta;
-dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s.
+"""Local response normalization across channels; formulas in `Ops.lrn_forward`.
 
 With the usual beta of 0.75, s^-beta is 1/sqrt(s) times its own square root: vector code, and as
 exact as a power.
@@ -19,7 +16,7 @@ from caffepy.ops.cpu.compiler import kernel
 Array = NDArray[Any]
 
 
-PIXELS = 256  # worked on at a time, for all channels, so that they stay in cache
+PIXELS = 256  # computed at a time, for all channels, so that they stay in cache
 
 
 @kernel

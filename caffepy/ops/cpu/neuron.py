@@ -1,6 +1,4 @@
-"""Activations. The output may be the input and the input's gradient may be the output's: then the
-same array object.
-"""
+"""Activations, dropout, and both after a product."""
 
 from typing import Any
 

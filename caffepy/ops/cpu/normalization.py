@@ -1,6 +1,4 @@
-"""Normalization by statistics of each channel of (outer, C, inner) arrays; sums in double
-precision.
-"""
+"""Normalization by statistics of each channel; sums in float64."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Where the time of a solver's iterations goes, by the host's clock."""
+"""The phase timer, by the host's clock."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from caffepy.ops.phase_timer import PARTS
 
 
 class PhaseTimer:
-    """Sums of what the host's clock shows."""
+    """Sums of differences of time.perf_counter."""
 
     def __init__(self, device: Device) -> None:
         self.running = False

@@ -1,5 +1,7 @@
-"""Max, average and stochastic pooling over planes of (N, C, H, W). Kernel, stride and pad are
-(height, width) pairs.
+"""Max, average and stochastic pooling.
+
+As in depthwise.py, a plane is split by row and column modulo stride, so that a pass over all
+windows reads memory in order.
 """
 
 from collections.abc import Callable
@@ -19,20 +21,20 @@ Pair = tuple[int, int]
 
 
 class _Layout(NamedTuple):
-    """Planes taken apart by row and column modulo stride, with their padding.
+    """A padded plane, split by row and column modulo stride, and its windows.
 
-    In such a buffer element (a, b) of every window lies at its own offset from the window's number
-    i * columns + j, so that a pass over all windows of a plane reads memory in order.
+    In this buffer element (a, b) of every window has a constant offset from the window's number i *
+    columns + j.
     """
 
     size: int  # of the buffer
-    windows: int  # Ho * columns: some numbers stand for no window
+    windows: int  # Ho * columns: some numbers belong to no window
     place: Array  # (H * W): of each element of a plane in the buffer
     taps: Array  # (kh * kw, 2): offset of an element of a window in the buffer and in the plane
     number: Array  # (Ho * Wo): of each window
-    start: Array  # (Ho * Wo): where it begins in the plane, perhaps before it
-    corner: Array  # (Ho * Wo): likewise, the nearest element of the plane
-    area: Array  # (Ho * Wo): of its part in the plane or its padding, at least 1
+    start: Array  # (Ho * Wo): of its first element in the plane, possibly negative
+    corner: Array  # (Ho * Wo): the same, clipped to the plane
+    area: Array  # (Ho * Wo): its elements in the padded plane, at least 1
 
 
 @lru_cache(maxsize=256)
@@ -42,7 +44,9 @@ def _layout(plane: Pair, out: Pair, kernel: Pair, stride: Pair, pad: Pair) -> _L
     columns = max(wo + (kw - 1) // sw, (w + pw - 1) // sw + 1)
 
     def place(r: Array, c: Array) -> Array:
-        """In the buffer, of row r and column c counted from the padding's corner."""
+        """Return the place in the buffer of row r and column c, counted from the corner of the
+        padding.
+        """
         at: Array = ((r % sh * sw + c % sw) * rows + r // sh) * columns + c // sw
         return at
 
@@ -99,7 +103,7 @@ def _max_forward(
             w = np.uint32(number[o])
             if where[w] >= 0:
                 y[n, o], index[n, o] = best[w], start[o] + where[w]
-            else:  # nothing but NaN or -inf, or strides beyond the kernel led out of the plane
+            else:  # only NaN or -inf, or no element of the plane (stride larger than the kernel)
                 y[n, o], index[n, o] = x[n, corner[o]], corner[o]
             if relu and y[n, o] <= 0:
                 y[n, o], index[n, o] = 0, -1

@@ -1,5 +1,5 @@
-"""Random numbers that are hashes of a seed, of the number of a pass and of a place: they come in
-any order.
+"""Random numbers as hashes of a seed, the number of a pass and a place, so that threads need no
+order.
 
 Place i of seed s gets mix(mix(s + i) + mix(s)), on a GPU too.
 """
@@ -13,7 +13,7 @@ from caffepy.ops.cpu.compiler import kernel
 
 @kernel
 def mix(h: Any) -> Any:
-    """The finalizer of MurmurHash3: every bit of the result hangs on every bit of h."""
+    """The finalizer of MurmurHash3: every bit of h changes about half the bits of the result."""
     h = np.uint32(h ^ (h >> np.uint32(16)))
     h = np.uint32(h * np.uint32(0x85EBCA6B))
     h = np.uint32(h ^ (h >> np.uint32(13)))
@@ -23,5 +23,5 @@ def mix(h: Any) -> Any:
 
 @kernel
 def seed_of_pass(seed: int, step_counter: int) -> Any:
-    """The seed of pass number `step_counter`."""
+    """Return the seed of pass number `step_counter`."""
     return mix(np.uint32(np.uint32(seed) + mix(np.uint32(step_counter))))

@@ -1,10 +1,10 @@
-"""Recurrences over time, each one loop without Python in it: a thread takes some streams through
-all steps.
+"""Recurrences over time, without Python inside the loop: a thread takes some streams through all
+steps.
 
-Arrays are (T, N, .) of steps and streams. What comes from the inputs of all steps is one matrix
-product beforehand, the gradients of the weights are one afterwards; inside is only the product with
-the state, on packed weights. A stream never meets another one, so results do not depend on the
-number of threads.
+Arrays are (T, N, .) of steps and streams. The contribution of the inputs of all steps is one matrix
+product before the loop, the gradients of the weights are one after it; inside is only the product
+with the state, on packed weights. Streams are independent, so results do not depend on the number
+of threads.
 """
 
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 
 Array = NDArray[Any]
 
-STREAMS = 4  # at least, that a thread takes on
+STREAMS = 4  # at least, for each thread
 PACKED = 16  # elements of a cache line, so that packing reads and writes whole ones
 
 
@@ -29,14 +29,14 @@ class _Weights(NamedTuple):
     """A matrix b (K, O) as panels of the columns that two vectors hold, zeros beyond O."""
 
     panels: Array  # (blocks, K, columns)
-    spare: Array  # (N, columns), for what is computed of the last panel
+    spare: Array  # (N, columns), holds results of the last panel
     # As long as a vector has elements: numba sees the length of a tuple as a type.
     width: tuple[int, ...]
 
 
 def _vector() -> tuple[int, int]:
-    """Bytes of this processor's vectors, and rows of a tile of two vectors each that leaves some
-    registers free.
+    """Return the bytes of a vector on this processor, and the rows of a tile of two vectors each
+    that leaves some registers free.
     """
     features = llvmlite.binding.get_host_cpu_features()
     if features.get("avx512f"):
@@ -176,7 +176,7 @@ def _add_block(
     rows: int,
     m: Any,
 ) -> None:
-    """As many rows as there are, in tiles of at most ROWS."""
+    """Add all rows, in tiles of at most ROWS."""
     n = 0
     while rows - n >= 8 and ROWS == 8:
         _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _EIGHT, m)
@@ -223,7 +223,9 @@ def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> Non
 
 
 def _define_power_of_two(typing: Any, x: Any) -> Any:
-    """2^x for a whole x from -126 to 127, by way of the exponent's bits: vector code, unlike ldexp."""
+    """Return 2^x for a whole x from -126 to 127, made from the bits of the exponent: unlike ldexp,
+    vector code.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = x.bitwidth
@@ -242,13 +244,13 @@ _power_of_two: Any = intrinsic(_define_power_of_two)
 
 
 def _exact(function: Any) -> Any:
-    """Compile what is rounded on purpose: terms stay in the order written."""
+    """Compile with terms in the order written."""
     return inlined(function, EXACT)
 
 
 @_exact
 def _expm1(x: Any, like: Array) -> Any:
-    """e^x - 1 of a number of like's type, within two units in the last place; beyond 87 as if 87.
+    """Return e^x - 1 for x up to 87 (beyond, as if it were), within two units in the last place.
 
     x = k ln 2 + r; 2^k (e^r - 1) + (2^k - 1), the series of e^r - 1 to r^13.
     """
@@ -284,14 +286,13 @@ def _tanh(x: Any, like: Array) -> Any:
     return -e / (like.dtype.type(2) + e)
 
 
-# The loops below touch few arrays each: with more, LLVM does not vectorize for fear that they
-# overlap.
+# Each loop below uses few arrays: with more, LLVM does not vectorize, because they may overlap.
 
 
 @inlined
 def _unit(a: Array, c_before: Array, cont: float, c: Array, h: Array) -> None:
-    """One stream's LSTM unit; a (4H) holds the sums of gates i, f, o, g, then their activations, f
-    times cont.
+    """Compute one stream's LSTM unit; a (4H) holds the sums of gates i, f, o, g, then their
+    activations, f times cont.
     """
     size = h.size
     i, f, o, g = a[:size], a[size : 2 * size], a[2 * size : 3 * size], a[3 * size :]
@@ -313,8 +314,8 @@ def _unit(a: Array, c_before: Array, cont: float, c: Array, h: Array) -> None:
 
 @inlined
 def _unit_gradient(a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array) -> None:
-    """Gradient of `_unit` in the sums of the gates; dc, the gradient in c, becomes that in
-    c_before.
+    """Compute the gradient of `_unit` in the sums of the gates; dc, the gradient in c, becomes that
+    in c_before.
     """
     size, one = dh.size, a.dtype.type(1)
     i, f, o, g = a[:size], a[size : 2 * size], a[2 * size : 3 * size], a[3 * size :]
@@ -422,11 +423,7 @@ def _lstm_gradient(
 
 
 class LSTM:
-    """A layer of LSTM units of T steps, N streams and H units: a_t = input_t + (cont_t h_{t-1}) @
-    w.T, then the unit.
-
-    Gates stand in the order i, f, o, g; w is (4H, H), cont (T, N), first states (N, H).
-    """
+    """LSTM with packed weights."""
 
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         dtype = np.dtype(dtype)
@@ -501,9 +498,7 @@ def _rnn_gradient(
 
 
 class RNN:
-    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T) for T steps, N streams, H units; w (H, H), cont
-    (T, N).
-    """
+    """RNN with packed weights."""
 
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         dtype = np.dtype(dtype)

@@ -1,4 +1,4 @@
-"""Rows picked by number, sums of such rows, places of the largest values."""
+"""Gather and scatter-add of rows, and the largest values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Arrays that one thread fills and another uses; on the host they are handed over as they are."""
+"""Buffers between a thread that fills them and one that computes: on the CPU the same arrays."""
 
 from typing import Any
 
@@ -11,10 +11,6 @@ Array = NDArray[Any]
 
 
 class Staging:
-    """Arrays on their way to where layers compute: `room`, fill, `send` in one thread; `take`,
-    `done` in another.
-    """
-
     def __init__(self) -> None:
         self._layout: Specs = ()
         self._arrays: list[Array] = []
@@ -25,10 +21,10 @@ class Staging:
         return self._arrays
 
     def send(self) -> None:
-        """Let what was filled go to the device."""
+        """Nothing to copy."""
 
     def take(self) -> list[Array]:
         return self._arrays
 
     def done(self) -> None:
-        """The operations that use what was taken have been given to the current stream."""
+        """Nothing to mark."""

@@ -1,19 +1,15 @@
-"""How long operations take on the device."""
+"""The stopwatch of operations, by the host's clock."""
 
 from itertools import pairwise
 from time import perf_counter
 
 
 class Stopwatch:
-    """Times between marks that are set among the operations."""
-
     def __init__(self) -> None:
         self._marks: list[float] = []
 
     def hold(self, milliseconds: float) -> None:
-        """Let a device begin with what follows later by this, so that it need not wait for the host
-        in between.
-        """
+        """Nothing: the CPU never waits for the host."""
 
     def mark(self) -> None:
         self._marks.append(perf_counter() * 1000)

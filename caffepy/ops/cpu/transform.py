@@ -1,8 +1,4 @@
-"""Transformation of a batch of images: crop, subtract a mean, scale, mirror.
-
-y[n, c, h, w'] = (x[n, c, h_off + h, w_off + w] - mean[c, h_off + h, w_off + w]) * scale; w' counts
-from the right where the image is mirrored.
-"""
+"""Crop, mean subtraction, scale and mirroring of a batch of images."""
 
 from typing import Any
 
@@ -13,7 +9,7 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
-GRAIN = 1 << 16  # values worth a thread of their own
+GRAIN = 1 << 16  # values for which one more thread pays
 
 
 @kernel
@@ -29,9 +25,7 @@ def _transform(
     hi: int,
 ) -> None:
     channels, height, width = y.shape[1:]
-    last = np.uint64(
-        width - 1
-    )  # unsigned: no index counts from the end, so the loops become vector code
+    last = np.uint64(width - 1)  # unsigned indices cannot be negative: vector code
     for n in range(lo, hi):
         left = w_off[n]
         for c in range(channels):
@@ -59,9 +53,8 @@ def transform_batch(
 ) -> None:
     channels, width = records.shape[1], records.shape[3]
     mean = np.zeros((1, 1, 1), out.dtype) if mean is None else mean
-    mean = np.broadcast_to(
-        mean, (channels, mean.shape[1], width)
-    )  # one row may do for every row of the image
+    # A mean of one row serves every row of the image.
+    mean = np.broadcast_to(mean, (channels, mean.shape[1], width))
     mean = np.ascontiguousarray(mean, out.dtype)
     factor = out.dtype.type(scale)
     parallel(

@@ -1,8 +1,7 @@
-"""Update rules over flat parameter arrays, one fused pass each: normalise, regularise, update.
+"""Update rules over flat parameter arrays, one fused pass each: normalize, regularize, update.
 
-`w` are the values, `g` the accumulated gradient, the other arrays a rule's history. Each writes `w`
-and its history in place and leaves in `g` what it subtracted from `w`. Loops run over slices:
-indices that cannot be negative are what lets the compiler vectorise them.
+Each writes `w` and its history in place and leaves in `g` what it subtracted from `w`. Loops run
+over slices: the compiler vectorizes only indices that cannot be negative.
 """
 
 from math import sqrt
@@ -15,11 +14,11 @@ from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.segments import Number, Segments
 
 Array = NDArray[Any]
-GRAIN = 1 << 16  # elements that are worth a thread
+GRAIN = 1 << 16  # elements for which one more thread pays
 
 
 class Typed(NamedTuple):
-    """Segments whose numbers have the type of the parameters."""
+    """Segments with numbers in the type of the parameters."""
 
     ends: Array
     rates: Array
