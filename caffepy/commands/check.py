@@ -19,7 +19,7 @@ from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
-from caffepy.solver.capture import reason_not_capturable
+from caffepy.solver.capture import reasons_not_capturable
 from caffepy.solver.check import check_param
 from caffepy.solver.nets import net_sources
 from caffepy.solver.preflight import check_prefix
@@ -171,7 +171,11 @@ def inspect(
         device = ImaginedGpu(seed=0) if gpu else ShapesOnlyDevice(seed=0)
         net = Net(param, device=device, path=origin, layout=preferred_layout(chosen))
         try:
-            on_gpu = NetOnGpu(chosen, _shared(net), reason_not_capturable(net)) if gpu else None
+            on_gpu = (
+                NetOnGpu(chosen, _shared(net), "; ".join(reasons_not_capturable(net)) or None)
+                if gpu
+                else None
+            )
             parameters = sum(blob.count for blob in net.learnable_params)
             infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
         finally:

@@ -14,7 +14,7 @@ from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST, NetParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net
-from caffepy.solver.resume_state import warn_of_layers
+from caffepy.solver.positions import warn_of_layers
 
 
 def definition(

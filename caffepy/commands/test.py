@@ -113,8 +113,8 @@ class EvalWorker:
         net = self.net
         with net.device.scope(), net.ops.blas_scope():
             if self._run.can_capture():
-                self._run.feed()
-                self._run.perform("forward", lambda: net.forward(steps=self._run.computing))
+                self._run.run_data_layers()
+                self._run.run("forward", lambda: net.forward(steps=self._run.computing))
             else:
                 net.forward(steps=self._run.eager_steps)
             net.device.check_errors()

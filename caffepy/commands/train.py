@@ -166,13 +166,15 @@ def train(options: TrainOptions) -> TrainResult:
                 log.info("Starting Optimization")
                 solver.solve()
             log.info("Optimization Done.")
-            if solver.stopped and solver.saved_now:
+            if solver.stopped and solver.resume_state.saved_now:
                 log.info(
                     "A signal stopped the run at iteration %d; --snapshot %s resumes it",
                     solver.iter,
-                    solver.saved_now,
+                    solver.resume_state.saved_now,
                 )
-            return TrainResult(solver.iter, solver.stopped, solver.last_outputs, solver.saved_now)
+            return TrainResult(
+                solver.iter, solver.stopped, solver.last_outputs, solver.resume_state.saved_now
+            )
 
 
 def _set_up(options: TrainOptions, param: SolverParameter, device: Device) -> None:

@@ -51,6 +51,7 @@ from caffepy.parallel.worker import WorkerSolver
 from caffepy.parallel.workers import Workers
 from caffepy.report import Performance, Reporters
 from caffepy.solver import Signals, Solver
+from caffepy.solver.faults import rescue
 from caffepy.solver.test_pass import Totals
 from caffepy.solver.worker_group import EndedGroup, WorkerGroup
 
@@ -95,7 +96,12 @@ class P2PManager(WorkerGroup):
         self._baseline = baseline
         self._bn_stats = sync_options.bn_stats
         self._ranks = Workers(
-            devices, self._make, sync_options.deadlines, signals, root.rescue, last_resort
+            devices,
+            self._make,
+            sync_options.deadlines,
+            signals,
+            partial(rescue, root.resume_state),
+            last_resort,
         )
         self.group, self._threads = self._ranks.group, self._ranks.threads
         self.watchdog = self._ranks.watchdog
@@ -111,7 +117,7 @@ class P2PManager(WorkerGroup):
             root.run_eagerly("statistics of batches go through the host")
         self._synchronizers: dict[int, Synchronizer] = {}
         self._scores = SharedScores(self._threads, len(root.test_nets))
-        self._positions = root.workers_positions
+        self._positions = root.resume_state.workers_positions
         if self._positions and len(self._positions) != self.size - 1:
             log.warning(
                 "The snapshot is of %d solvers, not %d: random numbers of the workers start anew",
@@ -298,7 +304,7 @@ class P2PManager(WorkerGroup):
         yield
         self._scores.restart()
         self.group.restart_turns()  # data layers go on from a state with the root's batch
-        restored = self.root.workers_positions
+        restored = self.root.resume_state.workers_positions
         positions = restored if len(restored) == self.size - 1 else [None] * (self.size - 1)
         self._threads.give(lambda worker: worker.follow(self.root, positions[worker.rank - 1]))
         self._threads.wait_idle()

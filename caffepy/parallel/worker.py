@@ -5,9 +5,8 @@ from typing import Any, NoReturn
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.device import Device
-from caffepy.ops.update_state import StepResult
 from caffepy.proto.caffe_pb2 import SolverParameter
-from caffepy.solver.resume_state import set_positions, take_positions
+from caffepy.solver.positions import set_positions, take_positions
 from caffepy.solver.solver import Solver
 from caffepy.solver.test_pass import Totals
 
@@ -47,30 +46,27 @@ class WorkerSolver(Solver):
                 (self.params.data, *self.history), (root.params.data, *root.history), strict=True
             ):
                 self.device.upload(root.device.on_host(theirs), mine)
-        self.iter, self.current_step = root.iter, root.current_step
+        self.iterations.move_to(root.iter, root.iterations.current_step)
         self.update_state.set_state(root.update_state.state())
         if positions:
-            set_positions(positions, self._nets, self.device)
+            set_positions(positions, self.iterations.nets, self.device)
 
     def iterate(self) -> None:
         """Run an iteration."""
         with self.device.scope(), self.ops.blas_scope():
-            self._advance(False)
+            self.iterations.run(self.capture, show=False)
 
     def forward(self) -> None:
         """Run a forward pass of the train net; `loss` is its loss."""
         with self.device.scope(), self.ops.blas_scope():
-            self.loss = self._forward()
+            self.loss = self.iterations.eager.forward(self.iter)
         self.device.step_count += 1
         self.device.check_errors()
 
     def begin_test(self, k: int) -> None:
         """Zero the totals of test net `k`."""
         self.wait_idle()
-        if (
-            k == 0 or self._positions_before is None
-        ):  # positions are those from before all test nets
-            self._positions_before = take_positions(self._nets, self.device)
+        self.iterations.hold_positions(anew=k == 0)  # those from before all test nets
         self._test_passes[k].begin(self.net)
 
     def test_batch(self, k: int) -> None:
@@ -82,26 +78,21 @@ class WorkerSolver(Solver):
         """End the test of net `k`; `totals` has the sums over its batches."""
         self.totals = self._test_passes[k].totals()
         if k == len(self.test_nets) - 1:
-            self._positions_before = None
+            self.iterations.release_positions()
 
     def wait_idle(self) -> None:
         """Wait for all enqueued iterations; the phase timer stops until the next one."""
         self.phase_timer.stop()
         with self.device.scope():
-            self._collect_results(wait=True)
-
-    def _fail(self, step_result: StepResult) -> None:
-        """Raise an error of this worker; the root raises what is wrong with the mean of all."""
-        self._step.restore_stats()
-        self.update_state.resume()
-        self.device.check_errors()
+            self.iterations.collect(wait=True)
 
     def positions(self, iteration: int) -> dict[str, Any]:
         """Return the positions of its own layers and random numbers, now or before the test or
         iteration in progress; an iteration that the root has ended counts as done.
         """
-        done = self.iter < iteration
-        return copy.deepcopy(take_positions(self._nets, self.device) if done else self._positions())
+        if self.iter < iteration:
+            return copy.deepcopy(take_positions(self.iterations.nets, self.device))
+        return copy.deepcopy(self.iterations.positions())
 
     def snapshot(self) -> NoReturn:
         """Raise ConfigError: workers save nothing."""

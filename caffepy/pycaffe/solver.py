@@ -65,7 +65,7 @@ class Solver:
     @property
     def lr(self) -> float:
         """The learning rate of the next iteration."""
-        return self._solver.rate()
+        return self._solver.iterations.rate()
 
     @property
     def param(self) -> SolverParameter:

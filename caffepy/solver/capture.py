@@ -1,5 +1,7 @@
-"""Passes of a net that a GPU records while they run and then replays, so that the host has little
-to do.
+"""Captures the passes of a net as CUDA graphs and replays them, so that the host has little to do.
+
+`reasons_not_capturable` has every reason why that is not done. Then layers run one by one, each
+launched by the host.
 """
 
 import logging
@@ -14,49 +16,76 @@ from caffepy.net.fusion import Step
 
 log = logging.getLogger(__name__)
 
-MOST_RECORDINGS = 20
-WORTH = 4
-"""Recordings of which there were more must have been replayed so many times each, else shapes
-change too often.
+MAX_CAPTURES = 20
+MIN_REPLAYS = 4
+"""After MAX_CAPTURES captures, stop capturing unless each was replayed MIN_REPLAYS times on average:
+shapes change too often.
 """
 
 
-def reason_not_capturable(net: Net) -> str | None:
-    """Why a net's passes cannot be recorded, if they cannot."""
+def reasons_not_capturable(
+    net: Net,
+    callbacks: Sequence[object] = (),
+    *,
+    capture: bool = True,
+    of_layers: Sequence[str] | None = None,
+    failure: str | None = None,
+) -> list[str]:
+    """Return every reason why the passes of a net run layer by layer on a GPU; none: they are
+    captured.
+
+    `capture` is what the user chose (--no-capture; --bn-stats sync chooses it, too), `callbacks`
+    are called within a pass, beside those of the net. `of_layers`: the reasons of layers, if they
+    are known. `failure` is why an attempt was given up.
+    """
+    reasons = [] if capture else ["capture is off"]
+    if net.debug_info:
+        reasons.append("debug_info shows each layer")
+    reasons += layer_reasons(net) if of_layers is None else of_layers
+    if not all(map(is_capturable, (*net_callbacks(net), *callbacks))):
+        reasons.append("a callback does not say that it can be captured")
+    return [*reasons, failure] if failure else reasons
+
+
+def layer_reasons(net: Net) -> list[str]:
+    """Return the reasons that layers give; data layers run before the graph."""
+    reasons = []
     for layer in net.layers:
-        if layer.is_data:
-            continue
         name = f'layer "{layer.param.name}" ({layer.type})'
-        if layer.on_host:
-            return f"{name} computes on the host"
-        if layer.always_reshape:
-            return f"the shapes of {name} depend on its data"
-    return None
+        if layer.on_host and not layer.is_data:
+            reasons.append(f"{name} computes on the host")
+        elif layer.always_reshape and not layer.is_data:
+            reasons.append(f"the shapes of {name} depend on its data")
+    return reasons
 
 
 def is_capturable(callback: object) -> bool:
-    """Whether a callback says `capturable = True`: all it does is to give work to the current
-    stream, if anything.
-    """
+    """True if a callback says `capturable = True`: it only enqueues work on the current stream."""
     return bool(getattr(callback, "capturable", False))
+
+
+def net_callbacks(net: Net) -> tuple[object, ...]:
+    """Return the callbacks of a net, which are called around its layers."""
+    return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
 
 
 @dataclass
 class _Part:
-    """A part of a pass: the circumstances under which it last ran without changing them, and its
-    recording.
+    """A part of a pass: the conditions under which it last ran without changing them, and its
+    graph.
     """
 
     steady: Hashable = None
-    recording: CudaGraph | None = None
+    graph: CudaGraph | None = None
 
 
 class GraphRunner:
-    """The steps of a net, run one by one, or recorded in parts and replayed: `feed`, then `perform`
-    what comes next.
+    """Runs the steps of a net one by one, or captured in parts and replayed: `run_data_layers`,
+    then `run` for each part.
 
-    A part is recorded when it ran once and nothing moved: no memory, no shape, no callback, those
-    of the net or `callbacks`. `what` is how the log calls the pass.
+    A part runs the first time, is captured the second time, and replayed from then on, as long as
+    no memory, shape or callback of the net or of `callbacks` changes. `what` is how the log calls
+    the pass.
     """
 
     def __init__(self, net: Net, fuse: bool, what: str, callbacks: Sequence[object] = ()) -> None:
@@ -67,45 +96,54 @@ class GraphRunner:
         self.steps = steps
         self._feeding = [step for step in steps if net.layers[step.last].is_data]
         self.computing = [step for step in steps if not net.layers[step.last].is_data]
-        self._fed = [top for node in net.nodes if not node.bottoms for top in node.tops]
-        self._reason_not_capturable = reason_not_capturable(net)
-        self._explained = False
+        self._inputs = [top for node in net.nodes if not node.bottoms for top in node.tops]
+        self._layer_reasons = layer_reasons(net)
+        self._failure: str | None = None
+        self._logged: set[str] = set()
         self._parts: dict[str, _Part] = {}
-        self._recorded = self._replayed = 0
+        self._captured = self._replayed = 0
+
+    def reasons_not_capturable(self, capture: bool = True) -> list[str]:
+        """Return every reason why this pass runs layer by layer on a GPU."""
+        return reasons_not_capturable(
+            self.net,
+            self._callbacks,
+            capture=capture,
+            of_layers=self._layer_reasons,
+            failure=self._failure,
+        )
 
     def can_capture(self) -> bool:
-        """Whether nothing speaks against recording; if something does, the log says what, once."""
-        if not self.net.device.is_cuda or self.net.debug_info:
+        """True on a GPU if there is no reason against it; the log has each reason once."""
+        if not self.net.device.is_cuda:
             return False
-        reason = self._reason_not_capturable
-        if reason is None and not all(map(is_capturable, (*self.net_callbacks, *self._callbacks))):
-            reason = "a callback does not say that it can be recorded"
-        if reason is not None and not self._explained:
-            self._explained = True
-            log.info("%s layer by layer: %s", self.what, reason)
-        return reason is None
+        reasons = self.reasons_not_capturable()
+        new = [reason for reason in reasons if reason not in self._logged]
+        if new:
+            self._logged.update(new)
+            log.info("%s layer by layer: %s", self.what, "; ".join(new))
+        return not reasons
 
     @property
     def net_callbacks(self) -> tuple[object, ...]:
-        """Those of the net, which are called around its layers."""
-        net = self.net
-        return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
+        """The callbacks of the net."""
+        return net_callbacks(self.net)
 
     @property
     def eager_steps(self) -> Sequence[Step] | None:
-        """The steps, or None for each layer by itself where someone looks at each."""
+        """Fused steps; None (one layer a step) if a callback or debug_info must see every layer."""
         watched = self.net.debug_info or not all(map(is_capturable, self.net_callbacks))
         return None if watched else self.steps
 
     def forget(self) -> None:
-        """Let all recordings go, whoever still refers to the pass."""
+        """Destroy all graphs, even if something else refers to this object."""
         for part in self._parts.values():
-            if part.recording is not None:
-                part.recording.close()
+            if part.graph is not None:
+                part.graph.close()
         self._parts.clear()
 
-    def feed(self) -> None:
-        """Run the data layers, and bring to the device what a user wrote on the host."""
+    def run_data_layers(self) -> None:
+        """Run the data layers, and upload what a user wrote on the host."""
         if self._feeding:
             self.net.forward(steps=self._feeding)
         self.net.device.flush()
@@ -116,25 +154,25 @@ class GraphRunner:
         assert isinstance(device, CudaDevice)
         return device
 
-    def perform(self, name: str, work: Callable[[], None]) -> None:
-        """Do the work of a part, by replay if it can be had; needs the device's scope."""
+    def run(self, name: str, work: Callable[[], None]) -> None:
+        """Run a part, by replay if possible; needs the device's scope."""
         part = self._parts.setdefault(name, _Part())
-        now = self._circumstances()
-        if part.steady != now or (part.recording is None and not self._record(part, work, now)):
-            if part.recording is not None:
+        now = self._conditions()
+        if part.steady != now or (part.graph is None and not self._capture(part, work, now)):
+            if part.graph is not None:
                 self._gpu.synchronize()  # it may still run
-                part.recording = None
+                part.graph = None
             with self._gpu.overlapping():
                 work()
-            part.steady = now if self._circumstances() == now else None
+            part.steady = now if self._conditions() == now else None
             return
-        assert part.recording is not None
+        assert part.graph is not None
         self._replayed += 1
-        part.recording.replay()
+        part.graph.replay()
 
-    def _circumstances(self) -> Hashable:
-        """What a recording depends on."""
-        shapes = (top.shape for top in self._fed)
+    def _conditions(self) -> Hashable:
+        """What a graph depends on."""
+        shapes = (top.shape for top in self._inputs)
         return (
             self._gpu.allocation_version,
             *shapes,
@@ -142,15 +180,16 @@ class GraphRunner:
             *map(id, self._callbacks),
         )
 
-    def _record(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
-        if self._recorded > MOST_RECORDINGS and self._replayed < WORTH * self._recorded:
-            self._reason_not_capturable = "shapes or memory change too often"
+    def _capture(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
+        if self._captured > MAX_CAPTURES and self._replayed < MIN_REPLAYS * self._captured:
+            self._failure = "shapes or memory change too often"
             return False
-        self._recorded += 1
+        self._captured += 1
         try:
-            part.recording = self._gpu.capture(work)
+            part.graph = self._gpu.capture(work)
         except DeviceError as error:
             log.warning("%s layer by layer: %s", self.what, error.message)
-            self._reason_not_capturable, self._explained = error.message, True
+            self._failure = error.message
+            self._logged.add(error.message)
             return False
-        return self._circumstances() == now
+        return self._conditions() == now

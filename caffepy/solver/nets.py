@@ -1,17 +1,23 @@
-"""Where the nets of a solver come from: which fields define the train net and the test nets, in
-which states.
+"""Builds the nets of a solver: which fields define the train net and the test nets, in which
+states.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 
 from caffepy.core.errors import ConfigError
 from caffepy.core.paths import locate
+from caffepy.device.device import Device
+from caffepy.net import Net
+from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, NetState, SolverParameter
 from caffepy.proto.text import read_net
 from caffepy.proto.upgrade import upgrade_net
 from caffepy.solver.check import at_field
+
+log = logging.getLogger(__name__)
 
 TRAIN_FIELDS = ("net", "net_param", "train_net", "train_net_param")
 
@@ -25,6 +31,45 @@ class Source:
     param: NetParameter
     path: str | None
     origin: str
+
+
+def build_train_net(source: Source, device: Device, root: Net | None, batch_parts: int = 1) -> Net:
+    """Build the train net, which shares layers with the train net of a root solver, if any."""
+    from_file = ": " in source.origin
+    log.info("Creating training net %s %s", "from" if from_file else "specified in", source.origin)
+    return Net(
+        source.param, device=device, path=source.path, root_net=root, batch_parts=batch_parts
+    )
+
+
+def build_test_net(k: int, source: Source, device: Device, root: Net | None, debug: bool) -> Net:
+    """Build test net `k`, which shares layers with the same net of a root solver, if any."""
+    log.info("Creating test net (#%d) specified by %s", k, source.origin)
+    net = Net(source.param, device=device, path=source.path, root_net=root)
+    net.debug_info = debug
+    return net
+
+
+def finetune(net: Net, weights: Iterable[str], path: str | None) -> Net:
+    """Load these weights, each a list of files beside the solver file `path`; returns the net."""
+    for entry in weights:
+        for name in entry.split(","):
+            file = locate(name.strip(), path)
+            log.info("Finetuning from %s", file)
+            load_weights(net, file)
+    return net
+
+
+def check_shared(net: Net, has_root: bool) -> None:
+    """ConfigError unless the net of a worker can share its shared layers with a root solver."""
+    for layer in net.shared_layers:
+        name = f'layer "{layer.param.name}" ({layer.type})'
+        if not has_root:
+            raise ConfigError(
+                f"root_net needs to be set for all non-root solvers: {name} is the root's alone"
+            )
+        if layer.blobs:
+            raise ConfigError(f"{name} has parameters, so that solvers cannot share it", net.path)
 
 
 Reader = Callable[[str], tuple[NetParameter, str]]

@@ -1,76 +1,173 @@
-"""Where a run's data layers and random numbers stand: what the sidecar keeps and a resumed run
-takes up again.
+"""ResumeState: saves what a run needs to continue exactly, and restores it.
 
-The train net comes first among the nets; a run may have other test nets than the one before it.
+`snapshot` reads and writes the files, `positions` knows the data layers and random numbers.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from caffepy.device.device import Device
-from caffepy.layer import Layer
-from caffepy.net import Net
+import numpy as np
+
+from caffepy.core.errors import CaffeError, ConfigError, DivergenceError
+from caffepy.device.blob import Array
+from caffepy.net.weights import load_weights
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.proto.text import format as format_text
+from caffepy.solver.divergence import check_params
+from caffepy.solver.iteration import Iterations
+from caffepy.solver.positions import (
+    compare_layers,
+    set_positions,
+    take_positions,
+    warn_of_layers,
+)
+from caffepy.solver.sidecar import taken_up
+from caffepy.solver.snapshot import (
+    Files,
+    State,
+    check_histories,
+    find_model,
+    read_sidecar,
+    read_state,
+    sidecar_of,
+    verify,
+    write,
+)
 
 log = logging.getLogger(__name__)
 
 
-def take_positions(nets: Sequence[Net], device: Device) -> dict[str, Any]:
-    """Where all layers, the random numbers and the count of passes stand now."""
-    train, *tests = (net.state() for net in nets)
-    return {"net": train, "test_nets": tests, **_random(device)}
+class ResumeState:
+    """The snapshots of a solver: saved, restored, owed."""
 
+    def __init__(self, iterations: Iterations) -> None:
+        self.iterations = iterations
+        self.started_at = 0  # the iteration of the state that was restored
+        self.workers_positions: list[dict[str, Any]] = []  # of the workers in that state
+        self._restored_from: str | None = None
+        self._saved: tuple[int, str] | None = None  # iteration and state file of the last snapshot
+        self._failed_at = -1  # the iteration at which writing a snapshot failed
 
-def data_layers(net: Net) -> dict[str, Layer]:
-    """The layers that feed a net, by the names of their states."""
-    return {f"{i}/{node.name}": node.layer for i, node in net.own_nodes if node.layer.is_data}
+    @property
+    def saved_now(self) -> str | None:
+        """The state file that was written at this iteration, if any."""
+        return self._saved[1] if self._saved and self._saved[0] == self.iterations.iter else None
 
+    @property
+    def failed_now(self) -> bool:
+        """True if writing a snapshot at this iteration failed."""
+        return self._failed_at == self.iterations.iter
 
-def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> dict[str, Any]:
-    """Likewise of the `data_layers` of each net alone: for the states of others, a GPU would have
-    to be asked.
-    """
-    train, *tests = ({key: layer.state() for key, layer in feed.items()} for feed in feeds)
-    return {"net": train, "test_nets": tests, **_random(device)}
+    @property
+    def last_file(self) -> str | None:
+        """The state file to resume from, if any: the last one written, else the one restored."""
+        return self._saved[1] if self._saved else self._restored_from
 
+    def save(self) -> None:
+        """Write model, sidecar and state; ConfigError if that fails, DivergenceError if a parameter
+        is not finite.
+        """
+        iterations, step = self.iterations, self.iterations.step
+        workers, reporter = iterations.trainer.workers, iterations.trainer.reporter
+        step.phase_timer.stop()
+        with workers.during("snapshot"):
+            with step.device.scope():
+                iterations.recover()
+                iterations.collect(wait=True)
+            workers.average_bn_stats()
+            number, param = iterations.iter, step.param
+            check_params(step.net, number)
+            files = Files(
+                param.snapshot_prefix, number, param.snapshot_format == SolverParameter.HDF5
+            )
+            on_host = step.device.on_host
+            history = [part for flat in step.history for part in step.params.split(on_host(flat))]
+            state = State(number, files.model, history, iterations.current_step)
+            self._failed_at = number
+            sidecar, diff = self._sidecar(), param.snapshot_diff
+            write(files, step.net, state, sidecar, diff, reporter.snapshotted)
+            self._failed_at, self._saved = -1, (number, files.state)
 
-def _random(device: Device) -> dict[str, Any]:
-    return {"rng": device.random.state, "tick": device.step_count}
+    def try_to_save(self) -> None:
+        """Write a snapshot; an error other than DivergenceError is logged, and training goes on."""
+        try:
+            self.save()
+        except DivergenceError:
+            raise
+        except CaffeError as error:
+            number = self.iterations.iter
+            log.error("No snapshot of iteration %d: %s; training goes on", number, error)
 
+    def _sidecar(self) -> dict[str, Any]:
+        iterations, step = self.iterations, self.iterations.step
+        workers = iterations.trainer.workers
+        return {
+            "type": step.param.type,
+            "iteration": iterations.iter,
+            "settings": format_text(step.param),
+            "positions": {**iterations.positions(), "workers": workers.positions()},
+            "control": step.update_state.state(),
+            **iterations.display.state(iterations.iter),
+        }
 
-def completed(positions: dict[str, Any], nets: Sequence[Net]) -> dict[str, Any]:
-    """Positions with the states of all layers: those that they lack as they are now."""
-    train, *tests = ({**net.state(), **known} for net, known in _nets_and_states(positions, nets))
-    return {**positions, "net": train, "test_nets": tests}
+    def restore(self, path: str) -> None:
+        """Continue from a snapshot; exactly, if its sidecar lies beside it."""
+        with self.iterations.trainer.workers.restoring():
+            self._restore(path)
 
+    def _restore(self, path: str) -> None:
+        iterations, step = self.iterations, self.iterations.step
+        state = read_state(path)
+        content = read_sidecar(path)
+        if content:
+            self._check_type(content, path)
+        own: list[Array] = [part for flat in step.history for part in step.params.split(flat)]
+        iterations.recover()
+        check_histories(state, own, step.param.type, path)
+        model = find_model(state.learned_net, path)
+        if content:
+            verify(content, path, model)
+            self._restore_sidecar(content, sidecar_of(path))
+        step.update_state.set_state((content or {}).get("control", {}))
+        filled = load_weights(step.net, model)
+        log.info("SGDSolver: restoring history")
+        with step.device.scope():
+            for mine, read in zip(own, state.history, strict=True):
+                step.device.upload(np.asarray(read, mine.dtype).reshape(mine.shape), mine)
+        iterations.move_to(state.iteration, state.current_step)
+        self.started_at = state.iteration
+        self._saved, self._restored_from = None, path
+        net = step.net
+        missing = dict.fromkeys(net.nodes[param.layer].name for param in net.learnable)
+        warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
+        if not content:
+            iterations.display.reset()
+            self.workers_positions = []
+            log.info(
+                "No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path
+            )
 
-def set_positions(positions: dict[str, Any], nets: Sequence[Net], device: Device) -> None:
-    """Go on from there."""
-    for net, state in _nets_and_states(positions, nets):
-        net.set_state(state)
-    device.random.state = positions["rng"]
-    device.step_count = positions.get("tick", 0)
+    def _check_type(self, content: dict[str, Any], path: str) -> None:
+        own = self.iterations.step.param.type
+        with taken_up(sidecar_of(path)):
+            kind = str(content["type"])
+        if kind != own:
+            raise ConfigError(
+                f"this state was written by a solver of type {kind}, but this one is {own}; set "
+                f'type: "{kind}", or give the model as weights to start anew from it',
+                path,
+            )
 
-
-def compare_layers(positions: dict[str, Any], nets: Sequence[Net], path: str) -> None:
-    """Warn of layers that the positions saved in the file `path` or the nets do not know."""
-    for net, state in _nets_and_states(positions, nets):
-        own = net.state().keys()
-        warn_of_layers(
-            f"{path} does not say where to go on with", own - state.keys(), "they start anew"
-        )
-        warn_of_layers(
-            f"{path} says where to go on with", state.keys() - own, "which this net does not have"
-        )
-
-
-def warn_of_layers(what: str, names: Iterable[str], consequence: str) -> None:
-    """One warning that names the layers, if there are any."""
-    if names := sorted(names):
-        log.warning("%s %s: %s", what, ", ".join(f'"{name}"' for name in names), consequence)
-
-
-def _nets_and_states(
-    positions: dict[str, Any], nets: Sequence[Net]
-) -> list[tuple[Net, dict[str, Any]]]:
-    return list(zip(nets, (positions["net"], *positions["test_nets"]), strict=False))
+    def _restore_sidecar(self, content: dict[str, Any], path: str) -> None:
+        """Restore positions and loss window; a sidecar that is damaged changes nothing."""
+        nets, device = self.iterations.nets, self.iterations.step.device
+        before = take_positions(nets, device)
+        try:
+            with taken_up(path):
+                compare_layers(content["positions"], nets, path)
+                set_positions(content["positions"], nets, device)
+                self.iterations.display.restore(content)
+                self.workers_positions = content["positions"].get("workers", [])
+        except CaffeError:
+            set_positions(before, nets, device)
+            raise

@@ -1,9 +1,11 @@
-"""What an iteration computes: passes over the train net that add up gradients, then an update of
-the parameters.
+"""Step: what one iteration computes, in parts that a runner calls in order.
+
+`begin`, then for each pass forward, `accumulate_loss` and backward, then `gradients_ready` (which
+averages gradients over solvers) and `update`. `runners.py` has the two ways to do so.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import numpy as np
@@ -21,43 +23,57 @@ from caffepy.solver.params import Params
 from caffepy.solver.update import Update, rules
 
 LOSS_SCALE = 2.0**16
-"""What float16 gradients begin with."""
+"""Initial loss scale of nets with float16 blobs."""
 
 
 class Callback(Protocol):
-    """Somebody who is called around the gradients of an iteration.
+    """An object called around the gradients of an iteration.
 
-    One that says `capturable = True` does nothing but give work to the current stream: its calls
-    can be recorded. One that says `adds_nothing = True` leaves gradients as they are. Callbacks of
-    nets may say the same.
+    With `capturable = True` it only enqueues work on the current stream, so that its calls can be
+    captured. With `adds_nothing = True` it does not modify gradients. Callbacks of nets may have
+    the same attributes.
     """
 
     def on_start(self) -> object:
-        """Before the forward pass: parameters are in step."""
+        """Called before the forward pass, when the parameters are final."""
 
     def on_gradients_ready(self) -> object:
-        """After the backward pass, before the update."""
+        """Called after the backward pass, before the update."""
 
 
 class Synchronizer(Callback, Protocol):
-    """A callback that keeps solvers in step: it makes `Params.reduced_diff` the mean over all."""
+    """The callback that averages `Params.reduced_diff` over all solvers."""
 
     @property
     def updates(self) -> bool:
-        """Whether this solver updates its parameters; else it gets the root's in `on_start`."""
+        """True if this solver updates its parameters; else it gets the root's in `on_start`."""
 
     @property
     def abort_flag(self) -> int:
-        """On a GPU the host's address of an int; if it is not 0 after the gradients, they may be no
-        mean of all.
+        """Host address of the abort flag, for a GPU; nonzero after the all-reduce means that the
+        averaged gradient is invalid.
         """
 
     def after_backward(self, layer: int) -> object:
-        """The gradients to which this layer adds may be final, in an iteration of one pass."""
+        """Called after the backward pass of each layer with iter_size 1: gradients to which no
+        later layer adds can be averaged.
+        """
+
+
+class _LayerHook:
+    """The net's callback that tells a synchronizer which layers are done."""
+
+    capturable = adds_nothing = True
+
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        self._synchronizer = synchronizer
+
+    def __call__(self, layer: int) -> None:
+        self._synchronizer.after_backward(layer)
 
 
 def losses(net: Net) -> list[Blob]:
-    """The tops with a loss weight, which is in their diff."""
+    """Return the tops with a loss weight, which is in their diff."""
     return [
         top
         for node in net.nodes
@@ -67,8 +83,8 @@ def losses(net: Net) -> list[Blob]:
 
 
 def first_loss_scale(net: Net) -> float | None:
-    """What losses are multiplied by so that small gradients do not vanish in float16; None in a net
-    without any.
+    """Initial loss scale, which keeps small float16 gradients from underflowing; None in a net
+    without float16 blobs.
     """
     if all(blob.layout.dtype != np.float16 for blob in net.blobs.values()):
         return None
@@ -76,25 +92,19 @@ def first_loss_scale(net: Net) -> float | None:
 
 
 class Step:
-    """The flat parameters of a net, their history, and the operations of an iteration.
+    """The flat parameters of a net, their history, and the operations of an iteration."""
 
-    One that is looked at goes `say`, `open`, forward, `note`, backward, `gradients_ready`,
-    `update`; `perform` does all of that without looking, by replay where it can.
-    """
-
-    def __init__(
-        self, param: SolverParameter, net: Net, device: Device, callbacks: Sequence[Callback]
-    ) -> None:
+    def __init__(self, param: SolverParameter, net: Net, device: Device) -> None:
         self.param = param
         self.net = net
         self.device = device
-        self.callbacks = callbacks
+        self.callbacks: list[Callback] = []
+        self.synchronizer: Synchronizer | None = None  # one of the callbacks
+        self._pulls = False  # the synchronizer brings parameters in `on_start`
+        self.saves_memory = False  # blobs share memory: a pass leaves no activations behind
         self.whole = True  # no update is under way
         self.begun = False  # an iteration is under way
         self._statistics = [blob for layer in net.layers for blob in layer.statistics]
-        self.synchronizer: Synchronizer | None = None  # one of the callbacks
-        self.pulls = False  # it brings parameters in `on_start`
-        self.ops = ops.backend(device)
         self.rule = rules[param.type]
         with device.scope():
             self.params = Params(net.learnable_params)
@@ -102,104 +112,112 @@ class Step:
                 np.zeros_like(self.params.data) for _ in range(self.rule.histories)
             ]
             limits = Limits(param.clip_gradients, param.iter_size, first_loss_scale(net))
-            self.update_state = self.ops.UpdateState(limits, losses(net), device)
-            self.phase_timer = self.ops.PhaseTimer(device)
-        self._ends = device.on_device(self.params.ends)
+            self.update_state = ops.backend(device).UpdateState(limits, losses(net), device)
+            self.phase_timer = ops.backend(device).PhaseTimer(device)
+        specs = [learnable.spec for learnable in net.learnable]
         still = [0.0]  # of the one element that `params` has if the net learns nothing
-        self._rates = device.on_device(
-            np.array([param.spec.lr_mult for param in net.learnable] or still, np.float32)
-        )
-        self._decays = device.on_device(
-            np.array([param.spec.decay_mult for param in net.learnable] or still, np.float32)
+        self._segments = Segments(
+            device.on_device(self.params.ends),
+            device.on_device(np.array([s.lr_mult for s in specs] or still, np.float32)),
+            device.on_device(np.array([s.decay_mult for s in specs] or still, np.float32)),
+            scale=1.0,
+            l1=param.regularization_type == "L1",
         )
         self._large = large_products(net)
         self._added_to = self.params.without(self._large)
-        self._layers_keep_gradients = not any(layer.may_modify_gradients for layer in net.layers)
-        self.run = self._new_pass(True)
+        self.fused = True
+        self.graphs = self._new_graphs()
 
     def fuse(self, fuse: bool) -> None:
-        """Let a GPU compute layers together where it can, or not; recordings go."""
-        self.run.forget()
-        self.run = self._new_pass(fuse)
+        """On a GPU run layers in fused groups, or each by itself; captured graphs are dropped."""
+        self.graphs.forget()
+        self.fused = fuse
+        self.graphs = self._new_graphs()
 
-    def _new_pass(self, fuse: bool) -> GraphRunner:
-        return GraphRunner(
-            self.net,
-            fuse and self.device.is_cuda,
-            "The training step runs",
-            self.callbacks,
-        )
+    def _new_graphs(self) -> GraphRunner:
+        fuse = self.fused and self.device.is_cuda
+        return GraphRunner(self.net, fuse, "The training step runs", self.callbacks)
+
+    def synchronize(self, synchronizer: Synchronizer | None, pulls: bool) -> None:
+        """Average gradients by this callback from now on; None: no more."""
+        before, self.synchronizer = self.synchronizer, synchronizer
+        self._pulls, self.phase_timer.running = pulls, synchronizer is not None
+        if before:
+            self.callbacks[:] = [callback for callback in self.callbacks if callback is not before]
+            self.fuse(self.fused)  # to drop graphs that captured its calls
+        hooks = self.net.after_backward
+        hooks[:] = [hook for hook in hooks if not isinstance(hook, _LayerHook)]
+        if synchronizer:
+            self.callbacks.append(synchronizer)
+            if self.param.iter_size == 1:
+                hooks.append(_LayerHook(synchronizer))
 
     @property
     def gradients_untouched(self) -> bool:
-        """Whether nobody is called within iterations who may add to gradients."""
+        """True if no callback or Python layer can modify gradients during a step."""
         called = [
-            *(one for one in self.callbacks if one is not self.synchronizer),
-            *self.run.net_callbacks,
+            *(callback for callback in self.callbacks if callback is not self.synchronizer),
+            *self.graphs.net_callbacks,
         ]
-        return self._layers_keep_gradients and all(
+        return not any(layer.may_modify_gradients for layer in self.net.layers) and all(
             getattr(callback, "adds_nothing", False) for callback in called
         )
 
     @contextmanager
-    def overwriting(self) -> Iterator[None]:
-        """A block for an iteration: in one of one pass large gradients need not be cleared and
-        added to.
+    def overwrite_gradients(self) -> Iterator[None]:
+        """With iter_size 1, let layers overwrite (beta = 0) large weight gradients instead of
+        zeroing and accumulating them.
         """
         try:
-            self._set_overwriting(self.param.iter_size == 1 and self.gradients_untouched)
+            self._set_overwrites(self.param.iter_size == 1 and self.gradients_untouched)
             yield
         except BaseException:
             with suppress(Exception):  # of a device that failed, say
-                self._clear_what_is_written()
+                if self._overwrites:  # diffs may hold an update, which nobody may take for one
+                    for layer in self._large.values():
+                        layer.blobs[0].diff.fill(0)
             raise
         finally:
-            self._set_overwriting(False)
-
-    def _clear_what_is_written(self) -> None:
-        """Let no update stand where others that look after an error expect a gradient."""
-        if self._overwrites:
-            for layer in self._large.values():
-                layer.blobs[0].diff.fill(0)
+            self._set_overwrites(False)
 
     @property
     def _overwrites(self) -> bool:
         return any(layer.overwrites for layer in self._large.values())
 
-    def _set_overwriting(self, yes: bool) -> None:
+    def _set_overwrites(self, overwrites: bool) -> None:
         for layer in self._large.values():
-            layer.overwrites = yes
+            layer.overwrites = overwrites
 
     def set_hyperparams(self, learning_rate: float, iteration: int) -> None:
-        """What the next update needs to know."""
+        """Upload learning rate, weight decay and bias correction for the next update."""
         self.update_state.set_hyperparams(
             learning_rate, self.param.weight_decay, self.rule.correction(self.param, iteration)
         )
 
     def begin(self) -> None:
-        """Begin to add up gradients and losses."""
+        """Zero gradients and loss; save the layers' running statistics; call `on_start`."""
         self.begun = True
         self.update_state.begin(self._added_to if self._overwrites else [self.params.diff])
         self.update_state.save_stats(self._statistics)
-        if self.pulls:
+        if self._pulls:
             self.phase_timer.mark("update")
             if self._updates:
                 self.update_state.pack_scale(self.params.scale_slot)
         for callback in self.callbacks:
             callback.on_start()
-        if self.pulls:
+        if self._pulls:
             if not self._updates:
                 self.update_state.unpack_scale(self.params.scale_slot)
             self.phase_timer.mark("synchronization")
 
     def accumulate_loss(self) -> None:
-        """Take in the loss of a forward pass."""
+        """Add the loss of a forward pass."""
         self.update_state.accumulate_loss()
         if self.synchronizer:
             self.update_state.pack_metrics(self.params.metrics)
 
     def gradients_ready(self) -> None:
-        """Let callbacks have the gradients."""
+        """Call `on_gradients_ready`, in which the synchronizer averages gradients and loss."""
         for callback in self.callbacks:
             callback.on_gradients_ready()
         if self._updates and self.synchronizer:
@@ -211,98 +229,29 @@ class Step:
         return self.synchronizer is None or self.synchronizer.updates
 
     def update(self) -> None:
-        """Clip, normalise, regularise and update with the gradients at hand."""
+        """Clip, normalize, regularize and update with the current gradients."""
         self.update_state.check_and_scale(self.params.diff)
         if self._updates:
             self.whole = False
-            self._apply()
+            self.apply_rule()
             self.whole = True
         self.begun = False
         self.phase_timer.mark("update")
 
+    def apply_rule(self) -> None:
+        """Run the update rule on all parameters; `go` of the update state may forbid it."""
+        state = self.update_state
+        segments = self._segments._replace(
+            scale=state.scale, rate=state.rate, decay=state.decay, go=state.go
+        )
+        params = self.params
+        update = Update(
+            self.param, params.data, params.diff, self.history, segments, state.correction
+        )
+        self.rule.apply(ops.backend(self.device), update)
+
     def restore_stats(self) -> None:
-        """Undo what an iteration that came to nothing did to the statistics of layers."""
+        """Restore the running statistics saved before a failed iteration."""
         if self._statistics:
             self.update_state.restore_stats(self._statistics)
         self.begun = False
-
-    def _apply(self) -> None:
-        update_state, param = self.update_state, self.param
-        segments = Segments(
-            self._ends,
-            self._rates,
-            self._decays,
-            update_state.scale,
-            param.regularization_type == "L1",
-            update_state.rate,
-            update_state.decay,
-            update_state.go,
-        )
-        update = Update(
-            param,
-            self.params.data,
-            self.params.diff,
-            self.history,
-            segments,
-            update_state.correction,
-        )
-        self.rule.apply(self.ops, update)
-
-    def perform(self) -> None:
-        """A whole iteration; its parts are recorded when they can be, then replayed."""
-        if self.param.iter_size == 1:
-            self._feed()
-            self._perform("iteration", self._iteration)
-        else:
-            self.begun = True
-            self._perform("open", self._open)
-            for _ in range(self.param.iter_size):
-                self._feed()
-                self._perform("pass", self._fed_pass)
-            self._perform("close", self._close)
-        self.begun = False
-
-    def _feed(self) -> None:
-        with self.phase_timer.fetching():
-            self.run.feed()
-
-    def _perform(self, name: str, work: Callable[[], None]) -> None:
-        with self.phase_timer.issuing():
-            self.run.perform(name, work)
-
-    def _iteration(self) -> None:
-        with self.overwriting():
-            self._open()
-            self._pass()
-            self._close()
-
-    def _open(self) -> None:
-        self.phase_timer.begin()
-        self.begin()
-
-    def _fed_pass(self) -> None:
-        self.phase_timer.begin()
-        self._pass()
-
-    def _pass(self) -> None:
-        self.net.forward(steps=self.run.computing)
-        with nullcontext() if self.synchronizer else self.device.side_stream("control"):
-            self.accumulate_loss()
-            if self._checks_early:
-                self.update_state.check_and_scale(self.params.diff)
-        self.phase_timer.mark("forward")
-        self.net.backward(steps=self.run.computing)
-        self.phase_timer.mark("backward")
-
-    @property
-    def _checks_early(self) -> bool:
-        """Whether an iteration can be judged beside its backward pass."""
-        return self.param.iter_size == 1 and not self.update_state.needs_norm and not self.callbacks
-
-    def _close(self) -> None:
-        self.gradients_ready()
-        self.device.wait_stream("control")
-        if self._checks_early:
-            self._apply()
-        else:
-            self.update()

@@ -15,7 +15,7 @@ from caffepy.solver.step import losses
 
 
 class Totals(NamedTuple):
-    """What a number of batches gave: the sums of the outputs, in double precision, and of the loss."""
+    """Sums over a number of batches: of the outputs, in double precision, and of the loss."""
 
     batches: int
     outputs: list[Array]
@@ -23,36 +23,37 @@ class Totals(NamedTuple):
 
 
 class TestPass:
-    """A test net and the sums of what it gives, with its loss if that is asked for: `begin`,
-    `batch`..., `totals`.
+    """A test net and the sums of its outputs, and of its loss if asked for: `begin`, `batch` for
+    each batch, `totals`; then `average` of the totals of all solvers.
     """
 
     def __init__(self, net: Net, what: str, fuse: bool, with_loss: bool) -> None:
         self.net = net
-        self.run = GraphRunner(net, fuse and net.device.is_cuda, what)
+        self.graphs = GraphRunner(net, fuse and net.device.is_cuda, what)
         with net.device.scope():
             outputs = [net.blobs[name] for name in net.outputs]
             self._sums = ops.backend(net.device).Sums(
                 outputs, losses(net) if with_loss else [], net.device
             )
         self._with_loss = with_loss
+        self.last_outputs: list[Output] = []  # the means of the last test
         self._batches = 0
         self._shapes: list[tuple[int, ...]] = []
 
     def begin(self, train_net: Net) -> None:
-        """Forget the batches before; those to come are of a net with this one's parameters."""
+        """Zero the totals and share the parameters of this train net."""
         self.net.share_trained_layers_with(train_net)
         self._batches = 0
 
     def batch(self, replay: bool) -> None:
-        """Run a batch, by replay where that may be; DataError for outputs of other shapes than
-        those of the first.
+        """Run a batch, with `replay` as a CUDA graph if possible; DataError if the shape of an
+        output changes.
         """
-        if replay and self.run.can_capture():
-            self.run.feed()
-            self.run.perform("forward", self._forward)
+        if replay and self.graphs.can_capture():
+            self.graphs.run_data_layers()
+            self.graphs.run("forward", self._forward)
         else:
-            self.net.forward(steps=self.run.eager_steps)
+            self.net.forward(steps=self.graphs.eager_steps)
         if not self._batches:
             self._shapes = [self.net.blobs[name].shape for name in self.net.outputs]
             self._sums.clear()
@@ -61,7 +62,7 @@ class TestPass:
         self._batches += 1
 
     def _forward(self) -> None:
-        self.net.forward(steps=self.run.computing)
+        self.net.forward(steps=self.graphs.computing)
 
     def _check_shapes(self) -> None:
         for name, shape in zip(self.net.outputs, self._shapes, strict=True):
@@ -75,19 +76,22 @@ class TestPass:
             )
 
     def totals(self) -> Totals:
-        """What the batches gave; DataError for what a GPU found wrong with the data."""
+        """Return the sums; DataError if a GPU found bad data."""
         sums, loss = self._sums.read() if self._batches else ([], 0.0)
         self.net.device.check_errors()
         return Totals(self._batches, sums, loss)
 
-    def means(self, parts: Sequence[Totals]) -> tuple[list[Output], float | None]:
-        """The mean outputs over all batches of all parts, and the mean loss."""
+    def average(self, parts: Sequence[Totals]) -> float | None:
+        """Average the totals of all solvers into `last_outputs`; return the mean loss, if asked
+        for.
+        """
         parts = [part for part in parts if part.batches]
         batches = sum(part.batches for part in parts)
         weights = self.net.blob_loss_weights
-        outputs = []
+        self.last_outputs = []
         for name, *sums in zip(self.net.outputs, *(part.outputs for part in parts), strict=True):
             for other in sums:
                 self._compare(name, sums[0].shape, other.shape)
-            outputs.append((name, (sum(sums) / batches).astype(np.float32), weights[name]))
-        return outputs, sum(part.loss for part in parts) / batches if self._with_loss else None
+            mean = (sum(sums) / batches).astype(np.float32)
+            self.last_outputs.append((name, mean, weights[name]))
+        return sum(part.loss for part in parts) / batches if self._with_loss else None

@@ -72,7 +72,7 @@ class Run:
         ) as team:
             self.root.action = ask or self.root.action
             self.root.step(until - self.root.iter)
-            if "snapshot_prefix" in settings and not self.root.saved_now:
+            if "snapshot_prefix" in settings and not self.root.resume_state.saved_now:
                 self.root.snapshot()
             elif not ask and self.root.test_nets:
                 self.root.test_all()

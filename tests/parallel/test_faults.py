@@ -116,12 +116,12 @@ def test_a_signal_stops_all_with_a_snapshot(phase: str, number: str, folder: Pat
 
 IN_SNAPSHOT = """
 import os, signal
-from caffepy.solver import solver
-write = solver.write
+from caffepy.solver import resume_state
+write = resume_state.write
 def interrupted(*arguments):
     os.kill(os.getpid(), signal.SIGTERM)
     write(*arguments)
-solver.write = interrupted
+resume_state.write = interrupted
 """
 
 
@@ -215,7 +215,7 @@ class Ends:
         self._then = then
 
     def __call__(self, patience: float = PATIENCE) -> None:
-        callbacks = [callback for solver in self.solvers for callback in solver.callbacks]
+        callbacks = [callback for solver in self.solvers for callback in solver._step.callbacks]
         self.alone.append(not any(isinstance(callback, HostSync) for callback in callbacks))
         self.patience.append(patience)
         self._then(patience)
@@ -540,5 +540,5 @@ def test_what_comes_of_giving_a_rank_up_is_no_error_of_its_own(what: str, tmp_pa
         with pytest.raises(SyncError, match=r"^rank 1 made no progress for 8 s \(step\)$"):
             run(root)
         assert root.iter == 5
-        assert np.isfinite(root._window.smoothed)
+        assert np.isfinite(root.iterations.display.window.smoothed)
     assert Path(f"{tmp_path}/s_iter_5.solverstate").exists()

@@ -451,7 +451,7 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
         stop_at=8
     )  # polls: a round of both tests at 0, 4 iterations, a round of each test at 4
     assert stopped.iter == 4
-    _, resumed = run(stopped.saved_now)
+    _, resumed = run(stopped.resume_state.saved_now)
     np.testing.assert_array_equal(resumed, whole)
 
 
@@ -473,14 +473,15 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
             SyncOptions(sync, deadlines=DEADLINES),
         ) as team:
             (worker,) = team.workers
-            perform = worker._step.perform
+            runner = worker.iterations.captured
+            enqueue = runner.enqueue
 
-            def fail() -> None:
-                if worker.iter == 7:
+            def fail(iteration: int) -> None:
+                if iteration == 7:
                     raise KilledError
-                perform()
+                enqueue(iteration)
 
-            worker._step.perform = fail  # type: ignore[method-assign]
+            runner.enqueue = fail  # type: ignore[method-assign]
             root.solve()
 
     with pytest.raises(KilledError) as told:

@@ -126,15 +126,16 @@ def kill(worker: WorkerSolver, place: str, iteration: int) -> None:
         if worker.iter >= iteration:
             raise KilledError
 
-    step, test_pass = worker._step, worker._test_passes[0]
+    runner, test_pass = worker.iterations.captured, worker._test_passes[0]
     if place in PLACES:
         Killer(worker, iteration, place)
     elif place == "before replay":
-        step.perform = before(step.perform, wrong)  # type: ignore[method-assign]
+        runner.enqueue = before(runner.enqueue, wrong)  # type: ignore[method-assign]
     elif place == "after replay":
-        step.perform = after(step.perform, wrong)  # type: ignore[method-assign]
+        runner.enqueue = after(runner.enqueue, wrong)  # type: ignore[method-assign]
     elif place == "feeding":
-        step.run.feed = before(step.run.feed, wrong)  # type: ignore[method-assign]
+        graphs = worker._step.graphs
+        graphs.run_data_layers = before(graphs.run_data_layers, wrong)  # type: ignore[method-assign]
     elif place == "test":
         test_pass.batch = before(test_pass.batch, wrong)  # type: ignore[method-assign]
     else:
@@ -199,7 +200,10 @@ def test_a_python_layer_raises(rank: int, folder: Path) -> None:
 def test_a_forward_pass_raises(sync: str) -> None:
     plain()
     run = caffepy(
-        "--sync", sync, on=GPUS, code=arranged("caffepy.solver.step:Step.perform", "raise", 6, 1)
+        "--sync",
+        sync,
+        on=GPUS,
+        code=arranged("caffepy.solver.runners:CapturedRunner.enqueue", "raise", 6, 1),
     )
     assert run.returncode == 70, run.stderr
     assert "RuntimeError: it went wrong\n(rank 1)" in run.stderr
@@ -234,9 +238,9 @@ SequentialLoader.take = fail
 
 PHASE = {
     "set-up": ("caffepy.parallel.worker:WorkerSolver.follow", 1, 1),
-    "step": ("caffepy.solver.step:Step.perform", 5, 1),
+    "step": ("caffepy.solver.runners:CapturedRunner.enqueue", 5, 1),
     "test": ("caffepy.solver.test_pass:TestPass.batch", 3, 1),
-    "snapshot": ("caffepy.solver.solver:write", 1, 0),
+    "snapshot": ("caffepy.solver.resume_state:write", 1, 0),
 }
 
 
@@ -272,7 +276,7 @@ def test_a_worker_meets_an_error_of_cuda(sync: str) -> None:
     that.
     """
     plain("snapshot: 3 max_iter: 8")
-    code = arranged("caffepy.solver.step:Step.perform", "illegal address", 6, 1)
+    code = arranged("caffepy.solver.runners:CapturedRunner.enqueue", "illegal address", 6, 1)
     run = caffepy("--sync", sync, on=GPUS, code=code)
     assert run.returncode == DeviceError.exit_code, run.stderr
     last = run.stderr.splitlines()[-1]
@@ -290,7 +294,7 @@ def test_a_worker_meets_an_error_of_cuda(sync: str) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_worker_that_hangs_is_found_by_its_deadline(sync: str, what: str) -> None:
     plain()
-    code = arranged("caffepy.solver.step:Step.perform", what, 6, 1, DEADLINE + SECONDS)
+    code = arranged("caffepy.solver.runners:CapturedRunner.enqueue", what, 6, 1, DEADLINE + SECONDS)
     run = caffepy("--sync", sync, "--deadlines", f"step={DEADLINE}", on=GPUS, code=code)
     assert run.returncode == SyncError.exit_code, run.stderr
     assert f"rank 1 made no progress for {DEADLINE} s (step)" in run.stderr.splitlines()[-1]
@@ -310,7 +314,9 @@ import cupy
 with cupy.cuda.Device(1):
     ballast = cupy.zeros({total // 4}, cupy.uint8)
 """
-    code = ballast + arranged("caffepy.solver.step:Step.perform", what, 6, 1, DEADLINE + SECONDS)
+    code = ballast + arranged(
+        "caffepy.solver.runners:CapturedRunner.enqueue", what, 6, 1, DEADLINE + SECONDS
+    )
     run = caffepy("--deadlines", f"step={DEADLINE}", on=GPUS, code=code)
     assert run.returncode not in (0, 1), run.stderr
     until = time.monotonic() + SECONDS

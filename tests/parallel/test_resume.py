@@ -28,7 +28,7 @@ def train(
     runs: list[Run] = []
     for end in until:
         settings = f'{EVERY} snapshot_prefix: "{folder}/s" '
-        state = runs[-1].root.saved_now if runs else None
+        state = runs[-1].root.resume_state.saved_now if runs else None
         runs.append(
             Run(
                 size,
@@ -94,7 +94,7 @@ def test_nothing_is_restored_within_an_iteration(tmp_path: Path) -> None:
 
     class Restorer:
         def on_start(self) -> None:
-            root.restore(str(saved.root.saved_now))
+            root.restore(str(saved.root.resume_state.saved_now))
 
         def on_gradients_ready(self) -> None:
             pass
@@ -115,7 +115,7 @@ def test_a_team_of_another_size_goes_on_with_other_random_numbers(
 ) -> None:
     (first,) = train(tmp_path, 3, "flat", [4])
     with caplog.at_level(logging.WARNING, "caffepy"):
-        Run(2, LOSSY, settings=EVERY, until=6, state=first.root.saved_now)
+        Run(2, LOSSY, settings=EVERY, until=6, state=first.root.resume_state.saved_now)
     assert (
         "The snapshot is of 3 solvers, not 2: random numbers of the workers start anew"
         in caplog.messages

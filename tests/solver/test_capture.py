@@ -88,7 +88,7 @@ def numbers(solver: Solver) -> np.ndarray:
 
 
 def replays(solver: Solver) -> int:
-    return solver._step.run._replayed
+    return solver._step.graphs._replayed
 
 
 def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorder, Recorder]:
@@ -254,7 +254,7 @@ def test_new_shapes_are_recorded_anew() -> None:
                 solver.net.blobs[name].reshape(shape)
             feed(solver, i / 8, i % 3)
             solver.step(1)
-        assert (solver._step.run._recorded == 3) == capture
+        assert (solver._step.graphs._captured == 3) == capture
         ended.append(numbers(solver))
     np.testing.assert_array_equal(*ended)
 
@@ -422,7 +422,7 @@ def test_callbacks_of_python_are_called(caplog: pytest.LogCaptureFixture) -> Non
         solver.step(2)
     assert len(seen) == 2 * len(solver.net.layers)
     assert (
-        "The training step runs layer by layer: a callback does not say that it can be recorded"
+        "The training step runs layer by layer: a callback does not say that it can be captured"
         in caplog.messages
     )
 
@@ -464,8 +464,8 @@ def test_iterations_go_on_while_others_run() -> None:
     feed(solver)
     solver.step(100)
     assert len(recorder.events) == 100
-    assert not solver._given
-    assert solver._window.losses
+    assert not solver.iterations._pending
+    assert solver.iterations.display.window.losses
 
 
 def test_an_interrupted_run_goes_on() -> None:
@@ -483,7 +483,7 @@ def test_an_interrupted_run_goes_on() -> None:
     solver.action = going_on
     solver.step(5)
     assert solver.iter == 11
-    assert not solver._given
+    assert not solver.iterations._pending
 
 
 def test_memory_is_shared_without_a_change(tmp_path: Path) -> None:

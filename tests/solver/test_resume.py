@@ -47,9 +47,9 @@ def run(
             solver.restore(state)
             assert solver.iter < end
         solver.step(end - solver.iter)
-        if not solver.saved_now:
+        if not solver.resume_state.saved_now:
             solver.snapshot()
-        state = solver.saved_now
+        state = solver.resume_state.saved_now
         solver.close()
     return recorder, np.concatenate([solver.params.data, *solver.history])
 
@@ -85,7 +85,7 @@ def test_the_case_is_sensitive(tmp_path: Path) -> None:
             solver.restore(state)
         solver.step(end - solver.iter)
         solver.snapshot()
-        state = solver.saved_now
+        state = solver.resume_state.saved_now
         (tmp_path / f"t_iter_{end}.caffepystate").unlink()
         parts.append(solver)
         solver.close()

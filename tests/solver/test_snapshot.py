@@ -41,7 +41,7 @@ def test_a_new_solver_takes_everything_up(form: str, kind: str, tmp_path: Path) 
     first = trained(tmp_path, settings)
     second = solver_of(f'snapshot_prefix: "{tmp_path}/s" random_seed: 77 {settings}')
     second.restore(state_of(tmp_path, 3, settings))
-    assert (second.iter, second.current_step) == (3, 1)
+    assert (second.iter, second.iterations.current_step) == (3, 1)
     np.testing.assert_array_equal(first.params.data, second.params.data)
     np.testing.assert_array_equal(first.history, second.history)
     for solver in (first, second):

@@ -342,8 +342,8 @@ def test_a_net_without_parameters_updates_nothing() -> None:
         "weight_decay: 1 ", NOISE + 'layer { name: "s" type: "Silence" bottom: "x" bottom: "y" }'
     )
     solver.step(2)
-    step = solver._step
-    assert len(step._rates) == len(step._decays) == len(solver.params.ends), (
+    segments = solver._step._segments
+    assert len(segments.rates) == len(segments.decays) == len(solver.params.ends), (
         "or updates read foreign memory"
     )
     assert not solver.params.data.any()

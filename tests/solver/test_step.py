@@ -46,7 +46,7 @@ def test_large_gradients_are_written_rather_than_added_to(
             solver.step(1)
         else:
             step.set_hyperparams(0.1, iteration)
-            with step.overwriting():
+            with step.overwrite_gradients():
                 step.begin()
                 net.forward(steps=net.steps)
                 step.accumulate_loss()
@@ -113,13 +113,13 @@ def test_who_may_add_to_gradients_is_known() -> None:
     solver = solver_of("", DEEPER)
     Watch(solver, 1)
     solver.net.before_forward.append(signals.check)
-    assert solver.gradients_untouched
+    assert solver._step.gradients_untouched
     solver.net.before_backward.append(lambda index: None)
-    assert not solver.gradients_untouched
+    assert not solver._step.gradients_untouched
     other = solver_of("", DEEPER)
     other.add_callback(Adds(other))
-    assert not other.gradients_untouched
-    assert not solver_of("", DEEPER + PYTHON).gradients_untouched
+    assert not other._step.gradients_untouched
+    assert not solver_of("", DEEPER + PYTHON)._step.gradients_untouched
 
 
 def test_after_an_error_no_update_passes_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from caffepy.net.fusion import Step
 from caffepy.proto.caffe_pb2 import DataParameter, NetParameter, SolverParameter
 from caffepy.proto.text import read_solver
 from caffepy.solver import Action, Solver
-from caffepy.solver.capture import reason_not_capturable
 from caffepy.solver.nets import net_sources
 
 log = logging.getLogger(__name__)
@@ -332,9 +331,8 @@ def bench_train(
             precision=ops.precision_of(device),
             data=data,
             batch=trainer.batch,
-            captured=capture
-            and device.kind == "cuda"
-            and reason_not_capturable(trainer.net) is None,
+            captured=device.kind == "cuda"
+            and not trainer.solver.iterations.reasons_not_capturable(capture),
             fused=fuse and device.kind == "cuda",
             iterations=count,
             windows=rates,

@@ -1,0 +1,98 @@
+"""Display: the smoothed loss and the speed that a solver displays every `display` iterations."""
+
+import logging
+import time
+from math import isclose
+from typing import Any
+
+from caffepy.core.events import Reporter
+from caffepy.net import Net
+from caffepy.ops.update_state import StepResult, StepStatus
+from caffepy.proto.caffe_pb2 import SolverParameter
+from caffepy.solver.divergence import HINT
+from caffepy.solver.smoothed_loss import LossWindow
+
+log = logging.getLogger(__name__)
+
+SATURATED = 87.3365
+"""-log of the smallest float32, the largest loss that SoftmaxWithLoss computes."""
+
+
+class Display:
+    """The loss window of a run, and when it was displayed last."""
+
+    def __init__(self, param: SolverParameter, net: Net) -> None:
+        self._param = param
+        self._net = net
+        self._weights = net.blob_loss_weights
+        self.window = LossWindow(param.average_loss, 0)
+        self._restored = False  # the next step continues the window
+        self._last: tuple[int, float] | None = None  # iteration and time of the last display
+        self._explained = False
+
+    def begin(self, iteration: int) -> None:
+        """Start a new loss window, unless it was restored from a snapshot."""
+        if not self._restored:
+            self.window = LossWindow(self._param.average_loss, iteration)
+        self._restored = False
+        self._last = self._last or (iteration, time.monotonic())
+
+    @property
+    def loss(self) -> float | None:
+        """The smoothed loss; None while none is known."""
+        return self.window.smoothed if self.window.losses else None
+
+    def show(self, iteration: int, reporter: Reporter) -> None:
+        """Report loss, outputs and speed."""
+        assert self._last
+        last, since = self._last
+        now = time.monotonic()
+        self._last = iteration, now
+        net, loss = self._net, self.window.smoothed
+        outputs = [
+            (name, net.blobs[name].host_data.copy(), self._weights[name]) for name in net.outputs
+        ]
+        speed = (iteration - last) / max(now - since, 1e-9)
+        reporter.displayed(iteration, loss, outputs, speed, now - since, self._param.display)
+        if isclose(loss, SATURATED, abs_tol=1e-3) and not self._explained:
+            self._explained = True
+            log.warning(
+                "A loss of 87.3365 means probability 0 for every label: the scores overflowed; %s",
+                HINT,
+            )
+
+    def log_clipping(self, result: StepResult) -> None:
+        """Log Caffe's line if the gradients were clipped."""
+        if result.factor != 1.0:
+            log.info(
+                "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
+                result.norm,
+                self._param.clip_gradients,
+                result.factor,
+            )
+
+    @staticmethod
+    def log_overflow(iteration: int, result: StepResult) -> None:
+        """Log a skipped update."""
+        if result.status is StepStatus.SKIPPED:
+            log.info(
+                "Iteration %d: gradients overflow, no update; loss scale = %g",
+                iteration,
+                result.loss_scale,
+            )
+
+    def state(self, iteration: int) -> dict[str, Any]:
+        """Return what a sidecar keeps."""
+        last, since = self._last or (iteration, time.monotonic())
+        return {"window": self.window.state(), "displayed": [last, time.monotonic() - since]}
+
+    def restore(self, content: dict[str, Any]) -> None:
+        """Continue from a sidecar, or change nothing if it is damaged."""
+        window = LossWindow.of(self._param.average_loss, content["window"])
+        last, seconds = content["displayed"]
+        self._last = int(last), time.monotonic() - float(seconds)
+        self.window, self._restored = window, True
+
+    def reset(self) -> None:
+        """Start anew, as for a snapshot without a sidecar."""
+        self._last, self._restored = None, False

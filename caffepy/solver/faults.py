@@ -1,0 +1,100 @@
+"""What a solver does when something fails: nothing of this happens in a run that goes well.
+
+An error in a step stops the workers. If training as one failed, or data are bad, the snapshot that
+the run owes is written before the run ends; a device whose memory cannot be read makes that
+impossible, and the error says what is left.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from caffepy.core.errors import CaffeError, DataError, DivergenceError, LostDeviceError
+from caffepy.device.device import Device
+from caffepy.solver.iteration import Iterations, State
+from caffepy.solver.resume_state import ResumeState
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def stopping_workers(iterations: Iterations) -> Iterator[None]:
+    """A block of iterations: after an error, stop the workers and raise its root cause."""
+    step, workers = iterations.step, iterations.trainer.workers
+    try:
+        yield
+    except BaseException as error:
+        try:
+            if not step.device.lost and (isinstance(error, CaffeError) or workers.failed):
+                iterations.collect(wait=True)  # an error of an earlier iteration comes first
+        finally:
+            iterations.state = State.INTERRUPTED
+        cause = workers.root_cause(error) if isinstance(error, Exception) else error
+        workers.stop(cause)
+        if step.begun:
+            with suppress(Exception):  # of a device that failed, say
+                step.restore_stats()
+        if cause is not error:
+            raise cause from error
+        raise
+
+
+@contextmanager
+def saving_what_was_learned(resume_state: ResumeState) -> Iterator[None]:
+    """A block that trains: after an error, write the snapshot that the run owes."""
+    device, workers = resume_state.iterations.step.device, resume_state.iterations.trainer.workers
+    try:
+        yield
+    except Exception as error:
+        if not device.lost:
+            together = workers.failed and not isinstance(error, DivergenceError)
+            if together or isinstance(error, DataError):
+                save_before_failing(resume_state, error)
+        if device.lost:
+            raise _lost_devices([device, *workers.devices], resume_state.last_file) from error
+        raise
+
+
+def rescue(resume_state: ResumeState, error: BaseException) -> None:
+    """Write the snapshot that the run owes, from another thread than the one that hangs, if the
+    state is consistent.
+    """
+    with suppress(Exception), resume_state.iterations.step.device.scope():
+        resume_state.iterations.collect(wait=True)
+    save_before_failing(resume_state, error)
+
+
+def save_before_failing(resume_state: ResumeState, error: BaseException) -> None:
+    """Write the snapshot that the run owes, of its last complete iteration."""
+    step, iteration = resume_state.iterations.step, resume_state.iterations.iter
+    wanted = step.param.snapshot > 0 or step.param.snapshot_after_train
+    if (
+        not wanted
+        or resume_state.saved_now
+        or iteration == resume_state.started_at
+        or not step.whole
+    ):
+        return
+    if step.begun:
+        step.restore_stats()
+    what = "The data" if isinstance(error, DataError) else "A solver"
+    log.warning(
+        "%s failed; what was learned up to iteration %d is saved before the run ends",
+        what,
+        iteration,
+    )
+    try:
+        resume_state.save()
+    except CaffeError as error:
+        log.error("No snapshot of iteration %d: %s", iteration, error)
+
+
+def _lost_devices(devices: Sequence[Device], last: str | None) -> LostDeviceError:
+    lost = [device for device in devices if device.lost]
+    names = " and ".join(f"GPU {device.index}" for device in lost)
+    left = "is lost; set snapshot in the solver to lose less the next time"
+    if last:
+        left = f"after the last snapshot is lost; go on from that with --snapshot {last}"
+    return LostDeviceError(
+        f"{names} failed ({devices[0].lost}), and the memory cannot be read any more: what was learned {left}"
+    )

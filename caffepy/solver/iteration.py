@@ -1,0 +1,226 @@
+"""Iterations: the one place that knows which iterations are done, pending or undone.
+
+A runner (layer by layer, or CUDA graphs) enqueues an iteration; its result is collected at once or
+some iterations later. States of this object, and what leads from one to the next:
+
+    IDLE --enqueue--> ENQUEUED --collect--> IDLE            the result is DONE, or SKIPPED: float16
+                       |    |                               gradients overflowed, nothing updated
+                       |    +--collect, STOPPED--> ROLLED_BACK --enqueue--> ENQUEUED
+                       +--exception--> INTERRUPTED --recover--> IDLE
+
+STOPPED: a loss is not finite, data are bad, or another solver failed. From that iteration on the
+device updates nothing, so counters, policy step, positions and running statistics go back to where
+they stood before it, and its error is raised. INTERRUPTED: an exception hit the host between any
+two operations; the device's own counter tells later which iterations it has done.
+
+Who owns what:
+    Iterations   counters (iter, current_step), pending steps, positions before the one in progress
+    Step         parameters, history, gradients, the saved running statistics
+    UpdateState  the numbers of an update on the device; the results of pending iterations
+    GraphRunner  the CUDA graphs, and the reasons why there are none
+
+The order in an iteration is the same for both runners: learning rate; gradients and update; its
+result, if that is waited for; display; step of the policy; rate and clipping in the log; counter.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, NamedTuple, Protocol
+
+from caffepy.core.events import Reporter
+from caffepy.net import Net
+from caffepy.ops.update_state import StepResult, StepStatus
+from caffepy.solver.display import Display
+from caffepy.solver.divergence import diverged_before
+from caffepy.solver.policy import advance, next_step, rate
+from caffepy.solver.positions import completed, take_positions
+from caffepy.solver.runners import CapturedRunner, EagerRunner, Runner
+from caffepy.solver.step import Step
+from caffepy.solver.worker_group import WorkerGroup
+
+
+class State(Enum):
+    """Where the iterations of a solver stand; the module draws the transitions."""
+
+    IDLE = "no result is pending"
+    ENQUEUED = "results of one or more iterations are pending"
+    ROLLED_BACK = "an iteration was stopped; the solver stands before it"
+    INTERRUPTED = "an exception ended a step; what the device did is not known yet"
+
+
+class PendingStep(NamedTuple):
+    """Solver state before an enqueued iteration, for rollback."""
+
+    iteration: int
+    current_step: int
+    positions: dict[str, Any]
+
+
+class Trainer(Protocol):
+    """The solver, as its iterations and snapshots see it; `join` and `leave` change both."""
+
+    reporter: Reporter
+    workers: WorkerGroup
+
+
+def due(iteration: int, interval: int) -> bool:
+    """True if something is to be done every `interval` iterations, 0 for never, and now."""
+    return interval > 0 and iteration % interval == 0
+
+
+class Iterations:
+    """Enqueues iterations, collects their results, rolls back the ones that were stopped.
+
+    `nets` are the train net and the test nets. A worker leaves it to the root to raise
+    DivergenceError, since the loss is the mean of all solvers.
+    """
+
+    def __init__(self, step: Step, nets: Sequence[Net], trainer: Trainer, is_worker: bool) -> None:
+        self.step = step
+        self.nets = nets
+        self.trainer = trainer
+        self.state = State.IDLE
+        self.iter = 0
+        self.current_step = 0
+        self.display = Display(step.param, step.net)
+        self.eager = EagerRunner(step, nets, lambda: trainer.workers.check())
+        self.captured = CapturedRunner(step, nets)
+        self._is_worker = is_worker
+        self._pending: deque[PendingStep] = deque()
+        self._held: dict[str, Any] | None = None  # positions before the test or iteration at work
+        self._result = StepResult(0.0, 0.0, 1.0, 1.0, StepStatus.DONE)  # the last one
+
+    def run(self, capture: bool, show: bool) -> float:
+        """Run or enqueue an iteration; return its learning rate. `show`: wait for its result."""
+        step = self.step
+        step.phase_timer.start()
+        captured = capture and step.graphs.can_capture()
+        runner: Runner = self.captured if captured else self.eager
+        self.collect(wait=runner.waits)
+        pending = PendingStep(self.iter, self.current_step, runner.positions())
+        self._held = pending.positions
+        learning_rate = self._set_rate()
+        runner.enqueue(self.iter)
+        step.update_state.mark_enqueued()
+        self._pending.append(pending)
+        self.state = State.ENQUEUED
+        if show or runner.waits:
+            self.collect(wait=True)
+        displays = due(self.iter, step.param.display)
+        if displays:
+            self.display.show(self.iter, self.trainer.reporter)
+        self._finish(learning_rate, log_clipping=displays or runner.waits)
+        return learning_rate
+
+    def collect(self, wait: bool) -> None:
+        """Collect results of enqueued iterations: all (`wait`), or those already finished.
+
+        After a stopped one, rolls back and raises its error.
+        """
+        if self.state is not State.ENQUEUED:
+            return
+        for result in self.step.update_state.step_results(wait):
+            pending = self._pending.popleft()
+            if result.status is StepStatus.STOPPED:
+                self._roll_back(pending, result)
+                return
+            self.display.window.add(pending.iteration, result.loss)
+            self.display.log_overflow(pending.iteration, result)
+            self._result = result
+        if not self._pending:
+            self.state = State.IDLE
+
+    def reasons_not_capturable(self, capture: bool) -> list[str]:
+        """Return every reason why iterations run layer by layer on a GPU."""
+        return self.step.graphs.reasons_not_capturable(capture)
+
+    def apply_update(self) -> float:
+        """Update with the gradients at hand and count an iteration; return the learning rate."""
+        step = self.step
+        with step.device.scope():
+            self.recover()
+            step.device.flush()
+            learning_rate = self._set_rate()
+            step.update()
+            step.update_state.mark_enqueued()
+            (result,) = step.update_state.step_results(wait=True)
+        if result.status is StepStatus.STOPPED:
+            self._roll_back(PendingStep(self.iter, self.current_step, self._held or {}), result)
+        self.display.log_overflow(self.iter, result)
+        self._result = result
+        self._finish(learning_rate, log_clipping=True)
+        return learning_rate
+
+    def _set_rate(self) -> float:
+        param = self.step.param
+        moved = next_step(param, self.iter, self.current_step)
+        learning_rate = rate(param, self.iter, moved)
+        self.step.set_hyperparams(learning_rate, self.iter)
+        return learning_rate
+
+    def rate(self) -> float:
+        """Return the learning rate of the next iteration; moves the step of the policy."""
+        param = self.step.param
+        self.current_step = advance(param, self.iter, self.current_step)
+        return rate(param, self.iter, self.current_step)
+
+    def _finish(self, learning_rate: float, log_clipping: bool) -> None:
+        """Log rate and clipping as Caffe does, and count the iteration."""
+        param = self.step.param
+        self.current_step = advance(param, self.iter, self.current_step)
+        if due(self.iter, param.display):
+            self.trainer.reporter.lr(self.iter, learning_rate)
+        if log_clipping:
+            self.display.log_clipping(self._result)
+        self.iter += 1
+        self._held = None
+
+    def _roll_back(self, pending: PendingStep, result: StepResult) -> None:
+        """Go back to before a stopped iteration and raise what stopped it."""
+        step, workers = self.step, self.trainer.workers
+        self._pending.clear()
+        self.state = State.ROLLED_BACK
+        self.iter, self.current_step, positions = pending
+        self._held = positions or None
+        step.restore_stats()
+        step.update_state.resume()
+        workers.check()
+        step.device.check_errors()
+        workers.raise_worker_error()
+        if not self._is_worker:
+            raise diverged_before(step.net, self.iter, result.loss)
+
+    def recover(self) -> None:
+        """After an interruption, count on from where the device stands."""
+        if self.state is State.INTERRUPTED:
+            self.step.update_state.resync()
+            self._pending.clear()
+            device = self.step.device
+            device.step_count = (
+                device.step_count
+            )  # upload the host's count, which is the one that holds
+            self.state = State.IDLE
+
+    def move_to(self, iteration: int, current_step: int) -> None:
+        """Continue with this iteration and step of the policy."""
+        self.iter, self.current_step, self._held = iteration, current_step, None
+
+    # positions of data layers and random numbers
+
+    def hold_positions(self, anew: bool = True) -> None:
+        """Let snapshots keep the positions of now until `release_positions`; unless `anew`, those
+        that are held already stay.
+        """
+        if anew or self._held is None:
+            self._held = take_positions(self.nets, self.step.device)
+
+    def release_positions(self) -> None:
+        """Let snapshots keep the positions at their own time."""
+        self._held = None
+
+    def positions(self) -> dict[str, Any]:
+        """Return the positions now, or before the test or iteration in progress."""
+        if self._held:
+            return completed(self._held, self.nets)
+        return take_positions(self.nets, self.step.device)

@@ -1,0 +1,164 @@
+"""The two ways to run an iteration: layer by layer, or by replaying CUDA graphs.
+
+    EagerRunner      the host calls each layer and reads the loss of each pass before it goes on
+    CapturedRunner   the host runs the data layers and launches a graph; results come later
+
+With iter_size 1 a captured iteration is one graph; else there are three: `begin`, `pass` (launched
+iter_size times) and `close`.
+
+    device's stream    data | forward | backward             | all-reduce | check_and_scale, update
+    stream "layer"                      weight gradients
+    stream "control"                  | accumulate_loss, and check_and_scale if that needs no
+                                        gradients: one solver, no callbacks, clipping or loss scale
+    stream "sync"                       all-reduce of gradients that are final, NCCL
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import isfinite
+from typing import Any, Protocol
+
+from caffepy.net import Net
+from caffepy.solver.divergence import diverged, diverged_before
+from caffepy.solver.positions import data_layers, take_data_positions, take_positions
+from caffepy.solver.step import Step
+
+
+class Runner(Protocol):
+    """A way to run an iteration. `waits`: the result is known when `enqueue` returns."""
+
+    waits: bool
+
+    def positions(self) -> dict[str, Any]:
+        """Return the positions of data layers and random numbers, for rollback."""
+
+    def enqueue(self, iteration: int) -> None:
+        """Run an iteration up to its update, or enqueue that on the device."""
+
+
+class EagerRunner:
+    """Runs an iteration layer by layer.
+
+    `check` raises an error of other solvers; it is called before an update with their gradients.
+    """
+
+    waits = True
+
+    def __init__(self, step: Step, nets: Sequence[Net], check: Callable[[], object]) -> None:
+        self._step = step
+        self._nets = nets
+        self._check = check
+
+    def positions(self) -> dict[str, Any]:
+        """Return the positions of all layers and random numbers, for rollback."""
+        return take_positions(self._nets, self._step.device)
+
+    def enqueue(self, iteration: int) -> None:
+        """Run an iteration; raises before the update if a loss is not finite."""
+        step, timer = self._step, self._step.phase_timer
+        timer.begin()
+        with step.overwrite_gradients():
+            step.begin()
+            for _ in range(step.param.iter_size):
+                self.forward(iteration)
+                timer.mark("forward")
+                step.net.backward(steps=step.graphs.eager_steps)
+                timer.mark("backward")
+            step.gradients_ready()
+        step.update_state.mean()  # waits for the all-reduce
+        self._check()
+        step.device.flush()
+        step.update()
+
+    def forward(self, iteration: int) -> float:
+        """Run a forward pass and return its loss; DivergenceError if that is not finite."""
+        step, net = self._step, self._step.net
+        net.forward(steps=step.graphs.eager_steps)
+        step.accumulate_loss()
+        loss = step.update_state.loss()
+        if not isfinite(loss):
+            raise (diverged_before if step.saves_memory else diverged)(net, iteration, loss)
+        return loss
+
+
+class CapturedRunner:
+    """Enqueues an iteration as CUDA graphs, capturing each the second time."""
+
+    waits = False
+
+    def __init__(self, step: Step, nets: Sequence[Net]) -> None:
+        self._step = step
+        self._data_layers = [data_layers(net) for net in nets]
+
+    def positions(self) -> dict[str, Any]:
+        """Return the positions of data layers and random numbers, for rollback; those of other
+        layers are on the device.
+        """
+        return take_data_positions(self._data_layers, self._step.device)
+
+    def enqueue(self, iteration: int) -> None:
+        """Enqueue an iteration."""
+        step = self._step
+        if step.param.iter_size == 1:
+            self._run_data_layers()
+            self._run("iteration", self._iteration)
+        else:
+            step.begun = True
+            self._run("begin", self._begin)
+            for _ in range(step.param.iter_size):
+                self._run_data_layers()
+                self._run("pass", self._timed_pass)
+            self._run("close", self._close)
+        step.begun = False
+
+    def _run_data_layers(self) -> None:
+        with self._step.phase_timer.fetching():
+            self._step.graphs.run_data_layers()
+
+    def _run(self, name: str, work: Callable[[], None]) -> None:
+        with self._step.phase_timer.issuing():
+            self._step.graphs.run(name, work)
+
+    # what is captured
+
+    def _iteration(self) -> None:
+        with self._step.overwrite_gradients():
+            self._begin()
+            self._pass()
+            self._close()
+
+    def _begin(self) -> None:
+        self._step.phase_timer.begin()
+        self._step.begin()
+
+    def _timed_pass(self) -> None:
+        self._step.phase_timer.begin()
+        self._pass()
+
+    def _pass(self) -> None:
+        step = self._step
+        net, steps = step.net, step.graphs.computing
+        net.forward(steps=steps)
+        with nullcontext() if step.synchronizer else step.device.side_stream("control"):
+            step.accumulate_loss()
+            if self._checks_early:
+                step.update_state.check_and_scale(step.params.diff)
+        step.phase_timer.mark("forward")
+        net.backward(steps=steps)
+        step.phase_timer.mark("backward")
+
+    def _close(self) -> None:
+        step = self._step
+        step.gradients_ready()
+        step.device.wait_stream("control")
+        if self._checks_early:
+            step.apply_rule()
+        else:
+            step.update()
+
+    @property
+    def _checks_early(self) -> bool:
+        """True if the loss check can overlap backward: no clipping, no loss scale, no callbacks."""
+        step = self._step
+        needs_norm = step.update_state.needs_norm
+        return step.param.iter_size == 1 and not needs_norm and not step.callbacks

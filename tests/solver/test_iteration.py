@@ -1,0 +1,128 @@
+"""Enqueued iterations do what eager ones do, and roll back what was stopped: shown on the CPU, whose
+results are kept back here as a GPU's are.
+"""
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from caffepy.core.errors import DivergenceError
+from caffepy.ops.update_state import StepResult, StepStatus
+from caffepy.solver import Action, Solver
+from caffepy.solver.capture import GraphRunner
+from caffepy.solver.iteration import State
+from tests.solver.cases import NET, AskAt, Recorder, solver_of
+
+SETTINGS = (
+    'lr_policy: "multistep" gamma: 0.5 stepvalue: 3 stepvalue: 7 snapshot_after_train: false '
+)
+SHOWN = "display: 3 average_loss: 4 test_iter: 2 test_interval: 5 "
+
+
+@pytest.fixture
+def enqueued(monkeypatch: pytest.MonkeyPatch) -> Callable[[Solver], Solver]:
+    """Makes a solver on the CPU enqueue its iterations."""
+    monkeypatch.setattr(GraphRunner, "run", lambda runner, name, work: work())
+
+    def enqueue(solver: Solver) -> Solver:
+        monkeypatch.setattr(solver._step.graphs, "can_capture", lambda: True)
+        state = solver.update_state
+        read = state.step_results
+
+        def late(wait: bool) -> list[StepResult]:
+            return read(wait) if wait else []
+
+        monkeypatch.setattr(state, "step_results", late)
+        return solver
+
+    return enqueue
+
+
+Enqueue = Callable[[Solver], Solver]
+
+
+@pytest.mark.parametrize("settings", ["", "iter_size: 2 ", "clip_gradients: 0.25 "])
+def test_order_and_numbers_are_the_same(
+    settings: str, enqueued: Enqueue, caplog: pytest.LogCaptureFixture
+) -> None:
+    lines, found = [], []
+    for how in (lambda solver: solver, enqueued):
+        recorder = Recorder()
+        solver = how(solver_of(SETTINGS + SHOWN + settings, reporter=recorder))
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "caffepy.solver"):
+            solver.step(10)
+        assert solver.iterations.state is State.IDLE
+        found.append((solver.params.data.copy(), solver.iterations.current_step, recorder))
+        lines.append([line for line in caplog.messages if "clipping" not in line])
+    (mine, step, heard), (theirs, other_step, other) = found
+    np.testing.assert_array_equal(mine, theirs)
+    assert step == other_step == 2
+    assert heard.events == other.events
+    assert (heard.losses, heard.rates) == (other.losses, other.rates)
+    assert lines[0] == lines[1]
+
+
+def test_iterations_are_pending_until_they_are_collected(enqueued: Enqueue) -> None:
+    solver = enqueued(solver_of(SETTINGS))
+    seen = []
+
+    def ask() -> Action:
+        seen.append((solver.iterations.state, len(solver.iterations._pending)))
+        return Action.NONE
+
+    solver.action = ask
+    solver.step(3)
+    assert seen == [(State.ENQUEUED, n) for n in (1, 2, 3)]
+    assert solver.iterations.state is State.IDLE
+    assert len(solver.iterations.display.window.losses) == 1
+
+
+def test_a_stopped_iteration_is_rolled_back(enqueued: Enqueue) -> None:
+    solver = enqueued(solver_of(SETTINGS))
+    solver.step(5)
+    results = solver.update_state.step_results
+    before = []
+    solver.action = lambda: before.append(solver.iterations.positions()) or Action.NONE  # type: ignore[func-returns-value]
+
+    def stopped(wait: bool) -> list[StepResult]:
+        """As of a GPU whose seventh loss is not a number: it updates nothing from there on."""
+        found = results(wait)
+        return [
+            *found[:1],
+            *(result._replace(loss=np.nan, status=StepStatus.STOPPED) for result in found[1:]),
+        ]
+
+    solver.update_state.step_results = stopped  # type: ignore[method-assign]
+    with pytest.raises(DivergenceError, match="iteration 6: the loss is nan"):
+        solver.step(4)
+    assert solver.iterations.state is State.INTERRUPTED
+    assert (solver.iter, solver.iterations.current_step) == (6, 1)
+    assert not solver.iterations._pending
+    assert str(solver.iterations.positions()) == str(before[0])
+
+
+def test_an_interrupted_run_recovers(enqueued: Enqueue) -> None:
+    solver = enqueued(solver_of(SETTINGS, NET))
+
+    def interrupt() -> Action:
+        raise KeyboardInterrupt
+
+    going_on, solver.action = solver.action, interrupt
+    with pytest.raises(KeyboardInterrupt):
+        solver.step(5)
+    assert solver.iterations.state is State.INTERRUPTED
+    solver.action = going_on
+    solver.step(5)
+    assert solver.iterations.state is State.IDLE
+    assert solver.iter == 6
+
+
+def test_a_stop_leaves_nothing_pending(enqueued: Enqueue) -> None:
+    solver = enqueued(solver_of(SETTINGS))
+    solver.action = AskAt(4, Action.STOP)
+    solver.step(9)
+    assert (solver.iter, solver.stopped) == (4, True)
+    assert solver.iterations.state is State.IDLE
