@@ -194,7 +194,7 @@ def _classifier(
     net.image_dims = tuple(images_dim) or (USUAL_DIMS if between else crop)
     if any(np.less(net.image_dims, crop)):
         own, taken = ("x".join(map(str, dims)) for dims in (net.image_dims, crop))
-        raise ConfigError(f"images of {own} are smaller than the {taken} that the net takes", model)
+        raise ConfigError(f"images of {own} are smaller than the net's input of {taken}", model)
     return net
 
 

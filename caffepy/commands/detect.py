@@ -244,7 +244,7 @@ def read_windows(source: str, windows: str = "") -> list[Windows]:
         return list(found.items())
     if not windows:
         raise UsageError(
-            f"which windows to look at in the images of {source} is not known: give a CSV with the columns filename, "
+            f"{source} has no windows: give a CSV with the columns filename, "
             "xmin, ymin, xmax, ymax instead, or a file of windows for all"
         )
     own = [window for _, window in _rows(windows, SIDES)]

@@ -18,7 +18,7 @@ DERIVED = ("pairs", "schedules", "speeds")
 that is not there.
 """
 
-LEGEND = "NV#: so many NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, NODE: one NUMA node, SYS: several"
+LEGEND = "NV#: # NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, NODE: one NUMA node, SYS: several"
 
 
 @dataclass(frozen=True)

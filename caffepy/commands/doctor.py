@@ -224,7 +224,7 @@ def _tested(index: int) -> str:
         error = float(np.abs(device.on_host(there) - expected).max() / np.abs(expected).max())
         if not error <= tolerance:
             raise DeviceError(
-                f"the GPU gives another {what} than the CPU (relative difference {error:.2g})"
+                f"the GPU's {what} differs from the CPU's (relative difference {error:.2g})"
             )
 
     with device.scope():

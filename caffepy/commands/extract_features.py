@@ -62,7 +62,7 @@ def features_of(
         )
     if len(paths) not in (1, len(blobs)):
         raise UsageError(
-            f"the numbers of blobs and of places for them must be equal, not {len(blobs)} and {len(paths)}"
+            f"the numbers of blobs and of outputs must be equal, not {len(blobs)} and {len(paths)}"
         )
     paths = list(paths) * (len(blobs) if len(paths) == 1 else 1)
     features: list[Feature] = []
@@ -152,9 +152,7 @@ def _epoch(net: Net) -> tuple[int, int]:
     for node in net.nodes:
         if node.layer.length:
             return node.tops[0].shape[0], node.layer.length
-    raise UsageError(
-        "how much data the net's data layers have is not known: say how many batches to take"
-    )
+    raise UsageError("the size of the net's data is unknown: give a number of batches")
 
 
 def _rows(net: Net, name: str) -> Array:

@@ -76,9 +76,7 @@ def load_all(net: Net, weights: Iterable[str]) -> None:
         filled = load_weights(net, name)
         missing = {layer: None for layer in missing if layer not in filled}
     if names:
-        warn_of_layers(
-            f"{', '.join(names)}: no weights for", missing, "they are what the fillers give"
-        )
+        warn_of_layers(f"{', '.join(names)}: no weights for", missing, "the fillers set them")
 
 
 def find_blob(net: Net, name: str) -> Blob:

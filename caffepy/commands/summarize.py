@@ -213,7 +213,7 @@ def _summary(role: str, param: NetParameter, path: str | None) -> NetSummary:
     except CaffeError as error:
         summary.problem = str(error)
         way_out = "; --synthetic goes without the data" if isinstance(error, DataError) else ""
-        log.warning("the %s comes without shapes: %s%s", role, error, way_out)
+        log.warning("the %s is shown without shapes: %s%s", role, error, way_out)
     given: set[str] = set()
     loose: dict[str, None] = {}
     for layer in filter_state(param, path).layer:

@@ -200,7 +200,7 @@ def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None
         if not snapshot:
             log.info("No snapshot under %s; starting from scratch", param.snapshot_prefix)
         elif options.weights:
-            log.info("The snapshot goes before the weights %s", ", ".join(options.weights))
+            log.info("The snapshot replaces the weights %s", ", ".join(options.weights))
     if not snapshot:
         if options.weights:
             param.weights[:] = list(options.weights)

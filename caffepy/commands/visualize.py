@@ -88,7 +88,7 @@ def show_blob(
         values = shown.host_data
         items = len(values) if values.ndim else 1
         if not 0 <= item < items:
-            raise UsageError(f"item {item} is none of the {items} of the batch")
+            raise UsageError(f"item {item} is not in a batch of {items}")
         one: Array = values[item] if values.ndim else values
         grid.save(grid.grid(*grid.blob_tiles(one)), path)
         return Picture(name, one.shape, path)

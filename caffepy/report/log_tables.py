@@ -147,7 +147,7 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
             table.take(line, iteration, (when - start).total_seconds(), rate)
     if not train.rows and not test.rows:
         log.warning(
-            '"%s" gives no rows: no iteration in lines like those of glog shows all outputs of a net',
+            '"%s" has no rows: no iteration in lines of glog shows all outputs of a net',
             path,
         )
     return train.mended(), test.mended()

@@ -145,4 +145,4 @@ class Metrics(DisplayCollector):
             with suppress(OSError):
                 self._file.close()
             self._file = None
-        log.warning("cannot write %s (%s); the run goes on without it", self.path, error.strerror)
+        log.warning("cannot write %s (%s); the run continues without it", self.path, error.strerror)

@@ -73,7 +73,7 @@ class Performance(Timed):
     def _rates(self, rate: float) -> str:
         text = f"{rate:.1f} images/s, {rate / self._size:.1f} a solver"
         if self._alone:
-            text += f", {rate / self._alone:.2f} times one alone"
+            text += f", {rate / self._alone:.2f} times a single device"
         return text
 
 
@@ -111,12 +111,14 @@ def bottleneck(solvers: Sequence[Seconds]) -> str:
     share = f"{waits[worst]:.0%} of the time"
     if waits[worst] < WAITS:
         computing = of["forward"] + of["backward"]
-        return f"Nothing but computing holds the solvers up: forward and backward take {computing:.0%} of the time."
+        return (
+            f"Computation is the bottleneck: forward and backward take {computing:.0%} of the time."
+        )
     if worst == "data":
-        return f"Data holds the solvers up: they wait for it {share}."
+        return f"Data is the bottleneck: solvers wait for it {share}."
     if worst == "host":
-        return f"The host holds the solvers up: GPUs wait for work {share}."
+        return f"The host is the bottleneck: GPUs wait for work {share}."
     rank, by = _slowest(solvers)
     if by > UNEVEN:
-        return f"Solver {rank} holds the others up: it is the slowest, and synchronization takes {share}."
-    return f"Synchronization holds the solvers up: it takes {share}."
+        return f"Solver {rank} is the bottleneck: it is the slowest, and synchronization takes {share}."
+    return f"Synchronization is the bottleneck: it takes {share}."

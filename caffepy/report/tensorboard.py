@@ -167,7 +167,7 @@ class TensorBoard(DisplayCollector):
             if writer:
                 writer.close()
         log.warning(
-            "cannot write events in %s (%s); the run goes on without them",
+            "cannot write events in %s (%s); the run continues without them",
             self.folder,
             error.strerror,
         )

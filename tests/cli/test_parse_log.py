@@ -58,7 +58,7 @@ def test_json_writes_files_only_where_it_is_told(capsys: Captured) -> None:
 def test_what_is_no_log_is_told(capsys: Captured) -> None:
     Path("other.txt").write_text("once upon a time\n")
     assert main.run(["parse-log", "other.txt"]) == 0
-    assert '"other.txt" gives no rows' in capsys.readouterr().err
+    assert '"other.txt" has no rows' in capsys.readouterr().err
     assert names() == ["other.txt"]
 
 

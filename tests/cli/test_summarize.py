@@ -26,7 +26,7 @@ def test_without_the_data(capsys: Captured) -> None:
     assert main.run(["summarize", "lenet", "--phase", "TEST"]) == 0
     out, err = capsys.readouterr()
     assert "conv1  " in out
-    assert "the TEST net comes without shapes" in err
+    assert "the TEST net is shown without shapes" in err
 
 
 WRONG = {

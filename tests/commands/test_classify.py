@@ -186,7 +186,7 @@ def test_colour_images_as_pycaffe_classifies_them(
     )
     expected = net.predict([io.load_image(name) for name in names], oversample is not False)
     np.testing.assert_allclose(np.load(output), expected.reshape(3, 4), rtol=1e-5)
-    with pytest.raises(ConfigError, match=r"images of 4x9 are smaller than the 6x6"):
+    with pytest.raises(ConfigError, match=r"images of 4x9 are smaller than the net.s input of 6x6"):
         classify(names, model, [weights], images_dim=(4, 9))
 
 
@@ -220,7 +220,7 @@ def test_layers_without_weights_are_told_of(
     assert not caplog.records
     classify([str(sorted(folder.iterdir())[0])], MODEL, [colour[1]])
     assert (
-        'colour.caffemodel: no weights for "conv1", "conv2", "ip1", "ip2": they are what'
+        'colour.caffemodel: no weights for "conv1", "conv2", "ip1", "ip2": the fillers set them'
         in caplog.text
     )
 

@@ -154,7 +154,7 @@ def test_data_of_unknown_length(tmp_path: Path) -> None:
         'layer { name: "d" type: "DummyData" top: "d" dummy_data_param { shape { dim: 2 dim: 3 } } }'
     )
     feature = Feature("d", str(tmp_path / "d.npy"), "npy")
-    with pytest.raises(UsageError, match="how many batches"):
+    with pytest.raises(UsageError, match="give a number of batches"):
         extract_features(str(net), [], [feature])
     assert extract_features(str(net), [], [feature], batches=2) == [4]
     assert np.load(tmp_path / "d.npy").shape == (4, 3)

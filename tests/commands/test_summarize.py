@@ -86,7 +86,7 @@ def test_what_cannot_be_built_is_shown_as_far_as_it_is_defined(
     assert net.parameters is None
     assert all(layer.shapes is None for layer in net.layers)
     assert "Unknown bottom" in str(net.problem) or '"bb"' in str(net.problem)
-    assert "the TEST net comes without shapes: " in caplog.text
+    assert "the TEST net is shown without shapes: " in caplog.text
     assert MARKS.sub("", net.table()).splitlines()[1].split()[-1] == "arguments"
 
 

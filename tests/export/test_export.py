@@ -330,7 +330,7 @@ def test_layers_without_weights_are_told_of(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.WARNING):
         export_onnx("net.prototxt", ["w.caffemodel"], "net.onnx")
     assert [r.message for r in caplog.records] == [
-        'w.caffemodel: no weights for "new": they are what the fillers give'
+        'w.caffemodel: no weights for "new": the fillers set them'
     ]
 
 

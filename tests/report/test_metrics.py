@@ -136,7 +136,7 @@ def test_disk_trouble_costs_the_file_only(tmp_path: Path, caplog: pytest.LogCapt
     with Metrics(str(tmp_path / "absent" / "net")) as metrics:
         run(metrics, 0, 9)
     assert [r.levelno for r in caplog.records] == [logging.WARNING]
-    assert "the run goes on without it" in caplog.text
+    assert "the run continues without it" in caplog.text
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

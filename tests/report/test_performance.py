@@ -16,23 +16,23 @@ def spent(*seconds: float) -> dict[str, float]:
 CASES = {
     "data": (
         [spent(30, 30, 30, 5, 5)] * 2,
-        "Data holds the solvers up: they wait for it 30% of the time.",
+        "Data is the bottleneck: solvers wait for it 30% of the time.",
     ),
     "synchronization": (
         [spent(0, 30, 30, 30, 10)] * 3,
-        "Synchronization holds the solvers up: it takes 30% of the time.",
+        "Synchronization is the bottleneck: it takes 30% of the time.",
     ),
     "a slow solver": (
         [spent(0, 20, 20, 50, 10), spent(0, 45, 40, 5, 10)],
-        "Solver 1 holds the others up: it is the slowest, and synchronization takes 28% of the time.",
+        "Solver 1 is the bottleneck: it is the slowest, and synchronization takes 28% of the time.",
     ),
     "the host": (
         [spent(5, 20, 20, 25, 5, 25), spent(5, 20, 20, 20, 5, 30)],
-        "The host holds the solvers up: GPUs wait for work 28% of the time.",
+        "The host is the bottleneck: GPUs wait for work 28% of the time.",
     ),
     "computing": (
         [spent(1, 40, 49, 5, 5)],
-        "Nothing but computing holds the solvers up: forward and backward take 89% of the time.",
+        "Computation is the bottleneck: forward and backward take 89% of the time.",
     ),
 }
 
@@ -53,7 +53,7 @@ def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFi
         reporter.test_done(2, 0, [], None)
         reporter.iterated(1, 1.0, 0.1, 64)
         reporter.done(False)
-    rates = r"[\d.]+ images/s, [\d.]+ a solver, [\d.]+ times one alone"
+    rates = r"[\d.]+ images/s, [\d.]+ a solver, [\d.]+ times a single device"
     slow = r"solver 1 computes 25% longer than the mean"
     first, whole, *table = caplog.messages
     assert re.fullmatch(
@@ -66,7 +66,7 @@ def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFi
         "    0       14.3%    42.9%     42.9%             0.0%    0.0%",
         "    1        0.0%    50.0%     50.0%             0.0%    0.0%",
         "    mean     5.9%    47.1%     47.1%             0.0%    0.0%",
-        "Nothing but computing holds the solvers up: forward and backward take 94% of the time.",
+        "Computation is the bottleneck: forward and backward take 94% of the time.",
         "The slowest: solver 1 computes 25% longer than the mean",
     ]
 

@@ -167,7 +167,7 @@ def test_a_name_with_a_comma_is_one_file(tmp_path: Path) -> None:
 
 def test_what_tells_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.log").write_text("nothing\n")
-    with pytest.raises(DataError, match=r'a\.log" tells of no run'):
+    with pytest.raises(DataError, match=r'a\.log" is neither a metrics file'):
         read_run([str(tmp_path / "a.log")])
     with pytest.raises(DataError, match="no such file"):
         read_run([str(tmp_path / "b.log")])

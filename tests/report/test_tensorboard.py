@@ -162,7 +162,7 @@ def test_trouble_with_the_disk_costs_the_file_not_the_run(
             board.lr(i, 0.1)
             board.iterated(i, 1.0, 0.1, 5)
     (warning,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert "No space left on device); the run goes on without them" in warning.getMessage()
+    assert "No space left on device); the run continues without them" in warning.getMessage()
 
 
 def test_a_folder_that_went_away(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -170,7 +170,7 @@ def test_a_folder_that_went_away(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         (tmp_path / "run").rmdir()
         board.iterated(0, 1.0, 0.1, 5)
         board.finished(1, 1.0)
-    assert "the run goes on without them" in caplog.text
+    assert "the run continues without them" in caplog.text
 
 
 def test_no_file_before_there_is_something_to_tell(tmp_path: Path) -> None:

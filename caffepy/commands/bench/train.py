@@ -138,7 +138,7 @@ class Trainer:
         self.net: Net = self.solver.net
         if not any(layer.is_data for layer in self.net.layers):
             raise ConfigError(
-                "the train net has no layer that gives it data, so there are no images to count",
+                "the train net has no data layer, so there are no images to count",
                 solver,
             )
         self._issued: list[float] = []
