@@ -33,12 +33,12 @@ PROBABILITIES = {"SoftmaxWithLoss": "Softmax", "SigmoidCrossEntropyLoss": "Sigmo
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written: inputs and outputs with their shapes, how often each operator occurs,
-    values and bytes.
+    """The written model: inputs and outputs with their shapes, number of nodes of each operator,
+    numbers of parameters and bytes.
 
-    `dropped` are the layers that judge, `unused` the inputs that only they need, `notes` what a
-    user of the model should know, `differences` the largest of each output from caffepy's, relative
-    to its largest value, if checked.
+    `dropped` are losses and other layers that only evaluate, `unused` the inputs that only they
+    need, `notes` remarks for users of the model, `differences` (if checked) the largest difference
+    of each output from caffepy's, relative to its largest value.
     """
 
     file: str
@@ -54,14 +54,15 @@ class Exported:
     differences: dict[str, float] | None = None
 
     def json(self) -> str:
-        """An object of the same fields."""
+        """Return an object of the same fields."""
         return json.dumps(asdict(self))
 
     def text(self) -> str:
-        """A line for the file, for each input and output, and for all that is to be known."""
+        """Return a line for the file, one for each input and output, and the remarks."""
         nodes = sum(self.operators.values())
         lines = [
-            f"{self.file}: opset {self.opset}, {nodes} nodes, {self.parameters:,} parameters, {self.bytes:,} bytes"
+            f"{self.file}: opset {self.opset}, {nodes} nodes, {self.parameters:,} parameters, "
+            f"{self.bytes:,} bytes"
         ]
         for what, tensors in (("input", self.inputs), ("output", self.outputs)):
             lines += [
@@ -69,7 +70,7 @@ class Exported:
                 for name, dims in tensors.items()
             ]
         if self.dropped:
-            lines.append(f"left out, since they judge: {', '.join(self.dropped)}")
+            lines.append(f"left out, since they only evaluate: {', '.join(self.dropped)}")
         if self.unused:
             lines.append(f"inputs that are not needed any more: {', '.join(self.unused)}")
         lines += self.notes
@@ -95,11 +96,10 @@ def export_onnx(
     """Write the net of the prototxt `model` with these trained weights to the file `out`, whole or
     not at all.
 
-    `batch` is the size of the inputs' first axis, "dynamic" for any, None for what the net says.
-    `image` (C, H, W) replaces data layers by images of this shape. With `probabilities` losses
-    become the Softmax or Sigmoid in them. `check` compares what onnxruntime computes of random
-    inputs with what caffepy does. ConfigError names all layers that cannot be expressed, or says
-    what else is wrong.
+    `batch` is the batch size, "dynamic" for any, None for that of the net. `image` (C, H, W)
+    replaces data layers by images of this shape. `probabilities` replaces losses by the Softmax or
+    Sigmoid in them. `check` compares onnxruntime's outputs for random inputs with caffepy's.
+    ConfigError names all layers that cannot be expressed, or says what else is wrong.
     """
     from caffepy.export.model import to_model
 
@@ -166,8 +166,8 @@ def _build(
 
 
 def with_probabilities(net: NetParameter) -> NetParameter:
-    """A copy in which the losses that contain a Softmax or Sigmoid are that: `prob`, or LAYER_prob
-    of several.
+    """Return a copy with Softmax or Sigmoid layers in place of the losses that contain them, named
+    `prob`, or LAYER_prob if there are several.
     """
     copy = NetParameter()
     copy.CopyFrom(net)
@@ -183,7 +183,7 @@ def with_probabilities(net: NetParameter) -> NetParameter:
 def _check_trace(net: Net, found: Trace) -> None:
     if not found.outputs:
         raise ConfigError(
-            "nothing is left to be written: all that the net computes is judged or thrown away",
+            "nothing is left to be written: the net has only losses and evaluation",
             net.path,
         )
     for _, blob in found.inputs:
@@ -194,8 +194,8 @@ def _check_trace(net: Net, found: Trace) -> None:
 
 
 def _compare(net: Net, found: Trace, content: bytes, dynamic: bool) -> dict[str, float]:
-    """The largest difference of each output, relative to its largest value; ConfigError if one is
-    not small.
+    """Return the largest difference of each output, relative to its largest value; ConfigError if
+    one exceeds TOLERANCE.
     """
     from caffepy.export.model import Runtime
 
@@ -208,8 +208,8 @@ def _compare(net: Net, found: Trace, content: bytes, dynamic: bool) -> dict[str,
     for name, difference in differences.items():
         if not difference < TOLERANCE:
             raise ConfigError(
-                f"onnxruntime computes another {name}: it differs by {difference:.1e} of its largest value, "
-                f"where {TOLERANCE:g} is allowed"
+                f"onnxruntime computes another {name}: it differs by {difference:.1e} of its "
+                f"largest value, where {TOLERANCE:g} is allowed"
             )
     return differences
 
@@ -237,7 +237,7 @@ def _difference(expected: Array, answer: Array) -> float:
 
 
 def random_inputs(net: Net, found: Trace) -> dict[str, Array]:
-    """Normally distributed values for the inputs; for those that are indices, indices."""
+    """Return normally distributed values for the inputs, and valid indices for indices."""
     rng = np.random.default_rng(0)
     inputs = {
         tensor: rng.standard_normal(net.blobs[blob].shape).astype(np.float32)

@@ -1,7 +1,6 @@
-"""The graph as it grows: nodes, constants and parameters by name, and what a layer's writer sees of
-it.
+"""The graph: nodes, constants and parameters by name; and the place of a layer in it.
 
-Tensors are named after blobs. What lies between a layer's bottoms and tops has the top's name, a
+Tensors are named after blobs. Tensors between a layer's bottoms and tops have the top's name, a
 colon and the operator.
 """
 
@@ -23,7 +22,7 @@ class InexpressibleError(Exception):
 
 @dataclass
 class Node:
-    """One operator. Attributes are numbers, strings, lists of them, arrays, or the Body of a loop."""
+    """One operator; attributes are numbers, strings, lists of them, arrays, or a loop's Body."""
 
     op: str
     inputs: list[str]
@@ -34,7 +33,7 @@ class Node:
 
 @dataclass
 class Body:
-    """What a loop repeats; inputs and outputs with their shapes."""
+    """The body of a loop; inputs and outputs with their shapes."""
 
     nodes: list[Node]
     inputs: list[tuple[str, Shape]]
@@ -46,9 +45,9 @@ class Graph:
     """Nodes in the order in which they can run.
 
     `values` are constants and parameters, `shapes` those of the tensors that are blobs. `reserved`
-    names are the blobs', the parameters' and all that were given away. `once` are the tensors that
-    a single layer reads and that are no blob's last value. `notes` are layers and what a user
-    should know of them.
+    are the names in use: of blobs, parameters and other tensors. `once` are the tensors that a
+    single layer reads and that are no blob's last value. `notes` are remarks for the user, with the
+    layer's name.
     """
 
     opset: int
@@ -60,7 +59,7 @@ class Graph:
     notes: list[tuple[str, str]] = field(default_factory=list)
 
     def fresh(self, name: str) -> str:
-        """The name, or with a number if it is taken; taken from now on."""
+        """Reserve the name, with a number added if it is in use, and return it."""
         unique, number = name, 1
         while unique in self.reserved:
             number += 1
@@ -97,7 +96,7 @@ class Site:
         return self.graph.fresh(f"{self.tops[0]}:{what.lower()}")
 
     def finish(self, op: str, *inputs: str, **attributes: Any) -> None:
-        """Add the operator that gives the first top."""
+        """Add the operator that computes the first top."""
         self.node(op, *inputs, out=self.tops[0], **attributes)
 
     def constant(self, value: object, dtype: type = np.float32, what: str = "constant") -> str:
@@ -111,10 +110,9 @@ class Site:
         return self.constant(list(values), np.int64, what)
 
     def param(self, index: int, shape: Shape | None = None, value: Array | None = None) -> str:
-        """The layer's parameter, in this shape; `value` is what is stored instead of the blob's
-        data.
+        """Return the layer's parameter in this shape; `value` is stored in place of its data.
 
-        It is stored once, in the shape that is asked for first.
+        It is stored once, in the shape of the first call.
         """
         name = self.params[index]
         stored = self.graph.values.get(name)
@@ -132,28 +130,26 @@ class Site:
     def reduce(
         self, op: str, x: str, axes: Sequence[int], keep: bool = True, out: str | None = None
     ) -> str:
-        """Reduce over the axes; whether they are an attribute or an input depends on operator and
-        opset.
-        """
+        """Reduce over the axes: an attribute or an input, by operator and opset."""
         if op == "ReduceSum" or self.graph.opset >= 18:
             return self.node(op, x, self.integers(axes, "axes"), out=out, keepdims=int(keep))
         return self.node(op, x, out=out, axes=list(axes), keepdims=int(keep))
 
     def affine(self, x: str, scale: float, shift: float) -> str:
-        """x * scale + shift, without what does nothing."""
+        """x * scale + shift, without a factor of 1 or a shift of 0."""
         if scale != 1:
             x = self.node("Mul", x, self.constant(scale))
         return self.node("Add", x, self.constant(shift)) if shift else x
 
     def name_last(self) -> None:
-        """Let what the last operator gives be the first top."""
+        """Make the output of the last operator the first top."""
         self.graph.nodes[-1].outputs[0] = self.tops[0]
 
     def note(self, text: str) -> None:
-        """Something that a user of the model should know."""
+        """Add a remark for users of the model."""
         self.graph.notes.append((self.name, text))
 
 
 Writer = Callable[[Site], None]
 writers: Registry[Writer] = Registry("layer type of ONNX")
-"""What writes the layers of a type into a graph."""
+"""Functions that write layers of a type into a graph."""

@@ -1,4 +1,4 @@
-"""The graph as ONNX's protobuf, checked; and what onnxruntime computes with it."""
+"""The graph as ONNX's protobuf, checked by onnx; and onnxruntime, to compare results."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ except ImportError as error:
     ) from None
 
 LIMIT = 1 << 31
-"""Bytes that a protobuf file must stay below."""
+"""Number of bytes that a protobuf file cannot reach."""
 
 
 def to_model(
@@ -31,7 +31,7 @@ def to_model(
     outputs: Sequence[str],
     shapes: Mapping[str, Sequence[Dim]],
 ) -> bytes:
-    """The content of the file, which onnx has checked and whose shapes it has inferred to be these.
+    """Return the content of the file, after onnx has checked it and inferred the same shapes.
 
     ConfigError if it would reach 2 GB.
     """
@@ -70,7 +70,7 @@ def _reads(node: Node) -> list[str]:
 
 
 def _nodes(nodes: Sequence[Node], suffix: str = "") -> list[Any]:
-    """The last of a layer's operators has the layer's name, those before it have numbers, too."""
+    """Name the last operator of a layer after the layer, and number those before it."""
     total, count = Counter(node.layer for node in nodes), Counter[str]()
     written = []
     for node in nodes:
@@ -126,6 +126,6 @@ class Runtime:
         """The outputs' values."""
         try:
             found: list[Array] = self.session.run(list(outputs), dict(inputs))
-        except Exception as error:  # onnxruntime has no base of its errors that it names
+        except Exception as error:  # onnxruntime's errors have no public base class
             raise ConfigError(f"onnxruntime cannot compute the model: {error}") from None
         return found

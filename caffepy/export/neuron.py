@@ -66,8 +66,8 @@ def threshold(site: Site) -> None:
 
 @writers("Power")
 def power(site: Site) -> None:
-    """(shift + scale * x)^power, without the parts that do nothing; a constant where power or scale
-    is 0.
+    """(shift + scale * x)^power without parts that have no effect; a constant if power or scale is
+    0.
     """
     (x,) = site.bottoms
     power, scale, shift = site.layer.numbers
@@ -101,7 +101,7 @@ def log(site: Site) -> None:
 
 @writers("Dropout")
 def dropout(site: Site) -> None:
-    """The identity, but in training."""
+    """The identity in the TEST phase."""
     (x,) = site.bottoms
     if site.layer.phase != TRAIN:
         site.finish("Identity", x)
@@ -111,7 +111,7 @@ def dropout(site: Site) -> None:
 
 
 def _end(site: Site, y: str) -> None:
-    """Let y be the top: the last node gives it, or it is the bottom itself."""
+    """Make y the top: the output of the last node, or the bottom itself."""
     if y in site.bottoms:
         site.finish("Identity", y)
     else:

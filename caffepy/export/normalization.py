@@ -7,7 +7,7 @@ from caffepy.export.graph import Site, writers
 
 @writers("LRN")
 def lrn(site: Site) -> None:
-    """LRN across channels, whose formula is Caffe's; within a channel out of its parts."""
+    """LRN across channels, with Caffe's formula; within a channel several operators."""
     layer, (x,) = site.layer, site.bottoms
     if layer.across:
         site.finish("LRN", x, size=layer.size, alpha=layer.alpha, beta=layer.beta, bias=layer.k)
@@ -21,8 +21,8 @@ def lrn(site: Site) -> None:
 
 @writers("BatchNorm")
 def batch_norm(site: Site) -> None:
-    """BatchNormalization with the stored statistics, divided by their weight; with those of the
-    batch, its parts.
+    """BatchNormalization with the stored sums divided by their weight; with statistics of the batch
+    several operators.
     """
     layer, (x,) = site.layer, site.bottoms
     channels = layer.blobs[0].count
@@ -54,9 +54,7 @@ def _batch_statistics(site: Site, channels: int) -> None:
 
 
 def _normalized(site: Site, x: str, axes: list[int], eps: float, inside: bool) -> str:
-    """(x - mean) / deviation; eps is added to the variance if it stands inside the root, else to
-    the deviation.
-    """
+    """(x - mean) / deviation; eps is added to the variance if `inside`, else to the deviation."""
     centred = site.node("Sub", x, site.reduce("ReduceMean", x, axes))
     variance = site.reduce("ReduceMean", site.node("Mul", centred, centred), axes)
     if inside:
@@ -66,7 +64,7 @@ def _normalized(site: Site, x: str, axes: list[int], eps: float, inside: bool) -
 
 @writers("MVN")
 def mvn(site: Site) -> None:
-    """Over the pixels of a channel, or of all channels, of four axes."""
+    """Normalize the pixels of each channel or of all channels, with four axes."""
     layer, (x,), (shape,) = site.layer, site.bottoms, site.top_shapes
     if len(site.bottom_shapes[0]) < len(shape):
         x = site.reshape(x, shape)
@@ -80,7 +78,7 @@ def mvn(site: Site) -> None:
 
 @writers("Scale")
 def scale(site: Site) -> None:
-    """Mul and Add; after a BatchNormalization in place without a scale, that one's."""
+    """Mul and Add; directly after a BatchNormalization its scale and bias."""
     layer = site.layer
     last = site.graph.nodes[-1] if site.graph.nodes else None
     if last and layer.by_channels and last.outputs == [site.bottoms[0]] and _waits_for_scale(site):
@@ -109,7 +107,7 @@ def bias(site: Site) -> None:
 
 
 def _waits_for_scale(site: Site) -> bool:
-    """Whether the last node is a BatchNormalization by ones that nobody else reads."""
+    """True if the last node is a BatchNormalization with scale 1 and this layer its only reader."""
     last = site.graph.nodes[-1]
     return (
         last.op == "BatchNormalization"
@@ -127,7 +125,7 @@ def _broadcast(site: Site, axis: int, shape: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _operand(site: Site, axis: int, shape: tuple[int, ...]) -> str:
-    """Parameter 0 or bottom 1, so that it broadcasts over the axes that follow it."""
+    """Parameter 0 or bottom 1, in a shape that broadcasts over the axes after it."""
     wanted = _broadcast(site, axis, shape)
     if len(site.bottoms) == 1:
         return site.param(0, wanted)

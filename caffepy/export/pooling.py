@@ -1,6 +1,7 @@
-"""Pooling as Caffe counts: the last windows may hang over, and means count padding but no overhang.
+"""Pooling with Caffe's rules: the last windows may reach beyond the padding; the divisor of means
+counts padding, but no elements beyond it.
 
-All is said by explicit paddings: what ceil_mode and count_include_pad mean together differs between
+All paddings are explicit: the meaning of ceil_mode together with count_include_pad differs between
 opsets and runtimes.
 """
 
@@ -20,10 +21,10 @@ def pooling(site: Site) -> None:
 
 
 def pool(site: Site, layer: Any, out_shape: Shape, outs: Sequence[str | None]) -> str:
-    """Pool the bottom; `layer` is the Pooling layer that says how, `outs` its tops."""
+    """Pool the bottom with the settings of a Pooling layer; `outs` are its tops."""
     size, out = site.bottom_shapes[0][2:], out_shape[2:]
     beyond = [
-        (o - 1) * s + k - n - p  # by which the last window reaches over the end of the image
+        (o - 1) * s + k - n - p  # elements of the last window beyond the end of the image
         for n, o, k, s, p in zip(size, out, layer.kernel, layer.stride, layer.pad, strict=True)
     ]
     if any(b >= k for b, k in zip(beyond, layer.kernel, strict=True)):
@@ -66,7 +67,7 @@ def _max(site: Site, layer: Any, end: Sequence[int], outs: Sequence[str | None])
 
 
 def _mean(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -> str:
-    """Padding counts in the divisor, what a window has beyond the padding does not."""
+    """Means; the divisor counts padding, but no elements beyond it."""
     if layer.whole:
         return site.node("GlobalAveragePool", x, out=out)
     pad = layer.pad
@@ -74,14 +75,14 @@ def _mean(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -
         return site.node(
             "AveragePool", x, out=out, count_include_pad=int(any(pad)), **_window(layer, pad, end)
         )
-    if any(pad):  # the padding becomes part of the image, the overhang is padding
+    if any(pad):  # the padding becomes part of the image, elements beyond it are padding
         x = site.node("Pad", x, site.integers([0, 0, *pad, 0, 0, *pad], "pads"))
         end = [max(0, e - p) for e, p in zip(end, pad, strict=True)]
     return site.node("AveragePool", x, out=out, count_include_pad=0, **_window(layer, (0, 0), end))
 
 
 def _shares(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -> str:
-    """Sum of squares / sum, 0 if that is not above 0; both as means, whose divisor is the same."""
+    """Sum of squares / sum, 0 if the sum is not above 0; both as means with one divisor."""
     squares = _mean(site, layer, site.node("Mul", x, x), end, None)
     total = _mean(site, layer, x, end, None)
     zero = site.constant(0)

@@ -9,15 +9,15 @@ from caffepy.export.graph import Site, writers
 
 @writers("Convolution")
 def convolution(site: Site) -> None:
-    """Conv for each bottom; axes before the channels become one, and without spatial axes there is
-    one of size 1.
+    """Conv for each bottom. Axes before the channels become one axis; without spatial axes one of
+    size 1 is added.
     """
     _slide(site, "Conv")
 
 
 @writers("Deconvolution")
 def deconvolution(site: Site) -> None:
-    """ConvTranspose, whose weight and output size are Caffe's."""
+    """ConvTranspose, which has the weight and output size of Caffe's."""
     _slide(site, "ConvTranspose")
 
 
@@ -46,7 +46,7 @@ def _slide(site: Site, op: str) -> None:
 
 @writers("Im2col")
 def im2col(site: Site) -> None:
-    """A convolution with one kernel for each channel and place in the window, 1 there and 0
+    """A convolution with one kernel for each channel and each position in the window: 1 there, 0
     elsewhere.
     """
     layer, shape = site.layer, site.bottom_shapes[0]
@@ -70,7 +70,7 @@ def im2col(site: Site) -> None:
 
 @writers("InnerProduct")
 def inner_product(site: Site) -> None:
-    """Gemm of a matrix; other axes are joined before and taken apart afterwards."""
+    """Gemm; further axes are flattened before and restored afterwards."""
     layer, (x,), (y,) = site.layer, site.bottoms, site.tops
     if len(site.bottom_shapes[0]) != 2 or layer.axis != 1:
         x = site.node("Flatten", x, axis=layer.axis)

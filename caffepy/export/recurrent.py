@@ -1,7 +1,6 @@
 """Recurrent layers: the inputs' product for all steps, then a Scan over the steps.
 
-ONNX's own LSTM and RNN have no marks within a batch where a sequence begins, so the steps are
-written out.
+ONNX's own LSTM and RNN cannot begin a sequence within a batch, as `cont` does.
 """
 
 from collections.abc import Sequence
@@ -96,8 +95,8 @@ class _Steps:
         return outputs[0]
 
     def run(self, states: Sequence[str], given: str, out: str | None = None) -> str:
-        """Close the body, whose new states and output these are, and scan; returns the outputs of
-        all steps.
+        """Close the body with these new states and this output, add the Scan, and return the
+        outputs of all steps.
         """
         site, layer = self.site, self.site.layer
         body = Body(self.nodes, self.typed, [(name, self.state) for name in (*states, given)])

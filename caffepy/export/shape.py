@@ -1,4 +1,4 @@
-"""Layers that join, cut, pick, repeat, reduce and compare, and the constants among the sources."""
+"""Layers that join, cut, select, repeat and reduce; Parameter and constant DummyData."""
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def flatten(site: Site) -> None:
 
 @writers("Reshape")
 def reshape(site: Site) -> None:
-    """To the top's shape."""
+    """Reshape to the top's shape."""
     site.reshape(site.bottoms[0], site.top_shapes[0], out=site.tops[0])
 
 
@@ -77,7 +77,7 @@ def tile(site: Site) -> None:
 
 @writers("Reduction")
 def reduction(site: Site) -> None:
-    """Over the axis and all that follow it, times the coefficient."""
+    """Reduce the axis and those after it, times the coefficient."""
     param, (x,), shape = site.layer.param.reduction_param, site.bottoms, site.bottom_shapes[0]
     if param.operation == ReductionParameter.ASUM:
         x = site.node("Abs", x)
@@ -91,8 +91,7 @@ def reduction(site: Site) -> None:
 
 @writers("ArgMax")
 def argmax(site: Site) -> None:
-    """Of equal values TopK takes those at the lowest places, Caffe those at the highest: so the
-    axis is turned round.
+    """TopK on the reversed axis: of equal values it takes the first, Caffe the last.
 
     For a single place ArgMax has an attribute for that.
     """
@@ -115,7 +114,7 @@ def argmax(site: Site) -> None:
 def _largest(
     site: Site, x: str, axis: int, size: int, count: int, places: bool, values: bool
 ) -> list[str]:
-    """The places, as floats, and the values of the `count` largest, as far as they are wanted."""
+    """The places (as floats) and values of the `count` largest, those of them that are wanted."""
     found = []
     number = np.dtype(np.float32)
     if count == 1:

@@ -1,9 +1,8 @@
-"""What of a built net becomes part of the model: its inputs and outputs, its layers, the names of
-its tensors.
+"""The part of a built net that becomes the model: inputs and outputs, layers, names of tensors.
 
-Losses, Accuracy and what only they need are left out; what they judge becomes an output. A tensor
-has its blob's name; of a blob that is written several times, in place, the last value has it and
-those before have the layer's name added.
+Losses, Accuracy and the layers that only they need are left out; the blobs that they evaluate
+become outputs. A tensor has its blob's name. If a blob is written several times, in place, the last
+value has its name, earlier ones have the layer's name added.
 """
 
 from collections import Counter
@@ -15,13 +14,13 @@ from caffepy.layer.base import LossLayer
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TEST, LayerParameter
 
-JUDGES = ("Accuracy", "HDF5Output", "Silence")
+EVALUATORS = ("Accuracy", "HDF5Output", "Silence")
 
 
 @dataclass
 class Value:
-    """A tensor: its name, the layer that gives it (an input: None), whether parameters went into
-    it.
+    """A tensor: its name, the layer that computes it (None for an input), `learned` if it depends
+    on parameters.
     """
 
     name: str
@@ -31,10 +30,10 @@ class Value:
 
 @dataclass
 class Trace:
-    """The model's inputs and outputs as (tensor, blob), its layers' numbers, the tensors of every
-    layer.
+    """The model's inputs and outputs as (tensor, blob), the indices of its layers, the tensors of
+    each layer.
 
-    `dropped` are the layers that are left out; `unused` the inputs that nothing needs.
+    `dropped` are the layers that are left out, `unused` the inputs that no layer reads.
     """
 
     inputs: list[tuple[str, str]] = field(default_factory=list)
@@ -56,8 +55,8 @@ class Trace:
 
 
 def is_source(layer: Layer, others: bool) -> bool:
-    """Whether the layer's tops are inputs: data and Input; constant DummyData only where there are
-    no others.
+    """True if the layer's tops are inputs: of Input and data layers, of constant DummyData only if
+    there are no `others`.
     """
     if layer.param.bottom or layer.type == "Parameter":
         return False
@@ -74,16 +73,16 @@ def _is_constant(param: LayerParameter) -> bool:
     return all(filler.type == "constant" for filler in param.dummy_data_param.data_filler)
 
 
-def judges(layer: Layer) -> bool:
-    """Whether the layer is a loss, also one in Python, or something else that only looks at what a
-    net computes.
+def evaluates(layer: Layer) -> bool:
+    """True if the layer only evaluates the net's results: a loss, also one in Python, or one of
+    EVALUATORS.
     """
     is_python = layer.type == "Python" and any(layer.loss_weights)
-    return isinstance(layer, LossLayer) or layer.type in JUDGES or is_python
+    return isinstance(layer, LossLayer) or layer.type in EVALUATORS or is_python
 
 
 def passes(layer: Layer) -> bool:
-    """Whether the tops are the bottom, under other names or the same."""
+    """True if the tops are the bottom, under the same or other names."""
     in_place = list(layer.param.bottom) == list(layer.param.top)
     return layer.type == "Split" or (layer.type == "Dropout" and layer.phase == TEST and in_place)
 
@@ -97,9 +96,9 @@ def trace(net: Net) -> Trace:
     outputs = {
         name: v for name in net.outputs if (v := walk.values.get(name)) and v.layer is not None
     }
-    judged = walk.judged.values()
-    read = {name for i in walk.needed([*outputs.values(), *judged]) for name in found.bottoms[i]}
-    outputs |= {walk.blobs[v.name]: v for v in judged if v.name not in read}
+    evaluated = walk.evaluated.values()
+    read = {name for i in walk.needed([*outputs.values(), *evaluated]) for name in found.bottoms[i]}
+    outputs |= {walk.blobs[v.name]: v for v in evaluated if v.name not in read}
     found.layers = sorted(walk.needed(outputs.values()))
     readers = Counter(name for i in found.layers for name in found.bottoms[i])
     found.inputs = [(v.name, blob) for blob, v in walk.inputs if readers[v.name]]
@@ -115,14 +114,14 @@ def trace(net: Net) -> Trace:
 
 
 class _Walk:
-    """The blobs' values while the layers are gone through in their order."""
+    """The values of the blobs, updated layer by layer."""
 
     def __init__(self, net: Net) -> None:
         self.net = net
         self.found = Trace()
         self.values: dict[str, Value] = {}
         self.inputs: list[tuple[str, Value]] = []
-        self.judged: dict[str, Value] = {}
+        self.evaluated: dict[str, Value] = {}
         self.blobs: dict[str, str] = {}  # tensor -> blob
         self.sources = set(sources(net))
         self.last = {
@@ -135,7 +134,7 @@ class _Walk:
             self.last |= dict.fromkeys(net.nodes[i].top_names, i)
 
     def take(self, i: int) -> None:
-        """Put the values of a layer's tops in the places of the blobs."""
+        """Update the values of the blobs that a layer writes."""
         net, layer = self.net, self.net.layers[i]
         bottoms = [self.values.get(name) for name in net.nodes[i].bottom_names]
         known = [b for b in bottoms if b]
@@ -148,20 +147,20 @@ class _Walk:
                 self.values.update(dict.fromkeys(net.nodes[i].top_names, known[0]))
             else:
                 self._forget(net.nodes[i].top_names)
-        elif len(known) < len(bottoms) or judges(layer):
-            self._judge(i, layer, known)
+        elif len(known) < len(bottoms) or evaluates(layer):
+            self._drop(i, layer, known)
         else:
             self._add(i, known, net.nodes[i].top_names)
 
-    def _judge(self, i: int, layer: Layer, known: Sequence[Value]) -> None:
+    def _drop(self, i: int, layer: Layer, known: Sequence[Value]) -> None:
         self._forget(self.net.nodes[i].top_names)
         if layer.type == "Silence":
             return
         self.found.dropped.append(i)
         given = [v for v in known if v.layer is not None]
         learned = [v for v in given if v.learned]
-        if judges(layer):
-            self.judged.update({v.name: v for v in learned or given[:1]})
+        if evaluates(layer):
+            self.evaluated.update({v.name: v for v in learned or given[:1]})
 
     def _add(self, i: int, bottoms: Sequence[Value], tops: Sequence[str]) -> None:
         learned = bool(self.net.layers[i].blobs) or any(b.learned for b in bottoms)

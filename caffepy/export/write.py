@@ -1,4 +1,4 @@
-"""From a built net to a graph, with the sizes that the net has now, or with a batch of any size."""
+"""From a built net to a graph, with the present sizes of its blobs or for any batch size."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ Dim = int | str
 
 
 def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
-    """The trace's layers as operators; ConfigError names all that have none, and where they stand
+    """Write the trace's layers as operators; ConfigError names all that have none, and their lines
     in the file.
     """
     graph = Graph(
@@ -43,7 +43,7 @@ def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
         )
         try:
             if layer.type not in writers:
-                raise InexpressibleError("caffepy does not know how to say it in ONNX")
+                raise InexpressibleError("caffepy has no ONNX operators for it")
             writers[layer.type](site)
         except InexpressibleError as reason:
             failed.append(f"{where(net.path, net.param.layer[i])}: {reason}")
@@ -57,7 +57,7 @@ def write_graph(net: Net, trace: Trace, opset: int) -> Graph:
 
 
 def _parameter_names(net: Net, graph: Graph) -> dict[int, str]:
-    """By the memory that holds them: the name and index of the layer that owns them, as `conv1.0`."""
+    """Name each parameter, given by its memory, after its owner and index there: `conv1.0`."""
     return {
         id(param.blob.data_memory): graph.fresh(f"{net.nodes[param.layer].name}.{param.index}")
         for param in net.learnable
@@ -65,9 +65,7 @@ def _parameter_names(net: Net, graph: Graph) -> dict[int, str]:
 
 
 def _name_outputs(graph: Graph, trace: Trace) -> None:
-    """Give outputs whose tensor has another name than their blob, behind a Split, a tensor of their
-    own.
-    """
+    """Add a tensor for each output whose tensor is not named after its blob, as after a Split."""
     for name, (tensor, blob) in zip(trace.output_names, trace.outputs, strict=True):
         if name != tensor:
             graph.nodes.append(Node("Identity", [tensor], [name], {}, blob))
@@ -75,19 +73,17 @@ def _name_outputs(graph: Graph, trace: Trace) -> None:
 
 
 class Batch:
-    """The inputs whose first axis is the batch, of `size`: all whose first axis is the first
-    input's.
-    """
+    """The inputs with a batch axis: those whose first axis has the size of the first input's."""
 
     def __init__(self, net: Net) -> None:
         inputs = [top for i in sources(net) for top in net.nodes[i].tops if top.shape]
         if not inputs:
-            raise ConfigError("the net has no input whose batch size could be another", net.path)
+            raise ConfigError("the net has no input with a batch size", net.path)
         self.net, self.size = net, inputs[0].shape[0]
         self._inputs = [blob for blob in inputs if blob.shape[0] == self.size]
 
     def resize(self, size: int) -> None:
-        """Give the net batches of this size; ConfigError names the layer that cannot take them."""
+        """Reshape the net for this batch size; ConfigError names the layer that cannot take it."""
         for blob in self._inputs:
             blob.reshape((size, *blob.shape[1:]))
         try:
@@ -100,10 +96,9 @@ class Batch:
 
 
 def write_dynamic(net: Net, trace: Trace, opset: int) -> tuple[Graph, dict[str, list[Dim]]]:
-    """A graph for batches of any size N, and the shapes of its blobs, in which sizes that grow with
-    N are text.
+    """Return a graph for any batch size N and the shapes of its blobs, expressions of N as text.
 
-    The net is written with two batch sizes; where the two differ lies the batch.
+    The net is written with two batch sizes; sizes that differ depend on the batch.
     """
     batch = Batch(net)
     size = batch.size
@@ -132,8 +127,8 @@ def _symbolic(one: Shape, two: Shape, size: int, name: str) -> list[Dim]:
 
 
 def _merge(graph: Graph, double: Graph, net: Net) -> None:
-    """Replace the one size of a Reshape that depends on the batch by -1; ConfigError where more
-    depends on it.
+    """Replace the one size of a Reshape that depends on the batch by -1; ConfigError for layers
+    where more depends on it.
     """
     targets = {node.inputs[1] for node in graph.nodes if node.op == "Reshape"}
     failed: dict[str, None] = {}
@@ -149,7 +144,7 @@ def _merge(graph: Graph, double: Graph, net: Net) -> None:
 
 
 def _merge_value(graph: Graph, double: Graph, name: str, is_target: bool) -> bool:
-    """Whether the value, if it is one, does not depend on the batch, or does no longer."""
+    """Make a constant independent of the batch size; False if that is not possible."""
     if name not in graph.values:
         return True
     one, two = graph.values[name], double.values[name]
@@ -162,7 +157,7 @@ def _merge_value(graph: Graph, double: Graph, name: str, is_target: bool) -> boo
 
 
 def operators(nodes: Sequence[Node]) -> dict[str, int]:
-    """How often each operator occurs."""
+    """Number of nodes of each operator."""
     counts: dict[str, int] = {}
     for node in nodes:
         counts[node.op] = counts.get(node.op, 0) + 1

@@ -1,4 +1,8 @@
-"""Layers: the contract and one module a family."""
+"""Layers: the contract and the registry in `base`, and one module a family.
+
+All that is to be known of a type stands in its class. Start reading with `base`, then `neuron`;
+`fused/` has the groups of layers that are computed together.
+"""
 
 from caffepy.layer import (
     convolution,

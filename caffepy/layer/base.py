@@ -104,7 +104,7 @@ class Layer:
         """Read and check the parameters, create `blobs`; called once, before the first reshape."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Shape the tops and buffers from the bottoms' shapes; ConfigError where they do not fit."""
+        """Shape the tops and buffers by the bottoms' shapes; ConfigError if these do not fit."""
         raise NotImplementedError
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -117,30 +117,31 @@ class Layer:
         """
         if any(propagate_down):
             raise ConfigError(
-                f"{self.type} layers cannot be differentiated; give their bottoms propagate_down: false"
+                f"{self.type} layers cannot be differentiated; give their bottoms "
+                "propagate_down: false"
             )
 
     def side_stream(self, propagate_down: bool) -> AbstractContextManager[object]:
-        """A block for the gradients of parameters: beside what follows if a bottom wants its
-        gradient, else at once.
+        """A block for weight gradients: on the side stream if a bottom gradient follows, otherwise
+        inline.
         """
         return self.device.side_stream() if propagate_down else nullcontext()
 
     def layout_for(self, preferred: Layout) -> Layout:
         """The layout in which the layer takes blobs on a GPU if they come in `preferred`; its tops
-        follow its bottoms.
+        have the layout of its bottoms.
 
-        What it does not take is converted before it runs, and back after it.
+        Blobs in another layout are converted before it runs, and back afterwards.
         """
         return PLAIN
 
     def allow_force_backward(self, index: int) -> bool:
-        """Whether `force_backward` of the net reaches bottom `index`."""
+        """True if `force_backward` of the net applies to bottom `index`."""
         return True
 
     @property
     def statistics(self) -> Sequence[Blob]:
-        """Those of `blobs` that forward computes from the data that it sees."""
+        """The running statistics: blobs that forward computes, not the solver."""
         return ()
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
@@ -151,27 +152,27 @@ class Layer:
 
     @property
     def length(self) -> int | None:
-        """How many items of data an epoch has, if that is known."""
+        """Number of items in an epoch, None if it is not known."""
         return None
 
     def serve(self, devices: Sequence[Device]) -> None:
-        """Forward will be called for nets on these devices in turn, the layer being shared."""
+        """Prepare for calls of forward by nets on these devices, in turn: the layer is shared."""
 
     def state(self) -> dict[str, Any]:
-        """What must be kept so that a resumed run goes on exactly: numbers, strings, lists, numpy
+        """State beside the parameters that a resumed run needs: numbers, strings, lists, numpy
         arrays.
         """
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state` gave."""
+        """Restore what `state` returned."""
 
     def close(self) -> None:
         """Stop threads and release files."""
 
     def buffer(self, shape: Sequence[int] = (0,), dtype: DTypeLike | None = None) -> Blob:
-        """A blob of the layer's own, on its device, for what forward keeps for backward; of
-        `self.dtype` by default.
+        """Return a blob of the layer's own on its device, of `self.dtype` by default: memory that
+        forward writes and backward reads.
         """
         return Blob(shape, dtype or self.dtype, self.device)
 
@@ -224,8 +225,8 @@ def create_layer(
     dtype: DTypeLike = np.float32,
     path: str | None = None,
 ) -> Layer:
-    """A layer of `param.type`; ConfigError names the fork that has an unknown type, or the nearest
-    known one.
+    """Return a layer of `param.type`; ConfigError for an unknown type, which names the fork that
+    has it, or the nearest known type.
     """
     fork = fork_of_layer(param.type)
     if fork and param.type not in registry:
@@ -253,8 +254,8 @@ def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
 
 
 class LossLayer(Layer):
-    """Base of the losses: two bottoms (predictions, labels), a scalar top, loss weight 1 unless
-    given.
+    """Base of the losses: two bottoms (predictions, labels), a scalar top, loss weight 1 by
+    default.
     """
 
     bottoms: ClassVar[int | tuple[int, int | None]] = 2
@@ -272,7 +273,8 @@ class LossLayer(Layer):
         x, label = bottom[0].shape, bottom[1].shape
         if x[:1] != label[:1]:
             raise ConfigError(
-                f"predictions and labels must agree in their first axis: {list(x)} and {list(label)}"
+                "predictions and labels must agree in their first axis: "
+                f"{list(x)} and {list(label)}"
             )
         top[0].reshape(())
 
@@ -284,28 +286,28 @@ class LossLayer(Layer):
         """ConfigError if the labels are asked for a gradient."""
         if len(propagate_down) > 1 and propagate_down[1]:
             raise ConfigError(
-                f"{self.type} cannot differentiate its labels; the layer that makes them needs no gradient"
+                f"{self.type} cannot differentiate its labels; the layer that makes them needs "
+                "no gradient"
             )
 
 
 class Drawing(Layer):
     """Base of layers that draw random numbers in forward.
 
-    Where the device counts passes, all numbers come from one seed and the pass; else from a seed
-    for each pass.
+    On a device with a step counter all numbers come from one seed and the counter, else each pass
+    has a seed of its own.
     """
 
-    seed: int | None = (
-        None  # drawn when it is needed, so that fillers get the same numbers on any device
-    )
+    # Drawn by the first pass, so that fillers get the same numbers on any device.
+    seed: int | None = None
 
     @property
     def draws(self) -> bool:
-        """Whether forward does, in this phase and with these settings."""
+        """True if forward draws, in this phase and with these settings."""
         return self.phase == TRAIN
 
     def draw(self) -> tuple[int, Array | None]:
-        """The seed of the next numbers and, where the device counts passes, the count."""
+        """The seed of the next numbers, and the step counter of a device that has one."""
         if self.device.step_counter is None:
             return self.device.draw_seed(), None
         if self.seed is None:
@@ -313,11 +315,11 @@ class Drawing(Layer):
         return self.seed, self.device.step_counter
 
     def state(self) -> dict[str, Any]:
-        """The one seed, where there is one; None before the first pass."""
+        """The seed on a device with a step counter; None before the first pass."""
         return {"seed": self.seed} if self.draws and self.device.step_counter is not None else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on with that seed."""
+        """Continue with that seed."""
         if self.seed != state["seed"]:
             self.device.allocation_version += 1  # captured graphs contain the old one
         self.seed = state["seed"]

@@ -36,14 +36,12 @@ class Window(NamedTuple):
 
 
 def by(sizes: Sequence[int], brief: bool = True) -> str:
-    """`5x3`; one number if all sizes are equal and it may be brief."""
+    """Return `5x3`, or one number if all sizes are equal and `brief` is set."""
     return str(sizes[0]) if brief and len(set(sizes)) == 1 else "x".join(map(str, sizes))
 
 
 def read_window(param: ConvolutionParameter, axes: int) -> Window:
-    """The sizes that a layer with this many spatial axes gives: one for all, one for each, or (2
-    axes) _h and _w.
-    """
+    """Read the sizes for these spatial axes: one for all, one for each, or (2 axes) _h and _w."""
 
     def sizes(
         name: str, values: Sequence[int], default: int | None, least: int, pair: str | None
@@ -65,7 +63,8 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
             found = (default,) * axes
         else:
             raise ConfigError(
-                f"{name} must be given once or once for each of {axes} spatial axes, not {len(values)} times"
+                f"{name} must be given once or once for each of {axes} spatial axes, "
+                f"not {len(values)} times"
             )
         if any(v < least for v in found):
             raise ConfigError(
@@ -82,10 +81,9 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
 
 
 class _Filtering(Layer):
-    """What Convolution and its transpose share: the window, weight and bias, how shapes are
-    checked.
+    """Base of Convolution and its transpose: window, weight and bias, checks of shapes.
 
-    Bottom i gives top i; all share the weights.
+    Top i is computed from bottom i; all share the weights.
     """
 
     on_gpu = True
@@ -96,7 +94,7 @@ class _Filtering(Layer):
     backward_reads_top = False
 
     def weight_shape(self) -> tuple[int, ...]:
-        """Of the channels here and there, and the kernel."""
+        """Shape of the weight."""
         raise NotImplementedError
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -119,7 +117,7 @@ class _Filtering(Layer):
         self.make_params(shapes, (param.weight_filler, param.bias_filler))
 
     def check_bottoms(self, bottom: Blobs) -> tuple[int, ...]:
-        """The spatial sizes, once all bottoms agree with each other and with the weights."""
+        """Check that all bottoms have the shape that the weights need; return the spatial sizes."""
         shape = bottom[0].shape
         for b in bottom[1:]:
             if b.shape != shape:
@@ -138,8 +136,8 @@ class _Filtering(Layer):
         return spatial
 
     def plan(self, images: int, channels: int, spatial: tuple[int, ...]) -> None:
-        """Plan the convolution of an input of this many channels; without spatial axes it is one of
-        single points.
+        """Plan the convolution of an input with this many channels; without spatial axes its images
+        are single points.
         """
         point = () if spatial else (1,)
         stride, pad, dilation = self.window[1:] if spatial else ((1,), (0,), (1,))
@@ -154,7 +152,7 @@ class _Filtering(Layer):
         )
 
     def gradients(self) -> tuple[Array | None, Array | None]:
-        """The diffs of weight and bias that are wanted."""
+        """Diffs of weight and bias, None for those that are not wanted."""
         wanted = self.param_propagate_down
         dw = self.blobs[0].diff if wanted[0] else None
         db = self.blobs[1].diff if len(self.blobs) > 1 and wanted[1] else None
@@ -207,7 +205,7 @@ class Convolution(_Filtering):
         return weight.count * (sum(tops) // weight.shape[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As it comes, for up to three spatial axes after the channels."""
+        """The preferred one for one to three spatial axes after the channels."""
         return preferred if self.axis == 1 and 1 <= len(self.window.kernel) <= 3 else PLAIN
 
 
@@ -232,7 +230,8 @@ class Deconvolution(_Filtering):
         )
         if min(out, default=1) < 1:
             raise ConfigError(
-                f"pad {by(self.window.pad)} leaves nothing of the {by(spatial, False)} input's output"
+                f"pad {by(self.window.pad)} leaves nothing of the {by(spatial, False)} input's "
+                "output"
             )
         outer = bottom[0].shape[: self.axis]
         self.plan(prod(outer), self.outputs, out)
@@ -302,8 +301,8 @@ class Im2col(Layer):
         top[0].reshape((*outer, channels * prod(kernel), *self.out))
 
     def windows(self) -> Iterator[tuple[tuple[Any, ...], Array]]:
-        """For each position in the kernel: its index in the columns, and the padded elements that
-        go there.
+        """Yield for each position in the kernel its index in the columns, and the elements of the
+        padded input to copy there.
         """
         _, stride, _, dilation = self.window
         for at in np.ndindex(*self.window.kernel):
@@ -324,7 +323,7 @@ class Im2col(Layer):
             columns[at] = window
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Add up what was copied."""
+        """Add each column to the elements that it was copied from."""
         if propagate_down[0]:
             columns, padded = top[0].diff.reshape(self.columns), self.pad_buffer.data
             padded[...] = 0

@@ -1,6 +1,4 @@
-"""What layers find wrong with their data: told at once on the CPU, when the host next looks on a
-GPU.
-"""
+"""Errors in the data of a layer: raised at once on the CPU, on a GPU when the host next checks."""
 
 from collections.abc import Callable
 
@@ -11,9 +9,7 @@ from caffepy.proto.text import locate_layer
 
 
 def error_flag(layer: Layer, error: Callable[[float], CaffeError]) -> ErrorFlag:
-    """Room to note a value that a layer cannot use; the error made of it says where the layer is
-    defined.
-    """
+    """Return a flag for values that a layer cannot use; its error names the layer's definition."""
 
     def located(value: float) -> CaffeError:
         name = f'layer "{layer.param.name}" ({layer.type})'

@@ -17,15 +17,15 @@ class Eltwise(Layer):
     shape.
 
     In place, the gradient of bottom 0 is written last, over that of the top. The product cannot be
-    in place. A maximum gives its gradient to the winner alone: of the first two, when they are
-    equal, the second; then the earliest.
+    in place. The gradient of a maximum goes to one bottom: of the first two, if they are equal, to
+    the second; to a later one only if it is larger.
     """
 
     on_gpu = True
     bottoms = (2, None)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read the operation and the coefficients, 1 unless given."""
+        """Read the operation and the coefficients, 1 by default."""
         param = self.param.eltwise_param
         self.operation = param.operation
         self.backward_reads_bottom = self.operation == EltwiseParameter.PROD
@@ -40,7 +40,7 @@ class Eltwise(Layer):
         self.can_fuse = self.operation == EltwiseParameter.SUM and set(self.coefficients) == {1}
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check that the bottoms agree."""
+        """Check that the bottoms have one shape."""
         for i, b in enumerate(bottom):
             if b.shape != bottom[0].shape:
                 raise ConfigError(
@@ -57,7 +57,7 @@ class Eltwise(Layer):
             )
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come."""
+        """The preferred one."""
         return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:

@@ -28,7 +28,7 @@ class Embed(Layer):
         self.wrong = error_flag(self, self.no_row)
 
     def no_row(self, x: float) -> DataError:
-        """The error for a number that names no row."""
+        """The error for a number that is no row."""
         return DataError(f"input {x:g} is not one of the {self.inputs} rows 0 to {self.inputs - 1}")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -36,7 +36,7 @@ class Embed(Layer):
         top[0].reshape([*bottom[0].shape, self.outputs])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Look up, then add the bias; DataError for a number that names no row."""
+        """Look up, then add the bias; DataError for a number that is no row."""
         y = top[0].data.reshape(-1, self.outputs)
         self.ops.take_rows(
             self.blobs[0].data, bottom[0].data.reshape(-1), True, y, self.wrong.found

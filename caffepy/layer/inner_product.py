@@ -10,13 +10,11 @@ from caffepy.layer.base import Blobs, Layer, layer
 
 
 class Factors(Protocol):
-    """Who takes over the gradient of a layer's weight, the mean of which over several solvers is
-    wanted.
-    """
+    """Computes the mean over several solvers of the gradient of a layer's weight."""
 
     def __call__(self, dy: Array, x: Array) -> None:
-        """See to it that dw becomes the mean over all solvers of dy.T @ x; dy (M, O) and x (M, K)
-        may change then.
+        """Take the factors of this solver's gradient dy.T @ x: dy (M, O) and x (M, K), which may
+        be overwritten.
         """
 
 
@@ -25,7 +23,7 @@ class InnerProduct(Layer):
     """(*outer, *inner) -> (*outer, O), the axes from `axis` on as one of size K; weight (O, K) or,
     transposed, (K, O).
 
-    y = x @ w.T + b. Of a bottom in a narrower type than the weight's, products are in the bottom's.
+    y = x @ w.T + b. If the bottom has a narrower type than the weight, products are in that type.
     """
 
     on_gpu = True
@@ -35,11 +33,9 @@ class InnerProduct(Layer):
     can_fuse = True
     backward_reads_top = False
     factors: "Factors | None" = None
-    """Takes what the weight's gradient is made of where several solvers make it together."""
+    """Set where several solvers compute the weight's gradient together."""
     overwrites = False
-    """Whether the weight's gradient takes the place of what is there, since nothing else adds to
-    it.
-    """
+    """True to overwrite the weight's gradient (beta = 0) since nothing else adds to it."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Fill weight and bias."""
@@ -59,8 +55,8 @@ class InnerProduct(Layer):
         inputs = prod(shape[self.axis :])
         if len(shape) < self.axis or inputs != self.inputs:
             raise ConfigError(
-                f"Input size incompatible with inner product parameters. The weights are for {self.inputs} inputs, "
-                f"not {inputs} (shape {list(shape)}, axis {self.axis})"
+                "Input size incompatible with inner product parameters. The weights are for "
+                f"{self.inputs} inputs, not {inputs} (shape {list(shape)}, axis {self.axis})"
             )
         self.rows = prod(shape[: self.axis])
         top[0].reshape((*shape[: self.axis], self.outputs))
@@ -69,7 +65,7 @@ class InnerProduct(Layer):
         self.narrow_dy = self.buffer((self.rows, self.outputs), narrow)
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred type, in the order of the weight's columns."""
+        """The preferred type; the order is that of the weight's columns."""
         return Layout(preferred.dtype, False)
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
@@ -78,12 +74,12 @@ class InnerProduct(Layer):
 
     @property
     def bias(self) -> Array | None:
-        """b, if there is one."""
+        """b, None if there is none."""
         return self.blobs[1].data if len(self.blobs) > 1 else None
 
     @property
     def bias_diff(self) -> Array | None:
-        """db, if it is wanted."""
+        """db, None if it is not wanted."""
         return self.blobs[1].diff if len(self.blobs) > 1 and self.param_propagate_down[1] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -108,8 +104,8 @@ class InnerProduct(Layer):
         self.gradients(dy, self.bias_diff, bottom[0], propagate_down[0])
 
     def gradients(self, dy: Array, db: Array | None, bottom: Blob, propagate_down: bool) -> None:
-        """dw += dy.T @ x, db += column sums of dy (M, O) unless it is None, dx = dy @ w if that is
-        wanted.
+        """dw += dy.T @ x, db += column sums of dy (M, O) unless db is None, dx = dy @ w with
+        `propagate_down`.
         """
         x = bottom.data.reshape(self.rows, self.inputs)
         w = self.blobs[0].data

@@ -1,8 +1,8 @@
 """Losses, softmax and accuracy.
 
 Predictions are seen as (outer, C, inner) around the axis of the classes, labels as (outer, inner).
-A loss's backward finds its loss weight in the top's diff. Layers that run on a GPU read nothing
-back: loss, divisor and the first label that names no class stay in arrays of the device.
+A loss's backward finds its loss weight in the top's diff. On a GPU
+nothing is read back: loss, divisor and the first invalid label stay in arrays of the device.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,32 +37,28 @@ def check_labels(predictions: Blob, labels: Blob, view: tuple[int, int, int]) ->
     outer, classes, inner = view
     if labels.count != outer * inner:
         raise ConfigError(
-            f"predictions of shape {list(predictions.shape)} with {classes} classes need {outer * inner} labels, "
-            f"not {labels.count} (shape {list(labels.shape)})"
+            f"predictions of shape {list(predictions.shape)} with {classes} classes need "
+            f"{outer * inner} labels, not {labels.count} (shape {list(labels.shape)})"
         )
 
 
 def bad_label(label: float, classes: int) -> DataError:
-    """The error for a label that names no class."""
+    """The error for a label that is no class."""
     return DataError(f"label {label:g} is not one of the {classes} classes 0 to {classes - 1}")
 
 
 def bad_labels(layer: Layer, classes: Callable[[], int]) -> ErrorFlag:
-    """Room to note a label of a layer that names none of the classes; the error says where the
-    layer is defined.
-    """
+    """Return a flag for labels that are no class; its error says where the layer is defined."""
     return error_flag(layer, lambda label: bad_label(label, classes()))
 
 
 class ClassLoss(LossLayer):
-    """A loss with the `loss_param` that says which label does not count and what the sum is divided
-    by.
-    """
+    """A loss with `loss_param`: the label to ignore and the normalization."""
 
     normalization = LossParameter.VALID  # unless loss_param says otherwise
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read loss_param; a second top carries no loss unless it is given a weight."""
+        """Read loss_param; the loss weight of a second top is 0 by default."""
         param = self.param.loss_param
         self.ignore = param.ignore_label if param.HasField("ignore_label") else None
         if param.HasField("normalization"):
@@ -75,8 +71,8 @@ class ClassLoss(LossLayer):
             self.param.loss_weight.append(0)
 
     def divisor(self, outer: int, inner: int) -> float | None:
-        """FULL: outer * inner, VALID: None for how many labels count, BATCH_SIZE: outer, NONE: 1; 1
-        in place of 0.
+        """The divisor of the sum, at least 1; FULL: outer * inner, VALID: None for the number of
+        labels that are not ignored, BATCH_SIZE: outer, NONE: 1.
         """
         sizes = {
             LossParameter.FULL: outer * inner,
@@ -90,7 +86,7 @@ class ClassLoss(LossLayer):
 
 @layer("Softmax")
 class Softmax(SameShape):
-    """y = exp(x) / sum of exp(x) along `axis` (1 unless given)."""
+    """y = exp(x) / sum of exp(x) along `axis` (1 by default)."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Find the axis."""
@@ -126,7 +122,7 @@ class SoftmaxWithLoss(ClassLoss):
         self.wrong = bad_labels(self, lambda: self.view[1])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the labels, allot p."""
+        """Check the labels, allocate p."""
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.softmax_param.axis)
         check_labels(bottom[0], bottom[1], self.view)
@@ -151,7 +147,7 @@ class SoftmaxWithLoss(ClassLoss):
             self.ops.copy(prob, top[1].data.reshape(self.view))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = weight / divisor * (p - 1 at the label), 0 where the label does not count."""
+        """dx = weight / divisor * (p - 1 at the label), 0 for ignored labels."""
         self.refuse_label_gradient(propagate_down)
         if propagate_down[0]:
             dx, given = bottom[0].diff.reshape(self.view), (self.labels(bottom), self.ignore)
@@ -165,11 +161,12 @@ class EuclideanLoss(LossLayer):
     on_gpu = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the counts, allot a - b."""
+        """Check the counts, allocate a - b."""
         super().reshape(bottom, top)
         if bottom[0].count != bottom[1].count:
             raise ConfigError(
-                f"the bottoms must have one count: {bottom[0].count} of shape {list(bottom[0].shape)}, "
+                "the bottoms must have one count: "
+                f"{bottom[0].count} of shape {list(bottom[0].shape)}, "
                 f"{bottom[1].count} of shape {list(bottom[1].shape)}"
             )
         self.difference = self.buffer(bottom[0].shape)
@@ -222,7 +219,7 @@ class SigmoidCrossEntropyLoss(ClassLoss):
         self.ops.sigmoid_loss_forward(*given, top[0].data, self.norm.data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = weight / divisor * (s(x) - t), 0 where the target does not count."""
+        """dx = weight / divisor * (s(x) - t), 0 for ignored targets."""
         self.refuse_label_gradient(propagate_down)
         if propagate_down[0]:
             given = bottom[0].data, bottom[1].data, self.ignore
@@ -244,7 +241,7 @@ class Accuracy(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Allot room for a wrong label."""
+        """Create the flag for invalid labels."""
         self.wrong = bad_labels(self, lambda: self.view[1])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -255,7 +252,8 @@ class Accuracy(Layer):
         self.ignore = param.ignore_label if param.HasField("ignore_label") else None
         if not 1 <= param.top_k <= self.view[1]:
             raise ConfigError(
-                f"accuracy_param: top_k {param.top_k} must lie between 1 and the {self.view[1]} classes"
+                f"accuracy_param: top_k {param.top_k} must lie between 1 and "
+                f"the {self.view[1]} classes"
             )
         self.hits, self.counts = (self.buffer([self.view[1]], np.int64) for _ in range(2))
         for t, shape in zip(top, ((), (self.view[1],)), strict=False):
@@ -315,7 +313,7 @@ class InfogainLoss(ClassLoss):
             self.matrix = self.device.on_device(matrix.astype(self.dtype))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check labels and H, allot p."""
+        """Check labels and H, allocate p."""
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.infogain_loss_param.axis)
         check_labels(bottom[0], bottom[1], self.view)
@@ -323,14 +321,15 @@ class InfogainLoss(ClassLoss):
         count = bottom[2].count if self.matrix is None else self.matrix.size
         if count != classes * classes:
             raise ConfigError(
-                f"{classes} classes need an infogain matrix of {classes * classes} elements, not {count}"
+                f"{classes} classes need an infogain matrix of {classes * classes} elements, "
+                f"not {count}"
             )
         self.prob, self.norm = self.buffer(self.view), self.buffer((), np.float64)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
 
     def given(self, bottom: Blobs) -> tuple[Array, Array, int | None]:
-        """The labels as (outer, inner), H as (C, C), and which label does not count."""
+        """The labels as (outer, inner), H as (C, C), the label to ignore."""
         outer, classes, inner = self.view
         matrix = self.matrix if self.matrix is not None else bottom[2].data
         return bottom[1].data.reshape(outer, inner), matrix.reshape(classes, classes), self.ignore
@@ -367,7 +366,7 @@ class ItemLoss(LossLayer):
     on_gpu = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Allot room for a wrong label."""
+        """Create the flag for invalid labels."""
         self.wrong = bad_labels(self, lambda: self.view[1])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -409,7 +408,7 @@ class HingeLoss(ItemLoss):
     """
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Allot m."""
+        """Allocate m."""
         super().reshape(bottom, top)
         self.slack = self.buffer(self.view)  # m, negative at the label
         self.squares = self.param.hinge_loss_param.norm == HingeLossParameter.L2
@@ -441,7 +440,7 @@ class ContrastiveLoss(LossLayer):
     bottoms = 3
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the shapes, allot a - b and what it is multiplied by in the gradient."""
+        """Check the shapes, allocate a - b and its factor in the gradient."""
         super().reshape(bottom, top)
         a, b, y = bottom
         if a.count != b.count:
@@ -476,7 +475,8 @@ class ContrastiveLoss(LossLayer):
         for b, wanted, sign in zip(bottom, propagate_down, (1, -1, 0), strict=True):
             if wanted and not sign:
                 raise ConfigError(
-                    "ContrastiveLoss cannot differentiate its labels; give them propagate_down: false"
+                    "ContrastiveLoss cannot differentiate its labels; "
+                    "give them propagate_down: false"
                 )
             if wanted:
                 given = self.difference.data, self.factor.data, top[0].diff, sign * self.items

@@ -12,7 +12,7 @@ from caffepy.proto.caffe_pb2 import FillerParameter
 
 
 def is_in_place(bottom: Blob, top: Blob) -> bool:
-    """Whether the top's data overwrite the bottom's."""
+    """True if the top's data overwrite the bottom's."""
     return top.data_memory is bottom.data_memory
 
 
@@ -26,7 +26,7 @@ class SameShape(Layer):
     reads_input = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Give the top the bottom's shape and allot the copy of x if it takes one."""
+        """Give the top the bottom's shape; allocate the copy of x if one is needed."""
         top[0].reshape_like(bottom[0])
         copies = self.reads_input and is_in_place(bottom[0], top[0])
         self.kept = self._buffer_like(bottom[0]) if copies else bottom[0]
@@ -38,17 +38,17 @@ class SameShape(Layer):
         return buffer
 
     def keep_input(self, bottom: Blobs) -> Array:
-        """x, as forward reads it and as backward finds it in `kept`."""
+        """Return x for forward; backward finds it in `kept`."""
         if self.kept is not bottom[0]:
             self.ops.copy(bottom[0].data, self.kept.data)
         return self.kept.data
 
 
 class Elementwise(SameShape):
-    """One whose arithmetic is indifferent to how its blobs lie."""
+    """A layer whose operations take blobs in any layout."""
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come."""
+        """The preferred one."""
         return preferred
 
 
@@ -84,7 +84,7 @@ class PReLU(Elementwise):
     reads_input = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Make the slope, 0.25 unless there is a filler."""
+        """Create the slope, 0.25 by default."""
         if len(bottom[0].shape) < 2:
             raise ConfigError(
                 f"PReLU needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
@@ -96,7 +96,7 @@ class PReLU(Elementwise):
         self.make_params({"slope": shape}, [param.filler if param.HasField("filler") else default])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check that the channels are as many as the slopes."""
+        """Check that there is a slope for each channel."""
         super().reshape(bottom, top)
         n, c, *rest = bottom[0].shape
         self.view = n, c, prod(rest)
@@ -156,7 +156,7 @@ class Power(Elementwise):
         self.reads_input = param.power not in (0, 1) and param.scale != 0
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """A constant is written without a kernel."""
+        """The preferred one, but for a constant, which no operation writes."""
         power, scale, _ = self.numbers
         return preferred if power * scale else PLAIN
 
@@ -196,7 +196,7 @@ class Dropout(Drawing, Elementwise):
             raise ConfigError(f"dropout_ratio must be at least 0 and below 1, not {self.ratio:g}")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Allot the mask."""
+        """Allocate the mask."""
         super().reshape(bottom, top)
         self.mask = self.buffer(bottom[0].shape, np.uint8)
 
@@ -245,7 +245,7 @@ class Swish(Elementwise):
     """y = x * s, s = sigmoid(beta * x) (Ramachandran et al. 2017)."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Allot s."""
+        """Allocate s."""
         super().reshape(bottom, top)
         self.beta = self.param.swish_param.beta
         self.sigmoid = self.buffer(bottom[0].shape)
@@ -324,7 +324,7 @@ class Clip(SameShape):
 
 @layer("Exp")
 class Exp(SameShape):
-    """y = base^(shift + scale * x), base e unless given."""
+    """y = base^(shift + scale * x), base e by default."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """y = factor * exp(rate * x)."""
@@ -348,7 +348,7 @@ class Exp(SameShape):
 
 @layer("Log")
 class Log(SameShape):
-    """y = log of (shift + scale * x) to the base, e unless given."""
+    """y = log of (shift + scale * x) to the base, e by default."""
 
     reads_input = True
 

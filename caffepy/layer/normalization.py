@@ -14,9 +14,7 @@ from caffepy.layer.pooling import check_padded
 from caffepy.proto.caffe_pb2 import TEST, FillerParameter, LRNParameter
 
 Together = Callable[[Array], Array]
-"""Called by solvers each with an array of its own, at the same place: those of all, along an axis
-more, the first.
-"""
+"""All-gather: each solver passes its array and gets those of all, stacked along a new axis 0."""
 
 
 @layer("LRN")
@@ -44,7 +42,7 @@ class LRN(SameShape):
         self.across = param.norm_region == LRNParameter.ACROSS_CHANNELS
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Allot s, and for windows of pixels what backward puts together."""
+        """Allocate s and the buffers of backward."""
         if len(bottom[0].shape) != 4:
             raise ConfigError(f"LRN needs a bottom of 4 axes, not {list(bottom[0].shape)}")
         if not self.across:
@@ -55,7 +53,7 @@ class LRN(SameShape):
         self.product = self._buffer_like(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come for windows of channels."""
+        """The preferred one for windows of channels."""
         return preferred if self.across else PLAIN
 
     @property
@@ -63,7 +61,7 @@ class LRN(SameShape):
         return None if self.kept.layout.channels_last else self.scale.data
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y, and s unless it costs less to compute it again."""
+        """Write y, and s unless recomputing it is cheaper."""
         x, y = self.keep_input(bottom), top[0].data
         if self.across:
             self.ops.lrn_forward(x, y, self._kept_scale, self.size, self.alpha, self.beta, self.k)
@@ -114,11 +112,12 @@ class BatchNorm(SameShape):
 
     Blobs: running sums of mean (C) and variance (C) and the weight of both (1): each batch
     multiplies them by moving_average_fraction and adds its mean, its variance * m/(m-1) and 1. With
-    use_global_stats (TEST unless given) mean and variance are those sums divided by that weight,
-    else the batch's own. With NVCaffe's scale_bias y becomes y * scale + bias, two learnable blobs
-    (C) more.
+    use_global_stats (TEST by default) mean and variance are those sums divided by that weight,
+    else the batch's own. With NVCaffe's scale_bias y becomes y * scale + bias, two more learnable
+    blobs (C).
 
-    With `together` set the layers of several solvers normalize their batches, of one size, as one.
+    With `together` set the layers of several solvers normalize their batches, of one size, as one
+    batch.
     """
 
     reads_input = True
@@ -127,11 +126,11 @@ class BatchNorm(SameShape):
 
     @property
     def statistics(self) -> Sequence[Blob]:
-        """Those of `blobs` that forward computes from the data that it sees."""
+        """The running sums and their weight."""
         return self.blobs[:3]
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Make the three blobs, which no solver may learn, and perhaps scale and bias."""
+        """Create the three blobs, which no solver learns, and with scale_bias the other two."""
         param = self.param.batch_norm_param
         self.fraction, self.eps = param.moving_average_fraction, param.eps
         self.is_global = (
@@ -166,10 +165,10 @@ class BatchNorm(SameShape):
                 raise ConfigError(
                     "Cannot configure batch normalization statistics as layer parameters."
                 )
-            spec.lr_mult = float(i >= 3)  # NVCaffe overrides what is given
+            spec.lr_mult = float(i >= 3)  # as NVCaffe does, whatever the prototxt says
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the channels and allot the statistics."""
+        """Check the channels and allocate the statistics."""
         super().reshape(bottom, top)
         n, c, *rest = bottom[0].shape
         if c != self.blobs[0].count:
@@ -180,20 +179,20 @@ class BatchNorm(SameShape):
             self.normalized = self._buffer_like(bottom[0])
 
     def meet(self, together: Together | None) -> None:
-        """Normalize by the statistics of the batches of all who meet by this, from the next pass
-        on; None: alone.
+        """Normalize by the statistics of the batches of all solvers that call `together`, from the
+        next pass on; None: by those of the own batch.
         """
         self.together = together
         if together and not hasattr(self, "normalized"):
             self.normalized = self._buffer_like(self.kept)
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come without NVCaffe's scale and bias."""
+        """The preferred one without NVCaffe's scale and bias."""
         return PLAIN if self.scales else preferred
 
     def prepare(self, x: Array, scale: Array | None = None, bias: Array | None = None) -> Array:
-        """The mean, inverse deviation, factor and shift of each channel, (4, C); in batch mode the
-        sums go on.
+        """Return mean, inverse deviation, factor and shift of each channel, (4, C); with statistics
+        of the batch, update the running sums.
 
         y * scale + bias = x * factor + shift; x (N, C, P).
         """
@@ -207,7 +206,7 @@ class BatchNorm(SameShape):
         return numbers
 
     def _prepare_together(self, x: Array, together: Together) -> None:
-        """Mean and inverse deviation of all batches; the running sums go on with these."""
+        """Compute mean and inverse deviation of all batches; update the running sums."""
         numbers, device = self.numbers.data, self.device
         self.ops.batch_norm_statistics(x, numbers[0], numbers[1])
         every = together(np.array(device.on_host(numbers[:2]), np.float64))
@@ -239,7 +238,7 @@ class BatchNorm(SameShape):
         ops.add(y, dx)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Find mean and variance, update the running sums in batch mode, write y."""
+        """Compute mean and variance, update the running sums with those of a batch, write y."""
         x = self.keep_input(bottom).reshape(self.view)
         mean, inverse = self.prepare(x)[:2]
         y = top[0].data.reshape(self.view)
@@ -254,7 +253,7 @@ class BatchNorm(SameShape):
         """dx = (dy - mean(dy) - y * mean(dy * y)) / sqrt(variance + eps); with global statistics
         without the means.
 
-        With scale_bias y is that before the scaling, dscale += sum of dy * y, dbias += sum of dy,
+        With scale_bias y is the value before scaling, dscale += sum of dy * y, dbias += sum of dy,
         then dy *= scale.
         """
         dy = top[0].diff.reshape(self.view)
@@ -284,13 +283,13 @@ class MVN(SameShape):
     """y = (x - mean) / (sqrt(variance) + eps), over each plane of (N, C, H, W) or, across_channels,
     over each item.
 
-    The top has four axes even if the bottom has fewer; those that it lacks are 1.
+    The top always has four axes; those that the bottom lacks are 1.
     """
 
     reads_input = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """View the bottom as rows that are normalized each by itself."""
+        """View the bottom as rows, each of which is normalized by itself."""
         super().reshape(bottom, top)
         param = self.param.mvn_param
         self.eps, self.normalizes = param.eps, param.normalize_variance
@@ -327,8 +326,8 @@ class MVN(SameShape):
 
 
 class Broadcast(SameShape):
-    """A layer whose parameter, or bottom 1, goes along some axes of bottom 0: from `axis` on,
-    `num_axes` of them.
+    """A layer whose parameter, or bottom 1, has the shape of `num_axes` axes of bottom 0, from
+    `axis` on, and is broadcast over the others.
     """
 
     bottoms = (1, 2)
@@ -336,7 +335,7 @@ class Broadcast(SameShape):
     def make_blobs(
         self, bottom: Blobs, axis: int, num_axes: int, fillers: Sequence[FillerParameter]
     ) -> None:
-        """Add and fill blobs of the shape of the axes, one a filler."""
+        """Create and fill blobs of the shape of these axes, one for each filler."""
         shape = bottom[-1].shape
         if len(bottom) == 1:
             start = bottom[0].axis(axis)
@@ -366,7 +365,7 @@ class Broadcast(SameShape):
         self.view = (prod(shape[:start]), operand.count, prod(shape[end:]))
 
     def gradients(self, top: Blobs, bottom: Blobs, wanted: bool) -> tuple[Array, Array | None]:
-        """dy and dx as (outer, C, inner); dx is dy itself in place, None if it is not wanted."""
+        """Return dy and dx as (outer, C, inner); dx is dy itself in place, None if not wanted."""
         dy = top[0].diff.reshape(self.view)
         if not wanted:
             return dy, None
@@ -390,7 +389,7 @@ class Scale(Broadcast):
     backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Make scale and bias."""
+        """Create scale and bias."""
         param = self.param.scale_param
         fillers = [param.filler if param.HasField("filler") else FillerParameter(value=1)] * (
             len(bottom) == 1
@@ -404,7 +403,7 @@ class Scale(Broadcast):
         )
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come where each channel has its scale."""
+        """The preferred one if each channel has one scale."""
         return preferred if self.by_channels else PLAIN
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -442,7 +441,7 @@ class Bias(Broadcast):
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Make the bias."""
+        """Create the bias."""
         param = self.param.bias_param
         self.make_blobs(bottom, param.axis, param.num_axes, [param.filler] * (len(bottom) == 1))
 

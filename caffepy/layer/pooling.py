@@ -114,7 +114,8 @@ class Pooling(Drawing):
         ]
         if min(out) < 1:
             raise ConfigError(
-                f"kernel {_by(self.kernel)} does not fit its {_by(size)} input (pad {_by(self.pad)})"
+                f"kernel {_by(self.kernel)} does not fit its {_by(size)} input "
+                f"(pad {_by(self.pad)})"
             )
         check_padded(size, self.pad)
         for t in top:
@@ -124,7 +125,7 @@ class Pooling(Drawing):
             self.index = self.buffer(top[0].shape, kind)
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come, but for a second top."""
+        """The preferred one without a second top."""
         return PLAIN if self.tells_where else preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -142,7 +143,7 @@ class Pooling(Drawing):
             self.ops.stochastic_pool_mean(x, y, *window)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """To the element that was taken, or shared evenly."""
+        """dx is dy at the element that forward took, or dy shared evenly."""
         if not propagate_down[0]:
             return
         dy, dx, window = top[0].diff, bottom[0].diff, (self.kernel, self.stride, self.pad)
@@ -172,7 +173,7 @@ class SPP(Layer):
             raise ConfigError("pyramid_height must be 1 or more")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Make the pooling layers of the levels anew for this input size."""
+        """Create the pooling layers of the levels for this input size."""
         n, _, h, w = bottom[0].legacy_shape()
         self.levels: list[tuple[Pooling, Blob]] = []
         for level in range(self.height):
@@ -207,7 +208,7 @@ class SPP(Layer):
             at += flat.shape[1]
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """The sum of what the levels give."""
+        """dx is the sum over the levels."""
         if not propagate_down[0]:
             return
         dy, at = top[0].diff.reshape(len(top[0].diff), -1), 0

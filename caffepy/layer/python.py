@@ -1,4 +1,4 @@
-"""Layers whose code is the user's."""
+"""Layers that users write in Python."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -34,7 +34,8 @@ class Python(Layer):
         param = self.param.python_param
         if not param.module or not param.layer:
             raise ConfigError(
-                'python_param needs "module", the name of a Python module, and "layer", a class in it'
+                'python_param needs "module", the name of a Python module, '
+                'and "layer", a class in it'
             )
         self._code = UserCode(param.module, self.path)
         made_by = self._code.find(param.layer)
@@ -51,28 +52,29 @@ class Python(Layer):
             self._code.call(self.instance.setup, wrap_all(bottom), wrap_all(top))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Let the user's code shape the tops."""
+        """Call the user's reshape."""
         self._code.call(self.instance.reshape, wrap_all(bottom), wrap_all(top))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Let the user's code write the tops."""
+        """Call the user's forward."""
         self._code.call(self.instance.forward, wrap_all(bottom), wrap_all(top))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Let the user's code write bottom diffs and add parameter diffs."""
+        """Call the user's backward; ConfigError if a gradient is wanted and there is none."""
         if hasattr(self.instance, "backward"):
             self._code.call(
                 self.instance.backward, wrap_all(top), list(propagate_down), wrap_all(bottom)
             )
         elif any(propagate_down) or any(self.param_propagate_down):
             raise ConfigError(
-                f'class "{self.param.python_param.layer}" ({self._code.file}) has no method "backward"; write one, or '
-                "give the bottoms propagate_down: false and the parameters lr_mult: 0"
+                f'class "{self.param.python_param.layer}" ({self._code.file}) has no method '
+                '"backward"; write one, or give the bottoms propagate_down: false and the '
+                "parameters lr_mult: 0"
             )
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether the function, or the class, can be called with one argument."""
+    """True if the function, or the class, can be called with one argument."""
     try:
         inspect.signature(function).bind(None)
     except (TypeError, ValueError):

@@ -70,12 +70,12 @@ class Blob:
 
     @property
     def _gpu_data_ptr(self) -> int:
-        """Where the values lie on the GPU, in the element type and order in which the net computes."""
+        """Address of the values on the GPU, in the layout in which the net computes."""
         return _address(self._inner.data)
 
     @property
     def _gpu_diff_ptr(self) -> int:
-        """Where the gradients lie on the GPU, as the values do."""
+        """Address of the gradients on the GPU, in the same layout."""
         return _address(self._inner.diff)
 
     def __repr__(self) -> str:
@@ -86,7 +86,7 @@ class Blob:
 
 
 def _on_host(data: Array, diff: Array) -> Blob:
-    """A blob of its own, as copies and pickles are."""
+    """Return a blob with memory of its own, for copies and pickles."""
     inner = Inner(data.shape, data.dtype)
     inner.host_data[...], inner.host_diff[...] = data, diff
     return Blob(inner)

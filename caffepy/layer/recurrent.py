@@ -45,8 +45,9 @@ class Recurrent(Layer):
         least = 2 + self.exposed
         if len(bottom) not in (least, least + 1) or len(top) != 1 + self.exposed:
             raise ConfigError(
-                f"{self.type} with expose_hidden: {str(param.expose_hidden).lower()} takes {least} bottoms, one more "
-                f"for a static input, and {1 + self.exposed} top(s), not {len(bottom)} and {len(top)}"
+                f"{self.type} with expose_hidden: {str(param.expose_hidden).lower()} takes {least} "
+                f"bottoms, one more for a static input, and {1 + self.exposed} top(s), "
+                f"not {len(bottom)} and {len(top)}"
             )
         if param.num_output < 1:
             raise ConfigError("num_output must be positive")
@@ -55,7 +56,8 @@ class Recurrent(Layer):
         self.size, self.steps = param.num_output, bottom[0].shape[0]
         self.inputs = prod(bottom[0].shape[2:])
         log.info(
-            "Initializing recurrent layer: assuming input batch contains %d timesteps of %d independent streams.",
+            "Initializing recurrent layer: assuming input batch contains "
+            "%d timesteps of %d independent streams.",
             *bottom[0].shape[:2],
         )
         rows = self.gates * self.size
@@ -77,7 +79,7 @@ class Recurrent(Layer):
         self.sums, self.static_sums, self.kept = (self.buffer() for _ in range(3))
 
     def check_axes(self, bottom: Blobs) -> None:
-        """ConfigError where bottoms disagree in steps or streams."""
+        """ConfigError if bottoms disagree in steps or streams."""
         x, cont = bottom[0].shape, bottom[1].shape
         if len(x) < 2 or x[0] < 1:
             raise ConfigError(
@@ -90,13 +92,12 @@ class Recurrent(Layer):
             )
         if self.static and bottom[2].shape[:1] != x[1:2]:
             raise ConfigError(
-                f"the static input must have the {x[1]} streams of bottom[0] as its first axis: {list(bottom[2].shape)}"
+                f"the static input must have the {x[1]} streams of bottom[0] as its first axis: "
+                f"{list(bottom[2].shape)}"
             )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The number of steps and the inputs' sizes stay what they were at set-up; the number of
-        streams may change.
-        """
+        """Shape tops and buffers. Only the number of streams may differ from that at set-up."""
         self.check_axes(bottom)
         steps, self.streams, *rest = bottom[0].shape
         if steps != self.steps:
@@ -109,13 +110,15 @@ class Recurrent(Layer):
         for before, now in sizes:
             if before != now:
                 raise ConfigError(
-                    f"Input size incompatible with the weights: they are for {before} inputs, not {now}"
+                    "Input size incompatible with the weights: "
+                    f"they are for {before} inputs, not {now}"
                 )
         state = (1, self.streams, self.size)
         for i in range(len(bottom) - self.exposed, len(bottom)):
             if bottom[i].shape != state:
                 raise ConfigError(
-                    f"bottom[{i}] shape must match hidden state input shape: {shape_string(state)}, "
+                    f"bottom[{i}] shape must match hidden state input shape: "
+                    f"{shape_string(state)}, "
                     f"not {shape_string(bottom[i].shape)}"
                 )
         for blob in [*self.first, *self.last, *top[1:]]:
@@ -126,18 +129,18 @@ class Recurrent(Layer):
         self.kept.reshape((steps, self.streams, self.size))
 
     def begin(self, bottom: Blobs) -> list[Array]:
-        """The states (N, H) that this batch begins with."""
+        """Return the states (N, H) that this batch begins with: those after the last batch."""
         if not self.exposed:
             for first, last in zip(self.first, self.last, strict=True):
                 self.ops.copy(last.data, first.data)
         return self.first_states(bottom)
 
     def first_states(self, bottom: Blobs) -> list[Array]:
-        """What `begin` gave."""
+        """The states that `begin` returned."""
         return [blob.data[0] for blob in (bottom[-self.exposed :] if self.exposed else self.first)]
 
     def end(self, top: Blobs, *states: Array) -> None:
-        """Keep the states after the last step, or give them to the tops."""
+        """Keep the states after the last step, or write them to the tops."""
         for blob, state in zip(top[1:] if self.exposed else self.last, states, strict=True):
             self.ops.copy(state, blob.data[0])
 
@@ -155,7 +158,7 @@ class Recurrent(Layer):
             sums += self.static_sums.data
 
     def spread_gradient(self, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """From the gradient in the sums to the inputs and to the weights of inputs and state."""
+        """Compute the gradients of the inputs and of their weights from those of the sums."""
         wanted = self.param_propagate_down
         dsums = self.sums.diff
         flat = dsums.reshape(-1, self.gates * self.size)
@@ -193,7 +196,8 @@ class Recurrent(Layer):
         """ConfigError if cont is asked for a gradient."""
         if propagate_down[1]:
             raise ConfigError(
-                "Cannot backpropagate to sequence indicators (bottom 1); they need propagate_down: false"
+                "Cannot backpropagate to sequence indicators (bottom 1); "
+                "they need propagate_down: false"
             )
 
     def allow_force_backward(self, index: int) -> bool:
@@ -205,8 +209,8 @@ class Recurrent(Layer):
         return {} if self.exposed else {"last": [blob.host_data.copy() for blob in self.last]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Begin the next batch where another run ended one; streams may be fewer or more than in
-        this batch.
+        """Begin the next batch with these states; their number of streams may differ from that of
+        the present batch.
         """
         for blob, array in zip(self.last, state.get("last", ()), strict=True):
             shape = blob.shape
@@ -229,18 +233,18 @@ class LSTM(Recurrent):
     input_name = "xc"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """A buffer for c of all steps."""
+        """Create the buffer for c of all steps."""
         super().setup(bottom, top)
         self.c = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The loop for this many streams."""
+        """Create the loop for this number of streams."""
         super().reshape(bottom, top)
         self.c.reshape(top[0].shape)
         self.loop = self.ops.LSTM(self.steps, self.streams, self.size, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Input sums, then the loop."""
+        """Compute the input sums, then run the loop."""
         h, c, w = top[0].data, self.c.data, self.blobs[self.state_weight].data
         h_first, c_first = self.begin(bottom)
         self.sum_inputs(bottom)
@@ -248,7 +252,7 @@ class LSTM(Recurrent):
         self.end(top, h[-1], c[-1])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """The loop backwards, then the products."""
+        """Run the loop backwards, then the products."""
         self.refuse_cont_gradient(propagate_down)
         w, (_, c_first) = self.blobs[self.state_weight].data, self.first_states(bottom)
         a, da = self.sums.data, self.sums.diff
@@ -269,18 +273,18 @@ class RNN(Recurrent):
     added = ("W_ho", "b_o")
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """A buffer for o of all steps: what follows may work on the top in place."""
+        """Create the buffer for o of all steps: a layer in place may overwrite the top."""
         super().setup(bottom, top)
         self.o = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The loop for this many streams."""
+        """Create the loop for this number of streams."""
         super().reshape(bottom, top)
         self.o.reshape(top[0].shape)
         self.loop = self.ops.RNN(self.steps, self.streams, self.size, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Input sums, the loop, the outputs of all steps."""
+        """Compute the input sums, run the loop, compute the outputs of all steps."""
         w_h, w_o, b_o = (blob.data for blob in self.blobs[self.state_weight :])
         (h_first,) = self.begin(bottom)
         self.sum_inputs(bottom)
@@ -293,7 +297,7 @@ class RNN(Recurrent):
         self.end(top, h[-1])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Through the outputs, the loop backwards, then the products."""
+        """Differentiate the outputs, run the loop backwards, then the products."""
         self.refuse_cont_gradient(propagate_down)
         w_h, w_o, b_o = self.blobs[self.state_weight :]
         wanted = self.param_propagate_down[self.state_weight :]
@@ -323,7 +327,7 @@ class LSTMUnit(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """A buffer for the activations."""
+        """Create the buffer for the activations."""
         self.activations = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -342,17 +346,18 @@ class LSTMUnit(Layer):
         self.activations.reshape(shapes[1])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """On a copy of the gates."""
+        """Compute c and h from a copy of the gates."""
         c_before, _, cont = (blob.data[0] for blob in bottom)
         c, h = (blob.data[0] for blob in top)
         self.ops.copy(bottom[1].data, self.activations.data)
         self.ops.lstm_unit_forward(self.activations.data[0], c_before, cont, c, h)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """To the cell state and the gates."""
+        """Write the gradients of c_prev and the gates."""
         if propagate_down[2]:
             raise ConfigError(
-                "Cannot backpropagate to sequence indicators (bottom 2); they need propagate_down: false"
+                "Cannot backpropagate to sequence indicators (bottom 2); "
+                "they need propagate_down: false"
             )
         if not any(propagate_down):
             return

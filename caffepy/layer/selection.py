@@ -1,4 +1,4 @@
-"""Layers that pick: places of the largest values, windows, items by index or by a selector."""
+"""Layers that select: places of the largest values, windows, items by index or by a selector."""
 
 from collections.abc import Sequence
 from math import prod
@@ -81,14 +81,15 @@ class Crop(Layer):
         for i, offset in enumerate(offsets, axis):
             if offset + wanted[i] > shape[i]:
                 raise ConfigError(
-                    f"axis {i}: offset {offset} and size {wanted[i]} exceed the bottom's size {shape[i]}"
+                    f"axis {i}: offset {offset} and size {wanted[i]} exceed "
+                    f"the bottom's size {shape[i]}"
                 )
             window.append(slice(offset, offset + wanted[i]))
         self.window = tuple(window)
         top[0].reshape([*shape[:axis], *wanted[axis:]])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come."""
+        """The preferred one."""
         return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -96,7 +97,7 @@ class Crop(Layer):
         self.ops.copy(bottom[0].data[self.window], top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = dy inside the window, 0 outside; bottom 1 gives only its size: 0."""
+        """dx = dy inside the window, 0 outside; 0 for bottom 1, of which only the size counts."""
         if propagate_down[0]:
             bottom[0].diff.fill(0)
             self.ops.copy(top[0].diff, bottom[0].diff[self.window])
@@ -113,7 +114,7 @@ class BatchReindex(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Allot room for a wrong index."""
+        """Create the flag for invalid indices."""
         self.wrong = error_flag(self, self.no_item)
 
     def no_item(self, index: float) -> DataError:
@@ -170,13 +171,14 @@ class Filter(Layer):
         """Count the tops."""
         if len(top) != len(bottom) - 1:
             raise ConfigError(
-                f"Filter has a top for each bottom but the selector: {len(bottom) - 1}, not {len(top)}"
+                "Filter has a top for each bottom but the selector: "
+                f"{len(bottom) - 1}, not {len(top)}"
             )
         self.started = False
         self.selector = len(bottom) - 1
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Count the items, but not at the net's construction, when the selector holds nothing yet."""
+        """Count the items; at the net's construction, without values in the selector, all."""
         n = bottom[0].shape[0]
         selector = bottom[-1]
         if selector.shape[0] != n or selector.count != n:

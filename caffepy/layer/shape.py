@@ -1,5 +1,5 @@
-"""Layers that change shapes: join, cut, share, repeat, reduce, drop; and the sources of blobs of a
-given shape.
+"""Layers that change shapes: join, cut, share, repeat, reduce; and layers whose tops have a given
+shape.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from caffepy.proto.caffe_pb2 import ReductionParameter
 
 @layer("Concat")
 class Concat(Layer):
-    """Bottoms joined along `axis` (1 unless given); all other axes agree. One bottom is shared, not
-    copied.
+    """Bottoms joined along `axis` (1 by default); all other axes agree. A single bottom is shared,
+    not copied.
     """
 
     on_gpu = True
@@ -52,7 +52,7 @@ class Concat(Layer):
             top[0].share_diff(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come where the channels are joined."""
+        """The preferred one if channels are joined."""
         return preferred if self.axis == 1 else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -71,7 +71,7 @@ class Concat(Layer):
 
 @layer("Slice")
 class Slice(Layer):
-    """The bottom cut along `axis` (1 unless given) at the slice points, or into equal parts. One
+    """The bottom cut along `axis` (1 by default) at the slice points, or into equal parts. One
     top is shared.
     """
 
@@ -99,7 +99,8 @@ class Slice(Layer):
         size, parts = shape[axis], len(top)
         if not self.points and size % parts:
             raise ConfigError(
-                f"axis {axis} of size {size} cannot be cut into {parts} equal parts; give slice_point"
+                f"axis {axis} of size {size} cannot be cut into {parts} equal parts; "
+                "give slice_point"
             )
         cuts = [0, *(self.points or [size // parts * i for i in range(1, parts)]), size]
         if any(a >= b for a, b in pairwise(cuts)):
@@ -114,7 +115,7 @@ class Slice(Layer):
             top[0].share_diff(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come where the channels are cut."""
+        """The preferred one if channels are cut."""
         return preferred if self.axis == 1 else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -145,14 +146,14 @@ class Split(Layer):
             t.share_data(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come."""
+        """The preferred one."""
         return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Nothing to do."""
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Add up the gradients of those tops that ever got one."""
+        """Add up the gradients of the tops that have one."""
         if not propagate_down[0]:
             return
         diffs, dx = [t.diff for t in top if t.diff_memory.touched], bottom[0].diff
@@ -181,13 +182,14 @@ class View(Layer):
         top[0].reshape(self.shape(bottom[0]))
         if top[0].count != bottom[0].count:
             raise ConfigError(
-                f"shape {shape_string(top[0].shape)} does not hold the bottom's {shape_string(bottom[0].shape)}"
+                f"shape {shape_string(top[0].shape)} does not hold the bottom's "
+                f"{shape_string(bottom[0].shape)}"
             )
         top[0].share_data(bottom[0])
         top[0].share_diff(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """Of any type, in the order of the shape."""
+        """The preferred type, in the order of the shape."""
         return Layout(preferred.dtype, False)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -199,7 +201,7 @@ class View(Layer):
 
 @layer("Flatten")
 class Flatten(View):
-    """Axes `axis` to `end_axis` (1 to the last unless given) become one."""
+    """Axes `axis` to `end_axis` (1 to the last by default) become one."""
 
     def shape(self, bottom: Blob) -> list[int]:
         """(a, b, c, d) -> (a, b * c, d) for axes 1 to 2."""
@@ -216,7 +218,7 @@ class Flatten(View):
 
 @layer("Reshape")
 class Reshape(View):
-    """Axes `axis` to `axis + num_axes - 1` (all unless given) take the given shape.
+    """Axes `axis` to `axis + num_axes - 1` (all by default) take the given shape.
 
     In it 0 copies the bottom's axis at that place and one -1 takes what is left.
     """
@@ -231,7 +233,8 @@ class Reshape(View):
         end = n if param.num_axes == -1 else start + param.num_axes
         if not 0 <= start <= end <= n or param.num_axes < -1:
             raise ConfigError(
-                f"reshape_param: axis {param.axis} and num_axes {param.num_axes} do not lie within {shape_string(old)}"
+                f"reshape_param: axis {param.axis} and num_axes {param.num_axes} do not lie within "
+                f"{shape_string(old)}"
             )
         dims = list(param.shape.dim)
         if any(d < -1 for d in dims) or dims.count(-1) > 1:
@@ -255,7 +258,7 @@ class Reshape(View):
 
 @layer("Silence")
 class Silence(Layer):
-    """Takes blobs that nobody else wants; their gradient is 0."""
+    """Takes blobs that no other layer reads; their gradient is 0."""
 
     on_gpu = True
     bottoms = (1, None)
@@ -266,7 +269,7 @@ class Silence(Layer):
         """Nothing to do."""
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """As they come."""
+        """The preferred one."""
         return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -281,8 +284,8 @@ class Silence(Layer):
 
 @layer("Input")
 class Input(Layer):
-    """Tops of the given shapes (none, one for all or one each), filled from outside: the net's
-    inputs.
+    """The net's inputs: tops of the given shapes (none, one for all or one each), filled by the
+    user.
     """
 
     on_gpu = True
@@ -313,14 +316,14 @@ class Input(Layer):
 
 @layer("Parameter")
 class Parameter(Layer):
-    """The top is the learnable parameter itself, of the given shape, 0 at first."""
+    """The top is a learnable parameter of the given shape, initially 0."""
 
     on_gpu = True
     bottoms = 0
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Make the parameter."""
+        """Create the parameter."""
         if not self.blobs:
             self.add_blob(self.param.parameter_param.shape.dim)
 
@@ -330,7 +333,7 @@ class Parameter(Layer):
         top[0].share_data(self.blobs[0])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Take up the parameter's memory, should it have moved since."""
+        """Share the parameter's memory again, which may have moved."""
         top[0].share_data(self.blobs[0])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -381,7 +384,7 @@ class Reduction(Layer):
     in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Cut off the axes that are reduced."""
+        """Shape the top: the bottom without the reduced axes."""
         param = self.param.reduction_param
         axis = bottom[0].axis(param.axis)
         top[0].reshape(bottom[0].shape[:axis])

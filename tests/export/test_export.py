@@ -124,16 +124,18 @@ def test_what_is_read_twice_is_one_tensor() -> None:
 
 
 def test_losses_accuracy_and_labels_are_left_out() -> None:
-    judges = """
+    evaluation = """
         layer { name: "loss" type: "SoftmaxWithLoss" bottom: "y" bottom: "label" top: "loss" }
         layer { name: "acc" type: "Accuracy" bottom: "y" bottom: "label" top: "acc" }
         layer { name: "half" type: "Power" bottom: "loss" top: "half" power_param { scale: 0.5 } }
         layer { name: "quiet" type: "Silence" bottom: "half" }"""
-    done = exported(LABEL + PRODUCT % ("ip", "x0", "y", "") + judges)
+    done = exported(LABEL + PRODUCT % ("ip", "x0", "y", "") + evaluation)
     assert (done.inputs, done.outputs) == ({"x0": [4, 5]}, {"y": [4, 3]})
     assert done.dropped == ["loss (SoftmaxWithLoss)", "acc (Accuracy)", "half (Power)"]
     assert done.unused == ["label"]
-    assert "left out, since they judge: loss (SoftmaxWithLoss), acc (Accuracy)" in done.text()
+    assert (
+        "left out, since they only evaluate: loss (SoftmaxWithLoss), acc (Accuracy)" in done.text()
+    )
 
 
 def test_probabilities_take_the_places_of_losses() -> None:
@@ -174,7 +176,7 @@ def test_what_labels_go_through_is_left_out() -> None:
     assert (list(done.inputs), list(done.outputs), done.operators) == (["x0"], ["y"], {"Gemm": 1})
 
 
-def test_what_is_judged_on_the_way_to_an_output_is_none() -> None:
+def test_a_blob_that_is_evaluated_on_the_way_to_an_output_is_none() -> None:
     done = exported(
         LABEL
         + PRODUCT % ("ip", "x0", "y", "")
@@ -194,7 +196,7 @@ class Loss(caffe.Layer):
 """
 
 
-def test_losses_in_python_judge_and_other_layers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_in_python_evaluate_and_other_layers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     Path("loss_of_export.py").write_text(LOSS_IN_PYTHON)
     text = LABEL + PRODUCT % ("ip", "x0", "y", "")
     text += 'layer { name: "l" type: "Python" bottom: "y" bottom: "label" top: "l" %s '

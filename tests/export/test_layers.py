@@ -5,7 +5,7 @@ import pytest
 
 from caffepy.core.errors import ConfigError
 from caffepy.export import write
-from caffepy.export.trace import JUDGES
+from caffepy.export.trace import EVALUATORS
 from caffepy.layer import registry
 from caffepy.layer.base import LossLayer
 from tests.layer.cases import CASES, IMAGE
@@ -95,7 +95,7 @@ def test_any_batch(type_: str, k: int) -> None:
 def test_every_type_is_written_or_has_a_reason() -> None:
     losses = {name for name in registry if issubclass(registry[name], LossLayer)}
     fed = {name for name in registry if registry[name].is_data or registry[name].is_input}
-    lacking = set(registry) - set(CASES) - set(OTHERWISE) - losses - set(JUDGES) - fed
+    lacking = set(registry) - set(CASES) - set(OTHERWISE) - losses - set(EVALUATORS) - fed
     assert not lacking, "no cases in tests/layer/cases.py, and no reason in OTHERWISE"
 
 
