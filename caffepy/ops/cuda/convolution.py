@@ -1,9 +1,23 @@
-"""Convolution by cuDNN graphs, in the order of Caffe's axes and with the channels last.
+"""Convolution on a GPU: chosen, for each method at its first call, among several candidates.
 
-Where channels lie last there may be several ways to the same result, which differ in how weights
-and images are rearranged for cuDNN (filters.py), and for small convolutions kernels of our own
-(small_convolution.py); they are timed. What cuDNN has no plan for runs by columns and matrix
-products.
+With the channels last, the levels of candidates of a forward are:
+
+    Convolution.forward                            key in the tuned plans
+    +- "... small": cuDNN, or a kernel for small convolutions
+       +- small_convolution: the best tilings by estimated cycles
+       +- cuDNN, "... ways": how weights and image are arranged for it (filters.py)
+          |     plain        weights (O, kernel, C/g)
+          |     dense        few groups as one, with zeros between them
+          |     blocks       space to depth; channels padded for tensor cores
+          +- "... apart": bias and ReLU in cuDNN's plan, or in a kernel after it
+             +- plans.find: cuDNN's plans for the graph, by its heuristics
+
+Each level is timed by autotune.fastest, from the innermost outwards, and remembered on disk. The
+gradients have the same levels without "apart"; the gradient of the data has no blocks.
+
+In Caffe's layout (_Plain) there is one level, "apart". Where cuDNN has no plan, arrays with the
+channels last are converted to float32 in Caffe's layout; where it has none there either, im2col and
+matrix products (columns.py) do it.
 """
 
 import logging
@@ -35,20 +49,11 @@ Run = Callable[..., Any]
 Make = Callable[[], Run | None]
 
 DENSE = 4
-"""Groups up to this number may be computed as one, with zeros between them."""
+"""Up to this many groups may be computed as one, with zeros between them."""
 
 
 class Convolution:
-    """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out).
-
-    x, y and their gradients are float32 or float64 in this order of axes, or float32, float16 or
-    uint16 (bfloat16) with the channels last; w, b and their gradients always float32 (float64 for
-    doubles) as Caffe has them. Plans are made at the first call of each method, with the precision
-    of that time.
-
-    Of arrays with the channels last, the backward methods take w, and x where it is the same array,
-    to hold what they held at the last forward: they use what that made of them.
-    """
+    """A convolution; its arrays may have any layout in any call."""
 
     def __init__(
         self,
@@ -100,8 +105,8 @@ class Convolution:
             relu_bias_backward(None, dy, db)
 
     def _shaped(self, y: Array) -> Array:
-        """An array of outputs whose first axes may be several in place of N, or whose last one is
-        left out.
+        """Return y in its usual shape: its first axes may be several in place of N, and the last
+        one may be missing.
         """
         return y if y.shape == self.y_shape else y.reshape(self.y_shape)
 
@@ -119,7 +124,7 @@ class Convolution:
 
 
 class _Plain:
-    """In the order of Caffe's axes."""
+    """A convolution in Caffe's layout."""
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self.geometry, self.dtype = geometry, np.dtype(dtype)
@@ -151,7 +156,11 @@ class _Plain:
         plan = graphs.find(what, self.geometry, False, arrays)
         if plan is not None:
             return plan.run
-        log.warning("cuDNN has no plan for %s of %s: it runs image by image", what, self.geometry)
+        log.warning(
+            "cuDNN has no plan for %s of %s: it runs as im2col and matrix products",
+            what,
+            self.geometry,
+        )
         run: Run = getattr(Columns(self.geometry), what)
         return run
 
@@ -170,9 +179,9 @@ class _Plain:
             plan = graphs.find(_with_bias(relu), self.geometry, False, (x, w, b, y))
             return None if plan is None else plan.run
 
-        ways = [apart] if b is None else [together, apart]
+        candidates = [apart] if b is None else [together, apart]
         found = autotune.fastest(
-            f"{_with_bias(relu)} apart {self.geometry}", self.dtype, ways, (x, w, b, y)
+            f"{_with_bias(relu)} apart {self.geometry}", self.dtype, candidates, (x, w, b, y)
         )
         assert found is not None
         return found[1]
@@ -182,9 +191,9 @@ def _with_bias(relu: bool) -> str:
     return "forward bias relu" if relu else "forward bias"
 
 
-class _Way:
-    """cuDNN's convolution of these sizes, by weights in the order of `filters`, of x itself or of
-    `blocks` of it.
+class _Candidate:
+    """An arrangement for cuDNN: a convolution of these sizes, its weights and, if it is of blocks,
+    its image.
     """
 
     def __init__(self, geometry: Geometry, filters: Filters, blocks: Blocks | None = None) -> None:
@@ -199,95 +208,103 @@ class _Way:
             self.blocks.forget()
 
 
-def _ways(geometry: Geometry, dtype: DTypeLike) -> list[_Way]:
-    """All that may be fastest; the first is likely to be, or is never slow (cuDNN has few plans for
-    groups).
+def _candidates(geometry: Geometry, dtype: DTypeLike) -> list[_Candidate]:
+    """Return the arrangements to time.
+
+    The first is the untimed default: it is likely to be the fastest, or at least never slow (cuDNN
+    has few plans for groups).
     """
-    ways = [_Way(geometry, plain_filters(geometry, dtype))]
+    candidates = [_Candidate(geometry, plain_filters(geometry, dtype))]
     if 1 < geometry.group <= DENSE:
-        ways.insert(0, _Way(*dense_filters(geometry, dtype)))
+        candidates.insert(0, _Candidate(*dense_filters(geometry, dtype)))
     if suits_blocks(geometry, dtype):
         blocks = Blocks(geometry, dtype)
         strided = prod(geometry.stride) > 1
-        ways.insert(0 if strided else 1, _Way(blocks.geometry, blocks.filters, blocks))
-    return ways
+        candidates.insert(0 if strided else 1, _Candidate(blocks.geometry, blocks.filters, blocks))
+    return candidates
 
 
 class _ChannelsLast:
-    """With the channels last, in any element type."""
+    """A convolution with the channels last, in any element type.
+
+    Forward leaves weights and image as it arranged them; a backward whose candidate is the same
+    reuses them.
+    """
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self.geometry, self.dtype = geometry, np.dtype(dtype)
-        self._ways = _ways(geometry, dtype)
+        self._candidates = _candidates(geometry, dtype)
         self._small = small_convolution.suits(geometry, dtype)
-        self._used: list[_Way] = []
+        self._used: list[_Candidate] = []
         self._forward: dict[tuple[bool, bool], Run] = {}
         self._backward_data: Run | None = None
         self._backward_weight: dict[bool, Run] = {}
-        self._weights_of: _Way | None = None  # the way of the last forward
-        self._image_at = 0  # the address of the x that it made blocks of
+        self._last_forward: _Candidate | None = None  # whose weights are those of the last forward
+        self._last_image = 0  # address of the x that its blocks were made of
         self._plain = _Plain(geometry, np.float32)
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
         key = b is not None, relu
         if key not in self._forward:
-            ways: list[Make] = [partial(self._cudnn_forward, x, w, b, y, relu)]
+            candidates: list[Make] = [partial(self._cudnn_forward, x, w, b, y, relu)]
             if self._small:
-                ways += small_convolution.forward(self.geometry, self.dtype, relu)
-            self._forward[key] = self._with_small(
-                _with_bias(relu) if key[0] else "forward", ways, (x, w, b, y)
+                candidates += small_convolution.forward(self.geometry, self.dtype, relu)
+            self._forward[key] = self._cudnn_or_small(
+                _with_bias(relu) if key[0] else "forward", candidates, (x, w, b, y)
             )
-        self._weights_of = None
+        self._last_forward = None
         self._forward[key](x, w, b, y)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         if self._backward_data is None:
-            ways: list[Make] = [partial(self._cudnn_backward_data, dy, w, dx)]
+            candidates: list[Make] = [partial(self._cudnn_backward_data, dy, w, dx)]
             if self._small:
-                ways += small_convolution.backward_data(self.geometry, self.dtype)
-            self._backward_data = self._with_small("backward_data", ways, (dy, w, dx))
+                candidates += small_convolution.backward_data(self.geometry, self.dtype)
+            self._backward_data = self._cudnn_or_small("backward_data", candidates, (dy, w, dx))
         self._backward_data(dy, w, dx)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
         key = db is not None
         if key not in self._backward_weight:
-            ways: list[Make] = [partial(self._cudnn_backward_weight, x, dy)]
+            candidates: list[Make] = [partial(self._cudnn_backward_weight, x, dy)]
             if self._small:
-                ways += small_convolution.backward_weight(self.geometry, self.dtype)
-            trial = [None if a is None else cupy.zeros_like(a) for a in (dw, db)]
+                candidates += small_convolution.backward_weight(self.geometry, self.dtype)
+            scratch = [None if a is None else cupy.zeros_like(a) for a in (dw, db)]
             what = f"backward_weight{' bias' * key}"
-            self._backward_weight[key] = self._with_small(what, ways, (x, dy, *trial))
+            self._backward_weight[key] = self._cudnn_or_small(what, candidates, (x, dy, *scratch))
         self._backward_weight[key](x, dy, dw, db)
 
-    def _with_small(self, what: str, ways: Sequence[Make], arguments: Sequence[Any]) -> Run:
-        """What takes the least time, cuDNN or a kernel for small convolutions."""
-        found = autotune.fastest(f"{what} small {self.geometry}", self.dtype, ways, arguments)
+    def _cudnn_or_small(
+        self, what: str, candidates: Sequence[Make], arguments: Sequence[Any]
+    ) -> Run:
+        """Return the fastest of cuDNN and the kernels for small convolutions."""
+        found = autotune.fastest(f"{what} small {self.geometry}", self.dtype, candidates, arguments)
         assert found is not None
         return found[1]
 
     def _cudnn_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run:
         what = f"forward{' bias' * (b is not None)}{' relu' * relu}"
         found = self._fastest(
-            what, self._ways, partial(self._plan_forward, x, w, b, y, relu), (x, w, b, y)
+            what, self._candidates, partial(self._plan_forward, x, w, b, y, relu), (x, w, b, y)
         )
-        way, plan = found or (None, partial(self._forward_plain, relu))
+        candidate, plan = found or (None, partial(self._forward_plain, relu))
 
         def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
             plan(x, w, b, y)
-            self._weights_of, self._image_at = way, x.data.ptr
+            self._last_forward, self._last_image = candidate, x.data.ptr
 
         return run
 
     def _cudnn_backward_data(self, dy: Array, w: Array, dx: Array) -> Run:
-        ways = [way for way in self._ways if way.blocks is None]
+        candidates = [candidate for candidate in self._candidates if candidate.blocks is None]
         found = self._fastest(
-            "backward_data", ways, partial(self._plan_backward_data, dy, w, dx), (dy, w, dx)
+            "backward_data", candidates, partial(self._plan_backward_data, dy, w, dx), (dy, w, dx)
         )
         return found[1] if found else self._backward_data_plain
 
     def _cudnn_backward_weight(self, x: Array, dy: Array) -> Run:
         found = self._fastest(
-            "backward_weight", self._ways, partial(self._plan_backward_weight, x, dy), (x, dy)
+            "backward_weight", self._candidates, partial(self._plan_backward_weight, x, dy), (x, dy)
         )
         add = partial(self._add_gradient, *found) if found else self._backward_weight_plain
 
@@ -301,80 +318,95 @@ class _ChannelsLast:
     def _fastest(
         self,
         what: str,
-        ways: Sequence[_Way],
-        plan: Callable[[_Way], Run | None],
+        candidates: Sequence[_Candidate],
+        plan: Callable[[_Candidate], Run | None],
         arguments: Sequence[Any],
-    ) -> tuple[_Way, Run] | None:
-        """The way that takes the least time, and how it runs; the others keep no memory."""
+    ) -> tuple[_Candidate, Run] | None:
+        """Return the fastest arrangement and what runs it; the others free their memory."""
         name = f"{what} ways {self.geometry}"
-        found = autotune.fastest(name, self.dtype, [partial(plan, way) for way in ways], arguments)
+        found = autotune.fastest(
+            name, self.dtype, [partial(plan, candidate) for candidate in candidates], arguments
+        )
         if found is None:
             log.debug(
-                "cuDNN has no plan for %s of %s with the channels last: they are moved",
+                "cuDNN has no plan for %s of %s with the channels last: arrays are converted",
                 what,
                 self.geometry,
             )
             return None
-        self._used.append(ways[found[0]])
-        for way in self._ways:
-            if way not in self._used:
-                way.forget()
+        self._used.append(candidates[found[0]])
+        for candidate in self._candidates:
+            if candidate not in self._used:
+                candidate.forget()
         return self._used[-1], found[1]
 
     def _plan_forward(
-        self, x: Array, w: Array, b: Array | None, y: Array, relu: bool, way: _Way
+        self, x: Array, w: Array, b: Array | None, y: Array, relu: bool, candidate: _Candidate
     ) -> Run | None:
-        image, (weights, bias) = way.image(x), way.filters.take(w, b)
+        image, (weights, bias) = candidate.image(x), candidate.filters.take(w, b)
 
         def together() -> Run | None:
-            plan = graphs.find(_with_bias(relu), way.geometry, True, (image, weights, bias, y))
+            plan = graphs.find(
+                _with_bias(relu), candidate.geometry, True, (image, weights, bias, y)
+            )
             return (
                 None
                 if plan is None
-                else lambda x, w, b, y: plan.run(way.image(x), *way.filters.take(w, b), y)
+                else lambda x, w, b, y: plan.run(
+                    candidate.image(x), *candidate.filters.take(w, b), y
+                )
             )
 
         def apart() -> Run | None:
-            plan = graphs.find("forward", way.geometry, True, (image, weights, y))
+            plan = graphs.find("forward", candidate.geometry, True, (image, weights, y))
             if plan is None:
                 return None
 
             def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
-                plan.run(way.image(x), way.filters.take(w, b)[0], y)
+                plan.run(candidate.image(x), candidate.filters.take(w, b)[0], y)
                 if b is not None or relu:
                     bias_relu(y, b, relu)
 
             return run
 
-        ways = [together, apart] if b is not None or relu else [apart]
+        candidates = [together, apart] if b is not None or relu else [apart]
         found = autotune.fastest(
-            f"{_with_bias(relu)} apart {way.geometry} last", self.dtype, ways, (x, w, b, y)
+            f"{_with_bias(relu)} apart {candidate.geometry} last",
+            self.dtype,
+            candidates,
+            (x, w, b, y),
         )
         return found and found[1]
 
-    def _plan_backward_data(self, dy: Array, w: Array, dx: Array, way: _Way) -> Run | None:
+    def _plan_backward_data(
+        self, dy: Array, w: Array, dx: Array, candidate: _Candidate
+    ) -> Run | None:
         plan = graphs.find(
-            "backward_data", way.geometry, True, (dy, way.filters.take(w, None)[0], dx)
+            "backward_data", candidate.geometry, True, (dy, candidate.filters.take(w, None)[0], dx)
         )
 
         def weights(w: Array) -> Array:
-            return way.filters.kept(w) if way is self._weights_of else way.filters.take(w, None)[0]
+            return (
+                candidate.filters.kept(w)
+                if candidate is self._last_forward
+                else candidate.filters.take(w, None)[0]
+            )
 
         return None if plan is None else lambda dy, w, dx: plan.run(dy, weights(w), dx)
 
-    def _plan_backward_weight(self, x: Array, dy: Array, way: _Way) -> Run | None:
+    def _plan_backward_weight(self, x: Array, dy: Array, candidate: _Candidate) -> Run | None:
         def part() -> Array:
-            return context().array("gradient", way.filters.shape, self.dtype)
+            return context().array("gradient", candidate.filters.shape, self.dtype)
 
         def image(x: Array) -> Array:
-            if way.blocks is None:
+            if candidate.blocks is None:
                 return x
-            if way is self._weights_of and x.data.ptr == self._image_at:
-                return way.blocks.kept
-            self._image_at = 0
-            return way.blocks.take(x)
+            if candidate is self._last_forward and x.data.ptr == self._last_image:
+                return candidate.blocks.kept
+            self._last_image = 0
+            return candidate.blocks.take(x)
 
-        plan = graphs.find("backward_weight", way.geometry, True, (image(x), dy, part()))
+        plan = graphs.find("backward_weight", candidate.geometry, True, (image(x), dy, part()))
         if plan is None:
             return None
 
@@ -386,10 +418,10 @@ class _ChannelsLast:
         return run
 
     @staticmethod
-    def _add_gradient(way: _Way, run: Run, x: Array, dy: Array, dw: Array) -> None:
-        way.filters.add(run(x, dy), dw)
+    def _add_gradient(candidate: _Candidate, run: Run, x: Array, dy: Array, dw: Array) -> None:
+        candidate.filters.add(run(x, dy), dw)
 
-    # Where cuDNN has no plan, by way of float32 arrays in the order of the axes.
+    # Without a plan of cuDNN: by float32 arrays in Caffe's layout.
 
     def _moved(self, purpose: str, array: Array, read: bool = True) -> Array:
         to = context().array(f"moved {purpose}", array.shape, np.float32)

@@ -1,9 +1,23 @@
-"""Convolutions of small images by kernels of our own, one launch each (gradients of weights and
-bias: two).
+"""Convolutions of small images by kernels of our own (small_convolution.cu), one launch each;
+gradients of weights and bias take two.
 
-Libraries are made for large problems: of small ones, or with few channels, they fill up pixels,
-rearrange weights and do not occupy a device. Here a tiling is chosen by estimated cycles; whether
-it is faster than cuDNN is for the caller to find out by timing.
+Libraries are made for large problems: for small images or few channels they pad pixels, rearrange
+weights and leave multiprocessors idle. Here the tilings with the fewest estimated cycles are
+candidates for the autotuner.
+
+The cost model. A block keeps the weights of 8n outputs in shared memory and goes through `rounds`
+pieces of the source, of `images` * `lines`. A warp makes 16m x 8n sums, m * n tiles of the
+instruction mma (16 x 8 sums, depth 8 words); `split` warps share the depth of the same sums.
+
+    block  = LATENCY + weights + rounds * (LATENCY + fetch + products + split sums + write)
+    weights, fetch, write = bytes / BYTES, or the cycles to issue the loads if those are more
+    products = the largest of what a multiprocessor needs for `steps` of depth (_cycles):
+        shared memory  a warp and step loads 4m words of x, 2n of w, 2 offsets a thread: 1 cycle each
+        tensor cores   1.6 cycles an mma
+        latency        a warp's steps follow each other: 30 cycles, and 2 for each of its mma
+
+Blocks on the same multiprocessor (`resident`) share its rates, not its latencies. The constants are
+rough: only the order of the tilings matters, and the best of them are timed.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,18 +37,16 @@ from caffepy.ops.cuda.graphs import Geometry
 from caffepy.ops.cuda.launch import TYPES, Array, divisor
 
 Run = Callable[..., Any]
-Way = Callable[[], Run | None]
+Candidate = Callable[[], Run | None]
 
 OPERATIONS, DEPTH = 4e9, 2048
-"""Operations of a convolution, and weights of an output or of a channel, up to which ways are
-offered.
-"""
+"""Largest convolution, in operations, and longest depth for which these kernels are candidates."""
 
-WAYS = 2
-"""Tilings of an operation that are worth timing."""
+CANDIDATES = 2
+"""Tilings of an operation that are timed."""
 
 TILES = [(m, n) for n in (1, 2, 3, 4, 5, 7) for m in range(1, 9) if m * n <= 16]
-"""Tiles of 16 rows and of 8 columns that a warp may make: its sums must fit into registers."""
+"""(m, n): tiles of 16 rows and 8 columns of a warp; its sums must fit into registers."""
 
 WARPS = (8, 16)
 
@@ -42,20 +54,20 @@ Pair = tuple[int, int]
 
 
 class Tiling(NamedTuple):
-    """How a kernel of small_convolution.cu divides its work."""
+    """The division of work in a kernel of small_convolution.cu."""
 
     cycles: float  # as estimated
-    m: int  # tiles of 16 rows and of 8 columns of a warp
-    n: int
+    m: int  # tiles of 16 rows of a warp
+    n: int  # tiles of 8 columns of a warp
     warps: int
-    split: int  # warps that share a depth
-    images: int  # that a block keeps at a time, and lines of results of each
-    lines: int
+    split: int  # warps that divide the depth of the same sums
+    images: int  # of a piece, which a block keeps at a time
+    lines: int  # of results of each image
     shared: int  # bytes
 
     @property
     def groups(self) -> int:
-        """Warps with rows of their own."""
+        """Groups of warps with rows of their own."""
         return self.warps // self.split
 
 
@@ -80,7 +92,7 @@ def _here() -> _Device:
 
 
 def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
-    """Whether it may be faster than libraries are, in numbers that tensor cores take."""
+    """Return True if these kernels may be faster than cuDNN, in a type that tensor cores take."""
     taps = prod(geometry.w[2:])
     return (
         geometry.group == 1
@@ -93,41 +105,41 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
     )
 
 
-def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Way]:
-    """Ways that run with x, w, b or None, y."""
-    look = _Look.forward(geometry, dtype)
-    return [partial(look.plan, tiling, relu) for tiling in _best(look.tilings())]
+def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Candidate]:
+    """Return candidates that run with x, w, b or None, y."""
+    correlation = _Correlation.forward(geometry, dtype)
+    return [partial(correlation.plan, tiling, relu) for tiling in _best(correlation.tilings())]
 
 
-def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Way]:
-    """Ways that run with dy, w, dx."""
-    look = _Look.backward(geometry, dtype)
+def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Candidate]:
+    """Return candidates that run with dy, w, dx."""
+    correlation = _Correlation.backward(geometry, dtype)
 
-    def way(tiling: Tiling) -> Run:
-        run = look.plan(tiling, False)
+    def make(tiling: Tiling) -> Run:
+        run = correlation.plan(tiling, False)
         return lambda dy, w, dx: run(dy, w, None, dx)
 
-    return [partial(way, tiling) for tiling in _best(look.tilings())]
+    return [partial(make, tiling) for tiling in _best(correlation.tilings())]
 
 
-def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Way]:
-    """Ways that run with x, dy, dw, db or None, and add to the last two."""
-    gradient = _Gradient(geometry, dtype)
+def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Candidate]:
+    """Return candidates that run with x, dy, dw, db or None, and add to the last two."""
+    gradient = _WeightGradient(geometry, dtype)
     return [partial(gradient.plan, tiling) for tiling in _best(gradient.tilings())]
 
 
 def _best(tilings: Iterator[Tiling]) -> list[Tiling]:
-    """The best ones of those that share depth among different numbers of warps."""
+    """Return the best tilings, each with another `split`."""
     best: dict[int, Tiling] = {}
     for tiling in tilings:
         if tiling.split not in best or tiling < best[tiling.split]:
             best[tiling.split] = tiling
-    return sorted(best.values())[:WAYS]
+    return sorted(best.values())[:CANDIDATES]
 
 
 def _pieces(capacity: int, number: int, out: Pair) -> Pair | None:
-    """Of how many images how many lines of results fit into so many rows, about as many in each
-    piece.
+    """Return how many images, and lines of each, fit into this many rows, in pieces of about one
+    size.
     """
     lines, columns = out
     if lines * columns <= capacity:
@@ -148,9 +160,7 @@ def _prepare(name: str, dtype: np.dtype[Any], tiling: Tiling) -> Run:
 
 
 def _cycles(tiling: Tiling, steps: float) -> float:
-    """Of a processor for the products of a block: shared memory, tensor cores, or how long a warp
-    waits for them.
-    """
+    """Return the cycles of a multiprocessor for the products of a block (module docstring)."""
     m, n = tiling.m, tiling.n
     return max(
         steps * tiling.groups * (4 * m + 2 * n + 2),
@@ -160,15 +170,15 @@ def _cycles(tiling: Tiling, steps: float) -> float:
 
 
 BYTES = 20
-"""Bytes that a processor gets from the device's memory in a cycle while all others do so too."""
+"""Bytes a cycle that a multiprocessor gets from device memory while all others do so too."""
 
 LATENCY = 600
-"""Cycles until what is fetched can be used, or until a block begins."""
+"""Cycles until fetched data can be used, or until a block starts."""
 
 
-class _Look:
-    """Positions of one array that look at another through taps: forward, and backward the other way
-    round.
+class _Correlation:
+    """A correlation: target = sum over taps of source * weight; of forward, and of the gradient of
+    the data.
     """
 
     def __init__(
@@ -181,17 +191,17 @@ class _Look:
         step: Pair,
         spread: Pair,
         before: Pair,
-        turned: bool,
+        flipped: bool,
     ) -> None:
         self.dtype = np.dtype(dtype)
         self.source, self.target, self.taps, self.dilation = source, target, taps, dilation
-        self.step, self.spread, self.before, self.turned = step, spread, before, turned
+        self.step, self.spread, self.before, self.flipped = step, spread, before, flipped
         self.words = -(-source[1] * self.dtype.itemsize // 4)  # of a pixel
         self.steps = -(-self.words * prod(taps) // 8)
 
     @classmethod
-    def forward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Look":
-        """y looks at x."""
+    def forward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Correlation":
+        """Return forward: y from x."""
         return cls(
             dtype,
             geometry.x,
@@ -205,8 +215,10 @@ class _Look:
         )
 
     @classmethod
-    def backward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Look":
-        """dx looks at dy, spread by the stride, through the taps in reverse."""
+    def backward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Correlation":
+        """Return the gradient of the data: dx from dy, spread by the stride, with the kernel
+        flipped.
+        """
         taps, dilation = _pair(geometry.w[2:]), _pair(geometry.dilation)
         top, left = (
             _reach(k, d) - 1 - p for k, d, p in zip(taps, dilation, geometry.padding, strict=True)
@@ -224,7 +236,7 @@ class _Look:
         )
 
     def window(self, lines: int) -> Pair:
-        """Lines and columns of the source that so many lines of results see."""
+        """Return the lines and columns of the source that this many lines of the target depend on."""
         rows, columns = (
             (n - 1) * s + _reach(k, d)
             for n, s, k, d in zip(
@@ -234,7 +246,7 @@ class _Look:
         return rows, columns
 
     def tilings(self) -> Iterator[Tiling]:
-        """All that fit into shared memory."""
+        """Yield all tilings that fit into shared memory."""
         number, outputs, *out = self.target
         here = _here()
         line = (self.steps | 1) * 8
@@ -258,7 +270,9 @@ class _Look:
         return -(-self.target[0] // tiling.images) * -(-self.target[2] // tiling.lines)
 
     def _blocks(self, tiling: Tiling) -> Pair:
-        """Blocks along the grid's first axis, and how many a processor holds at a time."""
+        """Return the blocks along the grid's first axis, and how many a multiprocessor holds at a
+        time.
+        """
         here = _here()
         together = max(1, min(here.shared // (tiling.shared + 1024), 16 // tiling.warps))
         across = -(-self.target[1] // (8 * tiling.n))
@@ -277,7 +291,7 @@ class _Look:
         return LATENCY + resident * weights + rounds * (LATENCY + resident * work)
 
     def plan(self, tiling: Tiling, relu: bool) -> Run:
-        """What runs with the source, w, b or None, the target."""
+        """Return what runs with the source, w, b or None, the target."""
         number, channels, *size = self.source
         outputs, *out = self.target[1:]
         rows, columns = self.window(tiling.lines)
@@ -292,7 +306,7 @@ class _Look:
             *self.step,
             *self.spread,
         )
-        how = (*self.before, self.turned, relu, tiling.images, tiling.lines, tiling.split)
+        how = (*self.before, self.flipped, relu, tiling.images, tiling.lines, tiling.split)
         divisors = [divisor(d) for d in (self.words, columns, rows, prod(self.taps))]
         arguments = (*(np.int32(n) for n in (*sizes, *how)), *divisors)
         run = _prepare("small_convolution", self.dtype, tiling)
@@ -300,8 +314,8 @@ class _Look:
         return lambda x, w, b, y: run(grid, args=(x, w, 0 if b is None else b, y, *arguments))
 
 
-class _Gradient:
-    """Of weights and bias."""
+class _WeightGradient:
+    """The gradient of weights and bias."""
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self.geometry, self.dtype = geometry, np.dtype(dtype)
@@ -311,7 +325,7 @@ class _Gradient:
         self.across = -(-geometry.y[3] // self.each)
 
     def window(self, lines: int) -> Pair:
-        """Lines and columns of x that so many lines of results see."""
+        """Return the lines and columns of x that this many lines of y depend on."""
         geometry = self.geometry
         rows, columns = (
             (n - 1) * s + _reach(k, d)
@@ -326,14 +340,14 @@ class _Gradient:
         return rows, columns
 
     def channels(self, rows: int) -> int:
-        """Most channels that a block of so many rows meets."""
+        """Return the most channels that a block of this many rows contains."""
         return max(
             (min(first + rows, self.length) - 1) // self.taps - first // self.taps + 1
             for first in range(0, self.length, rows)
         )
 
     def tilings(self) -> Iterator[Tiling]:
-        """All that fit into shared memory."""
+        """Yield all tilings that fit into shared memory."""
         number, outputs, height, width = self.geometry.y
         here = _here()
         for (m, n), warps in product(TILES, WARPS):
@@ -362,7 +376,7 @@ class _Gradient:
                     yield tiling._replace(cycles=self._cycles(tiling, channels, pixels, steps))
 
     def _grid(self, tiling: Tiling) -> tuple[int, int, int, int]:
-        """The grid, and how many blocks a processor holds at a time."""
+        """Return the grid, and how many blocks a multiprocessor holds at a time."""
         here = _here()
         number, outputs, height, _ = self.geometry.y
         tiles = -(-number // tiling.images) * -(-height // tiling.lines)
@@ -397,7 +411,7 @@ class _Gradient:
         )
 
     def plan(self, tiling: Tiling) -> Run:
-        """What runs with x, dy, dw, db or None."""
+        """Return what runs with x, dy, dw, db or None."""
         geometry = self.geometry
         outputs = geometry.y[1]
         *grid, _ = self._grid(tiling)

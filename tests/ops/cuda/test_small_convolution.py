@@ -94,7 +94,7 @@ def run(problem, made, bias=True):
 @pytest.mark.parametrize("kind", LAST)
 @pytest.mark.parametrize("case", CASES)
 def test_best_tilings(case, kind):
-    for i in range(small_convolution.WAYS):
+    for i in range(small_convolution.CANDIDATES):
         p = Problem(case, LAST[kind])
         assert small_convolution.suits(p.geometry, p.dtype)
         bias = relu = i == 0
