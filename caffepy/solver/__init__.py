@@ -1,4 +1,10 @@
-"""The solver: its loop, learning-rate policies, update rules, snapshots and signals."""
+"""Training: the loop, learning-rate policies, update rules, snapshots and signals.
+
+Start with `solver.py`, which reads like Caffe's Solver::Step, then `iteration.py` (states and order
+of an iteration), `runners.py` (layer by layer, or CUDA graphs) and `step.py` (what is computed).
+`capture.py` captures graphs, and has every reason why a net cannot be captured. `faults.py` and
+`worker_group.py` can be skipped at first: errors, and solvers that train together.
+"""
 
 from caffepy.solver.gradient_probe import Watch
 from caffepy.solver.params import Params

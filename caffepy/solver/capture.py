@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 MAX_CAPTURES = 20
 MIN_REPLAYS = 4
-"""After MAX_CAPTURES captures, stop capturing unless each was replayed MIN_REPLAYS times on average:
-shapes change too often.
+"""After MAX_CAPTURES captures, capturing stops unless each graph was replayed MIN_REPLAYS times on
+average: shapes change too often.
 """
 
 

@@ -1,4 +1,4 @@
-"""Checks of a SolverParameter that need no net; errors name the field's place in the solver file."""
+"""Checks of a SolverParameter without its nets; errors name the place in the solver file."""
 
 import logging
 from typing import Any
@@ -14,12 +14,12 @@ log = logging.getLogger(__name__)
 
 
 def at_field(path: str | None, field: str) -> str | None:
-    """`file:line:col` of a field of the solver file; None if the solver has no file."""
+    """Return `file:line:col` of a field of the solver file; None if the solver has no file."""
     return locate_field(path, field) if path else None
 
 
 def check_param(param: SolverParameter, path: str | None) -> None:
-    """ConfigError for settings that cannot work, warnings for those that are probably forgotten."""
+    """Raise ConfigError for settings that cannot work; warn of fields that are probably missing."""
     _check_name(param.type, rules, "type", path)
     _check_policy(param, path)
     for field in ("average_loss", "iter_size"):

@@ -65,7 +65,8 @@ class Display:
         """Log Caffe's line if the gradients were clipped."""
         if result.factor != 1.0:
             log.info(
-                "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor %.6g",
+                "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor "
+                "%.6g",
                 result.norm,
                 self._param.clip_gradients,
                 result.factor,

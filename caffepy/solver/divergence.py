@@ -1,4 +1,4 @@
-"""Says where a run that diverged lost its finite numbers."""
+"""Errors of a run that diverged: they name the first blob or parameter that is not finite."""
 
 import numpy as np
 
@@ -12,9 +12,7 @@ HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
 
 
 def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
-    """The error for a loss that is not finite: names the first blob, then the first parameter, that
-    is not finite.
-    """
+    """Return the error for a loss that is not finite; names the first such blob and parameter."""
     blob = _first_blob(net)
     param = _first_param(net)
     found = (
@@ -25,9 +23,7 @@ def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
 
 
 def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
-    """The same where blobs do not hold what they held in that iteration: names a parameter that is
-    not finite.
-    """
+    """Return the same if the blobs of that iteration are lost; names a parameter."""
     if np.isfinite(loss):
         return DivergenceError(
             f"iteration {iteration}: gradients are not finite, with no loss scale at all; {HINT}"
@@ -37,7 +33,7 @@ def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
 
 
 def check_params(net: Net, iteration: int) -> None:
-    """DivergenceError if a parameter is not finite, as before a snapshot that would keep it."""
+    """Raise DivergenceError if a parameter is not finite, before a snapshot."""
     if param := _first_param(net):
         raise DivergenceError(f"iteration {iteration}: {param}, so no snapshot is written; {HINT}")
 

@@ -96,5 +96,6 @@ def _lost_devices(devices: Sequence[Device], last: str | None) -> LostDeviceErro
     if last:
         left = f"after the last snapshot is lost; go on from that with --snapshot {last}"
     return LostDeviceError(
-        f"{names} failed ({devices[0].lost}), and the memory cannot be read any more: what was learned {left}"
+        f"{names} failed ({devices[0].lost}), and the memory cannot be read any more: what was "
+        f"learned {left}"
     )

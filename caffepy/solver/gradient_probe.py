@@ -1,6 +1,4 @@
-"""A look at the parameters of a solver while it trains, and at their gradients as they were before
-an update.
-"""
+"""Probe of a solver's parameters while it trains, and of their gradients before the update."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -13,8 +11,8 @@ from caffepy.solver.solver import Solver
 
 
 class Seen(NamedTuple):
-    """A parameter, called LAYER/INDEX, as numpy's arrays; without `gradient` if it learns nothing
-    or none is kept.
+    """A parameter, named LAYER/INDEX, as numpy arrays; `gradient` is None if it learns nothing or
+    gradients are not kept.
     """
 
     name: str
@@ -23,12 +21,11 @@ class Seen(NamedTuple):
 
 
 class Watch:
-    """A solver's parameters, and the gradients of its iterations that are multiples of `every`,
-    none if that is 0.
+    """A solver's parameters, and their gradients every `every` iterations, never if that is 0.
 
-    Its callback copies the gradients when those of all solvers are averaged, before they are
-    clipped, regularized and turned into an update. On a GPU it does so in each iteration, so that
-    this can be recorded. Ask after an iteration, in the solver's thread.
+    Its callback copies the gradients when they are averaged over all solvers, before clipping,
+    regularization and update; on a GPU in every iteration, so that the copy can be captured. Read
+    it after an iteration, in the solver's thread.
     """
 
     capturable = adds_nothing = True
@@ -44,10 +41,10 @@ class Watch:
             solver.add_callback(self)
 
     def on_start(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def on_gradients_ready(self) -> None:
-        """Keep the gradients."""
+        """Copy the gradients."""
         solver = self._solver
         if solver.device.is_cuda or solver.iter % self._every == 0:
             assert self._kept is not None
@@ -57,9 +54,7 @@ class Watch:
                 solver.ops.copy(scale, self._scale)
 
     def parameters(self) -> Iterator[Seen]:
-        """The parameters as the last iteration left them, with the gradients that it had: the mean
-        of its passes.
-        """
+        """Yield the parameters after the last iteration, and its gradients, the mean of passes."""
         solver, net = self._solver, self._solver.net
         split, on_host = solver.params.split, solver.device.on_host
         values = split(on_host(solver.params.data))
@@ -71,9 +66,7 @@ class Watch:
             yield Seen(f"{net.nodes[param.layer].name}/{param.index}", values[i], gradient)
 
     def filters(self) -> tuple[str, Array] | None:
-        """The name of the first convolution of images, and its weights (outputs, channels, height,
-        width).
-        """
+        """Return name and weights (outputs, channels, height, width) of the first convolution."""
         net = self._solver.net
         for name, layer in zip(net.layer_names, net.layers, strict=True):
             if isinstance(layer, Convolution) and len(layer.blobs[0].shape) == 4:

@@ -24,9 +24,7 @@ TRAIN_FIELDS = ("net", "net_param", "train_net", "train_net_param")
 
 @dataclass(frozen=True)
 class Source:
-    """The definition of one net, its state merged in, the file that it stands in, and how log lines
-    call it.
-    """
+    """The definition of a net with its state merged in, its file, and its name in log lines."""
 
     param: NetParameter
     path: str | None
@@ -76,11 +74,11 @@ Reader = Callable[[str], tuple[NetParameter, str]]
 
 
 def net_sources(param: SolverParameter, path: str | None) -> tuple[Source, list[Source]]:
-    """The sources of the train net and of the test nets, in Caffe's order; ConfigError if the
+    """Return the sources of the train net and the test nets, in Caffe's order; ConfigError if
     fields disagree.
 
-    Test nets are all test_net_param, all test_net, then as many copies of net or net_param as
-    test_iter asks for.
+    Test nets are all test_net_param, all test_net, then copies of net or net_param until there is
+    one for each test_iter.
     """
 
     @cache
@@ -112,18 +110,21 @@ def _test_sources(param: SolverParameter, path: str | None, read: Reader) -> lis
     iters, states = len(param.test_iter), list(param.test_state)
     if iters < len(explicit) or (iters > len(explicit) and common is None):
         raise ConfigError(
-            f"test_iter must be given once per test net: {iters} given for {len(explicit)} test net(s)",
+            f"test_iter must be given once per test net: {iters} given for {len(explicit)} test "
+            "net(s)",
             at_field(path, "test_iter"),
         )
     if not iters and common and param.test_interval > 0:
         raise ConfigError(
-            f"test_interval: {param.test_interval} asks for tests, but test_iter (how many batches a test takes) is "
+            f"test_interval: {param.test_interval} asks for tests, but test_iter (how many batches "
+            "a test takes) is "
             "missing",
             at_field(path, "test_interval"),
         )
     if states and len(states) != iters:
         raise ConfigError(
-            f"test_state must be given once per test net or not at all: {len(states)} given for {iters} test net(s)",
+            f"test_state must be given once per test net or not at all: {len(states)} given for "
+            f"{iters} test net(s)",
             at_field(path, "test_state"),
         )
     if iters and param.test_interval <= 0:
@@ -157,8 +158,8 @@ def _resolve(
 
 
 def _in_state(net: NetParameter, phase: int, *more: NetState) -> NetParameter:
-    """A copy of the net whose state is: the phase, then what the net says, then `more`; later ones
-    win.
+    """Return a copy of the net with its state: the phase, then the net's own, then `more`; later
+    ones win.
     """
     state = NetState(phase=phase)  # type: ignore[arg-type]
     for given in (net.state, *more):

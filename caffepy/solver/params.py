@@ -10,7 +10,7 @@ ALIGNMENT = 16
 """Each blob starts at a multiple of so many elements: 64 bytes, for vector units and cuDNN."""
 
 SPARE = ALIGNMENT
-"""Spare elements after diff (loss, averaged with it) and after data (loss scale, broadcast with it)."""
+"""Spare elements after diff (loss, averaged with it) and data (loss scale, broadcast with it)."""
 
 
 class Params:

@@ -27,7 +27,7 @@ FIELDS = {
     "poly": ("power", "max_iter"),
     "sigmoid": ("gamma", "stepsize"),
 }
-"""The fields that each policy reads besides base_lr."""
+"""Fields that each policy reads besides base_lr."""
 
 
 @policies("fixed")
@@ -68,7 +68,7 @@ def sigmoid(param: SolverParameter, iteration: int, step: int) -> float:
 
 
 def next_step(param: SolverParameter, iteration: int, step: int) -> int:
-    """The step counter for this iteration; "multistep" moves by at most one, as in Caffe."""
+    """Return the step counter of this iteration; "multistep" moves by at most one, as in Caffe."""
     if param.lr_policy == "step":
         return iteration // param.stepsize
     if (
@@ -81,7 +81,7 @@ def next_step(param: SolverParameter, iteration: int, step: int) -> int:
 
 
 def advance(param: SolverParameter, iteration: int, step: int) -> int:
-    """Likewise; logs that "multistep" moves."""
+    """Return `next_step`, and log that "multistep" moves."""
     moved = next_step(param, iteration, step)
     if param.lr_policy == "multistep" and moved != step:
         log.info("MultiStep Status: Iteration %d, step = %d", iteration, moved)
@@ -89,7 +89,7 @@ def advance(param: SolverParameter, iteration: int, step: int) -> int:
 
 
 def rate(param: SolverParameter, iteration: int, step: int) -> float:
-    """The learning rate, a float32 number as in Caffe; infinite where the formula overflows."""
+    """Return the learning rate, a float32 number as in Caffe; infinity if the formula overflows."""
     try:
         with np.errstate(over="ignore"):
             return float(np.float32(policies[param.lr_policy](param, iteration, step)))

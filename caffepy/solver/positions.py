@@ -1,7 +1,6 @@
-"""Where a run's data layers and random numbers stand: what the sidecar keeps and a resumed run
-takes up again.
+"""Positions of a run's data layers and random numbers, which the sidecar keeps for a resumed run.
 
-The train net comes first among the nets; a run may have other test nets than the one before it.
+The train net comes first among the nets; a resumed run may have other test nets.
 """
 
 import logging
@@ -16,19 +15,19 @@ log = logging.getLogger(__name__)
 
 
 def take_positions(nets: Sequence[Net], device: Device) -> dict[str, Any]:
-    """Where all layers, the random numbers and the count of passes stand now."""
+    """Return the states of all layers, of the random numbers and of the step counter."""
     train, *tests = (net.state() for net in nets)
     return {"net": train, "test_nets": tests, **_random(device)}
 
 
 def data_layers(net: Net) -> dict[str, Layer]:
-    """The layers that feed a net, by the names of their states."""
+    """Return the data layers of a net, by the names of their states."""
     return {f"{i}/{node.name}": node.layer for i, node in net.own_nodes if node.layer.is_data}
 
 
 def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> dict[str, Any]:
-    """Likewise of the `data_layers` of each net alone: for the states of others, a GPU would have
-    to be asked.
+    """Return likewise the states of the `data_layers` of each net alone: those of other layers are
+    in the memory of a GPU.
     """
     train, *tests = ({key: layer.state() for key, layer in feed.items()} for feed in feeds)
     return {"net": train, "test_nets": tests, **_random(device)}
@@ -39,13 +38,13 @@ def _random(device: Device) -> dict[str, Any]:
 
 
 def completed(positions: dict[str, Any], nets: Sequence[Net]) -> dict[str, Any]:
-    """Positions with the states of all layers: those that they lack as they are now."""
+    """Return these positions with the current states of the layers that they lack."""
     train, *tests = ({**net.state(), **known} for net, known in _nets_and_states(positions, nets))
     return {**positions, "net": train, "test_nets": tests}
 
 
 def set_positions(positions: dict[str, Any], nets: Sequence[Net], device: Device) -> None:
-    """Go on from there."""
+    """Continue from these positions."""
     for net, state in _nets_and_states(positions, nets):
         net.set_state(state)
     device.random.state = positions["rng"]
@@ -53,7 +52,7 @@ def set_positions(positions: dict[str, Any], nets: Sequence[Net], device: Device
 
 
 def compare_layers(positions: dict[str, Any], nets: Sequence[Net], path: str) -> None:
-    """Warn of layers that the positions saved in the file `path` or the nets do not know."""
+    """Warn of layers that only the positions in the file `path`, or only the nets, have."""
     for net, state in _nets_and_states(positions, nets):
         own = net.state().keys()
         warn_of_layers(
@@ -65,7 +64,7 @@ def compare_layers(positions: dict[str, Any], nets: Sequence[Net], path: str) ->
 
 
 def warn_of_layers(what: str, names: Iterable[str], consequence: str) -> None:
-    """One warning that names the layers, if there are any."""
+    """Log one warning that names the layers, if there are any."""
     if names := sorted(names):
         log.warning("%s %s: %s", what, ", ".join(f'"{name}"' for name in names), consequence)
 

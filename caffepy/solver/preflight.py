@@ -1,4 +1,4 @@
-"""What can keep snapshots from being written, found before training rather than after it."""
+"""Checks before training that snapshots can be written."""
 
 import logging
 import os
@@ -25,15 +25,16 @@ SLACK = 4 << 20
 def check_snapshots(
     param: SolverParameter, path: str | None, net: Net, model: int, history: int
 ) -> None:
-    """ConfigError if the last snapshot, of so many bytes of weights and history, could not be
-    written.
+    """Raise ConfigError if the last snapshot, with `model` and `history` bytes, cannot be written.
 
-    What killed runs have left under its prefix is removed. `path` is the solver file.
+    Temporary files that killed runs have left under its prefix are removed. `path` is the solver
+    file.
     """
     hdf5 = param.snapshot_format == SolverParameter.HDF5
     if not hdf5 and max(model, history) >= MAX_BINARY:
         raise ConfigError(
-            "a snapshot of this net has a file above 2 GiB, which the binary format cannot hold; set "
+            "a snapshot of this net has a file above 2 GiB, which the binary format cannot hold; "
+            "set "
             "snapshot_format: HDF5",
             at_field(path, "snapshot_format"),
         )
@@ -45,7 +46,7 @@ def check_snapshots(
 
 
 def check_layers(param: SolverParameter, net: Net) -> None:
-    """ConfigError if files of the snapshots' format could not tell the net's layers apart."""
+    """Raise ConfigError if two layers have one name in the snapshots' format."""
     try:
         check_names(net, param.snapshot_format == SolverParameter.HDF5)
     except ConfigError as error:
@@ -59,7 +60,7 @@ def check_prefix(
     total: int = 0,
     last: Files | None = None,
 ) -> None:
-    """`check_folder` for snapshot_prefix; the error names its place in the solver file."""
+    """Call `check_folder` for snapshot_prefix; an error names its place in the solver file."""
     try:
         check_folder(param.snapshot_prefix, largest, total, last)
     except ConfigError as error:
@@ -67,13 +68,14 @@ def check_prefix(
 
 
 def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | None = None) -> None:
-    """ConfigError unless files of `total` bytes in all can be written under the prefix, and under
-    the `last` names.
+    """Raise ConfigError unless files of `total` bytes in all, the `largest` of this size, can be
+    written under the prefix and the `last` names.
     """
     folder = os.path.dirname(prefix) or "."
     if not os.path.isdir(folder):
         raise ConfigError(
-            f"the folder {folder} of snapshot_prefix does not exist; create it or change snapshot_prefix"
+            f"the folder {folder} of snapshot_prefix does not exist; create it or change "
+            "snapshot_prefix"
         )
     for path in (last.model, last.state, last.sidecar) if last else ():
         _check_name(path)
@@ -85,13 +87,15 @@ def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | No
         ) from None
     if largest > (limit := _size_limit()):
         raise ConfigError(
-            f"a snapshot has a file of {largest} bytes, but this process may write files of {limit} bytes only; see "
+            f"a snapshot has a file of {largest} bytes, but this process may write files of "
+            f"{limit} bytes only; see "
             "ulimit -f"
         )
     free = shutil.disk_usage(folder).free
     if free < total:
         raise ConfigError(
-            f"a snapshot takes {-(-total // MIB)} MiB, but only {free // MIB} MiB are free in the folder {folder} "
+            f"a snapshot takes {-(-total // MIB)} MiB, but only {free // MIB} MiB are free in the "
+            f"folder {folder} "
             "of snapshot_prefix"
         )
 
@@ -111,7 +115,7 @@ def _check_name(path: str) -> None:
 
 
 def _probe(path: str) -> None:
-    """Write and remove a file under the name that `path` has while it is being written."""
+    """Write and remove a file of the temporary name that `path` has while it is written."""
     temporary = temporary_name(path)
     try:
         with open(temporary, "wb") as file:
@@ -122,7 +126,7 @@ def _probe(path: str) -> None:
 
 
 def _size_limit() -> float:
-    """The most bytes that a file may have by the limits of this process."""
+    """Return the file size limit of this process in bytes."""
     try:
         import resource
     except ImportError:  # not on Windows

@@ -21,7 +21,7 @@ from caffepy.solver.positions import (
     take_positions,
     warn_of_layers,
 )
-from caffepy.solver.sidecar import taken_up
+from caffepy.solver.sidecar import reading
 from caffepy.solver.snapshot import (
     Files,
     State,
@@ -149,7 +149,7 @@ class ResumeState:
 
     def _check_type(self, content: dict[str, Any], path: str) -> None:
         own = self.iterations.step.param.type
-        with taken_up(sidecar_of(path)):
+        with reading(sidecar_of(path)):
             kind = str(content["type"])
         if kind != own:
             raise ConfigError(
@@ -163,7 +163,7 @@ class ResumeState:
         nets, device = self.iterations.nets, self.iterations.step.device
         before = take_positions(nets, device)
         try:
-            with taken_up(path):
+            with reading(path):
                 compare_layers(content["positions"], nets, path)
                 set_positions(content["positions"], nets, device)
                 self.iterations.display.restore(content)

@@ -1,5 +1,5 @@
-"""The sidecar of a snapshot: what Caffe's files have no room for, as an .npz of one JSON text and
-the arrays in it.
+"""The sidecar of a snapshot: an .npz of one JSON text and its arrays, for all that Caffe's files
+have no field for.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ ARRAY = "__array__"
 
 
 def checksum(path: str) -> str:
-    """SHA-256 of a file, in hexadecimal digits; ConfigError if it cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal; ConfigError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -41,14 +41,14 @@ def write(path: str, content: dict[str, Any]) -> None:
 
 
 def read(path: str) -> dict[str, Any] | None:
-    """What `write` wrote; None if there is no such file, ConfigError if it is damaged."""
+    """Read what `write` wrote; None without such a file, ConfigError if it is damaged."""
     if not os.path.exists(path):
         return None
     try:
         raw = open(path, "rb")  # noqa: SIM115 (closed below)
     except OSError as error:
         raise _unreadable("this sidecar of a snapshot", error, path) from None
-    with taken_up(path), raw, np.load(raw, allow_pickle=False) as file:
+    with reading(path), raw, np.load(raw, allow_pickle=False) as file:
         content: dict[str, Any] = _unpack(json.loads(file["json"].tobytes()), file)
         version = content["format"]
     if version != FORMAT:
@@ -57,17 +57,16 @@ def read(path: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def taken_up(path: str) -> Iterator[None]:
-    """What goes wrong in the block is the fault of the sidecar at `path`: a ConfigError says so."""
+def reading(path: str) -> Iterator[None]:
+    """A block that uses the sidecar at `path`: an error becomes a ConfigError about that file."""
     try:
         yield
     except CaffeError:
         raise
-    except (
-        Exception
-    ) as error:  # zip, npy, json and whatever the content is used for fail in many ways
+    except Exception as error:  # zip, npy, json and the users of the content fail in many ways
         raise ConfigError(
-            f"this sidecar of a snapshot is damaged ({type(error).__name__}: {str(error)[:200]}); without it the run "
+            f"this sidecar of a snapshot is damaged ({type(error).__name__}: {str(error)[:200]}); "
+            "without it the run "
             "resumes as Caffe does, with data and random numbers starting anew",
             path,
         ) from None

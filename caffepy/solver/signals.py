@@ -1,4 +1,4 @@
-"""What signals ask of a run. Handlers only note the signal; the solver polls at its own pace."""
+"""Signals: handlers only record the signal; the solver polls once an iteration."""
 
 import logging
 import signal
@@ -15,9 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Action(Flag):
-    """What the solver is asked to do at its next step boundary; snapshot comes first where both are
-    asked.
-    """
+    """Action of the solver after the current iteration; of both, the snapshot comes first."""
 
     NONE = 0
     SNAPSHOT = 1
@@ -28,7 +26,7 @@ EFFECTS = {"stop": Action.STOP, "snapshot": Action.SNAPSHOT, "none": Action.NONE
 
 
 def effect(name: str) -> Action:
-    """The action that a --sigint_effect or --sighup_effect names; UsageError for other names."""
+    """Return the action of a --sigint_effect or --sighup_effect; UsageError for unknown names."""
     if name not in EFFECTS:
         raise UsageError(
             f'invalid signal effect "{name}"{nearest(name, EFFECTS)} (known: {", ".join(EFFECTS)})'
@@ -37,13 +35,13 @@ def effect(name: str) -> Action:
 
 
 class Signals:
-    """A context in which, once `listen` was called, SIGINT, SIGHUP and SIGTERM are noted instead of
-    ending the process.
+    """A context in which, after `listen`, SIGINT, SIGHUP and SIGTERM are recorded and do not end
+    the process.
 
-    SIGTERM asks for a snapshot and a stop. If SIGINT asks to stop, a second SIGINT gives the run
-    up: `poll` and `check` raise KeyboardInterrupt, hence never in the middle of a snapshot. A third
-    one does not wait for them. Once SIGTERM came, it stays noted after the context, too. Python
-    handles signals in the main thread only; in another, the context does nothing.
+    SIGTERM asks for a snapshot and a stop. If SIGINT asks to stop, the second SIGINT ends the run:
+    `poll` and `check` raise KeyboardInterrupt, hence never in the middle of a snapshot. The third
+    raises it at once. After SIGTERM further ones are ignored even when the context has ended.
+    Python handles signals in the main thread only; in another, the context does nothing.
     """
 
     def __init__(self, sigint_effect: str = "stop", sighup_effect: str = "snapshot") -> None:
@@ -53,7 +51,7 @@ class Signals:
         }
         if hasattr(signal, "SIGHUP"):
             self.effects[signal.SIGHUP] = effect(sighup_effect)
-        self.giving_up = False
+        self.aborting = False
         self._interrupted = False
         self._failure: tuple[BaseException, Callable[[], object]] | None = None
         self._terminated = False
@@ -61,34 +59,37 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def poll(self) -> Action:
-        """What was asked for since the last poll."""
+        """Return the actions asked for since the last poll."""
         self.check()
         if not self._asked:
             return Action.NONE
         asked, self._asked = self._asked, Action.NONE
         if Action.STOP in asked:
             log.info(
-                "Stopping, as a signal asked; Ctrl-C once more stops at once. To go on later: --snapshot auto"
+                "Stopping, as a signal asked; Ctrl-C once more stops at once. To go on later: "
+                "--snapshot auto"
             )
         return asked
 
     def check(self, *_: object) -> None:
-        """KeyboardInterrupt if the run was given up; a net can call this before each layer."""
-        if self.giving_up:
+        """Raise KeyboardInterrupt after the second SIGINT; nets call this before each layer."""
+        if self.aborting:
             raise KeyboardInterrupt
 
     check.capturable = True  # type: ignore[attr-defined]  # a replayed step is polled instead
     check.adds_nothing = True  # type: ignore[attr-defined]
 
-    def fail(self, error: BaseException, told: Callable[[], object]) -> None:
-        """Let the main thread raise this error where it is, after a call of `told`; if it listens."""
+    def fail(self, error: BaseException, informed: Callable[[], object]) -> None:
+        """Raise this error in the main thread, wherever that is, after a call of `informed`; does
+        nothing if signals are not handled.
+        """
         thread = threading.main_thread().ident
         if self._before and thread is not None and hasattr(signal, "pthread_kill"):
-            self._failure = error, told
+            self._failure = error, informed
             signal.pthread_kill(thread, signal.SIGINT)
 
     def listen(self) -> None:
-        """Note signals from now on, until the context ends."""
+        """Record signals from now on, until the context ends."""
         if threading.current_thread() is threading.main_thread():
             for number in self.effects:
                 self._before[number] = signal.signal(number, self._note)
@@ -111,14 +112,14 @@ class Signals:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._failure is not None:
-            (error, told), self._failure = self._failure, None
-            told()
+            (error, informed), self._failure = self._failure, None
+            informed()
             raise error
         action = self.effects[signal.Signals(number)]
         if number == signal.SIGINT and Action.STOP in action:
-            if self.giving_up:
+            if self.aborting:
                 raise KeyboardInterrupt
-            self.giving_up = self._interrupted
+            self.aborting = self._interrupted
             self._interrupted = True
         self._terminated |= number == signal.SIGTERM
         self._asked |= action

@@ -1,12 +1,10 @@
-"""The smoothed loss that is displayed."""
+"""The smoothed loss that is displayed, as Caffe computes it."""
 
 from typing import Any
 
 
 class LossWindow:
-    """Mean of the last `size` losses, updated as Caffe does it; `start` is the iteration of the
-    first.
-    """
+    """Mean of the last `size` losses; `start` is the iteration of the first."""
 
     def __init__(self, size: int, start: int) -> None:
         self.size = size
@@ -15,7 +13,7 @@ class LossWindow:
         self.smoothed = 0.0
 
     def add(self, iteration: int, loss: float) -> None:
-        """Take in the loss of an iteration, in place of the oldest once there are `size`."""
+        """Add the loss of an iteration; it replaces the oldest of `size`."""
         count = len(self.losses) + 1
         if count <= self.size:
             self.losses.append(loss)
@@ -26,12 +24,12 @@ class LossWindow:
             self.losses[slot] = loss
 
     def state(self) -> dict[str, Any]:
-        """What `of` needs to make this window again."""
+        """Return what `of` needs to rebuild this window."""
         return {"start": self.start, "losses": list(self.losses), "smoothed": self.smoothed}
 
     @classmethod
     def of(cls, size: int, state: dict[str, Any]) -> "LossWindow":
-        """The window that `state` describes; a new one if it was of another size."""
+        """Return the window of this state; an empty one if its size was another."""
         window = cls(size, int(state["start"]))
         if len(state["losses"]) <= size:
             window.losses, window.smoothed = (

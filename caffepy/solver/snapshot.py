@@ -35,8 +35,8 @@ STATE_NAME = re.compile(r"_iter_(\d+)\.solverstate(\.h5)?$")
 
 @dataclass
 class State:
-    """What a solverstate holds: updates done, the model's path, history arrays of all parameters,
-    the lr step.
+    """Content of a solverstate: number of updates, path of the model, history of all parameters,
+    step of the learning-rate policy.
     """
 
     iteration: int
@@ -65,7 +65,7 @@ class Files:
 
     @property
     def sidecar(self) -> str:
-        """What only caffepy reads."""
+        """The file that only caffepy reads."""
         return self._name("caffepystate")
 
     def _name(self, extension: str) -> str:
@@ -73,7 +73,7 @@ class Files:
 
     @classmethod
     def of_state(cls, path: str) -> "Files | None":
-        """The names that belong to a state file; None if its name is not one that snapshots have."""
+        """Return the names of the snapshot of a state file; None if it has another kind of name."""
         match = STATE_NAME.search(path)
         return cls(path[: match.start()], int(match[1]), bool(match[2])) if match else None
 
@@ -86,10 +86,10 @@ def write(
     diff: bool,
     announce: Callable[[str, str], None],
 ) -> None:
-    """Write a snapshot, every file whole or not at all; `more` goes into the sidecar, `announce`
-    hears of each file.
+    """Write a snapshot, every file whole or not at all; ConfigError names one that cannot be
+    written.
 
-    ConfigError names the file that cannot be written.
+    `more` goes into the sidecar; `announce` is called before each file.
     """
     name, write_model, write_state = (
         ("HDF5", write_hdf5, _write_hdf5)
@@ -127,7 +127,7 @@ def write(
 
 
 def _write_binary(state: State, path: str) -> None:
-    """Messages one after the other read as one message, so only one blob at a time is copied."""
+    """Write several messages, which read as one, so that only one blob at a time is copied."""
     with open(path, "wb") as file:
         file.write(
             SolverState(iter=state.iteration, learned_net=state.learned_net).SerializeToString()
@@ -148,7 +148,7 @@ def _write_hdf5(state: State, path: str) -> None:
 
 
 def _write_c_string(file: h5py.File, name: str, text: str) -> None:
-    """A fixed-length string that ends with a NUL; Caffe reads up to it."""
+    """Write a fixed-length string that ends with NUL, as Caffe expects."""
     value = np.bytes_(text.encode() + b"\0")
     kind = h5py.h5t.C_S1.copy()
     kind.set_size(len(text.encode()) + 1)
@@ -159,7 +159,7 @@ def _write_c_string(file: h5py.File, name: str, text: str) -> None:
 
 
 def read_state(path: str) -> State:
-    """A state in either format, told by content; ConfigError says what the file is if it is none."""
+    """Read a state in either format; ConfigError says what the file is if it is none."""
     if binary.sniff(path) == "HDF5":
         return _read_hdf5(path)
     proto = binary.read_state(path)
@@ -195,8 +195,8 @@ def _read_hdf5(path: str) -> State:
 
 
 def check_histories(state: State, own: Sequence[Array], kind: str, path: str) -> None:
-    """ConfigError unless the state has as many history arrays as this solver of type `kind`, of its
-    shapes and signs.
+    """Raise ConfigError unless the history fits a solver of type `kind` in number, shapes and
+    signs.
 
     Caffe's states do not name the type that wrote them; how many histories there are and which have
     negative values tells the types apart, but for SGD from Nesterov and for states that lack a
@@ -205,7 +205,8 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
     of_one = own[: len(own) // rules[kind].histories]
     if len(state.history) != len(own):
         raise ConfigError(
-            f"Incorrect length of history blobs: {len(state.history)} in the file, {len(own)} in this solver of type "
+            f"Incorrect length of history blobs: {len(state.history)} in the file, {len(own)} in "
+            "this solver of type "
             f"{kind}; {_what_count_tells(state.history, of_one)}",
             path,
         )
@@ -222,16 +223,16 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
         kinds = _kinds(rules[kind].histories, negative, len(of_one))
         looks = f"it looks like a state of {kinds}" if kinds else "no solver writes such a state"
         raise ConfigError(
-            f"this is no state of a solver of type {kind}, as this one is: {looks} (negative values in history "
-            f"blob {wrong[0]}{f' and {len(wrong) - 1} more' if wrong[1:] else ''}); {_way_out(kinds)}",
+            f"this is no state of a solver of type {kind}, as this one is: {looks} (negative "
+            "values in history "
+            f"blob {wrong[0]}{f' and {len(wrong) - 1} more' if wrong[1:] else ''}); "
+            f"{_way_out(kinds)}",
             path,
         )
 
 
 def _what_count_tells(history: Sequence[Array], of_one: Sequence[Array]) -> str:
-    """What a state looks like that has another number of arrays than a solver with those
-    parameters.
-    """
+    """Describe a state whose number of arrays does not fit this solver."""
     count = len(history) // max(len(of_one), 1)
     of_this_net = len(history) == count * len(of_one) and all(
         map(_same_shape, cycle(of_one), history)
@@ -248,8 +249,8 @@ def _negative(history: Sequence[Array]) -> list[int]:
 
 
 def _kinds(count: int, negative: Sequence[int], blobs: int) -> str:
-    """The solver types, as a list in words, that keep `count` histories of `blobs` blobs with these
-    negative ones.
+    """List in words the solver types that keep `count` histories of `blobs` blobs, these with
+    negative values.
     """
     signed = {i // blobs for i in negative}
     kinds = [
@@ -270,15 +271,15 @@ def _same_shape(mine: Array, read: Array) -> bool:
 
 
 def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without its leading ones, which old files add."""
+    """Return a shape without its leading ones, which old files add."""
     while shape[:1] == (1,):
         shape = shape[1:]
     return shape
 
 
 def find_model(learned_net: str, state_path: str) -> str:
-    """Where the model that a state names lies: as named, else beside the state; ConfigError if in
-    neither place.
+    """Return the path of the model that a state names: as named, else beside the state; ConfigError
+    if it is in neither place.
     """
     if not learned_net:
         raise ConfigError(
@@ -302,46 +303,45 @@ def find_model(learned_net: str, state_path: str) -> str:
 
 
 def sidecar_of(state_path: str) -> str:
-    """The name of the sidecar that belongs to a state file of the name of one."""
+    """Return the name of the sidecar of a state file that is named like one."""
     files = Files.of_state(state_path)
     assert files
     return files.sidecar
 
 
 def read_sidecar(state_path: str) -> dict[str, Any] | None:
-    """The sidecar that was written with this state, None if there is none; ConfigError if it is
-    damaged.
-    """
+    """Read the sidecar that was written with this state, if any; ConfigError if it is damaged."""
     files = Files.of_state(state_path)
     content = sidecar.read(files.sidecar) if files else None
     if not files or not content:
         return None
-    with sidecar.taken_up(files.sidecar):
+    with sidecar.reading(files.sidecar):
         owner = str(content["state"]["name"])
     if owner != os.path.basename(state_path):
-        log.warning("%s belongs to %s; it is left aside", files.sidecar, owner)
+        log.warning("%s belongs to %s; it is ignored", files.sidecar, owner)
         return None
     return content
 
 
 def verify(content: dict[str, Any], state_path: str, model_path: str) -> None:
-    """ConfigError unless state and model are, to the bit, what was written with this sidecar."""
+    """Raise ConfigError unless state and model have the checksums in this sidecar."""
     for kind, path in (("state", state_path), ("model", model_path)):
-        with sidecar.taken_up(sidecar_of(state_path)):
+        with sidecar.reading(sidecar_of(state_path)):
             expected = str(content[kind]["sha256"])
         if sidecar.checksum(path) != expected:
             raise ConfigError(
-                "this file was damaged or changed after the snapshot was written; if that is on purpose, "
+                "this file was damaged or changed after the snapshot was written; if that is on "
+                "purpose, "
                 "remove the .caffepystate file beside it",
                 path,
             )
 
 
 def newest_good(prefix: str) -> str | None:
-    """The state file of the newest snapshot under the prefix that is whole; None if there is no
-    snapshot at all.
+    """Return the state file of the newest snapshot under the prefix that is not damaged; None if
+    there is no snapshot.
 
-    Damaged ones are named in the log and passed over; ConfigError if all are.
+    Damaged ones are skipped, with a line in the log; ConfigError if all are.
     """
     found = [(files.iteration, os.path.getmtime(path), path) for path, files in _snapshots(prefix)]
     for _, _, path in sorted(found, reverse=True):
@@ -353,7 +353,8 @@ def newest_good(prefix: str) -> str | None:
             return path
     if found:
         raise ConfigError(
-            f"none of the {len(found)} snapshot(s) under {prefix} is whole; remove them to start from scratch"
+            f"none of the {len(found)} snapshot(s) under {prefix} is whole; remove them to start "
+            "from scratch"
         )
     return None
 

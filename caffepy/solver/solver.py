@@ -127,7 +127,7 @@ class Solver:
 
     @property
     def fuse(self) -> bool:
-        """True if a GPU computes groups of layers together; what lies between them is not stored."""
+        """True if a GPU computes groups of layers together; blobs between them are not stored."""
         return self._step.fused
 
     @fuse.setter

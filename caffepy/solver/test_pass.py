@@ -1,4 +1,4 @@
-"""Tests of a net: its mean outputs over batches."""
+"""TestPass: a test net and its mean outputs over batches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -1,8 +1,8 @@
-"""Update rules: what `type` of a solver names. Each turns the gradient in a flat diff array into an
+"""Update rules, by the `type` of a solver: each turns the gradient in a flat diff array into an
 update of the data.
 
-A rule writes w and its history in place and leaves in g what it subtracted from w; the formulas
-stand with the functions of `caffepy.ops`.
+A rule writes w and its history in place and leaves in g what it subtracted from w; the formulas are
+in the functions of `caffepy.ops`.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,9 +18,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 
 @dataclass
 class Update:
-    """One update: the flat arrays, their segments with the rate and decay of each, the rule's
-    correction.
-    """
+    """One update: the flat arrays, their segments with rate and decay, the bias correction."""
 
     param: SolverParameter
     w: Array
@@ -40,11 +38,10 @@ def _no_correction(param: SolverParameter, iteration: int) -> float:
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule, how many history arrays it keeps, and what is wrong with the settings it
-    reads (field, why).
+    """An update rule and the number of its history arrays.
 
-    `never_negative` numbers the histories that sum or average squares, `correction` is what changes
-    with the iteration.
+    `problems` returns wrong settings (field, reason), `never_negative` lists the histories that sum
+    or average squares, `correction` is the bias correction of an iteration.
     """
 
     histories: int
@@ -82,7 +79,7 @@ def _adam(ops: Ops, u: Update) -> None:
 
 
 def _adam_correction(param: SolverParameter, iteration: int) -> float:
-    """What the means of t = iteration + 1 gradients, which began at 0, are short of."""
+    """Return Adam's bias correction, sqrt(1 - b2^t) / (1 - b1^t), t = iteration + 1."""
     t = iteration + 1
     return float(sqrt(1 - param.momentum2**t) / (1 - param.momentum**t))
 

@@ -87,7 +87,8 @@ class EndedGroup(WorkerGroup):
     def check(self) -> NoReturn:
         """Raise SyncError."""
         raise SyncError(
-            "this solver trained together with others until an error ended that, so that it cannot go on; a new one "
+            "this solver trained together with others until an error ended that, so that it cannot "
+            "go on; a new one "
             "can, from a snapshot"
         )
 

@@ -62,7 +62,7 @@ def test_third_sigint_does_not_wait() -> None:
     with listening() as signals:
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
-        assert signals.giving_up
+        assert signals.aborting
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
 

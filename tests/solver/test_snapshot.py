@@ -640,7 +640,7 @@ def test_sidecar_of_another_format_is_left_alone(
     trained(tmp_path, FORMATS["hdf5"])
     with caplog.at_level(logging.WARNING):
         solver_of("").restore(state_of(tmp_path, 3))
-    assert "it is left aside" in caplog.text
+    assert "it is ignored" in caplog.text
 
 
 @pytest.mark.parametrize(

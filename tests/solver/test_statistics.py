@@ -1,6 +1,4 @@
-"""What BatchNorm layers have gathered goes with the weights: an iteration that came to nothing adds
-nothing.
-"""
+"""Running statistics of BatchNorm belong to the weights: a failed iteration leaves them alone."""
 
 from contextlib import closing
 from pathlib import Path

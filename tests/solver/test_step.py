@@ -1,4 +1,4 @@
-"""What GPUs record does what layers do one by one."""
+"""Weight gradients that overwrite, and who may modify gradients during a step."""
 
 from collections.abc import Sequence
 from typing import Any
