@@ -147,8 +147,8 @@ def verify(source: int, destination: int) -> None:
     if wrong:
         raise SyncError(
             f"{wrong} of {PATTERN} bytes sent from GPU {source} to GPU {destination} arrived "
-            "damaged: peer-to-peer copies do not work on this machine (an IOMMU or ACS setting is the "
-            "usual cause); such pairs synchronize through the host"
+            "damaged: peer-to-peer copies do not work on this machine (an IOMMU or ACS setting is "
+            "the usual cause); such pairs synchronize through the host"
         )
 
 

@@ -1,6 +1,4 @@
-"""pycaffe's NCCL: solvers of several threads or processes, each with a GPU of its own, that train
-as one.
-"""
+"""pycaffe's NCCL: solvers of several threads or processes, each on its own GPU, train as one."""
 
 import threading
 from collections.abc import Iterator
@@ -21,20 +19,19 @@ _lock = threading.Lock()
 
 
 def has_nccl() -> bool:
-    """Whether NCCL can be had: CuPy with NCCL 2.10 or later."""
+    """True if NCCL is available: CuPy with NCCL 2.10 or later."""
     return reason_nccl_unavailable(gpu=True) is None
 
 
 class NCCL:
-    """Keeps a solver in step with those of the same `uid`, as many as `caffe.solver_count()`, this
-    one `solver_rank()`.
+    """Keeps the `caffe.solver_count()` solvers that have one `uid` in step; this one has the rank
+    `caffe.solver_rank()`.
 
     They are in other processes after `caffe.set_multiprocess(True)`, else in other threads of this
-    one; all make their NCCL at about the same time, then call `bcast`. The data layers that read
-    files give each solver its own batches. `solver.add_callback(nccl)` lets it average gradients,
-    beside the backward pass where that can be; whoever dies lets the others wait, so
-    `solver.together` and `caffepy train` are the better ways where no script asks for this.
-    DeviceError says what is missing.
+    one. All make their NCCL at about the same time, then call `bcast`. Data layers that read files
+    give each solver its own batches. `solver.add_callback(nccl)` averages gradients, during the
+    backward pass if possible. If a solver dies, the others wait forever, so prefer
+    `solver.together` or `caffepy train` in new scripts. DeviceError says what is missing.
     """
 
     def __init__(self, solver: Solver, uid: bytes) -> None:
@@ -48,7 +45,8 @@ class NCCL:
         rank, count = mode.solver_rank(), mode.solver_count()
         if not 0 <= rank < count:
             raise DeviceError(
-                f"solver rank {rank} of {count}: caffe.set_solver_count and set_solver_rank go before this"
+                f"solver rank {rank} of {count}: caffe.set_solver_count and set_solver_rank go "
+                "before this"
             )
         group = _Processes(count) if mode.multiprocess() else _threads(uid, count)
         self.synchronizer = NcclSync(
@@ -59,7 +57,7 @@ class NCCL:
 
     @staticmethod
     def new_uid() -> bytes:
-        """What solvers that are to train together have in common; made once, and given to all."""
+        """Return a new id, which all solvers that train together must get."""
         _check()
         import_cupy()
         from caffepy.collectives.nccl import new_unique_id
@@ -67,7 +65,7 @@ class NCCL:
         return new_unique_id()
 
     def bcast(self) -> None:
-        """Give all solvers the parameters of rank 0; returns when this one has them."""
+        """Broadcast the parameters of rank 0; returns when this solver has them."""
         device = self.solver._solver.device
         device.flush()
         with device.scope():
@@ -75,7 +73,7 @@ class NCCL:
         device.synchronize()
 
     def close(self) -> None:
-        """Let the solver be alone again; all solvers do so."""
+        """Make the solver train alone again; all solvers must call this."""
         self.solver._solver.synchronize(None)
         self.solver._solver.net.set_forward_mutex(None)
         self.synchronizer.close()
@@ -90,22 +88,22 @@ def _check() -> None:
 
 
 class _Processes(RankGroup):
-    """A group of which this process has one rank: nobody waits but in NCCL."""
+    """A group of which this process has one rank: only NCCL waits."""
 
     def barrier(self, rank: int, name: str = "") -> None:
-        """Go on."""
+        """Do nothing."""
 
 
 def _threads(uid: bytes, count: int) -> RankGroup:
-    """The group of those threads that have this uid."""
+    """Return the group of the threads that have this uid."""
     with _lock:
         return _groups.setdefault(uid, RankGroup(count))
 
 
 def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:
-    """Let layers that read files give this net every `count`-th batch, from number `rank` on.
+    """Make layers that read files give this net every `count`-th batch, from number `rank` on.
 
-    `begun`: the layers stand where they stood in rank 0, when it had taken a batch.
+    `begun`: the layers have the position that they had in rank 0 after its batch.
     """
     places = {id(layer): i for i, layer in enumerate(net.layers) if layer.reads_files}
     to_skip = dict.fromkeys(places, rank + (count - 1 if begun else 0))

@@ -1,4 +1,4 @@
-"""Teams of solvers on the CPU for tests."""
+"""Solvers that train as one on the CPU, for tests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +48,7 @@ LOSSY = LOSSY.replace("scale: 0.004", "scale: 0.004 mirror: true crop_size: 7")
 
 
 class Run:
-    """A root solver and `size` - 1 workers, trained together; what they were like at the end."""
+    """Trains a root solver and `size` - 1 workers together; has their state at the end."""
 
     def __init__(
         self,

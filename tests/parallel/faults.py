@@ -1,4 +1,4 @@
-"""Runs that go wrong as they are told to, and what must be left of them."""
+"""Runs with an injected fault, and what must be left after it."""
 
 import json
 import os
@@ -27,7 +27,7 @@ NOTHING = {"what": "raise", "rank": 0, "at": -1}
 def write(
     folder: Path, orders: dict[str, Any], settings: str = "snapshot: 100 max_iter: 8"
 ) -> None:
-    """A solver and a net of which a layer goes wrong as it is told to."""
+    """Write a solver and a net with a layer that fails as `orders` say."""
     text = net(3).replace('layer { name: "ip" ', FAULTY.replace("ORDERS", json.dumps(orders)))
     text = text.replace(
         'name: "ip" type: "InnerProduct" bottom: "pool"',
@@ -46,10 +46,9 @@ LONGEST = {"--cpu": 300, "--gpu": 60}
 def caffepy(
     *arguments: str, on: str = "--cpu 3", code: str = ""
 ) -> "subprocess.CompletedProcess[str]":
-    """Run `caffepy train` on these devices, after some Python code; nothing of it is left running.
+    """Run `caffepy train` on these devices, after some Python code; assert that no process is left.
 
-    It does not time plans of cuDNN, which takes long where many do so at once, and longer than a
-    deadline.
+    Autotuning is off: many processes at once would take longer for it than a deadline.
     """
     program = (
         ["-c", f"{code}\nfrom caffepy.cli.main import main\nmain()"] if code else ["-m", "caffepy"]
@@ -77,7 +76,7 @@ def caffepy(
 
 
 def still_there(group: int) -> bool:
-    """Whether a process of this process group runs; none does after this."""
+    """True if a process of this process group runs; kill the group."""
     try:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
@@ -92,7 +91,7 @@ def weights(path: str) -> Array:
 
 
 def goes_on_exactly(folder: Path, **arguments: Any) -> None:
-    """A run resumed from what is there ends as one that nothing happened to."""
+    """Assert that a run resumed from the snapshot ends like one without a fault."""
     write(folder, NOTHING)
     assert caffepy("--snapshot", "auto", **arguments).returncode == 0
     resumed = weights("s_iter_8.caffemodel")
@@ -103,11 +102,11 @@ def goes_on_exactly(folder: Path, **arguments: Any) -> None:
 
 
 class KilledError(Exception):
-    """What ends a thread's work."""
+    """Ends a thread's work."""
 
 
 class Killer:
-    """A callback of a worker, or of its net, that ends its work in an iteration."""
+    """A callback of a worker or its net that raises in an iteration."""
 
     def __init__(self, worker: WorkerSolver, iteration: int, place: str) -> None:
         self._worker, self._iteration, self._place = worker, iteration, place

@@ -1,6 +1,4 @@
-"""What goes wrong: a user's layer as its `python_param` says, or caffepy itself as `arrange` is
-told.
-"""
+"""Injected faults: in a user's layer, as its `python_param` says, or in caffepy, by `arrange`."""
 
 import faulthandler
 import importlib
@@ -12,15 +10,13 @@ import time
 
 
 def this_rank() -> int:
-    """The rank whose thread this is."""
+    """Return the rank of this thread."""
     name = threading.current_thread().name
     return int(name.rsplit(" ", 1)[1]) if name.startswith("caffepy rank") else 0
 
 
 class Faulty:
-    """Passes its bottom on; `{"what", "rank", "at", "phase"}` in param_str say what happens, and
-    when.
-    """
+    """Copies its bottom; `{"what", "rank", "at", "phase"}` in param_str are the fault and when."""
 
     def setup(self, bottom, top):
         self.orders = json.loads(self.param_str)
@@ -43,7 +39,7 @@ class Faulty:
 
 
 def arrange(where, at, rank=0, **orders):
-    """Let a function go wrong before its n-th call in a rank; `where` is "module:name" or
+    """Make a function fail before its n-th call in a rank; `where` is "module:name" or
     "module:Class.method".
     """
     module, _, path = where.partition(":")
@@ -64,7 +60,7 @@ def arrange(where, at, rank=0, **orders):
 
 
 def go_wrong(what, within=None, **_):
-    """Do it; `within` is how many seconds the process may then last."""
+    """Fail; the process is ended after `within` seconds."""
     if within:
         faulthandler.dump_traceback_later(within, exit=True)
     if what == "raise":
@@ -92,7 +88,7 @@ KERNELS = {  # each is given a device int of 0
 
 
 def launch(text):
-    """Run a kernel on the stream of this thread."""
+    """Run a kernel on this thread's stream."""
     import cupy
 
     cupy.RawKernel(text, "wrong")((1,), (1,), (cupy.zeros(1, cupy.int32),))

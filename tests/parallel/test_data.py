@@ -95,7 +95,7 @@ Batch = list[Array]
 
 
 def watch(net: Net) -> list[Batch]:
-    """What the data layer of the net gives from now on."""
+    """Collect what the data layer of the net gives from now on."""
     batches: list[Batch] = []
 
     def keep(index: int) -> None:

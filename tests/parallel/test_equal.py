@@ -68,7 +68,7 @@ NORMALIZED = NET.replace(
 
 
 def statistics(solver: Solver) -> list[Array]:
-    """Those of the one layer that has some."""
+    """Return the statistics of the only layer that has some."""
     (layer,) = (layer for layer in solver.net.layers if layer.type == "BatchNorm")
     return [blob.data.copy() for blob in layer.blobs]
 

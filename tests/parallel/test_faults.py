@@ -1,5 +1,11 @@
-"""What goes wrong in one solver ends all: at one iteration, with the snapshot that is owed, and its
-rank named.
+"""A fault in one solver ends all of them.
+
+What is shown, for errors, signals, hangs, lost devices and killed workers, in any rank and phase:
+
+- all solvers stop at the same iteration, and the process ends with the fault's exit code;
+- the message names the rank of the first fault, not of one that follows from it;
+- the snapshot that is due is written, and a run resumed from it ends like one without a fault;
+- no thread or process is left, and nothing waits longer than its deadline.
 """
 
 import gc
@@ -44,7 +50,7 @@ from tests.solver.cases import DIGITS, solver_of
 
 @pytest.fixture(scope="module")
 def compiled() -> None:
-    """What the CPU runs is compiled: no deadline is met because of that."""
+    """Compile what the CPU runs, so that no deadline passes meanwhile."""
     Run(2, net(3), until=2)
 
 
@@ -204,8 +210,8 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
 
 
 class Ends:
-    """In place of HostSync's `close`: with what patience it was called, and whether all solvers
-    were alone by then.
+    """Replaces HostSync.close: keeps the patience of each call, and True if all solvers were alone
+    by then.
     """
 
     def __init__(self, then: Callable[[float], object]) -> None:
@@ -222,7 +228,7 @@ class Ends:
 
 
 class Late:
-    """A callback that fails in the last of eight iterations, when the team has begun to end."""
+    """A callback that fails in the last of eight iterations, when the manager has begun to end."""
 
     def __init__(self, worker: Solver, ended: threading.Event) -> None:
         self._worker, self._ended = worker, ended
@@ -239,7 +245,7 @@ class Late:
 def fails(
     monkeypatch: pytest.MonkeyPatch, then: Callable[[float], object], late: bool = False
 ) -> Ends:
-    """Train eight iterations with a team of which rank 2 fails."""
+    """Train eight iterations with three solvers, of which rank 2 fails."""
     ends, closed = Ends(then), set[int]()
 
     def close(worker: WorkerSolver) -> None:
@@ -282,7 +288,7 @@ def test_all_solvers_are_alone_before_a_synchronizer_ends(
 
 def test_what_earlier_solvers_left_is_freed_before_a_team_begins() -> None:
     class Left:
-        """What refers to itself, as solvers do."""
+        """Refers to itself, as solvers do."""
 
     left = Left()
     left.self = left  # type: ignore[attr-defined]
@@ -424,7 +430,7 @@ def test_devices_that_cannot_be_read_any_more(rank: int, every: int, folder: Pat
 
 
 class Endless(Device):
-    """A device whose work never ends, from some time on."""
+    """A device whose work never ends, from a certain time on."""
 
     ends = True
 
@@ -468,8 +474,8 @@ def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(
 
 
 class GivingUp:
-    """A callback of the root at whose n-th call rank 1 is found to hang, which takes a moment;
-    `then` is met in it.
+    """A callback of the root at whose n-th call a deadline passes; `then` is called while the rank that
+    hangs is being found.
     """
 
     def __init__(

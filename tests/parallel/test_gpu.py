@@ -1,5 +1,5 @@
-"""Teams on GPUs: n solvers with batch b follow one with batch n * b, replayed or not, by every way,
-in fp32.
+"""On GPUs n solvers with batch b train like one with batch n * b: captured or not, with every
+synchronizer, in fp32.
 """
 
 import os
@@ -49,7 +49,7 @@ def train(
 
 
 class Ran(NamedTuple):
-    """What was shown, and the parameters: the root's before, at the end those of all solvers that
+    """What was displayed, the root's parameters before, and at the end those of all solvers that
     update theirs.
     """
 
@@ -60,7 +60,7 @@ class Ran(NamedTuple):
 
     @property
     def moved(self) -> Array:
-        """How far the root's parameters went."""
+        """The change of the root's parameters."""
         return self.data[0] - self.before
 
 
@@ -80,7 +80,7 @@ def on_gpus(
     precision: str = "fp32",
     **how: bool,
 ) -> Ran:
-    """A team on the first GPUs; `how` sets attributes of its solvers."""
+    """Train on the first GPUs; `how` sets attributes of the root."""
     devices = [CudaDevice(i) for i in range(size)]
     root, recorder = train(settings, net(3) if text is None else text, devices[0], precision)
     for name, value in how.items():
@@ -456,7 +456,7 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
 
 
 class KilledError(Exception):
-    """What ends a worker."""
+    """Ends a worker."""
 
 
 @pytest.mark.parametrize("sync", ["nccl", "tree", "flat"])

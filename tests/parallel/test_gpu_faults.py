@@ -1,5 +1,5 @@
-"""What goes wrong on one of two GPUs ends all: within seconds, with the right code, the snapshot
-and the memory.
+"""A fault on one of two GPUs ends the run on both: within seconds, with the right exit code, with
+the snapshot that is due, and with the memory freed.
 """
 
 import re
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.gpus(2)
 GPUS = "--gpu 0,1"
 SYNCS = ("nccl", "tree", "flat", "muji")
 SECONDS = 10
-"""How long a process may last after something went wrong."""
+"""Seconds that a process may last after a fault."""
 DEADLINE = 5
 
 
@@ -72,7 +72,7 @@ def is_good(iteration: int) -> None:
 
 @cache
 def straight(sync: str) -> Array:
-    """The parameters of a team that nothing happens to, after ten iterations."""
+    """Return the parameters after ten iterations without a fault."""
     root = solver("")
     with together(root, sync):
         root.step(10)
@@ -120,7 +120,7 @@ def after(call: Callable[..., Any], wrong: Callable[[], None]) -> Callable[..., 
 
 
 def kill(worker: WorkerSolver, place: str, iteration: int) -> None:
-    """Let the work of the worker end in this iteration, or the first test after it."""
+    """Make the worker fail in this iteration, or the first test after it."""
 
     def wrong() -> None:
         if worker.iter >= iteration:

@@ -1,4 +1,4 @@
-"""Where the time of a team's iterations goes, by the clocks of its GPUs."""
+"""Phase timers: the parts of an iteration on several GPUs, by the GPUs' clocks."""
 
 import logging
 import re

@@ -1,6 +1,4 @@
-"""`caffepy bench allreduce`: what each way of synchronizing solvers costs, over sizes of their
-parameters.
-"""
+"""`caffepy bench allreduce`: the time of each way to synchronize solvers, by size."""
 
 import json
 import re
@@ -31,14 +29,14 @@ STEP = 2  # from one size to the next
 WINDOWS = 7
 ENOUGH = 64 << 20  # bytes that a window moves at least
 MOST_RUNS = 50  # of a window
-RECORDED = 10  # in one recording, so that the times are the device's
-EDGE = 256  # elements at each end that are looked at
+CAPTURED = 10  # runs in a captured graph, so that the times are the device's
+EDGE = 256  # elements at each end that are checked
 
 
 @dataclass(frozen=True)
 class Timing:
-    """The median time of one all-reduce of so many bytes; GB/s of the algorithm, and of each bus at
-    2(n - 1)/n.
+    """Median time of one all-reduce of this number of bytes; GB/s of the algorithm, and of the bus,
+    which is 2(n - 1)/n times that.
     """
 
     sync: str
@@ -51,7 +49,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class AllReduceBench:
-    """What came out; `left_out` says why a way could not be measured."""
+    """Results; `left_out` has the ways that could not be measured, with the reason."""
 
     devices: str
     ranks: int
@@ -59,7 +57,7 @@ class AllReduceBench:
     left_out: dict[str, str]
 
     def table(self) -> str:
-        """A line a size, for people: microseconds, then the bus bandwidth in GB/s, of each way."""
+        """Return a table as text, a line a size: microseconds, then bus bandwidth, of each way."""
         names = list(dict.fromkeys(t.sync for t in self.timings))
         of = {(t.sync, t.bytes): t for t in self.timings}
         rows = [["size", *(f"{name} us" for name in names), *(f"{name} GB/s" for name in names)]]
@@ -87,7 +85,7 @@ class AllReduceBench:
         return "\n".join([head, *lines, *(how if "GPU" in self.devices else []), *missing])
 
     def json(self) -> str:
-        """An object of the same fields."""
+        """Return an object with the same fields."""
         return json.dumps(asdict(self))
 
     def plot(self, path: str) -> None:
@@ -112,9 +110,7 @@ class AllReduceBench:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Bytes: sizes such as 64K or 1M with commas, or first..last, doubling; UsageError for anything
-    else.
-    """
+    """Parse sizes in bytes, such as 64K,1M or 64K..512M (doubling); UsageError if that fails."""
     found: list[int] = []
     for item in text.split(","):
         ends = [_size(end) for end in item.split("..")]
@@ -138,7 +134,7 @@ def _size(text: str) -> int:
 
 
 def show_size(size: int) -> str:
-    """Bytes in the largest unit of which they are a whole number."""
+    """Format a number of bytes in the largest unit of which it is a multiple."""
     unit = next(unit for unit in reversed(UNITS) if size % UNITS[unit] == 0)
     return f"{size // UNITS[unit]}{unit}"
 
@@ -146,10 +142,10 @@ def show_size(size: int) -> str:
 def bench_allreduce(
     gpu: str | None = None, cpu: int = 0, sync: str = "", sizes: str = SIZES
 ) -> AllReduceBench:
-    """Time these ways (all that can be had, unless they are named with commas) on GPUs, or `cpu`
+    """Time the ways in `sync`, separated by commas, or all that are available, on GPUs or `cpu`
     threads.
 
-    Whether the result is the mean is looked at for each size; SyncError if it is not.
+    SyncError if a result is not the mean, which is checked for each size.
     """
     counts = [size // 4 for size in parse_sizes(sizes)]
     on_gpu = not cpu
@@ -209,7 +205,7 @@ def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -
 def _rank(
     group: RankGroup, rank: int, ways: Synchronization, device: Device, counts: Sequence[int]
 ) -> list[tuple[float, bool]]:
-    """One rank's times, in milliseconds, and whether they are those of replays."""
+    """Return one rank's times in milliseconds, each with True if it was captured."""
     with device.scope():
         diff: Any = np.zeros(max(counts), np.float32)
         if device.kind == "cuda":
@@ -241,14 +237,14 @@ def _check(
 def _time(
     synchronizer: Synchronizer, device: Device, count: int, meet: Callable[[], None]
 ) -> tuple[float, bool]:
-    """The median over windows of the milliseconds of one run."""
+    """Return the milliseconds of one run, the median over windows, and True if it was captured."""
     runs = max(2, min(MOST_RUNS, ENOUGH // (count * 4)))
     work: Callable[[], None] = partial(synchronizer.reduce, count)
     captures = synchronizer.capturable and isinstance(device, CudaDevice)
     if synchronizer.capturable and isinstance(device, CudaDevice):
-        recording = device.capture(lambda: _repeat(work, RECORDED))
-        replay, replays = recording.replay, max(1, runs // RECORDED)
-        runs = replays * RECORDED
+        recording = device.capture(lambda: _repeat(work, CAPTURED))
+        replay, replays = recording.replay, max(1, runs // CAPTURED)
+        runs = replays * CAPTURED
     else:
         replay, replays = work, runs
     times = []
@@ -259,7 +255,7 @@ def _time(
         _repeat(replay, replays)
         device.synchronize()
         times.append((perf_counter() - begin) / runs * 1e3)
-    meet()  # before the recording goes
+    meet()  # before the captured graph is freed
     return median(times), captures
 
 

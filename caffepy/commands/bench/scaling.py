@@ -1,4 +1,4 @@
-"""`caffepy bench scaling`: how much faster several devices train than one."""
+"""`caffepy bench scaling`: the speed of training on several devices, beside that of one."""
 
 import json
 from collections.abc import Sequence
@@ -21,10 +21,11 @@ from caffepy.report.performance import difference, shares
 
 @dataclass(frozen=True)
 class Point:
-    """So many devices: images a second of all, `times` those of one, of which each has
-    `efficiency`; ms an iteration.
+    """Speed of a number of devices: images a second of all, which is `times` that of one;
+    `efficiency` is `times` by the number of devices.
 
-    `exposed` is the part of an iteration in which devices, in the mean, do nothing but synchronize.
+    `ms` is the time of an iteration, `exposed` the share of it in which devices, in the mean, only
+    synchronize.
     """
 
     devices: int
@@ -38,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Scaling:
-    """What came out, in the order of the numbers of devices, 1 first."""
+    """Results, in the order of the numbers of devices, 1 first."""
 
     net: str
     device: str
@@ -48,10 +49,12 @@ class Scaling:
     points: Sequence[Point]
 
     def table(self) -> str:
-        """A few lines for people."""
+        """Return a table as text."""
         lines = [
-            f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each, sync {self.sync}",
-            f"{'devices':>8}{'images/s':>12}{'times one':>12}{'efficiency':>12}{'ms':>10}{'exposed sync':>14}",
+            f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each, "
+            f"sync {self.sync}",
+            f"{'devices':>8}{'images/s':>12}{'times one':>12}{'efficiency':>12}{'ms':>10}"
+            f"{'exposed sync':>14}",
         ]
         lines += [
             f"{p.devices:8}{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}{p.ms:10.3f}{p.exposed:14.1%}"
@@ -60,7 +63,7 @@ class Scaling:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """An object of the same fields."""
+        """Return an object with the same fields."""
         return json.dumps(asdict(self))
 
 
@@ -75,11 +78,11 @@ def bench_scaling(
     sync: str = "auto",
     windows: int = 5,
 ) -> Scaling:
-    """Train the net of the solver file on synthetic data with 1, 2, 4... of the devices, and with
+    """Train the net of the solver file on synthetic data with 1, 2, 4, ... of the devices, and with
     all of them.
 
-    `gpu` names GPUs ("all" for every one), `cpu` a number of solvers on the CPU; `batch` is that of
-    each device. UsageError if so many cannot be synchronized by `sync`.
+    `gpu` names GPUs ("all" for every one), `cpu` is a number of solvers on the CPU, `batch` that of
+    each device. UsageError if `sync` cannot synchronize one of these numbers of devices.
     """
     numbers = gpu_numbers(gpu) if gpu else []
     size = len(numbers) or max(1, cpu)
