@@ -1,4 +1,6 @@
-"""Further names of modules, with one set of modules: `caffe.io` is `caffepy.io`, which is `caffepy.pycaffe.io`."""
+"""Further names of modules, with one set of modules: `caffe.io` is `caffepy.io`, which is
+`caffepy.pycaffe.io`.
+"""
 
 import importlib
 import os
@@ -19,9 +21,11 @@ OTHER_NAMES = {"_caffe": "pycaffe"}
 
 
 class _Names(Loader):
-    """Finds the modules of `homes` by their further names, and `caffepy.x` as `caffe.x` while `caffe` is caffepy.
+    """Finds the modules of `homes` by their further names, and `caffepy.x` as `caffe.x` while
+    `caffe` is caffepy.
 
-    What caffepy does not have is looked for in folders named caffe on sys.path: modules that people have put there.
+    What caffepy does not have is looked for in folders named caffe on sys.path: modules that people
+    have put there.
     """
 
     def __init__(self) -> None:
@@ -71,7 +75,9 @@ _finder = _Names()
 
 
 def add_names(homes: Mapping[str, str]) -> None:
-    """Let `import` find modules of caffepy by further names; `homes` maps these to the modules' own."""
+    """Let `import` find modules of caffepy by further names; `homes` maps these to the modules'
+    own.
+    """
     _finder.homes.update((name, home) for name, home in homes.items() if name != home)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -83,7 +89,9 @@ def is_installed() -> bool:
 
 
 def install_as_caffe() -> None:
-    """Let `import caffe`, and of what is in it, find caffepy from now on, even where Caffe itself is there."""
+    """Let `import caffe`, and of what is in it, find caffepy from now on, even where Caffe itself
+    is there.
+    """
     if is_installed():
         return
     for name in [name for name in sys.modules if name.startswith(f"{CAFFES}.")]:

@@ -330,7 +330,8 @@ class Blob:
         count = prod(shape)
         if count > MAX_COUNT or min(shape, default=0) < 0:
             raise ConfigError(
-                f"blob shape {shape_string(shape)} is not possible: sizes are 0 or more, the count below 2^31"
+                f"blob shape {shape_string(shape)} is not possible: sizes are 0 or more, the "
+                "count below 2^31"
             )
         self.shape, self.count = shape, count
         for view in (self._data, self._diff):
@@ -360,7 +361,8 @@ class Blob:
         n = len(self.shape)
         if not -n <= index < n:
             raise ConfigError(
-                f"axis {index} is out of range for a blob with {n} axes ({shape_string(self.shape)})"
+                f"axis {index} is out of range for a blob with {n} axes "
+                f"({shape_string(self.shape)})"
             )
         return index % n
 

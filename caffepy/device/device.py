@@ -61,7 +61,9 @@ class Device:
         self.random.state = dict(np.random.MT19937(seed).state)
 
     def draw_seed(self) -> int:
-        """Return a 32-bit seed for a generator of its own: a transformer, a dropout mask, a shuffle."""
+        """Return a 32-bit seed for a generator of its own: a transformer, a dropout mask, a
+        shuffle.
+        """
         return int(self.rng.integers(1 << 32))
 
     @property

@@ -85,7 +85,8 @@ def too_old(driver: int, built: int) -> str:
         else ""
     )
     return (
-        f"CuPy is built for CUDA {cuda_version(built)}, but the NVIDIA driver goes up to CUDA {cuda_version(driver)}: "
+        f"CuPy is built for CUDA {cuda_version(built)}, but the NVIDIA driver goes up to CUDA "
+        f"{cuda_version(driver)}: "
         f"update the driver{other}"
     )
 

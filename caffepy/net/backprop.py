@@ -1,4 +1,4 @@
-"""Which layers run backward: those under a loss, unless nothing below them wants a gradient."""
+"""Backward flags: layers under a loss run backward, unless nothing below them needs a gradient."""
 
 import logging
 from collections.abc import Sequence

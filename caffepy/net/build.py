@@ -1,5 +1,5 @@
-"""Pure rewrites of a NetParameter on its way to a net: choose the layers of a state, split what has
-several readers.
+"""Pure rewrites of a NetParameter on its way to a net: filter layers by state, divide batches,
+insert Split layers.
 """
 
 import logging
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def where(path: str | None, layer: LayerParameter) -> str:
-    """`file:line:col: layer "name" (Type)`, or without the file if the net has none."""
+    """Return `file:line:col: layer "name" (Type)`, without the file if the net has none."""
     name = f'layer "{layer.name}" ({layer.type})'
     return f"{locate_layer(path, layer)}: {name}" if path else name
 
@@ -31,8 +31,8 @@ def located(path: str | None, layer: LayerParameter) -> Iterator[None]:
 
 
 def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
-    """A copy with the layers whose include and exclude rules admit `param.state` (phase, level,
-    stages).
+    """Return a copy with the layers whose include and exclude rules admit `param.state` (phase,
+    level, stages).
     """
     kept = NetParameter()
     kept.CopyFrom(param)
@@ -52,9 +52,7 @@ def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
 
 
 def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
-    """Whether every part of the rule that is set holds for the state; the first that does not is
-    logged.
-    """
+    """True if every part of the rule that is set holds for the state; log the first that does not."""
     if rule.HasField("phase") and rule.phase != state.phase:
         log.info(
             "The NetState phase (%d) differed from the phase (%d) specified by a rule in layer %s",
@@ -108,8 +106,8 @@ BATCHES = (
 
 
 def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> NetParameter:
-    """A copy whose layers that read data have the batch_size of one of several nets; ConfigError if
-    it is no number.
+    """Return a copy in which data layers have a `parts`-th of their batch_size; ConfigError if
+    `parts` does not divide it.
     """
     divided = NetParameter()
     divided.CopyFrom(param)
@@ -132,18 +130,19 @@ Top = tuple[int, int]  # layer index, top index
 def insert_splits(
     param: NetParameter, path: str | None = None, whole: NetParameter | None = None
 ) -> NetParameter:
-    """A copy in which every top with several readers feeds a Split layer that has one top a reader.
+    """Return a copy in which every top with several readers feeds a Split layer with one top a
+    reader.
 
-    A non-zero loss weight of a top counts as a reader and moves to the split's first top.
-    ConfigError for a bottom that no earlier layer makes; `whole` is the net before layers were left
-    out for its state, to tell whether one of them would.
+    A non-zero loss weight of a top counts as a reader and moves to the first top of the split.
+    ConfigError for a bottom that no earlier layer has as a top; `whole` is the net before
+    `filter_state`, so that the message can name a layer that was filtered out.
     """
     left_out = {top: layer.name for layer in (whole or param).layer for top in layer.top}
     producer_of, readers = _readers(param, path, left_out)
     split = NetParameter()
     split.CopyFrom(param)
     del split.layer[:]
-    given: dict[Top, int] = defaultdict(int)  # how many split tops are spoken for
+    given: dict[Top, int] = defaultdict(int)  # number of split tops in use
     for i, layer in enumerate(param.layer):
         new = split.layer.add()
         new.CopyFrom(layer)
@@ -165,7 +164,7 @@ def insert_splits(
 def _readers(
     param: NetParameter, path: str | None, left_out: dict[str, str]
 ) -> tuple[dict[tuple[int, int], Top], dict[Top, int]]:
-    """The top behind each (layer, bottom index), and how many readers each top has."""
+    """Return the top behind each (layer, bottom index), and the number of readers of each top."""
     last_writer: dict[str, Top] = {}
     producer_of: dict[tuple[int, int], Top] = {}
     readers: dict[Top, int] = defaultdict(int)
@@ -188,7 +187,10 @@ def _readers(
 
 def _hint(name: str, known: list[str], left_out: dict[str, str]) -> str:
     if name in left_out:
-        return f'; layer "{left_out[name]}" makes it, but stands later or is left out in this phase, level and stage'
+        return (
+            f'; layer "{left_out[name]}" makes it, but stands later or is left out in this '
+            "phase, level and stage"
+        )
     if not known:
         return "; no layer before it has a top"
     return nearest(name, known) or f"; blobs so far: {', '.join(known)}"

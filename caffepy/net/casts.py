@@ -10,14 +10,14 @@ Convert = Callable[[Any, Any], None]
 
 
 class LayoutCasts:
-    """What one layer takes in another layout than the blobs have: copies in its own, made around
-    its passes.
+    """Copies, in the layout that a layer takes, of its blobs in another layout; converted before
+    and after its passes.
     """
 
     def __init__(
         self, bottoms: Sequence[Blob], tops: Sequence[Blob], layouts: Sequence[Layout]
     ) -> None:
-        self._of: dict[int, tuple[Blob, Blob]] = {}  # id of the blob -> the blob and its copy
+        self._of: dict[int, tuple[Blob, Blob]] = {}  # id of the blob -> (blob, copy)
         for blob, layout in zip(bottoms, layouts, strict=True):
             if blob.layout != layout and id(blob) not in self._of:
                 copy = Blob(blob.shape, blob.dtype, blob.gpu)
@@ -37,30 +37,30 @@ class LayoutCasts:
         return self._of[id(blob)][1] if id(blob) in self._of else blob
 
     def reshape(self) -> None:
-        """Give the copies the shapes of the blobs."""
+        """Reshape the copies like the blobs."""
         for blob, copy in self._of.values():
             copy.reshape_like(blob)
 
     def before_forward(self, convert: Convert) -> None:
-        """Copy what the layer reads."""
+        """Convert what the layer reads."""
         for blob, copy in self._of.values():
             convert(blob.data, copy.data)
 
     def after_forward(self, convert: Convert) -> None:
-        """Copy back what it wrote in place."""
+        """Convert back what the layer wrote in place."""
         for blob, copy in self._in_place:
             blob.reshape_like(copy)
             convert(copy.data, blob.data)
 
     def before_backward(self, convert: Convert) -> None:
-        """Copy the gradients of the tops in place."""
+        """Convert the gradients of in-place tops."""
         for blob, copy in self._in_place:
             convert(blob.diff, copy.diff)
 
     def after_backward(
         self, convert: Convert, bottoms: Sequence[Blob], propagate_down: Sequence[bool]
     ) -> None:
-        """Copy the gradients that it wrote."""
+        """Convert back the gradients that the layer wrote."""
         for blob, down in zip(bottoms, propagate_down, strict=True):
             if down and id(blob) in self._of:
                 convert(self._of[id(blob)][1].diff, blob.diff)

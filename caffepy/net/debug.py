@@ -1,4 +1,4 @@
-"""The lines of `debug_info`: mean absolute values of data and gradients, layer by layer."""
+"""Log lines of `debug_info`: mean absolute values of data and gradients, layer by layer."""
 
 import logging
 from collections.abc import Sequence
@@ -54,7 +54,8 @@ def norms(params: Sequence[Blob]) -> None:
     data = [p.host_data for p in params]
     diff = [p.host_diff for p in params]
     log.error(
-        "    [Backward] All net params (data, diff): L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)",
+        "    [Backward] All net params (data, diff): L1 norm = (%.6g, %.6g); L2 norm = (%.6g, "
+        "%.6g)",
         sum(float(np.abs(a).sum()) for a in data),
         sum(float(np.abs(a).sum()) for a in diff),
         sum(float(np.square(a).sum()) for a in data) ** 0.5,

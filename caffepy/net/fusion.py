@@ -1,5 +1,4 @@
-"""Which layers of a net form fused groups. A group goes from a layer to the only one that reads its
-top, and so on.
+"""Fused groups of a net: a layer, the only layer that reads its top, and so on.
 
 The blobs between its members are not written. Groups are therefore for training and testing as
 commands do it, where nobody looks at these blobs.
@@ -21,9 +20,7 @@ from caffepy.net.node import Node
 
 
 class Step(NamedTuple):
-    """The computation at the place of layer `last`: it alone, or a fused group of `layers` that
-    ends with it.
-    """
+    """A unit of a pass: layer `last` alone, or a fused group of `layers` that ends with it."""
 
     last: int
     layers: tuple[int, ...] = ()
@@ -59,7 +56,7 @@ def _has_gradient(nodes: Sequence[Node], top: Blob) -> bool:
 
 
 def _reader(nodes: Sequence[Node], index: int) -> int | None:
-    """The layer that reads the only top of a layer, None if several see its present values."""
+    """Return the layer that reads the only top of a layer; None if several see its present values."""
     top = nodes[index].tops[0]
     readers = [j for j in range(index + 1, len(nodes)) if any(b is top for b in nodes[j].bottoms)]
     if not readers or any(nodes[index].layer.loss_weights):
@@ -137,7 +134,7 @@ def _hides(nodes: Sequence[Node], group: Sequence[int]) -> bool:
 
 
 def _group_from(nodes: Sequence[Node], start: int) -> list[int]:
-    """The layers of the longest group that begins with this one; it alone if there is none."""
+    """Return the longest group that begins with this layer; the layer alone if there is none."""
     for head, tail in PATTERNS:
         group: list[int] = []
         if _extend(nodes, group, start, head[0]) and all(

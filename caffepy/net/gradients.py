@@ -1,16 +1,16 @@
-"""Which layers add to the gradients of which parameters."""
+"""Parameter gradients: the layers that add to each, and the large ones of matrix products."""
 
 from caffepy.device.blob import behind
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net.net import Net
 
 LARGE = 8 << 20
-"""Bytes of a gradient from which on it is worth work of its own."""
+"""Bytes from which on a gradient gets work of its own."""
 
 
 def adders(net: Net) -> list[frozenset[int]]:
-    """The layers that add to the gradient of each learnable parameter, those that share it among
-    them.
+    """Return the layers that add to the gradient of each learnable parameter, including layers that
+    share it.
     """
     return [
         frozenset(
@@ -23,8 +23,8 @@ def adders(net: Net) -> list[frozenset[int]]:
 
 
 def large_products(net: Net) -> dict[int, InnerProduct]:
-    """Learnable parameters, by number, that are the large weight of one InnerProduct layer and
-    nothing else.
+    """Return the InnerProduct layers with a large weight that no other layer shares, by the number
+    of the learnable parameter.
     """
     numbers = {param.diff_memory: number for number, param in enumerate(net.learnable_params)}
     memories = [behind(blob).diff_memory for layer in net.layers for blob in layer.blobs]

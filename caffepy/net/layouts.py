@@ -1,8 +1,8 @@
 """Layout of each blob of a net on a GPU, and where a layer needs a cast.
 
-Layers follow their bottoms: an activation in the preferred layout stays in it as long as layers take
-it. Layers that gain most, convolutions and matrix products, ask for it. Labels, losses and whatever
-else is not an activation stay plain.
+Layers follow their bottoms: an activation in the preferred layout stays in it as long as layers
+take it. Layers that gain most, convolutions and matrix products, ask for it. Labels, losses and
+whatever else is not an activation stay plain.
 """
 
 from collections.abc import Sequence
@@ -17,15 +17,15 @@ from caffepy.proto.nvcaffe import keeps_float32
 
 
 class Plan(NamedTuple):
-    """The layout of each top, by layer, and that in which each layer takes its bottoms."""
+    """Layout of each top, by layer, and that in which each layer takes its bottoms."""
 
     tops: list[list[Layout]]
     bottoms: list[list[Layout]]
 
 
 def set_layouts(nodes: Sequence[Node], preferred: Layout) -> None:
-    """Let activations lie in the preferred layout of the device, and give layers that do not take it
-    casts of their bottoms.
+    """Put activations into the device's preferred layout, and give layers that do not take it casts
+    of their bottoms.
     """
     layouts = plan(nodes, preferred)
     for node, top_layouts in zip(nodes, layouts.tops, strict=True):

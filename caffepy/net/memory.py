@@ -1,12 +1,12 @@
-"""Memory that the blobs of nets share because they need it at different times.
+"""Memory plan: blobs that are live at different times share an arena.
 
-A pass of a net is a line of moments, one for each of its steps, forwards and, in a net that learns,
-backwards again. A blob's data are needed from the moment that writes them to the last one that
-reads them, and so is its diff. Memories that are never needed at the same moment may lie in one
-place, and nets that run one after the other in one arena.
+A pass of a net is a line of moments, one a step: forward, and in a net that learns backward again.
+The data of a blob are live from the moment that writes them to the last one that reads them, and so
+is the diff. Memories that are never live at the same moment may overlap in the arena; nets that run
+one after the other share one arena.
 
-Between passes, blobs whose memory lies in an arena hold nothing of use. Work that runs beside a
-step (`device.aside`) must be done before the next moment begins.
+Between passes the content of the arena is undefined. Work on a side stream must be waited for
+before the next moment begins.
 """
 
 import logging
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 ALIGNMENT = 256
 
 WORTH = 256 << 20
-"""Bytes of blobs below which sharing costs more than it saves: gradients of parameters then wait
-for each other.
+"""Bytes of blobs below which sharing costs more than it saves, since weight gradients can no longer
+overlap.
 """
 
 
 class Interval(NamedTuple):
-    """`size` bytes that are needed from the moment `first` to the moment `last`, both included."""
+    """`size` bytes that are live from the moment `first` to the moment `last`, both included."""
 
     size: int
     first: int
@@ -46,10 +46,10 @@ class Usage(NamedTuple):
 
 
 def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
-    """The offset of each interval, a multiple of ALIGNMENT, and the bytes in all; those that share
-    a moment lie apart.
+    """Return the offset of each interval, a multiple of ALIGNMENT, and the size of the arena.
 
-    The largest come first, each into the smallest gap that holds it.
+    Intervals that share a moment do not overlap. The largest are placed first, each into the
+    smallest gap that holds it.
     """
     offsets = [0] * len(intervals)
     placed: list[int] = []
@@ -66,8 +66,8 @@ def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
 
 
 def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
-    """Where the smallest gap between these ranges, in rising order, begins that holds the size;
-    behind all if none.
+    """Return the offset of the smallest gap of at least this size between sorted ranges, else the
+    end of the last range.
     """
     gaps, end = [], 0
     for start, stop in taken:
@@ -78,11 +78,10 @@ def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
 
 
 def lifetimes(usage: Usage) -> dict[Memory, Interval]:
-    """When each memory is needed that may share its place with others.
+    """Return the interval in which each memory is live that may share its place with others.
 
-    The rest is what lives longer than a pass: parameters, what is fed and what comes out, loss
-    weights, whatever is read before it is written, and all that layers touch whose shapes change
-    from pass to pass.
+    The rest is live longer than a pass: parameters, inputs and outputs, loss weights, whatever is
+    read before it is written, and all that layers touch whose shapes change from pass to pass.
     """
     kept = set(_kept(usage.net))
     spans: dict[Memory, tuple[int, int]] = {}
@@ -114,7 +113,7 @@ def _kept(net: Net) -> Iterator[Memory]:
 
 
 Touches = Iterator[tuple[Memory, bool]]
-"""Memories in the order in which a moment touches them, and whether it writes them."""
+"""(memory, is written) in the order in which a moment touches them."""
 
 
 def _moments(usage: Usage) -> Iterator[Touches]:
@@ -127,7 +126,7 @@ def _moments(usage: Usage) -> Iterator[Touches]:
 def _forward_touches(net: Net, step: Step) -> Touches:
     bottoms, _ = _ends(net, step)
     yield from ((bottom.blob.data_memory, False) for bottom in bottoms)
-    yield from ((twin.data_memory, True) for twin in _casts(net, step))
+    yield from ((copy.data_memory, True) for copy in _casts(net, step))
     yield from ((top.data_memory, True) for top in net.nodes[step.last].tops)
 
 
@@ -146,13 +145,13 @@ def _backward_touches(net: Net, step: Step) -> Touches:
     ]
     yield from ((blob.data_memory, False) for blob in again)
     yield from ((top.diff_memory, False) for top in tops)
-    yield from ((twin.diff_memory, True) for twin in casts)
+    yield from ((copy.diff_memory, True) for copy in casts)
     yield from ((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted)
 
 
 class _Bottom(NamedTuple):
-    """What comes into a step, whether its gradient is wanted, and whether backward reads its data
-    again.
+    """A bottom of a step; `wanted`: backward writes its gradient, `read_back`: backward reads its
+    data.
     """
 
     blob: Blob
@@ -161,7 +160,7 @@ class _Bottom(NamedTuple):
 
 
 def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
-    """What comes into a step, and whether backward reads the data of its tops again.
+    """Return the bottoms of a step, and True if backward reads the data of its tops.
 
     Blobs between the layers of a fused group do not count: the group keeps what it needs of
     them, or finds it in its tops.
@@ -183,13 +182,13 @@ def _ends(net: Net, step: Step) -> tuple[list[_Bottom], bool]:
 
 
 def _casts(net: Net, step: Step) -> list[Blob]:
-    """The copies in another format that a step works on."""
+    """Return the layout casts that a step works on."""
     found = (net.nodes[i].casts for i in step.layers or [step.last])
     return [copy for casts in found if casts for copy in casts]
 
 
 def save_memory(usages: Sequence[Usage], least: int = 0) -> int:
-    """Let the blobs of nets on one device, of which one runs at a time, share an arena; returns its
+    """Bind the blobs of nets on one device, of which one runs at a time, to one arena; return its
     size in bytes.
 
     From then on the nets must run as these usages say. A blob that grows leaves the arena. Nothing

@@ -18,7 +18,6 @@ from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.device.blob import PLAIN, Blob, Layout, behind, shape_string
 from caffepy.device.device import Device
 from caffepy.layer import Layer
-from caffepy.layer.fused.base import FusedGroup
 from caffepy.net import debug
 from caffepy.net.build import divide_batches, filter_state, insert_splits, located, where
 from caffepy.net.fusion import Step, fused_steps
@@ -44,7 +43,7 @@ def _call(callbacks: Sequence[Callback], index: int) -> None:
 
 
 class Net:
-    """The net that an upgraded NetParameter describes for its own `state` (phase, level, stages).
+    """A net, made from an upgraded NetParameter for the state (phase, level, stages) in it.
 
     `path` is the file that defines it, for messages and for data beside it. With `root_net`, layers
     that are shared in parallel are the root's objects, see `set_forward_mutex`. `layout` is that of
@@ -116,22 +115,22 @@ class Net:
 
     @property
     def own_nodes(self) -> list[tuple[int, Node]]:
-        """The nodes whose layers do not belong to the root net, with their places."""
+        """(place, node) of layers that do not belong to the root net."""
         return [(i, node) for i, node in enumerate(self.nodes) if not node.of_root]
 
     @property
     def shared_layers(self) -> list[Layer]:
-        """The layers that worker nets have in common with their root."""
+        """Layers that worker nets and their root net share."""
         return [layer for layer in self.layers if layer.share_in_parallel]
 
     @property
     def params(self) -> list[Blob]:
-        """The blobs of all parameters, in layer order."""
+        """Blobs of all parameters, in layer order."""
         return [param.blob for node in self.nodes for param in node.params]
 
     @property
     def learnable(self) -> list[Param]:
-        """The parameters behind `learnable_params`: all but those that share an owner's blob."""
+        """Records of `learnable_params`: all parameters but those that share an owner's blob."""
         return [p for node in self.nodes for p in node.params if p.owner is None]
 
     @property
@@ -149,8 +148,8 @@ class Net:
         return fused_steps(self.nodes)
 
     def set_forward_mutex(self, mutex: ForwardMutex | None) -> None:
-        """Run the forward pass of each layer that is shared in parallel inside `mutex(layer)`; None:
-        inside the layer's own lock.
+        """Run the forward pass of each layer that is shared in parallel inside `mutex(layer)`;
+        None: inside the layer's own lock.
         """
         self._forward_mutex = mutex or _own_lock
 
@@ -225,22 +224,20 @@ class Net:
         if step.group is None:
             self._backward_layer(step.last)
         else:
-            self._backward_group(step.layers, step.group)
+            for index in reversed(step.layers):
+                _call(self.before_backward, index)
+            if self.nodes[step.last].need_backward:
+                step.group.backward()
+                first = self.nodes[step.layers[0]]
+                if first.casts:
+                    down = first.propagate_down
+                    first.casts.after_backward(self.ops.convert, first.bottoms, down)
+            for index in reversed(step.layers):
+                _call(self.after_backward, index)
         if self.shares_memory or self._shares_params:
             # Weight gradients on the side stream read diffs whose memory the next step may reuse,
             # and add to parameters that several layers share.
             self.device.wait_stream()
-
-    def _backward_group(self, layers: Sequence[int], group: FusedGroup) -> None:
-        for index in reversed(layers):
-            _call(self.before_backward, index)
-        if self.nodes[layers[-1]].need_backward:
-            group.backward()
-            first = self.nodes[layers[0]]
-            if first.casts:
-                first.casts.after_backward(self.ops.convert, first.bottoms, first.propagate_down)
-        for index in reversed(layers):
-            _call(self.after_backward, index)
 
     def _backward_layer(self, index: int) -> None:
         node = self.nodes[index]
@@ -295,14 +292,17 @@ class Net:
             target = self.layers[targets[name]]
             if len(target.blobs) != len(source.blobs):
                 raise ConfigError(
-                    f"Incompatible number of blobs for layer {name}: {len(source.blobs)} in the source, "
+                    f"Incompatible number of blobs for layer {name}: {len(source.blobs)} in "
+                    "the source, "
                     f"{len(target.blobs)} here"
                 )
             for j, (mine, theirs) in enumerate(zip(target.blobs, source.blobs, strict=True)):
                 if mine.shape != theirs.shape:
                     raise ConfigError(
-                        f"Cannot share param {j} weights from layer '{name}'; shape mismatch.  Source param shape is "
-                        f"{shape_string(theirs.shape)}; target param shape is {shape_string(mine.shape)}"
+                        f"Cannot share param {j} weights from layer '{name}'; shape mismatch.  "
+                        "Source param shape is "
+                        f"{shape_string(theirs.shape)}; target param shape is "
+                        f"{shape_string(mine.shape)}"
                     )
                 behind(mine).share_data(behind(theirs))
 

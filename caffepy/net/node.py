@@ -1,4 +1,4 @@
-"""What a net knows of each of its layers, and of each of its parameters."""
+"""Records of a net: one a layer, one a parameter."""
 
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ class Param:
 
     @property
     def name(self) -> str:
-        """The name that the definition gives, else the index."""
+        """Name in the definition, else the index."""
         return self.spec.name or str(self.index)
 
 
@@ -56,7 +56,7 @@ class Node:
         return self.param.name
 
     def compute_with(self, bottoms: list[Blob], tops: list[Blob]) -> None:
-        """Let the layer compute with these blobs, with their host views if it runs on the host."""
+        """Set the blobs that the layer computes with; it gets host views if it runs on the host."""
         views = self.layer.on_host
         self.layer_bottoms, self.layer_tops = (
             (on_host(bottoms), on_host(tops)) if views else (bottoms, tops)

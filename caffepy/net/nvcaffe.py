@@ -1,5 +1,4 @@
-"""BatchNorm blobs of NVCaffe's caffemodels, brought into the form that a net of BVLC Caffe's layers
-takes.
+"""Conversion of BatchNorm blobs in NVCaffe's caffemodels to those of BVLC Caffe's layers.
 
 NVCaffe stores mean and variance themselves, a factor that is always 1, scale and bias; DIGITS'
 older files hold scale, bias, mean, variance and an unused number.
@@ -15,11 +14,11 @@ from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, LayerParameter, NetPar
 
 
 def adapt(source: NetParameter, net: Net) -> Iterator[LayerParameter]:
-    """The layers of a caffemodel; BatchNorm layers of five blobs become what the net has under
-    their names.
+    """Yield the layers of a caffemodel, with BatchNorm layers of five blobs converted to what the
+    net has.
 
-    That is a BatchNorm with scale_bias, or one without whose scale and bias go to the Scale layer
-    that follows it. ConfigError if there is nowhere to put them.
+    That is a BatchNorm with scale_bias, or one without that a Scale layer follows, which gets scale
+    and bias. ConfigError if the net has neither.
     """
     stored = {layer.name for layer in source.layer if layer.blobs}
     for layer in source.layer:
@@ -39,8 +38,10 @@ def adapt(source: NetParameter, net: Net) -> Iterator[LayerParameter]:
         scale = _scale_after(net, index)
         if scale is None or scale in stored:
             raise ConfigError(
-                f"layer {layer.name} is a BatchNorm of NVCaffe with scale and bias in the file: let a Scale layer with "
-                "bias_term: true, of a name that the file has no weights for, follow it in the net, or set "
+                f"layer {layer.name} is a BatchNorm of NVCaffe with scale and bias in the "
+                "file: let a Scale layer with "
+                "bias_term: true, of a name that the file has no weights for, follow it in the "
+                "net, or set "
                 "batch_norm_param { scale_bias: true }"
             )
         yield LayerParameter(name=layer.name, type=layer.type, blobs=blobs[:3])
@@ -48,7 +49,7 @@ def adapt(source: NetParameter, net: Net) -> Iterator[LayerParameter]:
 
 
 def _in_order(layer: LayerParameter) -> list[BlobProto]:
-    """Mean, variance, the factor 1, scale, bias, with one axis each."""
+    """Return mean, variance, the factor 1, scale and bias, with one axis each."""
     blobs = [_flat(blob) for blob in layer.blobs]
     if blobs[4].shape.dim == [1]:
         scale, bias, mean, variance, _ = blobs
@@ -62,8 +63,8 @@ def _flat(blob: BlobProto) -> BlobProto:
 
 
 def _scale_after(net: Net, index: int) -> str | None:
-    """The name of the layer that takes the top of layer `index`, if it scales and shifts by
-    parameters.
+    """Return the name of the Scale layer with bias that reads the top of layer `index`, None if
+    there is none.
     """
     (top,) = net.nodes[index].top_names
     for i in range(index + 1, len(net.layers)):

@@ -21,15 +21,18 @@ log = logging.getLogger(__name__)
 MAX_BINARY = 1 << 31
 """Bytes that a binary protobuf file must stay below."""
 
-LEARN_ANEW = "To learn this layer's parameters from scratch rather than copying from a saved net, rename the layer."
+LEARN_ANEW = (
+    "To learn this layer's parameters from scratch rather than copying from a saved net, "
+    "rename the layer."
+)
 
 
 def load_weights(net: Net, path: str) -> set[str]:
-    """Copy the weights in a caffemodel into the layers of the same names; binary or HDF5 is told by
-    content.
+    """Copy the weights of a caffemodel (binary or HDF5, by content) into the layers of the same
+    names.
 
-    Returns the names of the layers that it filled. ConfigError names the file and the layer whose
-    blobs do not fit.
+    Returns the names of these layers. ConfigError names the file and the layer whose blobs do not
+    fit.
     """
     source = None if binary.sniff(path) == "HDF5" else binary.read_net(path)
     try:
@@ -51,7 +54,8 @@ def copy_trained(net: Net, source: NetParameter) -> set[str]:
         blobs = net.layers[targets[layer.name]].blobs
         if len(blobs) != len(layer.blobs):
             raise ConfigError(
-                f"Incompatible number of blobs for layer {layer.name}: {len(layer.blobs)} in the file, "
+                f"Incompatible number of blobs for layer {layer.name}: {len(layer.blobs)} in "
+                "the file, "
                 f"{len(blobs)} in the net"
             )
         for j, (blob, proto) in enumerate(zip(blobs, layer.blobs, strict=True)):
@@ -64,8 +68,10 @@ def _copy_blob(blob: Blob, proto: BlobProto, layer: str, index: int) -> None:
     array = binary.blob_to_array(proto)
     if not _fits(array.shape, blob.shape, legacy=not proto.HasField("shape")):
         raise ConfigError(
-            f"Cannot copy param {index} weights from layer '{layer}'; shape mismatch.  Source param shape is "
-            f"{shape_string(array.shape)}; target param shape is {shape_string(blob.shape)}. {LEARN_ANEW}"
+            f"Cannot copy param {index} weights from layer '{layer}'; shape mismatch.  Source "
+            "param shape is "
+            f"{shape_string(array.shape)}; target param shape is {shape_string(blob.shape)}. "
+            f"{LEARN_ANEW}"
         )
     blob.host_data[...] = array.reshape(blob.shape)
     diff = binary.blob_to_diff(proto)
@@ -74,8 +80,8 @@ def _copy_blob(blob: Blob, proto: BlobProto, layer: str, index: int) -> None:
 
 
 def _fits(source: tuple[int, ...], target: tuple[int, ...], legacy: bool) -> bool:
-    """Equal shapes, or a legacy (num, channels, height, width) that equals the target
-    right-aligned.
+    """True if the shapes are equal, or a legacy (num, channels, height, width) equals the target
+    padded with 1 from the left.
     """
     if source == target:
         return True
@@ -83,7 +89,7 @@ def _fits(source: tuple[int, ...], target: tuple[int, ...], legacy: bool) -> boo
 
 
 def to_proto(net: Net, diff: bool = False) -> NetParameter:
-    """The net as Caffe saves it: its name and every layer as used (splits included) with its blobs."""
+    """Return the net as Caffe saves it: its name, and every layer (splits too) with its blobs."""
     return NetParameter(name=net.name, layer=_layers(net, diff))
 
 
@@ -99,9 +105,7 @@ def _layers(net: Net, diff: bool) -> Iterator[LayerParameter]:
 
 
 def check_names(net: Net, hdf5: bool) -> None:
-    """ConfigError if a caffemodel cannot hold the net's layers so that they are found again by
-    their names.
-    """
+    """Raise ConfigError if layers in a caffemodel could not be found again by their names."""
     names = net.layer_names
     with_blobs = {
         name: layer.blobs for name, layer in zip(names, net.layers, strict=True) if layer.blobs
@@ -109,7 +113,8 @@ def check_names(net: Net, hdf5: bool) -> None:
     twice = [name for name in with_blobs if names.count(name) > 1]
     if twice:
         raise ConfigError(
-            f"several layers are named {_quoted(twice)}, so a snapshot could not be loaded again; rename them"
+            f"several layers are named {_quoted(twice)}, so a snapshot could not be loaded "
+            "again; rename them"
         )
     if not hdf5:
         return
@@ -118,7 +123,8 @@ def check_names(net: Net, hdf5: bool) -> None:
     bad += [name for name in names if any(f"{name}/".startswith(f"{array}/") for array in arrays)]
     if bad:
         raise ConfigError(
-            f"HDF5 cannot hold layers of the names {_quoted(bad)}; rename them or set snapshot_format: BINARYPROTO"
+            f"HDF5 cannot hold layers of the names {_quoted(bad)}; rename them or set "
+            "snapshot_format: BINARYPROTO"
         )
 
 
@@ -155,10 +161,10 @@ def write_binary(net: Net, path: str, diff: bool = False) -> None:
 
 
 def write_layers(name: str, layers: Iterable[LayerParameter], path: str, remedy: str) -> None:
-    """Write a net of these layers as a binary caffemodel; ConfigError, with the remedy, if it gets
+    """Write a net of these layers as a binary caffemodel; ConfigError with the remedy if it gets
     too large.
 
-    Messages one after the other read as one message, so only one layer at a time is copied.
+    Concatenated protobuf messages read as one, so only one layer at a time is copied.
     """
     with open(path, "wb") as file:
         size = file.write(NetParameter(name=name).SerializeToString())
@@ -170,9 +176,9 @@ def write_layers(name: str, layers: Iterable[LayerParameter], path: str, remedy:
 
 @contextmanager
 def new_hdf5(path: str) -> Iterator[h5py.File]:
-    """An HDF5 file to fill, written to `path` when the block ends.
+    """Yield an HDF5 file to fill; write it to `path` when the block ends.
 
-    It grows in memory: the HDF5 library can crash the process when the disk is full.
+    It is built in memory: the HDF5 library can crash the process when the disk is full.
     """
     content = BytesIO()
     with h5py.File(content, "w") as file:
@@ -203,22 +209,22 @@ def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
 
 
 def load_hdf5(net: Net, path: str) -> set[str]:
-    """Copy the weights of an HDF5 caffemodel into the layers of the same names, which it returns;
-    shapes must equal.
+    """Copy the weights of an HDF5 caffemodel into the layers of the same names, and return these;
+    shapes must be equal.
     """
     with _open_hdf5(path) as file:
         return _load_layers(net, file)
 
 
 def check_hdf5(path: str) -> None:
-    """ConfigError if the structure of an HDF5 file is damaged."""
+    """Raise ConfigError if the structure of an HDF5 file is damaged."""
     with _open_hdf5(path) as file:
         file.visititems(lambda name, item: None)
 
 
 @contextmanager
 def _open_hdf5(path: str) -> Iterator[h5py.File]:
-    """The file to read; what goes wrong while the block reads it is a ConfigError."""
+    """Yield the file to read; any error in the block becomes a ConfigError."""
     try:
         with h5py.File(path, "r") as file:
             yield file
@@ -244,7 +250,7 @@ def _load_layers(net: Net, file: h5py.File) -> set[str]:
 
 
 def _layer_groups(data: h5py.Group) -> Iterable[str]:
-    """Names of the groups of layers, nested ones (a layer name with a slash) included."""
+    """Names of the groups of layers, including nested ones (layer names with a slash)."""
     names: list[str] = []
     data.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Group) else None)
     return names
@@ -254,7 +260,8 @@ def _load_layer(group: h5py.Group, blobs: list[Blob], name: str, owned: set[int]
     stored = [key for key, item in group.items() if isinstance(item, h5py.Dataset)]
     if len(stored) > len(blobs):
         raise ConfigError(
-            f"Incompatible number of blobs for layer {name}: {len(stored)} in the file, {len(blobs)} in the net"
+            f"Incompatible number of blobs for layer {name}: {len(stored)} in the file, "
+            f"{len(blobs)} in the net"
         )
     for j, blob in enumerate(blobs):
         if str(j) not in stored:
@@ -266,7 +273,8 @@ def _load_layer(group: h5py.Group, blobs: list[Blob], name: str, owned: set[int]
         array: Array = group[str(j)][()]
         if array.shape != blob.shape:
             raise ConfigError(
-                f"Cannot load blob from hdf5; shape mismatch for param {j} of layer '{name}'.  Source shape is "
+                f"Cannot load blob from hdf5; shape mismatch for param {j} of layer '{name}'.  "
+                "Source shape is "
                 f"{shape_string(array.shape)}; target shape is {shape_string(blob.shape)}"
             )
         blob.host_data[...] = array

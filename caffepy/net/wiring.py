@@ -26,7 +26,7 @@ AUTOMATIC = "(automatic)"
 
 
 class Wired(NamedTuple):
-    """The parts of a net: its layers, all blobs by name, the names of those that come from outside
+    """Parts of a net: layers in order, all blobs by name, names of the blobs that come from outside
     and of those that no layer takes.
     """
 
@@ -124,7 +124,7 @@ def _set_loss_weights(node: Node) -> None:
 
 
 class _Builder:
-    """The nodes so far, and the blobs that further layers may take."""
+    """Nodes so far, and blobs that are available to further layers."""
 
     def __init__(self, device: Device, dtype: np.dtype[Any]) -> None:
         self._device = device
@@ -141,7 +141,8 @@ class _Builder:
         given = list(param.propagate_down)
         if given and len(given) != len(names):
             raise ConfigError(
-                f"propagate_down must be given once per bottom: {len(given)} for {len(names)} bottom(s)"
+                f"propagate_down must be given once per bottom: {len(given)} for {len(names)} "
+                "bottom(s)"
             )
         need = [self.available.pop(name) for name in names]
         bottoms = [self.blobs[name] for name in names]
@@ -164,7 +165,8 @@ class _Builder:
             if i < len(bottoms) and name == bottoms[i]:
                 if not layer.in_place:
                     raise ConfigError(
-                        f"{layer.type} cannot work in place; give its top another name than {name!r}"
+                        f"{layer.type} cannot work in place; give its top another name than "
+                        f"{name!r}"
                     )
                 log.info("%s -> %s (in-place)", param.name, name)
             elif name in self.blobs:
@@ -189,7 +191,8 @@ class _Builder:
         layer, given = node.layer, list(node.param.param)
         if len(given) > len(layer.blobs):
             raise ConfigError(
-                f"Too many params specified for layer {node.name}: {len(given)} for {len(layer.blobs)} blob(s)"
+                f"Too many params specified for layer {node.name}: {len(given)} for "
+                f"{len(layer.blobs)} blob(s)"
             )
         wants = [i >= len(given) or given[i].lr_mult != 0 for i in range(len(layer.blobs))]
         layer.param_propagate_down = wants

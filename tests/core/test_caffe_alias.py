@@ -99,7 +99,10 @@ def test_installed_by_the_environment_when_caffepy_is_imported(elsewhere: Path, 
 
 
 def test_what_import_caffe_brings(tmp_path: Path) -> None:
-    names = "classifier detector io net_spec proto.caffe_pb2 pycaffe Net SGDSolver layers params NCCL Timer TRAIN"
+    names = (
+        "classifier detector io net_spec proto.caffe_pb2 pycaffe Net SGDSolver layers params "
+        "NCCL Timer TRAIN"
+    )
     for name in names.split():
         passes(run(tmp_path, "-c", f"import caffepy as caffe; caffe.{name}"))
 
@@ -158,7 +161,8 @@ def test_scripts_and_modules_are_run(elsewhere: Path) -> None:
 def test_what_a_script_starts_knows_caffe_too(tmp_path: Path) -> None:
     (tmp_path / "parent.py").write_text(
         "import subprocess, sys\n"
-        "sys.exit(subprocess.call([sys.executable, '-c', 'import caffepy, caffe; assert caffe is caffepy']))\n"
+        "sys.exit(subprocess.call([sys.executable, '-c', 'import caffepy, caffe; assert caffe "
+        "is caffepy']))\n"
     )
     passes(run(tmp_path, "-m", "caffepy.as_caffe", "parent.py"))
 

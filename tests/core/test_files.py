@@ -30,7 +30,10 @@ def test_names_may_be_as_long_as_the_system_allows(name: str, tmp_path: Path) ->
 
 
 def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
-    code = f"from caffepy.core.files import temporary_name as t; print(t({str(tmp_path / 's_iter_3.caffemodel')!r}))"
+    code = (
+        "from caffepy.core.files import temporary_name as t; "
+        f"print(t({str(tmp_path / 's_iter_3.caffemodel')!r}))"
+    )
     dead = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout.strip()

@@ -21,7 +21,10 @@ def net_of(text: str, dtype: type = np.float32, **kwargs: object) -> Net:
     return Net(definition(text), device=Device(seed=1), dtype=dtype, **kwargs)  # type: ignore[arg-type]
 
 
-INPUT = 'layer { name: "in" type: "Input" top: "x" top: "y" input_param { shape { dim: 4 dim: 3 } shape { dim: 4 } } } '
+INPUT = (
+    'layer { name: "in" type: "Input" top: "x" top: "y" input_param { shape { dim: 4 dim: 3 } '
+    "shape { dim: 4 } } } "
+)
 IP = """
 layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s" %s
   inner_product_param { num_output: 5 weight_filler { type: "gaussian" } } }

@@ -112,7 +112,8 @@ def test_a_layer_cannot_read_what_a_later_one_writes() -> None:
 
 def test_bottom_of_a_layer_that_the_state_leaves_out() -> None:
     whole = definition(
-        'layer { name: "d" top: "x" include { stage: "s" } } layer { name: "a" bottom: "x" top: "a" }'
+        'layer { name: "d" top: "x" include { stage: "s" } } layer { name: "a" bottom: "x" '
+        'top: "a" }'
     )
     with pytest.raises(
         ConfigError, match=r'Unknown bottom blob \'x\'.*layer "d" makes it, but .*stage'

@@ -34,7 +34,8 @@ def test_large_products_are_those_that_add_to_a_weight_of_their_own_which_learns
             { num_output: %d weight_filler { type: "xavier" } } }
     """
     layers = [
-        'layer { name: "data" type: "DummyData" top: "x" dummy_data_param { shape { dim: 2 dim: 12 } } }',
+        'layer { name: "data" type: "DummyData" top: "x" dummy_data_param { shape { dim: 2 '
+        "dim: 12 } } }",
         product % ("first", "x", "a", "", 12),
         product % ("small", "a", "b", "", 2),
         product % ("still", "b", "c", "param { lr_mult: 0 }", 12),

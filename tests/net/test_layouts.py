@@ -11,7 +11,10 @@ from .nets import definition, net_of
 
 HALF = Layout(np.dtype(np.float16), True)
 WIDE = Layout(np.dtype(np.float32), True)
-DATA = 'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 4 dim: 4 } } }\n'
+DATA = (
+    'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 4 '
+    "dim: 4 } } }\n"
+)
 
 
 def conv(name: str, bottom: str, extra: str = "") -> str:

@@ -64,7 +64,8 @@ DATA = inputs(data=(BATCH, 3, 8, 8), label=(BATCH,))
 INCEPTION = (
     DATA
     + conv("stem", "data")
-    + 'layer { name: "norm" type: "LRN" bottom: "stem" top: "norm" lrn_param { local_size: 3 alpha: 0.1 } }\n'
+    + 'layer { name: "norm" type: "LRN" bottom: "stem" top: "norm" lrn_param { local_size: 3 '
+    "alpha: 0.1 } }\n"
     + conv("a", "norm")
     + conv("b1", "norm")
     + conv("b2", "b1")
@@ -87,17 +88,20 @@ RESIDUAL = (
     + 'layer { name: "sum" type: "Eltwise" bottom: "a_normal" bottom: "c" top: "sum" }\n'
     + 'layer { name: "sum_relu" type: "ReLU" bottom: "sum" top: "sum" }\n'
     + conv("d", "sum")
-    + 'layer { name: "out" type: "Eltwise" bottom: "sum" bottom: "d" top: "out" eltwise_param { operation: MAX } }\n'
+    + 'layer { name: "out" type: "Eltwise" bottom: "sum" bottom: "d" top: "out" eltwise_param '
+    "{ operation: MAX } }\n"
     + 'layer { name: "flat" type: "Flatten" bottom: "out" top: "flat" }\n'
     + loss("fc", "flat")
 )
 POOLED = (
     DATA
     + conv("stem", "data")
-    + 'layer { name: "max" type: "Pooling" bottom: "stem" top: "max" pooling_param { kernel_size: 3 stride: 1 } }\n'
+    + 'layer { name: "max" type: "Pooling" bottom: "stem" top: "max" pooling_param { '
+    "kernel_size: 3 stride: 1 } }\n"
     + 'layer { name: "max_relu" type: "ReLU" bottom: "max" top: "max" }\n'
     + conv("a", "max", relu=False)
-    + 'layer { name: "mean" type: "Pooling" bottom: "a" top: "mean" pooling_param { pool: AVE kernel_size: 2 } }\n'
+    + 'layer { name: "mean" type: "Pooling" bottom: "a" top: "mean" pooling_param { pool: AVE '
+    "kernel_size: 2 } }\n"
     + 'layer { name: "mean_relu" type: "ReLU" bottom: "mean" top: "positive" }\n'
     + 'layer { name: "again" type: "Pooling" bottom: "positive" top: "again" '
     + "pooling_param { pool: AVE kernel_size: 2 } }\n"
@@ -111,15 +115,16 @@ FORCED = (
     + 'layer { name: "a_flat" type: "Flatten" bottom: "a" top: "a_flat" }\n'
     + 'layer { name: "b_flat" type: "Flatten" bottom: "b" top: "b_flat" }\n'
     + 'layer { name: "b_relu" type: "ReLU" bottom: "b_flat" top: "b_flat" }\n'
-    + 'layer { name: "accuracy" type: "Accuracy" bottom: "b_flat" bottom: "label" top: "accuracy" }\n'
-    + loss("fc", "a_flat")
+    + 'layer { name: "accuracy" type: "Accuracy" bottom: "b_flat" bottom: "label" top: '
+    '"accuracy" }\n' + loss("fc", "a_flat")
 )
 OTHERS = (
     DATA
     + conv("stem", "data", relu=False)
     + 'layer { name: "relu" type: "ReLU" bottom: "stem" top: "relu" }\n'
     + conv("a", "relu", relu=False)
-    + 'layer { name: "a_scale" type: "Scale" bottom: "a" top: "a_scale" scale_param { bias_term: true } }\n'
+    + 'layer { name: "a_scale" type: "Scale" bottom: "a" top: "a_scale" scale_param { '
+    "bias_term: true } }\n"
     + conv("b", "relu", relu=False)
     + 'layer { name: "mean" type: "Pooling" bottom: "b" top: "mean" '
     + "pooling_param { pool: AVE kernel_size: 2 stride: 2 } }\n"
@@ -132,7 +137,8 @@ OTHERS = (
     + 'layer { name: "scaled" type: "Eltwise" bottom: "c" bottom: "d" top: "scaled" '
     + "eltwise_param { coeff: 2 coeff: 3 } }\n"
     + 'layer { name: "joined" type: "Concat" bottom: "scaled" bottom: "relu" top: "joined" }\n'
-    + 'layer { name: "rows" type: "Reshape" bottom: "joined" top: "rows" reshape_param { shape { dim: 0 dim: -1 } } }\n'
+    + 'layer { name: "rows" type: "Reshape" bottom: "joined" top: "rows" reshape_param { shape '
+    "{ dim: 0 dim: -1 } } }\n"
     + 'layer { name: "tanh" type: "TanH" bottom: "rows" top: "tanh" }\n'
     + loss("fc", "tanh")
 )
@@ -307,7 +313,8 @@ def test_what_lives_longer_than_a_pass_is_left_alone() -> None:
         DATA
         + 'layer { name: "p" type: "Parameter" top: "p" parameter_param { shape { dim: 6 } } }\n'
         + conv("a", "data")
-        + 'layer { name: "plus" type: "Bias" bottom: "a" bottom: "p" top: "plus" bias_param { axis: 1 } }\n'
+        + 'layer { name: "plus" type: "Bias" bottom: "a" bottom: "p" top: "plus" bias_param { '
+        "axis: 1 } }\n"
         + 'layer { name: "keep" type: "Filter" bottom: "plus" bottom: "label" top: "kept" }\n'
         + 'layer { name: "mask" type: "Pooling" bottom: "kept" top: "max" top: "at" '
         + "pooling_param { kernel_size: 2 } }\n"

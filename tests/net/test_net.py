@@ -252,7 +252,8 @@ def test_shapes_that_differ() -> None:
     wide = INPUT + ip("a", "x", "a", SHARE % "") + ip("b", "a", "b", SHARE % "")
     with pytest.raises(
         ConfigError,
-        match=r"Cannot share param 'w' owned by layer 'a' with layer 'b'; shape mismatch.*5 3 \(15\)",
+        match=r"Cannot share param 'w' owned by layer 'a' with layer 'b'; shape mismatch.*5 3 "
+        r"\(15\)",
     ):
         net_of(wide)
 

@@ -20,7 +20,10 @@ from caffepy.proto.caffe_pb2 import (
 )
 from tests.net.nets import net_of
 
-DATA = 'layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 2 dim: 2 } } } '
+DATA = (
+    'layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 dim: 2 dim: '
+    "2 } } } "
+)
 NORM = 'layer { name: "bn" type: "BatchNorm" bottom: "x" top: "bn" %s } '
 SCALE = 'layer { name: "s" type: "Scale" bottom: "%s" top: "%s" scale_param { bias_term: true } } '
 SPLIT = NORM % "" + SCALE % ("bn", "y")
