@@ -1,4 +1,4 @@
-"""Nets that need no data: their data layers give random images and labels, for timings, benchmarks
+"""Nets that need no data: their data layers make random images and labels, for timings, benchmarks
 and tests.
 """
 
@@ -31,7 +31,7 @@ def synthetic(
 
     They are drawn once, so that they cost nothing from the second pass on. The first top has the
     images, others labels. `batch` replaces the batch size of every data layer. `image` is the shape
-    (C, H, W); without it the layer must tell it by its crop_size or its new_height and new_width,
+    (C, H, W); without it the layer must have a crop_size, or new_height and new_width,
     else ConfigError. Labels lie in [0, classes) and are whole numbers once a loss has truncated
     them.
     """
@@ -65,7 +65,7 @@ def image_shape(name: str) -> tuple[int, ...]:
 
 
 def _image(layer: LayerParameter) -> list[int]:
-    """The shape (C, H, W) of the images as far as the layer itself tells it."""
+    """The shape (C, H, W) of the images by the layer's own settings."""
     transform, files = layer.transform_param, layer.image_data_param
     grey = transform.force_gray or not files.is_color
     height, width = (
@@ -73,13 +73,14 @@ def _image(layer: LayerParameter) -> list[int]:
     )
     if not (height and width):
         raise ConfigError(
-            f'layer "{layer.name}" has no crop_size: give the shape of its images, --image CHANNELS,HEIGHT,WIDTH'
+            f'layer "{layer.name}" has no crop_size: give the shape of its images, --image '
+            "CHANNELS,HEIGHT,WIDTH"
         )
     return [1 if grey else 3, height, width]
 
 
 def _classes(net: NetParameter, label: str) -> int:
-    """The least number of scores that a layer sets against this label; 1 if that cannot be traced."""
+    """The smallest number of scores that a layer compares with this label; 1 if unknown."""
     channels: dict[str, int] = {}
     found = []
     for layer in net.layer:

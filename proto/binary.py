@@ -209,7 +209,8 @@ def _values(blob: BlobProto, double: str, single: str, raw: str) -> np.ndarray[A
     data, dtype = getattr(blob, raw), np.dtype(_RAW_TYPES[stored])
     if len(data) % dtype.itemsize:
         raise ConfigError(
-            f"a blob holds {len(data)} bytes, which is not a whole number of {Type.Name(stored)} values"
+            f"a blob holds {len(data)} bytes, which is not a whole number of {Type.Name(stored)} "
+            "values"
         )
     return np.frombuffer(data, dtype)
 

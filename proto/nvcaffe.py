@@ -1,8 +1,8 @@
-"""What the number formats that NVCaffe's prototxts name mean here.
+"""The number formats in NVCaffe's prototxts.
 
-NVCaffe gives a net, and each of its layers, formats for values and for arithmetic, forwards and
-backwards. Here a net has one precision, in which FLOAT16 is fp16, both ways; a layer may keep to
-float32 in it; sums are always float32.
+In NVCaffe a net, and each layer, has types of values and of arithmetic, forward and backward. Here
+a net has one precision for both passes, fp16 for FLOAT16; a layer may stay in float32; sums are
+always float32.
 """
 
 import logging
@@ -16,10 +16,9 @@ _MATH = ("forward_math", "backward_math")
 
 
 def choose_precision(net: NetParameter, asked: str | None = None) -> str | None:
-    """The precision that is asked for, else "fp16" for a net whose default_forward_type is FLOAT16,
-    else None.
+    """The precision `asked` for, else "fp16" for a default_forward_type of FLOAT16, else None.
 
-    Logs what the net says of number formats to no effect.
+    Logs the number formats of the net that have no effect.
     """
     wanted = "fp16" if net.default_forward_type == FLOAT16 else None
     if wanted and asked and asked != wanted:
@@ -34,14 +33,12 @@ def choose_precision(net: NetParameter, asked: str | None = None) -> str | None:
 
 
 def keeps_float32(layer: LayerParameter) -> bool:
-    """Whether a layer says that its values are float32, whatever those of its net are."""
+    """True if the layer's own type is float32."""
     return layer.HasField("forward_type") and layer.forward_type == FLOAT
 
 
 def _ignored(net: NetParameter, is_half: bool) -> Iterator[str]:
-    """The fields that ask for something else than what is done, in a net with 16-bit values or
-    without.
-    """
+    """The fields that have no effect, in a net with 16-bit values or without."""
     done = (FLOAT, FLOAT16) if is_half else (FLOAT,)
     if net.default_forward_type not in (FLOAT, FLOAT16):
         yield "default_forward_type"

@@ -1,6 +1,4 @@
-"""What a file looks like, judged by its first bytes and, for protobuf, by its outermost fields; and
-how to say so.
-"""
+"""The kind of a file, by its first bytes and, for protobuf, by its outermost fields."""
 
 import os
 import re
@@ -88,7 +86,7 @@ _ADVICE = {
 
 
 def sniff(path: str) -> str:
-    """What the file at `path` looks like, as words for a message; never raises.
+    """The kind of the file at `path`, in words for a message; never raises.
 
     Caffe's own kinds are "a caffemodel", "a solver state", "a binaryproto", "text", "HDF5", "LMDB"
     and "LevelDB"; the first three may be followed by " that is cut short". Others are "empty",
@@ -109,7 +107,7 @@ def sniff(path: str) -> str:
 
 
 def _special(path: str) -> str | None:
-    """What is no file and, being read, might neither end nor give its bytes again."""
+    """The kind of a path that is no regular file: to read it may not end, or consume it."""
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode):
         return None
@@ -146,7 +144,7 @@ def _sniff_file(file: BinaryIO) -> str:
 
 
 def is_binary(data: bytes) -> bool:
-    """Whether there are bytes that no text has."""
+    """True if there are bytes that no text has."""
     return _CONTROL.search(data) is not None
 
 
@@ -178,9 +176,7 @@ def _sniff_message(file: BinaryIO) -> str | None:
 
 
 def _clash(seen: set[tuple[int, int]], known: set[tuple[int, int]]) -> bool:
-    """Whether a number was seen with another wire type than it has; unknown numbers may come from a
-    fork.
-    """
+    """True if a known field has another wire type; unknown ones may be a fork's."""
     numbers = {number for number, _ in known}
     return any(number in numbers for number, _ in seen - known)
 
@@ -220,8 +216,8 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> CaffeError:
-    """The error for a file that is not, or not a sound, `wanted` ("a caffemodel"): says what it is
-    instead.
+    """The error for a file that is no `wanted` ("a caffemodel"), or a damaged one: it names the
+    file's kind.
     """
     kind = sniff(path)
     if kind == "missing":

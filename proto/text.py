@@ -92,7 +92,7 @@ def read_message(path: str, message: M, text: str | None = None) -> M:
     """Read a prototxt file as it stands into `message` and return it; ConfigError says what else
     the file is.
 
-    `text` is what `read_text` gave, if that was called before: a pipe gives its content only once.
+    `text` is the result of `read_text`, if that was called before: a pipe can be read only once.
     """
     text = read_text(path) if text is None else text
     try:
@@ -157,7 +157,7 @@ def _read_text(path: str) -> str:
 
 
 def _reread(path: str) -> "_Parser | None":
-    """A parser that has read the file as a net or as a solver, or None; a pipe might wait for ever."""
+    """A parser that has read the file as a net or as a solver; None for others, and for pipes."""
     if not os.path.isfile(path):
         return None
     try:
@@ -175,7 +175,7 @@ def _reread(path: str) -> "_Parser | None":
 
 
 def _block_offsets(parser: "_Parser", layer: LayerParameter) -> list[int]:
-    """Where the blocks start that `layer` may come from, the likeliest first."""
+    """Starts of the blocks that `layer` may come from, the likeliest first."""
     blocks = [(offset, _as_layer(block)) for offset, block in parser.layers]
     named = [(offset, block) for offset, block in blocks if block.name == layer.name]
     if not named and layer.type == "Split":
@@ -203,7 +203,7 @@ def _as_layer(block: LayerParameter | V1LayerParameter) -> LayerParameter:
 
 
 class _Field:
-    """What the parser must know of a field, looked up once."""
+    """A field of a message, as the parser needs it; looked up once."""
 
     def __init__(self, proto: FieldDescriptorProto, descriptor: FieldDescriptor) -> None:
         self.name = descriptor.name
@@ -225,7 +225,7 @@ def _fields(descriptor: Descriptor) -> dict[str, _Field]:
 
 
 class _Parser:
-    """One pass over a text: the current token, where it starts, and what was met where."""
+    """One pass over a text: the current token, its start, and the places of fields and layers."""
 
     def __init__(self, text: str, path: str) -> None:
         self.text = text
@@ -233,9 +233,9 @@ class _Parser:
         self.kind = self.value = ""
         self.start = self.stop = 0
         self.outer: dict[str, int] = {}
-        """Where each outermost field first starts."""
+        """The first start of each outermost field."""
         self.layers: list[tuple[int, LayerParameter | V1LayerParameter]] = []
-        """Every layer block and where it starts, nested ones too."""
+        """Every layer block and its start, nested ones too."""
 
     def read_into(self, message: Message) -> None:
         self.advance()
@@ -328,7 +328,8 @@ class _Parser:
             if field.name in seen and not field.repeated:
                 line = self.text.count("\n", 0, seen[field.name]) + 1
                 self.fail(
-                    f'"{field.name}" is given a second time in {message.DESCRIPTOR.name} (first in line {line})'
+                    f'"{field.name}" is given a second time in {message.DESCRIPTOR.name} (first '
+                    f"in line {line})"
                 )
             start = self.start
             seen.setdefault(field.name, start)

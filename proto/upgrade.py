@@ -160,12 +160,12 @@ _SOLVER_TYPES = {
 
 
 def needs_v0_upgrade(net: NetParameter) -> bool:
-    """Whether some layer is a V0 layer: `layers { layer { ... } }`."""
+    """True if some layer is a V0 layer: `layers { layer { ... } }`."""
     return any(layer.HasField("layer") for layer in net.layers)
 
 
 def needs_data_upgrade(net: NetParameter) -> bool:
-    """Whether some V1 data layer has settings that belong to transform_param."""
+    """True if some V1 data layer has settings that belong to transform_param."""
     return any(
         layer.type in _DATA_PARAMS
         and any(map(getattr(layer, _DATA_PARAMS[layer.type]).HasField, _TRANSFORMS))
@@ -174,27 +174,27 @@ def needs_data_upgrade(net: NetParameter) -> bool:
 
 
 def needs_v1_upgrade(net: NetParameter) -> bool:
-    """Whether the net has `layers`."""
+    """True if the net has `layers`."""
     return len(net.layers) > 0
 
 
 def needs_input_upgrade(net: NetParameter) -> bool:
-    """Whether the net has inputs outside of a layer."""
+    """True if the net has inputs outside of a layer."""
     return len(net.input) > 0
 
 
 def needs_batch_norm_upgrade(net: NetParameter) -> bool:
-    """Whether some BatchNorm layer has the three params that its statistics once needed."""
+    """True if some BatchNorm layer has the three params that its statistics once needed."""
     return any(layer.type == "BatchNorm" and len(layer.param) == 3 for layer in net.layer)
 
 
 def needs_upgrade(net: NetParameter) -> bool:
-    """Whether any of the upgrades applies to the net."""
+    """True if any of the upgrades applies to the net."""
     return needs_v1_upgrade(net) or needs_input_upgrade(net) or needs_batch_norm_upgrade(net)
 
 
 def needs_type_upgrade(solver: SolverParameter) -> bool:
-    """Whether the solver's type is given by the old enum."""
+    """True if the solver has its type in the old enum."""
     return solver.HasField("solver_type")
 
 
@@ -225,7 +225,8 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
             _upgrade_data(upgraded)
             _upgraded("data transformation parameters.")
             log.info(
-                "Note that future Caffe releases will only support transform_param messages for transformation fields."
+                "Note that future Caffe releases will only support transform_param messages for "
+                "transformation fields."
             )
         if needs_v1_upgrade(upgraded):
             _upgrading("deprecated V1LayerParameter", path)
@@ -236,7 +237,8 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
             _upgrade_input(upgraded)
             _upgraded("input fields.")
             log.info(
-                "Note that future Caffe releases will only support input layers and not input fields."
+                "Note that future Caffe releases will only support input layers and not input "
+                "fields."
             )
         if needs_batch_norm_upgrade(upgraded):
             log.info(
@@ -279,10 +281,12 @@ def upgrade_solver_fields(solver: SolverParameter, path: str) -> SolverParameter
         upgraded.type = _SOLVER_TYPES[SolverParameter.SolverType.Name(solver.solver_type)]
         upgraded.ClearField("solver_type")
         log.info(
-            "Successfully upgraded file specified using deprecated 'solver_type' field (enum) to 'type' field (string)."
+            "Successfully upgraded file specified using deprecated 'solver_type' field (enum) to "
+            "'type' field (string)."
         )
         log.warning(
-            "Note that future Caffe releases will only support 'type' field (string) for a solver's type."
+            "Note that future Caffe releases will only support 'type' field (string) for a "
+            "solver's type."
         )
     for field in ("net_param", "train_net_param"):
         if solver.HasField(field):
@@ -358,12 +362,14 @@ def _without_padding(net: NetParameter) -> list[V1LayerParameter]:
 def _check_padding(layer: V1LayerParameter, padding: V1LayerParameter) -> None:
     if layer.layer.type not in ("conv", "pool"):
         raise ConfigError(
-            f'padding layer "{padding.layer.name}" leads to layer "{layer.layer.name}" ({layer.layer.type}), '
+            f'padding layer "{padding.layer.name}" leads to layer "{layer.layer.name}" '
+            f"({layer.layer.type}), "
             "but only conv and pool can pad"
         )
     if len(layer.bottom) != 1 or len(padding.bottom) != 1 or len(padding.top) != 1:
         raise ConfigError(
-            f'padding layer "{padding.layer.name}" and layer "{layer.layer.name}" behind it must have one bottom each'
+            f'padding layer "{padding.layer.name}" and layer "{layer.layer.name}" behind it must '
+            "have one bottom each"
         )
 
 
@@ -478,7 +484,8 @@ def _upgrade_input(net: NetParameter) -> None:
     if not shapes and net.input_dim:
         if len(net.input_dim) != 4 * len(net.input):
             raise ConfigError(
-                f"{len(net.input)} inputs need {4 * len(net.input)} input_dim entries, not {len(net.input_dim)}"
+                f"{len(net.input)} inputs need {4 * len(net.input)} input_dim entries, not "
+                f"{len(net.input_dim)}"
             )
         shapes = [BlobShape(dim=net.input_dim[i : i + 4]) for i in range(0, len(net.input_dim), 4)]
     if shapes:

@@ -48,7 +48,7 @@ class DataError(CaffeError):
 
 
 class RecordError(DataError):
-    """A record, or an image, that cannot be read; a run may pass over some."""
+    """A record, or an image, that cannot be read; a run may skip some."""
 
 
 class DivergenceError(CaffeError):
@@ -78,5 +78,5 @@ STOPPED = 75
 
 
 def reason(error: OSError) -> str:
-    """What the system says of it, in lower case; not what libraries such as HDF5 put in its place."""
+    """The system's message in lower case, without what libraries such as HDF5 add."""
     return (os.strerror(error.errno) if error.errno else str(error)).lower()

@@ -1,5 +1,5 @@
-"""Records that cannot be read, of which a run may pass over some: each is counted once, however
-often it comes.
+"""Records that cannot be read. A run may skip some of them; each counts once, however often it
+is met.
 """
 
 import logging
@@ -17,9 +17,7 @@ _most: ContextVar[int] = ContextVar("most", default=0)
 
 @contextmanager
 def tolerating(most: int) -> Iterator[None]:
-    """Sources that are opened in this block, by its thread, let so many bad records be passed over,
-    each source.
-    """
+    """Let each source that this thread opens in this block skip up to `most` bad records."""
     token = _most.set(most)
     try:
         yield
@@ -28,7 +26,7 @@ def tolerating(most: int) -> Iterator[None]:
 
 
 class BadRecords:
-    """The names of a source's bad records."""
+    """The names of a source's bad records; `most` may be skipped."""
 
     def __init__(self) -> None:
         self.most = _most.get()
@@ -41,21 +39,21 @@ class BadRecords:
         return name in self._names
 
     def add(self, name: str, error: DataError) -> None:
-        """Pass over one more, which the error names; RecordError if that is too many."""
+        """Skip one more, whose error this is; RecordError if that is one too many."""
         if name in self:
             return
         if len(self) >= self.most:
-            told = f"; {self.most} bad records were passed over before" if self.most else ""
-            raise RecordError(f"{error.message}{told}", error.where)
+            skipped = f"; {self.most} bad records were skipped before" if self.most else ""
+            raise RecordError(f"{error.message}{skipped}", error.where)
         self._names.append(name)
         log.warning(
-            "Bad record %d of at most %d is passed over: %s", len(self), self.most, error.message
+            "Bad record %d of at most %d is skipped: %s", len(self), self.most, error.message
         )
 
     def state(self) -> dict[str, Any]:
-        """The names, if there are any."""
+        """The names; empty if there are none."""
         return {"bad": list(self._names)} if self._names else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Know those of `state`, and no others."""
+        """Replace the names by those of `state`."""
         self._names = list(map(str, state.get("bad", [])))

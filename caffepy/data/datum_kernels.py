@@ -1,6 +1,4 @@
-"""Where the images of datums lie in a file's bytes, and raw ones copied by all threads; numba
-compiles these loops.
-"""
+"""numba loops over serialized Datums: find the image files in them, copy raw images."""
 
 from typing import Any
 
@@ -12,18 +10,11 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
-GRAIN = (
-    4 << 20
-)  # bytes worth a thread of their own: to hand them out takes 20 us or more, to copy them 0.7 ms
-CHANNELS, HEIGHT, WIDTH, DATA, LABEL, ENCODED = (
-    0x08,
-    0x10,
-    0x18,
-    0x22,
-    0x28,
-    0x38,
-)  # tags of Datum's fields
-SIZE = 5  # bytes that protobuf lets the size of a field have
+# bytes a piece of work: handing it to a thread takes 20 us or more, copying it 0.7 ms
+GRAIN = 4 << 20
+# tags of Datum's fields
+CHANNELS, HEIGHT, WIDTH, DATA, LABEL, ENCODED = 0x08, 0x10, 0x18, 0x22, 0x28, 0x38
+SIZE = 5  # the most bytes of a varint that holds a field's size
 
 _memcpy: Any = types.ExternalFunction(
     "memcpy", types.voidptr(types.uintp, types.uintp, types.uintp)
@@ -60,8 +51,8 @@ def _copy(
 
 @kernel
 def _label(content: Array, at: int, end: int) -> tuple[Any, bool]:
-    """The label that the fields at the end of a datum give; false if there are any but the label
-    and no encoding.
+    """The label in the fields after the image; false if there is any field but the label and
+    encoded = false.
     """
     label = np.int64(0)
     while at < end:
@@ -78,7 +69,7 @@ def _label(content: Array, at: int, end: int) -> tuple[Any, bool]:
 
 @kernel
 def _varint(content: Array, at: int, end: int) -> tuple[Any, int]:
-    """The number that starts at this place and the place behind it, -1 if it does not end."""
+    """The varint at this place and the place after it, -1 if the varint does not end."""
     value, shift = np.uint64(0), np.uint64(0)
     while at < end and shift <= np.uint64(63):
         byte = np.uint64(content[at])
@@ -121,10 +112,10 @@ def _find(content: Array, rows: Array, images: Array, labels: Array) -> None:
 
 
 def find_encoded(content: Array, rows: Array) -> tuple[Array, Array]:
-    """Where the image files of records lie, (n, 2): start and size, and their labels (n,).
+    """Find the image files in records: start and size (n, 2), and the labels (n,).
 
-    The size is 0 if a record is no datum, or not one of an encoded image alone, which is to be
-    parsed then. `content` and `rows` are those of Records.
+    The size is 0 for a record to be parsed: one that is no Datum of an encoded image alone.
+    `content` and `rows` are those of Records.
     """
     images, labels = np.empty((len(rows), 2), np.int64), np.empty(len(rows), np.int64)
     _find(content, rows, images, labels)
@@ -132,10 +123,9 @@ def find_encoded(content: Array, rows: Array) -> tuple[Array, Array]:
 
 
 def copy_images(content: Array, rows: Array, head: bytes, images: Array, labels: Array) -> Array:
-    """Copy the images of records with this head into images (n, ...) uint8 and their labels; which
-    records had it.
+    """Copy the images (n, ...), uint8, and labels of records that start with `head`.
 
-    `content` and `rows` are those of Records.
+    Returns a mask of these records. `content` and `rows` are those of Records.
     """
     n, start = len(rows), np.frombuffer(head, np.uint8)
     flat, done = images.reshape(n, -1), np.empty(n, np.bool_)

@@ -1,19 +1,24 @@
 """Loaders fill batches. Most read images one by one, decode them on several threads and leave
 cropping, mean and scale to the net's device.
 
-Who calls what, when, on which thread:
+Who calls what, on which thread:
 
 | thread | call | when |
 |---|---|---|
-| the layer's | `Reader.take` | at each forward: waits for the next batch, starts the thread before the first one |
-| | `batch.staging.take`, `.done` | to have the batch on the device, and when it was used |
+| the layer's | `Reader.take` | at each forward; the first one starts the reading thread |
+| | `batch.staging.take`, `.done` | to get the batch on the device; when it was used |
 | | `Reader.give_back` | the batch may be filled again |
-| | `Reader.stop`, `set_state`, `close` | ends the reading thread; batches made ahead are dropped |
-| reading, "caffepy-data", one a Reader | `Loader.reserve(batch)` | for each free batch, in order: go past its images and return what fills it |
-| | `Loader.load(batch)` | instead, to go past its images and fill it at once: if there are few cores, if `reserve` returned None, or if filling failed |
-| | `Loader.state`, `set_state` | before each `reserve`, and to go back to a batch that failed |
-| filling, "caffepy-fill", FILL_THREADS of them | what `reserve` returned | decodes into `batch.room(...)`, then `batch.finish(...)`; false or an error: the reading thread goes back and loads it |
-| the pool of device/threads.py | `Source.decode`, `decoder` | for each image of a batch |
+| | `Reader.stop`, `set_state`, `close` | to end the reading thread and drop what it read ahead |
+| reading | `Loader.state` | before each `reserve` |
+| | `Loader.reserve(batch)` | for each free batch, in order, if there are filling threads |
+| | `Loader.load(batch)` | instead of `reserve`: on few cores, or after None or a failure |
+| | `Loader.set_state` | to go back to a batch that could not be filled |
+| filling | the result of `reserve` | at once: decodes into `batch.room(...)`, `batch.finish` |
+| pool | `Source.decode`, `decoder` | for each image of a batch |
+
+"Reading" is the thread "caffepy-data" of each Reader, "filling" are its FILL_THREADS threads
+"caffepy-fill", "pool" is that of `device.threads`. `reserve` and `load` both go past the images of
+a batch; `load` fills it, too, while `reserve` returns a callable that does.
 
 Batches reach the layer in the order in which they were reserved. Each carries the state after it,
 so the state of a Reader is exact whatever was read ahead.
@@ -124,10 +129,10 @@ class Loader:
         raise NotImplementedError
 
     def reserve(self, batch: Batch) -> Callable[[], bool] | None:
-        """Reserve the next images and return a callable that fills `batch` with them, on any thread.
+        """Reserve the next images; return a callable that fills `batch` with them, on any thread.
 
-        It returns false, or raises an error, where only `load` can fill the batch, from the state
-        before. None if that is known at once; then no images are consumed.
+        The callable returns false, or raises an error, where only `load` can fill the batch, from
+        the state before. None if that is known at once; then no images are consumed.
         """
         return None
 

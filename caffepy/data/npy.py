@@ -11,10 +11,10 @@ from caffepy.device.blob import Array, shape_string
 
 @contextmanager
 def new_npy(path: str) -> Iterator[Callable[[Array], None]]:
-    """A new .npy file of float32: call what the block gets with rows (N, ...); it is whole when the
-    block ends.
+    """Write a .npy file of float32. The block receives a function that appends rows (N, ...); the
+    file is complete when the block ends.
 
-    DataError for rows of another shape than the first. Memory holds no rows.
+    DataError for rows of another shape than the first. No rows are kept in memory.
     """
     count, shape = 0, None
     with open(path, "w+b") as file:
@@ -22,9 +22,8 @@ def new_npy(path: str) -> Iterator[Callable[[Array], None]]:
         def head() -> None:
             file.seek(0)
             describes = {"descr": "<f4", "fortran_order": False, "shape": (count, *(shape or ()))}
-            np.lib.format.write_array_header_1_0(
-                file, describes
-            )  # leaves room for any number of rows
+            # numpy pads the header, so that it has room for any number of rows
+            np.lib.format.write_array_header_1_0(file, describes)
 
         def add(rows: Array) -> None:
             nonlocal count, shape

@@ -1,4 +1,4 @@
-"""A function of many items, computed by several threads a little ahead of who takes the results."""
+"""Map a function over items on several threads, a few items ahead of the consumer."""
 
 import os
 from collections import deque
@@ -9,17 +9,15 @@ from typing import TypeVar
 T = TypeVar("T")
 R = TypeVar("R")
 
-AHEAD = 4  # results a thread that may wait to be taken
+AHEAD = 4  # the most results a thread that wait for the consumer
 
 
 def mapped(
     function: Callable[[T], R], items: Iterable[T], threads: int | None = None
 ) -> Generator[R, None, None]:
-    """The function of each item, in the order of the items, which are taken one after the other by
-    the caller.
+    """Yield the function of each item, in order. The items are drawn on the caller's thread.
 
-    `threads` is how many compute, by default as many as the process may use cores. Only some
-    results wait at a time.
+    `threads` defaults to the number of cores that the process may use.
     """
     threads = threads or _cores()
     waiting: deque[Future[R]] = deque()

@@ -1,6 +1,4 @@
-"""A stream of random 32-bit numbers as Caffe's layers draw them, which can be saved and taken up
-again.
-"""
+"""Streams of random 32-bit numbers as Caffe's layers draw them, with a state that can be saved."""
 
 from ctypes import c_uint32
 from typing import Any
@@ -13,7 +11,9 @@ from caffepy.proto.caffe_pb2 import TransformationParameter
 
 Array = NDArray[Any]
 
-WORDS = 624  # of the generator's state, which numpy keeps before the position; its own copy takes 100 times as long
+# of the generator's state; in numpy's memory the position follows. Reading them there is 100 times
+# as fast as numpy's own way
+WORDS = 624
 
 
 class Twister:
@@ -31,11 +31,11 @@ class Twister:
         return np.asarray(self._generator.random_raw(count))
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands."""
+        """The position of the stream."""
         return {"twister": self._words[:WORDS].copy(), "twister_position": int(self._words[WORDS])}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go where `state` was taken; a state without a stream changes nothing."""
+        """Restore a `state`; one without a stream changes nothing."""
         if "twister" in state:
             key = np.asarray(state["twister"], np.uint32)
             position = int(state["twister_position"])
@@ -46,7 +46,5 @@ class Twister:
 
 
 def new_twister(param: TransformationParameter, device: Device) -> Twister:
-    """A stream that starts at transform_param's random_seed or, without one, at a number that the
-    device draws.
-    """
+    """A stream seeded by transform_param's random_seed or, without one, by the device's."""
     return Twister(param.random_seed if param.random_seed >= 0 else device.draw_seed())

@@ -1,4 +1,4 @@
-"""Transformer: what transform_param does to images, with a random stream of its own."""
+"""transform_param: crop, mirror, mean and scale of images, with a random stream of its own."""
 
 import logging
 from typing import Any
@@ -39,9 +39,9 @@ KNOWN = {
 class Transformer:
     """y[c, h, w'] = (x[c, h_off + h, w_off + w] - mean) * scale, w' = w or mirrored.
 
-    Each image draws, where they are wanted: mirror, then in TRAIN h_off and w_off of the crop; TEST
-    crops the centre. The stream is a Mersenne twister and a draw below n is its output modulo n, as
-    in Caffe.
+    Each image draws mirror, then in TRAIN h_off and w_off of the crop; what is off draws nothing.
+    TEST crops the centre. The stream is a Mersenne twister, and a draw below n is its output modulo
+    n, as in Caffe.
     """
 
     def __init__(
@@ -74,8 +74,8 @@ class Transformer:
         )
 
     def output_shape(self, shape: Shape) -> Shape:
-        """(C, h, w) of what an image (C, H, W) becomes; ConfigError or DataError where the sizes do
-        not fit.
+        """The transformed shape of an image (C, H, W); ConfigError or DataError if the sizes do not
+        fit.
         """
         channels, height, width = shape
         param, mean, crop = self.param, self.mean, self.crop
@@ -85,7 +85,8 @@ class Transformer:
             )
         if param.mean_file and mean is not None and mean.shape != shape:
             raise DataError(
-                f"the mean in {param.mean_file} has shape {shape_string(mean.shape)}, the image {shape_string(shape)};"
+                f"the mean in {param.mean_file} has shape {shape_string(mean.shape)}, the image "
+                f"{shape_string(shape)};"
                 " it must be of the size of the whole image, before any crop"
             )
         if crop > min(height, width):
@@ -93,12 +94,12 @@ class Transformer:
         return (channels, crop, crop) if crop else shape
 
     def draw(self, count: int) -> Array:
-        """The random numbers of `count` images, a row each; `place` uses them up."""
+        """The random numbers of `count` images, a row each, for `place`."""
         return self._twister.draw(count * self._draws).reshape(count, self._draws)
 
     def place(self, draws: Array, sizes: ArrayLike) -> tuple[Array, Array, Array]:
-        """Where the crops of images of these sizes, (n, 2) or (H, W), start in rows and columns;
-        which are mirrored.
+        """Start rows and columns of the crops of images of these sizes, (n, 2) or (H, W), and a
+        mask of the mirrored ones.
         """
         n = len(draws)
         mirror = draws[:, 0] % 2 == 1 if self.param.mirror else np.zeros(n, np.bool_)
@@ -120,17 +121,17 @@ class Transformer:
         )
 
     def state(self) -> dict[str, Any]:
-        """Where the random stream stands; empty if nothing is drawn."""
+        """Position of the random stream; empty if nothing is drawn."""
         return self._twister.state() if self._draws else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Put the random stream where `state` was taken; a state without one leaves it as it is."""
+        """Restore the random stream; a state without one changes nothing."""
         if self._draws:
             self._twister.set_state(state)
 
 
 def read_mean(param: TransformationParameter, path: str | None = None) -> Array | None:
-    """What `param` subtracts: an image (C, H, W), a value a channel (1 or C, 1, 1) or None."""
+    """The mean to subtract: an image (C, H, W), a value a channel (1 or C, 1, 1) or None."""
     if param.mean_file and param.mean_value:
         raise ConfigError("mean_file and mean_value cannot both be given")
     if param.mean_value:

@@ -1,5 +1,5 @@
-"""Batches of windows of images: foreground and background boxes of a window file, cut out and warped
-to squares (R-CNN).
+"""Batches of windows of images (R-CNN): foreground and background boxes of a window file, cut out
+and warped to squares.
 """
 
 import logging
@@ -31,8 +31,8 @@ Number = np.float32  # Caffe finds regions in float32; some halves round differe
 
 @dataclass(frozen=True)
 class Span:
-    """One axis of a window: pixels `start` to `stop` of the image, warped to `length` after a
-    margin of `before`.
+    """One axis of a window: pixels `start` to `stop` of the image, warped to `length`, with margins
+    of `before` and `after` pixels.
     """
 
     start: int
@@ -46,8 +46,7 @@ def expand(first: int, last: int, half: Number, stretch: Number, size: int, crop
     """The span of `stretch` * `half` around the middle of the pixels `first` to `last`, clipped to
     0..size - 1.
 
-    What lies outside the image becomes the margins; everything is scaled so that the whole span
-    would fill `crop`.
+    The parts outside the image become the margins. The scale is that of the whole span to `crop`.
     """
     centre = Number(first) + Number(last - first + 1) / 2
     first, last = _round(centre - half * stretch), _round(centre + half * stretch)
@@ -68,8 +67,8 @@ class WindowLoader(Loader):
     foreground.
 
     A window is warped to crop_size x crop_size and becomes (x - mean) * window_data_param's scale,
-    mirrored at random. context_pad leaves so many pixels of context on each side, crop_mode
-    "square" takes the smallest square around the window; what lies outside the image is 0.
+    mirrored at random. context_pad is the number of pixels of context on each side, crop_mode
+    "square" takes the smallest square around the window; pixels outside the image are 0.
     """
 
     state_keys = frozenset({"twister", "twister_position"})
@@ -82,7 +81,8 @@ class WindowLoader(Loader):
         self._is_square = param.crop_mode == "square"
         if self._crop <= 2 * param.context_pad:
             raise ConfigError(
-                f"transform_param needs a crop_size of more than 2 * context_pad = {2 * param.context_pad}, "
+                "transform_param needs a crop_size of more than 2 * context_pad = "
+                f"{2 * param.context_pad}, "
                 f"not {self._crop}"
             )
         self._stretch = Number(self._crop) / Number(self._crop - 2 * param.context_pad)
@@ -115,14 +115,13 @@ class WindowLoader(Loader):
                 raise DataError(
                     f"{self._path} has no {name} windows, of which each batch wants {count}"
                 )
-        self._kinds = [
-            windows for windows, count in wanted for _ in range(count)
-        ]  # by place in a batch
+        # by place in a batch
+        self._kinds = [windows for windows, count in wanted for _ in range(count)]
         return file
 
     def _expand_mean(self, mean: Array | None) -> Array:
-        """(3, crop, crop): the middle of a mean image, as far from its upper border as from its
-        left one.
+        """The mean (3, crop, crop). Of a mean image it is the crop whose offset is centred along x
+        and the same along y.
         """
         if mean is None:
             mean = np.zeros((1, 1, 1), np.float32)
@@ -151,15 +150,13 @@ class WindowLoader(Loader):
             windows, mirrored = self._draw(missing)
             bad = self._fill(missing, windows, mirrored, images, labels)
             for k, error in sorted(bad.items()):
-                self._put_up_with(windows[k][0], error, self._kinds[missing[k]])
+                self._skip_bad(windows[k][0], error, self._kinds[missing[k]])
             missing = [missing[k] for k in sorted(bad)]
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 
     def reserve(self, batch: Batch) -> Callable[[], bool] | None:
-        """Draw windows; what is returned fills the batch with them, and returns false if one lies
-        in a bad image.
-        """
-        if len(self.bad):  # and will be drawn again
+        """Draw windows; the callable returns false if one of them lies in a bad image."""
+        if len(self.bad):  # the next bad one is probably among them
             return None
         places = list(range(self.batch_size))
         drawn, state = self._draw(places), self.state()
@@ -194,9 +191,7 @@ class WindowLoader(Loader):
         images: Array,
         labels: Array,
     ) -> dict[int, DataError]:
-        """Warp windows into these places of a batch; returns what is wrong with those in bad
-        images, by number.
-        """
+        """Warp windows into these places of a batch; return the errors of bad images by number."""
         bad: dict[int, DataError] = {}
 
         def warp_some(lo: int, hi: int) -> None:
@@ -211,14 +206,14 @@ class WindowLoader(Loader):
         parallel(warp_some, len(places), most=DECODERS)
         return bad
 
-    def _put_up_with(self, image: int, error: DataError, windows: Array) -> None:
-        """Draw another one in place of a window in a bad image, if that may be and if there is one."""
+    def _skip_bad(self, image: int, error: DataError, windows: Array) -> None:
+        """Count a bad image; raise if the limit is reached or if no image of this kind is good."""
         self.bad.add(self._name(self._file.images[image]), error)
         if all(self._name(self._file.images[i]) in self.bad for i in np.unique(windows[:, 0])):
             raise DataError(f"{error.message}; so are all others of its kind, bad")
 
     def _warp(self, name: str, corners: list[int], mirrored: bool, out: Array) -> None:
-        """Write the window of the image into out (3, crop, crop), full of zeros before."""
+        """Write the window of the image into out (3, crop, crop), which holds zeros."""
         import cv2
 
         image = self._decode(name)
@@ -228,7 +223,8 @@ class WindowLoader(Loader):
         ):
             box = " ".join(map(str, corners))
             raise DataError(
-                f"{self._name(name)}: window {box} lies outside the image, {shape_string(image.shape)}"
+                f"{self._name(name)}: window {box} lies outside the image, "
+                f"{shape_string(image.shape)}"
             )
         left, top = x.after if mirrored else x.before, y.before
         width, height = min(x.length, self._crop - left), min(y.length, self._crop - top)
@@ -280,9 +276,9 @@ class WindowLoader(Loader):
         return f"{self._path}: {self._root}{name}"
 
     def state(self) -> State:
-        """Where the random stream stands."""
+        """Position of the random stream, and the names of bad images."""
         return {**self._twister.state(), **self.bad.state()}
 
     def seek(self, state: State) -> None:
-        """Put the random stream where `state` was taken."""
+        """Restore the random stream."""
         self._twister.set_state(state)

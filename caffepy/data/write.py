@@ -1,6 +1,4 @@
-"""Writing databases as Caffe's tools do: whole or not at all, or bit by bit under a name that says
-so.
-"""
+"""Write databases as Caffe's tools do: whole or not at all, or in parts under the name .partial."""
 
 import errno
 import fcntl
@@ -26,17 +24,16 @@ COMMIT_BYTES = 1 << 25
 FIRST_MAP_SIZE = 1 << 24
 LONGEST_KEY = 511  # that LMDB takes
 BLOCK_SIZE, OPEN_FILES = 1 << 16, 100  # of a LevelDB, as Caffe has them
-WRITE_BUFFER = (
-    1 << 25
-)  # Caffe's is eight times as large, which whoever opens the database has to read again
+# Caffe's is eight times as large, and all of it is read again when the database is opened
+WRITE_BUFFER = 1 << 25
 NOTE = "caffepy_partial.json"
 
 Record = tuple[bytes, bytes]
 
 
 class Writer:
-    """Puts records into the database `name`, a transaction each 1000 records or 32 MiB; use a
-    subclass.
+    """Base of the writers: puts records into the database `name`, with a transaction for each 1000
+    records or 32 MiB.
     """
 
     errors: tuple[type[Exception], ...] = (OSError,)  # what the library raises if it cannot write
@@ -56,24 +53,23 @@ class Writer:
             self.commit()
 
     def commit(self) -> None:
-        """Write what was put."""
+        """Write the pending records."""
         records, self._pending, self._bytes = self._pending, [], 0
         if records:
             self.write(records)
 
     def write(self, records: Sequence[Record]) -> None:
-        """Write these keys and values, all or none; those of a key that is there are replaced.
+        """Write these keys and values, all or none; values of existing keys are replaced.
 
-        DataError if that is not possible: a full disk, a key that LMDB does not take, of 0 or over
-        511 bytes.
+        DataError for a full disk, or for a key that LMDB does not take, of 0 or over 511 bytes.
         """
-        with self._told():
+        with self._described():
             self._write(records)
 
     def finish(self) -> None:
         """Commit the rest and bring everything to the disk."""
         self.commit()
-        with self._told():
+        with self._described():
             self._flush()
 
     def close(self) -> None:
@@ -81,7 +77,7 @@ class Writer:
         raise NotImplementedError
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _described(self) -> Iterator[None]:
         try:
             yield
         except self.errors as error:
@@ -91,11 +87,11 @@ class Writer:
         raise NotImplementedError
 
     def _flush(self) -> None:
-        """Bring what was written to the disk, if closing does not."""
+        """Flush to the disk, if closing does not."""
 
 
 class LMDBWriter(Writer):
-    """Puts records into an LMDB folder; the map grows as needed. Without `sync` a crash of the
+    """Puts records into an LMDB folder, whose map grows as needed. Without `sync` a crash of the
     system may damage it.
     """
 
@@ -121,9 +117,8 @@ class LMDBWriter(Writer):
                     transaction.cursor() as cursor,
                 ):
                     cursor.putmulti(records)
-                self._map(
-                    1
-                )  # anew, or all pages that were touched would count as this process's memory
+                # map anew, or all touched pages would count as this process's memory
+                self._map(1)
                 return
             except lmdb.MapFullError:
                 self._map(2)
@@ -167,7 +162,7 @@ class LevelDBWriter(Writer):
 
 @contextmanager
 def open_writer(name: str, folder: str, backend: str, sync: bool = False) -> Iterator[Writer]:
-    """A writer of the database in `folder`, which is made if it is not there; messages call it
+    """Open a writer of the database in `folder`, which is created if missing; messages name it
     `name`.
     """
     kinds = {"lmdb": LMDBWriter, "leveldb": LevelDBWriter}
@@ -194,7 +189,7 @@ def _unwritable(name: str, error: Exception) -> DataError:
 
 
 def refuse_existing(path: str) -> None:
-    """DataError if something of that name exists, or if it is no name."""
+    """Raise DataError if `path` exists or is empty."""
     if not path:
         raise DataError("the new database has no name")
     if os.path.lexists(path):
@@ -203,11 +198,10 @@ def refuse_existing(path: str) -> None:
 
 @contextmanager
 def write_database(path: str, backend: str) -> Iterator[Writer]:
-    """A writer of the new database `path`, which appears when the block is done and not at all if
-    it raises.
+    """Open a writer of the new database `path`, which appears when the block ends; not at all if it
+    raises.
 
-    `backend` is "lmdb" or "leveldb". DataError if something of that name exists, or if it cannot be
-    written.
+    `backend` is "lmdb" or "leveldb". DataError if `path` exists or cannot be written.
     """
     refuse_existing(path)
     path = os.path.abspath(path)
@@ -230,12 +224,12 @@ def write_lmdb(path: str) -> AbstractContextManager[Writer]:
 
 
 class Partial:
-    """A database that is made bit by bit beside its later name, in `path`.partial, with a note of
-    how far it is.
+    """A database that is written in parts to `path`.partial, with a note of its progress, and
+    renamed at the end.
 
-    `recipe` says what it is made of: only the same may go on with it. `choices` belong to it, too,
-    but what an earlier run chose stands. DataError if `path` exists, if an unfinished database is
-    there and `resume` is false, or if that is of another recipe.
+    `recipe` describes how it is made; a later run goes on only with the same one. `choices` belong
+    to it, too, but those of an earlier run stay. DataError if `path` exists, if there is an
+    unfinished database and `resume` is false, or if that has another recipe.
     """
 
     def __init__(
@@ -251,16 +245,17 @@ class Partial:
         self.progress: dict[str, Any] = {}
         self.recipe = {**choices, **recipe}
         self.backend = backend
-        self._is_mine = False
+        self._owns = False
         self._is_new = not os.path.lexists(self.folder)
         if not self._is_new:
             if not resume:
                 raise DataError(
-                    f"{self.folder} is there, which a run left that did not end; go on with --resume, or remove it"
+                    f"{self.folder} is there, which a run left that did not end; go on with "
+                    "--resume, or remove it"
                 )
-            self._take_up(recipe)
+            self._resume(recipe)
 
-    def _take_up(self, recipe: Mapping[str, Any]) -> None:
+    def _resume(self, recipe: Mapping[str, Any]) -> None:
         try:
             if not [name for name in os.listdir(self.folder) if not name.startswith(".")]:
                 return  # it was killed before it wrote anything
@@ -274,16 +269,17 @@ class Partial:
         other = [name for name, value in recipe.items() if known.get(name) != value]
         if other:
             raise DataError(
-                f"{self.folder} was made with another {', '.join(other)}; give the same as before, or remove it"
+                f"{self.folder} was made with another {', '.join(other)}; give the same as "
+                "before, or remove it"
             )
         self.recipe.update(known)
 
     @contextmanager
     def open(self) -> Iterator[Writer]:
-        """A writer of what is still missing; when the block is done, the database gets its name."""
-        with self._alone():
+        """Open a writer for the missing records; at the end of the block rename the database."""
+        with self._locked():
             if not self._is_new:
-                self._take_up(self.recipe)  # another process may have gone on meanwhile
+                self._resume(self.recipe)  # another process may have gone on meanwhile
             if not self.progress:
                 self.note({})
             with open_writer(self.path, self.folder, self.backend, sync=True) as writer:
@@ -297,8 +293,8 @@ class Partial:
                 raise _unwritable(self.path, error) from error
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Make the folder, if it is new, and keep other processes from writing to it."""
+    def _locked(self) -> Iterator[None]:
+        """Create the folder if it is new, and lock it against other processes."""
         try:
             if self._is_new:
                 os.makedirs(os.path.dirname(os.path.abspath(self.folder)), exist_ok=True)
@@ -310,7 +306,7 @@ class Partial:
             raise _unwritable(self.path, error) from error
         try:
             self._lock(descriptor)
-            self._is_mine = True
+            self._owns = True
             remove_stale(os.path.join(self.folder, NOTE))
             yield
         finally:
@@ -331,7 +327,7 @@ class Partial:
         return DataError(f"{self.folder} is being written by another process")
 
     def note(self, progress: Mapping[str, Any], whole: bool = False) -> None:
-        """What is written so far, or that this is all."""
+        """Save the progress, and `whole` at the end."""
         self.progress = dict(progress)
         try:
             with (
@@ -343,13 +339,13 @@ class Partial:
             raise _unwritable(self.path, error) from error
 
     def abandon(self) -> None:
-        """Remove it, unless another process has it."""
-        if self._is_mine:
+        """Remove the folder, unless another process writes to it."""
+        if self._owns:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def unfinished(folder: str) -> str:
-    """How far a `Partial` in this folder is, in words; "" for what is whole."""
+    """The progress of a `Partial` in this folder, in words; "" for a complete database."""
     path = os.path.join(folder, NOTE)
     if not os.path.exists(path):
         return ""

@@ -1,6 +1,4 @@
-"""Layers that feed a net from outside, and one that writes to the outside: nothing to
-differentiate.
-"""
+"""Data layers, and HDF5Output, which writes data: nothing to differentiate."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -45,13 +43,11 @@ class Feed(Layer):
     on_gpu = True
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """Any: values from the host take the format on their way."""
+        """Any: values from the host are converted on their way."""
         return preferred
 
     def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
-        """Copy to the tops what `write` puts into host arrays of their shapes, which a GPU gets
-        when it is ready.
-        """
+        """Copy to the tops the host arrays that `write` fills; asynchronously on a GPU."""
         place = top[0].gpu
         if place not in self._stagings:
             self._stagings[place] = self.ops.Staging()
@@ -85,16 +81,14 @@ class Prefetching(Feed):
     reads_files = True
     _reader: Reader | None = None
     _length: int | None = None
-    _interrupted = (
-        False  # an exception, perhaps Ctrl-C, has come between taking a batch and giving it back
-    )
+    _interrupted = False  # an exception, such as Ctrl-C, came between `take` and `give_back`
 
     def open(self) -> Loader:
-        """What fills the batches."""
+        """The loader that fills the batches."""
         raise NotImplementedError
 
     def transformer(self) -> Transformer:
-        """What transform_param says."""
+        """The transform_param of the layer."""
         return Transformer(self.param.transform_param, self.phase, self.device, self.path)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -113,11 +107,11 @@ class Prefetching(Feed):
 
     @property
     def length(self) -> int | None:
-        """How many items of data an epoch has, if that is known."""
+        """Number of items in an epoch; None if unknown."""
         return self._length
 
     def serve(self, devices: Sequence[Device]) -> None:
-        """Batches lie on these devices in turn when they are asked for."""
+        """Make batches for these devices in turn."""
         if self._reader:
             self._reader.serve([device.scope for device in devices])
 
@@ -142,7 +136,7 @@ class Prefetching(Feed):
         self._interrupted = False
 
     def _mean_for(self, top: Blob) -> Array | None:
-        """The mean on the device on which the top lies."""
+        """The mean, on the device of the top."""
         if self._mean is None:
             return None
         if top.gpu not in self._means:
@@ -151,11 +145,11 @@ class Prefetching(Feed):
         return self._means[top.gpu].data
 
     def state(self) -> dict[str, Any]:
-        """Position and random stream after the last batch that forward gave."""
+        """Position and random stream after the last batch that forward copied."""
         return self._reader.state() if self._reader else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there; batches read ahead are dropped."""
+        """Go to where `state` was taken; batches read ahead are dropped."""
         if self._reader:
             self._reader.set_state(state)
 
@@ -171,7 +165,7 @@ class Data(Prefetching):
     """-> (N, C, h, w) and labels (N,): records of an LMDB or LevelDB in key order, transformed."""
 
     def open(self) -> Loader:
-        """What fills the batches."""
+        """The loader that fills the batches."""
         param = self.param.data_param
         _need_batch_size(param.batch_size, "data_param")
         _warn_ignored(param, "data_param", MOVED, ("rand_skip", "force_encoded_color"))
@@ -195,7 +189,7 @@ class ImageData(Prefetching):
     tops = (2, 2)
 
     def open(self) -> Loader:
-        """What fills the batches."""
+        """The loader that fills the batches."""
         param = self.param.image_data_param
         _need_batch_size(param.batch_size, "image_data_param")
         _warn_ignored(param, "image_data_param", MOVED)
@@ -225,7 +219,7 @@ class WindowData(Prefetching):
     tops = (2, 2)
 
     def open(self) -> Loader:
-        """What fills the batches."""
+        """The loader that fills the batches."""
         param = self.param.window_data_param
         _need_batch_size(param.batch_size, "window_data_param")
         _warn_ignored(param, "window_data_param", MOVED[1:])
@@ -250,9 +244,7 @@ def _warn_ignored(
     moved: tuple[str, ...],
     unused: tuple[str, ...] = (),
 ) -> None:
-    """Name the given fields that Caffe ignores: those that transform_param has now and those
-    without any effect.
-    """
+    """Log fields that Caffe ignores: those that moved to transform_param, and unused ones."""
     moved = tuple(n for n in moved if param.HasField(n))
     ignored = [*moved, *(n for n in unused if param.HasField(n))]
     if ignored:
@@ -289,7 +281,7 @@ class HDF5Data(Feed):
         return self._rows.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Go to where `state` was taken."""
         self._rows.set_state(state)
 
 
@@ -297,8 +289,8 @@ class HDF5Data(Feed):
 class HDF5Output(Layer):
     """(N, ...) and (N, ...) -> datasets `data` and `label` of an HDF5 file, with four axes each.
 
-    One forward gives Caffe's file; where Caffe's second one fails, rows are appended. Between
-    forwards the file is whole and closed.
+    One forward writes Caffe's file; where Caffe's second one fails, rows are appended. Between
+    forwards the file is complete and closed.
     """
 
     bottoms = 2
@@ -306,7 +298,7 @@ class HDF5Output(Layer):
     share_in_parallel = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the file; one of the same name goes."""
+        """Create the file; it replaces one of the same name."""
         self._file = self.param.hdf5_output_param.file_name
         if not self._file:
             raise ConfigError("hdf5_output_param needs a file_name")
@@ -334,8 +326,8 @@ class HDF5Output(Layer):
 
 @layer("MemoryData")
 class MemoryData(Feed):
-    """-> (N, C, H, W) and labels (N, 1, 1, 1): arrays given by `reset`, around and around, or
-    images given by `add`.
+    """-> (N, C, H, W) and labels (N, 1, 1, 1): the arrays of `reset`, endlessly, or the images of
+    `add`.
     """
 
     tops = 2
@@ -366,11 +358,13 @@ class MemoryData(Feed):
         n = len(data)
         if data.shape[1:] != self._shape:
             raise DataError(
-                f"arrays of shape {shape_string(data.shape[1:])} for a layer of {shape_string(self._shape)}"
+                f"arrays of shape {shape_string(data.shape[1:])} for a layer of "
+                f"{shape_string(self._shape)}"
             )
         if not n or n % self.batch_size or len(labels) != n:
             raise DataError(
-                f"{n} arrays and {len(labels)} labels; give a multiple of the batch size {self.batch_size}"
+                f"{n} arrays and {len(labels)} labels; give a multiple of the batch size "
+                f"{self.batch_size}"
             )
         self._data, self._labels = data, np.reshape(labels, (n, -1))[:, 0]
         self._position, self._restored, self._unread = self._restored % n, 0, True
@@ -379,9 +373,7 @@ class MemoryData(Feed):
         )
 
     def add(self, images: Array, labels: Array) -> None:
-        """Take images (n, C, H, W), which are transformed; those given before must have been used
-        up.
-        """
+        """Take images (n, C, H, W), which are transformed; earlier ones must have been used up."""
         if self._unread:
             raise DataError("images cannot be added before those given earlier were used up")
         before = self._transformer.state()
@@ -406,8 +398,8 @@ class MemoryData(Feed):
         self._position = here.stop % len(self._data)
 
     def state(self) -> dict[str, Any]:
-        """Position in the arrays, and where the random stream of `add` stands, or stood before what
-        is being read.
+        """Position in the arrays, and the random stream of `add`, as it was before the images that
+        are being read.
         """
         if self._data is None:
             return {"position": self._restored, **self._transformer.state()}
@@ -418,7 +410,7 @@ class MemoryData(Feed):
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on from there, in the arrays that there are or in the next that are given."""
+        """Go to where `state` was taken, in the present arrays or in the next ones."""
         self._restored = int(state.get("position", 0))
         self._transformer.set_state(state)
         if self._data is not None:
@@ -427,17 +419,16 @@ class MemoryData(Feed):
 
 
 STATIC, FRESH = range(2)
-"""Kinds of numbers that DummyData draws."""
+"""Kinds of random streams of DummyData."""
 
 
 @layer("DummyData")
 class DummyData(Feed):
-    """-> tops of given shapes: constants, which are filled once, or random values: fresh ones at
-    each forward.
+    """-> tops of given shapes: constants, which are filled once, or new random values at each
+    forward.
 
-    NVCaffe's fillers of names that end in "static" are drawn from at the first forward of each net
-    only. The numbers are the layer's own, since the threads of several solvers ask it for batches
-    beside what else they draw.
+    NVCaffe's fillers whose names end in "static" fill at the first forward of each net only. The
+    layer has a random stream of its own, since several solvers share it.
     """
 
     tops = (1, None)
@@ -461,7 +452,8 @@ class DummyData(Feed):
         if any(legacy.values()):
             if param.shape:
                 raise ConfigError(
-                    "dummy_data_param takes either shape or num, channels, height and width, not both"
+                    "dummy_data_param takes either shape or num, channels, height and width, not "
+                    "both"
                 )
             return list(
                 zip(*(_each(name, sizes, tops) for name, sizes in legacy.items()), strict=True)
@@ -469,15 +461,13 @@ class DummyData(Feed):
         return _each("shape", [tuple(shape.dim) for shape in param.shape], tops)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Fill tops with constant fillers that are still untouched; a user may overwrite them for
-        good.
-        """
+        """Fill untouched tops that have constant fillers; what a user writes to them stays."""
         for blob, filler in zip(top, self._fillers, strict=True):
             if filler.type == "constant" and not blob.data_memory.touched:
                 fill(blob, filler, self.device.rng)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Fill the tops whose values do not stay."""
+        """Fill the tops that have random fillers."""
         fresh = []
         for blob, filler in zip(top, self._fillers, strict=True):
             if filler.type.endswith("static") and not any(known is blob for known in self._filled):
@@ -501,11 +491,11 @@ class DummyData(Feed):
         self._batch += 1
 
     def state(self) -> dict[str, Any]:
-        """Seed of the numbers, how many batches were drawn."""
+        """Seed and number of batches drawn."""
         return {"seed": self._seed, "batch": self._batch} if self._draws else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Draw what follows."""
+        """Go on after that batch."""
         if self._draws and "seed" in state:
             self._seed, self._batch = int(state["seed"]), int(state["batch"])
 
@@ -514,6 +504,7 @@ def _each(name: str, values: list[T], tops: int) -> list[T]:
     """One value for each top, from one for all of them or one each."""
     if len(values) not in (1, tops):
         raise ConfigError(
-            f"{name} must be given once or once for each top, not {len(values)} times for {tops} tops"
+            f"{name} must be given once or once for each top, not {len(values)} times for {tops} "
+            "tops"
         )
     return values * tops if len(values) == 1 else values

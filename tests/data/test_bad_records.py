@@ -1,4 +1,4 @@
-"""Bad records that may be passed over: which come instead, how many, and the same again when a run
+"""Bad records that may be skipped: which come instead, how many, and the same again when a run
 goes on.
 """
 
@@ -31,7 +31,7 @@ def image(i: int) -> bytes:
 
 @pytest.fixture(params=["lmdb", "leveldb", "images", "shuffled"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    """Makes a feed of twelve images, of which those in `bad` are broken, that puts up with so many."""
+    """Makes a feed of twelve images, those in `bad` broken, with this limit of bad records."""
     if request.param == "leveldb":
         pytest.importorskip("plyvel", reason="plyvel is not installed")
 
@@ -76,7 +76,7 @@ def test_those_that_follow_come_instead(make: Make, caplog: pytest.LogCaptureFix
         assert sorted(lap) == good
     told = [m for m in caplog.messages if m.startswith("Bad record ")]
     assert len(told) == len(BAD)
-    assert "Bad record 1 of at most 4 is passed over: " in told[0]
+    assert "Bad record 1 of at most 4 is skipped: " in told[0]
     assert "its image cannot be decoded (1 bytes) (" in told[0]
     numbers = sorted(int(text.rpartition(" ")[2].rstrip(")")) for text in told)
     assert numbers in ([*BAD], [i + 1 for i in BAD])
@@ -86,7 +86,7 @@ def test_those_that_follow_come_instead(make: Make, caplog: pytest.LogCaptureFix
 def test_one_too_many_is_named(make: Make) -> None:
     feed = make(3)
     with pytest.raises(
-        RecordError, match=r"its image cannot be decoded .*; 3 bad records were passed over before"
+        RecordError, match=r"its image cannot be decoded .*; 3 bad records were skipped before"
     ):
         labels(feed, 4)
     feed.layer.close()
@@ -147,7 +147,7 @@ def test_windows_of_bad_images_are_drawn_anew(tmp_path: Path) -> None:
         with tolerating(most):
             return Feed(text, path=f"{tmp_path}/net.prototxt", seed=seed)
 
-    with pytest.raises(RecordError, match="; 1 bad records were passed over before"):
+    with pytest.raises(RecordError, match="; 1 bad records were skipped before"):
         make(1).forward()
     with pytest.raises(RecordError, match=r"3\.png cannot be read"):
         make(0, "cache_images: true")
@@ -221,7 +221,7 @@ def test_the_flag_and_what_is_said_without_it(
     line = ["test", "-model", "net.prototxt", "-weights", "s_iter_9.caffemodel", "-iterations", "3"]
     assert main.run(line) == 4
     assert main.run([*line, "-max-bad-records", "1"]) == 4
-    assert "; 1 bad records were passed over before" in capsys.readouterr().err
+    assert "; 1 bad records were skipped before" in capsys.readouterr().err
     assert main.run([*line, "-max-bad-records", "2"]) == 0
 
 

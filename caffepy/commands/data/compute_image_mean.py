@@ -23,13 +23,13 @@ from caffepy.report.text import as_json, number
 
 log = logging.getLogger(__name__)
 
-CHUNK = 32  # records that a thread adds up at a time
+CHUNK = 32  # records that a thread sums at a time
 TELL_EVERY = 10_000
 
 
 @dataclass(frozen=True)
 class Mean:
-    """The mean (C, H, W) of so many images, float32."""
+    """The mean (C, H, W) of `count` images, float32."""
 
     count: int
     image: Array
@@ -80,7 +80,7 @@ def compute_image_mean(
 
 
 def write_mean(path: str, image: Array) -> None:
-    """Write an image (C, H, W) as the mean file that Caffe's tool writes, with four legacy extents."""
+    """Write an image (C, H, W) as Caffe's tool does, as a blob with four legacy extents."""
     channels, height, width = image.shape
     blob = binary.array_to_blob(image)
     blob.ClearField("shape")

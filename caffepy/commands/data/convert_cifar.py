@@ -54,7 +54,8 @@ def _read(folder: str, names: Sequence[str]) -> Array:
             content = np.fromfile(path, np.uint8)
         except FileNotFoundError:
             raise DataError(
-                f'"{path}" does not exist; the binary version of CIFAR-10 is at {SOURCE}, unpack it with tar xzf'
+                f'"{path}" does not exist; the binary version of CIFAR-10 is at {SOURCE}, unpack '
+                "it with tar xzf"
             ) from None
         except OSError as error:
             raise DataError(f"{path} cannot be read: {reason(error)}") from None

@@ -35,12 +35,11 @@ log = logging.getLogger(__name__)
 
 CHUNK = 8  # images that a thread decodes at a time
 SHOWN = 10  # differences that are named
-SPELT = {
-    "jpg": "jpeg"
-}  # the other extension of files that need not be encoded anew; not the other way around
+# the other extension of files that need not be encoded anew; not the other way around
+SPELT = {"jpg": "jpeg"}
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
-KEPT = 1 << 25  # bytes, the most that glibc takes for the latter
+KEPT = 1 << 25  # bytes, the most that glibc takes for M_MMAP_THRESHOLD
 
 Image = tuple[bytes, bytes | None, int]
 """Key, record if the image can be read, and number of its values."""
@@ -48,7 +47,7 @@ Image = tuple[bytes, bytes | None, int]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an image file becomes a record.
+    """The conversion of an image file to a record.
 
     `width` and `height` are 0 for images of their own size. `encode` is the type of image file to
     store ("jpg", "png"), None for that of each file's name, "" for raw pixels.
@@ -60,7 +59,7 @@ class Recipe:
     encode: str | None = ""
 
     def record(self, path: str, label: int) -> "Made":
-        """The serialized Datum of the file; without one if the file cannot be read or is no image."""
+        """The serialized Datum of the file; none if the file cannot be read or is no image."""
         try:
             with open(path, "rb") as file:
                 content = file.read()
@@ -81,7 +80,7 @@ class Recipe:
 
 
 class Made(NamedTuple):
-    """A serialized Datum and how many values its image has, which is told of raw ones only."""
+    """A serialized Datum and, of a raw one, the number of values of its image."""
 
     record: bytes | None
     size: int
@@ -111,7 +110,7 @@ def encoded(image: Any, kind: str, path: str) -> bytes:
 
 @dataclass(frozen=True)
 class Converted:
-    """How many records there are, and how many images of the list could not be read."""
+    """Number of records, and of images that could not be read."""
 
     records: int
     skipped: int
@@ -136,8 +135,8 @@ def convert_imageset(
 
     A line is a path, a blank and a label. Keys are the line's number in eight digits, "_" and the
     path; a blank line counts as an image that cannot be read. `shuffle` takes the lines in a random
-    order, that of `seed` if it is given. `check_size` asks for as many values in each image. Images
-    that cannot be read are left out, each with a message. An interrupted run leaves
+    order, that of `seed` if it is given. `check_size` wants equally many values in each image.
+    Images that cannot be read are left out, each with a message. An interrupted run leaves
     `database`.partial, which `resume` completes. `check` then compares all records with the images;
     of a database that is there already that is all that is done. `progress`: False draws no bar.
     UsageError or DataError say what does not fit.
@@ -178,7 +177,7 @@ def _digest(entries: list[Entry]) -> str:
 
 
 class Job:
-    """The images of a list on their way into a database, or beside the records of one."""
+    """The conversion of a list's images, or their comparison with a database."""
 
     def __init__(
         self,
@@ -204,7 +203,8 @@ class Job:
     def _nothing_read(self, count: int) -> DataError:
         hint = "" if os.path.isdir(self._root or ".") else f'; there is no folder "{self._root}"'
         return DataError(
-            f"none of the {count} images could be read, such as {self._root}{self._entries[0][0]}{hint}"
+            f"none of the {count} images could be read, such as "
+            f"{self._root}{self._entries[0][0]}{hint}"
         )
 
     def write(self, partial: Partial) -> Converted:
@@ -221,7 +221,7 @@ class Job:
             done = Done(**partial.progress)
             if done.records:
                 log.warning(
-                    "%s has what became of the first %d lines; --resume goes on",
+                    "%s holds the records of the first %d lines; --resume goes on",
                     partial.folder,
                     done.lines,
                 )
@@ -261,7 +261,7 @@ class Job:
             saved.result()
 
     def _count(self, done: "Done", key: bytes, record: bytes | None, values: int) -> "Done":
-        """What is done with one more line; DataError if its image has another size than the first."""
+        """The progress after one more line; DataError if the size of its image differs."""
         if record is None:
             log.error("Could not open or find file %s", self._path(done.lines))
             return Done(done.lines + 1, done.records, done.skipped + 1, done.size)
@@ -272,7 +272,7 @@ class Job:
         return Done(done.lines + 1, done.records + 1, done.skipped, values)
 
     def _made(self, start: int = 0) -> Iterator[Image]:
-        """What becomes of each image from line `start` on, in order."""
+        """Yield the record of each image from line `start` on, in order."""
         chunks = mapped(self._some, range(start, len(self._entries), CHUNK), self._threads)
         with closing(chunks):
             yield from chain.from_iterable(chunks)
@@ -302,29 +302,29 @@ class Job:
             left = len(source)
             for key, record, _ in self._made():
                 while left and bytes(source.peek()[0]) < key:
-                    problems += _tell(problems, "%s is not of the list", source.read()[0])
+                    problems += _report(problems, "%s is not of the list", source.read()[0])
                     left -= 1
                 there = left > 0 and bytes(source.peek()[0]) == key
                 value = bytes(source.read()[1]) if there else None
                 left -= there
                 if value != record:
-                    problems += _tell(problems, _difference(value, record), key)
+                    problems += _report(problems, _difference(value, record), key)
                 skipped += record is None
                 records += record is not None
                 advance(1)
             for _ in range(left):
-                problems += _tell(problems, "%s is not of the list", source.read()[0])
+                problems += _report(problems, "%s is not of the list", source.read()[0])
         if problems:
             raise DataError(
                 f"{database} differs from the list and its images in {problems} records"
             )
-        log.info("%d records are what their images give", records)
+        log.info("%d records match their images", records)
         return Converted(records, skipped)
 
 
 class Done(NamedTuple):
-    """How far a job is: lines of the list, records of them, images that could not be read; values
-    of an image.
+    """The progress of a job: lines of the list, records, images that could not be read; values of
+    an image.
     """
 
     lines: int = 0
@@ -334,8 +334,8 @@ class Done(NamedTuple):
 
 
 def _keep_freed_memory() -> None:
-    """Let glibc use freed memory again; it gives back blocks as large as images, whose pages then
-    are zeroed anew.
+    """Make glibc reuse freed memory: it returns blocks as large as images to the system, whose
+    pages are then zeroed anew.
     """
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
@@ -361,10 +361,10 @@ def _difference(stored: bytes | None, made: bytes | None) -> str:
         return "%s is no Datum"
     if old.label != new.label:
         return f"%s has label {old.label}, not {new.label}"
-    return "%s is not what its image gives"
+    return "%s does not match its image"
 
 
-def _tell(before: int, message: str, key: bytes | memoryview) -> int:
+def _report(before: int, message: str, key: bytes | memoryview) -> int:
     if before < SHOWN:
         log.error(message, printable(key))
     return 1

@@ -46,8 +46,8 @@ def convert_mnist(images: str, labels: str, database: str, backend: str = "lmdb"
 
 
 def read_idx(path: str, magic: int, axes: int) -> Array:
-    """The bytes of an idx file that starts with this number, with so many axes; `path` or
-    `path`.gz, packed or not.
+    """The bytes of an idx file with this magic number and number of axes; `path` or `path`.gz,
+    packed or not.
     """
     if not os.path.exists(path) and os.path.exists(f"{path}.gz"):
         path = f"{path}.gz"

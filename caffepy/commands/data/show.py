@@ -1,6 +1,4 @@
-"""`caffepy data show`: what a source of data holds, be it a database, HDF5 files, a list of images
-or a mean.
-"""
+"""`caffepy data show`: the content of a source of data or of a mean file."""
 
 import os
 from contextlib import closing
@@ -52,7 +50,7 @@ class DataInfo(Summary):
         if self.bad_records:
             lines += [f"cannot be read: {self.bad_records:,}", *(f"  {text}" for text in self.bad)]
         if self.bad_records == self.seen > 0 and self.kind == ImageList.kind:
-            lines.append("their names begin in another folder, perhaps: give it as --root")
+            lines.append("their names may be relative to another folder: name it with --root")
         if self.labels:
             rows = [["label", "records", "share"]]
             total = self.labels.total()
@@ -75,7 +73,7 @@ def _many(count: int, noun: str) -> str:
 
 
 class Look(NamedTuple):
-    """What one record is; `picture` if the contact sheet shows it."""
+    """One record; `picture` if the contact sheet shows it."""
 
     name: str
     shape: tuple[int, ...] = ()
@@ -151,7 +149,7 @@ class Viewer:
         self.info = DataInfo("", path, _size(path))
 
     def summary(self, source: AnySource) -> None:
-        """Show what a source without items tells of itself."""
+        """Show a source without items."""
         images = source.summarize(self.info, self._first, PICTURES * self._wants_pictures)
         self.pictures = [(thumbnail(image), caption) for image, caption in images]
 
@@ -168,7 +166,7 @@ class Viewer:
         self.info.first.clear()
 
     def items(self, source: Source) -> None:
-        """Look at the first items, or all; PICTURES of them, evenly spread, give a picture."""
+        """Look at the first items, or all; PICTURES of them, evenly spread, go to the sheet."""
         count = self.info.records = len(source)
         if note := unfinished(source.path):
             self.info.facts["unfinished"] = note

@@ -1,4 +1,4 @@
-"""What a source of images is: items in a fixed order, read endlessly, each an image with a label.
+"""The contract of a source: items in a fixed order, read endlessly, each an image with a label.
 
 A source is one file of this package with a subclass of Source in it, and one entry in the table
 SOURCES of `caffepy.data.sources`. Data layers and `caffepy data show` find a source there by what a
@@ -23,7 +23,7 @@ Array = NDArray[Any]
 State = dict[str, Any]
 
 RAW = "bytes", "floats"
-"""What `Source.stored` returns for images that are not image files."""
+"""The results of `Source.stored` for images that are not image files."""
 
 
 class Items(Protocol):
@@ -39,7 +39,7 @@ SHOWN_NAMES = 5  # of records, and of errors
 
 @dataclass
 class Summary:
-    """What `caffepy data show` tells of a source.
+    """The output of `caffepy data show`.
 
     `records` counts all records; `shapes`, `stored` and `labels` count those of the first `seen`.
     `first` holds names, `bad` the errors of some of the `bad_records`, `facts` whatever else there
@@ -61,7 +61,7 @@ class Summary:
 
 
 class AnySource:
-    """What `caffepy data show` needs of any kind of source, also of one without items."""
+    """Base of all sources, also of those without items: all that `caffepy data show` needs."""
 
     kind: str  # its name in messages
     layer: ClassVar[str]  # the type of the data layer that reads it
@@ -122,7 +122,7 @@ class Source(AnySource):
         raise NotImplementedError
 
     def stored(self, item: Any, image: Array) -> str:
-        """How the item's image is stored, for `caffepy data show`: "jpeg", "bytes", "floats"."""
+        """The type of the item's image file, "bytes" or "floats", for `caffepy data show`."""
         return RAW[image.dtype != np.uint8]
 
     def copy(self, items: Items, images: Array, labels: Array) -> Array:
@@ -145,7 +145,7 @@ class Source(AnySource):
         return f"{self.path}: {self.key(item)}"
 
     def place(self, items: Items, i: int) -> str:
-        """Where in the source item i of `items` is, in words."""
+        """The place in the source of item i of `items`, in words."""
         raise NotImplementedError
 
     def join(self, parts: Sequence[Any]) -> Items:

@@ -170,7 +170,7 @@ class Database(Source):
         return copy_images(items.content, items.rows, head_of(images.shape[1:]), images, labels)
 
     def decoder(self, items: Items) -> Callable[[int], tuple[Array, int]]:
-        """`decode` of records by their place in `items`, whose image files are found all at once."""
+        """`decode` of records by their place in `items`; their image files are found at once."""
         from caffepy.data.datum_kernels import find_encoded  # here, since it loads numba
 
         assert isinstance(items, Records)

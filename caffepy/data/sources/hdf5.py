@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 Array = NDArray[Any]
 State = dict[str, Any]
 
-GRAIN = 4 << 20  # bytes worth a thread of their own
+GRAIN = 4 << 20  # bytes a piece of work for a thread
 CHUNK = 1 << 20  # bytes of rows that are stored together
 OVERHEAD = 1 << 20  # bytes of HDF5's own that an append may add
 EXACT = 1 << 53  # float64 has all whole numbers up to this one
@@ -92,7 +92,7 @@ class HDF5Files(AnySource):
 
 
 def _labels(data: "h5py.Dataset", most: int | None) -> dict[int, int]:
-    """How often each label occurs in the first rows, if the dataset has one whole number a row."""
+    """Counts of labels in the first rows, if the dataset has one whole number a row."""
     if data.size != len(data) or data.dtype.kind not in "fiu":
         return {}
     values, counts = np.unique(data[:most], return_counts=True)
@@ -102,10 +102,9 @@ def _labels(data: "h5py.Dataset", most: int | None) -> dict[int, int]:
 
 
 class HDF5Rows:
-    """The rows of the datasets `names` in the files that the text file `path` names, endlessly.
+    """Rows of the datasets `names`, endlessly, of the files that the text file `path` lists.
 
-    With a seed each round visits the files, and each visit the rows of a file, in an order of its
-    own.
+    With a seed each epoch shuffles the files, and each visit of a file shuffles its rows.
     """
 
     def __init__(
@@ -130,7 +129,7 @@ class HDF5Rows:
     def read(self, outs: Sequence[Array]) -> None:
         """Fill the arrays (N, ...), one a dataset, with the next N rows."""
         if not self._ready:
-            self._go(self._visit, self._row)  # where it could not be read before
+            self._go(self._visit, self._row)  # try again what failed before
         filled, wanted = 0, len(outs[0])
         while filled < wanted:
             rows = self._rows[self._row : self._row + wanted - filled]
@@ -142,12 +141,10 @@ class HDF5Rows:
                 self._go(self._visit + 1, 0)
 
     def _go(self, visit: int, row: int) -> None:
-        """Load the file of the given visit, unless it is in memory, and go to a row of that visit's
-        order.
-        """
+        """Go to a row of a visit's order; load the file of the visit unless it is in memory."""
         self._visit, self._row = visit, row
-        lap, position = divmod(visit, len(self._files))
-        file = self._files[visits(len(self._files), self._seed, lap)[position]]
+        epoch, position = divmod(visit, len(self._files))
+        file = self._files[visits(len(self._files), self._seed, epoch)[position]]
         ready, self._ready = self._ready, False  # in between the memory may hold half a file
         if file != self._file or not ready:
             self._arrays = self._load(file)
@@ -159,7 +156,7 @@ class HDF5Rows:
         self._ready = True
 
     def _load(self, file: str) -> list[Array]:
-        """The datasets; those of the shapes of the last ones take their memory."""
+        """The datasets, in the memory of the last file's where the shapes are equal."""
         if (kind := sniff(file)) != "HDF5":
             raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
         with reading(file) as h:
@@ -179,15 +176,18 @@ class HDF5Rows:
             )
         for name, old, new in zip(self._names, self._arrays, datasets, strict=False):
             if old.shape[1:] != new.shape[1:]:
-                shapes = f"{shape_string(new.shape[1:])}, those of {self._file} {shape_string(old.shape[1:])}"
-                raise DataError(f'{file}: rows of "{name}" have shape {shapes}')
+                shape, known = shape_string(new.shape[1:]), shape_string(old.shape[1:])
+                raise DataError(
+                    f'{file}: rows of "{name}" have shape {shape}, those of {self._file} {known}'
+                )
 
     def _dataset(self, h: Any, name: str, file: str) -> "h5py.Dataset":
         data = h.get(name)
         if data is None:
             hint = ", but a link that leads nowhere" if name in h else nearest(name, h)
             raise DataError(
-                f'{file} has no dataset "{name}"{hint}; a top is filled from the dataset of its name'
+                f'{file} has no dataset "{name}"{hint}; a top is filled from the dataset of its '
+                "name"
             )
         if getattr(data, "ndim", 0) < 1 or data.dtype.kind not in "fiu":
             raise DataError(f'{file}: "{name}" is no dataset of numbers with at least one axis')
@@ -202,7 +202,7 @@ class HDF5Rows:
         }
 
     def set_state(self, state: State) -> None:
-        """Go where `state` was taken; a state of another kind of source leaves everything as it is."""
+        """Go to where `state` was taken; stay if it is of another kind of source."""
         if not {"visit", "row"} <= state.keys():
             log.warning(
                 "the saved state does not say where to go on in %s; starting at its first row",
@@ -223,9 +223,7 @@ def _array(data: "h5py.Dataset", old: Array | None, dtype: DTypeLike) -> Array:
 
 
 def _gather(array: Array, rows: Array, out: Array) -> None:
-    """out = array[rows], by all threads; np.take reads each row once, where indexing would make a
-    copy between.
-    """
+    """out = array[rows], by all threads, without the copy that indexing would make."""
     grain = max(1, GRAIN // (out[0].nbytes + 1))
     parallel(
         lambda lo, hi: np.take(array, rows[lo:hi], axis=0, out=out[lo:hi], mode="clip"),
@@ -236,9 +234,7 @@ def _gather(array: Array, rows: Array, out: Array) -> None:
 
 @contextmanager
 def reading(path: str) -> "Iterator[h5py.File]":
-    """The HDF5 file, open for reading; what goes wrong in the block because it is damaged becomes a
-    DataError.
-    """
+    """Open an HDF5 file for reading; turn the errors of a damaged one into DataError."""
     import h5py
 
     try:
@@ -253,7 +249,8 @@ def reading(path: str) -> "Iterator[h5py.File]":
 def _read_names(path: str) -> list[str]:
     if os.path.isfile(path) and sniff(path) == "HDF5":
         raise DataError(
-            f'source "{path}" is an HDF5 file; give a text file that lists such files, one on each line'
+            f'source "{path}" is an HDF5 file; give a text file that lists such files, one on '
+            "each line"
         )
     names = [name for line in lines_of(path) for name in line.split()]
     if not names:
@@ -262,9 +259,9 @@ def _read_names(path: str) -> list[str]:
 
 
 def new_file(path: str, name: str = "") -> None:
-    """Make an HDF5 file without datasets, in place of whatever `path` was.
+    """Write an HDF5 file without datasets; it replaces `path`.
 
-    DataError, which calls it `name` if that is given, if it cannot be written.
+    DataError if it cannot be written; it names the file `name`, by default `path`.
     """
     import h5py
 
@@ -275,18 +272,16 @@ def new_file(path: str, name: str = "") -> None:
 
 
 def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
-    """Append arrays (N, ...) to the datasets of these names in an HDF5 file; those that are missing
-    are made.
+    """Append arrays (N, ...) to the datasets of these names in an HDF5 file; create missing ones.
 
-    DataError, which calls the file `name` if that is given, if it cannot be written, which leaves
-    it as it was, or if its rows have another shape.
+    DataError if the disk is full, which leaves the file as it was, or if the rows have another
+    shape; it names the file `name`, by default `path`.
     """
     import h5py
 
     try:
-        chunks = sum(
-            2 * a.nbytes + CHUNK for a in arrays.values()
-        )  # the last one may be used in part
+        # twice: the last chunk may be used in part
+        chunks = sum(2 * a.nbytes + CHUNK for a in arrays.values())
         _reserve(path, chunks + OVERHEAD)
         with h5py.File(path, "a") as file:
             for key, array in arrays.items():
@@ -304,10 +299,9 @@ def _cannot_write(path: str, error: OSError) -> DataError:
 
 
 def _reserve(path: str, count: int) -> None:
-    """Lengthen the file, if the disk has room; what HDF5 does not use it cuts off when it closes
-    the file.
+    """Lengthen the file if the disk has room, since HDF5 crashes the process on a full disk.
 
-    HDF5 crashes the process if the disk is full when it writes.
+    HDF5 truncates what it does not use when it closes the file.
     """
     with open(path, "r+b") as file:
         size = file.seek(0, os.SEEK_END)

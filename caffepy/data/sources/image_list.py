@@ -22,9 +22,9 @@ def read_list(path: str, *, every_line: bool = False) -> list[Entry]:
     """(image path, label) of each line, split at the last blank; a label is the integer that it
     starts with, else 0.
 
-    A line without a blank is both. With `every_line` a blank line is an entry without a path. Labels
-    that are more than an integer, or none, are logged. DataError: no such file, fields between tabs,
-    a label of more than 32 bits, no lines.
+    A line without a blank is both. With `every_line` a blank line is an entry without a path.
+    Labels that are more than an integer, or none, are logged. DataError: no such file, fields
+    between tabs, a label of more than 32 bits, no lines.
     """
     entries: list[Entry] = []
     odd: list[tuple[str, int, int]] = []

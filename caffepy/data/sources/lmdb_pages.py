@@ -1,4 +1,4 @@
-"""The pages of an LMDB file, checked before LMDB follows them: it trusts its file and crashes on a
+"""Check the pages of an LMDB file before LMDB reads them: it trusts its file and crashes on a
 damaged one.
 
 A file (of a 64-bit LMDB) is pages of one size. Pages 0 and 1 are metas; that of the later
@@ -29,12 +29,12 @@ HEADER, NODE = 16, 8
 BRANCH, LEAF = 0x01, 0x02  # page flags
 BIG = 0x01  # node flag: the value lies in overflow pages
 DUPLICATES = 0x04  # database flag: several values a key
-BLOCK = 64  # leaf pages that are checked at a time
+BLOCK = 64  # leaf pages that are checked together
 KEPT = 1 << 20  # records whose places are remembered
 
 
 class Meta(NamedTuple):
-    """What a meta page says; the later transaction is the larger."""
+    """The fields of a meta page; the later transaction has the larger number."""
 
     transaction: int
     page_size: int
@@ -58,7 +58,8 @@ def read_meta(path: str, file: str) -> Meta:
     needed = (meta.last_page + 1) * meta.page_size
     if len(metas) < 2 or size < needed:
         raise DataError(
-            f"{path} is a truncated LMDB: {file} has {size} of at least {needed} bytes; copy or create it anew"
+            f"{path} is a truncated LMDB: {file} has {size} of at least {needed} bytes; copy or "
+            "create it anew"
         )
     return meta
 
@@ -79,17 +80,14 @@ def _metas(file: str) -> list[Meta]:
 
 
 class Pages:
-    """Checks the tree of an LMDB: its branches at once, its leaves in order when they are about to
-    be read.
-    """
+    """The checked tree of an LMDB: branches are checked at once, leaves before they are read."""
 
     def __init__(self, path: str, file: str) -> None:
         self._path = path
         self._meta = meta = read_meta(path, file)
         self._leaves: Array = np.empty(0, np.int64)
-        self._ends = [
-            0
-        ]  # numbers of the records up to each checked block of leaves, from the first on
+        # number of records up to the end of each checked block of leaves
+        self._ends = [0]
         self._blocks: dict[int, Array] = {}
         self._plain = True  # no node is anything but a record
         self.bytes: Array = np.empty(0, np.uint8)  # the file, if it has records
@@ -111,12 +109,12 @@ class Pages:
 
     @property
     def records(self) -> int:
-        """So many records, from the first on, lie in pages that were checked."""
+        """Number of records, from the first on, in pages that were checked."""
         return self._ends[-1]
 
     @property
     def whole(self) -> bool:
-        """Whether all leaves were checked."""
+        """True if all leaves were checked."""
         return (len(self._ends) - 1) * BLOCK >= len(self._leaves)
 
     def check_more(self) -> None:
@@ -124,10 +122,10 @@ class Pages:
         self._block(len(self._ends) - 1)
 
     def places(self, index: int) -> Array:
-        """Where in `bytes` record `index` and some after it lie: rows of key start, key size, value
+        """Places in `bytes` of record `index` and some after it: rows of key start, key size, value
         start, value size.
 
-        Empty behind the last record, and where there is more to a record than a key and a value.
+        Empty after the last record, and for nodes that are not a plain key and value.
         """
         while index >= self.records and not self.whole:
             self.check_more()
@@ -205,5 +203,6 @@ class Pages:
     def _refuse(self, pages: Array) -> None:
         if len(pages):
             raise DataError(
-                f"{self._path} is damaged at page {pages[0]} of {self._meta.last_page + 1}; copy it anew"
+                f"{self._path} is damaged at page {pages[0]} of {self._meta.last_page + 1}; copy "
+                "it anew"
             )

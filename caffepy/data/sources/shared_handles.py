@@ -1,4 +1,4 @@
-"""One open handle of a database file in a process: LMDB and LevelDB both refuse to open it twice."""
+"""One open handle a database file: LMDB and LevelDB both refuse to open it twice in a process."""
 
 import os
 import threading

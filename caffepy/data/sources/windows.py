@@ -15,7 +15,7 @@ THRESHOLD = 0.5  # window_data_param's default overlap of foreground and backgro
 
 
 class WindowFile(AnySource):
-    """Image paths; foreground and background windows (n, 6): image number, class, x1, y1, x2, y2."""
+    """Image paths; windows (n, 6) of both kinds: image number, class, x1, y1, x2, y2."""
 
     kind = "window file"
     layer = "WindowData"
@@ -93,7 +93,8 @@ def _block(path: str, number: int, lines: Iterator[str]) -> tuple[str, Array]:
         windows = np.array(rows, np.float64).reshape(count, FIELDS)
     except ValueError:
         raise DataError(
-            f"{path}: block {number} is damaged: it needs an image, its channels, height and width, and a number of "
+            f"{path}: block {number} is damaged: it needs an image, its channels, height and "
+            "width, and a number of "
             f"windows, each a line of {FIELDS} numbers"
         ) from None
     if not (np.abs(windows) < 1 << 31).all() or (windows[:, 4:] < windows[:, 2:4]).any():

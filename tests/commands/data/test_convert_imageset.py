@@ -41,7 +41,7 @@ def records(path: object) -> Records:
 
 
 def draw(folder: Path, count: int = 30, suffix: str = ".png") -> tuple[str, str]:
-    """The root and the list of so many little images, of which each is of one colour: its number."""
+    """The root and the list of `count` small images, each of one colour: its number."""
     (folder / "images").mkdir()
     for i in range(count):
         cv2.imwrite(f"{folder}/images/{i}{suffix}", np.full((2, 3, 3), i, np.uint8))
@@ -241,7 +241,7 @@ def test_interrupted_runs_go_on(
         note = json.loads((partial / "caffepy_partial.json").read_text())
         assert after - 6 < note["progress"]["lines"] <= after
         assert len(records(partial)) == note["progress"]["records"]
-        assert f"{partial} has what became of the first" in caplog.text
+        assert f"{partial} holds the records of the first" in caplog.text
     with pytest.raises(
         DataError,
         match=r"db.partial is there, which a run left .* go on with --resume, or remove it",

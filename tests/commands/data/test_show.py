@@ -122,7 +122,7 @@ def test_a_list_of_images_that_lie_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "list.txt").write_text("0.png 3\n")
     lines = show(f"{tmp_path}/list.txt").table().splitlines()
     assert lines[0].startswith(f"list of images {tmp_path}/list.txt: 1 record;")
-    assert lines[-1] == "their names begin in another folder, perhaps: give it as --root"
+    assert lines[-1] == "their names may be relative to another folder: name it with --root"
 
 
 def test_hdf5_files_and_lists_of_them(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What holds for every source of items: one order, positions that can be taken up again, and `caffepy
-data show`. A new source needs a case.
+"""The contract of every source of items: one order, positions that can be taken up again, and
+`caffepy data show`. A new source needs a case.
 """
 
 from collections.abc import Callable
