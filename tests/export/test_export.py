@@ -20,8 +20,14 @@ from caffepy.proto.text import read_net
 
 from .models import Model, compare, inputs, onnx, written
 
-PRODUCT = 'layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s" inner_product_param { num_output: 3 } %s }\n'
-LABEL = 'layer { name: "in" type: "Input" top: "x0" top: "label" input_param { shape { dim: 4 dim: 5 } shape { dim: 4 } } }'
+PRODUCT = (
+    'layer { name: "%s" type: "InnerProduct" bottom: "%s" top: '
+    '"%s" inner_product_param { num_output: 3 } %s }\n'
+)
+LABEL = (
+    'layer { name: "in" type: "Input" top: "x0" top: "label" '
+    "input_param { shape { dim: 4 dim: 5 } shape { dim: 4 } } }"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +145,10 @@ def test_losses_accuracy_and_labels_are_left_out() -> None:
 
 
 def test_probabilities_take_the_places_of_losses() -> None:
-    soft = 'layer { name: "%s" type: "SoftmaxWithLoss" bottom: "%s" bottom: "label" top: "%s" loss_weight: 2 }'
+    soft = (
+        'layer { name: "%s" type: "SoftmaxWithLoss" bottom: "%s" '
+        'bottom: "label" top: "%s" loss_weight: 2 }'
+    )
     one = LABEL + PRODUCT % ("ip", "x0", "y", "")
     assert exported(one + soft % ("l", "y", "l"), probabilities=True, check=True).outputs == {
         "prob": [4, 3]
@@ -212,7 +221,10 @@ def test_both_sides_of_a_siamese_net_are_outputs() -> None:
         inputs((4, 5), (4, 5), (4,))
         + PRODUCT % ("ip", "x0", "f", "")
         + PRODUCT % ("ip_p", "x1", "f_p", "")
-        + 'layer { name: "l" type: "ContrastiveLoss" bottom: "f" bottom: "f_p" bottom: "x2" top: "l" }'
+        + (
+            'layer { name: "l" type: "ContrastiveLoss" bottom: "f" '
+            'bottom: "f_p" bottom: "x2" top: "l" }'
+        )
     )
     assert (list(done.inputs), list(done.outputs)) == (["x0", "x1"], ["f", "f_p"])
 
@@ -284,7 +296,10 @@ def test_batch_sizes() -> None:
 
 
 def test_dummy_data() -> None:
-    dummy = 'layer { name: "d" type: "DummyData" top: "d" dummy_data_param { shape { dim: 4 dim: 5 } %s } }'
+    dummy = (
+        'layer { name: "d" type: "DummyData" top: "d" '
+        "dummy_data_param { shape { dim: 4 dim: 5 } %s } }"
+    )
     add = 'layer { name: "sum" type: "Eltwise" bottom: "x0" bottom: "d" top: "y" }'
     constant = dummy % "data_filler { value: 2 }"
     assert list(exported(inputs((4, 5)) + constant + add, check=True).inputs) == ["x0"]
@@ -295,7 +310,8 @@ def test_dummy_data() -> None:
 
 
 DATA = (
-    """layer { name: "data" type: "Data" top: "data" top: "label" data_param { source: "none" batch_size: 4 } %s }
+    """layer { name: "data" type: "Data" top: "data" top: "label"
+    data_param { source: "none" batch_size: 4 } %s }
 """
     + PRODUCT % ("ip", "data", "y", "")
 )
@@ -318,8 +334,10 @@ def test_data_need_not_be_there() -> None:
 
 
 def test_an_input_without_a_shape() -> None:
-    Path("net.prototxt").write_text('layer { name: "in" type: "Input" top: "x" }'
-                                    'layer { name: "r" type: "ReLU" bottom: "x" top: "y" }')  # fmt: skip
+    Path("net.prototxt").write_text(
+        'layer { name: "in" type: "Input" top: "x" }'
+        'layer { name: "r" type: "ReLU" bottom: "x" top: "y" }'
+    )
     with pytest.raises(ConfigError, match=r'^net.prototxt: input "x" has no shape'):
         export_onnx("net.prototxt", [], "net.onnx")
 
@@ -349,7 +367,10 @@ def test_who_made_it() -> None:
 
 
 def test_a_stateless_model_says_so() -> None:
-    lstm = 'layer { name: "l" type: "LSTM" bottom: "x0" bottom: "x1" top: "y" recurrent_param { num_output: 2 } }'
+    lstm = (
+        'layer { name: "l" type: "LSTM" bottom: "x0" bottom: "x1" '
+        'top: "y" recurrent_param { num_output: 2 } }'
+    )
     done = exported(inputs((3, 2, 4), (3, 2)) + lstm)
     assert done.notes == [
         "l begins each run with a state of 0; with expose_hidden the state goes in and out"

@@ -139,7 +139,10 @@ def test_dropout_in_training_draws() -> None:
             "how many items it passes on depends on their values",
         ),
         (
-            'layer { name: "it" type: "Pooling" bottom: "x0" top: "y" pooling_param { kernel_size: 1 stride: 4 } }',
+            (
+                'layer { name: "it" type: "Pooling" bottom: "x0" top: "y" '
+                "pooling_param { kernel_size: 1 stride: 4 } }"
+            ),
             "its last windows lie outside the image",
         ),
         (

@@ -11,7 +11,8 @@ from caffepy.core.errors import ConfigError
 from .models import compare, inputs, written
 
 TEXT = """layer { name: "it" type: "Pooling" bottom: "x0" top: "y" pooling_param {
-    pool: %s kernel_h: %d kernel_w: %d stride_h: %d stride_w: %d pad_h: %d pad_w: %d round_mode: %s } }"""
+    pool: %s kernel_h: %d kernel_w: %d stride_h: %d stride_w: %d pad_h: %d pad_w: %d
+    round_mode: %s } }"""
 
 
 @settings(

@@ -72,7 +72,10 @@ CASES: dict[str, list[tuple[list[tuple[int, ...]], int, str]]] = {
         (
             [IMAGE],
             1,
-            "convolution_param { num_output: 6 kernel_size: 3 group: 6 stride: 3 bias_term: false }",
+            (
+                "convolution_param { num_output: 6 kernel_size: 3 group: 6 "
+                "stride: 3 bias_term: false }"
+            ),
         ),
         ([IMAGE], 1, "convolution_param { num_output: 4 kernel_size: 2 dilation: 2 group: 2 }"),
         ([(2, 3, 4, 5, 6)], 1, "convolution_param { num_output: 2 kernel_size: 3 axis: 2 }"),

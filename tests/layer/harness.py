@@ -164,7 +164,8 @@ def check_gradient(
             numeric = (above - below) / (2 * step)
             allowed = tolerance * max(1.0, abs(numeric), abs(diff[index]))
             assert abs(diff[index] - numeric) <= allowed, (
-                f"{single.layer.type}: d/d {what}{list(index)}: backward {diff[index]:.6g}, numeric {numeric:.6g}"
+                f"{single.layer.type}: d/d {what}{list(index)}: backward "
+                f"{diff[index]:.6g}, numeric {numeric:.6g}"
             )
 
     for i, diff in enumerate(bottom_diffs):

@@ -43,7 +43,10 @@ CASES = {
 
 
 def text(param):
-    return f'name: "conv" type: "Convolution" convolution_param {{ {param} weight_filler {{ type: "gaussian" }} }}'
+    return (
+        f'name: "conv" type: "Convolution" convolution_param {{ '
+        f'{param} weight_filler {{ type: "gaussian" }} }}'
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -33,7 +33,10 @@ WINDOWS = {
 
 
 def text(param: str) -> str:
-    return f'name: "d" type: "Deconvolution" convolution_param {{ {param} weight_filler {{ type: "gaussian" }} }}'
+    return (
+        f'name: "d" type: "Deconvolution" convolution_param {{ {param} '
+        f'weight_filler {{ type: "gaussian" }} }}'
+    )
 
 
 def unfold(param: str) -> str:

@@ -21,7 +21,10 @@ CASES = {
 
 
 def text(param):
-    return f'name: "ip" type: "InnerProduct" inner_product_param {{ {param} weight_filler {{ type: "gaussian" }} }}'
+    return (
+        f'name: "ip" type: "InnerProduct" inner_product_param {{ '
+        f'{param} weight_filler {{ type: "gaussian" }} }}'
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

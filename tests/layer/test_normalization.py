@@ -18,8 +18,8 @@ GOLDEN = [
     "scale_param_bias",
     "scale_two_bottoms",
 ]
-BLOBS = 'blobs { shape { dim: 3 } data: 1 data: -2 data: 3 } blobs { shape { dim: 3 } data: 4 data: 5 data: 6 } \
-blobs { shape { dim: 1 } data: 2 }'  # fmt: skip
+BLOBS = """blobs { shape { dim: 3 } data: 1 data: -2 data: 3 }
+blobs { shape { dim: 3 } data: 4 data: 5 data: 6 } blobs { shape { dim: 1 } data: 2 }"""
 
 # name: prototxt, shape
 ONE_BOTTOM = {
@@ -227,8 +227,14 @@ def test_mvn_of_fewer_axes_gives_four_as_in_caffe():
 
 
 def test_mvn_of_fewer_axes_in_place():
-    data = 'layer { name: "d" type: "DummyData" top: "x" dummy_data_param { shape { dim: 3 dim: 4 } } } layer { '
-    data += 'name: "ip" type: "InnerProduct" bottom: "x" top: "y" inner_product_param { num_output: 5 } } '
+    data = (
+        'layer { name: "d" type: "DummyData" top: "x" '
+        "dummy_data_param { shape { dim: 3 dim: 4 } } } layer { "
+    )
+    data += (
+        'name: "ip" type: "InnerProduct" bottom: "x" top: "y" '
+        "inner_product_param { num_output: 5 } } "
+    )
     net = net_of(
         data
         + 'layer { name: "m" type: "MVN" bottom: "y" top: "y" mvn_param { across_channels: true } }'

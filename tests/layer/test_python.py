@@ -271,7 +271,8 @@ def test_a_class_of_the_running_script(monkeypatch: pytest.MonkeyPatch) -> None:
 WRONG = {
     "no such module": (
         python("Affine", module="mien"),
-        r'net.prototxt:2:1: layer "affine" \(Python\): no Python module "mien", did you mean "mine"\? '
+        r'net.prototxt:2:1: layer "affine" \(Python\): no Python module "mien", '
+        r'did you mean "mine"\? '
         r"\(looked on sys.path and in .* and .*\)",
     ),
     "no such package": (python("Affine", module="min.inner"), 'no Python module "min.inner"'),

@@ -20,7 +20,10 @@ TYPES = list(STATES)
 
 def text(type_, expose=False, size=H, extra=""):
     expose_hidden = "expose_hidden: true" if expose else ""
-    return f'type: "{type_}" recurrent_param {{ num_output: {size} {FILLERS} {expose_hidden} }} {extra}'
+    return (
+        f'type: "{type_}" recurrent_param {{ num_output: {size} '
+        f"{FILLERS} {expose_hidden} }} {extra}"
+    )
 
 
 def cont(pattern, steps=T, streams=N):
@@ -278,7 +281,10 @@ def test_test_net_uses_the_weights_but_not_the_state(type_):
 
 def test_parameters_of_the_prototxt_are_taken():
     blobs = "".join(
-        f"blobs {{ shape {{ {' '.join(f'dim: {d}' for d in shape)} }} {'data: 0.5 ' * np.prod(shape)} }} "
+        (
+            f"blobs {{ shape {{ {' '.join(f'dim: {d}' for d in shape)} }} "
+            f"{'data: 0.5 ' * np.prod(shape)} }} "
+        )
         for shape in [(4 * H, D), (4 * H,), (4 * H, H)]
     )
     single = Single(text("LSTM", extra=blobs), random(T, N, D), cont("batches"))

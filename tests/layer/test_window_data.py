@@ -43,7 +43,10 @@ def folder(tmp_path):
 def windows(params, folder, transform="crop_size: 8", **kwargs):
     defaults = {"source": '"windows.txt"', "batch_size": 8, "bg_threshold": 0.4}
     params += "".join(f" {name}: {value}" for name, value in defaults.items() if name not in params)
-    text = f'layer {{ type: "WindowData" window_data_param {{ {params} }} transform_param {{ {transform} }} }}'
+    text = (
+        f'layer {{ type: "WindowData" window_data_param {{ {params} }} '
+        f"transform_param {{ {transform} }} }}"
+    )
     return Feed(text, path=str(folder / "net.prototxt"), **kwargs)
 
 
@@ -287,7 +290,10 @@ def test_a_window_outside_its_image(context, folder):
 def test_fields_that_are_ignored_are_named(folder, caplog):
     feed = windows("crop_size: 4 mirror: true", folder, "crop_size: 8 scale: 2")
     assert caplog.messages == [
-        "window_data_param: without effect, as in Caffe: crop_size, mirror; write crop_size, mirror in transform_param",
+        (
+            "window_data_param: without effect, as in Caffe: crop_size, "
+            "mirror; write crop_size, mirror in transform_param"
+        ),
         "transform_param's scale is ignored, as in Caffe; window_data_param has one",
     ]
     feed.layer.close()

@@ -16,7 +16,10 @@ from tests.layer.harness import random
 
 assert caffepy.layer  # imported so that every type is registered
 
-PRODUCT = 'type: "InnerProduct" inner_product_param { num_output: 10 weight_filler { type: "gaussian" } %s }'
+PRODUCT = (
+    'type: "InnerProduct" inner_product_param { num_output: 10 '
+    'weight_filler { type: "gaussian" } %s }'
+)
 RELU, DROPOUT = 'type: "ReLU"', 'type: "Dropout" dropout_param { dropout_ratio: 0.25 }'
 RUNS = {
     "relu": ("bias_filler { value: 0.3 }", [RELU], TRAIN),

@@ -19,9 +19,14 @@ from tests.layer.harness import random
 assert caffepy.layer  # imported so that every type is registered
 
 TEXTS = {
-    "Convolution": "convolution_param { num_output: 8 kernel_size: 3 pad: 1 weight_filler { type: 'xavier' } }",
+    "Convolution": (
+        "convolution_param { num_output: 8 kernel_size: 3 pad: 1 weight_filler { type: 'xavier' } }"
+    ),
     "BatchNorm": "batch_norm_param { moving_average_fraction: 0.9 }",
-    "Scale": "scale_param { bias_term: true filler { type: 'gaussian' } bias_filler { type: 'gaussian' } }",
+    "Scale": (
+        "scale_param { bias_term: true filler { type: 'gaussian' } "
+        "bias_filler { type: 'gaussian' } }"
+    ),
     "Eltwise": "eltwise_param { operation: SUM }",
     "LRN": "lrn_param { local_size: 3 alpha: 0.5 }",
     "ReLU": "",
@@ -113,8 +118,8 @@ class Chain:
         getattr(blob, f"host_{what}")[...] = values
 
     def run(self, group=None):
-        """Both passes, through the group or layer by layer, twice forward so that the statistics show
-        it.
+        """Run both passes, of the group or of each layer, and forward twice because of the
+        statistics.
         """
         layers = self.members
         with self.device.scope():
