@@ -53,12 +53,12 @@ class WorkerSolver(Solver):
 
     def iterate(self) -> None:
         """Run an iteration."""
-        with self.device.scope(), self.ops.blas_scope():
+        with self.device.scope(), self.net.ops.blas_scope():
             self.iterations.run(self.capture, show=False)
 
     def forward(self) -> None:
         """Run a forward pass of the train net; `loss` is its loss."""
-        with self.device.scope(), self.ops.blas_scope():
+        with self.device.scope(), self.net.ops.blas_scope():
             self.loss = self.iterations.eager.forward(self.iter)
         self.device.step_count += 1
         self.device.check_errors()
@@ -71,7 +71,7 @@ class WorkerSolver(Solver):
 
     def test_batch(self, k: int) -> None:
         """Run a batch of test net `k`."""
-        with self.device.scope(), self.ops.blas_scope():
+        with self.device.scope(), self.net.ops.blas_scope():
             self._test_passes[k].batch(self.capture)
 
     def end_test(self, k: int) -> None:

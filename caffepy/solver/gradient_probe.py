@@ -48,10 +48,10 @@ class Watch:
         solver = self._solver
         if solver.device.is_cuda or solver.iter % self._every == 0:
             assert self._kept is not None
-            solver.ops.copy(solver.params.diff, self._kept)
+            solver.net.ops.copy(solver.params.diff, self._kept)
             if solver.device.is_cuda:
                 scale: Any = solver.update_state.loss_scale  # an array on a GPU
-                solver.ops.copy(scale, self._scale)
+                solver.net.ops.copy(scale, self._scale)
 
     def parameters(self) -> Iterator[Seen]:
         """Yield the parameters after the last iteration, and its gradients, the mean of passes."""

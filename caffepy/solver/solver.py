@@ -69,7 +69,6 @@ class Solver:
         self.precision = precision
         self.batch_parts = batch_parts
         self.device = device or Device()
-        self.ops = ops.backend(self.device)
         self.reporter = reporter or Reporter()
         self._own_reporter: Reporter | None = None  # from before `join`
         self.workers = WorkerGroup()
@@ -215,7 +214,7 @@ class Solver:
         display.begin(self.iter)
         self.stopped = False
         end = self.iter + n
-        with self.workers.during("step"), self.device.scope(), self.ops.blas_scope():
+        with self.workers.during("step"), self.device.scope(), self.net.ops.blas_scope():
             iterations.recover()
             with stopping_workers(iterations):
                 while self.iter < end and not self.stopped:
@@ -278,7 +277,7 @@ class Solver:
         self.phase_timer.stop()
         loss = None
         if due(self.iter, self.param.display):
-            with self.workers.during("step"), self.device.scope(), self.ops.blas_scope():
+            with self.workers.during("step"), self.device.scope(), self.net.ops.blas_scope():
                 self.workers.forward()
                 losses = [self.iterations.eager.forward(self.iter), *self.workers.losses()]
             self.device.step_count += 1
@@ -311,7 +310,7 @@ class Solver:
         self.phase_timer.stop()
         test_pass, workers, batches = self._test_passes[k], self.workers, self.param.test_iter[k]
         self.reporter.test_started(self.iter, k)
-        with workers.during("test"), self.device.scope(), self.ops.blas_scope():
+        with workers.during("test"), self.device.scope(), self.net.ops.blas_scope():
             workers.begin_test(k)
             test_pass.begin(self.net)
             for done in range(0, batches, workers.size):

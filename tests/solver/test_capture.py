@@ -383,7 +383,7 @@ class Halve:
         self.calls += 1
 
     def on_gradients_ready(self) -> None:
-        self.solver.ops.scaled(0.5, self.solver.params.diff, self.solver.params.diff)
+        self.solver.net.ops.scaled(0.5, self.solver.params.diff, self.solver.params.diff)
 
 
 def test_callbacks_that_say_so_are_recorded() -> None:
