@@ -121,11 +121,11 @@ def test_replays_give_what_calls_give(name: str, size: int) -> None:
 
         step()
         step()
-        recording = device.capture(step)
+        graph = device.capture(step)
         for _ in range(5):
             diff.fill(mine.rank)
             for _ in range(4):
-                recording.replay()
+                graph.replay()
             if mine.updates:
                 np.testing.assert_allclose(device.on_host(diff), expected, rtol=1e-5, atol=1e-5)
             mine.reduce(size // 3)  # of another size, in between

@@ -69,14 +69,14 @@ class Run:
         devices = [self.root.device, *(Device(seed=rank) for rank in range(1, size))]
         with P2PManager(
             self.root, devices, all_joined(size), SyncOptions(sync, **sync_options)
-        ) as team:
+        ) as manager:
             self.root.action = ask or self.root.action
             self.root.step(until - self.root.iter)
             if "snapshot_prefix" in settings and not self.root.resume_state.saved_now:
                 self.root.snapshot()
             elif not ask and self.root.test_nets:
                 self.root.test_all()
-            self.solvers: Sequence[Solver] = [self.root, *team.workers]
+            self.solvers: Sequence[Solver] = [self.root, *manager.workers]
             self.data: list[Array] = [solver.params.data.copy() for solver in self.solvers]
             self.history = np.concatenate(self.root.history)
         self.root.close()

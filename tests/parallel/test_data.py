@@ -114,8 +114,8 @@ def batches_of(
     """
     root = root_solver(kind, folder, interval, more)
     devices = [root.device, *(Device() for _ in range(size - 1))]
-    with P2PManager(root, devices, all_joined(size), SyncOptions("flat")) as team:
-        solvers = [root, *team.workers]
+    with P2PManager(root, devices, all_joined(size), SyncOptions("flat")) as manager:
+        solvers = [root, *manager.workers]
         seen = [[watch(s.net) for s in solvers], [watch(s.test_nets[0]) for s in solvers]]
         root.step(iterations)
     root.close()
@@ -148,8 +148,8 @@ def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> No
     """
     param = text_format.Parse(f"{SETTINGS} net_param {{ layer {{ {text} }} }}", SolverParameter())
     root = Solver(param, device=Device(seed=1))
-    with P2PManager(root, [root.device, Device()], all_joined(2), SyncOptions()) as team:
-        seen = [watch(s.net) for s in (root, *team.workers)]
+    with P2PManager(root, [root.device, Device()], all_joined(2), SyncOptions()) as manager:
+        seen = [watch(s.net) for s in (root, *manager.workers)]
         root.step(3)
     for batches in seen:
         for data, drawn in batches:

@@ -81,11 +81,11 @@ def test_statistics_of_batches(kind: str, sync: str, tmp_path: Path) -> None:
     )
     with P2PManager(
         root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync, kind)
-    ) as team:
+    ) as manager:
         root.step(4)
-        before = [statistics(solver) for solver in (root, *team.workers)]
+        before = [statistics(solver) for solver in (root, *manager.workers)]
         root.snapshot()
-        after = [statistics(solver) for solver in (root, *team.workers)]
+        after = [statistics(solver) for solver in (root, *manager.workers)]
     assert not (before[0][0] == before[1][0]).any()
     saved = {layer.name: layer for layer in read_net(f"{tmp_path}/s_iter_4.caffemodel").layer}["bn"]
     for i, blob in enumerate(saved.blobs):
@@ -138,9 +138,9 @@ def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
         root = solver_of(settings, net(3, NORMALIZED), reporter=recorder)
         with P2PManager(
             root, [Device() for _ in range(3)], all_joined(3), SyncOptions("flat")
-        ) as team:
+        ) as manager:
             root.step(4)
-            team.average_bn_stats()
+            manager.average_bn_stats()
             if size == 3:
                 root.test_all()
         if size == 1:
@@ -178,8 +178,8 @@ def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_workers_save_restore_and_solve_nothing() -> None:
     root = solver_of("")
-    with P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()) as team:
-        (worker,) = team.workers
+    with P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()) as manager:
+        (worker,) = manager.workers
         for wrong in (worker.snapshot, lambda: worker.restore("x"), worker.solve):
             with pytest.raises(ConfigError, match="Should not be called on worker solver"):
                 wrong()
@@ -204,12 +204,12 @@ def test_the_log_of_a_set_up_is_that_of_the_root(caplog: pytest.LogCaptureFixtur
 
 def test_what_a_batch_is_and_where_time_goes(caplog: pytest.LogCaptureFixture) -> None:
     root = solver_of(SETTINGS + "max_iter: 3 snapshot_after_train: false ", net(3))
-    team = P2PManager(root, [Device() for _ in range(2)], all_joined(2), SyncOptions())
-    with caplog.at_level(logging.INFO, "caffepy"), team:
+    manager = P2PManager(root, [Device() for _ in range(2)], all_joined(2), SyncOptions())
+    with caplog.at_level(logging.INFO, "caffepy"), manager:
         root.solve()
         assert all(
             seconds > 0
-            for solver in (root, *team.workers)
+            for solver in (root, *manager.workers)
             for seconds in solver.phase_timer.read().values()
         )
     assert (

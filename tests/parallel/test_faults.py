@@ -186,8 +186,8 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     def run(root: Solver) -> None:
         with P2PManager(
             root, [Device() for _ in range(size)], all_joined(size), SyncOptions(sync)
-        ) as team:
-            Killer(team.workers[rank - 1], iteration, place)
+        ) as manager:
+            Killer(manager.workers[rank - 1], iteration, place)
             root.solve()
 
     threads = set(threading.enumerate())
@@ -254,11 +254,11 @@ def fails(
     def run(root: Solver) -> None:
         with P2PManager(
             root, [Device() for _ in range(3)], all_joined(3), SyncOptions("flat")
-        ) as team:
-            ends.solvers += [root, *team.workers]
-            worker = team.workers[1]
+        ) as manager:
+            ends.solvers += [root, *manager.workers]
+            worker = manager.workers[1]
             if late:
-                worker.add_callback(Late(worker, team.watchdog.stopped))
+                worker.add_callback(Late(worker, manager.watchdog.stopped))
             else:
                 Killer(worker, 2, "before_forward")
             root.step(8)
@@ -281,7 +281,7 @@ def fails(
 def test_all_solvers_are_alone_before_a_synchronizer_ends(
     late: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NCCL ends in no rank while a recording of any refers to it."""
+    """NCCL ends in no rank while a captured graph of any rank uses it."""
     alone = fails(monkeypatch, lambda patience: None, late).alone
     assert alone[-3:] == [True] * 3
 
@@ -314,8 +314,8 @@ layer { name: "loss" type: "Reduction" bottom: "y" top: "l" loss_weight: 1 }"""
     devices = [Device(), Device()]
 
     def run(root: Solver) -> None:
-        with P2PManager(root, devices, all_joined(2), SyncOptions("flat")) as team:
-            Killer(team.workers[0], 2, "before_forward")
+        with P2PManager(root, devices, all_joined(2), SyncOptions("flat")) as manager:
+            Killer(manager.workers[0], 2, "before_forward")
             root.step(4)
 
     with closing(solver_of("", text)) as root:
@@ -449,8 +449,8 @@ def test_a_device_that_never_ends_is_named_and_not_the_root_that_waits_for_it(
     passes = iter(range(100))
 
     def run(root: Solver) -> None:
-        with P2PManager(root, devices, all_joined(3), SyncOptions("flat")) as team:
-            group = team.group
+        with P2PManager(root, devices, all_joined(3), SyncOptions("flat")) as manager:
+            group = manager.group
             group.on_abort(ended.set)
 
             class Waiting:
@@ -479,9 +479,9 @@ class GivingUp:
     """
 
     def __init__(
-        self, team: P2PManager, at: int, then: Callable[[P2PManager], object], early: bool
+        self, manager: P2PManager, at: int, then: Callable[[P2PManager], object], early: bool
     ) -> None:
-        self._team, self._left, self._then, self._early = team, at, then, early
+        self._manager, self._left, self._then, self._early = manager, at, then, early
 
     def on_start(self) -> None:
         if self._early:
@@ -495,7 +495,7 @@ class GivingUp:
         self._left -= 1
         if self._left:
             return
-        group, found = self._team.group, threading.Event()
+        group, found = self._manager.group, threading.Event()
 
         def hung_ranks(missing: list[int]) -> list[int]:
             found.set()
@@ -505,27 +505,27 @@ class GivingUp:
         group.hung_ranks = hung_ranks
         threading.Thread(target=group.abort_hung, args=([0], 8.0), daemon=True).start()
         assert found.wait(20)
-        self._then(self._team)
+        self._then(self._manager)
 
 
 def damaged(*_: object) -> None:
     raise DataError("the record is damaged")
 
 
-def worker_fails(team: P2PManager) -> None:
-    team.workers[0].net.before_forward.append(damaged)
+def worker_fails(manager: P2PManager) -> None:
+    manager.workers[0].net.before_forward.append(damaged)
 
 
 AFTERMATH: dict[str, tuple[bool, Callable[[P2PManager], object]]] = {
-    "loss": (True, lambda team: setattr(team.root.update_state, "loss", lambda: math.nan)),
-    "mean": (False, lambda team: setattr(team.root.update_state, "mean", lambda: math.nan)),
+    "loss": (True, lambda manager: setattr(manager.root.update_state, "loss", lambda: math.nan)),
+    "mean": (False, lambda manager: setattr(manager.root.update_state, "mean", lambda: math.nan)),
     "step_result": (
         False,
-        lambda team: setattr(team.root.update_state, "step_results", lambda wait: [STOPPED]),
+        lambda manager: setattr(manager.root.update_state, "step_results", lambda wait: [STOPPED]),
     ),
-    "data": (True, lambda team: team.root.net.before_forward.append(damaged)),
+    "data": (True, lambda manager: manager.root.net.before_forward.append(damaged)),
     "worker": (True, worker_fails),
-    "test": (False, lambda team: setattr(team.root._test_passes[0], "totals", damaged)),
+    "test": (False, lambda manager: setattr(manager.root._test_passes[0], "totals", damaged)),
 }
 STOPPED = StepResult(math.nan, 0.0, 1.0, 1.0, StepStatus.STOPPED)
 
@@ -538,8 +538,8 @@ def test_what_comes_of_giving_a_rank_up_is_no_error_of_its_own(what: str, tmp_pa
     def run(root: Solver) -> None:
         with P2PManager(
             root, [Device() for _ in range(2)], all_joined(2), SyncOptions("flat")
-        ) as team:
-            root.add_callback(GivingUp(team, 6, then, early))
+        ) as manager:
+            root.add_callback(GivingUp(manager, 6, then, early))
             root.solve()
 
     with closing(solver_of(settings, net(2))) as root:

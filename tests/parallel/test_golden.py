@@ -42,10 +42,10 @@ def begin(solver: Solver, case: Any) -> None:
             blobs[int(index)].host_data[...] = case[key]
 
 
-def walk(team: P2PManager, case: Any) -> None:
+def walk(manager: P2PManager, case: Any) -> None:
     """Step through what is left of the case, and compare as for one solver."""
-    solvers: Sequence[Solver] = [team.root, *team.workers]
-    root = team.root
+    solvers: Sequence[Solver] = [manager.root, *manager.workers]
+    root = manager.root
     params = {
         name: layer.blobs for name, layer in zip(root.net.layer_names, root.net.layers, strict=True)
     }
@@ -54,7 +54,7 @@ def walk(team: P2PManager, case: Any) -> None:
             solver.net.blobs["x"].host_data[...] = case["x"][i][part]
             solver.net.blobs["y"].host_data[...] = case["y"][i][part]
         root.step(1)
-        team.raise_worker_error()
+        manager.raise_worker_error()
         loss = np.mean([float(solver.net.blobs["loss"].host_data) for solver in solvers])
         assert abs(loss - case["losses"][i]) <= 1e-3 * max(1, abs(case["losses"][i])), (
             f"loss {i + 1}"
@@ -78,8 +78,8 @@ def together(name: str, sync: str, devices: Sequence[Device], state: str) -> Non
         begin(root, case)
     gpus = [device.index for device in devices if device.kind == "cuda"]
     joined = peers.prepare(peers.query(gpus)) if gpus else all_joined(len(devices))
-    with P2PManager(root, devices, joined, SyncOptions(sync)) as team:
-        walk(team, case)
+    with P2PManager(root, devices, joined, SyncOptions(sync)) as manager:
+        walk(manager, case)
     root.close()
 
 

@@ -87,11 +87,11 @@ def on_gpus(
         setattr(root, name, value)
     before = params(root)
     topology = peers.prepare(peers.query(range(size)))
-    with P2PManager(root, devices, topology, SyncOptions(sync, bn_stats, DEADLINES)) as team:
+    with P2PManager(root, devices, topology, SyncOptions(sync, bn_stats, DEADLINES)) as manager:
         root.step(iterations)
         root.test_all()
-        team.average_bn_stats()
-        data = [params(solver) for solver in (root, *team.workers)]
+        manager.average_bn_stats()
+        data = [params(solver) for solver in (root, *manager.workers)]
     root.close()
     if sync == "tree":
         del data[1:]
@@ -136,7 +136,7 @@ def agree(ran: Ran) -> None:
 class Case(NamedTuple):
     """A bundled net: images for each solver and pass, iterations, the rate, and the bounds.
 
-    `moved` bounds ||team - alone|| / ||alone|| of the way that all parameters went in training, not
+    `moved` bounds ||together - alone|| / ||alone|| of the way that all parameters went in training, not
     of the parameters, which hardly move. float32 sums of batches that are cut in another way, by
     kernels chosen for another batch, differ by some 1e-6 each; a wrong scale or a batch that is
     left out or used twice gives 1e-1 and more. ReLU and max pooling make steps of rounding, so that
@@ -291,7 +291,7 @@ layer { name: "ip" type: "InnerProduct" bottom: "sum\"""",
 
 
 class Heard:
-    """A callback that cannot be recorded, so that its solver runs layer by layer."""
+    """A callback that cannot be captured, so that its solver runs layer by layer."""
 
     def on_start(self) -> None:
         """Nothing."""
@@ -316,12 +316,12 @@ def test_layers_run_in_another_order_in_runs(
             devices,
             peers.prepare(peers.query(range(size))),
             SyncOptions("nccl", deadlines=DEADLINES),
-        ) as team,
+        ) as manager,
     ):
         if heard:
             root.add_callback(Heard())
         root.step(ITERATIONS)
-        data = [params(solver) for solver in (root, *team.workers)]
+        data = [params(solver) for solver in (root, *manager.workers)]
     root.close()
     assert "the factors of the weight gradients of first, second" in caplog.text
     for other in data[1:]:
@@ -437,9 +437,9 @@ def test_a_stop_in_the_second_test_changes_nothing(sync: str, tmp_path: Path) ->
             devices,
             peers.prepare(peers.query([0, 1])),
             SyncOptions(sync, deadlines=DEADLINES),
-        ) as team:
+        ) as manager:
             root.step(9 - root.iter)
-            team.average_bn_stats()
+            manager.average_bn_stats()
             data = params(root)
             if stop_at:
                 root.snapshot()
@@ -471,8 +471,8 @@ def test_a_worker_that_fails_ends_all_with_a_snapshot(sync: str, tmp_path: Path)
             devices,
             peers.prepare(peers.query([0, 1])),
             SyncOptions(sync, deadlines=DEADLINES),
-        ) as team:
-            (worker,) = team.workers
+        ) as manager:
+            (worker,) = manager.workers
             runner = worker.iterations.captured
             enqueue = runner.enqueue
 

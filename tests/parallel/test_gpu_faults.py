@@ -45,7 +45,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def plain(settings: str = "snapshot: 100 max_iter: 8") -> None:
-    """A solver whose net can be recorded."""
+    """Write a solver whose step can be captured."""
     Path("net.prototxt").write_text(net(3))
     Path("solver.prototxt").write_text(
         f'net: "net.prototxt" {EVERY} snapshot_prefix: "s" {settings}\n'
@@ -155,8 +155,8 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     threads = set(threading.enumerate())
 
     def run(root: Solver) -> None:
-        with together(root, sync) as team:
-            kill(team.workers[0], place, iteration)
+        with together(root, sync) as manager:
+            kill(manager.workers[0], place, iteration)
             root.solve()
 
     with closing(solver(f"{tmp_path}/s")) as root:

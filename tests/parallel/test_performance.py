@@ -35,12 +35,12 @@ def test_every_part_has_its_share(
     root = Solver(text_format.Parse(text, SolverParameter()), device=devices[0])
     root.capture = capture
     deadlines = {"step": 60.0, "set-up": 60.0, "test": 60.0}
-    team = P2PManager(
+    manager = P2PManager(
         root, devices, peers.prepare(peers.query(range(2))), SyncOptions(sync, deadlines=deadlines)
     )
-    with caplog.at_level(logging.INFO, "caffepy"), team:
+    with caplog.at_level(logging.INFO, "caffepy"), manager:
         root.solve()
-        for solver in team.seconds():
+        for solver in manager.seconds():
             assert all(
                 0 < solver[part] < 100
                 for part in ("forward", "backward", "synchronization", "update")

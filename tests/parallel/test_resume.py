@@ -1,4 +1,4 @@
-"""A team goes on from a snapshot as if it had never stopped: to the last bit, workers' random
+"""Solvers resume from a snapshot as if they had never stopped: to the last bit, workers' random
 numbers and all.
 """
 
@@ -22,7 +22,7 @@ EVERY = SETTINGS.replace("test_interval: 20", "test_interval: 4")
 def train(
     folder: Path, size: int, sync: str, until: list[int], ask: AskAt | None = None
 ) -> list[Run]:
-    """Train up to each of `until` in turn, each part by a team of its own that goes on from the one
+    """Train up to each of `until` in turn, each part by a new manager that resumes from the one
     before.
     """
     runs: list[Run] = []
@@ -75,7 +75,9 @@ def test_stop_in_a_test_repeats_that_test(poll: int, action: Action, tmp_path: P
 def test_a_team_restores_as_one(sync: str, tmp_path: Path) -> None:
     settings = f'{EVERY} snapshot_prefix: "{tmp_path}/s" '
     root = solver_of(settings, LOSSY)
-    with P2PManager(root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync)) as team:
+    with P2PManager(
+        root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync)
+    ) as manager:
         ends = []
         for start in (0, 4):
             if start:
@@ -83,7 +85,7 @@ def test_a_team_restores_as_one(sync: str, tmp_path: Path) -> None:
             for end in range(4, 11, 3):
                 root.step(end - root.iter)
                 root.snapshot()
-            ends.append([solver.params.data.copy() for solver in (root, *team.workers)])
+            ends.append([solver.params.data.copy() for solver in (root, *manager.workers)])
     root.close()
     np.testing.assert_array_equal(*ends)
 
@@ -128,12 +130,12 @@ def test_in_the_second_test_workers_stand_where_they_stood_before_the_first() ->
     found = []
     with P2PManager(
         root, [root.device, Device(seed=1)], all_joined(2), SyncOptions("flat")
-    ) as team:
-        (worker,) = team.workers
+    ) as manager:
+        (worker,) = manager.workers
         before = worker.device.random.state
 
         def draw() -> Action:
-            found.append(team.positions()[0]["rng"])
+            found.append(manager.positions()[0]["rng"])
             worker.device.draw_seed()
             return Action.NONE
 
@@ -142,5 +144,5 @@ def test_in_the_second_test_workers_stand_where_they_stood_before_the_first() ->
         assert len(found) == 3 + 1  # rounds of both tests
         for state in found:
             np.testing.assert_equal(state, before)
-        np.testing.assert_equal(team.positions()[0]["rng"], worker.device.random.state)
+        np.testing.assert_equal(manager.positions()[0]["rng"], worker.device.random.state)
     root.close()

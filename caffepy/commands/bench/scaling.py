@@ -100,14 +100,14 @@ def bench_scaling(
         )
         ops.set_precision(devices[0], precision)
         with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
-            with p2p_manager(trainer.solver, devices, SyncOptions(sync)) as team:
+            with p2p_manager(trainer.solver, devices, SyncOptions(sync)) as manager:
                 trainer.window(5)
                 iterations = trainer.iterations_in(WINDOW)
-                before = team.seconds() if team else []
+                before = manager.seconds() if manager else []
                 done = [trainer.window(iterations) for _ in range(windows)]
                 spent = (
-                    [difference(*both) for both in zip(team.seconds(), before, strict=True)]
-                    if team
+                    [difference(*both) for both in zip(manager.seconds(), before, strict=True)]
+                    if manager
                     else []
                 )
             ms = median(w.seconds / w.iterations for w in done) * 1000
