@@ -69,7 +69,7 @@ class LSTM(Protocol):
     def backward(
         self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array
     ) -> None:
-        """da (T, N, 4H) = gradient in the sums of the gates, from dy (T, N, H), the gradient in h."""
+        """da (T, N, 4H) = gradient in the sums of gates, from dy (T, N, H), the gradient in h."""
 
 
 class RNN(Protocol):
@@ -110,7 +110,7 @@ class UpdateState(Protocol):
         """Zero these gradients and the accumulated loss."""
 
     def save_stats(self, blobs: Sequence[Blob]) -> None:
-        """Save these float32 blobs for `restore_stats`; after a STOPPED iteration, restore instead."""
+        """Save these float32 blobs for `restore_stats`; after a STOPPED iteration, restore."""
 
     def restore_stats(self, blobs: Sequence[Blob]) -> None:
         """Copy the saved values back into these blobs."""

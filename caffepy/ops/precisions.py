@@ -32,5 +32,5 @@ def checked(precision: str) -> str:
 
 
 def preferred_layout(precision: str) -> Layout:
-    """Return the preferred layout: Caffe's in fp32, which is for comparisons, else channels last."""
+    """Return the preferred layout: Caffe's in fp32, for comparisons, else channels last."""
     return PLAIN if precision == "fp32" else Layout(np.dtype(STORAGE[precision]), True)

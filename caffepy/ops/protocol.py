@@ -178,7 +178,7 @@ class Ops(Protocol):
     def bias_act_backward(
         self, y: Array, dy: Array, db: Maybe, relu: bool, mask: Maybe, ratio: float
     ) -> None:
-        """dy *= mask / (1 - ratio) * (y > 0) in place for y and dy (M, O); db += its column sums."""
+        """dy *= mask / (1 - ratio) * (y > 0) in place for y, dy (M, O); db += its column sums."""
 
     # Activations: x, y, dy, dx of one shape; y may be x, dx may be dy
 
@@ -238,8 +238,8 @@ class Ops(Protocol):
         """mask = 1 with probability 1 - ratio, a hash of seed and place in memory, the same on CPU
         and GPU; y = x * mask / (1 - ratio).
 
-        `step_counter`, an int64 array without axes, is the number of a pass, read when the kernel runs:
-        each pass has a mask of its own.
+        `step_counter`, an int64 array without axes, is the number of a pass, read when the kernel
+        runs: each pass has a mask of its own.
         """
 
     def dropout_backward(self, dy: Array, mask: Array, dx: Array, ratio: float) -> None:
@@ -281,8 +281,8 @@ class Ops(Protocol):
     def batch_norm_backward(
         self, x: Array, mean: Array, inverse: Array, dy: Array, dx: Array
     ) -> None:
-        """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse with y = (x - mean) * inverse, means per
-        channel; dx may be dy.
+        """dx = (dy - mean(dy) - y * mean(dy * y)) * inverse with y = (x - mean) * inverse, means
+        per channel; dx may be dy.
         """
 
     def batch_norm_prepare(
@@ -359,8 +359,8 @@ class Ops(Protocol):
         pad: Pair,
         relu: bool = False,
     ) -> None:
-        """Write the maximum of each window, clipped to the plane, and the index of the first element
-        that has it.
+        """Write the maximum of each window, clipped to the plane, and the index of the first
+        element that has it.
 
         An index of int32 is h*W + w; one of uint8 counts within the window, in the order of y's
         memory. A window of NaN only keeps its first element. With `relu` a maximum <= 0 becomes 0
@@ -574,8 +574,8 @@ class Ops(Protocol):
         factor: Array,
         loss: Array,
     ) -> None:
-        """difference = a - b (N, C), d its length; loss = sum / 2N of d^2 where similar (N), else of
-        max(margin - d, 0)^2, with `legacy` of max(margin - d^2, 0) (Hadsell et al. 2006).
+        """difference = a - b (N, C), d its length; loss = sum / 2N of d^2 where similar (N), else
+        of max(margin - d, 0)^2, with `legacy` of max(margin - d^2, 0) (Hadsell et al. 2006).
 
         The divisor is N; factor (N) is what backward multiplies the difference by.
         """
@@ -653,7 +653,7 @@ class Ops(Protocol):
         momentum: float,
         delta: float,
     ) -> None:
-        """h, u are means of g^2 and of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
+        """h, u are means of g^2, of v^2 with v = g*sqrt((u + delta)/(h + delta)); w -= rate*v."""
 
     def adam_update(
         self,

@@ -31,7 +31,8 @@ layer { name: "data" type: "DummyData" top: "data" top: "label"
   dummy_data_param { shape { dim: 9 dim: 6 dim: 61 dim: 67 } shape { dim: 9 }
     data_filler { type: "gaussian" } data_filler { type: "constant" value: 3 } } }
 layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
-  convolution_param { num_output: 22 kernel_size: 3 pad: 1 group: 2 weight_filler { type: "xavier" } } }
+  convolution_param { num_output: 22 kernel_size: 3 pad: 1 group: 2
+    weight_filler { type: "xavier" } } }
 layer { name: "norm" type: "BatchNorm" bottom: "conv" top: "norm" }
 layer { name: "scale" type: "Scale" bottom: "norm" top: "scale" scale_param { bias_term: true } }
 layer { name: "prelu" type: "PReLU" bottom: "scale" top: "prelu" }
@@ -39,24 +40,30 @@ layer { name: "lrn" type: "LRN" bottom: "prelu" top: "lrn" }
 layer { name: "within" type: "LRN" bottom: "prelu" top: "within"
   lrn_param { norm_region: WITHIN_CHANNEL local_size: 3 alpha: 0.1 } }
 layer { name: "depthwise" type: "Convolution" bottom: "lrn" top: "depthwise"
-  convolution_param { num_output: 22 kernel_size: 3 stride: 2 group: 22 weight_filler { type: "xavier" } } }
+  convolution_param { num_output: 22 kernel_size: 3 stride: 2 group: 22
+    weight_filler { type: "xavier" } } }
 layer { name: "strided" type: "Convolution" bottom: "within" top: "strided"
   convolution_param { num_output: 22 kernel_size: 3 stride: 2 weight_filler { type: "xavier" } } }
 layer { name: "sum" type: "Eltwise" bottom: "depthwise" bottom: "strided" top: "sum"
   eltwise_param { coeff: 0.7 coeff: 1.3 } }
-layer { name: "max" type: "Eltwise" bottom: "depthwise" bottom: "strided" top: "max" eltwise_param { operation: MAX } }
-layer { name: "product" type: "Eltwise" bottom: "sum" bottom: "max" top: "product" eltwise_param { operation: PROD } }
+layer { name: "max" type: "Eltwise" bottom: "depthwise" bottom: "strided"
+  top: "max" eltwise_param { operation: MAX } }
+layer { name: "product" type: "Eltwise" bottom: "sum" bottom: "max"
+  top: "product" eltwise_param { operation: PROD } }
 layer { name: "elu" type: "ELU" bottom: "product" top: "elu" }
 layer { name: "tanh" type: "TanH" bottom: "elu" top: "tanh" }
 layer { name: "swish" type: "Swish" bottom: "tanh" top: "swish" }
 layer { name: "sigmoid" type: "Sigmoid" bottom: "swish" top: "sigmoid" }
 layer { name: "bnll" type: "BNLL" bottom: "sigmoid" top: "bnll" }
-layer { name: "power" type: "Power" bottom: "bnll" top: "power" power_param { power: 1.3 scale: 0.9 shift: 0.1 } }
+layer { name: "power" type: "Power" bottom: "bnll"
+  top: "power" power_param { power: 1.3 scale: 0.9 shift: 0.1 } }
 layer { name: "exp" type: "Exp" bottom: "power" top: "exp" exp_param { scale: 0.1 } }
 layer { name: "mvn" type: "MVN" bottom: "exp" top: "mvn" }
 layer { name: "concat" type: "Concat" bottom: "mvn" bottom: "power" top: "concat" }
-layer { name: "pool" type: "Pooling" bottom: "concat" top: "pool" pooling_param { kernel_size: 3 stride: 2 } }
-layer { name: "average" type: "Pooling" bottom: "pool" top: "average" pooling_param { pool: AVE kernel_size: 2 } }
+layer { name: "pool" type: "Pooling" bottom: "concat"
+  top: "pool" pooling_param { kernel_size: 3 stride: 2 } }
+layer { name: "average" type: "Pooling" bottom: "pool"
+  top: "average" pooling_param { pool: AVE kernel_size: 2 } }
 layer { name: "up" type: "Deconvolution" bottom: "average" top: "up"
   convolution_param { num_output: 5 kernel_size: 4 stride: 2 weight_filler { type: "xavier" } } }
 layer { name: "drop" type: "Dropout" bottom: "up" top: "drop" }
@@ -70,7 +77,8 @@ layer { name: "rows" type: "Scale" bottom: "fc2" top: "rows" scale_param { bias_
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "rows" bottom: "label" top: "loss" }
 layer { name: "targets" type: "DummyData" top: "targets"
   dummy_data_param { shape { dim: 9 dim: 129 } data_filler { type: "constant" value: 0.3 } } }
-layer { name: "sigmoid_loss" type: "SigmoidCrossEntropyLoss" bottom: "rows" bottom: "targets" top: "sigmoid_loss" }
+layer { name: "sigmoid_loss" type: "SigmoidCrossEntropyLoss" bottom: "rows" bottom: "targets"
+  top: "sigmoid_loss" }
 layer { name: "steps" type: "DummyData" top: "steps" top: "cont"
   dummy_data_param { shape { dim: 7 dim: 19 dim: 45 } shape { dim: 7 dim: 19 }
     data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 } } }
@@ -81,7 +89,8 @@ layer { name: "rnn" type: "RNN" bottom: "lstm" bottom: "cont" top: "rnn"
 layer { name: "total" type: "Reduction" bottom: "rnn" top: "total" loss_weight: 0.01
   reduction_param { operation: SUMSQ } }
 """
-SOLVER = 'net: "%s" type: "%s" base_lr: 0.01 lr_policy: "fixed" momentum: 0.9 weight_decay: 0.01 max_iter: 9 random_seed: 5'
+SOLVER = """net: "%s" type: "%s" base_lr: 0.01 lr_policy: "fixed" momentum: 0.9
+weight_decay: 0.01 max_iter: 9 random_seed: 5"""
 SHAPES = [
     (64, 800, 500),
     (500, 64, 800),

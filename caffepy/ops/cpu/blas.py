@@ -1,4 +1,4 @@
-"""Matrix products and biases. A product is cut into pieces, one BLAS call each, on several threads."""
+"""Matrix products and biases. A product is cut into pieces, a BLAS call each, on all threads."""
 
 from functools import lru_cache
 from typing import Any

@@ -16,7 +16,10 @@ from numba.core.caching import FunctionCache
 
 log = logging.getLogger(__name__)
 
-NO_CACHE = "Compiled CPU kernels cannot be kept (%s), so every start compiles anew; set NUMBA_CACHE_DIR to a folder"
+NO_CACHE = (
+    "Compiled CPU kernels cannot be kept (%s), so every start compiles anew; "
+    "set NUMBA_CACHE_DIR to a folder"
+)
 DAMAGED = "Files of the compiled CPU kernels in %s are damaged (%s) and are made anew"
 
 # All of fastmath but "nnan" and "ninf": NaNs and infinities must not be lost.
@@ -91,7 +94,8 @@ class _FirstCompilation(event.Listener):
         if not self.said:
             self.said = True
             log.info(
-                "Compiling CPU kernels: the first run of an installation takes 10 to 30 seconds longer"
+                "Compiling CPU kernels: "
+                "the first run of an installation takes 10 to 30 seconds longer"
             )
 
     def on_end(self, event_: Any) -> None:

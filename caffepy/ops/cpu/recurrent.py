@@ -85,8 +85,8 @@ def _define_tile(
 ) -> Any:
     """y[i, o] += sum over r < k of x[i, r] * b[r, o], the sums in registers; k at least 1.
 
-    n rows (its length) by two vectors of m elements; x, b, y flat, rows of x and y x_step and y_step
-    apart, b a panel.
+    n rows (its length) by two vectors of m elements; x, b, y flat, rows of x and y x_step and
+    y_step apart, b a panel.
     """
     i = types.intp
     signature = types.void(x, i, i, b, i, i, y, i, i, n, m)

@@ -14,7 +14,7 @@ output position and r a weight; for the gradient of the weights it is the other 
 
 For each r a tile needs rows + vectors loads for rows * vectors multiply-adds of `width` elements.
 Tiles nearly fill the registers (`shapes`). A Schedule says which rows share a tile and which r a
-tile needs: those that would only meet padding are left out. `reference` is the same in plain Python.
+tile needs: those that would only meet padding are left out. `reference` does the same plainly.
 """
 
 from collections.abc import Callable, Iterable
@@ -273,7 +273,7 @@ def copy_transposed(
     columns: int,
     n_width: tuple[int, ...],
 ) -> None:
-    """b[j, i] = a[i, j] for rows x columns elements of flat arrays, by blocks of a vector's width."""
+    """b[j, i] = a[i, j] for rows x columns elements of flat arrays, in blocks of vectors."""
     width = len(n_width)
     for i in range(0, rows, width):
         for j in range(0, columns, width):

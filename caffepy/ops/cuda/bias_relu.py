@@ -56,7 +56,7 @@ def _run(
 
 
 def _pack(outputs: int, *arrays: Array) -> int:
-    """Return the number of elements, at most 16 bytes, of packs that all begin in the same column."""
+    """Return the number of elements, at most 16 bytes, of packs that begin in the same column."""
     size: int = arrays[0].itemsize
     pack = 16 // size
     while outputs % pack or any(a.data.ptr % (pack * size) for a in arrays):

@@ -1,4 +1,4 @@
-"""Matrix products by cuBLAS; small ones by product.cu if that is faster; by cuDNN without nvmath."""
+"""Matrix products by cuBLAS; small ones by product.cu if it is faster; by cuDNN without nvmath."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -122,7 +122,8 @@ def _is_small(a: Array, b: Array, out: Array) -> bool:
 
 
 def _ours_is_faster(cublas: Any, a: Array, b: Array, out: Array, accumulate: bool) -> bool:
-    name = f"product {a.shape} {a.strides} {b.shape} {b.strides} {out.strides} {out.dtype.name} {accumulate}"
+    factors = f"{a.shape} {a.strides} {b.shape} {b.strides}"
+    name = f"product {factors} {out.strides} {out.dtype.name} {accumulate}"
     there = context().array("product", out.shape, out.dtype) if autotune.may_time() else out
     candidates: list[Callable[[], autotune.Run]] = [
         lambda: partial(_multiply, cublas),

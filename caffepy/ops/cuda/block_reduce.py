@@ -15,7 +15,7 @@ _arrivals: dict[tuple[int, int], Array] = {}
 
 
 def _arrived() -> Array:
-    """Return the counter of finished blocks for launches on this stream: 0 before and after each."""
+    """Return the counter of finished blocks of launches on this stream: 0 before and after."""
     key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
     if key not in _arrivals:
         _arrivals[key] = cupy.zeros((), np.uint64)

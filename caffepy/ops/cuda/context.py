@@ -149,6 +149,7 @@ def import_cudnn() -> Any:
         import cudnn
     except Exception as error:  # it raises whatever its search for libcudnn ends with
         raise DeviceError(
-            f"the cuDNN frontend cannot be used ({error}): pip install 'caffepy[cuda13]' (or cuda12)"
+            f"the cuDNN frontend cannot be used ({error}): "
+            "pip install 'caffepy[cuda13]' (or cuda12)"
         ) from error
     return cudnn

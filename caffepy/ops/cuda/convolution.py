@@ -116,7 +116,8 @@ class Convolution:
             narrow = x.dtype.itemsize == 2
             if narrow and not (lies_channels_last(x) and lies_channels_last(y)):
                 raise DeviceError(
-                    f"numbers of 16 bits must lie with the channels last, not {x.shape} by {x.strides}"
+                    "numbers of 16 bits must lie with the channels last, "
+                    f"not {x.shape} by {x.strides}"
                 )
             kind = _ChannelsLast if narrow or channels_last(x, y) else _Plain
             self._made[key] = kind(self._geometry, x.dtype)

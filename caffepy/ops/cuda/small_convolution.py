@@ -12,7 +12,7 @@ instruction mma (16 x 8 sums, depth 8 words); `split` warps share the depth of t
     block  = LATENCY + weights + rounds * (LATENCY + fetch + products + split sums + write)
     weights, fetch, write = bytes / BYTES, or the cycles to issue the loads if those are more
     products = the largest of what a multiprocessor needs for `steps` of depth (_cycles):
-        shared memory  a warp and step loads 4m words of x, 2n of w, 2 offsets a thread: 1 cycle each
+        shared memory  each step of a warp has 4m loads of x, 2n of w, 2 of offsets: 1 cycle each
         tensor cores   1.6 cycles an mma
         latency        a warp's steps follow each other: 30 cycles, and 2 for each of its mma
 
@@ -236,7 +236,7 @@ class _Correlation:
         )
 
     def window(self, lines: int) -> Pair:
-        """Return the lines and columns of the source that this many lines of the target depend on."""
+        """Return the lines and columns of the source that these lines of the target depend on."""
         rows, columns = (
             (n - 1) * s + _reach(k, d)
             for n, s, k, d in zip(

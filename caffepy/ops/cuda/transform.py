@@ -33,7 +33,8 @@ def transform_batch(
     kind = RECORDS.get(records.dtype.name)
     if kind is None:
         raise DeviceError(
-            f"no GPU transformation of records of type {records.dtype.name}; uint8 and float32 have one"
+            f"no GPU transformation of records of type {records.dtype.name}; "
+            "uint8 and float32 have one"
         )
     last = channels_last(out)
     h, w, flip = (

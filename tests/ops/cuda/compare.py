@@ -11,7 +11,7 @@ CLOSE: Tolerance = (1e-5, 1e-6)
 
 
 def copied(value: Any, take: Any, seen: dict[int, Any]) -> Any:
-    """The value with every numpy array in it replaced by take(array); what was one array stays one."""
+    """The value with every numpy array in it replaced by take(array), each of them once."""
     if isinstance(value, np.ndarray):
         return seen.setdefault(id(value), take(value))
     if hasattr(value, "_replace"):

@@ -88,7 +88,8 @@ WINDOWS = {  # kernel, stride, pad
     "gaps": ((2, 1), (4, 3), (0, 0)),
     "oblong": ((3, 2), (2, 1), (1, 0)),
 }
-FORMATS = [  # window, element type, whether the channels lie last, numbers of channels, threads that keep a device busy
+# window, element type, channels last or not, numbers of channels, threads that keep a device busy
+FORMATS = [
     *[(case, "uint16", True, (1, 3, 64), 1) for case in WINDOWS],
     ("3x3 stride 2", "uint16", True, (20,), 1),
     *[("3x3 stride 2", kind, True, (5, 8, 64), 1) for kind in ("float32", "float16", "float64")],

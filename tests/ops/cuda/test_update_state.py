@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Judging:
-    """A Control over losses of these values, whose weights are 1, with a gradient of four numbers."""
+    """An UpdateState of losses with these values and weights of 1; a gradient of four numbers."""
 
     def __init__(self, limits: Limits, *losses: float) -> None:
         from caffepy.device.cuda import CudaDevice

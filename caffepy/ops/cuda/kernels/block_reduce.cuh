@@ -1,4 +1,4 @@
-// What the blocks of a launch find: sums that the last of them to end adds up, and the first number that names nothing.
+// One result of all blocks of a launch: sums, which the last block to finish adds, and the first invalid label.
 
 #define NUMBER(name) double name, const void *name##_at, i64 name##_kind
 #define VALUE(name) number(name, name##_at, name##_kind)
@@ -7,7 +7,7 @@
 
 constexpr double NONE = -1e300;  // below minus any position
 
-// A sum, how much was counted, minus the position of the first wrong label.
+// The partial result of a thread or block: a sum, a count, minus the position of the first invalid label.
 struct Found {
   double sum = 0, count = 0, place = NONE;
   __device__ void reduce() {
@@ -17,7 +17,8 @@ struct Found {
   }
 };
 
-// Adds up what all blocks found, in their order. True in one thread of the last block to come here, which has it then.
+// Reduces the partial results of all blocks, in the order of blocks. True in one thread of the last block that comes
+// here: its `found` is then the result.
 __device__ bool concludes(Found& found, double* partial, unsigned long long* arrived) {
   found.reduce();
   if (gridDim.x == 1) return threadIdx.x == 0;
@@ -45,7 +46,7 @@ __device__ bool concludes(Found& found, double* partial, unsigned long long* arr
   return threadIdx.x == 0;
 }
 
-// Puts the first wrong label down unless there is an earlier one.
+// Writes the first invalid label to `wrong`, unless an earlier launch has.
 template <typename T> __device__ void put_down(const Found& found, const T* label, double* wrong) {
   if (found.place == NONE || wrong[0] != 0) return;
   wrong[1] = double(label[i64(-found.place)]);

@@ -1,10 +1,10 @@
-// Weights, and images of few channels, in the orders in which cuDNN computes fastest where channels lie last.
+// Weights, and images of few channels, arranged for cuDNN with the channels last.
 
 #include "pack.cuh"
 
-// Weights are (O, C, taps) in Caffe's order. In the other one the weights of an output make a row, in which those of
-// tap t lie from place[t] on, one for each channel; every `share` outputs they move on by `shift`. What a row has
-// besides is left alone. A block of 256 threads takes a tile of one output.
+// Weights are (O, C, taps) in Caffe's order. For cuDNN the weights of an output are a row, in which those of tap t
+// begin at place[t], one for each channel; after every `share` outputs they move on by `shift`. The rest of a row is
+// not written. A block of 256 threads takes a tile of one output.
 struct Weights {
   i64 outputs, channels, taps, row, share, shift, tile_channels, tile_taps;
 };

@@ -1,7 +1,8 @@
-// Update rules over flat arrays of parameters: normalise, regularise and update in one pass.
-// r = scale * g + decay * w, with l1 scale * g + decay * sign(w); segment s of the arrays ends before ends[s] and has
-// its own factors of rate and decay. w, the histories and g are written; g is then what was subtracted from w. Nothing
-// is written where `go` is 0.
+// Update rules over flat arrays of parameters: normalize, regularize and update in one pass.
+//
+// In all formulas r = scale * g + decay * w (L2), or scale * g + decay * sign(w) (L1), is the regularized gradient.
+// Segment s of the arrays ends before ends[s] and has its own factors of rate and decay. w, the histories and g are
+// written; g becomes what was subtracted from w. If `go` is 0 nothing is written.
 
 #include "pack.cuh"
 
@@ -56,16 +57,17 @@ template <typename T> struct Position {
   Position<T> at(Segments<T>{ends, rates, decays, int(count), l1 != 0, VALUE(scale), VALUE(rate), VALUE(decay)});
 #define PACK (16 / sizeof(T))
 
-// h = a*h + rate*r; w -= h
+// h = momentum*h + rate*r; w -= h
 template <typename T>
 __global__ void sgd(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
+  const A momentum = a_;
   each<PACK>(
       n,
       [=](i64 i, T& w, T& g, T& h) mutable {
         at.move(i);
         if (!at.inside(i)) return;
-        const A v = a_ * A(h) + at.rate() * at.regularized(A(w), A(g));
+        const A v = momentum * A(h) + at.rate() * at.regularized(A(w), A(g));
         h = T(v);
         g = T(v);
         w = T(A(w) - v);
@@ -73,17 +75,18 @@ __global__ void sgd(T* w, T* g, T* h, ARGUMENTS) {
       both(w), both(g), both(h));
 }
 
-// h' = a*h + rate*r; w -= (1 + a)*h' - a*h; h = h'
+// h' = momentum*h + rate*r; w -= (1 + momentum)*h' - momentum*h; h = h'
 template <typename T>
 __global__ void nesterov(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
+  const A momentum = a_;
   each<PACK>(
       n,
       [=](i64 i, T& w, T& g, T& h) mutable {
         at.move(i);
         if (!at.inside(i)) return;
-        const A before = A(h), after = a_ * before + at.rate() * at.regularized(A(w), A(g));
-        const A v = (1 + a_) * after - a_ * before;
+        const A before = A(h), after = momentum * before + at.rate() * at.regularized(A(w), A(g));
+        const A v = (1 + momentum) * after - momentum * before;
         h = T(after);
         g = T(v);
         w = T(A(w) - v);
@@ -91,17 +94,18 @@ __global__ void nesterov(T* w, T* g, T* h, ARGUMENTS) {
       both(w), both(g), both(h));
 }
 
-// h = a*h + b*r^2; w -= rate*r/(sqrt(h) + c)
+// RMSProp: h = rms_decay*h + take*r^2 with take = 1 - rms_decay; AdaGrad: both are 1. w -= rate*r/(sqrt(h) + delta)
 template <typename T>
 __global__ void rms(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
+  const A rms_decay = a_, take = b_, delta = c_;
   each<PACK>(
       n,
       [=](i64 i, T& w, T& g, T& h) mutable {
         at.move(i);
         if (!at.inside(i)) return;
-        const A r = at.regularized(A(w), A(g)), mean = a_ * A(h) + b_ * r * r;
-        const A v = at.rate() * r / (sqrt(mean) + c_);
+        const A r = at.regularized(A(w), A(g)), mean = rms_decay * A(h) + take * r * r;
+        const A v = at.rate() * r / (sqrt(mean) + delta);
         h = T(mean);
         g = T(v);
         w = T(A(w) - v);
@@ -109,38 +113,41 @@ __global__ void rms(T* w, T* g, T* h, ARGUMENTS) {
       both(w), both(g), both(h));
 }
 
-// h = a*h + (1 - a)*r^2; v = r*sqrt((u + b)/(h + b)); u = a*u + (1 - a)*v^2; w -= rate*v
+// h = momentum*h + (1 - momentum)*r^2; v = r*sqrt((u + delta)/(h + delta)); u = momentum*u + (1 - momentum)*v^2;
+// w -= rate*v
 template <typename T>
 __global__ void adadelta(T* w, T* g, T* h, T* u, ARGUMENTS) {
   PREPARE
-  const A take = 1 - a_;
+  const A momentum = a_, delta = b_;
+  const A take = 1 - momentum;
   each<PACK>(
       n,
       [=](i64 i, T& w, T& g, T& h, T& u) mutable {
         at.move(i);
         if (!at.inside(i)) return;
-        const A r = at.regularized(A(w), A(g)), mean = a_ * A(h) + take * r * r;
-        const A v = r * sqrt((A(u) + b_) / (mean + b_)), step = at.rate() * v;
+        const A r = at.regularized(A(w), A(g)), mean = momentum * A(h) + take * r * r;
+        const A v = r * sqrt((A(u) + delta) / (mean + delta)), step = at.rate() * v;
         h = T(mean);
-        u = T(a_ * A(u) + take * v * v);
+        u = T(momentum * A(u) + take * v * v);
         g = T(step);
         w = T(A(w) - step);
       },
       both(w), both(g), both(h), both(u));
 }
 
-// m = a*m + (1 - a)*r; v = b*v + (1 - b)*r^2; w -= rate*d*m/(sqrt(v) + c), d the correction
+// m = beta1*m + (1 - beta1)*r; v = beta2*v + (1 - beta2)*r^2; w -= rate*correction*m/(sqrt(v) + delta)
 template <typename T>
 __global__ void adam(T* w, T* g, T* m, T* v, ARGUMENTS) {
   PREPARE
+  const A beta1 = a_, beta2 = b_, delta = c_, correction = d_;
   each<PACK>(
       n,
       [=](i64 i, T& w, T& g, T& m, T& v) mutable {
         at.move(i);
         if (!at.inside(i)) return;
         const A r = at.regularized(A(w), A(g));
-        const A first = a_ * A(m) + (1 - a_) * r, second = b_ * A(v) + (1 - b_) * r * r;
-        const A step = at.rate() * d_ * first / (sqrt(second) + c_);
+        const A first = beta1 * A(m) + (1 - beta1) * r, second = beta2 * A(v) + (1 - beta2) * r * r;
+        const A step = at.rate() * correction * first / (sqrt(second) + delta);
         m = T(first);
         v = T(second);
         g = T(step);
