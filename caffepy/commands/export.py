@@ -14,6 +14,8 @@ from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.export.trace import Trace, sources, trace
 from caffepy.export.write import Batch, Dim, operators, write_dynamic, write_graph
+from caffepy.layer.embed import Embed
+from caffepy.layer.selection import BatchReindex
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
 from caffepy.net.build import filter_state
@@ -245,13 +247,13 @@ def random_inputs(net: Net, found: Trace) -> dict[str, Array]:
     }
     for i in found.layers:
         layer, bottoms = net.layers[i], found.bottoms[i]
-        place, number = {"Embed": (0, getattr(layer, "inputs", 0)), "BatchReindex": (1, 0)}.get(
-            layer.type, (0, 0)
-        )
-        if layer.type == "BatchReindex":
-            number = net.nodes[i].bottoms[0].shape[0]
-        if number and bottoms[place] in inputs:
-            inputs[bottoms[place]] = rng.integers(0, number, inputs[bottoms[place]].shape).astype(
-                np.float32
-            )
+        if isinstance(layer, Embed):
+            place, number = 0, layer.inputs
+        elif isinstance(layer, BatchReindex):
+            place, number = 1, net.nodes[i].bottoms[0].shape[0]
+        else:
+            continue
+        if bottoms[place] in inputs:
+            shape = inputs[bottoms[place]].shape
+            inputs[bottoms[place]] = rng.integers(0, number, shape).astype(np.float32)
     return inputs
