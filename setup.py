@@ -1,5 +1,5 @@
-"""Install a line that Python runs at its start, so that CAFFEPY_AS_CAFFE=1 has an effect;
-pyproject.toml cannot say that.
+"""What pyproject.toml cannot say: a line that Python runs at its start, so that CAFFEPY_AS_CAFFE=1
+has an effect.
 """
 
 from pathlib import Path

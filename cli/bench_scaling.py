@@ -1,7 +1,5 @@
 """caffepy bench scaling"""
 
-from typing import Any
-
 import click
 
 from caffepy.cli import options
@@ -40,9 +38,12 @@ def scaling(
     model: str,
     gpu: str | None,
     cpu: int | None,
+    precision: str | None,
+    batch: int | None,
+    sync: str,
+    windows: int,
     image: tuple[int, ...] | None,
     as_json: bool,
-    **values: Any,
 ) -> None:
     """Train a net on synthetic data with 1, 2, 4... devices; print images a second and what
     synchronization adds.
@@ -55,6 +56,14 @@ def scaling(
     definition = options.trained(solver, model, gpu, cpu)
     from caffepy.commands.bench.scaling import bench_scaling
 
-    image = image or options.image_of(definition, True)
-    result = bench_scaling(definition.path, gpu=gpu, cpu=cpu or 0, image=image, **values)
+    result = bench_scaling(
+        definition.path,
+        gpu=gpu,
+        cpu=cpu or 0,
+        batch=batch,
+        image=image or options.image_of(definition, True),
+        precision=precision,
+        sync=sync,
+        windows=windows,
+    )
     click.echo(result.json() if as_json else result.table())

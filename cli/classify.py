@@ -70,11 +70,19 @@ def classify(
     inputs: tuple[str, ...],
     model: options.Definition | None,
     weights: tuple[str, ...],
+    labels: str,
+    top: int,
+    oversample: bool | None,
     images_dim: tuple[int, ...],
+    preparation: Any,
     extensions: tuple[str, ...],
     output: str,
+    batch: int | None,
+    gpu: str | None,
+    precision: str | None,
+    threads: int | None,
+    progress: bool | None,
     as_json: bool,
-    **values: Any,
 ) -> None:
     """Print the best classes of images: files, folders, or .npy arrays (N, H, W, channels) of
     values from 0 to 1.
@@ -112,10 +120,18 @@ def classify(
         inputs,
         model.path,
         weights,
+        preparation=preparation,
         images_dim=images_dim,
+        oversample=oversample,
+        labels=labels,
+        top=top,
         extensions=extensions or EXTENSIONS,
         output=output,
-        **values,
+        batch=batch,
+        gpu=gpu,
+        precision=precision,
+        threads=threads,
+        progress=progress,
     )
     click.echo(result.json() if as_json else result.table())
     result.check()

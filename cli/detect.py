@@ -48,8 +48,16 @@ def detect(
     output: str | None,
     model: options.Definition | None,
     weights: tuple[str, ...],
+    windows: str,
+    crop_mode: str,
+    context_pad: int,
+    preparation: Any,
+    batch: int | None,
+    gpu: str | None,
+    precision: str | None,
+    threads: int | None,
+    progress: bool | None,
     as_json: bool,
-    **values: Any,
 ) -> None:
     """Score windows of images with a deploy net, and write all scores to OUTPUT (.csv, .h5 or
     .json).
@@ -75,7 +83,20 @@ def detect(
 
     if output:
         check_output(output)
-    result = run(source, model.path, weights, **values)
+    result = run(
+        source,
+        model.path,
+        weights,
+        windows=windows,
+        crop_mode=crop_mode,
+        context_pad=context_pad,
+        preparation=preparation,
+        batch=batch,
+        gpu=gpu,
+        precision=precision,
+        threads=threads,
+        progress=progress,
+    )
     if output:
         result.save(output)
     if as_json or not output:

@@ -1,7 +1,5 @@
 """caffepy extract-features"""
 
-from typing import Any
-
 import click
 
 from caffepy.cli import options
@@ -58,7 +56,11 @@ def extract_features(
     backend: str | None,
     batches: int | None,
     gpu: str | None,
-    **values: Any,
+    precision: str | None,
+    level: int,
+    stages: tuple[str, ...],
+    threads: int | None,
+    progress: bool | None,
 ) -> None:
     """Run a trained net over the data of its data layers and write the values of blobs, a record or
     row an item.
@@ -90,8 +92,18 @@ def extract_features(
     from caffepy.commands.extract_features import extract_features as run
     from caffepy.commands.extract_features import features_of
 
-    features = features_of(blobs, outputs, backend)
-    run(model.path, weights, features, batches=batches, gpu=gpu, **values)
+    run(
+        model.path,
+        weights,
+        features_of(blobs, outputs, backend),
+        batches=batches,
+        gpu=gpu,
+        precision=precision,
+        level=level,
+        stages=stages,
+        threads=threads,
+        progress=progress,
+    )
 
 
 Parsed = tuple[tuple[str, ...], options.Definition, list[str], list[str], int, str, str | None]

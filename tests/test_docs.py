@@ -1,5 +1,5 @@
-"""Commands, flags, links and messages of README.md and docs/: they run, they are there, and the
-messages are caffepy's.
+"""What README.md and docs/ tell people to type and to look for: it runs, it is there, and messages
+are caffepy's.
 
 Of each ```sh block the lines that begin with `caffepy `, and each ```python block as a script, run
 in the order of their document, in one folder. All other lines of such blocks, and those that need
@@ -14,7 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -139,7 +139,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lacks(line: str) -> bool:
-    """True if a line needs an extra that is not installed."""
+    """Whether a line needs an extra that is not installed."""
     words = shlex.split(line)
     return any(word in words and not importable(module) for word, module in EXTRAS.items())
 
@@ -201,7 +201,7 @@ def commands(group: click.Group, before: str = "") -> Iterator[tuple[str, click.
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_and_flags_exist(document: str) -> None:
-    """Commands and flags in the text, too."""
+    """Those that stand in the text, too."""
     known = dict(commands(main.caffepy))
     flags = {name for command in known.values() for name in flags_of(command)}
     told = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL))
@@ -258,6 +258,110 @@ def test_rows_of_tables_are_whole(document: str) -> None:
         assert len(set(rows)) == 1, found[0].splitlines()[rows.index(max(rows))]
 
 
+class Code(NamedTuple):
+    """The names of the code: all; members of each class, with its bases; top names of modules."""
+
+    names: set[str]
+    members: dict[str, set[str]]
+    bases: dict[str, set[str]]
+    modules: dict[str, set[str]]
+
+    def has(self, name: str) -> bool:
+        """True if each part of a dotted name is known, the last as a member of the one before."""
+        *before, last = name.split(".")
+        if before and before[-1] in self.members:
+            return last in self.of_class(before[-1])
+        if before and before[-1] in self.modules:
+            return last in self.modules[before[-1]]
+        return all(part in self.names for part in (*before, last))
+
+    def of_class(self, name: str) -> set[str]:
+        inherited = (self.of_class(base) for base in self.bases.get(name, ()))
+        return self.members.get(name, set()).union(*inherited)
+
+
+@cache
+def code() -> Code:
+    found = Code(set(), {}, {}, {})
+    roots = [ROOT / name for name in ("caffepy", "cli", "proto", "models", "tests")]
+    for path in (path for root in roots for path in root.rglob("*.py")):
+        if path.name != "caffe_pb2.py":
+            read_names(path, found)
+    for path in (ROOT / "proto" / "caffe.proto", *(ROOT / "caffepy" / "ops").rglob("*.cu")):
+        found.names.update(re.findall(r"[A-Za-z_]\w+", path.read_text(encoding="utf-8")))
+    return found
+
+
+def read_names(path: Path, found: Code) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    found.modules.setdefault(path.stem, set()).update(names_of(tree.body))
+    for node in ast.walk(tree):
+        found.names.update(names_of([node]))
+        if isinstance(node, ast.ClassDef):
+            bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+            named = {base.id for base in bases if isinstance(base, ast.Name)} - {node.name}
+            found.bases.setdefault(node.name, set()).update(named)
+            inside = {name for inner in ast.walk(node) for name in names_of([inner])}
+            found.members.setdefault(node.name, set()).update(inside)
+
+
+def names_of(nodes: Sequence[ast.AST]) -> Iterator[str]:
+    """The names that statements or expressions define or use, and texts that are names."""
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Attribute(attr=name) | ast.Name(id=name) | ast.arg(arg=name):
+                yield name
+            case ast.Constant(value=str(name)) if name.isidentifier():
+                yield name
+            case ast.Assign(targets=targets):
+                yield from names_of(targets)
+            case ast.AnnAssign(target=target):
+                yield from names_of([target])
+            case ast.Import(names=names) | ast.ImportFrom(names=names):
+                yield from (alias.asname or alias.name for alias in names)
+            case ast.Tuple(elts=elements):
+                yield from names_of(elements)
+
+
+DEVELOPERS = sorted(
+    str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "dev").glob("*.md")
+)
+FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?|[\w-]+\.(?:py|cuh?|md|toml|proto|prototxt)")
+NAME = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\(.*\))?", re.DOTALL)
+
+
+def mentions(document: str) -> Iterator[str]:
+    """The texts in backquotes, and the words of call sequences that look like names or files."""
+    text = text_of(document)
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for quoted_text in re.findall(r"`([^`]+)`", prose):
+        yield from re.split(r",\s+|\s+(?=--)", quoted_text)
+    for block in blocks(document):
+        if block.language == "text":
+            yield from re.findall(r"[\w./-]+/[\w-]+\.py|\b[A-Z][a-z]\w*\.\w+", block.text)
+
+
+@pytest.mark.parametrize("document", DEVELOPERS)
+def test_developers_pages_name_what_is_there(document: str) -> None:
+    missing = []
+    for mention in mentions(document):
+        if mention in EXAMPLES.get(document, ()):
+            continue
+        if FILE.fullmatch(mention):
+            folders = ROOT, ROOT / "caffepy", (ROOT / document).parent
+            if not any((folder / mention).exists() for folder in folders):
+                missing.append(mention)
+        elif NAME.fullmatch(mention) and not code().has(re.sub(r"\(.*", "", mention, flags=re.S)):
+            missing.append(mention)
+    assert not missing
+
+
+EXAMPLES: dict[str, set[str]] = {}
+"""What the pages would have their readers write."""
+
+
 def test_pictures_are_small() -> None:
     pictures = [path for path in (ROOT / "docs").iterdir() if path.suffix in (".svg", ".png")]
     assert pictures
@@ -288,7 +392,7 @@ def test_the_house_is_drawn_as_it_stands() -> None:
 
 @cache
 def templates() -> list[re.Pattern[str]]:
-    """Patterns of the texts in caffepy's code, with values of any kind in their places."""
+    """What the texts in caffepy's code can become, values of any kind in their places."""
     found = set()
     for folder in ("caffepy", "cli", "proto"):
         for path in (ROOT / folder).rglob("*.py"):

@@ -32,7 +32,7 @@ Effect = Literal["stop", "snapshot", "none"]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of a training run: the flags of `caffepy train`, with its defaults.
+    """What to train, and how: the flags of `caffepy train`, with its defaults.
 
     solver: path of the solver prototxt.
     weights: caffemodels to start from.
@@ -88,10 +88,10 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The end of a training run.
+    """How a training run ended.
 
     `outputs` are the mean outputs (name, values, loss weight) of each test net's last test,
-    `snapshot` is the state file of the last iteration, None if none was written.
+    `snapshot` is the state file that holds the run as it ended, None if none was written.
     """
 
     iteration: int

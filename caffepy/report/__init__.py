@@ -1,5 +1,5 @@
-"""Everything that a person sees of a run: Caffe's log lines, progress bar, metrics, curve,
-TensorBoard.
+"""What a person sees of a run: Caffe's log lines, the progress bar, metrics file and curve,
+TensorBoard's events.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The speed of solvers that train together, the parts of their time, and their bottleneck."""
+"""How fast solvers train together, where their time goes, and their bottleneck."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

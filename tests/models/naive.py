@@ -1,4 +1,4 @@
-"""Outputs of a net's layers by the textbook formulas, computed from the prototxt alone."""
+"""What a net's layers come to by the textbook formulas, computed from the prototxt alone."""
 
 from dataclasses import dataclass, field
 from math import ceil, prod

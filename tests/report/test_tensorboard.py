@@ -18,7 +18,7 @@ pytest.importorskip("tensorboardX")
 
 
 class Weights:
-    """Weights of a solver; counts the readings."""
+    """What a solver would show; counts how often it is asked."""
 
     def __init__(self, filters: Array | None = None) -> None:
         self.asked = 0

@@ -1,4 +1,4 @@
-"""Material of the tutorials: the digits that come with caffepy, files of nets and solvers,
+"""What the tutorials work on: the digits that come with caffepy, files of nets and solvers,
 processes of scripts.
 """
 
