@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any, Self
 
 import lmdb
-import numpy as np
 
 from caffepy.core.errors import DataError
 from caffepy.data.sources.databases import Record, Records
@@ -80,9 +79,7 @@ class LMDB(SharedDatabase):
 
     def _in_file(self, index: int, most: int) -> Records:
         """Up to `most` records from number `index` on, by their places in the file."""
-        rows = self._pages.places(index)[:most]
-        numbers = np.arange(index, index + len(rows))
-        return Records(self._pages.bytes, np.column_stack([rows, numbers]))
+        return Records(self._pages.bytes, self._pages.places(index)[:most])
 
     def _skip(self, records: Records) -> None:
         """Move the cursor past these records."""

@@ -123,14 +123,14 @@ class Pages:
 
     def places(self, index: int) -> Array:
         """Places in `bytes` of record `index` and some after it: rows of key start, key size, value
-        start, value size.
+        start, value size, number of the record.
 
         Empty after the last record, and for nodes that are not a plain key and value.
         """
         while index >= self.records and not self.whole:
             self.check_more()
         if not self._plain or index >= self.records:
-            return np.empty((0, 4), np.int64)
+            return np.empty((0, 5), np.int64)
         number = bisect_right(self._ends, index) - 1
         return self._block(number)[index - self._ends[number] :]
 
@@ -138,6 +138,8 @@ class Pages:
         """The places of the records of a block of leaves, which are checked."""
         if number not in self._blocks:
             places = self._read(self._leaves[number * BLOCK : (number + 1) * BLOCK])
+            start = self._ends[number]
+            places = np.column_stack([places, np.arange(start, start + len(places))])
             if number == len(self._ends) - 1:
                 self._ends.append(self.records + len(places))
             if sum(map(len, self._blocks.values())) > KEPT:
