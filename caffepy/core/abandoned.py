@@ -1,15 +1,15 @@
-"""What belongs to devices that will never end their work: it cannot be given back, so it is kept to
-the end.
+"""Resources of devices that hang: freeing them would hang too, so they are kept until the process
+ends.
 """
 
 _things: list[object] = []
 
 
 def abandon(*things: object) -> None:
-    """Say that some device will never end its work, which these things belong to."""
+    """Keep these things until the process ends: their device hangs."""
     _things.extend(things)
 
 
 def any_abandoned() -> bool:
-    """Whether a device was given up: then the end of the process must wait for none."""
+    """True if a device was abandoned, so that the process must end without waiting for it."""
     return bool(_things)

@@ -1,4 +1,4 @@
-"""What is worth keeping from run to run: objects of JSON in files of the user's cache."""
+"""Small results kept from run to run: JSON objects in files of the user's cache."""
 
 import json
 import logging
@@ -13,13 +13,13 @@ log = logging.getLogger(__name__)
 
 
 def cache_file(name: str) -> Path:
-    """Where the file of this name is, or would be."""
+    """Return the path of a cache file, whether it exists or not."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "caffepy" / name
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object in a file; an empty one if there is none to be read."""
+    """Return the object in a file; an empty one if it cannot be read."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -28,11 +28,11 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def keep(path: Path, entries: Mapping[str, Any]) -> None:
-    """Put entries into the object of a file; where nothing can be written, nothing is kept."""
+    """Add entries to the object in a file; do nothing if it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         together = {**read(path), **entries}
         with replacing(str(path)) as temporary:
             Path(temporary).write_text(json.dumps(together, indent=0, sort_keys=True))
     except OSError as error:
-        log.debug("nothing is kept in %s: %s", path, error)
+        log.debug("cannot write the cache %s: %s", path, error)

@@ -75,7 +75,7 @@ _finder = _Names()
 
 
 def add_names(homes: Mapping[str, str]) -> None:
-    """Let `import` find modules of caffepy by further names; `homes` maps these to the modules'
+    """Make modules of caffepy importable by further names; `homes` maps these to the modules'
     own.
     """
     _finder.homes.update((name, home) for name, home in homes.items() if name != home)
@@ -84,14 +84,12 @@ def add_names(homes: Mapping[str, str]) -> None:
 
 
 def is_installed() -> bool:
-    """Whether `caffe` is a name of caffepy."""
+    """True if `caffe` is a name of caffepy."""
     return OURS in sys.modules and sys.modules.get(CAFFES) is sys.modules[OURS]
 
 
 def install_as_caffe() -> None:
-    """Let `import caffe`, and of what is in it, find caffepy from now on, even where Caffe itself
-    is there.
-    """
+    """Make `import caffe` find caffepy and its modules, even if Caffe itself is installed."""
     if is_installed():
         return
     for name in [name for name in sys.modules if name.startswith(f"{CAFFES}.")]:

@@ -1,9 +1,8 @@
-"""The events of a training run: the solver calls them, a reporter overrides those that it cares
-about.
+"""Events of a training run: the solver calls them, and a reporter overrides those that it needs.
 
-An iteration has the number that Caffe prints: 0 for the first. Events of one iteration come in this
-order: a test before the iteration's work, `displayed` and `lr` after its gradients, `snapshotted`
-and `iterated` after its update.
+Iterations are numbered as Caffe prints them, from 0. Events of one iteration come in this order: a
+test before its forward pass, `displayed` and `lr` after its gradients, `snapshotted` and `iterated`
+after its update.
 """
 
 from collections.abc import Sequence
@@ -13,22 +12,22 @@ from typing import Any
 from numpy.typing import NDArray
 
 Output = tuple[str, NDArray[Any], float]
-"""An output of a net: name, a copy of its values, its weight in the loss."""
+"""An output of a net: name, copy of its values, loss weight."""
 
 
 class Reporter:
-    """Hears what happens and does nothing about it; as a context manager it ends with `close`."""
+    """Base class that does nothing; as a context manager it ends with `close`."""
 
     def solving(self, net_name: str, lr_policy: str) -> None:
-        """The solver begins."""
+        """Called when the solver begins."""
 
     def test_started(self, iteration: int, k: int) -> None:
-        """Test net `k` begins its batches."""
+        """Called before the batches of test net `k`."""
 
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Test net `k` gave these means; `loss` only where the solver asks for it."""
+        """Called with the mean outputs of test net `k`; `loss` if the solver computes it."""
 
     def displayed(
         self,
@@ -39,32 +38,32 @@ class Reporter:
         seconds: float,
         display: int,
     ) -> None:
-        """An iteration that is to be shown: smoothed loss, the train net's outputs, the speed since
-        the last one.
+        """Called for an iteration to display: smoothed loss, outputs of the train net, speed since
+        the last display.
         """
 
     def lr(self, iteration: int, rate: float) -> None:
-        """The learning rate of an iteration that is to be shown."""
+        """Called with the learning rate of an iteration to display."""
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Every iteration, after its update; `images` is how many it used, 0 if that is unknown.
+        """Called after every update; `images` is the number used, 0 if unknown.
 
-        `loss` is the smoothed loss, of an iteration just before on a GPU that is some iterations
-        behind, and None while none is known. Where something is displayed or tested it is that of
-        the iteration itself.
+        `loss` is the smoothed loss, None while none is known. On a GPU, which lags behind the host,
+        it may be that of a recent iteration; when something is displayed or tested it is that of
+        this one.
         """
 
     def snapshotted(self, kind: str, path: str) -> None:
-        """A file is about to be written; `kind` as in "solver state to HDF5"."""
+        """Called before a snapshot file is written; `kind` as in "solver state to HDF5"."""
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """The iterations are over; `loss` is that of the extra forward pass, if there was one."""
+        """Called after the last iteration; `loss` is that of the extra forward pass, if any."""
 
     def done(self, stopped_early: bool) -> None:
-        """The solver ends."""
+        """Called when the solver ends."""
 
     def close(self, complete: bool = True) -> None:
-        """Release what is held; `complete` false means: quickly, the user wants to leave."""
+        """Release resources; quickly, without finishing work, if not `complete`."""
 
     def __enter__(self) -> "Reporter":
         return self

@@ -15,7 +15,7 @@ STALE = re.compile(r"\.(\d+)\.[0-9a-f]{8}\.tmp$")
 
 
 def temporary_name(path: str) -> str:
-    """A new name beside `path` that tells the file and this process."""
+    """Return a new name beside `path` with the name of the file and the process id."""
     folder, name = os.path.split(path)
     kept = os.fsdecode(os.fsencode(name)[:NAME_KEPT])
     return os.path.join(folder, f".{kept}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
@@ -23,10 +23,10 @@ def temporary_name(path: str) -> str:
 
 @contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Give a temporary name beside `path`; once the block wrote it, flush it to the disk and rename
-    it to `path`.
+    """Yield a temporary name beside `path`; after the block, fsync the file and rename it to
+    `path`.
 
-    If the block raises, the temporary file goes and whatever stood at `path` stays as it was.
+    If the block raises, the temporary file is removed and `path` stays as it was.
     """
     temporary = temporary_name(path)
     try:
@@ -41,8 +41,8 @@ def replacing(path: str) -> Iterator[str]:
 
 
 def remove_stale(prefix: str) -> list[str]:
-    """Remove temporary files and folders of names that start with `prefix` whose process was
-    killed; returns which.
+    """Remove temporary files and folders whose names start with `prefix` and whose process no
+    longer runs; return their names.
     """
     folder, name = os.path.split(prefix)
     removed = []
@@ -64,16 +64,16 @@ def _lives(process: int) -> bool:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # it is another user's
+    except OSError:  # another user's process
         return True
     return True
 
 
 @contextmanager
 def written(path: str) -> Iterator[str]:
-    """`replacing` for a file that a command line names: UsageError if it cannot be written.
+    """Like `replacing`, for a file that a command line names: UsageError if it cannot be written.
 
-    What is there and is no file, such as /dev/stdout, is written to as it is.
+    A path that exists and is no regular file, such as /dev/stdout, is written to directly.
     """
     try:
         if os.path.exists(path) and not os.path.isfile(path):
@@ -86,7 +86,7 @@ def written(path: str) -> Iterator[str]:
 
 
 def check_writable(path: str) -> None:
-    """UsageError if `written` could not begin; for work whose result would be lost at its end."""
+    """Raise UsageError if `path` cannot be written, before work whose result would be lost."""
     if not os.path.exists(path) or os.path.isfile(path):
         path, named = temporary_name(path), path
         try:

@@ -1,8 +1,7 @@
-"""Where a path in a prototxt leads: from the working directory, as in Caffe, else beside the file
-that names it.
+"""Paths in a prototxt: relative to the working directory, as in Caffe, else to the file that has
+them.
 
-A bundled net means its own files first: what lies in the working directory under the same name is
-somebody else's.
+For a bundled net its own folder comes first.
 """
 
 import logging
@@ -11,7 +10,7 @@ import os
 log = logging.getLogger(__name__)
 
 AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
-"""What a script may give as a path; `os.fsdecode` makes a str of it."""
+"""Types of a path in the Python interface; `os.fsdecode` makes a str of it."""
 
 BUNDLED = os.path.join(
     os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "models")), ""
@@ -19,8 +18,7 @@ BUNDLED = os.path.join(
 
 
 def locate(name: str, beside: str | None = None) -> str:
-    """The path under which `name` exists: `name` itself, or, for a relative name, one beside the
-    file `beside`.
+    """Return the path under which `name` exists: `name` itself, or a path beside the file `beside`.
 
     A name that exists in neither place is returned unchanged, so that the caller's message shows
     what the user wrote.

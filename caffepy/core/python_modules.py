@@ -1,9 +1,9 @@
-"""Python modules that a prototxt names: found on sys.path, in the working directory, or beside the
+"""Python modules that a prototxt names: on sys.path, in the working directory, or beside the
 prototxt.
 
-Modules found in the latter two belong to their folder, so nets in different folders may have
-modules of the same name; sys.path is left alone. `import caffe` in them finds caffepy where Caffe
-itself cannot be imported.
+Modules in the latter two belong to their folder, so nets in different folders may have modules of
+the same name; sys.path does not change. `import caffe` in them finds caffepy if Caffe itself cannot
+be imported.
 """
 
 import importlib
@@ -32,7 +32,7 @@ _loading = threading.RLock()
 
 
 class UserCode:
-    """A module, and what runs of it: errors of `code.call(function)` name its file and line.
+    """A user's module; errors in `code.call(function)` name its file and line.
 
     `path` is the prototxt that names the module. ConfigError if there is no such module.
     """
@@ -43,7 +43,7 @@ class UserCode:
         self._home = ""
         self._name = self.file = module
         with _loading:
-            _let_caffe_be_ours()
+            _ensure_caffe()
             _beside.enter(self._folders)
             self.module = self._load(module)
 
@@ -64,7 +64,7 @@ class UserCode:
         return module
 
     def find(self, name: str) -> Callable[..., Any]:
-        """The class of this name; ConfigError names the nearest one."""
+        """Return the class of this name; ConfigError names the nearest one."""
         found = getattr(self.module, name, None)
         if not callable(found):
             known = [key for key, value in vars(self.module).items() if isinstance(value, type)]
@@ -74,9 +74,7 @@ class UserCode:
         return found  # type: ignore[no-any-return]
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run user code: imports in it also look beside it, and an error becomes one that says
-        where in it.
-        """
+        """Run user code: imports in it also look beside it, and errors name file and line."""
         before, _beside.active.folders = _beside.folders(), self._folders
         try:
             return function(*arguments)
@@ -91,8 +89,8 @@ class UserCode:
             _beside.active.folders = before
 
     def _place(self, error: BaseException) -> str:
-        """`file:line: in function: ` of the innermost frame that is the user's, else of the
-        innermost one.
+        """Return `file:line: in function: ` of the innermost frame in user code, else of the
+        innermost frame.
         """
         if isinstance(error, SyntaxError) and error.filename:
             return f"{error.filename}:{error.lineno}: "
@@ -122,7 +120,7 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 class _Beside(MetaPathFinder):
-    """Finds modules in the folders that are active in a thread, and keeps those of different
+    """Import hook for modules in the folders active in a thread; it keeps those of different
     folders apart.
     """
 
@@ -136,15 +134,15 @@ class _Beside(MetaPathFinder):
         ] = {}  # folder -> its modules that are not in sys.modules
 
     def folders(self) -> Sequence[str]:
-        """The folders in which this thread's imports look after sys.path."""
+        """Folders in which this thread's imports look after sys.path."""
         found: Sequence[str] = getattr(self.active, "folders", ())
         return found
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The top-level module of this name in an active folder; folders that are no packages do
-        not count.
+        """Return the spec of a top-level module in an active folder; folders without `__init__.py`
+        do not count.
         """
         for folder in self.folders() if path is None else ():
             spec = PathFinder.find_spec(fullname, [folder])
@@ -154,7 +152,7 @@ class _Beside(MetaPathFinder):
         return None
 
     def enter(self, folders: Sequence[str]) -> None:
-        """Put modules found in these folders into sys.modules, and take those of other folders out."""
+        """Put the modules of these folders into sys.modules, and remove those of other folders."""
         if self not in sys.meta_path:
             sys.meta_path.append(self)
         for folder, names in self._names.items():
@@ -168,8 +166,8 @@ class _Beside(MetaPathFinder):
 _beside = _Beside()
 
 
-def _let_caffe_be_ours() -> None:
-    """Let `import caffe` find caffepy, unless Caffe is there and can be imported."""
+def _ensure_caffe() -> None:
+    """Make `import caffe` find caffepy, unless Caffe is installed and can be imported."""
     if "caffe" in sys.modules:
         return
     spec = importlib.util.find_spec("caffe")

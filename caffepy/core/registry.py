@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`, did you mean "X"?` for the nearest known name, or an empty string."""
+    """Return `, did you mean "X"?` for the nearest known name, or an empty string."""
     by_fold = {k.casefold(): k for k in known}
     match = get_close_matches(name.casefold(), by_fold, n=1, cutoff=0.6)
     return f', did you mean "{by_fold[match[0]]}"?' if match else ""
@@ -35,8 +35,8 @@ class Registry(Generic[T]):
         return register
 
     def __getitem__(self, name: str) -> T:
-        """The thing registered under the name; ConfigError names the nearest known one and lists
-        them all.
+        """Return the thing registered under the name; ConfigError names the nearest known one and
+        lists all.
         """
         try:
             return self._entries[name]

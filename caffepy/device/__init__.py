@@ -1,4 +1,4 @@
-"""Where arrays live and arithmetic runs.
+"""Devices: where arrays live and arithmetic runs.
 
 Start with `device`: class Device is the CPU and the interface of a GPU. `cuda` has CudaDevice, with
 `streams` (main and side streams, drawn there), `graphs` (CUDA graphs) and `random`. `blob` has

@@ -2,9 +2,9 @@
 
 Memory is allocated and zeroed on first touch, grows and never shrinks. Blobs that share
 (`share_data`) hold the same Memory object, so whatever one writes, reallocates or binds is seen by
-all. On a GPU a Memory has a device array and a host array; whoever asks for one of them gets the
-newest values there, and is taken to change them. The device array may have a Layout of its own; the
-host's is float32 in the order of the shape.
+all. On a GPU a Memory has a device array and a host array; reading either copies the newest values
+there and marks them as changed there. The device array may have its own Layout; the host's is
+float32 in the order of the shape.
 """
 
 from collections.abc import Iterable
@@ -23,47 +23,46 @@ MAX_COUNT = 2**31 - 1
 
 
 class Layout(NamedTuple):
-    """How a blob lies on a GPU: its element type, where uint16 stands for bfloat16, and the order
-    of its axes.
+    """Layout of a blob on a GPU: element type (uint16 stands for bfloat16) and order of axes.
 
-    `channels_last` puts the elements of a shape (N, C, ...) into memory in the order (N, ..., C).
+    With `channels_last` the elements of a shape (N, C, ...) are stored in the order (N, ..., C).
     """
 
     dtype: np.dtype[Any]
     channels_last: bool
 
     def view(self, flat: Array, shape: tuple[int, ...]) -> Array:
-        """The flat array in this shape, by strides if the channels lie last."""
+        """Return the flat array in this shape, by strides if the channels are last."""
         if not self.channels_last or len(shape) < 3:
             return flat.reshape(shape)
         lying: Array = flat.reshape(shape[:1] + shape[2:] + shape[1:2])
         return lying.transpose(0, len(shape) - 1, *range(1, len(shape) - 1))
 
     def write(self, values: Array, flat: Array) -> None:
-        """Put float32 values into a flat numpy array of this layout."""
+        """Write float32 values to a flat numpy array in this layout."""
         narrow = to_bfloat16(values) if self.dtype == np.uint16 else values
         with np.errstate(over="ignore"):
             np.copyto(self.view(flat, values.shape), narrow, casting="same_kind")
 
     def read(self, flat: Array, values: Array) -> None:
-        """Get the values, in float32, from a flat numpy array of this layout."""
+        """Read float32 values from a flat numpy array in this layout."""
         lying = self.view(flat, values.shape)
         values[...] = from_bfloat16(lying) if self.dtype == np.uint16 else lying
 
 
 PLAIN = Layout(np.dtype(np.float32), False)
-"""As Caffe has it, and every host array here."""
+"""Caffe's layout, and that of every host array."""
 
 
 def to_bfloat16(values: Array) -> Array:
-    """float32 rounded to the nearest bfloat16, ties to even, as uint16; NaN stays NaN."""
+    """Return float32 values rounded to bfloat16, ties to even, as uint16; NaN stays NaN."""
     bits = np.asarray(values, np.float32).view(np.uint32)
     rounded = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)
 
 
 def from_bfloat16(bits: Array) -> Array:
-    """bfloat16, as uint16, in float32."""
+    """Return bfloat16 values, stored as uint16, in float32."""
     return (np.asarray(bits, np.uint32) << 16).view(np.float32)
 
 
@@ -93,34 +92,35 @@ class Memory:
 
     @property
     def layout(self) -> Layout:
-        """How the array lies."""
+        """Layout of the array."""
         return Layout(self.dtype, False)
 
     def zeros(self, count: int) -> Array:
-        """Another flat array of zeros of this kind and type, where this memory lies."""
+        """Return another flat array of zeros of this type on the same device."""
         return np.zeros(count, self.dtype)
 
     @property
     def array(self) -> Array:
-        """The flat array where layers compute."""
+        """Flat array with which layers compute."""
         if self._array is None:
             self._array = np.zeros(self.capacity, self.dtype)
         return self._array
 
     def host_of(self, shape: tuple[int, ...]) -> Array:
-        """The values of a blob of this shape as numpy's array, to read and to write."""
+        """Return the values of a blob of this shape as numpy's array, to read and to write."""
         values: Array = self.array[: prod(shape)].reshape(shape)
         return values
 
     @property
     def touched(self) -> bool:
-        """Whether the array exists yet; memory that nobody touched is all zeros."""
+        """True if the array exists; else all values are zero."""
         return self._array is not None
 
 
 class SyncedMemory(Memory):
-    """Memory of a GPU with a copy on the host. `array` brings the host's values over if `host` was
-    asked for last.
+    """Memory of a GPU with a copy on the host, as Caffe's SyncedMemory.
+
+    `host_of` downloads the values and marks the host's as newer; `array` uploads them again if so.
     """
 
     __slots__ = ("_host", "_host_is_newer", "_layout", "_shape", "device")
@@ -135,11 +135,11 @@ class SyncedMemory(Memory):
 
     @property
     def layout(self) -> Layout:
-        """How the device array lies."""
+        """Layout of the device array."""
         return self._layout
 
     def set_layout(self, layout: Layout) -> None:
-        """Lie in this layout from now on; the values are lost."""
+        """Change the layout; the values are lost."""
         if layout != self._layout:
             self._layout = layout
             self._array, self._host, self._host_is_newer = None, None, False
@@ -153,7 +153,7 @@ class SyncedMemory(Memory):
 
     @property
     def touched(self) -> bool:
-        """Whether one of the arrays exists yet."""
+        """True if one of the arrays exists."""
         return self._array is not None or self._host is not None
 
     def bind(self, array: Array) -> None:
@@ -165,12 +165,12 @@ class SyncedMemory(Memory):
         self.device.allocation_version += 1
 
     def zeros(self, count: int) -> Array:
-        """Another flat device array of zeros of this layout's type."""
+        """Return another flat device array of zeros of this layout's type."""
         return self.device.zeros(count, self.layout.dtype)
 
     @property
     def array(self) -> Array:
-        """The flat device array, up to date."""
+        """Flat device array, up to date."""
         if self._array is None:
             self._array = self.device.zeros(self.capacity, self.layout.dtype)
             self.device.allocation_version += 1
@@ -179,7 +179,7 @@ class SyncedMemory(Memory):
         return self._array
 
     def flush(self) -> None:
-        """Bring the host's values to the device if they are newer."""
+        """Upload the host's values if they are newer."""
         self.device.dirty.discard(self)
         if not self._host_is_newer:
             return
@@ -198,8 +198,9 @@ class SyncedMemory(Memory):
         return self.layout == (self.dtype, False)
 
     def host_of(self, shape: tuple[int, ...]) -> Array:
-        """The host array of a blob of this shape, up to date; what is written to it reaches `array`
-        when that is asked for."""
+        """Return the host array of a blob of this shape, up to date; what is written to it is
+        uploaded by the next `array`.
+        """
         if self._host is None:
             self._host = np.zeros(self.capacity, self.dtype)
         count = prod(shape)
@@ -228,7 +229,7 @@ class _View:
         self.view: Array | None = None
 
     def get(self, shape: tuple[int, ...], count: int) -> Array:
-        base = self.memory.array  # asked for each time: it may have to bring the host's values over
+        base = self.memory.array  # each time, since it may have to upload the host's values
         if self.base is not base or self.view is None:
             self.base, self.view = base, self.memory.layout.view(base[:count], shape)
         return self.view
@@ -240,10 +241,9 @@ class _View:
 
 
 class Blob:
-    """Data and diff of one shape; up to 32 axes, a 0-axis blob is a scalar. Shape sizes are in
-    elements.
+    """Data and diff of one shape, with up to 32 axes; a 0-axis blob is a scalar.
 
-    On a `device` that is a GPU they have an array there beside that on the host.
+    On a GPU both have a device array beside the host's.
     """
 
     __slots__ = ("_data", "_diff", "count", "shape")
@@ -269,48 +269,46 @@ class Blob:
 
     @property
     def data(self) -> Array:
-        """The values, an array of the blob's device."""
+        """Values, an array of the blob's device."""
         return self._data.get(self.shape, self.count)
 
     @property
     def diff(self) -> Array:
-        """The gradient of the loss with respect to `data`, an array of the blob's device."""
+        """Gradient of the loss with respect to `data`, an array of the blob's device."""
         return self._diff.get(self.shape, self.count)
 
     @property
     def host_data(self) -> Array:
-        """The values as a numpy array to read and to write; on the CPU `data` itself."""
+        """Values as a numpy array to read and to write; on the CPU `data` itself."""
         return self._data.memory.host_of(self.shape)
 
     @property
     def host_diff(self) -> Array:
-        """The gradient as a numpy array to read and to write; on the CPU `diff` itself."""
+        """Gradient as a numpy array to read and to write; on the CPU `diff` itself."""
         return self._diff.memory.host_of(self.shape)
 
     @property
     def data_memory(self) -> Memory:
-        """What holds `data`; shared between blobs that share."""
+        """Memory of `data`; several blobs may share it."""
         return self._data.memory
 
     @property
     def diff_memory(self) -> Memory:
-        """What holds `diff`; shared between blobs that share."""
+        """Memory of `diff`; several blobs may share it."""
         return self._diff.memory
 
     @property
     def layout(self) -> Layout:
-        """How data and diff lie where layers compute."""
+        """Layout of data and diff on the device."""
         return self._data.memory.layout
 
     @property
     def gpu(self) -> Device | None:
-        """The GPU that data and diff lie on; None if they lie on the host."""
+        """GPU that holds data and diff; None on the CPU."""
         return self._data.memory.device if isinstance(self._data.memory, SyncedMemory) else None
 
     def set_layout(self, layout: Layout) -> None:
-        """Lie in this layout on the GPU from now on, in other memory if it is another; the values
-        are lost.
-        """
+        """Change the layout on the GPU; another one needs new memory, and values are lost."""
         for view in (self._data, self._diff):
             memory = view.memory
             assert isinstance(memory, SyncedMemory)
@@ -321,7 +319,7 @@ class Blob:
                 view.point(own)
 
     def reshape(self, shape: Iterable[int]) -> None:
-        """Take this shape; contents survive as far as the memory suffices, as in Caffe."""
+        """Change the shape; values are kept unless the memory must grow, as in Caffe."""
         shape = tuple(int(d) for d in shape)
         if shape == self.shape and self.count <= self._data.memory.capacity:
             return
@@ -339,7 +337,7 @@ class Blob:
             view.view = None
 
     def reshape_like(self, other: "Blob") -> None:
-        """Take the other blob's shape."""
+        """Change the shape to that of the other blob."""
         self.reshape(other.shape)
 
     def share_data(self, other: "Blob") -> None:
@@ -355,9 +353,7 @@ class Blob:
             self._diff.point(other._diff.memory)
 
     def axis(self, index: int) -> int:
-        """The axis number in 0..n-1 that `index` (may be negative) names; ConfigError if there is
-        none.
-        """
+        """Return the axis 0..n-1 for `index`, maybe negative; ConfigError if there is none."""
         n = len(self.shape)
         if not -n <= index < n:
             raise ConfigError(
@@ -367,7 +363,7 @@ class Blob:
         return index % n
 
     def legacy_shape(self) -> tuple[int, int, int, int]:
-        """num, channels, height, width of a blob with at most 4 axes; missing axes count 1."""
+        """Return num, channels, height, width of a blob with at most 4 axes; missing axes are 1."""
         if len(self.shape) > 4:
             raise ConfigError(
                 f"a blob of at most 4 axes is needed here, not {shape_string(self.shape)}"
@@ -380,9 +376,7 @@ class Blob:
 
 
 class HostView:
-    """A blob of a GPU as a layer that computes on the host sees it: `data` and `diff` are its host
-    arrays.
-    """
+    """A GPU's blob for a layer that computes on the host: `data` and `diff` are host arrays."""
 
     __slots__ = ("blob",)
 
@@ -412,18 +406,16 @@ class HostView:
 
 
 def on_host(blobs: Iterable[Blob]) -> list[Blob]:
-    """The blobs as host views, which do all that a Blob does."""
+    """Return host views of the blobs, which do all that a Blob does."""
     return [cast("Blob", HostView(b)) for b in blobs]
 
 
 def behind(blob: Blob) -> Blob:
-    """The blob itself, whether seen through a host view or not."""
+    """Return the blob behind a host view, or the blob itself."""
     return blob.blob if isinstance(blob, HostView) else blob
 
 
 def shape_string(shape: Iterable[int]) -> str:
-    """Caffe's form of a shape: each size and a blank, then the count in parentheses, as in `64 3 7
-    7 (9408)`.
-    """
+    """Return a shape as Caffe prints it: sizes and count, as in `64 3 7 7 (9408)`."""
     shape = tuple(shape)
     return "".join(f"{d} " for d in shape) + f"({prod(shape)})"

@@ -82,7 +82,7 @@ class CudaDevice(Device):
 
     @cached_property
     def step_counter(self) -> Any:
-        """An int64 array without axes that counts forward passes; kernels of the solver add to it."""
+        """An int64 array without axes that counts forward passes; a solver's kernel adds to it."""
         return self.zeros(1, np.dtype(np.int64)).reshape(())
 
     @property
@@ -105,7 +105,7 @@ class CudaDevice(Device):
 
     @cached_property
     def error_flags(self) -> Any:
-        """All error flags: an array (MOST_ERROR_FLAGS, 2) with `error_flag_count` rows in use."""
+        """All error flags, an array (MOST_ERROR_FLAGS, 2) with `error_flag_count` rows in use."""
         flat = self.zeros(2 * MOST_ERROR_FLAGS, np.dtype(np.float64))
         return flat.reshape(MOST_ERROR_FLAGS, 2)
 
@@ -136,7 +136,7 @@ class CudaDevice(Device):
                 raise flag.error(float(value))
 
     def overlapping(self) -> AbstractContextManager[None]:
-        """Enable `side_stream` in this context, at whose end the main stream waits for all of them."""
+        """Enable `side_stream` in this context; at its end the main stream waits for all."""
         return self._streams.overlapping()
 
     def side_stream(

@@ -132,7 +132,7 @@ class Device:
         array[...] = host
 
     def download(self, array: NDArray[Any], host: NDArray[Any]) -> None:
-        """Copy an array of this device into a host array of the same size; return when it is done."""
+        """Copy an array of this device into a host array of the same size, and wait for it."""
         host[...] = array
 
     def flush(self) -> None:

@@ -1,5 +1,5 @@
-"""What GPUs a machine has, what CUDA says of them, and what to do where there are none or they
-fail.
+"""GPUs of the machine: their number and properties, and messages that say what to do if there are
+none or if they fail.
 """
 
 import ctypes
@@ -17,13 +17,11 @@ NO_DRIVER = "no NVIDIA driver is found: install one, or give the container acces
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 MAX_PITCH, CLOCK_RATE, GPU_OVERLAP, EXECUTION_TIMEOUT = 11, 13, 15, 17
-"""cudaDeviceAttr of what CuPy, or CUDA 13, does not have among a device's properties."""
+"""cudaDeviceAttr of properties that CuPy, or CUDA 13, left out."""
 
 
 def gpu_numbers(gpus: str) -> list[int]:
-    """The GPUs that a list such as "0,1" names, or all there are for "all"; UsageError for anything
-    else.
-    """
+    """Return the GPUs that a list such as "0,1" or "all" names; UsageError for anything else."""
     if gpus == "all":
         count = count_gpus()
         if not count:
@@ -36,7 +34,7 @@ def gpu_numbers(gpus: str) -> list[int]:
 
 
 def import_cupy() -> Any:
-    """CuPy; DeviceError that says what to install if it cannot be imported."""
+    """Return the module cupy; DeviceError says what to install if it cannot be imported."""
     try:
         import cupy
     except ImportError as error:
@@ -51,13 +49,13 @@ def import_cupy() -> Any:
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error's text that has words in it."""
+    """Return the last line of an error's text that has words in it."""
     lines = [line.strip() for line in str(error).splitlines() if re.search(r"\w", line)]
     return lines[-1] if lines else type(error).__name__
 
 
 def count_gpus() -> int:
-    """How many GPUs CUDA sees; DeviceError that says what is wrong if it cannot be asked."""
+    """Return the number of GPUs that CUDA sees; DeviceError says what is wrong if it fails."""
     runtime = import_cupy().cuda.runtime
     try:
         return int(runtime.getDeviceCount())
@@ -78,7 +76,7 @@ def _why_no_gpu(error: BaseException) -> str:
 
 
 def too_old(driver: int, built: int) -> str:
-    """What to do when CuPy is built for a CUDA that the driver does not know."""
+    """Return the remedy if CuPy is built for a newer CUDA than the driver supports."""
     other = (
         ", or pip uninstall cupy-cuda13x and pip install 'caffepy[cuda12]'"
         if driver // 1000 == 12
@@ -92,17 +90,17 @@ def too_old(driver: int, built: int) -> str:
 
 
 def cuda_version(number: int) -> str:
-    """CUDA's number of a version as people write it: 12040 is 12.4."""
+    """Return a CUDA version as people write it: 12.4 for 12040."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def cuda_of_cupy() -> int:
-    """The CUDA that CuPy is built for."""
+    """Return the CUDA version that CuPy is built for."""
     return int(import_cupy().cuda.runtime.runtimeGetVersion())
 
 
 def cuda_of_driver() -> int:
-    """The newest CUDA that the NVIDIA driver knows, 0 if there is no driver; needs no CuPy."""
+    """Return the newest CUDA version of the driver, 0 without a driver; needs no CuPy."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -113,7 +111,7 @@ def cuda_of_driver() -> int:
 
 
 def driver_version() -> str:
-    """The NVIDIA driver's own version, empty if it is not known."""
+    """Return the NVIDIA driver's version, empty if it is unknown."""
     try:
         found = re.search(r"\s(\d+\.[\d.]+)\s", DRIVER_FILE.read_text())
     except OSError:
@@ -122,7 +120,7 @@ def driver_version() -> str:
 
 
 def nccl_version() -> int:
-    """NCCL's number of its version, such as 22809 for 2.28.9; ImportError if it cannot be loaded."""
+    """Return NCCL's version, such as 22809 for 2.28.9; ImportError if it cannot be loaded."""
     import_cupy()
     from cupy.cuda import nccl
 
@@ -130,16 +128,14 @@ def nccl_version() -> int:
 
 
 def check_gpu(index: int) -> None:
-    """DeviceError if there is no such GPU."""
+    """Raise DeviceError if there is no such GPU."""
     count = count_gpus()
     if not 0 <= index < count:
         raise DeviceError(f"there is no GPU {index}: this machine has {count}, numbered from 0")
 
 
 def gpu_properties(index: int) -> dict[str, Any]:
-    """The fields of cudaDeviceProp, those that CUDA 13 or CuPy left out among them; the name as
-    text.
-    """
+    """Return the fields of cudaDeviceProp, including those that CUDA 13 or CuPy left out."""
     check_gpu(index)
     runtime = import_cupy().cuda.runtime
     properties = dict(runtime.getDeviceProperties(index))
@@ -156,7 +152,7 @@ def gpu_properties(index: int) -> dict[str, Any]:
 
 
 def gpu_memory(index: int) -> tuple[int, int]:
-    """Bytes of the GPU's memory: free, and in all."""
+    """Return free and total bytes of the GPU's memory."""
     cupy = import_cupy()
     with cupy.cuda.Device(index):
         free, total = cupy.cuda.runtime.memGetInfo()
@@ -164,15 +160,13 @@ def gpu_memory(index: int) -> tuple[int, int]:
 
 
 def synchronize_gpu(index: int) -> None:
-    """Return when all work that this process has given to the GPU is done."""
+    """Wait until all work that this process enqueued on the GPU is done."""
     import_cupy().cuda.Device(index).synchronize()
 
 
 @contextmanager
 def translate_errors(cupy: Any, index: int) -> Iterator[None]:
-    """Turn CuPy's out-of-memory error into a DeviceError that says what helps, and CUDA's into one
-    that says where.
-    """
+    """Raise errors of CuPy and CUDA as DeviceError, with a remedy if memory is full."""
     try:
         yield
     except cupy.cuda.memory.OutOfMemoryError as error:

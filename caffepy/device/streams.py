@@ -107,7 +107,7 @@ class Streams:
             yield
 
     def wait(self, name: str) -> None:
-        """Make the main stream wait for this side stream, if it has work that was not waited for."""
+        """Make the main stream wait for this side stream, unless it has already."""
         if name in self._forked:
             self._forked.discard(name)
             self._order(self.side[name], self.main)

@@ -1,5 +1,4 @@
-"""A pool of persistent threads that share out index ranges, and the scope in which BLAS keeps to
-one thread.
+"""Thread pool of the host, which divides index ranges, and the scope in which BLAS uses one thread.
 
 Work runs without the GIL (numba kernels, BLAS calls); several Python threads may use the pool at
 the same time.
@@ -21,7 +20,7 @@ ALIGNED = 64  # elements of a vector loop: four registers of 64 bytes hold as ma
 
 
 class _Call:
-    """One `parallel` call: pieces are taken in order by whoever is free; the last one done says so."""
+    """One `parallel` call: free threads take pieces in order, and the last one signals the end."""
 
     __slots__ = ("bounds", "done", "error", "finished", "function", "taken")
 
@@ -47,7 +46,7 @@ class _Call:
 
 
 class _Pool:
-    """Threads that wait for calls; they are daemons and end with the process."""
+    """Daemon threads that wait for calls."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -74,7 +73,7 @@ _threads = 0
 
 
 def _available() -> int:
-    """CAFFEPY_NUM_THREADS, or as many as the process may use cores."""
+    """Return CAFFEPY_NUM_THREADS, else the number of cores that the process may use."""
     wanted = os.environ.get("CAFFEPY_NUM_THREADS", "")
     if wanted.isdecimal() and int(wanted) > 0:
         return int(wanted)
@@ -82,7 +81,7 @@ def _available() -> int:
 
 
 def num_threads() -> int:
-    """How many threads, the calling one included, work on one `parallel` call."""
+    """Return the number of threads, the calling one included, that work on one `parallel` call."""
     global _threads
     if not _threads:
         _threads = _available()
@@ -91,7 +90,7 @@ def num_threads() -> int:
 
 @contextmanager
 def share(part: int, parts: int) -> Iterator[None]:
-    """In this block the calling thread's `parallel` calls use its share, of several, of all
+    """Limit the calling thread's `parallel` calls in the block to share `part` of `parts` of all
     threads; at least one.
     """
     _inside.share = part, parts
@@ -119,7 +118,7 @@ def set_num_threads(n: int) -> None:
 
 
 def _forget_pool() -> None:
-    """A forked child has none of its parent's threads."""
+    """Drop the pool in a forked child, which has none of its parent's threads."""
     global _pool, _lock
     _pool, _lock = None, threading.Lock()
 
@@ -174,7 +173,7 @@ _blas_before: Any = None
 
 @contextmanager
 def blas_scope() -> Iterator[None]:
-    """BLAS keeps to the calling thread inside; scopes nest and overlap, the last one out restores
+    """Make BLAS use the calling thread alone; scopes nest and overlap, and the last to end restores
     the setting.
     """
     global _blas, _blas_depth, _blas_before

@@ -52,7 +52,7 @@ def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
 
 
 def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
-    """True if every part of the rule that is set holds for the state; log the first that does not."""
+    """True if all fields of the rule hold for the state; log the first that does not."""
     if rule.HasField("phase") and rule.phase != state.phase:
         log.info(
             "The NetState phase (%d) differed from the phase (%d) specified by a rule in layer %s",

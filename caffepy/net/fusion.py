@@ -56,7 +56,7 @@ def _has_gradient(nodes: Sequence[Node], top: Blob) -> bool:
 
 
 def _reader(nodes: Sequence[Node], index: int) -> int | None:
-    """Return the layer that reads the only top of a layer; None if several see its present values."""
+    """Return the layer that reads the only top of a layer; None if several see its values."""
     top = nodes[index].tops[0]
     readers = [j for j in range(index + 1, len(nodes)) if any(b is top for b in nodes[j].bottoms)]
     if not readers or any(nodes[index].layer.loss_weights):

@@ -38,7 +38,7 @@ class Interval(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """How a net runs: forward through these steps and, if it learns, backward through them."""
+    """A net and the steps that it runs forward and, if it learns, backward."""
 
     net: Net
     steps: Sequence[Step]
