@@ -28,7 +28,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit("usage: python -m caffepy.as_caffe SCRIPT [ARGUMENTS], or -m MODULE [ARGUMENTS]")
     if not by_name and not os.path.exists(sys.argv[0]):
         sys.exit(
-            f"there is no script {sys.argv[0]}; usage: python -m caffepy.as_caffe SCRIPT, or -m MODULE"
+            f"there is no script {sys.argv[0]}; usage: python -m caffepy.as_caffe SCRIPT, or "
+            f"-m MODULE"
         )
     os.environ["CAFFEPY_AS_CAFFE"] = "1"
     install_as_caffe()

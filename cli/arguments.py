@@ -37,7 +37,8 @@ def normalize(
 
 
 def _flag(argument: str, rest: deque[str], takes_value: Mapping[str, bool | None]) -> list[str]:
-    """Return click's form of a flag: nothing for one that is switched off and has no negative form."""
+    """Return click's form of a flag: nothing for one that is switched off and has no negative
+    form."""
     name, equals, value = argument.lstrip("-").partition("=")
     name = name.replace("_", "-")
     if name == "h":

@@ -381,7 +381,8 @@ def synthetic(command: Command) -> Command:
 
 
 def logged(least: int = 0) -> Decorator:
-    """Add glog's flags, and log to where they say during the command; `least` is the default level."""
+    """Add glog's flags, and log to where they say during the command; `least` is the default
+    level."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)

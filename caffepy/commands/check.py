@@ -58,7 +58,10 @@ class NetOnGpu:
             if self.obstacle
             else "captured as one graph"
         )
-        return f"on a GPU: {self.precision}; data and gradients share {mebibytes(self.memory)}\na step is {captured}"
+        return (
+            f"on a GPU: {self.precision}; data and gradients share "
+            f"{mebibytes(self.memory)}\na step is {captured}"
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class NetInfo:
-    """A net. Layers that share parameters list them each; `parameters` of the net counts them once."""
+    """A net. Layers that share parameters list them each; `parameters` of the net counts them
+    once."""
 
     role: str
     name: str
@@ -199,7 +203,8 @@ class ImaginedGpu(ShapesOnlyDevice):
 
 
 def _shared(net: Net) -> int:
-    """Return the bytes of the net's blobs while it runs, without those of its inputs and outputs."""
+    """Return the bytes of the net's blobs while it runs, without those of its inputs and
+    outputs."""
     _, total = plan(list(lifetimes(Usage(net, net.steps, net.phase == TRAIN)).values()))
     return total
 

@@ -1,4 +1,5 @@
-"""`caffepy device-pairs`: the links between devices, and the schedule of each way to synchronize."""
+"""`caffepy device-pairs`: the links between devices, and the schedule of each way to
+synchronize."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +19,10 @@ DERIVED = ("pairs", "schedules", "speeds")
 that is not there.
 """
 
-LEGEND = "NV#: # NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, NODE: one NUMA node, SYS: several"
+LEGEND = (
+    "NV#: # NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, "
+    "NODE: one NUMA node, SYS: several"
+)
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,8 @@ class Pairing:
         levels = [
             "  "
             + ", ".join(
-                f"{names[step.destination]} {signs[step.operation]} {names[step.source]}{' (host)' * step.staged}"
+                f"{names[step.destination]} {signs[step.operation]} "
+                f"{names[step.source]}{' (host)' * step.staged}"
                 for step in level
             )
             for level in schedule
@@ -166,7 +171,8 @@ def simulated(path: str) -> Pairing:
         isinstance(boards, list) and all(board is None or _is_number(board) for board in boards)
     ):
         raise ConfigError(
-            f'{path}: "boards" must be a list of whole numbers, null for a device that has one to itself'
+            f'{path}: "boards" must be a list of whole numbers, null for a device that has '
+            f"one to itself"
         )
     if not (isinstance(access, list) and all(_is_row(row) for row in access)):
         raise ConfigError(f'{path}: "access" must be a list of rows of 0 and 1')

@@ -70,7 +70,8 @@ def features_of(
         extension = os.path.splitext(path)[1].lower()
         if not kind and extension in FOREIGN:
             raise UsageError(
-                f'"{path}": {extension} files are not written; name a .h5 or .npy file, or a database'
+                f'"{path}": {extension} files are not written; name a .h5 or .npy file, or a '
+                f"database"
             )
         own = kind or EXTENSIONS.get(extension, "lmdb")
         if any(path == other.path and (own != "hdf5" or blob == other.blob) for other in features):

@@ -69,7 +69,8 @@ def trained_net(
 
 
 def load_all(net: Net, weights: Iterable[str]) -> None:
-    """Load these files of weights, one after the other; one warning names the layers without any."""
+    """Load these files of weights, one after the other; one warning names the layers without
+    any."""
     missing = dict.fromkeys(net.nodes[param.layer].name for param in net.learnable)
     names = list(weights)
     for name in names:

@@ -129,7 +129,8 @@ def load(path: str, channels: int) -> Array:
     """
     if channels not in (1, 3):
         raise DataError(
-            f"{path}: an image file has no {channels} channels, which the net takes; give a .npy file"
+            f"{path}: an image file has no {channels} channels, which the net takes; give a "
+            f".npy file"
         )
     return load_image(path, color=channels == 3)
 

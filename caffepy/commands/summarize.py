@@ -79,7 +79,8 @@ class LayerSummary:
 
 @dataclass
 class NetSummary:
-    """A net: tops that no layer takes, bottoms that no layer makes, and why it could not be built."""
+    """A net: tops that no layer takes, bottoms that no layer makes, and why it could not be
+    built."""
 
     role: str
     name: str

@@ -50,7 +50,8 @@ class Timing:
         return self.batch * self.iterations / self.total * 1000
 
     def table(self) -> str:
-        """Return a line a layer: name, type, milliseconds forward and backward, share of the sum."""
+        """Return a line a layer: name, type, milliseconds forward and backward, share of the
+        sum."""
         width = max(len(layer.name) for layer in self.layers)
         kind = max(len(layer.type) for layer in self.layers)
         whole = sum(layer.forward + layer.backward for layer in self.layers)
@@ -58,7 +59,8 @@ class Timing:
         for t in self.layers:
             share = (t.forward + t.backward) / whole
             lines.append(
-                f"{t.name:{width}}  {t.type:{kind}}  {t.forward:10.3f}  {t.backward:11.3f}  {share:5.1%}"
+                f"{t.name:{width}}  {t.type:{kind}}  {t.forward:10.3f}  {t.backward:11.3f}  "
+                f"{share:5.1%}"
             )
         lines.append(f"{'all':{width}}  {'':{kind}}  {self.forward:10.3f}  {self.backward:11.3f}")
         if self.batch:

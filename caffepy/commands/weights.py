@@ -1,4 +1,5 @@
-"""`caffepy weights`: files of weights without a net: their content, and conversion between forms."""
+"""`caffepy weights`: files of weights without a net: their content, and conversion between
+forms."""
 
 import json
 import logging
@@ -214,8 +215,10 @@ def read_weights(path: str) -> NetParameter:
         for name, arrays in _stored(_weights(file, path)):
             if list(arrays) != list(range(len(arrays))):
                 raise ConfigError(
-                    f'layer "{name}": only blobs {", ".join(map(str, arrays))} are stored, as the others are shared '
-                    "with another layer; such weights need their net: load and save them from Python",
+                    f'layer "{name}": only blobs {", ".join(map(str, arrays))} are stored, as '
+                    f"the others are shared "
+                    "with another layer; such weights need their net: load and save them "
+                    "from Python",
                     path,
                 )
             if (
@@ -283,7 +286,8 @@ def _write_binary(path: str, net: NetParameter) -> None:
 
 
 def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
-    """Write a group for every layer, as Caffe does; shared parameters are stored with each layer."""
+    """Write a group for every layer, as Caffe does; shared parameters are stored with each
+    layer."""
     with written(path) as temporary, new_hdf5(temporary) as file:
         nested = [layer.name for layer in net.layer if "/" in layer.name]
         if nested:
@@ -309,6 +313,7 @@ def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
 
 
 def _modern(shape: tuple[int, ...], type: str, index: int) -> tuple[int, ...]:
-    """Return the shape of a blob of the time when all had four axes: HDF5 is read by exact shapes."""
+    """Return the shape of a blob of the time when all had four axes: HDF5 is read by exact
+    shapes."""
     axes = LEGACY_AXES.get(type, 4) if index == 0 else 1 if type in LEGACY_AXES else 4
     return shape[-axes:] if all(size == 1 for size in shape[:-axes]) else shape

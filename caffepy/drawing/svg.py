@@ -86,7 +86,8 @@ def svg(graph: Graph) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{shown[0]:.0f}" height="{shown[1]:.0f}" '
         f'font-family="sans-serif" font-size="{FONT}" text-anchor="middle">\n'
         f"<title>{_text(graph.name)}</title>\n"
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" markerHeight="8" orient="auto">'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="8" '
+        'markerHeight="8" orient="auto">'
         '<path d="M0 0L8 4L0 8z"/></marker></defs>\n'
         '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )

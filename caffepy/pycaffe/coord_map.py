@@ -127,7 +127,8 @@ def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
 
 
 def _maps_to(top: Top) -> Iterator[tuple[Top, CoordMap]]:
-    """Return the top itself and all blobs that it is computed from, each with its map to the top."""
+    """Return the top itself and all blobs that it is computed from, each with its map to the
+    top."""
     waiting: list[tuple[Top, CoordMap]] = [(top, IDENTITY)]
     seen = set()
     while waiting:

@@ -1,4 +1,5 @@
-"""pycaffe's Detector: class scores of windows of images, as R-CNN does it (Girshick et al. 2014)."""
+"""pycaffe's Detector: class scores of windows of images, as R-CNN does it (Girshick et al.
+2014)."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -47,7 +48,8 @@ class Detector(ImageNet):
             return
         if 2 * context_pad >= min(height, width):
             raise ValueError(
-                f"context_pad must be less than half of the net's input of {height}x{width}, not {context_pad}"
+                f"context_pad must be less than half of the net's input of {height}x{width}, "
+                f"not {context_pad}"
             )
         self.crop_mean = np.zeros((height, width, channels), np.float32)
         mean = self.transformer.mean.get(in_)
@@ -84,7 +86,8 @@ class Detector(ImageNet):
             search = import_module(SELECTIVE_SEARCH)
         except ImportError:
             raise ConfigError(
-                f"selective search needs the package {SELECTIVE_SEARCH} (and MATLAB), which cannot be imported; find "
+                f"selective search needs the package {SELECTIVE_SEARCH} (and MATLAB), which "
+                f"cannot be imported; find "
                 "windows by other means and give them to detect_windows"
             ) from None
         names = [os.path.abspath(name) for name in image_fnames]

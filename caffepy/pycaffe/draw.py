@@ -211,7 +211,8 @@ def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool =
 
 
 def edge_label(layer: LayerParameter) -> str:
-    """Return the label of a layer's outgoing arrows: the batch size of data, the number of outputs."""
+    """Return the label of a layer's outgoing arrows: the batch size of data, the number of
+    outputs."""
     size, outputs = batch_size(layer), num_output(layer)
     if size is not None:
         return f"Batch {size}"
@@ -271,8 +272,10 @@ def _rendered(text: str, ext: str) -> bytes:
         )
     except OSError:
         raise UsageError(
-            f'pictures in {ext.upper()} are drawn by graphviz, whose program "dot" was not found: install graphviz '
-            "(apt-get install graphviz, brew install graphviz, conda install graphviz), or draw to a .png or .svg file"
+            f'pictures in {ext.upper()} are drawn by graphviz, whose program "dot" was not '
+            f"found: install graphviz "
+            "(apt-get install graphviz, brew install graphviz, conda install graphviz), or "
+            "draw to a .png or .svg file"
         ) from None
     if done.returncode:
         raise UsageError(

@@ -154,7 +154,8 @@ def _between_corners(n: int, size: int) -> Array:
 
 
 def _between_middles(n: int, size: int) -> Array:
-    """Return the positions of `size` pixels in a row of `n` if the first and last pixels coincide."""
+    """Return the positions of `size` pixels in a row of `n` if the first and last pixels
+    coincide."""
     return np.arange(size) * ((n - 1) / max(size - 1, 1))
 
 
@@ -195,7 +196,8 @@ def _spline(im: Array, dims: tuple[int, int], order: int, by_corners: bool) -> A
         from scipy import ndimage
     except ImportError:
         raise CaffeError(
-            f"interpolation of order {order} needs SciPy: install it (pip install scipy), or take order 0 or 1"
+            f"interpolation of order {order} needs SciPy: install it (pip install scipy), or "
+            f"take order 0 or 1"
         ) from None
     factors = dims[0] / im.shape[0], dims[1] / im.shape[1], 1
     mode = "grid-constant" if by_corners else "constant"
@@ -300,7 +302,8 @@ class Transformer:
         channels = self._shape(in_)[1]
         if len(order) != channels:
             raise ValueError(
-                f"Channel swap needs to name the {channels} channels of the input, not {len(order)}."
+                f"Channel swap needs to name the {channels} channels of the input, not "
+                f"{len(order)}."
             )
         self.channel_swap[in_] = order
 

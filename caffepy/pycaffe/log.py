@@ -28,7 +28,8 @@ def init_log(level: int | None = None, to_stderr: bool = True) -> None:
     chosen = os.environ.get(VARIABLE, "0") if level is None else str(level)
     if chosen not in ("0", "1", "2", "3"):
         raise UsageError(
-            f"a log level is 0 (all), 1 (warnings and errors), 2 (errors) or 3 (none), not {chosen!r}"
+            f"a log level is 0 (all), 1 (warnings and errors), 2 (errors) or 3 (none), not "
+            f"{chosen!r}"
         )
     folder = os.environ.get(FOLDER) or tempfile.gettempdir()
     _shown.close()

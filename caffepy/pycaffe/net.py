@@ -100,7 +100,8 @@ class Net:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            "a net can be neither copied nor pickled: build another one and let it share_with this one, or copy_from "
+            "a net can be neither copied nor pickled: build another one and let it "
+            "share_with this one, or copy_from "
             "what this one has saved"
         )
 
@@ -272,7 +273,8 @@ class Net:
         return {name: self.blobs[name].diff for name in wanted}
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
-        """Run any number of items in batches; return one row an item for the outputs and `blobs`."""
+        """Run any number of items in batches; return one row an item for the outputs and
+        `blobs`."""
         count = _count(inputs)
         collected: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         for batch in self._batches(inputs):
@@ -365,7 +367,8 @@ class Net:
                 )
             if array.dtype != np.float32 or array.ndim not in axes or not array.flags.c_contiguous:
                 raise CaffeError(
-                    f"{name} must be a C-contiguous float32 array of {' or '.join(map(str, axes))} axes, not "
+                    f"{name} must be a C-contiguous float32 array of "
+                    f"{' or '.join(map(str, axes))} axes, not "
                     f"{array.dtype} of shape {array.shape}"
                 )
         if labels.size != len(labels):

@@ -239,7 +239,8 @@ class NetSpec:
         for name, top in self.tops.items():
             if not isinstance(top, (Top, Function)):
                 raise TypeError(
-                    f"{name} is not a Top (type is {type(top)}); a layer with several has a name for each"
+                    f"{name} is not a Top (type is {type(top)}); a layer with several has a "
+                    f"name for each"
                 )
         return _net(self.tops.values(), _Names({top: name for name, top in self.tops.items()}))
 

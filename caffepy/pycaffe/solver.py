@@ -167,7 +167,8 @@ class Solver:
             )
         if own.kind == "cpu" and (gpus or cpus < 1):
             raise UsageError(
-                "this solver is on the CPU: give cpus=2 or more, or build it after caffe.set_mode_gpu()"
+                "this solver is on the CPU: give cpus=2 or more, or build it after "
+                "caffe.set_mode_gpu()"
             )
         others = (
             [CudaDevice(index) for index in gpus[1:]]

@@ -1,4 +1,5 @@
-"""The speed of a single device, kept from run to run: the baseline that several are compared with."""
+"""The speed of a single device, kept from run to run: the baseline that several are compared
+with."""
 
 import hashlib
 import json

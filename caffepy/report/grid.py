@@ -1,4 +1,5 @@
-"""Pictures of many small images side by side, as the filters of a layer or the channels of a blob."""
+"""Pictures of many small images side by side, as the filters of a layer or the channels of a
+blob."""
 
 import logging
 import os

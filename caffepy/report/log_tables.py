@@ -163,7 +163,8 @@ def _start(lines: Sequence[str], clock: Clock) -> tuple[datetime | None, int]:
 
 
 def as_json(path: str) -> str:
-    """Return the rows of a log as `{"train": [...], "test": [...]}`; what is not a number is null."""
+    """Return the rows of a log as `{"train": [...], "test": [...]}`; what is not a number is
+    null."""
     train, test = parse_log(path)
     return to_json({"train": train, "test": test})
 

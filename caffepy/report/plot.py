@@ -115,7 +115,8 @@ def _check_times(runs: Sequence[Run], x: str) -> None:
             map(math.isfinite, (s for curve in run.curves.values() for s in curve.seconds))
         ):
             raise UsageError(
-                f"{run.name} has no times: its lines do not begin as glog's; draw it over iterations"
+                f"{run.name} has no times: its lines do not begin as glog's; draw it over "
+                f"iterations"
             )
 
 
@@ -144,7 +145,8 @@ def _panels(
     for name in wanted:
         if name not in known:
             raise UsageError(
-                f'no run has curves of "{name}"{nearest(name, known)} (there are: {", ".join(known)})'
+                f'no run has curves of "{name}"{nearest(name, known)} (there are: '
+                f"{', '.join(known)})"
             )
     for panel in PANELS:
         curves = [

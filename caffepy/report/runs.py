@@ -62,7 +62,8 @@ def _parts(path: str) -> list[Run]:
     parts = [of_metrics(path, columns, rows)] if columns else _LogReader(path, lines).parts
     if not any(part.curves for part in parts):
         raise DataError(
-            f'"{path}" is neither a metrics file nor a training log: no line has an iteration and a loss'
+            f'"{path}" is neither a metrics file nor a training log: no line has an iteration '
+            f"and a loss"
         )
     return parts
 

@@ -93,11 +93,13 @@ def test_direction_and_multipliers() -> None:
 
 LABELS = {
     "sides": (
-        'type: "Convolution" convolution_param { num_output: 2 kernel_h: 3 kernel_w: 5 stride_h: 2 stride_w: 2 }',
+        'type: "Convolution" convolution_param { num_output: 2 kernel_h: 3 kernel_w: 5 '
+        "stride_h: 2 stride_w: 2 }",
         "(Convolution) kernel size: 3x5 stride: 2 pad: 0 outputs: 2",
     ),
     "axes": (
-        'type: "Deconvolution" convolution_param { num_output: 2 kernel_size: [1, 2, 3] dilation: 2 group: 4 }',
+        'type: "Deconvolution" convolution_param { num_output: 2 kernel_size: [1, 2, 3] '
+        "dilation: 2 group: 4 }",
         "(Deconvolution) kernel size: 1x2x3 stride: 1 pad: 0 dilation: 2 group: 4 outputs: 2",
     ),
     "pooling": (
@@ -178,7 +180,8 @@ def test_shapes_of_each_phase_and_of_training_for_what_is_in_both() -> None:
 def test_shapes_of_a_net_without_phases() -> None:
     Path("net.prototxt").write_text(
         'layer { name: "in" type: "Input" top: "x" input_param { shape { dim: [2, 6] } } }'
-        'layer { name: "a" type: "Slice" bottom: "x" top: "y" top: "z" slice_param { axis: 1 slice_point: 2 } }'
+        'layer { name: "a" type: "Slice" bottom: "x" top: "y" top: "z" slice_param { axis: 1 '
+        "slice_point: 2 } }"
         'layer { name: "b" type: "ReLU" bottom: "x" top: "r" }'
     )
     told = shapes_in("net.prototxt")

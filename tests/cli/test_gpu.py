@@ -130,7 +130,8 @@ def test_without_cupy(
         (
             12040,
             13000,
-            "built for CUDA 13.0, but the NVIDIA driver goes up to CUDA 12.4: update the driver, or pip",
+            "built for CUDA 13.0, but the NVIDIA driver goes up to CUDA 12.4: update the "
+            "driver, or pip",
         ),
         (
             11080,

@@ -56,7 +56,8 @@ def test_compose_and_inverse() -> None:
 
 
 def test_the_map_says_where_a_net_puts_pixels() -> None:
-    """A convolution whose kernel is 1 in the middle copies pixels; the map says which goes where."""
+    """A convolution whose kernel is 1 in the middle copies pixels; the map says which goes
+    where."""
     x = image()
     down = L.Convolution(x, kernel_size=3, stride=2, pad=1)
     up = L.Deconvolution(L.ReLU(down), convolution_param={"kernel_size": 1, "stride": 2})

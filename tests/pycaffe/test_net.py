@@ -370,9 +370,8 @@ def test_data_outlives_the_net(path: Path) -> None:
 def test_forward_backward_all(tmp_path: Path) -> None:
     file = tmp_path / "net.prototxt"
     file.write_text(
-        'force_backward: true layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 4 dim: 3 } } } '
-        + ip("a", "x", "a")
-        + ip("b", "a", "b")
+        'force_backward: true layer { name: "in" type: "Input" top: "x" input_param { shape '
+        "{ dim: 4 dim: 3 } } } " + ip("a", "x", "a") + ip("b", "a", "b")
     )
     net = caffe.Net(str(file), caffe.TRAIN)
     rng = np.random.default_rng(0)
@@ -395,7 +394,8 @@ def test_ctrl_c_takes_no_batches_away(tmp_path: Path, monkeypatch: pytest.Monkey
             writer.put(f"{i:08d}", array_to_datum(np.full((1, 1, 1), i, np.uint8), i))
     file = tmp_path / "net.prototxt"
     file.write_text(
-        'layer { name: "d" type: "Data" top: "x" data_param { source: "db" backend: LMDB batch_size: 1 prefetch: 2 } }'
+        'layer { name: "d" type: "Data" top: "x" data_param { source: "db" backend: LMDB '
+        "batch_size: 1 prefetch: 2 } }"
     )
     net = caffe.Net(file, caffe.TEST)
     take = Reader.take
@@ -421,7 +421,8 @@ def test_a_database_is_open_once_in_a_process(tmp_path: Path) -> None:
     """py-lmdb sees to that."""
     folder, file = str(tmp_path / "db"), tmp_path / "net.prototxt"
     file.write_text(
-        f'layer {{ name: "d" type: "Data" top: "x" data_param {{ source: "{folder}" backend: LMDB batch_size: 1 }} }}'
+        f"layer "
+        f'{{ name: "d" type: "Data" top: "x" data_param {{ source: "{folder}" backend: LMDB batch_size: 1 }} }}'
     )
     with lmdb.open(folder, map_size=1 << 20) as env, env.begin(write=True) as records:
         records.put(b"0", caffe.io.array_to_datum(np.ones((1, 2, 2), np.uint8)).SerializeToString())

@@ -10,7 +10,8 @@ RATE = re.compile(r"lr = ([-+]?\d*\.?\d+(?:[eE][-+]?\d+)?)")
 
 
 def when(line: str, year: int = 2026) -> datetime:
-    """The time of a line: month and day in the first field after the letter, clock in the second."""
+    """The time of a line: month and day in the first field after the letter, clock in the
+    second."""
     date, clock = line.split()[:2]
     hour, minute, second = clock.split(":")
     whole, micros = second.split(".")

@@ -97,7 +97,8 @@ class Bench:
         count = len(self.windows)
         lines = [
             f"{self.net} on {self.device}, {', '.join(how)}",
-            f"{self.images_per_s:.0f} images/s, the median of {count} windows of {self.iterations} iterations "
+            f"{self.images_per_s:.0f} images/s, the median of {count} windows of "
+            f"{self.iterations} iterations "
             f"({min(self.windows):.0f} to {max(self.windows):.0f})",
             f"{self.ms:.3f} ms an iteration"
             + (f", the host {self.host_ms:.3f} ms" if self.host_ms else ""),
@@ -105,7 +106,8 @@ class Bench:
         ]
         if self.memory:
             lines.append(
-                f"{self.memory.driver // MIB} MiB of GPU memory, {self.memory.pool // MIB} MiB of it in pools"
+                f"{self.memory.driver // MIB} MiB of GPU memory, {self.memory.pool // MIB} "
+                f"MiB of it in pools"
             )
         return "\n".join(lines)
 
@@ -115,7 +117,8 @@ class Bench:
 
 
 class Trainer:
-    """A solver whose train net has its data replaced, ready to be timed; call `close` at the end."""
+    """A solver whose train net has its data replaced, ready to be timed; call `close` at the
+    end."""
 
     def __init__(
         self,

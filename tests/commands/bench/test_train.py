@@ -80,7 +80,8 @@ def test_a_database_with_the_nets_own_transformation(tmp_path: Path) -> None:
 
 def test_tests_snapshots_and_weights_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "solver.prototxt").write_text(
-        f'net: "{DIGITS}/train_val.prototxt" test_iter: 1 test_interval: 1 snapshot: 1 snapshot_prefix: "nowhere/x" '
+        f'net: "{DIGITS}/train_val.prototxt" test_iter: 1 test_interval: 1 snapshot: 1 '
+        f'snapshot_prefix: "nowhere/x" '
         'weights: "none.caffemodel" base_lr: 100 lr_policy: "poly" power: 1 max_iter: 3 display: 1'
     )
     path = str(tmp_path / "solver.prototxt")
