@@ -22,7 +22,8 @@ ENVIRONMENT = os.environ | {  # for Python processes that tests start
 # x is random noise, y random zeros and ones
 NOISE = """
 layer { name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param {
-  shape { dim: 4 dim: 3 } shape { dim: 4 dim: 2 } data_filler { type: "gaussian" } data_filler { type: "uniform" } } }
+  shape { dim: 4 dim: 3 } shape { dim: 4 dim: 2 }
+  data_filler { type: "gaussian" } data_filler { type: "uniform" } } }
 """
 NET = (
     NOISE

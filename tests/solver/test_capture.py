@@ -35,19 +35,25 @@ layer { name: "drop" type: "Dropout" bottom: "ip1" top: "ip1" }
 layer { name: "ip2" type: "InnerProduct" bottom: "ip1" top: "ip2"
   inner_product_param { num_output: 10 weight_filler { type: "xavier" } } }
 layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip2" bottom: "label" top: "loss" }
-layer { name: "accuracy" type: "Accuracy" bottom: "ip2" bottom: "label" top: "accuracy" include { phase: TEST } }
+layer { name: "accuracy" type: "Accuracy" bottom: "ip2" bottom: "label" top: "accuracy"
+  include { phase: TEST } }
 """
 DIGITS_NET = DATA + LAYERS
 FED = """
-layer { name: "in" type: "Input" top: "data" top: "label" input_param { shape { dim: 4 dim: 6 } shape { dim: 4 } } }
+layer { name: "in" type: "Input" top: "data" top: "label"
+  input_param { shape { dim: 4 dim: 6 } shape { dim: 4 } } }
 """
 CONVOLUTION = """
 layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
   convolution_param { num_output: 6 kernel_size: 3 weight_filler { type: "xavier" } } }
 layer { name: "conv_relu" type: "ReLU" bottom: "conv" top: "conv" }
-layer { name: "pool" type: "Pooling" bottom: "conv" top: "pool" pooling_param { kernel_size: 2 stride: 2 } }
+layer { name: "pool" type: "Pooling" bottom: "conv" top: "pool"
+  pooling_param { kernel_size: 2 stride: 2 } }
 """
-SETTINGS = 'base_lr: 0.05 lr_policy: "step" gamma: 0.5 stepsize: 6 random_seed: 3 snapshot_after_train: false '
+SETTINGS = (
+    'base_lr: 0.05 lr_policy: "step" gamma: 0.5 stepsize: 6 random_seed: 3 '
+    "snapshot_after_train: false "
+)
 RULES = {
     "SGD": "momentum: 0.9 weight_decay: 0.001 ",
     "Adam": 'type: "Adam" momentum: 0.9 momentum2: 0.99 delta: 1e-6 ',
@@ -191,7 +197,8 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
 RECURRENT = """
 layer { name: "in" type: "DummyData" top: "data" top: "cont" top: "label" dummy_data_param {
   shape { dim: 3 dim: 2 dim: 4 } shape { dim: 3 dim: 2 } shape { dim: 3 dim: 2 dim: 5 }
-  data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 } data_filler { type: "uniform" } } }
+  data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 }
+  data_filler { type: "uniform" } } }
 layer { name: "lstm" type: "LSTM" bottom: "data" bottom: "cont" top: "lstm"
   recurrent_param { num_output: 5 weight_filler { type: "gaussian" std: 0.3 } } }
 layer { name: "loss" type: "EuclideanLoss" bottom: "lstm" bottom: "label" top: "loss" }

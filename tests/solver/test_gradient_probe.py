@@ -1,4 +1,4 @@
-"""The gradients that are shown are those of the iteration shown, before anything is done to them."""
+"""The gradients that are shown are those of the iteration shown, before clipping and update."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,5 +1,6 @@
-"""Enqueued iterations do what eager ones do, and roll back what was stopped: shown on the CPU, whose
-results are kept back here as a GPU's are.
+"""Enqueued iterations do what eager ones do, and roll back what was stopped.
+
+This is shown on the CPU, where results are delayed as those of a GPU are.
 """
 
 import logging

@@ -21,13 +21,17 @@ layer {{ name: "relu" type: "ReLU" bottom: "ip1" top: "ip1" }}
 layer {{ name: "drop" type: "Dropout" bottom: "ip1" top: "ip1" }}
 layer {{ name: "noise" type: "DummyData" top: "noise"
   dummy_data_param {{ shape {{ dim: 1 }} data_filler {{ type: "uniform" max: 0.01 }} }} }}
-layer {{ name: "bias" type: "Bias" bottom: "ip1" bottom: "noise" top: "noisy" bias_param {{ axis: 0 num_axes: 0 }} }}
+layer {{ name: "bias" type: "Bias" bottom: "ip1" bottom: "noise" top: "noisy"
+  bias_param {{ axis: 0 num_axes: 0 }} }}
 layer {{ name: "ip2" type: "InnerProduct" bottom: "noisy" top: "ip2"
   inner_product_param {{ num_output: 10 weight_filler {{ type: "xavier" }} }} }}
 layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip2" bottom: "label" top: "loss" }}
 """
 NET = NET.replace("shape { dim: 1 }", "shape { }")
-SETTINGS = "momentum: 0.9 average_loss: 3 display: 2 test_iter: 2 test_interval: 4 weight_decay: 0.001 iter_size: 2 "
+SETTINGS = (
+    "momentum: 0.9 average_loss: 3 display: 2 test_iter: 2 test_interval: 4 weight_decay: 0.001 "
+    "iter_size: 2 "
+)
 TYPES = ["SGD", "Adam"]
 
 

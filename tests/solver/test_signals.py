@@ -108,6 +108,7 @@ def test_other_threads_leave_the_handlers_alone() -> None:
 def test_unknown_effect_is_refused() -> None:
     with pytest.raises(
         UsageError,
-        match=r'invalid signal effect "stopp", did you mean "stop"\? \(known: stop, snapshot, none\)',
+        match=r'invalid signal effect "stopp", did you mean "stop"\? '
+        r"\(known: stop, snapshot, none\)",
     ):
         Signals("stopp")

@@ -150,7 +150,10 @@ def test_files_that_are_no_state_of_this_net_are_refused(case: str) -> None:
     np.testing.assert_array_equal(solver.params.data, before)
 
 
-COUNTS = "Incorrect length of history blobs: {} in the file, {} in this solver of type {}; it looks like a state with {}"
+COUNTS = (
+    "Incorrect length of history blobs: {} in the file, {} in this solver of type {}; "
+    "it looks like a state with {}"
+)
 # (state of Caffe's, type that takes it up): what is said
 FOREIGN = {
     (
@@ -164,7 +167,8 @@ FOREIGN = {
     (
         "nesterov",
         "AdaGrad",
-    ): "(negative values in history blob 0 and 3 more); set type to Nesterov or SGD, or give the model as weights",
+    ): "(negative values in history blob 0 and 3 more); set type to Nesterov or SGD, or give the "
+    "model as weights",
     (
         "adam",
         "AdaDelta",
@@ -377,7 +381,8 @@ def test_files_of_killed_runs_are_removed(tmp_path: Path, caplog: pytest.LogCapt
 
 
 FED = """
-layer { name: "in" type: "HDF5Data" top: "x" top: "y" hdf5_data_param { source: "SOURCE" batch_size: 2 shuffle: true } }
+layer { name: "in" type: "HDF5Data" top: "x" top: "y"
+  hdf5_data_param { source: "SOURCE" batch_size: 2 shuffle: true } }
 layer { name: "ip" type: "InnerProduct" bottom: "x" top: "o" inner_product_param {
   num_output: 2 weight_filler { type: "gaussian" std: 0.3 } } }
 layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
@@ -405,8 +410,10 @@ def test_a_renamed_layer_is_named_when_resuming(
     )
     other.restore(state_of(tmp_path, 8))
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        f'{tmp_path}/s_iter_8.caffepystate does not say where to go on with "0/feed": they start anew',
-        f'{tmp_path}/s_iter_8.caffepystate says where to go on with "0/in": which this net does not have',
+        f"{tmp_path}/s_iter_8.caffepystate does not say where to go on with "
+        '"0/feed": they start anew',
+        f"{tmp_path}/s_iter_8.caffepystate says where to go on with "
+        '"0/in": which this net does not have',
         f'{tmp_path}/s_iter_8.caffemodel has no weights for "ip_new": they start anew',
     ]
 
@@ -601,7 +608,7 @@ while True:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_killed_snapshots_are_whole_or_absent(form: str, tmp_path: Path) -> None:
-    """CAFFEPY_KILLS sets the number of kills; every file under its final name must load after each."""
+    """After each of CAFFEPY_KILLS kills, every file under its final name must load."""
     settings = f'snapshot_prefix: "{tmp_path}/s" snapshot_diff: true {FORMATS[form]}'
     rng = np.random.default_rng()
     for _ in range(int(os.environ.get("CAFFEPY_KILLS", "4"))):

@@ -189,8 +189,8 @@ def test_test_outputs_are_means_over_the_batches() -> None:
         'type: "uniform"', 'type: "constant" value: 1'
     )
     net = (
-        constant
-        + 'layer { name: "e" type: "EuclideanLoss" bottom: "x" bottom: "x2" top: "loss" loss_weight: 3 }'
+        constant + 'layer { name: "e" type: "EuclideanLoss" bottom: "x" bottom: "x2" top: "loss" '
+        "loss_weight: 3 }"
     )
     net = net.replace('top: "x" top: "y"', 'top: "x" top: "x2"').replace("dim: 2 }", "dim: 3 }")
     recorder = Recorder()

@@ -16,7 +16,8 @@ from tests.solver.cases import NET, solver_of
 DEEPER = NET.replace(
     'layer { name: "ip" type: "InnerProduct" bottom: "x"',
     """layer { name: "first" type: "InnerProduct" bottom: "x" top: "h"
-  inner_product_param { num_output: 5 transpose: true weight_filler { type: "gaussian" std: 0.3 } } }
+  inner_product_param { num_output: 5 transpose: true
+  weight_filler { type: "gaussian" std: 0.3 } } }
 layer { name: "relu" type: "ReLU" bottom: "h" top: "h" }
 layer { name: "ip" type: "InnerProduct" bottom: "h\"""",
 )
