@@ -27,7 +27,7 @@ so the state of a Reader is exact whatever was read ahead.
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -38,6 +38,7 @@ from caffepy.data.sources.base import Items, Source, State
 from caffepy.data.transformer import Transformer
 from caffepy.device.blob import shape_string
 from caffepy.device.threads import parallel
+from caffepy.ops.objects import Staging
 
 log = logging.getLogger(__name__)
 
@@ -48,22 +49,6 @@ wait for it.
 
 Array = NDArray[Any]
 Shape = tuple[int, ...]
-
-
-class Staging(Protocol):
-    """ops.Staging: arrays on their way to the device."""
-
-    def room(self, layout: Any) -> list[Any]:
-        """Arrays to fill."""
-
-    def send(self) -> None:
-        """Start to copy the filled arrays to the device."""
-
-    def take(self) -> list[Any]:
-        """The arrays that were sent, on the device."""
-
-    def done(self) -> None:
-        """The arrays taken may be overwritten."""
 
 
 class Batch:

@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 from numpy.typing import DTypeLike
 
-from caffepy.data.loader import Batch, Loader, Staging
+from caffepy.data.loader import Batch, Loader
 from caffepy.data.sources.base import State
 from caffepy.device.threads import num_threads
+from caffepy.ops.objects import Staging
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.paths import locate
 from caffepy.data.datum import COLOR, GRAY
-from caffepy.data.loader import Loader, SequentialLoader, Staging
+from caffepy.data.loader import Loader, SequentialLoader
 from caffepy.data.reader import Reader
 from caffepy.data.sources import open_source
 from caffepy.data.sources.hdf5 import HDF5Rows, append_rows, new_file
@@ -22,6 +22,7 @@ from caffepy.device.blob import Array, Blob, Layout, shape_string
 from caffepy.device.device import Device
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.filler import fill
+from caffepy.ops.objects import Staging
 from caffepy.proto.caffe_pb2 import (
     DataParameter,
     FillerParameter,

@@ -22,7 +22,7 @@ LEAST_SCALE, MOST_SCALE = 1.0, 2.0**24
 
 
 class StepStatus(IntEnum):
-    """How an iteration ended."""
+    """The end of an iteration."""
 
     DONE = 0
     SKIPPED = 1  # gradients overflowed: no update, the loss scale is halved

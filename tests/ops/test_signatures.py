@@ -49,7 +49,7 @@ def parameters(function):
 
 
 def public(thing):
-    """What a class or back end offers, without the modules that a package contains."""
+    """Return the names of a class or back end, without the modules that a package contains."""
     return {
         name: value
         for name, value in vars(thing).items()

@@ -1,4 +1,4 @@
-"""What cuDNN and cuBLAS need on each stream: handles, workspaces, scratch memory.
+"""Handles, workspaces and scratch memory of each stream, for cuDNN and cuBLAS.
 
 Calls on one stream run one after the other, so they share memory for what does not outlast them.
 Memory that a captured graph may have seen is never freed.

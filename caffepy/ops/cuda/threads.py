@@ -1,4 +1,4 @@
-"""What the CPU's back end does to host threads does nothing here: a GPU has threads of its own."""
+"""Settings of host threads: they change nothing on a GPU."""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -56,7 +56,7 @@ def rounded(values: Any, kind: str) -> np.ndarray:
 
 
 def leaves(values: list[Any]) -> list[Any]:
-    """What is in a list and in the lists in it."""
+    """Return the items of a list and of the lists in it."""
     return [leaf for v in values for leaf in (leaves(v) if isinstance(v, list) else [v])]
 
 

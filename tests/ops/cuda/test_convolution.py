@@ -264,7 +264,7 @@ def test_parts_of_larger_arrays(offset, kind):
 
 @pytest.mark.parametrize("kind", LAST)
 def test_bottoms_that_share_the_weights(kind):
-    """What was made of one image does not serve the other; a forward is not needed either."""
+    """The blocks of one image do not serve another; a forward is not needed either."""
     kind = KINDS[kind]
     precision.set(kind.precision)
     for case in ("first of ResNet", "second of CaffeNet"):
