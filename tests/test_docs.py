@@ -37,6 +37,13 @@ DOCUMENTS = (
     "docs/troubleshooting.md",
 )
 
+DEVELOPERS = [
+    "ARCHITECTURE.md",
+    "CONTRIBUTING.md",
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "dev").glob("*.md")),
+]
+"""Pages for those who change the code."""
+
 CREATES_ENVIRONMENT = "makes an environment and installs into it"
 STARTS_SHELL = "is for the reader's shell"
 NEEDS_GPUS = "needs GPUs"
@@ -238,7 +245,7 @@ def flags_of(command: click.Command) -> set[str]:
     return long | {name.removeprefix("-") for name in long} | {"--help", "-h", "--version"}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize("document", [*DOCUMENTS, *DEVELOPERS])
 def test_links_lead_somewhere(document: str) -> None:
     for target in re.findall(r"\]\(([^)]+)\)", text_of(document)):
         path, _, heading = target.partition("#")
@@ -251,7 +258,7 @@ def test_links_lead_somewhere(document: str) -> None:
             }, target
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "ARCHITECTURE.md"])
+@pytest.mark.parametrize("document", [*DOCUMENTS, *DEVELOPERS])
 def test_rows_of_tables_are_whole(document: str) -> None:
     for found in re.finditer(r"(?:^\|.*\n)+", text_of(document), re.MULTILINE):
         rows = [len(re.split(r"(?<!\\)\|", line)) for line in found[0].splitlines()]
@@ -343,7 +350,6 @@ def test_every_reason_against_capture_is_told(name: str) -> None:
     assert not {r for r in reasons if r.split("%s")[0].strip() not in told}
 
 
-DEVELOPERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "dev").glob("*.md"))
 FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+/?|[\w-]+\.(?:py|cuh?|md|toml|proto|prototxt)")
 NAME = re.compile(r"(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:\(.*\))?", re.DOTALL)
 
@@ -377,6 +383,7 @@ def test_developers_pages_name_what_is_there(document: str) -> None:
 
 
 EXAMPLES = {
+    "CONTRIBUTING.md": {"cuda12", "cuda13"},
     "docs/dev/add-a-layer.md": {"self.param.mish_param"},
     "docs/dev/add-a-command.md": {
         "caffepy/commands/NAME.py",
@@ -387,7 +394,7 @@ EXAMPLES = {
         "tests/cli/test_labels.py",
     },
 }
-"""What the pages would have their readers write."""
+"""What the pages would have their readers write, and words of other projects and of pyproject."""
 
 
 def test_pictures_are_small() -> None:
