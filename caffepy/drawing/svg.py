@@ -313,4 +313,5 @@ def _box(node: Node, size: _Point, middle: _Point, lies: bool) -> str:
         f'<tspan x="{x:.1f}" y="{top + i * LINE:.1f}">{_text(line)}</tspan>'
         for i, line in enumerate(lines)
     )
-    return f'<polygon points="{points}" fill="{escape(node.colour)}" stroke="black"/><text>{"".join(texts)}</text>'
+    shape = f'<polygon points="{points}" fill="{escape(node.colour)}" stroke="black"/>'
+    return f"{shape}<text>{''.join(texts)}</text>"

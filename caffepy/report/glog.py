@@ -31,7 +31,8 @@ class Formatter(logging.Formatter):
         stamp = time.strftime("%m%d %H:%M:%S", time.localtime(record.created))
         micros = int(record.created % 1 * 1e6)
         place = f"{record.filename}:{record.lineno}".replace(" ", "_")
-        text = f"{letter}{stamp}.{micros:06d} {threading.get_native_id():5d} {place}] {record.getMessage()}"
+        head = f"{letter}{stamp}.{micros:06d} {threading.get_native_id():5d} {place}]"
+        text = f"{head} {record.getMessage()}"
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
