@@ -1,4 +1,4 @@
-"""What becomes of a net as a whole: names, outputs, what is left out, messages, files."""
+"""A whole net in the export: names, outputs, what is left out, messages, files."""
 
 import logging
 import sys

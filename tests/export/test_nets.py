@@ -82,7 +82,7 @@ def test_trained_digits_are_recognized(tmp_path: Path) -> None:
 
 
 def answers_of_file(file: str, data: Array) -> Array:
-    """What the model in the file makes of the data."""
+    """Outputs of the model in the file for the data."""
     pytest.importorskip("onnxruntime")
     from caffepy.export.model import Runtime
 

@@ -70,7 +70,7 @@ class Growing:
 
 @pytest.fixture(autouse=True)
 def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a test imports from its folder is forgotten after it."""
+    """Forget the modules that a test imported from its folder."""
     monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
     monkeypatch.setattr(python_modules, "_beside", python_modules._Beside())
     yield

@@ -181,7 +181,7 @@ def test_frozen_parameters_and_inputs_are_left_alone(type_):
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_top_may_be_changed_in_place(type_):
-    """What follows the layer in place touches neither the state nor the gradient."""
+    """A layer in place after it touches neither the state nor the gradient."""
     bottoms, dy = (random(T, N, D), cont("going on")), random(T, N, H)
     plain, changed = Single(text(type_), *bottoms), Single(text(type_), *bottoms)
     for _ in range(2):
