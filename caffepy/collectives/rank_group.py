@@ -72,7 +72,7 @@ class RankGroup:
 
     @property
     def phase(self) -> str:
-        """What the ranks do now, which decides how long one may wait for another."""
+        """Phase of the ranks, which decides how long one may wait for another."""
         return self._phase
 
     @phase.setter

@@ -32,7 +32,7 @@ Effect = Literal["stop", "snapshot", "none"]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What to train, and how: the flags of `caffepy train`, with its defaults.
+    """A training run: the flags of `caffepy train`, with its defaults.
 
     solver: path of the solver prototxt.
     weights: caffemodels to start from.
@@ -88,7 +88,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a training run ended.
+    """End of a training run.
 
     `outputs` are the mean outputs (name, values, loss weight) of each test net's last test,
     `snapshot` is the state file that holds the run as it ended, None if none was written.

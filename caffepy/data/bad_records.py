@@ -17,7 +17,7 @@ _most: ContextVar[int] = ContextVar("most", default=0)
 
 @contextmanager
 def tolerating(most: int) -> Iterator[None]:
-    """Let each source that this thread opens in this block skip up to `most` bad records."""
+    """Allow each source that this thread opens in this block to skip `most` bad records."""
     token = _most.set(most)
     try:
         yield

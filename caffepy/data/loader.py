@@ -94,7 +94,7 @@ class Batch:
 
 
 class Loader:
-    """What a Reader asks of a loader. An image x becomes (x - `mean`) * `scale`."""
+    """The interface of a loader for a Reader. An image x becomes (x - `mean`) * `scale`."""
 
     state_keys: frozenset[str]  # the keys of `state` without which it cannot be restored
     mean: Array | None = None

@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SyncOptions:
-    """How solvers train together.
+    """Settings of solvers that train together.
 
     sync: the way to synchronize, see `collectives.sync`.
     bn_stats: "average", "root" or "sync", see `parallel.batch_norm`.
@@ -364,7 +364,7 @@ def _leave(solver: Solver, synchronizer: Synchronizer) -> None:
 
 
 def _detach(root: Solver, failed: bool = False) -> None:
-    """Let the root train alone again; after an error it cannot, as its last iteration may have
+    """Free the root to train alone; after an error it cannot, as its last iteration may have
     ended on some ranks only.
     """
     root.leave(failed)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Worker(Protocol):
-    """What a worker must have."""
+    """The interface of a worker."""
 
     def close(self) -> object:
         """Release files, threads and memory."""
@@ -81,7 +81,7 @@ class Workers(Generic[Member]):
     def share_layers(
         self, net: Net, rank: int, mark: Callable[[str], object] = lambda part: None
     ) -> None:
-        """Let the ranks take turns at the layers that their nets share, under the forward mutex.
+        """Give the ranks turns at the layers that their nets share, under the forward mutex.
 
         `mark` is called with "forward" when the net arrives there, and with "data" when it leaves.
         """

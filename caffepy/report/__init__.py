@@ -1,4 +1,4 @@
-"""What a person sees of a run: Caffe's log lines, the progress bar, metrics file and curve,
+"""Reports of a run: Caffe's log lines, the progress bar, metrics file and curve,
 TensorBoard's events.
 """
 

@@ -1,4 +1,4 @@
-"""How fast solvers train together, where their time goes, and their bottleneck."""
+"""Speed of solvers that train together, the phases of their time, and the bottleneck."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

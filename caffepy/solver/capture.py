@@ -171,7 +171,7 @@ class GraphRunner:
         part.graph.replay()
 
     def _conditions(self) -> Hashable:
-        """What a graph depends on."""
+        """Conditions that a graph depends on."""
         shapes = (top.shape for top in self._inputs)
         return (
             self._gpu.allocation_version,

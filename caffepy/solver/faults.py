@@ -1,4 +1,4 @@
-"""What a solver does when something fails: nothing of this happens in a run that goes well.
+"""Reactions of a solver to errors: nothing of this happens in a run that goes well.
 
 An error in a step stops the workers. If training as one failed, or data are bad, the snapshot that
 the run owes is written before the run ends; a device whose memory cannot be read makes that

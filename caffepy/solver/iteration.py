@@ -41,7 +41,7 @@ from caffepy.solver.worker_group import WorkerGroup
 
 
 class State(Enum):
-    """Where the iterations of a solver stand; the module draws the transitions."""
+    """State of a solver's iterations; the module draws the transitions."""
 
     IDLE = "no result is pending"
     ENQUEUED = "results of one or more iterations are pending"
@@ -197,9 +197,7 @@ class Iterations:
             self.step.update_state.resync()
             self._pending.clear()
             device = self.step.device
-            device.step_count = (
-                device.step_count
-            )  # upload the host's count, which is the one that holds
+            device.step_count = device.step_count  # uploads the host's count, which holds
             self.state = State.IDLE
 
     def move_to(self, iteration: int, current_step: int) -> None:
@@ -209,14 +207,14 @@ class Iterations:
     # positions of data layers and random numbers
 
     def hold_positions(self, anew: bool = True) -> None:
-        """Let snapshots keep the positions of now until `release_positions`; unless `anew`, those
+        """Hold the positions of now for snapshots until `release_positions`; unless `anew`, those
         that are held already stay.
         """
         if anew or self._held is None:
             self._held = take_positions(self.nets, self.step.device)
 
     def release_positions(self) -> None:
-        """Let snapshots keep the positions at their own time."""
+        """Return to the positions at a snapshot's own time."""
         self._held = None
 
     def positions(self) -> dict[str, Any]:
