@@ -5,7 +5,7 @@ import time
 from math import isclose
 from typing import Any
 
-from caffepy.core.events import Reporter
+from caffepy.core.events import Output, Reporter
 from caffepy.net import Net
 from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -28,13 +28,14 @@ class Display:
         self.window = LossWindow(param.average_loss, 0)
         self._restored = False  # the next step continues the window
         self._last: tuple[int, float] | None = None  # iteration and time of the last display
+        self._outputs: list[Output] | None = None  # copied before the update of this iteration
         self._explained = False
 
     def begin(self, iteration: int) -> None:
         """Start a new loss window, unless it was restored from a snapshot."""
         if not self._restored:
             self.window = LossWindow(self._param.average_loss, iteration)
-        self._restored = False
+        self._restored, self._outputs = False, None
         self._last = self._last or (iteration, time.monotonic())
 
     @property
@@ -42,16 +43,20 @@ class Display:
         """The smoothed loss; None while none is known."""
         return self.window.smoothed if self.window.losses else None
 
+    def copy_outputs(self) -> None:
+        """Copy the outputs for `show`; a top may be a parameter, which the update changes."""
+        net, weights = self._net, self._weights
+        self._outputs = [(o, net.blobs[o].host_data.copy(), weights[o]) for o in net.outputs]
+
     def show(self, iteration: int, reporter: Reporter) -> None:
         """Report loss, outputs and speed."""
         assert self._last
         last, since = self._last
         now = time.monotonic()
         self._last = iteration, now
-        net, loss = self._net, self.window.smoothed
-        outputs = [
-            (name, net.blobs[name].host_data.copy(), self._weights[name]) for name in net.outputs
-        ]
+        if self._outputs is None:
+            self.copy_outputs()
+        outputs, self._outputs, loss = self._outputs or [], None, self.window.smoothed
         speed = (iteration - last) / max(now - since, 1e-9)
         reporter.displayed(iteration, loss, outputs, speed, now - since, self._param.display)
         if isclose(loss, SATURATED, abs_tol=1e-3) and not self._explained:

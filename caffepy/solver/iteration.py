@@ -21,6 +21,7 @@ Who owns what:
 
 The order in an iteration is the same for both runners: learning rate; gradients and update; its
 result, if that is waited for; display; step of the policy; rate and clipping in the log; counter.
+Layer by layer, the displayed outputs are copied before the update, since Caffe displays there.
 """
 
 from collections import deque
@@ -84,7 +85,7 @@ class Iterations:
         self.iter = 0
         self.current_step = 0
         self.display = Display(step.param, step.net)
-        self.eager = EagerRunner(step, nets, lambda: trainer.workers.check())
+        self.eager = EagerRunner(step, nets, self._before_update)
         self.captured = CapturedRunner(step, nets)
         self._is_worker = is_worker
         self._pending: deque[PendingStep] = deque()
@@ -112,6 +113,11 @@ class Iterations:
             self.display.show(self.iter, self.trainer.reporter)
         self._finish(learning_rate, log_clipping=displays or runner.waits)
         return learning_rate
+
+    def _before_update(self, iteration: int) -> None:
+        self.trainer.workers.check()
+        if due(iteration, self.step.param.display):
+            self.display.copy_outputs()
 
     def collect(self, wait: bool) -> None:
         """Collect results of enqueued iterations: all (`wait`), or those already finished.

@@ -39,15 +39,18 @@ class Runner(Protocol):
 class EagerRunner:
     """Runs an iteration layer by layer.
 
-    `check` raises an error of other solvers; it is called before an update with their gradients.
+    `before_update` is called with the gradients at hand: it raises an error of other solvers, and
+    copies what is displayed.
     """
 
     waits = True
 
-    def __init__(self, step: Step, nets: Sequence[Net], check: Callable[[], object]) -> None:
+    def __init__(
+        self, step: Step, nets: Sequence[Net], before_update: Callable[[int], object]
+    ) -> None:
         self._step = step
         self._nets = nets
-        self._check = check
+        self._before_update = before_update
 
     def positions(self) -> dict[str, Any]:
         """Return the positions of all layers and random numbers, for rollback."""
@@ -66,7 +69,7 @@ class EagerRunner:
                 timer.mark("backward")
             step.gradients_ready()
         step.update_state.mean()  # waits for the all-reduce
-        self._check()
+        self._before_update(iteration)
         step.device.flush()
         step.update()
 

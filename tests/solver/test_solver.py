@@ -1,11 +1,13 @@
 import logging
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from caffepy.core.errors import ConfigError, DataError, DivergenceError
+from caffepy.core.events import Output
 from caffepy.solver import Action
 from tests.solver.cases import NET, NOISE, AskAt, Recorder, solver_of
 
@@ -40,6 +42,25 @@ def test_events_come_in_caffes_order() -> None:
         "3 finished",
         "done",
     ]
+
+
+def test_outputs_are_displayed_as_they_were_before_the_update() -> None:
+    net = """
+        layer { name: "w" type: "Parameter" top: "w" parameter_param { shape { dim: 1 } } }
+        layer { name: "x" type: "DummyData" top: "x" dummy_data_param { shape { dim: 1 } } }
+        layer { name: "loss" type: "EuclideanLoss" bottom: "w" bottom: "x" top: "loss" }
+        layer { name: "out" type: "Split" bottom: "w" top: "seen" }
+    """
+    shown = []
+
+    class Outputs(Recorder):
+        def displayed(self, iteration: int, loss: float, outputs: list[Output], *rest: Any) -> None:
+            shown.append({name: float(value.reshape(-1)[0]) for name, value, _ in outputs}["seen"])
+
+    solver = solver_of("display: 1 base_lr: 0.5 ", net, reporter=Outputs())
+    solver.net.learnable_params[0].data[...] = 8
+    solver.step(2)
+    assert shown == [8, 4]
 
 
 def test_end_of_solve_displays_and_tests_where_they_are_due() -> None:
