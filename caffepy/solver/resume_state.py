@@ -89,12 +89,17 @@ class ResumeState:
             self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:
-        """Write a snapshot; an error other than DivergenceError is logged, and training goes on."""
+        """Write a snapshot; if that fails, log it and let training go on.
+
+        DivergenceError is raised, and so is what has ended the run of the workers.
+        """
         try:
             self.save()
         except DivergenceError:
             raise
         except CaffeError as error:
+            if self.iterations.trainer.workers.failed:
+                raise
             number = self.iterations.iter
             log.error("No snapshot of iteration %d: %s; training goes on", number, error)
 

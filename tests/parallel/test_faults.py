@@ -139,6 +139,36 @@ def test_a_signal_in_a_snapshot(folder: Path) -> None:
     goes_on_exactly(folder)
 
 
+IN_A_WORKER = """
+from caffepy.core.errors import DataError
+from caffepy.parallel.worker import WorkerSolver
+from caffepy.solver import resume_state
+check = resume_state.check_params
+def failing(worker):
+    raise DataError("the records are gone")
+def check_params(*arguments):
+    check(*arguments)
+    WorkerSolver.wait_idle = failing
+resume_state.check_params = check_params
+"""
+
+
+@pytest.mark.parametrize("asked_by", ["SIGTERM", "the solver"])
+def test_an_error_of_a_worker_during_a_snapshot(asked_by: str, folder: Path) -> None:
+    """The root meets the error where it waits for the workers; the run ends, and saves then."""
+    if asked_by == "SIGTERM":
+        write(folder, {"what": "SIGTERM", "rank": 0, "at": 5})
+    else:
+        write(folder, NOTHING, "snapshot: 5 max_iter: 8")
+    run = caffepy(on="--cpu 2", code=IN_A_WORKER)
+    assert run.returncode == DataError.exit_code
+    assert run.stderr.splitlines()[-1] == "caffepy: error: rank 1: the records are gone"
+    assert "No snapshot" not in run.stderr
+    assert "what was learned up to iteration 5 is saved before the run ends" in run.stderr
+    assert [path.name for path in folder.glob("*.solverstate")] == ["s_iter_5.solverstate"]
+    goes_on_exactly(folder, on="--cpu 2")
+
+
 def test_two_interrupts_end_at_once(folder: Path) -> None:
     write(folder, {"what": "twice", "rank": 1, "at": 5})
     run = caffepy()
