@@ -122,6 +122,6 @@ def import_plyvel(purpose: str) -> Any:
         import plyvel
     except ImportError:
         raise DataError(
-            f"{purpose} needs plyvel: pip install caffepy[leveldb], or use an LMDB"
+            f"{purpose} needs plyvel: pip install 'caffepy[leveldb]', or use an LMDB"
         ) from None
     return plyvel

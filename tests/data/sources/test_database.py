@@ -290,7 +290,7 @@ def test_opened_line(caplog, tmp_path):
 def test_leveldb_without_plyvel_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "plyvel", None)
     with pytest.raises(
-        DataError, match=r"raw_leveldb is a LevelDB; .* pip install caffepy\[leveldb\]"
+        DataError, match=r"raw_leveldb is a LevelDB; .* pip install 'caffepy\[leveldb\]'"
     ):
         open_database(str(GOLDEN / "raw_leveldb"), "LMDB")
 
