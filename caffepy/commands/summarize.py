@@ -119,9 +119,9 @@ class NetSummary:
             f"{self.role}{f' of {self.name!r}' if self.name else ''}",
             *_aligned(rows, max_width),
         ]
-        for what, names in (("never taken", self.unconsumed), ("never given", self.unknown)):
+        for what, names in (("read", self.unconsumed), ("written", self.unknown)):
             if names:
-                lines.append(f"{what}: {', '.join(map(printable, names))}")
+                lines.append(f"{what} by no layer: {', '.join(map(printable, names))}")
         return "\n".join(lines)
 
     def _styles(self) -> dict[str, str]:

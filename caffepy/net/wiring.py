@@ -1,6 +1,6 @@
 """Wiring: from a definition to nodes, as Caffe's Net::Init does it.
 
-Layers come in order. Each takes its bottoms from the blobs still available; what is never taken is
+Layers come in order. Each takes its bottoms from the blobs still available; what no layer takes is
 an output of the net.
 """
 

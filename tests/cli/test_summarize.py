@@ -11,7 +11,7 @@ def test_a_bundled_net(capsys: Captured) -> None:
     assert main.run(["summarize", "lenet", "--synthetic", "-phase", "TRAIN", "-w", "20"]) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0] == "TRAIN net of 'LeNet'"
-    assert out.splitlines()[-1] == "never taken: loss"
+    assert out.splitlines()[-1] == "read by no layer: loss"
     assert "\033" not in out  # no terminal, no colours
     assert err == ""
 

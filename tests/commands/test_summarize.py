@@ -64,7 +64,7 @@ def test_the_table(tmp_path: Path) -> None:
     assert cells[5][:5] == ["a", "InnerProduct", "c", "->", "a"]  # usual multipliers are not shown
     assert "0.25 * far" in lines[7]
     assert " ".join(cells[8]) == "all 757 4.74 k 0.00 MiB"
-    assert lines[9] == "never taken: spare, far"
+    assert lines[9] == "read by no layer: spare, far"
     assert len({line.index("->") for line in lines[2:8]}) == 1
     assert len({len(line) for line in (lines[1], lines[2], lines[3], lines[8])}) == 1
 
@@ -75,7 +75,7 @@ def test_colours(tmp_path: Path) -> None:
     assert "\033[92mx\033[0m, \033[93;1;4mspare\033[0m" in lines[2]
     assert "\033[92mx\033[0m -> \033[94mc\033[0m" in " ".join(lines[3].split())
     assert "\033[41mbb\033[0m" in lines[7]
-    assert lines[-1] == "never given: bb"
+    assert lines[-1] == "written by no layer: bb"
 
 
 def test_what_cannot_be_built_is_shown_as_far_as_it_is_defined(
