@@ -384,6 +384,7 @@ def test_developers_pages_name_what_is_there(document: str) -> None:
 
 EXAMPLES = {
     "CONTRIBUTING.md": {"cuda12", "cuda13"},
+    "docs/dev/add-a-data-source.md": {"caffepy/data/sources/npz.py"},
     "docs/dev/add-a-layer.md": {"self.param.mish_param"},
     "docs/dev/add-a-command.md": {
         "caffepy/commands/NAME.py",

@@ -1,5 +1,5 @@
-"""Every registered layer type is held to a numerical gradient and to a second truth, or a reason
-stands here.
+"""Every registered layer type is held to a numerical gradient and to an independent reference, or a
+reason stands here.
 """
 
 import re
@@ -217,7 +217,7 @@ def test_a_gpu_is_held_to_the_cpu(type_):
 
 
 @pytest.mark.parametrize("type_", list(registry))
-def test_every_type_is_held_to_a_second_truth(type_):
+def test_every_type_is_held_to_an_independent_reference(type_):
     check_truth(type_, registry[type_].is_data)
 
 
