@@ -269,7 +269,7 @@ def test_solvers_that_exchange_factors_follow_one(
 ) -> None:
     case, source = CASES[name], images(name)
     text = bundled(name, case.batch, source)
-    with caplog.at_level("INFO", "caffepy.parallel.manager"):
+    with caplog.at_level("INFO", "caffepy.parallel"):
         ran = on_gpus(size, "nccl", case.settings, text, case.iterations, capture=how == "replayed")
     assert re.search(r"the factors of the weight gradients of (ip1|fc6, fc7)", caplog.text)
     follow(name, size, ran, source)
@@ -310,7 +310,7 @@ def test_layers_run_in_another_order_in_runs(
     root, recorder = train(ONCE, text, CudaDevice(0))
     devices = [root.device, *(CudaDevice(i) for i in range(1, size))]
     with (
-        caplog.at_level("INFO", "caffepy.parallel.manager"),
+        caplog.at_level("INFO", "caffepy.parallel"),
         P2PManager(
             root,
             devices,
