@@ -1,5 +1,7 @@
 """caffepy bench"""
 
+from typing import Any
+
 import click
 
 from caffepy.cli import options
@@ -59,16 +61,9 @@ def train(
     model: str,
     gpu: str | None,
     cpu: bool,
-    precision: str | None,
-    batch: int | None,
-    iterations: int | None,
-    windows: int,
-    data: str,
     image: tuple[int, ...] | None,
-    capture: bool,
-    fuse: bool,
-    threads: int | None,
     as_json: bool,
+    **values: Any,
 ) -> None:
     """Train a net in windows of some iterations; print the median, the spread, memory, and where
     the time goes.
@@ -82,19 +77,8 @@ def train(
     definition = options.trained(solver, model, gpu, cpu)
     from caffepy.commands.bench.train import bench_train
 
-    result = bench_train(
-        definition.path,
-        gpu=gpu,
-        batch=batch,
-        image=image or options.image_of(definition, True),
-        precision=precision,
-        iterations=iterations,
-        windows=windows,
-        data=data,
-        capture=capture,
-        fuse=fuse,
-        threads=threads,
-    )
+    image = image or options.image_of(definition, True)
+    result = bench_train(definition.path, gpu=gpu, image=image, **values)
     click.echo(result.json() if as_json else result.table())
 
 

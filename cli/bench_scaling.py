@@ -1,5 +1,7 @@
 """caffepy bench scaling"""
 
+from typing import Any
+
 import click
 
 from caffepy.cli import options
@@ -38,12 +40,9 @@ def scaling(
     model: str,
     gpu: str | None,
     cpu: int | None,
-    precision: str | None,
-    batch: int | None,
-    sync: str,
-    windows: int,
     image: tuple[int, ...] | None,
     as_json: bool,
+    **values: Any,
 ) -> None:
     """Train a net on synthetic data with 1, 2, 4... devices; print images a second and what
     synchronization adds.
@@ -56,14 +55,6 @@ def scaling(
     definition = options.trained(solver, model, gpu, cpu)
     from caffepy.commands.bench.scaling import bench_scaling
 
-    result = bench_scaling(
-        definition.path,
-        gpu=gpu,
-        cpu=cpu or 0,
-        batch=batch,
-        image=image or options.image_of(definition, True),
-        precision=precision,
-        sync=sync,
-        windows=windows,
-    )
+    image = image or options.image_of(definition, True)
+    result = bench_scaling(definition.path, gpu=gpu, cpu=cpu or 0, image=image, **values)
     click.echo(result.json() if as_json else result.table())

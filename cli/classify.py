@@ -70,19 +70,11 @@ def classify(
     inputs: tuple[str, ...],
     model: options.Definition | None,
     weights: tuple[str, ...],
-    labels: str,
-    top: int,
-    oversample: bool | None,
     images_dim: tuple[int, ...],
-    preparation: Any,
     extensions: tuple[str, ...],
     output: str,
-    batch: int | None,
-    gpu: str | None,
-    precision: str | None,
-    threads: int | None,
-    progress: bool | None,
     as_json: bool,
+    **values: Any,
 ) -> None:
     """Print the best classes of images: files, folders, or .npy arrays (N, H, W, channels) of
     values from 0 to 1.
@@ -120,18 +112,10 @@ def classify(
         inputs,
         model.path,
         weights,
-        preparation=preparation,
         images_dim=images_dim,
-        oversample=oversample,
-        labels=labels,
-        top=top,
         extensions=extensions or EXTENSIONS,
         output=output,
-        batch=batch,
-        gpu=gpu,
-        precision=precision,
-        threads=threads,
-        progress=progress,
+        **values,
     )
     click.echo(result.json() if as_json else result.table())
     result.check()

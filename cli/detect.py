@@ -48,16 +48,8 @@ def detect(
     output: str | None,
     model: options.Definition | None,
     weights: tuple[str, ...],
-    windows: str,
-    crop_mode: str,
-    context_pad: int,
-    preparation: Any,
-    batch: int | None,
-    gpu: str | None,
-    precision: str | None,
-    threads: int | None,
-    progress: bool | None,
     as_json: bool,
+    **values: Any,
 ) -> None:
     """Score windows of images with a deploy net, and write all scores to OUTPUT (.csv, .h5 or
     .json).
@@ -83,20 +75,7 @@ def detect(
 
     if output:
         check_output(output)
-    result = run(
-        source,
-        model.path,
-        weights,
-        windows=windows,
-        crop_mode=crop_mode,
-        context_pad=context_pad,
-        preparation=preparation,
-        batch=batch,
-        gpu=gpu,
-        precision=precision,
-        threads=threads,
-        progress=progress,
-    )
+    result = run(source, model.path, weights, **values)
     if output:
         result.save(output)
     if as_json or not output:

@@ -1,5 +1,7 @@
 """caffepy extract-features"""
 
+from typing import Any
+
 import click
 
 from caffepy.cli import options
@@ -56,11 +58,7 @@ def extract_features(
     backend: str | None,
     batches: int | None,
     gpu: str | None,
-    precision: str | None,
-    level: int,
-    stages: tuple[str, ...],
-    threads: int | None,
-    progress: bool | None,
+    **values: Any,
 ) -> None:
     """Run a trained net over the data of its data layers and write the values of blobs, a record or
     row an item.
@@ -92,18 +90,8 @@ def extract_features(
     from caffepy.commands.extract_features import extract_features as run
     from caffepy.commands.extract_features import features_of
 
-    run(
-        model.path,
-        weights,
-        features_of(blobs, outputs, backend),
-        batches=batches,
-        gpu=gpu,
-        precision=precision,
-        level=level,
-        stages=stages,
-        threads=threads,
-        progress=progress,
-    )
+    features = features_of(blobs, outputs, backend)
+    run(model.path, weights, features, batches=batches, gpu=gpu, **values)
 
 
 Parsed = tuple[tuple[str, ...], options.Definition, list[str], list[str], int, str, str | None]

@@ -40,11 +40,7 @@ def visualize(
     model: options.Definition | None,
     image: str,
     blob: str,
-    item: int,
-    preparation: Any,
-    gpu: str | None,
-    precision: str | None,
-    threads: int | None,
+    **values: Any,
 ) -> None:
     """Draw filters, or with --model the values of a blob, side by side into the picture OUT (.png,
     .jpg and others).
@@ -73,16 +69,5 @@ def visualize(
     if model is None:
         shown = show_filters(weights[-1], out, layer=layer)
     else:
-        shown = show_blob(
-            model.path,
-            weights,
-            out,
-            blob=blob,
-            image=image,
-            item=item,
-            preparation=preparation,
-            gpu=gpu,
-            precision=precision,
-            threads=threads,
-        )
+        shown = show_blob(model.path, weights, out, blob=blob, image=image, **values)
     click.echo(str(shown))
