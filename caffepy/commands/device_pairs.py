@@ -15,9 +15,7 @@ from caffepy.device.gpus import gpu_numbers
 
 FIELDS = ("devices", "boards", "access", "links")
 DERIVED = ("pairs", "schedules", "speeds")
-"""What `Pairing.json` tells besides: it follows from the others, or cannot be known of a machine
-that is not there.
-"""
+"""Fields of `Pairing.json` that follow from the others, or that only a real machine has."""
 
 LEGEND = (
     "NV#: # NVLinks; PIX: one PCIe bridge, PXB: several, PHB: the host bridge, "

@@ -32,7 +32,7 @@ Effect = Literal["stop", "snapshot", "none"]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """A training run: the flags of `caffepy train`, with its defaults.
+    """Options of a training run: the flags of `caffepy train`, with its defaults.
 
     solver: path of the solver prototxt.
     weights: caffemodels to start from.
@@ -88,10 +88,10 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """End of a training run.
+    """The end of a training run.
 
     `outputs` are the mean outputs (name, values, loss weight) of each test net's last test,
-    `snapshot` is the state file that holds the run as it ended, None if none was written.
+    `snapshot` is the state file of the last iteration, None if none was written.
     """
 
     iteration: int
@@ -101,8 +101,7 @@ class TrainResult:
 
     @property
     def exit_code(self) -> int:
-        """0 for a run that ended by itself or left no snapshot, else 75: `--snapshot` resumes
-        it."""
+        """0 for a run that ended by itself or left no snapshot, else 75: `--snapshot` resumes it."""
         return STOPPED if self.stopped and self.snapshot else 0
 
 

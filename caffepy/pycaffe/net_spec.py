@@ -68,7 +68,7 @@ class Top:
         self.n = n
 
     def to_proto(self) -> NetParameter:
-        """Return the net that computes these outputs; layers are named by type and number."""
+        """Return the net that computes this output; layers are named by type and number."""
         return to_proto(self)
 
     def _update(self, params: Mapping[str, Any]) -> None:
@@ -168,7 +168,7 @@ def _net(ends: Iterable[Top | Function], names: _Names) -> NetParameter:
 
 
 def to_proto(*tops: Top | Function) -> NetParameter:
-    """The net that computes these outputs, its layers named by type and number."""
+    """Return the net that computes these outputs; layers are named by type and number."""
     return _net(tops, _Names({}))
 
 

@@ -1,5 +1,5 @@
-"""Reports of a run: Caffe's log lines, the progress bar, metrics file and curve,
-TensorBoard's events.
+"""Everything that a person sees of a run: Caffe's log lines, progress bar, metrics, curve,
+TensorBoard.
 """
 
 from collections.abc import Sequence

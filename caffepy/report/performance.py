@@ -1,4 +1,4 @@
-"""Speed of solvers that train together, the phases of their time, and the bottleneck."""
+"""The speed of solvers that train together, the parts of their time, and their bottleneck."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -120,8 +120,5 @@ def bottleneck(solvers: Sequence[Seconds]) -> str:
         return f"The host is the bottleneck: GPUs wait for work {share}."
     rank, by = _slowest(solvers)
     if by > UNEVEN:
-        return (
-            f"Solver {rank} is the bottleneck: it is the slowest, and synchronization takes "
-            f"{share}."
-        )
+        return f"Solver {rank} is the bottleneck: it is the slowest, and synchronization takes {share}."
     return f"Synchronization is the bottleneck: it takes {share}."

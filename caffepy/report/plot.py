@@ -23,7 +23,7 @@ CHARTS = [
     for what in ("Test accuracy", "Test loss", "Train learning rate", "Train loss")
     for x in AXES
 ]
-"""What Caffe's plot_training_log draws, by its numbers."""
+"""Charts of Caffe's plot_training_log, by number."""
 
 DASHES = ("-", "--", ":", "-.")
 MARKED = 100

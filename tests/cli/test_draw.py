@@ -153,7 +153,7 @@ def test_an_svg_needs_no_graphviz(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shapes_in(*arguments: str) -> dict[str, str]:
-    """What stands beside the arrows from layers to blobs."""
+    """Return the labels of the arrows from layers to blobs."""
     assert main.run(["draw", *arguments, "net.dot", "--shapes"]) == 0
     found = re.findall(
         r'"layer (\d+) \S+" -> "blob (\S+)" \[label="(.*)"\];', Path("net.dot").read_text()

@@ -39,7 +39,7 @@ def test_filters(form: str, flags: str, layer: str, capsys: Captured) -> None:
 
 
 def values_of(blob: str, image: int) -> np.ndarray:
-    """What the blob of the digits net holds for an image of the test data, of the first batch."""
+    """Return a blob of the digits net for an image of the first batch of test data."""
     param = read_text(TRAIN_VAL)
     param.state.phase = TEST
     net = Net(param, path=TRAIN_VAL)

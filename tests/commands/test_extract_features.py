@@ -25,7 +25,7 @@ BATCH, IMAGES = 99, 297
 
 @pytest.fixture(scope="module")
 def blobs() -> dict[str, Array]:
-    """What the net's blobs hold in four batches, of which the last is the first again."""
+    """Return the net's blobs in four batches, of which the last is the first again."""
     param = read_net(MODEL)
     param.state.phase = TEST
     net = Net(param, path=MODEL)

@@ -34,7 +34,7 @@ def photos(*shapes: tuple[int, int]) -> list[Array]:
 
 
 def scores(files: tuple[str, str], crops: list[Array]) -> Array:
-    """What the net gives for crops (H, W, K) that are of its size already."""
+    """Return the net's output for crops (H, W, K) of its input size."""
     net = caffe.Net(files[0], caffe.TEST, weights=files[1])
     prepared = [
         (crop.transpose(2, 0, 1)[::-1] * np.float32(255) - MEAN[:, None, None]) * 0.5

@@ -86,7 +86,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, script: str, path: str = "") -> str:
-    """What a script, in a process of its own that finds caffepy and the modules in `path`, prints."""
+    """Return the output of a script in a process that finds caffepy and the modules in `path`."""
     root = str(Path(caffepy.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],

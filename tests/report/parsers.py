@@ -49,7 +49,7 @@ def tables(text: str) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
 
 
 def fields(text: str) -> dict[str, list[str]]:
-    """What parse_log.sh cuts out by field number and by the first equals sign."""
+    """Return the values that parse_log.sh cuts out by field number and by the first equals sign."""
     lines = text.splitlines()
     return {
         "start": [line.split()[1] for line in lines if "] Solving " in line],

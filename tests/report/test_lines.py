@@ -36,7 +36,7 @@ def test_lines_that_the_digits_run_lacks(caplog: pytest.LogCaptureFixture) -> No
 
 @pytest.fixture
 def text(capsys: pytest.CaptureFixture[str]) -> str:
-    """What a terminal-less run writes to stderr for the digits run."""
+    """Return what a run without a terminal writes to stderr for the digits run."""
     with logging_to():
         golden.replay(LogReporter(), golden.messages())
     return capsys.readouterr().err

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would have been saved."""
+    """Collect the figures instead of saving them."""
     saved: list[Any] = []
     monkeypatch.setattr(plot, "save", lambda figure, path: saved.append(figure))
     return saved

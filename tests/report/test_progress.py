@@ -32,9 +32,7 @@ with counting(250, "images") as done:
 def on_terminal(
     progress: str, environment: Mapping[str, str], code: str = RUN, columns: int = 0
 ) -> str:
-    """What the run, or other code, writes to a pseudo-terminal; one of 0 columns does not say how
-    wide it is.
-    """
+    """Return what the code writes to a pseudo-terminal; 0 columns mean an unknown width."""
     pty = pytest.importorskip("pty", reason="needs pseudo-terminals")
     ours, its = pty.openpty()
     if columns:

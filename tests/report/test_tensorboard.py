@@ -18,7 +18,7 @@ pytest.importorskip("tensorboardX")
 
 
 class Weights:
-    """What a solver would show; counts how often it is asked."""
+    """Weights of a solver; counts the readings."""
 
     def __init__(self, filters: Array | None = None) -> None:
         self.asked = 0
