@@ -1,5 +1,5 @@
-"""What pyproject.toml cannot say: a line that Python runs at its start, so that CAFFEPY_AS_CAFFE=1
-has an effect.
+"""Install a line that Python runs at its start, so that CAFFEPY_AS_CAFFE=1 has an effect;
+pyproject.toml cannot say that.
 """
 
 from pathlib import Path

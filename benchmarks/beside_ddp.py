@@ -45,7 +45,7 @@ def theirs(peer: str, nets: dict[str, int], modes: list[str], gpus: int) -> Rate
 
 
 def ours(net: str, batch: int, mode: str, gpus: list[int]) -> list[Any]:
-    """What `bench scaling` tells of 1, 2, 4... GPUs."""
+    """Return the results of `bench scaling` on 1, 2, 4... GPUs."""
     numbers = ",".join(map(str, range(max(gpus))))
     how = ["--model", net, "--batch", str(batch), "--precision", mode, "--gpu", numbers, "--json"]
     return lines([sys.executable, "-m", "caffepy", "bench", "scaling", *how])

@@ -150,7 +150,7 @@ class Contender:
         return answer
 
     def ask(self, line: str) -> Answer:
-        """What it answers."""
+        """Return its answer."""
         assert self._process.stdin
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()

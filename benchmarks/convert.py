@@ -62,7 +62,7 @@ def make_images(folder: str, count: int, size: int) -> str:
 
 
 def plain_loop(root: str, names: str, database: str, resize: int) -> None:
-    """What Caffe's tool does."""
+    """Convert as Caffe's tool does."""
     environment = lmdb.open(database, map_size=MAP_SIZE)
     transaction = environment.begin(write=True)
     with open(names) as lines:

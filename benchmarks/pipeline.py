@@ -1,5 +1,4 @@
-"""Whether a database keeps up with a net: its images a second on synthetic data, on a database, and
-read alone.
+"""Compare a net's images a second on synthetic data, on a database, and the database read alone.
 
 usage: python benchmarks/pipeline.py --lmdb FOLDER [--net caffenet] [--precision bf16] [--gpu 0] [--rounds 2]
            [--iterations 100] [--batch 256]
@@ -40,7 +39,7 @@ def say(text: str) -> None:
 
 
 def trained(args: argparse.Namespace, data: str) -> dict[str, float]:
-    """What `caffepy bench train` says."""
+    """Return the result of `caffepy bench train`."""
     command = [
         sys.executable,
         "-m",

@@ -1,4 +1,4 @@
-"""What all tests share: GPU tests are skipped, with the reason, where there is no GPU."""
+"""Fixtures of all tests; GPU tests are skipped, with the reason, where there is no GPU."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -11,7 +11,7 @@ from caffepy.device.gpus import count_gpus
 
 @cache
 def gpus() -> tuple[int, str]:
-    """How many GPUs there are, and why not more."""
+    """Return the number of GPUs, and why there are no more."""
     try:
         count = count_gpus()
     except DeviceError as error:
@@ -31,13 +31,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(params=[False, True], ids=["one at a time", "several"])
 def several(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether helpers fill several batches at a time, as they do where there are many threads."""
+    """Fill one batch at a time, then several, as is done where there are many threads."""
     monkeypatch.setattr("caffepy.data.reader.MIN_THREADS", 1 if request.param else 1 << 20)
 
 
 @pytest.fixture
 def always_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if it paid to exchange factors for all layers of which they are smaller than the gradient."""
+    """Exchange factors for all layers of which they are smaller than the gradient."""
     from caffepy.collectives import factors
     from caffepy.net import gradients
 

@@ -1,5 +1,5 @@
-"""What README.md and docs/ tell people to type and to look for: it runs, it is there, and messages
-are caffepy's.
+"""Commands, flags, links and messages of README.md and docs/: they run, they are there, and the
+messages are caffepy's.
 
 Of each ```sh block the lines that begin with `caffepy `, and each ```python block as a script, run
 in the order of their document, in one folder. All other lines of such blocks, and those that need
@@ -146,7 +146,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def lacks(line: str) -> bool:
-    """Whether a line needs an extra that is not installed."""
+    """True if a line needs an extra that is not installed."""
     words = shlex.split(line)
     return any(word in words and not importable(module) for word, module in EXTRAS.items())
 
@@ -208,7 +208,7 @@ def commands(group: click.Group, before: str = "") -> Iterator[tuple[str, click.
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_commands_and_flags_exist(document: str) -> None:
-    """Those that stand in the text, too."""
+    """Commands and flags in the text, too."""
     known = dict(commands(main.caffepy))
     flags = {name for command in known.values() for name in flags_of(command)}
     told = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text_of(document), flags=re.DOTALL))
@@ -428,7 +428,7 @@ def test_the_house_is_drawn_as_it_stands() -> None:
 
 @cache
 def templates() -> list[re.Pattern[str]]:
-    """What the texts in caffepy's code can become, values of any kind in their places."""
+    """Patterns of the texts in caffepy's code, with values of any kind in their places."""
     found = set()
     for folder in ("caffepy", "cli", "proto"):
         for path in (ROOT / folder).rglob("*.py"):

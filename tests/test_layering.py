@@ -1,8 +1,10 @@
 """Packages import only from rows below them, as ARCHITECTURE.md draws the house; neighbours do not
-know each other.
+know each other, and no files import each other in a circle.
 """
 
 import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -49,25 +51,28 @@ def sources() -> dict[Path, str]:
     return {path: name.removesuffix(".py") for path, name in files.items()}
 
 
+def statements(path: Path) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Every import anywhere in a module, in functions and under TYPE_CHECKING, too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+
+
+def names(node: ast.Import | ast.ImportFrom) -> list[str]:
+    """Names of modules, or of things in modules, that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [f"{node.module}.{alias.name}" for alias in node.names]
+
+
 def imports(path: Path) -> set[str]:
     """The packages of the table that a module imports, anywhere in it."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if (
-            isinstance(node, ast.ImportFrom)
-            and node.module
-            and node.module.split(".")[0] == "caffepy"
-        ):
-            names = (
-                [node.module]
-                if node.module != "caffepy"
-                else [f"caffepy.{a.name}" for a in node.names]
-            )
-        elif isinstance(node, ast.Import):
-            names = [a.name for a in node.names if a.name.startswith("caffepy.")]
-        found.update(name.split(".")[1] for name in names)
+    found = {n.split(".")[1] for node in statements(path) for n in names(node) if is_ours(n)}
     return {name if name in ROWS else "__init__" for name in found}
+
+
+def is_ours(name: str) -> bool:
+    return name.startswith("caffepy.")
 
 
 def test_every_package_has_a_row() -> None:
@@ -82,16 +87,31 @@ def test_imports_go_down(path: Path) -> None:
         assert below, f"{package} (row {ROWS[package]}) imports {other} (row {ROWS[other]})"
 
 
+def test_files_do_not_import_each_other_in_circles() -> None:
+    """The package itself, whose names are imported on first use, stands above all."""
+    modules = {}
+    for path in sources():
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(parts if parts[0] == "caffepy" else ("caffepy", *parts))
+        modules[name.removesuffix(".__init__")] = path
+    graph: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found = [n for node in statements(path) for n in names(node) if is_ours(n)]
+        targets = {n if n in modules else n.rpartition(".")[0] for n in found}
+        graph[module] = targets - {module, "caffepy"}
+    assert len(graph["caffepy.solver.solver"]) > 5
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(reversed(error.args[1])))
+
+
 def test_only_the_device_layer_knows_cupy() -> None:
     for path in sources():
-        modules = {
-            (node.module or "") if isinstance(node, ast.ImportFrom) else node.names[0].name
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, (ast.Import, ast.ImportFrom))
-        }
+        known = any(
+            name.split(".")[0] == "cupy" for node in statements(path) for name in names(node)
+        )
         allowed = any(
             f"caffepy/{room}/" in path.as_posix() for room in ("device", "ops/cuda", "collectives")
         )
-        assert allowed or not any(m.split(".")[0] == "cupy" for m in modules), (
-            f"{path} imports cupy"
-        )
+        assert allowed or not known, f"{path} imports cupy"

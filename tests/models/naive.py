@@ -1,4 +1,4 @@
-"""What a net's layers come to by the textbook formulas, computed from the prototxt alone."""
+"""Outputs of a net's layers by the textbook formulas, computed from the prototxt alone."""
 
 from dataclasses import dataclass, field
 from math import ceil, prod

@@ -71,5 +71,5 @@ def test_gpu_and_cpu_agree(name: str, exactness: str) -> None:
 
 
 def gradient(net: Net) -> Array:
-    """Those of all parameters, one after the other."""
+    """Return the gradients of all parameters, one after the other."""
     return np.concatenate([p.host_diff.reshape(-1) for p in net.learnable_params])

@@ -1,4 +1,4 @@
-"""What the tutorials work on: the digits that come with caffepy, files of nets and solvers,
+"""Material of the tutorials: the digits that come with caffepy, files of nets and solvers,
 processes of scripts.
 """
 

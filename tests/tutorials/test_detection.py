@@ -68,7 +68,7 @@ def detector_of(files: tuple[str, str], context_pad: int | None = None) -> "caff
 
 
 def prepared(crop: Array) -> Array:
-    """What the net takes of a crop (H, W, 3) in [0, 1]."""
+    """Turn a crop (H, W, 3) in [0, 1] into the net's input."""
     bgr = caffe.io.resize_image(crop, (8, 8))[..., ::-1].transpose(2, 0, 1)
     return ((bgr * 255 - np.array([1.0, 2.0, 3.0])[:, None, None]) / 240).astype(np.float32)
 
