@@ -101,7 +101,7 @@ class TrainResult:
 
     @property
     def exit_code(self) -> int:
-        """0 for a run that ended by itself or left no snapshot, else 75: `--snapshot` resumes it."""
+        """0 for a run that ended by itself or left no snapshot, else 75: it can be resumed."""
         return STOPPED if self.stopped and self.snapshot else 0
 
 

@@ -120,5 +120,6 @@ def bottleneck(solvers: Sequence[Seconds]) -> str:
         return f"The host is the bottleneck: GPUs wait for work {share}."
     rank, by = _slowest(solvers)
     if by > UNEVEN:
-        return f"Solver {rank} is the bottleneck: it is the slowest, and synchronization takes {share}."
+        slowest = f"Solver {rank} is the bottleneck: it is the slowest"
+        return f"{slowest}, and synchronization takes {share}."
     return f"Synchronization is the bottleneck: it takes {share}."

@@ -1,4 +1,4 @@
-"""What NVML says of links, by an NVML that is not there."""
+"""Links as NVML reports them, by an NVML that is not there."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ FAILED = 3
 
 
 class Nvml:
-    """So many GPUs on buses 1, 2, ... that CUDA may number otherwise.
+    """Stand-ins for GPUs on buses 1, 2, ... that CUDA may number otherwise.
 
     `ends[a]` are the buses at which GPU a's active links end, 99 being a switch; `switched` pairs
     reach each other by NVLink, `levels` are those of other pairs.

@@ -84,7 +84,7 @@ def test_a_gpu_whose_memory_cannot_be_read_is_lost_and_not_at_work(
 
 def test_a_graph_gives_back_what_it_holds_whoever_refers_to_it() -> None:
     class Graph:
-        """What CuPy captures."""
+        """A graph that CuPy captured."""
 
     graph = Graph()
     held = weakref.ref(graph)

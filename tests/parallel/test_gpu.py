@@ -49,7 +49,7 @@ def train(
 
 
 class Ran(NamedTuple):
-    """What was displayed, the root's parameters before, and at the end those of all solvers that
+    """Return what was displayed, the root's parameters before, and at the end those of all solvers that
     update theirs.
     """
 

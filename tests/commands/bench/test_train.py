@@ -106,7 +106,7 @@ def test_a_net_without_data_has_no_images_to_count(tmp_path: Path) -> None:
         'base_lr: 1 lr_policy: "fixed" net_param { layer { name: "x" type: "Input" top: "x" '
         "input_param { shape { dim: 1 } } } }"
     )
-    with pytest.raises(ConfigError, match="no layer that gives it data"):
+    with pytest.raises(ConfigError, match="no data layer, so there are no images to count"):
         bench_train(str(tmp_path / "solver.prototxt"))
 
 
