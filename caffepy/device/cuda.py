@@ -21,6 +21,8 @@ class CudaDevice(Device):
     """GPU `index`, with a main stream of its own on which its work runs in order.
 
     DeviceError says what to install or to change if there is no CuPy, no driver or no such GPU.
+    More than 25 methods: the contract of Device, and streams, graphs and errors, which share the
+    device's scope.
     """
 
     kind = "cuda"

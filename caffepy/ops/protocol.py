@@ -41,7 +41,7 @@ Sizes = Sequence[int]
 
 
 class Ops(Protocol):
-    """Arithmetic on one kind of device."""
+    """Arithmetic on one kind of device; it has a method for each function of a back end."""
 
     # Objects, described in objects.py; a device is one of the back end's kind.
 

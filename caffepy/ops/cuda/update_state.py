@@ -86,6 +86,10 @@ def _losses(blobs: Sequence[Blob]) -> list[Row]:
 
 
 class UpdateState:
+    """More than 20 attributes: each is an array on the device that captured kernels refer to, or
+    the host's view of one.
+    """
+
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: CudaDevice) -> None:
         self._limits = limits
         self._losses = losses
