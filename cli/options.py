@@ -11,11 +11,11 @@ import click
 from caffepy import models
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
+from caffepy.device.math_mode import PRECISIONS
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 PHASES = ("set-up", "step", "test", "snapshot")
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")  # those of ops.precisions, which is slow to import
 SOLVERS = click.IntRange(1, 256)
 """Number of solvers on the CPU: each has a net of its own, and more are a typing error."""
 LEVELS = (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)

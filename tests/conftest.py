@@ -1,11 +1,11 @@
 """Fixtures of all tests; GPU tests are skipped, with the reason, where there is no GPU."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
 
 from caffepy.core.errors import DeviceError
+from caffepy.device import math_mode
 from caffepy.device.gpus import count_gpus
 
 
@@ -46,14 +46,11 @@ def always_factors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def exact(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs compute in float32, whatever the size of a batch, and no time goes into the choice of
     plans.
     """
-    from caffepy.ops.cuda import autotune, precision
+    from caffepy.ops.cuda import autotune
 
     monkeypatch.setattr(autotune, "_autotune", False)
-    before = precision.get()
-    precision.set("fp32")
-    yield
-    precision.set(before)
+    monkeypatch.setattr(math_mode.default(), "precision", "fp32")

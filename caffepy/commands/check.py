@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob, shape_string
 from caffepy.device.device import Device
+from caffepy.device.math_mode import checked, default
 from caffepy.layer import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.memory import Usage, lifetimes, plan
-from caffepy.ops.precisions import checked, default, preferred_layout
 from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
@@ -171,12 +171,18 @@ def inspect(
     infos = []
     for role, param, origin in definitions(path, level, stages, to_train=True):
         param = without_data(param, image=image) if synthetic else param
-        chosen = checked(choose_precision(param, precision) or default()) if gpu else "fp32"
         device = ImaginedGpu(seed=0) if gpu else ShapesOnlyDevice(seed=0)
-        net = Net(param, device=device, path=origin, layout=preferred_layout(chosen))
+        if gpu:
+            wanted = choose_precision(param, precision)
+            device.math_mode.precision = checked(wanted or default().precision)
+        net = Net(param, device=device, path=origin)
         try:
             on_gpu = (
-                NetOnGpu(chosen, _shared(net), "; ".join(reasons_not_capturable(net)) or None)
+                NetOnGpu(
+                    device.math_mode.precision,
+                    _shared(net),
+                    "; ".join(reasons_not_capturable(net)) or None,
+                )
                 if gpu
                 else None
             )

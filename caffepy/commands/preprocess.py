@@ -10,6 +10,7 @@ import numpy as np
 from caffepy import ops
 from caffepy.commands.devices import choose_device
 from caffepy.core.errors import ConfigError, DataError, reason
+from caffepy.device import math_mode
 from caffepy.device.blob import Array, shape_string
 from caffepy.proto import binary
 from caffepy.proto.nvcaffe import choose_precision
@@ -158,10 +159,14 @@ def on_device(
     if threads:
         ops.backend(device).set_num_threads(threads)
     ops.set_precision(device, choose_precision(read_net(model), precision))
+    default = math_mode.default()
+    before = default.precision
     if device.kind == "cuda":
         mode.set_device(device.index)
         mode.set_mode_gpu()
+        default.precision = device.math_mode.precision
     try:
         yield
     finally:
         mode.set_mode_cpu()
+        default.precision = before

@@ -187,7 +187,7 @@ def _set_up(options: TrainOptions, param: SolverParameter, device: Device) -> No
         if param.random_seed < 0:
             param.random_seed = SEED
             log.info("Deterministic: random_seed is %d", SEED)
-        ops.set_deterministic(device)
+        device.math_mode.deterministic = True
     param.train_state.level = options.level
     param.train_state.stage.extend(options.stages)
 
@@ -229,7 +229,7 @@ def _baseline(solver: Solver, solvers: int) -> float | None:
             "batch": solver.batch,
             "passes": solver.param.iter_size,
             "type": solver.param.type,
-            "precision": ops.precision_of(device),
+            "precision": device.math_mode.precision,
             "how": [solver.capture, solver.fuse],
         }
     )

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.core.errors import CaffeError, DeviceError
+from caffepy.device import math_mode
 from caffepy.device.device import Device, ErrorFlag
 from caffepy.device.gpus import check_gpu, gpu_properties, import_cupy, translate_errors
 from caffepy.device.graphs import CudaGraph, capture
@@ -33,6 +34,7 @@ class CudaDevice(Device):
         self._host = Device()
         self._host.random = self.random
         self.index = index
+        self.math_mode = math_mode.new()
         self._cupy = import_cupy()
         check_gpu(index)
         self._streams = Streams(self._cupy, index)
@@ -56,6 +58,7 @@ class CudaDevice(Device):
             translate_errors(self._cupy, self.index),
             self._cupy.cuda.Device(self.index),
             self.stream,
+            math_mode.using(self.math_mode),
         ):
             yield
 

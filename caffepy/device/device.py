@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.core.errors import CaffeError
+from caffepy.device.math_mode import MathMode
 from caffepy.device.random import RandomNumbers
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ class Device:
 
     def __init__(self, seed: int | None = None) -> None:
         self.random = RandomNumbers(seed)
+        self.math_mode = MathMode("fp32", deterministic=True)
         self.dirty: set[Any] = set()
         """Memories of blobs whose host array is newer than the device's."""
         self.allocation_version = 0

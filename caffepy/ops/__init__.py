@@ -11,8 +11,9 @@ import logging
 from typing import cast
 
 from caffepy.core.errors import DeviceError
-from caffepy.device.blob import PLAIN, Layout
+from caffepy.device.blob import Layout
 from caffepy.device.device import Device
+from caffepy.device.math_mode import checked
 from caffepy.ops import precisions
 from caffepy.ops.protocol import Ops
 
@@ -37,38 +38,15 @@ def backend(device: Device) -> Ops:
 
 
 def preferred_layout(device: Device) -> Layout:
-    """Return the preferred layout of activations on the device, in the precision that is set."""
-    if device.kind != "cuda":
-        return PLAIN
-    from caffepy.ops.cuda import precision
-
-    return precisions.preferred_layout(precision.get())
+    """Return the preferred layout of activations on the device, in its precision."""
+    return precisions.preferred_layout(device.math_mode.precision)
 
 
 def set_precision(device: Device, precision: str | None) -> None:
-    """Compute in this precision on a GPU from now on; None changes nothing. The CPU always computes
-    in float32.
+    """Compute in this precision on this GPU from now on; None changes nothing. The CPU always
+    computes in float32.
     """
     if precision and device.kind == "cuda":
-        from caffepy.ops.cuda import precision as of_gpus
-
-        of_gpus.set(precision)
+        device.math_mode.precision = checked(precision)
     elif precision and precision != "fp32":
         log.warning("The CPU computes in float32: %s is for GPUs", precision)
-
-
-def precision_of(device: Device) -> str:
-    """Return the precision in which this device computes."""
-    if device.kind != "cuda":
-        return "fp32"
-    from caffepy.ops.cuda import precision
-
-    return str(precision.get())
-
-
-def set_deterministic(device: Device) -> None:
-    """Use only deterministic operations on a GPU from now on; the CPU always does."""
-    if device.kind == "cuda":
-        from caffepy.ops.cuda import precision
-
-        precision.set_deterministic(True)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Collection, Sequence
 
-from caffepy import ops
 from caffepy.collectives import factors
 from caffepy.collectives.buckets import Bucket, buckets
 from caffepy.collectives.synchronizer import FlatParams
@@ -29,7 +28,7 @@ def choose_factored(root: Solver, devices: Sequence[Device]) -> Collection[int]:
     )
     if len(names) != 1 or not plain:
         return ()
-    found = factors.factored(root.net, len(devices), ops.precision_of(root.device))
+    found = factors.factored(root.net, len(devices), root.device.math_mode.precision)
     if found:
         log.info(
             "Solvers give each other the factors of the weight gradients of %s, not the gradients",

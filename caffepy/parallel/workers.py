@@ -37,7 +37,8 @@ Member = TypeVar("Member", bound=Worker)
 class Workers(Generic[Member]):
     """A worker for each device but the first, which is the root's; `make` makes it in its thread.
 
-    `signals`, `rescue` and `last_resort` are for a root that hangs, see `Watchdog`.
+    They compute in the math mode of the root's device. `signals`, `rescue` and `last_resort` are
+    for a root that hangs, see `Watchdog`.
     """
 
     def __init__(
@@ -50,6 +51,8 @@ class Workers(Generic[Member]):
         last_resort: Rescue | None = None,
     ) -> None:
         self.devices = devices
+        for device in devices[1:]:
+            device.math_mode = devices[0].math_mode
         self.group = RankGroup(len(devices), deadlines)
         self.threads = WorkerThreads(self.group, make, self.cpu_share)
         self.watchdog = Watchdog(

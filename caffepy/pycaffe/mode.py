@@ -6,6 +6,7 @@ import operator
 import threading
 
 from caffepy.core.errors import CaffeError
+from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 
@@ -95,12 +96,10 @@ def gpu() -> int | None:
 
 
 def set_precision(name: str) -> None:
-    """Set the precision of nets on GPUs, from exact to fast: "fp32", "tf32" (the default), "bf16",
+    """Set the precision of new nets on GPUs, from exact to fast: "fp32", "tf32" (at first), "bf16",
     "fp16".
 
     tf32 rounds factors of products to 10 bits; bf16 and fp16 keep activations and their gradients
     in 16 bits. Call it before building nets.
     """
-    from caffepy.ops.cuda import precision
-
-    precision.set(name)
+    math_mode.default().precision = math_mode.checked(name)

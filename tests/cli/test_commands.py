@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 import caffepy
-from caffepy.cli import main, options
+from caffepy.cli import main
 from caffepy.commands.train import TrainOptions, TrainResult
-from caffepy.ops import precisions
 from caffepy.report.metrics import read_rows
 from tests.report import parsers
 
@@ -122,10 +121,6 @@ def test_train_passes_its_flags_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_deadlines_that_are_none(given: str, message: str, capsys: Captured) -> None:
     assert main.run(["train", "--solver", "digits", "--deadlines", given]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_precisions_are_those_that_there_are() -> None:
-    assert options.PRECISIONS == precisions.PRECISIONS
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="needs POSIX signals")

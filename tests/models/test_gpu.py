@@ -54,20 +54,16 @@ def built(name: str, device: Device, fused: bool = False, scale: float = 1) -> N
 @pytest.mark.parametrize("exactness", LOSS)
 @pytest.mark.parametrize("name", models.names())
 def test_gpu_and_cpu_agree(name: str, exactness: str) -> None:
-    from caffepy.ops.cuda import precision
-
-    before, scale = precision.get(), LOSS_SCALE.get(exactness, 1)
+    scale = LOSS_SCALE.get(exactness, 1)
     cpu = built(name, Device(3))
     want = gradient(cpu)
-    precision.set(exactness)
-    try:
-        for fused in (False, True):
-            gpu = built(name, CudaDevice(0, 3), fused, scale)
-            assert gpu.loss() / scale == pytest.approx(cpu.loss(), rel=LOSS[exactness])
-            error = np.linalg.norm(gradient(gpu) / scale - want) / np.linalg.norm(want)
-            assert error <= SENSITIVE.get(name, GRADIENT)[exactness], f"fused {fused}"
-    finally:
-        precision.set(before)
+    for fused in (False, True):
+        device = CudaDevice(0, 3)
+        device.math_mode.precision = exactness
+        gpu = built(name, device, fused, scale)
+        assert gpu.loss() / scale == pytest.approx(cpu.loss(), rel=LOSS[exactness])
+        error = np.linalg.norm(gradient(gpu) / scale - want) / np.linalg.norm(want)
+        assert error <= SENSITIVE.get(name, GRADIENT)[exactness], f"fused {fused}"
 
 
 def gradient(net: Net) -> Array:

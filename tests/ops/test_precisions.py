@@ -4,22 +4,10 @@ import numpy as np
 import pytest
 
 from caffepy import ops
-from caffepy.core.errors import ConfigError
 from caffepy.device.blob import PLAIN, Layout
 from caffepy.device.device import Device
-from caffepy.ops.precisions import PRECISIONS, checked, default, preferred_layout
-
-
-def test_the_default_is_tf32_or_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CAFFEPY_PRECISION", raising=False)
-    assert default() == "tf32"
-    monkeypatch.setenv("CAFFEPY_PRECISION", "bf16")
-    assert default() == "bf16"
-    monkeypatch.setenv("CAFFEPY_PRECISION", "fp8")
-    with pytest.raises(
-        ConfigError, match='unknown precision "fp8"; choose from fp32, tf32, bf16, fp16'
-    ):
-        default()
+from caffepy.device.math_mode import PRECISIONS, checked
+from caffepy.ops.precisions import preferred_layout
 
 
 def test_activations_lie_as_caffe_has_them_in_fp32_only() -> None:

@@ -5,7 +5,7 @@ synchronizer, in fp32.
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from caffepy import models
 from caffepy.collectives import peers
 from caffepy.core.errors import DataError
 from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.device import math_mode
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -166,14 +167,11 @@ IMAGES = 64
 
 
 @pytest.fixture(autouse=True)
-def precision_stays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Others compute in what they did before; no time goes into the choice of plans."""
-    from caffepy.ops.cuda import autotune, precision
+def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time goes into the choice of plans."""
+    from caffepy.ops.cuda import autotune
 
     monkeypatch.setattr(autotune, "_autotune", False)
-    before = precision.get()
-    yield
-    precision.set(before)
 
 
 @pytest.fixture(scope="module")
@@ -353,14 +351,9 @@ def test_factors_give_what_gradients_give(
 
 
 @pytest.fixture
-def deterministic() -> Iterator[None]:
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs keep to fixed orders of sums."""
-    from caffepy.ops.cuda import precision
-
-    before = precision.deterministic()
-    precision.set_deterministic(True)
-    yield
-    precision.set_deterministic(before)
+    monkeypatch.setattr(math_mode.default(), "deterministic", True)
 
 
 @pytest.mark.parametrize("size", SIZES)

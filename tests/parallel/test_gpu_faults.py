@@ -147,9 +147,7 @@ REPLAYED = ("before replay", "after replay", "feeding", "test", "totals")
 
 @pytest.mark.parametrize("seed", range(24))
 def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
-    from caffepy.ops.cuda import precision
-
-    fp, places = precision.get(), PLACES + REPLAYED
+    places = PLACES + REPLAYED
     place, sync = places[seed % len(places)], SYNCS[seed % len(SYNCS)]
     iteration = int(np.random.default_rng(seed).integers(1, 9))
     threads = set(threading.enumerate())
@@ -179,7 +177,6 @@ def test_the_work_of_a_worker_is_killed(seed: int, tmp_path: Path) -> None:
     with together(resumed, sync):
         resumed.step(10 - resumed.iter)
     np.testing.assert_allclose(end(resumed), straight(sync), rtol=1e-4, atol=1e-5)
-    precision.set(fp)
 
 
 # processes

@@ -1,7 +1,6 @@
 """A step that a GPU replays does what one that runs layer by layer does, to the last bit."""
 
 import logging
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import DataError, DivergenceError
+from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.net import gradients
@@ -76,16 +76,10 @@ def solver_of(
 
 
 @pytest.fixture(autouse=True)
-def in_float32() -> Iterator[Callable[[str], None]]:
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 unless a test asks for something else, and no convolution that adds up in any order."""
-    from caffepy.ops.cuda import precision
-
-    before = precision.get(), precision.deterministic()
-    precision.set("fp32")
-    precision.set_deterministic(True)
-    yield precision.set
-    precision.set(before[0])
-    precision.set_deterministic(before[1])
+    monkeypatch.setattr(math_mode.default(), "precision", "fp32")
+    monkeypatch.setattr(math_mode.default(), "deterministic", True)
 
 
 def numbers(solver: Solver) -> np.ndarray:
@@ -147,8 +141,8 @@ def test_as_layer_by_layer(case: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16", "fp16"])
-def test_in_other_precisions(precision: str, in_float32: Callable[[str], None]) -> None:
-    in_float32(precision)
+def test_in_other_precisions(precision: str) -> None:
+    math_mode.default().precision = precision
     net = DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"')
     same(RULES["SGD"] + SHOWN + TESTS + "clip_gradients: 1 ", net)
 
@@ -334,10 +328,8 @@ def test_a_wrong_label_in_a_test(tmp_path: Path) -> None:
         solver.test_all()
 
 
-def test_loss_scale_of_fp16(
-    in_float32: Callable[[str], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    in_float32("fp16")
+def test_loss_scale_of_fp16(caplog: pytest.LogCaptureFixture) -> None:
+    math_mode.default().precision = "fp16"
     solver = solver_of(
         RULES["SGD"] + SHOWN,
         DATA + CONVOLUTION + LAYERS.replace('bottom: "data"', 'bottom: "pool"'),
@@ -361,10 +353,8 @@ def test_loss_scale_of_fp16(
     assert solver.update_state.state() == {"loss_scale": 2 * state["loss_scale"], "good": 0}
 
 
-def test_loss_scale_is_kept_and_starts_where_a_net_says(
-    in_float32: Callable[[str], None], tmp_path: Path
-) -> None:
-    in_float32("fp16")
+def test_loss_scale_is_kept_and_starts_where_a_net_says(tmp_path: Path) -> None:
+    math_mode.default().precision = "fp16"
     net = (
         DATA
         + CONVOLUTION

@@ -1,6 +1,6 @@
 """The gradients that are shown are those of the iteration shown, before clipping and update."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -8,6 +8,7 @@ import pytest
 
 from caffepy.collectives.topology import all_joined
 from caffepy.core.events import Reporter
+from caffepy.device import math_mode
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.parallel.manager import P2PManager, SyncOptions
@@ -129,20 +130,13 @@ def test_of_a_team_they_are_the_mean_of_all(sync: str) -> None:
 
 
 @pytest.fixture
-def in_float32() -> Iterator[Callable[[str], None]]:
-    from caffepy.ops.cuda import precision
-
-    before = precision.get()
-    precision.set("fp32")
-    yield precision.set
-    precision.set(before)
+def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_mode.default(), "precision", "fp32")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("settings", ["", HARSH])
-def test_replayed_iterations_show_their_own(
-    settings: str, in_float32: Callable[[str], None]
-) -> None:
+def test_replayed_iterations_show_their_own(settings: str, in_float32: None) -> None:
     captured, plain = (
         looked_at(
             test_capture.solver_of, settings, net(7, DIGITS_NET), capture=capture, every=3, steps=7
@@ -158,10 +152,9 @@ def test_replayed_iterations_show_their_own(
 
 @pytest.mark.gpu
 def test_gradients_of_fp16_are_shown_without_the_loss_scale(
-    in_float32: Callable[[str], None],
+    in_float32: None,
 ) -> None:
     exact = looked_at(test_capture.solver_of, "", net(7, DIGITS_NET), steps=4)
-    in_float32("fp16")
     half = looked_at(test_capture.solver_of, "", net(7, DIGITS_NET), steps=4, precision="fp16")
     for own, other in zip(half.seen, exact.seen, strict=True):
         for name in other:

@@ -101,10 +101,4 @@ def test_an_iteration_that_a_callback_ends_adds_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("capture", [True, False])
 @pytest.mark.parametrize("size", [1, 3])
 def test_on_a_gpu(size: int, capture: bool, tmp_path: Path) -> None:
-    from caffepy.ops.cuda import precision
-
-    before = precision.get()
-    try:
-        compare(tmp_path, CudaDevice, size, capture=capture)
-    finally:
-        precision.set(before)
+    compare(tmp_path, CudaDevice, size, capture=capture)

@@ -123,4 +123,4 @@ def bench_scaling(
             name, each = trainer.net.name, trainer.batch
     first = devices[0]
     kind = first.name if isinstance(first, CudaDevice) else "the CPU"
-    return Scaling(name, kind, ops.precision_of(first), sync, each, points)
+    return Scaling(name, kind, first.math_mode.precision, sync, each, points)

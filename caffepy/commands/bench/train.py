@@ -331,7 +331,7 @@ def bench_train(
         return Bench(
             net=trainer.net.name,
             device=device.name if isinstance(device, CudaDevice) else "the CPU",
-            precision=ops.precision_of(device),
+            precision=device.math_mode.precision,
             data=data,
             batch=trainer.batch,
             captured=device.kind == "cuda"

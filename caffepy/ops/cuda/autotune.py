@@ -18,7 +18,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.ops.cuda import precision
+from caffepy.device import math_mode
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import lock
 from caffepy.ops.cuda.tuned_plans import remember, tuned_plans
@@ -45,7 +45,7 @@ def autotune(yes: bool) -> None:
 
 def is_on() -> bool:
     """True if candidates are timed, and known results of earlier timings used."""
-    return _autotune and not precision.deterministic()
+    return _autotune and not math_mode.current().deterministic
 
 
 def may_time() -> bool:
@@ -61,8 +61,9 @@ def add_time(start: float) -> None:
 
 def full_name(name: str, dtype: DTypeLike) -> str:
     """Return the name under which a choice is remembered: with all that it depends on."""
-    suffix = " deterministic" * precision.deterministic()
-    return f"{name} {np.dtype(dtype).name} {precision.get()}{suffix}"
+    mode = math_mode.current()
+    suffix = " deterministic" * mode.deterministic
+    return f"{name} {np.dtype(dtype).name} {mode.precision}{suffix}"
 
 
 def fastest(

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from caffepy.core.errors import DeviceError
-from caffepy.ops.cuda import autotune, plans, precision
+from caffepy.device import math_mode
+from caffepy.ops.cuda import autotune, plans
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import BLOCKS, THREADS, c_type
@@ -106,7 +107,7 @@ def _multiply(
 def _compute_type(a: Array) -> int:
     if a.dtype == np.float64:
         return _COMPUTE_64F
-    exact = a.dtype != np.float32 or precision.get() == "fp32"
+    exact = a.dtype != np.float32 or math_mode.current().precision == "fp32"
     return _COMPUTE_32F if exact else _COMPUTE_32F_FAST_TF32
 
 

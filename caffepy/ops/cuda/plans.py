@@ -21,7 +21,8 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.ops.cuda import autotune, precision
+from caffepy.device import math_mode
+from caffepy.ops.cuda import autotune
 from caffepy.ops.cuda.context import (
     LARGEST_WORKSPACE,
     context,
@@ -174,8 +175,9 @@ def _graph(cudnn: Any, dtype: np.dtype[Any], build: Build) -> tuple[Any, Sequenc
 
 def _excluded(cudnn: Any, dtype: np.dtype[Any]) -> list[Any]:
     note = cudnn.numerical_note
-    excluded = [note.NONDETERMINISTIC] if precision.deterministic() else []
-    if dtype == np.float32 and precision.get() == "fp32":
+    mode = math_mode.current()
+    excluded = [note.NONDETERMINISTIC] if mode.deterministic else []
+    if dtype == np.float32 and mode.precision == "fp32":
         excluded += [
             note.TENSOR_CORE,
             note.DOWN_CONVERT_INPUTS,

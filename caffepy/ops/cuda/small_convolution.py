@@ -30,7 +30,7 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.ops.cuda import precision
+from caffepy.device import math_mode
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.graphs import Geometry
@@ -100,7 +100,7 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
         and 1 < taps <= DEPTH // max(geometry.w[:2])
         and 0 < geometry.operations <= OPERATIONS
         and max(prod(geometry.x), prod(geometry.y)) < 1 << 30
-        and (np.dtype(dtype).itemsize == 2 or precision.get() != "fp32")
+        and (np.dtype(dtype).itemsize == 2 or math_mode.current().precision != "fp32")
         and _here().capability >= 80
     )
 

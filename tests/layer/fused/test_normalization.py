@@ -7,6 +7,7 @@ import pytest
 from google.protobuf import text_format
 
 import caffepy.layer
+from caffepy.device import math_mode
 from caffepy.device.blob import Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -238,14 +239,9 @@ def test_shapes_may_change():
 
 
 @pytest.fixture
-def exact_products():
+def exact_products(monkeypatch):
     """Convolutions whose factors are not rounded."""
-    from caffepy.ops.cuda import precision
-
-    before = precision.get()
-    precision.set("fp32")
-    yield
-    precision.set(before)
+    monkeypatch.setattr(math_mode.default(), "precision", "fp32")
 
 
 GPU_LAYOUTS = {

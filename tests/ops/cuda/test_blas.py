@@ -6,8 +6,9 @@ import pytest
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
+from caffepy.device import math_mode  # noqa: E402
 from caffepy.ops import cuda  # noqa: E402
-from caffepy.ops.cuda import blas, precision  # noqa: E402
+from caffepy.ops.cuda import blas  # noqa: E402
 from tests.ops.cuda.stored import loaded, rounded, stored  # noqa: E402
 from tests.ops.test_blas import SHAPES  # noqa: E402
 
@@ -25,11 +26,9 @@ def stream():
 
 
 @pytest.fixture(params=list(TOLERANCE))
-def exactness(request):
-    before = precision.get()
-    precision.set(request.param)
-    yield TOLERANCE[request.param]
-    precision.set(before)
+def exactness(request, monkeypatch):
+    monkeypatch.setattr(math_mode.default(), "precision", request.param)
+    return TOLERANCE[request.param]
 
 
 @pytest.fixture

@@ -10,13 +10,13 @@ pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
 from caffepy.core.errors import DeviceError  # noqa: E402
+from caffepy.device import math_mode  # noqa: E402
 from caffepy.device.blob import Layout, from_bfloat16  # noqa: E402
 from caffepy.ops import cpu, cuda  # noqa: E402
 from caffepy.ops.cuda import (  # noqa: E402
     autotune,
     filters,
     plans,
-    precision,
     small_convolution,
     tuned_plans,
 )
@@ -106,12 +106,12 @@ def side():
 
 
 @pytest.fixture(autouse=True)
-def untimed():
-    before = precision.get()
+def untimed(monkeypatch):
+    default = math_mode.default()
+    monkeypatch.setattr(default, "precision", default.precision)
     autotune.autotune(False)
     yield
     autotune.autotune(True)
-    precision.set(before)
 
 
 def arrays(case, kind):
@@ -146,7 +146,7 @@ def on_gpu(case, kind, offset=0):
 
 
 def check(case, kind, offset=0):
-    precision.set(kind.precision)
+    math_mode.default().precision = kind.precision
     x_shape, w_shape, *rest = case
     reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(
         case, kind, offset
@@ -266,7 +266,7 @@ def test_parts_of_larger_arrays(offset, kind):
 def test_bottoms_that_share_the_weights(kind):
     """The blocks of one image do not serve another; a forward is not needed either."""
     kind = KINDS[kind]
-    precision.set(kind.precision)
+    math_mode.default().precision = kind.precision
     for case in ("first of ResNet", "second of CaffeNet"):
         x_shape, w_shape, *rest = CASES[case]
         reference, (x, w, _, dy, *_), (gx, gw, gb, gdy, *_), (gy, gdx) = on_gpu(CASES[case], kind)
@@ -333,11 +333,10 @@ def test_a_damaged_file_of_winners_is_written_anew(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_deterministic_plans_repeat_to_the_last_bit(kind):
-    before = precision.deterministic()
-    precision.set_deterministic(True)
+def test_deterministic_plans_repeat_to_the_last_bit(kind, monkeypatch):
+    monkeypatch.setattr(math_mode.default(), "deterministic", True)
     kind = KINDS[kind]
-    precision.set(kind.precision)
+    math_mode.default().precision = kind.precision
     x_shape, w_shape, *rest = case = CASES["wide"]
     _, _, (x, w, b, dy, *_), (y, dx) = on_gpu(case, kind)
     conv, results = cuda.Convolution(x_shape, w_shape, *rest, np.float32), set()
@@ -347,7 +346,6 @@ def test_deterministic_plans_repeat_to_the_last_bit(kind):
         conv.backward_data(dy, w, dx)
         conv.backward_weight(x, dy, dw, None)
         results.add(b"".join(a.get().tobytes() for a in (y, dx, dw)))
-    precision.set_deterministic(before)
     assert len(results) == 1
 
 
@@ -356,7 +354,7 @@ def test_deterministic_plans_repeat_to_the_last_bit(kind):
 def test_a_captured_step_follows_its_inputs(case, kind, stream, side):
     """Gradients of the weights on a second stream, which the first capture sees first."""
     kind = KINDS[kind]
-    precision.set(kind.precision)
+    math_mode.default().precision = kind.precision
     x_shape, w_shape, *rest = CASES[case]
     reference, (x, w, b, dy, dw, db), (gx, gw, gb, gdy, gdw, gdb), (gy, gdx) = on_gpu(
         CASES[case], kind

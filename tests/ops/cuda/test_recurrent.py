@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from caffepy.device import math_mode
 from tests.ops.cuda.compare import CLOSE, agree, compare, copied, data
 
 pytestmark = pytest.mark.gpu
@@ -14,13 +15,8 @@ STEPS = {
 
 
 @pytest.fixture(autouse=True)
-def exact_products():
-    from caffepy.ops.cuda import precision
-
-    before = precision.get()
-    precision.set("fp32")
-    yield
-    precision.set(before)
+def exact_products(monkeypatch):
+    monkeypatch.setattr(math_mode.default(), "precision", "fp32")
 
 
 def going_on(*shape):

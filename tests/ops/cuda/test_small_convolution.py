@@ -10,8 +10,9 @@ import pytest
 pytestmark = pytest.mark.gpu
 cupy = pytest.importorskip("cupy")
 
+from caffepy.device import math_mode  # noqa: E402
 from caffepy.ops import cpu  # noqa: E402
-from caffepy.ops.cuda import autotune, precision, small_convolution  # noqa: E402
+from caffepy.ops.cuda import autotune, small_convolution  # noqa: E402
 from caffepy.ops.cuda.graphs import Geometry  # noqa: E402
 from tests.ops.cuda.test_convolution import LAST, PLAIN, check, close  # noqa: E402
 
@@ -36,10 +37,9 @@ def stream():
 
 
 @pytest.fixture(autouse=True)
-def precise():
-    before = precision.get()
-    yield
-    precision.set(before)
+def precise(monkeypatch):
+    default = math_mode.default()
+    monkeypatch.setattr(default, "precision", default.precision)
 
 
 class Problem:
@@ -48,7 +48,7 @@ class Problem:
     def __init__(self, case, kind, offset=0):
         x_shape, w_shape, *how = CASES[case]
         self.kind, self.dtype = kind, kind.layout.dtype
-        precision.set(kind.precision)
+        math_mode.default().precision = kind.precision
         self.cpu = cpu.Convolution(x_shape, w_shape, *how, 1, np.float64)
         self.geometry = Geometry(x_shape, w_shape, self.cpu.y_shape, *how)
         rng = np.random.default_rng(0)
@@ -141,9 +141,9 @@ def test_as_ways_of_a_convolution(kind, monkeypatch):
 def test_what_does_not_suit():
     case = ((2, 4, 6, 6), (8, 4, 3, 3), (2, 8, 4, 4), (1, 1), (0, 0), (1, 1))
     plain = Geometry(*case)
-    precision.set("tf32")
+    math_mode.default().precision = "tf32"
     assert small_convolution.suits(plain, np.float32)
-    precision.set("fp32")
+    math_mode.default().precision = "fp32"
     assert not small_convolution.suits(plain, np.float32)
     assert small_convolution.suits(plain, np.uint16)
     assert not small_convolution.suits(plain._replace(w=(8, 2, 3, 3)), np.uint16)
