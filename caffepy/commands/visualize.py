@@ -13,6 +13,7 @@ from caffepy.layer.convolution import Convolution
 from caffepy.net import Net
 from caffepy.proto.binary import blob_to_array
 from caffepy.report import grid
+from caffepy.report.text import extension_of
 
 PREPARATION = Preparation()
 
@@ -34,7 +35,7 @@ def show_filters(weights: str, path: str, *, layer: str = "") -> Picture:
 
     ConfigError for a layer that does not exist or has no filters.
     """
-    grid.check_format(path)
+    extension_of(path, grid.FORMATS)
     filters: dict[str, Array] = {}
     others: list[str] = []
     for stored in read_weights(weights).layer:
@@ -75,7 +76,7 @@ def show_blob(
     The net takes the prepared file `image`; without one, its own data, of whose first batch `item`
     is shown. ConfigError for a blob that does not exist.
     """
-    grid.check_format(path)
+    extension_of(path, grid.FORMATS)
     with trained_net(model, weights, gpu=gpu, precision=precision, threads=threads) as net:
         name = blob or _first(net)
         shown = find_blob(net, name)

@@ -21,7 +21,9 @@ def thumbnail(image: Array) -> Array:
     """
     planes = image if len(image) == 3 else image[:1]
     if planes.dtype != np.uint8:
-        planes = _stretched(planes.astype(np.float64))
+        values = np.nan_to_num(planes.astype(np.float64))
+        low, high = values.min(), values.max()
+        planes = ((values - low) * (255 / (high - low) if high > low else 0)).astype(np.uint8)
     _, height, width = planes.shape
     factor = SIZE / max(height, width)
     size = max(1, round(width * factor)), max(1, round(height * factor))
@@ -29,13 +31,6 @@ def thumbnail(image: Array) -> Array:
     small = cv2.resize(np.ascontiguousarray(planes.transpose(1, 2, 0)), size, interpolation=method)
     height, width = small.shape[:2]
     return np.broadcast_to(small.reshape(height, width, -1), (height, width, 3))
-
-
-def _stretched(values: Array) -> Array:
-    values = np.nan_to_num(values)
-    low, high = values.min(), values.max()
-    shades = (values - low) * (255 / (high - low) if high > low else 0)
-    return np.asarray(shades, np.uint8)
 
 
 def sheet(pictures: Sequence[tuple[Array, str]]) -> Array:
@@ -50,7 +45,6 @@ def sheet(pictures: Sequence[tuple[Array, str]]) -> Array:
         above, before = (SIZE - height) // 2, (SIZE - width) // 2
         whole[top + above : top + above + height, left + before : left + before + width] = picture
         place = left + 2, top + SIZE + STRIP - 4
-        cv2.putText(
-            whole, caption, place, cv2.FONT_HERSHEY_SIMPLEX, 0.38, (0, 0, 0), 1, cv2.LINE_AA
-        )
+        font, black = cv2.FONT_HERSHEY_SIMPLEX, (0, 0, 0)
+        cv2.putText(whole, caption, place, font, 0.38, black, 1, cv2.LINE_AA)
     return whole

@@ -2,7 +2,6 @@
 blob."""
 
 import logging
-import os
 from math import ceil, isqrt
 
 import numpy as np
@@ -10,6 +9,7 @@ import numpy as np
 from caffepy.core.errors import UsageError
 from caffepy.core.files import written
 from caffepy.device.blob import Array, shape_string
+from caffepy.report.text import extension_of
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,7 @@ def filter_tiles(weights: Array) -> tuple[Array, int]:
 
 
 def blob_tiles(values: Array) -> tuple[Array, int]:
-    """Return the values of one item, (C, H, W) or of other axes, as tiles (n, h, w, 1), and the
-    number of tiles in a row.
-    """
+    """Return one item, (C, H, W) or of other axes, as tiles (n, h, w, 1), and their number in a row."""
     size = values.shape[-2:] if values.ndim > 1 else (1, 1)
     tiles = values.reshape(-1, *size, 1)
     return tiles, square(len(tiles))
@@ -65,40 +63,25 @@ def grid(tiles: Array, columns: int) -> Array:
         log.warning("Only the first %d of %d rows fit into the picture", shown, rows)
         tiles = tiles[: shown * columns]
     picture = np.full((shown, columns, high, wide, 3), 255, np.uint8)
-    enlarged = _shades(tiles).repeat(factor, 1).repeat(factor, 2)
+    finite = np.isfinite(tiles)
+    values = np.where(finite, tiles, 0).astype(np.float64)
+    black, white = (values[finite].min(), values[finite].max()) if finite.any() else (0, 0)
+    span = white - black
+    shades = (values - black) / span if span > 0 else np.full_like(values, 0.5)
+    coloured = np.repeat((shades * 255).round().astype(np.uint8), 3 // tiles.shape[-1], -1)
+    coloured[~finite.all(-1)] = 0, 0, 255  # (n, h, w, 3), blue first
+    enlarged = coloured.repeat(factor, 1).repeat(factor, 2)
     places = picture.reshape(-1, high, wide, 3)
     places[: len(enlarged), :-1, :-1] = enlarged
     joined = picture.transpose(0, 2, 1, 3, 4).reshape(shown * high, columns * wide, 3)
     return joined[:-1, :-1]
 
 
-def _shades(tiles: Array) -> Array:
-    """(n, h, w, 3) bytes, blue first."""
-    finite = np.isfinite(tiles)
-    values = np.where(finite, tiles, 0).astype(np.float64)
-    low, high = (values[finite].min(), values[finite].max()) if finite.any() else (0, 0)
-    shades = (values - low) / (high - low) if high > low else np.full_like(values, 0.5)
-    coloured = np.repeat((shades * 255).round().astype(np.uint8), 3 // tiles.shape[-1], -1)
-    coloured[~finite.all(-1)] = 0, 0, 255
-    return coloured
-
-
-def check_format(path: str) -> str:
-    """Return the format of a picture's name; UsageError if it is unknown."""
-    extension = os.path.splitext(path)[1].lower().removeprefix(".")
-    if extension not in FORMATS:
-        known = ", ".join(f".{name}" for name in FORMATS)
-        raise UsageError(f'the extension of "{path}" must tell the format: {known}')
-    return extension
-
-
 def save(picture: Array, path: str) -> None:
-    """Write a picture (H, W, 3), blue first, in the format of the path's extension; UsageError if
-    that fails.
-    """
+    """Write a picture (H, W, 3), blue first, in the format of its name; UsageError if that fails."""
     import cv2
 
-    made, content = cv2.imencode(f".{check_format(path)}", picture)
+    made, content = cv2.imencode(f".{extension_of(path, FORMATS)}", picture)
     if not made:
         raise UsageError(f'"{path}" cannot hold a picture of {shape_string(picture.shape)}')
     with written(path) as temporary, open(temporary, "wb") as file:

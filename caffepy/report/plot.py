@@ -12,6 +12,7 @@ from caffepy.core.errors import UsageError
 from caffepy.core.files import written
 from caffepy.core.registry import nearest
 from caffepy.report.series import PANELS, Curve, Run, panel_of
+from caffepy.report.text import extension_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,18 +36,18 @@ FEW = 5000
 SPREAD = 20.0
 """A learning rate that changes by more than this factor has a logarithmic axis."""
 
+Shown = tuple[Run, str, Curve]
+"""A curve with its run and its name."""
+
 
 def format_of(path: str) -> str:
     """Return the format of a file name; UsageError if it is unknown or matplotlib is missing."""
-    ext = path.rpartition(".")[2].lower()
-    if ext not in FORMATS:
-        known = ", ".join(f".{name}" for name in FORMATS)
-        raise UsageError(f'the extension of "{path}" must tell the format: {known}')
+    kind = extension_of(path, FORMATS)
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError(
             "plots are drawn by matplotlib, which is not installed: pip install 'caffepy[plot]'"
         )
-    return ext
+    return kind
 
 
 def draw(
@@ -64,31 +65,22 @@ def draw(
     curve is the mean of that many values up to each point, and the values are pale. `log_loss`
     makes the axis of losses logarithmic. UsageError says what cannot be drawn.
     """
-    format_of(path)
-    _check_times(runs, x)
+    _check(runs, path, x)
     panels = list(_panels(runs, wanted))
     figure = _figure(len(panels))
     first = None
     for i, (panel, curves) in enumerate(panels):
         axes = figure.add_subplot(len(panels), 1, i + 1, sharex=first)
         first = first or axes
-        for run, name, curve in curves:
-            _line(
-                axes,
-                runs,
-                run,
-                name,
-                curve,
-                x,
-                1 if panel == "lr" else smooth,
-                [known for _, known, _ in curves],
-            )
-        axes.set_ylabel(
-            panel if panel != "outputs" else _text(_one([name for _, name, _ in curves]))
-        )
-        if _is_logarithmic(panel, [curve for *_, curve in curves], log_loss):
+        outputs = {name.partition(" ")[2] for _, name, _ in curves}
+        one_output = panel == "outputs" and len(outputs) == 1
+        axes.set_ylabel(_text(outputs.pop()) if one_output else panel)
+        _draw_curves(axes, runs, curves, x, smooth=1 if panel == "lr" else smooth)
+        values = [value for *_, curve in curves for value in curve.values if math.isfinite(value)]
+        low, high = min(values, default=0.0), max(values, default=0.0)
+        rate_falls = panel == "lr" and low > 0 and high > SPREAD * low
+        if rate_falls or (panel == "loss" and log_loss and high > 0):
             axes.set_yscale("log")
-        _finish(axes)
         axes.tick_params(labelbottom=i == len(panels) - 1)
     axes.set_xlabel(x)
     save(figure, path)
@@ -98,48 +90,42 @@ def draw_chart(runs: Sequence[Run], number: int, path: str) -> None:
     """Write the chart of this number of Caffe's plot_training_log; UsageError if a run lacks the
     curve.
     """
-    format_of(path)
     what, x = CHARTS[number]
-    _check_times(runs, x)
+    _check(runs, path, x)
+    curves: list[Shown] = []
+    for run in runs:
+        tested = [name for name in run.curves if name.startswith("test")]
+        outputs = [name for name in tested if "loss" not in name]
+        candidates = {
+            "Test accuracy": sorted(outputs, key=lambda name: "acc" not in name),
+            "Test loss": [name for name in tested if "loss" in name],
+            "Train learning rate": ["lr"],
+            "Train loss": ["loss"],
+        }[what]
+        curve = next((run.curves[name] for name in candidates if name in run.curves), None)
+        if curve is None:
+            known = ", ".join(run.curves)
+            raise UsageError(f"{run.name} has no curve for {what!r} (curves: {known})")
+        curves.append((run, what, curve))
     figure = _figure(1)
     axes = figure.add_subplot(title=f"{what} vs. {AXES[x]}", xlabel=AXES[x], ylabel=what)
-    for run in runs:
-        _line(axes, runs, run, what, _of_chart(run, what), x, 1, [what])
-    _finish(axes)
+    _draw_curves(axes, runs, curves, x)
     save(figure, path)
 
 
-def _check_times(runs: Sequence[Run], x: str) -> None:
+def _check(runs: Sequence[Run], path: str, x: str) -> None:
+    format_of(path)
     for run in runs:
-        if x == "seconds" and not any(
-            map(math.isfinite, (s for curve in run.curves.values() for s in curve.seconds))
-        ):
+        seconds = (s for curve in run.curves.values() for s in curve.seconds)
+        if x == "seconds" and not any(map(math.isfinite, seconds)):
             raise UsageError(
                 f"{run.name} has no times: its lines do not begin as glog's; draw it over "
                 f"iterations"
             )
 
 
-def _of_chart(run: Run, what: str) -> Curve:
-    tested = [name for name in run.curves if name.startswith("test")]
-    names = {
-        "Test accuracy": sorted(
-            (name for name in tested if "loss" not in name), key=lambda name: "acc" not in name
-        ),
-        "Test loss": [name for name in tested if "loss" in name],
-        "Train learning rate": ["lr"],
-        "Train loss": ["loss"],
-    }[what]
-    curve = next((run.curves[name] for name in names if name in run.curves), None)
-    if curve is None:
-        raise UsageError(f"{run.name} has no curve for {what!r} (curves: {', '.join(run.curves)})")
-    return curve
-
-
-def _panels(
-    runs: Sequence[Run], wanted: Sequence[str]
-) -> Iterator[tuple[str, list[tuple[Run, str, Curve]]]]:
-    """Return the panels that have curves, with the run and the name of each curve."""
+def _panels(runs: Sequence[Run], wanted: Sequence[str]) -> Iterator[tuple[str, list[Shown]]]:
+    """Yield the panels that have curves, with their curves."""
     names = list(dict.fromkeys(name for run in runs for name in run.curves))
     known = [*dict.fromkeys([panel_of(name) for name in names] + names)]
     for name in wanted:
@@ -174,67 +160,50 @@ def _is_the_loss(run: Run, name: str) -> bool:
 
 
 def _figure(panels: int) -> "Figure":
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5 if panels == 1 else 1 + 2.6 * panels), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(9, 5 if panels == 1 else 1 + 2.6 * panels), layout="constrained")
 
 
-def _line(
-    axes: Any,
-    runs: Sequence[Run],
-    run: Run,
-    name: str,
-    curve: Curve,
-    x: str,
-    smooth: int,
-    names: Sequence[str],
+def _draw_curves(
+    axes: Any, runs: Sequence[Run], curves: Sequence[Shown], x: str, smooth: int = 1
 ) -> None:
-    """Draw a curve; colours are for runs if there are several, else for curves.
+    """Draw the curves of a panel; colours are for runs if there are several, else for curves.
 
     Values that are not finite are crosses at the bottom.
     """
-    index = list(dict.fromkeys(names)).index(name)
+    names = list(dict.fromkeys(name for _, name, _ in curves))
     several = len(runs) > 1
-    place = next(i for i, other in enumerate(runs) if other is run)
-    colour = f"C{(place if several else index) % 10}"
-    label = _text(
-        name if not several else run.name if len(set(names)) == 1 else f"{run.name}: {name}"
-    )
-    at = np.array(curve.iterations if x == "iterations" else curve.seconds, float)
-    values = np.array(curve.values, float)
-    good = np.isfinite(values)
-    values[~good] = math.nan
-    style = {"color": colour, "linewidth": 1.2}
-    if smooth > 1:
-        axes.plot(at, values, **style, alpha=0.25)
-    elif len(values) < MARKED:
-        style["marker"] = "."
-    axes.plot(
-        at,
-        smoothed(values, smooth),
-        **style,
-        linestyle=DASHES[index % 4] if several else "-",
-        label=label,
-    )
-    if not good.all():
-        below = np.full((~good).sum(), 0.03)
-        axes.plot(
-            at[~good],
-            below,
-            "x",
-            color=colour,
-            transform=axes.get_xaxis_transform(),
-            label=f"{label}: not finite",
-        )
+    for run, name, curve in curves:
+        index = names.index(name)
+        place = next(i for i, other in enumerate(runs) if other is run)
+        colour = f"C{(place if several else index) % 10}"
+        label = name
+        if several:
+            label = run.name if len(names) == 1 else f"{run.name}: {name}"
+        label = _text(label)
+        at = np.array(curve.iterations if x == "iterations" else curve.seconds, float)
+        values = np.array(curve.values, float)
+        good = np.isfinite(values)
+        values[~good] = math.nan
+        style = {"color": colour, "linewidth": 1.2}
+        if smooth > 1:
+            axes.plot(at, values, **style, alpha=0.25)
+        elif len(values) < MARKED:
+            style["marker"] = "."
+        dashes = DASHES[index % 4] if several else "-"
+        axes.plot(at, smoothed(values, smooth), **style, linestyle=dashes, label=label)
+        if not good.all():
+            bottom = {"transform": axes.get_xaxis_transform(), "label": f"{label}: not finite"}
+            axes.plot(at[~good], np.full((~good).sum(), 0.03), "x", color=colour, **bottom)
+    axes.grid(alpha=0.3)
+    if [label for label in axes.get_legend_handles_labels()[1] if label != axes.get_ylabel()]:
+        points = sum(len(line.get_xdata()) for line in axes.get_lines())
+        axes.legend(loc="best" if points < FEW else "upper right", fontsize="small")
 
 
 def smoothed(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
-    """Return the mean of the `count` values up to each, without NaN; NaN where the value itself is
-    NaN.
-    """
+    """Return the mean of the `count` values up to each, without NaN; NaN where the value is NaN."""
     if count <= 1:
         return values
     known = np.isfinite(values)
@@ -247,30 +216,10 @@ def smoothed(values: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     return np.where(known, means, math.nan)
 
 
-def _is_logarithmic(panel: str, curves: Sequence[Curve], log_loss: bool) -> bool:
-    values = [value for curve in curves for value in curve.values if math.isfinite(value)]
-    if panel == "loss":
-        return log_loss and max(values, default=0.0) > 0
-    return panel == "lr" and min(values, default=0.0) > 0 and max(values) > SPREAD * min(values)
-
-
-def _one(names: Sequence[str]) -> str:
-    """Return the label of an axis of outputs: the name of the output, if there is only one."""
-    outputs = {name.partition(" ")[2] for name in names}
-    return outputs.pop() if len(outputs) == 1 else "outputs"
-
-
 def _text(label: str) -> str:
     """Return a label that matplotlib shows as it is, neither as a formula nor hidden."""
     shown = label.encode(errors="surrogateescape").decode(errors="replace").replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
-
-
-def _finish(axes: Any) -> None:
-    axes.grid(alpha=0.3)
-    if [label for label in axes.get_legend_handles_labels()[1] if label != axes.get_ylabel()]:
-        points = sum(len(line.get_xdata()) for line in axes.get_lines())
-        axes.legend(loc="best" if points < FEW else "upper right", fontsize="small")
 
 
 def save(figure: "Figure", path: str) -> None:

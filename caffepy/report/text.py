@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.core.errors import UsageError
 from caffepy.core.events import Output
 
 
 def number(value: Any) -> str:
-    """Return six significant digits of the float32 value, as a C++ stream: `2.30259`, `1e-05`,
-    `-nan`, `inf`.
-    """
+    """Return six digits of the float32 value, as a C++ stream: `2.30259`, `1e-05`, `-nan`, `inf`."""
     with np.errstate(over="ignore"):
         single = np.float32(value)
     if np.isnan(single):
@@ -22,17 +21,12 @@ def number(value: Any) -> str:
 
 
 def scalars(outputs: Sequence[Output]) -> Iterator[str]:
-    """Yield `name = v` for each element of each output, with ` (* w = w*v loss)` if it has a loss
-    weight.
-    """
+    """Yield `name = v` for each element, with ` (* w = w*v loss)` if the output has a weight."""
     for name, values, weight in outputs:
         for value in np.asarray(values, np.float32).reshape(-1):
-            loss = (
-                f" (* {number(weight)} = {number(np.float32(weight) * value)} loss)"
-                if weight
-                else ""
-            )
-            yield f"{name} = {number(value)}{loss}"
+            loss = number(np.float32(weight) * value)
+            weighted = f" (* {number(weight)} = {loss} loss)" if weight else ""
+            yield f"{name} = {number(value)}{weighted}"
 
 
 def as_json(content: object) -> str:
@@ -63,9 +57,19 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """
     rows = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    justify = [str.ljust if i < left else str.rjust for i in range(len(widths))]
     return [
         "  ".join(
-            f"{cell:{'<' if i < left else '>'}{widths[i]}}" for i, cell in enumerate(row)
+            to(cell, width) for to, cell, width in zip(justify, row, widths, strict=True)
         ).rstrip()
         for row in rows
     ]
+
+
+def extension_of(path: str, formats: Sequence[str]) -> str:
+    """Return the format that a file name tells by its extension; UsageError if it is unknown."""
+    extension = path.rpartition(".")[2].lower()
+    if extension not in formats:
+        known = ", ".join(f".{name}" for name in formats)
+        raise UsageError(f'the extension of "{path}" must tell the format: {known}')
+    return extension

@@ -18,7 +18,7 @@ from caffepy.device.blob import Array, shape_string
 from caffepy.proto.sniff import sniff
 from caffepy.report import counting, grid
 from caffepy.report.contact_sheet import sheet, thumbnail
-from caffepy.report.text import as_json, columns, number
+from caffepy.report.text import as_json, columns, extension_of, number
 from caffepy.report.text import printable as on_one_line
 
 CHUNK = 32  # items that a thread looks at at a time
@@ -100,7 +100,7 @@ def show(
     DataError for other files.
     """
     if sheet_path:
-        grid.check_format(sheet_path)
+        extension_of(sheet_path, grid.FORMATS)
         check_writable(sheet_path)
     viewer = Viewer(path, first, bool(sheet_path), threads, progress)
     kind = sniff(path)
