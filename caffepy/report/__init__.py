@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from caffepy.core.events import Reporter
 from caffepy.report.glog import logging_to
-from caffepy.report.lines import LogReporter
 from caffepy.report.metrics import Metrics
 from caffepy.report.performance import Performance
 from caffepy.report.progress import Progress, counting, wanted
-from caffepy.report.reporter import Reporters
+from caffepy.report.reporter import LogReporter, Reporters
 from caffepy.report.tensorboard import TensorBoard
 
 __all__ = [

@@ -36,7 +36,7 @@ def filter_tiles(weights: Array) -> tuple[Array, int]:
 
 
 def blob_tiles(values: Array) -> tuple[Array, int]:
-    """Return one item, (C, H, W) or of other axes, as tiles (n, h, w, 1), and their number in a row."""
+    """Return an item, (C, H, W) or of other axes, as tiles (n, h, w, 1), and how many a row has."""
     size = values.shape[-2:] if values.ndim > 1 else (1, 1)
     tiles = values.reshape(-1, *size, 1)
     return tiles, square(len(tiles))
@@ -78,7 +78,7 @@ def grid(tiles: Array, columns: int) -> Array:
 
 
 def save(picture: Array, path: str) -> None:
-    """Write a picture (H, W, 3), blue first, in the format of its name; UsageError if that fails."""
+    """Write a picture (H, W, 3), blue first, in the format of its name; UsageError if it fails."""
     import cv2
 
     made, content = cv2.imencode(f".{extension_of(path, FORMATS)}", picture)

@@ -1,32 +1,36 @@
-"""Several reporters as one."""
+"""Caffe's log lines as its log parsers expect them, and several reporters as one."""
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
 
 from caffepy.core.events import Output, Reporter
+from caffepy.report.text import number, scalars
+
+log = logging.getLogger(__name__)
 
 
-class Reporters(Reporter):
-    """Passes each event on to several reporters, in their order."""
-
-    def __init__(self, *reporters: Reporter) -> None:
-        self.reporters = reporters
+class LogReporter(Reporter):
+    """Logs each event with the text and in the order of Caffe's solver."""
 
     def solving(self, net_name: str, lr_policy: str) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.solving(net_name, lr_policy)
+        """Log the net's name and the policy; parsers take the time of this line as the start."""
+        log.info("Solving %s", net_name)
+        log.info("Learning Rate Policy: %s", lr_policy)
 
     def test_started(self, iteration: int, k: int) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.test_started(iteration, k)
+        """Log the number of the test net."""
+        log.info("Iteration %d, Testing net (#%d)", iteration, k)
 
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.test_done(iteration, k, outputs, loss)
+        """Log the loss if it was computed, then one line a scalar."""
+        if loss is not None:
+            log.info("Test loss: %s", number(loss))
+        for i, text in enumerate(scalars(outputs)):
+            log.info("    Test net output #%d: %s", i, text)
 
     def displayed(
         self,
@@ -37,36 +41,46 @@ class Reporters(Reporter):
         seconds: float,
         display: int,
     ) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.displayed(iteration, loss, outputs, iterations_per_s, seconds, display)
+        """Log speed and smoothed loss, then one line a scalar."""
+        speed = f"{number(iterations_per_s)} iter/s, {number(seconds)}s/{display} iters"
+        log.info("Iteration %d (%s), loss = %s", iteration, speed, number(loss))
+        for i, text in enumerate(scalars(outputs)):
+            log.info("    Train net output #%d: %s", i, text)
 
     def lr(self, iteration: int, rate: float) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.lr(iteration, rate)
-
-    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.iterated(iteration, loss, rate, images)
+        """Log the learning rate of a displayed iteration."""
+        log.info("Iteration %d, lr = %s", iteration, number(rate))
 
     def snapshotted(self, kind: str, path: str) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.snapshotted(kind, path)
+        """Log the path of a file that is about to be written."""
+        log.info("Snapshotting %s file %s", kind, path)
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.finished(iteration, loss)
+        """Log the loss of the extra forward pass at the end."""
+        if loss is not None:
+            log.info("Iteration %d, loss = %s", iteration, number(loss))
 
     def done(self, stopped_early: bool) -> None:
-        """Pass on."""
-        for reporter in self.reporters:
-            reporter.done(stopped_early)
+        """Log how the run ended."""
+        log.info("Optimization stopped early." if stopped_early else "Optimization Done.")
 
-    def close(self, complete: bool = True) -> None:
-        """Close all."""
+
+class Reporters(Reporter):
+    """Passes each event on to several reporters, in their order."""
+
+    def __init__(self, *reporters: Reporter) -> None:
+        self.reporters = reporters
+
+
+def _passed_on(event: Callable[..., None]) -> Callable[..., None]:
+    @wraps(event)
+    def pass_on(self: Reporters, *arguments: Any, **named: Any) -> None:
         for reporter in self.reporters:
-            reporter.close(complete)
+            getattr(reporter, event.__name__)(*arguments, **named)
+
+    return pass_on
+
+
+for _name, _event in vars(Reporter).items():
+    if not _name.startswith("_"):
+        setattr(Reporters, _name, _passed_on(_event))

@@ -1,5 +1,4 @@
-"""Event files for TensorBoard: the metrics, the train net's outputs, histograms, pictures of
-filters.
+"""Event files for TensorBoard: metrics, outputs of the train net, histograms, pictures of filters.
 
 Tags: `loss`, smoothed as shown; `lr`; `images_per_s`; `train/NAME` and `test/NAME` (`test1/NAME`
 for the second test net and so on), `NAME[i]` if an output has several scalars, a histogram if it
@@ -13,19 +12,21 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
 from caffepy.core.errors import UsageError, reason
-from caffepy.core.events import Output
 from caffepy.device.blob import Array
 from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
 from caffepy.report.grid import filter_tiles, grid
 
 log = logging.getLogger(__name__)
+
+Value = dict[str, Any]
+"""The fields of a Summary.Value of TensorBoard."""
 
 BINS = 64
 WIDEST = float(np.finfo(np.float32).max)
@@ -45,14 +46,10 @@ class Watch(Protocol):
     """
 
     def parameters(self) -> Iterable[tuple[str, Array, Array | None]]:
-        """Yield name, values and, if there is one, gradient of the last iteration of each
-        parameter.
-        """
+        """Yield name, values and, if there is one, last gradient of each parameter."""
 
     def filters(self) -> tuple[str, Array] | None:
-        """Return the name and the weights (outputs, channels, height, width) of the first
-        convolution.
-        """
+        """Return name and weights (outputs, channels, height, width) of the first convolution."""
 
 
 class TensorBoard(DisplayCollector):
@@ -85,27 +82,33 @@ class TensorBoard(DisplayCollector):
 
     def begin(self, iteration: int) -> None:
         """Create a file, and hide what earlier runs wrote from here on."""
-        from tensorboardX.proto.event_pb2 import SessionLog
         from tensorboardX.record_writer import RecordWriter
 
         seconds, nanoseconds = divmod(time.time_ns(), 10**9)
-        name = (
-            f"events.out.tfevents.{seconds}.{socket.gethostname()}.{nanoseconds:09d}.{os.getpid()}"
-        )
+        host = socket.gethostname()
+        name = f"events.out.tfevents.{seconds}.{host}.{nanoseconds:09d}.{os.getpid()}"
         try:
             self._writer = RecordWriter(os.path.join(self.folder, name))
         except OSError as error:
             self._give_up(error)
         self._write(0, file_version="brain.Event:2")
-        self._write(iteration, session_log=SessionLog(status=SessionLog.START))
+        self._write(iteration, session_log={"status": "START"})
 
     def show(self, record: DisplayRecord) -> None:
         """Write the scalars of an iteration."""
         named = {"loss": record.loss, "lr": record.lr, "images_per_s": record.images_per_s}
         values = [_scalar(name, value) for name, value in named.items() if value is not None]
-        values += _outputs("train", record.outputs)
-        for k, outputs in record.tests.items():
-            values += _outputs(f"test{k or ''}", outputs)
+        nets = {"train": record.outputs}
+        nets |= {f"test{k or ''}": outputs for k, outputs in record.tests.items()}
+        for net, outputs in nets.items():
+            for output in outputs:
+                name, array, _ = output
+                if array.size > MOST_SCALARS:
+                    values += _histogram(f"{net}/{name}", array)
+                else:
+                    values += [
+                        _scalar(f"{net}/{part}", value) for part, value in elements([output])
+                    ]
         self._write_values(record.iteration, values)
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
@@ -113,7 +116,7 @@ class TensorBoard(DisplayCollector):
         super().iterated(iteration, loss, rate, images)
         self._begin_once(iteration)
         if self.every and iteration % self.every == 0 and self.watch and self._writer:
-            values = []
+            values: list[Value] = []
             for name, weights, gradients in self.watch.parameters():
                 values += _histogram(f"weights/{name}", weights)
                 if gradients is not None:
@@ -136,15 +139,22 @@ class TensorBoard(DisplayCollector):
             except OSError as error:
                 self._give_up(error)
 
-    def _filters(self) -> list[Any]:
+    def _filters(self) -> list[Value]:
         first = self.watch.filters() if self.watch and self._writer else None
-        return [_image(f"filters/{first[0]}", grid(*filter_tiles(first[1])))] if first else []
+        if not first:
+            return []
+        import cv2
 
-    def _write_values(self, iteration: int, values: Sequence[Any]) -> None:
-        from tensorboardX.proto.summary_pb2 import Summary
+        name, weights = first
+        picture = grid(*filter_tiles(weights))
+        height, width, _ = picture.shape
+        content = cv2.imencode(".png", picture)[1].tobytes()
+        size = {"height": height, "width": width, "colorspace": 3}
+        return [{"tag": f"filters/{name}", "image": {**size, "encoded_image_string": content}}]
 
+    def _write_values(self, iteration: int, values: Sequence[Value]) -> None:
         if values:
-            self._write(iteration, summary=Summary(value=values))
+            self._write(iteration, summary={"value": values})
 
     def _write(self, iteration: int, **what: Any) -> None:
         from tensorboardX.proto.event_pb2 import Event
@@ -152,9 +162,8 @@ class TensorBoard(DisplayCollector):
         if not self._writer:
             return
         try:
-            self._writer.write(
-                Event(wall_time=time.time(), step=iteration, **what).SerializeToString()
-            )
+            event = Event(wall_time=time.time(), step=iteration, **what)
+            self._writer.write(event.SerializeToString())
             if time.monotonic() - self._flushed > FLUSH_S:
                 self._flushed = time.monotonic()
                 self._writer.flush()
@@ -166,34 +175,16 @@ class TensorBoard(DisplayCollector):
         with suppress(OSError):
             if writer:
                 writer.close()
-        log.warning(
-            "cannot write events in %s (%s); the run continues without them",
-            self.folder,
-            error.strerror,
-        )
+        text = "cannot write events in %s (%s); the run continues without them"
+        log.warning(text, self.folder, error.strerror)
 
 
-def _outputs(net: str, outputs: Sequence[Output]) -> Iterator[Any]:
-    for output in outputs:
-        name, values, _ = output
-        if values.size > MOST_SCALARS:
-            yield from _histogram(f"{net}/{name}", values)
-        else:
-            yield from (_scalar(f"{net}/{element}", value) for element, value in elements([output]))
+def _scalar(tag: str, value: float) -> Value:
+    return {"tag": tag, "simple_value": value}
 
 
-def _scalar(tag: str, value: float) -> Any:
-    from tensorboardX.proto.summary_pb2 import Summary
-
-    return Summary.Value(tag=tag, simple_value=value)
-
-
-def _histogram(tag: str, values: Array) -> list[Any]:
-    """Return a list with the histogram of the finite values in bins of equal width; empty if there
-    are none.
-    """
-    from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
-
+def _histogram(tag: str, values: Array) -> list[Value]:
+    """Return one histogram of the finite values in bins of equal width; none if there are none."""
     flat = values.reshape(-1)
     finite = np.isfinite(flat)
     if not finite.all():
@@ -204,27 +195,14 @@ def _histogram(tag: str, values: Array) -> list[Any]:
     if high - low > WIDEST:
         flat = flat.astype(np.float64)
     counts, edges = np.histogram(flat, BINS, (low, high))
-    histogram = HistogramProto(
-        min=low,
-        max=high,
-        num=flat.size,
-        sum=flat.sum(dtype=np.float64),
-        sum_squares=sum(
-            float(np.square(flat[i : i + CHUNK], dtype=np.float64).sum())
-            for i in range(0, flat.size, CHUNK)
-        ),
-        bucket_limit=edges[1:],
-        bucket=counts,
-    )
-    return [Summary.Value(tag=tag, histo=histogram)]
-
-
-def _image(tag: str, picture: Array) -> Any:
-    """A picture (H, W, 3), blue first."""
-    import cv2
-    from tensorboardX.proto.summary_pb2 import Summary
-
-    height, width, _ = picture.shape
-    encoded = cv2.imencode(".png", picture)[1].tobytes()
-    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
-    return Summary.Value(tag=tag, image=image)
+    chunks = (flat[i : i + CHUNK] for i in range(0, flat.size, CHUNK))
+    histogram = {
+        "min": low,
+        "max": high,
+        "num": flat.size,
+        "sum": flat.sum(dtype=np.float64),
+        "sum_squares": sum(float(np.square(part, dtype=np.float64).sum()) for part in chunks),
+        "bucket_limit": edges[1:],
+        "bucket": counts,
+    }
+    return [{"tag": tag, "histo": histogram}]

@@ -12,7 +12,7 @@ from caffepy.core.events import Output
 
 
 def number(value: Any) -> str:
-    """Return six digits of the float32 value, as a C++ stream: `2.30259`, `1e-05`, `-nan`, `inf`."""
+    """Return six digits of the float32 value as a C++ stream: `2.30259`, `1e-05`, `-nan`, `inf`."""
     with np.errstate(over="ignore"):
         single = np.float32(value)
     if np.isnan(single):

@@ -1,10 +1,14 @@
 import inspect
+import logging
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from caffepy.core.events import Reporter
-from caffepy.report import LogReporter, Metrics, Progress, Reporters
+from caffepy.report import LogReporter, Metrics, Progress, Reporters, logging_to
+from tests.report import golden, parsers
 
 METHODS = [
     name
@@ -58,3 +62,77 @@ def test_leaving_the_block_closes() -> None:
         except BaseException:
             pass
     assert closed == [True, True, False]
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_the_loop_reads_as_caffes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy")
+    golden.replay(LogReporter(), golden.messages())
+    assert logged(caplog) == golden.messages()
+
+
+def test_lines_that_the_digits_run_lacks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "caffepy")
+    reporter = LogReporter()
+    reporter.test_done(0, 0, [("p", np.array([0.25, 0.75]), 0.0)], 1.5)
+    reporter.snapshotted("solver state to HDF5", "a_iter_3.solverstate.h5")
+    reporter.finished(3, None)
+    reporter.done(True)
+    assert logged(caplog) == [
+        "Test loss: 1.5",
+        "    Test net output #0: p = 0.25",
+        "    Test net output #1: p = 0.75",
+        "Snapshotting solver state to HDF5 file a_iter_3.solverstate.h5",
+        "Optimization stopped early.",
+    ]
+
+
+@pytest.fixture
+def text(capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a run without a terminal writes to stderr for the digits run."""
+    with logging_to():
+        golden.replay(LogReporter(), golden.messages())
+    return capsys.readouterr().err
+
+
+def test_every_line_has_four_fields_before_its_message(text: str) -> None:
+    for line, message in zip(text.splitlines(), golden.messages(), strict=True):
+        assert re.match(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d{6} {1,5}\d+ \S+:\d+\] ", line)
+        assert line.split(maxsplit=4)[4] == message.lstrip()
+
+
+def test_parse_log_py_reads_it(text: str) -> None:
+    train, test = parsers.tables(text)
+    assert [row["NumIters"] for row in train] == list(range(0, 500, 20))
+    assert [row["NumIters"] for row in test] == list(range(0, 501, 100))
+    assert train[0]["LearningRate"] == train[1]["LearningRate"] == 0.05
+    assert (train[0]["loss"], train[-1]["loss"]) == (2.32759, 0.0326776)
+    assert (test[0]["accuracy"], test[-1]["loss"]) == (0.0808081, 0.0564856)
+    assert {len(row) for row in train} == {4}
+    assert {len(row) for row in test} == {5}
+
+
+def test_parse_log_sh_cuts_the_right_fields(text: str) -> None:
+    cut = parsers.fields(text)
+    assert len(cut["start"]) == 1
+    assert cut["accuracy"] == [
+        "0.0808081",
+        "0.878788",
+        "0.962963",
+        "0.983165",
+        "0.925926",
+        "0.983165",
+    ]
+    assert cut["test loss"][0] == "2.31651"
+    assert (cut["loss"][0], cut["loss"][-1]) == ("2.32759", "0.0404198")
+    assert (cut["rate"][0], cut["rate"][-1]) == ("0.05", "0.0372626")
+
+
+def test_extract_seconds_reads_it(text: str) -> None:
+    elapsed = parsers.seconds(text)
+    assert len(elapsed) == sum("Iteration" in message for message in golden.messages())
+    assert elapsed == sorted(elapsed)
+    assert elapsed[0] >= 0
