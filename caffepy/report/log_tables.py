@@ -1,5 +1,4 @@
-"""The tables that Caffe's scripts make of a training log: parse_log.py's CSV files, parse_log.sh's
-columns.
+"""The tables that Caffe's scripts make of a log: parse_log.py's CSV files, parse_log.sh's columns.
 
 A log is text framed by glog. Bytes that are not UTF-8 are kept as they are. Dates have no year, or
 begin with it as in newer glogs; without it the first line is taken to be of the year in which the
@@ -7,6 +6,7 @@ file was made, as in the scripts.
 """
 
 import csv
+import io
 import logging
 import math
 import os
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime
 from itertools import zip_longest
+from pathlib import Path
 
 from caffepy.core.errors import DataError, reason
 from caffepy.core.files import written
@@ -45,16 +46,11 @@ def read_lines(path: str) -> list[str]:
         raise DataError(f'could not open "{path}": {reason(error)}') from None
 
 
-def year_of(path: str) -> int:
-    """Return the year in which a file was made."""
-    return datetime.fromtimestamp(os.path.getctime(path)).year
-
-
 class Clock:
     """Reads the times of consecutive lines; if the month goes back, a new year has begun."""
 
-    def __init__(self, year: int) -> None:
-        self._year = year
+    def __init__(self, path: str) -> None:
+        self._year = datetime.fromtimestamp(os.path.getctime(path)).year
         self._month = 0
 
     def time(self, line: str) -> datetime | None:
@@ -83,8 +79,7 @@ def _has_year(date: str) -> bool:
 class _Table:
     """Rows of outputs, one for each iteration that has some.
 
-    A row is kept once it has as many columns as the first, or when the next begins, so the last row
-    may be missing.
+    A row is kept once it is as long as the first, or when the next begins: the last may be missing.
     """
 
     def __init__(self, pattern: re.Pattern[str]) -> None:
@@ -106,9 +101,7 @@ class _Table:
             self._row = None
 
     def mended(self) -> list[Row]:
-        """Return the rows; the first, which began before a learning rate was known, gets that of
-        the second.
-        """
+        """Return the rows; the first, older than any learning rate, gets that of the second."""
         if len(self.rows) > 1:
             self.rows[0]["LearningRate"] = self.rows[1]["LearningRate"]
         return self.rows
@@ -129,7 +122,7 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
     log without rows is a warning. DataError if the log cannot be read.
     """
     lines = read_lines(path)
-    clock = Clock(year_of(path))
+    clock = Clock(path)
     train, test = _Table(TRAIN), _Table(TEST)
     start, first = _start(lines, clock)
     iteration, rate = -1.0, math.nan
@@ -146,10 +139,8 @@ def parse_log(path: str) -> tuple[list[Row], list[Row]]:
         for table in (train, test):
             table.take(line, iteration, (when - start).total_seconds(), rate)
     if not train.rows and not test.rows:
-        log.warning(
-            '"%s" has no rows: no iteration in lines of glog shows all outputs of a net',
-            path,
-        )
+        text = '"%s" has no rows: no iteration in lines of glog shows all outputs of a net'
+        log.warning(text, path)
     return train.mended(), test.mended()
 
 
@@ -163,53 +154,41 @@ def _start(lines: Sequence[str], clock: Clock) -> tuple[datetime | None, int]:
 
 
 def as_json(path: str) -> str:
-    """Return the rows of a log as `{"train": [...], "test": [...]}`; what is not a number is
-    null."""
+    """Return a log's rows as `{"train": [...], "test": [...]}`; what is not a number is null."""
     train, test = parse_log(path)
     return to_json({"train": train, "test": test})
 
 
-def save_csv(rows: Sequence[Row], path: str, delimiter: str = ",") -> None:
-    """Write rows as a CSV file; columns that only later rows have come last.
-
-    UsageError if it cannot be written.
-    """
+def csv_text(rows: Sequence[Row], delimiter: str = ",") -> str:
+    """Return rows as a CSV file, empty if there are none; columns of later rows only come last."""
+    if not rows:
+        return ""
+    file = io.StringIO(newline="")
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    with (
-        written(path) as temporary,
-        open(temporary, "w", newline="", encoding="utf-8", errors="surrogateescape") as file,
-    ):
-        writer = csv.DictWriter(file, columns, delimiter=delimiter)
-        writer.writeheader()
-        writer.writerows(rows)
+    writer = csv.DictWriter(file, columns, delimiter=delimiter)
+    writer.writeheader()
+    writer.writerows(rows)
+    return file.getvalue()
 
 
 def save_log_csvs(path: str, folder: str, delimiter: str = ",") -> list[str]:
-    """Write LOG.train and LOG.test into a folder, each if it has rows; return parse_log.py's
-    messages.
-    """
-    said = []
-    for name, rows in zip(("train", "test"), parse_log(path), strict=True):
-        file = os.path.join(folder, f"{os.path.basename(path)}.{name}")
-        if rows:
-            save_csv(rows, file, delimiter)
-        said.append(f"Wrote {file}" if rows else f"Not writing {file}; no lines to write")
-    return said
+    """Write parse_log.py's LOG.train and LOG.test into a folder; return its messages."""
+    return _save(path, folder, [csv_text(rows, delimiter) for rows in parse_log(path)])
 
 
 def save_log_columns(path: str, folder: str) -> list[str]:
-    """Write the tables of parse_log.sh as LOG.train and LOG.test into a folder; return a message
-    for each.
-    """
+    """Write parse_log.sh's LOG.train and LOG.test into a folder; return a message for each."""
+    return _save(path, folder, log_columns(path))
+
+
+def _save(path: str, folder: str, tables: Sequence[str]) -> list[str]:
     said = []
-    for name, text in zip(("train", "test"), log_columns(path), strict=True):
+    for name, text in zip(("train", "test"), tables, strict=True):
         file = os.path.join(folder, f"{os.path.basename(path)}.{name}")
-        with (
-            written(file) as temporary,
-            open(temporary, "w", encoding="utf-8", errors="surrogateescape") as out,
-        ):
-            out.write(text)
-        said.append(f"Wrote {file}")
+        if text:
+            with written(file) as temporary:
+                Path(temporary).write_bytes(text.encode(errors="surrogateescape"))
+        said.append(f"Wrote {file}" if text else f"Not writing {file}; no lines to write")
     return said
 
 
@@ -222,10 +201,8 @@ def log_columns(path: str) -> tuple[str, str]:
     lines = read_lines(path)
     losses = [line for line in lines if ", loss = " in line]
     tests = [line for line in lines if "Testing net" in line]
-    begin = next(
-        (i for i, line in enumerate(lines) if re.search("Iteration .* Testing net", line)),
-        len(lines),
-    )
+    first_test = (i for i, line in enumerate(lines) if re.search("Iteration .* Testing net", line))
+    begin = next(first_test, len(lines))
     tested = [line for line in lines[begin:] if not LEFT_OUT.search(line)]
     train = zip_longest(
         _iterations(losses),
@@ -256,7 +233,7 @@ def _iterations(lines: Sequence[str]) -> list[str]:
 
 
 def _seconds(path: str, lines: Sequence[str], chosen: Sequence[str]) -> Iterator[str]:
-    clock = Clock(year_of(path))
+    clock = Clock(path)
     start, _ = _start([line for line in lines if "] Solving " in line] or chosen, clock)
     for line in chosen:
         when = clock.time(line) if "Iteration" in line else None

@@ -1,4 +1,4 @@
-"""PREFIX_metrics.csv: one row for each iteration that was displayed or tested.
+"""PREFIX_metrics.csv, one row for each displayed or tested iteration, and PREFIX_curve.png.
 
 Columns: `iteration`; `time`, seconds of the run, with the earlier parts of a resumed one; `loss`,
 smoothed as shown; `lr`; a column for each scalar that a test net gives, `test_NAME` (`test1_NAME`
@@ -7,15 +7,18 @@ training since the row before, tests not counted. What is unknown is empty.
 """
 
 import csv
+import importlib.util
 import logging
+import os
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import TextIO
 
 from caffepy.core.files import replacing
-from caffepy.report import curve
+from caffepy.report import plot
 from caffepy.report.display_record import DisplayCollector, DisplayRecord, elements
+from caffepy.report.series import of_metrics
 from caffepy.report.text import number
 
 log = logging.getLogger(__name__)
@@ -26,8 +29,7 @@ Row = dict[str, str]
 
 
 def read_rows(path: str) -> tuple[list[str], list[Row]]:
-    """Return the columns and complete rows of a metrics file; none if it is missing or another
-    file.
+    """Return the columns and complete rows of a metrics file; none if it is missing or another one.
 
     Cells are numbers or empty.
     """
@@ -56,6 +58,23 @@ def _has_numbers(row: Sequence[str]) -> bool:
     except ValueError:  # damaged, or by another hand
         return False
     return numbers[0] >= 0
+
+
+def draw_curve(columns: Sequence[str], rows: Sequence[Row], path: str) -> None:
+    """Draw a metrics file, if it has at least two rows and matplotlib is installed (extra `plot`).
+
+    An error is logged and leaves the old picture.
+    """
+    if len(rows) < 2:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        log.info("For a picture of the curve, pip install matplotlib")
+        return
+    try:
+        plot.draw([of_metrics(os.path.basename(path), columns, rows)], path)
+        log.info("Curve is in %s", path)
+    except Exception as error:
+        log.warning("no curve in %s: %s", path, error)
 
 
 class Metrics(DisplayCollector):
@@ -93,16 +112,10 @@ class Metrics(DisplayCollector):
         if self._failed:
             return
         row = {"iteration": str(record.iteration), "time": f"{time.monotonic() - self._start:.3f}"}
-        for name, value in (
-            ("loss", record.loss),
-            ("lr", record.lr),
-            ("images/s", record.images_per_s),
-        ):
-            row[name] = "" if value is None else number(value)
+        known = {"loss": record.loss, "lr": record.lr, "images/s": record.images_per_s}
+        row |= {name: "" if value is None else number(value) for name, value in known.items()}
         for k, outputs in record.tests.items():
-            row.update(
-                (f"test{k or ''}_{name}", number(value)) for name, value in elements(outputs)
-            )
+            row |= {f"test{k or ''}_{name}": number(value) for name, value in elements(outputs)}
         new = [name for name in row if name not in self._columns]
         if new:
             self._columns = self._columns[:-1] + new + LAST
@@ -122,7 +135,7 @@ class Metrics(DisplayCollector):
             self._file.close()
             log.info("Metrics are in %s", self.path)
             if complete:
-                curve.draw(*read_rows(self.path), self.curve_path)
+                draw_curve(*read_rows(self.path), self.curve_path)
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
         try:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from caffepy.core.errors import DataError, UsageError
-from caffepy.report.log_tables import Clock, read_lines, year_of
+from caffepy.report.log_tables import Clock, read_lines
 from caffepy.report.metrics import rows_in
 from caffepy.report.series import Run, joined, of_metrics
 
@@ -38,44 +38,37 @@ def read_runs(logs: Sequence[str], names: Sequence[str] = ()) -> list[Run]:
 
 
 def read_run(files: Sequence[str], name: str = "") -> Run:
-    """Return the run that these files describe, in their order: logs, with or without restarts, or
-    metrics.
+    """Return the run in these files, in their order: logs, with or without restarts, or metrics.
 
     DataError if one cannot be read or describes no run.
     """
-    parts = [part for path in files for part in _parts(path)]
+    parts = []
+    for path in files:
+        lines = read_lines(path)  # once: it may be a pipe
+        columns, rows = rows_in(line.removeprefix("\ufeff") for line in lines)
+        found = [of_metrics(path, columns, rows)] if columns else _LogReader(path, lines).parts
+        if not any(part.curves for part in found):
+            raise DataError(
+                f'"{path}" is neither a metrics file nor a training log: no line has an iteration '
+                f"and a loss"
+            )
+        parts += found
     return joined(name or name_of(files[0]), parts)
 
 
 def name_of(path: str) -> str:
     """Return the name of the run in a file."""
     base = os.path.basename(path)
-    return (
-        next((base.removesuffix(suffix) for suffix in SUFFIXES if base.endswith(suffix)), base)
-        or base
-    )
-
-
-def _parts(path: str) -> list[Run]:
-    lines = read_lines(path)  # once: it may be a pipe
-    columns, rows = rows_in(line.removeprefix("\ufeff") for line in lines)
-    parts = [of_metrics(path, columns, rows)] if columns else _LogReader(path, lines).parts
-    if not any(part.curves for part in parts):
-        raise DataError(
-            f'"{path}" is neither a metrics file nor a training log: no line has an iteration '
-            f"and a loss"
-        )
-    return parts
+    suffix = next((suffix for suffix in SUFFIXES if base.endswith(suffix)), "")
+    return base.removesuffix(suffix) or base
 
 
 class _LogReader:
-    """Splits a log into the parts of a run: a part begins at `Solving`, or where iterations go
-    back.
-    """
+    """Splits a log into parts of a run: a part begins at `Solving`, or where iterations go back."""
 
     def __init__(self, path: str, lines: Sequence[str]) -> None:
         self.parts = [Run(path)]
-        self._clock = Clock(year_of(path))
+        self._clock = Clock(path)
         self._start: datetime | None = None
         self._seconds = math.nan
         self._iteration = -1
@@ -86,7 +79,11 @@ class _LogReader:
         for line in lines:
             self._read(line)
         for part in self.parts:
-            self._name_elements(part)
+            for key in list(part.curves):  # outputs of several values get an index
+                name, mark, k = key.partition("\0")
+                if mark:
+                    shown = f"{name}[{k}]" if name in self._several else name
+                    part.curves[shown] = part.curves.pop(key)
             derived = part.curves.pop("derived iter/s", None)
             if derived and "iter/s" not in part.curves:
                 part.curves["iter/s"] = derived
@@ -120,7 +117,6 @@ class _LogReader:
             self._add(f"{net} {found[2]}\0{k}", found[3])
 
     def _begin(self, when: datetime | None) -> None:
-        """Begin a part."""
         self.parts.append(Run(self.parts[0].name))
         self._start, self._seconds, self._iteration, self._display = when, math.nan, -1, None
 
@@ -147,13 +143,5 @@ class _LogReader:
         if told is not None and before:
             self._add("iter/s", told)
         elif before and self._seconds > before[1]:
-            self._add(
-                "derived iter/s", str((self._iteration - before[0]) / (self._seconds - before[1]))
-            )
-
-    def _name_elements(self, run: Run) -> None:
-        """Give outputs their names, with an index where they have several values."""
-        for key in list(run.curves):
-            name, mark, k = key.partition("\0")
-            if mark:
-                run.curves[f"{name}[{k}]" if name in self._several else name] = run.curves.pop(key)
+            speed = (self._iteration - before[0]) / (self._seconds - before[1])
+            self._add("derived iter/s", str(speed))

@@ -26,12 +26,6 @@ class Curve:
     seconds: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
 
-    def add(self, iteration: int, seconds: float, value: float) -> None:
-        """Append a value."""
-        self.iterations.append(iteration)
-        self.seconds.append(seconds)
-        self.values.append(value)
-
 
 @dataclass
 class Run:
@@ -42,26 +36,22 @@ class Run:
 
     def add(self, name: str, iteration: int, seconds: float, value: float) -> None:
         """Append a value to a curve."""
-        self.curves.setdefault(name, Curve()).add(iteration, seconds, value)
-
-    def json(self) -> dict[str, object]:
-        """Return name and curves."""
-        return {
-            "name": self.name,
-            "curves": {
-                name: {
-                    "iteration": curve.iterations,
-                    "seconds": curve.seconds,
-                    "value": curve.values,
-                }
-                for name, curve in self.curves.items()
-            },
-        }
+        curve = self.curves.setdefault(name, Curve())
+        curve.iterations.append(iteration)
+        curve.seconds.append(seconds)
+        curve.values.append(value)
 
 
 def as_json(runs: Sequence[Run]) -> str:
     """Return a list with an object for each run; values that are not finite are null."""
-    return to_json([run.json() for run in runs])
+    told = []
+    for run in runs:
+        curves = {
+            name: {"iteration": curve.iterations, "seconds": curve.seconds, "value": curve.values}
+            for name, curve in run.curves.items()
+        }
+        told.append({"name": run.name, "curves": curves})
+    return to_json(told)
 
 
 def panel_of(name: str) -> str:
@@ -78,21 +68,16 @@ def of_metrics(name: str, columns: Sequence[str], rows: Sequence[Mapping[str, st
         if column not in ("iteration", "time"):
             curve = TESTED.sub(r"test\1 ", column, count=1)
             for row in rows:
-                if row[column]:
-                    run.add(
-                        curve,
-                        int(row["iteration"]),
-                        float(row["time"] or "nan"),
-                        float(row[column]),
-                    )
+                if cell := row[column]:
+                    seconds = float(row["time"] or "nan")
+                    run.add(curve, int(row["iteration"]), seconds, float(cell))
     return run
 
 
 def joined(name: str, parts: Sequence[Run]) -> Run:
-    """Join parts of a run, each resumed from a snapshot of the one before; repeated iterations
-    count once.
+    """Join parts of a run, each resumed from a snapshot of the one before.
 
-    The seconds continue from the iteration at which a part began.
+    Repeated iterations count once; the seconds continue from the iteration at which a part began.
     """
     whole = Run(name)
     for part in parts:
@@ -100,15 +85,12 @@ def joined(name: str, parts: Sequence[Run]) -> Run:
         passed = 0.0
         for known, curve in list(whole.curves.items()):
             keep = sum(iteration < first for iteration in curve.iterations)
-            kept = whole.curves[known] = Curve(
-                curve.iterations[:keep], curve.seconds[:keep], curve.values[:keep]
-            )
-            passed = max([passed, *kept.seconds[-1:]])
+            for column in (curve.iterations, curve.seconds, curve.values):
+                del column[keep:]
+            passed = max([passed, *curve.seconds[-1:]])
             if not keep:
                 del whole.curves[known]
         for known, curve in part.curves.items():
-            for iteration, seconds, value in zip(
-                curve.iterations, curve.seconds, curve.values, strict=True
-            ):
-                whole.add(known, iteration, passed + seconds, value)
+            for i, iteration in enumerate(curve.iterations):
+                whole.add(known, iteration, passed + curve.seconds[i], curve.values[i])
     return whole

@@ -117,8 +117,7 @@ def test_columns_that_the_first_row_lacks_come_last(tmp_path: Path) -> None:
     )
     rows = log_tables.parse_log(log)[0]
     rows[1]["c"] = 3.0
-    log_tables.save_csv(rows, str(tmp_path / "it.csv"), ";")
-    head, first, second = (tmp_path / "it.csv").read_text().splitlines()
+    head, first, second = log_tables.csv_text(rows, ";").splitlines()
     assert (head, first.count(";"), second[-5:]) == (
         "NumIters;Seconds;LearningRate;loss;b;c",
         5,

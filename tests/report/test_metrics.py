@@ -1,3 +1,4 @@
+import importlib.util
 import logging
 import os
 import sys
@@ -6,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.report import Metrics, curve
+from caffepy.report import Metrics
 from caffepy.report.metrics import read_rows
 from caffepy.report.runs import read_run
 from tests.report import golden
@@ -15,7 +16,7 @@ from tests.report import golden
 @pytest.fixture
 def prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A prefix for files; no curve is drawn unless a test asks for it."""
-    monkeypatch.setattr(curve, "draw", lambda *_: None)
+    monkeypatch.setattr("caffepy.report.metrics.draw_curve", lambda *_: None)
     return str(tmp_path / "net")
 
 
@@ -167,7 +168,7 @@ def test_no_curve_without_matplotlib_or_for_who_leaves_at_once(
     metrics = Metrics(str(tmp_path / "left"))
     run(metrics, 0, 9)
     metrics.close(complete=False)
-    monkeypatch.setattr(curve.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with Metrics(str(tmp_path / "without")) as metrics:
         run(metrics, 0, 9)
     assert {p.name for p in tmp_path.iterdir()} == {"left_metrics.csv", "without_metrics.csv"}
@@ -179,4 +180,4 @@ def test_a_failing_curve_does_not_fail_the_run(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with Metrics(str(tmp_path / "net")) as metrics:
         run(metrics, 0, 9)
-    assert "no curve in" in caplog.text or not curve.importlib.util.find_spec("matplotlib")
+    assert "no curve in" in caplog.text or not importlib.util.find_spec("matplotlib")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import DataError, UsageError
-from caffepy.report import Metrics, curve
+from caffepy.report import Metrics
 from caffepy.report.runs import name_of, read_run, read_runs
 from caffepy.report.series import Run, as_json, joined, panel_of
 from tests.report import golden
@@ -116,7 +116,7 @@ def test_a_part_replaces_curves_that_it_begins_anew() -> None:
 
 
 def test_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve, "draw", lambda *_: None)
+    monkeypatch.setattr("caffepy.report.metrics.draw_curve", lambda *_: None)
     with Metrics(str(tmp_path / "net")) as metrics:
         golden.replay(metrics, golden.messages())
         metrics.test_started(501, 1)
