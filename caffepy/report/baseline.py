@@ -1,5 +1,4 @@
-"""The speed of a single device, kept from run to run: the baseline that several are compared
-with."""
+"""The speed of a single device, kept from run to run: what several are compared with."""
 
 import hashlib
 import json

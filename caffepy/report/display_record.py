@@ -22,11 +22,6 @@ class DisplayRecord:
     tests: dict[int, Sequence[Output]] = field(default_factory=dict)
     images_per_s: float | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing is known, as after a test that was interrupted."""
-        return self.loss is None and self.lr is None and not self.tests
-
 
 def elements(outputs: Sequence[Output]) -> Iterator[tuple[str, float]]:
     """Yield name and value of each scalar; `NAME[i]` if an output has several."""
@@ -89,9 +84,9 @@ class DisplayCollector(Reporter):
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         """Complete the record of this iteration, if there is one."""
         self._speed.add(images)
-        if self._record:
-            self._record.loss = loss if self._record.loss is None else self._record.loss
-            self._record.lr = rate if self._record.lr is None else self._record.lr
+        if record := self._record:
+            record.loss = loss if record.loss is None else record.loss
+            record.lr = rate if record.lr is None else record.lr
             self.show_pending()
 
     def finished(self, iteration: int, loss: float | None) -> None:
@@ -104,9 +99,9 @@ class DisplayCollector(Reporter):
         self.show_pending()
 
     def show_pending(self) -> None:
-        """Show the current record as far as it is known."""
+        """Show the current record as far as it is known; after an interrupted test nothing is."""
         record, self._record = self._record, None
-        if record and not record.is_empty:
+        if record and (record.loss is not None or record.lr is not None or record.tests):
             record.images_per_s = self._speed.read()
             self.show(record)
 

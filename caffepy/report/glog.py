@@ -9,6 +9,7 @@ import getpass
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -48,9 +49,7 @@ class Stderr(logging.Handler):
 
 
 class Together(logging.Handler):
-    """Passes each record to several handlers under one lock, so that all have the lines in one
-    order.
-    """
+    """Passes each record to several handlers under one lock: all have the lines in one order."""
 
     def __init__(self, handlers: Sequence[logging.Handler]) -> None:
         super().__init__()
@@ -67,10 +66,11 @@ def log_file(folder: str) -> logging.FileHandler:
 
     The link `FOLDER/caffepy.INFO` leads to the file.
     """
-    host, now = socket.gethostname(), time.localtime()
-    name = (
-        f"{PROGRAM}.{host}.{_user()}.log.INFO.{time.strftime('%Y%m%d-%H%M%S', now)}.{os.getpid()}"
-    )
+    host, now, user = socket.gethostname(), time.localtime(), "invalid-user"
+    with suppress(KeyError, OSError):
+        user = getpass.getuser()
+    date = time.strftime("%Y%m%d-%H%M%S", now)
+    name = f"{PROGRAM}.{host}.{user}.log.INFO.{date}.{os.getpid()}"
     try:
         os.makedirs(folder, exist_ok=True)
         with open(os.path.join(folder, name), "w", encoding="utf-8") as file:
@@ -88,22 +88,14 @@ def log_file(folder: str) -> logging.FileHandler:
     return logging.FileHandler(os.path.join(folder, name), encoding="utf-8")
 
 
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "invalid-user"
-
-
 @contextmanager
 def logging_to(
     *, stderr: bool = True, log_dir: str | None = None, level: int = logging.INFO
 ) -> Iterator[None]:
-    """Send caffepy's log lines from `level` on to stderr and to a file in `log_dir` during the
-    block.
+    """Send log lines from `level` on to stderr and to a file in `log_dir` during the block.
 
-    An error that ends the block is the last thing written to the file. UsageError if the file
-    cannot be written.
+    An error that ends the block is the last thing written to the file, with a traceback if it is
+    not the user's. UsageError if the file cannot be written.
     """
     logger = logging.getLogger("caffepy")
     before = logger.level, logger.propagate
@@ -121,7 +113,11 @@ def logging_to(
         yield
     except Exception as error:
         if log_dir:
-            handlers[-1].handle(_fatal(error))
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            bug = None if isinstance(error, CaffeError) else sys.exc_info()
+            line = place.filename, place.lineno or 0
+            fatal = logging.LogRecord(PROGRAM, logging.CRITICAL, *line, str(error), (), bug)
+            handlers[-1].handle(fatal)
         raise
     finally:
         logger.removeHandler(together)
@@ -129,15 +125,3 @@ def logging_to(
             handler.close()
         logger.setLevel(before[0])
         logger.propagate = before[1]
-
-
-def _fatal(error: Exception) -> logging.LogRecord:
-    """Return a record of the error that ended the run, at the line that raised it.
-
-    It has a traceback if the error is not the user's.
-    """
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    bug = None if isinstance(error, CaffeError) else (type(error), error, error.__traceback__)
-    return logging.LogRecord(
-        PROGRAM, logging.CRITICAL, place.filename, place.lineno or 0, str(error), (), bug
-    )

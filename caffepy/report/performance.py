@@ -28,8 +28,7 @@ class Performance(Timed):
         self._size = len(read())
         self._speed, self._whole = Speed(), Speed()
         super().__init__(self._speed, self._whole)
-        self._before = [dict(seconds) for seconds in read()]
-        self._begin = [dict(seconds) for seconds in self._before]
+        self._before = self._begin = [dict(seconds) for seconds in read()]
 
     def displayed(
         self,
@@ -43,9 +42,8 @@ class Performance(Timed):
         """Log one line about the time since the last display."""
         rate = self._speed.read()
         if rate is not None:
-            now = [dict(seconds) for seconds in self._read()]
-            spent = [difference(a, b) for a, b in zip(now, self._before, strict=True)]
-            self._before = now
+            before, self._before = self._before, [dict(seconds) for seconds in self._read()]
+            spent = list(map(difference, self._before, before))
             parts = ", ".join(f"{part} {share:.0%}" for part, share in shares(spent).items())
             told = [self._rates(rate), parts, slowest(spent)]
             log.info("    %s", "; ".join(part for part in told if part))
@@ -57,12 +55,12 @@ class Performance(Timed):
         if rate is None:
             return
         log.info("Performance of %d solvers: %s", self._size, self._rates(rate))
-        spent = [difference(a, b) for a, b in zip(self._read(), self._begin, strict=True)]
+        spent = list(map(difference, self._read(), self._begin))
         if not shares(spent):
             return
+        named = {str(rank): [seconds] for rank, seconds in enumerate(spent)} | {"mean": spent}
         rows = [["solver", *spent[0]]]
-        named = [*((str(rank), [seconds]) for rank, seconds in enumerate(spent)), ("mean", spent)]
-        for name, solvers in named:
+        for name, solvers in named.items():
             rows.append([name, *(f"{share:.1%}" for share in shares(solvers).values())])
         for line in columns(rows, 1):
             log.info("    %s", line)
@@ -110,10 +108,8 @@ def bottleneck(solvers: Sequence[Seconds]) -> str:
     worst = max(waits, key=waits.__getitem__)
     share = f"{waits[worst]:.0%} of the time"
     if waits[worst] < WAITS:
-        computing = of["forward"] + of["backward"]
-        return (
-            f"Computation is the bottleneck: forward and backward take {computing:.0%} of the time."
-        )
+        computing = f"{of['forward'] + of['backward']:.0%} of the time"
+        return f"Computation is the bottleneck: forward and backward take {computing}."
     if worst == "data":
         return f"Data is the bottleneck: solvers wait for it {share}."
     if worst == "host":

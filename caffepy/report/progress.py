@@ -50,11 +50,6 @@ def _columns() -> int | None:
     return size.columns if all(size) else None
 
 
-def _size() -> dict[str, Any]:
-    """Return tqdm's settings: follow the terminal's size if it is known."""
-    return {"dynamic_ncols": True} if _columns() else {"ncols": 79, "nrows": 24}
-
-
 @contextmanager
 def counting(
     total: int | None, unit: str, progress: bool | None = None, done: int = 0
@@ -71,17 +66,18 @@ def counting(
 
 
 def _bar(**settings: Any) -> "tqdm[None]":
+    """Return a bar that follows the terminal's size if it is known."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # no thread that watches the bar
 
-    return Bar(**settings, **_size(), file=sys.stderr)
+    size = {"dynamic_ncols": True} if _columns() else {"ncols": 79, "nrows": 24}
+    return Bar(**settings, **size, file=sys.stderr)
 
 
 class Progress(Reporter):
-    """Iteration, loss, learning rate, images a second and time left, redrawn at most ten times a
-    second.
+    """Iteration, loss, learning rate, images a second and time left, redrawn every 0.1 s at most.
 
     A narrow terminal shows no learning rate. `iterations` is the number of the last iteration.
     """
@@ -111,11 +107,14 @@ class Progress(Reporter):
         self._open(iteration).set_postfix_str(self._status)
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Redraw if it is due. The first iteration, which may compile kernels, does not count as
-        speed.
-        """
+        """Redraw if it is due. The first iteration, which may compile, does not count as speed."""
         if not self._begun:
-            self._begin_anew()
+            self._begun = True
+            self._speed.read()
+            if self._bar is not None:
+                self._bar.leave = False
+                self._bar.close()
+                self._bar = None
             return
         self._speed.add(images)
         now = time.monotonic()
@@ -133,14 +132,6 @@ class Progress(Reporter):
         bar.set_postfix_str(self._status, refresh=False)
         bar.update(iteration + 1 - bar.n)
 
-    def _begin_anew(self) -> None:
-        self._begun = True
-        self._speed.read()
-        if self._bar is not None:
-            self._bar.leave = False
-            self._bar.close()
-            self._bar = None
-
     def finished(self, iteration: int, loss: float | None) -> None:
         """Show the last iteration."""
         bar = self._open(iteration)
@@ -153,12 +144,6 @@ class Progress(Reporter):
 
     def _open(self, iteration: int) -> "tqdm[None]":
         if self._bar is None:
-            self._bar = _bar(
-                initial=iteration,
-                total=self.iterations,
-                bar_format=FORMAT,
-                mininterval=0,
-                miniters=1,
-                smoothing=0.1,
-            )
+            drawn = {"bar_format": FORMAT, "mininterval": 0, "miniters": 1, "smoothing": 0.1}
+            self._bar = _bar(initial=iteration, total=self.iterations, **drawn)
         return self._bar

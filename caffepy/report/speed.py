@@ -35,9 +35,7 @@ class Speed:
         return (self._paused_at if self._paused else time.monotonic()) - self._since
 
     def read(self) -> float | None:
-        """Return the images a second since the last reading and reset; None if no images were
-        counted.
-        """
+        """Return the images a second since the last reading, and reset; None without images."""
         rate = self._images / max(self.seconds, 1e-9) if self._images else None
         self._images, self._since = 0, self._since + self.seconds
         return rate
@@ -54,10 +52,6 @@ class Timed(Reporter):
         for clock in self._clocks:
             clock.pause()
 
-    def _resume(self) -> None:
-        for clock in self._clocks:
-            clock.resume()
-
     def test_started(self, iteration: int, k: int) -> None:
         """Stop the clocks."""
         self.pause()
@@ -66,7 +60,8 @@ class Timed(Reporter):
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
         """Start them again."""
-        self._resume()
+        for clock in self._clocks:
+            clock.resume()
 
     def snapshotted(self, kind: str, path: str) -> None:
         """Stop the clocks."""
@@ -74,8 +69,8 @@ class Timed(Reporter):
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
         """Count its images."""
-        self._resume()
         for clock in self._clocks:
+            clock.resume()
             clock.add(images)
 
     def finished(self, iteration: int, loss: float | None) -> None:
