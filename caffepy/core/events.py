@@ -7,12 +7,25 @@ after its update.
 
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
 Output = tuple[str, NDArray[Any], float]
 """An output of a net: name, copy of its values, loss weight."""
+
+
+class Displayed(NamedTuple):
+    """What is displayed: smoothed loss, outputs of the train net, and the speed since the display
+    before, which is one every `display` iterations.
+    """
+
+    iteration: int
+    loss: float
+    outputs: Sequence[Output]
+    iterations_per_s: float
+    seconds: float
+    display: int
 
 
 class Reporter:
@@ -29,18 +42,8 @@ class Reporter:
     ) -> None:
         """Called with the mean outputs of test net `k`; `loss` if the solver computes it."""
 
-    def displayed(
-        self,
-        iteration: int,
-        loss: float,
-        outputs: Sequence[Output],
-        iterations_per_s: float,
-        seconds: float,
-        display: int,
-    ) -> None:
-        """Called for an iteration to display: smoothed loss, outputs of the train net, speed since
-        the last display.
-        """
+    def displayed(self, shown: Displayed) -> None:
+        """Called for an iteration to display."""
 
     def lr(self, iteration: int, rate: float) -> None:
         """Called with the learning rate of an iteration to display."""

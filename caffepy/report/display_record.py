@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from caffepy.core.events import Output, Reporter
+from caffepy.core.events import Displayed, Output, Reporter
 from caffepy.report.speed import Speed
 
 
@@ -64,18 +64,10 @@ class DisplayCollector(Reporter):
         self._speed.resume()
         self._at(iteration).tests[k] = outputs
 
-    def displayed(
-        self,
-        iteration: int,
-        loss: float,
-        outputs: Sequence[Output],
-        iterations_per_s: float,
-        seconds: float,
-        display: int,
-    ) -> None:
+    def displayed(self, shown: Displayed) -> None:
         """Take loss and outputs."""
-        record = self._at(iteration)
-        record.loss, record.outputs = loss, outputs
+        record = self._at(shown.iteration)
+        record.loss, record.outputs = shown.loss, shown.outputs
 
     def lr(self, iteration: int, rate: float) -> None:
         """Take the rate."""

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
-from caffepy.core.events import Output
+from caffepy.core.events import Displayed
 from caffepy.report.speed import Speed, Timed
 from caffepy.report.text import columns
 
@@ -30,15 +30,7 @@ class Performance(Timed):
         super().__init__(self._speed, self._whole)
         self._before = self._begin = [dict(seconds) for seconds in read()]
 
-    def displayed(
-        self,
-        iteration: int,
-        loss: float,
-        outputs: Sequence[Output],
-        iterations_per_s: float,
-        seconds: float,
-        display: int,
-    ) -> None:
+    def displayed(self, shown: Displayed) -> None:
         """Log one line about the time since the last display."""
         rate = self._speed.read()
         if rate is not None:

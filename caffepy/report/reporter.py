@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
 
-from caffepy.core.events import Output, Reporter
+from caffepy.core.events import Displayed, Output, Reporter
 from caffepy.report.text import number, scalars
 
 log = logging.getLogger(__name__)
@@ -32,19 +32,12 @@ class LogReporter(Reporter):
         for i, text in enumerate(scalars(outputs)):
             log.info("    Test net output #%d: %s", i, text)
 
-    def displayed(
-        self,
-        iteration: int,
-        loss: float,
-        outputs: Sequence[Output],
-        iterations_per_s: float,
-        seconds: float,
-        display: int,
-    ) -> None:
+    def displayed(self, shown: Displayed) -> None:
         """Log speed and smoothed loss, then one line a scalar."""
-        speed = f"{number(iterations_per_s)} iter/s, {number(seconds)}s/{display} iters"
-        log.info("Iteration %d (%s), loss = %s", iteration, speed, number(loss))
-        for i, text in enumerate(scalars(outputs)):
+        speed = f"{number(shown.iterations_per_s)} iter/s"
+        speed += f", {number(shown.seconds)}s/{shown.display} iters"
+        log.info("Iteration %d (%s), loss = %s", shown.iteration, speed, number(shown.loss))
+        for i, text in enumerate(scalars(shown.outputs)):
             log.info("    Train net output #%d: %s", i, text)
 
     def lr(self, iteration: int, rate: float) -> None:

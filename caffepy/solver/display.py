@@ -5,7 +5,7 @@ import time
 from math import isclose
 from typing import Any
 
-from caffepy.core.events import Output, Reporter
+from caffepy.core.events import Displayed, Output, Reporter
 from caffepy.net import Net
 from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -57,8 +57,10 @@ class Display:
         if self._outputs is None:
             self.copy_outputs()
         outputs, self._outputs, loss = self._outputs or [], None, self.window.smoothed
-        speed = (iteration - last) / max(now - since, 1e-9)
-        reporter.displayed(iteration, loss, outputs, speed, now - since, self._param.display)
+        seconds = now - since
+        speed = (iteration - last) / max(seconds, 1e-9)
+        every = self._param.display
+        reporter.displayed(Displayed(iteration, loss, outputs, speed, seconds, every))
         if isclose(loss, SATURATED, abs_tol=1e-3) and not self._explained:
             self._explained = True
             log.warning(

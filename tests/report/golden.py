@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from caffepy.core.events import Reporter
+from caffepy.core.events import Displayed, Reporter
 
 LOG = Path(__file__).parents[1] / "golden" / "digits" / "caffe_train.log"
 PREFIX = re.compile(r"^[IWEF]\d+ [\d:.]+ +\d+ [\w.]+:\d+\] ")
@@ -38,9 +38,8 @@ def replay(reporter: Reporter, lines: list[str]) -> None:
             r"Iteration (\d+) \((\S+) iter/s, (\S+)s/(\d+) iters\), loss = (\S+)", line
         ):
             iteration, display = int(found[1]), int(found[4])
-            reporter.displayed(
-                iteration, float(found[5]), outputs, float(found[2]), float(found[3]), display
-            )
+            speed, seconds, loss = float(found[2]), float(found[3]), float(found[5])
+            reporter.displayed(Displayed(iteration, loss, outputs, speed, seconds, display))
         elif found := re.fullmatch(r"Iteration (\d+), lr = (\S+)", line):
             reporter.lr(int(found[1]), float(found[2]))
             reporter.iterated(int(found[1]), 0.0, float(found[2]), 50)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from caffepy.core.events import Displayed
 from caffepy.report import Metrics
 from caffepy.report.metrics import read_rows
 from caffepy.report.runs import read_run
@@ -26,7 +27,7 @@ def run(metrics: Metrics, first: int, last: int, display: int = 2, test: int = 4
         if i % test == 0:
             accuracy(metrics, i)
         if i % display == 0:
-            metrics.displayed(i, i / 10, [], 1, 1, display)
+            metrics.displayed(Displayed(i, i / 10, [], 1, 1, display))
             metrics.lr(i, 0.01)
         metrics.iterated(i, i / 10, 0.01, 50)
 

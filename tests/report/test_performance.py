@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from caffepy.core.events import Displayed
 from caffepy.report import Performance
 from caffepy.report.performance import bottleneck
 
@@ -48,7 +49,7 @@ def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFi
         reporter = Performance(lambda: solvers, alone=1.0)
         reporter.iterated(0, 1.0, 0.1, 64)
         solvers = [spent(2, 4, 4, 1, 1), spent(0, 5, 5, 0, 0)]
-        reporter.displayed(1, 1.0, [], 1.0, 1.0, 1)
+        reporter.displayed(Displayed(1, 1.0, [], 1.0, 1.0, 1))
         reporter.test_started(2, 0)
         reporter.test_done(2, 0, [], None)
         reporter.iterated(1, 1.0, 0.1, 64)
@@ -74,11 +75,11 @@ def test_each_display_has_a_line_and_the_end_a_table(caplog: pytest.LogCaptureFi
 def test_what_is_not_known_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "caffepy"):
         reporter = Performance(lambda: [spent(0, 0, 0, 0, 0)] * 2)
-        reporter.displayed(0, 1.0, [], 1.0, 1.0, 1)
+        reporter.displayed(Displayed(0, 1.0, [], 1.0, 1.0, 1))
         reporter.done(False)
         assert not caplog.messages
         reporter.iterated(0, 1.0, 0.1, 8)
-        reporter.displayed(1, 1.0, [], 1.0, 1.0, 1)
+        reporter.displayed(Displayed(1, 1.0, [], 1.0, 1.0, 1))
         reporter.iterated(0, 1.0, 0.1, 8)
         reporter.done(False)
     assert [";" in message for message in caplog.messages] == [False, False]

@@ -9,12 +9,13 @@ from caffepy.report import Progress, open_report
 
 RUN = """
 import sys
+from caffepy.core.events import Displayed
 from caffepy.report import logging_to, open_report
 progress = {"yes": True, "no": False, "auto": None}[sys.argv[1]]
 with logging_to(), open_report(None, 3, progress) as reporter:
     reporter.solving("digits", "inv")
     for i in range(3):
-        reporter.displayed(i, 0.5, [], 1, 1, 1)
+        reporter.displayed(Displayed(i, 0.5, [], 1, 1, 1))
         reporter.iterated(i, 0.5, 0.01, 50)
     reporter.finished(3, None)
     reporter.done(False)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import UsageError
+from caffepy.core.events import Displayed
 from caffepy.device.blob import Array
 from caffepy.report import TensorBoard, open_report, tensorboard
 from tests.report import golden
@@ -46,7 +47,7 @@ def run(folder: Path, first: int, last: int, every: int = 0, watch: Weights | No
                 board.test_started(i, 0)
                 board.test_done(i, 0, [("accuracy", np.float32(i / 100), 0.0)], None)
             if i % 2 == 0:
-                board.displayed(i, i / 10, [("loss", np.float32(i), 1.0)], 1, 1, 2)
+                board.displayed(Displayed(i, i / 10, [("loss", np.float32(i), 1.0)], 1, 1, 2))
                 board.lr(i, 0.01)
             board.iterated(i, i / 10, 0.01, 50)
         board.finished(last, 1.5)

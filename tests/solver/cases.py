@@ -7,7 +7,7 @@ from typing import Any
 
 from google.protobuf import text_format
 
-from caffepy.core.events import Output, Reporter
+from caffepy.core.events import Displayed, Output, Reporter
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import SolverParameter
@@ -57,11 +57,10 @@ class Recorder(Reporter):
         self.tests.append({name: values for name, values, _ in outputs})
         self.events.append(f"{iteration} tested {k}" + (" with loss" if loss is not None else ""))
 
-    def displayed(
-        self, iteration: int, loss: float, outputs: Sequence[Output], *speed: Any
-    ) -> None:
-        self.losses.append(loss)
-        self.events.append(f"{iteration} displayed {' '.join(name for name, _, _ in outputs)}")
+    def displayed(self, shown: Displayed) -> None:
+        self.losses.append(shown.loss)
+        names = " ".join(name for name, _, _ in shown.outputs)
+        self.events.append(f"{shown.iteration} displayed {names}")
 
     def lr(self, iteration: int, rate: float) -> None:
         self.rates.append(rate)

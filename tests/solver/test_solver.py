@@ -1,13 +1,12 @@
 import logging
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from caffepy.core.errors import ConfigError, DataError, DivergenceError
-from caffepy.core.events import Output
+from caffepy.core.events import Displayed
 from caffepy.solver import Action
 from tests.solver.cases import NET, NOISE, AskAt, Recorder, solver_of
 
@@ -54,8 +53,8 @@ def test_outputs_are_displayed_as_they_were_before_the_update() -> None:
     shown = []
 
     class Outputs(Recorder):
-        def displayed(self, iteration: int, loss: float, outputs: list[Output], *rest: Any) -> None:
-            shown.append({name: float(value.reshape(-1)[0]) for name, value, _ in outputs}["seen"])
+        def displayed(self, it: Displayed) -> None:
+            shown.append({name: float(v.reshape(-1)[0]) for name, v, _ in it.outputs}["seen"])
 
     solver = solver_of("display: 1 base_lr: 0.5 ", net, reporter=Outputs())
     solver.net.learnable_params[0].data[...] = 8
