@@ -15,7 +15,7 @@ from math import prod
 import numpy as np
 
 from caffepy.data.datum import head_of
-from caffepy.data.write import write_lmdb
+from caffepy.data.write import write_database
 from caffepy.proto.caffe_pb2 import Datum
 
 POOL = 64 << 20  # random bytes that all images are parts of
@@ -27,7 +27,7 @@ def make(folder: str, count: int, shape: Sequence[int], classes: int) -> None:
     size, head = prod(shape), head_of(tuple(shape))
     pool = memoryview(rng.bytes(POOL + size))
     labels = [Datum(label=label).SerializeToString() for label in range(classes)]
-    with write_lmdb(folder) as writer:
+    with write_database(folder) as writer:
         for i, start in enumerate(rng.integers(0, POOL, count).tolist()):
             writer.put(
                 f"{i:08d}", b"".join((head, pool[start : start + size], labels[i % classes]))

@@ -6,7 +6,8 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import lmdb
@@ -31,16 +32,34 @@ NOTE = "caffepy_partial.json"
 Record = tuple[bytes, bytes]
 
 
+@contextmanager
+def _writing(name: str, errors: tuple[type[Exception], ...] = (OSError,)) -> Iterator[None]:
+    """Turn these errors into a DataError: the database `name` cannot be written."""
+    try:
+        yield
+    except errors as error:
+        what = text_of(error)
+        if isinstance(error, OSError):
+            what = (error.strerror or what).lower()
+        if not isinstance(error, OSError) or error.errno in (errno.EIO, errno.ENOSPC):
+            with suppress(OSError):  # LMDB does not tell a full disk from a broken one
+                free = shutil.disk_usage(os.path.dirname(os.path.abspath(name))).free
+                if free < COMMIT_BYTES and "space" not in what:
+                    what = f"the disk has {free:,} bytes left ({what})"
+        raise DataError(f"{name} cannot be written: {what}") from error
+
+
 class Writer:
     """Base of the writers: puts records into the database `name`, with a transaction for each 1000
     records or 32 MiB.
     """
 
-    errors: tuple[type[Exception], ...] = (OSError,)  # what the library raises if it cannot write
+    errors: tuple[type[Exception], ...]  # what the library raises if it cannot write
+    _database: Any
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._pending: list[tuple[bytes, bytes]] = []
+        self._pending: list[Record] = []
         self._bytes = 0
 
     def put(self, key: str | bytes, value: Datum | bytes) -> None:
@@ -50,10 +69,9 @@ class Writer:
         self._pending.append((key, value))
         self._bytes += len(value)
         if len(self._pending) >= COMMIT_EVERY or self._bytes >= COMMIT_BYTES:
-            self.commit()
+            self._commit()
 
-    def commit(self) -> None:
-        """Write the pending records."""
+    def _commit(self) -> None:
         records, self._pending, self._bytes = self._pending, [], 0
         if records:
             self.write(records)
@@ -63,25 +81,18 @@ class Writer:
 
         DataError for a full disk, or for a key that LMDB does not take, of 0 or over 511 bytes.
         """
-        with self._described():
+        with _writing(self.name, self.errors):
             self._write(records)
 
     def finish(self) -> None:
         """Commit the rest and bring everything to the disk."""
-        self.commit()
-        with self._described():
+        self._commit()
+        with _writing(self.name, self.errors):
             self._flush()
 
     def close(self) -> None:
         """Release the files."""
-        raise NotImplementedError
-
-    @contextmanager
-    def _described(self) -> Iterator[None]:
-        try:
-            yield
-        except self.errors as error:
-            raise _unwritable(self.name, error) from error
+        self._database.close()
 
     def _write(self, records: Sequence[Record]) -> None:
         raise NotImplementedError
@@ -101,7 +112,7 @@ class LMDBWriter(Writer):
         super().__init__(name)
         data = os.path.join(folder, "data.mdb")
         size = max(FIRST_MAP_SIZE, os.path.getsize(data) if os.path.exists(data) else 0)
-        self._environment = lmdb.open(folder, map_size=size, mode=0o664, lock=False, sync=sync)
+        self._database = lmdb.open(folder, map_size=size, mode=0o664, lock=False, sync=sync)
 
     def _write(self, records: Sequence[Record]) -> None:
         for key, _ in records:
@@ -112,11 +123,8 @@ class LMDBWriter(Writer):
                 )
         while True:
             try:
-                with (
-                    self._environment.begin(write=True) as transaction,
-                    transaction.cursor() as cursor,
-                ):
-                    cursor.putmulti(records)
+                with self._database.begin(write=True) as transaction:
+                    transaction.cursor().putmulti(records)
                 # map anew, or all touched pages would count as this process's memory
                 self._map(1)
                 return
@@ -124,14 +132,10 @@ class LMDBWriter(Writer):
                 self._map(2)
 
     def _map(self, growth: int) -> None:
-        self._environment.set_mapsize(growth * self._environment.info()["map_size"])
+        self._database.set_mapsize(growth * self._database.info()["map_size"])
 
     def _flush(self) -> None:
-        self._environment.sync(True)
-
-    def close(self) -> None:
-        """Release the files."""
-        self._environment.close()
+        self._database.sync(True)
 
 
 class LevelDBWriter(Writer):
@@ -155,37 +159,19 @@ class LevelDBWriter(Writer):
             for key, value in records:
                 batch.put(key, value)
 
-    def close(self) -> None:
-        """Release the files."""
-        self._database.close()
-
 
 @contextmanager
 def open_writer(name: str, folder: str, backend: str, sync: bool = False) -> Iterator[Writer]:
     """Open a writer of the database in `folder`, which is created if missing; messages name it
-    `name`.
+    `name`. If the block does not raise, the writer is finished at its end.
     """
     kinds = {"lmdb": LMDBWriter, "leveldb": LevelDBWriter}
-    try:
+    with _writing(name, (OSError, lmdb.Error)):
         os.makedirs(folder, 0o744, exist_ok=True)
         writer = kinds[backend](name, folder, sync)
-    except (OSError, lmdb.Error) as error:
-        raise _unwritable(name, error) from error
     with closing(writer):
         yield writer
-
-
-def _unwritable(name: str, error: Exception) -> DataError:
-    reason = (
-        (error.strerror or text_of(error)).lower() if isinstance(error, OSError) else text_of(error)
-    )
-    if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ENOSPC):
-        return DataError(f"{name} cannot be written: {reason}")
-    with suppress(OSError):  # LMDB does not tell a full disk from a broken one
-        free = shutil.disk_usage(os.path.dirname(os.path.abspath(name))).free
-        if free < COMMIT_BYTES and "space" not in reason:
-            reason = f"the disk has {free:,} bytes left ({reason})"
-    return DataError(f"{name} cannot be written: {reason}")
+        writer.finish()
 
 
 def refuse_existing(path: str) -> None:
@@ -197,7 +183,7 @@ def refuse_existing(path: str) -> None:
 
 
 @contextmanager
-def write_database(path: str, backend: str) -> Iterator[Writer]:
+def write_database(path: str, backend: str = "lmdb") -> Iterator[Writer]:
     """Open a writer of the new database `path`, which appears when the block ends; not at all if it
     raises.
 
@@ -211,16 +197,10 @@ def write_database(path: str, backend: str) -> Iterator[Writer]:
     try:
         with open_writer(path, folder, backend) as writer:
             yield writer
-            writer.finish()
         refuse_existing(path)
         os.rename(folder, path)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def write_lmdb(path: str) -> AbstractContextManager[Writer]:
-    """`write_database` of an LMDB."""
-    return write_database(path, "lmdb")
 
 
 class Partial:
@@ -284,59 +264,44 @@ class Partial:
                 self.note({})
             with open_writer(self.path, self.folder, self.backend, sync=True) as writer:
                 yield writer
-                writer.finish()
             self.note(self.progress, whole=True)
-            try:
+            with _writing(self.path):
                 os.rename(self.folder, self.path)
                 os.unlink(os.path.join(self.path, NOTE))
-            except OSError as error:
-                raise _unwritable(self.path, error) from error
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Create the folder if it is new, and lock it against other processes."""
+        in_use = DataError(f"{self.folder} is being written by another process")
+        with _writing(self.path):
+            try:
+                if self._is_new:
+                    os.makedirs(os.path.dirname(os.path.abspath(self.folder)), exist_ok=True)
+                    os.mkdir(self.folder, 0o744)
+                descriptor = os.open(self.folder, os.O_RDONLY)
+            except (FileExistsError, FileNotFoundError):
+                raise in_use from None
         try:
-            if self._is_new:
-                os.makedirs(os.path.dirname(os.path.abspath(self.folder)), exist_ok=True)
-                os.mkdir(self.folder, 0o744)
-            descriptor = os.open(self.folder, os.O_RDONLY)
-        except (FileExistsError, FileNotFoundError):
-            raise self._in_use() from None
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
-        try:
-            self._lock(descriptor)
+            with suppress(OSError):  # file systems without locks
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise in_use from None
+            here = os.fstat(descriptor)
+            if not os.path.exists(self.folder) or not os.path.samestat(here, os.stat(self.folder)):
+                raise in_use
             self._owns = True
             remove_stale(os.path.join(self.folder, NOTE))
             yield
         finally:
             os.close(descriptor)
 
-    def _lock(self, descriptor: int) -> None:
-        with suppress(OSError):  # file systems without locks
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise self._in_use() from None
-        if not os.path.exists(self.folder) or not os.path.samestat(
-            os.fstat(descriptor), os.stat(self.folder)
-        ):
-            raise self._in_use()
-
-    def _in_use(self) -> DataError:
-        return DataError(f"{self.folder} is being written by another process")
-
     def note(self, progress: Mapping[str, Any], whole: bool = False) -> None:
         """Save the progress, and `whole` at the end."""
         self.progress = dict(progress)
-        try:
-            with (
-                replacing(os.path.join(self.folder, NOTE)) as name,
-                open(name, "w", encoding="utf-8") as file,
-            ):
-                json.dump({"recipe": self.recipe, "progress": self.progress, "whole": whole}, file)
-        except OSError as error:
-            raise _unwritable(self.path, error) from error
+        note = {"recipe": self.recipe, "progress": self.progress, "whole": whole}
+        with _writing(self.path), replacing(os.path.join(self.folder, NOTE)) as name:
+            Path(name).write_text(json.dumps(note), encoding="utf-8")
 
     def abandon(self) -> None:
         """Remove the folder, unless another process writes to it."""
@@ -351,11 +316,8 @@ def unfinished(folder: str) -> str:
         return ""
     with suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
         note = json.load(file)
-        return (
-            ""
-            if note.get("whole")
-            else ", ".join(f"{name} {value}" for name, value in note["progress"].items())
-        )
+        progress = () if note.get("whole") else note["progress"].items()
+        return ", ".join(f"{name} {value}" for name, value in progress)
     return "it does not say how far"
 
 

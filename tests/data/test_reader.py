@@ -27,7 +27,7 @@ from caffepy.data.loader import Batch, SequentialLoader
 from caffepy.data.reader import FILL_THREADS, Reader
 from caffepy.data.sources import open_database
 from caffepy.data.transformer import Transformer
-from caffepy.data.write import array_to_datum, write_database, write_lmdb
+from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.device import Device
 from caffepy.ops import cpu
 from caffepy.proto.caffe_pb2 import TRAIN, Datum, TransformationParameter
@@ -42,7 +42,7 @@ def images(count, shape=SHAPE):
 
 
 def write(folder, records):
-    with write_lmdb(str(folder / "db")) as writer:
+    with write_database(str(folder / "db")) as writer:
         for i, record in enumerate(records):
             writer.put(f"{i:04d}", record)
     return str(folder / "db")

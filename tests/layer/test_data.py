@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import CaffeError, ConfigError, DataError
-from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Blob, Layout, from_bfloat16, to_bfloat16
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -58,7 +58,7 @@ class Feed:
 def ten(tmp_path):
     """The path of a prototxt that would lie beside an LMDB `db` of ten images."""
     values = np.random.default_rng(0).integers(0, 256, (10, 3, 7, 9), np.uint8)
-    with write_lmdb(str(tmp_path / "db")) as writer:
+    with write_database(str(tmp_path / "db")) as writer:
         for i, image in enumerate(values):
             writer.put(f"{i:08d}", array_to_datum(image, i))
     return str(tmp_path / "net.prototxt")
@@ -181,7 +181,7 @@ def test_a_gpu_gets_the_numbers_of_the_cpu(layout, mean, ten):
 @pytest.mark.gpu
 def test_a_gpu_takes_images_of_all_kinds(tmp_path):
     rng = np.random.default_rng(0)
-    with write_lmdb(str(tmp_path / "db")) as writer:
+    with write_database(str(tmp_path / "db")) as writer:
         for i in range(24):
             image = rng.integers(
                 0, 256, (3, *(rng.integers(5, 9, 2) if 8 <= i < 16 else (6, 7))), np.uint8
@@ -282,7 +282,7 @@ def test_refused(case, ten):
 
 
 def test_an_error_in_the_thread_is_raised_by_forward(tmp_path):
-    with write_lmdb(str(tmp_path / "db")) as writer:
+    with write_database(str(tmp_path / "db")) as writer:
         for i, size in enumerate((4, 4, 4, 5)):
             writer.put(f"{i}", array_to_datum(np.zeros((1, size, size), np.uint8)))
     feed = Feed(text("batch_size: 2"), path=str(tmp_path / "net.prototxt"))

@@ -12,7 +12,7 @@ from google.protobuf import text_format
 
 from caffepy.collectives.topology import all_joined
 from caffepy.data.reader import Reader
-from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.net import Net
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     images = np.random.default_rng(0).integers(0, 256, (RECORDS, 3, 6, 6), np.uint8)
     np.save("images.npy", images)
-    with write_lmdb("db") as writer:
+    with write_database("db") as writer:
         for i, image in enumerate(images):
             writer.put(f"{i:08d}", array_to_datum(image, i))
     with h5py.File("rows.h5", "w") as file:

@@ -27,7 +27,7 @@ from caffepy.collectives.rank_group import PATIENCE
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.data.sources import open_database
-from caffepy.data.write import write_lmdb
+from caffepy.data.write import write_database
 from caffepy.device.device import Device
 from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.parallel import watchdog
@@ -83,7 +83,7 @@ def test_a_record_that_cannot_be_read(record: int, folder: Path) -> None:
     records = source.take(60)
     source.close()
     shutil.rmtree("db")
-    with write_lmdb("db") as writer:
+    with write_database("db") as writer:
         for i, (key, value) in enumerate(records):
             writer.put(bytes(key).decode(), bytes(value) if i != record else b"no datum")
     write(folder, NOTHING)

@@ -17,7 +17,7 @@ from google.protobuf import text_format
 from caffepy import models
 from caffepy.collectives import peers
 from caffepy.core.errors import DataError
-from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.data.write import array_to_datum, write_database
 from caffepy.device import math_mode
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
@@ -187,7 +187,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
         channels, *sides = image_shape(name)
         shape = channels, *(CASES[name].side or side for side in sides)
         patterns = draw.integers(0, 192, (10, *shape), np.uint8)
-        with write_lmdb(folder) as writer:
+        with write_database(folder) as writer:
             for i in range(IMAGES):
                 image = patterns[i % 10] + draw.integers(0, 64, shape, np.uint8)
                 writer.put(f"{i:08d}", array_to_datum(image, i % 10))

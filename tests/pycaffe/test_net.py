@@ -9,7 +9,7 @@ import pytest
 
 import caffepy as caffe
 from caffepy.data.reader import Reader
-from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.data.write import array_to_datum, write_database
 from tests.net.nets import INPUT, LOSS, ip
 
 TEXT = (
@@ -389,7 +389,7 @@ def test_forward_backward_all(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_takes_no_batches_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with write_lmdb(str(tmp_path / "db")) as writer:
+    with write_database(str(tmp_path / "db")) as writer:
         for i in range(20):
             writer.put(f"{i:08d}", array_to_datum(np.full((1, 1, 1), i, np.uint8), i))
     file = tmp_path / "net.prototxt"

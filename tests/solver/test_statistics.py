@@ -8,7 +8,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import DataError
-from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -57,7 +57,7 @@ def saved(folder: Path, device: Device, size: int, **how: bool) -> dict[str, lis
 def compare(tmp_path: Path, device: type[Device], size: int, **how: bool) -> None:
     draw = np.random.default_rng(0)
     images = draw.integers(0, 256, (200, 3, 5, 5), np.uint8)
-    with write_lmdb(str(tmp_path / "db")) as writer:
+    with write_database(str(tmp_path / "db")) as writer:
         for i, image in enumerate(images):
             writer.put(f"{i:08d}", array_to_datum(image, 70 if i == WRONG else i % 5))
     failed = saved(tmp_path, device(), size, wrong=True, **how)
@@ -81,7 +81,7 @@ def test_an_iteration_that_a_callback_ends_adds_nothing(tmp_path: Path) -> None:
         def on_gradients_ready(self) -> None:
             raise ValueError("mine")
 
-    with write_lmdb(str(tmp_path / "db")) as writer:
+    with write_database(str(tmp_path / "db")) as writer:
         for i in range(8):
             writer.put(f"{i:08d}", array_to_datum(np.full((3, 5, 5), 30 * i, np.uint8), i % 5))
     text = NET.replace('"db"', f'"{tmp_path}/db"')

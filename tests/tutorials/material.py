@@ -62,7 +62,7 @@ def as_mnist(images: Array) -> Array:
     return np.pad(images.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))
 
 
-def write_lmdb(path: Path, datums: list[caffe_pb2.Datum]) -> str:
+def write_database(path: Path, datums: list[caffe_pb2.Datum]) -> str:
     """A new LMDB, as scripts write it."""
     with lmdb.open(str(path), map_size=1 << 28) as database, database.begin(write=True) as records:
         for i, datum in enumerate(datums):

@@ -13,7 +13,7 @@ from caffepy import layers as L  # noqa: N812 # pycaffe's habit
 from caffepy import params as P  # noqa: N812
 from caffepy.device.blob import Array
 from caffepy.proto import caffe_pb2
-from tests.tutorials.material import as_mnist, digits, solver_file, write_lmdb, written
+from tests.tutorials.material import as_mnist, digits, solver_file, write_database, written
 
 PAIRS, BATCH = 1200, 50
 LEARNED = ("conv1", "conv2", "ip1", "ip2", "feat")
@@ -34,7 +34,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Array, Array]:
         caffe.io.array_to_datum(pair, int(same))
         for pair, same in zip(stacked, similar, strict=True)
     ]
-    return write_lmdb(tmp_path_factory.mktemp("pairs") / "pairs_lmdb", datums), stacked, similar
+    return write_database(tmp_path_factory.mktemp("pairs") / "pairs_lmdb", datums), stacked, similar
 
 
 def tower(n: "caffe.NetSpec", below: Any, suffix: str = "") -> Any:

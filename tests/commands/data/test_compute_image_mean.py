@@ -11,7 +11,7 @@ from caffepy.commands.data import compute_image_mean as module
 from caffepy.commands.data.compute_image_mean import compute_image_mean
 from caffepy.core.errors import DataError, UsageError
 from caffepy.data.transformer import load_mean
-from caffepy.data.write import array_to_datum, write_lmdb
+from caffepy.data.write import array_to_datum, write_database
 from caffepy.device.blob import Array
 from caffepy.proto.caffe_pb2 import BlobProto, Datum
 
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[2] / "golden" / "data"
 
 
 def write(folder: Path, values: list[Datum | bytes]) -> str:
-    with write_lmdb(f"{folder}/db") as writer:
+    with write_database(f"{folder}/db") as writer:
         for i, value in enumerate(values):
             writer.put(f"{i:08d}", value)
     return f"{folder}/db"

@@ -22,7 +22,7 @@ from caffepy.commands.data.convert_imageset import Converted, Recipe, convert_im
 from caffepy.core.errors import DataError, UsageError
 from caffepy.data.datum import decode
 from caffepy.data.sources import open_database
-from caffepy.data.write import unfinished, write_lmdb
+from caffepy.data.write import unfinished, write_database
 from caffepy.proto.caffe_pb2 import Datum
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data"
@@ -385,7 +385,7 @@ def test_a_database_that_differs(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     (_, zero), (key1, _), (key2, two), (key4, _) = records(tmp_path / "good")
     label = Datum.FromString(two)
     label.label = 9
-    with write_lmdb(f"{tmp_path}/db") as writer:
+    with write_database(f"{tmp_path}/db") as writer:
         for key, value in [
             (b"00000000_other", zero),
             (key1, zero),
@@ -413,7 +413,7 @@ def test_records_that_are_no_datums_differ(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root, names = draw(tmp_path, 1)
-    with write_lmdb(f"{tmp_path}/db") as writer:
+    with write_database(f"{tmp_path}/db") as writer:
         writer.put("00000000_0.png", b"\xff\xff")
     with pytest.raises(DataError, match="db differs from the list and its images in 1 records"):
         convert_imageset(root, names, f"{tmp_path}/db", check=True)

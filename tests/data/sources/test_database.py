@@ -14,14 +14,14 @@ import pytest
 from caffepy.core.errors import DataError
 from caffepy.data.sources import open_database
 from caffepy.data.sources.databases import printable
-from caffepy.data.write import write_database, write_lmdb
+from caffepy.data.write import write_database
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "data"
 KEYS = [f"0000000{i}_im{i}.{'png' if i % 2 else 'jpg'}".encode() for i in range(10)]
 
 
 def make(path, count, size=20):
-    with write_lmdb(str(path)) as writer:
+    with write_database(str(path)) as writer:
         for i in range(count):
             writer.put(f"{i:08d}", bytes([i % 256]) * size)
     return str(path)
@@ -406,7 +406,7 @@ def test_database_without_records(tmp_path):
 
 def test_writer_leaves_nothing_when_the_block_raises(tmp_path):
     def stop_in_the_middle():
-        with write_lmdb(str(tmp_path / "db")) as writer:
+        with write_database(str(tmp_path / "db")) as writer:
             writer.put("a", b"x")
             raise ZeroDivisionError
 
@@ -423,7 +423,7 @@ def test_writer_refuses_what_exists(tmp_path):
 
 def test_writer_refuses_what_another_process_made_meanwhile(tmp_path):
     def write():
-        with write_lmdb(str(tmp_path / "db")) as writer:
+        with write_database(str(tmp_path / "db")) as writer:
             writer.put("a", b"x")
             shutil.copytree(GOLDEN / "raw_lmdb", tmp_path / "db")
 
@@ -450,7 +450,7 @@ def test_writer_removes_what_a_killed_run_has_left(tmp_path):
 def test_writer_names_an_impossible_key(tmp_path):
     with (
         pytest.raises(DataError, match="cannot be written"),
-        write_lmdb(str(tmp_path / "db")) as writer,
+        write_database(str(tmp_path / "db")) as writer,
     ):
         writer.put("k" * 600, b"x")
     assert os.listdir(tmp_path) == []
