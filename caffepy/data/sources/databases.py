@@ -1,10 +1,17 @@
-"""Databases: records of a key and a Datum, read in the order of their keys."""
+"""Databases: records of a key and a Datum, read in the order of their keys.
+
+A process has one open handle a database file: LMDB and LevelDB both refuse to open it twice.
+"""
 
 import logging
+import os
+import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
+from weakref import finalize
 
 import numpy as np
 
@@ -59,17 +66,68 @@ class Records(Sequence[Record]):
         return self.content[key : key + key_size].data, self.content[value : value + size].data
 
 
-class Database(Source):
-    """Base of the databases. A record is valid until `close`.
+class _Handle:
+    """An open database, and the cursors of its users, which must go before it is closed."""
 
-    A subclass moves a cursor: `_first`, `_next`, `_find`, `_item`.
+    def __init__(self, identity: tuple[int, int], database: Any) -> None:
+        self.identity = identity
+        self.database = database
+        self.cursors: dict[int, Any] = {}
+
+
+_open: dict[tuple[int, int], _Handle] = {}
+_open_lock = threading.Lock()
+# Cursors of databases that were collected without being closed. The garbage collector may run while
+# any thread holds the lock, so it must not wait for it: it queues here.
+_forgotten: deque[tuple[_Handle, int]] = deque()
+
+
+def _forget(handle: _Handle, cursor: int) -> None:
+    """Release a cursor now if the lock is free, else when the next database is opened."""
+    _forgotten.append((handle, cursor))
+    if _open_lock.acquire(blocking=False):
+        try:
+            _release_forgotten()
+        finally:
+            _open_lock.release()
+
+
+def _release_forgotten() -> None:
+    while _forgotten:
+        _release(*_forgotten.popleft())
+
+
+def _release(handle: _Handle, cursor: int) -> None:
+    del handle.cursors[cursor]
+    if not handle.cursors:
+        del _open[handle.identity]
+        handle.database.close()
+
+
+class Database(Source):
+    """Base of the databases: a cursor of its own in a handle that others may share. A record is
+    valid until `close`.
+
+    A subclass moves the cursor: `_first`, `_next`, `_find`.
     """
 
     layer = "Data"
     state_keys = frozenset({"record", "key"})
     errors: tuple[type[Exception], ...] = ()  # what the library raises for a damaged database
 
-    def __init__(self, path: str) -> None:
+    def __init__(
+        self, path: str, file: str, opener: Callable[[str], Any], cursor_of: Callable[[Any], Any]
+    ) -> None:
+        status = os.stat(file)
+        identity = status.st_dev, status.st_ino
+        with _open_lock:
+            _release_forgotten()
+            handle = _open.get(identity) or _Handle(identity, opener(file))
+            self._database, self._cursor = handle.database, cursor_of(handle.database)
+            self._use = handle, id(self._cursor)
+            handle.cursors[id(self._cursor)] = self._cursor
+            _open[identity] = handle
+        self._finalizer = finalize(self, _forget, *self._use)
         self.path = path
         self._index = 0
         self._has_warned = False
@@ -79,6 +137,13 @@ class Database(Source):
             self.close()
             raise
         log.info("Opened %s %s", self.kind.lower(), path)
+
+    def close(self) -> None:
+        """Release the database; no record may be used any more."""
+        if self._finalizer.detach():
+            del self._database, self._cursor
+            with _open_lock:
+                _release(*self._use)
 
     def once(self, size: int) -> Iterator[Records]:
         """All records once, from the first on, up to `size` at a time."""
@@ -106,43 +171,29 @@ class Database(Source):
 
     def take(self, count: int) -> Records:
         """The next `count` records; the first follows the last."""
-        numbers, records = [], []
-        for _ in range(count):
-            numbers.append(self._index)
-            records.append(self.read())
-        return Records.copied(records, numbers)
+        numbered = [(self._index, self.read()) for _ in range(count)]
+        return Records.copied([record for _, record in numbered], [i for i, _ in numbered])
 
     def peek(self) -> Record:
         """Key and value of the next record, which is not consumed."""
         with self._described(f" near record {self._index}"):
             return self._item()
 
-    @property
-    def position(self) -> tuple[int, bytes]:
-        """Number and key of the next record."""
-        return self._index, bytes(self.peek()[0])
-
     def seek(self, index: int, key: bytes | None = None) -> None:
         """Go to record `index`, directly if its key is given; without such a key, by number."""
         with self._described(f" before record {index}"):
-            if key is not None and self._find(key, index):
-                self._index = index
-                return
             if key is not None:
-                log.warning(
-                    "%s no longer holds record %s; going on at record %d",
-                    self.path,
-                    printable(key),
-                    index,
-                )
+                if self._find(key, index):
+                    self._index = index
+                    return
+                gone = f"{self.path} no longer holds record {printable(key)}"
+                log.warning("%s; going on at record %d", gone, index)
             self._first()
             self._index = index % len(self)
             for _ in range(self._index):
                 if not self._next():
-                    raise DataError(
-                        f"{self.path} is damaged: it has fewer records than the {len(self)} "
-                        "that it claims"
-                    )
+                    claim = f"the {len(self)} that it claims"
+                    raise DataError(f"{self.path} is damaged: it has fewer records than {claim}")
 
     def decode(self, item: Record) -> tuple[Array, int]:
         """Image (C, H, W) and label of a record's Datum."""
@@ -205,8 +256,7 @@ class Database(Source):
 
     def state(self) -> State:
         """Number and key of the next record."""
-        index, key = self.position
-        return {"record": index, "key": np.frombuffer(key, np.uint8)}
+        return {"record": self._index, "key": np.frombuffer(bytes(self.peek()[0]), np.uint8)}
 
     def set_state(self, state: State) -> None:
         """Go to a position that `state` returned."""
@@ -223,9 +273,10 @@ class Database(Source):
     def _text_of(self, error: Exception) -> str:
         return text_of(error)
 
-    @abstractmethod
     def _item(self) -> Record:
         """Key and value under the cursor."""
+        item: Record = self._cursor.item()
+        return item
 
     @abstractmethod
     def _first(self) -> None:

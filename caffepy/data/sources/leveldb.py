@@ -9,14 +9,13 @@ from typing import Any, Self
 from weakref import finalize
 
 from caffepy.core.errors import DataError
-from caffepy.data.sources.databases import Record, text_of
-from caffepy.data.sources.shared_handles import SharedDatabase
+from caffepy.data.sources.databases import Database, text_of
 
 LINKED = "caffepy-leveldb-"
 OWN_FILES = ("LOCK", "LOG", "LOG.old")  # of a process that has a LevelDB open
 
 
-class LevelDB(SharedDatabase):
+class LevelDB(Database):
     """A LevelDB folder, which is only read: hence also on read-only media, and by several processes
     at once.
     """
@@ -65,10 +64,6 @@ class LevelDB(SharedDatabase):
         """The error's message with the path that the user gave, not that of the links."""
         links = f"{re.escape(tempfile.gettempdir())}/{LINKED}\\w+"
         return re.sub(links, lambda _: self.path, text_of(error))
-
-    def _item(self) -> Record:
-        key, value = self._cursor.item()
-        return key, value
 
     def _first(self) -> None:
         self._cursor.seek_to_first()

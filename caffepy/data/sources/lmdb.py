@@ -8,16 +8,15 @@ from typing import Any, Self
 import lmdb
 
 from caffepy.core.errors import DataError
-from caffepy.data.sources.databases import Record, Records
+from caffepy.data.sources.databases import Database, Records
 from caffepy.data.sources.lmdb_pages import Pages
-from caffepy.data.sources.shared_handles import SharedDatabase
 
 log = logging.getLogger(__name__)
 
 READ_AHEAD = 1 << 27  # bytes of the file that the system is asked to read ahead
 
 
-class LMDB(SharedDatabase):
+class LMDB(Database):
     """The unnamed database of an LMDB environment: read-only, without locks, hence also on
     read-only media.
     """
@@ -42,11 +41,9 @@ class LMDB(SharedDatabase):
             self._pages = Pages(path, self._file)
             super().__init__(path, self._file, _open, _cursor)
         except (lmdb.Error, OSError) as error:
-            hint = (
-                "; close the one that the script has opened first"
-                if "already open" in str(error)
-                else ""
-            )
+            hint = ""
+            if "already open" in str(error):
+                hint = "; close the one that the script has opened first"
             raise DataError(f"{path} cannot be read as an LMDB: {error}{hint}") from None
 
     def __len__(self) -> int:
@@ -73,7 +70,13 @@ class LMDB(SharedDatabase):
                 return Records.joined([*parts, super().take(missing)])
             parts.append(part)
             missing -= len(part)
-            self._skip(part)
+            self._index += len(part) - 1
+            with self._described(f" near record {self._index}"):
+                found = self._cursor.set_key(part[-1][0])
+            if not found:
+                place = f"near record {self._index}"
+                raise DataError(f"{self.path} is damaged {place}: its keys are out of order")
+            self.read()
         self._read_ahead(int(parts[-1].rows[-1, 2]))
         return Records.joined(parts)
 
@@ -81,23 +84,10 @@ class LMDB(SharedDatabase):
         """Up to `most` records from number `index` on, by their places in the file."""
         return Records(self._pages.bytes, self._pages.places(index)[:most])
 
-    def _skip(self, records: Records) -> None:
-        """Move the cursor past these records."""
-        self._index += len(records) - 1
-        with self._described(f" near record {self._index}"):
-            found = self._cursor.set_key(records[-1][0])
-        if not found:
-            raise DataError(
-                f"{self.path} is damaged near record {self._index}: its keys are out of order"
-            )
-        self.read()
-
     def _read_ahead(self, place: int) -> None:
         """Ask the system to read what probably comes after this place in the file."""
-        if (
-            hasattr(os, "posix_fadvise")
-            and not READ_AHEAD // 2 <= self._advised - place <= READ_AHEAD
-        ):
+        is_near = READ_AHEAD // 2 <= self._advised - place <= READ_AHEAD
+        if hasattr(os, "posix_fadvise") and not is_near:
             descriptor = os.open(self._file, os.O_RDONLY)
             os.posix_fadvise(descriptor, place, READ_AHEAD, os.POSIX_FADV_WILLNEED)
             os.close(descriptor)
@@ -121,10 +111,6 @@ class LMDB(SharedDatabase):
             while not self._pages.whole:
                 self._pages.check_more()
         return bool(self._cursor.set_key(key))
-
-    def _item(self) -> Record:
-        key, value = self._cursor.item()
-        return key, value
 
 
 def _open(file: str) -> Any:
