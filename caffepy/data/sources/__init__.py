@@ -4,7 +4,7 @@ the registry that data layers and `caffepy data show` look into.
 `lmdb` and `leveldb` are databases of Datums (`databases` is their base, which lets a process open
 one several times; `lmdb_pages` checks an LMDB's pages before they are read).
 `image_list` names image files. `hdf5` and `windows` read what HDF5Data and WindowData name: rows
-of datasets, and windows of images drawn at random. `lists` reads the text files of all three.
+of datasets, and windows of images drawn at random.
 """
 
 import logging

@@ -1,4 +1,5 @@
 """The contract of a source: items in a fixed order, read endlessly, each an image with a label.
+Methods are described here, and in subclasses only where there is more to say.
 
 A source is one file of this package with a subclass of Source in it, and one entry in the table
 SOURCES of `caffepy.data.sources`. Data layers and `caffepy data show` find a source there by what a
@@ -9,13 +10,15 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from caffepy.core.errors import DataError, reason
 from caffepy.data.datum import NATIVE
-from caffepy.data.order import visits
+from caffepy.proto.sniff import sniff
 
 log = logging.getLogger(__name__)
 
@@ -161,6 +164,13 @@ class Source(AnySource):
         raise NotImplementedError
 
 
+def visits(count: int, seed: int | None, epoch: int) -> Array:
+    """An epoch's order of the numbers 0 to count - 1: theirs, or shuffled by seed and epoch."""
+    if seed is None:
+        return np.arange(count)
+    return np.random.Generator(np.random.MT19937([seed, epoch])).permutation(count)
+
+
 class NumberedSource(Source):
     """Base of sources whose items are known by number. With a seed, each epoch shuffles them."""
 
@@ -173,7 +183,6 @@ class NumberedSource(Source):
         self._go(0, 0)
 
     def __len__(self) -> int:
-        """Number of items."""
         return self._length
 
     def _go(self, epoch: int, index: int) -> None:
@@ -181,11 +190,9 @@ class NumberedSource(Source):
         self._order = visits(self._length, self._seed, epoch)
 
     def peek(self) -> Any:
-        """The number of the next item."""
         return self._order[self._index]
 
     def take(self, count: int) -> Items:
-        """The numbers of the next `count` items."""
         parts = []
         while count:
             parts.append(self._order[self._index : self._index + count])
@@ -197,16 +204,13 @@ class NumberedSource(Source):
         return np.concatenate(parts)
 
     def once(self, size: int) -> Iterator[Items]:
-        """All numbers in order."""
         for start in range(0, self._length, size):
             yield np.arange(start, min(start + size, self._length))
 
     def key(self, item: Any) -> str:
-        """The number of the item."""
         return str(item)
 
     def place(self, items: Items, i: int) -> str:
-        """The number of the item."""
         return f"number {items[i]}"
 
     def state(self) -> State:
@@ -215,7 +219,27 @@ class NumberedSource(Source):
         return {"epoch": self._epoch, "index": self._index, **seed}
 
     def set_state(self, state: State) -> None:
-        """Go to a position that `state` returned."""
         if self._seed is not None and "seed" in state:
             self._seed = int(state["seed"])
         self._go(int(state["epoch"]), int(state["index"]) % self._length)
+
+
+def lines_of(path: str) -> Iterator[str]:
+    """The lines of a list without their ends, whichever system wrote them, and without a byte order
+    mark.
+
+    Bytes that are not UTF-8 are kept as in names of files. DataError: no such file, or not a text.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+            for line in file:
+                if "\0" in line:
+                    raise DataError(f'source "{path}" is {sniff(path)}, not a list as UTF-8 text')
+                yield line.removesuffix("\n")
+    except OSError as error:
+        raise DataError(f'source "{path}" cannot be read: {reason(error)}') from None
+
+
+def first_words(path: str, count: int) -> list[str]:
+    """The first words of a list, fewer if it has fewer."""
+    return list(islice((word for line in lines_of(path) for word in line.split()), count))

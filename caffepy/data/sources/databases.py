@@ -146,7 +146,6 @@ class Database(Source):
                 _release(*self._use)
 
     def once(self, size: int) -> Iterator[Records]:
-        """All records once, from the first on, up to `size` at a time."""
         self.seek(0)
         with self._described():
             index, there = 0, True
@@ -170,12 +169,10 @@ class Database(Source):
         return record
 
     def take(self, count: int) -> Records:
-        """The next `count` records; the first follows the last."""
         numbered = [(self._index, self.read()) for _ in range(count)]
         return Records.copied([record for _, record in numbered], [i for i, _ in numbered])
 
     def peek(self) -> Record:
-        """Key and value of the next record, which is not consumed."""
         with self._described(f" near record {self._index}"):
             return self._item()
 
@@ -196,7 +193,6 @@ class Database(Source):
                     raise DataError(f"{self.path} is damaged: it has fewer records than {claim}")
 
     def decode(self, item: Record) -> tuple[Array, int]:
-        """Image (C, H, W) and label of a record's Datum."""
         try:
             image, label, encoded = decode(item[1], self.mode)
         except DataError as error:
@@ -242,24 +238,19 @@ class Database(Source):
         return printable(item[0])[1:-1]
 
     def name(self, item: Record) -> str:
-        """Path and key."""
         return f"{self.path}: record {printable(item[0])}"
 
     def place(self, items: Items, i: int) -> str:
-        """The number of the record."""
         assert isinstance(items, Records)
         return f"number {items.rows[i, 4]}"
 
     def join(self, parts: Sequence[Any]) -> Records:
-        """Concatenate records."""
         return Records.joined(parts)
 
     def state(self) -> State:
-        """Number and key of the next record."""
         return {"record": self._index, "key": np.frombuffer(bytes(self.peek()[0]), np.uint8)}
 
     def set_state(self, state: State) -> None:
-        """Go to a position that `state` returned."""
         self.seek(int(state["record"]), np.asarray(state["key"], np.uint8).tobytes())
 
     @contextmanager

@@ -8,14 +8,21 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from caffepy.core.errors import CaffeError, DataError, reason
 from caffepy.core.paths import locate
 from caffepy.core.registry import nearest
-from caffepy.data.order import visits
-from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Summary
-from caffepy.data.sources.lists import first_words, lines_of
+from caffepy.data.sources.base import (
+    SHOWN_NAMES,
+    AnySource,
+    Array,
+    State,
+    Summary,
+    first_words,
+    lines_of,
+    visits,
+)
 from caffepy.device.blob import shape_string
 from caffepy.device.threads import parallel
 from caffepy.proto.sniff import sniff
@@ -24,9 +31,6 @@ if TYPE_CHECKING:
     import h5py
 
 log = logging.getLogger(__name__)
-
-Array = NDArray[Any]
-State = dict[str, Any]
 
 GRAIN = 4 << 20  # bytes a piece of work for a thread
 CHUNK = 1 << 20  # bytes of rows that are stored together
@@ -40,11 +44,9 @@ class HDF5Files(AnySource):
     layer = "HDF5Data"
 
     def __init__(self, path: str) -> None:
-        self._is_list = sniff(path) != "HDF5"
-        self.kind = "list of HDF5 files" if self._is_list else "HDF5 file"
-        self._files = (
-            [locate(name, path) for name in _read_names(path)] if self._is_list else [path]
-        )
+        is_list = sniff(path) != "HDF5"
+        self.kind = "list of HDF5 files" if is_list else "HDF5 file"
+        self._files = _read_files(path) if is_list else [path]
 
     @classmethod
     def holds(cls, path: str, kind: str) -> bool:
@@ -55,7 +57,6 @@ class HDF5Files(AnySource):
 
     @classmethod
     def open(cls, path: str, root: str = "") -> "HDF5Files":
-        """The file at `path`, or the files that it lists."""
         return cls(path)
 
     def summarize(self, info: Summary, first: int | None, images: int) -> list[tuple[Array, str]]:
@@ -114,7 +115,7 @@ class HDF5Rows:
         self._names = names
         self._dtype = dtype
         self._seed = seed
-        self._files = [locate(file, path) for file in _read_names(path)]
+        self._files = _read_files(path)
         log.info("Number of HDF5 files: %d", len(self._files))
         self._file = ""
         self._arrays: list[Array] = []
@@ -149,9 +150,8 @@ class HDF5Rows:
         if file != self._file or not ready:
             self._arrays = self._load(file)
             self._file = file
-        self._rows = visits(
-            len(self._arrays[0]), None if self._seed is None else self._seed + 1, visit
-        )
+        seed = None if self._seed is None else self._seed + 1
+        self._rows = visits(len(self._arrays[0]), seed, visit)
         self._row %= len(self._rows)
         self._ready = True
 
@@ -161,53 +161,44 @@ class HDF5Rows:
             raise DataError(f'"{file}", which {self._path} names, is {kind}, not an HDF5 file')
         with reading(file) as h:
             datasets = [self._dataset(h, name, file) for name in self._names]
-            self._check(datasets, file)
+            lengths = {name: len(data) for name, data in zip(self._names, datasets, strict=True)}
+            if len(set(lengths.values())) > 1 or 0 in lengths.values():
+                rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
+                raise DataError(
+                    f"{file}: the datasets must have the same number of rows, at least 1: {rows}"
+                )
+            for name, old, new in zip(self._names, self._arrays, datasets, strict=False):
+                if old.shape[1:] != new.shape[1:]:
+                    shape, known = shape_string(new.shape[1:]), shape_string(old.shape[1:])
+                    raise DataError(
+                        f'{file}: rows of "{name}" have shape {shape}, '
+                        f"those of {self._file} {known}"
+                    )
             last: Sequence[Array | None] = self._arrays or [None] * len(datasets)
             return [
                 _array(data, old, self._dtype) for data, old in zip(datasets, last, strict=True)
             ]
 
-    def _check(self, datasets: "Sequence[h5py.Dataset]", file: str) -> None:
-        lengths = {name: len(data) for name, data in zip(self._names, datasets, strict=True)}
-        if len(set(lengths.values())) > 1 or 0 in lengths.values():
-            rows = ", ".join(f'"{name}" {n}' for name, n in lengths.items())
-            raise DataError(
-                f"{file}: the datasets must have the same number of rows, at least 1: {rows}"
-            )
-        for name, old, new in zip(self._names, self._arrays, datasets, strict=False):
-            if old.shape[1:] != new.shape[1:]:
-                shape, known = shape_string(new.shape[1:]), shape_string(old.shape[1:])
-                raise DataError(
-                    f'{file}: rows of "{name}" have shape {shape}, those of {self._file} {known}'
-                )
-
     def _dataset(self, h: Any, name: str, file: str) -> "h5py.Dataset":
         data = h.get(name)
         if data is None:
             hint = ", but a link that leads nowhere" if name in h else nearest(name, h)
-            raise DataError(
-                f'{file} has no dataset "{name}"{hint}; a top is filled from the dataset of its '
-                "name"
-            )
+            remedy = "a top is filled from the dataset of its name"
+            raise DataError(f'{file} has no dataset "{name}"{hint}; {remedy}')
         if getattr(data, "ndim", 0) < 1 or data.dtype.kind not in "fiu":
             raise DataError(f'{file}: "{name}" is no dataset of numbers with at least one axis')
         return data
 
     def state(self) -> State:
         """Number of the visit to a file, row in its order, seed of the orders."""
-        return {
-            "visit": self._visit,
-            "row": self._row,
-            **({} if self._seed is None else {"seed": self._seed}),
-        }
+        seed = {} if self._seed is None else {"seed": self._seed}
+        return {"visit": self._visit, "row": self._row, **seed}
 
     def set_state(self, state: State) -> None:
         """Go to where `state` was taken; stay if it is of another kind of source."""
         if not {"visit", "row"} <= state.keys():
-            log.warning(
-                "the saved state does not say where to go on in %s; starting at its first row",
-                self._path,
-            )
+            lost = "the saved state does not say where to go on in %s; starting at its first row"
+            log.warning(lost, self._path)
             return
         if self._seed is not None and "seed" in state:
             self._seed = int(state["seed"])
@@ -224,12 +215,11 @@ def _array(data: "h5py.Dataset", old: Array | None, dtype: DTypeLike) -> Array:
 
 def _gather(array: Array, rows: Array, out: Array) -> None:
     """out = array[rows], by all threads, without the copy that indexing would make."""
-    grain = max(1, GRAIN // (out[0].nbytes + 1))
-    parallel(
-        lambda lo, hi: np.take(array, rows[lo:hi], axis=0, out=out[lo:hi], mode="clip"),
-        len(rows),
-        grain,
-    )
+
+    def gather(lo: int, hi: int) -> None:
+        np.take(array, rows[lo:hi], axis=0, out=out[lo:hi], mode="clip")
+
+    parallel(gather, len(rows), max(1, GRAIN // (out[0].nbytes + 1)))
 
 
 @contextmanager
@@ -246,16 +236,15 @@ def reading(path: str) -> "Iterator[h5py.File]":
         raise DataError(f"{path} cannot be read: {error}") from None
 
 
-def _read_names(path: str) -> list[str]:
+def _read_files(path: str) -> list[str]:
+    """The files that a list names, where they exist."""
     if os.path.isfile(path) and sniff(path) == "HDF5":
-        raise DataError(
-            f'source "{path}" is an HDF5 file; give a text file that lists such files, one on '
-            "each line"
-        )
+        remedy = "give a text file that lists such files, one on each line"
+        raise DataError(f'source "{path}" is an HDF5 file; {remedy}')
     names = [name for line in lines_of(path) for name in line.split()]
     if not names:
         raise DataError(f"{path} names no HDF5 files")
-    return names
+    return [locate(name, path) for name in names]
 
 
 def new_file(path: str, name: str = "") -> None:
@@ -285,10 +274,22 @@ def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
         _reserve(path, chunks + OVERHEAD)
         with h5py.File(path, "a") as file:
             for key, array in arrays.items():
+                row = array.shape[1:]
                 if key not in file:
-                    _create(file, key, array)
-                else:
-                    _append(file[key], array, name or path)
+                    rows = min(CHUNK // (prod(row) * array.itemsize or 1), len(array))
+                    chunk = tuple(max(1, size) for size in (rows, *row))
+                    file.create_dataset(key, data=array, maxshape=(None, *row), chunks=chunk)
+                    continue
+                dataset = file[key]
+                if dataset.shape[1:] != row:
+                    known = f"{shape_string(dataset.shape[1:])}, those to be added"
+                    raise DataError(
+                        f"{name or path}: rows of {dataset.name} have shape {known} "
+                        f"{shape_string(row)}"
+                    )
+                start = len(dataset)
+                dataset.resize(start + len(array), axis=0)
+                dataset[start:] = array
     except OSError as error:
         raise _cannot_write(name or path, error) from None
 
@@ -310,21 +311,3 @@ def _reserve(path: str, count: int) -> None:
         except OSError:
             file.truncate(size)
             raise
-
-
-def _create(file: Any, name: str, array: Array) -> None:
-    row = array.shape[1:]
-    rows = CHUNK // (prod(row) * array.itemsize or 1)
-    chunk = [max(1, size) for size in (min(rows, len(array)), *row)]
-    file.create_dataset(name, data=array, maxshape=(None, *row), chunks=tuple(chunk))
-
-
-def _append(dataset: Any, array: Array, path: str) -> None:
-    if dataset.shape[1:] != array.shape[1:]:
-        shapes = (
-            f"{shape_string(dataset.shape[1:])}, those to be added {shape_string(array.shape[1:])}"
-        )
-        raise DataError(f"{path}: rows of {dataset.name} have shape {shapes}")
-    start = len(dataset)
-    dataset.resize(start + len(array), axis=0)
-    dataset[start:] = array

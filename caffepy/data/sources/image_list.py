@@ -7,8 +7,7 @@ from typing import Self
 from caffepy.core.errors import DataError, reason
 from caffepy.core.paths import locate
 from caffepy.data.datum import COLOR, EITHER, LONGEST_SIGNATURE, Array, decode_image, encoding_of
-from caffepy.data.sources.base import Items, NumberedSource
-from caffepy.data.sources.lists import lines_of
+from caffepy.data.sources.base import Items, NumberedSource, lines_of
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +33,8 @@ def read_list(path: str, *, every_line: bool = False) -> list[Entry]:
             entries += [("", 0)] * every_line
             continue
         if not blank and line.split() != [line]:
-            raise DataError(
-                f'{path}:{number}: "{line[:80]}" is not an image path, a blank and a label'
-            )
+            wanted = "an image path, a blank and a label"
+            raise DataError(f'{path}:{number}: "{line[:80]}" is not {wanted}')
         digits = LABEL.match(label)
         entries.append((name if blank else line, int("".join(digits.groups())) if digits else 0))
         if not -(1 << 31) <= entries[-1][1] < 1 << 31:
@@ -62,11 +60,9 @@ def find_root(folder: str, first: str, path: str, beside: str | None) -> str:
 
 def unreadable(name: str, error: OSError, folder: str) -> DataError:
     """The error for an image that cannot be read, with a hint if its root folder lacks the "/"."""
-    hint = (
-        f'; root_folder "{folder}" does not end in "/"'
-        if folder and not folder.endswith("/")
-        else ""
-    )
+    hint = ""
+    if folder and not folder.endswith("/"):
+        hint = f'; root_folder "{folder}" does not end in "/"'
     return DataError(f"{name} cannot be read: {reason(error)}{hint}")
 
 
@@ -109,14 +105,11 @@ class ImageList(NumberedSource):
         super().__init__(path, len(self._entries), seed)
         if skip is not None:
             log.info("Skipping first %d data points.", skip)
-            if skip >= len(self._entries):
-                raise DataError(
-                    f"{path} lists {len(self._entries)} images, not enough to skip {skip}"
-                )
+            if skip >= len(self):
+                raise DataError(f"{path} lists {len(self)} images, not enough to skip {skip}")
             self._go(0, skip)
 
     def decode(self, item: int) -> tuple[Array, int]:
-        """Image (C, H, W) and label."""
         name, label = self._entries[item]
         try:
             # unbuffered: fewer calls, and each gives up Python's lock
@@ -129,7 +122,6 @@ class ImageList(NumberedSource):
             raise DataError(f"{self.name(item)}: {error.message}") from None
 
     def stored(self, item: int, image: Array) -> str:
-        """The type of the image file."""
         with open(self._root + self.key(item), "rb") as file:
             return encoding_of(file.read(LONGEST_SIGNATURE))
 
@@ -138,9 +130,7 @@ class ImageList(NumberedSource):
         return self._entries[item][0]
 
     def name(self, item: int) -> str:
-        """The list and the path of the image."""
         return f"{self.path}: {self._root}{self.key(item)}"
 
     def place(self, items: Items, i: int) -> str:
-        """The number of the entry in the list."""
         return f"line {1 + items[i]}"

@@ -25,12 +25,10 @@ class LevelDB(Database):
 
     @classmethod
     def holds(cls, path: str, kind: str) -> bool:
-        """True for a folder with a file CURRENT."""
         return kind == "LevelDB"
 
     @classmethod
     def open(cls, path: str, root: str = "") -> Self:
-        """The LevelDB in the folder `path`."""
         return cls(path)
 
     def __init__(self, path: str) -> None:
@@ -44,11 +42,9 @@ class LevelDB(Database):
 
     @property
     def length(self) -> None:
-        """Not known without reading all records."""
-        return None
+        return None  # known only by reading all records
 
     def __len__(self) -> int:
-        """Number of records, counted by reading all of them."""
         try:
             return self._count()
         except self.errors as error:
@@ -116,7 +112,6 @@ def import_plyvel(purpose: str) -> Any:
     try:
         import plyvel
     except ImportError:
-        raise DataError(
-            f"{purpose} needs plyvel: pip install 'caffepy[leveldb]', or use an LMDB"
-        ) from None
+        remedy = "pip install 'caffepy[leveldb]', or use an LMDB"
+        raise DataError(f"{purpose} needs plyvel: {remedy}") from None
     return plyvel

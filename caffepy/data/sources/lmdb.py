@@ -31,7 +31,6 @@ class LMDB(Database):
 
     @classmethod
     def open(cls, path: str, root: str = "") -> Self:
-        """The LMDB at `path`, a folder or a file."""
         return cls(path)
 
     def __init__(self, path: str) -> None:
@@ -47,14 +46,12 @@ class LMDB(Database):
             raise DataError(f"{path} cannot be read as an LMDB: {error}{hint}") from None
 
     def __len__(self) -> int:
-        """Number of records."""
         count, size = int(self._database.stat()["entries"]), os.path.getsize(self._file)
         if not 0 < count <= size:
             raise DataError(f"{self.path} is damaged: it claims {count} records in {size} bytes")
         return count
 
     def once(self, size: int) -> Iterator[Records]:
-        """All records once, from the first on, up to `size` at a time."""
         self.seek(0)
         for start in range(0, len(self), size):
             yield self.take(min(size, len(self) - start))

@@ -7,8 +7,7 @@ import numpy as np
 
 from caffepy.core.errors import DataError
 from caffepy.data.datum import Array
-from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Summary
-from caffepy.data.sources.lists import first_words, lines_of
+from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Summary, first_words, lines_of
 
 FIELDS = 6  # class, overlap, x1, y1, x2, y2
 THRESHOLD = 0.5  # window_data_param's default overlap of foreground and background
@@ -34,7 +33,6 @@ class WindowFile(AnySource):
         return read_windows(path, THRESHOLD, THRESHOLD)
 
     def summarize(self, info: Summary, first: int | None, images: int) -> list[tuple[Array, str]]:
-        """Count images, windows and their classes."""
         info.records = info.seen = len(self.images)
         info.first = self.images[:SHOWN_NAMES]
         info.facts = {
@@ -57,7 +55,11 @@ def read_windows(path: str, fg_threshold: float, bg_threshold: float) -> WindowF
     """
     images: list[str] = []
     kinds: tuple[list[Array], list[Array]] = ([], [])
-    for image, windows in _blocks(path):
+    lines = filter(None, map(str.strip, lines_of(path)))
+    for number, head in enumerate(lines):
+        if head.split() != ["#", str(number)]:
+            raise DataError(f'{path}: "{head[:80]}" where block "# {number}" should start')
+        image, windows = _block(path, number, lines)
         overlaps = windows[:, 1].astype(np.float32)
         windows[:, 1] = windows[:, 0]
         windows[:, 0] = len(images)
@@ -76,35 +78,23 @@ def read_windows(path: str, fg_threshold: float, bg_threshold: float) -> WindowF
     return WindowFile(images, *map(np.concatenate, kinds))
 
 
-def _blocks(path: str) -> Iterator[tuple[str, Array]]:
-    """Image path and windows (n, 6) of each block."""
-    lines = filter(None, map(str.strip, lines_of(path)))
-    for number, head in enumerate(lines):
-        if head.split() != ["#", str(number)]:
-            raise DataError(f'{path}: "{head[:80]}" where block "# {number}" should start')
-        yield _block(path, number, lines)
-
-
 def _block(path: str, number: int, lines: Iterator[str]) -> tuple[str, Array]:
-    image, *numbers = _next(path, number, lines, 5)
+    def following(count: int) -> list[str]:
+        found = list(islice(lines, count))
+        if len(found) < count:
+            raise DataError(f"{path} ends within block {number}")
+        return found
+
+    image, *numbers = following(5)
     try:
         *_, count = map(int, numbers)
-        rows = [line.split() for line in _next(path, number, lines, count)]
+        rows = [line.split() for line in following(count)]  # ValueError for a negative count
         windows = np.array(rows, np.float64).reshape(count, FIELDS)
     except ValueError:
         raise DataError(
             f"{path}: block {number} is damaged: it needs an image, its channels, height and "
-            "width, and a number of "
-            f"windows, each a line of {FIELDS} numbers"
+            f"width, and a number of windows, each a line of {FIELDS} numbers"
         ) from None
     if not (np.abs(windows) < 1 << 31).all() or (windows[:, 4:] < windows[:, 2:4]).any():
         raise DataError(f"{path}: block {number} is damaged: a window needs x1 <= x2 and y1 <= y2")
     return image, windows
-
-
-def _next(path: str, number: int, lines: Iterator[str], count: int) -> list[str]:
-    """The next `count` lines of a block; ValueError for a count that is none."""
-    found = list(islice(lines, count))
-    if len(found) < count:
-        raise DataError(f"{path} ends within block {number}")
-    return found

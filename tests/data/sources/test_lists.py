@@ -6,8 +6,8 @@ import h5py
 import pytest
 
 from caffepy.core.errors import DataError
+from caffepy.data.sources.base import lines_of
 from caffepy.data.sources.image_list import read_list
-from caffepy.data.sources.lists import lines_of
 
 LISTS = {
     "Unix": b"a b.png 1\nc.png 2\n",
