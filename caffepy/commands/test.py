@@ -16,7 +16,7 @@ from caffepy.commands.devices import choose_for_test
 from caffepy.commands.inference import definition, load_all
 from caffepy.core.errors import DataError
 from caffepy.core.events import Output
-from caffepy.data.bad_records import tolerating
+from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
 from caffepy.device.device import Device
 from caffepy.layer.python import Python

@@ -12,7 +12,7 @@ from caffepy.commands.devices import choose_for_training
 from caffepy.core.errors import STOPPED, ConfigError, UsageError
 from caffepy.core.events import Output
 from caffepy.core.paths import locate
-from caffepy.data.bad_records import tolerating
+from caffepy.data.loader import tolerating
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager

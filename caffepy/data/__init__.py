@@ -2,5 +2,5 @@
 
 Start reading at the head of `loader`: a table of who calls what on which thread. `sources` holds
 one file a kind of source, `transformer` is transform_param, `reader` the prefetch, `write` makes
-databases, `bad_records` counts records that are skipped.
+databases.
 """

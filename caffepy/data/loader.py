@@ -25,16 +25,16 @@ so the state of a Reader is exact whatever was read ahead.
 """
 
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from caffepy.core.errors import CaffeError, DataError, RecordError
-from caffepy.data.bad_records import BadRecords
-from caffepy.data.sources.base import Items, Source, State
+from caffepy.data.sources.base import Array, Items, Source, State
 from caffepy.data.transformer import Transformer
 from caffepy.device.blob import shape_string
 from caffepy.device.threads import parallel
@@ -47,7 +47,6 @@ DECODERS = 6
 wait for it.
 """
 
-Array = NDArray[Any]
 Shape = tuple[int, ...]
 
 
@@ -73,15 +72,8 @@ class Batch:
     def room(self, shape: Shape, dtype: DTypeLike) -> Array:
         """An array (N, *shape) for the images; it replaces one that was returned before."""
         n = (self.size,)
-        images, *self._parts = self.staging.room(
-            (
-                (n + shape, np.dtype(dtype)),
-                (n, np.int64),
-                (n, np.int64),
-                (n, np.bool_),
-                (n, self.dtype),
-            )
-        )
+        beside = [(n, dtype) for dtype in (np.int64, np.int64, np.bool_, self.dtype)]
+        images, *self._parts = self.staging.room(((n + shape, np.dtype(dtype)), *beside))
         assert isinstance(images, np.ndarray)
         return images
 
@@ -91,6 +83,54 @@ class Batch:
             part[...] = value
         self.shape, self.state = (self.size, *shape), state
         self.staging.send()
+
+
+_most: ContextVar[int] = ContextVar("most", default=0)
+
+
+@contextmanager
+def tolerating(most: int) -> Iterator[None]:
+    """Allow each source that this thread opens in this block to skip `most` bad records."""
+    token = _most.set(most)
+    try:
+        yield
+    finally:
+        _most.reset(token)
+
+
+class BadRecords:
+    """The names of a source's bad records; `most` may be skipped. Each counts once, however often
+    it is met.
+    """
+
+    def __init__(self) -> None:
+        self.most = _most.get()
+        self._names: list[str] = []
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def add(self, name: str, error: DataError) -> None:
+        """Skip one more, whose error this is; RecordError if that is one too many."""
+        if name in self:
+            return
+        if len(self) >= self.most:
+            skipped = f"; {self.most} bad records were skipped before" if self.most else ""
+            raise RecordError(f"{error.message}{skipped}", error.where)
+        self._names.append(name)
+        skipped = "Bad record %d of at most %d is skipped: %s"
+        log.warning(skipped, len(self), self.most, error.message)
+
+    def state(self) -> dict[str, Any]:
+        """The names; empty if there are none."""
+        return {"bad": list(self._names)} if self._names else {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Replace the names by those of `state`."""
+        self._names = list(map(str, state.get("bad", [])))
 
 
 class Loader:
@@ -161,7 +201,6 @@ class SequentialLoader(Loader):
         return self.transformer.output_shape(self._peek().shape)
 
     def _peek(self) -> Array:
-        """The next good image."""
         source = self.source
         try:
             return source.decode(source.peek())[0]
@@ -243,12 +282,7 @@ class SequentialLoader(Loader):
         return {}
 
     def _decode(
-        self,
-        items: Items,
-        images: Array,
-        labels: Array,
-        shape: Shape,
-        bad: dict[int, DataError],
+        self, items: Items, images: Array, labels: Array, shape: Shape, bad: dict[int, DataError]
     ) -> dict[int, Array]:
         """Decode all items but the first into `images`; put the errors of bad ones into `bad`.
 
@@ -285,11 +319,9 @@ class SequentialLoader(Loader):
         return others
 
     def _unlike(self, item: Any, shape: Shape, first: Shape) -> DataError:
+        start = f"{shape_string(shape)} in a batch that starts with {shape_string(first)}"
         remedy = "; resize all images to one size, or set crop_size" if shape[0] == first[0] else ""
-        start = f"in a batch that starts with {shape_string(first)}"
-        return DataError(
-            f"{self.source.name(item)} has shape {shape_string(shape)} {start}{remedy}"
-        )
+        return DataError(f"{self.source.name(item)} has shape {start}{remedy}")
 
     def _output_shape(self, item: Any, image: Array) -> Shape:
         """The transformed shape of an image; DataError for one that does not fit."""

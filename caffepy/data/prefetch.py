@@ -19,7 +19,8 @@ def mapped(
 
     `threads` defaults to the number of cores that the process may use.
     """
-    threads = threads or _cores()
+    affinity = getattr(os, "sched_getaffinity", None)
+    threads = threads or (len(affinity(0)) if affinity else os.cpu_count() or 1)
     waiting: deque[Future[R]] = deque()
     with ThreadPoolExecutor(threads, "caffepy-ahead") as pool:
         try:
@@ -32,7 +33,3 @@ def mapped(
         finally:
             for future in waiting:
                 future.cancel()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -73,11 +73,9 @@ def _join(thread: threading.Thread, seconds: float | None) -> None:
 
 
 class _Reserved(NamedTuple):
-    """A batch that is being filled, the result of filling it, and the loader's state before it."""
-
-    batch: Batch
+    batch: Batch  # is being filled
     filled: Future[bool]
-    before: State
+    before: State  # of the loader
 
 
 class _Producer:
@@ -99,7 +97,12 @@ class _Producer:
             for _ in range(fill_threads):
                 threading.Thread(target=self._fill, name="caffepy-fill", daemon=True).start()
             for free in cycle(self._queues.free):
-                while self._must_hand_over(free):
+                # a batch is full, or none can be reserved before one is handed over
+                while self._reserved and (
+                    self._reserved[0].filled.done()
+                    or len(self._reserved) == FILL_THREADS
+                    or free.empty()
+                ):
                     self._hand_over()
                 batch = free.get()
                 if batch is None or self._queues.stopped:
@@ -142,14 +145,6 @@ class _Producer:
                 filled.set_result(fill())
             except BaseException as error:
                 filled.set_exception(error)
-
-    def _must_hand_over(self, free: "SimpleQueue[Batch | None]") -> bool:
-        """True if a batch is full, or if none can be reserved before one is handed over."""
-        if not self._reserved:
-            return False
-        return (
-            self._reserved[0].filled.done() or len(self._reserved) == FILL_THREADS or free.empty()
-        )
 
     def _hand_over(self) -> None:
         """Hand over the oldest batch. If it could not be filled, load it and those after it one by

@@ -13,11 +13,10 @@ from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.paths import locate
 from caffepy.data.datum import COLOR, Array, decode_image
 from caffepy.data.loader import DECODERS, Batch, Loader, Shape
-from caffepy.data.random_stream import new_twister
 from caffepy.data.sources.base import State
 from caffepy.data.sources.image_list import find_root, unreadable
-from caffepy.data.sources.windows import WindowFile, read_windows
-from caffepy.data.transformer import read_mean
+from caffepy.data.sources.windows import read_windows
+from caffepy.data.transformer import new_twister, read_mean
 from caffepy.device.blob import shape_string
 from caffepy.device.device import Device
 from caffepy.device.threads import parallel
@@ -80,22 +79,22 @@ class WindowLoader(Loader):
         self._crop, self._mirror = layer.transform_param.crop_size, layer.transform_param.mirror
         self._is_square = param.crop_mode == "square"
         if self._crop <= 2 * param.context_pad:
-            raise ConfigError(
-                "transform_param needs a crop_size of more than 2 * context_pad = "
-                f"{2 * param.context_pad}, "
-                f"not {self._crop}"
-            )
+            least = f"more than 2 * context_pad = {2 * param.context_pad}"
+            raise ConfigError(f"transform_param needs a crop_size of {least}, not {self._crop}")
         self._stretch = Number(self._crop) / Number(self._crop - 2 * param.context_pad)
-        self._file = self._read()
-        self._root = find_root(param.root_folder, self._file.images[0], self._path, beside)
+        self._read()
+        self._root = find_root(param.root_folder, self._images[0], self._path, beside)
         self._mean = self._expand_mean(read_mean(layer.transform_param, beside))
         self._twister = new_twister(layer.transform_param, device)
         self._cache: dict[str, bytes] = {}
-        for name in self._file.images if param.cache_images else ():
-            self._keep(name)
+        for name in self._images if param.cache_images else ():
+            try:
+                self._cache[name] = self._content(name)
+            except DataError as error:
+                self.bad.add(self._name(name), error)
 
-    def _read(self) -> WindowFile:
-        """The windows; DataError unless there are some of each kind that a batch wants."""
+    def _read(self) -> None:
+        """Read the windows; DataError unless there are some of each kind that a batch wants."""
         param = self._param
         file = read_windows(self._path, param.fg_threshold, param.bg_threshold)
         log.info("Number of images: %d", len(file.images))
@@ -112,12 +111,11 @@ class WindowLoader(Loader):
         wanted = ((file.background, self.batch_size - foreground), (file.foreground, foreground))
         for name, (windows, count) in zip(("background", "foreground"), wanted, strict=True):
             if count > 0 and not len(windows):
-                raise DataError(
-                    f"{self._path} has no {name} windows, of which each batch wants {count}"
-                )
+                wish = f"of which each batch wants {count}"
+                raise DataError(f"{self._path} has no {name} windows, {wish}")
+        self._images = file.images
         # by place in a batch
         self._kinds = [windows for windows, count in wanted for _ in range(count)]
-        return file
 
     def _expand_mean(self, mean: Array | None) -> Array:
         """The mean (3, crop, crop). Of a mean image it is the crop whose offset is centred along x
@@ -125,18 +123,14 @@ class WindowLoader(Loader):
         """
         if mean is None:
             mean = np.zeros((1, 1, 1), np.float32)
-        offset = max(0, (mean.shape[2] - self._crop) // 2)
+        crop = self._crop
+        offset = max(0, (mean.shape[2] - crop) // 2)
         if mean.shape[1:] != (1, 1):
-            mean = mean[:, offset : offset + self._crop, offset : offset + self._crop]
-        if len(mean) not in (1, CHANNELS) or mean.shape[1:] not in (
-            (1, 1),
-            (self._crop, self._crop),
-        ):
-            raise ConfigError(
-                f"a mean of shape {shape_string(mean.shape)} does not fit windows of "
-                f"{shape_string((CHANNELS, self._crop, self._crop))}"
-            )
-        return np.broadcast_to(mean, (CHANNELS, self._crop, self._crop))
+            mean = mean[:, offset : offset + crop, offset : offset + crop]
+        if len(mean) not in (1, CHANNELS) or mean.shape[1:] not in ((1, 1), (crop, crop)):
+            shape, window = shape_string(mean.shape), shape_string(self.shape())
+            raise ConfigError(f"a mean of shape {shape} does not fit windows of {window}")
+        return np.broadcast_to(mean, self.shape())
 
     def shape(self) -> Shape:
         """(3, crop_size, crop_size)."""
@@ -150,7 +144,10 @@ class WindowLoader(Loader):
             windows, mirrored = self._draw(missing)
             bad = self._fill(missing, windows, mirrored, images, labels)
             for k, error in sorted(bad.items()):
-                self._skip_bad(windows[k][0], error, self._kinds[missing[k]])
+                self.bad.add(self._name(self._images[windows[k][0]]), error)
+                others = np.unique(self._kinds[missing[k]][:, 0])
+                if all(self._name(self._images[i]) in self.bad for i in others):
+                    raise DataError(f"{error.message}; so are all others of its kind, bad")
             missing = [missing[k] for k in sorted(bad)]
         batch.finish(self.shape(), self.state(), 0, 0, False, labels)
 
@@ -199,46 +196,38 @@ class WindowLoader(Loader):
                 image, label, *corners = map(int, windows[k])
                 labels[places[k]] = label
                 try:
-                    self._warp(self._file.images[image], corners, mirrored[k], images[places[k]])
+                    self._warp(self._images[image], corners, mirrored[k], images[places[k]])
                 except DataError as error:
                     bad[k] = error
 
         parallel(warp_some, len(places), most=DECODERS)
         return bad
 
-    def _skip_bad(self, image: int, error: DataError, windows: Array) -> None:
-        """Count a bad image; raise if the limit is reached or if no image of this kind is good."""
-        self.bad.add(self._name(self._file.images[image]), error)
-        if all(self._name(self._file.images[i]) in self.bad for i in np.unique(windows[:, 0])):
-            raise DataError(f"{error.message}; so are all others of its kind, bad")
-
     def _warp(self, name: str, corners: list[int], mirrored: bool, out: Array) -> None:
         """Write the window of the image into out (3, crop, crop), which holds zeros."""
         import cv2
 
-        image = self._decode(name)
-        x, y = self._spans(corners, image.shape)
-        if not (
-            0 <= x.start < x.stop <= image.shape[2] and 0 <= y.start < y.stop <= image.shape[1]
-        ):
-            box = " ".join(map(str, corners))
-            raise DataError(
-                f"{self._name(name)}: window {box} lies outside the image, "
-                f"{shape_string(image.shape)}"
-            )
+        content = self._cache[name] if name in self._cache else self._content(name)
+        try:
+            image = decode_image(content, COLOR)
+        except DataError as error:
+            raise DataError(f"{self._name(name)}: {error.message}") from None
+        _, h, w = image.shape
+        x, y = self._spans(corners, h, w)
+        if not (0 <= x.start < x.stop <= w and 0 <= y.start < y.stop <= h):
+            box, size = " ".join(map(str, corners)), shape_string(image.shape)
+            raise DataError(f"{self._name(name)}: window {box} lies outside the image, {size}")
         left, top = x.after if mirrored else x.before, y.before
         width, height = min(x.length, self._crop - left), min(y.length, self._crop - top)
         if width < 1 or height < 1:
             return
-        window = np.ascontiguousarray(
-            np.moveaxis(image[:, y.start : y.stop, x.start : x.stop], 0, 2)
-        )
-        pixels = np.moveaxis(cv2.resize(window, (width, height)), 2, 0)
+        window = np.moveaxis(image[:, y.start : y.stop, x.start : x.stop], 0, 2)
+        pixels = np.moveaxis(cv2.resize(np.ascontiguousarray(window), (width, height)), 2, 0)
         here = slice(None), slice(top, top + height), slice(left, left + width)
         out[here] = (pixels[:, :, ::-1] if mirrored else pixels) - self._mean[here]
         out[here] *= self._param.scale
 
-    def _spans(self, corners: list[int], shape: Shape) -> tuple[Span, Span]:
+    def _spans(self, corners: list[int], height: int, width: int) -> tuple[Span, Span]:
         """The span along x and that along y."""
         x1, y1, x2, y2 = corners
         if not (self._param.context_pad or self._is_square):
@@ -246,31 +235,15 @@ class WindowLoader(Loader):
         halves = [Number(x2 - x1 + 1) / 2, Number(y2 - y1 + 1) / 2]
         if self._is_square:
             halves = [max(halves)] * 2
-        _, height, width = shape
-        return (
-            expand(x1, x2, halves[0], self._stretch, width, self._crop),
-            expand(y1, y2, halves[1], self._stretch, height, self._crop),
-        )
+        x = expand(x1, x2, halves[0], self._stretch, width, self._crop)
+        return x, expand(y1, y2, halves[1], self._stretch, height, self._crop)
 
-    def _open(self, name: str) -> bytes:
+    def _content(self, name: str) -> bytes:
         try:
             with open(self._root + name, "rb") as file:
                 return file.read()
         except OSError as error:
             raise unreadable(self._name(name), error, self._param.root_folder) from None
-
-    def _keep(self, name: str) -> None:
-        try:
-            self._cache[name] = self._open(name)
-        except DataError as error:
-            self.bad.add(self._name(name), error)
-
-    def _decode(self, name: str) -> Array:
-        data = self._cache[name] if name in self._cache else self._open(name)
-        try:
-            return decode_image(data, COLOR)
-        except DataError as error:
-            raise DataError(f"{self._name(name)}: {error.message}") from None
 
     def _name(self, name: str) -> str:
         return f"{self._path}: {self._root}{name}"

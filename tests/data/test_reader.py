@@ -22,8 +22,7 @@ from hypothesis import strategies as st
 
 from caffepy.core.errors import DataError
 from caffepy.data import reader as reader_module
-from caffepy.data.bad_records import tolerating
-from caffepy.data.loader import Batch, SequentialLoader
+from caffepy.data.loader import Batch, SequentialLoader, tolerating
 from caffepy.data.reader import FILL_THREADS, Reader
 from caffepy.data.sources import open_database
 from caffepy.data.transformer import Transformer

@@ -5,8 +5,7 @@ import pytest
 from google.protobuf import text_format
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.data.random_stream import Twister
-from caffepy.data.transformer import Transformer
+from caffepy.data.transformer import Transformer, Twister
 from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, BlobProto, TransformationParameter
 

@@ -174,10 +174,8 @@ class HDF5Rows:
                         f'{file}: rows of "{name}" have shape {shape}, '
                         f"those of {self._file} {known}"
                     )
-            last: Sequence[Array | None] = self._arrays or [None] * len(datasets)
-            return [
-                _array(data, old, self._dtype) for data, old in zip(datasets, last, strict=True)
-            ]
+            last = self._arrays or [np.empty(0)] * len(datasets)
+            return [self._array(data, old) for data, old in zip(datasets, last, strict=True)]
 
     def _dataset(self, h: Any, name: str, file: str) -> "h5py.Dataset":
         data = h.get(name)
@@ -188,6 +186,13 @@ class HDF5Rows:
         if getattr(data, "ndim", 0) < 1 or data.dtype.kind not in "fiu":
             raise DataError(f'{file}: "{name}" is no dataset of numbers with at least one axis')
         return data
+
+    def _array(self, data: "h5py.Dataset", old: Array) -> Array:
+        """The dataset's values, in `old` if that has its shape."""
+        if old.shape != data.shape or not old.size:
+            return np.asarray(data, self._dtype)
+        data.read_direct(old)
+        return old
 
     def state(self) -> State:
         """Number of the visit to a file, row in its order, seed of the orders."""
@@ -203,14 +208,6 @@ class HDF5Rows:
         if self._seed is not None and "seed" in state:
             self._seed = int(state["seed"])
         self._go(int(state["visit"]), int(state["row"]))
-
-
-def _array(data: "h5py.Dataset", old: Array | None, dtype: DTypeLike) -> Array:
-    """The dataset's values, in `old` if that has its shape."""
-    if old is None or old.shape != data.shape or not old.size:
-        return np.asarray(data, dtype)
-    data.read_direct(old)
-    return old
 
 
 def _gather(array: Array, rows: Array, out: Array) -> None:

@@ -12,15 +12,13 @@ import mmap
 import os
 import struct
 from bisect import bisect_right
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from caffepy.core.errors import DataError
+from caffepy.data.sources.base import Array
 from caffepy.proto.sniff import sniff
-
-Array = NDArray[Any]
 
 MAGIC = 0xBEEFC0DE
 META_SIZE = 152
@@ -49,18 +47,15 @@ def read_meta(path: str, file: str) -> Meta:
     size = os.path.getsize(file)
     metas = _metas(file)
     if not metas and (kind := sniff(file)) != "LMDB":
-        raise DataError(
-            f"{path} is not an LMDB: {file} {'is' if kind == 'empty' else 'looks like'} {kind}"
-        )
+        verb = "is" if kind == "empty" else "looks like"
+        raise DataError(f"{path} is not an LMDB: {file} {verb} {kind}")
     meta = max(metas, default=Meta(0, 4096, 1, 0, 0, 0))
     if meta.page_size not in PAGE_SIZES:
         raise DataError(f"{path} is damaged: {file} speaks of pages of {meta.page_size} bytes")
     needed = (meta.last_page + 1) * meta.page_size
     if len(metas) < 2 or size < needed:
-        raise DataError(
-            f"{path} is a truncated LMDB: {file} has {size} of at least {needed} bytes; copy or "
-            "create it anew"
-        )
+        sizes = f"{file} has {size} of at least {needed} bytes"
+        raise DataError(f"{path} is a truncated LMDB: {sizes}; copy or create it anew")
     return meta
 
 
@@ -95,9 +90,8 @@ class Pages:
             return
         size = (meta.last_page + 1) * meta.page_size
         with open(file, "rb") as f:
-            self.bytes = np.frombuffer(
-                mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ), np.uint8
-            )
+            mapped = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ)
+            self.bytes = np.frombuffer(mapped, np.uint8)
         level = np.array([meta.root & 0x7FFFFFFFFFFFFFFF], np.int64)
         self._need(level, 1)
         for _ in range(meta.depth - 1):
@@ -137,9 +131,18 @@ class Pages:
     def _block(self, number: int) -> Array:
         """The places of the records of a block of leaves, which are checked."""
         if number not in self._blocks:
-            places = self._read(self._leaves[number * BLOCK : (number + 1) * BLOCK])
-            start = self._ends[number]
-            places = np.column_stack([places, np.arange(start, start + len(places))])
+            page_size, leaves = self._meta.page_size, self._leaves[number * BLOCK :][:BLOCK]
+            nodes, sizes, flags, keys = self._nodes(leaves, LEAF)
+            big = flags & BIG != 0
+            ends = nodes % page_size + NODE + keys + np.where(big, 8, sizes)
+            self._refuse(nodes[ends > page_size] // page_size)
+            self._plain &= not (flags & ~BIG).any()
+            values = nodes + NODE + keys
+            pages = self._at(values[big], 8).view("<i8").ravel()
+            self._need(pages, -(-(sizes[big] + HEADER) // page_size))
+            values[big] = pages * page_size + HEADER
+            numbers = self._ends[number] + np.arange(len(nodes))
+            places = np.stack([nodes + NODE, keys, values, sizes, numbers], 1)
             if number == len(self._ends) - 1:
                 self._ends.append(self.records + len(places))
             if sum(map(len, self._blocks.values())) > KEPT:
@@ -147,54 +150,31 @@ class Pages:
             self._blocks[number] = places
         return self._blocks[number]
 
-    def _read(self, leaves: Array) -> Array:
-        nodes, sizes, flags, keys = self._nodes(leaves, LEAF)
-        big = flags & BIG != 0
-        ends = nodes % self._meta.page_size + NODE + keys + np.where(big, 8, sizes)
-        self._refuse(nodes[ends > self._meta.page_size] // self._meta.page_size)
-        self._plain &= not (flags & ~BIG).any()
-        values = nodes + NODE + keys
-        pages = self.bytes[values[big, None] + np.arange(8)].view("<i8").ravel()
-        self._need(pages, -(-(sizes[big] + HEADER) // self._meta.page_size))
-        values[big] = pages * self._meta.page_size + HEADER
-        return np.stack([nodes + NODE, keys, values, sizes], 1)
-
     def _nodes(self, pages: Array, kind: int) -> tuple[Array, Array, Array, Array]:
         """Place in the file, size or low part of the child, flags and key size of all nodes of
         pages of one kind.
         """
         page_size = self._meta.page_size
         start = pages * page_size
-        header = self.bytes[start[:, None] + np.arange(HEADER)]
+        header = self._at(start, HEADER)
         number = header[:, :8].copy().view("<i8").ravel()
         flags, lower, upper = header[:, 10:].copy().view("<u2").astype(np.int64).T
         good = (number == pages) & (flags & (BRANCH | LEAF) == kind)
-        self._refuse(
-            pages[
-                ~(
-                    good
-                    & (lower > HEADER)
-                    & (lower <= upper)
-                    & (upper <= page_size)
-                    & (lower % 2 == 0)
-                )
-            ]
-        )
+        good &= (lower > HEADER) & (lower <= upper) & (upper <= page_size) & (lower % 2 == 0)
+        self._refuse(pages[~good])
         counts = (lower - HEADER) // 2
         owner = np.repeat(np.arange(len(pages)), counts)
         nth = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
-        offset = (
-            self.bytes[(start[owner] + HEADER + 2 * nth)[:, None] + np.arange(2)]
-            .view("<u2")
-            .ravel()
-        )
+        offset = self._at(start[owner] + HEADER + 2 * nth, 2).view("<u2").ravel()
         self._refuse(pages[owner[(offset < upper[owner]) | (offset > page_size - NODE)]])
         nodes = start[owner] + offset
-        low, high, node_flags, keys = (
-            self.bytes[nodes[:, None] + np.arange(NODE)].view("<u2").astype(np.int64).T
-        )
+        low, high, node_flags, keys = self._at(nodes, NODE).view("<u2").astype(np.int64).T
         self._refuse(pages[owner[offset + NODE + keys > page_size]])
         return nodes, low | high << 16, node_flags, keys
+
+    def _at(self, places: Array, size: int) -> Array:
+        """Copies of the `size` bytes at each of these places, a row each."""
+        return self.bytes[places[:, None] + np.arange(size)]
 
     def _need(self, pages: Array, counts: Array | int) -> None:
         """DataError unless `counts` pages from each of these on are pages of the file behind the
@@ -204,7 +184,5 @@ class Pages:
 
     def _refuse(self, pages: Array) -> None:
         if len(pages):
-            raise DataError(
-                f"{self._path} is damaged at page {pages[0]} of {self._meta.last_page + 1}; copy "
-                "it anew"
-            )
+            page = f"page {pages[0]} of {self._meta.last_page + 1}"
+            raise DataError(f"{self._path} is damaged at {page}; copy it anew")

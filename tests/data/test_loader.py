@@ -13,7 +13,7 @@ import pytest
 
 from caffepy.cli import main
 from caffepy.core.errors import DataError, RecordError
-from caffepy.data.bad_records import BadRecords, tolerating
+from caffepy.data.loader import BadRecords, tolerating
 from caffepy.data.write import write_database
 from caffepy.proto.caffe_pb2 import Datum
 from tests.layer.test_data import Feed
