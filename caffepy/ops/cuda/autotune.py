@@ -6,22 +6,29 @@ with bias in one plan" or "convolution, then a bias kernel" (`fastest`). The fir
 untimed default: it is taken if tuning is off (CAFFEPY_AUTOTUNE=0, deterministic), if the process
 has spent its seconds, and inside a capture, where nothing can be timed. That is why a step runs
 once before it is captured.
+
+Choices are kept in ~/.cache/caffepy/plans-<cuDNN version>-<GPU model>.json. It maps the name of a
+graph to cuDNN's name of the fastest plan, and the name of a choice between candidates to the index
+of one.
 """
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
+from caffepy.core.cache import cache_file, keep, read
 from caffepy.device import math_mode
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.context import lock
-from caffepy.ops.cuda.tuned_plans import remember, tuned_plans
+from caffepy.ops.cuda.context import import_cudnn, lock
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +39,11 @@ BETTER = 0.95
 """A candidate replaces an earlier one if it takes less than this part of its time."""
 
 Run = Callable[..., Any]
+Make = Callable[[], Run | None]
 
 _autotune = os.environ.get("CAFFEPY_AUTOTUNE", "1") != "0"
 seconds_spent = 0.0  # by the timings of this process
-
-
-def autotune(yes: bool) -> None:
-    """Turn timing on or off from now on; CAFFEPY_AUTOTUNE=0 turns it off at first."""
-    global _autotune
-    _autotune = yes
+_loaded: dict[Path, dict[str, Any]] = {}
 
 
 def is_on() -> bool:
@@ -66,11 +69,34 @@ def full_name(name: str, dtype: DTypeLike) -> str:
     return f"{name} {np.dtype(dtype).name} {mode.precision}{suffix}"
 
 
+@cache
+def _machine(device: int) -> str:
+    name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    return f"{import_cudnn().backend_version()}-{re.sub(r'[^A-Za-z0-9]+', '-', name)}"
+
+
+def path() -> Path:
+    """Return the file of tuned plans for the current device."""
+    return cache_file(f"plans-{_machine(cupy.cuda.runtime.getDevice())}.json")
+
+
+def tuned_plans() -> dict[str, Any]:
+    """Return the content of the file, which is read once."""
+    file = path()
+    if file not in _loaded:
+        _loaded[file] = read(file)
+    return _loaded[file]
+
+
+def remember(name: str, fastest: Any) -> None:
+    """Add an entry; where no file can be written, each process times for itself."""
+    plans = tuned_plans()
+    plans[name] = fastest
+    keep(path(), plans)
+
+
 def fastest(
-    name: str,
-    dtype: DTypeLike,
-    candidates: Sequence[Callable[[], Run | None]],
-    arguments: Sequence[Any],
+    name: str, dtype: DTypeLike, candidates: Sequence[Make], arguments: Sequence[Any]
 ) -> tuple[int, Run] | None:
     """Return the candidate that takes the least time with these arguments, and its index.
 

@@ -32,6 +32,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda import autotune, graphs, small_convolution
+from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.bias_relu import bias_relu, relu_bias_backward
 from caffepy.ops.cuda.blas import add_into
 from caffepy.ops.cuda.columns import Columns
@@ -39,14 +40,11 @@ from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.copies import convert
 from caffepy.ops.cuda.filters import Blocks, Filters, dense_filters, plain_filters, suits_blocks
 from caffepy.ops.cuda.graphs import Geometry
-from caffepy.ops.cuda.launch import channels_last, lies_channels_last
+from caffepy.ops.cuda.launch import Array, channels_last, lies_channels_last
 
 log = logging.getLogger(__name__)
 
-Array = Any  # cupy.ndarray
 Sizes = Sequence[int]
-Run = Callable[..., Any]
-Make = Callable[[], Run | None]
 
 DENSE = 4
 """Up to this many groups may be computed as one, with zeros between them."""
@@ -115,330 +113,280 @@ class Convolution:
         if key not in self._made:
             narrow = x.dtype.itemsize == 2
             if narrow and not (lies_channels_last(x) and lies_channels_last(y)):
+                where = f"{x.shape} by {x.strides}"
                 raise DeviceError(
-                    "numbers of 16 bits must lie with the channels last, "
-                    f"not {x.shape} by {x.strides}"
+                    f"numbers of 16 bits must lie with the channels last, not {where}"
                 )
             kind = _ChannelsLast if narrow or channels_last(x, y) else _Plain
             self._made[key] = kind(self._geometry, x.dtype)
         return self._made[key]
 
 
-class _Plain:
-    """A convolution in Caffe's layout."""
+class _Arrangement:
+    """A way to give a convolution to cuDNN: in Caffe's layout if there are no filters; else with
+    the channels last, its weights, and its image if it is of blocks, rearranged.
+    """
 
-    def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
-        self.geometry, self.dtype = geometry, np.dtype(dtype)
-        self._forward: dict[tuple[bool, bool], Run] = {}
-        self._backward_data: Run | None = None
-        self._backward_weight: Run | None = None
+    def __init__(
+        self,
+        dtype: DTypeLike,
+        geometry: Geometry,
+        filters: Filters | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        self.dtype, self.geometry, self.blocks = np.dtype(dtype), geometry, blocks
+        self.filters: Any = filters
 
-    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
-        key = b is not None, relu
-        if key not in self._forward:
-            self._forward[key] = self._plan_forward(x, w, b, y, relu)
-        self._forward[key](x, w, b, y)
+    def image(self, x: Array) -> Array:
+        return x if self.blocks is None else self.blocks.take(x)
 
-    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        self._backward_data = self._backward_data or self._plan("backward_data", (dy, w, dx))
-        self._backward_data(dy, w, dx)
+    def weights(self, w: Array, b: Array | None = None) -> tuple[Array, Array | None]:
+        return (w, b) if self.filters is None else self.filters.take(w, b)
 
-    def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-        part = context().array("gradient", dw.shape, dw.dtype)
-        self._backward_weight = self._backward_weight or self._plan(
-            "backward_weight", (x, dy, part)
-        )
-        self._backward_weight(x, dy, part)
-        add_into(part, dw)
-        if db is not None:
-            relu_bias_backward(None, dy, db)
-
-    def _plan(self, what: str, arrays: Sequence[Array]) -> Run:
-        plan = graphs.find(what, self.geometry, False, arrays)
+    def plan(self, what: str, arrays: Sequence[Array]) -> Run | None:
+        """Return what runs cuDNN's plan; without one None, or im2col in Caffe's layout."""
+        last = self.filters is not None
+        plan = graphs.find(what, self.geometry, last, arrays)
         if plan is not None:
             return plan.run
-        log.warning(
-            "cuDNN has no plan for %s of %s: it runs as im2col and matrix products",
-            what,
-            self.geometry,
-        )
+        if last or "bias" in what:
+            return None
+        message = "cuDNN has no plan for %s of %s: it runs as im2col and matrix products"
+        log.warning(message, what, self.geometry)
         run: Run = getattr(Columns(self.geometry), what)
         return run
 
-    def _plan_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run:
-        def apart() -> Run:
-            plain = self._plan("forward", (x, w, y))
+    def plan_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run | None:
+        """Return the faster of two: bias and ReLU in cuDNN's plan, or in a kernel after it."""
+        image, (weights, bias) = self.image(x), self.weights(w, b)
+        what, last = _with_bias(relu), self.filters is not None
+
+        def together() -> Run | None:
+            plan = self.plan(what, (image, weights, bias, y))
+            return plan and (lambda x, w, b, y: plan(self.image(x), *self.weights(w, b), y))
+
+        def apart() -> Run | None:
+            plan = self.plan("forward", (image, weights, y))
+            if plan is None:
+                return None
 
             def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
-                plain(x, w, y)
+                plan(self.image(x), self.weights(w, b)[0], y)
                 if b is not None or relu:
                     bias_relu(y, b, relu)
 
             return run
 
-        def together() -> Run | None:
-            plan = graphs.find(_with_bias(relu), self.geometry, False, (x, w, b, y))
-            return None if plan is None else plan.run
-
-        candidates = [apart] if b is None else [together, apart]
-        found = autotune.fastest(
-            f"{_with_bias(relu)} apart {self.geometry}", self.dtype, candidates, (x, w, b, y)
-        )
-        assert found is not None
-        return found[1]
+        candidates = [together, apart] if b is not None or (relu and last) else [apart]
+        name = f"{what} apart {self.geometry}{' last' * last}"
+        found = autotune.fastest(name, self.dtype, candidates, (x, w, b, y))
+        return found and found[1]
 
 
 def _with_bias(relu: bool) -> str:
     return "forward bias relu" if relu else "forward bias"
 
 
-class _Candidate:
-    """An arrangement for cuDNN: a convolution of these sizes, its weights and, if it is of blocks,
-    its image.
-    """
+class _Plain:
+    """A convolution in Caffe's layout."""
 
-    def __init__(self, geometry: Geometry, filters: Filters, blocks: Blocks | None = None) -> None:
-        self.geometry, self.filters, self.blocks = geometry, filters, blocks
+    def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
+        self._cudnn = _Arrangement(dtype, geometry)
+        self._runs: dict[Any, Run | None] = {}
 
-    def image(self, x: Array) -> Array:
-        return x if self.blocks is None else self.blocks.take(x)
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
+        key = b is not None, relu
+        if key not in self._runs:
+            self._runs[key] = self._cudnn.plan_forward(x, w, b, y, relu)
+        self._run(key, x, w, b, y)
 
-    def forget(self) -> None:
-        self.filters.forget()
-        if self.blocks is not None:
-            self.blocks.forget()
+    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
+        self._run("backward_data", dy, w, dx)
+
+    def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
+        part = context().array("gradient", dw.shape, dw.dtype)
+        self._run("backward_weight", x, dy, part)
+        add_into(part, dw)
+        if db is not None:
+            relu_bias_backward(None, dy, db)
+
+    def _run(self, what: Any, *arrays: Array | None) -> None:
+        if what not in self._runs:
+            self._runs[what] = self._cudnn.plan(what, arrays)
+        run = self._runs[what]
+        assert run is not None
+        run(*arrays)
 
 
-def _candidates(geometry: Geometry, dtype: DTypeLike) -> list[_Candidate]:
+def _arrangements(geometry: Geometry, dtype: DTypeLike) -> list[_Arrangement]:
     """Return the arrangements to time.
 
     The first is the untimed default: it is likely to be the fastest, or at least never slow (cuDNN
     has few plans for groups).
     """
-    candidates = [_Candidate(geometry, plain_filters(geometry, dtype))]
+    ways = [_Arrangement(dtype, geometry, plain_filters(geometry, dtype))]
     if 1 < geometry.group <= DENSE:
-        candidates.insert(0, _Candidate(*dense_filters(geometry, dtype)))
+        ways.insert(0, _Arrangement(dtype, *dense_filters(geometry, dtype)))
     if suits_blocks(geometry, dtype):
         blocks = Blocks(geometry, dtype)
         strided = prod(geometry.stride) > 1
-        candidates.insert(0 if strided else 1, _Candidate(blocks.geometry, blocks.filters, blocks))
-    return candidates
+        way = _Arrangement(dtype, blocks.geometry, blocks.filters, blocks)
+        ways.insert(0 if strided else 1, way)
+    return ways
 
 
 class _ChannelsLast:
     """A convolution with the channels last, in any element type.
 
-    Forward leaves weights and image as it arranged them; a backward whose candidate is the same
+    Forward leaves weights and image as it arranged them; a backward whose arrangement is the same
     reuses them.
     """
 
     def __init__(self, geometry: Geometry, dtype: DTypeLike) -> None:
         self.geometry, self.dtype = geometry, np.dtype(dtype)
-        self._candidates = _candidates(geometry, dtype)
+        self._ways = _arrangements(geometry, dtype)
         self._small = small_convolution.suits(geometry, dtype)
-        self._used: list[_Candidate] = []
-        self._forward: dict[tuple[bool, bool], Run] = {}
-        self._backward_data: Run | None = None
-        self._backward_weight: dict[bool, Run] = {}
-        self._last_forward: _Candidate | None = None  # whose weights are those of the last forward
+        self._used: list[_Arrangement] = []
+        self._runs: dict[Any, Run] = {}
+        self._last_forward: _Arrangement | None = None  # whose weights are those of the last one
         self._last_image = 0  # address of the x that its blocks were made of
         self._plain = _Plain(geometry, np.float32)
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> None:
         key = b is not None, relu
-        if key not in self._forward:
-            candidates: list[Make] = [partial(self._cudnn_forward, x, w, b, y, relu)]
-            if self._small:
-                candidates += small_convolution.forward(self.geometry, self.dtype, relu)
-            self._forward[key] = self._cudnn_or_small(
-                _with_bias(relu) if key[0] else "forward", candidates, (x, w, b, y)
-            )
+        if key not in self._runs:
+            what = _with_bias(relu) if b is not None else "forward"
+            small = partial(small_convolution.forward, relu=relu)
+            cudnn = partial(self._cudnn_forward, x, w, b, y, relu)
+            self._runs[key] = self._cudnn_or_small(what, cudnn, small, (x, w, b, y))
         self._last_forward = None
-        self._forward[key](x, w, b, y)
+        self._runs[key](x, w, b, y)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        if self._backward_data is None:
-            candidates: list[Make] = [partial(self._cudnn_backward_data, dy, w, dx)]
-            if self._small:
-                candidates += small_convolution.backward_data(self.geometry, self.dtype)
-            self._backward_data = self._cudnn_or_small("backward_data", candidates, (dy, w, dx))
-        self._backward_data(dy, w, dx)
+        key = "backward_data"
+        if key not in self._runs:
+            small, arrays = small_convolution.backward_data, (dy, w, dx)
+            cudnn = partial(self._cudnn_backward_data, *arrays)
+            self._runs[key] = self._cudnn_or_small(key, cudnn, small, arrays)
+        self._runs[key](dy, w, dx)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-        key = db is not None
-        if key not in self._backward_weight:
-            candidates: list[Make] = [partial(self._cudnn_backward_weight, x, dy)]
-            if self._small:
-                candidates += small_convolution.backward_weight(self.geometry, self.dtype)
+        key = "backward_weight bias" if db is not None else "backward_weight"
+        if key not in self._runs:
+            small = small_convolution.backward_weight
             scratch = [None if a is None else cupy.zeros_like(a) for a in (dw, db)]
-            what = f"backward_weight{' bias' * key}"
-            self._backward_weight[key] = self._cudnn_or_small(what, candidates, (x, dy, *scratch))
-        self._backward_weight[key](x, dy, dw, db)
+            cudnn = partial(self._cudnn_backward_weight, x, dy)
+            self._runs[key] = self._cudnn_or_small(key, cudnn, small, (x, dy, *scratch))
+        self._runs[key](x, dy, dw, db)
 
     def _cudnn_or_small(
-        self, what: str, candidates: Sequence[Make], arguments: Sequence[Any]
+        self, what: str, cudnn: Make, small: Callable[..., list[Make]], arguments: Sequence[Any]
     ) -> Run:
         """Return the fastest of cuDNN and the kernels for small convolutions."""
+        candidates = [cudnn, *(small(self.geometry, self.dtype) if self._small else [])]
         found = autotune.fastest(f"{what} small {self.geometry}", self.dtype, candidates, arguments)
         assert found is not None
         return found[1]
 
+    def _fastest(
+        self,
+        what: str,
+        ways: Sequence[_Arrangement],
+        plan: Callable[[_Arrangement], Run | None],
+        arguments: Sequence[Any],
+    ) -> tuple[_Arrangement, Run] | None:
+        """Return the fastest arrangement and what runs it; the others free their memory."""
+        name, plans = f"{what} ways {self.geometry}", [partial(plan, way) for way in ways]
+        found = autotune.fastest(name, self.dtype, plans, arguments)
+        if found is None:
+            message = "cuDNN has no plan for %s of %s with the channels last: arrays are converted"
+            log.debug(message, what, self.geometry)
+            return None
+        self._used.append(ways[found[0]])
+        for way in self._ways:
+            if way not in self._used:
+                for rearranged in (way.filters, way.blocks):
+                    if rearranged is not None:
+                        rearranged.forget()
+        return self._used[-1], found[1]
+
+    # Without a plan of cuDNN, arrays are converted to float32 in Caffe's layout and back.
+
     def _cudnn_forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool) -> Run:
-        what = f"forward{' bias' * (b is not None)}{' relu' * relu}"
-        found = self._fastest(
-            what, self._candidates, partial(self._plan_forward, x, w, b, y, relu), (x, w, b, y)
-        )
-        candidate, plan = found or (None, partial(self._forward_plain, relu))
+        what, arrays = f"forward{' bias' * (b is not None)}{' relu' * relu}", (x, w, b, y)
+
+        def plain(x: Array, w: Array, b: Array | None, y: Array) -> None:
+            to = _moved("y", y, read=False)
+            self._plain.forward(_moved("x", x), w, b, to, relu)
+            convert(to, y)
+
+        found = self._fastest(what, self._ways, lambda way: way.plan_forward(*arrays, relu), arrays)
+        way, plan = found or (None, plain)
 
         def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
             plan(x, w, b, y)
-            self._last_forward, self._last_image = candidate, x.data.ptr
+            self._last_forward, self._last_image = way, x.data.ptr
 
         return run
 
     def _cudnn_backward_data(self, dy: Array, w: Array, dx: Array) -> Run:
-        candidates = [candidate for candidate in self._candidates if candidate.blocks is None]
-        found = self._fastest(
-            "backward_data", candidates, partial(self._plan_backward_data, dy, w, dx), (dy, w, dx)
-        )
-        return found[1] if found else self._backward_data_plain
+        def plan(way: _Arrangement) -> Run | None:
+            found = way.plan("backward_data", (dy, way.weights(w)[0], dx))
+
+            def weights(w: Array) -> Array:
+                return way.filters.kept(w) if way is self._last_forward else way.weights(w)[0]
+
+            return found and (lambda dy, w, dx: found(dy, weights(w), dx))
+
+        def plain(dy: Array, w: Array, dx: Array) -> None:
+            to = _moved("x", dx, read=False)
+            self._plain.backward_data(_moved("y", dy), w, to)
+            convert(to, dx)
+
+        ways = [way for way in self._ways if way.blocks is None]
+        best = self._fastest("backward_data", ways, plan, (dy, w, dx))
+        return best[1] if best else plain
 
     def _cudnn_backward_weight(self, x: Array, dy: Array) -> Run:
-        found = self._fastest(
-            "backward_weight", self._candidates, partial(self._plan_backward_weight, x, dy), (x, dy)
-        )
-        add = partial(self._add_gradient, *found) if found else self._backward_weight_plain
+        def plan(way: _Arrangement) -> Run | None:
+            def part() -> Array:
+                return context().array("gradient", way.filters.shape, self.dtype)
+
+            def image(x: Array) -> Array:
+                if way.blocks is None:
+                    return x
+                if way is self._last_forward and x.data.ptr == self._last_image:
+                    return way.blocks.kept
+                self._last_image = 0
+                return way.blocks.take(x)
+
+            found = way.plan("backward_weight", (image(x), dy, part()))
+            if found is None:
+                return None
+
+            def gradient(x: Array, dy: Array) -> Array:
+                to = part()
+                found(image(x), dy, to)
+                return to
+
+            return gradient
+
+        best = self._fastest("backward_weight", self._ways, plan, (x, dy))
 
         def run(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
-            add(x, dy, dw)
+            if best is None:
+                self._plain.backward_weight(_moved("x", x), _moved("y", dy), dw, None)
+            else:
+                way, gradient = best
+                way.filters.add(gradient(x, dy), dw)
             if db is not None:
                 relu_bias_backward(None, dy, db)
 
         return run
 
-    def _fastest(
-        self,
-        what: str,
-        candidates: Sequence[_Candidate],
-        plan: Callable[[_Candidate], Run | None],
-        arguments: Sequence[Any],
-    ) -> tuple[_Candidate, Run] | None:
-        """Return the fastest arrangement and what runs it; the others free their memory."""
-        name = f"{what} ways {self.geometry}"
-        found = autotune.fastest(
-            name, self.dtype, [partial(plan, candidate) for candidate in candidates], arguments
-        )
-        if found is None:
-            log.debug(
-                "cuDNN has no plan for %s of %s with the channels last: arrays are converted",
-                what,
-                self.geometry,
-            )
-            return None
-        self._used.append(candidates[found[0]])
-        for candidate in self._candidates:
-            if candidate not in self._used:
-                candidate.forget()
-        return self._used[-1], found[1]
 
-    def _plan_forward(
-        self, x: Array, w: Array, b: Array | None, y: Array, relu: bool, candidate: _Candidate
-    ) -> Run | None:
-        image, (weights, bias) = candidate.image(x), candidate.filters.take(w, b)
-
-        def together() -> Run | None:
-            plan = graphs.find(
-                _with_bias(relu), candidate.geometry, True, (image, weights, bias, y)
-            )
-            return (
-                None
-                if plan is None
-                else lambda x, w, b, y: plan.run(
-                    candidate.image(x), *candidate.filters.take(w, b), y
-                )
-            )
-
-        def apart() -> Run | None:
-            plan = graphs.find("forward", candidate.geometry, True, (image, weights, y))
-            if plan is None:
-                return None
-
-            def run(x: Array, w: Array, b: Array | None, y: Array) -> None:
-                plan.run(candidate.image(x), candidate.filters.take(w, b)[0], y)
-                if b is not None or relu:
-                    bias_relu(y, b, relu)
-
-            return run
-
-        candidates = [together, apart] if b is not None or relu else [apart]
-        found = autotune.fastest(
-            f"{_with_bias(relu)} apart {candidate.geometry} last",
-            self.dtype,
-            candidates,
-            (x, w, b, y),
-        )
-        return found and found[1]
-
-    def _plan_backward_data(
-        self, dy: Array, w: Array, dx: Array, candidate: _Candidate
-    ) -> Run | None:
-        plan = graphs.find(
-            "backward_data", candidate.geometry, True, (dy, candidate.filters.take(w, None)[0], dx)
-        )
-
-        def weights(w: Array) -> Array:
-            return (
-                candidate.filters.kept(w)
-                if candidate is self._last_forward
-                else candidate.filters.take(w, None)[0]
-            )
-
-        return None if plan is None else lambda dy, w, dx: plan.run(dy, weights(w), dx)
-
-    def _plan_backward_weight(self, x: Array, dy: Array, candidate: _Candidate) -> Run | None:
-        def part() -> Array:
-            return context().array("gradient", candidate.filters.shape, self.dtype)
-
-        def image(x: Array) -> Array:
-            if candidate.blocks is None:
-                return x
-            if candidate is self._last_forward and x.data.ptr == self._last_image:
-                return candidate.blocks.kept
-            self._last_image = 0
-            return candidate.blocks.take(x)
-
-        plan = graphs.find("backward_weight", candidate.geometry, True, (image(x), dy, part()))
-        if plan is None:
-            return None
-
-        def run(x: Array, dy: Array) -> Array:
-            gradient = part()
-            plan.run(image(x), dy, gradient)
-            return gradient
-
-        return run
-
-    @staticmethod
-    def _add_gradient(candidate: _Candidate, run: Run, x: Array, dy: Array, dw: Array) -> None:
-        candidate.filters.add(run(x, dy), dw)
-
-    # Without a plan of cuDNN: by float32 arrays in Caffe's layout.
-
-    def _moved(self, purpose: str, array: Array, read: bool = True) -> Array:
-        to = context().array(f"moved {purpose}", array.shape, np.float32)
-        if read:
-            convert(array, to)
-        return to
-
-    def _forward_plain(self, relu: bool, x: Array, w: Array, b: Array | None, y: Array) -> None:
-        to = self._moved("y", y, read=False)
-        self._plain.forward(self._moved("x", x), w, b, to, relu)
-        convert(to, y)
-
-    def _backward_data_plain(self, dy: Array, w: Array, dx: Array) -> None:
-        to = self._moved("x", dx, read=False)
-        self._plain.backward_data(self._moved("y", dy), w, to)
-        convert(to, dx)
-
-    def _backward_weight_plain(self, x: Array, dy: Array, dw: Array) -> None:
-        self._plain.backward_weight(self._moved("x", x), self._moved("y", dy), dw, None)
+def _moved(purpose: str, array: Array, read: bool = True) -> Array:
+    to = context().array(f"moved {purpose}", array.shape, np.float32)
+    if read:
+        convert(array, to)
+    return to

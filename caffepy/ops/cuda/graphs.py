@@ -9,8 +9,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from caffepy.ops.cuda import plans
+from caffepy.ops.cuda.launch import Array
 
-Array = Any  # cupy.ndarray
 Shape = tuple[int, ...]
 
 LARGE = 1e10
@@ -51,60 +51,39 @@ def find(what: str, geometry: Geometry, last: bool, arrays: Sequence[Array]) -> 
     w, dx; "backward_weight" x, dy, dw. The channels lie last if `last`.
     """
 
+    operation, *after = what.split()
+    x, w, y = geometry[:3]
+    how = {name: list(getattr(geometry, name)) for name in ("stride", "padding", "dilation")}
+
+    def layout(shape: Shape) -> dict[str, list[int]]:
+        pixel = shape[1] if last else 1
+        spatial = [prod(shape[a + 1 :]) * pixel for a in range(2, len(shape))]
+        stride = [prod(shape[1:]), 1 if last else prod(shape[2:]), *spatial]
+        return {"dim": list(shape), "stride": stride}
+
+    def lying(tensor: Any, shape: Shape) -> Any:
+        """Return the tensor with its layout set; by default cuDNN takes channels last."""
+        lies = layout(shape)
+        return tensor.set_dim(lies["dim"]).set_stride(lies["stride"])
+
     def build(cudnn: Any, graph: Any) -> list[Any]:
-        return _Builder(graph, geometry, last).build(what)
+        kind = graph.context.io_data_type
+        shapes = {"backward_data": [y, w], "backward_weight": [x, y]}.get(operation, [x, w])
+        tensors = [graph.tensor(**layout(shape), data_type=kind) for shape in shapes]
+        if operation == "backward_data":
+            result, shape = graph.conv_dgrad(loss=tensors[0], filter=tensors[1], **how), x
+        elif operation == "backward_weight":
+            result, shape = graph.conv_wgrad(image=tensors[0], loss=tensors[1], **how), w
+        else:
+            result, shape = graph.conv_fprop(image=tensors[0], weight=tensors[1], **how), y
+        if "bias" in after:
+            shapes.append((1, y[1], *[1] * len(geometry.stride)))
+            tensors.append(graph.tensor(**layout(shapes[2]), data_type=kind))
+            result = graph.bias(lying(result, shape), tensors[2])
+        if "relu" in after:
+            result = graph.relu(lying(result, shape))
+        return [*tensors, lying(result.set_output(True).set_data_type(kind), shape)]
 
     candidates = plans.MORE_CANDIDATES if geometry.operations > LARGE else plans.CANDIDATES
     name = f"{what} {geometry}{' channels last' * last}"
     return plans.find(name, arrays[0].dtype, build, arrays, candidates)
-
-
-class _Builder:
-    def __init__(self, graph: Any, geometry: Geometry, last: bool) -> None:
-        self.graph, self.sizes, self.last = graph, geometry, last
-        self.how = {
-            name: list(getattr(geometry, name)) for name in ("stride", "padding", "dilation")
-        }
-
-    def build(self, what: str) -> list[Any]:
-        name, *after = what.split()
-        if name == "backward_data":
-            dy, w = self.tensor(self.sizes.y), self.tensor(self.sizes.w)
-            return [
-                dy,
-                w,
-                self.output(self.graph.conv_dgrad(loss=dy, filter=w, **self.how), self.sizes.x),
-            ]
-        if name == "backward_weight":
-            x, dy = self.tensor(self.sizes.x), self.tensor(self.sizes.y)
-            return [
-                x,
-                dy,
-                self.output(self.graph.conv_wgrad(image=x, loss=dy, **self.how), self.sizes.w),
-            ]
-        tensors = [self.tensor(self.sizes.x), self.tensor(self.sizes.w)]
-        y = self.graph.conv_fprop(image=tensors[0], weight=tensors[1], **self.how)
-        if "bias" in after:
-            tensors.append(self.tensor((1, self.sizes.y[1], *[1] * len(self.sizes.stride))))
-            y = self.graph.bias(self.lying(y, self.sizes.y), tensors[2])
-        if "relu" in after:
-            y = self.graph.relu(self.lying(y, self.sizes.y))
-        return [*tensors, self.output(y, self.sizes.y)]
-
-    def strides(self, shape: Shape) -> list[int]:
-        pixel = shape[1] if self.last else 1
-        spatial = [prod(shape[a + 1 :]) * pixel for a in range(2, len(shape))]
-        return [prod(shape[1:]), 1 if self.last else prod(shape[2:]), *spatial]
-
-    def tensor(self, shape: Shape) -> Any:
-        kind = self.graph.context.io_data_type
-        return self.graph.tensor(dim=list(shape), stride=self.strides(shape), data_type=kind)
-
-    def lying(self, tensor: Any, shape: Shape) -> Any:
-        """Return the tensor with its layout set; by default cuDNN takes channels last."""
-        return tensor.set_dim(list(shape)).set_stride(self.strides(shape))
-
-    def output(self, tensor: Any, shape: Shape) -> Any:
-        return self.lying(
-            tensor.set_output(True).set_data_type(self.graph.context.io_data_type), shape
-        )

@@ -20,7 +20,7 @@ Blocks on the same multiprocessor (`resident`) share its rates, not its latencie
 rough: only the order of the tilings matters, and the best of them are timed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
 from math import prod
@@ -31,13 +31,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy.device import math_mode
+from caffepy.ops.cuda.autotune import Make, Run
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
-from caffepy.ops.cuda.graphs import Geometry
+from caffepy.ops.cuda.graphs import Geometry, Shape
 from caffepy.ops.cuda.launch import TYPES, Array, divisor
-
-Run = Callable[..., Any]
-Candidate = Callable[[], Run | None]
 
 OPERATIONS, DEPTH = 4e9, 2048
 """Largest convolution, in operations, and longest depth for which these kernels are candidates."""
@@ -48,9 +46,13 @@ CANDIDATES = 2
 TILES = [(m, n) for n in (1, 2, 3, 4, 5, 7) for m in range(1, 9) if m * n <= 16]
 """(m, n): tiles of 16 rows and 8 columns of a warp; its sums must fit into registers."""
 
-WARPS = (8, 16)
+WARPS, SPLITS = (8, 16), (1, 2, 4, 8, 16)
 
-Pair = tuple[int, int]
+BYTES = 20
+"""Bytes a cycle that a multiprocessor gets from device memory while all others do so too."""
+
+LATENCY = 600
+"""Cycles until fetched data can be used, or until a block starts."""
 
 
 class Tiling(NamedTuple):
@@ -105,15 +107,15 @@ def suits(geometry: Geometry, dtype: DTypeLike) -> bool:
     )
 
 
-def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Candidate]:
+def forward(geometry: Geometry, dtype: DTypeLike, relu: bool) -> list[Make]:
     """Return candidates that run with x, w, b or None, y."""
-    correlation = _Correlation.forward(geometry, dtype)
+    correlation = _Correlation(geometry, dtype)
     return [partial(correlation.plan, tiling, relu) for tiling in _best(correlation.tilings())]
 
 
-def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Candidate]:
+def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with dy, w, dx."""
-    correlation = _Correlation.backward(geometry, dtype)
+    correlation = _Correlation(geometry, dtype, backward=True)
 
     def make(tiling: Tiling) -> Run:
         run = correlation.plan(tiling, False)
@@ -122,7 +124,7 @@ def backward_data(geometry: Geometry, dtype: DTypeLike) -> list[Candidate]:
     return [partial(make, tiling) for tiling in _best(correlation.tilings())]
 
 
-def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Candidate]:
+def backward_weight(geometry: Geometry, dtype: DTypeLike) -> list[Make]:
     """Return candidates that run with x, dy, dw, db or None, and add to the last two."""
     gradient = _WeightGradient(geometry, dtype)
     return [partial(gradient.plan, tiling) for tiling in _best(gradient.tilings())]
@@ -137,11 +139,17 @@ def _best(tilings: Iterator[Tiling]) -> list[Tiling]:
     return sorted(best.values())[:CANDIDATES]
 
 
-def _pieces(capacity: int, number: int, out: Pair) -> Pair | None:
+def _divisions(outputs: int, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (m, n, warps, split) of tilings for so many outputs, with a split of at most `most`."""
+    for (m, n), warps, split in product(TILES, WARPS, SPLITS):
+        if 8 * n < outputs + 8 and split <= min(warps, most):
+            yield m, n, warps, split
+
+
+def _pieces(capacity: int, number: int, lines: int, columns: int) -> tuple[int, int] | None:
     """Return how many images, and lines of each, fit into this many rows, in pieces of about one
     size.
     """
-    lines, columns = out
     if lines * columns <= capacity:
         images = min(number, capacity // (lines * columns))
         return -(-number // -(-number // images)), lines
@@ -149,8 +157,20 @@ def _pieces(capacity: int, number: int, out: Pair) -> Pair | None:
     return (1, -(-lines // -(-lines // most))) if most else None
 
 
-def _reach(taps: int, dilation: int) -> int:
-    return (taps - 1) * dilation + 1
+def _window(out: Shape, step: Shape, taps: Shape, dilation: Shape) -> list[int]:
+    """Return the lines and columns of a source that so many of the result depend on."""
+    axes = zip(out, step, taps, dilation, strict=True)
+    return [(n - 1) * s + (k - 1) * d + 1 for n, s, k, d in axes]
+
+
+def _tiles(tiling: Tiling, shape: Shape) -> int:
+    """Return the number of pieces of an array of this shape."""
+    return -(-shape[0] // tiling.images) * -(-shape[2] // tiling.lines)
+
+
+def _resident(tiling: Tiling) -> int:
+    """Return how many blocks a multiprocessor holds at a time."""
+    return max(1, min(_here().shared // (tiling.shared + 1024), 16 // tiling.warps))
 
 
 def _prepare(name: str, dtype: np.dtype[Any], tiling: Tiling) -> Run:
@@ -169,120 +189,54 @@ def _cycles(tiling: Tiling, steps: float) -> float:
     )
 
 
-BYTES = 20
-"""Bytes a cycle that a multiprocessor gets from device memory while all others do so too."""
-
-LATENCY = 600
-"""Cycles until fetched data can be used, or until a block starts."""
-
-
 class _Correlation:
-    """A correlation: target = sum over taps of source * weight; of forward, and of the gradient of
-    the data.
+    """target = sum over taps of source * weight: y from x or, `backward`, dx from dy, spread by the
+    stride, with the kernel flipped.
     """
 
-    def __init__(
-        self,
-        dtype: DTypeLike,
-        source: tuple[int, ...],
-        target: tuple[int, ...],
-        taps: Pair,
-        dilation: Pair,
-        step: Pair,
-        spread: Pair,
-        before: Pair,
-        flipped: bool,
-    ) -> None:
-        self.dtype = np.dtype(dtype)
-        self.source, self.target, self.taps, self.dilation = source, target, taps, dilation
-        self.step, self.spread, self.before, self.flipped = step, spread, before, flipped
-        self.words = -(-source[1] * self.dtype.itemsize // 4)  # of a pixel
-        self.steps = -(-self.words * prod(taps) // 8)
+    def __init__(self, geometry: Geometry, dtype: DTypeLike, backward: bool = False) -> None:
+        self.dtype, self.backward = np.dtype(dtype), backward
+        self.taps, self.dilation = geometry.w[2:], geometry.dilation
+        one: Shape = (1, 1)
+        if backward:
+            self.source, self.target = geometry.y, geometry.x
+            self.step, self.spread = one, geometry.stride
+            axes = zip(self.taps, self.dilation, geometry.padding, strict=True)
+            self.before = tuple((k - 1) * d - p for k, d, p in axes)
+        else:
+            self.source, self.target = geometry.x, geometry.y
+            self.step, self.spread, self.before = geometry.stride, one, geometry.padding
+        self.words = -(-self.source[1] * self.dtype.itemsize // 4)  # of a pixel
+        self.steps = -(-self.words * prod(self.taps) // 8)
 
-    @classmethod
-    def forward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Correlation":
-        """Return forward: y from x."""
-        return cls(
-            dtype,
-            geometry.x,
-            geometry.y,
-            _pair(geometry.w[2:]),
-            _pair(geometry.dilation),
-            _pair(geometry.stride),
-            (1, 1),
-            _pair(geometry.padding),
-            False,
-        )
-
-    @classmethod
-    def backward(cls, geometry: Geometry, dtype: DTypeLike) -> "_Correlation":
-        """Return the gradient of the data: dx from dy, spread by the stride, with the kernel
-        flipped.
-        """
-        taps, dilation = _pair(geometry.w[2:]), _pair(geometry.dilation)
-        top, left = (
-            _reach(k, d) - 1 - p for k, d, p in zip(taps, dilation, geometry.padding, strict=True)
-        )
-        return cls(
-            dtype,
-            geometry.y,
-            geometry.x,
-            taps,
-            dilation,
-            (1, 1),
-            _pair(geometry.stride),
-            (top, left),
-            True,
-        )
-
-    def window(self, lines: int) -> Pair:
-        """Return the lines and columns of the source that these lines of the target depend on."""
-        rows, columns = (
-            (n - 1) * s + _reach(k, d)
-            for n, s, k, d in zip(
-                (lines, self.target[3]), self.step, self.taps, self.dilation, strict=True
-            )
-        )
-        return rows, columns
+    def window(self, lines: int) -> list[int]:
+        return _window((lines, self.target[3]), self.step, self.taps, self.dilation)
 
     def tilings(self) -> Iterator[Tiling]:
         """Yield all tilings that fit into shared memory."""
         number, outputs, *out = self.target
-        here = _here()
         line = (self.steps | 1) * 8
-        for (m, n), warps in product(TILES, WARPS):
-            if 8 * n >= outputs + 8:
+        for m, n, warps, split in _divisions(outputs, self.steps):
+            piece = _pieces(16 * m * (warps // split), number, *out)
+            if piece is None:
                 continue
-            for split in (s for s in (1, 2, 4, 8, 16) if s <= min(warps, self.steps)):
-                piece = _pieces(16 * m * (warps // split), number, _pair(out))
-                if piece is None:
-                    continue
-                images, lines = piece
-                pixels = images * prod(self.window(lines))
-                parts = 128 * m * n * warps if split > 1 else 0
-                shared = 4 * (8 * self.steps + 8 * n * line + max(pixels * (self.words | 1), parts))
-                if shared > here.shared:
-                    continue
+            images, lines = piece
+            pixels = images * prod(self.window(lines))
+            parts = 128 * m * n * warps if split > 1 else 0
+            shared = 4 * (8 * self.steps + 8 * n * line + max(pixels * (self.words | 1), parts))
+            if shared <= _here().shared:
                 tiling = Tiling(0, m, n, warps, split, images, lines, shared)
                 yield tiling._replace(cycles=self._cycles(tiling, pixels))
 
-    def _tiles(self, tiling: Tiling) -> int:
-        return -(-self.target[0] // tiling.images) * -(-self.target[2] // tiling.lines)
-
-    def _blocks(self, tiling: Tiling) -> Pair:
-        """Return the blocks along the grid's first axis, and how many a multiprocessor holds at a
-        time.
-        """
-        here = _here()
-        together = max(1, min(here.shared // (tiling.shared + 1024), 16 // tiling.warps))
+    def _grid(self, tiling: Tiling) -> tuple[int, int]:
         across = -(-self.target[1] // (8 * tiling.n))
-        return min(self._tiles(tiling), max(1, here.processors * together // across)), together
+        blocks = max(1, _here().processors * _resident(tiling) // across)
+        return min(_tiles(tiling, self.target), blocks), across
 
     def _cycles(self, tiling: Tiling, pixels: int) -> float:
-        blocks, together = self._blocks(tiling)
-        across = -(-self.target[1] // (8 * tiling.n))
-        rounds = -(-self._tiles(tiling) // blocks)
-        resident = min(together, -(-blocks * across // _here().processors))
+        blocks, across = self._grid(tiling)
+        rounds = -(-_tiles(tiling, self.target) // blocks)
+        resident = min(_resident(tiling), -(-blocks * across // _here().processors))
         weights = 8 * tiling.n * self.source[1] * prod(self.taps) * 4 / BYTES
         fetched = pixels * self.words * max(0.15, 4 / BYTES)
         written = 16 * tiling.m * tiling.groups * 8 * tiling.n * self.dtype.itemsize / BYTES
@@ -292,26 +246,14 @@ class _Correlation:
 
     def plan(self, tiling: Tiling, relu: bool) -> Run:
         """Return what runs with the source, w, b or None, the target."""
-        number, channels, *size = self.source
-        outputs, *out = self.target[1:]
         rows, columns = self.window(tiling.lines)
-        sizes = (
-            number,
-            channels,
-            *size,
-            outputs,
-            *out,
-            *self.taps,
-            *self.dilation,
-            *self.step,
-            *self.spread,
-        )
-        how = (*self.before, self.flipped, relu, tiling.images, tiling.lines, tiling.split)
+        sizes = (*self.source, *self.target[1:], *self.taps, *self.dilation, *self.step)
+        how = (*self.spread, *self.before, self.backward, relu)
+        pieces = (tiling.images, tiling.lines, tiling.split)
         divisors = [divisor(d) for d in (self.words, columns, rows, prod(self.taps))]
-        arguments = (*(np.int32(n) for n in (*sizes, *how)), *divisors)
-        run = _prepare("small_convolution", self.dtype, tiling)
-        grid = self._blocks(tiling)[0], -(-outputs // (8 * tiling.n))
-        return lambda x, w, b, y: run(grid, args=(x, w, 0 if b is None else b, y, *arguments))
+        arguments = (*(np.int32(n) for n in (*sizes, *how, *pieces)), *divisors)
+        run, grid = _prepare("small_convolution", self.dtype, tiling), self._grid(tiling)
+        return lambda x, w, b, y: run(grid, args=(x, w, b, y, *arguments))
 
 
 class _WeightGradient:
@@ -324,20 +266,9 @@ class _WeightGradient:
         self.length = geometry.w[1] * self.taps
         self.across = -(-geometry.y[3] // self.each)
 
-    def window(self, lines: int) -> Pair:
-        """Return the lines and columns of x that this many lines of y depend on."""
-        geometry = self.geometry
-        rows, columns = (
-            (n - 1) * s + _reach(k, d)
-            for n, s, k, d in zip(
-                (lines, self.across * self.each),
-                _pair(geometry.stride),
-                _pair(geometry.w[2:]),
-                _pair(geometry.dilation),
-                strict=True,
-            )
-        )
-        return rows, columns
+    def window(self, lines: int) -> list[int]:
+        geometry, out = self.geometry, (lines, self.across * self.each)
+        return _window(out, geometry.stride, geometry.w[2:], geometry.dilation)
 
     def channels(self, rows: int) -> int:
         """Return the most channels that a block of this many rows contains."""
@@ -349,85 +280,56 @@ class _WeightGradient:
     def tilings(self) -> Iterator[Tiling]:
         """Yield all tilings that fit into shared memory."""
         number, outputs, height, width = self.geometry.y
-        here = _here()
-        for (m, n), warps in product(TILES, WARPS):
-            if 8 * n >= outputs + 8:
+        for m, n, warps, split in _divisions(outputs, max(SPLITS)):
+            rows = 16 * m * (warps // split)
+            if rows >= self.length + 16 * m:
                 continue
-            for split in (s for s in (1, 2, 4, 8, 16) if s <= warps):
-                rows = 16 * m * (warps // split)
-                if rows >= self.length + 16 * m:
-                    continue
-                channels = self.channels(rows)
-                for positions in (64, 128, 256, 512):
-                    piece = _pieces(max(positions, width), number, (height, width))
-                    assert piece is not None
-                    images, lines = piece
-                    steps = -(-images * lines * self.across // 8)
-                    pixels = images * prod(self.window(lines))
-                    parts = 128 * m * n * warps if split > 1 else 0
-                    words = (
-                        8 * steps * (8 * (n | 1) + 1)
-                        + 32 * warps
-                        + max(pixels * (channels | 1), parts)
-                    )
-                    if 4 * words > here.shared:
-                        continue
-                    tiling = Tiling(0, m, n, warps, split, images, lines, 4 * words)
+            channels = self.channels(rows)
+            for positions in (64, 128, 256, 512):
+                piece = _pieces(max(positions, width), number, height, width)
+                assert piece is not None
+                images, lines = piece
+                steps = -(-images * lines * self.across // 8)
+                pixels = images * prod(self.window(lines))
+                parts = 128 * m * n * warps if split > 1 else 0
+                right = 8 * steps * (8 * (n | 1) + 1)
+                shared = 4 * (right + 32 * warps + max(pixels * (channels | 1), parts))
+                if shared <= _here().shared:
+                    tiling = Tiling(0, m, n, warps, split, images, lines, shared)
                     yield tiling._replace(cycles=self._cycles(tiling, channels, pixels, steps))
 
-    def _grid(self, tiling: Tiling) -> tuple[int, int, int, int]:
-        """Return the grid, and how many blocks a multiprocessor holds at a time."""
-        here = _here()
-        number, outputs, height, _ = self.geometry.y
-        tiles = -(-number // tiling.images) * -(-height // tiling.lines)
-        down, across = (
-            -(-self.length // (16 * tiling.m * tiling.groups)),
-            -(-outputs // (8 * tiling.n)),
-        )
-        together = max(1, min(here.shared // (tiling.shared + 1024), 16 // tiling.warps))
-        shares = min(tiles, max(1, here.processors * together // (down * across)))
-        return -(-tiles // -(-tiles // shares)), down, across, together
+    def _grid(self, tiling: Tiling) -> tuple[int, int, int]:
+        tiles = _tiles(tiling, self.geometry.y)
+        down = -(-self.length // (16 * tiling.m * tiling.groups))
+        across = -(-self.geometry.y[1] // (8 * tiling.n))
+        blocks = _here().processors * _resident(tiling)
+        shares = min(tiles, max(1, blocks // (down * across)))
+        return -(-tiles // -(-tiles // shares)), down, across
 
     def _cycles(self, tiling: Tiling, channels: int, pixels: int, steps: int) -> float:
-        shares, down, across, together = self._grid(tiling)
-        here = _here()
-        number, outputs, height, _ = self.geometry.y
-        rounds = -(-(-(-number // tiling.images) * -(-height // tiling.lines)) // shares)
-        resident = min(together, -(-shares * down * across // here.processors))
+        shares, down, across = self._grid(tiling)
+        processors, outputs = _here().processors, self.geometry.y[1]
+        rounds = -(-_tiles(tiling, self.geometry.y) // shares)
+        resident = min(_resident(tiling), -(-shares * down * across // processors))
         fetched = pixels * channels * max(0.17 * self.each, 4 / BYTES)
         fetched += 8 * steps * min(outputs, 8 * tiling.n) * max(0.1 * self.each, 4 / BYTES)
         sums = 128 * tiling.m * tiling.n * tiling.groups
         ends = LATENCY + resident * sums * (tiling.split / 16 + 4 / BYTES)
-        finish = (
-            2 * LATENCY
-            + sums * shares * down * across * 4 / BYTES / here.processors
-            + shares / 8 * 60
-        )
-        return (
-            LATENCY
-            + rounds * (LATENCY + resident * (fetched + _cycles(tiling, steps)))
-            + ends
-            + finish
-        )
+        added = sums * shares * down * across * 4 / BYTES / processors
+        finish = 2 * LATENCY + added + shares / 8 * 60
+        work = rounds * (LATENCY + resident * (fetched + _cycles(tiling, steps)))
+        return LATENCY + work + ends + finish
 
     def plan(self, tiling: Tiling) -> Run:
         """Return what runs with x, dy, dw, db or None."""
         geometry = self.geometry
-        outputs = geometry.y[1]
-        *grid, _ = self._grid(tiling)
-        shares, down, across = grid
+        outputs, (shares, down, across) = geometry.y[1], self._grid(tiling)
         rows, columns = self.window(tiling.lines)
         most = self.channels(16 * tiling.m * tiling.groups)
-        sizes = (
-            *geometry.x,
-            *geometry.y[1:],
-            *geometry.w[2:],
-            *geometry.dilation,
-            *geometry.stride,
-            *geometry.padding,
-        )
-        how = (tiling.images, tiling.lines, tiling.split, most)
-        arguments = [np.int32(n) for n in (*sizes, *how)]
+        sizes = (*geometry.x, *geometry.y[1:], *geometry.w[2:], *geometry.dilation)
+        how = (*geometry.stride, *geometry.padding)
+        pieces = (tiling.images, tiling.lines, tiling.split, most)
+        arguments = [np.int32(n) for n in (*sizes, *how, *pieces)]
         divisors = [divisor(d) for d in (most, columns, rows, self.across)]
         run = _prepare("small_gradient", self.dtype, tiling)
         finish = kernel("small_convolution", "add_gradient")
@@ -436,17 +338,9 @@ class _WeightGradient:
         def both(x: Array, dy: Array, dw: Array, db: Array | None) -> None:
             sums = elements + (0 if db is None else outputs)
             part = context().array("small gradient", (shares, sums), np.float32)
-            run(
-                (shares, down, across),
-                args=(x, dy, part, *arguments, np.int32(db is not None), *divisors),
-            )
+            numbers = (*arguments, np.int32(db is not None), *divisors)
+            run((shares, down, across), args=(x, dy, part, *numbers))
             ends = (shares, sums, self.length, outputs, tiling.m, tiling.n, tiling.groups, down)
-            last = (part, dw, 0 if db is None else db, *(np.int32(n) for n in ends))
-            finish((-(-sums // 32),), (256,), last)
+            finish((-(-sums // 32),), (256,), (part, dw, db, *(np.int32(n) for n in ends)))
 
         return both
-
-
-def _pair(sizes: Any) -> Pair:
-    first, second = sizes
-    return int(first), int(second)

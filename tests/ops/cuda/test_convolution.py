@@ -18,7 +18,6 @@ from caffepy.ops.cuda import (  # noqa: E402
     filters,
     plans,
     small_convolution,
-    tuned_plans,
 )
 from caffepy.ops.cuda.context import context  # noqa: E402
 from tests.ops.test_convolution import CASES as CPU_CASES  # noqa: E402
@@ -109,9 +108,7 @@ def side():
 def untimed(monkeypatch):
     default = math_mode.default()
     monkeypatch.setattr(default, "precision", default.precision)
-    autotune.autotune(False)
-    yield
-    autotune.autotune(True)
+    monkeypatch.setattr(autotune, "_autotune", False)
 
 
 def arrays(case, kind):
@@ -300,9 +297,9 @@ def test_numbers_of_16_bits_in_the_order_of_the_axes_are_refused():
 def test_what_wins_is_kept(case, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(tuned_plans, "_loaded", {})
+    monkeypatch.setattr(autotune, "_loaded", {})
     monkeypatch.setattr(autotune, "seconds_spent", 0.0)
-    autotune.autotune(True)
+    monkeypatch.setattr(autotune, "_autotune", True)
     kind = KINDS["bf16"]
     check(CASES[case], kind)
     (file,) = (tmp_path / "caffepy").iterdir()
@@ -311,7 +308,7 @@ def test_what_wins_is_kept(case, tmp_path, monkeypatch):
     assert any("apart" in name for name in winners)
 
     monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(tuned_plans, "_loaded", {})
+    monkeypatch.setattr(autotune, "_loaded", {})
 
     def timed(*arguments):
         raise AssertionError("a winner was timed again")
@@ -323,9 +320,9 @@ def test_what_wins_is_kept(case, tmp_path, monkeypatch):
 def test_a_damaged_file_of_winners_is_written_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(plans, "_plans", {})
-    monkeypatch.setattr(tuned_plans, "_loaded", {})
-    autotune.autotune(True)
-    path = tuned_plans.path()
+    monkeypatch.setattr(autotune, "_loaded", {})
+    monkeypatch.setattr(autotune, "_autotune", True)
+    path = autotune.path()
     path.parent.mkdir()
     path.write_text("{")
     check(CASES["basic"], KINDS["tf32"])
