@@ -5,5 +5,5 @@
 // out += scale * x
 template <typename T> __global__ void accumulate(const T* x, T* out, i64 n, double scale) {
   const Wide<T> s = Wide<T>(scale);
-  each<16 / sizeof(T)>(n, [=](i64, T x, T& y) { y = T(Wide<T>(y) + s * Wide<T>(x)); }, in(x), both(out));
+  each<PACK>(n, [=](i64, T x, T& y) { y = T(Wide<T>(y) + s * Wide<T>(x)); }, in(x), both(out));
 }

@@ -1,10 +1,5 @@
 // One result of all blocks of a launch: sums, which the last block to finish adds, and the first invalid label.
 
-#define NUMBER(name) double name, const void *name##_at, i64 name##_kind
-#define VALUE(name) number(name, name##_at, name##_kind)
-#define FOR_EACH(i, n) \
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < (n); i += gridDim.x * i64(blockDim.x))
-
 constexpr double NONE = -1e300;  // below minus any position
 
 // The partial result of a thread or block: a sum, a count, minus the position of the first invalid label.

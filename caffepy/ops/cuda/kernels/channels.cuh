@@ -11,28 +11,6 @@ struct Shape {
   i64 outer, channels, inner, splits;
 };
 
-// An array that a variant of a kernel has not.
-template <typename T> struct Absent {
-  using Element = T;
-  template <int V> __device__ bool fits() const { return true; }
-  template <int V> __device__ Pack<T, V> load(i64) const { return Pack<T, V>(); }
-  template <int V> __device__ void store(i64, const Pack<T, V>&) const {}
-};
-
-template <int IS, typename T> __device__ auto in_if(const T* p) {
-  if constexpr (IS)
-    return in(p);
-  else
-    return Absent<T>();
-}
-
-template <int IS, typename T> __device__ auto out_if(T* p) {
-  if constexpr (IS)
-    return out(p);
-  else
-    return Absent<T>();
-}
-
 // The numbers of V channels from c on; one for all where there are none.
 template <int V, typename A> __device__ void take(A (&numbers)[V], const A* p, i64 c, A otherwise) {
   constexpr int W = V % 4 == 0 && sizeof(A) == 4 ? 4 : 1;

@@ -1,24 +1,21 @@
 // Columns of one image, for convolutions that cuDNN has no plan for. Three spatial axes; missing ones have size 1.
 
-typedef long long i64;
-
-template <typename T> struct SumOf { using type = float; };
-template <> struct SumOf<double> { using type = double; };
+#include "pack.cuh"
 
 struct Axis {
   int size, kernel, stride, pad, dilation, out;
 };
 
+#define AXIS(a) int a##_size, int a##_kernel, int a##_stride, int a##_pad, int a##_dilation, int a##_out
+#define AXIS_OF(a) {a##_size, a##_kernel, a##_stride, a##_pad, a##_dilation, a##_out}
+
 // col[c, tap, p] = x[c, p * stride - pad + tap * dilation], 0 outside
 template <typename T>
-__global__ void im2col(
-    const T* x, T* col, int channels, int size0, int kernel0, int stride0, int pad0, int dilation0, int out0, int size1, int kernel1, int stride1,
-    int pad1, int dilation1, int out1, int size2, int kernel2, int stride2, int pad2, int dilation2, int out2) {
-  const Axis a{size0, kernel0, stride0, pad0, dilation0, out0}, b{size1, kernel1, stride1, pad1, dilation1, out1},
-      c{size2, kernel2, stride2, pad2, dilation2, out2};
+__global__ void im2col(const T* x, T* col, int channels, AXIS(a), AXIS(b), AXIS(c)) {
+  const Axis a = AXIS_OF(a), b = AXIS_OF(b), c = AXIS_OF(c);
   const int positions = a.out * b.out * c.out, taps = a.kernel * b.kernel * c.kernel;
   const i64 size = i64(channels) * taps * positions;
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < size; i += gridDim.x * i64(blockDim.x)) {
+  FOR_EACH(i, size) {
     const int p = int(i % positions), tap = int(i / positions % taps);
     const i64 channel = i / positions / taps;
     const int u = p / (b.out * c.out) * a.stride - a.pad + tap / (b.kernel * c.kernel) * a.dilation;
@@ -39,17 +36,14 @@ __device__ inline int position(const Axis& a, int i, int tap) {
 
 // x[c, i] = sum over the taps and positions that read it of col[c, tap, p]
 template <typename T>
-__global__ void col2im(
-    const T* col, T* x, int channels, int size0, int kernel0, int stride0, int pad0, int dilation0, int out0, int size1, int kernel1, int stride1,
-    int pad1, int dilation1, int out1, int size2, int kernel2, int stride2, int pad2, int dilation2, int out2) {
-  const Axis a{size0, kernel0, stride0, pad0, dilation0, out0}, b{size1, kernel1, stride1, pad1, dilation1, out1},
-      c{size2, kernel2, stride2, pad2, dilation2, out2};
+__global__ void col2im(const T* col, T* x, int channels, AXIS(a), AXIS(b), AXIS(c)) {
+  const Axis a = AXIS_OF(a), b = AXIS_OF(b), c = AXIS_OF(c);
   const int positions = a.out * b.out * c.out, taps = a.kernel * b.kernel * c.kernel;
   const i64 size = i64(channels) * a.size * b.size * c.size;
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < size; i += gridDim.x * i64(blockDim.x)) {
+  FOR_EACH(i, size) {
     const int w = int(i % c.size), v = int(i / c.size % b.size), u = int(i / c.size / b.size % a.size);
     const i64 channel = i / c.size / b.size / a.size;
-    typename SumOf<T>::type sum = 0;
+    Wide<T> sum = 0;
     for (int e = 0; e < a.kernel; ++e) {
       const int p = position(a, u, e);
       if (p < 0) continue;

@@ -8,7 +8,7 @@ template <typename U, int AXES>
 __global__ void copy(const U* source, U* target, i64 n0, i64 n1, i64 n2, i64 n3, i64 s0, i64 s1, i64 s2, i64 s3,
                      i64 t0, i64 t1, i64 t2, i64 t3) {
   const i64 n = n0 * n1 * n2 * n3;
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < n; i += gridDim.x * i64(blockDim.x)) {
+  FOR_EACH(i, n) {
     unsigned rest = unsigned(i);
     i64 from = 0, to = 0;
     const auto along = [&](i64 n, i64 s, i64 t) {

@@ -3,15 +3,11 @@
 #include "pack.cuh"
 #include "reduce.cuh"
 
-#define PACK (16 / sizeof(T))
-#define NUMBER(name) double name, const void *name##_at, i64 name##_kind
-#define VALUE(name) A(number(name, name##_at, name##_kind))
-
 // y = alpha * x
 template <typename T>
 __global__ void scaled(const T* x, T* y, i64 n, NUMBER(alpha)) {
   using A = Wide<T>;
-  const A a = VALUE(alpha);
+  const A a = A(VALUE(alpha));
   each<PACK>(n, [=](i64, T x, T& y) { y = T(a * A(x)); }, in(x), out(y));
 }
 
@@ -19,7 +15,7 @@ __global__ void scaled(const T* x, T* y, i64 n, NUMBER(alpha)) {
 template <typename T>
 __global__ void axpy(const T* x, T* y, i64 n, NUMBER(alpha)) {
   using A = Wide<T>;
-  const A a = VALUE(alpha);
+  const A a = A(VALUE(alpha));
   each<PACK>(n, [=](i64, T x, T& y) { y = T(A(y) + a * A(x)); }, in(x), both(y));
 }
 

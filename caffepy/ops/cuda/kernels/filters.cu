@@ -75,7 +75,7 @@ add_turned(const T* turned, float* w, const int* place, i64 outputs, i64 channel
 template <typename T>
 __global__ void gather_blocks(const T* x, T* out, i64 size, i64 height, i64 line, i64 down, i64 run, i64 pad,
                               i64 before, i64 rows, i64 columns, i64 depth) {
-  constexpr int V = 16 / sizeof(T);
+  constexpr int V = PACK;
   const unsigned per = unsigned(depth / V);
   for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < unsigned(size / V); i += gridDim.x * blockDim.x) {
     const unsigned pixel = i / per, channel = i % per * V, j = pixel % unsigned(columns), r = pixel / unsigned(columns);

@@ -116,7 +116,7 @@ template <typename T>
 __global__ void hinge_loss_gradient(const T* slack, T* dx, i64 n, i64 squares, NUMBER(weight), double divisor) {
   using A = Wide<T>;
   const A s = A((squares ? 2 : 1) * VALUE(weight) / divisor);
-  each<16 / sizeof(T)>(
+  each<PACK>(
       n,
       [=](i64, T slack, T& dx) {
         const A v = A(slack);

@@ -176,7 +176,7 @@ __global__ void sigmoid_loss_gradient(const T* x, const T* target, T* dx, i64 n,
                                       NUMBER(norm)) {
   using A = Wide<T>;
   const A s = A(VALUE(weight) / VALUE(norm));
-  each<16 / sizeof(T)>(
+  each<PACK>(
       n,
       [=](i64, T x, T target, T& dx) {
         const bool ignored = skip && i64(double(target)) == ignore;
@@ -192,7 +192,7 @@ __global__ void euclidean_loss(const T* x, const T* target, T* d, i64 n, double 
   using A = Wide<T>;
   Found found;
   double& sum = found.sum;
-  each<16 / sizeof(T)>(
+  each<PACK>(
       n,
       [&sum](i64, T x, T target, T& d) {
         d = T(A(x) - A(target));
@@ -207,7 +207,7 @@ template <typename T>
 __global__ void euclidean_loss_gradient(const T* d, T* dx, i64 n, NUMBER(weight), double divisor) {
   using A = Wide<T>;
   const A s = A(VALUE(weight) / divisor);
-  each<16 / sizeof(T)>(
+  each<PACK>(
       n, [=](i64, T d, T& dx) { dx = T(s * A(d)); }, in(d), out(dx));
 }
 

@@ -61,7 +61,7 @@ __device__ void windows(int lo, int hi, int channels, int half, Term term, F f) 
 // f(first channel, last + 1, offset of channel 0 of the pixel) for every run of a thread.
 template <typename F> __device__ void runs(i64 n, i64 channels, i64 pixels, F f) {
   const i64 count = (channels + RUN - 1) / RUN;
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < n * count * pixels; i += gridDim.x * i64(blockDim.x)) {
+  FOR_EACH(i, n * count * pixels) {
     const unsigned plane = unsigned(i / pixels), p = unsigned(i - plane * pixels);
     const int image = int(plane / unsigned(count)), lo = int(plane % unsigned(count)) * RUN;
     f(lo, min(lo + RUN, int(channels)), i64(image) * channels * pixels + p);
@@ -208,7 +208,7 @@ __device__ void backward_lines(const T* x, const T* dy, T* dx, i64 lines, i64 ch
 template <typename T, int HALF, int THREE_QUARTERS>
 __global__ void lrn_forward_lines(const T* x, T* y, i64 lines, i64 channels, double alpha, double beta, double k) {
   using A = Wide<T>;
-  constexpr int V = 16 / sizeof(T);
+  constexpr int V = PACK;
   if (channels % V == 0 && aligned(x, 16) && aligned(y, 16))
     forward_lines<V, T, HALF, THREE_QUARTERS>(x, y, lines, channels, A(alpha), A(beta), A(k));
   else
@@ -219,7 +219,7 @@ template <typename T, int HALF, int THREE_QUARTERS>
 __global__ void lrn_backward_lines(const T* x, const T* dy, T* dx, i64 lines, i64 channels, double alpha,
                                    double factor, double beta, double k) {
   using A = Wide<T>;
-  constexpr int V = 16 / sizeof(T);
+  constexpr int V = PACK;
   if (channels % V == 0 && aligned(x, 16) && aligned(dy, 16) && aligned(dx, 16))
     backward_lines<V, T, HALF, THREE_QUARTERS>(x, dy, dx, lines, channels, A(alpha), A(factor), A(beta), A(k));
   else

@@ -7,8 +7,6 @@
 #include "columns.cuh"
 #include "random.cuh"
 
-#define PACK (16 / sizeof(T))
-
 // y = x > 0 ? x : slope * x; a slope of 0 gives 0 for -inf too, NaN stays NaN
 template <typename T>
 __global__ void relu_forward(const T* x, T* y, i64 n, double slope) {

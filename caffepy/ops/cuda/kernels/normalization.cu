@@ -6,8 +6,6 @@
 #include "reduce.cuh"
 #include "channels.cuh"
 
-#define PACK (16 / sizeof(T))
-
 // sums of x and x^2, from those of x - k and (x - k)^2 with k the first x of the thread: no cancellation in float
 template <typename T, int V> struct Moments {
   using A = Wide<T>;

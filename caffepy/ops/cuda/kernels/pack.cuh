@@ -2,6 +2,10 @@
 
 typedef long long i64;
 
+#define PACK (16 / sizeof(T))
+#define FOR_EACH(i, n) \
+  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < (n); i += gridDim.x * i64(blockDim.x))
+
 // Numbers of 16 bits, for storage alone: they convert to float, and from any number to the nearest, of two the even one.
 // Written out here, since CUDA's headers are not at hand wherever kernels are compiled.
 struct half_t {
@@ -42,45 +46,30 @@ __device__ inline bool aligned(const void* p, unsigned long long bytes) {
   return reinterpret_cast<unsigned long long>(p) % bytes == 0;
 }
 
-// How a pass uses an array: reads it, writes it, does both, or writes it unless there is none.
-template <typename T> struct In {
-  using Element = T;
-  const T* p;
-  template <int V> __device__ bool fits() const { return aligned(p, sizeof(T) * V); }
-  template <int V> __device__ Pack<T, V> load(i64 i) const { return reinterpret_cast<const Pack<T, V>*>(p)[i]; }
-  template <int V> __device__ void store(i64, const Pack<T, V>&) const {}
-};
+// How a pass uses an array: reads it, writes it or both, or neither in a variant of a kernel that has it not.
+enum Use { NEITHER, READ, WRITE, BOTH };
 
-template <typename T> struct Out {
+template <typename T, Use USE, bool MAYBE = false> struct Access {
   using Element = T;
   T* p;
-  template <int V> __device__ bool fits() const { return aligned(p, sizeof(T) * V); }
-  template <int V> __device__ Pack<T, V> load(i64) const { return Pack<T, V>(); }
-  template <int V> __device__ void store(i64 i, const Pack<T, V>& x) const { reinterpret_cast<Pack<T, V>*>(p)[i] = x; }
-};
-
-template <typename T> struct Both {
-  using Element = T;
-  T* p;
-  template <int V> __device__ bool fits() const { return aligned(p, sizeof(T) * V); }
-  template <int V> __device__ Pack<T, V> load(i64 i) const { return reinterpret_cast<const Pack<T, V>*>(p)[i]; }
-  template <int V> __device__ void store(i64 i, const Pack<T, V>& x) const { reinterpret_cast<Pack<T, V>*>(p)[i] = x; }
-};
-
-template <typename T> struct MaybeOut {
-  using Element = T;
-  T* p;
-  template <int V> __device__ bool fits() const { return aligned(p, sizeof(T) * V); }
-  template <int V> __device__ Pack<T, V> load(i64) const { return Pack<T, V>(); }
+  template <int V> __device__ bool fits() const { return USE == NEITHER || aligned(p, sizeof(T) * V); }
+  template <int V> __device__ Pack<T, V> load(i64 i) const {
+    if constexpr (USE & READ)
+      return reinterpret_cast<const Pack<T, V>*>(p)[i];
+    else
+      return Pack<T, V>();
+  }
   template <int V> __device__ void store(i64 i, const Pack<T, V>& x) const {
-    if (p) reinterpret_cast<Pack<T, V>*>(p)[i] = x;
+    if ((USE & WRITE) && (!MAYBE || p)) reinterpret_cast<Pack<T, V>*>(p)[i] = x;
   }
 };
 
-template <typename T> __device__ In<T> in(const T* p) { return {p}; }
-template <typename T> __device__ Out<T> out(T* p) { return {p}; }
-template <typename T> __device__ Both<T> both(T* p) { return {p}; }
-template <typename T> __device__ MaybeOut<T> maybe_out(T* p) { return {p}; }
+template <typename T> __device__ Access<T, READ> in(const T* p) { return {const_cast<T*>(p)}; }
+template <typename T> __device__ Access<T, WRITE> out(T* p) { return {p}; }
+template <typename T> __device__ Access<T, BOTH> both(T* p) { return {p}; }
+template <typename T> __device__ Access<T, WRITE, true> maybe_out(T* p) { return {p}; }
+template <int IS, typename T> __device__ Access<T, IS ? READ : NEITHER> in_if(const T* p) { return {const_cast<T*>(p)}; }
+template <int IS, typename T> __device__ Access<T, IS ? WRITE : NEITHER> out_if(T* p) { return {p}; }
 
 // f(index, element of each array...) for the V elements of pack i; every pack starts with a copy of f.
 template <int V, typename... A> struct Group {
@@ -133,6 +122,9 @@ struct Divisor {
   __device__ Divisor(i64 ready) : multiplier(unsigned(ready)), shift(unsigned(ready >> 32)) {}
   __device__ unsigned quotient(unsigned n) const { return multiplier ? __umulhi(n, multiplier) >> shift : n; }
 };
+
+#define NUMBER(name) double name, const void *name##_at, i64 name##_kind
+#define VALUE(name) number(name, name##_at, name##_kind)
 
 // A number that is an argument itself (kind 0) or lies in device memory, as float (1), double (2) or an integer of
 // 4 (3) or 8 bytes (4).

@@ -23,9 +23,6 @@ struct Windows {
         {by_columns}, {by_rows}, {by_sh}, {by_sw}                                                                     \
   }
 
-#define FOR_EACH(e, n) \
-  for (i64 e = blockIdx.x * i64(blockDim.x) + threadIdx.x; e < (n); e += gridDim.x * i64(blockDim.x))
-
 // Pack number e of what is written: images of so many rows and columns.
 struct Place {
   i64 image;

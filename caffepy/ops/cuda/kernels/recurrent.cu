@@ -2,9 +2,6 @@
 
 #include "pack.cuh"
 
-#define FOR_EACH(i, n) \
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < (n); i += gridDim.x * i64(blockDim.x))
-
 template <typename A> __device__ A sigmoid(A x) { return 1 / (1 + exp(-x)); }
 
 // kept = cont * h

@@ -49,7 +49,7 @@ __global__ void transform(const R* x, T* y, const i64* h_off, const i64* w_off, 
   unsigned image = ~0u, top = 0, left = 0;  // of the pixel before
   bool turned = false;
   const R* picture = x;
-  each<16 / sizeof(T)>(
+  each<PACK>(
       n * channels * height * width,
       [=](i64 e, T& y) mutable {
         if (image == ~0u) {

@@ -6,9 +6,6 @@
 
 #include "pack.cuh"
 
-#define NUMBER(name) double name, const void *name##_at, i64 name##_kind
-#define VALUE(name) A(number(name, name##_at, name##_kind))
-
 template <typename T> struct Segments {
   using A = Wide<T>;
   const i64* ends;
@@ -53,26 +50,36 @@ template <typename T> struct Position {
 #define PREPARE                                                                        \
   using A = Wide<T>;                                                                   \
   if (VALUE(go) == 0) return;                                                          \
-  const A a_ = VALUE(a), b_ = VALUE(b), c_ = VALUE(c), d_ = VALUE(d);                  \
-  Position<T> at(Segments<T>{ends, rates, decays, int(count), l1 != 0, VALUE(scale), VALUE(rate), VALUE(decay)});
-#define PACK (16 / sizeof(T))
+  const A a_ = A(VALUE(a)), b_ = A(VALUE(b)), c_ = A(VALUE(c)), d_ = A(VALUE(d));      \
+  Position<T> at(                                                                      \
+      Segments<T>{ends, rates, decays, int(count), l1 != 0, A(VALUE(scale)), A(VALUE(rate)), A(VALUE(decay))});
+
+// w -= step(rate, r, histories...) for all elements that are inside of a segment; g = the same
+template <typename T, typename F, typename... H>
+__device__ void update(i64 n, Position<T> at, F step, T* w, T* g, H*... histories) {
+  each<PACK>(
+      n,
+      [=](i64 i, T& w, T& g, H&... h) mutable {
+        at.move(i);
+        if (!at.inside(i)) return;
+        const Wide<T> v = step(at.rate(), at.regularized(w, g), h...);
+        g = T(v);
+        w = T(Wide<T>(w) - v);
+      },
+      both(w), both(g), both(histories)...);
+}
 
 // h = momentum*h + rate*r; w -= h
 template <typename T>
 __global__ void sgd(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
   const A momentum = a_;
-  each<PACK>(
-      n,
-      [=](i64 i, T& w, T& g, T& h) mutable {
-        at.move(i);
-        if (!at.inside(i)) return;
-        const A v = momentum * A(h) + at.rate() * at.regularized(A(w), A(g));
-        h = T(v);
-        g = T(v);
-        w = T(A(w) - v);
-      },
-      both(w), both(g), both(h));
+  const auto step = [=](A rate, A r, T& h) {
+    const A v = momentum * A(h) + rate * r;
+    h = T(v);
+    return v;
+  };
+  update(n, at, step, w, g, h);
 }
 
 // h' = momentum*h + rate*r; w -= (1 + momentum)*h' - momentum*h; h = h'
@@ -80,18 +87,12 @@ template <typename T>
 __global__ void nesterov(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
   const A momentum = a_;
-  each<PACK>(
-      n,
-      [=](i64 i, T& w, T& g, T& h) mutable {
-        at.move(i);
-        if (!at.inside(i)) return;
-        const A before = A(h), after = momentum * before + at.rate() * at.regularized(A(w), A(g));
-        const A v = (1 + momentum) * after - momentum * before;
-        h = T(after);
-        g = T(v);
-        w = T(A(w) - v);
-      },
-      both(w), both(g), both(h));
+  const auto step = [=](A rate, A r, T& h) {
+    const A before = A(h), after = momentum * before + rate * r;
+    h = T(after);
+    return (1 + momentum) * after - momentum * before;
+  };
+  update(n, at, step, w, g, h);
 }
 
 // RMSProp: h = rms_decay*h + take*r^2 with take = 1 - rms_decay; AdaGrad: both are 1. w -= rate*r/(sqrt(h) + delta)
@@ -99,18 +100,12 @@ template <typename T>
 __global__ void rms(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
   const A rms_decay = a_, take = b_, delta = c_;
-  each<PACK>(
-      n,
-      [=](i64 i, T& w, T& g, T& h) mutable {
-        at.move(i);
-        if (!at.inside(i)) return;
-        const A r = at.regularized(A(w), A(g)), mean = rms_decay * A(h) + take * r * r;
-        const A v = at.rate() * r / (sqrt(mean) + delta);
-        h = T(mean);
-        g = T(v);
-        w = T(A(w) - v);
-      },
-      both(w), both(g), both(h));
+  const auto step = [=](A rate, A r, T& h) {
+    const A mean = rms_decay * A(h) + take * r * r;
+    h = T(mean);
+    return rate * r / (sqrt(mean) + delta);
+  };
+  update(n, at, step, w, g, h);
 }
 
 // h = momentum*h + (1 - momentum)*r^2; v = r*sqrt((u + delta)/(h + delta)); u = momentum*u + (1 - momentum)*v^2;
@@ -118,21 +113,14 @@ __global__ void rms(T* w, T* g, T* h, ARGUMENTS) {
 template <typename T>
 __global__ void adadelta(T* w, T* g, T* h, T* u, ARGUMENTS) {
   PREPARE
-  const A momentum = a_, delta = b_;
-  const A take = 1 - momentum;
-  each<PACK>(
-      n,
-      [=](i64 i, T& w, T& g, T& h, T& u) mutable {
-        at.move(i);
-        if (!at.inside(i)) return;
-        const A r = at.regularized(A(w), A(g)), mean = momentum * A(h) + take * r * r;
-        const A v = r * sqrt((A(u) + delta) / (mean + delta)), step = at.rate() * v;
-        h = T(mean);
-        u = T(momentum * A(u) + take * v * v);
-        g = T(step);
-        w = T(A(w) - step);
-      },
-      both(w), both(g), both(h), both(u));
+  const A momentum = a_, delta = b_, take = 1 - momentum;
+  const auto step = [=](A rate, A r, T& h, T& u) {
+    const A mean = momentum * A(h) + take * r * r, v = r * sqrt((A(u) + delta) / (mean + delta));
+    h = T(mean);
+    u = T(momentum * A(u) + take * v * v);
+    return rate * v;
+  };
+  update(n, at, step, w, g, h, u);
 }
 
 // m = beta1*m + (1 - beta1)*r; v = beta2*v + (1 - beta2)*r^2; w -= rate*correction*m/(sqrt(v) + delta)
@@ -140,18 +128,11 @@ template <typename T>
 __global__ void adam(T* w, T* g, T* m, T* v, ARGUMENTS) {
   PREPARE
   const A beta1 = a_, beta2 = b_, delta = c_, correction = d_;
-  each<PACK>(
-      n,
-      [=](i64 i, T& w, T& g, T& m, T& v) mutable {
-        at.move(i);
-        if (!at.inside(i)) return;
-        const A r = at.regularized(A(w), A(g));
-        const A first = beta1 * A(m) + (1 - beta1) * r, second = beta2 * A(v) + (1 - beta2) * r * r;
-        const A step = at.rate() * correction * first / (sqrt(second) + delta);
-        m = T(first);
-        v = T(second);
-        g = T(step);
-        w = T(A(w) - step);
-      },
-      both(w), both(g), both(m), both(v));
+  const auto step = [=](A rate, A r, T& m, T& v) {
+    const A first = beta1 * A(m) + (1 - beta1) * r, second = beta2 * A(v) + (1 - beta2) * r * r;
+    m = T(first);
+    v = T(second);
+    return rate * correction * first / (sqrt(second) + delta);
+  };
+  update(n, at, step, w, g, m, v);
 }

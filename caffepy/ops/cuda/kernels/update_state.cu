@@ -86,7 +86,7 @@ __global__ void unpack_scale(const float* spare, Place* losses, i64 count, doubl
 template <typename T>
 __global__ void __launch_bounds__(256) squares(const T* g, double* partial, i64 n) {
   double sum = 0;
-  each<16 / sizeof(T)>(
+  each<PACK>(
       n, [&sum](i64, T g) { sum += double(g) * double(g); }, in(g));
   sum = block_sum(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
@@ -147,7 +147,7 @@ __global__ void save_stats(const Place* blobs, const double* numbers) {
   const Place p = blobs[blockIdx.y];
   float *data = static_cast<float*>(const_cast<void*>(p.data)), *saved = static_cast<float*>(p.other);
   const bool back = numbers[STOPPED] != 0;
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < p.count; i += gridDim.x * i64(blockDim.x)) {
+  FOR_EACH(i, p.count) {
     if (back)
       data[i] = saved[i];
     else
@@ -159,6 +159,6 @@ __global__ void save_stats(const Place* blobs, const double* numbers) {
 __global__ void add_up(const Place* blobs) {
   const Place p = blobs[blockIdx.y];
   double* sums = static_cast<double*>(p.other);
-  for (i64 i = blockIdx.x * i64(blockDim.x) + threadIdx.x; i < p.count; i += gridDim.x * i64(blockDim.x))
+  FOR_EACH(i, p.count)
     sums[i] += element(p.data, i, p.kind);
 }
