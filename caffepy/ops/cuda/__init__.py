@@ -16,8 +16,7 @@ except ImportError as error:
         f"no GPU arithmetic without CuPy ({error}): pip install 'caffepy[cuda13]'"
     ) from error
 
-from caffepy.ops.cuda.bias import add_bias, bias_gradient
-from caffepy.ops.cuda.bias_relu import relu_bias_backward
+from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, relu_bias_backward
 from caffepy.ops.cuda.blas import matmul
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, join

@@ -4,16 +4,7 @@ sums for each channel, in two stages and a fixed order; see channels.cuh.
 
 from typing import Any
 
-from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import (
-    BLOCKS,
-    THREADS,
-    Array,
-    c_type,
-    channels_last,
-    launch_blocks,
-    scratch,
-)
+from caffepy.ops.cuda.launch import BLOCKS, THREADS, Array, channels_last, launch_blocks, scratch
 
 DEVICE = 132
 """Multiprocessors of a large device: this times the blocks that one holds at a time is a wave."""
@@ -50,45 +41,25 @@ def _blocks(shape: Shape, itemsize: int, wave: int) -> tuple[int, int]:
     return groups * splits, splits
 
 
-def _start(
-    file: str, name: str, variant: tuple[int, ...], x: Array, blocks: int, *arguments: Any
-) -> None:
-    if blocks:
-        instance = f"{name}<{', '.join([c_type(x), *map(str, variant)])}>"
-        kernel(file, instance)((blocks,), (THREADS,), arguments)
-
-
 def channel_pass(
-    file: str,
-    name: str,
-    x: Array,
-    shape: Shape,
-    *arguments: Any,
-    variant: tuple[int, ...] = (),
-    held: int = 4,
+    file: str, name: str, x: Array, shape: Shape, *arguments: Any, variant: str = "", held: int = 4
 ) -> None:
     """Run a kernel of a pass, its further arguments first; `held` of its blocks fit on a
     multiprocessor.
     """
     blocks, splits = _blocks(shape, x.itemsize, held * DEVICE)
-    _start(file, name, variant, x, blocks, *arguments, *shape, splits)
+    launch_blocks(file, name, x, blocks, *arguments, *shape, splits, variant=variant)
 
 
 def sums(
-    file: str,
-    name: str,
-    x: Array,
-    *arguments: Any,
-    shape: Shape | None = None,
-    variant: tuple[int, ...] = (),
+    file: str, name: str, x: Array, shape: Shape, *arguments: Any, variant: str = ""
 ) -> tuple[Array, int]:
     """Run a kernel that sums over the channels of x, its further arguments first; return (2,
     splits, C) partial sums and splits.
     """
-    shape = lying(x) if shape is None else shape
     blocks, splits = _blocks(shape, x.itemsize, 3 * DEVICE)
     partial = scratch("channels", 2 * shape[1] * splits)
-    _start(file, name, variant, x, blocks, *arguments, partial, *shape, splits)
+    launch_blocks(file, name, x, blocks, *arguments, partial, *shape, splits, variant=variant)
     return partial, splits
 
 

@@ -1,8 +1,6 @@
 """Convolution by im2col and matrix products, image by image, where cuDNN has no plan."""
 
-from collections.abc import Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
 
@@ -11,10 +9,7 @@ from caffepy.ops.cuda.blas import matmul
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.graphs import Geometry
-from caffepy.ops.cuda.launch import BLOCKS, THREADS, c_type
-
-Array = Any  # cupy.ndarray
-Sizes = Sequence[int]
+from caffepy.ops.cuda.launch import BLOCKS, THREADS, Array, c_type
 
 
 class Columns:
@@ -26,17 +21,8 @@ class Columns:
 
     def __init__(self, geometry: Geometry) -> None:
         x, w, y = geometry.x, geometry.w, geometry.y
-        axes = list(
-            zip(
-                x[2:],
-                w[2:],
-                geometry.stride,
-                geometry.padding,
-                geometry.dilation,
-                y[2:],
-                strict=True,
-            ),
-        )
+        how = (geometry.stride, geometry.padding, geometry.dilation)
+        axes = list(zip(x[2:], w[2:], *how, y[2:], strict=True))
         if len(axes) > 3:
             raise DeviceError(
                 f"no GPU convolution of {list(x)} with {list(w)}: more than 3 spatial axes"
@@ -51,17 +37,16 @@ class Columns:
     def _col(self, like: Array) -> Array:
         return context().array("columns", (self.group, self.w[2], self.y[3]), like.dtype)
 
-    def _im2col(self, x: Array, col: Array) -> None:
-        kernel("convolution", f"im2col<{c_type(x)}>")(
-            (BLOCKS,), (THREADS,), (x, col, *self.numbers)
-        )
+    def _move(self, name: str, source: Array, to: Array) -> None:
+        run = kernel("convolution", f"{name}<{c_type(to)}>")
+        run((BLOCKS,), (THREADS,), (source, to, *self.numbers))
 
     def forward(self, x: Array, w: Array, y: Array) -> None:
         """Write y = w * x."""
         x, w, y = x.reshape(self.x), w.reshape(self.w), y.reshape(self.y)
         col = self._col(x)
         for n in range(self.images):
-            self._im2col(x[n], col)
+            self._move("im2col", x[n], col)
             for g in range(self.group):
                 matmul(w[g], col[g], y[n, g])  # (O/g, K) @ (K, P)
 
@@ -72,15 +57,13 @@ class Columns:
         for n in range(self.images):
             for g in range(self.group):
                 matmul(w[g].T, dy[n, g], col[g])  # (K, O/g) @ (O/g, P)
-            kernel("convolution", f"col2im<{c_type(dx)}>")(
-                (BLOCKS,), (THREADS,), (col, dx[n], *self.numbers)
-            )
+            self._move("col2im", col, dx[n])
 
     def backward_weight(self, x: Array, dy: Array, dw: Array) -> None:
         """Write dw."""
         x, dw, dy = x.reshape(self.x), dw.reshape(self.w), dy.reshape(self.y)
         col = self._col(x)
         for n in range(self.images):
-            self._im2col(x[n], col)
+            self._move("im2col", x[n], col)
             for g in range(self.group):
                 matmul(dy[n, g], col[g].T, dw[g], accumulate=n > 0)  # (O/g, P) @ (P, K)

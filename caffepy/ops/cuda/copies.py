@@ -18,13 +18,8 @@ from caffepy.ops.cuda.launch import (
     lies_channels_last,
 )
 
-UNITS = {
-    1: "unsigned char",
-    2: "unsigned short",
-    4: "unsigned int",
-    8: "unsigned long long",
-    16: "uint4",
-}
+_INTEGERS = {1: "char", 2: "short", 4: "int", 8: "long long"}
+UNITS = {size: f"unsigned {name}" for size, name in _INTEGERS.items()} | {16: "uint4"}
 PARTS = 8
 """Most arrays of a launch of copy.cu."""
 
@@ -60,9 +55,8 @@ def _copy_whole(src: Array, dst: Array) -> None:
 
 def _copy_strided(src: Array, dst: Array) -> bool:
     """Copy and return True, if at most four axes are left after merging."""
-    axes: list[
-        tuple[int, int, int]
-    ] = []  # strides of dst and src in bytes, size; the shortest strides first
+    # Strides of dst and src in bytes, size; the shortest strides first.
+    axes: list[tuple[int, int, int]] = []
     for t, s, n in sorted(zip(dst.strides, src.strides, dst.shape, strict=True)):
         if n == 1:
             continue
@@ -76,13 +70,8 @@ def _copy_strided(src: Array, dst: Array) -> bool:
     unit = src.itemsize
     (t, s, n), *others = axes
     if s == t == unit:
-        unit = gcd(
-            16,
-            n * unit,
-            src.data.ptr,
-            dst.data.ptr,
-            *(stride for axis in others for stride in axis[:2]),
-        )
+        strides = (stride for axis in others for stride in axis[:2])
+        unit = gcd(16, n * unit, src.data.ptr, dst.data.ptr, *strides)
         axes[0] = (unit, unit, n * src.itemsize // unit)
     name = f"copy<{UNITS[unit]}, {len(axes)}>"
     axes += [(0, 0, 1)] * (4 - len(axes))
@@ -100,9 +89,8 @@ def convert(x: Array, out: Array) -> None:
     elif x.dtype == out.dtype:
         _copy_whole(x, out)
     else:
-        launch_expression(
-            "convert", f"cast<{c_type(x)}, {c_type(out)}>", -(-out.size // 8), x, out, out.size
-        )
+        name = f"cast<{c_type(x)}, {c_type(out)}>"
+        launch_expression("convert", name, -(-out.size // 8), x, out, out.size)
 
 
 def _transpose(x: Array, out: Array) -> None:
@@ -110,21 +98,17 @@ def _transpose(x: Array, out: Array) -> None:
     if out.flags.c_contiguous and lies_channels_last(x):
         rows, columns = columns, rows
     elif not (x.flags.c_contiguous and lies_channels_last(out)):
-        raise DeviceError(
-            f"{x.shape} by {x.strides} cannot be converted to strides of {out.strides}"
-        )
-    down, across = _tile(rows, columns)
+        where = f"{x.shape} by {x.strides}"
+        raise DeviceError(f"{where} cannot be converted to strides of {out.strides}")
+    # Logarithms of a tile's rows and columns: of the smaller number as many as there are, 4 to 64.
+    down, across = (min(max(2, (size - 1).bit_length()), 6) for size in (rows, columns))
+    if rows <= columns:
+        across = min(12 - down, 8)
+    else:
+        down = min(12 - across, 8)
     tiles = n * -(-rows >> down) * -(-columns >> across)
     name = f"transpose<{c_type(x)}, {c_type(out)}>"
     launch_expression("convert", name, tiles * THREADS, x, out, n, rows, columns, down, across)
-
-
-def _tile(rows: int, columns: int) -> tuple[int, int]:
-    """Return the logarithms of the rows and columns of a tile: of the smaller number as many as
-    there are, from 4 to 64.
-    """
-    down, across = (min(max(2, (size - 1).bit_length()), 6) for size in (rows, columns))
-    return (down, min(12 - down, 8)) if rows <= columns else (min(12 - across, 8), across)
 
 
 def join(parts: Sequence[Array], whole: Array, axis: int) -> None:
@@ -150,23 +134,12 @@ def _side_by_side(
         inner = prod(whole.shape[axis + 1 :]) * whole.itemsize
     line = whole.shape[axis] * inner
     unit = gcd(16, *(size * inner for size in sizes), *(a.data.ptr for a in (whole, *there)))
-    name, lines, start = (
-        f"side_by_side<{UNITS[unit]}, {str(joining).lower()}>",
-        whole.nbytes // line,
-        0,
-    )
+    name = f"side_by_side<{UNITS[unit]}, {str(joining).lower()}>"
+    lines, start = whole.nbytes // line, 0
     for first in range(0, len(parts), PARTS):
         ends = [inner * n // unit for n in np.cumsum(sizes[first : first + PARTS]).tolist()]
-        places = [0 if a is None else a for a in parts[first : first + PARTS]]
-        missing = PARTS - len(ends)
-        shape = (lines, line // unit, divisor(max(1, ends[-1])))
-        arguments = (
-            whole.data.ptr + start,
-            *shape,
-            *places,
-            *[0] * missing,
-            *ends,
-            *ends[-1:] * missing,
-        )
-        launch_expression("copy", name, lines * ends[-1], *arguments)
-        start += ends[-1] * unit
+        missing, last = PARTS - len(ends), ends[-1]
+        arrays = (*parts[first : first + PARTS], *[None] * missing, *ends, *[last] * missing)
+        shape = (whole.data.ptr + start, lines, line // unit, divisor(max(1, last)))
+        launch_expression("copy", name, lines * last, *shape, *arrays)
+        start += last * unit

@@ -13,10 +13,10 @@ from caffepy.ops.cuda.launch import (
     BLOCKS,
     THREADS,
     Array,
+    alike,
     c_type,
-    channels_last,
-    launch,
     launch_blocks,
+    launch_each,
     launch_expression,
     number,
     packs,
@@ -24,26 +24,12 @@ from caffepy.ops.cuda.launch import (
 )
 
 
-def _each(name: str, arrays: tuple[Array, ...], *arguments: Any) -> None:
-    """Run a kernel over the elements of arrays with one layout."""
-    launch(
-        "elementwise", name, arrays[0], packs(_alike(*arrays)), *arrays, arrays[0].size, *arguments
-    )
-
-
-def _alike(x: Array, *others: Array) -> Array:
-    """Return x after checking type, shape and layout of the others."""
-    assert all(a.dtype == x.dtype and a.size == x.size for a in others)
-    channels_last(x, *others)
-    return x
-
-
 def scaled(alpha: float, x: Array, out: Array) -> None:
-    _each("scaled", (x, out), *number(alpha))
+    launch_each("elementwise", "scaled", (x, out), *number(alpha))
 
 
 def axpy(alpha: float, x: Array, out: Array) -> None:
-    _each("axpy", (x, out), *number(alpha))
+    launch_each("elementwise", "axpy", (x, out), *number(alpha))
 
 
 def add(x: Array, out: Array) -> None:
@@ -51,11 +37,11 @@ def add(x: Array, out: Array) -> None:
 
 
 def multiply(x: Array, y: Array, out: Array) -> None:
-    _each("multiply", (x, y, out))
+    launch_each("elementwise", "multiply", (x, y, out))
 
 
 def dot(x: Array, y: Array) -> Any:
-    blocks = max(1, min(-(-packs(_alike(x, y)) // (4 * THREADS)), BLOCKS))
+    blocks = max(1, min(-(-packs(alike(x, y)) // (4 * THREADS)), BLOCKS))
     partial, total = scratch("dot", blocks), cupy.empty((), np.float64)
     launch_blocks("elementwise", "dot", x, blocks, x, y, partial, x.size)
     launch_blocks("elementwise", "dot_finish", x, 1, partial, total, blocks)
@@ -74,16 +60,16 @@ def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) 
         missing = TERMS - len(group)
         arguments = (out, out.size, *arrays, *[0] * missing, *factors, *[0.0] * missing)
         name = f"eltwise_sum<{c_type(out)}, {len(group)}>"
-        launch_expression("elementwise", name, packs(_alike(out, *arrays)), *arguments)
+        launch_expression("elementwise", name, packs(alike(out, *arrays)), *arguments)
         terms = [(out, 1.0), *terms]
 
 
 def eltwise_max(xs: Sequence[Array], out: Array, index: Array) -> None:
     x, y, *rest = xs
-    _each("first_max", (x, y, out), index)
+    launch_each("elementwise", "first_max", (x, y, out), index)
     for rank, z in enumerate(rest, 2):
-        _each("next_max", (z, out), index, rank)
+        launch_each("elementwise", "next_max", (z, out), index, rank)
 
 
 def eltwise_select(index: Array, rank: int, dy: Array, dx: Array) -> None:
-    _each("select", (dy, dx), index, rank)
+    launch_each("elementwise", "select", (dy, dx), index, rank)

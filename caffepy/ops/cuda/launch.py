@@ -3,6 +3,7 @@
 from math import prod
 from typing import Any
 
+import cupy
 import numpy as np
 
 from caffepy.core.errors import DeviceError
@@ -21,14 +22,13 @@ BLOCKS = 132 * 8
 MOST = 1 << 13
 """Most blocks of a launch; kernels use grid-stride loops."""
 
-_KINDS = {
-    "float32": 1,
-    "float64": 2,
-    "int32": 3,
-    "uint32": 3,
-    "int64": 4,
-    "uint64": 4,
-}  # as in pack.cuh
+MOST_SUMS = 512
+"""Most blocks of a launch with one result."""
+
+_KINDS = {"float32": 1, "float64": 2, "int32": 3, "uint32": 3, "int64": 4, "uint64": 4}
+"""As in pack.cuh."""
+
+_arrivals: dict[tuple[int, int], Array] = {}
 
 
 def c_type(array: Array) -> str:
@@ -88,10 +88,52 @@ def launch_expression(file: str, expression: str, threads: int, *arguments: Any)
         kernel(file, expression)((min(-(-threads // THREADS), MOST),), (THREADS,), arguments)
 
 
-def launch_blocks(file: str, name: str, like: Array, blocks: int, *arguments: Any) -> None:
-    """Launch the template `name` for the element type of `like` with exactly this many blocks."""
+def launch_each(file: str, name: str, arrays: tuple[Array, ...], *arguments: Any) -> None:
+    """Launch the template `name` over the elements of arrays of one type, size and layout."""
+    x = alike(*arrays)
+    launch(file, name, x, packs(x), *arrays, x.size, *arguments)
+
+
+def alike(x: Array, *others: Array) -> Array:
+    """Return x after checking type, size and layout of the others."""
+    assert all(a.dtype == x.dtype and a.size == x.size for a in others)
+    channels_last(x, *others)  # raises if their layouts differ
+    return x
+
+
+def launch_blocks(
+    file: str,
+    name: str,
+    like: Array,
+    blocks: int,
+    *arguments: Any,
+    threads: int = THREADS,
+    variant: str = "",
+) -> None:
+    """Launch the template `name` for the element type of `like`, with further arguments of the
+    template such as ", 1, 0", with exactly this many blocks.
+    """
     if blocks > 0:
-        kernel(file, f"{name}<{c_type(like)}>")((blocks,), (THREADS,), arguments)
+        kernel(file, f"{name}<{c_type(like)}{variant}>")((blocks,), (threads,), arguments)
+
+
+def launch_rows(file: str, name: str, x: Array, *arguments: Any) -> None:
+    """Launch a block for each row of x (outer, C, 1)."""
+    if x.size:
+        threads = min(THREADS, -(-x.shape[1] // 32) * 32)
+        launch_blocks(file, name, x, len(x), *arguments, threads=threads)
+
+
+def launch_reduce(file: str, name: str, like: Array, worth: int, *arguments: Any) -> None:
+    """Launch the template `name` for the element type of `like` in about `worth` blocks, at least
+    one: the last one to finish makes one result of all, in the order of blocks (block_reduce.cuh).
+    """
+    blocks = max(1, min(worth, MOST_SUMS))
+    key = (cupy.cuda.runtime.getDevice(), cupy.cuda.get_current_stream().ptr)
+    if key not in _arrivals:  # the number of finished blocks on this stream: 0 before and after
+        _arrivals[key] = cupy.zeros((), np.uint64)
+    partial = scratch("loss", 3 * blocks)
+    launch_blocks(file, name, like, blocks, *arguments, partial, _arrivals[key])
 
 
 def packs(x: Array) -> int:

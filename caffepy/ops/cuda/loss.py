@@ -1,13 +1,17 @@
 """Softmax, losses, accuracy.
 
-A loss takes one launch, after the softmax if that is separate: see block_reduce.py.
+A loss takes one launch, after the softmax if that is separate: see launch_reduce.
 """
 
-from typing import Any
-
-from caffepy.ops.cuda.block_reduce import launch_reduce
-from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch, number, packs
+from caffepy.ops.cuda.launch import (
+    THREADS,
+    Array,
+    launch,
+    launch_reduce,
+    launch_rows,
+    number,
+    packs,
+)
 
 LABELS = 2048
 """Labels for which one more block pays."""
@@ -15,35 +19,27 @@ NARROW = 64
 """A warp takes a row of up to this many classes, a block a longer one."""
 
 
-def _rows(name: str, x: Array, *arguments: Any) -> None:
-    """Launch a block for each row of (outer, C, 1)."""
-    outer, channels = x.shape[:2]
-    if x.size:
-        threads = min(THREADS, -(-channels // 32) * 32)
-        kernel("loss", f"{name}<{c_type(x)}>")((outer,), (threads,), (*arguments, outer, channels))
-
-
 def softmax_forward(x: Array, y: Array) -> None:
     if x.shape[2] == 1:
-        _rows("softmax_rows", x, x, y)
+        launch_rows("loss", "softmax_rows", x, x, y, *x.shape[:2])
     else:
         launch("loss", "softmax_planes", x, x.shape[0] * x.shape[2], x, y, *x.shape)
 
 
 def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
     if y.shape[2] == 1:
-        _rows("softmax_gradient_rows", y, y, dy, dx)
+        launch_rows("loss", "softmax_gradient_rows", y, y, dy, dx, *y.shape[:2])
     else:
         launch("loss", "softmax_gradient_planes", y, y.shape[0] * y.shape[2], y, dy, dx, *y.shape)
 
 
+def _counted(ignore: int | None, divisor: float | None) -> tuple[int, int, float]:
+    """Return what kernels take: a divisor below 0 is the number of labels."""
+    return *_skip(ignore), -1.0 if divisor is None else float(divisor)
+
+
 def _skip(ignore: int | None) -> tuple[int, int]:
     return int(ignore is not None), int(ignore or 0)
-
-
-def _divisor(divisor: float | None) -> float:
-    """Return the divisor as kernels take it: below 0 for the number of labels."""
-    return -1.0 if divisor is None else float(divisor)
 
 
 def _threads_each(x: Array) -> int:
@@ -62,25 +58,13 @@ def softmax_loss_forward(
     wrong: Array,
 ) -> None:
     outer, channels, inner = x.shape
-    arguments = (
-        x,
-        label,
-        prob,
-        outer,
-        channels,
-        inner,
-        *_skip(ignore),
-        _divisor(divisor),
-        loss,
-        norm,
-        wrong,
-    )
+    arguments = (x, label, prob, *x.shape, *_counted(ignore, divisor), loss, norm, wrong)
     if inner > 1:
-        launch_reduce("loss", "softmax_loss_planes", x, -(-label.size // THREADS), arguments)
+        launch_reduce("loss", "softmax_loss_planes", x, -(-label.size // THREADS), *arguments)
     elif channels <= NARROW:
-        launch_reduce("loss", "softmax_loss_rows", x, -(-outer // (THREADS // 32)), arguments)
+        launch_reduce("loss", "softmax_loss_rows", x, -(-outer // (THREADS // 32)), *arguments)
     else:
-        launch_reduce("loss", "softmax_loss_long_rows", x, outer, arguments)
+        launch_reduce("loss", "softmax_loss_long_rows", x, outer, *arguments)
 
 
 def softmax_loss_backward(
@@ -93,8 +77,8 @@ def softmax_loss_backward(
 def sigmoid_loss_forward(
     x: Array, target: Array, ignore: int | None, divisor: float | None, loss: Array, norm: Array
 ) -> None:
-    arguments = (x, target, x.size, *_skip(ignore), _divisor(divisor), loss, norm)
-    launch_reduce("loss", "sigmoid_loss", x, -(-x.size // LABELS), arguments)
+    arguments = (x, target, x.size, *_counted(ignore, divisor), loss, norm)
+    launch_reduce("loss", "sigmoid_loss", x, -(-x.size // LABELS), *arguments)
 
 
 def sigmoid_loss_backward(
@@ -108,7 +92,7 @@ def euclidean_loss_forward(
     x: Array, target: Array, divisor: float, difference: Array, loss: Array
 ) -> None:
     arguments = (x, target, difference, x.size, float(divisor), loss)
-    launch_reduce("loss", "euclidean_loss", x, -(-x.size // LABELS), arguments)
+    launch_reduce("loss", "euclidean_loss", x, -(-x.size // LABELS), *arguments)
 
 
 def euclidean_loss_backward(difference: Array, weight: Array, divisor: float, dx: Array) -> None:
@@ -130,13 +114,8 @@ def accuracy(
     threads = _threads_each(x)
     room = (0, 0, 0) if shares is None else (hits, counts, shares)
     sizes = (*x.shape[1:], label.size, int(top_k), *_skip(ignore), threads)
-    launch_reduce(
-        "loss",
-        "accuracy",
-        x,
-        -(-label.size * threads // THREADS),
-        (x, label, *sizes, *room, share, wrong),
-    )
+    worth = -(-label.size * threads // THREADS)
+    launch_reduce("loss", "accuracy", x, worth, x, label, *sizes, *room, share, wrong)
 
 
 def infogain_loss_forward(
@@ -152,18 +131,10 @@ def infogain_loss_forward(
 ) -> None:
     softmax_forward(x, prob)
     threads = _threads_each(x)
-    arguments = (
-        prob,
-        label,
-        matrix,
-        label.size,
-        *x.shape[1:],
-        *_skip(ignore),
-        threads,
-        _divisor(divisor),
-    )
-    worth = -(-label.size * threads // THREADS)
-    launch_reduce("item_loss", "infogain_loss", x, worth, (*arguments, loss, norm, wrong))
+    *skip, by = _counted(ignore, divisor)
+    sizes = (label.size, *x.shape[1:], *skip, threads, by)
+    worth, arguments = -(-label.size * threads // THREADS), (prob, label, matrix, *sizes)
+    launch_reduce("item_loss", "infogain_loss", x, worth, *arguments, loss, norm, wrong)
 
 
 def infogain_loss_backward(
@@ -185,7 +156,7 @@ def multinomial_loss_forward(
     prob: Array, label: Array, divisor: float, loss: Array, wrong: Array
 ) -> None:
     arguments = (prob, label, *prob.shape, float(divisor), loss, wrong)
-    launch_reduce("item_loss", "multinomial_loss", prob, -(-label.size // THREADS), arguments)
+    launch_reduce("item_loss", "multinomial_loss", prob, -(-label.size // THREADS), *arguments)
 
 
 def multinomial_loss_backward(
@@ -199,7 +170,7 @@ def hinge_loss_forward(
     x: Array, label: Array, squares: bool, divisor: float, slack: Array, loss: Array, wrong: Array
 ) -> None:
     arguments = (x, label, slack, *x.shape, int(squares), float(divisor), loss, wrong)
-    launch_reduce("item_loss", "hinge_loss", x, -(-x.size // LABELS), arguments)
+    launch_reduce("item_loss", "hinge_loss", x, -(-x.size // LABELS), *arguments)
 
 
 def hinge_loss_backward(
@@ -220,19 +191,9 @@ def contrastive_loss_forward(
     factor: Array,
     loss: Array,
 ) -> None:
-    arguments = (
-        a,
-        b,
-        similar,
-        difference,
-        factor,
-        *a.shape,
-        float(margin),
-        int(legacy),
-        float(divisor),
-        loss,
-    )
-    launch_reduce("item_loss", "contrastive_loss", a, -(-a.shape[0] // (THREADS // 32)), arguments)
+    numbers = (*a.shape, float(margin), int(legacy), float(divisor))
+    arguments = (a, b, similar, difference, factor, *numbers, loss)
+    launch_reduce("item_loss", "contrastive_loss", a, -(-len(a) // (THREADS // 32)), *arguments)
 
 
 def contrastive_loss_backward(

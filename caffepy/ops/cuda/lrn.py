@@ -34,15 +34,8 @@ def lrn_backward(
 ) -> None:
     factor = float(2 * alpha * beta / size)
     if scale is None:
-        _lines(
-            "lrn_backward",
-            (x, dy, dx),
-            size // 2,
-            float(alpha / size),
-            factor,
-            float(beta),
-            float(k),
-        )
+        numbers = float(alpha / size), factor, float(beta), float(k)
+        _lines("lrn_backward", (x, dy, dx), size // 2, *numbers)
     else:
         _planes("lrn_backward", (x, y, scale, dy, dx), size // 2, factor, float(beta))
 

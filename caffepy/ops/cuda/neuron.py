@@ -3,27 +3,17 @@
 What only backward reads (a sigmoid, a mask) is flat.
 """
 
-from typing import Any
-
-from caffepy.ops.cuda.bias import add_bias, bias_gradient, over_columns
+from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, over_columns
 from caffepy.ops.cuda.channels import finish, lying, sums
-from caffepy.ops.cuda.launch import Array, channels_last, launch, packs
-
-
-def _each(name: str, arrays: tuple[Array, ...], *arguments: Any) -> None:
-    """Run a kernel over the elements of arrays with one layout."""
-    x = arrays[0]
-    assert all(a.dtype == x.dtype and a.shape == x.shape for a in arrays)
-    channels_last(*arrays)
-    launch("neuron", name, x, packs(x), *arrays, x.size, *arguments)
+from caffepy.ops.cuda.launch import Array, launch, launch_each, packs
 
 
 def relu_forward(x: Array, y: Array, slope: float) -> None:
-    _each("relu_forward", (x, y), float(slope))
+    launch_each("neuron", "relu_forward", (x, y), float(slope))
 
 
 def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
-    _each("relu_backward", (x, dy, dx), float(slope))
+    launch_each("neuron", "relu_backward", (x, dy, dx), float(slope))
 
 
 def _by_slope(slope: Array, *arrays: Array) -> tuple[int, int, int]:
@@ -44,53 +34,51 @@ def prelu_backward(
     if not x.size or (dx is None and dslope is None):
         return
     shape = _by_slope(slope, x, dy, dy if dx is None else dx)
-    partial, splits = sums(
-        "neuron", "prelu_backward", x, x, dy, slope, 0 if dx is None else dx, shape=shape
-    )
+    partial, splits = sums("neuron", "prelu_backward", x, shape, x, dy, slope, dx)
     if dslope is not None:
         finish("neuron", "prelu_finish", x, partial, dslope, slope.size, splits)
 
 
 def sigmoid_forward(x: Array, y: Array) -> None:
-    _each("sigmoid_forward", (x, y))
+    launch_each("neuron", "sigmoid_forward", (x, y))
 
 
 def sigmoid_backward(y: Array, dy: Array, dx: Array) -> None:
-    _each("sigmoid_backward", (y, dy, dx))
+    launch_each("neuron", "sigmoid_backward", (y, dy, dx))
 
 
 def tanh_forward(x: Array, y: Array) -> None:
-    _each("tanh_forward", (x, y))
+    launch_each("neuron", "tanh_forward", (x, y))
 
 
 def tanh_backward(y: Array, dy: Array, dx: Array) -> None:
-    _each("tanh_backward", (y, dy, dx))
+    launch_each("neuron", "tanh_backward", (y, dy, dx))
 
 
 def power_forward(x: Array, y: Array, power: float, scale: float, shift: float) -> None:
-    _each("power_forward", (x, y), float(power), float(scale), float(shift))
+    launch_each("neuron", "power_forward", (x, y), float(power), float(scale), float(shift))
 
 
 def power_backward(
     x: Array, dy: Array, dx: Array, power: float, scale: float, shift: float
 ) -> None:
-    _each("power_backward", (x, dy, dx), float(power), float(scale), float(shift))
+    launch_each("neuron", "power_backward", (x, dy, dx), float(power), float(scale), float(shift))
 
 
 def elu_forward(x: Array, y: Array, alpha: float) -> None:
-    _each("elu_forward", (x, y), float(alpha))
+    launch_each("neuron", "elu_forward", (x, y), float(alpha))
 
 
 def elu_backward(x: Array, y: Array, dy: Array, dx: Array, alpha: float) -> None:
-    _each("elu_backward", (x, y, dy, dx), float(alpha))
+    launch_each("neuron", "elu_backward", (x, y, dy, dx), float(alpha))
 
 
 def swish_forward(x: Array, y: Array, sigmoid: Array, beta: float) -> None:
-    _each("swish_forward", (x, y), float(beta), sigmoid)
+    launch_each("neuron", "swish_forward", (x, y), float(beta), sigmoid)
 
 
 def swish_backward(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) -> None:
-    _each("swish_backward", (y, dy, dx), float(beta), sigmoid)
+    launch_each("neuron", "swish_backward", (y, dy, dx), float(beta), sigmoid)
 
 
 def _threshold(ratio: float) -> tuple[int, float]:
@@ -101,18 +89,12 @@ def _threshold(ratio: float) -> tuple[int, float]:
 def dropout_forward(
     x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Array | None = None
 ) -> None:
-    _each(
-        "dropout_forward",
-        (x, y),
-        mask,
-        *_threshold(ratio),
-        seed,
-        0 if step_counter is None else step_counter,
-    )
+    numbers = *_threshold(ratio), seed, step_counter
+    launch_each("neuron", "dropout_forward", (x, y), mask, *numbers)
 
 
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
-    _each("dropout_backward", (dy, dx), mask, 1 / (1 - ratio))
+    launch_each("neuron", "dropout_backward", (dy, dx), mask, 1 / (1 - ratio))
 
 
 def bias_act_forward(
@@ -127,20 +109,15 @@ def bias_act_forward(
     if b is not None and not relu and mask is None:
         add_bias(y, b)
     elif relu or mask is not None:
-        pointers = (0 if a is None else a for a in (b, mask))
-        numbers = *_threshold(ratio), seed, 0 if step_counter is None else step_counter
-        launch(
-            "neuron", "bias_act_forward", y, packs(y), y, *pointers, *y.shape, int(relu), *numbers
-        )
+        numbers = *y.shape, int(relu), *_threshold(ratio), seed, step_counter
+        launch("neuron", "bias_act_forward", y, packs(y), y, b, mask, *numbers)
 
 
 def bias_act_backward(
     y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float
 ) -> None:
     if relu or mask is not None:
-        pointers = y if relu else 0, dy, 0 if mask is None else mask
-        over_columns(
-            "neuron", "bias_act_backward", dy, dy.shape, db, *pointers, _threshold(ratio)[1]
-        )
+        arguments = y if relu else None, dy, mask, _threshold(ratio)[1]
+        over_columns("neuron", "bias_act_backward", dy, dy.shape, db, *arguments)
     elif db is not None:
         bias_gradient(dy, db)

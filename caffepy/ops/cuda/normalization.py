@@ -1,6 +1,7 @@
 """Normalization by statistics of each channel, and scales and biases of each channel."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
 from caffepy.ops.cuda.context import context
@@ -12,14 +13,15 @@ NO_MASK, BY_X, BY_Y = range(3)
 Maybe = Array | None
 
 
-def _pointers(*arrays: Maybe) -> list[Array]:
-    return [0 if a is None else a for a in arrays]
+def _moments(x: Array, finisher: str, *arguments: Any) -> None:
+    """Sum x and x^2 over each channel, and finish with a kernel."""
+    shape = lying(x)
+    partial, splits = sums("normalization", "moments", x, shape, x)
+    finish("normalization", finisher, x, partial, *arguments, *shape, splits)
 
 
 def batch_norm_statistics(x: Array, mean: Array, variance: Array) -> None:
-    shape = lying(x)
-    partial, splits = sums("normalization", "moments", x, x, shape=shape)
-    finish("normalization", "statistics_finish", x, partial, mean, variance, *shape, splits)
+    _moments(x, "statistics_finish", mean, variance)
 
 
 def batch_norm_prepare(
@@ -31,26 +33,16 @@ def batch_norm_prepare(
     bias: Maybe,
     numbers: Array,
 ) -> None:
-    if not x.size:
-        return
-    shape = lying(x)
-    partial, splits = sums("normalization", "moments", x, x, shape=shape)
-    arguments = (
-        *_pointers(*running, scale, bias),
-        numbers,
-        float(fraction),
-        float(eps),
-        *shape,
-        splits,
-    )
-    finish("normalization", "prepare_finish", x, partial, *arguments)
+    if x.size:
+        arguments = (*running, scale, bias, numbers, float(fraction), float(eps))
+        _moments(x, "prepare_finish", *arguments)
 
 
 def batch_norm_stored(
     running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
 ) -> None:
     channels = numbers.shape[1]
-    arguments = (*_pointers(*running, scale, bias), numbers, channels, float(eps))
+    arguments = (*running, scale, bias, numbers, channels, float(eps))
     launch("normalization", "stored", numbers, channels, *arguments)
 
 
@@ -97,15 +89,8 @@ def norm_backward(
 
 def _forward(x: Array, factor: Array, shift: Maybe, other: Maybe, relu: bool, y: Array) -> None:
     shape = lying(x, y) if other is None else lying(x, other, y)
-    arguments = (x, *_pointers(factor, shift, other), y)
-    channel_pass(
-        "normalization",
-        "forward",
-        x,
-        shape,
-        *arguments,
-        variant=(int(other is not None), int(relu)),
-    )
+    arrays, variant = (x, factor, shift, other, y), f", {int(other is not None)}, {int(relu)}"
+    channel_pass("normalization", "forward", x, shape, *arrays, variant=variant)
 
 
 def _backward(
@@ -128,23 +113,17 @@ def _backward(
     mask = NO_MASK if not relu else BY_X if y is None else BY_Y
     dy, more = dys if len(dys) > 1 else (dys[0], None)
     shape = lying(x, *(a for a in (dy, more, y, masked, dx) if a is not None))
-    now = dx if frozen else None  # written by the first pass
-    partial, splits = sums(
-        "normalization",
-        "backward_sums",
-        x,
-        *_pointers(x, mean, factor, shift, dy, more, y if mask == BY_Y else None, masked, now),
-        shape=shape,
-        variant=(mask, int(more is not None), int(masked is not None), int(now is not None)),
-    )
+    optional = (more, y if mask == BY_Y else None, masked, dx if frozen else None)
+    has_more, _, has_masked, has_dx = (int(a is not None) for a in optional)
+    arrays = (x, mean, factor, shift, dy, *optional)
+    variant = f", {mask}, {has_more}, {has_masked}, {has_dx}"
+    partial, splits = sums("normalization", "backward_sums", x, shape, *arrays, variant=variant)
     later = dx is not None and not frozen
     line = context().array("line", (2, x.shape[1]), factor.dtype) if later else None
     if later or dscale is not None or dbias is not None:
-        arguments = (*_pointers(mean, inverse, factor, dscale, dbias, line), *shape, splits)
+        arguments = (mean, inverse, factor, dscale, dbias, line, *shape, splits)
         finish("normalization", "backward_finish", x, partial, *arguments)
     if later:
         g, mask = (dy, mask) if masked is None else (masked, NO_MASK)
-        arguments = (*_pointers(x, factor, shift, line), g, dx)
-        channel_pass(
-            "normalization", "backward", x, shape, *arguments, variant=(int(mask == BY_X),), held=3
-        )
+        affine, variant = (x, factor, shift, line, g, dx), f", {int(mask == BY_X)}"
+        channel_pass("normalization", "backward", x, shape, *affine, variant=variant, held=3)

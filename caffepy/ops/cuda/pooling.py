@@ -54,13 +54,8 @@ def _pool(
         name, numbers, threads = "ave_pool_forward_wide", [], over.size * 32
     elif not name.startswith("stochastic"):
         numbers.append(min(kernel[1] if over is small else -(-kernel[1] // stride[1]), AHEAD))
-    sizes = (
-        images,
-        channels // v,
-        *large.shape[2:],
-        *small.shape[2:],
-        *(int(side) for pair in pairs for side in pair),
-    )
+    planes = (*large.shape[2:], *small.shape[2:])
+    sizes = (images, channels // v, *planes, *(int(side) for pair in pairs for side in pair))
     divisors = (divisor(int(d)) for d in (channels // v, *over.shape[:1:-1], *stride))
     if relu is not None:
         numbers.append(int(relu))
@@ -105,7 +100,7 @@ def stochastic_pool_forward(
     seed: int,
     step_counter: Array | None = None,
 ) -> None:
-    pairs, numbers = (kernel, stride, pad), (seed, 0 if step_counter is None else step_counter)
+    pairs, numbers = (kernel, stride, pad), (seed, step_counter)
     _pool("stochastic_pool_forward", y, x, y, (x, y, index), pairs, *numbers)
 
 

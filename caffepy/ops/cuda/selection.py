@@ -1,8 +1,7 @@
 """Gather and scatter-add of rows, and the largest values."""
 
-from caffepy.ops.cuda.block_reduce import launch_reduce
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch
+from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch, launch_reduce, launch_rows
 
 EACH = 4
 """Elements of a thread."""
@@ -10,7 +9,7 @@ EACH = 4
 
 def take_rows(x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:
     arguments = (x, index, y, index.size, *x.shape, int(cut), wrong)
-    launch_reduce("selection", "take_rows", x, -(-y.size // (EACH * THREADS)), arguments)
+    launch_reduce("selection", "take_rows", x, -(-y.size // (EACH * THREADS)), *arguments)
 
 
 def add_rows(dy: Array, index: Array, dx: Array) -> None:
@@ -21,10 +20,9 @@ def add_rows(dy: Array, index: Array, dx: Array) -> None:
 
 
 def top_values(x: Array, top_k: int, places: bool, values: bool, y: Array) -> None:
-    outer, channels, inner = x.shape
-    arguments = (x, y, outer, channels, inner, int(top_k), int(places), int(values))
+    outer, _, inner = x.shape
+    arguments = (x, y, *x.shape, int(top_k), int(places), int(values))
     if inner > 1:
         launch("selection", "top_planes", x, outer * inner, *arguments)
-    elif x.size:
-        threads = min(THREADS, -(-channels // 32) * 32)
-        kernel("selection", f"top_rows<{c_type(x)}>")((outer,), (threads,), arguments)
+    else:
+        launch_rows("selection", "top_rows", x, *arguments)

@@ -27,29 +27,12 @@ def _run(name: str, arrays: tuple[Array, ...], segments: Segments, *numbers: Num
         return
     ends = _on_device(segments.ends, np.int64)
     rates, decays = (_on_device(a, w.dtype) for a in (segments.rates, segments.decays))
-    spoken = (
-        segments.scale,
-        segments.rate,
-        segments.decay,
-        segments.go,
-        *numbers,
-        *[0.0] * (4 - len(numbers)),
+    common = (segments.scale, segments.rate, segments.decay, segments.go)
+    constants = (
+        n for value in (*common, *numbers, *[0.0] * (4 - len(numbers))) for n in number(value)
     )
-    constants = (n for value in spoken for n in number(value))
-    launch(
-        "update",
-        name,
-        w,
-        packs(w),
-        *arrays,
-        w.size,
-        ends,
-        rates,
-        decays,
-        count,
-        int(segments.l1),
-        *constants,
-    )
+    arguments = (*arrays, w.size, ends, rates, decays, count, int(segments.l1), *constants)
+    launch("update", name, w, packs(w), *arguments)
 
 
 def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:

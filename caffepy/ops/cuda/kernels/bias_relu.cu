@@ -3,13 +3,14 @@
 
 #include "pack.cuh"
 #include "reduce.cuh"
+#include "columns.cuh"
 
 // y = relu(y + b_o); b and the relu may be missing
 template <typename T>
 __global__ void bias_relu(T* values, const Wide<T>* b, i64 outer, i64 outputs, i64 inner, i64 relu) {
   using A = Wide<T>;
   Channel channel(outputs, inner);
-  each<16 / sizeof(T)>(
+  each<PACK>(
       outer * outputs * inner,
       [=](i64 i, T& y) mutable {
         const A sum = A(y) + (b ? b[channel.at(i)] : A(0));
@@ -17,18 +18,6 @@ __global__ void bias_relu(T* values, const Wide<T>* b, i64 outer, i64 outputs, i
       },
       both(values));
 }
-
-// Where sums go: to db, or if there are several shares of them to part (O, shares); nowhere without db.
-template <typename A> struct Sums {
-  A *db, *part;
-  i64 shares;
-  __device__ void add(i64 o, A sum) const {
-    if (shares == 1)
-      db[o] += sum;
-    else
-      part[o * shares + blockIdx.y] = sum;
-  }
-};
 
 // dy = 0 where y <= 0, unless there is no y, for packs of V elements that lie `step` apart, two at a time; their sums.
 template <int V, typename T>
@@ -98,7 +87,7 @@ __device__ void mask_rows_by(i64 pack, const T* y, T* dy, Sums<Wide<T>> to, Wide
 template <typename T>
 __global__ void __launch_bounds__(256)
 relu_bias_rows(const T* y, T* dy, Wide<T>* db, Wide<T>* part, i64 rows, i64 outputs, i64 shares, i64 pack) {
-  constexpr int V = 16 / sizeof(T);
+  constexpr int V = PACK;
   __shared__ Wide<T> sums[256 * V];
   mask_rows_by<V>(pack, y, dy, Sums<Wide<T>>{db, part, shares}, sums, rows, outputs);
 }
@@ -110,7 +99,7 @@ __global__ void __launch_bounds__(256)
 relu_bias_planes(const T* y, T* dy, Wide<T>* db, Wide<T>* part, i64 images, i64 outputs, i64 positions, i64 shares,
                  i64 length) {
   using A = Wide<T>;
-  constexpr int V = 16 / sizeof(T);
+  constexpr int V = PACK;
   const bool whole = positions % V == 0 && in(y).template fits<V>() && in(dy).template fits<V>();
   const i64 o = blockIdx.x, lines = (positions + length - 1) / length, lane_id = threadIdx.x % 32;
   const i64 lo = images * lines * blockIdx.y / shares, hi = images * lines * (blockIdx.y + 1) / shares;
@@ -141,4 +130,20 @@ template <typename T> __global__ void add_shares(const Wide<T>* part, Wide<T>* d
   for (i64 s = threadIdx.x % 32; s < shares; s += 32) sum += part[o * shares + s];
   sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) db[o] += sum;
+}
+
+// Column sums of dy (M, O), see columns.cuh.
+template <typename T>
+__global__ void __launch_bounds__(512)
+bias_gradient_rows(const T* dy, i64 rows, i64 columns, Wide<T>* db, Wide<T>* part, i64 shares) {
+  const T* none = nullptr;
+  over_columns(dy, none, nullptr, Wide<T>(1), (T*)nullptr, Sums<Wide<T>>{db, part, shares}, rows, columns);
+}
+
+// Likewise of float32 dy, and out = dy in another type
+template <typename T>
+__global__ void __launch_bounds__(512)
+bias_gradient_narrowing(const float* dy, T* out, i64 rows, i64 columns, float* db, float* part, i64 shares) {
+  const float* none = nullptr;
+  over_columns(dy, none, nullptr, 1.0f, out, Sums<float>{db, part, shares}, rows, columns);
 }

@@ -3,18 +3,6 @@
 
 constexpr int STRIP = 32, LINES = 16;
 
-// What is given a block's sums: db[o] itself if there is one share, else part[o, share] for a second stage.
-template <typename A> struct Sums {
-  A *db, *part;
-  i64 shares;
-  __device__ void add(i64 o, A sum) const {
-    if (shares == 1)
-      db[o] += sum;
-    else
-      part[o * shares + blockIdx.y] = sum;
-  }
-};
-
 // x = dy * (keep ? scale : 0) * (y > 0 ? 1 : 0), with the factors of which there is an array; out = x unless there is
 // no out; sums of x unless there is no db. V elements at a time, which must divide the columns.
 template <int V, typename T, typename U>

@@ -38,3 +38,15 @@ template <typename A> __device__ A block_max(A x) {
   for (int i = 1; i < blockDim.x / 32; ++i) x = x > parts[i] ? x : parts[i];
   return x;
 }
+
+// Where sums go: to db, or if there are several shares of them to part (O, shares); nowhere without db.
+template <typename A> struct Sums {
+  A *db, *part;
+  i64 shares;
+  __device__ void add(i64 o, A sum) const {
+    if (shares == 1)
+      db[o] += sum;
+    else
+      part[o * shares + blockIdx.y] = sum;
+  }
+};
