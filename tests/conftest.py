@@ -1,5 +1,6 @@
 """Fixtures of all tests; GPU tests are skipped, with the reason, where there is no GPU."""
 
+import gc
 from functools import cache
 
 import pytest
@@ -7,6 +8,21 @@ import pytest
 from caffepy.core.errors import DeviceError
 from caffepy.device import math_mode
 from caffepy.device.gpus import count_gpus
+
+
+gc.disable()  # collection makes objects only
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on."""
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_are_frozen() -> None:
+    """Keep the collector from the tests and modules there are: many tests make it look at all."""
+    gc.collect()
+    gc.freeze()
 
 
 @cache
