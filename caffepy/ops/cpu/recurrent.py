@@ -193,7 +193,11 @@ def _add_block(
 
 @inlined
 def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> None:
-    """y[n] += x[n] @ b for rows [lo, hi)."""
+    """y[n] += x[n] @ b for rows [lo, hi).
+
+    The rests are copied in loops: for slices numba compiles a message that they differ in size too,
+    which takes six seconds in each kernel.
+    """
     panels, spare, width = weights
     blocks, k, columns = panels.shape
     flat_x, flat_b, flat_y, outputs = x.reshape(-1), panels.reshape(-1), y.reshape(-1), y.shape[1]
@@ -205,7 +209,9 @@ def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> Non
         )
     if whole < blocks:
         first = whole * columns
-        spare[lo:hi, : outputs - first] = y[lo:hi, first:]
+        for n in range(lo, hi):
+            for o in range(first, outputs):
+                spare[n, o - first] = y[n, o]
         to = lo * columns
         _add_block(
             flat_x,
@@ -219,7 +225,9 @@ def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> Non
             hi - lo,
             width,
         )
-        y[lo:hi, first:] = spare[lo:hi, : outputs - first]
+        for n in range(lo, hi):
+            for o in range(first, outputs):
+                y[n, o] = spare[n, o - first]
 
 
 def _define_power_of_two(typing: Any, x: Any) -> Any:
