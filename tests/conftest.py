@@ -10,7 +10,7 @@ from caffepy.device import math_mode
 from caffepy.device.gpus import count_gpus
 
 
-gc.disable()  # collection makes objects only
+gc.disable()  # while modules are imported and tests collected, which make no garbage
 
 
 def pytest_collection_finish() -> None:
@@ -19,8 +19,10 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _old_objects_are_frozen() -> None:
-    """Keep the collector from the tests and modules there are: many tests make it look at all."""
+def _frozen_objects() -> None:
+    """Hide what exists already from the garbage collector: a collection, as at the start of solvers
+    that train together, would otherwise look at 8,000 tests and at all that ran before.
+    """
     gc.collect()
     gc.freeze()
 
