@@ -9,7 +9,6 @@ from caffepy.core.errors import DeviceError
 from caffepy.device import math_mode
 from caffepy.device.gpus import count_gpus
 
-
 gc.disable()  # while modules are imported and tests collected, which make no garbage
 
 
