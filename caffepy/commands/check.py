@@ -10,10 +10,10 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob, shape_string
 from caffepy.device.device import Device
 from caffepy.device.math_mode import checked, default
-from caffepy.layer import Layer
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.memory import Usage, lifetimes, plan
+from caffepy.net.node import Node
 from caffepy.ops.shapes_only import ShapesOnlyDevice
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
@@ -43,31 +43,19 @@ class LayerOnGpu:
 
 @dataclass(frozen=True)
 class NetOnGpu:
-    """A net on a GPU: its precision, the bytes that its blobs share, and, if a step cannot be
-    captured as a graph, the reason.
+    """A net on a GPU: its precision, the bytes that its blobs share, and the `obstacle`, if there
+    is one, to capturing a step as a graph.
     """
 
     precision: str
     memory: int
     obstacle: str | None
 
-    def text(self) -> str:
-        """Return two lines."""
-        captured = (
-            f"not captured as one graph: {self.obstacle}"
-            if self.obstacle
-            else "captured as one graph"
-        )
-        return (
-            f"on a GPU: {self.precision}; data and gradients share "
-            f"{mebibytes(self.memory)}\na step is {captured}"
-        )
-
 
 @dataclass(frozen=True)
 class LayerInfo:
     """A layer: shapes of its tops, number of parameters, bytes of its tops, operations of a forward
-    pass, and its multiply-adds.
+    pass (two for a multiply-add, one for adding a bias), and its multiply-adds.
     """
 
     name: str
@@ -82,8 +70,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class NetInfo:
-    """A net. Layers that share parameters list them each; `parameters` of the net counts them
-    once."""
+    """A net. Layers that share parameters list them each, its `parameters` count them once."""
 
     role: str
     name: str
@@ -93,58 +80,43 @@ class NetInfo:
 
     @property
     def memory(self) -> int:
-        """Bytes of the data of all blobs between the layers; training takes as many again for their
-        diffs.
-        """
+        """Bytes of the data of all blobs between the layers; training needs as many for diffs."""
         return sum(layer.memory for layer in self.layers)
 
     @property
     def flops(self) -> int:
-        """Return the operations of a forward pass for these element counts of bottoms and tops.
-
-        A multiply-add counts two, a bias one for each output. A backward pass takes about twice as
-        many.
-        """
+        """Operations of a forward pass; a backward pass takes about twice as many."""
         return sum(layer.flops for layer in self.layers)
 
     def table(self) -> str:
         """Return a line a layer and the totals."""
         rows = [("layer", "type", "top shapes", "parameters", "memory", "FLOPs")]
         for layer in self.layers:
-            shapes = ", ".join(shape_string(shape) for shape in layer.tops.values())
-            rows.append(
-                (
-                    layer.name,
-                    layer.type,
-                    shapes,
-                    f"{layer.parameters:,}",
-                    mebibytes(layer.memory),
-                    si(layer.flops),
-                )
-            )
+            shapes = ", ".join(map(shape_string, layer.tops.values()))
+            costs = f"{layer.parameters:,}", mebibytes(layer.memory), si(layer.flops)
+            rows.append((layer.name, layer.type, shapes, *costs))
         rows.append(("all", "", "", f"{self.parameters:,}", mebibytes(self.memory), si(self.flops)))
         head = f"{self.role}{f' of {self.name!r}' if self.name else ''}"
-        lines = [head, *columns(rows, left=3)]
-        if self.gpu:
-            lines += ["", *columns(list(self._gpu_rows()), left=5), self.gpu.text()]
-        return "\n".join(lines)
+        return "\n".join([head, *columns(rows, left=3), *self._plan()])
 
-    def _gpu_rows(self) -> Iterator[Sequence[str]]:
-        yield "layer", "type", "computed", "top formats", "converted"
+    def _plan(self) -> Iterator[str]:
+        """Yield the lines about a GPU, if the net was built for one."""
+        if not self.gpu:
+            return
+        rows = [("layer", "type", "computed", "top formats", "converted")]
         for layer in self.layers:
-            if layer.gpu:
-                where = (
-                    "on the host"
-                    if layer.gpu.on_host
-                    else f"with {layer.gpu.run[0]}"
-                    if layer.gpu.run
-                    else ""
-                )
-                formats = ", ".join(layer.gpu.formats.values())
-                converted = ", ".join(
-                    f"{name}: {change}" for name, change in layer.gpu.converts.items()
-                )
-                yield layer.name, layer.type, where, formats, converted
+            if gpu := layer.gpu:
+                fused = f"with {gpu.run[0]}" if gpu.run else ""
+                formats = ", ".join(gpu.formats.values())
+                converted = ", ".join(f"{name}: {how}" for name, how in gpu.converts.items())
+                where = "on the host" if gpu.on_host else fused
+                rows.append((layer.name, layer.type, where, formats, converted))
+        yield from ("", *columns(rows, left=5))
+        shared, captured = mebibytes(self.gpu.memory), "captured as one graph"
+        yield f"on a GPU: {self.gpu.precision}; data and gradients share {shared}"
+        yield "a step is " + (
+            f"not {captured}: {self.gpu.obstacle}" if self.gpu.obstacle else captured
+        )
 
 
 def as_json(nets: Sequence[NetInfo]) -> str:
@@ -177,15 +149,13 @@ def inspect(
             device.math_mode.precision = checked(wanted or default().precision)
         net = Net(param, device=device, path=origin)
         try:
-            on_gpu = (
-                NetOnGpu(
-                    device.math_mode.precision,
-                    _shared(net),
-                    "; ".join(reasons_not_capturable(net)) or None,
-                )
-                if gpu
-                else None
-            )
+            on_gpu = None
+            if gpu:
+                # the bytes of blobs while the net runs, without those of its inputs and outputs
+                usage = Usage(net, net.steps, net.phase == TRAIN)
+                _, shared = plan(list(lifetimes(usage).values()))
+                obstacle = "; ".join(reasons_not_capturable(net)) or None
+                on_gpu = NetOnGpu(device.math_mode.precision, shared, obstacle)
             parameters = sum(blob.count for blob in net.learnable_params)
             infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
         finally:
@@ -206,13 +176,6 @@ class ImaginedGpu(ShapesOnlyDevice):
         host = ShapesOnlyDevice()
         host.random = self.random
         return host
-
-
-def _shared(net: Net) -> int:
-    """Return the bytes of the net's blobs while it runs, without those of its inputs and
-    outputs."""
-    _, total = plan(list(lifetimes(Usage(net, net.steps, net.phase == TRAIN)).values()))
-    return total
 
 
 def is_solver(text: str) -> bool:
@@ -247,17 +210,18 @@ def definitions(
     those of it. For a solver `to_train`, check also that it can write its snapshots.
     """
     text = read_text(path)
-    if is_solver(text):
-        yield from (
-            net for net in _solver_nets(path, text, to_train) if phase in (None, net[1].state.phase)
-        )
-    else:
-        yield from _phases(path, text, level, stages, phase)
-
-
-def _solver_nets(
-    path: str, text: str, to_train: bool
-) -> Iterator[tuple[str, NetParameter, str | None]]:
+    if not is_solver(text):
+        net = read_net(path, text)
+        net.state.level = level
+        net.state.stage.extend(stages)
+        rules = [rule for layer in net.layer for rule in (*layer.include, *layer.exclude)]
+        named = (TRAIN, TEST) if any(rule.HasField("phase") for rule in rules) else (TEST,)
+        for one in named if phase is None else (phase,):
+            in_phase = NetParameter()
+            in_phase.CopyFrom(net)
+            in_phase.state.phase = one  # type: ignore[assignment] # phases are numbers to those who ask
+            yield f"{'TRAIN' if one == TRAIN else 'TEST'} net", in_phase, path
+        return
     param = read_solver(path, text)
     check_param(param, path)
     if to_train:
@@ -266,54 +230,37 @@ def _solver_nets(
         except ConfigError as error:
             log.warning("%s", error)
     train, tests = net_sources(param, path)
-    yield "train net", train.param, train.path
-    for k, test in enumerate(tests):
-        yield f"test net #{k}", test.param, test.path
-
-
-def _phases(
-    path: str, text: str, level: int, stages: Sequence[str], wanted: int | None
-) -> Iterator[tuple[str, NetParameter, str | None]]:
-    param = read_net(path, text)
-    rules = [rule for layer in param.layer for rule in (*layer.include, *layer.exclude)]
-    param.state.level = level
-    param.state.stage.extend(stages)
-    spoken_of = (TRAIN, TEST) if any(rule.HasField("phase") for rule in rules) else (TEST,)
-    for phase in spoken_of if wanted is None else (wanted,):
-        in_phase = NetParameter()
-        in_phase.CopyFrom(param)
-        in_phase.state.phase = phase  # type: ignore[assignment] # phases are numbers to those who ask
-        yield f"{'TRAIN' if phase == TRAIN else 'TEST'} net", in_phase, path
+    roles = ["train net", *(f"test net #{k}" for k in range(len(tests)))]
+    for role, source in zip(roles, (train, *tests), strict=True):
+        if phase in (None, source.param.state.phase):
+            yield role, source.param, source.path
 
 
 def layers_of(net: Net, gpu: bool = False) -> Iterator[LayerInfo]:
-    """Return the infos of all layers of a net, Caffe's own split layers included; with `gpu` also
-    of a GPU.
-    """
+    """Yield the infos of a net's layers, Caffe's own splits included; with `gpu` also of a GPU."""
     seen: set[int] = set()
     runs = {i: step.layers for step in net.steps for i in step.layers} if gpu else {}
     for i, node in enumerate(net.nodes):
-        layer = node.layer
-        memory = 0
-        counts = [b.count for b in node.bottoms], [t.count for t in node.tops]
+        layer, memory = node.layer, 0
         for top in node.tops:
             if id(top.data_memory) not in seen:
                 seen.add(id(top.data_memory))
                 memory += top.count * top.dtype.itemsize
+        bottoms, tops = [b.count for b in node.bottoms], [t.count for t in node.tops]
+        macs = layer.macs(bottoms, tops)
         yield LayerInfo(
             node.name,
             layer.type,
             dict(zip(node.top_names, (top.shape for top in node.tops), strict=True)),
             sum(blob.count for blob in layer.blobs),
             memory,
-            flops(layer, *counts),
-            _on_gpu(net, i, runs.get(i, ())) if gpu else None,
-            layer.macs(*counts),
+            2 * macs + (sum(tops) if macs and len(layer.blobs) > 1 else 0),
+            _on_gpu(net, node, runs.get(i, ())) if gpu else None,
+            macs,
         )
 
 
-def _on_gpu(net: Net, index: int, run: Sequence[int]) -> LayerOnGpu:
-    node = net.nodes[index]
+def _on_gpu(net: Net, node: Node, run: Sequence[int]) -> LayerOnGpu:
     formats = {name: _layout(top) for name, top in zip(node.top_names, node.tops, strict=True)}
     converts = {}
     if node.casts:
@@ -333,16 +280,6 @@ def _layout(blob: Blob) -> str:
         return kind
     spatial = "DHW"[-(axes - 2) :] if axes <= 5 else "..."
     return f"{kind} {f'N{spatial}C' if blob.layout.channels_last else f'NC{spatial}'}"
-
-
-def flops(layer: Layer, bottoms: Sequence[int], tops: Sequence[int]) -> int:
-    """Number of operations of a forward pass for these element counts of bottoms and tops: two for
-    each multiply-add, one for adding the bias to each output of a product.
-
-    A backward pass takes about twice as many.
-    """
-    macs = layer.macs(bottoms, tops)
-    return 2 * macs + (sum(tops) if macs and len(layer.blobs) > 1 else 0)
 
 
 def mebibytes(count: int) -> str:

@@ -2,9 +2,9 @@
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from caffepy.commands.inference import load_all
-from caffepy.commands.preprocess import Preparation, load, names_in, on_device, read_array
+from caffepy.commands.preprocess import Preparation, image_net, load, names_in, read_array
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.core.files import written
 from caffepy.data.npy import new_npy
@@ -28,11 +27,8 @@ EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
 USUAL_DIMS = 256, 256
 """The size to which Caffe's script resizes images, for nets that take somewhat less."""
 
-READERS = 4
-"""Threads that read image files."""
-
-AHEAD = 16
-"""Images that are read ahead."""
+READERS = 4  # threads that read image files
+AHEAD = 16  # images that are read ahead
 
 
 @dataclass(frozen=True)
@@ -67,43 +63,32 @@ class Classification:
                 [number(guess.score), str(guess.number), guess.label or ""]
                 for guess in image.guesses
             ]
-            names = [image.image, *[""] * len(guesses)]
-            rows += [
-                [name, *cells]
-                for name, cells in zip(names, guesses or [["-", "-", "unreadable"]], strict=False)
-            ]
+            first, *others = guesses or [["-", "-", "unreadable"]]
+            rows += [[image.image, *first], *(["", *cells] for cells in others)]
         if not any(row[3] for row in rows[1:]):
             rows = [row[:3] for row in rows]
         return "\n".join(columns(rows, left=4))
 
     def json(self) -> str:
-        """Return a list of objects with the image and its predictions (class, label, score), or the
-        error.
-
-        Scores that are not finite are null.
+        """Return a list of objects: the image and its predictions (class, label, score), or the
+        error. Scores that are not finite are null.
         """
-        return as_json([_object(image) for image in self.images])
+        objects: list[dict[str, Any]] = []
+        for image in self.images:
+            predictions = [
+                {"class": guess.number, "label": guess.label, "score": guess.score}
+                for guess in image.guesses
+            ]
+            found = {"error": image.error} if image.error else {"predictions": predictions}
+            objects.append({"image": image.image, **found})
+        return as_json(objects)
 
     def check(self) -> None:
         """Raise a DataError that names the images that could not be read, if there are any."""
         unread = [image for image in self.images if image.error]
+        others = f" (and {len(unread) - 1} more of {len(self.images)} images)"
         if unread:
-            more = (
-                f" (and {len(unread) - 1} more of {len(self.images)} images)"
-                if len(unread) > 1
-                else ""
-            )
-            raise DataError(f"{unread[0].error}{more}")
-
-
-def _object(image: Classified) -> dict[str, Any]:
-    if image.error:
-        return {"image": image.image, "error": image.error}
-    predictions = [
-        {"class": guess.number, "label": guess.label, "score": guess.score}
-        for guess in image.guesses
-    ]
-    return {"image": image.image, "predictions": predictions}
+            raise DataError(f"{unread[0].error}{others if len(unread) > 1 else ''}")
 
 
 Item = tuple[str, Callable[[], Array]]
@@ -141,61 +126,48 @@ def classify(
     ConfigError, DataError and UsageError say what does not fit. Images that cannot be read are
     listed in the result.
     """
-    with on_device(model, gpu, precision, threads):
-        net = _classifier(model, weights, preparation, images_dim, batch)
+    net = image_net(Classifier, model, weights, batch, gpu, precision, threads)
+    input_name = net.inputs[0]
+    n, channels, *crop = net.blobs[input_name].shape
+    net.transformer = preparation.transformer(input_name, net.blobs[input_name].shape)
+    net.image_dims = tuple(images_dim) or usual_dims(crop)
+    if any(np.less(net.image_dims, crop)):
+        own, taken = ("x".join(map(str, dims)) for dims in (net.image_dims, crop))
+        raise ConfigError(f"images of {own} are smaller than the net's input of {taken}", model)
     if oversample is None:
-        oversample = any(np.greater(net.image_dims, net.crop_dims))
+        oversample = any(np.greater(net.image_dims, crop))
+    at_once = max(1, n // (CROPS if oversample else 1))
     classes = prod(net.blobs[net.outputs[0]].shape[1:])
     names = _labels(labels, classes) if labels else None
-    _, channels, *_ = net.blobs[net.inputs[0]].shape
     items = [item for path in inputs for item in _items(path, channels, extensions)]
-    at_once = max(1, net.blobs[net.inputs[0]].shape[0] // (CROPS if oversample else 1))
     found = []
     with ExitStack() as stack:
         add = stack.enter_context(new_npy(stack.enter_context(written(output)))) if output else None
         done = stack.enter_context(counting(len(items), "images", progress))
-        loaded = stack.enter_context(_reading(items))
+        loaded = stack.enter_context(closing(_read_ahead(items)))
         while part := list(islice(loaded, at_once)):
             scores = np.full((len(part), classes), np.nan, np.float32)
-            read = {
-                i: image for i, (_, image) in enumerate(part) if not isinstance(image, DataError)
-            }
+            read = {i: image for i, (_, image) in enumerate(part) if isinstance(image, np.ndarray)}
             if read:
-                scores[list(read)] = net.predict(list(read.values()), oversample).reshape(
-                    len(read), -1
-                )
+                predicted = net.predict(list(read.values()), oversample)
+                scores[list(read)] = predicted.reshape(len(read), -1)
             if add:
                 add(scores)
-            found += [
-                _best(name, image, row, top, names)
-                for (name, image), row in zip(part, scores, strict=True)
-            ]
+            for (name, image), row in zip(part, scores, strict=True):
+                if isinstance(image, DataError):
+                    found.append(Classified(name, [], str(image)))
+                    continue
+                best = map(int, np.argsort(-row, kind="stable")[:top])
+                guesses = [Guess(i, names[i] if names else None, float(row[i])) for i in best]
+                found.append(Classified(name, guesses))
             done(len(part))
     return Classification(found)
 
 
-def _classifier(
-    model: str,
-    weights: Sequence[str],
-    preparation: Preparation,
-    images_dim: Sequence[int],
-    batch: int | None,
-) -> Classifier:
-    net = Classifier(model, None)
-    load_all(net._net, weights)
-    name = net.inputs[0]
-    shape = net.blobs[name].shape
-    net.transformer = preparation.transformer(name, shape)
-    if batch:
-        net.blobs[name].reshape(batch, *shape[1:])
-        net.reshape()
-    crop = tuple(shape[2:])
+def usual_dims(crop: Sequence[int]) -> Sequence[int]:
+    """Return the size to which images are resized for a net that takes this one."""
     between = all(usual // 2 < size <= usual for size, usual in zip(crop, USUAL_DIMS, strict=True))
-    net.image_dims = tuple(images_dim) or (USUAL_DIMS if between else crop)
-    if any(np.less(net.image_dims, crop)):
-        own, taken = ("x".join(map(str, dims)) for dims in (net.image_dims, crop))
-        raise ConfigError(f"images of {own} are smaller than the net's input of {taken}", model)
-    return net
+    return USUAL_DIMS if between else tuple(crop)
 
 
 def _labels(path: str, classes: int) -> list[str]:
@@ -222,45 +194,27 @@ def _items(path: str, channels: int, extensions: Sequence[str]) -> Iterator[Item
                 f"{path}: an array (N, H, W, {channels}) or (H, W, {channels}) is needed, not "
                 f"{shape_string(array.shape)}"
             )
-        for i, image in enumerate(array if array.ndim == 4 else array[None]):
-            yield (
-                (f"{path}[{i}]" if array.ndim == 4 else path),
-                partial(np.array, image, np.float32),
-            )
+        if array.ndim == 3:
+            yield path, partial(np.array, array, np.float32)
+            return
+        for i, image in enumerate(array):
+            yield f"{path}[{i}]", partial(np.array, image, np.float32)
     else:
         yield path, partial(load, path, channels)
 
 
-@contextmanager
-def _reading(items: Sequence[Item]) -> Iterator[Iterator[tuple[str, Array | DataError]]]:
+def _read_ahead(items: Iterable[Item]) -> Generator[tuple[str, Array | DataError]]:
     """Yield the images in their order, or the error, read ahead by threads."""
+    pending: deque[tuple[str, Future[Array]]] = deque()
+    rest = iter(items)
     with ThreadPoolExecutor(READERS, "caffepy images") as pool:
-
-        def results() -> Iterator[tuple[str, Array | DataError]]:
-            pending: deque[tuple[str, Future[Array]]] = deque()
-            for name, read in items:
+        while True:
+            for name, read in islice(rest, AHEAD + 1 - len(pending)):
                 pending.append((name, pool.submit(read)))
-                if len(pending) > AHEAD:
-                    yield _result(*pending.popleft())
-            while pending:
-                yield _result(*pending.popleft())
-
-        yield results()
-
-
-def _result(name: str, image: "Future[Array]") -> tuple[str, Array | DataError]:
-    try:
-        return name, image.result()
-    except DataError as error:
-        return name, error
-
-
-def _best(
-    name: str, image: Array | DataError, scores: Array, top: int, labels: Sequence[str] | None
-) -> Classified:
-    if isinstance(image, DataError):
-        return Classified(name, [], str(image))
-    order = np.argsort(-scores, kind="stable")[:top]
-    return Classified(
-        name, [Guess(int(i), labels[i] if labels else None, float(scores[i])) for i in order]
-    )
+            if not pending:
+                return
+            name, image = pending.popleft()
+            try:
+                yield name, image.result()
+            except DataError as error:
+                yield name, error

@@ -2,15 +2,14 @@
 
 import csv
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
 
 import numpy as np
 
-from caffepy.commands.inference import load_all
-from caffepy.commands.preprocess import Preparation, on_device
+from caffepy.commands.preprocess import Preparation, image_net
 from caffepy.core.errors import ConfigError, DataError, UsageError, reason
 from caffepy.core.files import check_writable, written
 from caffepy.core.paths import locate
@@ -50,28 +49,18 @@ class Detections:
         rows = [["image", *SIDES, "score", "class"]]
         for one in self.found:
             best = int(np.argmax(one.scores))
-            rows.append(
-                [
-                    one.image,
-                    *(f"{side:g}" for side in one.window),
-                    number(one.scores[best]),
-                    str(best),
-                ]
-            )
+            window = [f"{side:g}" for side in one.window]
+            rows.append([one.image, *window, number(one.scores[best]), str(best)])
         return "\n".join(columns(rows, left=1))
 
     def json(self) -> str:
         """Return a list of objects with filename, ymin, xmin, ymax, xmax and the prediction:
         scores, null if not finite.
         """
-        rows = [
-            {
-                "filename": one.image,
-                **dict(zip(SIDES, one.window, strict=True)),
-                "prediction": one.scores.tolist(),
-            }
-            for one in self.found
-        ]
+        rows = []
+        for one in self.found:
+            window = dict(zip(SIDES, one.window, strict=True))
+            rows.append({"filename": one.image, **window, "prediction": one.scores.tolist()})
         return as_json(rows)
 
     def save(self, path: str) -> None:
@@ -82,43 +71,29 @@ class Detections:
         """
         kind = check_output(path)
         with written(path) as temporary:
-            if kind == ".csv":
-                self._save_csv(temporary)
-            elif kind == ".json":
+            if kind == ".json":
                 with open(temporary, "w", encoding="utf-8") as file:
                     file.write(self.json() + "\n")
+            elif kind == ".csv":
+                with open(temporary, "w", encoding="utf-8", newline="") as file:
+                    rows = csv.writer(file, lineterminator="\n")
+                    classes = len(self.found[0].scores) if self.found else 0
+                    rows.writerow(["filename", *SIDES, *(f"class{i}" for i in range(classes))])
+                    for one in self.found:
+                        window = [f"{side:g}" for side in one.window]
+                        rows.writerow([one.image, *window, *one.scores.tolist()])
             else:
-                self._save_hdf5(temporary)
-
-    def _save_csv(self, path: str) -> None:
-        classes = range(len(self.found[0].scores) if self.found else 0)
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            rows = csv.writer(file, lineterminator="\n")
-            rows.writerow(["filename", *SIDES, *(f"class{i}" for i in classes)])
-            for one in self.found:
-                rows.writerow(
-                    [one.image, *(f"{side:g}" for side in one.window), *one.scores.tolist()]
-                )
-
-    def _save_hdf5(self, path: str) -> None:
-        with new_hdf5(path) as file:
-            file.create_dataset(
-                "filename", data=[one.image.encode() for one in self.found] or np.zeros(0, "S1")
-            )
-            windows = file.create_dataset(
-                "window", data=np.array([one.window for one in self.found]).reshape(-1, 4)
-            )
-            windows.attrs["columns"] = SIDES
-            scores = [one.scores for one in self.found]
-            file.create_dataset(
-                "prediction", data=np.stack(scores) if scores else np.zeros((0, 0), np.float32)
-            )
+                names = [one.image.encode() for one in self.found] or np.zeros(0, "S1")
+                windows = np.array([one.window for one in self.found]).reshape(-1, 4)
+                scores = [one.scores for one in self.found] or np.zeros((0, 0), np.float32)
+                with new_hdf5(temporary) as hdf5:
+                    hdf5.create_dataset("filename", data=names)
+                    hdf5.create_dataset("window", data=windows).attrs["columns"] = SIDES
+                    hdf5.create_dataset("prediction", data=np.array(scores))
 
 
 def check_output(path: str) -> str:
-    """Return the extension of a file of detections; UsageError if it is unknown or cannot be
-    written.
-    """
+    """Return the extension of a file of detections, or raise UsageError."""
     extension = os.path.splitext(path)[1].lower()
     if extension not in OUTPUTS:
         raise UsageError(f'the extension of "{path}" must tell the format: {", ".join(OUTPUTS)}')
@@ -149,57 +124,33 @@ def detect(
     input, around it. `batch` windows are computed at once, by default the net's batch. ConfigError
     and DataError say what does not fit or cannot be read.
     """
-    with on_device(model, gpu, precision, threads):
-        net = _detector(model, weights, preparation, context_pad, batch)
-    if crop_mode == "selective_search":
-        return _detections(net.detect_selective_search(_names(source)))
-    images = read_windows(source, windows)
-    found: list[dict[str, Any]] = []
-    with counting(sum(len(own) for _, own in images), "windows", progress) as done:
-        for group in _groups(images, net.blobs[net.inputs[0]].shape[0]):
-            found += _scored(net, group)
-            done(sum(len(own) for _, own in group))
-    return _detections(found)
-
-
-def _detector(
-    model: str,
-    weights: Sequence[str],
-    preparation: Preparation,
-    context_pad: int,
-    batch: int | None,
-) -> Detector:
-    net = Detector(model, None)
-    load_all(net._net, weights)
+    net = image_net(Detector, model, weights, batch, gpu, precision, threads)
     name = net.inputs[0]
-    shape = net.blobs[name].shape
-    if shape[1] != 3:
+    at_once, channels, *_ = shape = net.blobs[name].shape
+    if channels != 3:
         raise ConfigError(
-            f"takes images of {shape[1]} channels; windows are cut from colour images, of three",
+            f"takes images of {channels} channels; windows are cut from colour images, of three",
             model,
         )
     net.transformer = preparation.transformer(name, shape, by_channel=True)
-    if batch:
-        net.blobs[name].reshape(batch, *shape[1:])
-        net.reshape()
     try:
         net.configure_crop(context_pad)
     except ValueError as error:
         raise ConfigError(str(error), model) from None
-    return net
-
-
-def _detections(found: Iterable[dict[str, Any]]) -> Detections:
-    return Detections(
-        [
-            Detection(
-                one["filename"],
-                tuple(float(side) for side in one["window"]),
-                np.ravel(one["prediction"]),
-            )
-            for one in found
-        ]
-    )
+    if crop_mode == "selective_search":
+        found = net.detect_selective_search(_names(source))
+    else:
+        found = []
+        images = read_windows(source, windows)
+        with counting(sum(len(own) for _, own in images), "windows", progress) as done:
+            for group in _groups(images, at_once):
+                found += _scored(net, group)
+                done(sum(len(own) for _, own in group))
+    detections = []
+    for one in found:
+        window, scores = tuple(map(float, one["window"])), np.ravel(one["prediction"])
+        detections.append(Detection(one["filename"], window, scores))
+    return Detections(detections)
 
 
 def _groups(images: Sequence[Windows], batch: int) -> Iterator[list[Windows]]:
@@ -223,12 +174,8 @@ def _scored(net: Detector, group: Sequence[Windows]) -> list[dict[str, Any]]:
         return [found for image in group for found in _scored(net, [image])]
 
 
-# what to look at
-
-
 def read_windows(source: str, windows: str = "") -> list[Windows]:
-    """Return the images of a CSV with their windows, or those of a text list with the windows of
-    the CSV `windows`.
+    """Return the images of a CSV with their windows, or of a text list with the CSV `windows` each.
 
     Images lie beside the source if not in the working directory. DataError names the line of a
     wrong number.
@@ -269,7 +216,6 @@ def _lines(path: str) -> list[str]:
 
 
 def _rows(path: str, needed: Sequence[str]) -> list[tuple[str, tuple[float, ...]]]:
-    """Yield the file name, if it is needed, and the window of each row of a CSV."""
     lines = csv.DictReader(_lines(path), skipinitialspace=True)
     missing = [name for name in needed if name not in (lines.fieldnames or ())]
     if missing:

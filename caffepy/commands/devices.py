@@ -5,6 +5,7 @@ Each choice is logged in Caffe's words.
 
 import logging
 
+from caffepy import ops
 from caffepy.core.errors import DeviceError, UsageError
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
@@ -15,14 +16,19 @@ from caffepy.proto.text import locate_field
 log = logging.getLogger(__name__)
 
 
-def choose_device(gpu: str | None) -> Device:
-    """Return the first GPU of a list such as "0,1" or "all", the CPU for None."""
-    if not gpu:
+def choose_device(gpu: str | None, threads: int | None = None) -> Device:
+    """Return the first GPU of a list such as "0,1" or "all", the CPU for None.
+
+    `threads` is the number of CPU threads.
+    """
+    device = CudaDevice(gpu_numbers(gpu)[0]) if gpu else Device()
+    if threads:
+        ops.backend(device).set_num_threads(threads)
+    if isinstance(device, CudaDevice):
+        log.info("Use GPU with device ID %d", device.index)
+        log.info("GPU device name: %s", device.name)
+    else:
         log.info("Use CPU.")
-        return Device()
-    device = CudaDevice(gpu_numbers(gpu)[0])
-    log.info("Use GPU with device ID %d", device.index)
-    log.info("GPU device name: %s", device.name)
     return device
 
 

@@ -1,6 +1,4 @@
-"""`caffepy extract-features`: the values of a net's blobs over its data, in databases and array
-files.
-"""
+"""`caffepy extract-features`: a net's blobs over its data, in databases and array files."""
 
 import logging
 import os
@@ -19,7 +17,6 @@ from caffepy.data.npy import new_npy
 from caffepy.data.sources.hdf5 import append_rows, new_file
 from caffepy.data.write import refuse_existing, write_database
 from caffepy.device.blob import Array, shape_string
-from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import Datum
 from caffepy.report import counting
 
@@ -50,11 +47,10 @@ class Feature:
 def features_of(
     blobs: Sequence[str], paths: Sequence[str], kind: str | None = None
 ) -> list[Feature]:
-    """Return a feature for each blob, with a path each or one for all; extensions choose missing
-    kinds.
+    """Return a feature for each blob, with a path each or one for all.
 
-    .h5 and .hdf5 are HDF5 files, .npy arrays, others LMDBs. UsageError for an unknown kind,
-    extensions of other formats, or a wrong number of paths.
+    Without a kind, extensions choose: .h5 and .hdf5 are HDF5 files, .npy arrays, others LMDBs.
+    UsageError for an unknown kind, extensions of other formats, or a wrong number of paths.
     """
     if kind is not None and kind not in KINDS:
         raise UsageError(
@@ -120,8 +116,13 @@ def extract_features(
     ):
         for feature in features:
             find_blob(net, feature.blob)
-        size, left = _epoch(net) if batches is None else (0, 0)
-        batches = ceil(left / size) if batches is None else batches
+        size = left = 0
+        if batches is None:
+            fed = [(n.tops[0].shape[0], n.layer.length) for n in net.nodes if n.layer.length]
+            if not fed:
+                raise UsageError("the size of the net's data is unknown: give a number of batches")
+            size, left = fed[0]
+            batches = ceil(left / size)
         adds: dict[str, Add] = {}
         for feature in features:
             if feature.path not in adds:
@@ -133,12 +134,14 @@ def extract_features(
             net.forward()
             net.device.check_errors()
             for i, feature in enumerate(features):
-                values = _rows(net, feature.blob)
+                values = net.blobs[feature.blob].host_data
+                values = values if values.ndim else values[None]  # a scalar is one row
                 if size and len(values) == size:
                     values = values[:left]
                 adds[feature.path](feature.blob, values)
-                _tell(feature.blob, rows[i], rows[i] + len(values))
-                rows[i] += len(values)
+                before, rows[i] = rows[i], rows[i] + len(values)
+                for thousands in range(before // TELL_EVERY + 1, rows[i] // TELL_EVERY + 1):
+                    log.info(TOLD, thousands * TELL_EVERY, feature.blob)
             left -= size
             done(1)
         for count, feature in zip(rows, features, strict=True):
@@ -146,25 +149,6 @@ def extract_features(
                 log.info(TOLD, count, feature.blob)
     log.info("Successfully extracted the features!")
     return rows
-
-
-def _epoch(net: Net) -> tuple[int, int]:
-    """Return the batch size and the number of items of the data; UsageError if they are unknown."""
-    for node in net.nodes:
-        if node.layer.length:
-            return node.tops[0].shape[0], node.layer.length
-    raise UsageError("the size of the net's data is unknown: give a number of batches")
-
-
-def _rows(net: Net, name: str) -> Array:
-    """Return the values of a blob, (N, ...); a scalar is one row."""
-    values = net.blobs[name].host_data
-    return values if values.ndim else values[None]
-
-
-def _tell(blob: str, before: int, after: int) -> None:
-    for count in range(before // TELL_EVERY + 1, after // TELL_EVERY + 1):
-        log.info(TOLD, count * TELL_EVERY, blob)
 
 
 @contextmanager
@@ -182,46 +166,34 @@ def _database(feature: Feature) -> Iterator[Add]:
 
 
 def record(row: Array) -> bytes:
-    """Return a serialized Datum of up to three axes (channels, height, width), the missing ones 1,
-    in float32.
+    """Return a serialized Datum of float32: channels, height, width, those that are missing 1.
 
-    DataError for more axes.
+    DataError for more than three axes.
     """
     if row.ndim > 3:
         raise DataError(
             f"a record holds three axes, not {shape_string(row.shape)}; write an HDF5 or .npy file"
         )
     channels, height, width = (*row.shape, 1, 1, 1)[:3]
-    values = np.empty(
-        row.size, [("tag", "u1"), ("value", "<f4")]
-    )  # as protobuf writes them, one by one
+    # as protobuf writes them, one by one
+    values = np.empty(row.size, [("tag", "u1"), ("value", "<f4")])
     values["tag"], values["value"] = FLOAT_TAG, row.reshape(-1)
-    return (
-        Datum(channels=channels, height=height, width=width).SerializeToString() + values.tobytes()
-    )
+    head = Datum(channels=channels, height=height, width=width).SerializeToString()
+    return head + values.tobytes()
 
 
 @contextmanager
-def _hdf5(feature: Feature) -> Iterator[Add]:
-    with _file(feature.path) as temporary:
-        new_file(temporary, feature.path)
-        yield lambda name, values: append_rows(temporary, {name: values}, feature.path)
-
-
-@contextmanager
-def _npy(feature: Feature) -> Iterator[Add]:
-    with _file(feature.path) as temporary, new_npy(temporary) as add:
-        yield lambda name, values: add(values)
-
-
-@contextmanager
-def _file(path: str) -> Iterator[str]:
-    """Yield a temporary name that becomes `path`; DataError if it cannot be written."""
+def _array_file(feature: Feature) -> Iterator[Add]:
     try:
-        with replacing(path) as temporary:
-            yield temporary
+        with replacing(feature.path) as temporary:
+            if feature.kind == "hdf5":
+                new_file(temporary, feature.path)
+                yield lambda name, values: append_rows(temporary, {name: values}, feature.path)
+            else:
+                with new_npy(temporary) as add:
+                    yield lambda name, values: add(values)
     except OSError as error:
-        raise DataError(f"{path} cannot be written: {reason(error)}") from error
+        raise DataError(f"{feature.path} cannot be written: {reason(error)}") from error
 
 
-WRITERS = {"lmdb": _database, "leveldb": _database, "hdf5": _hdf5, "npy": _npy}
+WRITERS = {"lmdb": _database, "leveldb": _database, "hdf5": _array_file, "npy": _array_file}

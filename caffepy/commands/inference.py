@@ -47,20 +47,14 @@ def trained_net(
     stages: Sequence[str] = (),
     threads: int | None = None,
 ) -> Iterator[Net]:
-    """Yield the net of the file `model` in its TEST phase with these weights; close it after the
-    block.
+    """Yield the net of the file `model` in its TEST phase with these weights; then close it.
 
     `gpu`: numbers of GPUs, of which the first computes; `threads`: those of the CPU. ConfigError
     and DataError say what is wrong with the net, its data or the weights.
     """
-    device = choose_device(gpu)
-    if threads:
-        ops.backend(device).set_num_threads(threads)
-    net = Net(
-        definition(model, device, precision=precision, level=level, stages=stages),
-        device=device,
-        path=model,
-    )
+    device = choose_device(gpu, threads)
+    param = definition(model, device, precision=precision, level=level, stages=stages)
+    net = Net(param, device=device, path=model)
     try:
         load_all(net, weights)
         yield net
@@ -69,8 +63,7 @@ def trained_net(
 
 
 def load_all(net: Net, weights: Iterable[str]) -> None:
-    """Load these files of weights, one after the other; one warning names the layers without
-    any."""
+    """Load these files of weights in turn; one warning names the layers without any."""
     missing = dict.fromkeys(net.nodes[param.layer].name for param in net.learnable)
     names = list(weights)
     for name in names:

@@ -1,14 +1,15 @@
 """Images prepared for a net, as Caffe's Python tools do it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from caffepy import ops
 from caffepy.commands.devices import choose_device
+from caffepy.commands.inference import load_all
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.device import math_mode
 from caffepy.device.blob import Array, shape_string
@@ -17,10 +18,12 @@ from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.sniff import mismatch, sniff
 from caffepy.proto.text import read_net
 from caffepy.pycaffe import mode
+from caffepy.pycaffe.image_net import ImageNet
 from caffepy.pycaffe.io import Transformer, load_image
 
 BGR = 2, 1, 0
 ARRAY = "a numpy array"
+N = TypeVar("N", bound=ImageNet)
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,12 @@ class Preparation:
         return read_mean(self.mean_file) if self.mean_file else None
 
     def transformer(self, name: str, shape: Sequence[int], by_channel: bool = False) -> Transformer:
-        """Return the transformer for the input `name` of this shape (N, C, H, W); ConfigError if it
-        does not fit.
+        """Return the transformer for the input `name` of this shape (N, C, H, W).
 
-        With `by_channel` a mean image is reduced to the mean of each channel.
+        With `by_channel` a mean image is reduced to the mean of each channel. ConfigError if the
+        settings do not fit the shape.
         """
-        transformer = Transformer({name: shape})
-        mean = self.mean()
-        swap = self.channel_swap
+        transformer, mean, swap = Transformer({name: shape}), self.mean(), self.channel_swap
         if swap is None and shape[1] == len(BGR):
             swap = BGR
         try:
@@ -108,30 +109,12 @@ def read_array(path: str) -> Array:
     return array
 
 
-def image_input(
-    inputs: Sequence[str], shapes: Mapping[str, Sequence[int]], path: str
-) -> tuple[str, tuple[int, ...]]:
-    """Return the input of a net that takes images, and its shape (N, C, H, W); ConfigError if there
-    is none.
-    """
-    for name in inputs[:1]:
-        if len(shapes[name]) == 4:
-            return name, tuple(shapes[name])
-    what = f"{inputs[0]} of {shape_string(tuple(shapes[inputs[0]]))}" if inputs else "none"
-    raise ConfigError(
-        f"needs an input for images, of shape (N, C, H, W), as deploy nets have; it has {what}",
-        path,
-    )
-
-
 def load(path: str, channels: int) -> Array:
-    """Read an image file for a net of 1 or 3 channels, (H, W, K) in 0 to 1; DataError names a bad
-    one.
-    """
+    """Read an image file for a net of 1 or 3 channels, (H, W, K) in 0 to 1, or raise DataError."""
     if channels not in (1, 3):
         raise DataError(
-            f"{path}: an image file has no {channels} channels, which the net takes; give a "
-            f".npy file"
+            f"{path}: an image file has no {channels} channels, which the net takes; give a .npy "
+            "file"
         )
     return load_image(path, color=channels == 3)
 
@@ -148,16 +131,20 @@ def names_in(folder: str, extensions: Sequence[str]) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-@contextmanager
-def on_device(
-    model: str, gpu: str | None, precision: str | None, threads: int | None
-) -> Iterator[None]:
-    """Build pycaffe's nets on the first of these GPUs, or on the CPU, in this precision during the
-    block.
+def image_net(
+    cls: type[N],
+    model: str,
+    weights: Sequence[str],
+    batch: int | None,
+    gpu: str | None,
+    precision: str | None,
+    threads: int | None,
+) -> N:
+    """Return pycaffe's net of this class with these weights, on the first of the GPUs or the CPU.
+
+    It takes `batch` images at once, by default those of its definition.
     """
-    device = choose_device(gpu)
-    if threads:
-        ops.backend(device).set_num_threads(threads)
+    device = choose_device(gpu, threads)
     ops.set_precision(device, choose_precision(read_net(model), precision))
     default = math_mode.default()
     before = default.precision
@@ -166,7 +153,13 @@ def on_device(
         mode.set_mode_gpu()
         default.precision = device.math_mode.precision
     try:
-        yield
+        net = cls(model, None)
+        load_all(net._net, weights)
+        if batch:
+            images = net.blobs[net.inputs[0]]
+            images.reshape(batch, *images.shape[1:])
+            net.reshape()
+        return net
     finally:
         mode.set_mode_cpu()
         default.precision = before

@@ -1,6 +1,4 @@
-"""`caffepy summarize`: the layers of a net in a table, like Caffe's summarize, with shapes and
-costs.
-"""
+"""`caffepy summarize`: a net's layers in a table, like Caffe's, with shapes and costs."""
 
 import json
 import logging
@@ -15,7 +13,7 @@ from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.build import filter_state
 from caffepy.ops.shapes_only import ShapesOnlyDevice
-from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, ParamSpec
+from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.report.text import printable
 
 log = logging.getLogger(__name__)
@@ -25,20 +23,8 @@ COLOURS = ("92", "93", "94", "95", "96", "32", "33", "34", "35", "36")
 
 UNKNOWN, UNCONSUMED, PLAIN = "41", "1;4", "\033[0m"
 MARKS = re.compile(r"\033\[[\d;]+m")
-HEAD = (
-    "layer",
-    "type",
-    "",
-    "bottoms",
-    "",
-    "tops",
-    "arguments",
-    "top shapes",
-    "parameters",
-    "MACs",
-    "memory",
-)
-NUMBERS = 3
+HEAD = "layer", "type", "", "bottoms", "", "tops", "arguments", "top shapes"
+NUMBERS = "parameters", "MACs", "memory"
 """Columns at the end that are aligned to the right."""
 
 
@@ -79,8 +65,7 @@ class LayerSummary:
 
 @dataclass
 class NetSummary:
-    """A net: tops that no layer takes, bottoms that no layer makes, and why it could not be
-    built."""
+    """A net: tops that no layer takes, bottoms that none makes, and why it could not be built."""
 
     role: str
     name: str
@@ -97,9 +82,7 @@ class NetSummary:
 
     @property
     def memory(self) -> int:
-        """Bytes of the data of all blobs between the layers; training takes as many again for their
-        diffs.
-        """
+        """Bytes of the data of all blobs between the layers; training needs as many for diffs."""
         return sum(layer.memory or 0 for layer in self.layers)
 
     def table(self, max_width: int = 30) -> str:
@@ -107,14 +90,15 @@ class NetSummary:
 
         Columns are at most `max_width` wide; wider cells shift the rest as little as possible.
         """
-        styles = self._styles()
-        rows = [list(HEAD)]
+        tops = dict.fromkeys(name for layer in self.layers for name in layer.tops)
+        styles = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(tops)}
+        rows = [[*HEAD, *NUMBERS]]
         rows += [self._row(layer, styles) for layer in self.layers]
-        if self.parameters is not None:
-            counts = [f"{self.parameters:,}", si(self.macs), mebibytes(self.memory)]
-            rows.append(["all", *[""] * (len(HEAD) - NUMBERS - 1), *counts])
+        if self.parameters is None:
+            rows = [row[: len(HEAD) - 1] for row in rows]
         else:
-            rows = [row[: -NUMBERS - 1] for row in rows]
+            counts = [f"{self.parameters:,}", si(self.macs), mebibytes(self.memory)]
+            rows.append(["all", *[""] * (len(HEAD) - 1), *counts])
         lines = [
             f"{self.role}{f' of {self.name!r}' if self.name else ''}",
             *_aligned(rows, max_width),
@@ -124,26 +108,21 @@ class NetSummary:
                 lines.append(f"{what} by no layer: {', '.join(map(printable, names))}")
         return "\n".join(lines)
 
-    def _styles(self) -> dict[str, str]:
-        tops = dict.fromkeys(name for layer in self.layers for name in layer.tops)
-        return {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(tops)}
-
     def _row(self, layer: LayerSummary, styles: dict[str, str]) -> list[str]:
-        tops = []
+        bottoms, tops = [], []
+        for name in layer.bottoms:
+            style = UNKNOWN if name in self.unknown else styles[name]
+            bottoms.append(f"\033[{style}m{printable(name)}{PLAIN}")
         for i, name in enumerate(layer.tops):
             weight = f"{layer.loss_weights[i]:g} * " if i < len(layer.loss_weights) else ""
             loose = f";{UNCONSUMED}" if name in self.unconsumed else ""
             tops.append(f"{weight}\033[{styles[name]}{loose}m{printable(name)}{PLAIN}")
-        given = (
-            f"\033[{UNKNOWN if b in self.unknown else styles[b]}m{printable(b)}{PLAIN}"
-            for b in layer.bottoms
-        )
         params = ", ".join(param.text() for param in layer.params)
         return [
             printable(layer.name),
             printable(layer.type),
             printable(f"({params})") if params.strip(", ") else "",
-            ", ".join(given),
+            ", ".join(bottoms),
             "->",
             ", ".join(tops),
             layer.arguments,
@@ -159,16 +138,15 @@ def _width(cell: str) -> int:
 
 
 def _aligned(rows: Sequence[Sequence[str]], max_width: int) -> Iterator[str]:
-    """Return the rows as lines, with numbers to the right."""
+    """Yield the rows as lines, with numbers to the right."""
     widths = [max(map(_width, column)) for column in zip(*rows, strict=True)]
-    ends = len(HEAD) - NUMBERS
+    ends = len(HEAD)
     for row in rows:
         line, edge = "", 0
         for i, (cell, width) in enumerate(zip(row, widths, strict=True)):
             edge += min(width, max_width)
-            room = max(edge - _width(line) - _width(cell), 0)
-            line += " " * room + cell if i >= ends else cell + " " * room
-            line += "  "
+            room = " " * max(edge - _width(line) - _width(cell), 0)
+            line += (room + cell if i >= ends else cell + room) + "  "
             edge += 2
         yield line.rstrip()
 
@@ -187,8 +165,7 @@ def summarize(
     synthetic: bool = False,
     image: Sequence[int] | None = None,
 ) -> list[NetSummary]:
-    """Return the nets of a prototxt: all of a solver's, or a net in each phase that its layers
-    name, or in one.
+    """Return all nets of a solver, or a net in one phase or in each that its layers name.
 
     A net that cannot be built, such as one without its data, has no shapes, and the log says why;
     `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
@@ -218,42 +195,31 @@ def _summary(role: str, param: NetParameter, path: str | None) -> NetSummary:
     given: set[str] = set()
     loose: dict[str, None] = {}
     for layer in filter_state(param, path).layer:
-        summary.unknown += [
-            name for name in layer.bottom if name not in given and name not in summary.unknown
-        ]
         for name in layer.bottom:
             loose.pop(name, None)
+            if name not in given and name not in summary.unknown:
+                summary.unknown.append(name)
         given.update(layer.top)
         loose.update(dict.fromkeys(layer.top))
-        info = next(
-            (info for info in built if info.name == layer.name), None
-        )  # Caffe's own splits lie in between
-        summary.layers.append(_layer(layer, info))
-    summary.unconsumed = list(loose)
-    return summary
-
-
-def _layer(layer: LayerParameter, info: LayerInfo | None) -> LayerSummary:
-    kind = (
-        f"{layer.python_param.module}.{layer.python_param.layer}"
-        if layer.HasField("python_param")
-        else layer.type
-    )
-    return LayerSummary(
-        layer.name,
-        kind,
-        [_parameter(spec) for spec in layer.param],
-        list(layer.bottom),
-        list(layer.top),
-        list(layer.loss_weight),
-        arguments(layer),
-        *(
+        # Caffe's own splits lie in between
+        info = next((info for info in built if info.name == layer.name), None)
+        costs = (
             (list(info.tops.values()), info.parameters, info.macs, info.memory)
             if info
             else (None,) * 4
-        ),
-    )
-
-
-def _parameter(spec: ParamSpec) -> Parameter:
-    return Parameter(spec.name, spec.lr_mult, spec.decay_mult)
+        )
+        python = layer.python_param
+        summary.layers.append(
+            LayerSummary(
+                layer.name,
+                f"{python.module}.{python.layer}" if layer.HasField("python_param") else layer.type,
+                [Parameter(spec.name, spec.lr_mult, spec.decay_mult) for spec in layer.param],
+                list(layer.bottom),
+                list(layer.top),
+                list(layer.loss_weight),
+                arguments(layer),
+                *costs,
+            )
+        )
+    summary.unconsumed = list(loose)
+    return summary

@@ -50,8 +50,7 @@ class Timing:
         return self.batch * self.iterations / self.total * 1000
 
     def table(self) -> str:
-        """Return a line a layer: name, type, milliseconds forward and backward, share of the
-        sum."""
+        """Return a line a layer: name, type, milliseconds forward and backward, share of both."""
         width = max(len(layer.name) for layer in self.layers)
         kind = max(len(layer.type) for layer in self.layers)
         whole = sum(layer.forward + layer.backward for layer in self.layers)
@@ -93,10 +92,8 @@ def time(
     `precision` is "fp32", "tf32", "bf16" or "fp16". ConfigError and DataError say what is wrong
     with the net.
     """
-    device = choose_device(gpu)
+    device = choose_device(gpu, threads)
     ops.set_precision(device, precision)
-    if threads:
-        ops.backend(device).set_num_threads(threads)
     param = read_net(model)
     param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
     param.state.stage.extend(stages)
@@ -135,10 +132,8 @@ def _time(net: Net, iterations: int) -> Timing:
             times = watch.read()
             ahead, back = times[: len(layers)], times[len(layers) + 1 :]
             for layer, f, b in zip(layers, ahead, reversed(back), strict=True):
-                layer.forward, layer.backward = (
-                    layer.forward + f / iterations,
-                    layer.backward + b / iterations,
-                )
+                layer.forward += f / iterations
+                layer.backward += b / iterations
             forward, backward = forward + sum(ahead), backward + sum(back)
             log.info(
                 "Iteration: %d forward-backward time: %s ms.", j + 1, number(sum(ahead) + sum(back))
@@ -148,7 +143,15 @@ def _time(net: Net, iterations: int) -> Timing:
     timing = Timing(
         layers, forward / iterations, backward / iterations, forward + backward, iterations, batch
     )
-    _log(timing)
+    log.info("Average time per layer: ")
+    for layer in timing.layers:
+        log.info("%10s\tforward: %s ms.", layer.name, number(layer.forward))
+        log.info("%10s\tbackward: %s ms.", layer.name, number(layer.backward))
+    log.info("Average Forward pass: %s ms.", number(timing.forward))
+    log.info("Average Backward pass: %s ms.", number(timing.backward))
+    log.info("Average Forward-Backward: %s ms.", number(timing.total / timing.iterations))
+    log.info("Total Time: %s ms.", number(timing.total))
+    log.info("*** Benchmark ends ***")
     return timing
 
 
@@ -164,15 +167,3 @@ def _pass(net: Net, watch: Any, hold: float) -> None:
         for i in order:
             run(i, i)
             watch.mark()
-
-
-def _log(timing: Timing) -> None:
-    log.info("Average time per layer: ")
-    for layer in timing.layers:
-        log.info("%10s\tforward: %s ms.", layer.name, number(layer.forward))
-        log.info("%10s\tbackward: %s ms.", layer.name, number(layer.backward))
-    log.info("Average Forward pass: %s ms.", number(timing.forward))
-    log.info("Average Backward pass: %s ms.", number(timing.backward))
-    log.info("Average Forward-Backward: %s ms.", number(timing.total / timing.iterations))
-    log.info("Total Time: %s ms.", number(timing.total))
-    log.info("*** Benchmark ends ***")

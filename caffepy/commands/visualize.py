@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from caffepy.commands.inference import find_blob, trained_net
-from caffepy.commands.preprocess import Preparation, image_input, load
+from caffepy.commands.preprocess import Preparation, load
 from caffepy.commands.weights import read_weights
 from caffepy.core.errors import ConfigError, UsageError
 from caffepy.core.registry import nearest
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, shape_string
 from caffepy.layer.convolution import Convolution
 from caffepy.net import Net
 from caffepy.proto.binary import blob_to_array
@@ -78,7 +78,10 @@ def show_blob(
     """
     extension_of(path, grid.FORMATS)
     with trained_net(model, weights, gpu=gpu, precision=precision, threads=threads) as net:
-        name = blob or _first(net)
+        tops = [node.top_names[0] for node in net.nodes if isinstance(node.layer, Convolution)]
+        if not (blob or tops):
+            raise UsageError("the net has no convolution: say which blob to show")
+        name = blob or tops[0]
         shown = find_blob(net, name)
         if image:
             _feed(net, image, preparation)
@@ -95,17 +98,17 @@ def show_blob(
         return Picture(name, one.shape, path)
 
 
-def _first(net: Net) -> str:
-    for node in net.nodes:
-        if isinstance(node.layer, Convolution):
-            return node.top_names[0]
-    raise UsageError("the net has no convolution: say which blob to show")
-
-
 def _feed(net: Net, image: str, preparation: Preparation) -> None:
-    """Make this image the only item of the net's input."""
-    shapes = {name: net.blobs[name].shape for name in net.inputs}
-    name, shape = image_input(net.inputs, shapes, net.path or "the net")
+    """Make this image the only item of the net's first input."""
+    shape = net.blobs[net.inputs[0]].shape if net.inputs else ()
+    if len(shape) != 4:
+        found = f"{net.inputs[0]} of {shape_string(shape)}" if net.inputs else "none"
+        raise ConfigError(
+            "needs an input for images, of shape (N, C, H, W), as deploy nets have; it has "
+            f"{found}",
+            net.path,
+        )
+    name = net.inputs[0]
     prepared = preparation.transformer(name, shape).preprocess(name, load(image, shape[1]))
     net.blobs[name].reshape((1, *shape[1:]))
     net.reshape()

@@ -1,9 +1,8 @@
-"""`caffepy weights`: files of weights without a net: their content, and conversion between
-forms."""
+"""`caffepy weights`: files of weights without a net: their content, conversion between forms."""
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from caffepy.report.text import columns, number, printable
 log = logging.getLogger(__name__)
 
 HDF5_NAMES = (".h5", ".hdf5")
+STATE_FACTS = ("iter", "learned_net", "current_step")
 LEGACY_AXES = {"Convolution": 4, "Deconvolution": 4, "InnerProduct": 2}
 
 
@@ -49,9 +49,7 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """The content of a file: `kind` in words, facts about the whole, the blobs by layer (or
-    history, or mean).
-    """
+    """A file: `kind` in words, facts about the whole, the blobs by layer (or history, or mean)."""
 
     kind: str
     facts: dict[str, Any]
@@ -63,9 +61,7 @@ class FileInfo:
         return sum(blob.count for layer in self.layers for blob in layer.blobs)
 
     def json(self) -> str:
-        """Return an object with kind, facts, the number of values, and a list of layers with their
-        blobs.
-        """
+        """Return an object: kind, facts, number of values, and the layers with their blobs."""
         layers = [
             {"name": layer.name, "type": layer.type, "blobs": [vars(blob) for blob in layer.blobs]}
             for layer in self.layers
@@ -77,20 +73,10 @@ class FileInfo:
         rows = [["layer", "type", "blob", "shape", "min", "mean", "max", "std", "not finite"]]
         for layer in self.layers:
             for i, blob in enumerate(layer.blobs):
-                figures = [
-                    "-" if x is None else number(x)
-                    for x in (blob.min, blob.mean, blob.max, blob.std)
-                ]
-                rows.append(
-                    [
-                        layer.name,
-                        layer.type,
-                        str(i),
-                        shape_string(blob.shape),
-                        *figures,
-                        f"{blob.not_finite:,}",
-                    ]
-                )
+                values = blob.min, blob.mean, blob.max, blob.std
+                figures = ["-" if x is None else number(x) for x in values]
+                place = [layer.name, layer.type, str(i), shape_string(blob.shape)]
+                rows.append([*place, *figures, f"{blob.not_finite:,}"])
         if not any(blob.not_finite for layer in self.layers for blob in layer.blobs):
             rows = [row[:-1] for row in rows]
         facts = [printable(f"{name}: {value}") for name, value in self.facts.items() if value != ""]
@@ -99,37 +85,32 @@ class FileInfo:
 
 
 def show(path: str) -> FileInfo:
-    """Read a caffemodel, a solver state (each binary or HDF5) or a mean file; ConfigError for other
-    files.
-    """
+    """Read a caffemodel or solver state (binary or HDF5) or a mean file, or raise ConfigError."""
     kind = binary.sniff(path)
     if kind == "HDF5":
         with _hdf5(path) as file:
-            if _is_state(file):
-                return _show_hdf5_state(file)
-            layers = [
-                _layer_info(name, "", blobs.values())
-                for name, blobs in _stored(_weights(file, path))
-            ]
-            return FileInfo("weights (HDF5)", {}, layers)
+            if not _is_state(file):
+                stored = _stored(_weights(file, path))
+                layers = [_layer_info(name, "", blobs.values()) for name, blobs in stored]
+                return FileInfo("weights (HDF5)", {}, layers)
+            facts: dict[str, Any] = {}
+            for key in STATE_FACTS:
+                if key in file:
+                    value = np.ravel(file[key][()])[0]
+                    facts[key] = value.decode() if isinstance(value, bytes) else value.item()
+            history = file["history"]
+            arrays = (history[key][()] for key in sorted(filter(str.isdigit, history), key=int))
+            return FileInfo("solver state (HDF5)", facts, [_layer_info("history", "", arrays)])
     if kind == "a solver state":
         state = binary.read_state(path)
-        facts = {
-            "iter": state.iter,
-            "learned_net": state.learned_net,
-            "current_step": state.current_step,
-        }
-        return FileInfo(
-            "solver state (binary)", facts, [_history(map(binary.blob_to_array, state.history))]
-        )
+        facts = {name: getattr(state, name) for name in STATE_FACTS}
+        history = _layer_info("history", "", map(binary.blob_to_array, state.history))
+        return FileInfo("solver state (binary)", facts, [history])
     if kind == "a binaryproto":
         mean = binary.read_array(path)
-        channels = (
-            mean.reshape(-1, *mean.shape[-2:]).mean((1, 2), np.float64)
-            if mean.ndim > 2
-            else mean.ravel()
-        )
-        facts = {"mean of each channel": ", ".join(map(number, channels))}
+        images = mean.reshape(-1, *mean.shape[-2:]) if mean.ndim > 2 else mean.reshape(-1, 1, 1)
+        channels = ", ".join(map(number, images.mean((1, 2), np.float64)))
+        facts = {"mean of each channel": channels}
         return FileInfo("mean file", facts, [_layer_info("mean", "", [mean])])
     net = binary.read_net(path)
     layers = [_layer_info(layer.name, layer.type, _arrays(path, layer)) for layer in net.layer]
@@ -137,8 +118,7 @@ def show(path: str) -> FileInfo:
 
 
 def convert(source: str, target: str) -> None:
-    """Write the weights in `source` to `target`: HDF5 if that ends in .h5 or .hdf5, else a binary
-    caffemodel.
+    """Write the weights in `source` to `target`, as HDF5 if that ends in .h5 or .hdf5, else binary.
 
     Old formats are upgraded, and NVCaffe's raw bytes become floats. Stored gradients are kept.
     ConfigError for a file without weights, or with some that the other form cannot hold; UsageError
@@ -149,11 +129,12 @@ def convert(source: str, target: str) -> None:
     else:
         net = read_weights(source)
         binary.drop_raw(net, source)
-        _write_binary(target, net)
+        try:
+            with written(target) as temporary:
+                write_layers(net.name, net.layer, temporary, "give a file name in .h5")
+        except ConfigError as error:
+            raise error.at(target) from None
     log.info("Wrote the weights in %s to %s", source, target)
-
-
-# reading
 
 
 @contextmanager
@@ -180,22 +161,20 @@ def _weights(file: h5py.File, path: str) -> h5py.Group:
 
 
 def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
-    """Return the layers in a group of an HDF5 file and their arrays by index; "a/b" is a group in a
-    group.
-    """
-    groups: list[tuple[str, h5py.Group]] = []
-    group.visititems(
-        lambda name, item: groups.append((name, item)) if isinstance(item, h5py.Group) else None
-    )
+    """Return the layers of an HDF5 file and their arrays by index; "a/b" is a group in a group."""
     layers = []
-    for name, item in groups:
-        arrays = {
-            int(key): x[()]
-            for key, x in item.items()
-            if isinstance(x, h5py.Dataset) and key.isdigit()
-        }
-        if arrays or not len(item):
-            layers.append((name, dict(sorted(arrays.items()))))
+
+    def add(name: str, item: object) -> None:
+        if isinstance(item, h5py.Group):
+            arrays = {
+                int(key): x[()]
+                for key, x in item.items()
+                if isinstance(x, h5py.Dataset) and key.isdigit()
+            }
+            if arrays or not len(item):
+                layers.append((name, dict(sorted(arrays.items()))))
+
+    group.visititems(add)
     return layers
 
 
@@ -215,15 +194,13 @@ def read_weights(path: str) -> NetParameter:
         for name, arrays in _stored(_weights(file, path)):
             if list(arrays) != list(range(len(arrays))):
                 raise ConfigError(
-                    f'layer "{name}": only blobs {", ".join(map(str, arrays))} are stored, as '
-                    f"the others are shared "
-                    "with another layer; such weights need their net: load and save them "
-                    "from Python",
+                    f'layer "{name}": only blobs {", ".join(map(str, arrays))} are stored, as the '
+                    "others are shared with another layer; such weights need their net: load and "
+                    "save them from Python",
                     path,
                 )
-            if (
-                arrays
-            ):  # a layer that stores none, since it shares all, must not stand in a binary file
+            # a layer that stores none, since it shares all, must not stand in a binary file
+            if arrays:
                 layer = net.layer.add(name=name)
                 known = diffs.get(name, {})
                 layer.blobs.extend(binary.array_to_blob(x, known.get(i)) for i, x in arrays.items())
@@ -237,64 +214,29 @@ def _arrays(path: str, layer: LayerParameter) -> Iterator[Array]:
         raise error.at(f'{path}: layer "{layer.name}"') from None
 
 
-# figures
-
-
-def _layer_info(name: str, type: str, arrays: Any) -> LayerInfo:
-    return LayerInfo(name, type, [_figures(array) for array in arrays])
-
-
-def _history(arrays: Any) -> LayerInfo:
-    return _layer_info("history", "", arrays)
-
-
-def _show_hdf5_state(file: h5py.File) -> FileInfo:
-    facts = {
-        key: np.ravel(file[key][()])[0]
-        for key in ("iter", "learned_net", "current_step")
-        if key in file
-    }
-    plain = {
-        key: value.decode() if isinstance(value, bytes) else value.item()
-        for key, value in facts.items()
-    }
-    history = file["history"]
-    keys = sorted(filter(str.isdigit, history), key=int)
-    return FileInfo("solver state (HDF5)", plain, [_history(history[key][()] for key in keys)])
-
-
-def _figures(array: Array) -> BlobInfo:
-    finite = np.isfinite(array)
-    values = array if finite.all() else array[finite]
-    damaged = array.size - values.size
-    if not values.size:
-        return BlobInfo(array.shape, array.size, None, None, None, None, damaged)
-    low, high = float(values.min()), float(values.max())
-    mean, std = float(values.mean(dtype=np.float64)), float(values.std(dtype=np.float64))
-    return BlobInfo(array.shape, array.size, low, mean, high, std, damaged)
-
-
-# writing
-
-
-def _write_binary(path: str, net: NetParameter) -> None:
-    try:
-        with written(path) as temporary:
-            write_layers(net.name, net.layer, temporary, "give a file name in .h5")
-    except ConfigError as error:
-        raise error.at(path) from None
+def _layer_info(name: str, type: str, arrays: Iterable[Array]) -> LayerInfo:
+    blobs = []
+    for array in arrays:
+        finite = np.isfinite(array)
+        values = array if finite.all() else array[finite]
+        low = mean = high = std = None
+        if values.size:
+            low, high = float(values.min()), float(values.max())
+            mean, std = float(values.mean(dtype=np.float64)), float(values.std(dtype=np.float64))
+        damaged = array.size - values.size
+        blobs.append(BlobInfo(array.shape, array.size, low, mean, high, std, damaged))
+    return LayerInfo(name, type, blobs)
 
 
 def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
-    """Write a group for every layer, as Caffe does; shared parameters are stored with each
-    layer."""
+    """Write a group for each layer, as Caffe does, also of parameters that it shares."""
     with written(path) as temporary, new_hdf5(temporary) as file:
         nested = [layer.name for layer in net.layer if "/" in layer.name]
         if nested:
-            log.warning(
-                'Caffe itself does not read layers with a slash in their names from HDF5: "%s"',
-                nested[0],
+            warning = (
+                'Caffe itself does not read layers with a slash in their names from HDF5: "%s"'
             )
+            log.warning(warning, nested[0])
         for layer in net.layer:
             group = file.require_group(f"data/{layer.name}")
             if len(group) and layer.blobs:
@@ -307,13 +249,11 @@ def _write_hdf5(path: str, net: NetParameter, source: str) -> None:
                 group.create_dataset(str(i), data=array.reshape(shape))
                 diff = binary.blob_to_diff(layer.blobs[i])
                 if diff is not None:
-                    file.require_group(f"diff/{layer.name}").create_dataset(
-                        str(i), data=diff.reshape(shape)
-                    )
+                    diffs = file.require_group(f"diff/{layer.name}")
+                    diffs.create_dataset(str(i), data=diff.reshape(shape))
 
 
 def _modern(shape: tuple[int, ...], type: str, index: int) -> tuple[int, ...]:
-    """Return the shape of a blob of the time when all had four axes: HDF5 is read by exact
-    shapes."""
+    """Return the shape of a blob from when all had four axes: HDF5 is read by exact shapes."""
     axes = LEGACY_AXES.get(type, 4) if index == 0 else 1 if type in LEGACY_AXES else 4
     return shape[-axes:] if all(size == 1 for size in shape[:-axes]) else shape

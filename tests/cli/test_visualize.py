@@ -83,6 +83,7 @@ def test_what_a_net_makes_of_an_image() -> None:
         (f"--model {TRAIN_VAL} --item 99", 2, "item 99 is not in a batch of 99"),
         (f"--model {TRAIN_VAL} --blob loss --item 1", 2, "item 1 is not in a batch of 1"),
         (f"--model {TRAIN_VAL} --image x.png", 3, "needs an input for images"),
+        ("--model rows.prototxt --image x.png --blob x", 3, "deploy nets have; it has x of 2 3"),
         ("--image x.png", 2, "give --model FILE"),
         ("--model digits --layer conv1", 2, "Give --layer for filters"),
         ("--model digits --image x.png --mean-file m --mean-values 1", 2, "not both"),
@@ -91,6 +92,7 @@ def test_what_a_net_makes_of_an_image() -> None:
 )
 def test_what_cannot_be_drawn(line: str, code: int, message: str, capsys: Captured) -> None:
     cv2.imwrite("x.png", np.zeros((8, 8), np.uint8))
+    Path("rows.prototxt").write_text('input: "x" input_shape { dim: 2 dim: 3 }')
     assert main.run(["visualize", "f.png", "--weights", WEIGHTS, *line.split()]) == code
     assert message in capsys.readouterr().err
     assert not Path("f.png").exists()

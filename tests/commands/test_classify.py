@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from caffepy import models
-from caffepy.commands.classify import Classification, Classified, Guess, classify
+from caffepy.commands.classify import Classification, Classified, Guess, classify, usual_dims
 from caffepy.commands.preprocess import Preparation
 from caffepy.core.errors import ConfigError, DataError, UsageError
 from caffepy.data.datum import decode
@@ -193,14 +193,8 @@ def test_colour_images_as_pycaffe_classifies_them(
 @pytest.mark.parametrize(
     ("size", "dims"), [(6, (6, 6)), (128, (128, 128)), (129, (256, 256)), (300, (300, 300))]
 )
-def test_what_images_are_resized_to(
-    size: int, dims: tuple[int, int], colour: tuple[str, str], tmp_path: Path
-) -> None:
-    from caffepy.commands.classify import _classifier
-
-    model = tmp_path / "other.prototxt"
-    model.write_text(COLOUR.replace("dim: 6", f"dim: {size}"))
-    assert tuple(_classifier(str(model), [], Preparation(), (), None).image_dims) == dims
+def test_what_images_are_resized_to(size: int, dims: tuple[int, int]) -> None:
+    assert usual_dims((size, size)) == dims
 
 
 def test_nets_and_weights_that_do_not_fit(folder: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from caffepy.commands.preprocess import (
     Preparation,
-    image_input,
     load,
     names_in,
     read_array,
@@ -111,14 +110,6 @@ def test_files_that_are_no_means_or_arrays(tmp_path: Path) -> None:
     for name in ("no.npy", "no.binaryproto"):
         with pytest.raises(DataError, match=rf"{name}.*[Nn]o such file"):
             read_mean(str(tmp_path / name))
-
-
-def test_which_input_takes_images() -> None:
-    assert image_input(["data"], {"data": SHAPE}, "n") == ("data", SHAPE)
-    with pytest.raises(ConfigError, match=r"n: needs an input for images.*; it has none"):
-        image_input([], {}, "n")
-    with pytest.raises(ConfigError, match=r"it has x of 2 3"):
-        image_input(["x"], {"x": (2, 3)}, "n")
 
 
 def test_images_of_a_folder(tmp_path: Path) -> None:
