@@ -1,7 +1,7 @@
-"""`caffepy device-pairs`: the links between devices, and the schedule of each way to
-synchronize."""
+"""`caffepy device-pairs`: links between devices, and the schedule of each way to synchronize."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +65,15 @@ class Pairing:
 
     def text(self) -> str:
         """Return the tree, the access matrix, the schedules and the speeds as text."""
+
+        def reach(a: int, b: int) -> str:
+            if self.topology.same_board(a, b):
+                return "+"
+            return "P" if self.topology.reaches(a, b) else "-"
+
         parts = [
             f"GPUs pairs {show(self.pairs) or 'none'}\n{draw(self.pairs)}",
-            "Peer access (board: +, peer: P, through the host: -)\n" + self._matrix(self._reach),
+            "Peer access (board: +, peer: P, through the host: -)\n" + self._matrix(reach),
         ]
         links = self.links
         if links:
@@ -83,11 +89,6 @@ class Pairing:
             )
         return "\n\n".join(parts)
 
-    def _reach(self, a: int, b: int) -> str:
-        return (
-            "+" if self.topology.same_board(a, b) else "P" if self.topology.reaches(a, b) else "-"
-        )
-
     def _matrix(self, cell: Any) -> str:
         names = [str(device) for device in self.topology.devices]
         rows = [["", *names]]
@@ -101,16 +102,15 @@ class Pairing:
             return f"{name}: no schedule for {self.topology.size} devices joined like this"
         names = self.topology.devices
         signs = {Operation.ADD: "+=", Operation.COPY: "="}
-        levels = [
-            "  "
-            + ", ".join(
+        lines = [f"{name}: {len(schedule)} levels"]
+        for level in schedule:
+            steps = [
                 f"{names[step.destination]} {signs[step.operation]} "
                 f"{names[step.source]}{' (host)' * step.staged}"
                 for step in level
-            )
-            for level in schedule
-        ]
-        return "\n".join([f"{name}: {len(schedule)} levels", *levels])
+            ]
+            lines.append(f"  {', '.join(steps)}")
+        return "\n".join(lines)
 
 
 def _step(step: Any, names: tuple[int, ...]) -> list[Any]:
@@ -118,9 +118,7 @@ def _step(step: Any, names: tuple[int, ...]) -> list[Any]:
 
 
 def pairing(topology: Topology, joined: Links | None = None, measured: bool = False) -> Pairing:
-    """Return the pairing of these devices, `joined` by these links; measure speeds on this
-    machine's GPUs.
-    """
+    """Return the pairing of devices `joined` by these links; `measured`: with their speeds."""
     speeds = []
     if measured and topology.size > 1:
         peers.enable(topology)
@@ -150,9 +148,8 @@ def simulated(path: str) -> Pairing:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
     if not isinstance(told, dict) or not isinstance(told.get("devices"), list):
-        raise ConfigError(
-            f'{path} must be an object with "devices", and perhaps "boards", "access" and "links"'
-        )
+        needed = 'an object with "devices", and perhaps "boards", "access" and "links"'
+        raise ConfigError(f"{path} must be {needed}")
     for name in told:
         if name not in FIELDS + DERIVED:
             raise ConfigError(
@@ -165,20 +162,17 @@ def simulated(path: str) -> Pairing:
     boards, access = told.get("boards", [None] * n), told.get("access", 1)
     if isinstance(access, int):
         access = [[access] * n] * n
-    if not (
-        isinstance(boards, list) and all(board is None or _is_number(board) for board in boards)
-    ):
-        raise ConfigError(
-            f'{path}: "boards" must be a list of whole numbers, null for a device that has '
-            f"one to itself"
-        )
-    if not (isinstance(access, list) and all(_is_row(row) for row in access)):
+    if not _is_list(boards, lambda board: board is None or _is_number(board)):
+        needed = "a list of whole numbers, null for a device that has one to itself"
+        raise ConfigError(f'{path}: "boards" must be {needed}')
+    if not _is_list(access, lambda row: _is_list(row, lambda cell: cell in (0, 1))):
         raise ConfigError(f'{path}: "access" must be a list of rows of 0 and 1')
     joined = told.get("links")
-    if joined is not None and not _is_matrix(joined, n):
-        raise ConfigError(
-            f'{path}: "links" must be {n} rows of {n} texts, or null where there is none'
-        )
+    if joined is not None and not _is_list(
+        joined, lambda row: _is_list(row, lambda cell: cell is None or isinstance(cell, str), n), n
+    ):
+        needed = f"{n} rows of {n} texts, or null where there is none"
+        raise ConfigError(f'{path}: "links" must be {needed}')
     try:
         rows = tuple(
             tuple(bool(cell) and a != b for b, cell in enumerate(row))
@@ -194,14 +188,5 @@ def _is_number(told: Any) -> bool:
     return isinstance(told, int) and not isinstance(told, bool)
 
 
-def _is_row(told: Any) -> bool:
-    return isinstance(told, list) and all(cell in (0, 1) for cell in told)
-
-
-def _is_matrix(rows: Any, n: int) -> bool:
-    return (
-        isinstance(rows, list)
-        and len(rows) == n
-        and all(isinstance(row, list) and len(row) == n for row in rows)
-        and all(cell is None or isinstance(cell, str) for row in rows for cell in row)
-    )
+def _is_list(told: Any, valid: Callable[[Any], bool], length: int | None = None) -> bool:
+    return isinstance(told, list) and length in (None, len(told)) and all(map(valid, told))

@@ -3,7 +3,8 @@
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
@@ -33,11 +34,8 @@ from caffepy.device.gpus import (
 )
 
 OK, MISSING, WRONG = "ok", "missing", "wrong"
-
 FOR_GPUS = f"for GPUs: {INSTALL}"
-
-TOLERANCE = 5e-3
-"""Of the largest value: factors of products may be rounded to 10 bits."""
+TOLERANCE = 5e-3  # of the largest value: factors of products may be rounded to 10 bits
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ class Health:
     def table(self) -> str:
         """Return a line a finding; the remedy in the line below, once if several need the same."""
         width = max(len(finding.name) for finding in self.findings)
-        lines: list[str] = []
-        told = {""}
+        lines, told = [], {""}
         for finding in self.findings:
             lines.append(f"{finding.name:{width}}  {finding.state:7}  {finding.told}".rstrip())
             if finding.remedy not in told:
@@ -75,9 +72,7 @@ class Health:
 
     def json(self) -> str:
         """Return an object: whether all works, and the findings."""
-        return json.dumps(
-            {"works": self.works, "findings": [asdict(finding) for finding in self.findings]}
-        )
+        return json.dumps({"works": self.works, **asdict(self)})
 
 
 def examine() -> Health:
@@ -131,35 +126,34 @@ def _cudnn() -> Iterator[Finding]:
         frontend = importlib.import_module("cudnn")
         number = int(frontend.backend_version())
     except Exception as error:  # whatever the search for libcudnn ends with
-        yield _failed("cuDNN", "cudnn", error)
-        yield _failed("cuDNN frontend", "cudnn", error)
+        yield from (_failed(name, "cudnn", error) for name in ("cuDNN", "cuDNN frontend"))
         return
-    yield Finding("cuDNN", OK, f"{number // 10000}.{number % 10000 // 100}.{number % 100}")
+    yield Finding("cuDNN", OK, _dotted(number))
     yield Finding("cuDNN frontend", OK, str(frontend.__version__))
 
 
 def _nvmath() -> Iterator[Finding]:
+    name, told = "cuBLAS (nvmath)", "of an unknown version"
     try:
         importlib.import_module("nvmath.bindings.cublas")
+        with suppress(PackageNotFoundError):
+            told = version("nvmath-python")
+        yield Finding(name, OK, told)
     except Exception as error:
-        yield _failed("cuBLAS (nvmath)", "nvmath", error)
-        return
-    try:
-        yield Finding("cuBLAS (nvmath)", OK, version("nvmath-python"))
-    except PackageNotFoundError:
-        yield Finding("cuBLAS (nvmath)", OK, "of an unknown version")
+        yield _failed(name, "nvmath", error)
 
 
 def _nccl() -> Iterator[Finding]:
     try:
-        number = nccl_version()
+        yield Finding("NCCL", OK, _dotted(nccl_version()))
     except DeviceError as error:
         yield _failed("NCCL", "cupy", error)
-        return
     except ImportError as error:
         yield Finding("NCCL", MISSING, f"not found ({last_line(error)})", FOR_GPUS)
-        return
-    yield Finding("NCCL", OK, f"{number // 10000}.{number % 10000 // 100}.{number % 100}")
+
+
+def _dotted(number: int) -> str:
+    return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
 
 
 def _failed(name: str, module: str, error: BaseException) -> Finding:
@@ -181,35 +175,23 @@ def _gpus() -> Iterator[Finding]:
     if not count:
         yield Finding("GPUs", MISSING, "CUDA sees none")
     for index in range(count):
-        yield _examined(f"GPU {index}", lambda index=index: _described(index))  # type: ignore[misc]
-        yield _examined(f"GPU {index} self-test", lambda index=index: _tested(index))  # type: ignore[misc]
-
-
-def _examined(name: str, look: Callable[[], str]) -> Finding:
-    try:
-        return Finding(name, OK, look())
-    except Exception as error:  # a broken installation fails in many ways
-        return Finding(
-            name,
-            WRONG,
-            last_line(error),
-            "see what is missing or wrong above; is another program using it?",
-        )
+        for name, look in (f"GPU {index}", _described), (f"GPU {index} self-test", _tested):
+            try:
+                yield Finding(name, OK, look(index))
+            except Exception as error:  # a broken installation fails in many ways
+                advice = "see what is missing or wrong above; is another program using it?"
+                yield Finding(name, WRONG, last_line(error), advice)
 
 
 def _described(index: int) -> str:
     properties = gpu_properties(index)
     free, total = (size / (1 << 30) for size in gpu_memory(index))
-    capability = f"{properties['major']}.{properties['minor']}"
-    return (
-        f"{properties['name']}, compute capability {capability}, {free:.1f} of {total:.1f} GiB free"
-    )
+    capability = f"compute capability {properties['major']}.{properties['minor']}"
+    return f"{properties['name']}, {capability}, {free:.1f} of {total:.1f} GiB free"
 
 
 def _tested(index: int) -> str:
-    """Compare a copy, a product and a convolution of the GPU with the CPU's; DeviceError if they
-    differ.
-    """
+    """Compare a copy, a product and a convolution with the CPU's; DeviceError if they differ."""
     start = perf_counter()
     device, rng = CudaDevice(index), np.random.default_rng(1)
     gpu, cpu = ops.backend(device), ops.backend(Device())
@@ -223,20 +205,16 @@ def _tested(index: int) -> str:
     def compare(what: str, there: Any, expected: NDArray[np.float32], tolerance: float) -> None:
         error = float(np.abs(device.on_host(there) - expected).max() / np.abs(expected).max())
         if not error <= tolerance:
-            raise DeviceError(
-                f"the GPU's {what} differs from the CPU's (relative difference {error:.2g})"
-            )
+            difference = f"relative difference {error:.2g}"
+            raise DeviceError(f"the GPU's {what} differs from the CPU's ({difference})")
 
     with device.scope():
         (a, a_there), (b, b_there), (_, out_there) = random(64, 48), random(48, 32), random(64, 32)
         compare("copy", a_there, a, 0.0)
         gpu.matmul(a_there, b_there, out_there)
         compare("product", out_there, a @ b, TOLERANCE)
-        (x, x_there), (w, w_there), (y, y_there) = (
-            random(2, 4, 9, 9),
-            random(6, 4, 3, 3),
-            random(2, 6, 9, 9),
-        )
+        (x, x_there), (w, w_there) = random(2, 4, 9, 9), random(6, 4, 3, 3)
+        y, y_there = random(2, 6, 9, 9)
         sizes = (x.shape, w.shape, (1, 1), (1, 1), (1, 1), 1, np.float32)
         cpu.Convolution(*sizes).forward(x, w, None, y)
         gpu.Convolution(*sizes).forward(x_there, w_there, None, y_there)

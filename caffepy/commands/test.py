@@ -2,8 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -18,11 +17,9 @@ from caffepy.core.errors import DataError
 from caffepy.core.events import Output
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
-from caffepy.device.device import Device
 from caffepy.layer.python import Python
 from caffepy.net import Net
 from caffepy.parallel.workers import Workers
-from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.report.text import as_json, number, scalars
 from caffepy.solver.capture import GraphRunner
 
@@ -42,8 +39,8 @@ class Score:
         return "\n".join(scalars(self.outputs))
 
     def json(self) -> str:
-        """Return an object with iterations, loss, and outputs by name; an output of several scalars
-        is a list, and null stands for a value that is not finite.
+        """Return an object with iterations, loss, and outputs by name, lists for several scalars;
+        null stands for a value that is not finite.
         """
         outputs = {name: np.asarray(values).tolist() for name, values, _ in self.outputs}
         return as_json({"iterations": self.iterations, "loss": self.loss, "outputs": outputs})
@@ -64,8 +61,7 @@ def test(
     deadlines: Mapping[str, float] = DEADLINES,
     last_resort: Callable[[BaseException], object] | None = None,
 ) -> Score:
-    """Run the net of the file `model` in its TEST phase with these trained weights; log each batch
-    as Caffe does.
+    """Run the net of the file `model` in its TEST phase with trained weights; log as Caffe does.
 
     gpu: numbers of GPUs, or "all"; cpu: number of nets on the CPU. Several devices take the batches
         in turn, from data layers that they share; the result is that of one device.
@@ -80,11 +76,37 @@ def test(
     if threads:
         ops.backend(devices[0]).set_num_threads(threads)
     param = definition(model, devices[0], precision=precision, level=level, stages=stages)
-    with (
-        tolerating(max_bad_records),
-        _evaluating(param, model, weights, devices, deadlines, last_resort) as (root, workers),
-    ):
-        return _run(root, workers, iterations)
+
+    def make(rank: int) -> EvalWorker:
+        net = Net(param, device=devices[rank], path=model, root_net=root.net if rank else None)
+        workers.share_layers(net, rank)
+        worker = EvalWorker(net)
+        if rank:
+            worker.copy_params(root.net)
+        return worker
+
+    workers = Workers(devices, make, deadlines, last_resort=last_resort)
+    with tolerating(max_bad_records):
+        workers.group.join(0)
+        root, failed = make(0), True
+        try:
+            load_all(root.net, weights)
+            root.net.device.flush()
+            if len(devices) > 1:
+                _warn_of_unshared(root.net)
+            with workers.cpu_share(0):
+                with workers.starting():
+                    pass
+                workers.group.phase = "test"
+                score = _run(root, workers, iterations)
+            failed = False
+            return score
+        except BaseException as error:
+            workers.abort(error)
+            raise
+        finally:
+            workers.end(failed)
+            root.close()
 
 
 class Batch(NamedTuple):
@@ -125,49 +147,6 @@ class EvalWorker:
         self.net.close()
 
 
-@contextmanager
-def _evaluating(
-    param: NetParameter,
-    path: str,
-    weights: Iterable[str],
-    devices: Sequence[Device],
-    deadlines: Mapping[str, float],
-    last_resort: Callable[[BaseException], object] | None,
-) -> Iterator[tuple[EvalWorker, Workers[EvalWorker]]]:
-    """The net on the first device, with these weights, and its workers on the others, which share
-    its data layers.
-    """
-
-    def make(rank: int) -> EvalWorker:
-        net = Net(param, device=devices[rank], path=path, root_net=root.net if rank else None)
-        workers.share_layers(net, rank)
-        worker = EvalWorker(net)
-        if rank:
-            worker.copy_params(root.net)
-        return worker
-
-    workers = Workers(devices, make, deadlines, last_resort=last_resort)
-    workers.group.join(0)
-    root, failed = make(0), True
-    try:
-        load_all(root.net, weights)
-        root.net.device.flush()
-        if len(devices) > 1:
-            _warn_of_unshared(root.net)
-        with workers.cpu_share(0):
-            with workers.starting():
-                pass
-            workers.group.phase = "test"
-            yield root, workers
-        failed = False
-    except BaseException as error:
-        workers.abort(error)
-        raise
-    finally:
-        workers.end(failed)
-        root.close()
-
-
 def _warn_of_unshared(net: Net) -> None:
     for node in net.nodes:
         layer = node.layer
@@ -193,27 +172,24 @@ class _Totals:
         self.loss = 0.0
         self.outputs: list[Array] = []  # in double precision
 
-    def add(self, number: int, batch: Batch) -> None:
-        """Add batch `number`, counted from 0; DataError if an output has changed its shape."""
+    def add(self, index: int, added: Batch) -> None:
+        """Add the batch of this index; DataError if an output has changed its shape."""
         with self._lock:
-            self._waiting[number] = batch
-            while self._done in self._waiting:
-                self._add_next(self._waiting.pop(self._done))
+            self._waiting[index] = added
+            while batch := self._waiting.pop(self._done, None):
+                self.outputs = self.outputs or [np.zeros(values.shape) for values in batch.outputs]
+                self.loss += batch.loss
+                for name, total, x in zip(self._names, self.outputs, batch.outputs, strict=True):
+                    if x.shape != total.shape:
+                        raise DataError(
+                            f'output "{name}" changed its shape between batches, from '
+                            f"{shape_string(total.shape)} to {shape_string(x.shape)}, so there is "
+                            "no mean"
+                        )
+                    total += x
+                    for value in x.reshape(-1):
+                        log.info("Batch %d, %s = %s", self._done, name, number(value))
                 self._done += 1
-
-    def _add_next(self, batch: Batch) -> None:
-        self.outputs = self.outputs or [np.zeros(values.shape) for values in batch.outputs]
-        self.loss += batch.loss
-        for name, total, values in zip(self._names, self.outputs, batch.outputs, strict=True):
-            if values.shape != total.shape:
-                raise DataError(
-                    f'output "{name}" changed its shape between batches, from '
-                    f"{shape_string(total.shape)} to {shape_string(values.shape)}, "
-                    "so there is no mean"
-                )
-            total += values
-            for value in values.reshape(-1):
-                log.info("Batch %d, %s = %s", self._done, name, number(value))
 
 
 def _run(root: EvalWorker, workers: Workers[EvalWorker], iterations: int) -> Score:

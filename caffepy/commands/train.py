@@ -2,8 +2,8 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -113,16 +113,15 @@ def train(options: TrainOptions) -> TrainResult:
     if options.snapshot and options.weights and options.snapshot != AUTO:
         raise UsageError("Give a snapshot to resume training or weights to finetune but not both.")
     signals = Signals(options.sigint_effect, options.sighup_effect)
-    with _log_file(options.log_dir):
+    log_dir = options.log_dir
+    with nullcontext() if log_dir is None else logging_to(stderr=False, log_dir=log_dir):
         param = read_solver(options.solver)
         devices = choose_for_training(options.gpu, options.cpu, param, options.solver)
         _set_up(options, param, devices[0])
         snapshot = _starting_point(options, param)
-        boards = (
-            [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
-            if options.tensorboard
-            else []
-        )
+        boards = []
+        if options.tensorboard:
+            boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
         with (
             signals,
             tolerating(options.max_bad_records),
@@ -143,12 +142,8 @@ def train(options: TrainOptions) -> TrainResult:
             signals.listen()
             solver.action = signals.poll
             solver.capture, solver.fuse = options.capture, options.fuse
-            if (
-                solver.capture
-                and solver.fuse
-                and not param.debug_info
-                and options.bn_stats != "sync"
-            ):
+            looked_at = param.debug_info or options.bn_stats == "sync"
+            if solver.capture and solver.fuse and not looked_at:
                 solver.save_memory()
             for net in (solver.net, *solver.test_nets):
                 net.before_forward.append(signals.check)
@@ -166,15 +161,11 @@ def train(options: TrainOptions) -> TrainResult:
                 log.info("Starting Optimization")
                 solver.solve()
             log.info("Optimization Done.")
-            if solver.stopped and solver.resume_state.saved_now:
-                log.info(
-                    "A signal stopped the run at iteration %d; --snapshot %s resumes it",
-                    solver.iter,
-                    solver.resume_state.saved_now,
-                )
-            return TrainResult(
-                solver.iter, solver.stopped, solver.last_outputs, solver.resume_state.saved_now
-            )
+            saved = solver.resume_state.saved_now
+            if solver.stopped and saved:
+                told = "A signal stopped the run at iteration %d; --snapshot %s resumes it"
+                log.info(told, solver.iter, saved)
+            return TrainResult(solver.iter, solver.stopped, solver.last_outputs, saved)
 
 
 def _set_up(options: TrainOptions, param: SolverParameter, device: Device) -> None:
@@ -215,10 +206,7 @@ def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None
 
 
 def _baseline(solver: Solver, solvers: int) -> float | None:
-    """Return the images a second of one such GPU by itself, None if no run has measured it.
-
-    A run of one solver measures it.
-    """
+    """Return the images a second of one such GPU by itself, if a run of one solver measured it."""
     device = solver.device
     if not isinstance(device, CudaDevice):
         return None
@@ -236,12 +224,3 @@ def _baseline(solver: Solver, solvers: int) -> float | None:
     if solvers == 1:
         solver.reporter = Reporters(solver.reporter, baseline.BaselineRecorder(run))
     return baseline.known(run)
-
-
-@contextmanager
-def _log_file(log_dir: str | None) -> Iterator[None]:
-    if log_dir is None:
-        yield
-    else:
-        with logging_to(stderr=False, log_dir=log_dir):
-            yield
