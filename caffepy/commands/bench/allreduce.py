@@ -22,6 +22,7 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.device.gpus import gpu_numbers
 from caffepy.report import plot
+from caffepy.report.text import columns
 
 SIZES = "64K..512M"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -63,34 +64,21 @@ class AllReduceBench:
         rows = [["size", *(f"{name} us" for name in names), *(f"{name} GB/s" for name in names)]]
         for size in dict.fromkeys(t.bytes for t in self.timings):
             found = [of[name, size] for name in names]
-            rows.append(
-                [
-                    show_size(size),
-                    *(f"{t.ms * 1e3:.1f}" for t in found),
-                    *(f"{t.bus_gb_s:.2f}" for t in found),
-                ]
-            )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        ]
-        how = [
-            f"{name}: not captured"
-            for name in names
-            if not all(t.captured for t in self.timings if t.sync == name)
-        ]
-        missing = [f"{name}: {why}" for name, why in self.left_out.items()]
+            times = [f"{t.ms * 1e3:.1f}" for t in found]
+            rows.append([show_size(size), *times, *(f"{t.bus_gb_s:.2f}" for t in found)])
         head = f"All-reduce of {self.ranks} ranks on {self.devices}; times, and bus bandwidth"
-        return "\n".join([head, *lines, *(how if "GPU" in self.devices else []), *missing])
+        lines = [head, *columns(rows, left=0)]
+        for name in names if "GPU" in self.devices else ():
+            if not all(t.captured for t in self.timings if t.sync == name):
+                lines.append(f"{name}: not captured")
+        return "\n".join([*lines, *(f"{name}: {why}" for name, why in self.left_out.items())])
 
     def json(self) -> str:
         """Return an object with the same fields."""
         return json.dumps(asdict(self))
 
     def plot(self, path: str) -> None:
-        """Draw the bus bandwidth over the sizes, in the format that the file's extension names;
-        needs matplotlib.
+        """Draw the bus bandwidth over the sizes with matplotlib, in the format of the extension.
 
         UsageError if it cannot be drawn or written.
         """
@@ -142,8 +130,7 @@ def show_size(size: int) -> str:
 def bench_allreduce(
     gpu: str | None = None, cpu: int = 0, sync: str = "", sizes: str = SIZES
 ) -> AllReduceBench:
-    """Time the ways in `sync`, separated by commas, or all that are available, on GPUs or `cpu`
-    threads.
+    """Time the ways in `sync` (NAME,...), or all that are available, on GPUs or `cpu` threads.
 
     SyncError if a result is not the mean, which is checked for each size.
     """
@@ -181,10 +168,8 @@ def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -
         except BaseException as error:
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=work, args=(rank,), name=f"rank {rank}")
-        for rank in range(len(devices))
-    ]
+    n = len(devices)
+    threads = [threading.Thread(target=work, args=(k,), name=f"rank {k}") for k in range(n)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -193,10 +178,9 @@ def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -
         raise group.failure[1]
     if errors:
         raise errors[0]
-    n = len(devices)
     found = []
-    for count, slowest in zip(counts, map(max, zip(*times, strict=True)), strict=True):
-        ms, captured = slowest
+    for count, *of_ranks in zip(counts, *times, strict=True):
+        ms, captured = max(of_ranks)
         speed = count * 4 / ms / 1e6
         found.append(Timing(choice.name, count * 4, ms, captured, speed, speed * 2 * (n - 1) / n))
     return found
@@ -214,24 +198,17 @@ def _rank(
         meet = partial(group.barrier, rank, "bench")
         found = []
         for count in counts:
-            _check(synchronizer, device, diff, count, meet)
+            diff[:count] = rank + 1
+            synchronizer.reduce(count)
+            for part in (diff[:count][:EDGE], diff[:count][-EDGE:]):
+                if not np.allclose(device.on_host(part), (synchronizer.size + 1) / 2, rtol=1e-5):
+                    raise SyncError(f"the mean of {count} numbers in rank {rank} is wrong")
+            meet()
             found.append(_time(synchronizer, device, count, meet))
         device.synchronize()
         meet()
         synchronizer.close()
     return found
-
-
-def _check(
-    synchronizer: Synchronizer, device: Device, diff: Any, count: int, meet: Callable[[], None]
-) -> None:
-    diff[:count] = synchronizer.rank + 1
-    synchronizer.reduce(count)
-    mean = (synchronizer.size + 1) / 2
-    for part in (diff[:count][:EDGE], diff[:count][-EDGE:]):
-        if not np.allclose(device.on_host(part), mean, rtol=1e-5):
-            raise SyncError(f"the mean of {count} numbers in rank {synchronizer.rank} is wrong")
-    meet()
 
 
 def _time(
@@ -240,13 +217,12 @@ def _time(
     """Return the milliseconds of one run, the median over windows, and True if it was captured."""
     runs = max(2, min(MOST_RUNS, ENOUGH // (count * 4)))
     work: Callable[[], None] = partial(synchronizer.reduce, count)
-    captures = synchronizer.capturable and isinstance(device, CudaDevice)
     if synchronizer.capturable and isinstance(device, CudaDevice):
         recording = device.capture(lambda: _repeat(work, CAPTURED))
-        replay, replays = recording.replay, max(1, runs // CAPTURED)
+        captured, replay, replays = True, recording.replay, max(1, runs // CAPTURED)
         runs = replays * CAPTURED
     else:
-        replay, replays = work, runs
+        captured, replay, replays = False, work, runs
     times = []
     for _ in range(WINDOWS):
         device.synchronize()
@@ -256,7 +232,7 @@ def _time(
         device.synchronize()
         times.append((perf_counter() - begin) / runs * 1e3)
     meet()  # before the captured graph is freed
-    return median(times), captures
+    return median(times), captured
 
 
 def _repeat(work: Callable[[], None], times: int) -> None:

@@ -21,11 +21,10 @@ from caffepy.report.performance import difference, shares
 
 @dataclass(frozen=True)
 class Point:
-    """Speed of a number of devices: images a second of all, which is `times` that of one;
-    `efficiency` is `times` by the number of devices.
+    """Speed of a number of devices: images a second of all, which is `times` that of one.
 
-    `ms` is the time of an iteration, `exposed` the share of it in which devices, in the mean, only
-    synchronize.
+    `efficiency` is `times` by the number of devices, `ms` the time of an iteration, `exposed` the
+    share of it in which devices, in the mean, only synchronize.
     """
 
     devices: int
@@ -50,16 +49,14 @@ class Scaling:
 
     def table(self) -> str:
         """Return a table as text."""
+        head = f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each"
         lines = [
-            f"{self.net} on {self.device}, {self.precision}, batch {self.batch} each, "
-            f"sync {self.sync}",
-            f"{'devices':>8}{'images/s':>12}{'times one':>12}{'efficiency':>12}{'ms':>10}"
-            f"{'exposed sync':>14}",
+            f"{head}, sync {self.sync}",
+            " devices    images/s   times one  efficiency        ms  exposed sync",
         ]
-        lines += [
-            f"{p.devices:8}{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}{p.ms:10.3f}{p.exposed:14.1%}"
-            for p in self.points
-        ]
+        for p in self.points:
+            speeds = f"{p.images_per_s:12.0f}{p.times:12.2f}{p.efficiency:12.1%}"
+            lines.append(f"{p.devices:8}{speeds}{p.ms:10.3f}{p.exposed:14.1%}")
         return "\n".join(lines)
 
     def json(self) -> str:
@@ -78,8 +75,7 @@ def bench_scaling(
     sync: str = "auto",
     windows: int = 5,
 ) -> Scaling:
-    """Train the net of the solver file on synthetic data with 1, 2, 4, ... of the devices, and with
-    all of them.
+    """Train the net of the solver file on synthetic data with 1, 2, 4, ... and all of the devices.
 
     `gpu` names GPUs ("all" for every one), `cpu` is a number of solvers on the CPU, `batch` that of
     each device. UsageError if `sync` cannot synchronize one of these numbers of devices.
@@ -93,11 +89,8 @@ def bench_scaling(
             raise UsageError(f"--sync {sync}: {why}")
     points: list[Point] = []
     for count in counts:
-        devices = (
-            [CudaDevice(number) for number in numbers[:count]]
-            if numbers
-            else [Device() for _ in range(count)]
-        )
+        gpus = [CudaDevice(number) for number in numbers[:count]]
+        devices: Sequence[Device] = gpus or [Device() for _ in range(count)]
         ops.set_precision(devices[0], precision)
         with closing(Trainer(solver, device=devices[0], batch=batch, image=image)) as trainer:
             with p2p_manager(trainer.solver, devices, SyncOptions(sync)) as manager:
@@ -105,21 +98,15 @@ def bench_scaling(
                 iterations = trainer.iterations_in(WINDOW)
                 before = manager.seconds() if manager else []
                 done = [trainer.window(iterations) for _ in range(windows)]
-                spent = (
-                    [difference(*both) for both in zip(manager.seconds(), before, strict=True)]
-                    if manager
-                    else []
-                )
+                after = manager.seconds() if manager else []
             ms = median(w.seconds / w.iterations for w in done) * 1000
             hosts = [w.host_ms for w in done if w.host_ms is not None]
             rate = count * trainer.batch / ms * 1000
             times = rate / points[0].images_per_s if points else 1.0
+            spent = [difference(*both) for both in zip(after, before, strict=True)]
             exposed = shares(spent)["synchronization"] if spent else 0.0
-            points.append(
-                Point(
-                    count, rate, times, times / count, ms, exposed, median(hosts) if hosts else None
-                )
-            )
+            host_ms = median(hosts) if hosts else None
+            points.append(Point(count, rate, times, times / count, ms, exposed, host_ms))
             name, each = trainer.net.name, trainer.batch
     first = devices[0]
     kind = first.name if isinstance(first, CudaDevice) else "the CPU"

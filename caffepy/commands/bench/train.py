@@ -90,25 +90,20 @@ class Bench:
         data = "synthetic data" if self.data == SYNTHETIC else f"data of {self.data}"
         how = [self.precision, f"batch {self.batch}", data]
         if self.memory:
-            how += [
-                "captured" if self.captured else "not captured",
-                "fused" if self.fused else "not fused",
-            ]
-        count = len(self.windows)
+            how.append("captured" if self.captured else "not captured")
+            how.append("fused" if self.fused else "not fused")
+        windows = f"{len(self.windows)} windows of {self.iterations} iterations"
+        host = f", the host {self.host_ms:.3f} ms" if self.host_ms else ""
         lines = [
             f"{self.net} on {self.device}, {', '.join(how)}",
-            f"{self.images_per_s:.0f} images/s, the median of {count} windows of "
-            f"{self.iterations} iterations "
+            f"{self.images_per_s:.0f} images/s, the median of {windows} "
             f"({min(self.windows):.0f} to {max(self.windows):.0f})",
-            f"{self.ms:.3f} ms an iteration"
-            + (f", the host {self.host_ms:.3f} ms" if self.host_ms else ""),
+            f"{self.ms:.3f} ms an iteration{host}",
             ", ".join(f"{name} {share:.1%}" for name, share in self.shares.items()),
         ]
         if self.memory:
-            lines.append(
-                f"{self.memory.driver // MIB} MiB of GPU memory, {self.memory.pool // MIB} "
-                f"MiB of it in pools"
-            )
+            driver, pool = self.memory.driver // MIB, self.memory.pool // MIB
+            lines.append(f"{driver} MiB of GPU memory, {pool} MiB of it in pools")
         return "\n".join(lines)
 
     def json(self) -> str:
@@ -117,8 +112,7 @@ class Bench:
 
 
 class Trainer:
-    """A solver whose train net has its data replaced, ready to be timed; call `close` at the
-    end."""
+    """A solver whose train net has its data replaced, ready to be timed; `close` it at the end."""
 
     def __init__(
         self,
@@ -140,10 +134,8 @@ class Trainer:
             self.solver.save_memory()
         self.net: Net = self.solver.net
         if not any(layer.is_data for layer in self.net.layers):
-            raise ConfigError(
-                "the train net has no data layer, so there are no images to count",
-                solver,
-            )
+            no_images = "the train net has no data layer, so there are no images to count"
+            raise ConfigError(no_images, solver)
         self._issued: list[float] = []
         self.solver.action = self._note
         self.solver.step(WARM_UP[self.device.kind])
@@ -175,14 +167,10 @@ class Trainer:
         self.solver.step(iterations)
         self.device.synchronize()
         seconds = perf_counter() - begin
-        issued = self._issued[: AHEAD + 1]
-        gaps = len(issued) - 1
-        host = (
-            (issued[-1] - issued[0]) / gaps * 1000
-            if gaps > 0 and self.device.kind == "cuda"
-            else None
-        )
-        return Window(iterations, seconds, host)
+        issued, host_ms = self._issued[: AHEAD + 1], None
+        if self.device.kind == "cuda" and len(issued) > 1:
+            host_ms = (issued[-1] - issued[0]) / (len(issued) - 1) * 1000
+        return Window(iterations, seconds, host_ms)
 
     def iterations_in(self, seconds: float) -> int:
         """Return the number of iterations that take about this time."""
@@ -194,9 +182,8 @@ class Trainer:
         net = self.net
         fused = self.solver.fuse and self.device.kind == "cuda"
         steps = net.steps if fused else [Step(i) for i in range(len(net.layers))]
-        feeding, learning = (
-            [s for s in steps if net.layers[s.last].is_data == is_data] for is_data in (True, False)
-        )
+        feeding = [step for step in steps if net.layers[step.last].is_data]
+        learning = [step for step in steps if step not in feeding]
         parts = {
             "data": lambda: net.forward(steps=feeding),
             "forward": lambda: net.forward(steps=learning),
@@ -244,8 +231,7 @@ def _timed(
 def _definition(
     path: str, batch: int | None, image: Sequence[int] | None, data: str
 ) -> SolverParameter:
-    """Return the solver's settings for its train net alone, with its data replaced and no last
-    iteration.
+    """Return the solver's settings for its train net alone, without end, its data replaced.
 
     An iteration is one pass and an update.
     """
@@ -259,19 +245,16 @@ def _definition(
     source, _ = net_sources(param, path)
     for field in ("net", "net_param", "train_net"):
         param.ClearField(field)
-    net = (
-        synthetic(source.param, batch, image)
-        if data == SYNTHETIC
-        else _fed(source.param, batch, data, source.path)
-    )
+    if data == SYNTHETIC:
+        net = synthetic(source.param, batch, image)
+    else:
+        net = _fed(source.param, batch, data, source.path)
     param.train_net_param.CopyFrom(net)
     return param
 
 
 def _fed(net: NetParameter, batch: int | None, database: str, path: str | None) -> NetParameter:
-    """Return a copy of the net whose data layers read this database, with their own
-    transformations.
-    """
+    """Return a copy of the net whose data layers read this database, as they transform it."""
     copy = NetParameter()
     copy.CopyFrom(net)
     layers = [layer for layer in copy.layer if layer.type in ("Data", "ImageData")]
@@ -281,15 +264,11 @@ def _fed(net: NetParameter, batch: int | None, database: str, path: str | None) 
         batch_size = layer.data_param.batch_size or layer.image_data_param.batch_size
         layer.type = "Data"
         layer.ClearField("image_data_param")
-        layer.data_param.source, layer.data_param.batch_size = (
-            os.path.abspath(database),
-            batch or batch_size,
-        )
+        layer.data_param.source = os.path.abspath(database)
+        layer.data_param.batch_size = batch or batch_size
         layer.data_param.backend = DataParameter.LMDB
-        if layer.transform_param.mean_file:
-            layer.transform_param.mean_file = os.path.abspath(
-                locate(layer.transform_param.mean_file, path)
-            )
+        if mean := layer.transform_param.mean_file:
+            layer.transform_param.mean_file = os.path.abspath(locate(mean, path))
     return copy
 
 
@@ -315,10 +294,8 @@ def bench_train(
     of several, else the CPU; `precision` is the GPU's; `capture` replays the step as a graph;
     `fuse` computes layers together where possible. The learning rate is at most 0.001.
     """
-    device = choose_device(gpu)
+    device = choose_device(gpu, threads)
     ops.set_precision(device, precision)
-    if threads:
-        ops.backend(device).set_num_threads(threads)
     trainer = Trainer(
         solver, device=device, batch=batch, image=image, data=data, capture=capture, fuse=fuse
     )

@@ -1,5 +1,4 @@
-"""`caffepy compute-image-mean`: the mean of all images of a database, as a mean file, with Caffe's
-log lines.
+"""`caffepy compute-image-mean`: the mean of a database's images as a file, logged as Caffe does.
 
 Sums are exact: whole numbers of raw pixels, float64 of others. Caffe's float32 sums round above
 2^24.
@@ -41,9 +40,8 @@ class Mean:
 
     def json(self) -> str:
         """An object with count, shape and mean_value."""
-        return as_json(
-            {"count": self.count, "shape": self.image.shape, "mean_value": self.channels}
-        )
+        mean = {"shape": self.image.shape, "mean_value": self.channels}
+        return as_json({"count": self.count, **mean})
 
 
 def compute_image_mean(
@@ -54,8 +52,7 @@ def compute_image_mean(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> Mean:
-    """The mean of all records of an LMDB or LevelDB, written to the .binaryproto `output` if one is
-    named.
+    """The mean of all records of an LMDB or LevelDB, also written to `output`, a .binaryproto.
 
     `backend` is only compared with the database's own. DataError names the record whose image
     cannot be read or has another size than the first.

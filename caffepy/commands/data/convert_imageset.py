@@ -1,5 +1,4 @@
-"""`caffepy convert-imageset`: image files become an LMDB or LevelDB, with the keys and bytes of
-Caffe's tool.
+"""`caffepy convert-imageset`: images become an LMDB or LevelDB with Caffe's keys and bytes.
 
 Images are read and decoded by several threads and written in the order of the list, a transaction
 at a time, while the next ones are decoded. What is not whole yet lies in a folder beside the
@@ -41,8 +40,8 @@ SPELT = {"jpg": "jpeg"}
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
 KEPT = 1 << 25  # bytes, the most that glibc takes for M_MMAP_THRESHOLD
 
-Image = tuple[bytes, bytes | None, int]
-"""Key, record if the image can be read, and number of its values."""
+Made = tuple[bytes | None, int]
+"""A serialized Datum, None if its image cannot be read, and the number of values of a raw one."""
 
 
 @dataclass(frozen=True)
@@ -58,54 +57,39 @@ class Recipe:
     height: int = 0
     encode: str | None = ""
 
-    def record(self, path: str, label: int) -> "Made":
+    def record(self, path: str, label: int) -> Made:
         """The serialized Datum of the file; none if the file cannot be read or is no image."""
         try:
             with open(path, "rb") as file:
                 content = file.read()
         except OSError:
-            return Made(None, 0)
-        image = read_image(content, GRAY if self.gray else COLOR)
+            return None, 0
+        image: Any = read_image(content, GRAY if self.gray else COLOR)
         if image is None:
-            return Made(None, 0)
+            return None, 0
         if self.width:
             image = resized(image, self.width, self.height)
-        if self.encode == "":
-            return raw(image, label)
+        if self.encode == "":  # the bytes of the planes are copied once
+            planes = cv2.split(image)
+            head = head_of((len(planes), *image.shape[:2]))
+            tail = Datum(label=label, encoded=False).SerializeToString()
+            return b"".join((head, *planes, tail)), image.size
         extension = os.path.splitext(path)[1][1:].lower()
         kind = extension if self.encode is None else self.encode.lower()
         if self.width or extension not in (kind, SPELT.get(kind)):
             content = encoded(image, kind, path)
-        return Made(Datum(data=content, label=label, encoded=True).SerializeToString(), 0)
-
-
-class Made(NamedTuple):
-    """A serialized Datum and, of a raw one, the number of values of its image."""
-
-    record: bytes | None
-    size: int
-
-
-def raw(image: Any, label: int) -> Made:
-    """The Datum of an image (H, W) or (H, W, C), whose bytes are copied once."""
-    planes = cv2.split(image)
-    head = head_of((len(planes), *image.shape[:2]))
-    return Made(
-        b"".join((head, *planes, Datum(label=label, encoded=False).SerializeToString())), image.size
-    )
+        return Datum(data=content, label=label, encoded=True).SerializeToString(), 0
 
 
 def encoded(image: Any, kind: str, path: str) -> bytes:
     """The image as a file of this kind; DataError if OpenCV does not write such files."""
-    try:
+    with suppress(cv2.error):
         good, content = cv2.imencode(f".{kind}", image)
-    except cv2.error:
-        good = False
-    if not good:
-        raise DataError(
-            f'{path} cannot be stored as an image of type "{kind}"; name another with -encode_type'
-        )
-    return bytes(content)
+        if good:
+            return bytes(content)
+    raise DataError(
+        f'{path} cannot be stored as an image of type "{kind}"; name another with -encode_type'
+    )
 
 
 @dataclass(frozen=True)
@@ -153,8 +137,9 @@ def convert_imageset(
             raise UsageError("to compare a shuffled database, give the --seed that its log shows")
         job.order(shuffle, seed)
         return job.compare(database)
+    lines = (b"%b %d\n" % (os.fsencode(name), label) for name, label in entries)
     made_of = {
-        "list": _digest(entries),
+        "list": hashlib.sha256(b"".join(lines)).hexdigest(),
         "root folder": os.path.abspath(root) if root.endswith(os.sep) else root,
         "backend": backend,
         "check_size": check_size,
@@ -171,41 +156,23 @@ def convert_imageset(
     return result
 
 
-def _digest(entries: list[Entry]) -> str:
-    lines = (b"%b %d\n" % (os.fsencode(name), label) for name, label in entries)
-    return hashlib.sha256(b"".join(lines)).hexdigest()
-
-
+@dataclass
 class Job:
     """The conversion of a list's images, or their comparison with a database."""
 
-    def __init__(
-        self,
-        root: str,
-        entries: list[Entry],
-        recipe: Recipe,
-        check_size: bool,
-        threads: int | None,
-        progress: bool | None,
-    ) -> None:
-        self._root, self._entries, self._recipe = root, entries, recipe
-        self._check_size, self._threads, self._progress = check_size, threads, progress
+    root: str
+    entries: list[Entry]
+    recipe: Recipe
+    check_size: bool
+    threads: int | None
+    progress: bool | None
 
     def order(self, shuffle: bool, seed: int | None) -> None:
         """Take the images in the order of this seed, if they are to be shuffled."""
         if shuffle:
             log.info("Shuffling data (seed %d)", seed)
-            self._entries = [
-                self._entries[i]
-                for i in np.random.default_rng(seed).permutation(len(self._entries))
-            ]
-
-    def _nothing_read(self, count: int) -> DataError:
-        hint = "" if os.path.isdir(self._root or ".") else f'; there is no folder "{self._root}"'
-        return DataError(
-            f"none of the {count} images could be read, such as "
-            f"{self._root}{self._entries[0][0]}{hint}"
-        )
+            order = np.random.default_rng(seed).permutation(len(self.entries))
+            self.entries = [self.entries[i] for i in order]
 
     def write(self, partial: Partial) -> Converted:
         """Convert what is still missing in `partial`, which then is whole."""
@@ -216,33 +183,38 @@ class Job:
                 self._write(partial, writer)
                 done = Done(**partial.progress)
                 if not done.records:
-                    raise self._nothing_read(done.lines)
+                    there = os.path.isdir(self.root or ".")
+                    raise DataError(
+                        f"none of the {done.lines} images could be read, such as {self._path(0)}"
+                        + ("" if there else f'; there is no folder "{self.root}"')
+                    )
         except BaseException:
             done = Done(**partial.progress)
             if done.records:
-                log.warning(
-                    "%s holds the records of the first %d lines; --resume goes on",
-                    partial.folder,
-                    done.lines,
-                )
+                told = "%s holds the records of the first %d lines; --resume goes on"
+                log.warning(told, partial.folder, done.lines)
             else:
                 partial.abandon()
             raise
         if done.skipped:
-            log.warning(
-                "%d of %d images could not be read and were left out", done.skipped, done.lines
-            )
+            told = "%d of %d images could not be read and were left out"
+            log.warning(told, done.skipped, done.lines)
         return Converted(done.records, done.skipped)
 
     def _write(self, partial: Partial, writer: Writer) -> None:
         done = Done(**partial.progress)
         if done.lines:
-            log.info("Going on after %d of %d lines", done.lines, len(self._entries))
+            log.info("Going on after %d of %d lines", done.lines, len(self.entries))
         batch: list[tuple[bytes, bytes]] = []
         size = 0
+
+        def save(batch: Sequence[tuple[bytes, bytes]], done: Done) -> None:
+            writer.write(batch)
+            partial.note(done._asdict())
+
         with (
             ThreadPoolExecutor(1, "caffepy-write") as writing,
-            counting(len(self._entries), "images", self._progress, done.lines) as advance,
+            counting(len(self.entries), "images", self.progress, done.lines) as advance,
         ):
             saved: Future[None] = writing.submit(lambda: None)
             for key, record, values in self._made(done.lines):
@@ -250,10 +222,10 @@ class Job:
                 if record is not None:
                     batch.append((key, record))
                     size += len(record)
-                last = done.lines == len(self._entries)
+                last = done.lines == len(self.entries)
                 if last or len(batch) >= COMMIT_EVERY or size >= COMMIT_BYTES:
                     saved.result()
-                    saved = writing.submit(_save, partial, writer, batch, done)
+                    saved = writing.submit(save, batch, done)
                     batch, size = [], 0
                 if record is not None and (last or done.records % COMMIT_EVERY == 0):
                     log.info("Processed %d files.", done.records)
@@ -265,55 +237,59 @@ class Job:
         if record is None:
             log.error("Could not open or find file %s", self._path(done.lines))
             return Done(done.lines + 1, done.records, done.skipped + 1, done.size)
-        if self._check_size and done.size not in (0, values):
+        if self.check_size and done.size not in (0, values):
             raise DataError(
                 f"{self._path(done.lines)} has {values} values, the first image {done.size}"
             )
         return Done(done.lines + 1, done.records + 1, done.skipped, values)
 
-    def _made(self, start: int = 0) -> Iterator[Image]:
-        """Yield the record of each image from line `start` on, in order."""
-        chunks = mapped(self._some, range(start, len(self._entries), CHUNK), self._threads)
+    def _made(self, start: int = 0) -> Iterator[tuple[bytes, bytes | None, int]]:
+        """Yield key, record and number of values of each image from line `start` on, in order."""
+
+        def some(lo: int) -> list[tuple[bytes, bytes | None, int]]:
+            made = []
+            for i, (name, label) in enumerate(self.entries[lo : lo + CHUNK], lo):
+                record, values = self.recipe.record(self._path(i), label)
+                made.append((b"%08d_%b" % (i, os.fsencode(name)), record, values))
+            return made
+
+        chunks = mapped(some, range(start, len(self.entries), CHUNK), self.threads)
         with closing(chunks):
             yield from chain.from_iterable(chunks)
 
-    def _some(self, lo: int) -> list[Image]:
-        lines = range(lo, min(lo + CHUNK, len(self._entries)))
-        return [
-            (self._key(i), *self._recipe.record(self._path(i), self._entries[i][1])) for i in lines
-        ]
-
     def _path(self, line: int) -> str:
-        return self._root + self._entries[line][0]
-
-    def _key(self, line: int) -> bytes:
-        return b"%08d_%b" % (line, os.fsencode(self._entries[line][0]))
+        return self.root + self.entries[line][0]
 
     def compare(self, database: str) -> Converted:
-        """Compare the records of a database with the images; DataError if some differ, which are
-        logged.
-        """
+        """Compare a database with the images; DataError if records differ, which are logged."""
         log.info("Comparing %s with the images", database)
         problems = records = skipped = 0
+
+        def report(message: str, key: bytes | memoryview) -> None:
+            nonlocal problems
+            if problems < SHOWN:
+                log.error(message, printable(key))
+            problems += 1
+
         with (
             closing(open_database(database)) as source,
-            counting(len(self._entries), "images", self._progress) as advance,
+            counting(len(self.entries), "images", self.progress) as advance,
         ):
             left = len(source)
             for key, record, _ in self._made():
                 while left and bytes(source.peek()[0]) < key:
-                    problems += _report(problems, "%s is not of the list", source.read()[0])
+                    report("%s is not of the list", source.read()[0])
                     left -= 1
                 there = left > 0 and bytes(source.peek()[0]) == key
                 value = bytes(source.read()[1]) if there else None
                 left -= there
                 if value != record:
-                    problems += _report(problems, _difference(value, record), key)
+                    report(_difference(value, record), key)
                 skipped += record is None
                 records += record is not None
                 advance(1)
             for _ in range(left):
-                problems += _report(problems, "%s is not of the list", source.read()[0])
+                report("%s is not of the list", source.read()[0])
         if problems:
             raise DataError(
                 f"{database} differs from the list and its images in {problems} records"
@@ -323,9 +299,7 @@ class Job:
 
 
 class Done(NamedTuple):
-    """The progress of a job: lines of the list, records, images that could not be read; values of
-    an image.
-    """
+    """The progress of a job: lines of the list, records, unreadable images; values of an image."""
 
     lines: int = 0
     records: int = 0
@@ -334,20 +308,11 @@ class Done(NamedTuple):
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc reuse freed memory: it returns blocks as large as images to the system, whose
-    pages are then zeroed anew.
-    """
+    """Make glibc keep freed blocks as large as images; the system would zero their pages anew."""
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_THRESHOLD, KEPT)
         library.mallopt(M_TRIM_THRESHOLD, 2 * KEPT)
-
-
-def _save(
-    partial: Partial, writer: Writer, batch: Sequence[tuple[bytes, bytes]], done: Done
-) -> None:
-    writer.write(batch)
-    partial.note(done._asdict())
 
 
 def _difference(stored: bytes | None, made: bytes | None) -> str:
@@ -362,9 +327,3 @@ def _difference(stored: bytes | None, made: bytes | None) -> str:
     if old.label != new.label:
         return f"%s has label {old.label}, not {new.label}"
     return "%s does not match its image"
-
-
-def _report(before: int, message: str, key: bytes | memoryview) -> int:
-    if before < SHOWN:
-        log.error(message, printable(key))
-    return 1

@@ -1,6 +1,4 @@
-"""`caffepy convert-mnist`: the files of the MNIST database of handwritten digits become an LMDB or
-LevelDB.
-"""
+"""`caffepy convert-mnist`: the files of MNIST, handwritten digits, become an LMDB or LevelDB."""
 
 import gzip
 import logging
@@ -25,8 +23,7 @@ SOURCES = "https://storage.googleapis.com/cvdf-datasets/mnist/ or https://ossci-
 
 
 def convert_mnist(images: str, labels: str, database: str, backend: str = "lmdb") -> int:
-    """Write the images of two idx files, which may be packed (.gz), to the new `database`; returns
-    their number.
+    """Write the images of two idx files to the new `database` and return their number.
 
     Keys are numbers of eight digits. DataError if a file is missing, damaged or no idx file.
     """
@@ -46,9 +43,7 @@ def convert_mnist(images: str, labels: str, database: str, backend: str = "lmdb"
 
 
 def read_idx(path: str, magic: int, axes: int) -> Array:
-    """The bytes of an idx file with this magic number and number of axes; `path` or `path`.gz,
-    packed or not.
-    """
+    """The bytes of the idx file `path` or `path`.gz with this magic number and number of axes."""
     if not os.path.exists(path) and os.path.exists(f"{path}.gz"):
         path = f"{path}.gz"
     if not os.path.exists(path):
@@ -59,9 +54,8 @@ def read_idx(path: str, magic: int, axes: int) -> Array:
         with gzip.open(path) if sniff(path) == "a gzip file" else open(path, "rb") as file:
             content = file.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(
-            f"{path} cannot be read: {(getattr(error, 'strerror', '') or str(error)).lower()}"
-        ) from None
+        why = getattr(error, "strerror", "") or str(error)
+        raise DataError(f"{path} cannot be read: {why.lower()}") from None
     length = 4 * (1 + axes)
     found, *shape = struct.unpack_from(f">{1 + axes}I", content.ljust(length, b"\0"))
     if found != magic:
@@ -71,10 +65,9 @@ def read_idx(path: str, magic: int, axes: int) -> Array:
             f"{path} is no file of MNIST's {kind[magic]}, but {other}; it should start with {magic}"
         )
     values = np.frombuffer(content, np.uint8)[length:]
+    stated = " x ".join(map(str, shape))
     if values.size != np.prod(shape, dtype=object):
-        raise DataError(
-            f"{path} is damaged: it has {values.size} values, not {' x '.join(map(str, shape))}"
-        )
+        raise DataError(f"{path} is damaged: it has {values.size} values, not {stated}")
     if not values.size:
-        raise DataError(f"{path} is empty: it has {' x '.join(map(str, shape))} values")
+        raise DataError(f"{path} is empty: it has {stated} values")
     return values.reshape(shape)

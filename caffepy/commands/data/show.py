@@ -27,6 +27,10 @@ SHOWN_SHAPES = 5
 LABELS = 30  # labels that a table shows
 
 
+Picture = tuple[Array, str]
+"""A thumbnail and its caption."""
+
+
 class DataInfo(Summary):
     """A Summary that can be printed."""
 
@@ -40,7 +44,9 @@ class DataInfo(Summary):
         lines = [
             f"{self.kind} {self.path}: {_many(self.records, 'record')}{seen}; {self.size:,} bytes"
         ]
-        lines += [f"{name}: {_told(value)}" for name, value in self.facts.items()]
+        for name, fact in self.facts.items():
+            told = ", ".join(map(number, fact)) if isinstance(fact, list) else fact
+            lines.append(f"{name}: {told}")
         lines += [f"{shape}: {count:,}" for shape, count in self.shapes.most_common(SHOWN_SHAPES)]
         if len(self.shapes) > SHOWN_SHAPES:
             lines.append(f"and {len(self.shapes) - SHOWN_SHAPES:,} other shapes")
@@ -57,15 +63,9 @@ class DataInfo(Summary):
             for label, count in sorted(self.labels.items())[:LABELS]:
                 rows.append([str(label), f"{count:,}", f"{count / total:.2%}"])
             lines += ["", _many(len(self.labels), "different label"), *columns(rows, left=0)]
-            if len(self.labels) > LABELS:
-                lines.append(
-                    f"... and {len(self.labels) - LABELS:,} more, up to {max(self.labels)}"
-                )
+            if (more := len(self.labels) - LABELS) > 0:
+                lines.append(f"... and {more:,} more, up to {max(self.labels)}")
         return "\n".join(map(on_one_line, lines))
-
-
-def _told(fact: Any) -> str:
-    return ", ".join(map(number, fact)) if isinstance(fact, list) else str(fact)
 
 
 def _many(count: int, noun: str) -> str:
@@ -92,8 +92,7 @@ def show(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> DataInfo:
-    """Look at an LMDB, a LevelDB, an HDF5 file, a list of such or of images, a window file or a
-    mean.
+    """Look at an LMDB, LevelDB, HDF5 file, list of such or of images, window file or mean.
 
     Which one it is shows from its content. All records are looked at, or the `first` ones. Names in
     a list of images stand behind `root`. `sheet_path` gets a contact sheet of up to 100 images.
@@ -102,20 +101,24 @@ def show(
     if sheet_path:
         extension_of(sheet_path, grid.FORMATS)
         check_writable(sheet_path)
-    viewer = Viewer(path, first, bool(sheet_path), threads, progress)
-    kind = sniff(path)
+    info, kind = DataInfo("", path, _size(path)), sniff(path)
+    wanted = PICTURES if sheet_path else 0
     if kind == "a binaryproto":
-        viewer.mean()
+        pictures = _show_mean(info)
     else:
         with closing(_open(path, root, kind)) as source:
-            viewer.info.kind = source.kind
-            viewer.items(source) if isinstance(source, Source) else viewer.summary(source)
+            info.kind = source.kind
+            if isinstance(source, Source):
+                pictures = _show_items(info, source, first, wanted, threads, progress)
+            else:
+                images = source.summarize(info, first, wanted)
+                pictures = [(thumbnail(image), caption) for image, caption in images]
     if sheet_path:
-        if not viewer.pictures:
-            because = f": {viewer.info.bad[0]}" if viewer.info.bad else ""
+        if not pictures:
+            because = f": {info.bad[0]}" if info.bad else ""
             raise DataError(f"{path} has no images for a contact sheet{because}")
-        grid.save(sheet(viewer.pictures), sheet_path)
-    return viewer.info
+        grid.save(sheet(pictures), sheet_path)
+    return info
 
 
 def _open(path: str, root: str, kind: str) -> AnySource:
@@ -124,86 +127,63 @@ def _open(path: str, root: str, kind: str) -> AnySource:
         return cls.open(path, root)
     if os.path.isdir(path) or kind == "missing":
         return open_source(path)
-    advice = (
-        "; caffepy weights show is for weights"
-        if kind in ("a caffemodel", "a solver state")
-        else ""
-    )
+    is_net = kind in ("a caffemodel", "a solver state")
+    advice = "; caffepy weights show is for weights" if is_net else ""
     raise DataError(f"{path} is {kind}, not a source of data{advice}")
 
 
-class Viewer:
-    """Fills a DataInfo and collects pictures."""
+def _show_mean(info: DataInfo) -> list[Picture]:
+    image = load_mean(info.path)
+    info.kind, info.records, info.seen = "mean file", 1, 1
+    info.facts = {
+        "mean_value": image.mean((1, 2), np.float64).tolist(),
+        "values": f"{number(image.min())} to {number(image.max())}",
+    }
+    info.shapes[shape_string(image.shape)] = info.stored["float"] = 1
+    return [(thumbnail(image), "0")]
 
-    def __init__(
-        self,
-        path: str,
-        first: int | None,
-        wants_pictures: bool,
-        threads: int | None,
-        progress: bool | None,
-    ) -> None:
-        self._first, self._wants_pictures = first, wants_pictures
-        self._threads, self._progress = threads, progress
-        self.pictures: list[tuple[Array, str]] = []
-        self.info = DataInfo("", path, _size(path))
 
-    def summary(self, source: AnySource) -> None:
-        """Show a source without items."""
-        images = source.summarize(self.info, self._first, PICTURES * self._wants_pictures)
-        self.pictures = [(thumbnail(image), caption) for image, caption in images]
+def _show_items(
+    info: DataInfo,
+    source: Source,
+    first: int | None,
+    wanted: int,
+    threads: int | None,
+    progress: bool | None,
+) -> list[Picture]:
+    """Look at the first items, or all; return `wanted` pictures of them, evenly spread."""
+    count = info.records = len(source)
+    if note := unfinished(source.path):
+        info.facts["unfinished"] = note
+    if first is not None:
+        count = min(count, first)
+    step = -(-count // wanted) if wanted and count else count + 1
 
-    def mean(self) -> None:
-        """Show a mean file."""
-        image = load_mean(self.info.path)
-        self.info.kind, self.info.records = "mean file", 1
-        self.info.facts = {
-            "mean_value": image.mean((1, 2), np.float64).tolist(),
-            "values": f"{number(image.min())} to {number(image.max())}",
-        }
-        self._count(Look("mean", image.shape, "float", picture=thumbnail(image)))
-        self.info.labels.clear()
-        self.info.first.clear()
+    def look(chunk: tuple[int, Items]) -> list[Look]:
+        start, items = chunk
+        asked_for = enumerate(items[: count - start], start)
+        return [_look(source, item, i % step == 0) for i, item in asked_for]
 
-    def items(self, source: Source) -> None:
-        """Look at the first items, or all; PICTURES of them, evenly spread, go to the sheet."""
-        count = self.info.records = len(source)
-        if note := unfinished(source.path):
-            self.info.facts["unfinished"] = note
-        if self._first is not None:
-            count = min(count, self._first)
-        step = -(-count // PICTURES) if self._wants_pictures and count else count + 1
-
-        def look(chunk: tuple[int, Items]) -> list[Look]:
-            start, items = chunk
-            return [
-                _look(source, item, (start + i) % step == 0)
-                for i, item in enumerate(items[: count - start])
-            ]
-
-        starts = range(0, count, CHUNK)
-        looks = mapped(look, zip(starts, source.once(CHUNK), strict=False), self._threads)
-        with closing(looks), counting(count, "records", self._progress) as advance:
-            for found in looks:
-                for one in found:
-                    self._count(one)
-                advance(len(found))
-
-    def _count(self, look: Look) -> None:
-        info = self.info
-        info.seen += 1
-        if len(info.first) < SHOWN_NAMES:
-            info.first.append(look.name)
-        if look.error:
-            info.bad_records += 1
-            if len(info.bad) < SHOWN_NAMES:
-                info.bad.append(look.error)
-            return
-        info.shapes[shape_string(look.shape)] += 1
-        info.stored[look.stored] += 1
-        info.labels[look.label] += 1
-        if look.picture is not None and self._wants_pictures:
-            self.pictures.append((look.picture, str(look.label)))
+    chunks = zip(range(0, count, CHUNK), source.once(CHUNK), strict=False)
+    looks, pictures = mapped(look, chunks, threads), []
+    with closing(looks), counting(count, "records", progress) as advance:
+        for found in looks:
+            info.seen += len(found)
+            for one in found:
+                if len(info.first) < SHOWN_NAMES:
+                    info.first.append(one.name)
+                if one.error:
+                    info.bad_records += 1
+                    if len(info.bad) < SHOWN_NAMES:
+                        info.bad.append(one.error)
+                    continue
+                info.shapes[shape_string(one.shape)] += 1
+                info.stored[one.stored] += 1
+                info.labels[one.label] += 1
+                if one.picture is not None:
+                    pictures.append((one.picture, str(one.label)))
+            advance(len(found))
+    return pictures
 
 
 def _look(source: Source, item: Any, wants_picture: bool) -> Look:
@@ -213,9 +193,7 @@ def _look(source: Source, item: Any, wants_picture: bool) -> Look:
         stored = source.stored(item, image)
     except DataError as error:
         return Look(name, error=error.message.removeprefix(f"{source.path}: "))
-    return Look(
-        name, image.shape, stored, label, picture=thumbnail(image) if wants_picture else None
-    )
+    return Look(name, image.shape, stored, label, "", thumbnail(image) if wants_picture else None)
 
 
 def _size(path: str) -> int:
