@@ -36,13 +36,7 @@ def bench() -> None:
     type=click.IntRange(min=1),
     help="Iterations of a window. Default: as many as take 0.3 s.",
 )
-@click.option(
-    "--windows",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Number of windows that are timed.",
-)
+@options.windows
 @click.option(
     "--data",
     default="synthetic",

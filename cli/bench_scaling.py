@@ -25,13 +25,7 @@ from caffepy.cli import options
     show_default=True,
     help="How they average gradients.",
 )
-@click.option(
-    "--windows",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Number of windows that are timed.",
-)
+@options.windows
 @options.image
 @options.as_json
 @options.logged(least=1)

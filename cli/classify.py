@@ -8,10 +8,6 @@ import click
 from caffepy.cli import options
 
 
-def _extensions(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in value.split(",") if part.strip())
-
-
 @click.command(short_help="Classify images.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT... [OUTPUT.npy]")
 @options.deploy
@@ -49,7 +45,7 @@ def _extensions(context: click.Context, parameter: click.Parameter, value: str) 
     "--ext",
     "extensions",
     default="",
-    callback=_extensions,
+    callback=options.names,
     help="Extensions of the files of a folder. Default: all images.",
 )
 @click.option(
@@ -93,10 +89,7 @@ def classify(
       caffepy classify cat.jpg scores.npy --model_def deploy.prototxt \\
         --pretrained_model net.caffemodel --center_only
     """
-    if model is None or not weights:
-        raise click.UsageError(
-            "Need a net and trained weights: give --model FILE and --weights FILE."
-        )
+    net = options.need_weights(model, weights)
     if images_dim and (len(images_dim) != 2 or min(images_dim) < 1):
         raise click.UsageError("--images-dim: give a height and a width, such as 256,256.")
     if (
@@ -110,7 +103,7 @@ def classify(
 
     result = run(
         inputs,
-        model.path,
+        net.path,
         weights,
         images_dim=images_dim,
         extensions=extensions or EXTENSIONS,

@@ -66,16 +66,13 @@ def detect(
       caffepy detect windows.csv scores.h5 --model_def deploy.prototxt \\
         --pretrained_model net.caffemodel --gpu 0
     """
-    if model is None or not weights:
-        raise click.UsageError(
-            "Need a net and trained weights: give --model FILE and --weights FILE."
-        )
+    net = options.need_weights(model, weights)
     from caffepy.commands.detect import check_output
     from caffepy.commands.detect import detect as run
 
     if output:
         check_output(output)
-    result = run(source, model.path, weights, **values)
+    result = run(source, net.path, weights, **values)
     if output:
         result.save(output)
     if as_json or not output:

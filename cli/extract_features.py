@@ -1,5 +1,6 @@
 """caffepy extract-features"""
 
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -7,12 +8,6 @@ import click
 from caffepy.cli import options
 
 CAFFES = "WEIGHTS PROTO BLOB[,BLOB] DB[,DB] NUM_BATCHES DB_TYPE [CPU|GPU [DEVICE_ID]]"
-
-
-def _names(
-    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
-) -> list[str]:
-    return [name.strip() for value in values for name in value.split(",") if name.strip()]
 
 
 @click.command(short_help="Write the values of a trained net's blobs to files.")
@@ -23,14 +18,14 @@ def _names(
     "--blob",
     "blobs",
     multiple=True,
-    callback=_names,
+    callback=options.names,
     help="A blob to write; several: again, or separated by commas.",
 )
 @click.option(
     "--output",
     "outputs",
     multiple=True,
-    callback=_names,
+    callback=options.names,
     metavar="PATH",
     help="Target: one for each blob, or one .h5 file for all; .h5 and .npy choose the kind.",
 )
@@ -53,8 +48,8 @@ def extract_features(
     caffes: tuple[str, ...],
     model: options.Definition | None,
     weights: tuple[str, ...],
-    blobs: list[str],
-    outputs: list[str],
+    blobs: Sequence[str],
+    outputs: Sequence[str],
     backend: str | None,
     batches: int | None,
     gpu: str | None,
@@ -79,10 +74,7 @@ def extract_features(
         if model or weights or blobs or outputs or backend or batches or gpu:
             raise click.UsageError(f"Give options or Caffe's arguments ({CAFFES}), not both.")
         weights, model, blobs, outputs, batches, backend, gpu = _parsed(caffes)
-    if model is None or not weights:
-        raise click.UsageError(
-            "Need a net and trained weights: give --model FILE and --weights FILE."
-        )
+    net = options.need_weights(model, weights)
     if not blobs or not outputs:
         raise click.UsageError(
             "Need to know what to write, and where to: give --blob NAME and --output PATH."
@@ -91,7 +83,7 @@ def extract_features(
     from caffepy.commands.extract_features import features_of
 
     features = features_of(blobs, outputs, backend)
-    run(model.path, weights, features, batches=batches, gpu=gpu, **values)
+    run(net.path, weights, features, batches=batches, gpu=gpu, **values)
 
 
 Parsed = tuple[tuple[str, ...], options.Definition, list[str], list[str], int, str, str | None]

@@ -50,8 +50,16 @@ def find_definition(name: str, kind: str) -> Definition:
     return Definition(path, name)
 
 
-def _definition(kind: str) -> Callable[[click.Context, click.Parameter, str], Definition | None]:
-    return lambda context, parameter, value: find_definition(value, kind) if value else None
+def _prototxt(kind: str, help: str, *further: str) -> Decorator:
+    """--solver, or --model and further names of it: a file or a bundled model's of this kind."""
+
+    def find(context: click.Context, parameter: click.Parameter, value: str) -> Definition | None:
+        return find_definition(value, kind) if value else None
+
+    name = "solver" if kind == "solver" else "model"
+    return click.option(
+        f"--{name}", *further, name, type=click.Path(), default="", callback=find, help=help
+    )
 
 
 def _devices(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
@@ -81,72 +89,42 @@ def _seconds(context: click.Context, parameter: click.Parameter, value: str) -> 
     return given
 
 
-def _files(context: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in value.split(",") if name.strip())
+def names(context: click.Context, parameter: click.Parameter, value: Any) -> tuple[str, ...]:
+    """Return the names in a value with commas, or in several."""
+    parts = (value if isinstance(value, str) else ",".join(value)).split(",")
+    return tuple(part.strip() for part in parts if part.strip())
 
 
-solver: Decorator = click.option(
-    "--solver",
-    type=click.Path(),
-    default="",
-    callback=_definition("solver"),
-    help="Solver prototxt, or the name of a bundled model.",
+def _trained_weights(*further: str) -> Decorator:
+    return click.option(
+        "--weights",
+        *further,
+        "weights",
+        type=click.Path(),
+        default="",
+        callback=names,
+        help="Trained weights (.caffemodel or .h5), several separated by commas; layers are "
+        "matched by name.",
+    )
+
+
+def _gpus(use: str) -> Decorator:
+    help = f"GPUs: numbers separated by commas, or all{use}"
+    return click.option("--gpu", default="", callback=_devices, metavar="IDS|all", help=help)
+
+
+solver = _prototxt("solver", "Solver prototxt, or the name of a bundled model.")
+model = _prototxt("train_val", "Net prototxt, or the name of a bundled model.")
+deploy = _prototxt(
+    "deploy", "Net prototxt, or the name of a bundled model, for its deploy net.", "--model-def"
 )
-model: Decorator = click.option(
-    "--model",
-    type=click.Path(),
-    default="",
-    callback=_definition("train_val"),
-    help="Net prototxt, or the name of a bundled model.",
-)
-deploy: Decorator = click.option(
-    "--model",
-    "--model-def",
-    "model",
-    type=click.Path(),
-    default="",
-    callback=_definition("deploy"),
-    help="Net prototxt, or the name of a bundled model, for its deploy net.",
-)
-pretrained: Decorator = click.option(
-    "--weights",
-    "--pretrained-model",
-    "weights",
-    type=click.Path(),
-    default="",
-    callback=_files,
-    help="Trained weights (.caffemodel or .h5), several separated by commas; layers are "
-    "matched by name.",
-)
-weights: Decorator = click.option(
-    "--weights",
-    type=click.Path(),
-    default="",
-    callback=_files,
-    help="Trained weights (.caffemodel or .h5), several separated by commas; layers are "
-    "matched by name.",
-)
-gpu: Decorator = click.option(
-    "--gpu",
-    default="",
-    callback=_devices,
-    metavar="IDS|all",
-    help="GPUs: numbers separated by commas, or all; only the first computes. Default: the CPU.",
-)
-gpus_measured: Decorator = click.option(
-    "--gpu",
-    default="",
-    callback=_devices,
-    metavar="IDS|all",
-    help="GPUs: numbers separated by commas, or all. Default: all.",
-)
-gpus_if_named: Decorator = click.option(
-    "--gpu",
-    default="",
-    callback=_devices,
-    metavar="IDS|all",
-    help="GPUs: numbers separated by commas, or all. Default: the CPU.",
-)
+weights = _trained_weights()
+pretrained = _trained_weights("--pretrained-model")
+gpu = _gpus("; only the first computes. Default: the CPU.")
+gpus_measured = _gpus(". Default: all.")
+gpus_if_named = _gpus(". Default: the CPU.")
+gpus_in_turn = _gpus("; they share the batches. Default: the CPU.")
+gpus = _gpus("; they train as one. Default: the solver's, with solver_mode: GPU, else the CPU.")
 gpu_if_any: Decorator = click.option(
     "--gpu",
     is_flag=False,
@@ -154,21 +132,6 @@ gpu_if_any: Decorator = click.option(
     callback=_devices,
     metavar="[ID]",
     help="Compute on this GPU; without a number, on 0.",
-)
-gpus: Decorator = click.option(
-    "--gpu",
-    default="",
-    callback=_devices,
-    metavar="IDS|all",
-    help="GPUs: numbers separated by commas, or all; they train as one. Default: the "
-    "solver's, with solver_mode: GPU, else the CPU.",
-)
-gpus_in_turn: Decorator = click.option(
-    "--gpu",
-    default="",
-    callback=_devices,
-    metavar="IDS|all",
-    help="GPUs: numbers separated by commas, or all; they share the batches. Default: the CPU.",
 )
 cpus: Decorator = click.option(
     "--cpu",
@@ -233,6 +196,13 @@ capture: Decorator = click.option(
 )
 fuse: Decorator = click.option(
     "--fuse/--no-fuse", default=True, help="Compute layers of a GPU together where possible."
+)
+windows: Decorator = click.option(
+    "--windows",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Number of windows that are timed.",
 )
 iterations: Decorator = click.option(
     "--iterations",
@@ -315,6 +285,13 @@ def _numbers(
 integers = _numbers(int)
 
 
+def _with(command: Command, *flags: Decorator) -> Command:
+    """Add these options, listed in the help in this order."""
+    for option in reversed(flags):
+        command = option(command)
+    return command
+
+
 def prepared(command: Command) -> Command:
     """Collect the options of image preparation into one value, `preparation`."""
 
@@ -337,7 +314,8 @@ def prepared(command: Command) -> Command:
         )
         return command(**values, preparation=preparation)
 
-    flags = (
+    return _with(
+        run,
         click.option(
             "--mean-file",
             type=click.Path(),
@@ -367,22 +345,16 @@ def prepared(command: Command) -> Command:
             help="New order of red, green, blue. Default: 2,1,0 for nets of three channels.",
         ),
     )
-    for option in reversed(flags):
-        run = option(run)
-    return run
 
 
 def synthetic(command: Command) -> Command:
     """Add --synthetic and --image, which replaces the data layers of a net even without it."""
-    flag = click.option(
-        "--synthetic", is_flag=True, help="Replace the data by random images and labels."
-    )
-    return flag(image(command))
+    help = "Replace the data by random images and labels."
+    return _with(command, click.option("--synthetic", is_flag=True, help=help), image)
 
 
 def logged(least: int = 0) -> Decorator:
-    """Add glog's flags, and log to where they say during the command; `least` is the default
-    level."""
+    """Add glog's flags, and log as they say during the command; `least` is the default level."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -393,7 +365,8 @@ def logged(least: int = 0) -> Decorator:
             with logging_to(log_dir=None if logtostderr else log_dir, level=lowest):
                 return command(**values)
 
-        flags = (
+        return _with(
+            run,
             click.option(
                 "--log-dir",
                 type=click.Path(),
@@ -422,9 +395,6 @@ def logged(least: int = 0) -> Decorator:
             ),
             click.option("--v", type=int, default=0, envvar="GLOG_v", help="1: log more."),
         )
-        for option in reversed(flags):
-            run = option(run)
-        return run
 
     return decorate
 
@@ -442,6 +412,15 @@ def image_of(definition: Definition, synthetic: bool) -> tuple[int, ...] | None:
     from caffepy.models.synthetic import image_shape
 
     return image_shape(definition.bundled)
+
+
+def need_weights(model: Definition | None, weights: tuple[str, ...]) -> Definition:
+    """Return the net; UsageError if it or its weights are not given."""
+    if model is None or not weights:
+        raise click.UsageError(
+            "Need a net and trained weights: give --model FILE and --weights FILE."
+        )
+    return model
 
 
 def trained(solver: Definition | None, model: str, gpu: str | None, cpu: object) -> Definition:
