@@ -269,7 +269,6 @@ class LossLayer(Layer):
             self.param.loss_weight.append(1)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Scalar top; both bottoms must have the same first axis."""
         x, label = bottom[0].shape, bottom[1].shape
         if x[:1] != label[:1]:
             raise ConfigError(
@@ -279,7 +278,6 @@ class LossLayer(Layer):
         top[0].reshape(())
 
     def allow_force_backward(self, index: int) -> bool:
-        """Labels get no gradient."""
         return index != 1
 
     def refuse_label_gradient(self, propagate_down: Sequence[bool]) -> None:
@@ -315,11 +313,9 @@ class Drawing(Layer):
         return self.seed, self.device.step_counter
 
     def state(self) -> dict[str, Any]:
-        """The seed on a device with a step counter; None before the first pass."""
         return {"seed": self.seed} if self.draws and self.device.step_counter is not None else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Continue with that seed."""
         if self.seed != state["seed"]:
             self.device.allocation_version += 1  # captured graphs contain the old one
         self.seed = state["seed"]

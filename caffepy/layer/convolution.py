@@ -98,7 +98,6 @@ class _Filtering(Layer):
         raise NotImplementedError
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read the window, fill weight and bias."""
         param = self.param.convolution_param
         self.axis = bottom[0].axis(param.axis)
         self.window = read_window(param, len(bottom[0].shape) - self.axis - 1)
@@ -174,7 +173,6 @@ class Convolution(_Filtering):
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Plan the convolution for these shapes."""
         spatial = self.check_bottoms(bottom)
         self.window.check_fits(spatial)
         outer = bottom[0].shape[: self.axis]
@@ -183,14 +181,12 @@ class Convolution(_Filtering):
             t.reshape((*outer, self.outputs, *(self.conv.y_shape[2:] if spatial else ())))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Cross-correlation and bias."""
         w = self.blobs[0].data
         b = self.blobs[1].data if len(self.blobs) > 1 else None
         for x, y in zip(bottom, top, strict=True):
             self.conv.forward(x.data, w, b, y.data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Gradients of the parameters that want theirs, then of the bottoms."""
         dw, db = self.gradients()
         for y, down, x in zip(top, propagate_down, bottom, strict=True):
             if dw is not None or db is not None:
@@ -205,7 +201,6 @@ class Convolution(_Filtering):
         return weight.count * (sum(tops) // weight.shape[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one for one to three spatial axes after the channels."""
         return preferred if self.axis == 1 and 1 <= len(self.window.kernel) <= 3 else PLAIN
 
 
@@ -222,7 +217,6 @@ class Deconvolution(_Filtering):
         return (self.channels, self.outputs // self.group, *self.window.kernel)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Plan the convolution that this is the transpose of."""
         spatial = self.check_bottoms(bottom)
         out = tuple(
             s * (n - 1) + d * (k - 1) + 1 - 2 * p
@@ -247,7 +241,6 @@ class Deconvolution(_Filtering):
                 self.ops.add_bias(y.data.reshape(self.rows), self.blobs[1].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Gradients of the parameters that want theirs, then of the bottoms."""
         dw, db = self.gradients()
         for y, down, x in zip(top, propagate_down, bottom, strict=True):
             if db is not None:
@@ -275,13 +268,11 @@ class Im2col(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read the window."""
         param = self.param.convolution_param
         self.axis = bottom[0].axis(param.axis)
         self.window = read_window(param, len(bottom[0].shape) - self.axis - 1)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Count the windows and make room for the padded input."""
         shape, axis = bottom[0].shape, self.axis
         outer, channels, spatial = shape[:axis], shape[axis], shape[axis + 1 :]
         self.window.check_fits(spatial)
@@ -313,7 +304,6 @@ class Im2col(Layer):
             yield (slice(None), slice(None), *at), self.pad_buffer.data[(..., *where)]
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy each window into its column."""
         padded = self.pad_buffer.data
         padded[...] = 0
         inside = padded[self.within]

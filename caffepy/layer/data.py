@@ -108,16 +108,13 @@ class Prefetching(Feed):
 
     @property
     def length(self) -> int | None:
-        """Number of items in an epoch; None if unknown."""
         return self._length
 
     def serve(self, devices: Sequence[Device]) -> None:
-        """Make batches for these devices in turn."""
         if self._reader:
             self._reader.serve([device.scope for device in devices])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Cut the images of the next batch, subtract the mean, scale."""
         if self._reader is None:
             raise DataError("the layer is closed")
         if self._interrupted:
@@ -155,7 +152,6 @@ class Prefetching(Feed):
             self._reader.set_state(state)
 
     def close(self) -> None:
-        """Stop the thread and release the source."""
         if self._reader:
             self._reader.close()
         self._reader = None
@@ -166,7 +162,6 @@ class Data(Prefetching):
     """-> (N, C, h, w) and labels (N,): records of an LMDB or LevelDB in key order, transformed."""
 
     def open(self) -> Loader:
-        """The loader that fills the batches."""
         param = self.param.data_param
         _need_batch_size(param.batch_size, "data_param")
         _warn_ignored(param, "data_param", MOVED, ("rand_skip", "force_encoded_color"))
@@ -190,7 +185,6 @@ class ImageData(Prefetching):
     tops = (2, 2)
 
     def open(self) -> Loader:
-        """The loader that fills the batches."""
         param = self.param.image_data_param
         _need_batch_size(param.batch_size, "image_data_param")
         _warn_ignored(param, "image_data_param", MOVED)
@@ -220,7 +214,6 @@ class WindowData(Prefetching):
     tops = (2, 2)
 
     def open(self) -> Loader:
-        """The loader that fills the batches."""
         param = self.param.window_data_param
         _need_batch_size(param.batch_size, "window_data_param")
         _warn_ignored(param, "window_data_param", MOVED[1:])
@@ -263,7 +256,6 @@ class HDF5Data(Feed):
     reads_files = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Load the first file and shape the tops."""
         param = self.param.hdf5_data_param
         if self.param.HasField("transform_param"):
             raise ConfigError("HDF5Data does not transform data; remove transform_param")
@@ -274,15 +266,12 @@ class HDF5Data(Feed):
             blob.reshape((param.batch_size, *shape))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy the next rows."""
         self.hand_over(top, self._rows.read)
 
     def state(self) -> dict[str, Any]:
-        """Position after the last batch."""
         return self._rows.state()
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go to where `state` was taken."""
         self._rows.set_state(state)
 
 
@@ -299,14 +288,12 @@ class HDF5Output(Layer):
     share_in_parallel = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the file; it replaces one of the same name."""
         self._file = self.param.hdf5_output_param.file_name
         if not self._file:
             raise ConfigError("hdf5_output_param needs a file_name")
         new_file(self._file)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check that both bottoms have as many rows."""
         data, label = (b.legacy_shape() for b in bottom)
         if data[0] != label[0]:
             raise ConfigError(
@@ -314,7 +301,6 @@ class HDF5Output(Layer):
             )
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Append the rows."""
         rows = {
             name: b.data.reshape(b.legacy_shape())
             for name, b in zip(("data", "label"), bottom, strict=True)
@@ -335,7 +321,6 @@ class MemoryData(Feed):
     fixed_batch = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Shape the tops."""
         param = self.param.memory_data_param
         self._shape = param.channels, param.height, param.width
         self.batch_size = param.batch_size
@@ -384,7 +369,6 @@ class MemoryData(Feed):
         self._before = before
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy the next batch."""
         if self._data is None:
             raise DataError("MemoryData needs data before forward; call set_input_arrays")
         top[1].reshape((self.batch_size, 1, 1, 1))
@@ -435,7 +419,6 @@ class DummyData(Feed):
     tops = (1, None)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Shape the tops."""
         fillers = list(self.param.dummy_data_param.data_filler) or [FillerParameter()]
         self._fillers = _each("data_filler", fillers, len(top))
         self._filled: list[Blob] = []
@@ -468,7 +451,6 @@ class DummyData(Feed):
                 fill(blob, filler, self.device.rng)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Fill the tops that have random fillers."""
         fresh = []
         for blob, filler in zip(top, self._fillers, strict=True):
             if filler.type.endswith("static") and not any(known is blob for known in self._filled):
@@ -492,11 +474,9 @@ class DummyData(Feed):
         self._batch += 1
 
     def state(self) -> dict[str, Any]:
-        """Seed and number of batches drawn."""
         return {"seed": self._seed, "batch": self._batch} if self._draws else {}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on after that batch."""
         if self._draws and "seed" in state:
             self._seed, self._batch = int(state["seed"]), int(state["batch"])
 

@@ -25,7 +25,6 @@ class Eltwise(Layer):
     bottoms = (2, None)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read the operation and the coefficients, 1 by default."""
         param = self.param.eltwise_param
         self.operation = param.operation
         self.backward_reads_bottom = self.operation == EltwiseParameter.PROD
@@ -40,7 +39,6 @@ class Eltwise(Layer):
         self.can_fuse = self.operation == EltwiseParameter.SUM and set(self.coefficients) == {1}
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check that the bottoms have one shape."""
         for i, b in enumerate(bottom):
             if b.shape != bottom[0].shape:
                 raise ConfigError(
@@ -57,11 +55,9 @@ class Eltwise(Layer):
             )
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one."""
         return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         xs, y = [b.data for b in bottom], top[0].data
         if self.operation == EltwiseParameter.SUM:
             self.ops.eltwise_sum(xs, self.coefficients, y)

@@ -15,7 +15,6 @@ class Embed(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Fill weight and bias."""
         param = self.param.embed_param
         self.inputs, self.outputs = param.input_dim, param.num_output
         if self.inputs < 1 or self.outputs < 1:
@@ -28,15 +27,12 @@ class Embed(Layer):
         self.wrong = error_flag(self, self.no_row)
 
     def no_row(self, x: float) -> DataError:
-        """The error for a number that is no row."""
         return DataError(f"input {x:g} is not one of the {self.inputs} rows 0 to {self.inputs - 1}")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """One more axis."""
         top[0].reshape([*bottom[0].shape, self.outputs])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Look up, then add the bias; DataError for a number that is no row."""
         y = top[0].data.reshape(-1, self.outputs)
         self.ops.take_rows(
             self.blobs[0].data, bottom[0].data.reshape(-1), True, y, self.wrong.found
@@ -56,5 +52,4 @@ class Embed(Layer):
             self.ops.bias_gradient(dy, self.blobs[1].diff)
 
     def allow_force_backward(self, index: int) -> bool:
-        """Whole numbers have no gradient."""
         return False

@@ -38,7 +38,6 @@ class InnerProduct(Layer):
     """True to overwrite the weight's gradient (beta = 0) since nothing else adds to it."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Fill weight and bias."""
         param = self.param.inner_product_param
         self.axis = bottom[0].axis(param.axis)
         self.inputs, self.outputs = prod(bottom[0].shape[self.axis :]), param.num_output
@@ -50,7 +49,6 @@ class InnerProduct(Layer):
         self.make_params(shapes, (param.weight_filler, param.bias_filler))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The inner size must stay what it was at set-up."""
         shape = bottom[0].shape
         inputs = prod(shape[self.axis :])
         if len(shape) < self.axis or inputs != self.inputs:
@@ -69,7 +67,6 @@ class InnerProduct(Layer):
         return Layout(preferred.dtype, False)
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
-        """K for each output."""
         return self.inputs * tops[0]
 
     @property
@@ -83,7 +80,6 @@ class InnerProduct(Layer):
         return self.blobs[1].diff if len(self.blobs) > 1 and self.param_propagate_down[1] else None
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Product, then bias."""
         y = self.product(bottom[0], top[0])
         if (b := self.bias) is not None:
             self.ops.add_bias(y, b)

@@ -58,7 +58,6 @@ class ClassLoss(LossLayer):
     normalization = LossParameter.VALID  # unless loss_param says otherwise
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read loss_param; the loss weight of a second top is 0 by default."""
         param = self.param.loss_param
         self.ignore = param.ignore_label if param.HasField("ignore_label") else None
         if param.HasField("normalization"):
@@ -89,12 +88,10 @@ class Softmax(SameShape):
     """y = exp(x) / sum of exp(x) along `axis` (1 by default)."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Find the axis."""
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.softmax_param.axis)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         self.ops.softmax_forward(bottom[0].data.reshape(self.view), top[0].data.reshape(self.view))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -117,12 +114,10 @@ class SoftmaxWithLoss(ClassLoss):
     tops = (1, 2)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read loss_param."""
         super().setup(bottom, top)
         self.wrong = bad_labels(self, lambda: self.view[1])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the labels, allocate p."""
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.softmax_param.axis)
         check_labels(bottom[0], bottom[1], self.view)
@@ -135,7 +130,6 @@ class SoftmaxWithLoss(ClassLoss):
         return bottom[1].data.reshape(self.view[0], self.view[2])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write loss and p; DataError for a label that names no class."""
         outer, _, inner = self.view
         x, prob = bottom[0].data.reshape(self.view), self.prob.data
         given = self.labels(bottom), self.ignore, self.divisor(outer, inner)
@@ -161,7 +155,6 @@ class EuclideanLoss(LossLayer):
     on_gpu = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the counts, allocate a - b."""
         super().reshape(bottom, top)
         if bottom[0].count != bottom[1].count:
             raise ConfigError(
@@ -173,7 +166,6 @@ class EuclideanLoss(LossLayer):
         self.items = max((1, *bottom[0].shape[:1]))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write a - b and the loss."""
         given = bottom[0].data, bottom[1].data, self.items
         self.ops.euclidean_loss_forward(*given, self.difference.data, top[0].data)
 
@@ -186,7 +178,6 @@ class EuclideanLoss(LossLayer):
                 )
 
     def allow_force_backward(self, index: int) -> bool:
-        """Both bottoms get a gradient."""
         return True
 
 
@@ -203,7 +194,6 @@ class SigmoidCrossEntropyLoss(ClassLoss):
     normalization = LossParameter.BATCH_SIZE
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the counts."""
         super().reshape(bottom, top)
         self.items = items(bottom[0])
         if bottom[0].count != bottom[1].count:
@@ -213,7 +203,6 @@ class SigmoidCrossEntropyLoss(ClassLoss):
         self.norm = self.buffer((), np.float64)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write the loss."""
         divisor = self.divisor(self.items, bottom[0].count // max(self.items, 1))
         given = bottom[0].data, bottom[1].data, self.ignore, divisor
         self.ops.sigmoid_loss_forward(*given, top[0].data, self.norm.data)
@@ -241,11 +230,9 @@ class Accuracy(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the flag for invalid labels."""
         self.wrong = bad_labels(self, lambda: self.view[1])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the labels and top_k, shape the tops."""
         param = self.param.accuracy_param
         self.view = around(bottom[0], param.axis)
         check_labels(bottom[0], bottom[1], self.view)
@@ -260,7 +247,6 @@ class Accuracy(Layer):
             t.reshape(shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write the shares; DataError for a label that names no class."""
         scores, labels = (
             bottom[0].data.reshape(self.view),
             bottom[1].data.reshape(self.view[0], self.view[2]),
@@ -278,7 +264,6 @@ class Accuracy(Layer):
         self.wrong.check()
 
     def allow_force_backward(self, index: int) -> bool:
-        """There is no gradient."""
         return False
 
 
@@ -295,7 +280,6 @@ class InfogainLoss(ClassLoss):
     tops = (1, 2)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read H from its file if it is not a bottom."""
         super().setup(bottom, top)
         if self.param.loss_param.HasField("normalize"):
             raise ConfigError(
@@ -313,7 +297,6 @@ class InfogainLoss(ClassLoss):
             self.matrix = self.device.on_device(matrix.astype(self.dtype))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check labels and H, allocate p."""
         super().reshape(bottom, top)
         self.view = around(bottom[0], self.param.infogain_loss_param.axis)
         check_labels(bottom[0], bottom[1], self.view)
@@ -335,7 +318,6 @@ class InfogainLoss(ClassLoss):
         return bottom[1].data.reshape(outer, inner), matrix.reshape(classes, classes), self.ignore
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write loss and p; DataError for a label that names no class."""
         outer, _, inner = self.view
         x, prob, given = bottom[0].data.reshape(self.view), self.prob.data, self.given(bottom)
         outcome = prob, top[0].data, self.norm.data, self.wrong.found
@@ -356,7 +338,6 @@ class InfogainLoss(ClassLoss):
             self.ops.infogain_loss_backward(self.prob.data, *self.given(bottom), *numbers, dx)
 
     def allow_force_backward(self, index: int) -> bool:
-        """Labels and matrix get no gradient."""
         return index == 0
 
 
@@ -366,11 +347,9 @@ class ItemLoss(LossLayer):
     on_gpu = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the flag for invalid labels."""
         self.wrong = bad_labels(self, lambda: self.view[1])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the labels."""
         super().reshape(bottom, top)
         n = items(bottom[0])
         self.view = (n, bottom[0].count // max(n, 1))
@@ -387,7 +366,6 @@ class MultinomialLogisticLoss(ItemLoss):
     """-sum of log(max(p(label), 1e-20)) / N; the bottom holds probabilities (N, C)."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write the loss; DataError for a label that names no class."""
         self.ops.multinomial_loss_forward(
             *self.given(bottom), self.items, top[0].data, self.wrong.found
         )
@@ -408,13 +386,11 @@ class HingeLoss(ItemLoss):
     """
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Allocate m."""
         super().reshape(bottom, top)
         self.slack = self.buffer(self.view)  # m, negative at the label
         self.squares = self.param.hinge_loss_param.norm == HingeLossParameter.L2
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write m and the loss; DataError for a label that names no class."""
         outcome = self.slack.data, top[0].data, self.wrong.found
         self.ops.hinge_loss_forward(*self.given(bottom), self.squares, self.items, *outcome)
         self.wrong.check()
@@ -440,7 +416,6 @@ class ContrastiveLoss(LossLayer):
     bottoms = 3
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the shapes, allocate a - b and its factor in the gradient."""
         super().reshape(bottom, top)
         a, b, y = bottom
         if a.count != b.count:
@@ -455,7 +430,6 @@ class ContrastiveLoss(LossLayer):
         self.difference, self.factor = self.buffer(self.view), self.buffer((n,))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write a - b and the loss."""
         param, view = self.param.contrastive_loss_param, self.view
         given = (
             bottom[0].data.reshape(view),
@@ -483,5 +457,4 @@ class ContrastiveLoss(LossLayer):
                 self.ops.contrastive_loss_backward(*given, b.diff.reshape(self.view))
 
     def allow_force_backward(self, index: int) -> bool:
-        """Labels get no gradient."""
         return index != 2

@@ -26,7 +26,6 @@ class SameShape(Layer):
     reads_input = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Give the top the bottom's shape; allocate the copy of x if one is needed."""
         top[0].reshape_like(bottom[0])
         copies = self.reads_input and is_in_place(bottom[0], top[0])
         self.kept = self._buffer_like(bottom[0]) if copies else bottom[0]
@@ -48,7 +47,6 @@ class Elementwise(SameShape):
     """A layer whose operations take blobs in any layout."""
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one."""
         return preferred
 
 
@@ -66,7 +64,6 @@ class ReLU(Elementwise):
         self.reads_input = self.slope < 0
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         self.ops.relu_forward(self.keep_input(bottom), top[0].data, self.slope)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -84,7 +81,6 @@ class PReLU(Elementwise):
     reads_input = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the slope, 0.25 by default."""
         if len(bottom[0].shape) < 2:
             raise ConfigError(
                 f"PReLU needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
@@ -96,7 +92,6 @@ class PReLU(Elementwise):
         self.make_params({"slope": shape}, [param.filler if param.HasField("filler") else default])
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check that there is a slope for each channel."""
         super().reshape(bottom, top)
         n, c, *rest = bottom[0].shape
         self.view = n, c, prod(rest)
@@ -104,7 +99,6 @@ class PReLU(Elementwise):
             raise ConfigError(f"{c} channels do not fit the {self.blobs[0].count} slopes")
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         x = self.keep_input(bottom)
         slope = self.blobs[0].data.reshape(-1)
         self.ops.prelu_forward(x.reshape(self.view), top[0].data.reshape(self.view), slope)
@@ -122,7 +116,6 @@ class Sigmoid(Elementwise):
     """y = 1 / (1 + exp(-x))."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         self.ops.sigmoid_forward(bottom[0].data, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -136,7 +129,6 @@ class TanH(Elementwise):
     """y = tanh(x)."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         self.ops.tanh_forward(bottom[0].data, top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -150,7 +142,6 @@ class Power(Elementwise):
     """y = (shift + scale * x)^power."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read the three numbers."""
         param = self.param.power_param
         self.numbers = param.power, param.scale, param.shift
         self.reads_input = param.power not in (0, 1) and param.scale != 0
@@ -161,7 +152,6 @@ class Power(Elementwise):
         return preferred if power * scale else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y, a constant where power or scale is 0."""
         power, scale, shift = self.numbers
         if power * scale == 0:
             with np.errstate(all="ignore"):
@@ -190,18 +180,15 @@ class Dropout(Drawing, Elementwise):
     can_fuse = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read and check the ratio."""
         self.ratio = self.param.dropout_param.dropout_ratio
         if not 0 <= self.ratio < 1:
             raise ConfigError(f"dropout_ratio must be at least 0 and below 1, not {self.ratio:g}")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Allocate the mask."""
         super().reshape(bottom, top)
         self.mask = self.buffer(bottom[0].shape, np.uint8)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y with a new mask."""
         x, y = bottom[0].data, top[0].data
         if self.draws:
             self.ops.dropout_forward(x, y, self.mask.data, self.ratio, *self.draw())
@@ -229,7 +216,6 @@ class ELU(Elementwise):
         self.reads_input = self.alpha < 0
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         self.ops.elu_forward(self.keep_input(bottom), top[0].data, self.alpha)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -245,13 +231,11 @@ class Swish(Elementwise):
     """y = x * s, s = sigmoid(beta * x) (Ramachandran et al. 2017)."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Allocate s."""
         super().reshape(bottom, top)
         self.beta = self.param.swish_param.beta
         self.sigmoid = self.buffer(bottom[0].shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write s and y."""
         self.ops.swish_forward(bottom[0].data, top[0].data, self.sigmoid.data, self.beta)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -269,7 +253,6 @@ class AbsVal(SameShape):
     reads_input = True
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         np.abs(self.keep_input(bottom), out=top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -304,7 +287,6 @@ class Clip(SameShape):
     reads_input = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read and check the bounds."""
         self.low, self.high = self.param.clip_param.min, self.param.clip_param.max
         if self.low > self.high:
             raise ConfigError(
@@ -312,7 +294,6 @@ class Clip(SameShape):
             )
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         np.clip(self.keep_input(bottom), self.low, self.high, out=top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -334,7 +315,6 @@ class Exp(SameShape):
         self.factor = float(np.exp(natural * param.shift))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         y = top[0].data
         np.multiply(bottom[0].data, self.rate, out=y)
         np.exp(y, out=y)
@@ -353,7 +333,6 @@ class Log(SameShape):
     reads_input = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read and check the base."""
         param = self.param.log_param
         natural = _log_of_base(param.base)
         if natural == 0:
@@ -361,7 +340,6 @@ class Log(SameShape):
         self.factor, self.scale, self.shift = 1 / natural, param.scale, param.shift
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         y = top[0].data
         np.multiply(self.keep_input(bottom), self.scale, out=y)
         np.add(y, self.shift, out=y)
@@ -390,11 +368,9 @@ class Threshold(SameShape):
     """y = x > threshold ? 1 : 0; no gradient."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         np.greater(
             bottom[0].data, self.param.threshold_param.threshold, out=top[0].data, casting="unsafe"
         )
 
     def allow_force_backward(self, index: int) -> bool:
-        """There is no gradient."""
         return False

@@ -29,7 +29,6 @@ class LRN(SameShape):
     reads_input = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read and check the window."""
         param = self.param.lrn_param
         if param.local_size % 2 == 0:
             raise ConfigError(f"lrn_param: local_size must be odd, not {param.local_size}")
@@ -42,7 +41,6 @@ class LRN(SameShape):
         self.across = param.norm_region == LRNParameter.ACROSS_CHANNELS
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Allocate s and the buffers of backward."""
         if len(bottom[0].shape) != 4:
             raise ConfigError(f"LRN needs a bottom of 4 axes, not {list(bottom[0].shape)}")
         if not self.across:
@@ -53,7 +51,6 @@ class LRN(SameShape):
         self.product = self._buffer_like(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one for windows of channels."""
         return preferred if self.across else PLAIN
 
     @property
@@ -130,7 +127,6 @@ class BatchNorm(SameShape):
         return self.blobs[:3]
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the three blobs, which no solver learns, and with scale_bias the other two."""
         param = self.param.batch_norm_param
         self.fraction, self.eps = param.moving_average_fraction, param.eps
         self.is_global = (
@@ -168,7 +164,6 @@ class BatchNorm(SameShape):
             spec.lr_mult = float(i >= 3)  # as NVCaffe does, whatever the prototxt says
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the channels and allocate the statistics."""
         super().reshape(bottom, top)
         n, c, *rest = bottom[0].shape
         if c != self.blobs[0].count:
@@ -187,7 +182,6 @@ class BatchNorm(SameShape):
             self.normalized = self._buffer_like(self.kept)
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one without NVCaffe's scale and bias."""
         return PLAIN if self.scales else preferred
 
     def prepare(self, x: Array, scale: Array | None = None, bias: Array | None = None) -> Array:
@@ -238,7 +232,6 @@ class BatchNorm(SameShape):
         ops.add(y, dx)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Compute mean and variance, update the running sums with those of a batch, write y."""
         x = self.keep_input(bottom).reshape(self.view)
         mean, inverse = self.prepare(x)[:2]
         y = top[0].data.reshape(self.view)
@@ -301,7 +294,6 @@ class MVN(SameShape):
         self.mean, self.variance, self.inverse = (self.buffer([self.view[1]]) for _ in range(3))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         x = self.keep_input(bottom).reshape(self.view)
         inverse = self.inverse.data
         self.ops.batch_norm_statistics(x, self.mean.data, self.variance.data)
@@ -389,7 +381,6 @@ class Scale(Broadcast):
     backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create scale and bias."""
         param = self.param.scale_param
         fillers = [param.filler if param.HasField("filler") else FillerParameter(value=1)] * (
             len(bottom) == 1
@@ -403,11 +394,9 @@ class Scale(Broadcast):
         )
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one if each channel has one scale."""
         return preferred if self.by_channels else PLAIN
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Find the axes."""
         super().reshape(bottom, top)
         self.scale = bottom[1] if len(bottom) > 1 else self.blobs[0]
         self.find_view(bottom, self.param.scale_param.axis, self.scale)
@@ -415,7 +404,6 @@ class Scale(Broadcast):
             raise ConfigError(f"{self.bias.count} biases do not fit a scale of {self.scale.count}")
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y."""
         x = self.keep_input(bottom).reshape(self.view)
         bias = None if self.bias is None else self.bias.data.reshape(-1)
         self.ops.scale_forward(x, self.scale.data.reshape(-1), bias, top[0].data.reshape(self.view))
@@ -441,18 +429,15 @@ class Bias(Broadcast):
     """
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the bias."""
         param = self.param.bias_param
         self.make_blobs(bottom, param.axis, param.num_axes, [param.filler] * (len(bottom) == 1))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Find the axes."""
         super().reshape(bottom, top)
         self.bias = bottom[1] if len(bottom) > 1 else self.blobs[0]
         self.find_view(bottom, self.param.bias_param.axis, self.bias)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy, then add."""
         if not is_in_place(bottom[0], top[0]):
             self.ops.copy(bottom[0].data, top[0].data)
         self.ops.add_bias(top[0].data.reshape(self.view), self.bias.data.reshape(-1))

@@ -62,7 +62,6 @@ class Pooling(Drawing):
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read and check the window."""
         param = self.param.pooling_param
         self.method = param.pool
         self.can_fuse = self.method != PoolingParameter.STOCHASTIC
@@ -99,7 +98,6 @@ class Pooling(Drawing):
         return super().draws and self.method == PoolingParameter.STOCHASTIC
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Count the windows."""
         if len(bottom[0].shape) != 4:
             raise ConfigError(
                 f"pooling needs an input with 4 axes (N, C, H, W), not {len(bottom[0].shape)}"
@@ -125,11 +123,9 @@ class Pooling(Drawing):
             self.index = self.buffer(top[0].shape, kind)
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one without a second top."""
         return PLAIN if self.tells_where else preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Maximum, mean or random element of each window."""
         x, y, window = bottom[0].data, top[0].data, (self.kernel, self.stride, self.pad)
         if self.method == PoolingParameter.MAX:
             self.ops.max_pool_forward(x, y, self.index.data, *window)
@@ -167,13 +163,11 @@ class SPP(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read the height of the pyramid."""
         self.height = self.param.spp_param.pyramid_height
         if self.height < 1:
             raise ConfigError("pyramid_height must be 1 or more")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the pooling layers of the levels for this input size."""
         n, _, h, w = bottom[0].legacy_shape()
         self.levels: list[tuple[Pooling, Blob]] = []
         for level in range(self.height):
@@ -199,7 +193,6 @@ class SPP(Layer):
         return LayerParameter(type="Pooling", pooling_param=pooling)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Pool at each level and put the results side by side."""
         y, at = top[0].data.reshape(len(top[0].data), -1), 0
         for pooling, out in self.levels:
             pooling.forward(bottom, [out])

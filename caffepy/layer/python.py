@@ -30,7 +30,6 @@ class Python(Layer):
         self.share_in_parallel = self.param.python_param.share_in_parallel
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Find the class and make its object."""
         param = self.param.python_param
         if not param.module or not param.layer:
             raise ConfigError(
@@ -52,15 +51,12 @@ class Python(Layer):
             self._code.call(self.instance.setup, wrap_all(bottom), wrap_all(top))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Call the user's reshape."""
         self._code.call(self.instance.reshape, wrap_all(bottom), wrap_all(top))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Call the user's forward."""
         self._code.call(self.instance.forward, wrap_all(bottom), wrap_all(top))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Call the user's backward; ConfigError if a gradient is wanted and there is none."""
         if hasattr(self.instance, "backward"):
             self._code.call(
                 self.instance.backward, wrap_all(top), list(propagate_down), wrap_all(bottom)

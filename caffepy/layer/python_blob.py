@@ -34,7 +34,6 @@ class Blob:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The sizes of all axes."""
         return self._inner.shape
 
     @property
@@ -63,9 +62,6 @@ class Blob:
         return self._inner.legacy_shape()[3]
 
     def reshape(self, *shape: int) -> None:
-        """Take this shape: `blob.reshape(10, 3, 227, 227)`; the net's layers follow at the next
-        forward or reshape.
-        """
         self._inner.reshape(map(index, shape))
 
     @property

@@ -39,7 +39,6 @@ class Recurrent(Layer):
     ] = ()  # names of the further parameters: (H, H) for a W, (H) for a b
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Count the blobs, fill the parameters."""
         param = self.param.recurrent_param
         self.exposed = self.states if param.expose_hidden else 0
         least = 2 + self.exposed
@@ -201,11 +200,9 @@ class Recurrent(Layer):
             )
 
     def allow_force_backward(self, index: int) -> bool:
-        """cont gets no gradient."""
         return index != 1
 
     def state(self) -> dict[str, Any]:
-        """The states after the last batch."""
         return {} if self.exposed else {"last": [blob.host_data.copy() for blob in self.last]}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -233,18 +230,15 @@ class LSTM(Recurrent):
     input_name = "xc"
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the buffer for c of all steps."""
         super().setup(bottom, top)
         self.c = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the loop for this number of streams."""
         super().reshape(bottom, top)
         self.c.reshape(top[0].shape)
         self.loop = self.ops.LSTM(self.steps, self.streams, self.size, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Compute the input sums, then run the loop."""
         h, c, w = top[0].data, self.c.data, self.blobs[self.state_weight].data
         h_first, c_first = self.begin(bottom)
         self.sum_inputs(bottom)
@@ -252,7 +246,6 @@ class LSTM(Recurrent):
         self.end(top, h[-1], c[-1])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Run the loop backwards, then the products."""
         self.refuse_cont_gradient(propagate_down)
         w, (_, c_first) = self.blobs[self.state_weight].data, self.first_states(bottom)
         a, da = self.sums.data, self.sums.diff
@@ -278,13 +271,11 @@ class RNN(Recurrent):
         self.o = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the loop for this number of streams."""
         super().reshape(bottom, top)
         self.o.reshape(top[0].shape)
         self.loop = self.ops.RNN(self.steps, self.streams, self.size, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Compute the input sums, run the loop, compute the outputs of all steps."""
         w_h, w_o, b_o = (blob.data for blob in self.blobs[self.state_weight :])
         (h_first,) = self.begin(bottom)
         self.sum_inputs(bottom)
@@ -297,7 +288,6 @@ class RNN(Recurrent):
         self.end(top, h[-1])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Differentiate the outputs, run the loop backwards, then the products."""
         self.refuse_cont_gradient(propagate_down)
         w_h, w_o, b_o = self.blobs[self.state_weight :]
         wanted = self.param_propagate_down[self.state_weight :]
@@ -327,11 +317,9 @@ class LSTMUnit(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the buffer for the activations."""
         self.activations = self.buffer()
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Two tops like c_prev."""
         shapes = [b.shape for b in bottom]
         if len(shapes[0]) != 3 or shapes[0][0] != 1:
             raise ConfigError(f"the cell state must be (1, N, H), not {list(shapes[0])}")
@@ -346,14 +334,12 @@ class LSTMUnit(Layer):
         self.activations.reshape(shapes[1])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Compute c and h from a copy of the gates."""
         c_before, _, cont = (blob.data[0] for blob in bottom)
         c, h = (blob.data[0] for blob in top)
         self.ops.copy(bottom[1].data, self.activations.data)
         self.ops.lstm_unit_forward(self.activations.data[0], c_before, cont, c, h)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Write the gradients of c_prev and the gates."""
         if propagate_down[2]:
             raise ConfigError(
                 "Cannot backpropagate to sequence indicators (bottom 2); "
@@ -368,5 +354,4 @@ class LSTMUnit(Layer):
         )
 
     def allow_force_backward(self, index: int) -> bool:
-        """cont gets no gradient."""
         return index != 2

@@ -23,7 +23,6 @@ class ArgMax(Layer):
     in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check top_k and shape the top."""
         param, shape = self.param.argmax_param, bottom[0].shape
         axis = bottom[0].axis(param.axis) if param.HasField("axis") else None
         candidates = prod(shape[1:]) if axis is None else shape[axis]
@@ -40,14 +39,12 @@ class ArgMax(Layer):
         self.places = axis is None or not param.out_max_val
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Sort by value, then by place."""
         param, (outer, _, inner) = self.param.argmax_param, self.view
         rows = param.top_k * (self.places + param.out_max_val)
         x, y = bottom[0].data.reshape(self.view), top[0].data.reshape(outer, rows, inner)
         self.ops.top_values(x, param.top_k, self.places, param.out_max_val, y)
 
     def allow_force_backward(self, index: int) -> bool:
-        """There is no gradient."""
         return False
 
 
@@ -62,7 +59,6 @@ class Crop(Layer):
     in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check that the window lies inside."""
         param, axis = self.param.crop_param, bottom[0].axis(self.param.crop_param.axis)
         shape, wanted = bottom[0].shape, bottom[1].shape
         if len(shape) != len(wanted):
@@ -89,11 +85,9 @@ class Crop(Layer):
         top[0].reshape([*shape[:axis], *wanted[axis:]])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one."""
         return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy the window."""
         self.ops.copy(bottom[0].data[self.window], top[0].data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -114,16 +108,13 @@ class BatchReindex(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the flag for invalid indices."""
         self.wrong = error_flag(self, self.no_item)
 
     def no_item(self, index: float) -> DataError:
-        """The error for an index outside."""
         items = self.view[0]
         return DataError(f"index {index:g} is not one of the {items} items 0 to {items - 1}")
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Shape the top."""
         if len(bottom[1].shape) != 1:
             raise ConfigError(f"the indices must have one axis, not {list(bottom[1].shape)}")
         n, *item = bottom[0].shape
@@ -131,7 +122,6 @@ class BatchReindex(Layer):
         self.view = (n, prod(item))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy the items; DataError for an index outside."""
         x, y = bottom[0].data.reshape(self.view), top[0].data.reshape(bottom[1].count, self.view[1])
         self.ops.take_rows(x, bottom[1].data, False, y, self.wrong.found)
         self.wrong.check()
@@ -150,7 +140,6 @@ class BatchReindex(Layer):
             )
 
     def allow_force_backward(self, index: int) -> bool:
-        """Indices get no gradient."""
         return index == 0
 
 
@@ -168,7 +157,6 @@ class Filter(Layer):
     always_reshape = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Count the tops."""
         if len(top) != len(bottom) - 1:
             raise ConfigError(
                 "Filter has a top for each bottom but the selector: "
@@ -194,12 +182,10 @@ class Filter(Layer):
             t.reshape([len(self.chosen), *b.shape[1:]])
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy the chosen items."""
         for b, t in zip(bottom, top, strict=False):
             np.take(b.data, self.chosen, axis=0, out=t.data, mode="clip")
 
     def allow_force_backward(self, index: int) -> bool:
-        """The selector gets no gradient."""
         return index != self.selector
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:

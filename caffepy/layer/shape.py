@@ -26,14 +26,12 @@ class Concat(Layer):
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Refuse both names of the axis at once."""
         param = self.param.concat_param
         if param.HasField("axis") and param.HasField("concat_dim"):
             raise ConfigError("concat_param has both axis and concat_dim; give axis only")
         self.given_axis = param.concat_dim if param.HasField("concat_dim") else param.axis
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Add up the sizes along the axis."""
         axis = bottom[0].axis(self.given_axis)
         shape = list(bottom[0].shape)
         for i, b in enumerate(bottom[1:], 1):
@@ -52,16 +50,13 @@ class Concat(Layer):
             top[0].share_diff(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one if channels are joined."""
         return preferred if self.axis == 1 else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy the bottoms' values to their places."""
         if len(bottom) > 1:
             self.ops.join([b.data for b in bottom], top[0].data, self.axis)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Copy the gradients back."""
         if len(bottom) > 1 and any(propagate_down):
             diffs = [
                 b.diff if wanted else None for b, wanted in zip(bottom, propagate_down, strict=True)
@@ -81,7 +76,6 @@ class Slice(Layer):
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Refuse both names of the axis at once; count the slice points."""
         param = self.param.slice_param
         if param.HasField("axis") and param.HasField("slice_dim"):
             raise ConfigError("slice_param has both axis and slice_dim; give axis only")
@@ -93,7 +87,6 @@ class Slice(Layer):
             )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Check the cuts and shape the tops."""
         axis = bottom[0].axis(self.given_axis)
         shape = list(bottom[0].shape)
         size, parts = shape[axis], len(top)
@@ -115,16 +108,13 @@ class Slice(Layer):
             top[0].share_diff(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one if channels are cut."""
         return preferred if self.axis == 1 else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy each part."""
         if len(top) > 1:
             self.ops.cut(bottom[0].data, self.sizes, [t.data for t in top], self.axis)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Copy the parts' gradients back."""
         if len(top) > 1 and propagate_down[0]:
             self.ops.join([t.diff for t in top], bottom[0].diff, self.axis)
 
@@ -140,13 +130,11 @@ class Split(Layer):
     can_fuse = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Share the data."""
         for t in top:
             t.reshape_like(bottom[0])
             t.share_data(bottom[0])
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one."""
         return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -178,7 +166,6 @@ class View(Layer):
         raise NotImplementedError
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Shape the top and share."""
         top[0].reshape(self.shape(bottom[0]))
         if top[0].count != bottom[0].count:
             raise ConfigError(
@@ -269,7 +256,6 @@ class Silence(Layer):
         """Nothing to do."""
 
     def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one."""
         return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
@@ -323,7 +309,6 @@ class Parameter(Layer):
     in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the parameter."""
         if not self.blobs:
             self.add_blob(self.param.parameter_param.shape.dim)
 
@@ -337,7 +322,6 @@ class Parameter(Layer):
         top[0].share_data(self.blobs[0])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Add the top's gradient to the parameter's."""
         if self.param_propagate_down[0]:
             self.ops.add(top[0].diff, self.blobs[0].diff)
 
@@ -350,7 +334,6 @@ class Tile(Layer):
     in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Multiply the axis."""
         param = self.param.tile_param
         axis, shape = bottom[0].axis(param.axis), list(bottom[0].shape)
         if param.tiles < 1:
@@ -361,11 +344,9 @@ class Tile(Layer):
         self.view = (outer, param.tiles, bottom[0].count // max(outer, 1))
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Copy."""
         top[0].data.reshape(self.view)[...] = bottom[0].data.reshape(self.view[0], 1, self.view[2])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Add up the copies' gradients."""
         if propagate_down[0]:
             np.sum(
                 top[0].diff.reshape(self.view),
@@ -384,7 +365,6 @@ class Reduction(Layer):
     in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Shape the top: the bottom without the reduced axes."""
         param = self.param.reduction_param
         axis = bottom[0].axis(param.axis)
         top[0].reshape(bottom[0].shape[:axis])
@@ -394,7 +374,6 @@ class Reduction(Layer):
             self.coeff /= max(self.view[1], 1)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write the sums."""
         x = bottom[0].data.reshape(self.view)
         if self.operation == ReductionParameter.ASUM:
             x = np.abs(x)

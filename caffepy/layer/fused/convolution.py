@@ -22,13 +22,11 @@ class ConvolutionReLU:
         (self.propagate_down,) = convolution.propagate_down
 
     def forward(self) -> None:
-        """Write the top's data."""
         layer = self.layer
         b = layer.blobs[1].data if len(layer.blobs) > 1 else None
         layer.conv.forward(self.bottom.data, layer.blobs[0].data, b, self.top.data, relu=True)
 
     def backward(self) -> None:
-        """Add to the gradients of the parameters, then write the bottom's."""
         layer, dy = self.layer, self.top.diff
         dw, db = layer.gradients()
         layer.ops.relu_bias_backward(self._rows(self.top.data), self._rows(dy), db)

@@ -48,7 +48,6 @@ class NormGroup:
             self.x = source if self.convolution is None else self.tops[0]
 
     def forward(self) -> None:
-        """Write y and update the running sums of mean and variance."""
         layer, y = self._layer, self.tops[0]
         self.x.reshape_like(y)
         if self.convolution is not None:

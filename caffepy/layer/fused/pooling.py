@@ -20,7 +20,6 @@ class PoolingReLU:
         (self.propagate_down,) = pooling.propagate_down
 
     def forward(self) -> None:
-        """Write the top's data."""
         layer, x, y = self.layer, self.bottom.data, self.top.data
         window = layer.kernel, layer.stride, layer.pad
         if layer.method == PoolingParameter.MAX:
