@@ -140,6 +140,12 @@ def locate_layer(path: str, layer: LayerParameter) -> str:
     return parser.place(offsets[0]) if offsets else path
 
 
+def where(path: str | None, layer: LayerParameter) -> str:
+    """Return `file:line:col: layer "name" (Type)`, without the file if the net has none."""
+    name = f'layer "{layer.name}" ({layer.type})'
+    return f"{locate_layer(path, layer)}: {name}" if path else name
+
+
 def locate_field(path: str, field: str) -> str:
     """`path:line:col` of an outermost field of the file, or `path` alone if it is not there."""
     parser = _reread(path)

@@ -14,8 +14,7 @@ from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.export.trace import Trace, sources, trace
 from caffepy.export.write import Batch, Dim, operators, write_dynamic, write_graph
-from caffepy.layer.embed import Embed
-from caffepy.layer.selection import BatchReindex
+from caffepy.layer.selection import BatchReindex, Embed
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
 from caffepy.net.build import filter_state

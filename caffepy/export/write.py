@@ -8,7 +8,7 @@ from caffepy.core.errors import ConfigError
 from caffepy.export.graph import Graph, InexpressibleError, Node, Shape, Site, writers
 from caffepy.export.trace import Trace, sources
 from caffepy.net import Net
-from caffepy.net.build import where
+from caffepy.proto.text import where
 
 Dim = int | str
 

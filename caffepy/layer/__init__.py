@@ -1,14 +1,13 @@
 """Layers: the contract and the registry in `base`, and one module a family.
 
 All that is to be known of a type stands in its class. Start reading with `base`, then `neuron`;
-`fused/` has the groups of layers that are computed together.
+`fused` has the groups of layers that are computed together.
 """
 
 from caffepy.layer import (
     convolution,
     data,
     eltwise,
-    embed,
     inner_product,
     loss,
     neuron,
@@ -29,7 +28,6 @@ __all__ = [
     "create_layer",
     "data",
     "eltwise",
-    "embed",
     "inner_product",
     "layer",
     "loss",

@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from caffepy import ops
-from caffepy.core.errors import ConfigError
+from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.registry import Registry
 from caffepy.device.blob import PLAIN, Array, Blob, Layout, on_host, shape_string
-from caffepy.device.device import Device
+from caffepy.device.device import Device, ErrorFlag
 from caffepy.layer.filler import fill
 from caffepy.proto.caffe_pb2 import TRAIN, FillerParameter, LayerParameter
 from caffepy.proto.forks import fork_of_layer
+from caffepy.proto.text import where
 
 Blobs = Sequence[Blob]
 
@@ -57,8 +58,12 @@ class Layer:
     share_in_parallel: bool = False
     # Reshape before every forward, not only when bottom shapes change.
     always_reshape: ClassVar[bool] = False
+    # The bottoms that can have no gradient, each with the error for asking for one.
+    constant_bottoms: Mapping[int, str] = {}
     # Computes on arrays of a GPU too; otherwise on the host, on copies of the blobs.
     on_gpu: ClassVar[bool] = False
+    # Takes bottoms in the preferred layout of a GPU, whatever it is.
+    takes_preferred_layout: bool = False
     # Gains from the preferred layout so much that bottoms in another are converted.
     seeks_preferred_layout: ClassVar[bool] = False
     # Multiplies the bottom, as a matrix, by a weight: a bottom with one position or one channel
@@ -73,6 +78,10 @@ class Layer:
     can_fuse: bool = False
     # Runs code of the user, which may change any gradient of the net.
     may_modify_gradients: ClassVar[bool] = False
+    # The running statistics: blobs that forward computes, not the solver.
+    statistics: Sequence[Blob] = ()
+    # Number of items in an epoch, None if it is not known.
+    length: int | None = None
 
     def __init__(
         self,
@@ -83,6 +92,7 @@ class Layer:
         path: str | None = None,
     ) -> None:
         self.param = param
+        self.type = param.type  # as the prototxt writes it
         self.phase = phase
         self.on_host = device.is_cuda and not self.on_gpu
         self.device = device.host if self.on_host else device
@@ -95,21 +105,14 @@ class Layer:
         self.loss_weights: list[float] = []
         self.forward_lock = threading.Lock()
 
-    @property
-    def type(self) -> str:
-        """The type string of the prototxt."""
-        return self.param.type
-
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         """Read and check the parameters, create `blobs`; called once, before the first reshape."""
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Shape the tops and buffers by the bottoms' shapes; ConfigError if these do not fit."""
-        raise NotImplementedError
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         """Compute the tops' data from the bottoms'."""
-        raise NotImplementedError
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Write the diff of each bottom with propagate_down, add to the diffs of the parameters
@@ -133,27 +136,29 @@ class Layer:
 
         Blobs in another layout are converted before it runs, and back afterwards.
         """
-        return PLAIN
+        return preferred if self.takes_preferred_layout else PLAIN
 
     def allow_force_backward(self, index: int) -> bool:
         """True if `force_backward` of the net applies to bottom `index`."""
-        return True
+        return index not in self.constant_bottoms and type(self).backward is not Layer.backward
 
-    @property
-    def statistics(self) -> Sequence[Blob]:
-        """The running statistics: blobs that forward computes, not the solver."""
-        return ()
+    def refuse_constants(self, propagate_down: Sequence[bool]) -> None:
+        """ConfigError if one of the `constant_bottoms` is asked for a gradient."""
+        for index, message in self.constant_bottoms.items():
+            if index < len(propagate_down) and propagate_down[index]:
+                raise ConfigError(message.format(type=self.type))
+
+    def error_flag(self, error: Callable[[float], CaffeError]) -> ErrorFlag:
+        """Return a flag for values that the layer cannot use; its error, raised at once on the CPU
+        and when the host next checks on a GPU, names the layer's definition.
+        """
+        return self.device.error_flag(lambda value: error(value).at(where(self.path, self.param)))
 
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
         """Number of multiply-adds in a forward pass, for these element counts of bottoms and tops;
         0 for layers that take little time beside convolutions and matrix products.
         """
         return 0
-
-    @property
-    def length(self) -> int | None:
-        """Number of items in an epoch, None if it is not known."""
-        return None
 
     def serve(self, devices: Sequence[Device]) -> None:
         """Prepare for calls of forward by nets on these devices, in turn: the layer is shared."""
@@ -175,6 +180,13 @@ class Layer:
         forward writes and backward reads.
         """
         return Blob(shape, dtype or self.dtype, self.device)
+
+    def buffer_like(self, blob: Blob) -> Blob:
+        """Return a buffer of the blob's shape and layout."""
+        buffer = self.buffer(blob.shape)
+        if buffer.layout != blob.layout:
+            buffer.set_layout(blob.layout)
+        return buffer
 
     def add_blob(self, shape: Sequence[int]) -> Blob:
         """Append a learnable parameter of this shape, zero-filled, and return it."""
@@ -241,13 +253,8 @@ def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
     for what, have, want in (("bottom", bottoms, layer.bottoms), ("top", tops, layer.tops)):
         least, most = want if isinstance(want, tuple) else (want, want)
         if have < least or (most is not None and have > most):
-            wanted = (
-                f"{least}"
-                if least == most
-                else f"{least} or more"
-                if most is None
-                else f"{least} to {most}"
-            )
+            wanted = f"{least} or more" if most is None else f"{least} to {most}"
+            wanted = f"{least}" if least == most else wanted
             raise ConfigError(f"{layer.type} takes {wanted} {what} blob(s), not {have}")
     if layer.same_count and bottoms != tops:
         raise ConfigError(f"{layer.type} takes as many tops as bottoms, not {tops} for {bottoms}")
@@ -262,6 +269,9 @@ class LossLayer(Layer):
     tops: ClassVar[int | tuple[int, int | None]] = 1
     auto_top_blobs = True
     in_place = False
+    constant_bottoms: Mapping[int, str] = {
+        1: "{type} cannot differentiate its labels; the layer that makes them needs no gradient"
+    }
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -276,17 +286,6 @@ class LossLayer(Layer):
                 f"{list(x)} and {list(label)}"
             )
         top[0].reshape(())
-
-    def allow_force_backward(self, index: int) -> bool:
-        return index != 1
-
-    def refuse_label_gradient(self, propagate_down: Sequence[bool]) -> None:
-        """ConfigError if the labels are asked for a gradient."""
-        if len(propagate_down) > 1 and propagate_down[1]:
-            raise ConfigError(
-                f"{self.type} cannot differentiate its labels; the layer that makes them needs "
-                "no gradient"
-            )
 
 
 class Drawing(Layer):

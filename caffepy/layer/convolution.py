@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Array, Layout
+from caffepy.device.blob import Array
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ConvolutionParameter
 
@@ -26,12 +26,10 @@ class Window(NamedTuple):
             d * (k - 1) + 1 > n + 2 * p
             for n, k, p, d in zip(size, self.kernel, self.pad, self.dilation, strict=True)
         ):
-            dilation = (
-                f", dilation {by(self.dilation)}" if any(d > 1 for d in self.dilation) else ""
-            )
+            dilated = f", dilation {by(self.dilation)}" if max(self.dilation) > 1 else ""
             raise ConfigError(
                 f"kernel {by(self.kernel, False)} does not fit its {by(size, False)} input "
-                f"(pad {by(self.pad)}{dilation})"
+                f"(pad {by(self.pad)}{dilated})"
             )
 
 
@@ -43,10 +41,8 @@ def by(sizes: Sequence[int], brief: bool = True) -> str:
 def read_window(param: ConvolutionParameter, axes: int) -> Window:
     """Read the sizes for these spatial axes: one for all, one for each, or (2 axes) _h and _w."""
 
-    def sizes(
-        name: str, values: Sequence[int], default: int | None, least: int, pair: str | None
-    ) -> tuple[int, ...]:
-        h, w = f"{pair}_h", f"{pair}_w"
+    def sizes(name: str, pair: str, least: int, default: tuple[int, ...] = ()) -> tuple[int, ...]:
+        h, w, values = f"{pair}_h", f"{pair}_w", getattr(param, name)
         if pair and (param.HasField(h) or param.HasField(w)):
             if axes != 2:
                 raise ConfigError(
@@ -55,13 +51,11 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
             if values:
                 raise ConfigError(f"{name} and {h}/{w} exclude each other")
             found: tuple[int, ...] = (getattr(param, h), getattr(param, w))
-        elif len(values) == axes:
-            found = tuple(values)
-        elif len(values) == 1:
-            found = (values[0],) * axes
-        elif not values and default is not None:
-            found = (default,) * axes
         else:
+            found = tuple(values) or default
+        if len(found) == 1:
+            found *= axes
+        if len(found) != axes:
             raise ConfigError(
                 f"{name} must be given once or once for each of {axes} spatial axes, "
                 f"not {len(values)} times"
@@ -73,10 +67,10 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
         return found
 
     return Window(
-        sizes("kernel_size", param.kernel_size, None, 1, "kernel"),
-        sizes("stride", param.stride, 1, 1, "stride"),
-        sizes("pad", param.pad, 0, 0, "pad"),
-        sizes("dilation", param.dilation, 1, 1, None),
+        sizes("kernel_size", "kernel", 1),
+        sizes("stride", "stride", 1, (1,)),
+        sizes("pad", "pad", 0, (0,)),
+        sizes("dilation", "", 1, (1,)),
     )
 
 
@@ -105,11 +99,8 @@ class _Filtering(Layer):
         if outputs < 1:
             raise ConfigError("num_output must be 1 or more")
         if group < 1 or channels % group or outputs % group:
-            what = (
-                f"{outputs} outputs"
-                if group and channels % group == 0
-                else f"{channels} input channels"
-            )
+            outputs_fail = group and channels % group == 0
+            what = f"{outputs} outputs" if outputs_fail else f"{channels} input channels"
             raise ConfigError(f"{what} cannot be split into {group} groups")
         self.channels, self.outputs, self.group = channels, outputs, group
         shapes = {"weight": self.weight_shape()} | ({"bias": (outputs,)} if param.bias_term else {})
@@ -140,15 +131,15 @@ class _Filtering(Layer):
         """
         point = () if spatial else (1,)
         stride, pad, dilation = self.window[1:] if spatial else ((1,), (0,), (1,))
+        x_shape, w_shape = (images, channels, *spatial, *point), (*self.weight_shape(), *point)
         self.conv = self.ops.Convolution(
-            (images, channels, *spatial, *point),
-            (*self.weight_shape(), *point),
-            stride,
-            pad,
-            dilation,
-            self.group,
-            self.dtype,
+            x_shape, w_shape, stride, pad, dilation, self.group, self.dtype
         )
+
+    @property
+    def bias(self) -> Array | None:
+        """b, None if there is none."""
+        return self.blobs[1].data if len(self.blobs) > 1 else None
 
     def gradients(self) -> tuple[Array | None, Array | None]:
         """Diffs of weight and bias, None for those that are not wanted."""
@@ -169,7 +160,6 @@ class Convolution(_Filtering):
     can_fuse = True
 
     def weight_shape(self) -> tuple[int, ...]:
-        """(O, C/group, *kernel)."""
         return (self.outputs, self.channels // self.group, *self.window.kernel)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -179,12 +169,11 @@ class Convolution(_Filtering):
         self.plan(prod(outer), self.channels, spatial)
         for t in top:
             t.reshape((*outer, self.outputs, *(self.conv.y_shape[2:] if spatial else ())))
+        self.takes_preferred_layout = self.axis == 1 and 1 <= len(spatial) <= 3
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        w = self.blobs[0].data
-        b = self.blobs[1].data if len(self.blobs) > 1 else None
         for x, y in zip(bottom, top, strict=True):
-            self.conv.forward(x.data, w, b, y.data)
+            self.conv.forward(x.data, self.blobs[0].data, self.bias, y.data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         dw, db = self.gradients()
@@ -200,9 +189,6 @@ class Convolution(_Filtering):
         weight = self.blobs[0]
         return weight.count * (sum(tops) // weight.shape[0])
 
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred if self.axis == 1 and 1 <= len(self.window.kernel) <= 3 else PLAIN
-
 
 @layer("Deconvolution")
 class Deconvolution(_Filtering):
@@ -213,7 +199,6 @@ class Deconvolution(_Filtering):
     """
 
     def weight_shape(self) -> tuple[int, ...]:
-        """(C, O/group, *kernel)."""
         return (self.channels, self.outputs // self.group, *self.window.kernel)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -237,8 +222,8 @@ class Deconvolution(_Filtering):
         """Every input element spreads its kernel over the output; then the bias."""
         for x, y in zip(bottom, top, strict=True):
             self.conv.backward_data(x.data, self.blobs[0].data, y.data)
-            if len(self.blobs) > 1:
-                self.ops.add_bias(y.data.reshape(self.rows), self.blobs[1].data)
+            if self.bias is not None:
+                self.ops.add_bias(y.data.reshape(self.rows), self.bias)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         dw, db = self.gradients()
@@ -276,18 +261,15 @@ class Im2col(Layer):
         shape, axis = bottom[0].shape, self.axis
         outer, channels, spatial = shape[:axis], shape[axis], shape[axis + 1 :]
         self.window.check_fits(spatial)
-        kernel, stride, pad, dilation = self.window
+        kernel, _, pad, _ = self.window
         self.out = tuple(
             (n + 2 * p - (d * (k - 1) + 1)) // s + 1
-            for n, k, s, p, d in zip(spatial, kernel, stride, pad, dilation, strict=True)
+            for n, k, s, p, d in zip(spatial, *self.window, strict=True)
         )
-        self.pad_buffer = self.buffer(
-            (prod(outer), channels, *(n + 2 * p for n, p in zip(spatial, pad, strict=True)))
-        )
-        self.within: tuple[Any, ...] = (
-            ...,
-            *(slice(p, p + n) for n, p in zip(spatial, pad, strict=True)),
-        )
+        padded = [n + 2 * p for n, p in zip(spatial, pad, strict=True)]
+        self.pad_buffer = self.buffer((prod(outer), channels, *padded))
+        inside = [slice(p, p + n) for n, p in zip(spatial, pad, strict=True)]
+        self.within: tuple[Any, ...] = (..., *inside)
         self.columns = (prod(outer), channels, *kernel, *self.out)
         top[0].reshape((*outer, channels * prod(kernel), *self.out))
 

@@ -81,7 +81,6 @@ class Prefetching(Feed):
     tops = (1, 2)
     reads_files = True
     _reader: Reader | None = None
-    _length: int | None = None
     _interrupted = False  # an exception, such as Ctrl-C, came between `take` and `give_back`
 
     def open(self) -> Loader:
@@ -102,13 +101,9 @@ class Prefetching(Feed):
         log.info("output data size: %s", ",".join(map(str, top[0].shape)))
         if len(top) > 1:
             top[1].reshape((loader.batch_size,))
-        self._mean, self._scale, self._length = loader.mean, loader.scale, loader.length
+        self._mean, self._scale, self.length = loader.mean, loader.scale, loader.length
         self._means: dict[object, Blob] = {}  # by the device on which the tops lie
         self._reader = Reader(loader, prefetch, self.dtype, self.ops.Staging)
-
-    @property
-    def length(self) -> int | None:
-        return self._length
 
     def serve(self, devices: Sequence[Device]) -> None:
         if self._reader:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import Layout
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.neuron import is_in_place
 from caffepy.proto.caffe_pb2 import EltwiseParameter
@@ -23,6 +22,7 @@ class Eltwise(Layer):
 
     on_gpu = True
     bottoms = (2, None)
+    takes_preferred_layout = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.eltwise_param
@@ -47,15 +47,11 @@ class Eltwise(Layer):
         top[0].reshape_like(bottom[0])
         if self.operation == EltwiseParameter.MAX:
             self.winner = self.buffer(bottom[0].shape, np.int32)
-        elif self.operation == EltwiseParameter.PROD and any(
-            is_in_place(b, top[0]) for b in bottom
-        ):
+        in_place = any(is_in_place(b, top[0]) for b in bottom)
+        if self.operation == EltwiseParameter.PROD and in_place:
             raise ConfigError(
                 "a product in place loses what its gradient needs; give the top a name of its own"
             )
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         xs, y = [b.data for b in bottom], top[0].data

@@ -5,8 +5,9 @@ A loss's backward finds its loss weight in the top's diff. On a GPU
 nothing is read back: loss, divisor and the first invalid label stay in arrays of the device.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from caffepy.core.paths import locate
 from caffepy.device.blob import Array, Blob
 from caffepy.device.device import ErrorFlag
 from caffepy.layer.base import Blobs, Layer, LossLayer, layer
-from caffepy.layer.data_error import error_flag
 from caffepy.layer.neuron import SameShape
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import HingeLossParameter, LossParameter
@@ -42,14 +42,13 @@ def check_labels(predictions: Blob, labels: Blob, view: tuple[int, int, int]) ->
         )
 
 
-def bad_label(label: float, classes: int) -> DataError:
-    """The error for a label that is no class."""
-    return DataError(f"label {label:g} is not one of the {classes} classes 0 to {classes - 1}")
-
-
 def bad_labels(layer: Layer, classes: Callable[[], int]) -> ErrorFlag:
     """Return a flag for labels that are no class; its error says where the layer is defined."""
-    return error_flag(layer, lambda label: bad_label(label, classes()))
+    return layer.error_flag(
+        lambda label: DataError(
+            f"label {label:g} is not one of the {classes()} classes 0 to {classes() - 1}"
+        )
+    )
 
 
 class ClassLoss(LossLayer):
@@ -60,12 +59,11 @@ class ClassLoss(LossLayer):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.loss_param
         self.ignore = param.ignore_label if param.HasField("ignore_label") else None
+        if param.HasField("normalize"):
+            valid, batch_size = LossParameter.VALID, LossParameter.BATCH_SIZE
+            self.normalization = valid if param.normalize else batch_size
         if param.HasField("normalization"):
             self.normalization = param.normalization
-        elif param.HasField("normalize"):
-            self.normalization = (
-                LossParameter.VALID if param.normalize else LossParameter.BATCH_SIZE
-            )
         if len(self.param.loss_weight) < len(top):
             self.param.loss_weight.append(0)
 
@@ -73,14 +71,11 @@ class ClassLoss(LossLayer):
         """The divisor of the sum, at least 1; FULL: outer * inner, VALID: None for the number of
         labels that are not ignored, BATCH_SIZE: outer, NONE: 1.
         """
-        sizes = {
-            LossParameter.FULL: outer * inner,
-            LossParameter.BATCH_SIZE: outer,
-            LossParameter.NONE: 1,
-        }
-        return (
-            None if self.normalization == LossParameter.VALID else max(1, sizes[self.normalization])
-        )
+        if self.normalization == LossParameter.VALID:
+            return None
+        full, batch_size = LossParameter.FULL, LossParameter.BATCH_SIZE
+        sizes = {full: outer * inner, batch_size: outer, LossParameter.NONE: 1}
+        return max(1, sizes[self.normalization])
 
 
 @layer("Softmax")
@@ -116,36 +111,87 @@ class SoftmaxWithLoss(ClassLoss):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         super().setup(bottom, top)
         self.wrong = bad_labels(self, lambda: self.view[1])
+        self.given_axis = self.param.softmax_param.axis
+        self.loss_forward: Callable[..., None] = self.ops.softmax_loss_forward
+        self.loss_backward: Callable[..., None] = self.ops.softmax_loss_backward
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
-        self.view = around(bottom[0], self.param.softmax_param.axis)
+        self.view = around(bottom[0], self.given_axis)
         check_labels(bottom[0], bottom[1], self.view)
         self.prob, self.norm = self.buffer(self.view), self.buffer((), np.float64)
         if len(top) > 1:
             top[1].reshape_like(bottom[0])
 
-    def labels(self, bottom: Blobs) -> Array:
-        """The labels as (outer, inner)."""
-        return bottom[1].data.reshape(self.view[0], self.view[2])
+    def given(self, bottom: Blobs) -> tuple[Any, ...]:
+        """The labels as (outer, inner), the label to ignore."""
+        return bottom[1].data.reshape(self.view[0], self.view[2]), self.ignore
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         outer, _, inner = self.view
         x, prob = bottom[0].data.reshape(self.view), self.prob.data
-        given = self.labels(bottom), self.ignore, self.divisor(outer, inner)
-        self.ops.softmax_loss_forward(
-            x, *given, prob, top[0].data, self.norm.data, self.wrong.found
-        )
+        given = *self.given(bottom), self.divisor(outer, inner)
+        self.loss_forward(x, *given, prob, top[0].data, self.norm.data, self.wrong.found)
         self.wrong.check()
         if len(top) > 1:
             self.ops.copy(prob, top[1].data.reshape(self.view))
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = weight / divisor * (p - 1 at the label), 0 for ignored labels."""
-        self.refuse_label_gradient(propagate_down)
+        self.refuse_constants(propagate_down)
         if propagate_down[0]:
-            dx, given = bottom[0].diff.reshape(self.view), (self.labels(bottom), self.ignore)
-            self.ops.softmax_loss_backward(self.prob.data, *given, top[0].diff, self.norm.data, dx)
+            dx, given = bottom[0].diff.reshape(self.view), self.given(bottom)
+            self.loss_backward(self.prob.data, *given, top[0].diff, self.norm.data, dx)
+
+
+@layer("InfogainLoss")
+class InfogainLoss(SoftmaxWithLoss):
+    """-sum over classes of H[label] * log p / divisor, p = softmax of the scores along `axis`, at
+    least 1e-20; dx = weight / divisor * (p * sum of H[label] - H[label]).
+
+    H (C, C) is bottom 2 or the BlobProto file `source`. An optional second top is p.
+    """
+
+    bottoms = (2, 3)
+    constant_bottoms: Mapping[int, str] = {
+        **LossLayer.constant_bottoms,
+        2: "InfogainLoss cannot differentiate its matrix; give it propagate_down: false",
+    }
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        super().setup(bottom, top)
+        if self.param.loss_param.HasField("normalize"):
+            raise ConfigError(
+                "InfogainLoss does not take the old loss_param normalize; give normalization"
+            )
+        param = self.param.infogain_loss_param
+        self.given_axis = param.axis
+        self.loss_forward = self.ops.infogain_loss_forward
+        self.loss_backward = self.ops.infogain_loss_backward
+        self.matrix: Array | None = None
+        if len(bottom) < 3:
+            if not param.source:
+                raise ConfigError(
+                    "infogain_loss_param: give source, or the matrix as a third bottom"
+                )
+            matrix = binary.read_array(locate(param.source, self.path))
+            self.matrix = self.device.on_device(matrix.astype(self.dtype))
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        super().reshape(bottom, top)
+        classes = self.view[1]
+        count = bottom[2].count if self.matrix is None else self.matrix.size
+        if count != classes * classes:
+            raise ConfigError(
+                f"{classes} classes need an infogain matrix of {classes * classes} elements, "
+                f"not {count}"
+            )
+
+    def given(self, bottom: Blobs) -> tuple[Any, ...]:
+        """The labels as (outer, inner), H as (C, C), the label to ignore."""
+        labels, ignore = super().given(bottom)
+        matrix = self.matrix if self.matrix is not None else bottom[2].data
+        return labels, matrix.reshape(self.view[1], self.view[1]), ignore
 
 
 @layer("EuclideanLoss")
@@ -153,6 +199,7 @@ class EuclideanLoss(LossLayer):
     """Sum of (a - b)^2 / 2N over two bottoms of one count; both can be differentiated."""
 
     on_gpu = True
+    constant_bottoms: Mapping[int, str] = {}
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -173,12 +220,8 @@ class EuclideanLoss(LossLayer):
         """da = weight / N * (a - b), db = -da."""
         for b, wanted, sign in zip(bottom, propagate_down, (1, -1), strict=True):
             if wanted:
-                self.ops.euclidean_loss_backward(
-                    self.difference.data, top[0].diff, sign * self.items, b.diff
-                )
-
-    def allow_force_backward(self, index: int) -> bool:
-        return True
+                given = self.difference.data, top[0].diff, sign * self.items
+                self.ops.euclidean_loss_backward(*given, b.diff)
 
 
 @layer("SigmoidCrossEntropyLoss")
@@ -209,7 +252,7 @@ class SigmoidCrossEntropyLoss(ClassLoss):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = weight / divisor * (s(x) - t), 0 for ignored targets."""
-        self.refuse_label_gradient(propagate_down)
+        self.refuse_constants(propagate_down)
         if propagate_down[0]:
             given = bottom[0].data, bottom[1].data, self.ignore
             self.ops.sigmoid_loss_backward(*given, top[0].diff, self.norm.data, bottom[0].diff)
@@ -247,98 +290,13 @@ class Accuracy(Layer):
             t.reshape(shape)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        scores, labels = (
-            bottom[0].data.reshape(self.view),
-            bottom[1].data.reshape(self.view[0], self.view[2]),
-        )
-        given = (
-            scores,
-            labels,
-            self.param.accuracy_param.top_k,
-            self.ignore,
-            self.hits.data,
-            self.counts.data,
-        )
+        scores = bottom[0].data.reshape(self.view)
+        labels = bottom[1].data.reshape(self.view[0], self.view[2])
+        given = scores, labels, self.param.accuracy_param.top_k, self.ignore
+        counts = self.hits.data, self.counts.data
         shares = top[1].data if len(top) > 1 else None
-        self.ops.accuracy(*given, top[0].data, shares, self.wrong.found)
+        self.ops.accuracy(*given, *counts, top[0].data, shares, self.wrong.found)
         self.wrong.check()
-
-    def allow_force_backward(self, index: int) -> bool:
-        return False
-
-
-@layer("InfogainLoss")
-class InfogainLoss(ClassLoss):
-    """-sum over classes of H[label] * log p / divisor, p = softmax of the scores along `axis`, at
-    least 1e-20.
-
-    H (C, C) is bottom 2 or the BlobProto file `source`. An optional second top is p.
-    """
-
-    on_gpu = True
-    bottoms = (2, 3)
-    tops = (1, 2)
-
-    def setup(self, bottom: Blobs, top: Blobs) -> None:
-        super().setup(bottom, top)
-        if self.param.loss_param.HasField("normalize"):
-            raise ConfigError(
-                "InfogainLoss does not take the old loss_param normalize; give normalization"
-            )
-        self.wrong = bad_labels(self, lambda: self.view[1])
-        self.matrix: Array | None = None
-        if len(bottom) < 3:
-            source = self.param.infogain_loss_param.source
-            if not source:
-                raise ConfigError(
-                    "infogain_loss_param: give source, or the matrix as a third bottom"
-                )
-            matrix = binary.read_array(locate(source, self.path))
-            self.matrix = self.device.on_device(matrix.astype(self.dtype))
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        super().reshape(bottom, top)
-        self.view = around(bottom[0], self.param.infogain_loss_param.axis)
-        check_labels(bottom[0], bottom[1], self.view)
-        classes = self.view[1]
-        count = bottom[2].count if self.matrix is None else self.matrix.size
-        if count != classes * classes:
-            raise ConfigError(
-                f"{classes} classes need an infogain matrix of {classes * classes} elements, "
-                f"not {count}"
-            )
-        self.prob, self.norm = self.buffer(self.view), self.buffer((), np.float64)
-        if len(top) > 1:
-            top[1].reshape_like(bottom[0])
-
-    def given(self, bottom: Blobs) -> tuple[Array, Array, int | None]:
-        """The labels as (outer, inner), H as (C, C), the label to ignore."""
-        outer, classes, inner = self.view
-        matrix = self.matrix if self.matrix is not None else bottom[2].data
-        return bottom[1].data.reshape(outer, inner), matrix.reshape(classes, classes), self.ignore
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        outer, _, inner = self.view
-        x, prob, given = bottom[0].data.reshape(self.view), self.prob.data, self.given(bottom)
-        outcome = prob, top[0].data, self.norm.data, self.wrong.found
-        self.ops.infogain_loss_forward(x, *given, self.divisor(outer, inner), *outcome)
-        self.wrong.check()
-        if len(top) > 1:
-            self.ops.copy(prob, top[1].data.reshape(self.view))
-
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = weight / divisor * (p * sum of H[label] - H[label])."""
-        self.refuse_label_gradient(propagate_down)
-        if len(propagate_down) > 2 and propagate_down[2]:
-            raise ConfigError(
-                "InfogainLoss cannot differentiate its matrix; give it propagate_down: false"
-            )
-        if propagate_down[0]:
-            numbers, dx = (top[0].diff, self.norm.data), bottom[0].diff.reshape(self.view)
-            self.ops.infogain_loss_backward(self.prob.data, *self.given(bottom), *numbers, dx)
-
-    def allow_force_backward(self, index: int) -> bool:
-        return index == 0
 
 
 class ItemLoss(LossLayer):
@@ -366,14 +324,13 @@ class MultinomialLogisticLoss(ItemLoss):
     """-sum of log(max(p(label), 1e-20)) / N; the bottom holds probabilities (N, C)."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.ops.multinomial_loss_forward(
-            *self.given(bottom), self.items, top[0].data, self.wrong.found
-        )
+        outcome = top[0].data, self.wrong.found
+        self.ops.multinomial_loss_forward(*self.given(bottom), self.items, *outcome)
         self.wrong.check()
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = -weight / N / max(p, 1e-20) at the label, else 0."""
-        self.refuse_label_gradient(propagate_down)
+        self.refuse_constants(propagate_down)
         if propagate_down[0]:
             dx = bottom[0].diff.reshape(self.view)
             self.ops.multinomial_loss_backward(*self.given(bottom), top[0].diff, self.items, dx)
@@ -397,7 +354,7 @@ class HingeLoss(ItemLoss):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = weight / N * sign(m), with norm L2 times 2m instead; negative at the label."""
-        self.refuse_label_gradient(propagate_down)
+        self.refuse_constants(propagate_down)
         if propagate_down[0]:
             given = self.slack.data, self.squares, top[0].diff, self.items
             self.ops.hinge_loss_backward(*given, bottom[0].diff.reshape(self.view))
@@ -414,6 +371,9 @@ class ContrastiveLoss(LossLayer):
 
     on_gpu = True
     bottoms = 3
+    constant_bottoms: Mapping[int, str] = {
+        2: "ContrastiveLoss cannot differentiate its labels; give them propagate_down: false"
+    }
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -431,11 +391,8 @@ class ContrastiveLoss(LossLayer):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         param, view = self.param.contrastive_loss_param, self.view
-        given = (
-            bottom[0].data.reshape(view),
-            bottom[1].data.reshape(view),
-            bottom[2].data.reshape(-1),
-        )
+        a, b, y = (blob.data for blob in bottom)
+        given = a.reshape(view), b.reshape(view), y.reshape(-1)
         settings = param.margin, param.legacy_version, self.items
         outcome = self.difference.data, self.factor.data, top[0].data
         self.ops.contrastive_loss_forward(*given, *settings, *outcome)
@@ -446,15 +403,8 @@ class ContrastiveLoss(LossLayer):
 
         db = -da.
         """
-        for b, wanted, sign in zip(bottom, propagate_down, (1, -1, 0), strict=True):
-            if wanted and not sign:
-                raise ConfigError(
-                    "ContrastiveLoss cannot differentiate its labels; "
-                    "give them propagate_down: false"
-                )
+        self.refuse_constants(propagate_down)
+        for b, wanted, sign in zip(bottom[:2], propagate_down, (1, -1), strict=False):
             if wanted:
                 given = self.difference.data, self.factor.data, top[0].diff, sign * self.items
                 self.ops.contrastive_loss_backward(*given, b.diff.reshape(self.view))
-
-    def allow_force_backward(self, index: int) -> bool:
-        return index != 2

@@ -6,7 +6,7 @@ from math import isfinite, log, prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Array, Blob, Layout
+from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
 from caffepy.proto.caffe_pb2 import FillerParameter
 
@@ -28,13 +28,7 @@ class SameShape(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         top[0].reshape_like(bottom[0])
         copies = self.reads_input and is_in_place(bottom[0], top[0])
-        self.kept = self._buffer_like(bottom[0]) if copies else bottom[0]
-
-    def _buffer_like(self, blob: Blob) -> Blob:
-        buffer = self.buffer(blob.shape)
-        if buffer.layout != blob.layout:
-            buffer.set_layout(blob.layout)
-        return buffer
+        self.kept = self.buffer_like(bottom[0]) if copies else bottom[0]
 
     def keep_input(self, bottom: Blobs) -> Array:
         """Return x for forward; backward finds it in `kept`."""
@@ -43,11 +37,32 @@ class SameShape(Layer):
         return self.kept.data
 
 
-class Elementwise(SameShape):
+class Neuron(SameShape):
+    """A layer given by its function of x and its gradient.
+
+    `gradient` gets x as forward had it with `reads_input`, else what the bottom holds by now.
+    """
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        self.function(self.keep_input(bottom), top[0].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        if propagate_down[0]:
+            self.gradient(self.kept.data, top[0].data, top[0].diff, bottom[0].diff)
+
+    def function(self, x: Array, y: Array) -> None:
+        """Write y."""
+        raise NotImplementedError
+
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
+        """Write dx; arrays of x and y, and of dy and dx, are the same in place."""
+        raise NotImplementedError
+
+
+class Elementwise(Neuron):
     """A layer whose operations take blobs in any layout."""
 
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred
+    takes_preferred_layout = True
 
 
 @layer("ReLU")
@@ -58,18 +73,16 @@ class ReLU(Elementwise):
     fused_backward_reads_top = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read the slope; a negative one hides the sign of x in that of y."""
         self.slope = self.param.relu_param.negative_slope
         self.can_fuse = self.slope == 0
-        self.reads_input = self.slope < 0
+        self.reads_input = self.slope < 0  # the sign of y is not that of x
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.ops.relu_forward(self.keep_input(bottom), top[0].data, self.slope)
+    def function(self, x: Array, y: Array) -> None:
+        self.ops.relu_forward(x, y, self.slope)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * (x > 0 ? 1 : negative_slope)."""
-        if propagate_down[0]:
-            self.ops.relu_backward(self.kept.data, top[0].diff, bottom[0].diff, self.slope)
+        self.ops.relu_backward(x, dy, dx, self.slope)
 
 
 @layer("PReLU")
@@ -98,10 +111,9 @@ class PReLU(Elementwise):
         if not self.shared and c != self.blobs[0].count:
             raise ConfigError(f"{c} channels do not fit the {self.blobs[0].count} slopes")
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x = self.keep_input(bottom)
+    def function(self, x: Array, y: Array) -> None:
         slope = self.blobs[0].data.reshape(-1)
-        self.ops.prelu_forward(x.reshape(self.view), top[0].data.reshape(self.view), slope)
+        self.ops.prelu_forward(x.reshape(self.view), y.reshape(self.view), slope)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy * (x > 0 ? 1 : slope_c); dslope_c += sum of dy * x over x <= 0."""
@@ -115,26 +127,24 @@ class PReLU(Elementwise):
 class Sigmoid(Elementwise):
     """y = 1 / (1 + exp(-x))."""
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.ops.sigmoid_forward(bottom[0].data, top[0].data)
+    def function(self, x: Array, y: Array) -> None:
+        self.ops.sigmoid_forward(x, y)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * y * (1 - y)."""
-        if propagate_down[0]:
-            self.ops.sigmoid_backward(top[0].data, top[0].diff, bottom[0].diff)
+        self.ops.sigmoid_backward(y, dy, dx)
 
 
 @layer("TanH")
 class TanH(Elementwise):
     """y = tanh(x)."""
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.ops.tanh_forward(bottom[0].data, top[0].data)
+    def function(self, x: Array, y: Array) -> None:
+        self.ops.tanh_forward(x, y)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * (1 - y^2)."""
-        if propagate_down[0]:
-            self.ops.tanh_backward(top[0].data, top[0].diff, bottom[0].diff)
+        self.ops.tanh_backward(y, dy, dx)
 
 
 @layer("Power")
@@ -145,31 +155,26 @@ class Power(Elementwise):
         param = self.param.power_param
         self.numbers = param.power, param.scale, param.shift
         self.reads_input = param.power not in (0, 1) and param.scale != 0
+        # A constant is written by no operation.
+        self.takes_preferred_layout = param.power * param.scale != 0
 
-    def layout_for(self, preferred: Layout) -> Layout:
-        """The preferred one, but for a constant, which no operation writes."""
-        power, scale, _ = self.numbers
-        return preferred if power * scale else PLAIN
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
+    def function(self, x: Array, y: Array) -> None:
         power, scale, shift = self.numbers
         if power * scale == 0:
             with np.errstate(all="ignore"):
-                top[0].data.fill(np.float64(shift) ** power)
+                y.fill(np.float64(shift) ** power)
         else:
-            self.ops.power_forward(self.keep_input(bottom), top[0].data, power, scale, shift)
+            self.ops.power_forward(x, y, power, scale, shift)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
         power, scale, _ = self.numbers
-        if not propagate_down[0]:
-            return
         if power * scale == 0:
-            bottom[0].diff.fill(0)
+            dx.fill(0)
         elif power == 1:
-            self.ops.scaled(scale, top[0].diff, bottom[0].diff)
+            self.ops.scaled(scale, dy, dx)
         else:
-            self.ops.power_backward(self.kept.data, top[0].diff, bottom[0].diff, *self.numbers)
+            self.ops.power_backward(x, dy, dx, *self.numbers)
 
 
 @layer("Dropout")
@@ -188,18 +193,14 @@ class Dropout(Drawing, Elementwise):
         super().reshape(bottom, top)
         self.mask = self.buffer(bottom[0].shape, np.uint8)
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        x, y = bottom[0].data, top[0].data
+    def function(self, x: Array, y: Array) -> None:
         if self.draws:
             self.ops.dropout_forward(x, y, self.mask.data, self.ratio, *self.draw())
         elif x is not y:
             self.ops.copy(x, y)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * m / (1 - r)."""
-        if not propagate_down[0]:
-            return
-        dy, dx = top[0].diff, bottom[0].diff
         if self.draws:
             self.ops.dropout_backward(dy, self.mask.data, dx, self.ratio)
         elif dy is not dx:
@@ -211,19 +212,15 @@ class ELU(Elementwise):
     """y = x > 0 ? x : alpha * (exp(x) - 1) (Clevert et al. 2015)."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Read alpha; a negative one hides the sign of x in that of y."""
         self.alpha = self.param.elu_param.alpha
-        self.reads_input = self.alpha < 0
+        self.reads_input = self.alpha < 0  # the sign of y is not that of x
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.ops.elu_forward(self.keep_input(bottom), top[0].data, self.alpha)
+    def function(self, x: Array, y: Array) -> None:
+        self.ops.elu_forward(x, y, self.alpha)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * (x > 0 ? 1 : alpha + y)."""
-        if propagate_down[0]:
-            self.ops.elu_backward(
-                self.kept.data, top[0].data, top[0].diff, bottom[0].diff, self.alpha
-            )
+        self.ops.elu_backward(x, y, dy, dx, self.alpha)
 
 
 @layer("Swish")
@@ -235,53 +232,47 @@ class Swish(Elementwise):
         self.beta = self.param.swish_param.beta
         self.sigmoid = self.buffer(bottom[0].shape)
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        self.ops.swish_forward(bottom[0].data, top[0].data, self.sigmoid.data, self.beta)
+    def function(self, x: Array, y: Array) -> None:
+        self.ops.swish_forward(x, y, self.sigmoid.data, self.beta)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * (beta * y + s * (1 - beta * y))."""
-        if propagate_down[0]:
-            self.ops.swish_backward(
-                top[0].data, self.sigmoid.data, top[0].diff, bottom[0].diff, self.beta
-            )
+        self.ops.swish_backward(y, self.sigmoid.data, dy, dx, self.beta)
 
 
 @layer("AbsVal")
-class AbsVal(SameShape):
+class AbsVal(Neuron):
     """y = |x|."""
 
     reads_input = True
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        np.abs(self.keep_input(bottom), out=top[0].data)
+    def function(self, x: Array, y: Array) -> None:
+        np.abs(x, out=y)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * sign(x)."""
-        if propagate_down[0]:
-            np.multiply(top[0].diff, np.sign(self.kept.data), out=bottom[0].diff)
+        np.multiply(dy, np.sign(x), out=dx)
 
 
 @layer("BNLL")
-class BNLL(SameShape):
+class BNLL(Neuron):
     """y = log(1 + exp(x))."""
 
     reads_input = True
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Write y, as max(x, 0) + log(1 + exp(-|x|))."""
-        x = self.keep_input(bottom)
-        y = np.exp(-np.abs(x))
-        np.log1p(y, out=y)
-        np.add(y, np.maximum(x, 0), out=top[0].data)
+    def function(self, x: Array, y: Array) -> None:
+        """y = max(x, 0) + log(1 + exp(-|x|))."""
+        small = np.exp(-np.abs(x))
+        np.log1p(small, out=small)
+        np.add(small, np.maximum(x, 0), out=y)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * sigmoid(x)."""
-        if propagate_down[0]:
-            np.multiply(top[0].diff, 0.5 * np.tanh(0.5 * self.kept.data) + 0.5, out=bottom[0].diff)
+        np.multiply(dy, 0.5 * np.tanh(0.5 * x) + 0.5, out=dx)
 
 
 @layer("Clip")
-class Clip(SameShape):
+class Clip(Neuron):
     """y = max(min_, min(x, max_))."""
 
     reads_input = True
@@ -293,41 +284,36 @@ class Clip(SameShape):
                 f"clip_param needs min <= max, not min {self.low:g} and max {self.high:g}"
             )
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        np.clip(self.keep_input(bottom), self.low, self.high, out=top[0].data)
+    def function(self, x: Array, y: Array) -> None:
+        np.clip(x, self.low, self.high, out=y)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy where min <= x <= max, else 0."""
-        if propagate_down[0]:
-            x = self.kept.data
-            np.multiply(top[0].diff, (x >= self.low) & (x <= self.high), out=bottom[0].diff)
+        np.multiply(dy, (x >= self.low) & (x <= self.high), out=dx)
 
 
 @layer("Exp")
-class Exp(SameShape):
-    """y = base^(shift + scale * x), base e by default."""
+class Exp(Neuron):
+    """y = base^(shift + scale * x) = factor * exp(rate * x), base e by default."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """y = factor * exp(rate * x)."""
         param = self.param.exp_param
         natural = _log_of_base(param.base)
         self.rate = natural * param.scale
         self.factor = float(np.exp(natural * param.shift))
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        y = top[0].data
-        np.multiply(bottom[0].data, self.rate, out=y)
+    def function(self, x: Array, y: Array) -> None:
+        np.multiply(x, self.rate, out=y)
         np.exp(y, out=y)
         np.multiply(y, self.factor, out=y)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * y * rate."""
-        if propagate_down[0]:
-            np.multiply(top[0].diff, top[0].data * self.rate, out=bottom[0].diff)
+        np.multiply(dy, y * self.rate, out=dx)
 
 
 @layer("Log")
-class Log(SameShape):
+class Log(Neuron):
     """y = log of (shift + scale * x) to the base, e by default."""
 
     reads_input = True
@@ -339,20 +325,18 @@ class Log(SameShape):
             raise ConfigError("log_param: there is no logarithm to the base 1")
         self.factor, self.scale, self.shift = 1 / natural, param.scale, param.shift
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        y = top[0].data
-        np.multiply(self.keep_input(bottom), self.scale, out=y)
+    def function(self, x: Array, y: Array) -> None:
+        np.multiply(x, self.scale, out=y)
         np.add(y, self.shift, out=y)
         with np.errstate(all="ignore"):
             np.log(y, out=y)
         np.multiply(y, self.factor, out=y)
 
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+    def gradient(self, x: Array, y: Array, dy: Array, dx: Array) -> None:
         """dx = dy * scale / (ln(base) * (shift + scale * x))."""
-        if propagate_down[0]:
-            with np.errstate(all="ignore"):
-                slope = self.factor * self.scale / (self.kept.data * self.scale + self.shift)
-            np.multiply(top[0].diff, slope, out=bottom[0].diff)
+        with np.errstate(all="ignore"):
+            slope = self.factor * self.scale / (x * self.scale + self.shift)
+        np.multiply(dy, slope, out=dx)
 
 
 def _log_of_base(base: float) -> float:
@@ -368,9 +352,5 @@ class Threshold(SameShape):
     """y = x > threshold ? 1 : 0; no gradient."""
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        np.greater(
-            bottom[0].data, self.param.threshold_param.threshold, out=top[0].data, casting="unsafe"
-        )
-
-    def allow_force_backward(self, index: int) -> bool:
-        return False
+        threshold = self.param.threshold_param.threshold
+        np.greater(bottom[0].data, threshold, out=top[0].data, casting="unsafe")

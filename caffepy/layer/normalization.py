@@ -6,12 +6,18 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Array, Blob, Layout
+from caffepy.device.blob import Array, Blob
 from caffepy.layer.base import Blobs, layer
 from caffepy.layer.filler import fill
 from caffepy.layer.neuron import SameShape, is_in_place
 from caffepy.layer.pooling import check_padded
-from caffepy.proto.caffe_pb2 import TEST, FillerParameter, LRNParameter
+from caffepy.proto.caffe_pb2 import (
+    TEST,
+    BatchNormParameter,
+    FillerParameter,
+    LRNParameter,
+    ScaleParameter,
+)
 
 Together = Callable[[Array], Array]
 """All-gather: each solver passes its array and gets those of all, stacked along a new axis 0."""
@@ -39,19 +45,19 @@ class LRN(SameShape):
             param.k,
         )
         self.across = param.norm_region == LRNParameter.ACROSS_CHANNELS
+        self.takes_preferred_layout = self.across
+        # Kernel, stride and padding of the window.
+        self.pooling = (self.size,) * 2, (1, 1), (self.size // 2,) * 2
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         if len(bottom[0].shape) != 4:
             raise ConfigError(f"LRN needs a bottom of 4 axes, not {list(bottom[0].shape)}")
         if not self.across:
-            check_padded(bottom[0].shape[2:], (self.size // 2, self.size // 2))
+            check_padded(bottom[0].shape[2:], self.pooling[2])
         super().reshape(bottom, top)
         self.scale = self.buffer(bottom[0].shape)
         self.window = self.buffer(bottom[0].shape)
-        self.product = self._buffer_like(bottom[0])
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred if self.across else PLAIN
+        self.product = self.buffer_like(bottom[0])
 
     @property
     def _kept_scale(self) -> Array | None:
@@ -89,18 +95,12 @@ class LRN(SameShape):
         s, window, product = self.scale.data, self.window.data, self.product.data
         self.ops.power_forward(s, product, -self.beta, 1.0, 0.0)
         self.ops.multiply(dy, product, dx)
-        self.ops.multiply(
-            dx, x, product
-        )  # dy * y, without y: a layer in place may have overwritten it
+        # dy * y, without y: a layer in place may have overwritten it
+        self.ops.multiply(dx, x, product)
         np.divide(product, s, out=product)
         self.ops.ave_pool_backward(product, window, *self.pooling)
         self.ops.multiply(x, window, window)
         self.ops.axpy(-2 * self.alpha * self.beta, window, dx)
-
-    @property
-    def pooling(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-        """Kernel, stride and padding of the window."""
-        return (self.size, self.size), (1, 1), (self.size // 2, self.size // 2)
 
 
 @layer("BatchNorm")
@@ -121,11 +121,6 @@ class BatchNorm(SameShape):
     backward_reads_top = False
     together: Together | None = None
 
-    @property
-    def statistics(self) -> Sequence[Blob]:
-        """The running sums and their weight."""
-        return self.blobs[:3]
-
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.batch_norm_param
         self.fraction, self.eps = param.moving_average_fraction, param.eps
@@ -138,22 +133,18 @@ class BatchNorm(SameShape):
             )
         c = bottom[0].shape[1]
         self.scales = param.scale_bias
-        self.can_fuse = not self.scales
+        self.can_fuse = self.takes_preferred_layout = not self.scales
         if not self.blobs:
             for size in (c, c, 1):
                 self.add_blob([size])
             if self.scales:
-                scale_filler = (
-                    param.scale_filler
-                    if param.HasField("scale_filler")
-                    else FillerParameter(value=1)
-                )
-                for filler in (scale_filler, param.bias_filler):
-                    fill(self.add_blob([c]), filler, self.device.rng)
+                fill(self.add_blob([c]), _from_one(param, "scale_filler"), self.device.rng)
+                fill(self.add_blob([c]), param.bias_filler, self.device.rng)
         if len(self.blobs) != 3 + 2 * self.scales:
             raise ConfigError(
                 f"incorrect number of parameters: {len(self.blobs)}, not {3 + 2 * self.scales}"
             )
+        self.statistics = self.blobs[:3]  # the running sums and their weight
         while len(self.param.param) < len(self.blobs):
             self.param.param.add()
         for i, spec in enumerate(self.param.param):
@@ -171,7 +162,7 @@ class BatchNorm(SameShape):
         self.view = (n, c, prod(rest))
         self.numbers = self.buffer([4, c])
         if self.scales or self.together:
-            self.normalized = self._buffer_like(bottom[0])
+            self.normalized = self.buffer_like(bottom[0])
 
     def meet(self, together: Together | None) -> None:
         """Normalize by the statistics of the batches of all solvers that call `together`, from the
@@ -179,10 +170,7 @@ class BatchNorm(SameShape):
         """
         self.together = together
         if together and not hasattr(self, "normalized"):
-            self.normalized = self._buffer_like(self.kept)
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        return PLAIN if self.scales else preferred
+            self.normalized = self.buffer_like(self.kept)
 
     def prepare(self, x: Array, scale: Array | None = None, bias: Array | None = None) -> Array:
         """Return mean, inverse deviation, factor and shift of each channel, (4, C); with statistics
@@ -364,6 +352,12 @@ class Broadcast(SameShape):
         return dy, dy if top[0].diff is bottom[0].diff else bottom[0].diff.reshape(self.view)
 
 
+def _from_one(param: BatchNormParameter | ScaleParameter, filler: str) -> FillerParameter:
+    """Return this filler of the prototxt, by default one that fills with 1."""
+    given: FillerParameter = getattr(param, filler)
+    return given if param.HasField(filler) else FillerParameter(value=1)
+
+
 def _start_from_zero(blob: Blob) -> Array:
     blob.diff.fill(0)
     return blob.diff.reshape(-1)
@@ -382,9 +376,7 @@ class Scale(Broadcast):
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.scale_param
-        fillers = [param.filler if param.HasField("filler") else FillerParameter(value=1)] * (
-            len(bottom) == 1
-        )
+        fillers = [_from_one(param, "filler")] if len(bottom) == 1 else []
         fillers += [param.bias_filler] * param.bias_term
         self.make_blobs(bottom, param.axis, param.num_axes, fillers)
         self.bias = self.blobs[-1] if param.bias_term else None
@@ -392,9 +384,7 @@ class Scale(Broadcast):
         self.by_channels = (
             len(bottom) == 1 and bottom[0].axis(param.axis) == 1 and len(self.blobs[0].shape) == 1
         )
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred if self.by_channels else PLAIN
+        self.takes_preferred_layout = self.by_channels
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)

@@ -6,7 +6,7 @@ from math import ceil, floor, prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import MAX_COUNT, PLAIN, Blob, Layout
+from caffepy.device.blob import MAX_COUNT, Blob
 from caffepy.layer.base import Blobs, Drawing, Layer, layer
 from caffepy.proto.caffe_pb2 import LayerParameter, PoolingParameter
 
@@ -20,11 +20,8 @@ def read_pair(param: PoolingParameter, name: str, pair: str) -> Pair:
         raise ConfigError(f"{pair}_h and {pair}_w must be given together, or {name} alone")
     if h and param.HasField(name):
         raise ConfigError(f"{name} and {pair}_h/{pair}_w exclude each other")
-    return (
-        (getattr(param, f"{pair}_h"), getattr(param, f"{pair}_w"))
-        if h
-        else (getattr(param, name),) * 2
-    )
+    h_name, w_name = (f"{pair}_h", f"{pair}_w") if h else (name, name)
+    return getattr(param, h_name), getattr(param, w_name)
 
 
 def pooled_size(size: int, kernel: int, stride: int, pad: int, any_pad: bool, up: bool) -> int:
@@ -67,6 +64,7 @@ class Pooling(Drawing):
         self.can_fuse = self.method != PoolingParameter.STOCHASTIC
         self.whole = param.global_pooling
         self.tells_where = len(top) > 1  # within the plane
+        self.takes_preferred_layout = not self.tells_where
         if self.tells_where and self.method != PoolingParameter.MAX:
             raise ConfigError("only MAX pooling has a second top")
         has_kernel = any(param.HasField(name) for name in ("kernel_size", "kernel_h", "kernel_w"))
@@ -122,9 +120,6 @@ class Pooling(Drawing):
             kind = np.dtype(np.int32) if self.tells_where else self.ops.pool_index_type(self.kernel)
             self.index = self.buffer(top[0].shape, kind)
 
-    def layout_for(self, preferred: Layout) -> Layout:
-        return PLAIN if self.tells_where else preferred
-
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, window = bottom[0].data, top[0].data, (self.kernel, self.stride, self.pad)
         if self.method == PoolingParameter.MAX:
@@ -170,27 +165,23 @@ class SPP(Layer):
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         n, _, h, w = bottom[0].legacy_shape()
         self.levels: list[tuple[Pooling, Blob]] = []
-        for level in range(self.height):
-            pooling = Pooling(self._level_param(level, h, w), self.phase, self.device, self.dtype)
+        method = PoolingParameter.PoolMethod.Name(self.param.spp_param.pool)
+        for bins in (1 << level for level in range(self.height)):
+            kernel = -(-h // bins), -(-w // bins)
+            pad = [(k * bins - size + 1) // 2 for k, size in zip(kernel, (h, w), strict=True)]
+            param = PoolingParameter(pool=method)
+            param.kernel_h, param.kernel_w = param.stride_h, param.stride_w = kernel
+            param.pad_h, param.pad_w = pad
+            layer_param = LayerParameter(type="Pooling", pooling_param=param)
+            pooling = Pooling(layer_param, self.phase, self.device, self.dtype)
             out = self.buffer()
             pooling.setup(bottom, [out])
             pooling.reshape(bottom, [out])
             self.levels.append((pooling, out))
         self.sum = self.buffer(bottom[0].shape)
-        top[0].reshape(
-            self.levels[0][1].shape
-            if self.height == 1
-            else (n, sum(o.count for _, o in self.levels) // n)
-        )
-
-    def _level_param(self, level: int, h: int, w: int) -> LayerParameter:
-        bins = 1 << level
-        kernel = -(-h // bins), -(-w // bins)
-        pad = [(k * bins - size + 1) // 2 for k, size in zip(kernel, (h, w), strict=True)]
-        pooling = PoolingParameter(pool=PoolingParameter.PoolMethod.Name(self.param.spp_param.pool))
-        pooling.kernel_h, pooling.kernel_w = pooling.stride_h, pooling.stride_w = kernel
-        pooling.pad_h, pooling.pad_w = pad
-        return LayerParameter(type="Pooling", pooling_param=pooling)
+        outs = [out for _, out in self.levels]
+        joined = (n, sum(out.count for out in outs) // n)
+        top[0].reshape(outs[0].shape if self.height == 1 else joined)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         y, at = top[0].data.reshape(len(top[0].data), -1), 0

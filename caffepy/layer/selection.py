@@ -1,14 +1,14 @@
-"""Layers that select: places of the largest values, windows, items by index or by a selector."""
+"""Layers that select: places of the largest values, windows, items or rows by index or by a
+selector.
+"""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.device.blob import Layout
 from caffepy.layer.base import Blobs, Layer, layer
-from caffepy.layer.data_error import error_flag
 
 
 @layer("ArgMax")
@@ -44,9 +44,6 @@ class ArgMax(Layer):
         x, y = bottom[0].data.reshape(self.view), top[0].data.reshape(outer, rows, inner)
         self.ops.top_values(x, param.top_k, self.places, param.out_max_val, y)
 
-    def allow_force_backward(self, index: int) -> bool:
-        return False
-
 
 @layer("Crop")
 class Crop(Layer):
@@ -57,6 +54,7 @@ class Crop(Layer):
     on_gpu = True
     bottoms = 2
     in_place = False
+    takes_preferred_layout = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param, axis = self.param.crop_param, bottom[0].axis(self.param.crop_param.axis)
@@ -65,8 +63,7 @@ class Crop(Layer):
             raise ConfigError(
                 f"the bottoms must have equally many axes: {list(shape)} and {list(wanted)}"
             )
-        offsets: list[int] = list(param.offset)
-        cropped = len(shape) - axis
+        offsets, cropped = list(param.offset), len(shape) - axis
         if len(offsets) not in (0, 1, cropped):
             raise ConfigError(
                 f"crop_param: {len(offsets)} offsets for {cropped} axes; give one, or one an axis"
@@ -84,9 +81,6 @@ class Crop(Layer):
         self.window = tuple(window)
         top[0].reshape([*shape[:axis], *wanted[axis:]])
 
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred
-
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         self.ops.copy(bottom[0].data[self.window], top[0].data)
 
@@ -99,6 +93,52 @@ class Crop(Layer):
             bottom[1].diff.fill(0)
 
 
+@layer("Embed")
+class Embed(Layer):
+    """(...) of whole numbers below K -> (..., O), y = w[x] + b; weight (K, O), bias (O)."""
+
+    on_gpu = True
+    in_place = False
+    constant_bottoms: Mapping[int, str] = {
+        0: "Embed cannot differentiate its input; give it propagate_down: false"
+    }
+
+    def setup(self, bottom: Blobs, top: Blobs) -> None:
+        param = self.param.embed_param
+        self.inputs, self.outputs = param.input_dim, param.num_output
+        if self.inputs < 1 or self.outputs < 1:
+            raise ConfigError("embed_param: input_dim and num_output must be 1 or more")
+        shapes = {"weight": [self.inputs, self.outputs]}
+        if param.bias_term:
+            shapes["bias"] = [self.outputs]
+        self.make_params(shapes, (param.weight_filler, param.bias_filler))
+        self.wrong = self.error_flag(
+            lambda x: DataError(
+                f"input {x:g} is not one of the {self.inputs} rows 0 to {self.inputs - 1}"
+            )
+        )
+
+    def reshape(self, bottom: Blobs, top: Blobs) -> None:
+        top[0].reshape([*bottom[0].shape, self.outputs])
+
+    def forward(self, bottom: Blobs, top: Blobs) -> None:
+        y = top[0].data.reshape(-1, self.outputs)
+        rows = bottom[0].data.reshape(-1)
+        self.ops.take_rows(self.blobs[0].data, rows, True, y, self.wrong.found)
+        self.wrong.check()
+        if len(self.blobs) > 1:
+            self.ops.add_bias(y, self.blobs[1].data)
+
+    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
+        """dw[x] += dy, db += column sums of dy."""
+        self.refuse_constants(propagate_down)
+        dy = top[0].diff.reshape(-1, self.outputs)
+        if self.param_propagate_down[0]:
+            self.ops.add_rows(dy, bottom[0].data.reshape(-1), self.blobs[0].diff)
+        if len(self.blobs) > 1 and self.param_propagate_down[1]:
+            self.ops.bias_gradient(dy, self.blobs[1].diff)
+
+
 @layer("BatchReindex")
 class BatchReindex(Layer):
     """y[i] = x[index[i]]; x (N, ...), index (M) of whole numbers, y (M, ...)."""
@@ -106,13 +146,16 @@ class BatchReindex(Layer):
     on_gpu = True
     bottoms = 2
     in_place = False
+    constant_bottoms: Mapping[int, str] = {
+        1: "BatchReindex cannot differentiate its indices; give them propagate_down: false"
+    }
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        self.wrong = error_flag(self, self.no_item)
-
-    def no_item(self, index: float) -> DataError:
-        items = self.view[0]
-        return DataError(f"index {index:g} is not one of the {items} items 0 to {items - 1}")
+        self.wrong = self.error_flag(
+            lambda index: DataError(
+                f"index {index:g} is not one of the {self.view[0]} items 0 to {self.view[0] - 1}"
+            )
+        )
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         if len(bottom[1].shape) != 1:
@@ -128,19 +171,11 @@ class BatchReindex(Layer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx[index[i]] += dy[i], from 0."""
-        if propagate_down[1]:
-            raise ConfigError(
-                "BatchReindex cannot differentiate its indices; give them propagate_down: false"
-            )
+        self.refuse_constants(propagate_down)
         if propagate_down[0]:
-            dx = bottom[0].diff.reshape(self.view)
+            dx, dy = bottom[0].diff.reshape(self.view), top[0].diff
             dx.fill(0)
-            self.ops.add_rows(
-                top[0].diff.reshape(bottom[1].count, self.view[1]), bottom[1].data, dx
-            )
-
-    def allow_force_backward(self, index: int) -> bool:
-        return index == 0
+            self.ops.add_rows(dy.reshape(bottom[1].count, self.view[1]), bottom[1].data, dx)
 
 
 @layer("Filter")
@@ -163,12 +198,13 @@ class Filter(Layer):
                 f"{len(bottom) - 1}, not {len(top)}"
             )
         self.started = False
-        self.selector = len(bottom) - 1
+        self.constant_bottoms = {
+            len(top): "Filter cannot differentiate its selector; give it propagate_down: false"
+        }
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Count the items; at the net's construction, without values in the selector, all."""
-        n = bottom[0].shape[0]
-        selector = bottom[-1]
+        n, selector = bottom[0].shape[0], bottom[-1]
         if selector.shape[0] != n or selector.count != n:
             raise ConfigError(
                 f"the selector must have shape [{n}] for {n} items, not {list(selector.shape)}"
@@ -185,15 +221,9 @@ class Filter(Layer):
         for b, t in zip(bottom, top, strict=False):
             np.take(b.data, self.chosen, axis=0, out=t.data, mode="clip")
 
-    def allow_force_backward(self, index: int) -> bool:
-        return index != self.selector
-
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy of the chosen items, 0 of the others."""
-        if propagate_down[-1]:
-            raise ConfigError(
-                "Filter cannot differentiate its selector; give it propagate_down: false"
-            )
+        self.refuse_constants(propagate_down)
         for b, t, wanted in zip(bottom, top, propagate_down, strict=False):
             if wanted:
                 b.diff.fill(0)

@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError
-from caffepy.device.blob import PLAIN, Blob, Layout, shape_string
+from caffepy.device.blob import Blob, Layout, shape_string
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.proto.caffe_pb2 import ReductionParameter
 
@@ -32,25 +32,20 @@ class Concat(Layer):
         self.given_axis = param.concat_dim if param.HasField("concat_dim") else param.axis
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        axis = bottom[0].axis(self.given_axis)
-        shape = list(bottom[0].shape)
-        for i, b in enumerate(bottom[1:], 1):
-            if len(b.shape) != len(shape) or any(
-                b.shape[k] != shape[k] for k in range(len(shape)) if k != axis
-            ):
+        axis, shape = bottom[0].axis(self.given_axis), bottom[0].shape
+        before, after = shape[:axis], shape[axis + 1 :]
+        for i, b in enumerate(bottom):
+            if b.shape[:axis] != before or b.shape[axis + 1 :] != after:
                 raise ConfigError(
-                    f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(bottom[0].shape)}: "
+                    f"bottom {i} has shape {list(b.shape)}, bottom 0 has {list(shape)}: "
                     f"they may differ in axis {axis} only"
                 )
-        shape[axis] = sum(b.shape[axis] for b in bottom)
-        top[0].reshape(shape)
         self.axis, self.sizes = axis, [b.shape[axis] for b in bottom]
+        self.takes_preferred_layout = axis == 1
+        top[0].reshape([*before, sum(self.sizes), *after])
         if len(bottom) == 1:
             top[0].share_data(bottom[0])
             top[0].share_diff(bottom[0])
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred if self.axis == 1 else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if len(bottom) > 1:
@@ -58,9 +53,8 @@ class Concat(Layer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         if len(bottom) > 1 and any(propagate_down):
-            diffs = [
-                b.diff if wanted else None for b, wanted in zip(bottom, propagate_down, strict=True)
-            ]
+            wanted = zip(bottom, propagate_down, strict=True)
+            diffs = [b.diff if down else None for b, down in wanted]
             self.ops.cut(top[0].diff, self.sizes, diffs, self.axis)
 
 
@@ -101,14 +95,12 @@ class Slice(Layer):
                 f"slice_point {self.points} must rise and lie within the {size} of axis {axis}"
             )
         self.axis, self.sizes = axis, [b - a for a, b in pairwise(cuts)]
+        self.takes_preferred_layout = axis == 1
         for t, part in zip(top, self.sizes, strict=True):
             t.reshape([*shape[:axis], part, *shape[axis + 1 :]])
         if parts == 1:
             top[0].share_data(bottom[0])
             top[0].share_diff(bottom[0])
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred if self.axis == 1 else PLAIN
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         if len(top) > 1:
@@ -128,17 +120,12 @@ class Split(Layer):
     in_place = False
     backward_reads_bottom = backward_reads_top = False
     can_fuse = True
+    takes_preferred_layout = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         for t in top:
             t.reshape_like(bottom[0])
             t.share_data(bottom[0])
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Nothing to do."""
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Add up the gradients of the tops that have one."""
@@ -179,41 +166,36 @@ class View(Layer):
         """The preferred type, in the order of the shape."""
         return Layout(preferred.dtype, False)
 
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Nothing to do."""
-
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """Nothing to do."""
 
 
 @layer("Flatten")
 class Flatten(View):
-    """Axes `axis` to `end_axis` (1 to the last by default) become one."""
+    """Axes `axis` to `end_axis` (1 to the last by default) become one: for axes 1 to 2
+    (a, b, c, d) -> (a, b * c, d).
+    """
 
     def shape(self, bottom: Blob) -> list[int]:
-        """(a, b, c, d) -> (a, b * c, d) for axes 1 to 2."""
         param = self.param.flatten_param
         start, end = bottom.axis(param.axis), bottom.axis(param.end_axis)
         if start > end:
             raise ConfigError(f"flatten_param: axis {start} comes after end_axis {end}")
-        return [
-            *bottom.shape[:start],
-            prod(bottom.shape[start : end + 1]),
-            *bottom.shape[end + 1 :],
-        ]
+        shape = bottom.shape
+        return [*shape[:start], prod(shape[start : end + 1]), *shape[end + 1 :]]
 
 
 @layer("Reshape")
 class Reshape(View):
     """Axes `axis` to `axis + num_axes - 1` (all by default) take the given shape.
 
-    In it 0 copies the bottom's axis at that place and one -1 takes what is left.
+    In it 0 copies the bottom's axis at that place and one -1 takes what is left:
+    (a, b, c) -> (a, b * c) for the dims 0 and -1.
     """
 
     fixed_batch = False
 
     def shape(self, bottom: Blob) -> list[int]:
-        """(a, b, c) -> (a, b * c) for the dims 0 and -1."""
         param = self.param.reshape_param
         n, old = len(bottom.shape), bottom.shape
         start = param.axis if param.axis >= 0 else n + param.axis + 1
@@ -251,18 +233,9 @@ class Silence(Layer):
     bottoms = (1, None)
     tops = 0
     backward_reads_bottom = backward_reads_top = False
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Nothing to do."""
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        return preferred
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Nothing to do."""
+    takes_preferred_layout = True
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """dx = 0."""
         for b, wanted in zip(bottom, propagate_down, strict=True):
             if wanted:
                 b.diff.fill(0)
@@ -289,15 +262,6 @@ class Input(Layer):
         for i, t in enumerate(top):
             if shapes:
                 t.reshape(shapes[i if len(shapes) > 1 else 0].dim)
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """Nothing to do."""
-
-    def forward(self, bottom: Blobs, top: Blobs) -> None:
-        """Nothing to do."""
-
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Nothing to do."""
 
 
 @layer("Parameter")
@@ -348,11 +312,8 @@ class Tile(Layer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         if propagate_down[0]:
-            np.sum(
-                top[0].diff.reshape(self.view),
-                axis=1,
-                out=bottom[0].diff.reshape(self.view[0], self.view[2]),
-            )
+            dx = bottom[0].diff.reshape(self.view[0], self.view[2])
+            np.sum(top[0].diff.reshape(self.view), axis=1, out=dx)
 
 
 @layer("Reduction")

@@ -10,15 +10,9 @@ from contextlib import contextmanager
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.registry import nearest
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter, NetState, NetStateRule
-from caffepy.proto.text import locate_layer
+from caffepy.proto.text import where
 
 log = logging.getLogger(__name__)
-
-
-def where(path: str | None, layer: LayerParameter) -> str:
-    """Return `file:line:col: layer "name" (Type)`, without the file if the net has none."""
-    name = f'layer "{layer.name}" ({layer.type})'
-    return f"{locate_layer(path, layer)}: {name}" if path else name
 
 
 @contextmanager

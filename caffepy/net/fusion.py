@@ -10,8 +10,7 @@ from typing import NamedTuple
 from caffepy.device.blob import Blob
 from caffepy.layer import Layer
 from caffepy.layer.eltwise import Eltwise
-from caffepy.layer.fused.base import FusedGroup, Member
-from caffepy.layer.fused.patterns import PATTERNS, make_group
+from caffepy.layer.fused import PATTERNS, FusedGroup, Member, make_group
 from caffepy.layer.neuron import Dropout, ReLU
 from caffepy.layer.normalization import BatchNorm
 from caffepy.layer.pooling import Pooling

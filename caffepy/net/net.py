@@ -19,13 +19,14 @@ from caffepy.device.blob import PLAIN, Blob, Layout, behind, shape_string
 from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.net import debug
-from caffepy.net.build import divide_batches, filter_state, insert_splits, located, where
+from caffepy.net.build import divide_batches, filter_state, insert_splits, located
 from caffepy.net.fusion import Step, fused_steps
 from caffepy.net.layouts import set_layouts
 from caffepy.net.node import Node, Param
 from caffepy.net.wiring import wire
 from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.proto.text import format as format_text
+from caffepy.proto.text import where
 
 log = logging.getLogger(__name__)
 

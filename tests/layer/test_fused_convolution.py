@@ -9,8 +9,7 @@ from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
-from caffepy.layer.fused.base import Member
-from caffepy.layer.fused.convolution import ConvolutionReLU
+from caffepy.layer.fused import ConvolutionReLU, Member
 from caffepy.proto.caffe_pb2 import TRAIN, LayerParameter
 from tests.layer.harness import random
 

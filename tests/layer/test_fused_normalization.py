@@ -12,8 +12,7 @@ from caffepy.device.blob import Blob, Layout
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.layer.base import create_layer
-from caffepy.layer.fused.base import Member
-from caffepy.layer.fused.normalization import NormGroup
+from caffepy.layer.fused import Member, NormGroup
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter
 from tests.layer.harness import random
 

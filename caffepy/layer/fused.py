@@ -1,0 +1,276 @@
+"""Fused groups: layers that are computed together, in fewer passes over memory, with the same
+numbers.
+
+FusedGroup is the contract, PATTERNS at the end the table of groups. `caffepy.net.fusion` finds the
+groups of a net.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from math import prod
+from typing import NamedTuple, Protocol
+
+from caffepy.device.blob import Array, Blob
+from caffepy.layer.base import Layer
+from caffepy.layer.convolution import Convolution
+from caffepy.layer.eltwise import Eltwise
+from caffepy.layer.inner_product import InnerProduct
+from caffepy.layer.neuron import Dropout, ReLU, is_in_place
+from caffepy.layer.normalization import BatchNorm, Scale
+from caffepy.layer.pooling import Pooling
+from caffepy.layer.shape import Split
+from caffepy.proto.caffe_pb2 import PoolingParameter
+
+
+class Member(NamedTuple):
+    """A layer of a fused group, its blobs in the layout that it takes, and which of its bottoms get
+    a gradient.
+    """
+
+    layer: Layer
+    bottoms: Sequence[Blob]
+    tops: Sequence[Blob]
+    propagate_down: Sequence[bool]
+
+
+class FusedGroup(Protocol):
+    """Several layers computed at once, with the numbers of running them one after the other.
+
+    Only the tops of the last member are written; blobs between members are left as they are.
+    """
+
+    def forward(self) -> None:
+        """Write the data of the last member's tops."""
+
+    def backward(self) -> None:
+        """Write the diffs of the bottoms that come from outside the group, add to the diffs of the
+        parameters.
+        """
+
+
+class ConvolutionReLU:
+    """top = relu(w * bottom + b), in place or not, with a slope of 0.
+
+    Backward changes the top's diff: it becomes that of the convolution.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        convolution, relu = members
+        assert isinstance(convolution.layer, Convolution)
+        assert relu.layer.can_fuse
+        self.layer = convolution.layer
+        (self.bottom,), (self.top,) = convolution.bottoms, relu.tops
+        (self.propagate_down,) = convolution.propagate_down
+
+    def forward(self) -> None:
+        layer, w = self.layer, self.layer.blobs[0].data
+        layer.conv.forward(self.bottom.data, w, layer.bias, self.top.data, relu=True)
+
+    def backward(self) -> None:
+        layer, dy = self.layer, self.top.diff
+        dw, db = layer.gradients()
+        rows = self.top.data, dy
+        if layer.axis != 1:  # (N, O, ...), also where several axes stand for N
+            rows = rows[0].reshape(layer.conv.y_shape), dy.reshape(layer.conv.y_shape)
+        layer.ops.relu_bias_backward(*rows, db)
+        if dw is not None:
+            with layer.side_stream(self.propagate_down):
+                layer.conv.backward_weight(self.bottom.data, dy, dw, None)
+        if self.propagate_down:
+            layer.conv.backward_data(dy, layer.blobs[0].data, self.bottom.diff)
+
+
+class PoolingReLU:
+    """top = relu(maxima or means of the bottom), in place or not, with a slope of 0."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        pooling, relu = members
+        assert isinstance(pooling.layer, Pooling)
+        assert pooling.layer.can_fuse
+        assert relu.layer.can_fuse
+        self.layer = pooling.layer
+        (self.bottom,), (self.top,) = pooling.bottoms, relu.tops
+        (self.propagate_down,) = pooling.propagate_down
+
+    def forward(self) -> None:
+        layer, x, y = self.layer, self.bottom.data, self.top.data
+        window = layer.kernel, layer.stride, layer.pad
+        if layer.method == PoolingParameter.MAX:
+            layer.ops.max_pool_forward(x, y, layer.index.data, *window, relu=True)
+        else:
+            layer.ops.ave_pool_forward(x, y, *window, relu=True)
+
+    def backward(self) -> None:
+        """Write the bottom's diff; a maximum that is not above 0 has no index."""
+        if not self.propagate_down:
+            return
+        layer, dy, dx = self.layer, self.top.diff, self.bottom.diff
+        window = layer.kernel, layer.stride, layer.pad
+        if layer.method == PoolingParameter.MAX:
+            layer.ops.max_pool_backward(dy, layer.index.data, dx, *window)
+        else:
+            layer.ops.ave_pool_backward(dy, dx, *window, y=self.top.data)
+
+
+class InnerProductGroup:
+    """InnerProduct, then ReLU of slope 0, Dropout or both: one pass over memory after the product,
+    forward and backward.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        first, *after = members
+        assert isinstance(first.layer, InnerProduct)
+        self.inner_product = first.layer
+        self.rectifies = any(isinstance(member.layer, ReLU) for member in after)
+        dropout = after[-1].layer if after else None
+        self.dropout = dropout if isinstance(dropout, Dropout) and dropout.draws else None
+        self.ratio = self.dropout.ratio if self.dropout else 0.0
+        (self.bottom,), (self.top,) = first.bottoms, members[-1].tops
+        (self.propagate_down,) = first.propagate_down
+
+    def forward(self) -> None:
+        """y = dropout(relu(x @ w.T + b))."""
+        layer, dropout = self.inner_product, self.dropout
+        mask = dropout.mask.data if dropout else None
+        seed, step_counter = dropout.draw() if dropout else (0, None)
+        y = layer.product(self.bottom, self.top)
+        given = layer.bias, self.rectifies, self.ratio, seed, mask, step_counter
+        layer.ops.bias_act_forward(y, *given)
+
+    def backward(self) -> None:
+        """The gradient of x @ w.T + b in place of dy, then those of InnerProduct."""
+        layer = self.inner_product
+        mask = self.dropout.mask.data if self.dropout else None
+        y, dy = (a.reshape(layer.rows, layer.outputs) for a in (self.top.data, self.top.diff))
+        layer.ops.bias_act_backward(y, dy, layer.bias_diff, self.rectifies, mask, self.ratio)
+        layer.gradients(dy, None, self.bottom, self.propagate_down)
+
+
+class NormGroup:
+    """[Convolution,] BatchNorm [, Scale] [, Eltwise] [, ReLU] [, Split]; each reads the only top of
+    the one before.
+
+    The Scale has a factor for each channel, the Eltwise adds one blob from outside, the ReLU's
+    slope is 0, the Split has two tops: y = relu(x * factor + shift + other), and the gradient of y
+    is the sum of those of the Split's tops.
+
+    x, the output of the convolution, is a blob of the group's own; its diff shares the memory of
+    that of y. A group that never runs backward (`learns` False) has x where y will be.
+    `has_gradient` says which tops get a gradient.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        learns: bool = True,
+        has_gradient: Sequence[bool] = (True, True),
+    ) -> None:
+        of = {type(member.layer): member for member in members}
+        self.norm, self.convolution = of[BatchNorm], of.get(Convolution)
+        assert isinstance(self.norm.layer, BatchNorm)
+        self.layer = self.norm.layer
+        self.scale = of[Scale].layer if Scale in of else None
+        self.relu = ReLU in of
+        self.tops = members[-1].tops
+        with_gradient = [top for top, has in zip(self.tops, has_gradient, strict=False) if has]
+        # The blob from outside that an Eltwise adds, and whether it gets a gradient.
+        self.other: Blob | None = None
+        self.wants_other = False
+        for before, member in pairwise(members):
+            if isinstance(member.layer, Eltwise):
+                index = 1 if member.bottoms[0] is before.tops[0] else 0
+                self.other, self.wants_other = member.bottoms[index], member.propagate_down[index]
+        source = self.norm.bottoms[0]
+        keeps = is_in_place(source, self.tops[0]) if self.convolution is None else True
+        if learns and keeps:
+            self.x = self.layer.buffer_like(source)
+            if self.convolution is not None and with_gradient:
+                self.x.share_diff(with_gradient[0])
+        else:
+            self.x = source if self.convolution is None else self.tops[0]
+
+    def forward(self) -> None:
+        layer, y = self.layer, self.tops[0]
+        self.x.reshape_like(y)
+        if self.convolution is not None:
+            self.convolution.layer.forward(self.convolution.bottoms, [self.x])
+        elif self.x is not self.norm.bottoms[0]:
+            layer.ops.copy(self.norm.bottoms[0].data, self.x.data)
+        x = _flat(self.x.data)
+        scale = [] if self.scale is None else [blob.data for blob in self.scale.blobs]
+        numbers = layer.prepare(x, *scale)
+        other = None if self.other is None else _flat(self.other.data)
+        layer.ops.norm_forward(x, numbers, other, self.relu, _flat(y.data))
+
+    def backward(self) -> None:
+        """Write the gradients of x and of the other blob, add to those of the parameters."""
+        layer = self.layer
+        # Tops whose diff was never touched get no gradient.
+        touched = [top for top in self.tops if top.diff_memory.touched]
+        dys = [_flat(top.diff) for top in touched or self.tops[:1]]
+        y = _flat(self.tops[0].data) if self.relu and self.other is not None else None
+        masked = None
+        if self.other is not None and self.wants_other:
+            masked = _flat(self.other.diff)
+        elif y is not None or len(dys) > 1:
+            masked = dys[0]
+        dx = None
+        if self.norm.propagate_down[0]:
+            source = self.norm.bottoms[0] if self.convolution is None else self.x
+            dx = _flat(source.diff)
+        sums: dict[int, Array] = {}  # the diffs of the Scale's parameters
+        if self.scale is not None:
+            wanted = enumerate(self.scale.param_propagate_down)
+            sums = {i: self.scale.blobs[i].diff for i, want in wanted if want}
+        x, numbers, by_scale = _flat(self.x.data), layer.numbers.data, (sums.get(0), sums.get(1))
+        layer.ops.norm_backward(
+            x, numbers, dys, y, self.relu, masked, dx, *by_scale, layer.is_global
+        )
+        if self.convolution is not None and self.norm.propagate_down[0]:
+            member = self.convolution
+            member.layer.backward([self.x], member.propagate_down, member.bottoms)
+
+
+def _flat(array: Array) -> Array:
+    n, c, *spatial = array.shape
+    flat: Array = array.reshape(n, c, prod(spatial))
+    return flat
+
+
+Types = tuple[type[Layer], ...]
+
+
+class Pattern(NamedTuple):
+    """A group begins with the types of `head`, one after the other; those of `tail` may follow, in
+    this order, each at most once.
+    """
+
+    head: Types
+    tail: Types
+
+
+NORM = (Scale, Eltwise, ReLU, Split)
+PATTERNS = (
+    Pattern((Convolution, BatchNorm), NORM),
+    Pattern((Convolution,), (ReLU,)),
+    Pattern((BatchNorm,), NORM),
+    Pattern((InnerProduct,), (ReLU, Dropout)),
+    Pattern((Pooling,), (ReLU,)),
+)
+"""The first whose head fits counts."""
+
+GROUPS: dict[type[Layer], Callable[[Sequence[Member]], FusedGroup]] = {
+    Convolution: ConvolutionReLU,
+    InnerProduct: InnerProductGroup,
+    Pooling: PoolingReLU,
+}
+"""The class for a group without a BatchNorm, by the type of its first layer."""
+
+
+def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[bool]) -> FusedGroup:
+    """Return the group of these layers; `learns` if it will run backward, `has_gradient` tells
+    which tops get a gradient then.
+    """
+    if any(isinstance(member.layer, BatchNorm) for member in members):
+        return NormGroup(members, learns, has_gradient)
+    return GROUPS[type(members[0].layer)](members)
