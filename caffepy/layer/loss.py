@@ -112,8 +112,10 @@ class SoftmaxWithLoss(ClassLoss):
         super().setup(bottom, top)
         self.wrong = bad_labels(self, lambda: self.view[1])
         self.given_axis = self.param.softmax_param.axis
-        self.loss_forward: Callable[..., None] = self.ops.softmax_loss_forward
-        self.loss_backward: Callable[..., None] = self.ops.softmax_loss_backward
+
+    def passes(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        """The forward and the backward function of the back end."""
+        return self.ops.softmax_loss_forward, self.ops.softmax_loss_backward
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -131,7 +133,8 @@ class SoftmaxWithLoss(ClassLoss):
         outer, _, inner = self.view
         x, prob = bottom[0].data.reshape(self.view), self.prob.data
         given = *self.given(bottom), self.divisor(outer, inner)
-        self.loss_forward(x, *given, prob, top[0].data, self.norm.data, self.wrong.found)
+        compute, _ = self.passes()
+        compute(x, *given, prob, top[0].data, self.norm.data, self.wrong.found)
         self.wrong.check()
         if len(top) > 1:
             self.ops.copy(prob, top[1].data.reshape(self.view))
@@ -141,7 +144,8 @@ class SoftmaxWithLoss(ClassLoss):
         self.refuse_constants(propagate_down)
         if propagate_down[0]:
             dx, given = bottom[0].diff.reshape(self.view), self.given(bottom)
-            self.loss_backward(self.prob.data, *given, top[0].diff, self.norm.data, dx)
+            _, differentiate = self.passes()
+            differentiate(self.prob.data, *given, top[0].diff, self.norm.data, dx)
 
 
 @layer("InfogainLoss")
@@ -166,8 +170,6 @@ class InfogainLoss(SoftmaxWithLoss):
             )
         param = self.param.infogain_loss_param
         self.given_axis = param.axis
-        self.loss_forward = self.ops.infogain_loss_forward
-        self.loss_backward = self.ops.infogain_loss_backward
         self.matrix: Array | None = None
         if len(bottom) < 3:
             if not param.source:
@@ -186,6 +188,9 @@ class InfogainLoss(SoftmaxWithLoss):
                 f"{classes} classes need an infogain matrix of {classes * classes} elements, "
                 f"not {count}"
             )
+
+    def passes(self) -> tuple[Callable[..., None], Callable[..., None]]:
+        return self.ops.infogain_loss_forward, self.ops.infogain_loss_backward
 
     def given(self, bottom: Blobs) -> tuple[Any, ...]:
         """The labels as (outer, inner), H as (C, C), the label to ignore."""
