@@ -50,20 +50,16 @@ def buckets(
             if _size(found[-1]) >= least:
                 found.append([])
             found[-1].insert(0, segment)
-    found[-1:] = _tail(found[-1])
+    # Cut the last one in two if the first layers have few gradients, so that less is left to reduce
+    # after the backward pass.
+    last = found.pop()
+    few = max([1, *(i for i, segment in enumerate(last, start=1) if segment.stop * 4 <= LEAST)])
+    found += [last[few:], last[:few]] if _size(last[few:]) >= LEAST / 4 else [last]
     return [_bucket(part) for part in found if part]
 
 
 def _size(segments: Sequence[_Segment]) -> int:
     return sum(segment.stop - segment.start for segment in segments)
-
-
-def _tail(segments: list[_Segment]) -> list[list[_Segment]]:
-    """Cut the last bucket in two if the first layers have few gradients, so that less is left to
-    reduce after the backward pass.
-    """
-    few = max([1, *(i for i, segment in enumerate(segments, start=1) if segment.stop * 4 <= LEAST)])
-    return [segments[few:], segments[:few]] if _size(segments[few:]) >= LEAST / 4 else [segments]
 
 
 def _bucket(segments: Sequence[_Segment]) -> Bucket:
@@ -96,6 +92,6 @@ class Progress:
 
     def rest(self) -> list[Bucket]:
         """Return all other buckets; the pass has ended."""
-        parts = list(self._parts[self._next :])
+        rest = list(self._parts[self._next :])
         self.restart()
-        return parts
+        return rest

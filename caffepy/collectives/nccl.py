@@ -11,7 +11,7 @@ from caffepy.collectives.buckets import NEVER, Bucket, Progress
 from caffepy.collectives.factors import STREAM, Factors
 from caffepy.collectives.gpu import AbortFlag
 from caffepy.collectives.rank_group import PATIENCE, RankGroup
-from caffepy.collectives.synchronizer import FlatParams
+from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 
@@ -22,7 +22,7 @@ def new_unique_id() -> bytes:
     return unique_id
 
 
-class NcclSync:
+class NcclSync(Synchronizer):
     """Synchronizer of which every rank updates its own parameters with the mean of all gradients.
 
     The ranks start from the root's parameters. `all_gather` brings the communicator's id from the
@@ -34,7 +34,6 @@ class NcclSync:
     """
 
     capturable = True
-    updates = True
 
     def __init__(
         self,
@@ -44,7 +43,7 @@ class NcclSync:
         flats: FlatParams,
         unique_id: bytes | None = None,
     ) -> None:
-        self.group, self.rank, self.size = group, rank, group.size
+        super().__init__(group, rank)
         self._device, self._data, self._diff, parts, factored = flats
         self._progress = Progress(parts or [Bucket(((0, self._diff.size),), NEVER)])
         self._started = self._warm = False  # parameters are in step; an iteration has ended
@@ -57,42 +56,31 @@ class NcclSync:
             self._communicator = nccl.NcclCommunicator(self.size, unique_id, rank)
         group.barrier(rank, "nccl")
         self._flag = AbortFlag()
+        self.abort_flag = self._flag.address
         self._factors = Factors(factored, rank, self.size, self._gather)
         self._all_gather = all_gather
         group.on_abort(self._abort)
 
-    @property
-    def abort_flag(self) -> int:
-        """Host address of the abort flag, nonzero when the group has stopped."""
-        return self._flag.address
-
-    def _errors(self) -> "_NcclErrors":
-        return _NcclErrors(self.group, self.rank)
-
     def on_start(self) -> None:
-        """Broadcast the root's parameters, the first time."""
         if not self._started:
             self._started = True
             with self._collective():
-                self._communicator.broadcast(
-                    *self._range(self._data, 0, self._data.size), 0, get_current_stream().ptr
-                )
+                whole = self._range(self._data, 0, self._data.size)
+                self._communicator.broadcast(*whole, 0, get_current_stream().ptr)
         self._progress.restart()
 
     def after_backward(self, layer: int) -> None:
-        """Reduce the buckets that are complete after this layer."""
         if self._warm:
             for bucket in self._progress.after(layer):
                 self._send(bucket)
 
     def on_gradients_ready(self) -> None:
-        """Reduce the other buckets; the current stream waits for all."""
-        if not self._warm and any(
-            shapes != self._factors.shapes for shapes in self._all_gather(self._factors.shapes)
-        ):
-            raise SyncError(
-                "solvers that train together need batches of one size, but theirs differ"
-            )
+        if not self._warm:
+            own = self._factors.shapes
+            if any(shapes != own for shapes in self._all_gather(own)):
+                raise SyncError(
+                    "solvers that train together need batches of one size, but theirs differ"
+                )
         for bucket in self._progress.rest():
             self._send(bucket)
         self._warm = True
@@ -100,7 +88,6 @@ class NcclSync:
         self._device.wait_stream(STREAM)
 
     def reduce(self, count: int) -> None:
-        """Make the first `count` elements of the diff the mean of all ranks'."""
         self._reduce(Bucket(((0, count),), NEVER))
         self._warm = True
         self._device.wait_stream("sync")
@@ -124,6 +111,16 @@ class NcclSync:
                 start, count = _address(whole), whole.nbytes // self.size
                 mine, stream = start + self.rank * count, get_current_stream().ptr
                 self._communicator.allGather(mine, start, count, nccl.NCCL_CHAR, stream)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        """A block whose NCCL errors are raised as what stopped the group, else as SyncError."""
+        self.group.check(self.rank)
+        try:
+            yield
+        except nccl.NcclError as error:
+            self.group.check(self.rank)
+            raise SyncError(f"NCCL failed ({error}); NCCL_DEBUG=INFO tells more") from error
 
     @contextmanager
     def _collective(self) -> Iterator[None]:
@@ -151,9 +148,6 @@ class NcclSync:
         self._release(self._communicator.abort)
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Destroy the communicator, waiting up to `patience` seconds; captured graphs that use it
-        must be freed first.
-        """
         self._factors.close()
         self._release(self._communicator.destroy).join(patience)
 
@@ -166,27 +160,11 @@ class NcclSync:
 
         with self._lock:
             if self._ending is None:
-                self._ending = threading.Thread(
-                    target=work, name=f"nccl end {self.rank}", daemon=True
-                )
+                name = f"nccl end {self.rank}"
+                self._ending = threading.Thread(target=work, name=name, daemon=True)
                 self._ending.start()
             return self._ending
 
 
 def _address(array: Any) -> int:
     return int(array.data.ptr)
-
-
-class _NcclErrors:
-    """A block whose NCCL errors are raised as what stopped the group, else as SyncError."""
-
-    def __init__(self, group: RankGroup, rank: int) -> None:
-        self._group, self._rank = group, rank
-
-    def __enter__(self) -> None:
-        self._group.check(self._rank)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, nccl.NcclError):
-            self._group.check(self._rank)
-            raise SyncError(f"NCCL failed ({error}); NCCL_DEBUG=INFO tells more") from error

@@ -57,7 +57,7 @@ class RankGroup:
         self.waiting: set[int] = set()  # ranks that wait for others
         self._finding_hung = False  # a deadline has passed; which ranks hang is being found out
         self._failed = threading.Event()  # `failure` is set
-        self._root_knows = threading.Event()
+        self.root_informed = threading.Event()  # the root knows that the group has stopped
         self._lock = threading.RLock()
         # A semaphore per rank, as a Lock: a waiting rank acquires it, `wake` releases it.
         self._asleep = [threading.Lock() for _ in range(size)]
@@ -66,6 +66,7 @@ class RankGroup:
         self.phase = "set-up"
         self._arrived: dict[str, set[int]] = {}  # by barrier
         self._rounds: dict[str, int] = {}  # by barrier: how often it was passed
+        self._gathered: list[Any] = [None] * size  # what `all_gather` was called with, by rank
         self._turns: dict[object, int] = {}  # by round-robin lock: the rank that may enter next
         self._threads: dict[int, int] = {}  # rank -> thread
         self._on_abort: list[Callable[[], object]] = []
@@ -103,7 +104,7 @@ class RankGroup:
     def abort(self, rank: int, error: BaseException) -> None:
         """Stop all ranks because of this error of this rank; the first error counts."""
         if rank == 0:
-            self.mark_root_informed()
+            self.root_informed.set()
         with self._lock:
             if self.stopped:  # errors after the first may be its consequences
                 return
@@ -156,14 +157,6 @@ class RankGroup:
         for callback in callbacks:
             callback()
 
-    def mark_root_informed(self) -> None:
-        """Note that the root knows that the group has stopped."""
-        self._root_knows.set()
-
-    def root_informed(self, seconds: float) -> bool:
-        """True if the root knows, or learns within so many seconds, that the group has stopped."""
-        return self._root_knows.wait(seconds)
-
     @contextmanager
     def guard(self, rank: int) -> Iterator[None]:
         """A block of this rank whose errors stop the group."""
@@ -182,7 +175,7 @@ class RankGroup:
         if failure:
             failed, error = failure
             if rank == 0:
-                self.mark_root_informed()
+                self.root_informed.set()
                 raise named(failed, error)
             raise GroupStoppedError(f"rank {failed} failed: {error}") from error
 
@@ -193,7 +186,7 @@ class RankGroup:
         failure = self.wait_failure()
         if failure is None:
             return error
-        self.mark_root_informed()
+        self.root_informed.set()
         rank, cause = failure
         if isinstance(cause, DivergenceError) and isinstance(error, DivergenceError):
             return error
@@ -206,29 +199,28 @@ class RankGroup:
 
         Other ranks make it hold, keep it so and call `wake`. `missing()` are the ranks waited for.
         """
-        if not holds():
-            self.waiting.add(rank)
-            try:
-                self._wait(rank, holds, missing)
-            finally:
-                self.waiting.discard(rank)
-        self.check(rank)
-
-    def _wait(self, rank: int, holds: Callable[[], bool], missing: Callable[[], list[int]]) -> None:
-        waited, looked, since = 0.0, time.monotonic(), self._since
-        while not holds():
+        if holds():
             self.check(rank)
-            if rank == 0:
-                self.interrupted()
-            now = time.monotonic()
-            waited = waited + min(now - looked, MOST_COUNTED) if since == self._since else 0.0
-            looked, since = now, self._since
-            seconds = self.deadlines[self.phase]
-            left = seconds - waited
-            if left < 0:
-                self.abort_hung(missing(), seconds, f"; rank {rank} waited for it")
+            return
+        self.waiting.add(rank)
+        try:
+            waited, looked, since = 0.0, time.monotonic(), self._since
+            while not holds():
                 self.check(rank)
-            self._asleep[rank].acquire(timeout=min(POLL, left + 1e-3) if left >= 0 else POLL)
+                if rank == 0:
+                    self.interrupted()
+                now = time.monotonic()
+                waited = waited + min(now - looked, MOST_COUNTED) if since == self._since else 0.0
+                looked, since = now, self._since
+                seconds = self.deadlines[self.phase]
+                left = seconds - waited
+                if left < 0:
+                    self.abort_hung(missing(), seconds, f"; rank {rank} waited for it")
+                    self.check(rank)
+                self._asleep[rank].acquire(timeout=min(POLL, left + 1e-3) if left >= 0 else POLL)
+        finally:
+            self.waiting.discard(rank)
+        self.check(rank)
 
     def wake(self, *ranks: int) -> None:
         """Make these ranks, or all, look again at what they wait for."""
@@ -252,6 +244,14 @@ class RankGroup:
             lambda: self._rounds.get(name, 0) > passed,
             lambda: sorted(set(range(self.size)) - self._arrived[name]),
         )
+
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank; each calls it with its own."""
+        self._gathered[rank] = value
+        self.barrier(rank, "all-gather")
+        values = list(self._gathered)
+        self.barrier(rank, "all-gather")
+        return values
 
     @contextmanager
     def synchronized(self, rank: int, name: str, done: Callable[[], object]) -> Iterator[None]:
@@ -282,30 +282,12 @@ class RankGroup:
         self._turns.clear()
 
 
-class AllGather:
-    """All-gather of Python objects between threads: each rank calls it with its value and gets the
-    values of all, by rank. Ranks of several processes bring one of their own.
-    """
-
-    def __init__(self, group: RankGroup) -> None:
-        self._group = group
-        self._values: list[Any] = [None] * group.size
-
-    def __call__(self, rank: int, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
-        self._values[rank] = value
-        self._group.barrier(rank, "exchange")
-        values = list(self._values)
-        self._group.barrier(rank, "exchange")
-        return values
-
-
 def named(rank: int, error: BaseException) -> BaseException:
     """Return the error with the name of the rank that it comes from."""
-    place, note = f"rank {rank}", f"(rank {rank})"
+    place = f"rank {rank}"
     if not isinstance(error, CaffeError):
-        if note not in getattr(error, "__notes__", ()):
-            error.add_note(note)
+        if f"({place})" not in getattr(error, "__notes__", ()):
+            error.add_note(f"({place})")
         return error
     told = copy(error)  # the original may still be reported where it was raised
     if not str(error).startswith("rank "):

@@ -2,7 +2,7 @@
 
 A schedule leaves the sum of all ranks' buffers in every rank's. Steps of one level may run at the
 same time; a level begins, for what it reads and writes, when the levels before it have ended. One
-executor runs any schedule on GPUs, one in numpy (`run`).
+executor runs any schedule on GPUs (`gpu`), one in numpy (`host`).
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 
 from caffepy.collectives.topology import NO_PARENT, Topology, device_pairs
-from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array
 
 
@@ -46,11 +45,11 @@ Schedule = tuple[Level, ...]
 
 
 def _add(*edges: tuple[int, int]) -> Level:
-    return tuple(Step(Operation.ADD, source, destination) for source, destination in edges)
+    return tuple(Step(Operation.ADD, *edge) for edge in edges)
 
 
 def _copy(*edges: tuple[int, int]) -> Level:
-    return tuple(Step(Operation.COPY, source, destination) for source, destination in edges)
+    return tuple(Step(Operation.COPY, *edge) for edge in edges)
 
 
 def tree(topology: Topology) -> Schedule:
@@ -112,53 +111,21 @@ def muji(topology: Topology) -> Schedule | None:
 
 def adding(schedule: Schedule) -> Schedule:
     """Return the levels that sum, of a schedule that sums into one rank and then copies."""
-    return tuple(level for level in schedule if level and level[0].operation is Operation.ADD)
+    return tuple(level for level in schedule if level[0].operation is Operation.ADD)
 
 
 def copying(schedule: Schedule) -> Schedule:
     """Return the levels that copy, of a schedule that sums into one rank and then copies."""
-    return tuple(level for level in schedule if level and level[0].operation is Operation.COPY)
+    return tuple(level for level in schedule if level[0].operation is Operation.COPY)
 
 
 def _stage(schedule: Schedule, topology: Topology) -> Schedule:
     """Mark the steps between devices that cannot use each other's memory."""
-    return tuple(
-        tuple(
-            step._replace(staged=not topology.reaches(step.source, step.destination))
-            for step in level
-        )
-        for level in schedule
-    )
 
+    def marked(step: Step) -> Step:
+        return step._replace(staged=not topology.reaches(step.source, step.destination))
 
-def check(schedule: Schedule, size: int) -> None:
-    """Raise ConfigError if steps of a level conflict or a rank does not end with the sum."""
-    held = [{rank: 1} for rank in range(size)]  # how often each rank's buffer is in whose
-    for number, level in enumerate(schedule):
-        written = [step.destination for step in level]
-        if len(set(written)) < len(written) or {step.source for step in level} & set(written):
-            raise ConfigError(f"level {number} of the schedule has steps that wait for one another")
-        for operation, source, destination, _ in level:
-            if not (0 <= source < size and 0 <= destination < size and source != destination):
-                raise ConfigError(
-                    f"level {number} of the schedule goes from {source} to {destination} of {size}"
-                )
-            mine = {} if operation is Operation.COPY else held[destination]
-            held[destination] = {
-                rank: mine.get(rank, 0) + held[source].get(rank, 0)
-                for rank in mine.keys() | held[source].keys()
-            }
-    everything = dict.fromkeys(range(size), 1)
-    wrong = [rank for rank in range(size) if held[rank] != everything]
-    if wrong:
-        raise ConfigError(f"the schedule does not give rank {wrong[0]} the sum of all")
-
-
-def run(schedule: Schedule, buffers: Sequence[Array]) -> None:
-    """Run a schedule on numpy arrays of one shape, in place."""
-    for level in schedule:
-        for step in level:
-            step.apply(buffers)
+    return tuple(tuple(map(marked, level)) for level in schedule)
 
 
 def totals(schedule: Schedule, size: int) -> frozenset[tuple[int, int]]:
@@ -212,11 +179,8 @@ def part(schedule: Schedule, rank: int) -> Part:
             now[destination] = number
             if destination == rank:
                 own = [(rank, wrote[rank])] if rank in wrote else []
-                found.append(
-                    Action(
-                        number, operation, source, ((source, wrote.get(source, 0)), *own, *readers)
-                    )
-                )
+                waits = (source, wrote.get(source, 0)), *own, *readers
+                found.append(Action(number, operation, source, waits))
                 readers = []
             elif source == rank:
                 readers.append((destination, number))

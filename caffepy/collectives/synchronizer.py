@@ -1,10 +1,10 @@
 """Synchronizer: one rank's side of a way to keep solvers in step, as the solver calls it."""
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from caffepy.collectives.buckets import Bucket
-from caffepy.collectives.rank_group import PATIENCE
+from caffepy.collectives.rank_group import PATIENCE, RankGroup
 from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.layer.inner_product import InnerProduct
@@ -25,19 +25,20 @@ class FlatParams(NamedTuple):
     factored: Sequence[InnerProduct] = ()
 
 
-class Synchronizer(Protocol):
+class Synchronizer:
     """One rank's side; all methods are called in the rank's thread, in its device's scope."""
 
-    rank: int
-    size: int
-    updates: bool  # this rank updates its parameters; else it gets the root's before each iteration
-    capturable: bool  # its calls only enqueue work on the current stream
+    updates = (
+        True  # this rank updates its parameters; else it gets the root's before each iteration
+    )
+    capturable = False  # its calls only enqueue work on the current stream
+    abort_flag = 0
+    """Host address of the abort flag; nonzero after the all-reduce means that the averaged gradient
+    is invalid. 0 on the CPU.
+    """
 
-    @property
-    def abort_flag(self) -> int:
-        """Host address of the abort flag; nonzero after the all-reduce means that the averaged
-        gradient is invalid. 0 on the CPU.
-        """
+    def __init__(self, group: RankGroup, rank: int) -> None:
+        self.group, self.rank, self.size = group, rank, group.size
 
     def on_start(self) -> None:
         """Bring the parameters in step, before the forward pass."""

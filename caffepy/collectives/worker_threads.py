@@ -46,12 +46,11 @@ class WorkerThreads(Generic[Member]):
         }
         self._awaited = False  # the root waits for members
         self._end: float | None = None  # when the threads must have ended
-        self._threads = {
-            rank: threading.Thread(
-                target=self._serve, args=(rank,), name=f"{self.NAME} {rank}", daemon=True
-            )
-            for rank in self._work
-        }
+        self._threads: dict[int, threading.Thread] = {}
+        for rank in self._work:
+            name = f"{self.NAME} {rank}"
+            thread = threading.Thread(target=self._serve, args=(rank,), name=name, daemon=True)
+            self._threads[rank] = thread
 
     def start(self) -> None:
         """Start the threads; returns at once."""
@@ -84,10 +83,9 @@ class WorkerThreads(Generic[Member]):
     @property
     def at_work(self) -> list[int]:
         """Ranks that are busy and not blocked on another rank."""
-        alive = [
-            rank for rank, thread in self._threads.items() if thread.is_alive() and self._work[rank]
-        ]
-        return [rank for rank in alive if rank not in self.group.waiting]
+        waiting = self.group.waiting
+        busy = [rank for rank, work in self._work.items() if work and rank not in waiting]
+        return [rank for rank in busy if self._threads[rank].is_alive()]
 
     def _busy(self, ranks: Sequence[int], most: int) -> list[int]:
         """Ranks whose queue has at least `most` items, or whose member is not made yet."""
@@ -111,13 +109,12 @@ class WorkerThreads(Generic[Member]):
             member = self._make(rank)
             self.members[rank] = member
             self.group.wake(0)
-            while (work := self._next(rank)) is not None:
-                work(member)
-                self._work[rank].popleft()
+            work = self._work[rank]
+            while True:
+                self.group.until(rank, lambda: bool(work) or self._end is not None, lambda: [0])
+                if not work:
+                    break
+                work[0](member)  # stays in the queue until it is done
+                work.popleft()
                 if self._awaited:
                     self.group.wake(0)
-
-    def _next(self, rank: int) -> Callable[[Member], object] | None:
-        work = self._work[rank]
-        self.group.until(rank, lambda: bool(work) or self._end is not None, lambda: [0])
-        return work[0] if work else None

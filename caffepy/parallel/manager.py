@@ -37,8 +37,8 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from caffepy.collectives import peers
-from caffepy.collectives.rank_group import DEADLINES, AllGather
-from caffepy.collectives.sync import Synchronization, choose
+from caffepy.collectives.rank_group import DEADLINES
+from caffepy.collectives.sync import choose
 from caffepy.collectives.synchronizer import Synchronizer
 from caffepy.collectives.topology import Topology, all_joined, device_pairs, show
 from caffepy.core.errors import ConfigError, LostDeviceError, UsageError
@@ -107,10 +107,9 @@ class P2PManager(WorkerGroup):
         self.watchdog = self._ranks.watchdog
         on_gpus = devices[0].kind == "cuda"
         log.info("%s pairs %s", "GPUs" if on_gpus else "Solvers", show(device_pairs(topology)))
-        self._sync = Synchronization(self.group, choose(sync_options.sync, topology, on_gpus))
-        over_nccl = self._sync.choice.name == "nccl"
+        self._sync = choose(sync_options.sync, topology, on_gpus)
+        over_nccl = self._sync.name == "nccl"
         self._factored = choose_factored(root, devices) if over_nccl else ()
-        self._all_gather = AllGather(self.group)
         if self._bn_stats == "sync" and on_gpus and batch_norm.normalizing(root.net):
             if root.saves_memory:
                 raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
@@ -182,11 +181,11 @@ class P2PManager(WorkerGroup):
 
     def _synchronize(self, solver: Solver, rank: int) -> None:
         """Keep a solver in step with the others from now on; all ranks meet in here."""
-        synchronizer = self._sync.join(rank, flat_params(solver, self._factored))
+        synchronizer = self._sync.join(self.group, rank, flat_params(solver, self._factored))
         self._synchronizers[rank] = synchronizer
-        solver.synchronize(synchronizer, self._sync.choice.root_updates)
+        solver.synchronize(synchronizer, self._sync.root_updates)
         if self._bn_stats == "sync":
-            batch_norm.share_batches(solver.net, partial(self._all_gather, rank))
+            batch_norm.share_batches(solver.net, partial(self.group.all_gather, rank))
 
     def _end(self, error: BaseException | None) -> None:
         self.watchdog.stop()

@@ -114,11 +114,11 @@ class Watchdog:
         failure = self.group.wait_failure()
         assert failure
         rank, error = failure
-        if self.group.root_informed(PATIENCE if rank else 0):
+        if self.group.root_informed.wait(PATIENCE if rank else 0):
             return
         if self._signals and isinstance(error, Exception):
-            self._signals.fail(named(rank, error), self.group.mark_root_informed)
-        if not self.group.root_informed(LAST_PATIENCE) and self._last_resort:
+            self._signals.fail(named(rank, error), self.group.root_informed.set)
+        if not self.group.root_informed.wait(LAST_PATIENCE) and self._last_resort:
             if self._rescue:
                 self._try_rescue(self._rescue, error)
             self._last_resort(named(rank, error))

@@ -12,7 +12,7 @@ import pytest
 from caffepy.collectives import peers
 from caffepy.collectives.buckets import Bucket
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.sync import NAMES, Choice, Synchronization, choose
+from caffepy.collectives.sync import NAMES, Choice, choose
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import DataError
@@ -46,7 +46,6 @@ def on_all(
     random numbers.
     """
     group = group or RankGroup(shape.size)
-    ways = Synchronization(group, choice)
     devices = [CudaDevice(index) for index in shape.devices]
 
     def rank_work(rank: int) -> None:
@@ -58,7 +57,9 @@ def on_all(
                 Bucket(((size // 2, size),), frozenset([2])),
                 Bucket(((0, size // 2),), frozenset([1])),
             ]
-            mine = ways.join(rank, FlatParams(device, data, diff, buckets if size > 1 else ()))
+            mine = choice.join(
+                group, rank, FlatParams(device, data, diff, buckets if size > 1 else ())
+            )
             work(mine, device, data, diff)
             device.synchronize()
             group.barrier(rank)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from caffepy.collectives.rank_group import AllGather, RankGroup
+from caffepy.collectives.rank_group import RankGroup
 from caffepy.core.errors import SyncError
 from caffepy.device.blob import Array
 from caffepy.layer.inner_product import InnerProduct
@@ -119,7 +119,6 @@ def nccl_sync(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) -> list[Solver]:
     """Solvers with batches of their own, after four iterations together."""
     group = RankGroup(SIZE)
-    all_gather = AllGather(group)
     solvers = [solver_of(f"weight_decay: 0.01 random_seed: {rank} ", NET) for rank in range(SIZE)]
     errors: list[BaseException] = []
 
@@ -130,7 +129,7 @@ def trained(nccl_sync: Any, factors: bool, rows: tuple[int, ...] = (2,) * SIZE) 
         made = large_products(solver.net) if factors else {}
         try:
             sync = nccl_sync(
-                group, rank, lambda value: all_gather(rank, value), flat_params(solver, made)
+                group, rank, lambda value: group.all_gather(rank, value), flat_params(solver, made)
             )
             solver.synchronize(sync)
             solver.step(4)

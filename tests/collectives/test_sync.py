@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from caffepy.collectives import sync
-from caffepy.collectives.rank_group import AllGather, RankGroup
+from caffepy.collectives.rank_group import RankGroup
 from caffepy.collectives.schedule import muji, tree
-from caffepy.collectives.sync import Choice, Synchronization, choose
+from caffepy.collectives.sync import Choice, choose
 from caffepy.collectives.synchronizer import FlatParams
 from caffepy.collectives.topology import Topology
 from caffepy.core.errors import UsageError
@@ -68,11 +68,11 @@ def test_what_cannot_be_had_is_an_error() -> None:
 
 def test_an_all_gather_gives_all_ranks_the_values_of_all() -> None:
     group = RankGroup(3)
-    all_gather, seen = AllGather(group), []
+    seen = []
 
     def work(rank: int) -> None:
         for i in range(5):
-            seen.append(all_gather(rank, (rank, i)) == [(other, i) for other in range(3)])
+            seen.append(group.all_gather(rank, (rank, i)) == [(other, i) for other in range(3)])
 
     assert together(3, work, group) == [None] * 3
     assert seen == [True] * 15
@@ -81,13 +81,13 @@ def test_an_all_gather_gives_all_ranks_the_values_of_all() -> None:
 @pytest.mark.parametrize("name", ["auto", "tree", "muji", "flat"])
 def test_ranks_of_the_cpu_get_the_mean(name: str) -> None:
     group = RankGroup(4)
-    ways = Synchronization(group, choose(name, topology(4), gpu=False))
+    choice = choose(name, topology(4), gpu=False)
     diffs = [np.full(5, rank + 1, np.float32) for rank in range(4)]
     data = [np.full(5, rank, np.float32) for rank in range(4)]
     updates = [False] * 4
 
     def work(rank: int) -> None:
-        mine = ways.join(rank, FlatParams(Device(), data[rank], diffs[rank]))
+        mine = choice.join(group, rank, FlatParams(Device(), data[rank], diffs[rank]))
         mine.on_start()
         mine.after_backward(0)
         mine.on_gradients_ready()

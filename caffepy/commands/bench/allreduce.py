@@ -14,7 +14,7 @@ import numpy as np
 
 from caffepy.collectives import peers
 from caffepy.collectives.rank_group import RankGroup
-from caffepy.collectives.sync import NAMES, Choice, Synchronization, choose, reason_unavailable
+from caffepy.collectives.sync import NAMES, Choice, choose, reason_unavailable
 from caffepy.collectives.synchronizer import FlatParams, Synchronizer
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import SyncError, UsageError
@@ -157,14 +157,13 @@ def bench_allreduce(
 
 def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -> list[Timing]:
     group = RankGroup(len(devices), {})
-    ways = Synchronization(group, choice)
     times: list[list[tuple[float, bool]]] = [[] for _ in devices]
     errors: list[BaseException] = []
 
     def work(rank: int) -> None:
         try:
             with group.guard(rank):
-                times[rank] = _rank(group, rank, ways, devices[rank], counts)
+                times[rank] = _rank(group, rank, choice, devices[rank], counts)
         except BaseException as error:
             errors.append(error)
 
@@ -187,14 +186,14 @@ def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -
 
 
 def _rank(
-    group: RankGroup, rank: int, ways: Synchronization, device: Device, counts: Sequence[int]
+    group: RankGroup, rank: int, choice: Choice, device: Device, counts: Sequence[int]
 ) -> list[tuple[float, bool]]:
     """Return one rank's times in milliseconds, each with True if it was captured."""
     with device.scope():
         diff: Any = np.zeros(max(counts), np.float32)
         if device.kind == "cuda":
             diff = device.on_device(diff)
-        synchronizer = ways.join(rank, FlatParams(device, diff, diff))
+        synchronizer = choice.join(group, rank, FlatParams(device, diff, diff))
         meet = partial(group.barrier, rank, "bench")
         found = []
         for count in counts:
