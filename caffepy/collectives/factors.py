@@ -36,15 +36,13 @@ def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
         layer.always_reshape or not layer.fixed_batch for layer in net.layers
     ):
         return {}
-    return {
-        number: layer
-        for number, layer in large_products(net).items()
-        if layer.axis == 1
-        and (layer.rows,) in batches
-        and pays(
-            layer.rows, layer.outputs, layer.inputs, layer.narrow_dy.dtype.itemsize, size, precision
-        )
-    }
+    found = {}
+    for number, layer in large_products(net).items():
+        rows, itemsize = layer.rows, layer.narrow_dy.dtype.itemsize
+        one_each = layer.axis == 1 and (rows,) in batches
+        if one_each and pays(rows, layer.outputs, layer.inputs, itemsize, size, precision):
+            found[number] = layer
+    return found
 
 
 def pays(rows: int, outputs: int, inputs: int, itemsize: int, size: int, precision: str) -> bool:

@@ -58,25 +58,20 @@ def query(devices: Sequence[int], library: Any = None) -> Links | None:
     try:
         nvml = library or ctypes.CDLL(LIBRARY)
         _call(nvml.nvmlInit_v2)
+        try:
+            runtime = import_cupy().cuda.runtime
+            return _matrix(nvml, [str(runtime.deviceGetPCIBusId(device)) for device in devices])
+        finally:
+            with suppress(_UnknownError):
+                _call(nvml.nvmlShutdown)
     except UNKNOWN as error:
         log.debug("links are not known: %s", error)
         return None
-    try:
-        runtime = import_cupy().cuda.runtime
-        return _matrix(nvml, [str(runtime.deviceGetPCIBusId(device)) for device in devices])
-    except UNKNOWN as error:
-        log.debug("links are not known: %s", error)
-        return None
-    finally:
-        with suppress(_UnknownError):
-            _call(nvml.nvmlShutdown)
 
 
 def _matrix(nvml: Any, ids: Sequence[str]) -> Links:
-    handles = [
-        _found(ctypes.c_void_p(), nvml.nvmlDeviceGetHandleByPciBusId_v2, each.encode())
-        for each in ids
-    ]
+    by_id = nvml.nvmlDeviceGetHandleByPciBusId_v2
+    handles = [_found(ctypes.c_void_p(), by_id, each.encode()) for each in ids]
     ends = [_ends(nvml, handle) for handle in handles]
     places = [_numbers(each) for each in ids]
 
@@ -84,21 +79,15 @@ def _matrix(nvml: Any, ids: Sequence[str]) -> Links:
         direct = ends[a].count(places[b])
         if direct:
             return f"NV{direct}"
+        pair = handles[a], handles[b]
         with suppress(_UnknownError):
-            status = _found(
-                ctypes.c_int(),
-                nvml.nvmlDeviceGetP2PStatus,
-                handles[a],
-                handles[b],
-                NVLINK_CAPABILITY,
-            )
+            p2p_status = nvml.nvmlDeviceGetP2PStatus
+            status = _found(ctypes.c_int(), p2p_status, *pair, NVLINK_CAPABILITY)
             through_switches = min(len(ends[a]), len(ends[b]))
             if status.value == OK and through_switches:
                 return f"NV{through_switches}"
         with suppress(_UnknownError):
-            level = _found(
-                ctypes.c_int(), nvml.nvmlDeviceGetTopologyCommonAncestor, handles[a], handles[b]
-            )
+            level = _found(ctypes.c_int(), nvml.nvmlDeviceGetTopologyCommonAncestor, *pair)
             return LEVELS.get(level.value)
         return None
 
@@ -113,15 +102,10 @@ def _ends(nvml: Any, handle: Any) -> list[tuple[int, int, int] | None]:
     for link in range(MOST_LINKS):
         with suppress(_UnknownError):
             if _found(ctypes.c_int(), nvml.nvmlDeviceGetNvLinkState, handle, link).value == ACTIVE:
-                found.append(_end(nvml, handle, link))
+                found.append(None)
+                place = _found(_Place(), nvml.nvmlDeviceGetNvLinkRemotePciInfo_v2, handle, link)
+                found[-1] = place.domain, place.bus, place.device
     return found
-
-
-def _end(nvml: Any, handle: Any, link: int) -> tuple[int, int, int] | None:
-    with suppress(_UnknownError):
-        place = _found(_Place(), nvml.nvmlDeviceGetNvLinkRemotePciInfo_v2, handle, link)
-        return place.domain, place.bus, place.device
-    return None
 
 
 def _numbers(bus_id: str) -> tuple[int, int, int]:

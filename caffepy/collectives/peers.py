@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,11 +40,11 @@ class Speed(NamedTuple):
 
 def query(devices: Sequence[int]) -> Topology:
     """Return the topology of these GPUs, the root first; DeviceError if one does not exist."""
-    boards = []
-    for device in devices:
-        properties = gpu_properties(device)
-        shared = properties.get("isMultiGpuBoard")
-        boards.append(int(properties["multiGpuBoardGroupID"]) if shared else None)
+    properties = [gpu_properties(device) for device in devices]
+    boards = [
+        int(each["multiGpuBoardGroupID"]) if each.get("isMultiGpuBoard") else None
+        for each in properties
+    ]
     runtime = import_cupy().cuda.runtime
     access = tuple(
         tuple(a != b and bool(runtime.deviceCanAccessPeer(a, b)) for b in devices) for a in devices
@@ -51,22 +52,25 @@ def query(devices: Sequence[int]) -> Topology:
     return Topology(tuple(devices), tuple(boards), access)
 
 
+def _joined(topology: Topology) -> list[tuple[int, int]]:
+    """Return the places of each two devices that reach each other's memory, in both orders."""
+    return [pair for pair in permutations(range(topology.size), 2) if topology.reaches(*pair)]
+
+
 def enable(topology: Topology) -> None:
     """Enable peer access between all devices that allow it."""
     cupy = import_cupy()
     runtime = cupy.cuda.runtime
-    for a, device in enumerate(topology.devices):
+    for a, b in _joined(topology):
+        device, other = topology.devices[a], topology.devices[b]
         with cupy.cuda.Device(device):
-            for b, other in enumerate(topology.devices):
-                if a == b or not topology.reaches(a, b):
-                    continue
-                try:
-                    runtime.deviceEnablePeerAccess(other)
-                except runtime.CUDARuntimeError as error:
-                    if "PeerAccessAlreadyEnabled" not in str(error):
-                        raise DeviceError(
-                            f"GPU {device} cannot use the memory of GPU {other} ({error})"
-                        ) from error
+            try:
+                runtime.deviceEnablePeerAccess(other)
+            except runtime.CUDARuntimeError as error:
+                if "PeerAccessAlreadyEnabled" not in str(error):
+                    raise DeviceError(
+                        f"GPU {device} cannot use the memory of GPU {other} ({error})"
+                    ) from error
 
 
 def prepare(topology: Topology) -> Topology:
@@ -75,15 +79,12 @@ def prepare(topology: Topology) -> Topology:
     """
     enable(topology)
     access = [list(row) for row in topology.access]
-    for a, device in enumerate(topology.devices):
-        for b, other in enumerate(topology.devices):
-            if a == b or not topology.reaches(a, b):
-                continue
-            try:
-                verify(device, other)
-            except SyncError as error:
-                log.warning("%s", error)
-                access[a][b] = access[b][a] = False
+    for a, b in _joined(topology):
+        try:
+            verify(topology.devices[a], topology.devices[b])
+        except SyncError as error:
+            log.warning("%s", error)
+            access[a][b] = access[b][a] = False
     found = replace(topology, access=tuple(map(tuple, access)))
     if found != topology:
         os.environ.setdefault("NCCL_P2P_DISABLE", "1")
@@ -110,14 +111,8 @@ class _Ends:
 
     def send(self, size: int) -> None:
         """Enqueue a copy of `size` bytes."""
-        self.cupy.cuda.runtime.memcpyPeerAsync(
-            self.there.data.ptr,
-            self.destination,
-            self.here.data.ptr,
-            self.source,
-            size,
-            self.stream.ptr,
-        )
+        to, here = (self.there.data.ptr, self.destination), (self.here.data.ptr, self.source)
+        self.cupy.cuda.runtime.memcpyPeerAsync(*to, *here, size, self.stream.ptr)
 
     def seconds(self, size: int, times: int) -> float:
         """Return the mean time of one copy of `size` bytes."""
@@ -155,10 +150,8 @@ def verify(source: int, destination: int) -> None:
 def measure(topology: Topology) -> list[Speed]:
     """Measure bandwidth and latency between each two devices, in both directions."""
     found = []
-    for a, source in enumerate(topology.devices):
-        for b, destination in enumerate(topology.devices):
-            if a != b:
-                ends = _Ends(source, destination, LARGE)
-                fast, slow = ends.seconds(LARGE, TIMES), ends.seconds(SMALL, MANY)
-                found.append(Speed(a, b, LARGE / fast / 1e9, slow * 1e6))
+    for a, b in permutations(range(topology.size), 2):
+        ends = _Ends(topology.devices[a], topology.devices[b], LARGE)
+        fast, slow = ends.seconds(LARGE, TIMES), ends.seconds(SMALL, MANY)
+        found.append(Speed(a, b, LARGE / fast / 1e9, slow * 1e6))
     return found

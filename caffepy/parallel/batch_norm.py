@@ -32,13 +32,9 @@ def average(nets: Sequence[Net]) -> None:
             blob.host_data[...] = mean
 
 
-def share_batches(net: Net, all_gather: Callable[[Array], Sequence[Array]]) -> None:
-    """Make the net normalize with the statistics of the batches of all ranks from now on."""
+def share_batches(net: Net, all_gather: Callable[[Array], Sequence[Array]] | None) -> None:
+    """Make the net normalize with the statistics of the batches of all ranks from now on; None:
+    with those of its own again.
+    """
     for layer in normalizing(net):
-        layer.meet(lambda values: np.stack(all_gather(values)))
-
-
-def keep_batches(net: Net) -> None:
-    """Undo `share_batches`."""
-    for layer in normalizing(net):
-        layer.meet(None)
+        layer.meet(all_gather and (lambda values: np.stack(all_gather(values))))

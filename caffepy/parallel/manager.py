@@ -21,9 +21,9 @@ iteration on n devices, from top to bottom:
 A root that captures CUDA graphs goes on at once and finds errors of workers later, in
 `raise_worker_error`; the workers' queues are at most WorkerThreads' AHEAD items long.
 
-A test is `begin_test`, a `test` for every batch each rank takes in turn (`shared_scores`), and
-`totals`. What happens on a fault is in `watchdog`, how BatchNorm works in `batch_norm`, what is
-all-reduced in `gradients`.
+A test is `begin_test`, a `test` for every batch that each rank takes in turn, and `totals`. What
+happens on a fault is in `watchdog`, how BatchNorm works in `batch_norm`, what is all-reduced in
+`gradients`.
 """
 
 import gc
@@ -46,7 +46,6 @@ from caffepy.device.device import Device
 from caffepy.layer import Layer
 from caffepy.parallel import batch_norm
 from caffepy.parallel.gradients import choose_factored, flat_params
-from caffepy.parallel.shared_scores import SharedScores
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.parallel.workers import Workers
 from caffepy.report import Performance, Reporters
@@ -115,7 +114,9 @@ class P2PManager(WorkerGroup):
                 raise UsageError("--bn-stats sync needs nets whose blobs share no memory")
             root.run_eagerly("statistics of batches go through the host")
         self._synchronizers: dict[int, Synchronizer] = {}
-        self._scores = SharedScores(self._threads, len(root.test_nets))
+        # The ranks share the data layers of test nets, so the next batch of a net is always of the
+        # rank after the one that had the last, in later tests as well.
+        self._next_ranks = [0] * len(root.test_nets)
         self._positions = root.resume_state.workers_positions
         if self._positions and len(self._positions) != self.size - 1:
             log.warning(
@@ -158,8 +159,7 @@ class P2PManager(WorkerGroup):
         def progress() -> object:
             members = self._threads.members.values()
             done = [solver.update_state.done for solver in (root, *list(members))]
-            left, next_ranks = self._threads.left, self._scores.next_ranks
-            return self.group.phase, root.iter, done, left, list(next_ranks)
+            return self.group.phase, root.iter, done, self._threads.left, list(self._next_ranks)
 
         with root.device.scope(), self._ranks.starting(progress):
             self._synchronize(root, 0)
@@ -230,43 +230,34 @@ class P2PManager(WorkerGroup):
 
     @property
     def failed(self) -> bool:  # type: ignore[override]
-        """True once an error has ended the workers' run."""
         return self.group.stopped
 
     def root_cause(self, error: Exception) -> BaseException:
-        """Root cause of an error that the root has met: it, or an earlier error of a worker."""
         return self.group.root_cause(error)
 
     def check(self) -> None:
-        """Raise the error that has ended the workers' run, if any."""
         self.group.check(0)
 
     def stop(self, error: BaseException) -> None:
-        """End the workers that wait for the root, which has met this error and cannot go on."""
         self.group.abort(0, error)
 
     def during(self, phase: str) -> AbstractContextManager[object]:
-        """A block in which all are in this phase: step, test or snapshot."""
         return self.group.during(phase)
 
     def iterate(self) -> None:
-        """Start an iteration, once all batches of earlier ones were taken."""
         with self.root.phase_timer.fetching():
             for layer in self.root.net.shared_layers:
                 self.group.await_turn(0, layer)
         self._threads.give(WorkerSolver.iterate)
 
     def forward(self) -> None:
-        """Start a forward pass of the train net."""
         self._threads.give(WorkerSolver.forward)
 
     def losses(self) -> list[float]:
-        """Wait for that pass; return its losses."""
         self._threads.wait_idle()
         return [worker.loss for worker in self.workers]
 
     def average_bn_stats(self) -> None:
-        """Average the statistics of BatchNorm layers over all solvers, if that is asked for."""
         if self.failed or self._bn_stats != "average":
             return
         if batch_norm.statistics(self.root.net):
@@ -274,8 +265,6 @@ class P2PManager(WorkerGroup):
             batch_norm.average([self.root.net, *(worker.net for worker in self.workers)])
 
     def begin_test(self, k: int) -> None:
-        """Zero the totals of test net `k`; bring the parameters in step."""
-
         def begin(worker: WorkerSolver) -> None:
             worker.begin_test(k)
             with worker.device.scope():
@@ -285,23 +274,27 @@ class P2PManager(WorkerGroup):
         self._synchronizers[0].on_start()
 
     def test(self, k: int, batches: int) -> bool:
-        """Start this number of its batches, at most one a solver; True if one is the root's."""
-        return self._scores.run(k, batches)
+        ranks = [(self._next_ranks[k] + i) % self.size for i in range(batches)]
+        self._next_ranks[k] = (ranks[-1] + 1) % self.size
+        for rank in ranks:
+            if rank:
+                self._threads.give(partial(WorkerSolver.test_batch, k=k), rank)
+        return 0 in ranks
 
     def totals(self, k: int) -> list[Totals]:
-        """End the test; return the totals of the workers."""
-        return self._scores.totals(k)
+        self._threads.give(partial(WorkerSolver.end_test, k=k))
+        self._threads.wait_idle()
+        return [worker.totals for worker in self.workers]
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """A block in which the root restores a state, which the workers take over at its end."""
         if self.group.phase != "idle":
             raise ConfigError(
                 f"no state can be restored during a {self.group.phase} of several solvers"
             )
         self.raise_worker_error()
         yield
-        self._scores.restart()
+        self._next_ranks = [0] * len(self._next_ranks)
         self.group.restart_turns()  # data layers go on from a state with the root's batch
         restored = self.root.resume_state.workers_positions
         positions = restored if len(restored) == self.size - 1 else [None] * (self.size - 1)
@@ -309,22 +302,16 @@ class P2PManager(WorkerGroup):
         self._threads.wait_idle()
 
     def raise_worker_error(self) -> None:
-        """Wait for the workers' iterations; raise the error of one, if any."""
         self._threads.give(WorkerSolver.wait_idle)
         self._threads.wait_idle()
 
     def positions(self) -> list[dict[str, Any]]:
-        """Positions of each worker's layers and random numbers, now or before the test or iteration
-        in progress; empty for a worker that hangs.
-        """
-        if self.failed:
-            known = self._ranks.wait_until_idle()
-        else:
+        if not self.failed:
             self.raise_worker_error()
-            known = list(range(1, self.size))
-        members, iteration = self._threads.members, self.root.iter
+            return [worker.positions(self.root.iter) for worker in self.workers]
+        idle = self._ranks.wait_until_idle()  # nothing is known of a worker that hangs
         return [
-            members[rank].positions(iteration) if rank in known else {}
+            self._threads.members[rank].positions(self.root.iter) if rank in idle else {}
             for rank in range(1, self.size)
         ]
 
@@ -354,7 +341,7 @@ def _share_layers(solver: Solver, rank: int, ranks: Workers[WorkerSolver]) -> No
 
 def _make_alone(solver: Solver) -> None:
     solver.synchronize(None)
-    batch_norm.keep_batches(solver.net)
+    batch_norm.share_batches(solver.net, None)
 
 
 def _leave(solver: Solver, synchronizer: Synchronizer) -> None:

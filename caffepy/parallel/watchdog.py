@@ -98,13 +98,12 @@ class Watchdog:
         do, or else whose threads do; if there are none, those that are missing.
         """
         until = time.monotonic() + SETTLING
-        while (hung := self._at_work()) and time.monotonic() < until:
+        while True:
+            on_device = [rank for rank, device in enumerate(self._devices) if not device.idle]
+            hung = on_device or self._busy()
+            if not hung or time.monotonic() >= until:
+                return hung or missing
             time.sleep(POLL / 10)
-        return hung or missing
-
-    def _at_work(self) -> list[int]:
-        on_device = [rank for rank, device in enumerate(self._devices) if not device.idle]
-        return on_device or self._busy()
 
     def _on_abort(self) -> None:
         threading.Thread(target=self._end_root, name="caffepy watch", daemon=True).start()
@@ -120,12 +119,11 @@ class Watchdog:
             self._signals.fail(named(rank, error), self.group.root_informed.set)
         if not self.group.root_informed.wait(LAST_PATIENCE) and self._last_resort:
             if self._rescue:
-                self._try_rescue(self._rescue, error)
+                saving = threading.Thread(
+                    target=self._rescue, args=(error,), name="caffepy rescue", daemon=True
+                )
+                saving.start()
+                saving.join(PATIENCE)
+                if saving.is_alive():
+                    log.error("No snapshot: the state of the last iteration cannot be reached")
             self._last_resort(named(rank, error))
-
-    def _try_rescue(self, rescue: Rescue, error: BaseException) -> None:
-        thread = threading.Thread(target=rescue, args=(error,), name="caffepy rescue", daemon=True)
-        thread.start()
-        thread.join(PATIENCE)
-        if thread.is_alive():
-            log.error("No snapshot: the state of the last iteration cannot be reached")

@@ -94,14 +94,8 @@ class WorkerSolver(Solver):
             return copy.deepcopy(take_positions(self.iterations.nets, self.device))
         return copy.deepcopy(self.iterations.positions())
 
-    def snapshot(self) -> NoReturn:
-        """Raise ConfigError: workers save nothing."""
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        """Raise ConfigError: workers follow their root and save nothing."""
         raise ConfigError("Should not be called on worker solver.")
 
-    def restore(self, path: str) -> NoReturn:
-        """Raise ConfigError: workers follow their root."""
-        raise ConfigError("Should not be called on worker solver.")
-
-    def solve(self, state_file: str | None = None) -> NoReturn:
-        """Raise ConfigError: workers follow their root."""
-        raise ConfigError("Should not be called on worker solver.")
+    snapshot = restore = solve = _refuse

@@ -141,28 +141,24 @@ class Workers(Generic[Member]):
                     worker.close()
 
 
-class _OfRoot(logging.Filter):
-    """Passes messages of workers only if they are errors or tell what is shared; the rest repeats
-    what the root has logged.
+def _is_of_root(record: logging.LogRecord) -> bool:
+    """True unless the record is of a worker; its errors pass, and what tells which layers are
+    shared: the rest repeats what the root has logged.
     """
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """True if the record is logged."""
-        return (
-            not (record.threadName or "").startswith(WorkerThreads.NAME)
-            or record.levelno >= logging.ERROR
-            or record.getMessage().startswith("Sharing layer")
-        )
+    return (
+        not (record.threadName or "").startswith(WorkerThreads.NAME)
+        or record.levelno >= logging.ERROR
+        or record.getMessage().startswith("Sharing layer")
+    )
 
 
 @contextmanager
 def _without_messages_of_workers() -> Iterator[None]:
     handlers = [*logging.getLogger("caffepy").handlers, *logging.getLogger().handlers]
-    of_root = _OfRoot()
     for handler in handlers:
-        handler.addFilter(of_root)
+        handler.addFilter(_is_of_root)
     try:
         yield
     finally:
         for handler in handlers:
-            handler.removeFilter(of_root)
+            handler.removeFilter(_is_of_root)
