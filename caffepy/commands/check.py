@@ -20,9 +20,8 @@ from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
 from caffepy.solver.capture import reasons_not_capturable
-from caffepy.solver.check import check_param
+from caffepy.solver.check import check_param, check_prefix
 from caffepy.solver.nets import net_sources
-from caffepy.solver.preflight import check_prefix
 
 log = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ of an iteration), `runners.py` (layer by layer, or CUDA graphs) and `step.py` (w
 `worker_group.py` can be skipped at first: errors, and solvers that train together.
 """
 
+from caffepy.solver.check import check_folder
 from caffepy.solver.gradient_probe import Watch
 from caffepy.solver.params import Params
 from caffepy.solver.policy import policies
-from caffepy.solver.preflight import check_folder
 from caffepy.solver.signals import Action, Signals
 from caffepy.solver.snapshot import newest_good
 from caffepy.solver.solver import Solver

@@ -1,16 +1,32 @@
-"""Checks of a SolverParameter without its nets; errors name the place in the solver file."""
+"""Checks before training: of a SolverParameter without its nets, and that snapshots can be written.
+
+Errors name the place in the solver file.
+"""
 
 import logging
+import os
+import shutil
+import stat
+from contextlib import suppress
+from math import inf
 from typing import Any
 
 from caffepy.core.errors import ConfigError
+from caffepy.core.files import remove_stale, temporary_name
 from caffepy.core.registry import Registry
+from caffepy.net import Net
+from caffepy.net.weights import MAX_BINARY, check_names
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import locate_field
 from caffepy.solver.policy import FIELDS, policies
+from caffepy.solver.snapshot import Files
 from caffepy.solver.update import rules
 
 log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+SLACK = 4 << 20
+"""Bytes of a snapshot that are neither weights nor history."""
 
 
 def at_field(path: str | None, field: str) -> str | None:
@@ -20,8 +36,23 @@ def at_field(path: str | None, field: str) -> str | None:
 
 def check_param(param: SolverParameter, path: str | None) -> None:
     """Raise ConfigError for settings that cannot work; warn of fields that are probably missing."""
+    name = param.lr_policy
     _check_name(param.type, rules, "type", path)
-    _check_policy(param, path)
+    if not name:
+        raise ConfigError(f"lr_policy is missing (known: {', '.join(policies)})", path)
+    _check_name(name, policies, "lr_policy", path)
+    fields = FIELDS.get(name, ())
+    if "gamma" in fields and param.gamma < 0:
+        problem = f'lr_policy "{name}" needs a gamma of 0 or more, not {param.gamma:g}'
+        raise ConfigError(problem, at_field(path, "gamma"))
+    for field in ("stepsize", "max_iter"):
+        if field in fields and getattr(param, field) <= 0:
+            value = getattr(param, field) if param.HasField(field) else "missing"
+            problem = f'lr_policy "{name}" needs a {field} above 0; it is {value}'
+            raise ConfigError(problem, at_field(path, field))
+    for field in fields:
+        if not (param.stepvalue if field == "stepvalue" else param.HasField(field)):
+            log.warning('lr_policy "%s" reads %s, which is missing and counts as 0', name, field)
     for field in ("average_loss", "iter_size"):
         value = getattr(param, field)
         if value < 1:
@@ -44,23 +75,103 @@ def _check_name(name: str, known: Registry[Any], field: str, path: str | None) -
         raise error.at(at_field(path, field) or field) from None
 
 
-def _check_policy(param: SolverParameter, path: str | None) -> None:
-    name = param.lr_policy
-    if not name:
-        raise ConfigError(f"lr_policy is missing (known: {', '.join(policies)})", path)
-    _check_name(name, policies, "lr_policy", path)
-    fields = FIELDS.get(name, ())
-    if "gamma" in fields and param.gamma < 0:
+def check_snapshots(
+    param: SolverParameter, path: str | None, net: Net, model: int, history: int
+) -> None:
+    """Raise ConfigError if the last snapshot, with `model` and `history` bytes, cannot be written.
+
+    Temporary files that killed runs have left under its prefix are removed. `path` is the solver
+    file.
+    """
+    hdf5 = param.snapshot_format == SolverParameter.HDF5
+    if not hdf5 and max(model, history) >= MAX_BINARY:
         raise ConfigError(
-            f'lr_policy "{name}" needs a gamma of 0 or more, not {param.gamma:g}',
-            at_field(path, "gamma"),
+            "a snapshot of this net has a file above 2 GiB, which the binary format cannot hold; "
+            "set snapshot_format: HDF5",
+            at_field(path, "snapshot_format"),
         )
-    for field in ("stepsize", "max_iter"):
-        if field in fields and getattr(param, field) <= 0:
-            value = getattr(param, field) if param.HasField(field) else "missing"
-            raise ConfigError(
-                f'lr_policy "{name}" needs a {field} above 0; it is {value}', at_field(path, field)
-            )
-    for field in fields:
-        if not (param.stepvalue if field == "stepvalue" else param.HasField(field)):
-            log.warning('lr_policy "%s" reads %s, which is missing and counts as 0', name, field)
+    check_layers(param, net)
+    last = Files.of(param.snapshot_prefix, max(param.max_iter, 0), hdf5)
+    check_prefix(param, path, max(model, history), model + history + SLACK, last)
+    for name in remove_stale(f"{param.snapshot_prefix}_"):
+        log.info("Removed %s, which a killed run had left unfinished", name)
+
+
+def check_layers(param: SolverParameter, net: Net) -> None:
+    """Raise ConfigError if two layers have one name in the snapshots' format."""
+    try:
+        check_names(net, param.snapshot_format == SolverParameter.HDF5)
+    except ConfigError as error:
+        raise (error.at(net.path) if net.path else error) from None
+
+
+def check_prefix(
+    param: SolverParameter,
+    path: str | None,
+    largest: int = 0,
+    total: int = 0,
+    last: Files | None = None,
+) -> None:
+    """Call `check_folder` for snapshot_prefix; an error names its place in the solver file."""
+    try:
+        check_folder(param.snapshot_prefix, largest, total, last)
+    except ConfigError as error:
+        raise error.at(at_field(path, "snapshot_prefix") or path or "snapshot_prefix") from None
+
+
+def check_folder(prefix: str, largest: int = 0, total: int = 0, last: Files | None = None) -> None:
+    """Raise ConfigError unless files of `total` bytes in all, the `largest` of this size, can be
+    written under the prefix and the `last` names.
+    """
+    folder = os.path.dirname(prefix) or "."
+    if not os.path.isdir(folder):
+        raise ConfigError(
+            f"the folder {folder} of snapshot_prefix does not exist; create it or change "
+            "snapshot_prefix"
+        )
+    try:
+        for path in (last.model, last.state, last.sidecar) if last else ():
+            with suppress(FileNotFoundError):
+                if stat.S_ISDIR(os.stat(path).st_mode):
+                    raise ConfigError(
+                        f"the last snapshot is to be written to {path}, which is a folder; move it "
+                        "away"
+                    )
+    except OSError as error:
+        raise ConfigError(
+            f"the last snapshot cannot be written to {path}: {error.strerror}"
+        ) from None
+    try:
+        # The temporary name that a file has while it is written.
+        temporary = temporary_name(last.sidecar if last else prefix)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(b"\0")
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} of snapshot_prefix cannot be written: {error.strerror}"
+        ) from None
+    if largest > (limit := _size_limit()):
+        raise ConfigError(
+            f"a snapshot has a file of {largest} bytes, but this process may write files of "
+            f"{limit} bytes only; see ulimit -f"
+        )
+    free = shutil.disk_usage(folder).free
+    if free < total:
+        raise ConfigError(
+            f"a snapshot takes {-(-total // MIB)} MiB, but only {free // MIB} MiB are free in the "
+            f"folder {folder} of snapshot_prefix"
+        )
+
+
+def _size_limit() -> float:
+    """Return the file size limit of this process in bytes."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return inf
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return inf if limit == resource.RLIM_INFINITY else limit

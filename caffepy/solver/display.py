@@ -10,12 +10,45 @@ from caffepy.net import Net
 from caffepy.ops.update_state import StepResult, StepStatus
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.divergence import HINT
-from caffepy.solver.smoothed_loss import LossWindow
 
 log = logging.getLogger(__name__)
 
 SATURATED = 87.3365
 """-log of the smallest float32, the largest loss that SoftmaxWithLoss computes."""
+
+
+class LossWindow:
+    """Caffe's mean of the last `size` losses; `start` is the iteration of the first."""
+
+    def __init__(self, size: int, start: int) -> None:
+        self.size = size
+        self.start = start
+        self.losses: list[float] = []
+        self.smoothed = 0.0
+
+    def add(self, iteration: int, loss: float) -> None:
+        """Add the loss of an iteration; it replaces the oldest of `size`."""
+        count = len(self.losses) + 1
+        if count <= self.size:
+            self.losses.append(loss)
+            self.smoothed = (self.smoothed * (count - 1) + loss) / count
+        else:
+            slot = (iteration - self.start) % self.size
+            self.smoothed += (loss - self.losses[slot]) / self.size
+            self.losses[slot] = loss
+
+    def state(self) -> dict[str, Any]:
+        """Return what `of` needs to rebuild this window."""
+        return {"start": self.start, "losses": list(self.losses), "smoothed": self.smoothed}
+
+    @classmethod
+    def of(cls, size: int, state: dict[str, Any]) -> "LossWindow":
+        """Return the window of this state; an empty one if its size was another."""
+        window = cls(size, int(state["start"]))
+        if len(state["losses"]) <= size:
+            window.losses = [float(loss) for loss in state["losses"]]
+            window.smoothed = float(state["smoothed"])
+        return window
 
 
 class Display:
@@ -51,8 +84,7 @@ class Display:
     def show(self, iteration: int, reporter: Reporter) -> None:
         """Report loss, outputs and speed."""
         assert self._last
-        last, since = self._last
-        now = time.monotonic()
+        (last, since), now = self._last, time.monotonic()
         self._last = iteration, now
         if self._outputs is None:
             self.copy_outputs()
@@ -71,23 +103,16 @@ class Display:
     def log_clipping(self, result: StepResult) -> None:
         """Log Caffe's line if the gradients were clipped."""
         if result.factor != 1.0:
-            log.info(
-                "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor "
-                "%.6g",
-                result.norm,
-                self._param.clip_gradients,
-                result.factor,
-            )
+            norms = f"(L2 norm {result.norm:.6g} > {self._param.clip_gradients:.6g})"
+            scaling = "Gradient clipping: scaling down gradients %s by scale factor %.6g"
+            log.info(scaling, norms, result.factor)
 
     @staticmethod
     def log_overflow(iteration: int, result: StepResult) -> None:
         """Log a skipped update."""
         if result.status is StepStatus.SKIPPED:
-            log.info(
-                "Iteration %d: gradients overflow, no update; loss scale = %g",
-                iteration,
-                result.loss_scale,
-            )
+            text = "Iteration %d: gradients overflow, no update; loss scale = %g"
+            log.info(text, iteration, result.loss_scale)
 
     def state(self, iteration: int) -> dict[str, Any]:
         """Return what a sidecar keeps."""

@@ -3,7 +3,7 @@ states.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -70,9 +70,6 @@ def check_shared(net: Net, has_root: bool) -> None:
             raise ConfigError(f"{name} has parameters, so that solvers cannot share it", net.path)
 
 
-Reader = Callable[[str], tuple[NetParameter, str]]
-
-
 def net_sources(param: SolverParameter, path: str | None) -> tuple[Source, list[Source]]:
     """Return the sources of the train net and the test nets, in Caffe's order; ConfigError if
     fields disagree.
@@ -86,10 +83,15 @@ def net_sources(param: SolverParameter, path: str | None) -> tuple[Source, list[
         file = locate(name, path)
         return read_net(file), file
 
-    return _train_source(param, path, read), _test_sources(param, path, read)
+    def source(field: str, value: str | NetParameter, phase: int, *states: NetState) -> Source:
+        if not isinstance(value, str):
+            return Source(_in_state(upgrade_net(value, path), phase, *states), path, field)
+        try:
+            net, file = read(value)
+        except ConfigError as error:
+            raise error.at(at_field(path, field) or field) from None
+        return Source(_in_state(net, phase, *states), file, f"{field} file: {value}")
 
-
-def _train_source(param: SolverParameter, path: str | None, read: Reader) -> Source:
     given = [field for field in TRAIN_FIELDS if param.HasField(field)]
     if len(given) != 1:
         what = f"not {' and '.join(given)} at once" if given else "but none is given"
@@ -98,63 +100,45 @@ def _train_source(param: SolverParameter, path: str | None, read: Reader) -> Sou
             f"a solver needs exactly one of {', '.join(TRAIN_FIELDS)} for its train net, {what}",
             place,
         )
-    net, file, origin = _resolve(given[0], getattr(param, given[0]), path, read)
-    return Source(_in_state(net, TRAIN, param.train_state), file, origin)
+    train = source(given[0], getattr(param, given[0]), TRAIN, param.train_state)
+    fields, states = _test_fields(param, path), list(param.test_state)
+    return train, [
+        source(field, value, TEST, *states[i : i + 1]) for i, (field, value) in enumerate(fields)
+    ]
 
 
-def _test_sources(param: SolverParameter, path: str | None, read: Reader) -> list[Source]:
-    explicit = [("test_net_param", net) for net in param.test_net_param] + [
-        ("test_net", n) for n in param.test_net
+def _test_fields(param: SolverParameter, path: str | None) -> list[tuple[str, str | NetParameter]]:
+    """Return field and value of each test net; ConfigError if their numbers disagree."""
+    explicit: list[tuple[str, str | NetParameter]] = [
+        *(("test_net_param", net) for net in param.test_net_param),
+        *(("test_net", name) for name in param.test_net),
     ]
     common = next((field for field in ("net", "net_param") if param.HasField(field)), None)
-    iters, states = len(param.test_iter), list(param.test_state)
-    if iters < len(explicit) or (iters > len(explicit) and common is None):
-        raise ConfigError(
-            f"test_iter must be given once per test net: {iters} given for {len(explicit)} test "
-            "net(s)",
-            at_field(path, "test_iter"),
-        )
-    if not iters and common and param.test_interval > 0:
-        raise ConfigError(
-            f"test_interval: {param.test_interval} asks for tests, but test_iter (how many batches "
-            "a test takes) is "
-            "missing",
-            at_field(path, "test_interval"),
-        )
-    if states and len(states) != iters:
-        raise ConfigError(
-            f"test_state must be given once per test net or not at all: {len(states)} given for "
-            f"{iters} test net(s)",
-            at_field(path, "test_state"),
-        )
-    if iters and param.test_interval <= 0:
-        raise ConfigError(
-            f"test_interval must be above 0 where there are test nets, not {param.test_interval}",
-            at_field(path, "test_interval"),
-        )
-    for batches in param.test_iter:
-        if batches < 1:
-            raise ConfigError(
-                f"test_iter must be 1 or more, not {batches}", at_field(path, "test_iter")
-            )
-    fields = explicit + [(common or "", getattr(param, common or "net"))] * (iters - len(explicit))
-    sources = []
-    for i, (field, value) in enumerate(fields):
-        net, file, origin = _resolve(field, value, path, read)
-        sources.append(Source(_in_state(net, TEST, *states[i : i + 1]), file, origin))
-    return sources
-
-
-def _resolve(
-    field: str, value: str | NetParameter, path: str | None, read: Reader
-) -> tuple[NetParameter, str | None, str]:
-    if isinstance(value, str):
-        try:
-            net, file = read(value)
-        except ConfigError as error:
-            raise error.at(at_field(path, field) or field) from None
-        return net, file, f"{field} file: {value}"
-    return upgrade_net(value, path), path, field
+    iters, states, interval = len(param.test_iter), len(param.test_state), param.test_interval
+    few = (
+        f"test_iter must be given once per test net: {iters} given for {len(explicit)} test net(s)"
+    )
+    missing = (
+        f"test_interval: {interval} asks for tests, but test_iter (how many batches a test takes) "
+        "is missing"
+    )
+    uneven = (
+        f"test_state must be given once per test net or not at all: {states} given for {iters} "
+        "test net(s)"
+    )
+    never = f"test_interval must be above 0 where there are test nets, not {interval}"
+    below_one = next((batches for batches in param.test_iter if batches < 1), None)
+    empty = f"test_iter must be 1 or more, not {below_one}"
+    for wrong, field, problem in (
+        (iters < len(explicit) or (iters > len(explicit) and not common), "test_iter", few),
+        (not iters and common and interval > 0, "test_interval", missing),
+        (states and states != iters, "test_state", uneven),
+        (iters and interval <= 0, "test_interval", never),
+        (below_one is not None, "test_iter", empty),
+    ):
+        if wrong:
+            raise ConfigError(problem, at_field(path, field))
+    return explicit + [(common or "", getattr(param, common or "net"))] * (iters - len(explicit))
 
 
 def _in_state(net: NetParameter, phase: int, *more: NetState) -> NetParameter:

@@ -77,9 +77,8 @@ class ResumeState:
             workers.average_bn_stats()
             number, param = iterations.iter, step.param
             check_params(step.net, number)
-            files = Files(
-                param.snapshot_prefix, number, param.snapshot_format == SolverParameter.HDF5
-            )
+            hdf5 = param.snapshot_format == SolverParameter.HDF5
+            files = Files.of(param.snapshot_prefix, number, hdf5)
             on_host = step.device.on_host
             history = [part for flat in step.history for part in step.params.split(on_host(flat))]
             state = State(number, files.model, history, iterations.current_step)

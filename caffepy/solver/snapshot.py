@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from glob import escape as glob_escape
 from glob import glob
-from itertools import cycle
-from typing import Any
+from itertools import cycle, dropwhile
+from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
@@ -45,37 +45,28 @@ class State:
     current_step: int
 
 
-@dataclass(frozen=True)
-class Files:
-    """The names of one snapshot."""
+class Files(NamedTuple):
+    """The names of one snapshot's files; only caffepy reads the sidecar."""
 
     prefix: str
     iteration: int
-    hdf5: bool = False
+    hdf5: bool
+    model: str
+    state: str
+    sidecar: str
 
-    @property
-    def model(self) -> str:
-        """The weights."""
-        return self._name("caffemodel") + (".h5" if self.hdf5 else "")
-
-    @property
-    def state(self) -> str:
-        """The solver's state."""
-        return self._name("solverstate") + (".h5" if self.hdf5 else "")
-
-    @property
-    def sidecar(self) -> str:
-        """The file that only caffepy reads."""
-        return self._name("caffepystate")
-
-    def _name(self, extension: str) -> str:
-        return f"{self.prefix}_iter_{self.iteration}.{extension}"
+    @classmethod
+    def of(cls, prefix: str, iteration: int, hdf5: bool) -> "Files":
+        """Return the names of the snapshot of an iteration."""
+        stem, end = f"{prefix}_iter_{iteration}", ".h5" if hdf5 else ""
+        model, state = f"{stem}.caffemodel{end}", f"{stem}.solverstate{end}"
+        return cls(prefix, iteration, hdf5, model, state, f"{stem}.caffepystate")
 
     @classmethod
     def of_state(cls, path: str) -> "Files | None":
         """Return the names of the snapshot of a state file; None if it has another kind of name."""
         match = STATE_NAME.search(path)
-        return cls(path[: match.start()], int(match[1]), bool(match[2])) if match else None
+        return cls.of(path[: match.start()], int(match[1]), bool(match[2])) if match else None
 
 
 def write(
@@ -107,14 +98,11 @@ def write(
                 write_state(state, state_file)
                 at_hand = files.sidecar
                 sums = {
-                    "model": {
-                        "name": os.path.basename(files.model),
-                        "sha256": sidecar.checksum(model_file),
-                    },
-                    "state": {
-                        "name": os.path.basename(files.state),
-                        "sha256": sidecar.checksum(state_file),
-                    },
+                    kind: {"name": os.path.basename(name), "sha256": sidecar.checksum(written)}
+                    for kind, name, written in (
+                        ("model", files.model, model_file),
+                        ("state", files.state, state_file),
+                    )
                 }
                 sidecar.write(sidecar_file, {**sums, **more})
                 at_hand = files.model
@@ -129,9 +117,8 @@ def write(
 def _write_binary(state: State, path: str) -> None:
     """Write several messages, which read as one, so that only one blob at a time is copied."""
     with open(path, "wb") as file:
-        file.write(
-            SolverState(iter=state.iteration, learned_net=state.learned_net).SerializeToString()
-        )
+        head = SolverState(iter=state.iteration, learned_net=state.learned_net)
+        file.write(head.SerializeToString())
         for array in state.history:
             file.write(SolverState(history=[binary.array_to_blob(array)]).SerializeToString())
         file.write(SolverState(current_step=state.current_step).SerializeToString())
@@ -141,53 +128,38 @@ def _write_hdf5(state: State, path: str) -> None:
     with new_hdf5(path) as file:
         file["iter"] = np.array([state.iteration], np.int32)
         file["current_step"] = np.array([state.current_step], np.int32)
-        _write_c_string(file, "learned_net", state.learned_net)
+        # A fixed-length string that ends with NUL, as Caffe expects.
+        name = state.learned_net.encode() + b"\0"
+        kind, scalar = h5py.h5t.C_S1.copy(), h5py.h5s.create(h5py.h5s.SCALAR)
+        kind.set_size(len(name))
+        data = h5py.h5d.create(file.id, b"learned_net", kind, scalar)
+        value = np.array(name, dtype=f"S{len(name)}")
+        data.write(h5py.h5s.ALL, h5py.h5s.ALL, value, mtype=kind)
         history = file.create_group("history")
         for i, array in enumerate(state.history):
             history[str(i)] = array
 
 
-def _write_c_string(file: h5py.File, name: str, text: str) -> None:
-    """Write a fixed-length string that ends with NUL, as Caffe expects."""
-    value = np.bytes_(text.encode() + b"\0")
-    kind = h5py.h5t.C_S1.copy()
-    kind.set_size(len(text.encode()) + 1)
-    data = h5py.h5d.create(file.id, name.encode(), kind, h5py.h5s.create(h5py.h5s.SCALAR))
-    data.write(
-        h5py.h5s.ALL, h5py.h5s.ALL, np.array(value, dtype=f"S{len(text.encode()) + 1}"), mtype=kind
-    )
-
-
 def read_state(path: str) -> State:
     """Read a state in either format; ConfigError says what the file is if it is none."""
-    if binary.sniff(path) == "HDF5":
-        return _read_hdf5(path)
-    proto = binary.read_state(path)
-    try:
-        history = [binary.blob_to_array(blob) for blob in proto.history]
-    except ConfigError as error:
-        raise error.at(path) from None
-    return State(proto.iter, proto.learned_net, history, proto.current_step)
-
-
-def _read_hdf5(path: str) -> State:
+    if binary.sniff(path) != "HDF5":
+        proto = binary.read_state(path)
+        try:
+            history = [binary.blob_to_array(blob) for blob in proto.history]
+        except ConfigError as error:
+            raise error.at(path) from None
+        return State(proto.iter, proto.learned_net, history, proto.current_step)
     try:
         with h5py.File(path, "r") as file:
             if "iter" not in file or "history" not in file:
-                hint = (
-                    "; it looks like a caffemodel (weights), did you mean --weights?"
-                    if "data" in file
-                    else ""
-                )
+                weights = "; it looks like a caffemodel (weights), did you mean --weights?"
+                hint = weights if "data" in file else ""
                 raise ConfigError(f"this HDF5 file is not a solver state{hint}", path)
             history = [file["history"][str(i)][()] for i in range(len(file["history"]))]
             learned_net = file["learned_net"][()] if "learned_net" in file else b""
-            return State(
-                int(np.ravel(file["iter"][()])[0]),
-                os.fsdecode(learned_net.rstrip(b"\0")),
-                history,
-                int(np.ravel(file["current_step"][()])[0]) if "current_step" in file else 0,
-            )
+            step = np.ravel(file["current_step"][()])[0] if "current_step" in file else 0
+            iteration = int(np.ravel(file["iter"][()])[0])
+            return State(iteration, os.fsdecode(learned_net.rstrip(b"\0")), history, int(step))
     except CaffeError:
         raise
     except Exception as error:  # h5py fails in many ways on damaged files
@@ -206,8 +178,7 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
     if len(state.history) != len(own):
         raise ConfigError(
             f"Incorrect length of history blobs: {len(state.history)} in the file, {len(own)} in "
-            "this solver of type "
-            f"{kind}; {_what_count_tells(state.history, of_one)}",
+            f"this solver of type {kind}; {_what_count_tells(state.history, of_one)}",
             path,
         )
     for i, (mine, read) in enumerate(zip(own, state.history, strict=True)):
@@ -222,11 +193,10 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
     if wrong:
         kinds = _kinds(rules[kind].histories, negative, len(of_one))
         looks = f"it looks like a state of {kinds}" if kinds else "no solver writes such a state"
+        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
         raise ConfigError(
             f"this is no state of a solver of type {kind}, as this one is: {looks} (negative "
-            "values in history "
-            f"blob {wrong[0]}{f' and {len(wrong) - 1} more' if wrong[1:] else ''}); "
-            f"{_way_out(kinds)}",
+            f"values in history blob {wrong[0]}{more}); {_way_out(kinds)}",
             path,
         )
 
@@ -254,9 +224,9 @@ def _kinds(count: int, negative: Sequence[int], blobs: int) -> str:
     """
     signed = {i // blobs for i in negative}
     kinds = [
-        k
-        for k in rules
-        if rules[k].histories == count and signed.isdisjoint(rules[k].never_negative)
+        kind
+        for kind in rules
+        if rules[kind].histories == count and signed.isdisjoint(rules[kind].never_negative)
     ]
     return " or ".join(filter(None, [", ".join(kinds[:-1]), *kinds[-1:]]))
 
@@ -267,14 +237,9 @@ def _way_out(kinds: str) -> str:
 
 
 def _same_shape(mine: Array, read: Array) -> bool:
-    return mine.size == read.size and _significant(mine.shape) == _significant(read.shape)
-
-
-def _significant(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without its leading ones, which old files add."""
-    while shape[:1] == (1,):
-        shape = shape[1:]
-    return shape
+    """True if the shapes agree but for leading ones, which old files add."""
+    significant = [tuple(dropwhile(lambda n: n == 1, array.shape)) for array in (mine, read)]
+    return mine.size == read.size and significant[0] == significant[1]
 
 
 def find_model(learned_net: str, state_path: str) -> str:
@@ -286,12 +251,8 @@ def find_model(learned_net: str, state_path: str) -> str:
             "this state names no model, so there are no weights to go on with", state_path
         )
     folder = os.path.dirname(state_path)
-    places = [
-        learned_net,
-        os.path.join(folder, learned_net),
-        os.path.join(folder, os.path.basename(learned_net)),
-    ]
-    for place in places:
+    beside = [os.path.join(folder, name) for name in (learned_net, os.path.basename(learned_net))]
+    for place in (learned_net, *beside):
         if os.path.isfile(place):
             if place != learned_net:
                 log.info("%s does not exist; using %s", learned_net, place)
@@ -331,8 +292,7 @@ def verify(content: dict[str, Any], state_path: str, model_path: str) -> None:
         if sidecar.checksum(path) != expected:
             raise ConfigError(
                 "this file was damaged or changed after the snapshot was written; if that is on "
-                "purpose, "
-                "remove the .caffepystate file beside it",
+                "purpose, remove the .caffepystate file beside it",
                 path,
             )
 
@@ -343,10 +303,21 @@ def newest_good(prefix: str) -> str | None:
 
     Damaged ones are skipped, with a line in the log; ConfigError if all are.
     """
-    found = [(files.iteration, os.path.getmtime(path), path) for path, files in _snapshots(prefix)]
+    found = []
+    for path in glob(f"{glob_escape(prefix)}_iter_*.solverstate*"):
+        files = Files.of_state(path)
+        if files and files.prefix == prefix:
+            found.append((files.iteration, os.path.getmtime(path), path))
     for _, _, path in sorted(found, reverse=True):
         try:
-            _check_whole(path)
+            content, state = read_sidecar(path), read_state(path)
+            model = find_model(state.learned_net, path)
+            if content:
+                verify(content, path, model)
+            elif binary.sniff(model) == "HDF5":
+                check_hdf5(model)
+            else:
+                binary.read_net(model)
         except CaffeError as error:
             log.warning("%s cannot be resumed from: %s", path, error)
         else:
@@ -357,22 +328,3 @@ def newest_good(prefix: str) -> str | None:
             "from scratch"
         )
     return None
-
-
-def _snapshots(prefix: str) -> list[tuple[str, Files]]:
-    paths = [
-        (path, Files.of_state(path)) for path in glob(f"{glob_escape(prefix)}_iter_*.solverstate*")
-    ]
-    return [(path, files) for path, files in paths if files and files.prefix == prefix]
-
-
-def _check_whole(path: str) -> None:
-    content = read_sidecar(path)
-    state = read_state(path)
-    model = find_model(state.learned_net, path)
-    if content:
-        verify(content, path, model)
-    elif binary.sniff(model) == "HDF5":
-        check_hdf5(model)
-    else:
-        binary.read_net(model)

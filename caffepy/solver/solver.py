@@ -17,7 +17,7 @@ from caffepy.ops.objects import PhaseTimer
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import format as format_text
-from caffepy.solver.check import check_param
+from caffepy.solver.check import check_layers, check_param, check_prefix, check_snapshots
 from caffepy.solver.faults import saving_what_was_learned, stopping_workers
 from caffepy.solver.iteration import Iterations, due
 from caffepy.solver.nets import (
@@ -27,7 +27,6 @@ from caffepy.solver.nets import (
     finetune,
     net_sources,
 )
-from caffepy.solver.preflight import check_layers, check_prefix, check_snapshots
 from caffepy.solver.resume_state import ResumeState
 from caffepy.solver.signals import Action
 from caffepy.solver.step import Callback, Step, Synchronizer

@@ -32,56 +32,35 @@ def _no_problems(param: SolverParameter) -> Iterator[tuple[str, str]]:
     yield from ()
 
 
-def _no_correction(param: SolverParameter, iteration: int) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class Rule:
-    """An update rule and the number of its history arrays.
+    """An update rule: the function of `caffepy.ops`, the number of its history arrays, and the
+    fields of the solver that it takes.
 
     `problems` returns wrong settings (field, reason), `never_negative` lists the histories that sum
-    or average squares, `correction` is the bias correction of an iteration.
+    or average squares. With `corrected` the function takes Adam's bias correction, too.
     """
 
+    function: str
     histories: int
-    apply: Callable[[Ops, Update], None]
+    fields: tuple[str, ...]
     problems: Callable[[SolverParameter], Iterator[tuple[str, str]]] = _no_problems
     never_negative: tuple[int, ...] = ()
-    correction: Callable[[SolverParameter, int], float] = _no_correction
+    corrected: bool = False
 
+    def apply(self, ops: Ops, u: Update) -> None:
+        """Update w and history in place."""
+        settings = [getattr(u.param, field) for field in self.fields]
+        if self.corrected:
+            settings.append(u.correction)
+        getattr(ops, self.function)(u.w, u.g, *u.history, u.segments, *settings)
 
-def _sgd(ops: Ops, u: Update) -> None:
-    ops.sgd_update(u.w, u.g, u.history[0], u.segments, u.param.momentum)
-
-
-def _nesterov(ops: Ops, u: Update) -> None:
-    ops.nesterov_update(u.w, u.g, u.history[0], u.segments, u.param.momentum)
-
-
-def _adagrad(ops: Ops, u: Update) -> None:
-    ops.adagrad_update(u.w, u.g, u.history[0], u.segments, u.param.delta)
-
-
-def _rmsprop(ops: Ops, u: Update) -> None:
-    ops.rmsprop_update(u.w, u.g, u.history[0], u.segments, u.param.rms_decay, u.param.delta)
-
-
-def _adadelta(ops: Ops, u: Update) -> None:
-    h, v = u.history
-    ops.adadelta_update(u.w, u.g, h, v, u.segments, u.param.momentum, u.param.delta)
-
-
-def _adam(ops: Ops, u: Update) -> None:
-    m, v = u.history
-    p = u.param
-    ops.adam_update(u.w, u.g, m, v, u.segments, p.momentum, p.momentum2, p.delta, u.correction)
-
-
-def _adam_correction(param: SolverParameter, iteration: int) -> float:
-    """Return Adam's bias correction, sqrt(1 - b2^t) / (1 - b1^t), t = iteration + 1."""
-    t = iteration + 1
-    return float(sqrt(1 - param.momentum2**t) / (1 - param.momentum**t))
+    def correction(self, param: SolverParameter, iteration: int) -> float:
+        """Return the bias correction, sqrt(1 - b2^t) / (1 - b1^t), t = iteration + 1, or 1."""
+        t = iteration + 1
+        if not self.corrected:
+            return 1.0
+        return float(sqrt(1 - param.momentum2**t) / (1 - param.momentum**t))
 
 
 def _without_momentum(param: SolverParameter) -> Iterator[tuple[str, str]]:
@@ -99,9 +78,20 @@ def _means_below_one(param: SolverParameter) -> Iterator[tuple[str, str]]:
 
 
 rules: Registry[Rule] = Registry("solver type")
-rules("SGD")(Rule(1, _sgd))
-rules("Nesterov")(Rule(1, _nesterov))
-rules("AdaGrad")(Rule(1, _adagrad, _without_momentum, never_negative=(0,)))
-rules("RMSProp")(Rule(1, _rmsprop, _without_momentum, never_negative=(0,)))
-rules("AdaDelta")(Rule(2, _adadelta, never_negative=(0, 1)))
-rules("Adam")(Rule(2, _adam, _means_below_one, never_negative=(1,), correction=_adam_correction))
+rules("SGD")(Rule("sgd_update", 1, ("momentum",)))
+rules("Nesterov")(Rule("nesterov_update", 1, ("momentum",)))
+rules("AdaGrad")(Rule("adagrad_update", 1, ("delta",), _without_momentum, never_negative=(0,)))
+rules("RMSProp")(
+    Rule("rmsprop_update", 1, ("rms_decay", "delta"), _without_momentum, never_negative=(0,))
+)
+rules("AdaDelta")(Rule("adadelta_update", 2, ("momentum", "delta"), never_negative=(0, 1)))
+rules("Adam")(
+    Rule(
+        "adam_update",
+        2,
+        ("momentum", "momentum2", "delta"),
+        _means_below_one,
+        never_negative=(1,),
+        corrected=True,
+    )
+)

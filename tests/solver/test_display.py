@@ -1,4 +1,4 @@
-from caffepy.solver.smoothed_loss import LossWindow
+from caffepy.solver.display import LossWindow
 
 
 def smoothed(window: LossWindow, losses: list[float], start: int) -> list[float]:
