@@ -1,16 +1,63 @@
-"""pycaffe's Classifier: class scores of images."""
+"""pycaffe's Classifier: class scores of images; and what it has in common with a Detector."""
 
+import os
 from collections.abc import Sequence
 
 import numpy as np
 
+from caffepy.core.errors import ConfigError
 from caffepy.core.paths import AnyPath
+from caffepy.proto.caffe_pb2 import TEST
 from caffepy.pycaffe import io
-from caffepy.pycaffe.image_net import ImageNet
-from caffepy.pycaffe.io import Array
+from caffepy.pycaffe.io import Array, Transformer
+from caffepy.pycaffe.net import Net
 
 CROPS = 10
 """Crops of an image that `oversample` takes."""
+
+
+class ImageNet(Net):
+    """A net in the TEST phase whose first input takes images; its `transformer` prepares them.
+
+    `mean` (one number a channel, or an image), `input_scale`, `raw_scale` and `channel_swap` are
+    the transformer's; images are (H, W, K). Without `pretrained_file` the fillers set the weights.
+    """
+
+    def __init__(
+        self,
+        model_file: AnyPath,
+        pretrained_file: AnyPath | None,
+        mean: Array | None = None,
+        input_scale: float | None = None,
+        raw_scale: float | None = None,
+        channel_swap: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(model_file, TEST, weights=pretrained_file)
+        blob = self.blobs[self.inputs[0]] if self.inputs else None
+        if blob is None or len(blob.shape) != 4:
+            has = "no inputs" if blob is None else f"{self.inputs[0]} of {blob!r}"
+            raise ConfigError(
+                "a net with an input of shape (N, C, H, W) is needed, a deploy net; this one has "
+                f"{has}",
+                os.fsdecode(model_file),
+            )
+        in_ = self.inputs[0]
+        self.transformer = Transformer({in_: blob.shape})
+        self.transformer.set_transpose(in_, (2, 0, 1))
+        if mean is not None:
+            self.transformer.set_mean(in_, mean)
+        if input_scale is not None:
+            self.transformer.set_input_scale(in_, input_scale)
+        if raw_scale is not None:
+            self.transformer.set_raw_scale(in_, raw_scale)
+        if channel_swap is not None:
+            self.transformer.set_channel_swap(in_, channel_swap)
+
+    def _scores(self, images: Sequence[Array]) -> Array:
+        """Return the first output for images (H, W, K), prepared and run in batches."""
+        in_ = self.inputs[0]
+        prepared = np.stack([self.transformer.preprocess(in_, image) for image in images])
+        return self.forward_all(None, **{in_: prepared})[self.outputs[0]]
 
 
 class Classifier(ImageNet):
@@ -32,13 +79,11 @@ class Classifier(ImageNet):
     ) -> None:
         super().__init__(model_file, pretrained_file, mean, input_scale, raw_scale, channel_swap)
         self.crop_dims = np.array(self.blobs[self.inputs[0]].shape[2:])
-        self.image_dims = (
-            self.crop_dims if image_dims is None or not len(image_dims) else image_dims
-        )
+        given = image_dims is not None and len(image_dims)
+        self.image_dims = image_dims if given else self.crop_dims
 
     def predict(self, inputs: Sequence[Array], oversample: bool = True) -> Array:
-        """Return the first output, (N, classes), for N images (H, W, K) as `caffe.io.load_image`
-        reads them.
+        """Return the first output, (N, classes), for N images (H, W, K) of `caffe.io.load_image`.
 
         It is the mean over ten crops (corners, centre, and their mirror images), or that of the
         centre without `oversample`.

@@ -17,22 +17,8 @@ from caffepy.pycaffe.net_spec import Function, Top, layers
 CoordMap = tuple[int | None, Any, Any]
 
 PASS_THROUGH_LAYERS = [
-    *(
-        "AbsVal",
-        "BatchNorm",
-        "Bias",
-        "BNLL",
-        "Dropout",
-        "Eltwise",
-        "ELU",
-        "Log",
-        "LRN",
-        "Exp",
-        "MVN",
-        "Power",
-        "ReLU",
-    ),
-    *("PReLU", "Scale", "Sigmoid", "Split", "TanH", "Threshold"),
+    *("AbsVal", "BatchNorm", "Bias", "BNLL", "Dropout", "Eltwise", "ELU", "Log", "LRN", "Exp"),
+    *("MVN", "Power", "ReLU", "PReLU", "Scale", "Sigmoid", "Split", "TanH", "Threshold"),
 ]
 BY_AXIS = {f"{name}_{axis}" for name in ("kernel", "stride", "pad") for axis in "hw"}
 IDENTITY: CoordMap = None, 1, 0
@@ -47,8 +33,7 @@ class AxisMismatchException(Exception):  # noqa: N818 # Caffe's name
 
 
 def conv_params(fn: Function) -> tuple[int, NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return axis, stride, size of the dilated kernel, and padding of a Convolution, Deconvolution,
-    Pooling or Im2col.
+    """Return axis, stride, size of the dilated kernel, and padding of a layer with windows.
 
     AssertionError for sizes by axis (kernel_h, ...), UndefinedMapException without a kernel_size.
     """
@@ -85,20 +70,15 @@ def coord_map(fn: Function) -> CoordMap:
         return axis, stride, (size - 1) / 2 - pad
     if fn.type_name == "Crop":
         axis, offset = crop_params(fn)
-        return (
-            axis - 1,
-            1,
-            -offset,
-        )  # a map's axis is the last without positions, a Crop's the first with them
+        # a map's axis is the last without positions, a Crop's the first with them
+        return axis - 1, 1, -offset
     if fn.type_name in PASS_THROUGH_LAYERS:
         return IDENTITY
     raise UndefinedMapException(f"{fn.type_name} has no map of positions")
 
 
 def compose(base_map: CoordMap, next_map: CoordMap) -> CoordMap:
-    """Return `base_map` applied to `next_map`: a1*(a2*x + b2) + b1; AxisMismatchException if axes
-    differ.
-    """
+    """Return a1*(a2*x + b2) + b1 of these two maps; AxisMismatchException if their axes differ."""
     axis1, a1, b1 = base_map
     axis2, a2, b2 = next_map
     if axis1 is not None and axis2 is not None and axis1 != axis2:
@@ -127,8 +107,7 @@ def coord_map_from_to(top_from: Top, top_to: Top) -> CoordMap:
 
 
 def _maps_to(top: Top) -> Iterator[tuple[Top, CoordMap]]:
-    """Return the top itself and all blobs that it is computed from, each with its map to the
-    top."""
+    """Yield the top itself and all blobs that it is computed from, each with its map to the top."""
     waiting: list[tuple[Top, CoordMap]] = [(top, IDENTITY)]
     seen = set()
     while waiting:

@@ -1,5 +1,4 @@
-"""pycaffe's Detector: class scores of windows of images, as R-CNN does it (Girshick et al.
-2014)."""
+"""pycaffe's Detector: class scores of windows of images (R-CNN, Girshick et al. 2014)."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ import numpy as np
 from caffepy.core.errors import ConfigError
 from caffepy.core.paths import AnyPath
 from caffepy.pycaffe import io
-from caffepy.pycaffe.image_net import ImageNet
+from caffepy.pycaffe.classifier import ImageNet
 from caffepy.pycaffe.io import Array
 
 Window = Sequence[float] | Array
@@ -56,39 +55,34 @@ class Detector(ImageNet):
         if mean is not None:  # as an image lies before it is prepared
             swap = self.transformer.channel_swap.get(in_)
             unswapped = mean if swap is None else mean[np.argsort(swap)]
-            self.crop_mean += unswapped.transpose(1, 2, 0) / (
-                self.transformer.raw_scale.get(in_) or 1
-            )
+            scale = self.transformer.raw_scale.get(in_) or 1
+            self.crop_mean += unswapped.transpose(1, 2, 0) / scale
 
     def detect_windows(
         self, images_windows: Iterable[tuple[str, Sequence[Window]]]
     ) -> list[dict[str, Any]]:
-        """Return the first output for each window (ymin, xmin, ymax, xmax) of each image file:
-        dicts with `window`, `prediction`, `filename`.
+        """Return a dict with `window`, `filename` and `prediction`, the first output, for each
+        window (ymin, xmin, ymax, xmax) of each image file.
         """
-        found = []
+        found: list[dict[str, Any]] = []
         crops = []
         for filename, windows in images_windows:
             image = io.load_image(filename)
             for window in windows:
                 crops.append(self.crop(image, window))
                 found.append({"window": window, "filename": filename})
-        if not crops:
-            return []
-        scores = self._scores(crops)
-        return [{**what, "prediction": score} for what, score in zip(found, scores, strict=True)]
+        for what, score in zip(found, self._scores(crops) if crops else (), strict=True):
+            what["prediction"] = score
+        return found
 
     def detect_selective_search(self, image_fnames: Iterable[str]) -> list[dict[str, Any]]:
-        """Run `detect_windows` on the proposals of selective search, by the Python package that
-        calls it in MATLAB.
-        """
+        """Run `detect_windows` on the proposals of selective search, by the package for MATLAB."""
         try:
             search = import_module(SELECTIVE_SEARCH)
         except ImportError:
             raise ConfigError(
-                f"selective search needs the package {SELECTIVE_SEARCH} (and MATLAB), which "
-                f"cannot be imported; find "
-                "windows by other means and give them to detect_windows"
+                f"selective search needs the package {SELECTIVE_SEARCH} (and MATLAB), which cannot "
+                "be imported; find windows by other means and give them to detect_windows"
             ) from None
         names = [os.path.abspath(name) for name in image_fnames]
         windows = search.get_windows(names, cmd="selective_search_rcnn")
@@ -107,12 +101,9 @@ class Detector(ImageNet):
                     f"window {y0, x0, y1, x1} is empty in an image of {im.shape[0]}x{im.shape[1]}"
                 )
             return part
-        rows, (above, height) = _with_context(
-            y0, y1, im.shape[0], int(self.crop_dims[0]), self.context_pad
-        )
-        columns, (left, width) = _with_context(
-            x0, x1, im.shape[1], int(self.crop_dims[1]), self.context_pad
-        )
+        (net_height, net_width, _), pad = map(int, self.crop_dims), self.context_pad
+        rows, (above, height) = _with_context(y0, y1, im.shape[0], net_height, pad)
+        columns, (left, width) = _with_context(x0, x1, im.shape[1], net_width, pad)
         shown = self.crop_mean.copy()
         part = im[rows, columns]
         if not part.size or min(height, width) <= 0:
@@ -126,8 +117,8 @@ class Detector(ImageNet):
 def _with_context(
     low: int, high: int, length: int, size: int, pad: int
 ) -> tuple[slice, tuple[int, int]]:
-    """Return, along one axis, the part of an image of `length` that is shown, and where (first
-    pixel, number) in `size` pixels.
+    """Return, along one axis, the part of an image of `length` that is shown, and its place
+    (first pixel, number) in `size` pixels.
     """
     half = (high - low + 1) / 2
     reach = size / (size - 2 * pad) * half

@@ -1,9 +1,7 @@
-"""pycaffe's `caffe.io`: images as arrays (H, W, K) and as nets take them (C, H, W), blob and datum
-messages.
-"""
+"""pycaffe's `caffe.io`: images (H, W, K) and as nets take them (C, H, W), blobs and datums."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -19,12 +17,8 @@ GREY = 0.2125, 0.7154, 0.0721
 """Weights of red, green and blue in a grey pixel, as in scikit-image (ITU-R BT.709)."""
 
 
-# blobs and datums
-
-
 def blobproto_to_array(blob: caffe_pb2.BlobProto, return_diff: bool = False) -> Array:
-    """Return the values (or diffs) of a blob message, float64; 4-D if it has the old fields num,
-    channels, ...
+    """Return the values (or diffs) of a blob message, float64; 4-D if it has num, channels, ...
 
     ValueError if the shape does not fit the number of values.
     """
@@ -48,9 +42,8 @@ def array_to_blobproto(arr: ArrayLike, diff: ArrayLike | None = None) -> caffe_p
 
 def arraylist_to_blobprotovector_str(arraylist: Iterable[ArrayLike]) -> bytes:
     """Return a serialized BlobProtoVector of these arrays."""
-    return caffe_pb2.BlobProtoVector(
-        blobs=[array_to_blobproto(arr) for arr in arraylist]
-    ).SerializeToString()
+    blobs = map(array_to_blobproto, arraylist)
+    return caffe_pb2.BlobProtoVector(blobs=blobs).SerializeToString()
 
 
 def blobprotovector_str_to_arraylist(str: bytes) -> list[Array]:
@@ -91,9 +84,6 @@ def datum_to_array(datum: caffe_pb2.Datum) -> Array:
     return np.array(datum.float_data, np.float64).reshape(shape)
 
 
-# images
-
-
 def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
     """Read an image file as float32 in [0, 1], RGB (H, W, 3) or, without `color`, grey (H, W, 1).
 
@@ -115,9 +105,8 @@ def load_image(filename: AnyPath | BinaryIO, color: bool = True) -> Array:
     if image is None:
         raise DataError(f"{name}: not an image that can be decoded ({len(content)} bytes)")
     scale = 1.0 / (2 ** (8 * image.dtype.itemsize) - 1) if image.dtype.kind == "u" else 1.0
-    pixels = np.atleast_3d(image)[..., 2::-1] * np.float64(
-        scale
-    )  # BGR(A) -> RGB; a single channel stays
+    # BGR(A) -> RGB; a single channel stays
+    pixels = np.atleast_3d(image)[..., 2::-1] * np.float64(scale)
     if color:
         return np.broadcast_to(pixels, (*pixels.shape[:2], 3)).astype(np.float32)
     return (pixels @ GREY if pixels.shape[2] == 3 else pixels[..., 0]).astype(np.float32)[..., None]
@@ -137,41 +126,44 @@ def resize_image(im: Array, new_dims: Sequence[int] | Array, interp_order: int =
         raise ValueError(f"an image has axes (H, W, K), not shape {im.shape}")
     height, width = (int(size) for size in new_dims)
     if im.shape[2] not in (1, 3):
-        return _interpolated(im, (height, width), interp_order, _between_middles).astype(np.float32)
+        return _interpolated(im, (height, width), interp_order, False).astype(np.float32)
     low, high = im.min(), im.max()
     if low == high:
         return np.full((height, width, im.shape[2]), low, np.float32)
     normal = (im - low) / (high - low)
-    resized = _interpolated(normal, (height, width), interp_order, _between_corners).clip(0, 1)
+    resized = _interpolated(normal, (height, width), interp_order, True).clip(0, 1)
     resized *= high - low
     resized += low
     return resized.astype(np.float32)
 
 
-def _between_corners(n: int, size: int) -> Array:
-    """Return the positions of `size` pixels in a row of `n` pixels of the same length."""
-    return np.asarray((np.arange(size) + 0.5) * (n / size) - 0.5)
+def _interpolated(im: Array, dims: tuple[int, int], order: int, by_corners: bool) -> Array:
+    """Return an image in another height and width, float64; 0 beyond its edges.
 
-
-def _between_middles(n: int, size: int) -> Array:
-    """Return the positions of `size` pixels in a row of `n` if the first and last pixels
-    coincide."""
-    return np.arange(size) * ((n - 1) / max(size - 1, 1))
-
-
-def _interpolated(
-    im: Array, dims: tuple[int, int], order: int, places: Callable[[int, int], Array]
-) -> Array:
-    """Return the values of `im` at `places` of both axes, float64; 0 beyond its edges."""
+    The corners of the image stay where they are, or the centres of its corner pixels.
+    """
     if order > 1:
-        return _spline(im, dims, order, places is _between_corners)
-    y, x = (places(n, size) for n, size in zip(im.shape[:2], dims, strict=True))
+        try:
+            from scipy import ndimage
+        except ImportError:
+            raise CaffeError(
+                f"interpolation of order {order} needs SciPy: install it (pip install scipy), or "
+                f"take order 0 or 1"
+            ) from None
+        factors = dims[0] / im.shape[0], dims[1] / im.shape[1], 1
+        mode = "grid-constant" if by_corners else "constant"
+        zoomed = ndimage.zoom(im, factors, np.float64, order, mode, grid_mode=by_corners)
+        return np.asarray(zoomed)
+    places = [
+        (np.arange(size) + 0.5) * (n / size) - 0.5
+        if by_corners
+        else np.arange(size) * ((n - 1) / max(size - 1, 1))
+        for n, size in zip(im.shape[:2], dims, strict=True)
+    ]
     if order == 0:
-        nearest: Array = im[np.floor(y + 0.5).astype(int)][:, np.floor(x + 0.5).astype(int)].astype(
-            np.float64
-        )
-        return nearest
-    (rows, down), (columns, across) = _taps(y, im.shape[0]), _taps(x, im.shape[1])
+        y, x = (np.floor(place + 0.5).astype(int) for place in places)
+        return np.asarray(im[y][:, x], np.float64)
+    (rows, down), (columns, across) = map(_taps, places, im.shape[:2])
     values = np.zeros((*dims, im.shape[2]))
     for row, share in zip(rows, down[..., np.newaxis, np.newaxis], strict=True):
         lines = im[row] * share  # rows before columns, and sums in this order: SciPy's bits
@@ -189,20 +181,6 @@ def _taps(places: Array, n: int) -> tuple[Array, Array]:
     share = np.stack([1 - (places - first), places - first])
     share[(index < 0) | (index >= n)] = 0
     return index.clip(0, n - 1), share
-
-
-def _spline(im: Array, dims: tuple[int, int], order: int, by_corners: bool) -> Array:
-    try:
-        from scipy import ndimage
-    except ImportError:
-        raise CaffeError(
-            f"interpolation of order {order} needs SciPy: install it (pip install scipy), or "
-            f"take order 0 or 1"
-        ) from None
-    factors = dims[0] / im.shape[0], dims[1] / im.shape[1], 1
-    mode = "grid-constant" if by_corners else "constant"
-    zoomed = ndimage.zoom(im, factors, np.float64, order, mode, grid_mode=by_corners)
-    return np.asarray(zoomed)
 
 
 def oversample(images: Sequence[Array], crop_dims: Sequence[int]) -> Array:
@@ -249,9 +227,7 @@ class Transformer:
         return tuple(int(size) for size in self.inputs[in_])
 
     def preprocess(self, in_: str, data: ArrayLike) -> Array:
-        """Return an image (H, W, K) as input `in_` takes it, float32; the image itself does not
-        change.
-        """
+        """Return an image (H, W, K) as input `in_` takes it, a new array of float32."""
         shape = self._shape(in_)
         image = np.array(data, np.float32)
         if image.shape[:2] != shape[2:]:
@@ -308,16 +284,12 @@ class Transformer:
         self.channel_swap[in_] = order
 
     def set_raw_scale(self, in_: str, scale: float) -> None:
-        """Set the factor before the mean is subtracted: 255 for images in [0, 1] and means in [0,
-        255].
-        """
+        """Set the factor before the mean: 255 for images in [0, 1] and means in [0, 255]."""
         self._shape(in_)
         self.raw_scale[in_] = scale
 
     def set_mean(self, in_: str, mean: ArrayLike) -> None:
-        """Set the mean to subtract: a number a channel, or an image (C, H, W), which is resized to
-        the input.
-        """
+        """Set the mean to subtract: a number a channel, or an image (C, H, W), which is resized."""
         _, channels, *dims = self._shape(in_)
         mean = np.asarray(mean)
         if mean.ndim == 1:
