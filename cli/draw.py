@@ -58,9 +58,10 @@ def draw(
     if (synthetic or image) and not shapes:
         raise click.UsageError("--synthetic and --image are for --shapes.")
     from caffepy.proto.text import read_net
-    from caffepy.pycaffe.draw import draw_net_to_file, extension, shapes_of
+    from caffepy.pycaffe.draw import FORMATS, draw_net_to_file, shapes_of
+    from caffepy.report.text import extension_of
 
-    extension(out)
+    extension_of(out, FORMATS)
     definition = options.find_definition(net, "train_val")
     param = read_net(definition.path)
     known = None

@@ -2,7 +2,7 @@
 
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from caffepy.core.errors import UsageError
@@ -20,10 +20,11 @@ from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
 from caffepy.net.build import filter_state
 from caffepy.proto.caffe_pb2 import TEST, TRAIN, LayerParameter, NetParameter, PoolingParameter
+from caffepy.report.text import extension_of
 
 TEXT = ("dot", "gv")
 SIMPLE = ("svg", "png", "jpg")
-PICTURES = ("png", "svg", "pdf", "jpg", "gif", "eps", "ps")
+FORMATS = ("png", "svg", "pdf", "jpg", "gif", "eps", "ps", *TEXT)
 
 LAYER = "#6495ED"
 IN_PLACE = "box", "#90EE90"
@@ -44,8 +45,7 @@ def get_pydot_graph(
     phase: int | None = None,
     display_lrm: bool = False,
 ) -> Any:
-    """Return the graph as an object of pydot, for scripts that change it; for the arguments see
-    `dot_text`.
+    """Return the graph of `dot_text` as an object of pydot, for scripts that change it.
 
     UsageError if pydot is not installed; nothing else here needs it.
     """
@@ -55,9 +55,8 @@ def get_pydot_graph(
         raise UsageError(
             "a graph of pydot needs pydot: pip install pydot; dot_text gives the same as text"
         ) from None
-    graphs = pydot.graph_from_dot_data(
-        dot_text(caffe_net, rankdir, label_edges, phase, display_lrm)
-    )
+    text = dot_text(caffe_net, rankdir, label_edges, phase, display_lrm)
+    graphs = pydot.graph_from_dot_data(text)
     assert graphs, "pydot reads what dot_text writes"
     return graphs[0]
 
@@ -74,7 +73,8 @@ def draw_net_to_file(
 
     UsageError for an unknown extension, or for a format that needs graphviz if it is not installed.
     """
-    content = draw_net(net, rankdir, extension(filename), phase, display_lrm, shapes)
+    ext = extension_of(filename, FORMATS)
+    content = draw_net(net, rankdir, ext, phase, display_lrm, shapes)
     with written(filename) as temporary, open(temporary, "wb") as file:
         file.write(content)
 
@@ -87,8 +87,7 @@ def draw_net(
     display_lrm: bool = False,
     shapes: Shapes | None = None,
 ) -> bytes:
-    """Return the content of a picture file of the format `ext`; see `dot_text` for the other
-    arguments.
+    """Return a picture of the graph of `dot_text` as the content of a file of the format `ext`.
 
     SVG, PNG and JPEG are drawn by graphviz if it is installed, else in a simpler way; other formats
     are a UsageError without it.
@@ -98,16 +97,20 @@ def draw_net(
         return _dot(graph).encode()
     if ext in SIMPLE and shutil.which("dot") is None:
         return svg(graph).encode() if ext == "svg" else encoded(graph, ext)
-    return _rendered(_dot(graph), ext)
-
-
-def extension(filename: str) -> str:
-    """Return the format of a file name; UsageError if it is unknown."""
-    ext = filename.rpartition(".")[2].lower()
-    if ext not in TEXT + PICTURES:
-        known = ", ".join(f".{name}" for name in PICTURES + TEXT)
-        raise UsageError(f'the extension of "{filename}" must tell the format: {known}')
-    return ext
+    try:
+        done = subprocess.run(
+            ["dot", f"-T{ext}"], input=_dot(graph).encode(), capture_output=True, check=False
+        )
+    except OSError:
+        raise UsageError(
+            f'pictures in {ext.upper()} are drawn by graphviz, whose program "dot" was not found: '
+            "install graphviz (apt-get install graphviz, brew install graphviz, conda install "
+            "graphviz), or draw to a .png or .svg file"
+        ) from None
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip()
+        raise UsageError(f"graphviz could not draw {ext.upper()}: {said}")
+    return done.stdout
 
 
 def dot_text(
@@ -182,7 +185,10 @@ def _graph(
     blobs: dict[str, Node] = {}
     for i, layer in enumerate(net.layer):
         name = f"layer {i} {layer.name}"
-        graph.nodes[name] = Node(layer_label(layer, beside, display_lrm), *_style(layer))
+        style = "box", COLOURS.get(layer.type, LAYER)
+        if len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]:
+            style = IN_PLACE
+        graph.nodes[name] = Node(layer_label(layer, beside, display_lrm), *style)
         blobs.update((f"blob {blob}", Node(blob, *BLOB)) for blob in (*layer.bottom, *layer.top))
         graph.edges += [(f"blob {blob}", name, "") for blob in layer.bottom]
         labels = [edge_label(layer) if label_edges else ""] * len(layer.top)
@@ -197,88 +203,48 @@ def _graph(
 
 def _dot(graph: Graph) -> str:
     lines = [f"rankdir={graph.rankdir};"]
-    lines += [_node(name, node) for name, node in graph.nodes.items()]
-    lines += [_edge(*edge) for edge in graph.edges]
+    for name, (label, shape, colour) in graph.nodes.items():
+        style = {"label": label, "shape": shape, "style": "filled", "fillcolor": colour}
+        attributes = ", ".join(f"{key}={_quoted(value)}" for key, value in style.items())
+        lines.append(f"{_quoted(name)} [{attributes}];")
+    for start, end, label in graph.edges:
+        labelled = f" [label={_quoted(label)}]" if label else ""
+        lines.append(f"{_quoted(start)} -> {_quoted(end)}{labelled};")
     return f"digraph {_quoted(graph.name)} {{\n" + "".join(f"  {line}\n" for line in lines) + "}\n"
 
 
 def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool = False) -> str:
     """Return name, type and sizes of a layer, one line each, or all in one line if `beside`."""
-    lines = [layer.name, f"({_type(layer)})", *_sizes(layer)]
+    kind = layer.type
+    if layer.HasField("pooling_param"):
+        kind = f"{PoolingParameter.PoolMethod.Name(layer.pooling_param.pool)} Pooling"
+    elif layer.HasField("python_param"):
+        kind = f"Python {layer.python_param.layer}"
+    lines = [layer.name, f"({kind})"]
+    if has_windows(layer):
+        for name in ("kernel_size", "stride", "pad"):
+            lines.append(f"{name.replace('_', ' ')}: {window_size(layer, name)}")
+    elif layer.HasField("pooling_param"):
+        lines.append("global")
+    if is_convolution(layer):
+        sizes = {name: window_size(layer, name) for name in ("dilation", "group")}
+        lines += [f"{name}: {size}" for name, size in sizes.items() if size != "1"]
+    outputs = num_output(layer)
+    if outputs is not None:
+        lines.append(f"outputs: {outputs}")
     if display_lrm and layer.param:
         lines.append("lr mult: " + ", ".join(f"{spec.lr_mult:g}" for spec in layer.param))
     return (" " if beside else "\n").join(lines)
 
 
 def edge_label(layer: LayerParameter) -> str:
-    """Return the label of a layer's outgoing arrows: the batch size of data, the number of
-    outputs."""
+    """Return the label of a layer's outgoing arrows: batch size of data, or number of outputs."""
     size, outputs = batch_size(layer), num_output(layer)
     if size is not None:
         return f"Batch {size}"
     return "" if outputs is None else f"{outputs}"
 
 
-def _style(layer: LayerParameter) -> tuple[str, str]:
-    if len(layer.bottom) == len(layer.top) == 1 and layer.bottom[0] == layer.top[0]:
-        return IN_PLACE
-    return "box", COLOURS.get(layer.type, LAYER)
-
-
-def _type(layer: LayerParameter) -> str:
-    if layer.HasField("pooling_param"):
-        return f"{PoolingParameter.PoolMethod.Name(layer.pooling_param.pool)} Pooling"
-    if layer.HasField("python_param"):
-        return f"Python {layer.python_param.layer}"
-    return layer.type
-
-
-def _sizes(layer: LayerParameter) -> Iterator[str]:
-    """Yield lines with kernel, stride, padding and outputs, of the layers that have them."""
-    if has_windows(layer):
-        for name in ("kernel_size", "stride", "pad"):
-            yield f"{name.replace('_', ' ')}: {window_size(layer, name)}"
-    elif layer.HasField("pooling_param"):
-        yield "global"
-    if is_convolution(layer):
-        for name in ("dilation", "group"):
-            size = window_size(layer, name)
-            if size != "1":
-                yield f"{name}: {size}"
-    outputs = num_output(layer)
-    if outputs is not None:
-        yield f"outputs: {outputs}"
-
-
-def _node(name: str, node: Node) -> str:
-    style = {"label": node.label, "shape": node.shape, "style": "filled", "fillcolor": node.colour}
-    attributes = ", ".join(f"{key}={_quoted(value)}" for key, value in style.items())
-    return f"{_quoted(name)} [{attributes}];"
-
-
-def _edge(start: str, end: str, label: str = "") -> str:
-    return f"{_quoted(start)} -> {_quoted(end)}" + (f" [label={_quoted(label)}];" if label else ";")
-
-
 def _quoted(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
-
-
-def _rendered(text: str, ext: str) -> bytes:
-    try:
-        done = subprocess.run(
-            ["dot", f"-T{ext}"], input=text.encode(), capture_output=True, check=False
-        )
-    except OSError:
-        raise UsageError(
-            f'pictures in {ext.upper()} are drawn by graphviz, whose program "dot" was not '
-            f"found: install graphviz "
-            "(apt-get install graphviz, brew install graphviz, conda install graphviz), or "
-            "draw to a .png or .svg file"
-        ) from None
-    if done.returncode:
-        raise UsageError(
-            f"graphviz could not draw {ext.upper()}: {done.stderr.decode(errors='replace').strip()}"
-        )
-    return done.stdout

@@ -24,8 +24,7 @@ def has_nccl() -> bool:
 
 
 class NCCL:
-    """Keeps the `caffe.solver_count()` solvers that have one `uid` in step; this one has the rank
-    `caffe.solver_rank()`.
+    """Keeps the `caffe.solver_count()` solvers of one `uid` in step; `caffe.solver_rank()` is this.
 
     They are in other processes after `caffe.set_multiprocess(True)`, else in other threads of this
     one. All make their NCCL at about the same time, then call `bcast`. Data layers that read files
@@ -48,10 +47,12 @@ class NCCL:
                 f"solver rank {rank} of {count}: caffe.set_solver_count and set_solver_rank go "
                 "before this"
             )
-        group = _Processes(count) if mode.multiprocess() else _threads(uid, count)
-        self.synchronizer = NcclSync(
-            group, rank, lambda value: [value], flat_params(solver._solver), uid
-        )
+        group: RankGroup = _Processes(count)
+        if not mode.multiprocess():
+            with _lock:
+                group = _groups.setdefault(uid, RankGroup(count))
+        params = flat_params(solver._solver)
+        self.synchronizer = NcclSync(group, rank, lambda value: [value], params, uid)
         group.phase = "idle"
         take_turns(solver._solver.net, rank, count, begun=solver.iter > 0)
 
@@ -82,8 +83,7 @@ class NCCL:
 
 
 def _check() -> None:
-    reason_unavailable = reason_nccl_unavailable(gpu=True)
-    if reason_unavailable:
+    if reason_unavailable := reason_nccl_unavailable(gpu=True):
         raise DeviceError(reason_unavailable)
 
 
@@ -92,12 +92,6 @@ class _Processes(RankGroup):
 
     def barrier(self, rank: int, name: str = "") -> None:
         """Do nothing."""
-
-
-def _threads(uid: bytes, count: int) -> RankGroup:
-    """Return the group of the threads that have this uid."""
-    with _lock:
-        return _groups.setdefault(uid, RankGroup(count))
 
 
 def take_turns(net: Net, rank: int, count: int, begun: bool = False) -> None:

@@ -100,9 +100,8 @@ class Net:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
-            "a net can be neither copied nor pickled: build another one and let it "
-            "share_with this one, or copy_from "
-            "what this one has saved"
+            "a net can be neither copied nor pickled: build another one and let it share_with this "
+            "one, or copy_from what this one has saved"
         )
 
     @classmethod
@@ -115,9 +114,10 @@ class Net:
     def _attach(self, inner: Inner) -> None:
         self._net = inner
         self._by_name = OrderedDict((name, wrap(blob)) for name, blob in inner.blobs.items())
-        pairs = list(zip(inner.layer_names, inner.layers, strict=True))
         self._params = OrderedDict(
-            (name, BlobVec(layer.blobs, layer.dtype)) for name, layer in pairs if layer.blobs
+            (name, BlobVec(layer.blobs, layer.dtype))
+            for name, layer in zip(inner.layer_names, inner.layers, strict=True)
+            if layer.blobs
         )
         self._layers = [
             layer.instance if isinstance(layer, Python) else Layer(layer) for layer in inner.layers
@@ -273,21 +273,18 @@ class Net:
         return {name: self.blobs[name].diff for name in wanted}
 
     def forward_all(self, blobs: Sequence[str] | None = None, **inputs: Any) -> dict[str, Array]:
-        """Run any number of items in batches; return one row an item for the outputs and
-        `blobs`."""
+        """Run any number of items in batches; return a row an item for the outputs and `blobs`."""
         count = _count(inputs)
-        collected: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
+        outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         for batch in self._batches(inputs):
             for name, out in self.forward(blobs, **batch).items():
-                collected[name].extend(out.copy())
-        return _joined(collected, count)
+                outs[name].extend(out.copy())
+        return _joined(outs, count)
 
     def forward_backward_all(
         self, blobs: Sequence[str] | None = None, diffs: Sequence[str] | None = None, **inputs: Any
     ) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Run any number of items forward and backward in batches; `inputs` may include diffs of
-        outputs.
-        """
+        """Run any number of items both ways in batches; `inputs` may have diffs of outputs."""
         count = _count(inputs)
         outs: dict[str, list[Array]] = {name: [] for name in _each(self.outputs, blobs)}
         grads: dict[str, list[Array]] = {name: [] for name in _each(self.inputs, diffs)}
@@ -306,16 +303,14 @@ class Net:
         count = _count(arrays)
         size = next(iter(self.blobs.values())).shape[0]
         for start in range(0, count, size):
-            batch = {
-                name: np.asarray(array[start : start + size]) for name, array in arrays.items()
-            }
-            short = size - len(next(iter(batch.values())))
-            yield {
-                name: np.concatenate([array, np.zeros((short, *array.shape[1:]), array.dtype)])
-                if short
-                else array
-                for name, array in batch.items()
-            }
+            batch = {}
+            for name, whole in arrays.items():
+                array = np.asarray(whole[start : start + size])
+                if short := size - len(array):
+                    zeros = np.zeros((short, *array.shape[1:]), array.dtype)
+                    array = np.concatenate([array, zeros])
+                batch[name] = array
+            yield batch
 
     def reshape(self) -> None:
         """Propagate the shapes of reshaped inputs through the net."""
@@ -350,10 +345,9 @@ class Net:
         self._net.close()
 
     def set_input_arrays(self, data: Array, labels: Array) -> None:
-        """Set the data of the MemoryData layer, the first one: float32 arrays, (N, C, H, W) and
-        (N,) or (N, 1, 1, 1).
+        """Set the data of the first layer, a MemoryData; the arrays are not copied.
 
-        N must be a multiple of its batch size. The arrays are not copied.
+        They are float32, (N, C, H, W) and (N,) or (N, 1, 1, 1); N is a multiple of its batch size.
         """
         layer = self._net.layers[0]
         if not isinstance(layer, MemoryData):
@@ -361,15 +355,13 @@ class Net:
                 "set_input_arrays may only be called if the first layer is a MemoryData layer"
             )
         for name, array, axes in (("data", data, (4,)), ("labels", labels, (1, 4))):
+            needed = f"{name} must be a C-contiguous float32 array"
             if not isinstance(array, np.ndarray):
-                raise CaffeError(
-                    f"{name} must be a C-contiguous float32 array, not of {type(array)}"
-                )
+                raise CaffeError(f"{needed}, not of {type(array)}")
             if array.dtype != np.float32 or array.ndim not in axes or not array.flags.c_contiguous:
+                count = " or ".join(map(str, axes))
                 raise CaffeError(
-                    f"{name} must be a C-contiguous float32 array of "
-                    f"{' or '.join(map(str, axes))} axes, not "
-                    f"{array.dtype} of shape {array.shape}"
+                    f"{needed} of {count} axes, not {array.dtype} of shape {array.shape}"
                 )
         if labels.size != len(labels):
             raise CaffeError(f"labels must have one number for each item, not shape {labels.shape}")

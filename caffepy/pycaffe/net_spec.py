@@ -1,6 +1,4 @@
-"""pycaffe's NetSpec: nets written in Python, `n.conv1 = L.Convolution(n.data, num_output=20,
-kernel_size=5)`.
-"""
+"""pycaffe's NetSpec: nets in Python, `n.conv1 = L.Convolution(n.data, num_output=20, ...)`."""
 
 from collections import Counter
 from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, ValuesView
@@ -71,13 +69,10 @@ class Top:
         """Return the net that computes this output; layers are named by type and number."""
         return to_proto(self)
 
-    def _update(self, params: Mapping[str, Any]) -> None:
-        self.fn._update(params)
-
 
 class Function:
-    """A layer to be built: type, inputs, parameters, and its outputs, `tops`. TypeError for inputs
-    that are not Tops.
+    """A layer to be built: type, inputs, parameters, and outputs, `tops`. TypeError if an input is
+    no Top.
     """
 
     def __init__(self, type_name: str, inputs: Iterable[Top], params: Mapping[str, Any]) -> None:
@@ -100,53 +95,34 @@ class Function:
         """Itself, as for a Top."""
         return self
 
-    def _update(self, params: Mapping[str, Any]) -> None:
-        self.params.update(params)
-
     def _assign(self, layer: LayerParameter) -> None:
-        """Set the layer's fields: first those of its type's parameters, then those that all layers
-        have.
-        """
-        name = f"{_param_names.get(self.type_name)}_param"
-        own = (
-            LayerParameter.DESCRIPTOR.fields_by_name[name].message_type
-            if hasattr(layer, name)
-            else None
-        )
+        """Set the layer's fields: first those of its type's parameters, then those of all types."""
+        name, common = f"{_param_names.get(self.type_name)}_param", layer.DESCRIPTOR.fields_by_name
+        own = common[name].message_type.fields_by_name if name in common else {}
         for key, value in self.params.items():
-            if own and key in own.fields_by_name and not key.endswith("param"):
+            if key in own and not key.endswith("param"):
                 assign_proto(getattr(layer, name), key, value)
-            elif own and key not in LayerParameter.DESCRIPTOR.fields_by_name:
-                known = [*own.fields_by_name, *LayerParameter.DESCRIPTOR.fields_by_name]
-                raise AttributeError(
-                    f'{self.type_name} has no parameter "{key}"{nearest(key, known)}'
-                )
+            elif own and key not in common:
+                suggestion = nearest(key, [*own, *common])
+                raise AttributeError(f'{self.type_name} has no parameter "{key}"{suggestion}')
             else:
                 assign_proto(layer, key, value)
 
 
-class _Names:
-    """Names of layers and tops: given ones, else type and number."""
+def _net(ends: Iterable[Top | Function], given: Mapping[Top | Function, str]) -> NetParameter:
+    """Return the layers that these need, each after the layers of its inputs.
 
-    def __init__(self, given: Mapping[Top | Function, str]) -> None:
-        self._names = dict(given)
-        self._counts: Counter[str] = Counter()
+    Layers and tops have the given names, else type and number.
+    """
+    names, counts = dict(given), Counter[str]()
 
-    def top(self, top: Top | Function) -> str:
-        """Return the name of a top, or of a layer without tops."""
-        if top not in self._names:
+    def name_of(top: Top | Function) -> str:
+        if top not in names:
             kind = top.fn.type_name
-            self._counts[kind] += 1
-            self._names[top] = f"{kind}{self._counts[kind]}"
-        return self._names[top]
+            counts[kind] += 1
+            names[top] = f"{kind}{counts[kind]}"
+        return names[top]
 
-    def layer(self, fn: Function) -> str:
-        """Return the name of a layer: its own, or its first top's."""
-        return self.top(fn if fn in self._names or not fn.tops else fn.tops[0])
-
-
-def _net(ends: Iterable[Top | Function], names: _Names) -> NetParameter:
-    """Return the layers that these need, each after the layers of its inputs."""
     made: dict[Function, LayerParameter] = {}
     for end in ends:
         needed = [end.fn]
@@ -159,17 +135,17 @@ def _net(ends: Iterable[Top | Function], names: _Names) -> NetParameter:
             needed.pop()
             if fn not in made:
                 bottoms = [made[top.fn].top[top.n] for top in fn.inputs]
-                tops = bottoms if fn.in_place else [names.top(top) for top in fn.tops]
-                made[fn] = LayerParameter(
-                    type=fn.type_name, bottom=bottoms, top=tops, name=names.layer(fn)
-                )
-                fn._assign(made[fn])
+                tops = bottoms if fn.in_place else [name_of(top) for top in fn.tops]
+                name = name_of(fn if fn in names or not fn.tops else fn.tops[0])
+                layer = LayerParameter(type=fn.type_name, bottom=bottoms, top=tops, name=name)
+                fn._assign(layer)
+                made[fn] = layer
     return NetParameter(layer=made.values())
 
 
 def to_proto(*tops: Top | Function) -> NetParameter:
     """Return the net that computes these outputs; layers are named by type and number."""
-    return _net(tops, _Names({}))
+    return _net(tops, {})
 
 
 class NetSpec:
@@ -232,22 +208,21 @@ class NetSpec:
 
     def update(self, name: str, params: Mapping[str, Any]) -> None:
         """Set more parameters of the layer that makes this top."""
-        self.tops[name]._update(params)
+        self.tops[name].fn.params.update(params)
 
     def to_proto(self) -> NetParameter:
         """Return the net; TypeError for a name that is not assigned to one top."""
         for name, top in self.tops.items():
             if not isinstance(top, (Top, Function)):
                 raise TypeError(
-                    f"{name} is not a Top (type is {type(top)}); a layer with several has a "
-                    f"name for each"
+                    f"{name} is not a Top (type is {type(top)}); a layer with several has a name "
+                    "for each"
                 )
-        return _net(self.tops.values(), _Names({top: name for name, top in self.tops.items()}))
+        return _net(self.tops.values(), {top: name for name, top in self.tops.items()})
 
 
 class Layers:
-    """`layers.Type(*bottoms, **params)` is a layer: its top, the tuple of its `ntop` tops, or
-    itself for `ntop=0`.
+    """`layers.Type(*bottoms, **params)` is a layer's top, its `ntop` tops, or itself if `ntop=0`.
 
     `in_place=True` gives tops the names of bottoms. Parameters whose names end in "param" are
     fields of LayerParameter, others belong to the layer type's own parameters or else to
@@ -274,11 +249,8 @@ class Parameters:
     def __getattr__(self, name: str) -> Any:
         found = getattr(caffe_pb2, f"{name}Parameter", None)
         if found is None:
-            known = [
-                key.removesuffix("Parameter")
-                for key in vars(caffe_pb2)
-                if key.endswith("Parameter")
-            ]
+            suffix = "Parameter"
+            known = [key.removesuffix(suffix) for key in vars(caffe_pb2) if key.endswith(suffix)]
             raise AttributeError(f'there are no parameters "{name}"{nearest(name, known)}')
         return found
 

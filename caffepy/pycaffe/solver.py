@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import index
 from typing import ClassVar
 
@@ -74,9 +75,7 @@ class Solver:
 
     @property
     def capture(self) -> bool:
-        """True if a GPU captures the training step as a graph and replays it; an `add_callback`
-        prevents it.
-        """
+        """True if a GPU captures the training step as a graph; an `add_callback` prevents it."""
         return self._solver.capture
 
     @capture.setter
@@ -130,8 +129,7 @@ class Solver:
         on_start: Callable[[], object] | Averager,
         on_gradients_ready: Callable[[], object] | None = None,
     ) -> None:
-        """Call `on_start()` before and `on_gradients_ready()` after each iteration's forward and
-        backward passes.
+        """Call `on_start()` before and `on_gradients_ready()` after each iteration's passes.
 
         Or, given an NCCL of this solver, average gradients with the other solvers of its group.
         """
@@ -170,11 +168,7 @@ class Solver:
                 "this solver is on the CPU: give cpus=2 or more, or build it after "
                 "caffe.set_mode_gpu()"
             )
-        others = (
-            [CudaDevice(index) for index in gpus[1:]]
-            if gpus
-            else [Device() for _ in range(cpus - 1)]
-        )
+        others = [CudaDevice(index) for index in gpus[1:]] or [Device() for _ in range(cpus - 1)]
         self._at_work, outside = False, None
         with p2p_manager(self._solver, [own, *others], SyncOptions(sync=sync)):
             try:
@@ -195,12 +189,10 @@ def _read(solver_file: AnyPath) -> SolverParameter:
     return text.read_solver(path)
 
 
+@dataclass
 class _Callback:
-    def __init__(
-        self, on_start: Callable[[], object], on_gradients_ready: Callable[[], object]
-    ) -> None:
-        self.on_start = on_start
-        self.on_gradients_ready = on_gradients_ready
+    on_start: Callable[[], object]
+    on_gradients_ready: Callable[[], object]
 
 
 class _Typed(Solver):
