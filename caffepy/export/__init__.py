@@ -10,11 +10,4 @@ running sums.
 
 from caffepy.export import neuron, normalization, pooling, product, recurrent, shape
 
-__all__ = [
-    "neuron",
-    "normalization",
-    "pooling",
-    "product",
-    "recurrent",
-    "shape",
-]
+__all__ = ["neuron", "normalization", "pooling", "product", "recurrent", "shape"]

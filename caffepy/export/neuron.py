@@ -5,24 +5,18 @@ import numpy as np
 from caffepy.export.graph import Site, writers
 from caffepy.proto.caffe_pb2 import TRAIN
 
-
-def _plain(op: str, type: str) -> None:
-    @writers(type)
-    def write(site: Site) -> None:
-        site.finish(op, site.bottoms[0])
+PLAIN = {"Sigmoid": "Sigmoid", "TanH": "Tanh", "AbsVal": "Abs", "BNLL": "Softplus"}
+"""Operators that do what a layer does, by the layer's type."""
 
 
-_plain("Sigmoid", "Sigmoid")
-_plain("Tanh", "TanH")
-_plain("Abs", "AbsVal")
-_plain("Softplus", "BNLL")
+@writers(*PLAIN)
+def plain(site: Site) -> None:
+    site.finish(PLAIN[site.layer.type], site.bottoms[0])
 
 
 @writers("ReLU")
 def relu(site: Site) -> None:
-    """Relu, or LeakyRelu with a slope."""
-    slope = site.layer.slope
-    if slope:
+    if slope := site.layer.slope:
         site.finish("LeakyRelu", site.bottoms[0], alpha=slope)
     else:
         site.finish("Relu", site.bottoms[0])
@@ -38,7 +32,6 @@ def prelu(site: Site) -> None:
 
 @writers("ELU")
 def elu(site: Site) -> None:
-    """Elu."""
     site.finish("Elu", site.bottoms[0], alpha=site.layer.alpha)
 
 
@@ -51,10 +44,8 @@ def swish(site: Site) -> None:
 
 @writers("Clip")
 def clip(site: Site) -> None:
-    """Clip."""
-    site.finish(
-        "Clip", site.bottoms[0], site.constant(site.layer.low), site.constant(site.layer.high)
-    )
+    limits = map(site.constant, (site.layer.low, site.layer.high))
+    site.finish("Clip", site.bottoms[0], *limits)
 
 
 @writers("Threshold")
@@ -66,9 +57,7 @@ def threshold(site: Site) -> None:
 
 @writers("Power")
 def power(site: Site) -> None:
-    """(shift + scale * x)^power without parts that have no effect; a constant if power or scale is
-    0.
-    """
+    """(shift + scale * x)^power without what has no effect; a constant if power or scale is 0."""
     (x,) = site.bottoms
     power, scale, shift = site.layer.numbers
     if power * scale == 0:
@@ -103,11 +92,11 @@ def log(site: Site) -> None:
 def dropout(site: Site) -> None:
     """The identity in the TEST phase."""
     (x,) = site.bottoms
-    if site.layer.phase != TRAIN:
+    if site.layer.phase == TRAIN:
+        training = site.constant(True, np.bool_)
+        site.finish("Dropout", x, site.constant(site.layer.ratio), training)
+    else:
         site.finish("Identity", x)
-        return
-    training = site.constant(True, np.bool_)
-    site.finish("Dropout", x, site.constant(site.layer.ratio), training)
 
 
 def _end(site: Site, y: str) -> None:

@@ -21,13 +21,21 @@ def lrn(site: Site) -> None:
 
 @writers("BatchNorm")
 def batch_norm(site: Site) -> None:
-    """BatchNormalization with the stored sums divided by their weight; with statistics of the batch
-    several operators.
+    """BatchNormalization with the stored sums divided by their weight.
+
+    With statistics of the batch it takes several operators.
     """
     layer, (x,) = site.layer, site.bottoms
     channels = layer.blobs[0].count
     if not layer.is_global:
-        _batch_statistics(site, channels)
+        rank = len(site.bottom_shapes[0])
+        site.note("normalizes by the statistics of the batch that it is given")
+        y = _normalized(site, x, [0, *range(2, rank)], layer.eps, inside=True)
+        if layer.scales:
+            shape = (channels,) + (1,) * (rank - 2)
+            y = site.node("Mul", y, site.param(3, shape))
+            site.node("Add", y, site.param(4, shape))
+        site.name_last()
         return
     weight = float(layer.blobs[2].host_data[0])
     factor = np.float32(1 / weight if weight else 0)
@@ -35,22 +43,9 @@ def batch_norm(site: Site) -> None:
     if layer.scales:
         scale, bias = site.param(3), site.param(4)
     else:
-        scale, bias = (
-            site.constant(np.ones(channels), what="ones"),
-            site.constant(np.zeros(channels), what="zeros"),
-        )
+        scale = site.constant(np.ones(channels), what="ones")
+        bias = site.constant(np.zeros(channels), what="zeros")
     site.finish("BatchNormalization", x, scale, bias, mean, variance, epsilon=layer.eps)
-
-
-def _batch_statistics(site: Site, channels: int) -> None:
-    layer, (x,) = site.layer, site.bottoms
-    rank = len(site.bottom_shapes[0])
-    site.note("normalizes by the statistics of the batch that it is given")
-    y = _normalized(site, x, [0, *range(2, rank)], layer.eps, inside=True)
-    if layer.scales:
-        shape = (channels,) + (1,) * (rank - 2)
-        y = site.node("Add", site.node("Mul", y, site.param(3, shape)), site.param(4, shape))
-    site.name_last()
 
 
 def _normalized(site: Site, x: str, axes: list[int], eps: float, inside: bool) -> str:
@@ -80,8 +75,17 @@ def mvn(site: Site) -> None:
 def scale(site: Site) -> None:
     """Mul and Add; directly after a BatchNormalization its scale and bias."""
     layer = site.layer
-    last = site.graph.nodes[-1] if site.graph.nodes else None
-    if last and layer.by_channels and last.outputs == [site.bottoms[0]] and _waits_for_scale(site):
+    last, values = site.graph.nodes[-1] if site.graph.nodes else None, site.graph.values
+    if (
+        last
+        and layer.by_channels
+        and last.op == "BatchNormalization"
+        and last.outputs == [site.bottoms[0]]
+        and site.bottoms[0] in site.graph.once  # nothing else reads it
+        and ":" in last.inputs[1]
+        and last.inputs[1] in values
+        and (values[last.inputs[1]] == 1).all()
+    ):
         last.inputs[1] = site.param(0)
         if layer.bias is not None:
             last.inputs[2] = site.param(1)
@@ -98,24 +102,8 @@ def scale(site: Site) -> None:
 
 @writers("Bias")
 def bias(site: Site) -> None:
-    """Add."""
-    site.finish(
-        "Add",
-        site.bottoms[0],
-        _operand(site, site.layer.param.bias_param.axis, site.layer.bias.shape),
-    )
-
-
-def _waits_for_scale(site: Site) -> bool:
-    """True if the last node is a BatchNormalization with scale 1 and this layer its only reader."""
-    last = site.graph.nodes[-1]
-    return (
-        last.op == "BatchNormalization"
-        and site.bottoms[0] in site.graph.once
-        and ":" in last.inputs[1]
-        and last.inputs[1] in site.graph.values
-        and bool((site.graph.values[last.inputs[1]] == 1).all())
-    )
+    operand = _operand(site, site.layer.param.bias_param.axis, site.layer.bias.shape)
+    site.finish("Add", site.bottoms[0], operand)
 
 
 def _broadcast(site: Site, axis: int, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -130,6 +118,5 @@ def _operand(site: Site, axis: int, shape: tuple[int, ...]) -> str:
     if len(site.bottoms) == 1:
         return site.param(0, wanted)
     following = range(len(shape), len(wanted))
-    if not following:
-        return site.bottoms[1]
-    return site.node("Unsqueeze", site.bottoms[1], site.integers(following, "axes"))
+    x = site.bottoms[1]
+    return site.node("Unsqueeze", x, site.integers(following, "axes")) if following else x

@@ -16,7 +16,6 @@ from caffepy.proto.caffe_pb2 import PoolingParameter
 
 @writers("Pooling")
 def pooling(site: Site) -> None:
-    """One or two tops."""
     pool(site, site.layer, site.top_shapes[0], site.tops)
 
 
@@ -39,15 +38,16 @@ def pool(site: Site, layer: Any, out_shape: Shape, outs: Sequence[str | None]) -
         return _mean(site, layer, x, end, outs[0])
     if layer.draws:
         raise InexpressibleError("STOCHASTIC pooling draws random numbers in the TRAIN phase")
-    return _shares(site, layer, x, end, outs[0])
+    # sum of squares / sum, 0 if the sum is not above 0; both as means with one divisor
+    squares = _mean(site, layer, site.node("Mul", x, x), end, None)
+    total, zero = _mean(site, layer, x, end, None), site.constant(0)
+    above = site.node("Greater", total, zero)
+    return site.node("Where", above, site.node("Div", squares, total), zero, out=outs[0])
 
 
 def _window(layer: Any, begin: Sequence[int], end: Sequence[int]) -> dict[str, list[int]]:
-    return {
-        "kernel_shape": list(layer.kernel),
-        "strides": list(layer.stride),
-        "pads": [*begin, *end],
-    }
+    kernel, strides = list(layer.kernel), list(layer.stride)
+    return {"kernel_shape": kernel, "strides": strides, "pads": [*begin, *end]}
 
 
 def _max(site: Site, layer: Any, end: Sequence[int], outs: Sequence[str | None]) -> str:
@@ -71,23 +71,14 @@ def _mean(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -
     if layer.whole:
         return site.node("GlobalAveragePool", x, out=out)
     pad = layer.pad
+    count = 0
     if all(e <= p for e, p in zip(end, pad, strict=True)):
-        return site.node(
-            "AveragePool", x, out=out, count_include_pad=int(any(pad)), **_window(layer, pad, end)
-        )
-    if any(pad):  # the padding becomes part of the image, elements beyond it are padding
+        count = int(any(pad))
+    elif any(pad):  # the padding becomes part of the image, elements beyond it are padding
         x = site.node("Pad", x, site.integers([0, 0, *pad, 0, 0, *pad], "pads"))
-        end = [max(0, e - p) for e, p in zip(end, pad, strict=True)]
-    return site.node("AveragePool", x, out=out, count_include_pad=0, **_window(layer, (0, 0), end))
-
-
-def _shares(site: Site, layer: Any, x: str, end: Sequence[int], out: str | None) -> str:
-    """Sum of squares / sum, 0 if the sum is not above 0; both as means with one divisor."""
-    squares = _mean(site, layer, site.node("Mul", x, x), end, None)
-    total = _mean(site, layer, x, end, None)
-    zero = site.constant(0)
-    above = site.node("Greater", total, zero)
-    return site.node("Where", above, site.node("Div", squares, total), zero, out=out)
+        pad, end = (0, 0), [max(0, e - p) for e, p in zip(end, pad, strict=True)]
+    window = _window(layer, pad, end)
+    return site.node("AveragePool", x, out=out, count_include_pad=count, **window)
 
 
 @writers("SPP")

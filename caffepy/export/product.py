@@ -7,22 +7,14 @@ import numpy as np
 from caffepy.export.graph import Site, writers
 
 
-@writers("Convolution")
+@writers("Convolution", "Deconvolution")
 def convolution(site: Site) -> None:
-    """Conv for each bottom. Axes before the channels become one axis; without spatial axes one of
-    size 1 is added.
+    """Conv, or ConvTranspose, which has Caffe's weight and output size, for each bottom.
+
+    Axes before the channels become one axis; without spatial axes one of size 1 is added.
     """
-    _slide(site, "Conv")
-
-
-@writers("Deconvolution")
-def deconvolution(site: Site) -> None:
-    """ConvTranspose, which has the weight and output size of Caffe's."""
-    _slide(site, "ConvTranspose")
-
-
-def _slide(site: Site, op: str) -> None:
     layer = site.layer
+    op = "Conv" if layer.type == "Convolution" else "ConvTranspose"
     kernel, stride, pad, dilation = layer.window
     point = () if kernel else (1,)
     weight = site.param(0, (*layer.blobs[0].shape, *point))
@@ -46,26 +38,20 @@ def _slide(site: Site, op: str) -> None:
 
 @writers("Im2col")
 def im2col(site: Site) -> None:
-    """A convolution with one kernel for each channel and each position in the window: 1 there, 0
-    elsewhere.
-    """
+    """Conv with a kernel for each channel and place in the window: 1 there, 0 elsewhere."""
     layer, shape = site.layer, site.bottom_shapes[0]
     kernel, stride, pad, dilation = layer.window
     channels, places = shape[layer.axis], prod(kernel)
     one = np.tile(np.eye(places).reshape(places, 1, *kernel), (channels, 1) + (1,) * len(kernel))
-    attributes = {
-        "strides": list(stride),
-        "pads": list(pad * 2),
-        "dilations": list(dilation),
-        "group": channels,
-    }
+    steps = {"strides": list(stride), "pads": list(pad * 2), "dilations": list(dilation)}
     weight = site.constant(one, what="places")
     (x,), (y,) = site.bottoms, site.tops
     if layer.axis == 1:
-        site.finish("Conv", x, weight, **attributes)
+        site.finish("Conv", x, weight, **steps, group=channels)
     else:
         images = site.reshape(x, (prod(shape[: layer.axis]), *shape[layer.axis :]))
-        site.reshape(site.node("Conv", images, weight, **attributes), site.top_shapes[0], out=y)
+        taken = site.node("Conv", images, weight, **steps, group=channels)
+        site.reshape(taken, site.top_shapes[0], out=y)
 
 
 @writers("InnerProduct")

@@ -16,8 +16,11 @@ def lstm(site: Site) -> None:
     steps = _Steps(site, states=2)
     h, c, sums, cont = steps.inputs
     gates = steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1)
-    h_next, c_next = _unit(steps, gates, c, cont)
-    steps.run([h_next, c_next], steps.node("Identity", h_next), out=site.tops[0])
+    i, f, o, g = _gates(steps, gates, 1)
+    kept = steps.node("Mul", steps.node("Mul", f, cont), c)
+    c = steps.node("Add", kept, steps.node("Mul", i, g))
+    h = steps.node("Mul", o, steps.node("Tanh", c))
+    steps.run([h, c], steps.node("Identity", h), out=site.tops[0])
 
 
 @writers("RNN")
@@ -25,10 +28,9 @@ def rnn(site: Site) -> None:
     """h = tanh(sums_t + w_h (cont_t h)); the top is tanh(w_o h + b_o)."""
     steps = _Steps(site, states=1)
     h, sums, cont = steps.inputs
-    following = steps.node(
-        "Tanh", steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1)
-    )
-    all_h = steps.run([following], steps.node("Identity", following))
+    product = steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1)
+    h = steps.node("Tanh", product)
+    all_h = steps.run([h], steps.node("Identity", h))
     first = site.layer.state_weight + 1
     flat = site.node("Flatten", all_h, axis=2)  # (T N, H)
     product = site.node("Gemm", flat, site.param(first), site.param(first + 1), transB=1)
@@ -41,19 +43,9 @@ def lstm_unit(site: Site) -> None:
     c, gates, cont = site.bottoms
     cont = site.node("Unsqueeze", cont, site.integers([2], "axes"))
     i, f, o, g = _gates(site, gates, 2)
-    site.node(
-        "Add",
-        site.node("Mul", site.node("Mul", f, cont), c),
-        site.node("Mul", i, g),
-        out=site.tops[0],
-    )
+    kept = site.node("Mul", site.node("Mul", f, cont), c)
+    site.node("Add", kept, site.node("Mul", i, g), out=site.tops[0])
     site.node("Mul", o, site.node("Tanh", site.tops[0]), out=site.tops[1])
-
-
-def _unit(steps: "_Steps", gates: str, c: str, cont: str) -> tuple[str, str]:
-    i, f, o, g = _gates(steps, gates, 1)
-    c = steps.node("Add", steps.node("Mul", steps.node("Mul", f, cont), c), steps.node("Mul", i, g))
-    return steps.node("Mul", o, steps.node("Tanh", c)), c
 
 
 def _gates(place: "Site | _Steps", gates: str, axis: int) -> list[str]:
@@ -61,15 +53,12 @@ def _gates(place: "Site | _Steps", gates: str, axis: int) -> list[str]:
     parts = [place.between(what) for what in ("i", "f", "o", "g")]
     number = {"num_outputs": 4} if place.graph.opset >= 18 else {}
     place.node("Split", gates, out=parts, axis=axis, **number)
-    return [
-        place.node(op, part) for op, part in zip(("Sigmoid",) * 3 + ("Tanh",), parts, strict=True)
-    ]
+    ops = ("Sigmoid", "Sigmoid", "Sigmoid", "Tanh")
+    return [place.node(op, part) for op, part in zip(ops, parts, strict=True)]
 
 
 class _Steps:
-    """The body of the Scan while it is written: `inputs` are the states, the inputs' sums and cont
-    of one step.
-    """
+    """The body of the Scan: `inputs` are the states, the inputs' sums and cont of one step."""
 
     def __init__(self, site: Site, states: int) -> None:
         self.site, self.graph = site, site.graph
@@ -83,21 +72,17 @@ class _Steps:
         self.typed = list(zip(self.inputs, shapes, strict=True))
 
     def between(self, what: str) -> str:
-        """A name within the body."""
         return self.site.between(what)
 
     def node(
         self, op: str, *inputs: str, out: Sequence[str] | None = None, **attributes: object
     ) -> str:
-        """Add an operator to the body and return its first output."""
         outputs = [self.between(op)] if out is None else list(out)
         self.nodes.append(Node(op, list(inputs), outputs, attributes, self.site.name))
         return outputs[0]
 
     def run(self, states: Sequence[str], given: str, out: str | None = None) -> str:
-        """Close the body with these new states and this output, add the Scan, and return the
-        outputs of all steps.
-        """
+        """Close the body with these states and output, add the Scan, return all steps' outputs."""
         site, layer = self.site, self.site.layer
         body = Body(self.nodes, self.typed, [(name, self.state) for name in (*states, given)])
         exposed = layer.exposed

@@ -26,7 +26,6 @@ def eltwise(site: Site) -> None:
 
 @writers("Concat")
 def concat(site: Site) -> None:
-    """Concat."""
     site.finish("Concat", *site.bottoms, axis=site.layer.axis)
 
 
@@ -55,20 +54,17 @@ def flatten(site: Site) -> None:
 
 @writers("Reshape")
 def reshape(site: Site) -> None:
-    """Reshape to the top's shape."""
     site.reshape(site.bottoms[0], site.top_shapes[0], out=site.tops[0])
 
 
 @writers("Softmax")
 def softmax(site: Site) -> None:
-    """Softmax."""
     axis = site.layer.param.softmax_param.axis % len(site.bottom_shapes[0])
     site.finish("Softmax", site.bottoms[0], axis=axis)
 
 
 @writers("Tile")
 def tile(site: Site) -> None:
-    """Tile."""
     param, shape = site.layer.param.tile_param, site.bottom_shapes[0]
     repeats = [1] * len(shape)
     repeats[param.axis] = param.tiles
@@ -96,51 +92,35 @@ def argmax(site: Site) -> None:
     For a single place ArgMax has an attribute for that.
     """
     layer, (x,), shape = site.layer, site.bottoms, site.bottom_shapes[0]
-    param = layer.param.argmax_param
+    param, size = layer.param.argmax_param, layer.view[1]
     whole_items = not param.HasField("axis")
     axis = 1 if whole_items else param.axis % len(shape)
-    size = layer.view[1]
     if whole_items:
         x = site.node("Flatten", x, axis=1)
-    parts = _largest(site, x, axis, size, param.top_k, layer.places, param.out_max_val)
+    number = np.dtype(np.float32)
+    parts = []  # places as floats, then values; those of them that are wanted
+    if param.top_k == 1:
+        if layer.places:
+            place = site.node("ArgMax", x, axis=axis, keepdims=1, select_last_index=1)
+            parts.append(site.node("Cast", place, to=number))
+        if param.out_max_val:
+            parts.append(site.reduce("ReduceMax", x, [axis]))
+    else:
+        ends = [site.integers([at], "turn") for at in (size - 1, -size - 1, axis, -1)]
+        turned, count = site.node("Slice", x, *ends), site.integers([param.top_k], "count")
+        values, at = site.between("values"), site.between("places")
+        site.node("TopK", turned, count, out=[values, at], axis=axis)
+        if layer.places:
+            place = site.node("Sub", site.constant(size - 1, np.int64), at)
+            parts.append(site.node("Cast", place, to=number))
+        if param.out_max_val:
+            parts.append(values if layer.places else site.node("Identity", values))
     if not whole_items:
         site.name_last()
         return
     if len(parts) > 1:
         parts = [site.node("Concat", *parts, axis=1)]
     site.reshape(parts[0], site.top_shapes[0], out=site.tops[0])
-
-
-def _largest(
-    site: Site, x: str, axis: int, size: int, count: int, places: bool, values: bool
-) -> list[str]:
-    """The places (as floats) and values of the `count` largest, those of them that are wanted."""
-    found = []
-    number = np.dtype(np.float32)
-    if count == 1:
-        if places:
-            found.append(
-                site.node(
-                    "Cast",
-                    site.node("ArgMax", x, axis=axis, keepdims=1, select_last_index=1),
-                    to=number,
-                )
-            )
-        if values:
-            found.append(site.reduce("ReduceMax", x, [axis]))
-        return found
-    ends = [site.integers([at], "turn") for at in (size - 1, -size - 1, axis, -1)]
-    turned = site.node("Slice", x, *ends)
-    largest, at = site.between("values"), site.between("places")
-    site.node("TopK", turned, site.integers([count], "count"), out=[largest, at], axis=axis)
-    if values:
-        found.append(largest)
-    if places:
-        place = site.node("Sub", site.constant(size - 1, np.int64), at)
-        found.insert(0, site.node("Cast", place, to=number))
-    elif values:
-        found = [site.node("Identity", largest)]
-    return found
 
 
 @writers("Crop")
@@ -161,14 +141,12 @@ def crop(site: Site) -> None:
 
 @writers("BatchReindex")
 def batch_reindex(site: Site) -> None:
-    """Gather."""
     x, index = site.bottoms
     site.finish("Gather", x, site.node("Cast", index, to=np.dtype(np.int64)), axis=0)
 
 
 @writers("Parameter")
 def parameter(site: Site) -> None:
-    """The parameter itself."""
     site.finish("Identity", site.param(0))
 
 
@@ -183,11 +161,9 @@ def dummy_data(site: Site) -> None:
 
 @writers("Python")
 def python(site: Site) -> None:
-    """Nothing."""
     raise InexpressibleError("what it computes is code in Python")
 
 
 @writers("Filter")
 def choose(site: Site) -> None:
-    """Nothing."""
     raise InexpressibleError("how many items it passes on depends on their values")

@@ -98,7 +98,8 @@ class Function:
     def _assign(self, layer: LayerParameter) -> None:
         """Set the layer's fields: first those of its type's parameters, then those of all types."""
         name, common = f"{_param_names.get(self.type_name)}_param", layer.DESCRIPTOR.fields_by_name
-        own = common[name].message_type.fields_by_name if name in common else {}
+        kind = common[name].message_type if name in common else None
+        own = kind.fields_by_name if kind else {}
         for key, value in self.params.items():
             if key in own and not key.endswith("param"):
                 assign_proto(getattr(layer, name), key, value)

@@ -168,7 +168,8 @@ class Solver:
                 "this solver is on the CPU: give cpus=2 or more, or build it after "
                 "caffe.set_mode_gpu()"
             )
-        others = [CudaDevice(index) for index in gpus[1:]] or [Device() for _ in range(cpus - 1)]
+        others: list[Device] = [CudaDevice(index) for index in gpus[1:]]
+        others += [Device() for _ in range(cpus - 1)]
         self._at_work, outside = False, None
         with p2p_manager(self._solver, [own, *others], SyncOptions(sync=sync)):
             try:
