@@ -85,9 +85,9 @@ class Site:
         self, op: str, *inputs: str, out: str | Sequence[str] | None = None, **attributes: Any
     ) -> str:
         """Add an operator and return its first output: `out`, or a tensor in between."""
-        outputs = (
-            [self.between(op)] if out is None else [out] if isinstance(out, str) else list(out)
-        )
+        if out is None:
+            out = self.between(op)
+        outputs = [out] if isinstance(out, str) else list(out)
         self.graph.nodes.append(Node(op, list(inputs), outputs, attributes, self.name))
         return outputs[0]
 

@@ -88,9 +88,8 @@ def _attribute(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return numpy_helper.from_array(value)
     if isinstance(value, Body):
-        inputs, outputs = (
-            [_typed(name, shape) for name, shape in side] for side in (value.inputs, value.outputs)
-        )
+        inputs = [_typed(name, shape) for name, shape in value.inputs]
+        outputs = [_typed(name, shape) for name, shape in value.outputs]
         return helper.make_graph(_nodes(value.nodes, "_step"), "body", inputs, outputs)
     return value
 
@@ -100,9 +99,7 @@ def _typed(name: str, shape: Sequence[Dim]) -> Any:
 
 
 class Runtime:
-    """onnxruntime with a model; UsageError if it is not installed, ConfigError if it cannot run the
-    model.
-    """
+    """onnxruntime with a model; UsageError if it is not installed, ConfigError if it cannot run."""
 
     def __init__(self, content: bytes) -> None:
         try:
@@ -113,10 +110,9 @@ class Runtime:
             ) from None
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
+        cpu = ["CPUExecutionProvider"]
         try:
-            self.session = onnxruntime.InferenceSession(
-                content, options, providers=["CPUExecutionProvider"]
-            )
+            self.session = onnxruntime.InferenceSession(content, options, providers=cpu)
         except Exception as error:
             raise ConfigError(
                 f"onnxruntime {onnxruntime.__version__} does not take the model: {error}"

@@ -6,7 +6,7 @@ value has its name, earlier ones have the layer's name added.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from caffepy.layer import Layer
@@ -19,9 +19,7 @@ EVALUATORS = ("Accuracy", "HDF5Output", "Silence")
 
 @dataclass
 class Value:
-    """A tensor: its name, the layer that computes it (None for an input), `learned` if it depends
-    on parameters.
-    """
+    """A tensor: its name, the layer that computes it (None for an input), and if it is learned."""
 
     name: str
     layer: int | None
@@ -48,35 +46,32 @@ class Trace:
     @property
     def output_names(self) -> list[str]:
         """The outputs' tensors: named after the blob, unless another tensor has that name."""
-        taken = {name for names in self.tops.values() for name in names} | {
-            name for name, _ in self.inputs
-        }
+        taken = {name for names in self.tops.values() for name in names}
+        taken |= {name for name, _ in self.inputs}
         return [tensor if blob in taken else blob for tensor, blob in self.outputs]
 
 
-def is_source(layer: Layer, others: bool) -> bool:
-    """True if the layer's tops are inputs: of Input and data layers, of constant DummyData only if
-    there are no `others`.
-    """
-    if layer.param.bottom or layer.type == "Parameter":
-        return False
-    return layer.type != "DummyData" or not (others and _is_constant(layer.param))
-
-
 def sources(net: Net) -> list[int]:
-    """The layers whose tops are the model's inputs."""
-    others = any(is_source(layer, others=True) for layer in net.layers)
-    return [i for i, layer in enumerate(net.layers) if is_source(layer, others)]
+    """Return the layers whose tops are the model's inputs: Input and data layers.
+
+    Constant DummyData is an input only if there are no others.
+    """
+    without_bottoms = [
+        (i, layer)
+        for i, layer in enumerate(net.layers)
+        if not layer.param.bottom and layer.type != "Parameter"
+    ]
+    varying = [i for i, layer in without_bottoms if not _is_constant(layer.param)]
+    return varying or [i for i, _ in without_bottoms]
 
 
 def _is_constant(param: LayerParameter) -> bool:
-    return all(filler.type == "constant" for filler in param.dummy_data_param.data_filler)
+    fillers = param.dummy_data_param.data_filler
+    return param.type == "DummyData" and all(filler.type == "constant" for filler in fillers)
 
 
 def evaluates(layer: Layer) -> bool:
-    """True if the layer only evaluates the net's results: a loss, also one in Python, or one of
-    EVALUATORS.
-    """
+    """True if the layer only evaluates results: a loss, also in Python, or one of EVALUATORS."""
     is_python = layer.type == "Python" and any(layer.loss_weights)
     return isinstance(layer, LossLayer) or layer.type in EVALUATORS or is_python
 
@@ -103,13 +98,10 @@ def trace(net: Net) -> Trace:
     readers = Counter(name for i in found.layers for name in found.bottoms[i])
     found.inputs = [(v.name, blob) for blob, v in walk.inputs if readers[v.name]]
     found.unused = [blob for blob, v in walk.inputs if not readers[v.name]]
-    found.outputs = sorted(
-        ((v.name, blob) for blob, v in outputs.items()), key=lambda o: (outputs[o[1]].layer or 0, o)
-    )
+    ordered = sorted((v.layer or 0, v.name, blob) for blob, v in outputs.items())
+    found.outputs = [(name, blob) for _, name, blob in ordered]
     named = {v.name for v in outputs.values()} | set(net.blobs)
-    found.once = frozenset(
-        name for name, count in readers.items() if count == 1 and name not in named
-    )
+    found.once = frozenset(name for name, n in readers.items() if n == 1 and name not in named)
     return found
 
 
@@ -135,54 +127,40 @@ class _Walk:
 
     def take(self, i: int) -> None:
         """Update the values of the blobs that a layer writes."""
-        net, layer = self.net, self.net.layers[i]
-        bottoms = [self.values.get(name) for name in net.nodes[i].bottom_names]
-        known = [b for b in bottoms if b]
+        layer, found, tops = self.net.layers[i], self.found, self.net.nodes[i].top_names
+        bottoms = [self.values.get(name) for name in self.net.nodes[i].bottom_names]
+        known = [value for value in bottoms if value]
         if i in self.sources:
-            for name in net.nodes[i].top_names:
+            for name in tops:
                 self.values[name] = self._value(name, i, None)
                 self.inputs.append((name, self.values[name]))
-        elif layer.type == "Split" or passes(layer):
-            if known:
-                self.values.update(dict.fromkeys(net.nodes[i].top_names, known[0]))
-            else:
-                self._forget(net.nodes[i].top_names)
-        elif len(known) < len(bottoms) or evaluates(layer):
-            self._drop(i, layer, known)
+        elif passes(layer) and known:
+            self.values |= dict.fromkeys(tops, known[0])
+        elif passes(layer) or len(known) < len(bottoms) or evaluates(layer):
+            for name in tops:
+                self.values.pop(name, None)
+            if passes(layer) or layer.type == "Silence":
+                return
+            found.dropped.append(i)
+            if evaluates(layer):
+                given = [value for value in known if value.layer is not None]
+                learned = [value for value in given if value.learned]
+                self.evaluated |= {value.name: value for value in learned or given[:1]}
         else:
-            self._add(i, known, net.nodes[i].top_names)
-
-    def _drop(self, i: int, layer: Layer, known: Sequence[Value]) -> None:
-        self._forget(self.net.nodes[i].top_names)
-        if layer.type == "Silence":
-            return
-        self.found.dropped.append(i)
-        given = [v for v in known if v.layer is not None]
-        learned = [v for v in given if v.learned]
-        if evaluates(layer):
-            self.evaluated.update({v.name: v for v in learned or given[:1]})
-
-    def _add(self, i: int, bottoms: Sequence[Value], tops: Sequence[str]) -> None:
-        learned = bool(self.net.layers[i].blobs) or any(b.learned for b in bottoms)
-        self.found.bottoms[i] = [b.name for b in bottoms]
-        values = {name: self._value(name, i, i, learned) for name in tops}
-        self.found.tops[i] = [values[name].name for name in tops]
-        self.values.update(values)
+            learns = bool(layer.blobs) or any(value.learned for value in known)
+            found.bottoms[i] = [value.name for value in known]
+            values = {name: self._value(name, i, i, learns) for name in tops}
+            found.tops[i] = [values[name].name for name in tops]
+            self.values |= values
 
     def _value(self, blob: str, writer: int, layer: int | None, learned: bool = False) -> Value:
-        is_last = self.last.get(blob, writer) == writer
-        name = blob if is_last else self._free(f"{blob}:{self.net.nodes[writer].name}")
+        name = blob
+        if self.last.get(blob, writer) != writer:
+            name = f"{blob}:{self.net.nodes[writer].name}"
+            while name in self.blobs or name in self.net.blobs:
+                name += "'"
         self.blobs[name] = blob
         return Value(name, layer, learned)
-
-    def _free(self, name: str) -> str:
-        while name in self.blobs or name in self.net.blobs:
-            name += "'"
-        return name
-
-    def _forget(self, names: Sequence[str]) -> None:
-        for name in names:
-            self.values.pop(name, None)
 
     def needed(self, outputs: Iterable[Value]) -> set[int]:
         """The layers that these outputs come from."""
