@@ -79,9 +79,9 @@ class Classifier(ImageNet):
     ) -> None:
         super().__init__(model_file, pretrained_file, mean, input_scale, raw_scale, channel_swap)
         self.crop_dims = np.array(self.blobs[self.inputs[0]].shape[2:])
-        if image_dims is None or not len(image_dims):
-            image_dims = self.crop_dims
-        self.image_dims = image_dims
+        self.image_dims: Sequence[int] | Array = self.crop_dims
+        if image_dims is not None and len(image_dims):
+            self.image_dims = image_dims
 
     def predict(self, inputs: Sequence[Array], oversample: bool = True) -> Array:
         """Return the first output, (N, classes), for N images (H, W, K) of `caffe.io.load_image`.
