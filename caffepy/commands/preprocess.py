@@ -18,7 +18,7 @@ from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.sniff import mismatch, sniff
 from caffepy.proto.text import read_net
 from caffepy.pycaffe import mode
-from caffepy.pycaffe.image_net import ImageNet
+from caffepy.pycaffe.classifier import ImageNet
 from caffepy.pycaffe.io import Transformer, load_image
 
 BGR = 2, 1, 0

@@ -49,7 +49,6 @@ class DisplayCollector(Reporter):
         """Called with each complete record."""
 
     def solving(self, net_name: str, lr_policy: str) -> None:
-        """Start the clock."""
         self._speed.read()
 
     def test_started(self, iteration: int, k: int) -> None:
@@ -60,21 +59,17 @@ class DisplayCollector(Reporter):
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Take the outputs and start the clock again."""
         self._speed.resume()
         self._at(iteration).tests[k] = outputs
 
     def displayed(self, shown: Displayed) -> None:
-        """Take loss and outputs."""
         record = self._at(shown.iteration)
         record.loss, record.outputs = shown.loss, shown.outputs
 
     def lr(self, iteration: int, rate: float) -> None:
-        """Take the rate."""
         self._at(iteration).lr = rate
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Complete the record of this iteration, if there is one."""
         self._speed.add(images)
         if record := self._record:
             record.loss = loss if record.loss is None else record.loss
@@ -82,12 +77,10 @@ class DisplayCollector(Reporter):
             self.show_pending()
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """Take the loss of the last forward pass."""
         if loss is not None:
             self._at(iteration).loss = loss
 
     def done(self, stopped_early: bool) -> None:
-        """Show the last record."""
         self.show_pending()
 
     def show_pending(self) -> None:

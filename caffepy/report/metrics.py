@@ -94,7 +94,6 @@ class Metrics(DisplayCollector):
         self._start = time.monotonic()
 
     def solving(self, net_name: str, lr_policy: str) -> None:
-        """Time begins."""
         super().solving(net_name, lr_policy)
         self._start = time.monotonic()
 
@@ -108,7 +107,6 @@ class Metrics(DisplayCollector):
         self._rewrite(rows)
 
     def show(self, record: DisplayRecord) -> None:
-        """Write a row."""
         if self._failed:
             return
         row = {"iteration": str(record.iteration), "time": f"{time.monotonic() - self._start:.3f}"}

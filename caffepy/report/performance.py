@@ -31,7 +31,6 @@ class Performance(Timed):
         self._before = self._begin = [dict(seconds) for seconds in read()]
 
     def displayed(self, shown: Displayed) -> None:
-        """Log one line about the time since the last display."""
         rate = self._speed.read()
         if rate is not None:
             before, self._before = self._before, [dict(seconds) for seconds in self._read()]

@@ -91,18 +91,15 @@ class Progress(Reporter):
         self._begun = False
 
     def solving(self, net_name: str, lr_policy: str) -> None:
-        """Start the clock."""
         self._speed.read()
 
     def test_started(self, iteration: int, k: int) -> None:
-        """Show that a test runs."""
         self._speed.pause()
         self._open(iteration).set_postfix_str(f"testing net #{k}")
 
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Start the clock again."""
         self._speed.resume()
         self._open(iteration).set_postfix_str(self._status)
 
@@ -133,7 +130,6 @@ class Progress(Reporter):
         bar.update(iteration + 1 - bar.n)
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """Show the last iteration."""
         bar = self._open(iteration)
         bar.update(iteration - bar.n)
 

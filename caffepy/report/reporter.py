@@ -20,20 +20,17 @@ class LogReporter(Reporter):
         log.info("Learning Rate Policy: %s", lr_policy)
 
     def test_started(self, iteration: int, k: int) -> None:
-        """Log the number of the test net."""
         log.info("Iteration %d, Testing net (#%d)", iteration, k)
 
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Log the loss if it was computed, then one line a scalar."""
         if loss is not None:
             log.info("Test loss: %s", number(loss))
         for i, text in enumerate(scalars(outputs)):
             log.info("    Test net output #%d: %s", i, text)
 
     def displayed(self, shown: Displayed) -> None:
-        """Log speed and smoothed loss, then one line a scalar."""
         speed = f"{number(shown.iterations_per_s)} iter/s"
         speed += f", {number(shown.seconds)}s/{shown.display} iters"
         log.info("Iteration %d (%s), loss = %s", shown.iteration, speed, number(shown.loss))
@@ -41,20 +38,16 @@ class LogReporter(Reporter):
             log.info("    Train net output #%d: %s", i, text)
 
     def lr(self, iteration: int, rate: float) -> None:
-        """Log the learning rate of a displayed iteration."""
         log.info("Iteration %d, lr = %s", iteration, number(rate))
 
     def snapshotted(self, kind: str, path: str) -> None:
-        """Log the path of a file that is about to be written."""
         log.info("Snapshotting %s file %s", kind, path)
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """Log the loss of the extra forward pass at the end."""
         if loss is not None:
             log.info("Iteration %d, loss = %s", iteration, number(loss))
 
     def done(self, stopped_early: bool) -> None:
-        """Log how the run ended."""
         log.info("Optimization stopped early." if stopped_early else "Optimization Done.")
 
 

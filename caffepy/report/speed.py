@@ -15,16 +15,13 @@ class Speed:
         self._paused = False
 
     def add(self, images: int) -> None:
-        """Count images."""
         self._images += images
 
     def pause(self) -> None:
-        """Stop the clock."""
         if not self._paused:
             self._paused, self._paused_at = True, time.monotonic()
 
     def resume(self) -> None:
-        """Start the clock again."""
         if self._paused:
             self._paused = False
             self._since += time.monotonic() - self._paused_at
@@ -48,31 +45,25 @@ class Timed(Reporter):
         self._clocks = clocks
 
     def pause(self) -> None:
-        """Stop the clocks."""
         for clock in self._clocks:
             clock.pause()
 
     def test_started(self, iteration: int, k: int) -> None:
-        """Stop the clocks."""
         self.pause()
 
     def test_done(
         self, iteration: int, k: int, outputs: Sequence[Output], loss: float | None
     ) -> None:
-        """Start them again."""
         for clock in self._clocks:
             clock.resume()
 
     def snapshotted(self, kind: str, path: str) -> None:
-        """Stop the clocks."""
         self.pause()
 
     def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
-        """Count its images."""
         for clock in self._clocks:
             clock.resume()
             clock.add(images)
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """Stop the clocks."""
         self.pause()

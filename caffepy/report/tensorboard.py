@@ -95,7 +95,6 @@ class TensorBoard(DisplayCollector):
         self._write(iteration, session_log={"status": "START"})
 
     def show(self, record: DisplayRecord) -> None:
-        """Write the scalars of an iteration."""
         named = {"loss": record.loss, "lr": record.lr, "images_per_s": record.images_per_s}
         values = [_scalar(name, value) for name, value in named.items() if value is not None]
         nets = {"train": record.outputs}
@@ -124,13 +123,11 @@ class TensorBoard(DisplayCollector):
             self._write_values(iteration, values + self._filters())
 
     def finished(self, iteration: int, loss: float | None) -> None:
-        """Write the learned filters."""
         super().finished(iteration, loss)
         self._begin_once(iteration)
         self._write_values(iteration, self._filters())
 
     def close(self, complete: bool = True) -> None:
-        """Write the rest."""
         self.show_pending()
         if self._writer:
             try:
