@@ -6,7 +6,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 
 from caffepy.core.errors import UsageError, reason
 
@@ -61,12 +61,19 @@ def remove_stale(prefix: str) -> list[str]:
 
 def _lives(process: int) -> bool:
     try:
-        os.kill(process, 0)
+        with suppress(PermissionError):  # another user's process
+            os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except OSError:  # another user's process
-        return True
     return True
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f'cannot write "{path}": {reason(error)}') from None
 
 
 @contextmanager
@@ -75,31 +82,20 @@ def written(path: str) -> Iterator[str]:
 
     A path that exists and is no regular file, such as /dev/stdout, is written to directly.
     """
-    try:
-        if os.path.exists(path) and not os.path.isfile(path):
-            yield path
-        else:
-            with replacing(path) as temporary:
-                yield temporary
-    except OSError as error:
-        raise _cannot_write(path, error) from None
+    is_special = os.path.exists(path) and not os.path.isfile(path)
+    with _named(path), nullcontext(path) if is_special else replacing(path) as name:
+        yield name
 
 
 def check_writable(path: str) -> None:
     """Raise UsageError if `path` cannot be written, before work whose result would be lost."""
-    if not os.path.exists(path) or os.path.isfile(path):
-        path, named = temporary_name(path), path
-        try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
-            os.unlink(path)
-        except OSError as error:
-            raise _cannot_write(named, error) from None
-    elif os.path.isdir(path):
-        raise _cannot_write(path, IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR)))
-
-
-def _cannot_write(path: str, error: OSError) -> UsageError:
-    return UsageError(f'cannot write "{path}": {reason(error)}')
+    with _named(path):
+        if not os.path.exists(path) or os.path.isfile(path):
+            trial = temporary_name(path)
+            os.close(os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+            os.unlink(trial)
+        elif os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, "")
 
 
 def _flush(path: str) -> None:

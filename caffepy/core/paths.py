@@ -12,9 +12,7 @@ log = logging.getLogger(__name__)
 AnyPath = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 """Types of a path in the Python interface; `os.fsdecode` makes a str of it."""
 
-BUNDLED = os.path.join(
-    os.path.realpath(os.path.join(os.path.dirname(__file__), "..", "models")), ""
-)
+BUNDLED = os.path.realpath(f"{os.path.dirname(__file__)}/../models") + os.sep
 
 
 def locate(name: str, beside: str | None = None) -> str:

@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 from caffepy.core.caffe_alias import install_as_caffe
@@ -53,10 +53,8 @@ class UserCode:
             spec = self.call(_find, name)
             if spec is None:
                 known = {found.name for found in pkgutil.iter_modules([*self._folders, *sys.path])}
-                raise ConfigError(
-                    f'no Python module "{name}"{nearest(name, known)} '
-                    f"(looked on sys.path and in {' and '.join(self._folders)})"
-                )
+                places = f"(looked on sys.path and in {' and '.join(self._folders)})"
+                raise ConfigError(f'no Python module "{name}"{nearest(name, known)} {places}')
             self._home = os.path.dirname(spec.origin or "")
         module = self.call(importlib.import_module, name)
         self.file = getattr(module, "__file__", None) or name
@@ -68,9 +66,8 @@ class UserCode:
         found = getattr(self.module, name, None)
         if not callable(found):
             known = [key for key, value in vars(self.module).items() if isinstance(value, type)]
-            raise ConfigError(
-                f'module "{self._name}" ({self.file}) has no class "{name}"{nearest(name, known)}'
-            )
+            module, hint = f'module "{self._name}" ({self.file})', nearest(name, known)
+            raise ConfigError(f'{module} has no class "{name}"{hint}')
         return found  # type: ignore[no-any-return]
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -89,25 +86,18 @@ class UserCode:
             _beside.active.folders = before
 
     def _place(self, error: BaseException) -> str:
-        """Return `file:line: in function: ` of the innermost frame in user code, else of the
-        innermost frame.
-        """
+        """`file:line: in function: ` of the innermost frame, in user code if there is one."""
         if isinstance(error, SyntaxError) and error.filename:
             return f"{error.filename}:{error.lineno}: "
         frames = list(traceback.walk_tb(error.__traceback__))
-        own = [
-            (frame, line)
-            for frame, line in frames
-            if self._owns(frame.f_globals, frame.f_code.co_filename)
-        ]
-        frame, line = (own or frames)[-1]
+        frame, line = next((entry for entry in reversed(frames) if self._owns(*entry)), frames[-1])
         function = frame.f_code.co_name
-        return f"{frame.f_code.co_filename}:{line}: " + (
-            "" if function == "<module>" else f"in {function}: "
-        )
+        where = "" if function == "<module>" else f"in {function}: "
+        return f"{frame.f_code.co_filename}:{line}: {where}"
 
-    def _owns(self, names: dict[str, Any], file: str) -> bool:
-        return names.get("__name__") == self._name or os.path.dirname(file) == self._home != ""
+    def _owns(self, frame: FrameType, line: int) -> bool:
+        folder = os.path.dirname(frame.f_code.co_filename)
+        return frame.f_globals.get("__name__") == self._name or folder == self._home != ""
 
 
 def _find(name: str) -> ModuleSpec | None:
@@ -126,12 +116,9 @@ class _Beside(MetaPathFinder):
 
     def __init__(self) -> None:
         self.active = threading.local()
-        self._names: defaultdict[str, set[str]] = defaultdict(
-            set
-        )  # folder -> names of modules found there
-        self._away: dict[
-            str, dict[str, ModuleType]
-        ] = {}  # folder -> its modules that are not in sys.modules
+        # by folder: names of modules found there; its modules that are not in sys.modules
+        self._names: defaultdict[str, set[str]] = defaultdict(set)
+        self._away: dict[str, dict[str, ModuleType]] = {}
 
     def folders(self) -> Sequence[str]:
         """Folders in which this thread's imports look after sys.path."""
@@ -146,7 +133,7 @@ class _Beside(MetaPathFinder):
         """
         for folder in self.folders() if path is None else ():
             spec = PathFinder.find_spec(fullname, [folder])
-            if spec is not None and spec.origin is not None:
+            if spec and spec.origin:
                 self._names[folder].add(fullname)
                 return spec
         return None
@@ -171,17 +158,11 @@ def _ensure_caffe() -> None:
     if "caffe" in sys.modules:
         return
     spec = importlib.util.find_spec("caffe")
-    if (
-        spec is not None and spec.origin is not None
-    ):  # without an origin it is any folder named caffe
+    if spec and spec.origin:  # without an origin it is any folder named caffe
         try:
             importlib.import_module("caffe")
-        except Exception as error:
-            log.warning(
-                "%s cannot be imported (%s); `import caffe` finds caffepy instead",
-                spec.origin,
-                error,
-            )
-        else:
             return
+        except Exception as error:
+            other = "%s cannot be imported (%s); `import caffe` finds caffepy instead"
+            log.warning(other, spec.origin, error)
     install_as_caffe()

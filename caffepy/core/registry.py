@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from difflib import get_close_matches
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from caffepy.core.errors import ConfigError
 
@@ -16,37 +16,28 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f', did you mean "{by_fold[match[0]]}"?' if match else ""
 
 
-class Registry(Generic[T]):
-    """Names to things of one kind; `kind` is the word used in messages ("layer type")."""
+class Registry(dict[str, T]):
+    """Names to things of one kind, in alphabetical order; `kind` is the word used in messages
+    ("layer type").
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self._entries: dict[str, T] = {}
 
     def __call__(self, *names: str) -> Callable[[T], T]:
         """Decorator that registers its target under the names."""
 
         def register(entry: T) -> T:
             for name in names:
-                assert name not in self._entries, f"{self.kind} {name!r} registered twice"
-                self._entries[name] = entry
+                assert name not in self, f"{self.kind} {name!r} registered twice"
+                self[name] = entry
             return entry
 
         return register
 
-    def __getitem__(self, name: str) -> T:
-        """Return the thing registered under the name; ConfigError names the nearest known one and
-        lists all.
-        """
-        try:
-            return self._entries[name]
-        except KeyError:
-            known = ", ".join(self)
-            hint = nearest(name, self._entries)
-            raise ConfigError(f'unknown {self.kind} "{name}"{hint} (known: {known})') from None
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._entries
+    def __missing__(self, name: str) -> T:
+        known = ", ".join(self)
+        raise ConfigError(f'unknown {self.kind} "{name}"{nearest(name, self)} (known: {known})')
 
     def __iter__(self) -> Iterator[str]:
-        return iter(sorted(self._entries))
+        return iter(sorted(self.keys()))

@@ -7,6 +7,7 @@ become question marks.
 import re
 from collections.abc import Iterable, Iterator
 from math import atan2, cos, hypot, pi, sin
+from operator import mul
 from typing import Any
 from xml.etree import ElementTree
 
@@ -86,19 +87,15 @@ class _Canvas:
         cv2.fillPoly(self.pixels, [self._fixed(points)], colour, cv2.LINE_AA, FRACTION)
 
     def _arrow(self, points: list[Point]) -> None:
-        (x, y), end = next(
-            ((p, points[-1]) for p in reversed(points[:-1]) if p != points[-1]),
-            (points[0], points[0]),
+        end = u, v = points[-1]
+        x, y = next((point for point in reversed(points) if point != end), end)
+        angle = atan2(v - y, u - x)
+        a, b = (
+            (u - TIP * cos(angle + turn), v - TIP * sin(angle + turn)) for turn in (-SPREAD, SPREAD)
         )
-        angle = atan2(end[1] - y, end[0] - x)
-        wings = [
-            (end[0] - TIP * cos(angle + turn), end[1] - TIP * sin(angle + turn))
-            for turn in (-SPREAD, SPREAD)
-        ]
-        self._line(
-            [*(p for p in points if hypot(p[0] - end[0], p[1] - end[1]) > TIP / 2), _middle(wings)]
-        )
-        self._fill([end, *wings], BLACK)
+        line = [(x, y) for x, y in points if hypot(x - u, y - v) > TIP / 2]
+        self._line([*line, ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2)])
+        self._fill([end, a, b], BLACK)
 
     def _text(self, line: ElementTree.Element, whole: ElementTree.Element) -> None:
         import cv2
@@ -131,14 +128,6 @@ def _curve(path: str) -> Iterator[Point]:
         for step in range(1, STEPS + 1):
             t = step / STEPS
             shares = (1 - t) ** 3, 3 * t * (1 - t) ** 2, 3 * t**2 * (1 - t), t**3
-            corners = (start, a, b, end)
-            yield (
-                sum(share * corner[0] for share, corner in zip(shares, corners, strict=True)),
-                sum(share * corner[1] for share, corner in zip(shares, corners, strict=True)),
-            )
+            xs, ys = zip(start, a, b, end, strict=True)
+            yield sum(map(mul, shares, xs)), sum(map(mul, shares, ys))
         start = end
-
-
-def _middle(points: Iterable[Point]) -> Point:
-    xs, ys = zip(*points, strict=True)
-    return sum(xs) / len(xs), sum(ys) / len(ys)

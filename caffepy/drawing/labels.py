@@ -6,10 +6,8 @@ DEFAULTS = {"kernel_size": 0, "stride": 1, "pad": 0, "dilation": 1, "group": 1}
 
 
 def window_size(layer: LayerParameter, name: str) -> str:
-    """Return a size of the windows of a convolution or pooling: kernel_size, stride, pad, dilation
-    or group.
-
-    As `3`, or as `3x5` if it differs between the axes.
+    """Return kernel_size, stride, pad, dilation or group of a convolution or pooling: `3`, or `3x5`
+    if it differs between the axes.
     """
     param: ConvolutionParameter | PoolingParameter = layer.pooling_param
     if is_convolution(layer):
@@ -33,18 +31,10 @@ def has_windows(layer: LayerParameter) -> bool:
     )
 
 
-def num_output(layer: LayerParameter) -> int | None:
-    """Return the number of outputs, if the definition states it."""
-    return _given(layer, "num_output")
-
-
-def batch_size(layer: LayerParameter) -> int | None:
-    """Number of items that a data layer's definition asks for in a batch, None for other layers."""
-    return _given(layer, "batch_size")
-
-
-def _given(layer: LayerParameter, name: str) -> int | None:
-    """The value of a field that the definition sets in one of its `..._param` messages."""
+def number(layer: LayerParameter, name: str) -> int | None:
+    """The field `name`, such as num_output, of the `..._param` message of the definition that sets
+    it; None if none does.
+    """
     for field, param in layer.ListFields():
         has_name = field.name.endswith("_param") and name in param.DESCRIPTOR.fields_by_name
         if has_name and param.HasField(name):
@@ -65,7 +55,7 @@ def arguments(layer: LayerParameter) -> str:
             words[0] += f"{mark}{size}" if size != str(DEFAULTS[name]) else ""
     elif layer.HasField("pooling_param"):
         words.append("global")
-    outputs = num_output(layer)
+    outputs = number(layer, "num_output")
     if outputs is not None:
         group = window_size(layer, "group") if is_convolution(layer) else "1"
         words.append(f"{outputs}/{group}" if group != "1" else f"{outputs}")

@@ -51,6 +51,9 @@ class _Bend(NamedTuple):
 
 _Place = str | _Bend
 _Point = tuple[float, float]
+_Sizes = Mapping[str, _Point]  # along and across
+_Rows = Sequence[list[_Place]]  # by rank
+_Chains = Mapping[int, list[_Place]]  # by edge: its start, bends and end
 
 
 def svg(graph: Graph) -> str:
@@ -59,28 +62,35 @@ def svg(graph: Graph) -> str:
     sizes = {name: _size(node, lies) for name, node in graph.nodes.items()}
     forward = _without_cycles(graph)
     ranks = _ranks(graph, forward)
-    chains = {i: _chain(graph, i, ranks) for i in forward}
+    chains: dict[int, list[_Place]] = {}
+    for i in forward:
+        start, end, _ = graph.edges[i]
+        bends = (_Bend(i, rank) for rank in range(ranks[start] + 1, ranks[end]))
+        chains[i] = [start, *bends, end]
     rows = _ordered(graph, ranks, chains)
     across = _across(rows, chains, sizes)
     labels = [len(label) for *_, label in graph.edges]
     room = ROOM + (max(labels, default=0) * LETTER * 0.85 if lies else 0)
     along, length = _along(rows, sizes, room)
-    width = (
-        max(across[place] + _half(place, sizes) for row in rows for place in row) + MARGIN
-        if rows
-        else MARGIN
-    )
+    ends = (across[place] + _half(place, sizes) for row in rows for place in row)
+    width = max(ends, default=0.0) + MARGIN
 
     def point(u: float, v: float) -> _Point:
         u = length - u if graph.rankdir in ("RL", "BT") else u
         return (u, v) if lies else (v, u)
 
     shown = point(length, width) if graph.rankdir in ("LR", "TB") else point(0, width)
-    parts = [*_edges(graph, ranks, chains, sizes, along, across, point, lies)]
-    parts += [
-        _box(node, sizes[name], point(along[ranks[name]], across[name]), lies)
-        for name, node in graph.nodes.items()
-    ]
+    parts: list[str] = []
+    for i, (start, end, label) in enumerate(graph.edges):
+        sign, beside = (1, 0.0) if i in chains else (-1, GAP / 2)  # back, beside the way there
+        stops = [(along[ranks[start]] + sign * sizes[start][0] / 2, across[start] + beside)]
+        for bend in chains.get(i, ()):
+            if isinstance(bend, _Bend):
+                stops.append((along[bend.rank], across[bend]))
+        stops.append((along[ranks[end]] - sign * sizes[end][0] / 2, across[end] + beside))
+        parts += _arrow(stops, label, point, lies)
+    for name, node in graph.nodes.items():
+        parts.append(_box(node, sizes[name], point(along[ranks[name]], across[name]), lies))
     return (
         f'<?xml version="1.0" encoding="UTF-8"?>\n'
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{shown[0]:.0f}" height="{shown[1]:.0f}" '
@@ -104,7 +114,7 @@ def _size(node: Node, lies: bool) -> _Point:
     return (wide, high) if lies else (high, wide)
 
 
-def _half(place: _Place, sizes: Mapping[str, _Point]) -> float:
+def _half(place: _Place, sizes: _Sizes) -> float:
     return sizes[place][1] / 2 if isinstance(place, str) else 0.0
 
 
@@ -159,14 +169,25 @@ def _ranks(graph: Graph, forward: Sequence[int]) -> dict[str, int]:
     return ranks
 
 
-def _chain(graph: Graph, edge: int, ranks: Mapping[str, int]) -> list[_Place]:
-    start, end, _ = graph.edges[edge]
-    return [start, *(_Bend(edge, rank) for rank in range(ranks[start] + 1, ranks[end])), end]
+def _sweeps(
+    rows: _Rows, chains: _Chains
+) -> Iterator[tuple[list[_Place], Mapping[_Place, list[_Place]]]]:
+    """Yield each row with the places next to its places: those before them on the way down, those
+    after them on the way up, SWEEPS times.
+    """
+    before: dict[_Place, list[_Place]] = defaultdict(list)
+    after: dict[_Place, list[_Place]] = defaultdict(list)
+    for chain in chains.values():
+        for a, b in pairwise(chain):
+            before[b].append(a)
+            after[a].append(b)
+    for sweep in range(SWEEPS):
+        is_down = sweep % 2 == 0
+        for row in rows if is_down else reversed(rows):
+            yield row, before if is_down else after
 
 
-def _ordered(
-    graph: Graph, ranks: Mapping[str, int], chains: Mapping[int, list[_Place]]
-) -> list[list[_Place]]:
+def _ordered(graph: Graph, ranks: Mapping[str, int], chains: _Chains) -> _Rows:
     """Order the places of each rank so that few edges cross."""
     rows: list[list[_Place]] = [[] for _ in range(max(ranks.values(), default=-1) + 1)]
     for name in graph.nodes:
@@ -175,57 +196,30 @@ def _ordered(
         for bend in chain:
             if isinstance(bend, _Bend):
                 rows[bend.rank].append(bend)
-    before, after = _neighbours(chains)
     index = {place: float(i) for row in rows for i, place in enumerate(row)}
-    for sweep in range(SWEEPS):
-        near = before if sweep % 2 == 0 else after
-        for row in rows if sweep % 2 == 0 else reversed(rows):
-            wanted = {
-                place: fmean(index[n] for n in near[place]) if near[place] else index[place]
-                for place in row
-            }
-            row.sort(key=wanted.__getitem__)
-            index.update((place, float(i)) for i, place in enumerate(row))
+    for row, near in _sweeps(rows, chains):
+        wanted = {
+            place: fmean(index[n] for n in near[place]) if near[place] else index[place]
+            for place in row
+        }
+        row.sort(key=wanted.__getitem__)
+        index.update((place, float(i)) for i, place in enumerate(row))
     return rows
 
 
-def _neighbours(
-    chains: Mapping[int, list[_Place]],
-) -> tuple[dict[_Place, list[_Place]], dict[_Place, list[_Place]]]:
-    """Return the places before and after each place."""
-    before: dict[_Place, list[_Place]] = defaultdict(list)
-    after: dict[_Place, list[_Place]] = defaultdict(list)
-    for chain in chains.values():
-        for a, b in pairwise(chain):
-            before[b].append(a)
-            after[a].append(b)
-    return before, after
-
-
-def _across(
-    rows: Sequence[Sequence[_Place]],
-    chains: Mapping[int, list[_Place]],
-    sizes: Mapping[str, _Point],
-) -> dict[_Place, float]:
+def _across(rows: _Rows, chains: _Chains, sizes: _Sizes) -> dict[_Place, float]:
     """Return the middle of each place across: as near to its neighbours as its rank allows."""
     at: dict[_Place, float] = {}
     for row in rows:
         at.update(zip(row, _apart(row, [0.0] * len(row), sizes), strict=True))
-    before, after = _neighbours(chains)
-    for sweep in range(SWEEPS):
-        near = before if sweep % 2 == 0 else after
-        for row in rows if sweep % 2 == 0 else reversed(rows):
-            wanted = [
-                fmean(at[n] for n in near[place]) if near[place] else at[place] for place in row
-            ]
-            at.update(zip(row, _apart(row, wanted, sizes), strict=True))
+    for row, near in _sweeps(rows, chains):
+        wanted = [fmean(at[n] for n in near[place]) if near[place] else at[place] for place in row]
+        at.update(zip(row, _apart(row, wanted, sizes), strict=True))
     low = min((at[place] - _half(place, sizes) for row in rows for place in row), default=0.0)
     return {place: v - low + MARGIN for place, v in at.items()}
 
 
-def _apart(
-    row: Sequence[_Place], wanted: Sequence[float], sizes: Mapping[str, _Point]
-) -> list[float]:
+def _apart(row: Sequence[_Place], wanted: Sequence[float], sizes: _Sizes) -> list[float]:
     """Return positions near the wanted ones with room between the places: halfway between shifting
     to either side.
     """
@@ -239,9 +233,7 @@ def _apart(
     return [(a + b) / 2 for a, b in zip(left, right, strict=True)]
 
 
-def _along(
-    rows: Sequence[Sequence[_Place]], sizes: Mapping[str, _Point], room: float
-) -> tuple[list[float], float]:
+def _along(rows: _Rows, sizes: _Sizes, room: float) -> tuple[list[float], float]:
     """Return the middle of each rank along the arrows, and the length of all of them."""
     middles, end = [], float(MARGIN)
     for row in rows:
@@ -251,61 +243,31 @@ def _along(
     return middles, max(end - room, 0) + MARGIN
 
 
-def _edges(
-    graph: Graph,
-    ranks: Mapping[str, int],
-    chains: Mapping[int, list[_Place]],
-    sizes: Mapping[str, _Point],
-    along: Sequence[float],
-    across: Mapping[_Place, float],
-    point: Callable[[float, float], _Point],
-    lies: bool,
+def _arrow(
+    stops: Sequence[_Point], label: str, point: Callable[[float, float], _Point], lies: bool
 ) -> Iterator[str]:
-    for i, (start, end, label) in enumerate(graph.edges):
-        a, b = along[ranks[start]], along[ranks[end]]
-        if i in chains:
-            stops = [(a + sizes[start][0] / 2, across[start])]
-            stops += [
-                (along[bend.rank], across[bend]) for bend in chains[i] if isinstance(bend, _Bend)
-            ]
-            stops.append((b - sizes[end][0] / 2, across[end]))
-        else:  # back, beside the way there
-            side_stream = GAP / 2
-            stops = [
-                (a - sizes[start][0] / 2, across[start] + side_stream),
-                (b + sizes[end][0] / 2, across[end] + side_stream),
-            ]
-        path = "M%.1f %.1f" % point(*stops[0])
-        for (u, v), (x, y) in pairwise(stops):
-            middle = (u + x) / 2
-            path += "C%.1f %.1f %.1f %.1f %.1f %.1f" % (
-                *point(middle, v),
-                *point(middle, y),
-                *point(x, y),
-            )
-        yield f'<path d="{path}" fill="none" stroke="black" marker-end="url(#tip)"/>'
-        if label:
-            (u, v), (x, y) = stops[:2]
-            at = point((u + x) / 2, (v + y) / 2)
-            beside = (at[0], at[1] - 3, "middle") if lies else (at[0] + 5, at[1] + 3, "start")
-            style = 'x="%.1f" y="%.1f" text-anchor="%s"' % beside
-            yield f'<text {style} font-size="{FONT - 2}">{_text(label)}</text>'
+    """Yield a curve through these points, with its label beside the first stretch."""
+    path = "M%.1f %.1f" % point(*stops[0])
+    for (u, v), (x, y) in pairwise(stops):
+        middle = (u + x) / 2
+        corners = (*point(middle, v), *point(middle, y), *point(x, y))
+        path += "C%.1f %.1f %.1f %.1f %.1f %.1f" % corners
+    yield f'<path d="{path}" fill="none" stroke="black" marker-end="url(#tip)"/>'
+    if label:
+        (u, v), (x, y) = stops[:2]
+        x, y = point((u + x) / 2, (v + y) / 2)
+        beside = (x, y - 3, "middle") if lies else (x + 5, y + 3, "start")
+        style = 'x="%.1f" y="%.1f" text-anchor="%s"' % beside
+        yield f'<text {style} font-size="{FONT - 2}">{_text(label)}</text>'
 
 
 def _box(node: Node, size: _Point, middle: _Point, lies: bool) -> str:
     wide, high = size if lies else size[::-1]
     (x, y), (w, h) = middle, (wide / 2, high / 2)
     cut = min(w, h) / 2 if node.shape == "octagon" else 0
-    corners = [
-        (-w, h - cut),
-        (-w, cut - h),
-        (cut - w, -h),
-        (w - cut, -h),
-        (w, cut - h),
-        (w, h - cut),
-        (w - cut, h),
-        (cut - w, h),
-    ]
+    # the left side from below; mirrored it is the right one
+    left = [(cut - w, h), (-w, h - cut), (-w, cut - h), (cut - w, -h)]
+    corners = left[1:] + [(-dx, dy) for dx, dy in reversed(left)] + left[:1]
     points = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in corners)
     lines = node.label.split("\n")
     top = y - (len(lines) - 1) * LINE / 2 + FONT / 3

@@ -9,10 +9,9 @@ from caffepy.core.errors import UsageError
 from caffepy.core.files import written
 from caffepy.drawing.bitmap import encoded
 from caffepy.drawing.labels import (
-    batch_size,
     has_windows,
     is_convolution,
-    num_output,
+    number,
     window_size,
 )
 from caffepy.drawing.svg import Graph, Node, svg
@@ -229,7 +228,7 @@ def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool =
     if is_convolution(layer):
         sizes = {name: window_size(layer, name) for name in ("dilation", "group")}
         lines += [f"{name}: {size}" for name, size in sizes.items() if size != "1"]
-    outputs = num_output(layer)
+    outputs = number(layer, "num_output")
     if outputs is not None:
         lines.append(f"outputs: {outputs}")
     if display_lrm and layer.param:
@@ -239,7 +238,7 @@ def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool =
 
 def edge_label(layer: LayerParameter) -> str:
     """Return the label of a layer's outgoing arrows: batch size of data, or number of outputs."""
-    size, outputs = batch_size(layer), num_output(layer)
+    size, outputs = number(layer, "batch_size"), number(layer, "num_output")
     if size is not None:
         return f"Batch {size}"
     return "" if outputs is None else f"{outputs}"
