@@ -10,25 +10,17 @@ import numpy as np
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+from numpy.typing import NDArray
 
 from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.proto.caffe_pb2 import BlobProto, BlobShape, NetParameter, SolverState, Type
-from caffepy.proto.sniff import mismatch, sniff
+from caffepy.proto.sniff import mismatch
+from caffepy.proto.sniff import sniff as sniff
 from caffepy.proto.upgrade import upgrade_net
 
-__all__ = [
-    "array_to_blob",
-    "blob_to_array",
-    "blob_to_diff",
-    "drop_raw",
-    "read_blob",
-    "read_net",
-    "read_state",
-    "read_stored_net",
-    "sniff",
-]
-
 M = TypeVar("M", bound=Message)
+Array = NDArray[Any]
+Floats = NDArray[np.float32]
 
 _RAW_TYPES = {
     Type.DOUBLE: "<f8",
@@ -68,7 +60,7 @@ def read_blob(path: str) -> BlobProto:
     return _read(path, BlobProto(), "a binaryproto", DataError)
 
 
-def read_array(path: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+def read_array(path: str) -> Floats:
     """The values of the blob of a .binaryproto, in its shape; DataError says what is wrong with the
     file.
     """
@@ -121,7 +113,7 @@ def _as_text(string: str | bytes) -> str:
     return string.decode("utf-8", "replace") if isinstance(string, bytes) else string
 
 
-def blob_to_array(blob: BlobProto) -> np.ndarray[Any, np.dtype[np.float32]]:
+def blob_to_array(blob: BlobProto) -> Floats:
     """The values of a blob as float32, in its shape (four axes if a legacy extent is set).
 
     double_data wins over data; NVCaffe's raw_data is read where neither is set. Raises ConfigError
@@ -130,15 +122,13 @@ def blob_to_array(blob: BlobProto) -> np.ndarray[Any, np.dtype[np.float32]]:
     return _shaped(blob, _values(blob, "double_data", "data", "raw_data"))
 
 
-def blob_to_diff(blob: BlobProto) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+def blob_to_diff(blob: BlobProto) -> Floats | None:
     """The gradient of a blob, like its values, or None if the blob carries none."""
     values = _values(blob, "double_diff", "diff", "raw_diff")
     return _shaped(blob, values) if values.size else None
 
 
-def array_to_blob(
-    array: np.ndarray[Any, Any], diff: np.ndarray[Any, Any] | None = None
-) -> BlobProto:
+def array_to_blob(array: Array, diff: Array | None = None) -> BlobProto:
     """A BlobProto with the array's shape and, as float32, its values and perhaps its gradient."""
     blob = BlobProto(shape=BlobShape(dim=array.shape))
     blob.MergeFromString(_packed(_DATA_TAG, array))
@@ -182,7 +172,7 @@ def _drop_raw(blob: BlobProto) -> bool:
     return True
 
 
-def _packed(tag: bytes, array: np.ndarray[Any, Any]) -> bytes:
+def _packed(tag: bytes, array: Array) -> bytes:
     """A packed float field. Joining bytes takes no time; protobuf's own containers take values one
     by one.
     """
@@ -195,7 +185,7 @@ def _packed(tag: bytes, array: np.ndarray[Any, Any]) -> bytes:
     return bytes(prefix) + payload
 
 
-def _values(blob: BlobProto, double: str, single: str, raw: str) -> np.ndarray[Any, Any]:
+def _values(blob: BlobProto, double: str, single: str, raw: str) -> Array:
     """The flat values of the first of the three fields that is set."""
     if getattr(blob, double):
         return np.array(getattr(blob, double), np.float64)
@@ -203,19 +193,16 @@ def _values(blob: BlobProto, double: str, single: str, raw: str) -> np.ndarray[A
         return _unpacked(blob, single)
     stored = getattr(blob, f"{raw}_type")
     if stored not in _RAW_TYPES:
-        raise ConfigError(
-            f"a blob holds values of type {Type.Name(stored)}, which weights cannot have"
-        )
+        kind = Type.Name(stored)
+        raise ConfigError(f"a blob holds values of type {kind}, which weights cannot have")
     data, dtype = getattr(blob, raw), np.dtype(_RAW_TYPES[stored])
     if len(data) % dtype.itemsize:
-        raise ConfigError(
-            f"a blob holds {len(data)} bytes, which is not a whole number of {Type.Name(stored)} "
-            "values"
-        )
+        whole = f"a whole number of {Type.Name(stored)} values"
+        raise ConfigError(f"a blob holds {len(data)} bytes, which is not {whole}")
     return np.frombuffer(data, dtype)
 
 
-def _unpacked(blob: BlobProto, field: str) -> np.ndarray[Any, Any]:
+def _unpacked(blob: BlobProto, field: str) -> Array:
     """A float field of the blob; where protobuf (before 7) would hand it over value by value, its
     serialized form.
     """
@@ -227,15 +214,12 @@ def _unpacked(blob: BlobProto, field: str) -> np.ndarray[Any, Any]:
     for other, _ in blob.ListFields():
         if other.name != field:
             alone.ClearField(other.name)
-    return np.frombuffer(alone.SerializeToString(), "<f4", len(values), _header(4 * len(values)))
+    length = 4 * len(values)
+    header = 1 + -(-length.bit_length() // 7)  # bytes of the tag and of the length
+    return np.frombuffer(alone.SerializeToString(), "<f4", len(values), header)
 
 
-def _header(length: int) -> int:
-    """Bytes of the tag and length in front of a packed field."""
-    return 1 + max(1, -(-length.bit_length() // 7))
-
-
-def _shaped(blob: BlobProto, values: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _shaped(blob: BlobProto, values: Array) -> Floats:
     legacy = ("num", "channels", "height", "width")
     dims = list(blob.shape.dim)
     if any(blob.HasField(extent) for extent in legacy):

@@ -59,15 +59,7 @@ _MESSAGES = {
     "a caffemodel": _outer_fields(caffe_pb2.NetParameter),
     "a solver state": _outer_fields(caffe_pb2.SolverState),
     "a binaryproto": _outer_fields(caffe_pb2.BlobProto),
-    "an ONNX model": {
-        (1, _VARINT),
-        (2, _BYTES),
-        (3, _BYTES),
-        (4, _BYTES),
-        (5, _VARINT),
-        (7, _BYTES),
-        (8, _BYTES),
-    },
+    "an ONNX model": {(1, _VARINT), (5, _VARINT), *((n, _BYTES) for n in (2, 3, 4, 7, 8))},
 }
 
 STATE_GOES_TO = "a solver state goes to caffepy train --snapshot"
@@ -94,31 +86,20 @@ def sniff(path: str) -> str:
     kinds such as "a PyTorch file", and "unknown binary data".
     """
     try:
-        if os.path.isdir(path):
-            return _sniff_directory(path)
-        if special := _special(path):
-            return special
+        mode = os.stat(path).st_mode
+        if stat.S_ISDIR(mode):
+            names = os.listdir(path)
+            if "data.mdb" in names:
+                return "LMDB"
+            return "LevelDB" if "CURRENT" in names else "a directory"
+        if not stat.S_ISREG(mode):  # to read it may not end, or consume it
+            return "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "a pipe"
         with open(path, "rb") as file:
             return _sniff_file(file)
     except FileNotFoundError:
         return "missing"
     except (OSError, ValueError):
         return "unreadable"
-
-
-def _special(path: str) -> str | None:
-    """The kind of a path that is no regular file: to read it may not end, or consume it."""
-    mode = os.stat(path).st_mode
-    if stat.S_ISREG(mode):
-        return None
-    return "a device" if stat.S_ISCHR(mode) or stat.S_ISBLK(mode) else "a pipe"
-
-
-def _sniff_directory(path: str) -> str:
-    names = os.listdir(path)
-    if "data.mdb" in names:
-        return "LMDB"
-    return "LevelDB" if "CURRENT" in names else "a directory"
 
 
 def _sniff_file(file: BinaryIO) -> str:
@@ -137,7 +118,10 @@ def _sniff_file(file: BinaryIO) -> str:
     if head[257:262] == b"ustar":
         return "a tar archive"
     if not is_binary(head):
-        return _sniff_text(head)
+        if head.startswith(b"version https://git-lfs"):
+            return "a Git LFS pointer, which stands for a file that was not downloaded"
+        is_page = head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html"))
+        return "a web page" if is_page else "text"
     if not any(head):
         return "zero bytes"
     return _sniff_message(file) or "unknown binary data"
@@ -146,14 +130,6 @@ def _sniff_file(file: BinaryIO) -> str:
 def is_binary(data: bytes) -> bool:
     """True if there are bytes that no text has."""
     return _CONTROL.search(data) is not None
-
-
-def _sniff_text(head: bytes) -> str:
-    if head.startswith(b"version https://git-lfs"):
-        return "a Git LFS pointer, which stands for a file that was not downloaded"
-    if head.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
-        return "a web page"
-    return "text"
 
 
 def _sniff_message(file: BinaryIO) -> str | None:
@@ -166,19 +142,13 @@ def _sniff_message(file: BinaryIO) -> str | None:
             return None
         if end <= size:
             seen.add(pair)
-    fitting = [
-        kind for kind, known in _MESSAGES.items() if seen & known and not _clash(seen, known)
-    ]
-    if not fitting:
-        return None
-    best = max(fitting, key=lambda kind: len(seen & _MESSAGES[kind]))
-    return best if end <= size else f"{best} that is cut short"
-
-
-def _clash(seen: set[tuple[int, int]], known: set[tuple[int, int]]) -> bool:
-    """True if a known field has another wire type; unknown ones may be a fork's."""
-    numbers = {number for number, _ in known}
-    return any(number in numbers for number, _ in seen - known)
+    best, most = None, 0
+    for kind, known in _MESSAGES.items():
+        # a known field of another wire type clashes; unknown ones may be a fork's
+        clashing = {number for number, _ in seen - known} & {number for number, _ in known}
+        if not clashing and len(seen & known) > most:
+            best, most = kind, len(seen & known)
+    return f"{best} that is cut short" if best and end > size else best
 
 
 def _scan(file: BinaryIO, size: int) -> Iterator[tuple[tuple[int, int], int]]:
@@ -238,10 +208,9 @@ def _neighbour(path: str) -> str:
     """`, did you mean "X"?` for the file of the same folder whose name is nearest."""
     folder, name = os.path.split(path)
     try:
-        hint = nearest(name, os.listdir(folder or "."))
+        return nearest(name, os.listdir(folder or "."))
     except (OSError, ValueError):
         return f' (there is no folder "{folder}")' if folder else ""
-    return hint
 
 
 def _reason(path: str) -> str:

@@ -44,16 +44,8 @@ _ESCAPE = re.compile(
     re.VERBOSE | re.DOTALL,
 )
 _ESCAPED = dict(zip(b"abfnrtv?'\"\\", b"\a\b\f\n\r\t\v?'\"\\", strict=True))
-_BOOLEANS = {
-    "true": True,
-    "True": True,
-    "t": True,
-    "1": True,
-    "false": False,
-    "False": False,
-    "f": False,
-    "0": False,
-}
+_BOOLEANS = dict.fromkeys(("true", "True", "t", "1"), True)
+_BOOLEANS |= dict.fromkeys(("false", "False", "f", "0"), False)
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -70,8 +62,7 @@ def parse(text: str, message: M, path: str = "<text>") -> M:
 
     Raises ConfigError: `path:line:col: what is wrong`, then the source line and a caret.
     """
-    parser = _Parser(text, path)
-    parser.read_into(message)
+    _Parser(text, path).read_into(message)
     return message
 
 
@@ -100,9 +91,8 @@ def read_message(path: str, message: M, text: str | None = None) -> M:
     except ConfigError:
         kind = sniff(path)
         if kind == "a pipe" and is_binary(text.encode("utf-8", "surrogateescape")):
-            raise ConfigError(
-                f'"{path}" is a pipe that gives binary data; save its content as a file'
-            ) from None
+            remedy = "save its content as a file"
+            raise ConfigError(f'"{path}" is a pipe that gives binary data; {remedy}') from None
         if kind not in ("text", "a pipe"):
             raise mismatch(path, "a prototxt") from None
         raise
@@ -136,8 +126,11 @@ def locate_layer(path: str, layer: LayerParameter) -> str:
     parser = _reread(path)
     if parser is None:
         return path
-    offsets = _block_offsets(parser, layer)
-    return parser.place(offsets[0]) if offsets else path
+    if found := _blocks_of(parser, layer):
+        return parser.place(max(found, key=lambda entry: _likeness(entry[1], layer))[0])
+    if layer.type == "Input" and "input" in parser.outer:
+        return parser.place(parser.outer["input"])
+    return path
 
 
 def where(path: str | None, layer: LayerParameter) -> str:
@@ -149,9 +142,7 @@ def where(path: str | None, layer: LayerParameter) -> str:
 def locate_field(path: str, field: str) -> str:
     """`path:line:col` of an outermost field of the file, or `path` alone if it is not there."""
     parser = _reread(path)
-    if parser is None or field not in parser.outer:
-        return path
-    return parser.place(parser.outer[field])
+    return parser.place(parser.outer[field]) if parser and field in parser.outer else path
 
 
 def _read_text(path: str) -> str:
@@ -180,16 +171,13 @@ def _reread(path: str) -> "_Parser | None":
     return None
 
 
-def _block_offsets(parser: "_Parser", layer: LayerParameter) -> list[int]:
-    """Starts of the blocks that `layer` may come from, the likeliest first."""
+def _blocks_of(parser: "_Parser", layer: LayerParameter) -> list[tuple[int, LayerParameter]]:
+    """The blocks that `layer` may come from, and where they start."""
     blocks = [(offset, _as_layer(block)) for offset, block in parser.layers]
     named = [(offset, block) for offset, block in blocks if block.name == layer.name]
     if not named and layer.type == "Split":
-        named = [(offset, block) for offset, block in blocks if layer.bottom[0] in block.top][-1:]
-    if not named and layer.type == "Input" and "input" in parser.outer:
-        return [parser.outer["input"]]
-    named.sort(key=lambda entry: _likeness(entry[1], layer), reverse=True)
-    return [offset for offset, _ in named]
+        return [(offset, block) for offset, block in blocks if layer.bottom[0] in block.top][-1:]
+    return named
 
 
 def _likeness(block: LayerParameter, layer: LayerParameter) -> tuple[bool, ...]:
@@ -217,9 +205,8 @@ class _Field:
         self.repeated = proto.label == FieldDescriptorProto.LABEL_REPEATED
         self.required = proto.label == FieldDescriptorProto.LABEL_REQUIRED
         self.holds_message = descriptor.message_type is not None
-        self.values = (
-            {v.name: v.number for v in descriptor.enum_type.values} if descriptor.enum_type else {}
-        )
+        values = descriptor.enum_type.values if descriptor.enum_type else ()
+        self.values = {value.name: value.number for value in values}
         self.read = _READERS.get(descriptor.cpp_type, _Parser.integer)
 
 
@@ -298,11 +285,9 @@ class _Parser:
         fork = fork_of_field(descriptor.name, name)
         if fork is not None:
             self.fail(f"{said}: it is a field of {fork}, which caffepy does not have")
-        for mine, other, kind in (
-            (NetParameter, SolverParameter, "solver"),
-            (SolverParameter, NetParameter, "net"),
-        ):
-            if isinstance(message, mine) and name in _fields(other.DESCRIPTOR):
+        for kind, other in (("net", NetParameter), ("solver", SolverParameter)):
+            is_whole = isinstance(message, (NetParameter, SolverParameter))
+            if is_whole and name in _fields(other.DESCRIPTOR):
                 self.fail(f"{said}: it is a field of a {kind}; is this file a {kind}?")
         homes = [
             field.name
@@ -332,11 +317,9 @@ class _Parser:
             if field is None:
                 self.unknown_field(message)
             if field.name in seen and not field.repeated:
+                twice = f'"{field.name}" is given a second time in {message.DESCRIPTOR.name}'
                 line = self.text.count("\n", 0, seen[field.name]) + 1
-                self.fail(
-                    f'"{field.name}" is given a second time in {message.DESCRIPTOR.name} (first '
-                    f"in line {line})"
-                )
+                self.fail(f"{twice} (first in line {line})")
             start = self.start
             seen.setdefault(field.name, start)
             self.advance()
@@ -453,24 +436,17 @@ class _Parser:
         fork = fork_of_value(name)
         if fork is not None:
             self.fail(f"{said}: it is a value of {fork}, which caffepy does not have")
-        if (
-            field.descriptor.containing_type is V1LayerParameter.DESCRIPTOR
-            and name in upgrade.V1_TYPES.values()
-        ):
+        is_v1 = field.descriptor.containing_type is V1LayerParameter.DESCRIPTOR
+        if is_v1 and name in upgrade.V1_TYPES.values():
             self.fail(f'{said}: a layer whose type is a string is called "layer", not "layers"')
         self.fail(f"{said}{nearest(name, field.values)} (it takes {_known(field)})")
 
     def string(self, field: _Field) -> str | bytes:
         if self.kind != "string":
             if self.kind == "name":
-                suggestion = (
-                    upgrade.V1_TYPES.get(self.value, self.value)
-                    if field.name == "type"
-                    else self.value
-                )
-                self.fail(
-                    f'"{field.name}" needs a string in quotes: {field.name}: "{suggestion[:80]}"'
-                )
+                types = upgrade.V1_TYPES if field.name == "type" else {}
+                example = f'{field.name}: "{types.get(self.value, self.value)[:80]}"'
+                self.fail(f'"{field.name}" needs a string in quotes: {example}')
             self.unexpected(f'a string in quotes for "{field.name}"')
         start, data = self.start, b""
         while self.kind == "string":

@@ -8,6 +8,10 @@ what it only warns of is a logged error.
 
 import logging
 import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from google.protobuf.message import Message
 
 from caffepy.core.errors import ConfigError
 from caffepy.core.registry import nearest
@@ -15,6 +19,7 @@ from caffepy.proto.caffe_pb2 import (
     BlobShape,
     LayerParameter,
     NetParameter,
+    ParamSpec,
     SolverParameter,
     V0LayerParameter,
     V1LayerParameter,
@@ -22,85 +27,43 @@ from caffepy.proto.caffe_pb2 import (
 
 log = logging.getLogger(__name__)
 
-V1_TYPES = {
+_SPELLED = {
     "NONE": "",
     "ABSVAL": "AbsVal",
-    "ACCURACY": "Accuracy",
     "ARGMAX": "ArgMax",
     "BNLL": "BNLL",
-    "CONCAT": "Concat",
-    "CONTRASTIVE_LOSS": "ContrastiveLoss",
-    "CONVOLUTION": "Convolution",
-    "DATA": "Data",
-    "DECONVOLUTION": "Deconvolution",
-    "DROPOUT": "Dropout",
-    "DUMMY_DATA": "DummyData",
-    "ELTWISE": "Eltwise",
-    "EUCLIDEAN_LOSS": "EuclideanLoss",
-    "EXP": "Exp",
-    "FLATTEN": "Flatten",
     "HDF5_DATA": "HDF5Data",
     "HDF5_OUTPUT": "HDF5Output",
-    "HINGE_LOSS": "HingeLoss",
-    "IM2COL": "Im2col",
-    "IMAGE_DATA": "ImageData",
-    "INFOGAIN_LOSS": "InfogainLoss",
-    "INNER_PRODUCT": "InnerProduct",
     "LRN": "LRN",
-    "MEMORY_DATA": "MemoryData",
-    "MULTINOMIAL_LOGISTIC_LOSS": "MultinomialLogisticLoss",
     "MVN": "MVN",
-    "POOLING": "Pooling",
-    "POWER": "Power",
     "RELU": "ReLU",
-    "SIGMOID": "Sigmoid",
-    "SIGMOID_CROSS_ENTROPY_LOSS": "SigmoidCrossEntropyLoss",
-    "SILENCE": "Silence",
-    "SLICE": "Slice",
-    "SOFTMAX": "Softmax",
     "SOFTMAX_LOSS": "SoftmaxWithLoss",
-    "SPLIT": "Split",
     "TANH": "TanH",
-    "THRESHOLD": "Threshold",
-    "WINDOW_DATA": "WindowData",
+}
+V1_TYPES = {
+    name: _SPELLED.get(name, "".join(map(str.capitalize, name.split("_"))))
+    for name in V1LayerParameter.LayerType.DESCRIPTOR.values_by_name
 }
 """Layer types: the names of V1's enum, and the strings that took their place."""
 
-V0_TYPES = {
-    "accuracy": "ACCURACY",
-    "bnll": "BNLL",
-    "concat": "CONCAT",
+_SAME = (
+    "accuracy bnll concat data dropout euclidean_loss flatten hdf5_data hdf5_output im2col "
+    "infogain_loss lrn multinomial_logistic_loss relu sigmoid softmax softmax_loss split tanh "
+    "window_data"
+)
+V0_TYPES = {name: name.upper() for name in _SAME.split()} | {
     "conv": "CONVOLUTION",
-    "data": "DATA",
-    "dropout": "DROPOUT",
-    "euclidean_loss": "EUCLIDEAN_LOSS",
-    "flatten": "FLATTEN",
-    "hdf5_data": "HDF5_DATA",
-    "hdf5_output": "HDF5_OUTPUT",
-    "im2col": "IM2COL",
     "images": "IMAGE_DATA",
-    "infogain_loss": "INFOGAIN_LOSS",
     "innerproduct": "INNER_PRODUCT",
-    "lrn": "LRN",
-    "multinomial_logistic_loss": "MULTINOMIAL_LOGISTIC_LOSS",
     "pool": "POOLING",
-    "relu": "RELU",
-    "sigmoid": "SIGMOID",
-    "softmax": "SOFTMAX",
-    "softmax_loss": "SOFTMAX_LOSS",
-    "split": "SPLIT",
-    "tanh": "TANH",
-    "window_data": "WINDOW_DATA",
 }
 """Layer types of V0, and their names in V1's enum."""
 
-_CONV, _POOL, _IP = (
-    {"conv": "convolution_param"},
-    {"pool": "pooling_param"},
-    {"innerproduct": "inner_product_param"},
-)
+_CONV, _POOL = {"conv": "convolution_param"}, {"pool": "pooling_param"}
+_IP = {"innerproduct": "inner_product_param"}
 _DATA, _IMAGES = {"data": "data_param"}, {"images": "image_data_param"}
 _HDF5, _WINDOWS = {"hdf5_data": "hdf5_data_param"}, {"window_data": "window_data_param"}
+_FILES = _DATA | _HDF5 | _IMAGES | _WINDOWS
 _LRN = {"lrn": "lrn_param"}
 _V0_FIELDS = {
     "num_output": ("num_output", _CONV | _IP),
@@ -117,11 +80,8 @@ _V0_FIELDS = {
     "alpha": ("alpha", _LRN),
     "beta": ("beta", _LRN),
     "k": ("k", _LRN),
-    "source": (
-        "source",
-        _DATA | _HDF5 | _IMAGES | _WINDOWS | {"infogain_loss": "infogain_loss_param"},
-    ),
-    "batchsize": ("batch_size", _DATA | _HDF5 | _IMAGES | _WINDOWS),
+    "source": ("source", _FILES | {"infogain_loss": "infogain_loss_param"}),
+    "batchsize": ("batch_size", _FILES),
     "rand_skip": ("rand_skip", _DATA | _IMAGES),
     "shuffle_images": ("shuffle", _IMAGES),
     "new_height": ("new_height", _IMAGES),
@@ -135,13 +95,7 @@ _V0_FIELDS = {
 }
 """V0 field: its new name, and the V0 types that have it with the message into which it moves."""
 
-_V0_TRANSFORMS = {
-    "scale": "scale",
-    "meanfile": "mean_file",
-    "cropsize": "crop_size",
-    "mirror": "mirror",
-}
-_TRANSFORMS = ("scale", "mean_file", "crop_size", "mirror")
+_TRANSFORMS = ("scale", "mean_file", "crop_size", "mirror")  # V0 has them without "_"
 _DATA_PARAMS = {
     V1LayerParameter.DATA: "data_param",
     V1LayerParameter.IMAGE_DATA: "image_data_param",
@@ -159,43 +113,14 @@ _SOLVER_TYPES = {
 }
 
 
-def needs_v0_upgrade(net: NetParameter) -> bool:
-    """True if some layer is a V0 layer: `layers { layer { ... } }`."""
-    return any(layer.HasField("layer") for layer in net.layers)
-
-
-def needs_data_upgrade(net: NetParameter) -> bool:
-    """True if some V1 data layer has settings that belong to transform_param."""
-    return any(
-        layer.type in _DATA_PARAMS
-        and any(map(getattr(layer, _DATA_PARAMS[layer.type]).HasField, _TRANSFORMS))
-        for layer in net.layers
-    )
-
-
-def needs_v1_upgrade(net: NetParameter) -> bool:
-    """True if the net has `layers`."""
-    return len(net.layers) > 0
-
-
-def needs_input_upgrade(net: NetParameter) -> bool:
-    """True if the net has inputs outside of a layer."""
-    return len(net.input) > 0
-
-
-def needs_batch_norm_upgrade(net: NetParameter) -> bool:
-    """True if some BatchNorm layer has the three params that its statistics once needed."""
-    return any(layer.type == "BatchNorm" and len(layer.param) == 3 for layer in net.layer)
-
-
 def needs_upgrade(net: NetParameter) -> bool:
-    """True if any of the upgrades applies to the net."""
-    return needs_v1_upgrade(net) or needs_input_upgrade(net) or needs_batch_norm_upgrade(net)
+    """True if the net has `layers`, inputs outside of a layer, or old BatchNorm layers."""
+    return bool(net.layers or net.input or _old_batch_norms(net))
 
 
-def needs_type_upgrade(solver: SolverParameter) -> bool:
-    """True if the solver has its type in the old enum."""
-    return solver.HasField("solver_type")
+def _old_batch_norms(net: NetParameter) -> list[LayerParameter]:
+    """The BatchNorm layers with the three params that its statistics once needed."""
+    return [layer for layer in net.layer if layer.type == "BatchNorm" and len(layer.param) == 3]
 
 
 def misplaced_fields(net: NetParameter) -> list[str]:
@@ -215,38 +140,41 @@ def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
     if not needs_upgrade(net):
         return net
     try:
-        upgraded = _copy(net)
-        if needs_v0_upgrade(upgraded):
+        upgraded = NetParameter()
+        upgraded.CopyFrom(net)
+        if any(layer.HasField("layer") for layer in net.layers):
             _upgrading("deprecated V0LayerParameter", path)
             upgraded, sound = _upgrade_v0(upgraded)
-            _upgraded("V0LayerParameter", sound, "V0NetParameter to NetParameter")
-        if needs_data_upgrade(upgraded):
+            if sound:
+                _upgraded("V0LayerParameter")
+            else:
+                log.error(
+                    "Warning: had one or more problems upgrading V0NetParameter to NetParameter "
+                    "(see above); continuing anyway."
+                )
+        misplaced = [(layer, *found) for layer in upgraded.layers for found in _transforms(layer)]
+        if misplaced:
             _upgrading("deprecated transformation parameters", path)
-            _upgrade_data(upgraded)
+            for layer, param, field in misplaced:
+                setattr(layer.transform_param, field, getattr(param, field))
+                param.ClearField(field)
             _upgraded("data transformation parameters.")
-            log.info(
-                "Note that future Caffe releases will only support transform_param messages for "
-                "transformation fields."
-            )
-        if needs_v1_upgrade(upgraded):
+            _note("transform_param messages for transformation fields.")
+        if upgraded.layers:
             _upgrading("deprecated V1LayerParameter", path)
             _upgrade_v1(upgraded)
             _upgraded("V1LayerParameter")
-        if needs_input_upgrade(upgraded):
+        if upgraded.input:
             _upgrading("deprecated input fields", path)
             _upgrade_input(upgraded)
             _upgraded("input fields.")
-            log.info(
-                "Note that future Caffe releases will only support input layers and not input "
-                "fields."
-            )
-        if needs_batch_norm_upgrade(upgraded):
-            log.info(
-                "Attempting to upgrade batch norm layers using deprecated params: %s",
-                path or "(no file)",
-            )
-            _upgrade_batch_norm(upgraded)
-            log.info("Successfully upgraded batch norm layers using deprecated params.")
+            _note("input layers and not input fields.")
+        if old := _old_batch_norms(upgraded):
+            what = "batch norm layers using deprecated params"
+            log.info("Attempting to upgrade %s: %s", what, path or "(no file)")
+            for spec in (spec for layer in old for spec in layer.param):
+                spec.lr_mult = spec.decay_mult = 0
+            log.info("Successfully upgraded %s.", what)
     except ConfigError as error:
         raise (error.at(path) if path else error) from None
     return upgraded
@@ -274,20 +202,14 @@ def upgrade_solver_fields(solver: SolverParameter, path: str) -> SolverParameter
     """
     upgraded = SolverParameter()
     upgraded.CopyFrom(solver)
-    if needs_type_upgrade(solver):
+    if solver.HasField("solver_type"):
         _upgrading("deprecated 'solver_type' field (enum)'", path)
         if solver.HasField("type"):
             raise ConfigError('give either "type" or the old "solver_type", not both', path)
         upgraded.type = _SOLVER_TYPES[SolverParameter.SolverType.Name(solver.solver_type)]
         upgraded.ClearField("solver_type")
-        log.info(
-            "Successfully upgraded file specified using deprecated 'solver_type' field (enum) to "
-            "'type' field (string)."
-        )
-        log.warning(
-            "Note that future Caffe releases will only support 'type' field (string) for a "
-            "solver's type."
-        )
+        _upgraded("'solver_type' field (enum) to 'type' field (string).")
+        _note("'type' field (string) for a solver's type.", logging.WARNING)
     for field in ("net_param", "train_net_param"):
         if solver.HasField(field):
             getattr(upgraded, field).CopyFrom(upgrade_net(getattr(solver, field), path))
@@ -306,24 +228,16 @@ def _set_snapshot_prefix(solver: SolverParameter, path: str) -> None:
         log.info("snapshot_prefix was a directory and is replaced to %s", solver.snapshot_prefix)
 
 
-def _copy(net: NetParameter) -> NetParameter:
-    copy = NetParameter()
-    copy.CopyFrom(net)
-    return copy
-
-
 def _upgrading(what: str, path: str | None) -> None:
     log.info("Attempting to upgrade input file specified using %s: %s", what, path or "(no file)")
 
 
-def _upgraded(what: str, sound: bool = True, conversion: str = "") -> None:
-    if sound:
-        log.info("Successfully upgraded file specified using deprecated %s", what)
-    else:
-        log.error(
-            "Warning: had one or more problems upgrading %s (see above); continuing anyway.",
-            conversion,
-        )
+def _upgraded(what: str) -> None:
+    log.info("Successfully upgraded file specified using deprecated %s", what)
+
+
+def _note(what: str, level: int = logging.INFO) -> None:
+    log.log(level, "Note that future Caffe releases will only support %s", what)
 
 
 def _upgrade_v0(net: NetParameter) -> tuple[NetParameter, bool]:
@@ -350,27 +264,22 @@ def _without_padding(net: NetParameter) -> list[V1LayerParameter]:
                 raise ConfigError(f'unknown bottom blob "{bottom}" of layer "{layer.layer.name}"')
             padding = source[bottom]
             if padding is not None and padding.layer.type == "padding":
-                _check_padding(layer, padding)
+                name, pads = layer.layer.name, f'padding layer "{padding.layer.name}"'
+                if layer.layer.type not in ("conv", "pool"):
+                    raise ConfigError(
+                        f'{pads} leads to layer "{name}" ({layer.layer.type}), '
+                        "but only conv and pool can pad"
+                    )
+                if not len(layer.bottom) == len(padding.bottom) == len(padding.top) == 1:
+                    raise ConfigError(
+                        f'{pads} and layer "{name}" behind it must have one bottom each'
+                    )
                 padded.layer.pad = padding.layer.pad
                 padded.bottom[i] = padding.bottom[0]
         if layer.layer.type != "padding":
             kept.append(padded)
         source.update(dict.fromkeys(layer.top, layer))
     return kept
-
-
-def _check_padding(layer: V1LayerParameter, padding: V1LayerParameter) -> None:
-    if layer.layer.type not in ("conv", "pool"):
-        raise ConfigError(
-            f'padding layer "{padding.layer.name}" leads to layer "{layer.layer.name}" '
-            f"({layer.layer.type}), "
-            "but only conv and pool can pad"
-        )
-    if len(layer.bottom) != 1 or len(padding.bottom) != 1 or len(padding.top) != 1:
-        raise ConfigError(
-            f'padding layer "{padding.layer.name}" and layer "{layer.layer.name}" behind it must '
-            "have one bottom each"
-        )
 
 
 def _upgrade_v0_layer(old: V1LayerParameter, new: V1LayerParameter) -> bool:
@@ -387,16 +296,17 @@ def _upgrade_v0_layer(old: V1LayerParameter, new: V1LayerParameter) -> bool:
         new.name = v0.name
     if v0.HasField("type"):
         if v0.type not in V0_TYPES:
-            raise ConfigError(
-                f'layer "{v0.name}": unknown V0 layer type "{v0.type}"{nearest(v0.type, V0_TYPES)}'
-            )
+            hint = nearest(v0.type, sorted(V0_TYPES))
+            raise ConfigError(f'layer "{v0.name}": unknown V0 layer type "{v0.type}"{hint}')
         new.type = getattr(V1LayerParameter, V0_TYPES[v0.type])
-    for field, renamed in _V0_TRANSFORMS.items():
-        if v0.HasField(field):
-            setattr(new.transform_param, renamed, getattr(v0, field))
+    for field in _TRANSFORMS:
+        if v0.HasField(old_name := field.replace("_", "")):
+            setattr(new.transform_param, field, getattr(v0, old_name))
     moved = [_move_v0_field(v0, new, field) for field in _V0_FIELDS if v0.HasField(field)]
     if v0.HasField("hdf5_output_param"):
-        moved.append(_move_hdf5_output(v0, new))
+        moved.append(v0.type == "hdf5_output" or _placeless(v0, "hdf5_output_param"))
+        if moved[-1]:
+            new.hdf5_output_param.CopyFrom(v0.hdf5_output_param)
     return all(moved)
 
 
@@ -416,34 +326,22 @@ def _move_v0_field(v0: V0LayerParameter, new: V1LayerParameter, field: str) -> b
     return True
 
 
-def _move_hdf5_output(v0: V0LayerParameter, new: V1LayerParameter) -> bool:
-    if v0.type != "hdf5_output":
-        return _placeless(v0, "hdf5_output_param")
-    new.hdf5_output_param.CopyFrom(v0.hdf5_output_param)
-    return True
-
-
 def _placeless(v0: V0LayerParameter, field: str) -> bool:
     log.error("Unknown parameter %s for layer type %s", field, v0.type)
     return False
 
 
-def _upgrade_data(net: NetParameter) -> None:
-    for layer in net.layers:
-        if layer.type not in _DATA_PARAMS:
-            continue
+def _transforms(layer: V1LayerParameter) -> Iterator[tuple[Message, str]]:
+    """The settings of a data layer that belong to transform_param: where they are, their names."""
+    if layer.type in _DATA_PARAMS:
         param = getattr(layer, _DATA_PARAMS[layer.type])
-        for field in _TRANSFORMS:
-            if param.HasField(field):
-                setattr(layer.transform_param, field, getattr(param, field))
-                param.ClearField(field)
+        yield from ((param, field) for field in _TRANSFORMS if param.HasField(field))
 
 
 def _upgrade_v1(net: NetParameter) -> None:
     if net.layer:
-        raise ConfigError(
-            'the net has both old "layers" and new "layer" entries; use "layer" for all of them'
-        )
+        remedy = 'use "layer" for all of them'
+        raise ConfigError(f'the net has both old "layers" and new "layer" entries; {remedy}')
     for old in net.layers:
         upgrade_layer(old, net.layer.add())
     net.ClearField("layers")
@@ -465,44 +363,31 @@ def upgrade_layer(old: V1LayerParameter, new: LayerParameter) -> None:
                 getattr(new, name).CopyFrom(value)
     if old.HasField("type"):
         new.type = V1_TYPES[V1LayerParameter.LayerType.Name(old.type)]
-    for _ in range(
-        max(len(old.param), len(old.blob_share_mode), len(old.blobs_lr), len(old.weight_decay))
-    ):
-        new.param.add()
-    for spec, name in zip(new.param, old.param, strict=False):
-        spec.name = name
-    for spec, mode in zip(new.param, old.blob_share_mode, strict=False):
-        spec.share_mode = mode  # type: ignore[assignment] # the two enums have the same numbers
-    for spec, multiplier in zip(new.param, old.blobs_lr, strict=False):
-        spec.lr_mult = multiplier
-    for spec, multiplier in zip(new.param, old.weight_decay, strict=False):
-        spec.decay_mult = multiplier
+    specs: dict[str, Sequence[Any]] = {
+        "name": old.param,
+        "share_mode": old.blob_share_mode,  # the two enums have the same numbers
+        "lr_mult": old.blobs_lr,
+        "decay_mult": old.weight_decay,
+    }
+    new.param.extend(ParamSpec() for _ in range(max(map(len, specs.values()))))
+    for name, values in specs.items():
+        for spec, value in zip(new.param, values, strict=False):
+            setattr(spec, name, value)
 
 
 def _upgrade_input(net: NetParameter) -> None:
     shapes = list(net.input_shape)
     if not shapes and net.input_dim:
         if len(net.input_dim) != 4 * len(net.input):
-            raise ConfigError(
-                f"{len(net.input)} inputs need {4 * len(net.input)} input_dim entries, not "
-                f"{len(net.input_dim)}"
-            )
+            need = f"{len(net.input)} inputs need {4 * len(net.input)} input_dim entries"
+            raise ConfigError(f"{need}, not {len(net.input_dim)}")
         shapes = [BlobShape(dim=net.input_dim[i : i + 4]) for i in range(0, len(net.input_dim), 4)]
     if shapes:
         if len(shapes) != len(net.input):
-            raise ConfigError(
-                f"{len(net.input)} inputs need as many input_shape entries, not {len(shapes)}"
-            )
+            need = f"{len(net.input)} inputs need as many input_shape entries"
+            raise ConfigError(f"{need}, not {len(shapes)}")
         layer = LayerParameter(name="input", type="Input", top=net.input)
         layer.input_param.shape.extend(shapes)
         net.layer.insert(0, layer)
     for field in ("input", "input_dim", "input_shape"):
         net.ClearField(field)
-
-
-def _upgrade_batch_norm(net: NetParameter) -> None:
-    for layer in net.layer:
-        if layer.type == "BatchNorm" and len(layer.param) == 3:
-            for spec in layer.param:
-                spec.lr_mult = 0
-                spec.decay_mult = 0
