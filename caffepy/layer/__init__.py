@@ -4,7 +4,7 @@ All that is to be known of a type stands in its class. Start reading with `base`
 `fused` has the groups of layers that are computed together.
 """
 
-from caffepy.layer import (
+from caffepy.layer import (  # noqa: F401 # so that every type is registered
     convolution,
     data,
     eltwise,
@@ -20,23 +20,4 @@ from caffepy.layer import (
 )
 from caffepy.layer.base import Layer, LossLayer, check_counts, create_layer, layer, registry
 
-__all__ = [
-    "Layer",
-    "LossLayer",
-    "check_counts",
-    "convolution",
-    "create_layer",
-    "data",
-    "eltwise",
-    "inner_product",
-    "layer",
-    "loss",
-    "neuron",
-    "normalization",
-    "pooling",
-    "python",
-    "recurrent",
-    "registry",
-    "selection",
-    "shape",
-]
+__all__ = ["Layer", "LossLayer", "check_counts", "create_layer", "layer", "registry"]

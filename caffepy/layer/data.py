@@ -18,7 +18,7 @@ from caffepy.data.sources.hdf5 import HDF5Rows, append_rows, new_file
 from caffepy.data.sources.image_list import ImageList
 from caffepy.data.transformer import Transformer
 from caffepy.data.window_loader import WindowLoader
-from caffepy.device.blob import Array, Blob, Layout, shape_string
+from caffepy.device.blob import Array, Blob, shape_string
 from caffepy.device.device import Device
 from caffepy.layer.base import Blobs, Layer, layer
 from caffepy.layer.filler import fill
@@ -26,6 +26,7 @@ from caffepy.ops.objects import Staging
 from caffepy.proto.caffe_pb2 import (
     DataParameter,
     FillerParameter,
+    HDF5DataParameter,
     ImageDataParameter,
     WindowDataParameter,
 )
@@ -36,16 +37,15 @@ T = TypeVar("T")
 
 
 class Feed(Layer):
-    """Base of the layers without bottoms."""
+    """Base of the layers without bottoms. `setup` shapes the tops, forward shapes them anew if the
+    data's shape changes.
+    """
 
     bottoms = 0
     share_in_parallel = True
     is_data = True
     on_gpu = True
-
-    def layout_for(self, preferred: Layout) -> Layout:
-        """Any: values from the host are converted on their way."""
-        return preferred
+    takes_preferred_layout = True  # values from the host are converted on their way
 
     def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
         """Copy to the tops the host arrays that `write` fills; asynchronously on a GPU."""
@@ -63,12 +63,6 @@ class Feed(Layer):
     def _stagings(self) -> dict[object, Staging]:
         """By the device on which the tops lie."""
         return {}
-
-    def reshape(self, bottom: Blobs, top: Blobs) -> None:
-        """The tops were shaped by `setup`; forward shapes them anew if the data's shape changes."""
-
-    def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Nothing lies below."""
 
 
 class Prefetching(Feed):
@@ -119,7 +113,12 @@ class Prefetching(Feed):
         try:
             top[0].reshape(batch.shape)
             images, h_off, w_off, mirror, labels = batch.staging.take()
-            mean = self._mean_for(top[0])
+            place, mean = top[0].gpu, None
+            if self._mean is not None:
+                if place not in self._means:
+                    self._means[place] = Blob(self._mean.shape, self.dtype, place)
+                    self._means[place].host_data[...] = self._mean
+                mean = self._means[place].data
             self.ops.transform_batch(images, top[0].data, h_off, w_off, mirror, mean, self._scale)
             if len(top) > 1:
                 self.ops.copy(labels, top[1].data)
@@ -127,15 +126,6 @@ class Prefetching(Feed):
         finally:
             self._reader.give_back(batch)
         self._interrupted = False
-
-    def _mean_for(self, top: Blob) -> Array | None:
-        """The mean, on the device of the top."""
-        if self._mean is None:
-            return None
-        if top.gpu not in self._means:
-            blob = self._means[top.gpu] = Blob(self._mean.shape, self.dtype, top.gpu)
-            blob.host_data[...] = self._mean
-        return self._means[top.gpu].data
 
     def state(self) -> dict[str, Any]:
         """Position and random stream after the last batch that forward copied."""
@@ -158,14 +148,13 @@ class Data(Prefetching):
 
     def open(self) -> Loader:
         param = self.param.data_param
-        _need_batch_size(param.batch_size, "data_param")
-        _warn_ignored(param, "data_param", MOVED, ("rand_skip", "force_encoded_color"))
+        _check_fields(param, "data_param", MOVED, ("rand_skip", "force_encoded_color"))
         if param.shuffle:
             log.warning(
                 "data_param's shuffle has no effect: records come in the order of their keys"
             )
-        path, backend = locate(param.source, self.path), DataParameter.DB.Name(param.backend)
-        source = open_source(path, backend)
+        backend = DataParameter.DB.Name(param.backend)
+        source = open_source(locate(param.source, self.path), backend)
         transformer = self.transformer()
         source.mode = transformer.decode_mode
         return SequentialLoader(source, transformer, param.batch_size)
@@ -181,8 +170,7 @@ class ImageData(Prefetching):
 
     def open(self) -> Loader:
         param = self.param.image_data_param
-        _need_batch_size(param.batch_size, "image_data_param")
-        _warn_ignored(param, "image_data_param", MOVED)
+        _check_fields(param, "image_data_param", MOVED)
         if param.short_side:
             log.warning("image_data_param's short_side has no effect; use new_height and new_width")
         transformer = self.transformer()
@@ -210,8 +198,7 @@ class WindowData(Prefetching):
 
     def open(self) -> Loader:
         param = self.param.window_data_param
-        _need_batch_size(param.batch_size, "window_data_param")
-        _warn_ignored(param, "window_data_param", MOVED[1:])
+        _check_fields(param, "window_data_param", MOVED[1:])
         if self.param.transform_param.HasField("scale"):
             log.warning(
                 "transform_param's scale is ignored, as in Caffe; window_data_param has one"
@@ -219,22 +206,21 @@ class WindowData(Prefetching):
         return WindowLoader(self.param, self.device, self.path)
 
 
-def _need_batch_size(batch_size: int, name: str) -> None:
-    if not batch_size:
-        raise ConfigError(f"{name} needs a batch_size of 1 or more")
-
-
 MOVED = ("scale", "mean_file", "crop_size", "mirror")
 
 
-def _warn_ignored(
-    param: DataParameter | ImageDataParameter | WindowDataParameter,
+def _check_fields(
+    param: DataParameter | HDF5DataParameter | ImageDataParameter | WindowDataParameter,
     name: str,
-    moved: tuple[str, ...],
-    unused: tuple[str, ...] = (),
+    moved: Sequence[str] = (),
+    unused: Sequence[str] = (),
 ) -> None:
-    """Log fields that Caffe ignores: those that moved to transform_param, and unused ones."""
-    moved = tuple(n for n in moved if param.HasField(n))
+    """ConfigError without a batch size. Log fields that Caffe ignores: those that moved to
+    transform_param, and unused ones.
+    """
+    if not param.batch_size:
+        raise ConfigError(f"{name} needs a batch_size of 1 or more")
+    moved = [n for n in moved if param.HasField(n)]
     ignored = [*moved, *(n for n in unused if param.HasField(n))]
     if ignored:
         remedy = f"; write {', '.join(moved)} in transform_param" if moved else ""
@@ -254,7 +240,7 @@ class HDF5Data(Feed):
         param = self.param.hdf5_data_param
         if self.param.HasField("transform_param"):
             raise ConfigError("HDF5Data does not transform data; remove transform_param")
-        _need_batch_size(param.batch_size, "hdf5_data_param")
+        _check_fields(param, "hdf5_data_param")
         seed = self.device.draw_seed() if param.shuffle else None
         self._rows = HDF5Rows(locate(param.source, self.path), self.param.top, self.dtype, seed)
         for blob, shape in zip(top, self._rows.row_shapes, strict=True):
@@ -296,11 +282,8 @@ class HDF5Output(Layer):
             )
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        rows = {
-            name: b.data.reshape(b.legacy_shape())
-            for name, b in zip(("data", "label"), bottom, strict=True)
-        }
-        append_rows(self._file, rows)
+        data, label = (b.data.reshape(b.legacy_shape()) for b in bottom)
+        append_rows(self._file, {"data": data, "label": label})
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """No loss lies above."""
@@ -323,10 +306,11 @@ class MemoryData(Feed):
             raise ConfigError(
                 "memory_data_param needs batch_size, channels, height and width of 1 or more"
             )
-        self._transformer = Transformer(
-            self.param.transform_param, self.phase, self.device, self.path
-        )
+        transform = self.param.transform_param
+        self._transformer = Transformer(transform, self.phase, self.device, self.path)
         self._data: Array | None = None
+        # Where the random stream stood before the images were added.
+        self._before: dict[str, Any] | None = None
         self._unread = False
         self._restored = 0  # where to go on in arrays that are still to come
         top[0].reshape((self.batch_size, *self._shape))
@@ -349,9 +333,7 @@ class MemoryData(Feed):
             )
         self._data, self._labels = data, np.reshape(labels, (n, -1))[:, 0]
         self._position, self._restored, self._unread = self._restored % n, 0, True
-        self._before: dict[str, Any] | None = (
-            None  # where the random stream stood before the images were added
-        )
+        self._before = None
 
     def add(self, images: Array, labels: Array) -> None:
         """Take images (n, C, H, W), which are transformed; earlier ones must have been used up."""
@@ -384,10 +366,8 @@ class MemoryData(Feed):
         if self._data is None:
             return {"position": self._restored, **self._transformer.state()}
         before = self._before if self._unread else None
-        return {
-            "position": self._position,
-            **(self._transformer.state() if before is None else before),
-        }
+        random = self._transformer.state() if before is None else before
+        return {"position": self._position, **random}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go to where `state` was taken, in the present arrays or in the next ones."""
@@ -400,6 +380,8 @@ class MemoryData(Feed):
 
 STATIC, FRESH = range(2)
 """Kinds of random streams of DummyData."""
+
+SIZES = ("num", "channels", "height", "width")
 
 
 @layer("DummyData")
@@ -425,19 +407,15 @@ class DummyData(Feed):
 
     def _shapes(self, tops: int) -> list[tuple[int, ...]]:
         param = self.param.dummy_data_param
-        legacy = {
-            name: list(getattr(param, name)) for name in ("num", "channels", "height", "width")
-        }
-        if any(legacy.values()):
-            if param.shape:
-                raise ConfigError(
-                    "dummy_data_param takes either shape or num, channels, height and width, not "
-                    "both"
-                )
-            return list(
-                zip(*(_each(name, sizes, tops) for name, sizes in legacy.items()), strict=True)
+        legacy = [list(getattr(param, name)) for name in SIZES]
+        if not any(legacy):
+            return _each("shape", [tuple(shape.dim) for shape in param.shape], tops)
+        if param.shape:
+            raise ConfigError(
+                "dummy_data_param takes either shape or num, channels, height and width, not both"
             )
-        return _each("shape", [tuple(shape.dim) for shape in param.shape], tops)
+        sizes = [_each(name, given, tops) for name, given in zip(SIZES, legacy, strict=True)]
+        return list(zip(*sizes, strict=True))
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         """Fill untouched tops that have constant fillers; what a user writes to them stays."""
@@ -454,19 +432,17 @@ class DummyData(Feed):
             elif filler.type != "constant" and not filler.type.endswith("static"):
                 fresh.append((blob, filler))
         if fresh:
-            self.hand_over(
-                [blob for blob, _ in fresh],
-                lambda arrays: self._draw(arrays, [f for _, f in fresh]),
-            )
+            rng = self._rng(FRESH, self._batch)
+
+            def draw(arrays: Sequence[Array]) -> None:
+                for array, (_, filler) in zip(arrays, fresh, strict=True):
+                    fill(array, filler, rng)
+                self._batch += 1
+
+            self.hand_over([blob for blob, _ in fresh], draw)
 
     def _rng(self, kind: int, number: int) -> np.random.Generator:
         return np.random.Generator(np.random.MT19937([self._seed, kind, number]))
-
-    def _draw(self, arrays: Sequence[Array], fillers: Sequence[FillerParameter]) -> None:
-        rng = self._rng(FRESH, self._batch)
-        for array, filler in zip(arrays, fillers, strict=True):
-            fill(array, filler, rng)
-        self._batch += 1
 
     def state(self) -> dict[str, Any]:
         return {"seed": self._seed, "batch": self._batch} if self._draws else {}

@@ -1,8 +1,8 @@
 """Blobs as pycaffe's scripts and Python layers see them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import index
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -10,6 +10,13 @@ from numpy.typing import DTypeLike
 from caffepy.core.errors import DeviceError
 from caffepy.device.blob import Array
 from caffepy.device.blob import Blob as Inner
+
+
+def _legacy_size(axis: int) -> property:
+    def size(self: "Blob") -> int:
+        return self._inner.legacy_shape()[axis]
+
+    return property(size, doc=f"Size of axis {axis}, 1 if there is none; up to 4 axes only.")
 
 
 class Blob:
@@ -41,25 +48,10 @@ class Blob:
         """The number of elements."""
         return self._inner.count
 
-    @property
-    def num(self) -> int:
-        """Size of axis 0, 1 if there is none; blobs of up to 4 axes only, like the next three."""
-        return self._inner.legacy_shape()[0]
-
-    @property
-    def channels(self) -> int:
-        """Size of axis 1, 1 if there is none."""
-        return self._inner.legacy_shape()[1]
-
-    @property
-    def height(self) -> int:
-        """Size of axis 2, 1 if there is none."""
-        return self._inner.legacy_shape()[2]
-
-    @property
-    def width(self) -> int:
-        """Size of axis 3, 1 if there is none."""
-        return self._inner.legacy_shape()[3]
+    num = _legacy_size(0)
+    channels = _legacy_size(1)
+    height = _legacy_size(2)
+    width = _legacy_size(3)
 
     def reshape(self, *shape: int) -> None:
         self._inner.reshape(map(index, shape))
@@ -77,7 +69,7 @@ class Blob:
     def __repr__(self) -> str:
         return repr(self._inner)
 
-    def __reduce__(self) -> tuple[Callable[[Array, Array], "Blob"], tuple[Array, Array]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _on_host, (self.data.copy(), self.diff.copy())
 
 
@@ -100,9 +92,8 @@ class BlobVec(Sequence[Blob]):
     @overload
     def __getitem__(self, index: slice) -> list[Blob]: ...
     def __getitem__(self, index: int | slice) -> Blob | list[Blob]:
-        return (
-            wrap_all(self._inner[index]) if isinstance(index, slice) else wrap(self._inner[index])
-        )
+        found = self._inner[index]
+        return wrap_all(found) if isinstance(found, list) else Blob(found)
 
     def __len__(self) -> int:
         return len(self._inner)
@@ -111,9 +102,7 @@ class BlobVec(Sequence[Blob]):
         """Append a zero-filled parameter of this shape."""
         self._inner.append(Inner(shape, self._dtype))
 
-    def __reduce__(
-        self,
-    ) -> tuple[Callable[[list[Blob], DTypeLike], "BlobVec"], tuple[list[Blob], DTypeLike]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         return _vector, (list(self), self._dtype)
 
 
@@ -129,14 +118,9 @@ def _address(array: Array) -> int:
     return int(array.data.ptr)
 
 
-def wrap(inner: Inner) -> Blob:
-    """pycaffe's view of the blob."""
-    return Blob(inner)
-
-
 def wrap_all(inner: Sequence[Inner]) -> list[Blob]:
     """pycaffe's views of the blobs."""
-    return [wrap(b) for b in inner]
+    return [Blob(b) for b in inner]
 
 
 def unwrap_all(blobs: Sequence[Blob]) -> list[Inner]:

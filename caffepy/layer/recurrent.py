@@ -7,7 +7,7 @@ products for the gradients afterwards.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, ClassVar
 
@@ -34,9 +34,11 @@ class Recurrent(Layer):
     states: ClassVar[int] = 1
     gates: ClassVar[int] = 1  # G = gates * H
     input_name: ClassVar[str]
-    added: ClassVar[
-        Sequence[str]
-    ] = ()  # names of the further parameters: (H, H) for a W, (H) for a b
+    # Names of the further parameters: (H, H) for a W, (H) for a b.
+    added: ClassVar[Sequence[str]] = ()
+    constant_bottoms: Mapping[int, str] = {
+        1: "Cannot backpropagate to sequence indicators (bottom 1); they need propagate_down: false"
+    }
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.recurrent_param
@@ -54,11 +56,8 @@ class Recurrent(Layer):
         self.check_axes(bottom)
         self.size, self.steps = param.num_output, bottom[0].shape[0]
         self.inputs = prod(bottom[0].shape[2:])
-        log.info(
-            "Initializing recurrent layer: assuming input batch contains "
-            "%d timesteps of %d independent streams.",
-            *bottom[0].shape[:2],
-        )
+        assumed = "input batch contains %d timesteps of %d independent streams."
+        log.info("Initializing recurrent layer: assuming " + assumed, *bottom[0].shape[:2])
         rows = self.gates * self.size
         shapes = {f"W_{self.input_name}": (rows, self.inputs), f"b_{self.input_name[-1]}": (rows,)}
         if self.static:
@@ -66,10 +65,8 @@ class Recurrent(Layer):
             shapes[f"W_{self.input_name}_static"] = (rows, self.static_inputs)
         shapes[f"W_h{self.input_name[-1]}"] = (rows, self.size)
         shapes |= {name: (self.size,) * (2 if name.startswith("W") else 1) for name in self.added}
-        self.make_params(
-            shapes,
-            [param.weight_filler if len(s) == 2 else param.bias_filler for s in shapes.values()],
-        )
+        by_axes = {1: param.bias_filler, 2: param.weight_filler}
+        self.make_params(shapes, [by_axes[len(shape)] for shape in shapes.values()])
         for i, name in enumerate(shapes):
             log.info("Adding parameter %d: %s", i, name)
         self.state_weight = 2 + self.static  # its index in blobs
@@ -117,8 +114,7 @@ class Recurrent(Layer):
             if bottom[i].shape != state:
                 raise ConfigError(
                     f"bottom[{i}] shape must match hidden state input shape: "
-                    f"{shape_string(state)}, "
-                    f"not {shape_string(bottom[i].shape)}"
+                    f"{shape_string(state)}, not {shape_string(bottom[i].shape)}"
                 )
         for blob in [*self.first, *self.last, *top[1:]]:
             blob.reshape(state)
@@ -151,9 +147,8 @@ class Recurrent(Layer):
         self.ops.add_bias(flat, self.blobs[1].data)
         if self.static:
             x = bottom[2].data.reshape(self.streams, self.static_inputs)
-            self.ops.matmul(
-                x, self.blobs[2].data.T, self.static_sums.data
-            )  # (N, D_static) @ (D_static, G)
+            # (N, D_static) @ (D_static, G)
+            self.ops.matmul(x, self.blobs[2].data.T, self.static_sums.data)
             sums += self.static_sums.data
 
     def spread_gradient(self, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -167,40 +162,24 @@ class Recurrent(Layer):
         if wanted[1]:
             self.ops.bias_gradient(flat, self.blobs[1].diff)
         if wanted[self.state_weight]:
-            kept = self.kept.data.reshape(-1, self.size)
-            self.ops.matmul(
-                flat.T, kept, self.blobs[self.state_weight].diff, accumulate=True
-            )  # (G, T N) @ (T N, H)
+            kept, dw_h = self.kept.data.reshape(-1, self.size), self.blobs[self.state_weight].diff
+            self.ops.matmul(flat.T, kept, dw_h, accumulate=True)  # (G, T N) @ (T N, H)
         if propagate_down[0]:
-            self.ops.matmul(
-                flat, self.blobs[0].data, bottom[0].diff.reshape(-1, self.inputs)
-            )  # (T N, G) @ (G, D)
+            dx = bottom[0].diff.reshape(-1, self.inputs)
+            self.ops.matmul(flat, self.blobs[0].data, dx)  # (T N, G) @ (G, D)
         if self.static and (wanted[2] or propagate_down[2]):
+            static, w = bottom[2], self.blobs[2]
             x, dx = (
-                a.reshape(self.streams, self.static_inputs)
-                for a in (bottom[2].data, bottom[2].diff)
+                a.reshape(self.streams, self.static_inputs) for a in (static.data, static.diff)
             )
             total = dsums.sum(axis=0, out=self.static_sums.diff)
             if wanted[2]:
-                self.ops.matmul(
-                    total.T, x, self.blobs[2].diff, accumulate=True
-                )  # (G, N) @ (N, D_static)
+                self.ops.matmul(total.T, x, w.diff, accumulate=True)  # (G, N) @ (N, D_static)
             if propagate_down[2]:
-                self.ops.matmul(total, self.blobs[2].data, dx)  # (N, G) @ (G, D_static)
+                self.ops.matmul(total, w.data, dx)  # (N, G) @ (G, D_static)
         for i in range(2 + self.static, len(bottom)):
             if propagate_down[i]:
                 bottom[i].diff[...] = 0
-
-    def refuse_cont_gradient(self, propagate_down: Sequence[bool]) -> None:
-        """ConfigError if cont is asked for a gradient."""
-        if propagate_down[1]:
-            raise ConfigError(
-                "Cannot backpropagate to sequence indicators (bottom 1); "
-                "they need propagate_down: false"
-            )
-
-    def allow_force_backward(self, index: int) -> bool:
-        return index != 1
 
     def state(self) -> dict[str, Any]:
         return {} if self.exposed else {"last": [blob.host_data.copy() for blob in self.last]}
@@ -246,7 +225,7 @@ class LSTM(Recurrent):
         self.end(top, h[-1], c[-1])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        self.refuse_cont_gradient(propagate_down)
+        self.refuse_constants(propagate_down)
         w, (_, c_first) = self.blobs[self.state_weight].data, self.first_states(bottom)
         a, da = self.sums.data, self.sums.diff
         self.loop.backward(a, w, bottom[1].data, c_first, self.c.data, top[0].diff, da)
@@ -266,9 +245,8 @@ class RNN(Recurrent):
     added = ("W_ho", "b_o")
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
-        """Create the buffer for o of all steps: a layer in place may overwrite the top."""
         super().setup(bottom, top)
-        self.o = self.buffer()
+        self.o = self.buffer()  # o of all steps: a layer in place may overwrite the top
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
@@ -288,7 +266,7 @@ class RNN(Recurrent):
         self.end(top, h[-1])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        self.refuse_cont_gradient(propagate_down)
+        self.refuse_constants(propagate_down)
         w_h, w_o, b_o = self.blobs[self.state_weight :]
         wanted = self.param_propagate_down[self.state_weight :]
         h, dh = (a.reshape(-1, self.size) for a in (self.sums.data, self.sums.diff))
@@ -315,6 +293,9 @@ class LSTMUnit(Layer):
     bottoms = 3
     tops = 2
     in_place = False
+    constant_bottoms: Mapping[int, str] = {
+        2: "Cannot backpropagate to sequence indicators (bottom 2); they need propagate_down: false"
+    }
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.activations = self.buffer()
@@ -340,18 +321,9 @@ class LSTMUnit(Layer):
         self.ops.lstm_unit_forward(self.activations.data[0], c_before, cont, c, h)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        if propagate_down[2]:
-            raise ConfigError(
-                "Cannot backpropagate to sequence indicators (bottom 2); "
-                "they need propagate_down: false"
-            )
-        if not any(propagate_down):
-            return
-        dc, da = bottom[0].diff[0], bottom[1].diff[0]
-        self.ops.copy(top[0].diff, bottom[0].diff)
-        self.ops.lstm_unit_backward(
-            self.activations.data[0], bottom[0].data[0], top[0].data[0], top[1].diff[0], dc, da
-        )
-
-    def allow_force_backward(self, index: int) -> bool:
-        return index != 2
+        self.refuse_constants(propagate_down)
+        if any(propagate_down):
+            (c_before, gates, _), (c, h) = bottom, top
+            a, dc, da = self.activations.data[0], c_before.diff[0], gates.diff[0]
+            self.ops.copy(c.diff, c_before.diff)
+            self.ops.lstm_unit_backward(a, c_before.data[0], c.data[0], h.diff[0], dc, da)

@@ -47,47 +47,21 @@ def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
 
 def meets_rule(state: NetState, rule: NetStateRule, name: str) -> bool:
     """True if all fields of the rule hold for the state; log the first that does not."""
+    differs = "The NetState %s (%d) %s (%d) specified by a rule in layer %s"
     if rule.HasField("phase") and rule.phase != state.phase:
-        log.info(
-            "The NetState phase (%d) differed from the phase (%d) specified by a rule in layer %s",
-            state.phase,
-            rule.phase,
-            name,
-        )
+        log.info(differs, "phase", state.phase, "differed from the phase", rule.phase, name)
         return False
     if rule.HasField("min_level") and state.level < rule.min_level:
-        log.info(
-            "The NetState level (%d) is below the min_level (%d) specified by a rule in layer %s",
-            state.level,
-            rule.min_level,
-            name,
-        )
+        log.info(differs, "level", state.level, "is below the min_level", rule.min_level, name)
         return False
     if rule.HasField("max_level") and state.level > rule.max_level:
-        log.info(
-            "The NetState level (%d) is above the max_level (%d) specified by a rule in layer %s",
-            state.level,
-            rule.max_level,
-            name,
-        )
+        log.info(differs, "level", state.level, "is above the max_level", rule.max_level, name)
         return False
-    for stage in rule.stage:
-        if stage not in state.stage:
-            log.info(
-                "The NetState did not contain stage '%s' specified by a rule in layer %s",
-                stage,
-                name,
-            )
-            return False
-    for stage in rule.not_stage:
-        if stage in state.stage:
-            log.info(
-                "The NetState contained a not_stage '%s' specified by a rule in layer %s",
-                stage,
-                name,
-            )
-            return False
-    return True
+    stages = [("did not contain stage", s) for s in rule.stage if s not in state.stage]
+    stages += [("contained a not_stage", s) for s in rule.not_stage if s in state.stage]
+    if stages:
+        log.info("The NetState %s '%s' specified by a rule in layer %s", *stages[0], name)
+    return not stages
 
 
 BATCHES = (
@@ -136,22 +110,23 @@ def insert_splits(
     split = NetParameter()
     split.CopyFrom(param)
     del split.layer[:]
-    given: dict[Top, int] = defaultdict(int)  # number of split tops in use
+    unread: dict[Top, list[str]] = {}  # the tops of its Split that still get a reader
     for i, layer in enumerate(param.layer):
         new = split.layer.add()
         new.CopyFrom(layer)
         for j in range(len(layer.bottom)):
-            top = producer_of[i, j]
-            if readers[top] > 1:
-                new.bottom[j] = _split_top(param, top, given[top])
-                given[top] += 1
-        for j in range(len(layer.top)):
-            if readers[i, j] > 1:
-                weight = layer.loss_weight[j] if j < len(layer.loss_weight) else 0.0
-                split.layer.add().CopyFrom(_split_layer(param, (i, j), readers[i, j], weight))
-                if weight:
+            if readers[producer_of[i, j]] > 1:
+                new.bottom[j] = unread[producer_of[i, j]].pop(0)
+        for j, blob in enumerate(layer.top):
+            if (count := readers[i, j]) > 1:
+                name = f"{blob}_{layer.name}_{j}_split"
+                tops = [f"{name}_{k}" for k in range(count)]
+                made = split.layer.add(name=name, type="Split", bottom=[blob], top=tops)
+                unread[i, j] = tops
+                if j < len(layer.loss_weight) and layer.loss_weight[j]:
+                    made.loss_weight.extend([layer.loss_weight[j]] + [0.0] * (count - 1))
                     del new.loss_weight[:]
-                    given[i, j] += 1
+                    unread[i, j] = tops[1:]
     return split
 
 
@@ -181,25 +156,8 @@ def _readers(
 
 def _hint(name: str, known: list[str], left_out: dict[str, str]) -> str:
     if name in left_out:
-        return (
-            f'; layer "{left_out[name]}" makes it, but stands later or is left out in this '
-            "phase, level and stage"
-        )
+        later = "makes it, but stands later or is left out in this phase, level and stage"
+        return f'; layer "{left_out[name]}" {later}'
     if not known:
         return "; no layer before it has a top"
     return nearest(name, known) or f"; blobs so far: {', '.join(known)}"
-
-
-def _split_top(param: NetParameter, top: Top, index: int) -> str:
-    layer = param.layer[top[0]]
-    return f"{layer.top[top[1]]}_{layer.name}_{top[1]}_split_{index}"
-
-
-def _split_layer(param: NetParameter, top: Top, count: int, weight: float) -> LayerParameter:
-    layer = param.layer[top[0]]
-    blob = layer.top[top[1]]
-    split = LayerParameter(name=f"{blob}_{layer.name}_{top[1]}_split", type="Split", bottom=[blob])
-    split.top.extend(_split_top(param, top, k) for k in range(count))
-    if weight:
-        split.loss_weight.extend([weight] + [0.0] * (count - 1))
-    return split

@@ -14,54 +14,31 @@ log = logging.getLogger(__name__)
 def forward(node: Node) -> None:
     """Log the tops and parameters of a layer that just ran forward."""
     for name, top in zip(node.top_names, node.tops, strict=True):
-        log.info(
-            "    [Forward] Layer %s, top blob %s data: %.6g", node.name, name, _mean(top.host_data)
-        )
+        _log("Forward", node, f"top blob {name} data", top.host_data)
     for param in node.params:
-        log.info(
-            "    [Forward] Layer %s, param blob %s data: %.6g",
-            node.name,
-            param.name,
-            _mean(param.blob.host_data),
-        )
+        _log("Forward", node, f"param blob {param.name} data", param.blob.host_data)
 
 
 def backward(node: Node) -> None:
     """Log the propagated bottoms and the parameters of a layer that just ran backward."""
-    layer = node.layer
-    for name, bottom, down in zip(
-        node.bottom_names, node.bottoms, node.propagate_down, strict=True
-    ):
-        if down:
-            log.info(
-                "    [Backward] Layer %s, bottom blob %s diff: %.6g",
-                node.name,
-                name,
-                _mean(bottom.host_diff),
-            )
+    layer, down = node.layer, node.propagate_down
+    for name, bottom, wanted in zip(node.bottom_names, node.bottoms, down, strict=True):
+        if wanted:
+            _log("Backward", node, f"bottom blob {name} diff", bottom.host_diff)
     for i, (blob, wanted) in enumerate(zip(layer.blobs, layer.param_propagate_down, strict=True)):
         if wanted:
-            log.info(
-                "    [Backward] Layer %s, param blob %d diff: %.6g",
-                node.name,
-                i,
-                _mean(blob.host_diff),
-            )
+            _log("Backward", node, f"param blob {i} diff", blob.host_diff)
+
+
+def _log(direction: str, node: Node, what: str, array: Array) -> None:
+    mean = float(np.abs(array).mean()) if array.size else 0.0
+    log.info("    [%s] Layer %s, %s: %.6g", direction, node.name, what, mean)
 
 
 def norms(params: Sequence[Blob]) -> None:
     """Log the norms of all learnable parameters after a whole backward pass."""
-    data = [p.host_data for p in params]
-    diff = [p.host_diff for p in params]
-    log.error(
-        "    [Backward] All net params (data, diff): L1 norm = (%.6g, %.6g); L2 norm = (%.6g, "
-        "%.6g)",
-        sum(float(np.abs(a).sum()) for a in data),
-        sum(float(np.abs(a).sum()) for a in diff),
-        sum(float(np.square(a).sum()) for a in data) ** 0.5,
-        sum(float(np.square(a).sum()) for a in diff) ** 0.5,
-    )
-
-
-def _mean(array: Array) -> float:
-    return float(np.abs(array).mean()) if array.size else 0.0
+    both = [p.host_data for p in params], [p.host_diff for p in params]
+    l1 = [sum(float(np.abs(a).sum()) for a in arrays) for arrays in both]
+    l2 = [sum(float(np.square(a).sum()) for a in arrays) ** 0.5 for arrays in both]
+    text = "L1 norm = (%.6g, %.6g); L2 norm = (%.6g, %.6g)"
+    log.error("    [Backward] All net params (data, diff): " + text, *l1, *l2)

@@ -7,7 +7,6 @@ commands do it, where nobody looks at these blobs.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from caffepy.device.blob import Blob
 from caffepy.layer import Layer
 from caffepy.layer.eltwise import Eltwise
 from caffepy.layer.fused import PATTERNS, FusedGroup, Member, make_group
@@ -30,6 +29,12 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
     """Return the steps of a net: fused groups, and every other layer alone."""
     steps = []
     alone = set(range(len(nodes)))
+    with_gradient = {
+        id(bottom)
+        for node in nodes
+        for bottom, down in zip(node.bottoms, node.propagate_down, strict=True)
+        if down
+    }
     for group in find_groups(nodes):
         if any(nodes[i].casts for i in group[1:]):
             continue
@@ -38,20 +43,11 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
             for node in (nodes[i] for i in group)
         ]
         last = nodes[group[-1]]
-        has_gradient = [_has_gradient(nodes, top) for top in last.tops]
+        has_gradient = [id(top) in with_gradient for top in last.tops]
         made = make_group(members, last.need_backward, has_gradient)
         steps.append(Step(group[-1], tuple(group), made))
         alone -= set(group)
     return sorted([*steps, *map(Step, alone)], key=lambda step: step.last)
-
-
-def _has_gradient(nodes: Sequence[Node], top: Blob) -> bool:
-    """True if a layer that reads the blob writes its diff."""
-    return any(
-        down and b is top
-        for node in nodes
-        for b, down in zip(node.bottoms, node.propagate_down, strict=True)
-    )
 
 
 def _reader(nodes: Sequence[Node], index: int) -> int | None:
@@ -157,15 +153,11 @@ def _extend(nodes: Sequence[Node], group: list[int], index: int | None, kind: ty
         and node.need_backward == first.need_backward
         and len(node.bottoms) == (2 if kind is Eltwise else 1)
         and len(node.tops) == (2 if kind is Split else 1)
-        and (kind is not Eltwise or _adds_one(nodes, group, index))
     )
+    if fits and kind is Eltwise:  # it adds one other blob, not its top, to that of the group
+        mine = nodes[group[-1]].tops[0]
+        others = [b for b in node.bottoms if b is not mine]
+        fits = len(others) == 1 and others[0] is not node.tops[0]
     if fits:
         group.append(index)
     return fits
-
-
-def _adds_one(nodes: Sequence[Node], group: Sequence[int], index: int) -> bool:
-    """True if an Eltwise adds one other blob, which is not its top, to that of the group."""
-    (mine,), (top,) = nodes[group[-1]].tops, nodes[index].tops
-    others = [b for b in nodes[index].bottoms if b is not mine]
-    return len(others) == 1 and others[0] is not top

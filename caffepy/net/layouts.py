@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 from caffepy.device.blob import PLAIN, Blob, Layout
 from caffepy.layer import Layer
-from caffepy.net.casts import LayoutCasts
-from caffepy.net.node import Node
+from caffepy.net.node import LayoutCasts, Node
 from caffepy.proto.nvcaffe import keeps_float32
 
 

@@ -57,9 +57,8 @@ def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
     for i in sorted(range(len(intervals)), key=lambda i: (-intervals[i].size, intervals[i].first)):
         size, first, last = intervals[i]
         beside = [j for j in placed if intervals[j].first <= last and first <= intervals[j].last]
-        offsets[i] = _gap(
-            size, sorted((offsets[j], offsets[j] + intervals[j].size) for j in beside)
-        )
+        taken = sorted((offsets[j], offsets[j] + intervals[j].size) for j in beside)
+        offsets[i] = _gap(size, taken)
         placed.append(i)
         total = max(total, offsets[i] + size)
     return offsets, total
@@ -112,41 +111,30 @@ def _kept(net: Net) -> Iterator[Memory]:
             yield from (blob.data_memory, blob.diff_memory)
 
 
-Touches = Iterator[tuple[Memory, bool]]
-"""(memory, is written) in the order in which a moment touches them."""
-
-
-def _moments(usage: Usage) -> Iterator[Touches]:
+def _moments(usage: Usage) -> Iterator[list[tuple[Memory, bool]]]:
+    """Yield for each moment (memory, is written), in the order in which it touches them."""
+    net = usage.net
     for step in usage.steps:
-        yield _forward_touches(usage.net, step)
+        bottoms, _ = _ends(net, step)
+        yield [
+            *((bottom.blob.data_memory, False) for bottom in bottoms),
+            *((copy.data_memory, True) for copy in _casts(net, step)),
+            *((top.data_memory, True) for top in net.nodes[step.last].tops),
+        ]
     for step in reversed(usage.steps) if usage.learns else ():
-        yield _backward_touches(usage.net, step)
-
-
-def _forward_touches(net: Net, step: Step) -> Touches:
-    bottoms, _ = _ends(net, step)
-    yield from ((bottom.blob.data_memory, False) for bottom in bottoms)
-    yield from ((copy.data_memory, True) for copy in _casts(net, step))
-    yield from ((top.data_memory, True) for top in net.nodes[step.last].tops)
-
-
-def _backward_touches(net: Net, step: Step) -> Touches:
-    if not net.nodes[step.last].need_backward:
-        return
-    (bottoms, tops_are_read), tops, casts = (
-        _ends(net, step),
-        net.nodes[step.last].tops,
-        _casts(net, step),
-    )
-    again = [
-        *(bottom.blob for bottom in bottoms if bottom.read_back),
-        *casts,
-        *(tops if tops_are_read else ()),
-    ]
-    yield from ((blob.data_memory, False) for blob in again)
-    yield from ((top.diff_memory, False) for top in tops)
-    yield from ((copy.diff_memory, True) for copy in casts)
-    yield from ((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted)
+        node, casts = net.nodes[step.last], _casts(net, step)
+        if not node.need_backward:
+            yield []
+            continue
+        bottoms, tops_are_read = _ends(net, step)
+        yield [
+            *((bottom.blob.data_memory, False) for bottom in bottoms if bottom.read_back),
+            *((copy.data_memory, False) for copy in casts),
+            *((top.data_memory, False) for top in node.tops if tops_are_read),
+            *((top.diff_memory, False) for top in node.tops),
+            *((copy.diff_memory, True) for copy in casts),
+            *((bottom.blob.diff_memory, True) for bottom in bottoms if bottom.wanted),
+        ]
 
 
 class _Bottom(NamedTuple):

@@ -6,7 +6,7 @@ definition; `node` has the record of each layer.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -72,6 +72,8 @@ class Net:
         self.param = param = insert_splits(kept, path, param)
         if log.isEnabledFor(logging.INFO):
             log.info("Initializing net from parameters: \n%s", format_text(param).rstrip("\n"))
+        self.name: str = param.name
+        self.phase: int = param.state.phase
         self.debug_info: bool = param.debug_info
         self.shares_memory = False  # blobs that are needed at different times lie in the same place
         self._forward_mutex: ForwardMutex = _own_lock
@@ -85,6 +87,7 @@ class Net:
             if layout != PLAIN and np.dtype(dtype) == np.float32:
                 set_layouts(self.nodes, layout)
         self.layers = [node.layer for node in self.nodes]
+        self.layer_names = [node.name for node in self.nodes]
         self.learnable_params = [param.blob for param in self.learnable]
         self._shares_params = len(self.learnable_params) < len(self.params)
 
@@ -98,21 +101,6 @@ class Net:
             for top, weight in zip(node.tops, node.layer.loss_weights, strict=True)
             if weight
         ]
-
-    @property
-    def name(self) -> str:
-        """Name in the definition."""
-        return self.param.name
-
-    @property
-    def phase(self) -> int:
-        """TRAIN or TEST."""
-        return self.param.state.phase
-
-    @property
-    def layer_names(self) -> list[str]:
-        """Names of the layers, in order."""
-        return [node.name for node in self.nodes]
 
     @property
     def own_nodes(self) -> list[tuple[int, Node]]:
@@ -172,39 +160,27 @@ class Net:
             raise error.at(where(self.path, self.param.layer[step.last])) from error.__cause__
 
     def _forward_step(self, step: Step) -> None:
-        if step.group is None:
-            self._forward_layer(step.last)
-            return
-        casts = self.nodes[step.layers[0]].casts
-        if casts:
-            casts.reshape()
-            casts.before_forward(self.ops.convert)
-        for index in step.layers:
-            self.nodes[index].reshape_if_changed()
+        indices = step.layers or (step.last,)
+        nodes = [self.nodes[index] for index in indices]
+        layer, casts = nodes[0].layer, nodes[0].casts  # only the first of a group has casts
+        for index in indices:
             _call(self.before_forward, index)
-        step.group.forward()
-        for index in step.layers:
-            _call(self.after_forward, index)
-
-    def _forward_layer(self, index: int) -> None:
-        node = self.nodes[index]
-        layer, casts = node.layer, node.casts
-        _call(self.before_forward, index)
         if casts:
             casts.reshape()
             casts.before_forward(self.ops.convert)
-        if layer.share_in_parallel:
-            with self._forward_mutex(layer):
+        with self._forward_mutex(layer) if layer.share_in_parallel else nullcontext():
+            for node in nodes:
                 node.reshape_if_changed()
-                layer.forward(node.layer_bottoms, node.layer_tops)
-        else:
-            node.reshape_if_changed()
-            layer.forward(node.layer_bottoms, node.layer_tops)
-        if casts:
+            if step.group:
+                step.group.forward()
+            else:
+                layer.forward(nodes[0].layer_bottoms, nodes[0].layer_tops)
+        if casts and not step.group:
             casts.after_forward(self.ops.convert)
-        if self.debug_info:
-            debug.forward(node)
-        _call(self.after_forward, index)
+        if self.debug_info and not step.group:
+            debug.forward(nodes[0])
+        for index in indices:
+            _call(self.after_forward, index)
 
     def backward(
         self, start: int | None = None, end: int = 0, *, steps: Sequence[Step] | None = None
@@ -222,50 +198,36 @@ class Net:
             debug.norms(self.learnable_params)
 
     def _backward_step(self, step: Step) -> None:
-        if step.group is None:
-            self._backward_layer(step.last)
-        else:
-            for index in reversed(step.layers):
-                _call(self.before_backward, index)
-            if self.nodes[step.last].need_backward:
+        indices = step.layers or (step.last,)
+        node = self.nodes[indices[0]]
+        for index in reversed(indices):
+            _call(self.before_backward, index)
+        if self.nodes[step.last].need_backward:
+            casts, down = node.casts, node.propagate_down
+            if step.group:
                 step.group.backward()
-                first = self.nodes[step.layers[0]]
-                if first.casts:
-                    down = first.propagate_down
-                    first.casts.after_backward(self.ops.convert, first.bottoms, down)
-            for index in reversed(step.layers):
-                _call(self.after_backward, index)
+            else:
+                if casts:
+                    casts.before_backward(self.ops.convert)
+                node.layer.backward(node.layer_tops, down, node.layer_bottoms)
+            if casts:
+                casts.after_backward(self.ops.convert, node.bottoms, down)
+            if self.debug_info and not step.group:
+                debug.backward(node)
+        for index in reversed(indices):
+            _call(self.after_backward, index)
         if self.shares_memory or self._shares_params:
             # Weight gradients on the side stream read diffs whose memory the next step may reuse,
             # and add to parameters that several layers share.
             self.device.wait_stream()
-
-    def _backward_layer(self, index: int) -> None:
-        node = self.nodes[index]
-        _call(self.before_backward, index)
-        if node.need_backward:
-            casts, down = node.casts, node.propagate_down
-            if casts:
-                casts.before_backward(self.ops.convert)
-            node.layer.backward(node.layer_tops, down, node.layer_bottoms)
-            if casts:
-                casts.after_backward(self.ops.convert, node.bottoms, down)
-            if self.debug_info:
-                debug.backward(node)
-        _call(self.after_backward, index)
 
     def loss(self, start: int = 0, end: int | None = None) -> float:
         """Return the loss of the last forward pass: the sum of data * diff over tops with a loss
         weight.
         """
         last = len(self.layers) - 1 if end is None else end
-        return float(
-            sum(
-                np.dot(top.host_data.reshape(-1), top.host_diff.reshape(-1))
-                for i, top in self._losses
-                if start <= i <= last
-            )
-        )
+        tops = [top for i, top in self._losses if start <= i <= last]
+        return float(sum(np.dot(t.host_data.reshape(-1), t.host_diff.reshape(-1)) for t in tops))
 
     def reshape(self) -> None:
         """Propagate the shapes of the inputs through all layers without computing anything."""
@@ -293,17 +255,15 @@ class Net:
             target = self.layers[targets[name]]
             if len(target.blobs) != len(source.blobs):
                 raise ConfigError(
-                    f"Incompatible number of blobs for layer {name}: {len(source.blobs)} in "
-                    "the source, "
-                    f"{len(target.blobs)} here"
+                    f"Incompatible number of blobs for layer {name}: {len(source.blobs)} in the "
+                    f"source, {len(target.blobs)} here"
                 )
             for j, (mine, theirs) in enumerate(zip(target.blobs, source.blobs, strict=True)):
                 if mine.shape != theirs.shape:
                     raise ConfigError(
                         f"Cannot share param {j} weights from layer '{name}'; shape mismatch.  "
-                        "Source param shape is "
-                        f"{shape_string(theirs.shape)}; target param shape is "
-                        f"{shape_string(mine.shape)}"
+                        f"Source param shape is {shape_string(theirs.shape)}; "
+                        f"target param shape is {shape_string(mine.shape)}"
                     )
                 behind(mine).share_data(behind(theirs))
 
@@ -317,9 +277,8 @@ class Net:
     def set_state(self, states: dict[str, dict[str, Any]]) -> None:
         """Restore what `state` of a net of the same definition returned."""
         for i, node in self.own_nodes:
-            key = f"{i}/{node.name}"
-            if key in states:
-                node.layer.set_state(states[key])
+            if state := states.get(f"{i}/{node.name}"):
+                node.layer.set_state(state)
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""

@@ -39,10 +39,8 @@ def adapt(source: NetParameter, net: Net) -> Iterator[LayerParameter]:
         if scale is None or scale in stored:
             raise ConfigError(
                 f"layer {layer.name} is a BatchNorm of NVCaffe with scale and bias in the "
-                "file: let a Scale layer with "
-                "bias_term: true, of a name that the file has no weights for, follow it in the "
-                "net, or set "
-                "batch_norm_param { scale_bias: true }"
+                "file: let a Scale layer with bias_term: true, of a name that the file has no "
+                "weights for, follow it in the net, or set batch_norm_param { scale_bias: true }"
             )
         yield LayerParameter(name=layer.name, type=layer.type, blobs=blobs[:3])
         yield LayerParameter(name=scale, type="Scale", blobs=blobs[3:])
@@ -50,16 +48,13 @@ def adapt(source: NetParameter, net: Net) -> Iterator[LayerParameter]:
 
 def _in_order(layer: LayerParameter) -> list[BlobProto]:
     """Return mean, variance, the factor 1, scale and bias, with one axis each."""
-    blobs = [_flat(blob) for blob in layer.blobs]
+    arrays = [binary.blob_to_array(blob).reshape(-1) for blob in layer.blobs]
+    blobs = [binary.array_to_blob(array) for array in arrays]
     if blobs[4].shape.dim == [1]:
         scale, bias, mean, variance, _ = blobs
     else:
         mean, variance, _, scale, bias = blobs
     return [mean, variance, BlobProto(shape=BlobShape(dim=[1]), data=[1]), scale, bias]
-
-
-def _flat(blob: BlobProto) -> BlobProto:
-    return binary.array_to_blob(binary.blob_to_array(blob).reshape(-1))
 
 
 def _scale_after(net: Net, index: int) -> str | None:

@@ -14,17 +14,12 @@ from caffepy.device.blob import Array, Blob, shape_string
 from caffepy.net import nvcaffe
 from caffepy.net.net import Net
 from caffepy.proto import binary
-from caffepy.proto.caffe_pb2 import BlobProto, LayerParameter, NetParameter
+from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 
 log = logging.getLogger(__name__)
 
 MAX_BINARY = 1 << 31
 """Bytes that a binary protobuf file must stay below."""
-
-LEARN_ANEW = (
-    "To learn this layer's parameters from scratch rather than copying from a saved net, "
-    "rename the layer."
-)
 
 
 def load_weights(net: Net, path: str) -> set[str]:
@@ -54,38 +49,28 @@ def copy_trained(net: Net, source: NetParameter) -> set[str]:
         blobs = net.layers[targets[layer.name]].blobs
         if len(blobs) != len(layer.blobs):
             raise ConfigError(
-                f"Incompatible number of blobs for layer {layer.name}: {len(layer.blobs)} in "
-                "the file, "
-                f"{len(blobs)} in the net"
+                f"Incompatible number of blobs for layer {layer.name}: {len(layer.blobs)} in the "
+                f"file, {len(blobs)} in the net"
             )
         for j, (blob, proto) in enumerate(zip(blobs, layer.blobs, strict=True)):
-            _copy_blob(blob, proto, layer.name, j)
+            array, shape = binary.blob_to_array(proto), blob.shape
+            # a legacy (num, channels, height, width) is the shape padded with 1 from the left
+            is_legacy = not proto.HasField("shape") and len(shape) <= 4
+            if array.shape != shape and not (
+                is_legacy and array.shape == (1,) * (4 - len(shape)) + shape
+            ):
+                raise ConfigError(
+                    f"Cannot copy param {j} weights from layer '{layer.name}'; shape mismatch.  "
+                    f"Source param shape is {shape_string(array.shape)}; target param shape is "
+                    f"{shape_string(shape)}. To learn this layer's parameters from scratch rather "
+                    "than copying from a saved net, rename the layer."
+                )
+            blob.host_data[...] = array.reshape(shape)
+            diff = binary.blob_to_diff(proto)
+            if diff is not None:
+                blob.host_diff[...] = diff.reshape(shape)
         filled.add(layer.name)
     return filled
-
-
-def _copy_blob(blob: Blob, proto: BlobProto, layer: str, index: int) -> None:
-    array = binary.blob_to_array(proto)
-    if not _fits(array.shape, blob.shape, legacy=not proto.HasField("shape")):
-        raise ConfigError(
-            f"Cannot copy param {index} weights from layer '{layer}'; shape mismatch.  Source "
-            "param shape is "
-            f"{shape_string(array.shape)}; target param shape is {shape_string(blob.shape)}. "
-            f"{LEARN_ANEW}"
-        )
-    blob.host_data[...] = array.reshape(blob.shape)
-    diff = binary.blob_to_diff(proto)
-    if diff is not None:
-        blob.host_diff[...] = diff.reshape(blob.shape)
-
-
-def _fits(source: tuple[int, ...], target: tuple[int, ...], legacy: bool) -> bool:
-    """True if the shapes are equal, or a legacy (num, channels, height, width) equals the target
-    padded with 1 from the left.
-    """
-    if source == target:
-        return True
-    return legacy and len(target) <= 4 and source == (1,) * (4 - len(target)) + target
 
 
 def to_proto(net: Net, diff: bool = False) -> NetParameter:
@@ -106,10 +91,8 @@ def _layers(net: Net, diff: bool) -> Iterator[LayerParameter]:
 
 def check_names(net: Net, hdf5: bool) -> None:
     """Raise ConfigError if layers in a caffemodel could not be found again by their names."""
-    names = net.layer_names
-    with_blobs = {
-        name: layer.blobs for name, layer in zip(names, net.layers, strict=True) if layer.blobs
-    }
+    names, pairs = net.layer_names, zip(net.layer_names, net.layers, strict=True)
+    with_blobs = {name: layer.blobs for name, layer in pairs if layer.blobs}
     twice = [name for name in with_blobs if names.count(name) > 1]
     if twice:
         raise ConfigError(
@@ -212,8 +195,20 @@ def load_hdf5(net: Net, path: str) -> set[str]:
     """Copy the weights of an HDF5 caffemodel into the layers of the same names, and return these;
     shapes must be equal.
     """
+    owned = {(param.layer, param.index) for param in net.learnable}
     with _open_hdf5(path) as file:
-        return _load_layers(net, file)
+        if "data" not in file:
+            raise ConfigError("has no group /data, so it holds no weights (is it a solver state?)")
+        items: dict[str, h5py.HLObject] = {}  # also nested ones: layer names with a slash
+        file["data"].visititems(items.__setitem__)
+        stored = {name for name, item in items.items() if isinstance(item, h5py.Group)}
+        for i, name in enumerate(net.layer_names):
+            if name in stored and name not in net.layer_names[:i]:
+                indices = {j for k, j in owned if k == i}
+                _load_layer(file["data"][name], net.layers[i].blobs, name, indices)
+        for name in sorted(stored - set(net.layer_names)):
+            log.info("Ignoring source layer %s", name)
+        return stored & set(net.layer_names)
 
 
 def check_hdf5(path: str) -> None:
@@ -232,28 +227,6 @@ def _open_hdf5(path: str) -> Iterator[h5py.File]:
         raise error.at(path) from None
     except Exception as error:  # h5py fails in many ways on damaged files
         raise ConfigError(f"cannot be read as HDF5: {error}", path) from None
-
-
-def _load_layers(net: Net, file: h5py.File) -> set[str]:
-    if "data" not in file:
-        raise ConfigError("has no group /data, so it holds no weights (is it a solver state?)")
-    owners = {(param.layer, param.index) for param in net.learnable}
-    stored = set(_layer_groups(file["data"]))
-    for i, name in enumerate(net.layer_names):
-        if name in stored and name not in net.layer_names[:i]:
-            _load_layer(
-                file["data"][name], net.layers[i].blobs, name, {j for k, j in owners if k == i}
-            )
-    for name in sorted(stored - set(net.layer_names)):
-        log.info("Ignoring source layer %s", name)
-    return stored & set(net.layer_names)
-
-
-def _layer_groups(data: h5py.Group) -> Iterable[str]:
-    """Names of the groups of layers, including nested ones (layer names with a slash)."""
-    names: list[str] = []
-    data.visititems(lambda name, item: names.append(name) if isinstance(item, h5py.Group) else None)
-    return names
 
 
 def _load_layer(group: h5py.Group, blobs: list[Blob], name: str, owned: set[int]) -> None:

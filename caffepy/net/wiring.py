@@ -14,7 +14,6 @@ from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Blob, behind, shape_string
 from caffepy.device.device import Device
 from caffepy.layer import Layer, check_counts, create_layer
-from caffepy.net.backprop import force_backward, prune_backward
 from caffepy.net.build import located
 from caffepy.net.node import Node, Param
 from caffepy.proto.binary import blob_to_array
@@ -55,12 +54,22 @@ def wire(
             if not layer_param.HasField("phase"):
                 layer_param.phase = param.state.phase
             of_root = root[index] if root and root[index].layer.share_in_parallel else None
-            layer = of_root.layer if of_root else _create(layer_param, device, dtype, path)
-            node = builder.add(layer_param, layer, of_root is not None)
             if of_root:
+                node = builder.add(layer_param, of_root.layer, True)
                 _take_tops(node, of_root)
             else:
-                _set_up(node)
+                own = LayerParameter()
+                own.CopyFrom(layer_param)
+                layer = create_layer(own, own.phase, device, dtype, path)
+                log.info("Creating Layer %s", layer_param.name)
+                node = builder.add(layer_param, layer, False)
+                log.info("Setting up %s", node.name)
+                if own.blobs and not layer.blobs:
+                    for array in map(blob_to_array, own.blobs):
+                        layer.add_blob(array.shape).host_data[...] = array
+                    log.info("Skipping parameter initialization")
+                layer.setup(node.layer_bottoms, node.layer_tops)
+                node.reshape()
             _set_loss_weights(node)
             memory += sum(top.count for top in node.tops) * dtype.itemsize
             log.info("Memory required for data: %d", memory)
@@ -74,28 +83,6 @@ def wire(
         log.info("This network produces output %s", name)
     log.info("Network initialization done.")
     return Wired(builder.nodes, builder.blobs, builder.inputs, outputs)
-
-
-def _create(
-    layer_param: LayerParameter, device: Device, dtype: np.dtype[Any], path: str | None
-) -> Layer:
-    own = LayerParameter()
-    own.CopyFrom(layer_param)
-    layer = create_layer(own, own.phase, device, dtype, path)
-    log.info("Creating Layer %s", layer_param.name)
-    return layer
-
-
-def _set_up(node: Node) -> None:
-    layer = node.layer
-    log.info("Setting up %s", node.name)
-    if layer.param.blobs and not layer.blobs:
-        for proto in layer.param.blobs:
-            array = blob_to_array(proto)
-            layer.add_blob(array.shape).host_data[...] = array
-        log.info("Skipping parameter initialization")
-    layer.setup(node.layer_bottoms, node.layer_tops)
-    node.reshape()
 
 
 def _take_tops(node: Node, root: Node) -> None:
@@ -137,8 +124,7 @@ class _Builder:
 
     def add(self, param: LayerParameter, layer: Layer, of_root: bool) -> Node:
         """Connect a layer: its bottoms must be available, its tops become so."""
-        names = list(param.bottom)
-        given = list(param.propagate_down)
+        names, given = list(param.bottom), list(param.propagate_down)
         if given and len(given) != len(names):
             raise ConfigError(
                 f"propagate_down must be given once per bottom: {len(given)} for {len(names)} "
@@ -235,3 +221,38 @@ class _Builder:
                     f"'{there}', {given:g} here"
                 )
             setattr(owner.spec, field, given)
+
+
+def prune_backward(nodes: Sequence[Node]) -> None:
+    """Walk from the last layer and clear the backward flags of layers that no loss depends on, and
+    of bottoms whose gradient nobody needs.
+    """
+    under_loss: set[str] = set()
+    skipped: set[str] = set()
+    for node in reversed(nodes):
+        contributes = any(
+            weight or name in under_loss
+            for name, weight in zip(node.top_names, node.layer.loss_weights, strict=True)
+        )
+        if not contributes or skipped.issuperset(node.top_names):
+            node.need_backward = False
+            node.propagate_down = [False] * len(node.bottoms)
+        for name, down in zip(node.bottom_names, node.propagate_down, strict=True):
+            if contributes:
+                under_loss.add(name)
+            if not down:
+                skipped.add(name)
+        needs = "needs" if node.need_backward else "does not need"
+        log.info("%s %s backward computation.", node.name, needs)
+
+
+def force_backward(nodes: Sequence[Node]) -> None:
+    """Run every layer backward, to every bottom that allows it, with the gradient of every
+    parameter.
+    """
+    for node in nodes:
+        node.need_backward = True
+        node.propagate_down = [
+            down or node.layer.allow_force_backward(j) for j, down in enumerate(node.propagate_down)
+        ]
+        node.layer.param_propagate_down = [True] * len(node.layer.blobs)

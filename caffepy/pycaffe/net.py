@@ -16,7 +16,7 @@ from caffepy.layer import Layer as InnerLayer
 from caffepy.layer.base import Blobs
 from caffepy.layer.data import MemoryData
 from caffepy.layer.python import Python
-from caffepy.layer.python_blob import Blob, BlobVec, unwrap_all, wrap
+from caffepy.layer.python_blob import Blob, BlobVec, unwrap_all
 from caffepy.net import Net as Inner
 from caffepy.net import weights
 from caffepy.proto import text
@@ -113,7 +113,7 @@ class Net:
 
     def _attach(self, inner: Inner) -> None:
         self._net = inner
-        self._by_name = OrderedDict((name, wrap(blob)) for name, blob in inner.blobs.items())
+        self._by_name = OrderedDict((name, Blob(blob)) for name, blob in inner.blobs.items())
         self._params = OrderedDict(
             (name, BlobVec(layer.blobs, layer.dtype))
             for name, layer in zip(inner.layer_names, inner.layers, strict=True)
