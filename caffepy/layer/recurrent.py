@@ -168,10 +168,8 @@ class Recurrent(Layer):
             dx = bottom[0].diff.reshape(-1, self.inputs)
             self.ops.matmul(flat, self.blobs[0].data, dx)  # (T N, G) @ (G, D)
         if self.static and (wanted[2] or propagate_down[2]):
-            static, w = bottom[2], self.blobs[2]
-            x, dx = (
-                a.reshape(self.streams, self.static_inputs) for a in (static.data, static.diff)
-            )
+            w, shape = self.blobs[2], (self.streams, self.static_inputs)
+            x, dx = bottom[2].data.reshape(shape), bottom[2].diff.reshape(shape)
             total = dsums.sum(axis=0, out=self.static_sums.diff)
             if wanted[2]:
                 self.ops.matmul(total.T, x, w.diff, accumulate=True)  # (G, N) @ (N, D_static)
