@@ -1,7 +1,6 @@
 """Arithmetic on the CPU: numba loops and BLAS calls, divided over a pool of threads."""
 
 from caffepy.device.threads import blas_scope, set_num_threads
-from caffepy.ops.cpu.bias_relu import relu_bias_backward
 from caffepy.ops.cpu.blas import add_bias, bias_gradient, matmul
 from caffepy.ops.cpu.convolution import Convolution
 from caffepy.ops.cpu.copies import convert, copy, cut, join
@@ -49,6 +48,7 @@ from caffepy.ops.cpu.neuron import (
     prelu_backward,
     prelu_forward,
     relu_backward,
+    relu_bias_backward,
     relu_forward,
     sigmoid_backward,
     sigmoid_forward,

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.cpu.tile import shapes
+from caffepy.ops.cpu.vectors import Vectors, emitted
 
 Array = NDArray[Any]
 Sizes = Sequence[int]
@@ -43,199 +42,84 @@ MULTIPLE = 16
 """Most outputs of a channel for these loops: with more, vectors of outputs are faster."""
 
 
-class _Vectors:
-    """LLVM code that the loops below share: loads, stores and sums of vectors."""
-
-    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
-        self.context, self.builder, self.types, self.args = context, builder, signature.args, args
-        self.width, self.real = signature.args[-1].count, signature.args[0].dtype
-        self.vector = ir.VectorType(context.get_value_type(self.real), self.width)
-        self.suffix = f"v{self.width}f{self.real.bitwidth}"
-        self.fma = self.declare(f"llvm.fmuladd.{self.suffix}", self.vector, [self.vector] * 3)
-
-    def declare(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        return cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            self.builder.module, ir.FunctionType(result, arguments), name
-        )
-
-    def pointer(self, array: int, *at: Any) -> Any:
-        """Return a pointer to an element of the array with this argument number."""
-        start = self.context.make_array(self.types[array])(
-            self.context, self.builder, self.args[array]
-        ).data
-        for a in at:
-            start = self.builder.gep(start, [a])
-        return start
-
-    def at(self, start: Any, vector: int, kind: Any = None) -> Any:
-        """Return a pointer to the vector this many vectors after start."""
-        start = self.builder.gep(start, [ir.IntType(64)(vector * self.width)])
-        return self.builder.bitcast(start, (kind or self.vector).as_pointer())
-
-    def load(self, start: Any, vector: int = 0) -> Any:
-        return self.builder.load(self.at(start, vector), align=self.real.bitwidth // 8)
-
-    def store(self, value: Any, start: Any, vector: int = 0) -> None:
-        self.builder.store(value, self.at(start, vector), align=self.real.bitwidth // 8)
-
-    def splat(self, value: Any, kind: Any) -> Any:
-        one = self.builder.insert_element(ir.Constant(kind, ir.Undefined), value, ir.IntType(32)(0))
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), self.width), [0] * self.width)
-        return self.builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), zeros)
-
-    def loop(self, lo: Any, hi: Any, step: int, sums: list[Any], body: Any) -> list[Any]:
-        """Emit sums = body(i, sums) for i in range(lo, hi, step), at least once."""
-        builder = self.builder
-        before, inside, done = (
-            builder.block,
-            builder.append_basic_block("sum"),
-            builder.append_basic_block("summed"),
-        )
-        builder.branch(inside)
-        builder.position_at_end(inside)
-        i = builder.phi(lo.type)
-        phis = [builder.phi(s.type) for s in sums]
-        after: list[Any] = body(i, phis)
-        following = builder.add(i, i.type(step))
-        for phi, first, last in zip([i, *phis], [lo, *sums], [following, *after], strict=True):
-            phi.add_incoming(first, before)
-            phi.add_incoming(last, builder.block)
-        builder.cbranch(builder.icmp_signed("<", following, hi), inside, done)
-        builder.position_at_end(done)
-        return after
-
-
-def _define_weigh(
-    typing: Any,
-    source: Any,
-    w: Any,
-    at: Any,
-    taps: Any,
-    lo: Any,
-    hi: Any,
-    total: Any,
-    e: Any,
-    n_vectors: Any,
-    n_width: Any,
-) -> Any:
+@emitted("source w at taps lo hi total e vectors width")
+def _weigh(v: Vectors) -> None:
     """total[e + i] += sum over taps [lo, hi), at least one, of w[at + which] * source[offset + e +
     i].
     """
-    i = types.intp
-    signature = types.void(source, w, i, taps, i, i, total, i, n_vectors, n_width)
+    builder, args, n = v.builder, v.args, v.types["vectors"].count
+    start, table, to = (
+        v.pointer("source", args["e"]),
+        v.pointer("taps"),
+        v.pointer("total", args["e"]),
+    )
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        v = _Vectors(context, builder, signature, args)
-        start, table = v.pointer(0, args[7]), v.pointer(3)
-        to, n = v.pointer(6, args[7]), signature.args[8].count
+    def add(t: Any, sums: list[Any]) -> list[Any]:
+        entry = builder.gep(table, [builder.mul(t, t.type(2))])
+        x = builder.gep(start, [builder.load(entry)])
+        which = builder.load(builder.gep(entry, [t.type(1)]))
+        weight = v.splat(builder.load(v.pointer("w", args["at"], which)))
+        return [builder.call(v.fma, [weight, v.load(x, k), s]) for k, s in enumerate(sums)]
 
-        def add(t: Any, sums: list[Any]) -> list[Any]:
-            entry = builder.gep(table, [builder.mul(t, t.type(2))])
-            x = builder.gep(start, [builder.load(entry)])
-            which = builder.load(builder.gep(entry, [t.type(1)]))
-            weight = v.splat(builder.load(v.pointer(1, args[2], which)), v.vector)
-            return [builder.call(v.fma, [weight, v.load(x, k), s]) for k, s in enumerate(sums)]
-
-        for k, value in enumerate(
-            v.loop(args[4], args[5], 1, [v.load(to, k) for k in range(n)], add)
-        ):
-            v.store(value, to, k)
-        return context.get_dummy_value()
-
-    return signature, generate
+    sums = v.loop(args["lo"], args["hi"], 1, [v.load(to, k) for k in range(n)], add)
+    for k, value in enumerate(sums):
+        v.store(value, to, k)
 
 
-def _define_sum(
-    typing: Any,
-    d: Any,
-    source: Any,
-    offsets: Any,
-    first: Any,
-    lo: Any,
-    hi: Any,
-    part: Any,
-    at: Any,
-    n_width: Any,
-) -> Any:
+@emitted("d source offsets first lo hi part at width")
+def _sum(v: Vectors) -> None:
     """part[at][k] += sum over q in [lo, hi) of d[q] * source[offsets[first + k] + q], k < TAPS;
     part[at][TAPS] of d[q].
 
     Every element of a vector has its own sum; part (..., width) is of doubles.
     """
-    i = types.intp
-    signature = types.void(d, source, offsets, i, i, i, part, i, n_width)
+    builder, args, first = v.builder, v.args, v.args["first"]
+    offsets = [builder.load(v.pointer("offsets", first, first.type(k))) for k in range(TAPS)]
+    starts, d = [v.pointer("source", offset) for offset in offsets], v.pointer("d")
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        v = _Vectors(context, builder, signature, args)
-        offsets = [builder.load(v.pointer(2, args[3], args[3].type(k))) for k in range(TAPS)]
-        starts, d = [v.pointer(1, offset) for offset in offsets], v.pointer(0)
+    def add(q: Any, sums: list[Any]) -> list[Any]:
+        left = v.load(builder.gep(d, [q]))
+        products = [
+            builder.call(v.fma, [left, v.load(builder.gep(x, [q])), s])
+            for x, s in zip(starts, sums, strict=False)
+        ]
+        return [*products, builder.fadd(left, sums[-1])]
 
-        def add(q: Any, sums: list[Any]) -> list[Any]:
-            left = v.load(builder.gep(d, [q]))
-            products = [
-                builder.call(v.fma, [left, v.load(builder.gep(x, [q])), s])
-                for x, s in zip(starts, sums, strict=False)
-            ]
-            return [*products, builder.fadd(left, sums[-1])]
-
-        zero = ir.Constant(v.vector, [0.0] * v.width)
-        doubles = ir.VectorType(ir.DoubleType(), v.width)
-        for k, value in enumerate(v.loop(args[4], args[5], v.width, [zero] * (TAPS + 1), add)):
-            to = v.at(v.pointer(6, args[7]), k, doubles)
-            wide = value if v.vector == doubles else builder.fpext(value, doubles)
-            builder.store(builder.fadd(builder.load(to, align=8), wide), to, align=8)
-        return context.get_dummy_value()
-
-    return signature, generate
+    zero = ir.Constant(v.vector, [0.0] * v.width)
+    doubles = ir.VectorType(ir.DoubleType(), v.width)
+    sums = v.loop(args["lo"], args["hi"], v.width, [zero] * (TAPS + 1), add)
+    for k, value in enumerate(sums):
+        to = v.at(v.pointer("part", args["at"]), k, doubles)
+        wide = value if v.vector == doubles else builder.fpext(value, doubles)
+        builder.store(builder.fadd(builder.load(to, align=8), wide), to, align=8)
 
 
-def _define_copy(
-    typing: Any, source: Any, at: Any, to: Any, to_at: Any, count: Any, n_width: Any
-) -> Any:
+@emitted("source at to to_at count width")
+def _copy(v: Vectors) -> None:
     """to[to_at + i] = source[at + i] for i below count, at least one; short rows are too short for
     a call of memcpy.
     """
-    i = types.intp
-    signature = types.void(source, i, to, i, i, n_width)
+    builder, count = v.builder, v.args["count"]
+    start, end = v.pointer("source", v.args["at"]), v.pointer("to", v.args["to_at"])
+    index, alignment = ir.VectorType(ir.IntType(64), v.width), ir.IntType(32)(v.real.bitwidth // 8)
+    mask, pointer = ir.VectorType(ir.IntType(1), v.width), v.vector.as_pointer()
+    kinds = [pointer, alignment.type, mask]
+    load = v.declare(f"llvm.masked.load.{v.suffix}.p0", v.vector, [*kinds, v.vector])
+    store = v.declare(f"llvm.masked.store.{v.suffix}.p0", ir.VoidType(), [v.vector, *kinds])
+    whole = builder.and_(count, count.type(-v.width))
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        v = _Vectors(context, builder, signature, args)
-        start, end, count = v.pointer(0, args[1]), v.pointer(2, args[3]), args[4]
-        index, alignment = (
-            ir.VectorType(ir.IntType(64), v.width),
-            ir.IntType(32)(v.real.bitwidth // 8),
-        )
-        mask, pointer = ir.VectorType(ir.IntType(1), v.width), v.vector.as_pointer()
-        load = v.declare(
-            f"llvm.masked.load.{v.suffix}.p0", v.vector, [pointer, alignment.type, mask, v.vector]
-        )
-        store = v.declare(
-            f"llvm.masked.store.{v.suffix}.p0",
-            ir.VoidType(),
-            [v.vector, pointer, alignment.type, mask],
-        )
-        whole = builder.and_(count, count.type(-v.width))
+    def move(k: Any, sums: list[Any]) -> list[Any]:
+        v.store(v.load(builder.gep(start, [k])), builder.gep(end, [k]))
+        return sums
 
-        def move(k: Any, sums: list[Any]) -> list[Any]:
-            v.store(v.load(builder.gep(start, [k])), builder.gep(end, [k]))
-            return sums
-
-        with builder.if_then(builder.icmp_signed(">", whole, whole.type(0))):
-            v.loop(whole.type(0), whole, v.width, [], move)
-        with builder.if_then(builder.icmp_signed(">", count, whole)):
-            element = ir.Constant(index, list(range(v.width)))
-            inside = builder.icmp_signed("<", element, v.splat(builder.sub(count, whole), index))
-            a, b = v.at(builder.gep(start, [whole]), 0), v.at(builder.gep(end, [whole]), 0)
-            row = builder.call(load, [a, alignment, inside, ir.Constant(v.vector, [0.0] * v.width)])
-            builder.call(store, [row, b, alignment, inside])
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-_weigh: Any = intrinsic(_define_weigh)
-_sum: Any = intrinsic(_define_sum)
-_copy: Any = intrinsic(_define_copy)
+    with builder.if_then(builder.icmp_signed(">", whole, whole.type(0))):
+        v.loop(whole.type(0), whole, v.width, [], move)
+    with builder.if_then(builder.icmp_signed(">", count, whole)):
+        element = ir.Constant(index, list(range(v.width)))
+        inside = builder.icmp_signed("<", element, v.splat(builder.sub(count, whole), index))
+        a, b = v.at(builder.gep(start, [whole]), 0), v.at(builder.gep(end, [whole]), 0)
+        row = builder.call(load, [a, alignment, inside, ir.Constant(v.vector, [0.0] * v.width)])
+        builder.call(store, [row, b, alignment, inside])
 
 
 @inlined

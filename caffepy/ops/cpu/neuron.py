@@ -1,5 +1,7 @@
-"""Activations, dropout, and both after a product."""
+"""Activations and dropout, alone and with the bias before them."""
 
+from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -8,62 +10,42 @@ from numpy.typing import NDArray
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.blas import add_bias, bias_gradient
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.elementwise import GRAIN, blockwise
+from caffepy.ops.cpu.elementwise import GRAIN, blockwise, flatwise
 from caffepy.ops.cpu.random import mix, seed_of_pass
 
 Array = NDArray[Any]
+Maybe = Array | None
+
+
+# Where an input is None, a loop works in place: see `flatwise`.
 
 
 @kernel
-def _relu(x: Array, y: Array, slope: float, lo: int, hi: int) -> None:
-    s, zero, x, y = x.dtype.type(slope), x.dtype.type(0), x[lo:hi], y[lo:hi]
+def _relu(x: Maybe, y: Array, slope: float) -> None:
+    u = y if x is None else x
+    s, zero = u.dtype.type(slope), u.dtype.type(0)
     if s == 0:
-        for i in range(x.size):
-            y[i] = zero if x[i] <= zero else x[i]
+        for i in range(u.size):
+            y[i] = zero if u[i] <= zero else u[i]
     else:
-        for i in range(x.size):
-            y[i] = x[i] * s if x[i] <= zero else x[i]
-
-
-@kernel
-def _relu_in_place(y: Array, slope: float, lo: int, hi: int) -> None:
-    s, zero, y = y.dtype.type(slope), y.dtype.type(0), y[lo:hi]
-    if s == 0:
-        for i in range(y.size):
-            y[i] = zero if y[i] <= zero else y[i]
-    else:
-        for i in range(y.size):
-            y[i] = y[i] * s if y[i] <= zero else y[i]
-
-
-@kernel
-def _relu_gradient(x: Array, dy: Array, dx: Array, slope: float, lo: int, hi: int) -> None:
-    s, zero, x, dy, dx = x.dtype.type(slope), x.dtype.type(0), x[lo:hi], dy[lo:hi], dx[lo:hi]
-    for i in range(x.size):
-        dx[i] = dy[i] * (s if x[i] <= zero else x.dtype.type(1))
-
-
-@kernel
-def _relu_gradient_in_place(x: Array, dx: Array, slope: float, lo: int, hi: int) -> None:
-    s, zero, x, dx = x.dtype.type(slope), x.dtype.type(0), x[lo:hi], dx[lo:hi]
-    for i in range(x.size):
-        dx[i] *= s if x[i] <= zero else x.dtype.type(1)
+        for i in range(u.size):
+            y[i] = u[i] * s if u[i] <= zero else u[i]
 
 
 def relu_forward(x: Array, y: Array, slope: float) -> None:
-    u, v = x.reshape(-1), y.reshape(-1)
-    if x is y:
-        parallel(lambda lo, hi: _relu_in_place(v, slope, lo, hi), v.size, GRAIN)
-    else:
-        parallel(lambda lo, hi: _relu(u, v, slope, lo, hi), v.size, GRAIN)
+    flatwise(_relu, (None if x is y else x,), y, slope)
+
+
+@kernel
+def _relu_gradient(x: Array, dy: Maybe, dx: Array, slope: float) -> None:
+    u = dx if dy is None else dy
+    s, zero, one = x.dtype.type(slope), x.dtype.type(0), x.dtype.type(1)
+    for i in range(x.size):
+        dx[i] = u[i] * (s if x[i] <= zero else one)
 
 
 def relu_backward(x: Array, dy: Array, dx: Array, slope: float) -> None:
-    t, u, v = x.reshape(-1), dy.reshape(-1), dx.reshape(-1)
-    if dy is dx:
-        parallel(lambda lo, hi: _relu_gradient_in_place(t, v, slope, lo, hi), t.size, GRAIN)
-    else:
-        parallel(lambda lo, hi: _relu_gradient(t, u, v, slope, lo, hi), t.size, GRAIN)
+    flatwise(_relu_gradient, (x, None if dy is dx else dy), dx, slope)
 
 
 @kernel
@@ -76,89 +58,74 @@ def _prelu(x: Array, y: Array, slope: Array, lo: int, hi: int) -> None:
 
 def prelu_forward(x: Array, y: Array, slope: Array) -> None:
     rows, pixels = x.shape[0] * x.shape[1], x.shape[2]
-    x, y = x.reshape(rows, pixels), y.reshape(rows, pixels)
-    parallel(lambda lo, hi: _prelu(x, y, slope, lo, hi), rows, GRAIN * rows // (x.size + 1) + 1)
+    run = partial(_prelu, x.reshape(rows, pixels), y.reshape(rows, pixels), slope)
+    parallel(run, rows, GRAIN * rows // (x.size + 1) + 1)
 
 
 @kernel
 def _prelu_gradient(
-    x: Array,
-    dy: Array,
-    slope: Array,
-    dx: Array,
-    dslope: Array,
-    write: bool,
-    collect: bool,
-    lo: int,
-    hi: int,
+    x: Array, dy: Array, slope: Array, dx: Maybe, dslope: Maybe, lo: int, hi: int
 ) -> None:
     zero, one = x.dtype.type(0), x.dtype.type(1)
     for c in range(lo, hi):
         s, total = slope[c], 0.0
         for n in range(x.shape[0]):
-            t, u, v = x[n, c], dy[n, c], dx[n, c]
+            t, u = x[n, c], dy[n, c]
             part = zero
             for p in range(t.size):
                 part += u[p] * (t[p] if t[p] <= zero else zero)
             total += part
-            if write:
+            if dx is not None:
+                v = dx[n, c]
                 for p in range(t.size):
                     v[p] = u[p] * (s if t[p] <= zero else one)
-        if collect:
+        if dslope is not None:
             dslope[c] += total
 
 
-def prelu_backward(
-    x: Array, dy: Array, slope: Array, dx: Array | None, dslope: Array | None
-) -> None:
-    out, sums = dy if dx is None else dx, slope if dslope is None else dslope
-    write, collect = dx is not None, dslope is not None
+def prelu_backward(x: Array, dy: Array, slope: Array, dx: Maybe, dslope: Maybe) -> None:
     if slope.size == 1:
-        x, dy, out = (a.reshape(1, 1, -1) for a in (x, dy, out))
-    grain = GRAIN * slope.size // (x.size + 1) + 1
-    parallel(
-        lambda lo, hi: _prelu_gradient(x, dy, slope, out, sums, write, collect, lo, hi),
-        slope.size,
-        grain,
-    )
+        x, dy = x.reshape(1, 1, -1), dy.reshape(1, 1, -1)
+        dx = None if dx is None else dx.reshape(1, 1, -1)
+    run = partial(_prelu_gradient, x, dy, slope, dx, dslope)
+    parallel(run, slope.size, GRAIN * slope.size // (x.size + 1) + 1)
 
 
 def sigmoid_forward(x: Array, y: Array) -> None:
-    def block(x: Array, y: Array) -> None:
-        np.multiply(x, 0.5, out=y)
-        np.tanh(y, out=y)
-        np.multiply(y, 0.5, out=y)
-        np.add(y, 0.5, out=y)
+    blockwise(partial(_sigmoid, 1.0), x, y)
 
-    blockwise(block, x, y)
+
+def _sigmoid(beta: float, x: Array, y: Array) -> None:
+    np.multiply(x, beta / 2, out=y)
+    np.tanh(y, out=y)
+    np.multiply(y, 0.5, out=y)
+    np.add(y, 0.5, out=y)
 
 
 @kernel
-def _sigmoid_gradient(y: Array, dy: Array, dx: Array, lo: int, hi: int) -> None:
-    one, y, dy, dx = y.dtype.type(1), y[lo:hi], dy[lo:hi], dx[lo:hi]
+def _sigmoid_gradient(y: Array, dy: Array, dx: Array) -> None:
+    one = y.dtype.type(1)
     for i in range(y.size):
         dx[i] = dy[i] * (y[i] * (one - y[i]))
 
 
 def sigmoid_backward(y: Array, dy: Array, dx: Array) -> None:
-    y, dy, dx = y.reshape(-1), dy.reshape(-1), dx.reshape(-1)
-    parallel(lambda lo, hi: _sigmoid_gradient(y, dy, dx, lo, hi), y.size, GRAIN)
+    flatwise(_sigmoid_gradient, (y, dy), dx)
 
 
 def tanh_forward(x: Array, y: Array) -> None:
-    blockwise(lambda x, y: np.tanh(x, out=y), x, y)
+    blockwise(np.tanh, x, y)
 
 
 @kernel
-def _tanh_gradient(y: Array, dy: Array, dx: Array, lo: int, hi: int) -> None:
-    one, y, dy, dx = y.dtype.type(1), y[lo:hi], dy[lo:hi], dx[lo:hi]
+def _tanh_gradient(y: Array, dy: Array, dx: Array) -> None:
+    one = y.dtype.type(1)
     for i in range(y.size):
         dx[i] = dy[i] * (one - y[i] * y[i])
 
 
 def tanh_backward(y: Array, dy: Array, dx: Array) -> None:
-    y, dy, dx = y.reshape(-1), dy.reshape(-1), dx.reshape(-1)
-    parallel(lambda lo, hi: _tanh_gradient(y, dy, dx, lo, hi), y.size, GRAIN)
+    flatwise(_tanh_gradient, (y, dy), dx)
 
 
 def power_forward(x: Array, y: Array, power: float, scale: float, shift: float) -> None:
@@ -206,42 +173,33 @@ def elu_forward(x: Array, y: Array, alpha: float) -> None:
 
 
 @kernel
-def _elu_gradient(x: Array, y: Array, dy: Array, dx: Array, alpha: float, lo: int, hi: int) -> None:
+def _elu_gradient(x: Array, y: Array, dy: Array, dx: Array, alpha: float) -> None:
     a, zero, one = x.dtype.type(alpha), x.dtype.type(0), x.dtype.type(1)
-    x, y, dy, dx = x[lo:hi], y[lo:hi], dy[lo:hi], dx[lo:hi]
     for i in range(x.size):
         dx[i] = dy[i] * (one if x[i] > zero else a + y[i])
 
 
 def elu_backward(x: Array, y: Array, dy: Array, dx: Array, alpha: float) -> None:
-    x, y, dy, dx = x.reshape(-1), y.reshape(-1), dy.reshape(-1), dx.reshape(-1)
-    parallel(lambda lo, hi: _elu_gradient(x, y, dy, dx, alpha, lo, hi), x.size, GRAIN)
+    flatwise(_elu_gradient, (x, y, dy), dx, alpha)
 
 
 def swish_forward(x: Array, y: Array, sigmoid: Array, beta: float) -> None:
     def block(x: Array, y: Array, s: Array) -> None:
-        np.multiply(x, beta / 2, out=s)
-        np.tanh(s, out=s)
-        np.multiply(s, 0.5, out=s)
-        np.add(s, 0.5, out=s)
+        _sigmoid(beta, x, s)
         np.multiply(x, s, out=y)
 
     blockwise(block, x, y, sigmoid)
 
 
 @kernel
-def _swish_gradient(
-    y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float, lo: int, hi: int
-) -> None:
+def _swish_gradient(y: Array, s: Array, dy: Array, dx: Array, beta: float) -> None:
     b, one = y.dtype.type(beta), y.dtype.type(1)
-    y, s, dy, dx = y[lo:hi], sigmoid[lo:hi], dy[lo:hi], dx[lo:hi]
     for i in range(y.size):
         dx[i] = dy[i] * (b * y[i] + s[i] * (one - b * y[i]))
 
 
 def swish_backward(y: Array, sigmoid: Array, dy: Array, dx: Array, beta: float) -> None:
-    y, sigmoid, dy, dx = y.reshape(-1), sigmoid.reshape(-1), dy.reshape(-1), dx.reshape(-1)
-    parallel(lambda lo, hi: _swish_gradient(y, sigmoid, dy, dx, beta, lo, hi), y.size, GRAIN)
+    flatwise(_swish_gradient, (y, sigmoid, dy), dx, beta)
 
 
 @kernel
@@ -254,45 +212,34 @@ def _keep(seed: int, threshold: int, mask: Array, lo: int, hi: int) -> None:
 
 
 @kernel
-def _masked(x: Array, y: Array, mask: Array, scale: float, lo: int, hi: int) -> None:
-    s, zero, x, y, mask = x.dtype.type(scale), x.dtype.type(0), x[lo:hi], y[lo:hi], mask[lo:hi]
-    for i in range(x.size):
-        y[i] = x[i] * (s if mask[i] else zero)
-
-
-@kernel
-def _mask_in_place(y: Array, mask: Array, scale: float, lo: int, hi: int) -> None:
-    s, zero, y, mask = y.dtype.type(scale), y.dtype.type(0), y[lo:hi], mask[lo:hi]
-    for i in range(y.size):
-        y[i] *= s if mask[i] else zero
+def _masked(x: Maybe, mask: Array, y: Array, scale: float) -> None:
+    u = y if x is None else x
+    s, zero = u.dtype.type(scale), u.dtype.type(0)
+    for i in range(u.size):
+        y[i] = u[i] * (s if mask[i] else zero)
 
 
 def dropout_forward(
-    x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Array | None = None
+    x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Maybe = None
 ) -> None:
     if step_counter is not None:
         seed = int(seed_of_pass(seed, int(step_counter)))
-    flags, threshold = mask.reshape(-1), int(ratio * (1 << 32))
-    parallel(lambda lo, hi: _keep(seed, threshold, flags, lo, hi), flags.size, GRAIN)
+    parallel(partial(_keep, seed, int(ratio * (1 << 32)), mask.reshape(-1)), mask.size, GRAIN)
     dropout_backward(x, mask, y, ratio)
 
 
 def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
-    u, v, flags, scale = dy.reshape(-1), dx.reshape(-1), mask.reshape(-1), 1 / (1 - ratio)
-    if dy is dx:
-        parallel(lambda lo, hi: _mask_in_place(v, flags, scale, lo, hi), v.size, GRAIN)
-    else:
-        parallel(lambda lo, hi: _masked(u, v, flags, scale, lo, hi), v.size, GRAIN)
+    flatwise(_masked, (None if dy is dx else dy, mask), dx, 1 / (1 - ratio))
 
 
 def bias_act_forward(
     y: Array,
-    b: Array | None,
+    b: Maybe,
     relu: bool,
     ratio: float,
     seed: int,
-    mask: Array | None,
-    step_counter: Array | None = None,
+    mask: Maybe,
+    step_counter: Maybe = None,
 ) -> None:
     if b is not None:
         add_bias(y, b)
@@ -303,7 +250,7 @@ def bias_act_forward(
 
 
 def bias_act_backward(
-    y: Array, dy: Array, db: Array | None, relu: bool, mask: Array | None, ratio: float
+    y: Array, dy: Array, db: Maybe, relu: bool, mask: Maybe, ratio: float
 ) -> None:
     if mask is not None:
         dropout_backward(dy, mask, dy, ratio)
@@ -311,3 +258,10 @@ def bias_act_backward(
         relu_backward(y, dy, dy, 0.0)
     if db is not None:
         bias_gradient(dy, db)
+
+
+def relu_bias_backward(y: Maybe, dy: Array, db: Maybe) -> None:
+    if y is not None:
+        relu_backward(y, dy, dy, 0.0)
+    if db is not None:
+        bias_gradient(dy if dy.ndim == 2 else dy.reshape(*dy.shape[:2], prod(dy.shape[2:])), db)

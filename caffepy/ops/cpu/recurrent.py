@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
 from numba.extending import intrinsic
 from numpy.typing import DTypeLike, NDArray
 
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
+from caffepy.ops.cpu.vectors import Vectors, emitted
 
 Array = NDArray[Any]
 
@@ -69,97 +69,35 @@ def _pack_into(b: Array, weights: _Weights) -> None:
     parallel(lambda lo, hi: _pack(b, weights.panels, lo, hi), len(weights.panels))
 
 
-def _define_tile(
-    typing: Any,
-    x: Any,
-    x_at: Any,
-    x_step: Any,
-    b: Any,
-    b_at: Any,
-    k: Any,
-    y: Any,
-    y_at: Any,
-    y_step: Any,
-    n: Any,
-    m: Any,
-) -> Any:
+@emitted("x x_at x_step b b_at k y y_at y_step rows width")
+def _tile(v: Vectors) -> None:
     """y[i, o] += sum over r < k of x[i, r] * b[r, o], the sums in registers; k at least 1.
 
-    n rows (its length) by two vectors of m elements; x, b, y flat, rows of x and y x_step and
-    y_step apart, b a panel.
+    As many rows as `rows` is long by two vectors; rows of x and y are x_step and y_step apart, b is
+    a panel.
     """
-    i = types.intp
-    signature = types.void(x, i, i, b, i, i, y, i, i, n, m)
+    builder, args = v.builder, v.args
+    index, panel = args["k"].type, v.pointer("b", args["b_at"])
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        index = args[1].type
-        rows, width = signature.args[9].count, signature.args[10].count
-        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), width)
-        alignment = signature.args[0].dtype.bitwidth // 8
+    def row(array: str, number: int) -> Any:
+        step = builder.mul(args[f"{array}_step"], index(number))
+        return v.pointer(array, args[f"{array}_at"], step)
 
-        def at(array: int, place: Any) -> Any:
-            return builder.gep(
-                context.make_array(signature.args[array])(context, builder, args[array]).data,
-                [place],
-            )
+    rows = range(v.types["rows"].count)
+    sources, targets = [row("x", n) for n in rows], [row("y", n) for n in rows]
 
-        def row(start: Any, step: Any, number: int) -> Any:
-            return builder.gep(start, [builder.mul(step, index(number))])
+    def add(r: Any, sums: list[Any]) -> list[Any]:
+        start = builder.gep(panel, [builder.mul(r, index(2 * v.width))])
+        right = [v.load(start, k) for k in range(2)]
+        lefts = [v.splat(builder.load(builder.gep(source, [r]))) for source in sources]
+        pairs = [(left, value) for left in lefts for value in right]
+        return [builder.call(v.fma, [*p, s]) for p, s in zip(pairs, sums, strict=True)]
 
-        def pair(start: Any) -> list[Any]:
-            return [
-                builder.bitcast(builder.gep(start, [index(v * width)]), vector.as_pointer())
-                for v in range(2)
-            ]
-
-        sources = [row(at(0, args[1]), args[2], r) for r in range(rows)]
-        targets = [pair(row(at(6, args[7]), args[8], r)) for r in range(rows)]
-        start = [builder.load(p, align=alignment) for pair_ in targets for p in pair_]
-        panel = at(3, args[4])
-        fma = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            builder.module,
-            ir.FunctionType(vector, [vector] * 3),
-            f"llvm.fmuladd.v{width}f{8 * alignment}",  # fused where the processor can
-        )
-        undefined = ir.Constant(vector, ir.Undefined)
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
-
-        before, loop, done = (
-            builder.block,
-            builder.append_basic_block("reduce"),
-            builder.append_basic_block("reduced"),
-        )
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        r = builder.phi(index)
-        sums = [builder.phi(vector) for _ in start]
-        right = [
-            builder.load(p, align=alignment)
-            for p in pair(builder.gep(panel, [builder.mul(r, index(2 * width))]))
-        ]
-        added = []
-        for j, source in enumerate(sources):
-            left = builder.insert_element(
-                undefined, builder.load(builder.gep(source, [r])), ir.IntType(32)(0)
-            )
-            left = builder.shuffle_vector(left, undefined, zeros)
-            added += [builder.call(fma, [left, right[v], sums[2 * j + v]]) for v in range(2)]
-        following = builder.add(r, index(1))
-        for phi, first, last in zip(
-            [r, *sums], [index(0), *start], [following, *added], strict=True
-        ):
-            phi.add_incoming(first, before)
-            phi.add_incoming(last, loop)
-        builder.cbranch(builder.icmp_signed("<", following, args[5]), loop, done)
-        builder.position_at_end(done)
-        for place, value in zip((p for pair_ in targets for p in pair_), added, strict=True):
-            builder.store(value, place, align=alignment)
-        return context.get_dummy_value()
-
-    return signature, generate
+    sums = [v.load(target, k) for target in targets for k in range(2)]
+    for n, value in enumerate(v.loop(index(0), args["k"], 1, sums, add)):
+        v.store(value, targets[n // 2], n % 2)
 
 
-_tile: Any = intrinsic(_define_tile)
 _EIGHT, _FOUR, _TWO, _ONE = (0,) * 8, (0,) * 4, (0,) * 2, (0,)
 
 

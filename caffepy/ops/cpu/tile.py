@@ -24,11 +24,10 @@ from typing import Any, NamedTuple
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.cpu.vectors import Vectors, emitted
 
 Array = NDArray[Any]
 
@@ -122,143 +121,61 @@ def schedule(
     return Schedule(np.array(first), table[0], table[1], np.array(spans), table[2])
 
 
-def _define_tile(
-    typing: Any,
-    x: Any,
-    x_at: Any,
-    place: Any,
-    to: Any,
-    row_at: Any,
-    steps: Any,
-    lo: Any,
-    hi: Any,
-    b: Any,
-    b_at: Any,
-    c: Any,
-    n_rows: Any,
-    n_vectors: Any,
-    n_width: Any,
-) -> Any:
+@emitted("x x_at place to row_at steps lo hi b b_at c rows vectors width")
+def _tile(v: Vectors) -> None:
     """One tile, its rows from row_at on in place and to, for steps[lo:hi], at least one."""
-    i = types.intp
-    signature = types.void(x, i, place, to, i, steps, i, i, b, i, c, n_rows, n_vectors, n_width)
+    builder, args = v.builder, v.args
+    index, vectors = args["lo"].type, range(v.types["vectors"].count)
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        index = args[1].type
+    def load_index(table: Any, at: Any) -> Any:
+        return builder.sext(builder.load(builder.gep(table, [at])), index)
 
-        def pointer(array: int, *at: Any) -> Any:
-            start = context.make_array(signature.args[array])(context, builder, args[array]).data
-            for a in at:
-                start = builder.gep(start, [a])
-            return start
+    place, to, steps = v.pointer("place"), v.pointer("to"), v.pointer("steps")
+    b, bases, targets = v.pointer("b", args["b_at"]), [], []
+    for k in range(v.types["rows"].count):
+        row = builder.add(args["row_at"], index(k))
+        bases.append(v.pointer("x", args["x_at"], load_index(place, row)))
+        columns = index(len(vectors) * v.width)
+        targets.append(v.pointer("c", builder.mul(load_index(to, row), columns)))
 
-        def load_index(start: Any, at: Any) -> Any:
-            return builder.sext(builder.load(builder.gep(start, [at])), index)
-
-        def vector_at(start: Any, at: int) -> Any:
-            return builder.bitcast(builder.gep(start, [index(at)]), vector.as_pointer())
-
-        rows_n, vectors_n, width = (t.count for t in signature.args[-3:])
-        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), width)
-        alignment = signature.args[0].dtype.bitwidth // 8
-        columns = vectors_n * width
-        bases, places = [], []
-        for k in range(rows_n):
-            row = builder.add(args[4], index(k))
-            bases.append(pointer(0, args[1], load_index(pointer(2), row)))
-            start = pointer(10, builder.mul(load_index(pointer(3), row), index(columns)))
-            places.append([vector_at(start, v * width) for v in range(vectors_n)])
-        first = [[builder.load(place, align=alignment) for place in row] for row in places]
-        table, b_start = pointer(5), pointer(8, args[9])
-        fma = cgutils.get_or_insert_function(  # type: ignore[no-untyped-call]
-            builder.module,
-            ir.FunctionType(vector, [vector] * 3),
-            f"llvm.fmuladd.v{width}f{8 * alignment}",  # fused where the processor can
-        )
-        undefined = ir.Constant(vector, ir.Undefined)
-        zeros = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
-
-        before, loop, done = (
-            builder.block,
-            builder.append_basic_block("reduce"),
-            builder.append_basic_block("reduced"),
-        )
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        r = builder.phi(index)
-        sums = [[builder.phi(vector) for _ in row] for row in first]
+    def add(r: Any, sums: list[Any]) -> list[Any]:
         at = builder.mul(r, index(2))
-        offset, b_row = (
-            load_index(table, at),
-            builder.gep(b_start, [load_index(table, builder.add(at, index(1)))]),
-        )
-        right = [
-            builder.load(vector_at(b_row, v * width), align=alignment) for v in range(vectors_n)
-        ]
-        added = []
-        for base, row in zip(bases, sums, strict=True):
-            left = builder.insert_element(
-                undefined, builder.load(builder.gep(base, [offset])), ir.IntType(32)(0)
-            )
-            left = builder.shuffle_vector(left, undefined, zeros)
-            added.append([builder.call(fma, [left, v, s]) for v, s in zip(right, row, strict=True)])
-        following = builder.add(r, index(1))
-        r.add_incoming(args[6], before)
-        r.add_incoming(following, loop)
-        for row, first_row, added_row in zip(sums, first, added, strict=True):
-            for phi, start, after in zip(row, first_row, added_row, strict=True):
-                phi.add_incoming(start, before)
-                phi.add_incoming(after, loop)
-        builder.cbranch(builder.icmp_signed("<", following, args[7]), loop, done)
-        builder.position_at_end(done)
-        for row_places, row in zip(places, added, strict=True):
-            for place, value in zip(row_places, row, strict=True):
-                builder.store(value, place, align=alignment)
-        return context.get_dummy_value()
+        offset, start = load_index(steps, at), load_index(steps, builder.add(at, index(1)))
+        right = [v.load(builder.gep(b, [start]), k) for k in vectors]
+        lefts = [v.splat(builder.load(builder.gep(base, [offset]))) for base in bases]
+        pairs = [(left, value) for left in lefts for value in right]
+        return [builder.call(v.fma, [*p, s]) for p, s in zip(pairs, sums, strict=True)]
 
-    return signature, generate
+    sums = [v.load(target, k) for target in targets for k in vectors]
+    sums = v.loop(args["lo"], args["hi"], 1, sums, add)
+    for k, value in enumerate(sums):
+        v.store(value, targets[k // len(vectors)], k % len(vectors))
 
 
-def _define_transpose(
-    typing: Any, a: Any, a_at: Any, a_step: Any, b: Any, b_at: Any, b_step: Any, n_width: Any
-) -> Any:
+@emitted("a a_at a_step b b_at b_step width")
+def transpose(v: Vectors) -> None:
     """b[j, i] = a[i, j] for width x width elements; rows begin a_step and b_step elements apart."""
-    i = types.intp
-    signature = types.void(a, i, i, b, i, i, n_width)
+    builder, args, n = v.builder, v.args, v.width
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        n = signature.args[6].count
-        vector = ir.VectorType(context.get_value_type(signature.args[0].dtype), n)
-        alignment = signature.args[0].dtype.bitwidth // 8
+    def row(array: str, k: int) -> Any:
+        step = args[f"{array}_step"]
+        return v.pointer(array, builder.add(args[f"{array}_at"], builder.mul(step, step.type(k))))
 
-        def row(array: int, k: int) -> Any:
-            start = context.make_array(signature.args[array])(context, builder, args[array]).data
-            at = builder.add(args[array + 1], builder.mul(args[array + 2], args[array + 2].type(k)))
-            return builder.bitcast(builder.gep(start, [at]), vector.as_pointer())
+    def pick(mask: list[int], k: int, m: int) -> Any:
+        which = ir.Constant(ir.VectorType(ir.IntType(32), n), mask)
+        return builder.shuffle_vector(rows[k], rows[m], which)
 
-        def pick(mask: list[int], k: int, m: int) -> Any:
-            return builder.shuffle_vector(
-                rows[k], rows[m], ir.Constant(ir.VectorType(ir.IntType(32), n), mask)
-            )
-
-        rows = [builder.load(row(0, k), align=alignment) for k in range(n)]
-        d = n // 2
-        while d:  # exchange the quarters off the diagonal of each block of 2d x 2d
-            for k in range(n):
-                if not k & d:
-                    upper = [n + j - d if j & d else j for j in range(n)]
-                    lower = [n + j if j & d else j + d for j in range(n)]
-                    rows[k], rows[k + d] = pick(upper, k, k + d), pick(lower, k, k + d)
-            d //= 2
+    rows = [v.load(row("a", k)) for k in range(n)]
+    d = n // 2
+    while d:  # exchange the quarters off the diagonal of each block of 2d x 2d
         for k in range(n):
-            builder.store(rows[k], row(3, k), align=alignment)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-_tile: Any = intrinsic(_define_tile)
-transpose: Any = intrinsic(_define_transpose)
+            if not k & d:
+                upper = [n + j - d if j & d else j for j in range(n)]
+                lower = [n + j if j & d else j + d for j in range(n)]
+                rows[k], rows[k + d] = pick(upper, k, k + d), pick(lower, k, k + d)
+        d //= 2
+    for k in range(n):
+        v.store(rows[k], row("b", k))
 
 
 @kernel
