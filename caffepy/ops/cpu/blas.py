@@ -1,6 +1,6 @@
 """Matrix products and biases. A product is cut into pieces, a BLAS call each, on all threads."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,16 @@ ALIGNED = 16  # pieces begin at multiples of this, the size of BLAS's own blocks
 
 def matmul(a: Array, b: Array, out: Array, accumulate: bool = False, scale: float = 1.0) -> None:
     by_rows, bounds = _cut(*out.shape, a.shape[1], accumulate)
-    if len(bounds) == 2:
-        _multiply(a, b, out, accumulate, scale)
-        return
 
     def pieces(first: int, end: int) -> None:
         for lo, hi in zip(bounds[first:end], bounds[first + 1 : end + 1], strict=True):
-            if by_rows:
-                _multiply(a[lo:hi], b, out[lo:hi], accumulate, scale)
-            else:
-                _multiply(a, b[:, lo:hi], out[:, lo:hi], accumulate, scale)
+            left, right = (a[lo:hi], b) if by_rows else (a, b[:, lo:hi])
+            part = out[lo:hi] if by_rows else out[:, lo:hi]
+            product = left @ right if accumulate else np.matmul(left, right, out=part)
+            if scale != 1:
+                product *= scale
+            if accumulate:
+                part += product
 
     parallel(pieces, len(bounds) - 1)
 
@@ -56,14 +56,6 @@ def _cut(m: int, n: int, k: int, accumulate: bool) -> tuple[bool, list[int]]:
     return by_rows, [min(length, ALIGNED * (blocks * i // pieces)) for i in range(pieces + 1)]
 
 
-def _multiply(a: Array, b: Array, out: Array, accumulate: bool, scale: float) -> None:
-    product = a @ b if accumulate else np.matmul(a, b, out=out)
-    if scale != 1:
-        product *= scale
-    if accumulate:
-        out += product
-
-
 @kernel
 def _add_bias(y: Array, b: Array, lo: int, hi: int) -> None:
     for n in range(lo, hi):
@@ -81,8 +73,7 @@ def _add_bias_rows(y: Array, b: Array, lo: int, hi: int) -> None:
 
 def add_bias(y: Array, b: Array) -> None:
     grain = max(1, 50_000 * y.shape[0] // max(1, y.size))
-    loop = _add_bias_rows if y.ndim == 2 else _add_bias
-    parallel(lambda lo, hi: loop(y, b, lo, hi), y.shape[0], grain)
+    parallel(partial(_add_bias_rows if y.ndim == 2 else _add_bias, y, b), y.shape[0], grain)
 
 
 @kernel
@@ -107,6 +98,6 @@ def _bias_gradient_rows(dy: Array, db: Array, lo: int, hi: int) -> None:
 def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
     grain = max(1, 50_000 * db.size // max(1, dy.size))
     loop = _bias_gradient_rows if dy.ndim == 2 else _bias_gradient
-    parallel(lambda lo, hi: loop(dy, db, lo, hi), db.size, grain)
+    parallel(partial(loop, dy, db), db.size, grain)
     if copy is not None:
         np.copyto(copy, dy)

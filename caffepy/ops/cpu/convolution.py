@@ -15,6 +15,7 @@ threads.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,6 +44,18 @@ cache.
 """
 
 
+class _Shapes(NamedTuple):
+    """A convolution: (N, C, *spatial) with (O, C/g, *kernel)."""
+
+    x: Sizes
+    w: Sizes
+    stride: Sizes
+    pad: Sizes
+    dilation: Sizes
+    group: int
+    dtype: np.dtype[Any]
+
+
 class _Sizes(NamedTuple):
     """Sizes that the loops need."""
 
@@ -59,6 +72,16 @@ class _Sizes(NamedTuple):
     blocks: int  # panels of outputs of a group
     columns: int  # outputs of a panel
     chunks: int  # parts of the gradient of the weights, each of some images
+
+
+class _Tables(NamedTuple):
+    """What the loops need beside their arrays."""
+
+    plan: Schedule
+    line: Array  # the place in a padded plane of each row of x
+    sizes: _Sizes
+    kind: int  # the tile's shape
+    vector: tuple[int, ...]
 
 
 @kernel
@@ -93,21 +116,12 @@ def _pack(w: Array, panels: Array, sizes: _Sizes, lo: int, hi: int) -> None:
 
 @kernel
 def _forward(
-    x: Array,
-    panels: Array,
-    bias: Array,
-    y: Array,
-    plan: Schedule,
-    line: Array,
-    sizes: _Sizes,
-    lo: int,
-    hi: int,
-    kind: int,
-    vector: tuple[int, ...],
+    x: Array, panels: Array, bias: Array, y: Array, tables: _Tables, lo: int, hi: int
 ) -> None:
     """Compute units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and
     bias by unit and column.
     """
+    plan, line, sizes, kind, vector = tables
     columns, positions = sizes.columns, sizes.positions
     rows = sizes.together * positions
     with_pad = sizes.padded != sizes.plane
@@ -147,21 +161,12 @@ def _forward(
 
 @kernel
 def _backward_weight(
-    x: Array,
-    dy: Array,
-    parts: Array,
-    bias_parts: Array,
-    plan: Schedule,
-    line: Array,
-    sizes: _Sizes,
-    lo: int,
-    hi: int,
-    kind: int,
-    vector: tuple[int, ...],
+    x: Array, dy: Array, parts: Array, bias_parts: Array, tables: _Tables, lo: int, hi: int
 ) -> None:
     """Compute units [lo, hi), each (chunk of images, group, block): parts (units, K * columns),
     bias_parts (units, columns).
     """
+    plan, line, sizes, kind, vector = tables
     columns, positions = sizes.columns, sizes.positions
     rows = sizes.together * positions
     with_pad = sizes.padded != sizes.plane
@@ -245,77 +250,61 @@ def _dot(a: Any, b: Any) -> int:
     return sum(int(p) * int(q) for p, q in zip(a, b, strict=True))
 
 
-class _Correlation:
-    """Correlation of x (N, g, C/g, *size) with w (g, O/g, C/g, offsets), and its gradients, as
-    schedules of tiles.
-    """
+def _out(shapes: _Shapes) -> list[int]:
+    axes = zip(shapes.x[2:], shapes.w[2:], shapes.stride, shapes.pad, shapes.dilation, strict=True)
+    return [(n + 2 * p - (d * (k - 1) + 1)) // s + 1 for n, k, s, p, d in axes]
 
-    def __init__(
-        self,
-        x_shape: Sizes,
-        outputs: int,
-        kernel: Sizes,
-        stride: Sizes,
-        pad: Sizes,
-        dilation: Sizes,
-        dtype: DTypeLike,
-    ) -> None:
-        n, groups, self.channels, *size = x_shape
-        self.kernel, self.dtype = kernel, np.dtype(dtype)
-        axes = list(zip(size, kernel, stride, pad, dilation, strict=True))
-        self.out = tuple((n + 2 * p - (d * (k - 1) + 1)) // s + 1 for n, k, s, p, d in axes)
-        positions, taps = prod(self.out), prod(kernel)
+
+class _Correlation:
+    """Correlation of x with w, and its gradients, as schedules of tiles."""
+
+    def __init__(self, conv: _Shapes) -> None:
+        (n, _, *size), (o, self.channels, *self.kernel), stride, pad, dilation, groups, _ = conv
+        self.out, outputs = _out(conv), o // groups
+        positions, taps = prod(self.out), prod(self.kernel)
         if not (n and positions):
             return
         padded = [n + 2 * p for n, p in zip(size, pad, strict=True)]
         step = _strides(padded)
         self.padded = prod(padded)
-        together = max(
-            i
-            for i in range(1, n + 1)
-            if i == 1
-            or (n % i == 0 and i * max(positions, self.channels * self.padded // 128) <= ROWS)
-        )
-        kind = best_shape(outputs, self.dtype.itemsize)
-        self.shape = shapes(self.dtype.itemsize)[kind]
-        self.tile = kind, self.shape.width
+        largest = max(positions, self.channels * self.padded // 128)
+        together = max(i for i in range(1, n + 1) if i == 1 or (n % i == 0 and i * largest <= ROWS))
+        kind = best_shape(outputs, conv.dtype.itemsize)
+        self.shape = shapes(conv.dtype.itemsize)[kind]
         columns = self.shape.columns
         blocks = -(-outputs // columns)
         weights = groups * blocks * taps * self.channels * columns
         chunks = min(-(-16 // (groups * blocks)), 1 + 2**21 // weights, n // together)
         self.sizes = _Sizes(
-            n,
-            together,
-            groups,
-            self.channels,
-            outputs,
-            prod(size),
-            size[-1],
-            self.padded,
-            positions,
-            taps,
-            blocks,
-            columns,
-            chunks,
+            images=n,
+            together=together,
+            groups=groups,
+            inputs=self.channels,
+            outputs=outputs,
+            plane=prod(size),
+            width=size[-1],
+            padded=self.padded,
+            positions=positions,
+            taps=taps,
+            blocks=blocks,
+            columns=columns,
+            chunks=chunks,
         )
         self.image = self.channels * (self.padded if any(pad) else groups * self.padded)
         self.position_step = [s * t for s, t in zip(stride, step, strict=True)]
         self.tap_step = [d * t for d, t in zip(dilation, step, strict=True)]
         # Along each axis, the taps that each position needs and the positions that need each tap.
-        needs = [
-            _needs(o, s, k, d, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)
-        ]
-        needed = [
-            _needs(k, d, o, s, p, n) for o, (n, k, s, p, d) in zip(self.out, axes, strict=True)
-        ]
-        self.skips = (
-            prod(float(a[:, 1].sum() - a[:, 0].sum()) for a in needs) < 0.97 * positions * taps
-        )
+        axes = list(zip(self.out, stride, self.kernel, dilation, pad, size, strict=True))
+        needs = [_needs(o, s, k, d, p, n) for o, s, k, d, p, n in axes]
+        needed = [_needs(k, d, o, s, p, n) for o, s, k, d, p, n in axes]
+        used = prod(float(a[:, 1].sum() - a[:, 0].sum()) for a in needs)
+        self.skips = used < 0.97 * positions * taps
         line = _places(size[:-1], step[:-1], _dot(pad, step))
-        self.forward = _tables(self._forward_schedule(needs), line, self.sizes)
-        self.backward = _tables(self._backward_schedule(needed), line, self.sizes)
-        self.panels = np.empty(weights, self.dtype)
-        self.bias = np.zeros((groups, blocks * columns), self.dtype)
+        rest = line, self.sizes, kind, self.shape.width
+        self.forward_tables = _Tables(self._forward_schedule(needs), *rest)
+        self.weight_tables = _Tables(self._backward_schedule(needed), *rest)
+        self.panels = np.empty(weights, conv.dtype)
+        self.bias = np.zeros((groups, blocks * columns), conv.dtype)
 
     def _ranges(self, needs: list[Array], counts: Sizes) -> Array:
         """Return (rows, axes, 2) from what each index of each axis needs; everything if hardly
@@ -362,47 +351,30 @@ class _Correlation:
         blocks = -(-self.sizes.together * self.sizes.positions // ROWS)
         return schedule([(place, np.arange(len(place)), ranges)] * blocks, steps, self.shape)
 
-    def correlate(self, x: Array, w: Array, bias: Array | None, y: Array) -> None:
+    def forward(self, x: Array, w: Array, bias: Array | None, y: Array) -> None:
         """Write y; w (g, O/g, C/g, taps)."""
         sizes, panels = self.sizes, self.panels
         units = sizes.groups * sizes.blocks
-        parallel(
-            lambda lo, hi: _pack(w, panels, sizes, lo, hi), units, 1 + 50_000 * units // w.size
-        )
-        self.bias[:, : sizes.outputs] = (
-            0 if bias is None else bias.reshape(sizes.groups, sizes.outputs)
-        )
-        x, y, b = x.reshape(-1), y.reshape(-1), self.bias.reshape(-1)
-        parallel(
-            lambda lo, hi: _forward(x, panels, b, y, *self.forward, lo, hi, *self.tile),
-            sizes.images // sizes.together * units,
-        )
+        parallel(partial(_pack, w, panels, sizes), units, 1 + 50_000 * units // w.size)
+        self.bias[:, : sizes.outputs] = 0 if bias is None else bias.reshape(sizes.groups, -1)
+        arrays = x.reshape(-1), panels, self.bias.reshape(-1), y.reshape(-1)
+        run = partial(_forward, *arrays, self.forward_tables)
+        parallel(run, sizes.images // sizes.together * units)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
-        sizes = self.sizes
+        sizes, dtype = self.sizes, self.panels.dtype
         units = sizes.groups * sizes.blocks
-        parts = np.empty(
-            (sizes.chunks * units, sizes.taps * sizes.inputs * sizes.columns), self.dtype
-        )
-        bias_parts = np.empty((sizes.chunks * units, sizes.columns), self.dtype)
-        x, dy = x.reshape(-1), dy.reshape(-1)
-        parallel(
-            lambda lo, hi: _backward_weight(
-                x, dy, parts, bias_parts, *self.backward, lo, hi, *self.tile
-            ),
-            sizes.chunks * units,
-        )
+        rows, weights = sizes.chunks * units, sizes.taps * sizes.inputs * sizes.columns
+        parts, bias_parts = np.empty((rows, weights), dtype), np.empty((rows, sizes.columns), dtype)
+        arrays = x.reshape(-1), dy.reshape(-1), parts, bias_parts
+        parallel(partial(_backward_weight, *arrays, self.weight_tables), rows)
         if dw is not None:
             dw = dw.reshape(sizes.groups, sizes.outputs, sizes.inputs, sizes.taps)
-            parallel(lambda lo, hi: _add_parts(parts, dw, sizes, lo, hi), units)
+            parallel(partial(_add_parts, parts, dw, sizes), units)
         if db is not None:
             sums = bias_parts.reshape(sizes.chunks, sizes.groups, -1).sum(axis=0)
             db += sums[:, : sizes.outputs].reshape(-1)
-
-
-def _tables(plan: Schedule, line: Array, sizes: _Sizes) -> tuple[Any, ...]:
-    return plan._replace(steps=plan.steps.reshape(-1)), line, sizes
 
 
 def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:
@@ -414,7 +386,7 @@ def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: i
     return np.stack([lo, np.clip((size - 1 - at) // other_step + 1, lo, other)], 1)
 
 
-class _Windows:
+class _Windows(NamedTuple):
     """The windows of a plane with any number of axes.
 
     Output positions are rows of `width` along the last axis. For kernel offset j and row r, `row[j,
@@ -423,50 +395,36 @@ class _Windows:
     row, the others padding.
     """
 
-    def __init__(
-        self,
-        size: Sequence[int],
-        kernel: Sequence[int],
-        stride: Sequence[int],
-        pad: Sequence[int],
-        dilation: Sequence[int],
-    ) -> None:
-        self.size, self.stride = tuple(size), stride[-1]
-        self.out = tuple(
-            (n + 2 * p - (d * (k - 1) + 1)) // s + 1
-            for n, k, s, p, d in zip(size, kernel, stride, pad, dilation, strict=True)
-        )
-        self.width = self.out[-1]
-        offsets = np.indices(kernel).reshape(len(kernel), -1)  # (axes, kernel offsets)
-        rows = np.indices(self.out[:-1]).reshape(len(kernel) - 1, prod(self.out[:-1]))
-        index = np.zeros((offsets.shape[1], rows.shape[1]), np.int64)
-        inside = np.ones(index.shape, bool)
-        for a in range(len(kernel) - 1):
-            at = rows[a] * stride[a] - pad[a] + offsets[a][:, None] * dilation[a]
-            inside &= (at >= 0) & (at < size[a])
-            index = index * size[a] + at
-        self.row = np.where(inside, index * size[-1], -1).astype(np.int32)
-        start = offsets[-1] * dilation[-1] - pad[-1]
-        s = self.stride
-        self.start = start.astype(np.int32)
-        self.first = np.clip(-(start // s), 0, self.width).astype(np.int32)
-        self.last = np.clip((size[-1] - 1 - start) // s + 1, self.first, self.width).astype(
-            np.int32
-        )
+    row: Array
+    start: Array
+    first: Array
+    last: Array
+    stride: int
+    width: int
+
+
+def _windows(conv: _Shapes, out: Sizes) -> _Windows:
+    size, kernel, stride, width = conv.x[2:], conv.w[2:], conv.stride, out[-1]
+    offsets = np.indices(kernel).reshape(len(kernel), -1)  # (axes, kernel offsets)
+    rows = np.indices(out[:-1]).reshape(len(kernel) - 1, prod(out[:-1]))
+    index = np.zeros((offsets.shape[1], rows.shape[1]), np.int64)
+    inside = np.ones(index.shape, bool)
+    for a in range(len(kernel) - 1):
+        at = rows[a] * stride[a] - conv.pad[a] + offsets[a][:, None] * conv.dilation[a]
+        inside &= (at >= 0) & (at < size[a])
+        index = index * size[a] + at
+    start, s = offsets[-1] * conv.dilation[-1] - conv.pad[-1], stride[-1]
+    first = np.clip(-(start // s), 0, width)
+    last = np.clip((size[-1] - 1 - start) // s + 1, first, width)
+    tables = np.where(inside, index * size[-1], -1), start, first, last
+    row, start, first, last = (table.astype(np.int32) for table in tables)
+    return _Windows(row, start, first, last, s, width)
 
 
 @kernel
-def _col2im(
-    col: Array,
-    x: Array,
-    row: Array,
-    start: Array,
-    first: Array,
-    last: Array,
-    stride: int,
-    width: int,
-) -> None:
+def _col2im(col: Array, x: Array, windows: _Windows) -> None:
     """x (C, plane) += the elements of col (C * offsets, P) that were taken from it."""
+    row, start, first, last, stride, width = windows
     offsets = row.shape[0]
     for c in range(x.shape[0]):
         plane = x[c]
@@ -485,100 +443,50 @@ def _col2im(
                         plane[at + s + i * stride] += source[q + i]
 
 
-class _Columns:
-    """The gradient of the data by columns: dcol (K, P) = w.T @ dy of an image, then col2im."""
-
-    def __init__(
-        self,
-        x_shape: Sizes,
-        w_shape: Sizes,
-        stride: Sizes,
-        pad: Sizes,
-        dilation: Sizes,
-        group: int,
-        dtype: DTypeLike,
-    ) -> None:
-        self.n, self.c, self.g, self.dtype = x_shape[0], x_shape[1], group, np.dtype(dtype)
-        self.size, self.steps = prod(x_shape[2:]), prod(w_shape[1:])
-        windows = _Windows(x_shape[2:], w_shape[2:], stride, pad, dilation)
-        self.positions = prod(windows.out)
-        self.tables = (
-            windows.row,
-            windows.start,
-            windows.first,
-            windows.last,
-            windows.stride,
-            windows.width,
-        )
-
-    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        """Write dx; w (g, O/g, C/g, offsets)."""
-        dx, dy = (
-            dx.reshape(self.n, self.c, self.size),
-            dy.reshape(self.n, self.g, w.shape[1], self.positions),
-        )
-        turned = w.reshape(self.g, w.shape[1], self.steps).transpose(0, 2, 1)
-
-        def images(lo: int, hi: int) -> None:
-            col = np.empty((self.g, self.steps, self.positions), self.dtype)
-            for n in range(lo, hi):
-                np.matmul(turned, dy[n], out=col)  # (g, K, O/g) @ (g, O/g, P) -> (g, K, P)
-                dx[n] = 0
-                _col2im(col.reshape(self.g * self.steps, self.positions), dx[n], *self.tables)
-
-        parallel(images, self.n)
-
-
 class _General:
     """A convolution of any shapes, as sums of tiles."""
 
-    def __init__(
-        self,
-        x_shape: Sizes,
-        w_shape: Sizes,
-        stride: Sizes,
-        pad: Sizes,
-        dilation: Sizes,
-        group: int,
-        dtype: DTypeLike,
-    ) -> None:
-        n, c, *size = x_shape
-        o, _, *kernel = w_shape
-        self.w_shape = (group, o // group, c // group, prod(kernel))
-        self.plan = _Correlation(
-            (n, group, c // group, *size), o // group, kernel, stride, pad, dilation, dtype
-        )
-        self.y_shape = (n, o, *self.plan.out)
-        turned = [d * (k - 1) - p for k, p, d in zip(kernel, pad, dilation, strict=True)]
-        self.data_plan: _Correlation | _Columns
-        if all(s == 1 for s in stride) and min(turned) >= 0:
-            ones = [1] * len(size)
-            self.data_plan = _Correlation(
-                (n, group, o // group, *self.plan.out),
-                c // group,
-                kernel,
-                ones,
-                turned,
-                dilation,
-                dtype,
-            )
+    def __init__(self, conv: _Shapes) -> None:
+        o, inputs, *kernel = conv.w
+        self.w_shape = (conv.group, o // conv.group, inputs, prod(kernel))
+        self.plan = _Correlation(conv)
+        self.y_shape = (conv.x[0], o, *self.plan.out)
+        turned = [d * (k - 1) - p for k, p, d in zip(kernel, conv.pad, conv.dilation, strict=True)]
+        self.data_plan: _Correlation | _Windows
+        if all(s == 1 for s in conv.stride) and min(turned) >= 0:
+            w_shape = conv.x[1], o // conv.group, *kernel
+            self.data_plan = _Correlation(conv._replace(x=self.y_shape, w=w_shape, pad=turned))
         else:
-            self.data_plan = _Columns(x_shape, w_shape, stride, pad, dilation, group, dtype)
+            self.data_plan = _windows(conv, self.plan.out)
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         """Write y = w * x + b."""
         if y.size:
-            self.plan.correlate(x, w.reshape(self.w_shape), b, y)
+            self.plan.forward(x, w.reshape(self.w_shape), b, y)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         """Write dx."""
         if not dx.size:
             return
-        w = w.reshape(self.w_shape)
-        if isinstance(self.data_plan, _Correlation):
-            self.data_plan.correlate(dy, w.transpose(0, 2, 1, 3)[..., ::-1], None, dx)
-        else:
-            self.data_plan.backward_data(dy, w, dx)
+        w, plan = w.reshape(self.w_shape), self.data_plan
+        if isinstance(plan, _Correlation):
+            plan.forward(dy, w.transpose(0, 2, 1, 3)[..., ::-1], None, dx)
+            return
+        # By columns: dcol (g, K, P) = w.T @ dy of an image, then col2im.
+        n, c, *size = dx.shape
+        g, o, inputs, taps = w.shape
+        steps, positions = inputs * taps, prod(dy.shape[2:])
+        dx, dy = dx.reshape(n, c, prod(size)), dy.reshape(n, g, o, positions)
+        turned = w.reshape(g, o, steps).transpose(0, 2, 1)
+
+        def images(lo: int, hi: int) -> None:
+            col = np.empty((g, steps, positions), dy.dtype)
+            for n in range(lo, hi):
+                np.matmul(turned, dy[n], out=col)  # (g, K, O/g) @ (g, O/g, P) -> (g, K, P)
+                dx[n] = 0
+                _col2im(col.reshape(g * steps, positions), dx[n], plan)
+
+        parallel(images, n)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
@@ -587,8 +495,6 @@ class _General:
 
 
 class Convolution:
-    """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out)."""
-
     def __init__(
         self,
         x_shape: Sizes,
@@ -603,7 +509,8 @@ class Convolution:
         if suits(x_shape, w_shape, group):
             self.loops = Depthwise(x_shape, w_shape, stride, pad, dilation, dtype)
         else:
-            self.loops = _General(x_shape, w_shape, stride, pad, dilation, group, dtype)
+            conv = _Shapes(x_shape, w_shape, stride, pad, dilation, group, np.dtype(dtype))
+            self.loops = _General(conv)
         self.y_shape = self.loops.y_shape
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:

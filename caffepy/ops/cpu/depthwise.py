@@ -13,11 +13,12 @@ long vectors:
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
@@ -26,6 +27,7 @@ from caffepy.ops.cpu.vectors import Vectors, emitted
 
 Array = NDArray[Any]
 Sizes = Sequence[int]
+Width = tuple[int, ...]
 
 BLOCK = 2048
 """Elements that all taps process before the next ones, so that they stay in the L1 cache and sums
@@ -123,9 +125,7 @@ def _copy(v: Vectors) -> None:
 
 
 @inlined
-def _apart(
-    x: Array, at: int, width: int, lines: Array, buffer: Array, vector: tuple[int, ...]
-) -> None:
+def _apart(x: Array, at: int, width: int, lines: Array, buffer: Array, vector: Width) -> None:
     """Copy the plane at x[at] to its places: lines[r, c] is that of element (r, c), c below the
     stride.
     """
@@ -149,9 +149,7 @@ def _apart(
 
 
 @inlined
-def _together(
-    buffer: Array, lines: Array, width: int, x: Array, at: int, vector: tuple[int, ...]
-) -> None:
+def _together(buffer: Array, lines: Array, width: int, x: Array, at: int, vector: Width) -> None:
     """Copy the plane at x[at] back from its places."""
     height, apart = lines.shape
     two, zero = np.uintp(2), np.uintp(0)
@@ -174,13 +172,7 @@ def _together(
 
 @inlined
 def _correlate(
-    source: Array,
-    w: Array,
-    at: int,
-    spans: Array,
-    taps: Array,
-    total: Array,
-    vector: tuple[int, ...],
+    source: Array, w: Array, at: int, spans: Array, taps: Array, total: Array, vector: Width
 ) -> None:
     """total[e] += sum over taps of w[at + which] * source[offset + e], spans (start, end, first
     tap, last tap + 1).
@@ -205,31 +197,30 @@ class _Sizes(NamedTuple):
     wo: int
     x: int  # elements of a padded plane of x
     dy: int  # likewise of dy, for the gradient of the data
+    images: int
+    chunks: int  # parts of the gradient of the weights, each of some images
+
+
+class _Tables(NamedTuple):
+    """What a pass needs beside its arrays."""
+
+    x_lines: Array  # places of the rows of x, or dx
+    y_lines: Array  # likewise of y, or dy
+    spans: Array
+    taps: Array
+    sizes: _Sizes
+    vector: Width
 
 
 @kernel
-def _forward(
-    x: Array,
-    w: Array,
-    b: Array,
-    y: Array,
-    x_lines: Array,
-    y_lines: Array,
-    spans: Array,
-    taps: Array,
-    sizes: _Sizes,
-    vector: tuple[int, ...],
-    lo: int,
-    hi: int,
-) -> None:
+def _forward(x: Array, w: Array, b: Array, y: Array, tables: _Tables, lo: int, hi: int) -> None:
     """Compute planes [lo, hi) of x (N, C, H, W); w (C, m, taps), b (C, m), y (N, C, m, Ho, Wo), all
     flat.
     """
+    x_lines, y_lines, spans, taps, sizes, vector = tables
     m = sizes.outputs
-    buffer, total = (
-        np.zeros(sizes.x, x.dtype),
-        np.empty(spans[0, 1] + len(VECTORS) * len(vector), x.dtype),
-    )
+    buffer = np.zeros(sizes.x, x.dtype)
+    total = np.empty(spans[0, 1] + len(VECTORS) * len(vector), x.dtype)
     for plane in range(lo, hi):
         c = plane % sizes.channels
         _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, vector)
@@ -240,74 +231,42 @@ def _forward(
 
 
 @kernel
-def _backward_data(
-    dy: Array,
-    w: Array,
-    dx: Array,
-    dx_lines: Array,
-    dy_lines: Array,
-    spans: Array,
-    taps: Array,
-    sizes: _Sizes,
-    vector: tuple[int, ...],
-    lo: int,
-    hi: int,
-) -> None:
+def _backward_data(dy: Array, w: Array, dx: Array, tables: _Tables, lo: int, hi: int) -> None:
     """Compute planes [lo, hi) of dx, shapes as in `_forward`."""
+    x_lines, y_lines, spans, taps, sizes, vector = tables
     m = sizes.outputs
     buffer, total = np.zeros(sizes.dy, dy.dtype), np.empty(sizes.x, dy.dtype)
     for plane in range(lo, hi):
         c = plane % sizes.channels
         total[:] = 0
         for k in range(m):
-            _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, dy_lines, buffer, vector)
+            _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, y_lines, buffer, vector)
             _correlate(buffer, w, (c * m + k) * sizes.taps, spans, taps, total, vector)
-        _together(total, dx_lines, sizes.width, dx, plane * sizes.height * sizes.width, vector)
+        _together(total, x_lines, sizes.width, dx, plane * sizes.height * sizes.width, vector)
 
 
 @kernel
-def _backward_weight(
-    x: Array,
-    dy: Array,
-    parts: Array,
-    x_lines: Array,
-    y_lines: Array,
-    spans: Array,
-    offsets: Array,
-    sizes: _Sizes,
-    images: int,
-    chunks: int,
-    vector: tuple[int, ...],
-    lo: int,
-    hi: int,
-) -> None:
+def _backward_weight(x: Array, dy: Array, parts: Array, tables: _Tables, lo: int, hi: int) -> None:
     """Compute units [lo, hi), each (chunk of images, channel): parts (chunks, C, m, parts of TAPS,
     TAPS + 1, width), flat.
     """
+    x_lines, y_lines, spans, offsets, sizes, vector = tables
     m, windows, blocks = sizes.outputs, spans[0, 1], offsets.size // TAPS
     part = (TAPS + 1) * len(vector)
     buffer, d = np.zeros(sizes.x, x.dtype), np.zeros(windows + len(vector), x.dtype)
     for unit in range(lo, hi):
         chunk, c = unit // sizes.channels, unit % sizes.channels
-        for n in range(images * chunk // chunks, images * (chunk + 1) // chunks):
+        first = sizes.images * chunk // sizes.chunks
+        for n in range(first, sizes.images * (chunk + 1) // sizes.chunks):
             plane = n * sizes.channels + c
             _apart(x, plane * sizes.height * sizes.width, sizes.width, x_lines, buffer, vector)
             for k in range(m):
                 _apart(dy, (plane * m + k) * sizes.ho * sizes.wo, sizes.wo, y_lines, d, vector)
                 for a in range(0, windows, BLOCK):
+                    b = min(a + BLOCK, windows)
                     for t in range(blocks):
                         at = ((unit * m + k) * blocks + t) * part
-                        _sum(
-                            d,
-                            buffer,
-                            offsets,
-                            t * TAPS,
-                            a,
-                            min(a + BLOCK, windows),
-                            parts,
-                            at,
-                            vector,
-                        )
+                        _sum(d, buffer, offsets, t * TAPS, a, b, parts, at, vector)
 
 
 def suits(x_shape: Sizes, w_shape: Sizes, group: int) -> bool:
@@ -321,13 +280,7 @@ class Depthwise:
     """
 
     def __init__(
-        self,
-        x_shape: Sizes,
-        w_shape: Sizes,
-        stride: Sizes,
-        pad: Sizes,
-        dilation: Sizes,
-        dtype: DTypeLike,
+        self, x_shape: Sizes, w_shape: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, dtype: Any
     ) -> None:
         n, c, h, w = x_shape
         o, _, kh, kw = w_shape
@@ -335,86 +288,64 @@ class Depthwise:
         ho = (h + 2 * ph - (dh * (kh - 1) + 1)) // sh + 1
         wo = (w + 2 * pw - (dw * (kw - 1) + 1)) // sw + 1
         self.y_shape, self.dtype = (n, o, ho, wo), np.dtype(dtype)
-        self.images, self.chunks = n, min(n, -(-16 // c))
 
         down, right = dh * (kh - 1) // sh, dw * (kw - 1) // sw
-        rows, columns = (
-            max(ho + down, (h + ph - 1) // sh + 1),
-            max(wo + right, (w + pw - 1) // sw + 1),
-        )
-        self.vector = shapes(self.dtype.itemsize)[0].width
-        area, margin = rows * columns + len(VECTORS) * len(self.vector), down * columns + right
-        self.sizes = _Sizes(c, o // c, kh * kw, h, w, ho, wo, area * sh * sw, margin + area)
+        rows = max(ho + down, (h + ph - 1) // sh + 1)
+        columns = max(wo + right, (w + pw - 1) // sw + 1)
+        vector = shapes(self.dtype.itemsize)[0].width
+        area, margin = rows * columns + len(VECTORS) * len(vector), down * columns + right
+        planes = area * sh * sw, margin + area
+        sizes = _Sizes(c, o // c, kh * kw, h, w, ho, wo, *planes, n, min(n, -(-16 // c)))
         r, s = np.ogrid[ph : ph + h, pw : pw + min(sw, w)]
-        self.x_lines = (r % sh * sw + s % sw) * area + r // sh * columns + s // sw
-        self.y_lines = np.arange(ho)[:, None] * columns
-        self.dy_lines = margin + self.y_lines
+        x_lines = (r % sh * sw + s % sw) * area + r // sh * columns + s // sw
+        y_lines = np.arange(ho)[:, None] * columns
 
         a, b = np.indices((kh, kw)).reshape(2, -1) * [[dh], [dw]]
         remainder, shift = a % sh * sw + b % sw, a // sh * columns + b // sw
         tap = np.arange(kh * kw)
-        self.taps = np.stack([remainder * area + shift, tap], 1)
-        self.offsets = np.pad(self.taps[:, 0], (0, -len(tap) % TAPS), "edge")
-        self.spans = np.array([[0, (ho - 1) * columns + wo, 0, kh * kw]])
+        taps = np.stack([remainder * area + shift, tap], 1)
+        offsets = np.pad(taps[:, 0], (0, -len(tap) % TAPS), "edge")
+        spans = np.array([[0, (ho - 1) * columns + wo, 0, kh * kw]])
+        self.tables = _Tables(x_lines, y_lines, spans, taps, sizes, vector)
+        self.weight_tables = self.tables._replace(taps=offsets)
         # The spans of dx are the rows of each remainder that lie in the plane; its elements count
         # through all of them.
         order = np.argsort(remainder, kind="stable")
-        self.dx_taps = np.stack([margin - shift - remainder * area, tap], 1)[order]
+        taps = np.stack([margin - shift - remainder * area, tap], 1)[order]
         which = np.arange(sh * sw)
         first, last = -((which // sw - ph) // sh), (h - 1 + ph - which // sw) // sh + 1
         bounds = np.searchsorted(remainder[order], [which, which + 1])
-        self.dx_spans = np.stack(
+        spans = np.stack(
             [which * area + first * columns, which * area + last * columns, *bounds], 1
         )
+        self.data_tables = _Tables(x_lines, margin + y_lines, spans, taps, sizes, vector)
 
     def _share(self, loop: Any, *arguments: Any) -> None:
-        planes = self.images * self.sizes.channels
-        parallel(
-            lambda lo, hi: loop(*arguments, self.sizes, self.vector, lo, hi),
-            planes,
-            1 + 20_000 // self.sizes.x,
-        )
+        sizes = self.tables.sizes
+        parallel(partial(loop, *arguments), sizes.images * sizes.channels, 1 + 20_000 // sizes.x)
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         """Write y = w * x + b."""
         if y.size:
-            b = np.zeros(self.y_shape[1], self.dtype) if b is None else b.reshape(-1)
-            arrays = x.reshape(-1), w.reshape(-1), b, y.reshape(-1)
-            self._share(_forward, *arrays, self.x_lines, self.y_lines, self.spans, self.taps)
+            b = np.zeros(self.y_shape[1], self.dtype) if b is None else b
+            self._share(_forward, *(a.reshape(-1) for a in (x, w, b, y)), self.tables)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         """Write dx."""
         if dx.size:
-            arrays = dy.reshape(-1), w.reshape(-1), dx.reshape(-1)
-            self._share(
-                _backward_data, *arrays, self.x_lines, self.dy_lines, self.dx_spans, self.dx_taps
-            )
+            self._share(_backward_data, *(a.reshape(-1) for a in (dy, w, dx)), self.data_tables)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
         if not dy.size:
             return
-        sizes, blocks, units = (
-            self.sizes,
-            len(self.offsets) // TAPS,
-            self.chunks * self.sizes.channels,
-        )
-        parts = np.zeros((self.chunks, self.y_shape[1], blocks, TAPS + 1, len(self.vector)))
-        arrays = x.reshape(-1), dy.reshape(-1), parts.reshape(-1)
-        tables = (
-            self.x_lines,
-            self.y_lines,
-            self.spans,
-            self.offsets,
-            sizes,
-            self.images,
-            self.chunks,
-            self.vector,
-        )
+        tables, sizes = self.weight_tables, self.tables.sizes
+        shape = sizes.chunks, self.y_shape[1], tables.taps.size // TAPS, TAPS + 1
+        parts = np.zeros((*shape, len(tables.vector)))
         parallel(
-            lambda lo, hi: _backward_weight(*arrays, *tables, lo, hi),
-            units,
-            1 + 20_000 * self.chunks // (self.images * sizes.x),
+            partial(_backward_weight, *(a.reshape(-1) for a in (x, dy, parts)), tables),
+            sizes.chunks * sizes.channels,
+            1 + 20_000 * sizes.chunks // (sizes.images * sizes.x),
         )
         sums = parts.sum(axis=(0, -1))  # (O, blocks, TAPS + 1)
         if dw is not None:

@@ -4,8 +4,10 @@ With the usual beta of 0.75, s^-beta is 1/sqrt(s) times its own square root: vec
 exact as a power.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,24 +16,25 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 
 Array = NDArray[Any]
-
+Maybe = Array | None
 
 PIXELS = 256  # computed at a time, for all channels, so that they stay in cache
 
 
+class _Numbers(NamedTuple):
+    """Numbers of a layer, in the type of its elements."""
+
+    half: int  # channels on each side of one
+    alpha: Any  # alpha / size
+    beta: Any
+    k: Any
+    factor: Any  # 2 * alpha * beta / size
+    fast: bool  # beta is 0.75
+
+
 @kernel
-def _forward(
-    x: Array,
-    y: Array,
-    scale: Array,
-    half: int,
-    alpha: Any,
-    beta: Any,
-    k: Any,
-    fast: bool,
-    lo: int,
-    hi: int,
-) -> None:
+def _forward(x: Array, y: Array, scale: Array, numbers: _Numbers, lo: int, hi: int) -> None:
+    half, alpha, beta, k, _, fast = numbers
     channels, pixels = x.shape[1:]
     total = np.empty(PIXELS, x.dtype)
     for n in range(lo, hi):
@@ -59,18 +62,9 @@ def _forward(
 
 @kernel
 def _backward(
-    x: Array,
-    y: Array,
-    scale: Array,
-    dy: Array,
-    dx: Array,
-    half: int,
-    factor: Any,
-    beta: Any,
-    fast: bool,
-    lo: int,
-    hi: int,
+    x: Array, y: Array, scale: Array, dy: Array, dx: Array, numbers: _Numbers, lo: int, hi: int
 ) -> None:
+    half, _, beta, _, factor, fast = numbers
     channels, pixels = x.shape[1:]
     total = np.empty(PIXELS, x.dtype)
     ratio = np.empty((channels, PIXELS), x.dtype)
@@ -97,28 +91,27 @@ def _backward(
                         w[p] = v[p] * s[p] ** -beta - factor * u[p] * total[p]
 
 
-def _planes(a: Array) -> Array:
-    return a.reshape(*a.shape[:2], prod(a.shape[2:]))
+def _run(
+    loop: Any, arrays: Sequence[Maybe], size: int, alpha: float, beta: float, k: float
+) -> None:
+    planes = [a.reshape(*a.shape[:2], prod(a.shape[2:])) for a in arrays if a is not None]
+    assert len(planes) == len(arrays)
+    t = planes[0].dtype.type
+    factor = t(2 * alpha * beta / size)
+    numbers = _Numbers(size // 2, t(alpha / size), t(beta), t(k), factor, beta == 0.75)
+    parallel(partial(loop, *planes, numbers), len(planes[0]))
 
 
 def lrn_forward(
-    x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
+    x: Array, y: Array, scale: Maybe, size: int, alpha: float, beta: float, k: float
 ) -> None:
-    assert scale is not None
-    t = x.dtype.type
-    x, y, scale = _planes(x), _planes(y), _planes(scale)
-    parallel(
-        lambda lo, hi: _forward(
-            x, y, scale, size // 2, t(alpha / size), t(beta), t(k), beta == 0.75, lo, hi
-        ),
-        x.shape[0],
-    )
+    _run(_forward, (x, y, scale), size, alpha, beta, k)
 
 
 def lrn_backward(
     x: Array,
     y: Array,
-    scale: Array | None,
+    scale: Maybe,
     dy: Array,
     dx: Array,
     size: int,
@@ -126,13 +119,4 @@ def lrn_backward(
     beta: float,
     k: float,
 ) -> None:
-    assert scale is not None
-    t = x.dtype.type
-    x, y, scale, dy, dx = _planes(x), _planes(y), _planes(scale), _planes(dy), _planes(dx)
-    factor = t(2 * alpha * beta / size)
-    parallel(
-        lambda lo, hi: _backward(
-            x, y, scale, dy, dx, size // 2, factor, t(beta), beta == 0.75, lo, hi
-        ),
-        x.shape[0],
-    )
+    _run(_backward, (x, y, scale, dy, dx), size, alpha, beta, k)

@@ -1,6 +1,7 @@
 """Normalization by statistics of each channel; sums in float64."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ def _statistics(x: Array, mean: Array, variance: Array, lo: int, hi: int) -> Non
 
 
 def batch_norm_statistics(x: Array, mean: Array, variance: Array) -> None:
-    parallel(lambda lo, hi: _statistics(x, mean, variance, lo, hi), x.shape[1], _grain(x))
+    parallel(partial(_statistics, x, mean, variance), x.shape[1], _grain(x))
 
 
 @kernel
@@ -56,7 +57,7 @@ def _normalize(x: Array, mean: Array, inverse: Array, y: Array, lo: int, hi: int
 
 
 def batch_norm_forward(x: Array, mean: Array, inverse: Array, y: Array) -> None:
-    parallel(lambda lo, hi: _normalize(x, mean, inverse, y, lo, hi), x.shape[1], _grain(x))
+    parallel(partial(_normalize, x, mean, inverse, y), x.shape[1], _grain(x))
 
 
 @kernel
@@ -87,10 +88,7 @@ def _gradient(
 
 
 def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array) -> None:
-    same = dx is dy
-    parallel(
-        lambda lo, hi: _gradient(x, mean, inverse, dy, dx, same, lo, hi), x.shape[1], _grain(x)
-    )
+    parallel(partial(_gradient, x, mean, inverse, dy, dx, dx is dy), x.shape[1], _grain(x))
 
 
 def batch_norm_prepare(

@@ -4,7 +4,6 @@ As in depthwise.py, a plane is split by row and column modulo stride, so that a 
 windows reads memory in order.
 """
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -71,40 +70,27 @@ def _layout(plane: Pair, out: Pair, kernel: Pair, stride: Pair, pad: Pair) -> _L
 
 @kernel
 def _max_forward(
-    x: Array,
-    y: Array,
-    index: Array,
-    size: int,
-    windows: int,
-    place: Array,
-    taps: Array,
-    number: Array,
-    start: Array,
-    corner: Array,
-    area: Array,
-    relu: bool,
-    lo: int,
-    hi: int,
+    x: Array, y: Array, index: Array, layout: _Layout, relu: bool, lo: int, hi: int
 ) -> None:
-    buffer = np.full(size, -np.inf, x.dtype)
-    best, where = np.empty(windows, x.dtype), np.empty(windows, np.int32)
+    buffer = np.full(layout.size, -np.inf, x.dtype)
+    best, where = np.empty(layout.windows, x.dtype), np.empty(layout.windows, np.int32)
     for n in range(lo, hi):
-        for e in range(place.size):
-            buffer[np.uint32(place[e])] = x[n, e]
+        for e in range(layout.place.size):
+            buffer[np.uint32(layout.place[e])] = x[n, e]
         best[:] = -np.inf
         where[:] = -1
-        for t in range(taps.shape[0]):
-            source, tap = buffer[taps[t, 0] :], taps[t, 1]
-            for q in range(windows):
+        for t in range(layout.taps.shape[0]):
+            source, tap = buffer[layout.taps[t, 0] :], layout.taps[t, 1]
+            for q in range(layout.windows):
                 v, old, at = source[q], best[q], where[q]
                 best[q] = v if v > old else old
                 where[q] = tap if v > old else at
-        for o in range(number.size):
-            w = np.uint32(number[o])
+        for o in range(layout.number.size):
+            w = np.uint32(layout.number[o])
             if where[w] >= 0:
-                y[n, o], index[n, o] = best[w], start[o] + where[w]
+                y[n, o], index[n, o] = best[w], layout.start[o] + where[w]
             else:  # only NaN or -inf, or no element of the plane (stride larger than the kernel)
-                y[n, o], index[n, o] = x[n, corner[o]], corner[o]
+                y[n, o], index[n, o] = x[n, layout.corner[o]], layout.corner[o]
             if relu and y[n, o] <= 0:
                 y[n, o], index[n, o] = 0, -1
 
@@ -120,70 +106,41 @@ def _max_backward(dy: Array, index: Array, dx: Array, lo: int, hi: int) -> None:
 
 
 @kernel
-def _ave_forward(
-    x: Array,
-    y: Array,
-    size: int,
-    windows: int,
-    place: Array,
-    taps: Array,
-    number: Array,
-    start: Array,
-    corner: Array,
-    area: Array,
-    relu: bool,
-    lo: int,
-    hi: int,
-) -> None:
-    buffer, total = np.zeros(size, x.dtype), np.empty(windows, x.dtype)
+def _ave_forward(x: Array, y: Array, layout: _Layout, relu: bool, lo: int, hi: int) -> None:
+    buffer, total = np.zeros(layout.size, x.dtype), np.empty(layout.windows, x.dtype)
     for n in range(lo, hi):
-        for e in range(place.size):
-            buffer[np.uint32(place[e])] = x[n, e]
+        for e in range(layout.place.size):
+            buffer[np.uint32(layout.place[e])] = x[n, e]
         total[:] = 0
-        for t in range(taps.shape[0]):
-            source = buffer[taps[t, 0] :]
-            for q in range(windows):
+        for t in range(layout.taps.shape[0]):
+            source = buffer[layout.taps[t, 0] :]
+            for q in range(layout.windows):
                 total[q] += source[q]
-        for o in range(number.size):
-            mean = total[np.uint32(number[o])] / area[o]
+        for o in range(layout.number.size):
+            mean = total[np.uint32(layout.number[o])] / layout.area[o]
             y[n, o] = 0 if relu and mean <= 0 else mean
 
 
 @kernel
 def _ave_backward(
-    dy: Array,
-    dx: Array,
-    y: Array,
-    size: int,
-    windows: int,
-    place: Array,
-    taps: Array,
-    number: Array,
-    start: Array,
-    corner: Array,
-    area: Array,
-    masked: bool,
-    lo: int,
-    hi: int,
+    dy: Array, dx: Array, y: Array, layout: _Layout, masked: bool, lo: int, hi: int
 ) -> None:
-    buffer, share = np.empty(size, dy.dtype), np.zeros(windows, dy.dtype)
+    buffer, share = np.empty(layout.size, dy.dtype), np.zeros(layout.windows, dy.dtype)
     for n in range(lo, hi):
-        for o in range(number.size):
-            share[np.uint32(number[o])] = 0 if masked and y[n, o] <= 0 else dy[n, o] / area[o]
+        for o in range(layout.number.size):
+            share[np.uint32(layout.number[o])] = (
+                0 if masked and y[n, o] <= 0 else dy[n, o] / layout.area[o]
+            )
         buffer[:] = 0
-        for t in range(taps.shape[0]):
-            to = buffer[taps[t, 0] :]
-            for q in range(windows):
+        for t in range(layout.taps.shape[0]):
+            to = buffer[layout.taps[t, 0] :]
+            for q in range(layout.windows):
                 to[q] += share[q]
-        for e in range(place.size):
-            dx[n, e] = buffer[np.uint32(place[e])]
+        for e in range(layout.place.size):
+            dx[n, e] = buffer[np.uint32(layout.place[e])]
 
 
-def _in_order(function: Callable[..., Any]) -> Any:
-    return kernel(function, EXACT)
-
-
-@_in_order
+@partial(kernel, fastmath=EXACT)
 def _stochastic_forward(
     x: Array,
     y: Array,
@@ -234,11 +191,16 @@ def _stochastic_mean(
                 y[n, i, j] = squares / total if total > 0 else 0
 
 
+def _planes(*arrays: Array) -> list[Array]:
+    """Return (N, C, H, W) arrays as (N * C, H * W)."""
+    return [a.reshape(a.shape[0] * a.shape[1], prod(a.shape[2:])) for a in arrays]
+
+
 def _share(loop: Any, layout: _Layout, relu: bool, *arrays: Array) -> None:
-    """Call loop on the planes of (N, C, H, W) arrays."""
-    n, c = arrays[0].shape[:2]
-    planes = [a.reshape(n * c, prod(a.shape[2:])) for a in arrays]
-    parallel(lambda lo, hi: loop(*planes, *layout, relu, lo, hi), n * c, 1 + 20_000 // layout.size)
+    """Call loop on the planes of the arrays."""
+    planes = _planes(*arrays)
+    run = partial(loop, *planes, layout, relu)
+    parallel(run, len(planes[0]), 1 + 20_000 // layout.size)
 
 
 def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
@@ -254,13 +216,8 @@ def max_pool_forward(
 def max_pool_backward(
     dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
 ) -> None:
-    n, c, *plane = dx.shape
-    dy, index, dx = (
-        dy.reshape(n * c, prod(dy.shape[2:])),
-        index.reshape(n * c, prod(dy.shape[2:])),
-        dx.reshape(n * c, prod(plane)),
-    )
-    parallel(lambda lo, hi: _max_backward(dy, index, dx, lo, hi), n * c, 1 + 20_000 // prod(plane))
+    planes = _planes(dy, index, dx)
+    parallel(partial(_max_backward, *planes), len(planes[0]), 1 + 20_000 // prod(dx.shape[2:]))
 
 
 def ave_pool_forward(
@@ -276,10 +233,6 @@ def ave_pool_backward(
     _share(_ave_backward, layout, y is not None, dy, dx, dy if y is None else y)
 
 
-def _planes(x: Array) -> Array:
-    return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-
 def stochastic_pool_forward(
     x: Array,
     y: Array,
@@ -292,10 +245,10 @@ def stochastic_pool_forward(
 ) -> None:
     if step_counter is not None:
         seed = int(seed_of_pass(seed, int(step_counter)))
-    planes = [_planes(a) for a in (x, y, index)]
+    planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y, index)]
     parallel(partial(_stochastic_forward, *planes, seed, kernel, stride, pad), len(planes[0]))
 
 
 def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    planes = _planes(x), _planes(y)
+    planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y)]
     parallel(partial(_stochastic_mean, *planes, kernel, stride, pad), len(planes[0]))

@@ -7,6 +7,7 @@ with the state, on packed weights. Streams are independent, so results do not de
 of threads.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import llvmlite.binding
@@ -65,29 +66,22 @@ def _pack(b: Array, panels: Array, lo: int, hi: int) -> None:
                     panels[block, j, o] = b[j, first + o]
 
 
-def _pack_into(b: Array, weights: _Weights) -> None:
-    parallel(lambda lo, hi: _pack(b, weights.panels, lo, hi), len(weights.panels))
-
-
-@emitted("x x_at x_step b b_at k y y_at y_step rows width")
+@emitted("x x_at b k y y_at y_step rows width")
 def _tile(v: Vectors) -> None:
     """y[i, o] += sum over r < k of x[i, r] * b[r, o], the sums in registers; k at least 1.
 
-    As many rows as `rows` is long by two vectors; rows of x and y are x_step and y_step apart, b is
-    a panel.
+    As many rows as `rows` is long by two vectors; rows of x and y are k and y_step apart, b is a
+    panel.
     """
     builder, args = v.builder, v.args
-    index, panel = args["k"].type, v.pointer("b", args["b_at"])
-
-    def row(array: str, number: int) -> Any:
-        step = builder.mul(args[f"{array}_step"], index(number))
-        return v.pointer(array, args[f"{array}_at"], step)
-
-    rows = range(v.types["rows"].count)
-    sources, targets = [row("x", n) for n in rows], [row("y", n) for n in rows]
+    index, b, numbers = args["k"].type, v.pointer("b"), range(v.types["rows"].count)
+    sources, targets = (
+        [v.pointer(array, args[f"{array}_at"], builder.mul(args[step], index(n))) for n in numbers]
+        for array, step in (("x", "k"), ("y", "y_step"))
+    )
 
     def add(r: Any, sums: list[Any]) -> list[Any]:
-        start = builder.gep(panel, [builder.mul(r, index(2 * v.width))])
+        start = builder.gep(b, [builder.mul(r, index(2 * v.width))])
         right = [v.load(start, k) for k in range(2)]
         lefts = [v.splat(builder.load(builder.gep(source, [r]))) for source in sources]
         pairs = [(left, value) for left in lefts for value in right]
@@ -102,31 +96,20 @@ _EIGHT, _FOUR, _TWO, _ONE = (0,) * 8, (0,) * 4, (0,) * 2, (0,)
 
 
 @inlined
-def _add_block(
-    x: Array,
-    x_at: int,
-    k: int,
-    b: Array,
-    b_at: int,
-    y: Array,
-    y_at: int,
-    y_step: int,
-    rows: int,
-    m: Any,
-) -> None:
-    """Add all rows, in tiles of at most ROWS."""
-    n = 0
+def _add_block(x: Array, k: int, b: Array, y: Array, y_at: int, y_step: int, width: Any) -> None:
+    """Add all rows of x (flat) @ b, in tiles of at most ROWS."""
+    n, rows = 0, x.size // k
     while rows - n >= 8 and ROWS == 8:
-        _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _EIGHT, m)
+        _tile(x, n * k, b, k, y, y_at + n * y_step, y_step, _EIGHT, width)
         n += 8
     while rows - n >= 4:
-        _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _FOUR, m)
+        _tile(x, n * k, b, k, y, y_at + n * y_step, y_step, _FOUR, width)
         n += 4
     if rows - n >= 2:
-        _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _TWO, m)
+        _tile(x, n * k, b, k, y, y_at + n * y_step, y_step, _TWO, width)
         n += 2
     if rows - n:
-        _tile(x, x_at + n * k, k, b, b_at, k, y, y_at + n * y_step, y_step, _ONE, m)
+        _tile(x, n * k, b, k, y, y_at + n * y_step, y_step, _ONE, width)
 
 
 @inlined
@@ -138,60 +121,43 @@ def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> Non
     """
     panels, spare, width = weights
     blocks, k, columns = panels.shape
-    flat_x, flat_b, flat_y, outputs = x.reshape(-1), panels.reshape(-1), y.reshape(-1), y.shape[1]
+    rows, b, flat, outputs = (
+        x[lo:hi].reshape(-1),
+        panels.reshape(blocks, -1),
+        y.reshape(-1),
+        y.shape[1],
+    )
     whole = outputs // columns
     for block in range(whole):
-        to = lo * outputs + block * columns
-        _add_block(
-            flat_x, lo * k, k, flat_b, block * k * columns, flat_y, to, outputs, hi - lo, width
-        )
+        _add_block(rows, k, b[block], flat, lo * outputs + block * columns, outputs, width)
     if whole < blocks:
-        first = whole * columns
+        first, rest = whole * columns, spare.reshape(-1)
         for n in range(lo, hi):
             for o in range(first, outputs):
                 spare[n, o - first] = y[n, o]
-        to = lo * columns
-        _add_block(
-            flat_x,
-            lo * k,
-            k,
-            flat_b,
-            whole * k * columns,
-            spare.reshape(-1),
-            to,
-            columns,
-            hi - lo,
-            width,
-        )
+        _add_block(rows, k, b[whole], rest, lo * columns, columns, width)
         for n in range(lo, hi):
             for o in range(first, outputs):
                 y[n, o] = spare[n, o - first]
 
 
-def _define_power_of_two(typing: Any, x: Any) -> Any:
+@intrinsic
+def _power_of_two(typing: Any, x: Any) -> Any:
     """Return 2^x for a whole x from -126 to 127, made from the bits of the exponent: unlike ldexp,
     vector code.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = x.bitwidth
-        mantissa = {32: 23, 64: 52}[bits]
-        integer = ir.IntType(bits)
+        mantissa, integer = {32: 23, 64: 52}[bits], ir.IntType(bits)
         bias = integer((1 << bits - mantissa - 2) - 1)
-        exponent = builder.shl(
-            builder.add(builder.fptosi(args[0], integer), bias), integer(mantissa)
-        )
-        return builder.bitcast(exponent, args[0].type)
+        exponent = builder.add(builder.fptosi(args[0], integer), bias)
+        return builder.bitcast(builder.shl(exponent, integer(mantissa)), args[0].type)
 
     return x(x), generate
 
 
-_power_of_two: Any = intrinsic(_define_power_of_two)
-
-
-def _exact(function: Any) -> Any:
-    """Compile with terms in the order written."""
-    return inlined(function, EXACT)
+_exact = partial(inlined, fastmath=EXACT)
 
 
 @_exact
@@ -293,19 +259,14 @@ def _units_gradient(
 
 
 def lstm_unit_forward(a: Array, c_before: Array, cont: Array, c: Array, h: Array) -> None:
-    parallel(
-        lambda lo, hi: _units(a, c_before, cont, c, h, lo, hi), len(h), 1 + 4096 // (h.shape[1] + 1)
-    )
+    parallel(partial(_units, a, c_before, cont, c, h), len(h), 1 + 4096 // (h.shape[1] + 1))
 
 
 def lstm_unit_backward(
     a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array
 ) -> None:
-    parallel(
-        lambda lo, hi: _units_gradient(a, c_before, c, dh, dc, da, lo, hi),
-        len(dh),
-        1 + 4096 // (dh.shape[1] + 1),
-    )
+    grain = 1 + 4096 // (dh.shape[1] + 1)
+    parallel(partial(_units_gradient, a, c_before, c, dh, dc, da), len(dh), grain)
 
 
 @inlined
@@ -314,19 +275,12 @@ def _scale(x: Array, factor: float, y: Array) -> None:
         y[k] = x[k] * factor
 
 
+Arrays = tuple[Array, ...]
+
+
 @kernel
-def _lstm(
-    a: Array,
-    cont: Array,
-    h_first: Array,
-    c_first: Array,
-    kept: Array,
-    h: Array,
-    c: Array,
-    weights: _Weights,
-    lo: int,
-    hi: int,
-) -> None:
+def _lstm(arrays: Arrays, weights: _Weights, lo: int, hi: int) -> None:
+    a, cont, h_first, c_first, kept, h, c = arrays
     steps = len(h)
     for t in range(steps):
         h_before, c_before = (h[t - 1], c[t - 1]) if t else (h_first, c_first)
@@ -338,19 +292,8 @@ def _lstm(
 
 
 @kernel
-def _lstm_gradient(
-    a: Array,
-    cont: Array,
-    c_first: Array,
-    c: Array,
-    dy: Array,
-    dh: Array,
-    dc: Array,
-    da: Array,
-    weights: _Weights,
-    lo: int,
-    hi: int,
-) -> None:
+def _lstm_gradient(arrays: Arrays, weights: _Weights, lo: int, hi: int) -> None:
+    a, cont, c_first, c, dy, dh, dc, da = arrays
     steps = len(dy)
     dh[lo:hi], dc[lo:hi] = 0, 0
     for t in range(steps - 1, -1, -1):
@@ -366,6 +309,12 @@ def _lstm_gradient(
             _add_product(da[t], weights, dh, lo, hi)
             for n in range(lo, hi):
                 _scale(dh[n], cont[t, n], dh[n])
+
+
+def _run(loop: Any, arrays: Arrays, b: Array, weights: _Weights, streams: int) -> None:
+    """Pack b (K, O) and run the recurrence with it."""
+    parallel(partial(_pack, b, weights.panels), len(weights.panels))
+    parallel(partial(loop, arrays, weights), streams, STREAMS)
 
 
 class LSTM:
@@ -388,30 +337,18 @@ class LSTM:
         h: Array,
         c: Array,
     ) -> None:
-        packed = self._packed
-        _pack_into(w.T, packed)
-        parallel(
-            lambda lo, hi: _lstm(a, cont, h_first, c_first, kept, h, c, packed, lo, hi),
-            cont.shape[1],
-            STREAMS,
-        )
+        _run(_lstm, (a, cont, h_first, c_first, kept, h, c), w.T, self._packed, cont.shape[1])
 
     def backward(
         self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array
     ) -> None:
-        packed, (dh, dc) = self._packed_back, self._gradients
-        _pack_into(w, packed)
-        parallel(
-            lambda lo, hi: _lstm_gradient(a, cont, c_first, c, dy, dh, dc, da, packed, lo, hi),
-            cont.shape[1],
-            STREAMS,
-        )
+        arrays = a, cont, c_first, c, dy, *self._gradients, da
+        _run(_lstm_gradient, arrays, w, self._packed_back, cont.shape[1])
 
 
 @kernel
-def _rnn(
-    h: Array, cont: Array, h_first: Array, kept: Array, weights: _Weights, lo: int, hi: int
-) -> None:
+def _rnn(arrays: Arrays, weights: _Weights, lo: int, hi: int) -> None:
+    h, cont, h_first, kept = arrays
     steps = len(h)
     for t in range(steps):
         h_before = h[t - 1] if t else h_first
@@ -425,9 +362,8 @@ def _rnn(
 
 
 @kernel
-def _rnn_gradient(
-    h: Array, cont: Array, rest: Array, dh: Array, weights: _Weights, lo: int, hi: int
-) -> None:
+def _rnn_gradient(arrays: Arrays, weights: _Weights, lo: int, hi: int) -> None:
+    h, cont, rest, dh = arrays
     steps = len(h)
     one = h.dtype.type(1)
     rest[lo:hi] = 0
@@ -449,19 +385,10 @@ class RNN:
     def __init__(self, steps: int, streams: int, size: int, dtype: DTypeLike) -> None:
         dtype = np.dtype(dtype)
         self._packed = _make_weights(streams, size, size, dtype)
-        self._packed_back = _make_weights(streams, size, size, dtype)
         self._gradient = np.empty((streams, size), dtype)
 
     def forward(self, h: Array, w: Array, cont: Array, h_first: Array, kept: Array) -> None:
-        packed = self._packed
-        _pack_into(w.T, packed)
-        parallel(
-            lambda lo, hi: _rnn(h, cont, h_first, kept, packed, lo, hi), cont.shape[1], STREAMS
-        )
+        _run(_rnn, (h, cont, h_first, kept), w.T, self._packed, cont.shape[1])
 
     def backward(self, h: Array, w: Array, cont: Array, dh: Array) -> None:
-        packed, rest = self._packed_back, self._gradient
-        _pack_into(w, packed)
-        parallel(
-            lambda lo, hi: _rnn_gradient(h, cont, rest, dh, packed, lo, hi), cont.shape[1], STREAMS
-        )
+        _run(_rnn_gradient, (h, cont, self._gradient, dh), w, self._packed, cont.shape[1])

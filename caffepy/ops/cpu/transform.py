@@ -1,5 +1,6 @@
 """Crop, mean subtraction, scale and mirroring of a batch of images."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,9 @@ GRAIN = 1 << 16  # values for which one more thread pays
 
 @kernel
 def _transform(
-    x: Array,
-    y: Array,
-    h_off: Array,
-    w_off: Array,
-    mirror: Array,
-    mean: Array,
-    scale: Any,
-    lo: int,
-    hi: int,
+    x: Array, y: Array, offsets: tuple[Array, ...], mean: Array, scale: Any, lo: int, hi: int
 ) -> None:
+    h_off, w_off, mirror = offsets
     channels, height, width = y.shape[1:]
     last = np.uint64(width - 1)  # unsigned indices cannot be negative: vector code
     for n in range(lo, hi):
@@ -56,9 +50,6 @@ def transform_batch(
     # A mean of one row serves every row of the image.
     mean = np.broadcast_to(mean, (channels, mean.shape[1], width))
     mean = np.ascontiguousarray(mean, out.dtype)
-    factor = out.dtype.type(scale)
-    parallel(
-        lambda lo, hi: _transform(records, out, h_off, w_off, mirror, mean, factor, lo, hi),
-        len(out),
-        max(1, GRAIN // max(1, out[0].size)) if len(out) else 1,
-    )
+    offsets = h_off, w_off, mirror
+    run = partial(_transform, records, out, offsets, mean, out.dtype.type(scale))
+    parallel(run, len(out), max(1, GRAIN // max(1, out[0].size)) if len(out) else 1)

@@ -4,6 +4,7 @@ Each writes `w` and its history in place and leaves in `g` what it subtracted fr
 over slices: the compiler vectorizes only indices that cannot be negative.
 """
 
+from functools import partial
 from math import sqrt
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ class Typed(NamedTuple):
     decays: Array
     scale: Any
     l1: bool
+    numbers: tuple[Any, ...]
+    """What else the rule needs."""
 
 
 @inlined
@@ -35,7 +38,8 @@ def _regularized(w: Any, g: Any, decay: Any, segments: Any) -> Any:
 
 
 @kernel
-def _sgd(w: Array, g: Array, h: Array, segments: Any, momentum: Any, lo: int, hi: int) -> None:
+def _sgd(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -> None:
+    momentum = segments.numbers[0]
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
@@ -47,8 +51,8 @@ def _sgd(w: Array, g: Array, h: Array, segments: Any, momentum: Any, lo: int, hi
 
 
 @kernel
-def _nesterov(w: Array, g: Array, h: Array, segments: Any, momentum: Any, lo: int, hi: int) -> None:
-    one = w.dtype.type(1)
+def _nesterov(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -> None:
+    momentum, one = segments.numbers[0], w.dtype.type(1)
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
@@ -61,9 +65,8 @@ def _nesterov(w: Array, g: Array, h: Array, segments: Any, momentum: Any, lo: in
 
 
 @kernel
-def _rms(
-    w: Array, g: Array, h: Array, segments: Any, keep: Any, take: Any, delta: Any, lo: int, hi: int
-) -> None:
+def _rms(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -> None:
+    keep, take, delta = segments.numbers
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
@@ -76,17 +79,8 @@ def _rms(
 
 
 @kernel
-def _adadelta(
-    w: Array,
-    g: Array,
-    h: Array,
-    u: Array,
-    segments: Any,
-    momentum: Any,
-    delta: Any,
-    lo: int,
-    hi: int,
-) -> None:
+def _adadelta(w: Array, g: Array, h: Array, u: Array, segments: Typed, lo: int, hi: int) -> None:
+    momentum, delta = segments.numbers
     take = w.dtype.type(1) - momentum
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
@@ -102,26 +96,12 @@ def _adadelta(
 
 
 @kernel
-def _adam(
-    w: Array,
-    g: Array,
-    m: Array,
-    v: Array,
-    segments: Any,
-    beta1: Any,
-    beta2: Any,
-    delta: Any,
-    correction: Any,
-    lo: int,
-    hi: int,
-) -> None:
+def _adam(w: Array, g: Array, m: Array, v: Array, segments: Typed, lo: int, hi: int) -> None:
+    beta1, beta2, delta, correction = segments.numbers
     one = w.dtype.type(1)
     for s in range(segments.ends.size):
-        end, rate, decay = (
-            min(segments.ends[s], hi),
-            segments.rates[s] * correction,
-            segments.decays[s],
-        )
+        end, decay = min(segments.ends[s], hi), segments.decays[s]
+        rate = segments.rates[s] * correction
         w_, g_, m_, v_ = w[lo:end], g[lo:end], m[lo:end], v[lo:end]
         for i in range(w_.size):
             d = _regularized(w_[i], g_[i], decay, segments)
@@ -142,9 +122,9 @@ def _run(function: Any, arrays: tuple[Array, ...], segments: Segments, *numbers:
         real(segments.decay) * segments.decays,
         real(segments.scale),
         segments.l1,
+        tuple(map(real, numbers)),
     )
-    constants = tuple(map(real, numbers))
-    parallel(lambda lo, hi: function(*arrays, typed, *constants, lo, hi), arrays[0].size, GRAIN)
+    parallel(partial(function, *arrays, typed), arrays[0].size, GRAIN)
 
 
 def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
