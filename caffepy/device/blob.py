@@ -393,14 +393,6 @@ class HostView:
         """The blob's host_diff."""
         return self.blob.host_diff
 
-    def share_data(self, other: "HostView") -> None:
-        """Use the other's data memory, as Blob.share_data."""
-        self.blob.share_data(other.blob)
-
-    def share_diff(self, other: "HostView") -> None:
-        """Use the other's diff memory, as Blob.share_diff."""
-        self.blob.share_diff(other.blob)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.blob, name)
 

@@ -1,7 +1,7 @@
 """CudaDevice: one GPU with its streams, its random numbers and the error flags of its kernels."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -11,11 +11,27 @@ from numpy.typing import NDArray
 from caffepy.core.errors import CaffeError, DeviceError
 from caffepy.device import math_mode
 from caffepy.device.device import Device, ErrorFlag
-from caffepy.device.gpus import check_gpu, gpu_properties, import_cupy, translate_errors
-from caffepy.device.graphs import CudaGraph, capture
+from caffepy.device.gpus import check_gpu, gpu_properties, import_cupy, last_line, translate_errors
 from caffepy.device.streams import NOT_READY, OF_CAPTURES, Streams
 
 MOST_ERROR_FLAGS = 1024
+
+
+class CudaGraph:
+    """Captured operations of a stream, with the temporary memory that they use."""
+
+    def __init__(self, graph: Any, stream: Any, pool: Any) -> None:
+        self._graph = graph
+        self._stream = stream
+        self._pool = pool
+
+    def replay(self) -> None:
+        """Enqueue all operations again."""
+        self._graph.launch(self._stream)
+
+    def close(self) -> None:
+        """Free the graph and its memory, whoever still refers to this object."""
+        self._graph = self._pool = None
 
 
 class CudaDevice(Device):
@@ -53,7 +69,8 @@ class CudaDevice(Device):
         return self._host
 
     @contextmanager
-    def _scope(self) -> Iterator[None]:
+    def scope(self) -> Iterator[None]:
+        """The context in which the calling thread's array operations run on the main stream."""
         with (
             translate_errors(self._cupy, self.index),
             self._cupy.cuda.Device(self.index),
@@ -61,10 +78,6 @@ class CudaDevice(Device):
             math_mode.using(self.math_mode),
         ):
             yield
-
-    def scope(self) -> AbstractContextManager[object]:
-        """The context in which the calling thread's array operations run on the main stream."""
-        return self._scope()
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -155,14 +168,30 @@ class CudaDevice(Device):
         self._streams.wait(name)
 
     def capture(self, work: Callable[[], None]) -> CudaGraph:
-        """Capture the operations that `work` enqueues, side streams included; they do not run."""
+        """Capture the operations that `work` enqueues, side streams included, without running them.
 
-        def with_side_streams() -> None:
-            with self.overlapping():
-                work()
-
-        with self.scope():
-            return capture(self._cupy, self.stream, with_side_streams)
+        DeviceError if one of them cannot be captured. Temporary memory comes from a pool that lives
+        as long as the graph.
+        """
+        cuda = self._cupy.cuda
+        pool = cuda.MemoryPool()
+        with self.scope(), cuda.using_allocator(pool.malloc):
+            self.stream.begin_capture()
+            try:
+                with self.overlapping():
+                    work()
+            except BaseException as error:
+                with suppress(cuda.runtime.CUDARuntimeError):
+                    self.stream.end_capture()
+                if isinstance(error, Exception):
+                    raise DeviceError(f"it cannot be captured: {last_line(error)}") from error
+                raise
+            try:
+                graph = self.stream.end_capture()
+                graph.upload(self.stream)
+            except cuda.runtime.CUDARuntimeError as error:
+                raise DeviceError(f"it cannot be captured: {last_line(error)}") from error
+        return CudaGraph(graph, self.stream, pool)
 
     def on_host(self, array: Any) -> NDArray[Any]:
         """Return a copy of a device array as numpy's."""

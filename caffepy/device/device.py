@@ -1,18 +1,39 @@
 """Device: where arrays live and arithmetic runs, with the random state that belongs to it."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from caffepy.core.errors import CaffeError
 from caffepy.device.math_mode import MathMode
-from caffepy.device.random import RandomNumbers
 
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+
+class RandomNumbers:
+    """A Mersenne Twister, as in Caffe; reading `state` is free unless numbers were drawn since."""
+
+    def __init__(self, seed: int | None) -> None:
+        self._generator = np.random.Generator(np.random.MT19937(seed))
+        self._state: dict[str, Any] | None = None
+
+    @property
+    def generator(self) -> np.random.Generator:
+        """The generator, to draw from at once; do not keep it."""
+        self._state = None
+        return self._generator
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """State of the Mersenne Twister."""
+        if self._state is None:
+            self._state = dict(self._generator.bit_generator.state)
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self.generator.bit_generator.state = state
 
 
 class ErrorFlag:
@@ -99,13 +120,13 @@ class Device:
         """The CPU with this device's random numbers, for layers that compute on the host."""
         return self
 
-    def scope(self) -> "AbstractContextManager[object]":
+    def scope(self) -> AbstractContextManager[object]:
         """The context in which the calling thread's array operations run on this device."""
         return nullcontext()
 
     def side_stream(
         self, name: str = "layer", after: str | None = None
-    ) -> "AbstractContextManager[object]":
+    ) -> AbstractContextManager[object]:
         """Return a context whose operations may overlap those enqueued after it, up to
         `wait_stream`.
 

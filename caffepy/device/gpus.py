@@ -16,8 +16,13 @@ INSTALL = "pip install 'caffepy[cuda13]' (or caffepy[cuda12] for a driver of CUD
 NO_DRIVER = "no NVIDIA driver is found: install one, or give the container access to the GPU"
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-MAX_PITCH, CLOCK_RATE, GPU_OVERLAP, EXECUTION_TIMEOUT = 11, 13, 15, 17
-"""cudaDeviceAttr of properties that CuPy, or CUDA 13, left out."""
+LEFT_OUT = {
+    "clockRate": 13,
+    "deviceOverlap": 15,
+    "kernelExecTimeoutEnabled": 17,
+    "memPitch": 11,
+}
+"""cudaDeviceAttr of the properties that CuPy, or CUDA 13, left out."""
 
 
 def gpu_numbers(gpus: str) -> list[int]:
@@ -60,32 +65,22 @@ def count_gpus() -> int:
     try:
         return int(runtime.getDeviceCount())
     except runtime.CUDARuntimeError as error:
-        raise DeviceError(_why_no_gpu(error)) from None
-
-
-def _why_no_gpu(error: BaseException) -> str:
-    built, driver = cuda_of_cupy(), cuda_of_driver()
-    if not driver:
-        return NO_DRIVER
-    if driver // 1000 < built // 1000:
-        return too_old(driver, built)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return f"CUDA finds no GPU ({error})" + (
-        "" if visible is None else f'; CUDA_VISIBLE_DEVICES is "{visible}"'
-    )
+        built, driver = cuda_of_cupy(), cuda_of_driver()
+        if not driver:
+            raise DeviceError(NO_DRIVER) from None
+        if driver // 1000 < built // 1000:
+            raise DeviceError(too_old(driver, built)) from None
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        chosen = "" if visible is None else f'; CUDA_VISIBLE_DEVICES is "{visible}"'
+        raise DeviceError(f"CUDA finds no GPU ({error}){chosen}") from None
 
 
 def too_old(driver: int, built: int) -> str:
     """Return the remedy if CuPy is built for a newer CUDA than the driver supports."""
-    other = (
-        ", or pip uninstall cupy-cuda13x and pip install 'caffepy[cuda12]'"
-        if driver // 1000 == 12
-        else ""
-    )
+    other = ", or pip uninstall cupy-cuda13x and pip install 'caffepy[cuda12]'"
     return (
         f"CuPy is built for CUDA {cuda_version(built)}, but the NVIDIA driver goes up to CUDA "
-        f"{cuda_version(driver)}: "
-        f"update the driver{other}"
+        f"{cuda_version(driver)}: update the driver{other if driver // 1000 == 12 else ''}"
     )
 
 
@@ -139,16 +134,8 @@ def gpu_properties(index: int) -> dict[str, Any]:
     check_gpu(index)
     runtime = import_cupy().cuda.runtime
     properties = dict(runtime.getDeviceProperties(index))
-    attributes = {
-        "clockRate": CLOCK_RATE,
-        "deviceOverlap": GPU_OVERLAP,
-        "kernelExecTimeoutEnabled": EXECUTION_TIMEOUT,
-        "memPitch": MAX_PITCH,
-    }
-    properties |= {
-        name: int(runtime.deviceGetAttribute(number, index)) for name, number in attributes.items()
-    }
-    return properties | {"name": properties["name"].decode()}
+    left_out = {name: int(runtime.deviceGetAttribute(k, index)) for name, k in LEFT_OUT.items()}
+    return properties | left_out | {"name": properties["name"].decode()}
 
 
 def gpu_memory(index: int) -> tuple[int, int]:

@@ -21,7 +21,7 @@ host waits for nothing. Work of one side stream runs in order.
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 NOT_READY, OF_CAPTURES = 600, range(900, 1000)
@@ -88,14 +88,14 @@ class Streams:
             self._overlaps = False
             self._forked.clear()
 
-    def fork(self, name: str, after: str | None) -> AbstractContextManager[object]:
-        """Return the context of a side stream, which first waits for the main one and for the side
-        stream `after`; outside `overlapping` operations stay on the main stream.
-        """
-        return self._fork(name, after) if self._overlaps else nullcontext()
-
     @contextmanager
-    def _fork(self, name: str, after: str | None) -> Iterator[None]:
+    def fork(self, name: str, after: str | None) -> Iterator[None]:
+        """The context of a side stream, which first waits for the main one and for the side stream
+        `after`; outside `overlapping` operations stay on the main stream.
+        """
+        if not self._overlaps:
+            yield
+            return
         stream = self.side.get(name)
         if stream is None:
             stream = self.side[name] = self._take(name)

@@ -45,30 +45,10 @@ class _Call:
                 self.finished.release()
 
 
-class _Pool:
-    """Daemon threads that wait for calls."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.queue: SimpleQueue[_Call | None] = SimpleQueue()
-        for i in range(size - 1):
-            threading.Thread(target=self._serve, name=f"caffepy-{i + 1}", daemon=True).start()
-
-    def _serve(self) -> None:
-        _inside.yes = True
-        while (call := self.queue.get()) is not None:
-            call.work()
-
-    def stop(self) -> None:
-        for _ in range(self.size - 1):
-            self.queue.put(None)
-
-
-_inside = (
-    threading.local()
-)  # .yes is set in a thread that runs a piece, .share in one that has a share
+_inside = threading.local()
+"""`.yes` is set in a thread that runs a piece, `.share` in one that has a share."""
 _lock = threading.Lock()
-_pool: _Pool | None = None
+_queue: "SimpleQueue[_Call | None] | None" = None  # for the daemon threads of the pool
 _threads = 0
 
 
@@ -100,39 +80,42 @@ def share(part: int, parts: int) -> Iterator[None]:
         del _inside.share
 
 
-def _most_pieces() -> int:
-    threads = _threads or num_threads()
-    part, parts = getattr(_inside, "share", (0, 1))
-    return max(1, threads // parts + int(part < threads % parts))
-
-
 def set_num_threads(n: int) -> None:
     """Use n threads from the next call on."""
-    global _threads, _pool
+    global _threads, _queue
     assert n > 0
     with _lock:
-        _threads = n
-        if _pool is not None:
-            _pool.stop()
-            _pool = None
+        if _queue is not None:
+            for _ in range(_threads - 1):
+                _queue.put(None)  # ends a thread
+        _threads, _queue = n, None
 
 
 def _forget_pool() -> None:
     """Drop the pool in a forked child, which has none of its parent's threads."""
-    global _pool, _lock
-    _pool, _lock = None, threading.Lock()
+    global _queue, _lock
+    _queue, _lock = None, threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_pool)
 
 
-def _get_pool() -> _Pool:
-    global _pool
+def _serve(queue: "SimpleQueue[_Call | None]") -> None:
+    _inside.yes = True
+    while (call := queue.get()) is not None:
+        call.work()
+
+
+def _get_queue() -> "SimpleQueue[_Call | None]":
+    global _queue
     with _lock:
-        if _pool is None:
-            _pool = _Pool(num_threads())
-        return _pool
+        if _queue is None:
+            _queue = SimpleQueue()
+            for i in range(1, num_threads()):
+                name = f"caffepy-{i}"
+                threading.Thread(target=_serve, args=(_queue,), name=name, daemon=True).start()
+        return _queue
 
 
 def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -> None:
@@ -146,14 +129,16 @@ def parallel(function: Piece, n: int, grain: int = 1, most: int | None = None) -
     one is raised here. A call from inside a piece runs at once.
     """
     step = min(ALIGNED, 1 << grain.bit_length() - 1)
-    pieces = min(_most_pieces(), n // (-(-grain // step) * step), n if most is None else most)
+    threads, (part, parts) = _threads or num_threads(), getattr(_inside, "share", (0, 1))
+    share = max(1, threads // parts + int(part < threads % parts))
+    pieces = min(share, n // (-(-grain // step) * step), n if most is None else most)
     if pieces <= 1 or getattr(_inside, "yes", False):
         if n > 0:
             function(0, n)
         return
     steps = n // step
     call = _Call(function, [*(steps * i // pieces * step for i in range(pieces)), n])
-    queue = (_pool or _get_pool()).queue
+    queue = _queue or _get_queue()
     for _ in range(pieces - 1):
         queue.put(call)
     _inside.yes = True

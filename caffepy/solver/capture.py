@@ -9,8 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from caffepy.core.errors import DeviceError
-from caffepy.device.cuda import CudaDevice
-from caffepy.device.graphs import CudaGraph
+from caffepy.device.cuda import CudaDevice, CudaGraph
 from caffepy.net import Net
 from caffepy.net.fusion import Step
 

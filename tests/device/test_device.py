@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import DataError
-from caffepy.device.cuda import CudaDevice
+from caffepy.device.cuda import CudaDevice, CudaGraph
 from caffepy.device.device import Device
-from caffepy.device.graphs import CudaGraph
 from caffepy.device.streams import Streams
 
 

@@ -38,7 +38,7 @@ def blockwise(function: Callable[..., Any], *arrays: Array) -> None:
 
 
 def flatwise(
-    loop: Callable[..., None], inputs: Sequence[Maybe], out: Array, *numbers: float
+    loop: Any, inputs: Sequence[Maybe], out: Array, *numbers: float, grain: int = GRAIN
 ) -> None:
     """Call loop(*inputs, out, *numbers) on matching flat slices of the arrays.
 
@@ -48,14 +48,20 @@ def flatwise(
     flat = [None if a is None else a.reshape(-1) for a in (*inputs, out)]
 
     def piece(lo: int, hi: int) -> None:
-        loop(*(None if a is None else a[lo:hi] for a in flat), *numbers)
+        loop(*[None if a is None else a[lo:hi] for a in flat], *numbers)
 
-    parallel(piece, out.size, GRAIN)
+    parallel(piece, out.size, grain)
+
+
+@kernel
+def _scaled(x: Array, out: Array, alpha: float) -> None:
+    a = x.dtype.type(alpha)
+    for i in range(x.size):
+        out[i] = a * x[i]
 
 
 def scaled(alpha: float, x: Array, out: Array) -> None:
-    factor = x.dtype.type(alpha)
-    blockwise(lambda x, out: np.multiply(x, factor, out=out), x, out)
+    flatwise(_scaled, (x,), out, alpha)
 
 
 @kernel
@@ -73,8 +79,14 @@ def add(x: Array, out: Array) -> None:
     axpy(1.0, x, out)
 
 
+@kernel
+def _multiply(x: Array, y: Array, out: Array) -> None:
+    for i in range(x.size):
+        out[i] = x[i] * y[i]
+
+
 def multiply(x: Array, y: Array, out: Array) -> None:
-    blockwise(np.multiply, x, y, out)
+    flatwise(_multiply, (x, y), out)
 
 
 DOT_BLOCK = 1 << 16
@@ -105,12 +117,17 @@ def _weighted_pair(x: Array, y: Array, out: Array, a: float, b: float) -> None:
 
 
 def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) -> None:
-    def block(out: Array, x: Array, y: Array, *rest: Array) -> None:
-        _weighted_pair(x, y, out, *coefficients[:2])
-        for z, coefficient in zip(rest, coefficients[2:], strict=True):
-            _axpy(z, out, coefficient)
+    flat = [a.reshape(-1) for a in (*xs, out)]
 
-    blockwise(block, out, *xs)
+    def piece(lo: int, hi: int) -> None:
+        # By blocks, so that the sums are still in the cache for the next summand.
+        for i in range(lo, hi, 2 * BLOCK):
+            x, y, *rest, to = [a[i : min(i + 2 * BLOCK, hi)] for a in flat]
+            _weighted_pair(x, y, to, *coefficients[:2])
+            for z, coefficient in zip(rest, coefficients[2:], strict=True):
+                _axpy(z, to, coefficient)
+
+    parallel(piece, out.size, GRAIN)
 
 
 @kernel

@@ -1,5 +1,6 @@
 """Softmax, losses, accuracy."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ from numpy.typing import NDArray
 
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, scaled
+from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, flatwise, scaled
 
 Array = NDArray[Any]
 
@@ -107,7 +108,7 @@ def _softmax_gradient(y: Array, dy: Array, dx: Array, lo: int, hi: int) -> None:
 
 
 def softmax_backward(y: Array, dy: Array, dx: Array) -> None:
-    parallel(lambda lo, hi: _softmax_gradient(y, dy, dx, lo, hi), y.shape[0], _grain(y))
+    parallel(partial(_softmax_gradient, y, dy, dx), y.shape[0], _grain(y))
 
 
 @kernel
@@ -176,12 +177,9 @@ def _softmax_loss_gradient(
 def softmax_loss_backward(
     prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
 ) -> None:
-    skip, t, scale = ignore is not None, ignore or 0, float(weight.flat[0]) / float(norm)
-    parallel(
-        lambda lo, hi: _softmax_loss_gradient(prob, label, skip, t, scale, dx, lo, hi),
-        prob.shape[0],
-        _grain(prob),
-    )
+    scale = float(weight.flat[0]) / float(norm)
+    run = partial(_softmax_loss_gradient, prob, label, ignore is not None, ignore or 0, scale, dx)
+    parallel(run, prob.shape[0], _grain(prob))
 
 
 @kernel
@@ -205,9 +203,9 @@ def sigmoid_loss_forward(
 
 @kernel
 def _sigmoid_loss_gradient(
-    x: Array, target: Array, skip: bool, ignore: int, scale: float, dx: Array, lo: int, hi: int
+    x: Array, target: Array, dx: Array, skip: bool, ignore: int, scale: float
 ) -> None:
-    for i in range(lo, hi):
+    for i in range(x.size):
         if skip and int(target[i]) == ignore:
             dx[i] = 0
         else:
@@ -217,13 +215,9 @@ def _sigmoid_loss_gradient(
 def sigmoid_loss_backward(
     x: Array, target: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
 ) -> None:
-    x, target, dx = x.reshape(-1), target.reshape(-1), dx.reshape(-1)
-    skip, t, scale = ignore is not None, ignore or 0, float(weight.flat[0]) / float(norm)
-    parallel(
-        lambda lo, hi: _sigmoid_loss_gradient(x, target, skip, t, scale, dx, lo, hi),
-        x.size,
-        GRAIN // 8,
-    )
+    scale = float(weight.flat[0]) / float(norm)
+    numbers = ignore is not None, ignore or 0, scale
+    flatwise(_sigmoid_loss_gradient, (x, target), dx, *numbers, grain=GRAIN // 8)
 
 
 def euclidean_loss_forward(
@@ -382,10 +376,8 @@ def contrastive_loss_forward(
     square = np.einsum("nc,nc->n", difference, difference)
     distance = np.sqrt(square)
     if legacy:
-        far, slope = (
-            np.maximum(margin - square, 0),
-            np.where(margin - distance * distance > 0, -1, 0),
-        )
+        far = np.maximum(margin - square, 0)
+        slope = np.where(margin - distance * distance > 0, -1, 0)
     else:
         left = np.maximum(margin - distance, 0)
         far, slope = left**2, -left / (distance + 1e-4)
