@@ -16,12 +16,7 @@ INSTALL = "pip install 'caffepy[cuda13]' (or caffepy[cuda12] for a driver of CUD
 NO_DRIVER = "no NVIDIA driver is found: install one, or give the container access to the GPU"
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-LEFT_OUT = {
-    "clockRate": 13,
-    "deviceOverlap": 15,
-    "kernelExecTimeoutEnabled": 17,
-    "memPitch": 11,
-}
+LEFT_OUT = {"clockRate": 13, "deviceOverlap": 15, "kernelExecTimeoutEnabled": 17, "memPitch": 11}
 """cudaDeviceAttr of the properties that CuPy, or CUDA 13, left out."""
 
 

@@ -227,13 +227,7 @@ class Ops(Protocol):
         """dx = dy * power * scale * (shift + scale * x)^(power - 1)."""
 
     def dropout_forward(
-        self,
-        x: Array,
-        y: Array,
-        mask: Array,
-        ratio: float,
-        seed: int,
-        step_counter: Maybe = None,
+        self, x: Array, y: Array, mask: Array, ratio: float, seed: int, step_counter: Maybe = None
     ) -> None:
         """mask = 1 with probability 1 - ratio, a hash of seed and place in memory, the same on CPU
         and GPU; y = x * mask / (1 - ratio).
@@ -469,13 +463,7 @@ class Ops(Protocol):
         """prob = softmax of x, loss = sum of -log(max(prob of the label, FLT_MIN)) / norm."""
 
     def softmax_loss_backward(
-        self,
-        prob: Array,
-        label: Array,
-        ignore: int | None,
-        weight: Array,
-        norm: Array,
-        dx: Array,
+        self, prob: Array, label: Array, ignore: int | None, weight: Array, norm: Array, dx: Array
     ) -> None:
         """dx = weight / norm * (prob - 1 at the label)."""
 

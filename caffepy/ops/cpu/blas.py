@@ -1,15 +1,12 @@
 """Matrix products and biases. A product is cut into pieces, a BLAS call each, on all threads."""
 
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-
-Array = NDArray[Any]
 
 WORK = 200_000  # multiplications for which one more thread pays
 ADDED = 1 << 20  # elements of a product that is accumulated: the size of a piece

@@ -20,8 +20,9 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.depthwise import Depthwise, suits
@@ -35,7 +36,6 @@ from caffepy.ops.cpu.tile import (
     shapes,
 )
 
-Array = NDArray[Any]
 Sizes = Sequence[int]
 
 ROWS = 768

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from math import prod
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
-
-Array = NDArray[Any]
 
 GRAIN = 1 << 15  # elements for which a second thread pays
 

@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.cpu.tile import shapes
 from caffepy.ops.cpu.vectors import Vectors, emitted
 
-Array = NDArray[Any]
 Sizes = Sequence[int]
 Width = tuple[int, ...]
 

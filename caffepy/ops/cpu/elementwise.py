@@ -10,12 +10,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 
-Array = NDArray[Any]
 Maybe = Array | None
 Pair = tuple[Array, Array]
 

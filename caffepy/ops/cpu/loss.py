@@ -1,16 +1,13 @@
 """Softmax, losses, accuracy."""
 
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, flatwise, scaled
-
-Array = NDArray[Any]
 
 # log(FLT_MIN) = -87.3365: no label can cost more than 87.3365, as in Caffe
 FLT_MIN = float(np.finfo(np.float32).tiny)

@@ -10,12 +10,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 
-Array = NDArray[Any]
 Maybe = Array | None
 
 PIXELS = 256  # computed at a time, for all channels, so that they stay in cache

@@ -2,18 +2,16 @@
 
 from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.blas import add_bias, bias_gradient
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, blockwise, flatwise
 from caffepy.ops.cpu.random import mix, seed_of_pass
 
-Array = NDArray[Any]
 Maybe = Array | None
 
 
@@ -233,13 +231,7 @@ def dropout_backward(dy: Array, mask: Array, dx: Array, ratio: float) -> None:
 
 
 def bias_act_forward(
-    y: Array,
-    b: Maybe,
-    relu: bool,
-    ratio: float,
-    seed: int,
-    mask: Maybe,
-    step_counter: Maybe = None,
+    y: Array, b: Maybe, relu: bool, ratio: float, seed: int, mask: Maybe, step_counter: Maybe = None
 ) -> None:
     if b is not None:
         add_bias(y, b)

@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, add, scale_backward, scale_forward
 from caffepy.ops.cpu.neuron import relu_backward, relu_forward
 
-Array = NDArray[Any]
 Maybe = Array | None
 
 

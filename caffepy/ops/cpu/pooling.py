@@ -9,13 +9,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.random import mix, seed_of_pass
 
-Array = NDArray[Any]
 Pair = tuple[int, int]
 
 

@@ -14,13 +14,12 @@ import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba.extending import intrinsic
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.cpu.vectors import Vectors, emitted
-
-Array = NDArray[Any]
 
 STREAMS = 4  # at least, for each thread
 PACKED = 16  # elements of a cache line, so that packing reads and writes whole ones
@@ -141,8 +140,7 @@ def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> Non
                 y[n, o] = spare[n, o - first]
 
 
-@intrinsic
-def _power_of_two(typing: Any, x: Any) -> Any:
+def _define_power_of_two(typing: Any, x: Any) -> Any:
     """Return 2^x for a whole x from -126 to 127, made from the bits of the exponent: unlike ldexp,
     vector code.
     """
@@ -157,6 +155,7 @@ def _power_of_two(typing: Any, x: Any) -> Any:
     return x(x), generate
 
 
+_power_of_two: Any = intrinsic(_define_power_of_two)
 _exact = partial(inlined, fastmath=EXACT)
 
 

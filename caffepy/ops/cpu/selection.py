@@ -1,11 +1,8 @@
 """Gather and scatter-add of rows, and the largest values."""
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from caffepy.device.blob import Array
 
 
 def take_rows(x: Array, index: Array, cut: bool, y: Array, wrong: Array) -> None:

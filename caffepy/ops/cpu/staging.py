@@ -1,13 +1,9 @@
 """Buffers between a thread that fills them and one that computes: on the CPU the same arrays."""
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.ops.objects import Specs
-
-Array = NDArray[Any]
 
 
 class Staging:

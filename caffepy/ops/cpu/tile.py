@@ -24,12 +24,10 @@ from typing import Any, NamedTuple
 import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numpy.typing import NDArray
 
+from caffepy.device.blob import Array
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.vectors import Vectors, emitted
-
-Array = NDArray[Any]
 
 
 class Shape(NamedTuple):

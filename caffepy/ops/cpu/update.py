@@ -8,13 +8,11 @@ from functools import partial
 from math import sqrt
 from typing import Any, NamedTuple
 
-from numpy.typing import NDArray
-
+from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
 from caffepy.ops.segments import Number, Segments
 
-Array = NDArray[Any]
 GRAIN = 1 << 16  # elements for which one more thread pays
 
 
