@@ -67,9 +67,7 @@ def from_bfloat16(bits: Array) -> Array:
 
 
 class Memory:
-    """A flat, lazily allocated, zero-initialised array of at least `capacity` elements, in the
-    host's memory.
-    """
+    """A flat, lazily allocated array of zeros on the host, of at least `capacity` elements."""
 
     __slots__ = ("_array", "capacity", "dtype")
 
@@ -198,9 +196,7 @@ class SyncedMemory(Memory):
         return self.layout == (self.dtype, False)
 
     def host_of(self, shape: tuple[int, ...]) -> Array:
-        """Return the host array of a blob of this shape, up to date; what is written to it is
-        uploaded by the next `array`.
-        """
+        """Return the up-to-date host array of this shape; `array` uploads what is written to it."""
         if self._host is None:
             self._host = np.zeros(self.capacity, self.dtype)
         count = prod(shape)

@@ -90,9 +90,7 @@ class CudaDevice(Device):
 
     @property
     def lost(self) -> str:
-        """The CUDA error after which the device does nothing more and its memory cannot be read;
-        empty if there is none.
-        """
+        """The CUDA error after which the device and its memory are of no use; empty if none."""
         for status in self._streams.statuses():
             if status not in (0, NOT_READY, *OF_CAPTURES):
                 return str(self._cupy.cuda.runtime.CUDARuntimeError(status))

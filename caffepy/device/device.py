@@ -84,16 +84,12 @@ class Device:
         self.random.state = dict(np.random.MT19937(seed).state)
 
     def draw_seed(self) -> int:
-        """Return a 32-bit seed for a generator of its own: a transformer, a dropout mask, a
-        shuffle.
-        """
+        """Return a 32-bit seed for another generator: a transformer, a dropout mask, a shuffle."""
         return int(self.rng.integers(1 << 32))
 
     @property
     def step_counter(self) -> Any:
-        """On a GPU an int64 array without axes that counts forward passes, from which each draws
-        its own random numbers; else None.
-        """
+        """The forward passes, an int64 array () on a GPU from which each draws, else None."""
         return None
 
     def count_step(self) -> None:
@@ -159,9 +155,7 @@ class Device:
         host[...] = array
 
     def flush(self) -> None:
-        """Upload the host arrays of blobs that were written to, for operations that reach the same
-        memory through other views.
-        """
+        """Upload host arrays that were written to, for operations on other views of the memory."""
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
@@ -173,9 +167,7 @@ class Device:
 
     @property
     def lost(self) -> str:
-        """The CUDA error after which the device does nothing more and its memory cannot be read;
-        empty if there is none.
-        """
+        """The CUDA error after which the device and its memory are of no use; empty if none."""
         return ""
 
     def __repr__(self) -> str:

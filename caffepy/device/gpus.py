@@ -1,6 +1,4 @@
-"""GPUs of the machine: their number and properties, and messages that say what to do if there are
-none or if they fail.
-"""
+"""GPUs of the machine, and messages that say what to do if there are none or if they fail."""
 
 import ctypes
 import os

@@ -158,9 +158,7 @@ _blas_before: Any = None
 
 @contextmanager
 def blas_scope() -> Iterator[None]:
-    """Make BLAS use the calling thread alone; scopes nest and overlap, and the last to end restores
-    the setting.
-    """
+    """Make BLAS use one thread until the last of the scopes, which nest and overlap, ends."""
     global _blas, _blas_depth, _blas_before
     with _lock:
         _blas_depth += 1

@@ -43,9 +43,7 @@ def preferred_layout(device: Device) -> Layout:
 
 
 def set_precision(device: Device, precision: str | None) -> None:
-    """Compute in this precision on this GPU from now on; None changes nothing. The CPU always
-    computes in float32.
-    """
+    """Set this GPU's precision; None changes nothing, and the CPU always computes in float32."""
     if precision and device.kind == "cuda":
         device.math_mode.precision = checked(precision)
     elif precision and precision != "fp32":

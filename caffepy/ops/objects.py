@@ -73,14 +73,10 @@ class LSTM(Protocol):
 
 
 class RNN(Protocol):
-    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T): T steps, N streams, H units; w (H, H),
-    cont (T, N).
-    """
+    """h_t = tanh(input_t + (cont_t h_{t-1}) @ w.T): w (H, H), cont (T, N); T, N, H as in LSTM."""
 
     def forward(self, h: Array, w: Array, cont: Array, h_first: Array, kept: Array) -> None:
-        """h (T, N, H) holds the inputs' sums, afterwards the states; kept becomes cont_t h_{t-1};
-        h_first (N, H).
-        """
+        """h (T, N, H): the inputs' sums, then the states; kept = cont_t h_{t-1}; h_first (N, H)."""
 
     def backward(self, h: Array, w: Array, cont: Array, dh: Array) -> None:
         """dh (T, N, H), the gradient in h from outside, becomes that in the sums inside tanh."""
@@ -121,9 +117,7 @@ class UpdateState(Protocol):
         """
 
     def pack_metrics(self, metrics: Array) -> None:
-        """Write the loss to the spare elements that the all-reduce averages; NaN if this device
-        found a problem.
-        """
+        """Write the loss where the all-reduce averages it; NaN if this device found a problem."""
 
     def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
         """Read the averaged loss back; NaN if the int at host address `abort_flag` is not 0."""
@@ -138,9 +132,7 @@ class UpdateState(Protocol):
         """Return the loss of the last pass, when the device has finished it."""
 
     def mean(self) -> float:
-        """Return the mean loss of the iteration's passes, over all solvers after `unpack_metrics`,
-        when the device has finished them.
-        """
+        """Wait for and return the passes' mean loss, of all solvers after `unpack_metrics`."""
 
     @property
     def needs_norm(self) -> bool:
@@ -217,9 +209,7 @@ class PhaseTimer(Protocol):
         """Return a block in which the host enqueues other work."""
 
     def read(self) -> dict[str, float]:
-        """Return the seconds by phase; on a GPU the last iterations may be missing: nothing is
-        waited for.
-        """
+        """Return the seconds by phase; a GPU's last iterations may be missing: nothing waits."""
 
 
 class Stopwatch(Protocol):
@@ -232,9 +222,7 @@ class Stopwatch(Protocol):
         """Record the time when everything up to here is done."""
 
     def read(self) -> list[float]:
-        """Return the milliseconds from each mark to the next, once all are reached, and remove the
-        marks.
-        """
+        """Wait for the marks, remove them and return the milliseconds from each to the next."""
 
 
 class Staging(Protocol):
@@ -243,9 +231,7 @@ class Staging(Protocol):
     """
 
     def room(self, layout: Specs) -> list[Any]:
-        """Return host arrays to fill, the same as before if the layout is; wait until their
-        previous content has been copied.
-        """
+        """Return host arrays to fill, those of before for the same layout, when free again."""
 
     def send(self) -> None:
         """Start the copy of what was filled to the device."""

@@ -5,9 +5,7 @@ import numpy as np
 from caffepy.device.blob import PLAIN, Layout
 
 STORAGE = {"fp32": "float32", "tf32": "float32", "bf16": "uint16", "fp16": "float16"}
-"""The element type of activations and their gradients; uint16 stands for bfloat16, which numpy
-lacks.
-"""
+"""The element type of activations and gradients; uint16 stands for bfloat16, which numpy lacks."""
 
 
 def preferred_layout(precision: str) -> Layout:

@@ -91,9 +91,7 @@ class Ops(Protocol):
     # Copies
 
     def copy(self, src: Array, dst: Array) -> None:
-        """dst = src; views with contiguous rows are as fast as whole arrays. On a GPU src may lie
-        on the host.
-        """
+        """dst = src, at full speed if rows are contiguous; on a GPU src may lie on the host."""
 
     def convert(self, x: Array, out: Array) -> None:
         """out = x in its own element type and order of axes."""
@@ -102,9 +100,7 @@ class Ops(Protocol):
         """whole = the parts side by side along the axis (1 if the channels lie last)."""
 
     def cut(self, whole: Array, sizes: Sizes, parts: Sequence[Maybe], axis: int) -> None:
-        """Write the parts, of these sizes along the axis, that are not None: the opposite of
-        `join`.
-        """
+        """Write the parts, of these sizes along the axis, that are not None: undo `join`."""
 
     # Arrays of one shape
 
@@ -299,14 +295,10 @@ class Ops(Protocol):
     def batch_norm_stored(
         self, running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
     ) -> None:
-        """Write the same numbers from the running sums divided by their weight; mean and variance
-        are 0 if the weight is.
-        """
+        """Write the same numbers from the running sums / their weight; 0 if the weight is."""
 
     def norm_forward(self, x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
-        """y = x * factor + shift [+ other], then ReLU with `relu`; numbers of
-        `batch_norm_prepare`.
-        """
+        """y = x * factor + shift [+ other], then ReLU; numbers of `batch_norm_prepare`."""
 
     def norm_backward(
         self,
@@ -399,9 +391,7 @@ class Ops(Protocol):
     def stochastic_pool_mean(
         self, x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair
     ) -> None:
-        """Write the expectation of `stochastic_pool_forward`: sum of squares / sum, 0 if the sum is
-        not above 0.
-        """
+        """Write the mean of `stochastic_pool_forward`: sum of squares / sum, 0 if that is <= 0."""
 
     # Rows and the largest values
 
@@ -413,9 +403,7 @@ class Ops(Protocol):
         """
 
     def add_rows(self, dy: Array, index: Array, dx: Array) -> None:
-        """dx[index] += dy in the order of dy (M, D); dx (K, D); an index outside 0 to K - 1 is
-        skipped.
-        """
+        """dx[index] += dy in the order of dy (M, D); dx (K, D); an index outside dx is skipped."""
 
     def top_values(self, x: Array, top_k: int, places: bool, values: bool, y: Array) -> None:
         """Write the places of the top_k largest values with `places`, then the values with
@@ -655,6 +643,4 @@ class Ops(Protocol):
         delta: float,
         correction: Number,
     ) -> None:
-        """m, v are means of g (by beta1) and of g^2 (by beta2);
-        w -= rate*correction*m/(sqrt(v) + delta).
-        """
+        """m, v = means of g, g^2 by beta1, beta2; w -= rate*correction*m/(sqrt(v) + delta)."""

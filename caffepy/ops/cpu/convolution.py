@@ -39,9 +39,7 @@ from caffepy.ops.cpu.tile import (
 Sizes = Sequence[int]
 
 ROWS = 768
-"""Output positions, possibly of several images, that are computed at a time: their data stay in
-cache.
-"""
+"""Output positions, of one image or several, that are computed at a time, in cache."""
 
 
 class _Shapes(NamedTuple):
@@ -99,9 +97,7 @@ def _pad(x: Array, at: int, together: int, sizes: _Sizes, line: Array, to: Array
 
 @kernel
 def _pack(w: Array, panels: Array, sizes: _Sizes, lo: int, hi: int) -> None:
-    """panels[unit, tap * inputs + i, o] = w[g, block * columns + o, i, tap], 0 beyond; units
-    are (g, block).
-    """
+    """panels[(g, block), tap * inputs + i, o] = w[g, block * columns + o, i, tap], 0 beyond."""
     for unit in range(lo, hi):
         g, first = unit // sizes.blocks, unit % sizes.blocks * sizes.columns
         count = min(sizes.columns, sizes.outputs - first)
@@ -118,9 +114,7 @@ def _pack(w: Array, panels: Array, sizes: _Sizes, lo: int, hi: int) -> None:
 def _forward(
     x: Array, panels: Array, bias: Array, y: Array, tables: _Tables, lo: int, hi: int
 ) -> None:
-    """Compute units [lo, hi), each (images, group, block of outputs); all arrays flat, panels and
-    bias by unit and column.
-    """
+    """Compute units (images, group, block of outputs); panels and bias by unit; all arrays flat."""
     plan, line, sizes, kind, vector = tables
     columns, positions = sizes.columns, sizes.positions
     rows = sizes.together * positions
@@ -163,9 +157,7 @@ def _forward(
 def _backward_weight(
     x: Array, dy: Array, parts: Array, bias_parts: Array, tables: _Tables, lo: int, hi: int
 ) -> None:
-    """Compute units [lo, hi), each (chunk of images, group, block): parts (units, K * columns),
-    bias_parts (units, columns).
-    """
+    """Write parts (units, K * columns), bias_parts (units, columns); unit (chunk, group, block)."""
     plan, line, sizes, kind, vector = tables
     columns, positions = sizes.columns, sizes.positions
     rows = sizes.together * positions
@@ -215,9 +207,7 @@ def _backward_weight(
 
 @kernel
 def _add_parts(parts: Array, dw: Array, sizes: _Sizes, lo: int, hi: int) -> None:
-    """dw[g, block * columns + o, i, tap] += sum over chunks of parts[unit, tap * inputs + i,
-    o].
-    """
+    """dw[g, block * columns + o, i, tap] += sum of parts[unit, tap * inputs + i, o] over chunks."""
     units = sizes.groups * sizes.blocks
     total = np.empty(sizes.columns, dw.dtype)
     for unit in range(lo, hi):
@@ -307,9 +297,7 @@ class _Correlation:
         self.bias = np.zeros((groups, blocks * columns), conv.dtype)
 
     def _ranges(self, needs: list[Array], counts: Sizes) -> Array:
-        """Return (rows, axes, 2) from what each index of each axis needs; everything if hardly
-        anything can be skipped.
-        """
+        """Return (rows, axes, 2) from the needs of each axis; all if hardly any can be skipped."""
         if not self.skips:
             return np.tile([[0, c] for c in counts], (prod(map(len, needs)), 1, 1))
         index = np.indices([len(a) for a in needs]).reshape(len(needs), -1)
@@ -378,9 +366,7 @@ class _Correlation:
 
 
 def _needs(count: int, step: int, other: int, other_step: int, pad: int, size: int) -> Array:
-    """Return (count, 2): the range of j below other with 0 <= i*step - pad + j*other_step < size,
-    for each i below count.
-    """
+    """Return for i < count the range of j < other with 0 <= i*step - pad + j*other_step < size."""
     at = np.arange(count) * step - pad
     lo = np.clip(-(at // other_step), 0, other)
     return np.stack([lo, np.clip((size - 1 - at) // other_step + 1, lo, other)], 1)

@@ -29,9 +29,7 @@ Sizes = Sequence[int]
 Width = tuple[int, ...]
 
 BLOCK = 2048
-"""Elements that all taps process before the next ones, so that they stay in the L1 cache and sums
-in float32 stay short.
-"""
+"""Elements that all taps process before the next: they stay in L1, and float32 sums are short."""
 
 TAPS = 9
 """Taps whose gradients are summed at a time, in registers."""
@@ -45,9 +43,7 @@ MULTIPLE = 16
 
 @emitted("source w at taps lo hi total e vectors width")
 def _weigh(v: Vectors) -> None:
-    """total[e + i] += sum over taps [lo, hi), at least one, of w[at + which] * source[offset + e +
-    i].
-    """
+    """total[e + i] += sum over taps lo < hi of w[at + which] * source[offset + e + i]."""
     builder, args, n = v.builder, v.args, v.types["vectors"].count
     start, table, to = (
         v.pointer("source", args["e"]),
@@ -97,9 +93,7 @@ def _sum(v: Vectors) -> None:
 
 @emitted("source at to to_at count width")
 def _copy(v: Vectors) -> None:
-    """to[to_at + i] = source[at + i] for i below count, at least one; short rows are too short for
-    a call of memcpy.
-    """
+    """to[to_at + i] = source[at + i] for i < count, at least 1: rows too short to call memcpy."""
     builder, count = v.builder, v.args["count"]
     start, end = v.pointer("source", v.args["at"]), v.pointer("to", v.args["to_at"])
     index, alignment = ir.VectorType(ir.IntType(64), v.width), ir.IntType(32)(v.real.bitwidth // 8)
@@ -125,9 +119,7 @@ def _copy(v: Vectors) -> None:
 
 @inlined
 def _apart(x: Array, at: int, width: int, lines: Array, buffer: Array, vector: Width) -> None:
-    """Copy the plane at x[at] to its places: lines[r, c] is that of element (r, c), c below the
-    stride.
-    """
+    """Copy the plane at x[at] to its places: that of (r, c), c < stride, is lines[r, c]."""
     height, apart = lines.shape
     two, zero = np.uintp(2), np.uintp(0)
     for r in range(height):
@@ -213,9 +205,7 @@ class _Tables(NamedTuple):
 
 @kernel
 def _forward(x: Array, w: Array, b: Array, y: Array, tables: _Tables, lo: int, hi: int) -> None:
-    """Compute planes [lo, hi) of x (N, C, H, W); w (C, m, taps), b (C, m), y (N, C, m, Ho, Wo), all
-    flat.
-    """
+    """Compute planes of x (N, C, H, W), w (C, m, taps), b (C, m), y (N, C, m, Ho, Wo), all flat."""
     x_lines, y_lines, spans, taps, sizes, vector = tables
     m = sizes.outputs
     buffer = np.zeros(sizes.x, x.dtype)
@@ -274,9 +264,7 @@ def suits(x_shape: Sizes, w_shape: Sizes, group: int) -> bool:
 
 
 class Depthwise:
-    """A convolution of fixed shapes with a group for each channel: x (N, C, H, W), w (C * m, 1, kh,
-    kw).
-    """
+    """A convolution with a group for each channel: x (N, C, H, W), w (C * m, 1, kh, kw)."""
 
     def __init__(
         self, x_shape: Sizes, w_shape: Sizes, stride: Sizes, pad: Sizes, dilation: Sizes, dtype: Any

@@ -23,9 +23,7 @@ BLOCK = 1 << 14  # elements: this much of a few arrays fits into a core's cache
 
 
 def blockwise(function: Callable[..., Any], *arrays: Array) -> None:
-    """Call a function made of numpy ufuncs on matching flat blocks of the arrays, small enough for
-    the cache.
-    """
+    """Call a function of numpy ufuncs on matching flat blocks of the arrays that fit the cache."""
     flat = [a.reshape(-1) for a in arrays]
 
     def piece(lo: int, hi: int) -> None:

@@ -42,9 +42,7 @@ def _layout(plane: Pair, out: Pair, kernel: Pair, stride: Pair, pad: Pair) -> _L
     columns = max(wo + (kw - 1) // sw, (w + pw - 1) // sw + 1)
 
     def place(r: Array, c: Array) -> Array:
-        """Return the place in the buffer of row r and column c, counted from the corner of the
-        padding.
-        """
+        """Return the place of row r and column c, counted from the corner of the padding."""
         at: Array = ((r % sh * sw + c % sw) * rows + r // sh) * columns + c // sw
         return at
 

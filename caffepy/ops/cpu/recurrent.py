@@ -35,9 +35,7 @@ class _Weights(NamedTuple):
 
 
 def _vector() -> tuple[int, int]:
-    """Return the bytes of a vector on this processor, and the rows of a tile of two vectors each
-    that leaves some registers free.
-    """
+    """Return the bytes of a vector, and the rows of a tile of two that leaves registers free."""
     features = llvmlite.binding.get_host_cpu_features()
     if features.get("avx512f"):
         return 64, 8
@@ -141,9 +139,7 @@ def _add_product(x: Array, weights: _Weights, y: Array, lo: int, hi: int) -> Non
 
 
 def _define_power_of_two(typing: Any, x: Any) -> Any:
-    """Return 2^x for a whole x from -126 to 127, made from the bits of the exponent: unlike ldexp,
-    vector code.
-    """
+    """Return 2^x for a whole x of -126 to 127 by the exponent's bits; unlike ldexp, vector code."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         bits = x.bitwidth
@@ -202,9 +198,7 @@ def _tanh(x: Any, like: Array) -> Any:
 
 @inlined
 def _unit(a: Array, c_before: Array, cont: float, c: Array, h: Array) -> None:
-    """Compute one stream's LSTM unit; a (4H) holds the sums of gates i, f, o, g, then their
-    activations, f times cont.
-    """
+    """Compute a stream's unit; a (4H): sums of the gates i, f, o, g, then activations, f * cont."""
     size = h.size
     i, f, o, g = a[:size], a[size : 2 * size], a[2 * size : 3 * size], a[3 * size :]
     sigmoids = a[: 3 * size]
@@ -225,9 +219,7 @@ def _unit(a: Array, c_before: Array, cont: float, c: Array, h: Array) -> None:
 
 @inlined
 def _unit_gradient(a: Array, c_before: Array, c: Array, dh: Array, dc: Array, da: Array) -> None:
-    """Compute the gradient of `_unit` in the sums of the gates; dc, the gradient in c, becomes that
-    in c_before.
-    """
+    """Write da, `_unit`'s gradient in the sums; dc, that in c, becomes that in c_before."""
     size, one = dh.size, a.dtype.type(1)
     i, f, o, g = a[:size], a[size : 2 * size], a[2 * size : 3 * size], a[3 * size :]
     di, df, do, dg = da[:size], da[size : 2 * size], da[2 * size : 3 * size], da[3 * size :]

@@ -64,9 +64,7 @@ def shapes(itemsize: int) -> list[Shape]:
 
 
 def best_shape(outputs: int, itemsize: int) -> int:
-    """The index among `shapes` of the tile that wastes the fewest columns on this many outputs; the
-    first of equals.
-    """
+    """Return the first of `shapes` that wastes the fewest columns on this many outputs."""
     columns = [s.columns for s in shapes(itemsize)]
     return min(range(len(columns)), key=lambda k: -(-outputs // columns[k]) * columns[k])
 
@@ -82,9 +80,7 @@ class Schedule(NamedTuple):
 
 
 Ranges = Array
-"""(rows, axes, 2): along each axis of the reduction the first index that a row needs and the one
-after the last.
-"""
+"""(rows, axes, 2): along each axis of the reduction the first index of a row, and the end."""
 
 
 def schedule(
