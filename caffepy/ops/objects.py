@@ -1,7 +1,7 @@
 """The objects of a back end, beside its functions: what both implementations of each class do.
 
 `protocol.Ops` has a constructor for each. Where a comment of an implementation adds nothing, its
-methods have no docstring of their own.
+methods have no docstring of their own; what has no meaning on the CPU it inherits from here.
 """
 
 from collections.abc import Sequence

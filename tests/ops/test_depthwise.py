@@ -165,4 +165,4 @@ def test_for_which_shapes(x_shape, w_shape, group, chosen):
     conv = cpu.Convolution(
         x_shape, w_shape, (1,) * axes, (0,) * axes, (1,) * axes, group, np.float32
     )
-    assert isinstance(conv.loops, Depthwise) is chosen
+    assert isinstance(conv.plan, Depthwise) is chosen

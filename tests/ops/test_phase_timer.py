@@ -1,7 +1,7 @@
 import time
 
 from caffepy.device.device import Device
-from caffepy.ops.cpu.phase_timer import PhaseTimer
+from caffepy.ops.cpu import PhaseTimer
 
 
 def test_each_lap_is_the_time_since_the_one_before() -> None:

@@ -71,7 +71,8 @@ def test_the_same_parameters(backend, name):
     if not inspect.isclass(theirs):
         return
     methods = {key: f for key, f in public(getattr(objects, name)).items() if callable(f)}
-    assert set(methods) == {key for key, f in public(theirs).items() if callable(f)}
+    # What has no meaning on the CPU it inherits from `objects`.
+    assert set(methods) >= {key for key, f in public(theirs).items() if callable(f)}
     for method, function in methods.items():
         assert parameters(getattr(theirs, method)) == parameters(function), method
 

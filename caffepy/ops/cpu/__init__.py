@@ -66,7 +66,6 @@ from caffepy.ops.cpu.normalization import (
     norm_backward,
     norm_forward,
 )
-from caffepy.ops.cpu.phase_timer import PhaseTimer
 from caffepy.ops.cpu.pooling import (
     ave_pool_backward,
     ave_pool_forward,
@@ -79,7 +78,7 @@ from caffepy.ops.cpu.pooling import (
 from caffepy.ops.cpu.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cpu.selection import add_rows, take_rows, top_values
 from caffepy.ops.cpu.staging import Staging
-from caffepy.ops.cpu.stopwatch import Stopwatch
+from caffepy.ops.cpu.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cpu.transform import transform_batch
 from caffepy.ops.cpu.update import (
     adadelta_update,

@@ -340,8 +340,9 @@ class _Correlation:
         return schedule([(place, np.arange(len(place)), ranges)] * blocks, steps, self.shape)
 
     def forward(self, x: Array, w: Array, bias: Array | None, y: Array) -> None:
-        """Write y; w (g, O/g, C/g, taps)."""
+        """Write y."""
         sizes, panels = self.sizes, self.panels
+        w = w.reshape(sizes.groups, sizes.outputs, sizes.inputs, sizes.taps)
         units = sizes.groups * sizes.blocks
         parallel(partial(_pack, w, panels, sizes), units, 1 + 50_000 * units // w.size)
         self.bias[:, : sizes.outputs] = 0 if bias is None else bias.reshape(sizes.groups, -1)
@@ -429,32 +430,49 @@ def _col2im(col: Array, x: Array, windows: _Windows) -> None:
                         plane[at + s + i * stride] += source[q + i]
 
 
-class _General:
-    """A convolution of any shapes, as sums of tiles."""
-
-    def __init__(self, conv: _Shapes) -> None:
-        o, inputs, *kernel = conv.w
-        self.w_shape = (conv.group, o // conv.group, inputs, prod(kernel))
+class Convolution:
+    def __init__(
+        self,
+        x_shape: Sizes,
+        w_shape: Sizes,
+        stride: Sizes,
+        pad: Sizes,
+        dilation: Sizes,
+        group: int,
+        dtype: DTypeLike,
+    ) -> None:
+        conv = _Shapes(x_shape, w_shape, stride, pad, dilation, group, np.dtype(dtype))
+        self.plan: Depthwise | _Correlation
+        self.data_plan: Depthwise | _Correlation | _Windows
+        if suits(x_shape, w_shape, group):
+            self.plan = self.data_plan = Depthwise(x_shape, w_shape, stride, pad, dilation, dtype)
+            self.y_shape: tuple[int, ...] = self.plan.y_shape
+            return
+        o, inputs, *kernel = w_shape
+        self.w_shape = group, o // group, inputs, prod(kernel)
         self.plan = _Correlation(conv)
-        self.y_shape = (conv.x[0], o, *self.plan.out)
-        turned = [d * (k - 1) - p for k, p, d in zip(kernel, conv.pad, conv.dilation, strict=True)]
-        self.data_plan: _Correlation | _Windows
-        if all(s == 1 for s in conv.stride) and min(turned) >= 0:
-            w_shape = conv.x[1], o // conv.group, *kernel
-            self.data_plan = _Correlation(conv._replace(x=self.y_shape, w=w_shape, pad=turned))
+        self.y_shape = x_shape[0], o, *self.plan.out
+        turned = [d * (k - 1) - p for k, p, d in zip(kernel, pad, dilation, strict=True)]
+        if all(s == 1 for s in stride) and min(turned) >= 0:
+            shapes = x_shape[1], o // group, *kernel
+            self.data_plan = _Correlation(conv._replace(x=self.y_shape, w=shapes, pad=turned))
         else:
             self.data_plan = _windows(conv, self.plan.out)
 
-    def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
-        """Write y = w * x + b."""
+    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
         if y.size:
-            self.plan.forward(x, w.reshape(self.w_shape), b, y)
+            self.plan.forward(x, w, b, y)
+        if relu:
+            relu_forward(y, y, 0.0)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        """Write dx."""
+        plan = self.data_plan
         if not dx.size:
             return
-        w, plan = w.reshape(self.w_shape), self.data_plan
+        if isinstance(plan, Depthwise):
+            plan.backward_data(dy, w, dx)
+            return
+        w = w.reshape(self.w_shape)
         if isinstance(plan, _Correlation):
             plan.forward(dy, w.transpose(0, 2, 1, 3)[..., ::-1], None, dx)
             return
@@ -475,37 +493,5 @@ class _General:
         parallel(images, n)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        """Add to dw and db."""
         if dy.size:
             self.plan.backward_weight(x, dy, dw, db)
-
-
-class Convolution:
-    def __init__(
-        self,
-        x_shape: Sizes,
-        w_shape: Sizes,
-        stride: Sizes,
-        pad: Sizes,
-        dilation: Sizes,
-        group: int,
-        dtype: DTypeLike,
-    ) -> None:
-        self.loops: Depthwise | _General
-        if suits(x_shape, w_shape, group):
-            self.loops = Depthwise(x_shape, w_shape, stride, pad, dilation, dtype)
-        else:
-            conv = _Shapes(x_shape, w_shape, stride, pad, dilation, group, np.dtype(dtype))
-            self.loops = _General(conv)
-        self.y_shape = self.loops.y_shape
-
-    def forward(self, x: Array, w: Array, b: Array | None, y: Array, relu: bool = False) -> None:
-        self.loops.forward(x, w, b, y)
-        if relu:
-            relu_forward(y, y, 0.0)
-
-    def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
-        self.loops.backward_data(dy, w, dx)
-
-    def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
-        self.loops.backward_weight(x, dy, dw, db)

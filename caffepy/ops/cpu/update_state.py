@@ -7,21 +7,20 @@ import numpy as np
 
 from caffepy.device.blob import Array, Blob
 from caffepy.device.device import Device
+from caffepy.ops import objects
 from caffepy.ops.cpu.elementwise import dot
-from caffepy.ops.segments import Number
 from caffepy.ops.update_state import Limits, StepResult, StepStatus
 
 
-class UpdateState:
+def _loss(losses: Sequence[Blob]) -> float:
+    return float(sum(np.dot(b.data.reshape(-1), b.diff.reshape(-1)) for b in losses))
+
+
+class UpdateState(objects.UpdateState):
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: Device) -> None:
-        self._limits = limits
-        self._losses = losses
-        self.rate: Number = 0.0
-        self.decay: Number = 0.0
-        self.correction: Number = 0.0
-        self.scale: Number = 1.0
-        self.go: Number = 1.0
-        self.loss_scale: Number = 1.0
+        self._limits, self._losses = limits, losses
+        self.rate = self.decay = self.correction = 0.0
+        self.scale = self.go = self.loss_scale = 1.0
         self._total = self._last = 0.0
         self._results: list[StepResult] = []
         self._saved: list[Array] = []
@@ -42,9 +41,7 @@ class UpdateState:
             blob.data[...] = kept
 
     def accumulate_loss(self) -> None:
-        self._last = float(
-            sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses)
-        )
+        self._last = _loss(self._losses)
         self._total += self._last
 
     def pack_metrics(self, metrics: Array) -> None:
@@ -52,12 +49,6 @@ class UpdateState:
 
     def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
         self._total = float(metrics[0])
-
-    def pack_scale(self, spare: Array) -> None:
-        """Nothing: float32 needs no loss scale."""
-
-    def unpack_scale(self, spare: Array) -> None:
-        """Nothing: float32 needs no loss scale."""
 
     def loss(self) -> float:
         return self._last
@@ -79,9 +70,6 @@ class UpdateState:
             StepResult(self._total / self._limits.passes, norm, factor, 1.0, StepStatus.DONE)
         )
 
-    def mark_enqueued(self) -> None:
-        """Count an iteration, whose `check_and_scale` is on the device's stream by now."""
-
     def step_results(self, wait: bool) -> list[StepResult]:
         step_results, self._results = self._results, []
         return step_results
@@ -93,20 +81,13 @@ class UpdateState:
     def resync(self) -> None:
         self._results.clear()
 
-    def resume(self) -> None:
-        """Allow updates again after an iteration that was STOPPED."""
-
     def state(self) -> dict[str, float]:
         return {}
-
-    def set_state(self, state: dict[str, float]) -> None:
-        """Restore what `state` returned."""
 
 
 class Sums:
     def __init__(self, blobs: Sequence[Blob], losses: Sequence[Blob], device: Device) -> None:
-        self._blobs = blobs
-        self._losses = losses
+        self._blobs, self._losses = blobs, losses
         self.clear()
 
     def clear(self) -> None:
@@ -116,9 +97,7 @@ class Sums:
     def add(self) -> None:
         for total, blob in zip(self._sums, self._blobs, strict=True):
             total += blob.data
-        self._loss += float(
-            sum(np.dot(blob.data.reshape(-1), blob.diff.reshape(-1)) for blob in self._losses)
-        )
+        self._loss += _loss(self._losses)
 
     def read(self) -> tuple[list[Array], float]:
         return self._sums, self._loss

@@ -1,15 +1,17 @@
-"""The phase timer, by the host's clock."""
+"""The phase timer and the stopwatch, by the host's clock."""
 
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from time import perf_counter
 
 from caffepy.device.device import Device
+from caffepy.ops import objects
 from caffepy.ops.phase_timer import PARTS
 
 
 class PhaseTimer:
-    """Sums of differences of time.perf_counter."""
+    """Sums of differences of perf_counter."""
 
     def __init__(self, device: Device) -> None:
         self.running = False
@@ -20,11 +22,11 @@ class PhaseTimer:
         self.begin()
 
     def begin(self) -> None:
-        self._since = time.perf_counter() if self.running else None
+        self._since = perf_counter() if self.running else None
 
     def mark(self, part: str) -> None:
         if self._since is not None:
-            now = time.perf_counter()
+            now = perf_counter()
             self._seconds[part] += now - self._since
             self._since = now
 
@@ -42,3 +44,15 @@ class PhaseTimer:
 
     def read(self) -> dict[str, float]:
         return dict(self._seconds)
+
+
+class Stopwatch(objects.Stopwatch):
+    def __init__(self) -> None:
+        self._marks: list[float] = []
+
+    def mark(self) -> None:
+        self._marks.append(perf_counter() * 1000)
+
+    def read(self) -> list[float]:
+        marks, self._marks = self._marks, []
+        return [after - before for before, after in pairwise(marks)]
