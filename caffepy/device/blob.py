@@ -85,7 +85,7 @@ class Memory:
     def bind(self, array: Array) -> None:
         """Use this flat array from now on (a slice of a solver's flat parameters)."""
         assert array.ndim == 1
-        assert array.dtype == self.dtype
+        assert array.dtype == self.layout.dtype
         self._array, self.capacity = array, array.size
 
     @property
@@ -156,9 +156,7 @@ class SyncedMemory(Memory):
 
     def bind(self, array: Array) -> None:
         """Use this flat device array, of the layout's type, from now on."""
-        assert array.ndim == 1
-        assert array.dtype == self.layout.dtype
-        self._array, self.capacity = array, array.size
+        super().bind(array)
         self._host, self._host_is_newer = None, False
         self.device.allocation_version += 1
 

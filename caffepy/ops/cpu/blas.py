@@ -1,6 +1,7 @@
 """Matrix products and biases. A product is cut into pieces, a BLAS call each, on all threads."""
 
 from functools import lru_cache, partial
+from math import prod
 
 import numpy as np
 
@@ -93,6 +94,7 @@ def _bias_gradient_rows(dy: Array, db: Array, lo: int, hi: int) -> None:
 
 
 def bias_gradient(dy: Array, db: Array, copy: Array | None = None) -> None:
+    dy = dy if dy.ndim == 2 else dy.reshape(*dy.shape[:2], prod(dy.shape[2:]))
     grain = max(1, 50_000 * db.size // max(1, dy.size))
     loop = _bias_gradient_rows if dy.ndim == 2 else _bias_gradient
     parallel(partial(loop, dy, db), db.size, grain)

@@ -141,7 +141,7 @@ def _forward(
             for s in range(m):
                 for o in range(columns):
                     sums[s * columns + o] = bias[panel * columns + o]
-            accumulate_by(kind, source, at, plan, part, panels, b_at, sums, vector)
+            accumulate_by(kind, source[at:], plan, part, panels[b_at:], sums, vector)
             s = 0
             while s < m:  # the rows of one image
                 i, p = (a + s) // positions, (a + s) % positions
@@ -149,7 +149,8 @@ def _forward(
                 y_at = (
                     ((image + i) * sizes.groups + g) * sizes.outputs + block * columns
                 ) * positions + p
-                copy_transposed(sums, s * columns, columns, y, y_at, positions, r, count, vector)
+                to = y[y_at:]
+                copy_transposed(sums[s * columns :], columns, to, positions, r, count, vector)
                 s += r
 
 
@@ -166,19 +167,14 @@ def _backward_weight(
     source = buffer if with_pad else x
     panel = np.zeros(min(ROWS, rows) * columns, x.dtype)
     packs = sizes.images // sizes.together
-    origin = np.int64(0)  # with a literal 0 numba would compile the tiles a second time
     for unit in range(lo, hi):
         block, which = unit % sizes.blocks, unit // sizes.blocks
         g, chunk = which % sizes.groups, which // sizes.groups
         sums, bias = parts[unit], bias_parts[unit]
-        for i in range(sums.size):
-            sums[i] = 0
-        for i in range(columns):
-            bias[i] = 0
+        sums[:], bias[:] = 0, 0
         count = min(columns, sizes.outputs - block * columns)
         if count < columns:
-            for i in range(panel.size):
-                panel[i] = 0
+            panel[:] = 0
         for pack in range(packs * chunk // sizes.chunks, packs * (chunk + 1) // sizes.chunks):
             image = pack * sizes.together
             at = (image * sizes.groups + g) * sizes.inputs * sizes.plane
@@ -195,14 +191,13 @@ def _backward_weight(
                     dy_at = (
                         ((image + i) * sizes.groups + g) * sizes.outputs + block * columns
                     ) * positions + p
-                    copy_transposed(
-                        dy, dy_at, positions, panel, s * columns, columns, count, r, vector
-                    )
+                    to = panel[s * columns :]
+                    copy_transposed(dy[dy_at:], positions, to, columns, count, r, vector)
                     s += r
                 for s in range(m):
                     for o in range(columns):
                         bias[o] += panel[s * columns + o]
-                accumulate_by(kind, source, at, plan, part, panel, origin, sums, vector)
+                accumulate_by(kind, source[at:], plan, part, panel, sums, vector)
 
 
 @kernel
@@ -265,20 +260,9 @@ class _Correlation:
         blocks = -(-outputs // columns)
         weights = groups * blocks * taps * self.channels * columns
         chunks = min(-(-16 // (groups * blocks)), 1 + 2**21 // weights, n // together)
+        planes = prod(size), size[-1], self.padded, positions, taps
         self.sizes = _Sizes(
-            images=n,
-            together=together,
-            groups=groups,
-            inputs=self.channels,
-            outputs=outputs,
-            plane=prod(size),
-            width=size[-1],
-            padded=self.padded,
-            positions=positions,
-            taps=taps,
-            blocks=blocks,
-            columns=columns,
-            chunks=chunks,
+            n, together, groups, self.channels, outputs, *planes, blocks, columns, chunks
         )
         self.image = self.channels * (self.padded if any(pad) else groups * self.padded)
         self.position_step = [s * t for s, t in zip(stride, step, strict=True)]

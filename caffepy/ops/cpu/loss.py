@@ -24,8 +24,7 @@ def _grain(x: Array) -> int:
 def _subtract_max_planes(x: Array, y: Array, lo: int, hi: int) -> None:
     most = np.empty(x.shape[2], x.dtype)
     for n in range(lo, hi):
-        for p in range(most.size):
-            most[p] = x[n, 0, p]
+        most[:] = x[n, 0]
         for c in range(1, x.shape[1]):
             u = x[n, c]
             for p in range(u.size):
@@ -40,8 +39,7 @@ def _subtract_max_planes(x: Array, y: Array, lo: int, hi: int) -> None:
 def _divide_by_sum_planes(y: Array, lo: int, hi: int) -> None:
     total = np.empty(y.shape[2], y.dtype)
     for n in range(lo, hi):
-        for p in range(total.size):
-            total[p] = 0
+        total[:] = 0
         for c in range(y.shape[1]):
             v = y[n, c]
             for p in range(v.size):
@@ -92,8 +90,7 @@ def softmax_forward(x: Array, y: Array) -> None:
 def _softmax_gradient(y: Array, dy: Array, dx: Array, lo: int, hi: int) -> None:
     product = np.empty(y.shape[2], y.dtype)
     for n in range(lo, hi):
-        for p in range(product.size):
-            product[p] = 0
+        product[:] = 0
         for c in range(y.shape[1]):
             t, u = y[n, c], dy[n, c]
             for p in range(t.size):

@@ -1,7 +1,6 @@
 """Activations and dropout, alone and with the bias before them."""
 
 from functools import partial
-from math import prod
 
 import numpy as np
 
@@ -246,14 +245,11 @@ def bias_act_backward(
 ) -> None:
     if mask is not None:
         dropout_backward(dy, mask, dy, ratio)
-    if relu:
-        relu_backward(y, dy, dy, 0.0)
-    if db is not None:
-        bias_gradient(dy, db)
+    relu_bias_backward(y if relu else None, dy, db)
 
 
 def relu_bias_backward(y: Maybe, dy: Array, db: Maybe) -> None:
     if y is not None:
         relu_backward(y, dy, dy, 0.0)
     if db is not None:
-        bias_gradient(dy if dy.ndim == 2 else dy.reshape(*dy.shape[:2], prod(dy.shape[2:])), db)
+        bias_gradient(dy, db)

@@ -16,6 +16,7 @@ from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.random import mix, seed_of_pass
 
 Pair = tuple[int, int]
+Window = tuple[Pair, Pair, Pair]  # kernel, stride, pad
 
 
 class _Layout(NamedTuple):
@@ -139,16 +140,9 @@ def _ave_backward(
 
 @partial(kernel, fastmath=EXACT)
 def _stochastic_forward(
-    x: Array,
-    y: Array,
-    index: Array,
-    seed: int,
-    kernel: Pair,
-    stride: Pair,
-    pad: Pair,
-    lo: int,
-    hi: int,
+    x: Array, y: Array, index: Array, seed: int, window: Window, lo: int, hi: int
 ) -> None:
+    kernel, stride, pad = window
     h, w, second, number = x.shape[1], x.shape[2], mix(np.uint32(seed)), x.dtype.type
     for n in range(lo, hi):
         for i in range(y.shape[1]):
@@ -173,9 +167,8 @@ def _stochastic_forward(
 
 
 @kernel
-def _stochastic_mean(
-    x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, lo: int, hi: int
-) -> None:
+def _stochastic_mean(x: Array, y: Array, window: Window, lo: int, hi: int) -> None:
+    kernel, stride, pad = window
     for n in range(lo, hi):
         for i in range(y.shape[1]):
             for j in range(y.shape[2]):
@@ -243,9 +236,9 @@ def stochastic_pool_forward(
     if step_counter is not None:
         seed = int(seed_of_pass(seed, int(step_counter)))
     planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y, index)]
-    parallel(partial(_stochastic_forward, *planes, seed, kernel, stride, pad), len(planes[0]))
+    parallel(partial(_stochastic_forward, *planes, seed, (kernel, stride, pad)), len(planes[0]))
 
 
 def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
     planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y)]
-    parallel(partial(_stochastic_mean, *planes, kernel, stride, pad), len(planes[0]))
+    parallel(partial(_stochastic_mean, *planes, (kernel, stride, pad)), len(planes[0]))

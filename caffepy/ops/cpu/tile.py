@@ -29,6 +29,8 @@ from caffepy.device.blob import Array
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.vectors import Vectors, emitted
 
+Lengths = tuple[int, ...]  # a tuple for its length, which is a type for numba
+
 
 class Shape(NamedTuple):
     """A tile: its rows, vectors and elements of a vector, each number as the length of a tuple.
@@ -36,9 +38,9 @@ class Shape(NamedTuple):
     Lengths of tuples are types for numba, which compiles one loop for each shape.
     """
 
-    rows: tuple[int, ...]
-    vectors: tuple[int, ...]
-    width: tuple[int, ...]
+    rows: Lengths
+    vectors: Lengths
+    width: Lengths
 
     @property
     def columns(self) -> int:
@@ -115,7 +117,7 @@ def schedule(
     return Schedule(np.array(first), table[0], table[1], np.array(spans), table[2])
 
 
-@emitted("x x_at place to row_at steps lo hi b b_at c rows vectors width")
+@emitted("x place to row_at steps lo hi b c rows vectors width")
 def _tile(v: Vectors) -> None:
     """One tile, its rows from row_at on in place and to, for steps[lo:hi], at least one."""
     builder, args = v.builder, v.args
@@ -125,10 +127,10 @@ def _tile(v: Vectors) -> None:
         return builder.sext(builder.load(builder.gep(table, [at])), index)
 
     place, to, steps = v.pointer("place"), v.pointer("to"), v.pointer("steps")
-    b, bases, targets = v.pointer("b", args["b_at"]), [], []
+    b, bases, targets = v.pointer("b"), [], []
     for k in range(v.types["rows"].count):
         row = builder.add(args["row_at"], index(k))
-        bases.append(v.pointer("x", args["x_at"], load_index(place, row)))
+        bases.append(v.pointer("x", load_index(place, row)))
         columns = index(len(vectors) * v.width)
         targets.append(v.pointer("c", builder.mul(load_index(to, row), columns)))
 
@@ -174,68 +176,31 @@ def transpose(v: Vectors) -> None:
 
 @kernel
 def copy_transposed(
-    a: Array,
-    a_at: int,
-    a_step: int,
-    b: Array,
-    b_at: int,
-    b_step: int,
-    rows: int,
-    columns: int,
-    n_width: tuple[int, ...],
+    a: Array, a_step: int, b: Array, b_step: int, rows: int, columns: int, vector: Lengths
 ) -> None:
     """b[j, i] = a[i, j] for rows x columns elements of flat arrays, in blocks of vectors."""
-    width = len(n_width)
+    width = len(vector)
     for i in range(0, rows, width):
         for j in range(0, columns, width):
             if i + width <= rows and j + width <= columns:
-                transpose(
-                    a, a_at + i * a_step + j, a_step, b, b_at + j * b_step + i, b_step, n_width
-                )
+                transpose(a, i * a_step + j, a_step, b, j * b_step + i, b_step, vector)
             else:
                 for u in range(j, min(j + width, columns)):
                     for v in range(i, min(i + width, rows)):
-                        b[b_at + u * b_step + v] = a[a_at + v * a_step + u]
+                        b[u * b_step + v] = a[v * a_step + u]
 
 
 @kernel
-def accumulate(
-    x: Array,
-    x_at: int,
-    plan: Schedule,
-    block: int,
-    b: Array,
-    b_at: int,
-    c: Array,
-    n_rows: tuple[int, ...],
-    n_vectors: tuple[int, ...],
-    n_width: tuple[int, ...],
-) -> None:
-    """Compute all tiles of a block; places count from x_at, rows of b from b_at; x, b, c flat."""
+def accumulate(x: Array, plan: Schedule, block: int, b: Array, c: Array, shape: Shape) -> None:
+    """Compute all tiles of a block; x, b, c flat."""
+    rows, vectors, width = shape
     for t in range(plan.first[block], plan.first[block + 1]):
-        lo, hi = plan.span[t, 0], plan.span[t, 1]
+        lo, hi, at = plan.span[t, 0], plan.span[t, 1], t * len(rows)
         if lo < hi:
-            _tile(
-                x,
-                x_at,
-                plan.place,
-                plan.to,
-                t * len(n_rows),
-                plan.steps,
-                lo,
-                hi,
-                b,
-                b_at,
-                c,
-                n_rows,
-                n_vectors,
-                n_width,
-            )
+            _tile(x, plan.place, plan.to, at, plan.steps, lo, hi, b, c, rows, vectors, width)
 
 
-def reference(
-    x: Array, x_at: int, plan: Schedule, block: int, b: Array, b_at: int, c: Array, shape: Shape
-) -> None:
+def reference(x: Array, plan: Schedule, block: int, b: Array, c: Array, shape: Shape) -> None:
     """Compute what `accumulate` does, one sum after the other."""
     size, columns = len(shape.rows), shape.columns
     for t in range(plan.first[block], plan.first[block + 1]):
@@ -244,32 +209,24 @@ def reference(
         sums = [c[a].copy() for a in at]
         for offset, row in plan.steps.reshape(-1, 2)[slice(*plan.span[t])]:
             for i, total in zip(rows, sums, strict=True):
-                total += x[x_at + plan.place[i] + offset] * b[b_at + row :][:columns]
+                total += x[plan.place[i] + offset] * b[row : row + columns]
         for a, total in zip(at, sums, strict=True):
             c[a] = total
 
 
-_FIRST, _SECOND, _THIRD, _FOURTH = (shape[:2] for shape in shapes(4))
+_FIRST, _SECOND, _THIRD, _FOURTH = ((shape.rows, shape.vectors) for shape in shapes(4))
 
 
 @kernel
 def accumulate_by(
-    kind: int,
-    x: Array,
-    x_at: int,
-    plan: Schedule,
-    block: int,
-    b: Array,
-    b_at: int,
-    c: Array,
-    n_width: tuple[int, ...],
+    kind: int, x: Array, plan: Schedule, block: int, b: Array, c: Array, vector: Lengths
 ) -> None:
     """`accumulate` with tiles of the shape with this index: one compiled caller for all shapes."""
     if kind == 0:
-        accumulate(x, x_at, plan, block, b, b_at, c, *_FIRST, n_width)
+        accumulate(x, plan, block, b, c, Shape(*_FIRST, vector))
     elif kind == 1:
-        accumulate(x, x_at, plan, block, b, b_at, c, *_SECOND, n_width)
+        accumulate(x, plan, block, b, c, Shape(*_SECOND, vector))
     elif kind == 2:
-        accumulate(x, x_at, plan, block, b, b_at, c, *_THIRD, n_width)
+        accumulate(x, plan, block, b, c, Shape(*_THIRD, vector))
     else:
-        accumulate(x, x_at, plan, block, b, b_at, c, *_FOURTH, n_width)
+        accumulate(x, plan, block, b, c, Shape(*_FOURTH, vector))
