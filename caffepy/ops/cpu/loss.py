@@ -24,7 +24,8 @@ def _grain(x: Array) -> int:
 def _subtract_max_planes(x: Array, y: Array, lo: int, hi: int) -> None:
     most = np.empty(x.shape[2], x.dtype)
     for n in range(lo, hi):
-        most[:] = x[n, 0]
+        for p in range(most.size):
+            most[p] = x[n, 0, p]
         for c in range(1, x.shape[1]):
             u = x[n, c]
             for p in range(u.size):
