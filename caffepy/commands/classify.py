@@ -1,9 +1,7 @@
 """`caffepy classify`: the best classes of images."""
 
 import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +15,7 @@ from caffepy.commands.preprocess import Preparation, image_net, load, names_in, 
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.core.files import written
 from caffepy.data.npy import new_npy
+from caffepy.data.prefetch import mapped
 from caffepy.device.blob import Array, shape_string
 from caffepy.pycaffe.classifier import CROPS, Classifier
 from caffepy.report import counting
@@ -28,7 +27,6 @@ USUAL_DIMS = 256, 256
 """The size to which Caffe's script resizes images, for nets that take somewhat less."""
 
 READERS = 4  # threads that read image files
-AHEAD = 16  # images that are read ahead
 
 
 @dataclass(frozen=True)
@@ -70,8 +68,9 @@ class Classification:
         return "\n".join(columns(rows, left=4))
 
     def json(self) -> str:
-        """Return a list of objects: the image and its predictions (class, label, score), or the
-        error. Scores that are not finite are null.
+        """Return a list of objects: image, and predictions (class, label, score) or error.
+
+        Scores that are not finite are null.
         """
         objects: list[dict[str, Any]] = []
         for image in self.images:
@@ -144,7 +143,7 @@ def classify(
     with ExitStack() as stack:
         add = stack.enter_context(new_npy(stack.enter_context(written(output)))) if output else None
         done = stack.enter_context(counting(len(items), "images", progress))
-        loaded = stack.enter_context(closing(_read_ahead(items)))
+        loaded = stack.enter_context(closing(mapped(_read, items, READERS)))
         while part := list(islice(loaded, at_once)):
             scores = np.full((len(part), classes), np.nan, np.float32)
             read = {i: image for i, (_, image) in enumerate(part) if isinstance(image, np.ndarray)}
@@ -203,18 +202,9 @@ def _items(path: str, channels: int, extensions: Sequence[str]) -> Iterator[Item
         yield path, partial(load, path, channels)
 
 
-def _read_ahead(items: Iterable[Item]) -> Generator[tuple[str, Array | DataError]]:
-    """Yield the images in their order, or the error, read ahead by threads."""
-    pending: deque[tuple[str, Future[Array]]] = deque()
-    rest = iter(items)
-    with ThreadPoolExecutor(READERS, "caffepy images") as pool:
-        while True:
-            for name, read in islice(rest, AHEAD + 1 - len(pending)):
-                pending.append((name, pool.submit(read)))
-            if not pending:
-                return
-            name, image = pending.popleft()
-            try:
-                yield name, image.result()
-            except DataError as error:
-                yield name, error
+def _read(item: Item) -> tuple[str, Array | DataError]:
+    name, read = item
+    try:
+        return name, read()
+    except DataError as error:
+        return name, error

@@ -2,7 +2,7 @@
 
 import csv
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, nan
 from typing import Any
@@ -54,9 +54,7 @@ class Detections:
         return "\n".join(columns(rows, left=1))
 
     def json(self) -> str:
-        """Return a list of objects with filename, ymin, xmin, ymax, xmax and the prediction:
-        scores, null if not finite.
-        """
+        """Return a list of objects with filename, ymin, xmin, ymax, xmax, prediction (scores)."""
         rows = []
         for one in self.found:
             window = dict(zip(SIDES, one.window, strict=True))
@@ -143,26 +141,19 @@ def detect(
         found = []
         images = read_windows(source, windows)
         with counting(sum(len(own) for _, own in images), "windows", progress) as done:
-            for group in _groups(images, at_once):
-                found += _scored(net, group)
-                done(sum(len(own) for _, own in group))
+            group: list[Windows] = []
+            for image in images:
+                group.append(image)
+                size = sum(len(own) for _, own in group)
+                if size >= at_once or image is images[-1]:
+                    found += _scored(net, group)
+                    done(size)
+                    group = []
     detections = []
     for one in found:
         window, scores = tuple(map(float, one["window"])), np.ravel(one["prediction"])
         detections.append(Detection(one["filename"], window, scores))
     return Detections(detections)
-
-
-def _groups(images: Sequence[Windows], batch: int) -> Iterator[list[Windows]]:
-    """Yield groups of images whose windows fill a batch."""
-    group: list[Windows] = []
-    for image in images:
-        group.append(image)
-        if sum(len(windows) for _, windows in group) >= batch:
-            yield group
-            group = []
-    if group:
-        yield group
 
 
 def _scored(net: Detector, group: Sequence[Windows]) -> list[dict[str, Any]]:

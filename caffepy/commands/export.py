@@ -103,7 +103,20 @@ def export_onnx(
 
     if opset not in OPSETS:
         raise ConfigError(f"opsets {OPSETS.start} to {OPSETS.stop - 1} are written, not {opset}")
-    net = _build(model, phase, level, stages, image, probabilities)
+    param = read_net(model)
+    param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
+    param.state.stage.extend(stages)
+    if probabilities:
+        param = with_probabilities(filter_state(param, model))
+    if image is not None:
+        param = synthetic(param, image=image)
+    try:
+        net = Net(param, device=Device(seed=0), path=model)
+    except DataError as error:
+        try:
+            net = Net(synthetic(param), device=Device(seed=0), path=model)
+        except (ConfigError, DataError):
+            raise error from None
     try:
         load_all(net, weights)
         if isinstance(batch, int):
@@ -143,30 +156,6 @@ def export_onnx(
         )
     finally:
         net.close()
-
-
-def _build(
-    model: str,
-    phase: str,
-    level: int,
-    stages: Sequence[str],
-    image: Sequence[int] | None,
-    probabilities: bool,
-) -> Net:
-    param = read_net(model)
-    param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
-    param.state.stage.extend(stages)
-    if probabilities:
-        param = with_probabilities(filter_state(param, model))
-    if image is not None:
-        param = synthetic(param, image=image)
-    try:
-        return Net(param, device=Device(seed=0), path=model)
-    except DataError as error:
-        try:
-            return Net(synthetic(param), device=Device(seed=0), path=model)
-        except (ConfigError, DataError):
-            raise error from None
 
 
 def with_probabilities(net: NetParameter) -> NetParameter:

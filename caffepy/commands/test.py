@@ -82,7 +82,9 @@ def test(
         workers.share_layers(net, rank)
         worker = EvalWorker(net)
         if rank:
-            worker.copy_params(root.net)
+            with net.device.scope():
+                for mine, theirs in zip(net.params, root.net.params, strict=True):
+                    net.device.upload(root.net.device.on_host(theirs.data), mine.data)
         return worker
 
     workers = Workers(devices, make, deadlines, last_resort=last_resort)
@@ -122,13 +124,6 @@ class EvalWorker:
     def __init__(self, net: Net) -> None:
         self.net = net
         self._run = GraphRunner(net, net.device.is_cuda, "The net runs")
-
-    def copy_params(self, other: Net) -> None:
-        """Copy another net's parameters."""
-        device = self.net.device
-        with device.scope():
-            for mine, theirs in zip(self.net.params, other.params, strict=True):
-                device.upload(other.device.on_host(theirs.data), mine.data)
 
     def batch(self) -> Batch:
         """Run the next batch; DataError for what a GPU found wrong with it."""

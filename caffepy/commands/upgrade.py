@@ -10,6 +10,8 @@ from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
 
 log = logging.getLogger(__name__)
 
+LATEST = "File already in latest proto format: %s"
+
 
 def upgrade_net(source: str, target: str, *, as_binary: bool | None = None) -> bool:
     """Write the net of the text or binary file `source` to `target` (may be the same), by default
@@ -23,7 +25,8 @@ def upgrade_net(source: str, target: str, *, as_binary: bool | None = None) -> b
     net = text.read_message(source, NetParameter()) if is_text else binary.read_stored_net(source)
     upgraded = upgrade.upgrade_net(net, source)
     had_raw = binary.drop_raw(upgraded, source)
-    _tell(source, upgraded is net and not had_raw)
+    if upgraded is net and not had_raw:
+        log.error(LATEST, source)
     _write(upgraded, target, not is_text if as_binary is None else as_binary)
     return not upgrade.misplaced_fields(net)
 
@@ -32,13 +35,9 @@ def upgrade_solver(source: str, target: str) -> None:
     """Write the solver of the prototxt `source` to `target` (may be the same)."""
     solver = text.read_message(source, SolverParameter())
     upgraded = upgrade.upgrade_solver_fields(solver, source)
-    _tell(source, upgraded == solver)
+    if upgraded == solver:
+        log.error(LATEST, source)
     _write(upgraded, target, as_binary=False)
-
-
-def _tell(path: str, is_new: bool) -> None:
-    if is_new:
-        log.error("File already in latest proto format: %s", path)
 
 
 def _write(message: Message, path: str, as_binary: bool) -> None:

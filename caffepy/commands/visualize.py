@@ -10,7 +10,6 @@ from caffepy.core.errors import ConfigError, UsageError
 from caffepy.core.registry import nearest
 from caffepy.device.blob import Array, shape_string
 from caffepy.layer.convolution import Convolution
-from caffepy.net import Net
 from caffepy.proto.binary import blob_to_array
 from caffepy.report import grid
 from caffepy.report.text import extension_of
@@ -84,7 +83,16 @@ def show_blob(
         name = blob or tops[0]
         shown = find_blob(net, name)
         if image:
-            _feed(net, image, preparation)
+            shape = net.blobs[net.inputs[0]].shape if net.inputs else ()
+            if len(shape) != 4:
+                needed = "needs an input for images, of shape (N, C, H, W), as deploy nets have"
+                given = f"{net.inputs[0]} of {shape_string(shape)}" if net.inputs else "none"
+                raise ConfigError(f"{needed}; it has {given}", model)
+            transformer = preparation.transformer(net.inputs[0], shape)
+            prepared = transformer.preprocess(net.inputs[0], load(image, shape[1]))
+            net.blobs[net.inputs[0]].reshape((1, *shape[1:]))
+            net.reshape()
+            net.blobs[net.inputs[0]].host_data[...] = prepared
         elif net.inputs:
             raise UsageError(f'the net takes "{net.inputs[0]}": give an image')
         net.forward()
@@ -96,20 +104,3 @@ def show_blob(
         one: Array = values[item] if values.ndim else values
         grid.save(grid.grid(*grid.blob_tiles(one)), path)
         return Picture(name, one.shape, path)
-
-
-def _feed(net: Net, image: str, preparation: Preparation) -> None:
-    """Make this image the only item of the net's first input."""
-    shape = net.blobs[net.inputs[0]].shape if net.inputs else ()
-    if len(shape) != 4:
-        found = f"{net.inputs[0]} of {shape_string(shape)}" if net.inputs else "none"
-        raise ConfigError(
-            "needs an input for images, of shape (N, C, H, W), as deploy nets have; it has "
-            f"{found}",
-            net.path,
-        )
-    name = net.inputs[0]
-    prepared = preparation.transformer(name, shape).preprocess(name, load(image, shape[1]))
-    net.blobs[name].reshape((1, *shape[1:]))
-    net.reshape()
-    net.blobs[name].host_data[...] = prepared

@@ -3,7 +3,6 @@
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from caffepy.core.errors import CaffeError, ConfigError
 from caffepy.core.files import written
 from caffepy.device.blob import Array, shape_string
-from caffepy.net.weights import new_hdf5, write_layers
+from caffepy.net.weights import new_hdf5, open_hdf5, write_layers
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import LayerParameter, NetParameter
 from caffepy.report.text import columns, number, printable
@@ -88,9 +87,9 @@ def show(path: str) -> FileInfo:
     """Read a caffemodel or solver state (binary or HDF5) or a mean file, or raise ConfigError."""
     kind = binary.sniff(path)
     if kind == "HDF5":
-        with _hdf5(path) as file:
+        with open_hdf5(path) as file:
             if not _is_state(file):
-                stored = _stored(_weights(file, path))
+                stored = _stored(_weights(file))
                 layers = [_layer_info(name, "", blobs.values()) for name, blobs in stored]
                 return FileInfo("weights (HDF5)", {}, layers)
             facts: dict[str, Any] = {}
@@ -137,26 +136,15 @@ def convert(source: str, target: str) -> None:
     log.info("Wrote the weights in %s to %s", source, target)
 
 
-@contextmanager
-def _hdf5(path: str) -> Iterator[h5py.File]:
-    try:
-        with h5py.File(path, "r") as file:
-            yield file
-    except CaffeError:
-        raise
-    except Exception as error:  # h5py fails in many ways on damaged files
-        raise ConfigError(f"cannot be read as HDF5: {error}", path) from None
-
-
 def _is_state(file: h5py.File) -> bool:
     return isinstance(file.get("history"), h5py.Group) and "iter" in file
 
 
-def _weights(file: h5py.File, path: str) -> h5py.Group:
+def _weights(file: h5py.File) -> h5py.Group:
     group = file.get("data")
     if not isinstance(group, h5py.Group):
         held = ", ".join(file) or "nothing"
-        raise ConfigError(f"has no group /data, so it holds no weights (it holds {held})", path)
+        raise ConfigError(f"has no group /data, so it holds no weights (it holds {held})")
     return group
 
 
@@ -187,24 +175,22 @@ def read_weights(path: str) -> NetParameter:
     if kind != "HDF5":
         return binary.read_net(path)
     net = NetParameter()
-    with _hdf5(path) as file:
-        if _is_state(file):
-            raise ConfigError(is_state)
-        diffs = dict(_stored(file["diff"])) if isinstance(file.get("diff"), h5py.Group) else {}
-        for name, arrays in _stored(_weights(file, path)):
-            if list(arrays) != list(range(len(arrays))):
-                raise ConfigError(
-                    f'layer "{name}": only blobs {", ".join(map(str, arrays))} are stored, as the '
-                    "others are shared with another layer; such weights need their net: load and "
-                    "save them from Python",
-                    path,
-                )
-            # a layer that stores none, since it shares all, must not stand in a binary file
-            if arrays:
-                layer = net.layer.add(name=name)
-                known = diffs.get(name, {})
-                layer.blobs.extend(binary.array_to_blob(x, known.get(i)) for i, x in arrays.items())
-    return net
+    with open_hdf5(path) as file:
+        if not _is_state(file):
+            diffs = dict(_stored(file["diff"])) if isinstance(file.get("diff"), h5py.Group) else {}
+            for name, arrays in _stored(_weights(file)):
+                if list(arrays) != list(range(len(arrays))):
+                    raise ConfigError(
+                        f'layer "{name}": only blobs {", ".join(map(str, arrays))} are stored, as '
+                        "the others are shared with another layer; such weights need their net: "
+                        "load and save them from Python"
+                    )
+                # a layer that stores none, since it shares all, must not stand in a binary file
+                if arrays:
+                    blobs, known = net.layer.add(name=name).blobs, diffs.get(name, {})
+                    blobs.extend(binary.array_to_blob(x, known.get(i)) for i, x in arrays.items())
+            return net
+    raise ConfigError(is_state)
 
 
 def _arrays(path: str, layer: LayerParameter) -> Iterator[Array]:

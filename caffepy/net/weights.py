@@ -196,7 +196,7 @@ def load_hdf5(net: Net, path: str) -> set[str]:
     shapes must be equal.
     """
     owned = {(param.layer, param.index) for param in net.learnable}
-    with _open_hdf5(path) as file:
+    with open_hdf5(path) as file:
         if "data" not in file:
             raise ConfigError("has no group /data, so it holds no weights (is it a solver state?)")
         items: dict[str, h5py.HLObject] = {}  # also nested ones: layer names with a slash
@@ -213,12 +213,12 @@ def load_hdf5(net: Net, path: str) -> set[str]:
 
 def check_hdf5(path: str) -> None:
     """Raise ConfigError if the structure of an HDF5 file is damaged."""
-    with _open_hdf5(path) as file:
+    with open_hdf5(path) as file:
         file.visititems(lambda name, item: None)
 
 
 @contextmanager
-def _open_hdf5(path: str) -> Iterator[h5py.File]:
+def open_hdf5(path: str) -> Iterator[h5py.File]:
     """Yield the file to read; any error in the block becomes a ConfigError."""
     try:
         with h5py.File(path, "r") as file:

@@ -2,8 +2,8 @@
 
 import json
 import re
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
@@ -157,26 +157,17 @@ def bench_allreduce(
 
 def _measure(choice: Choice, devices: Sequence[Device], counts: Sequence[int]) -> list[Timing]:
     group = RankGroup(len(devices), {})
-    times: list[list[tuple[float, bool]]] = [[] for _ in devices]
-    errors: list[BaseException] = []
-
-    def work(rank: int) -> None:
-        try:
-            with group.guard(rank):
-                times[rank] = _rank(group, rank, choice, devices[rank], counts)
-        except BaseException as error:
-            errors.append(error)
-
     n = len(devices)
-    threads = [threading.Thread(target=work, args=(k,), name=f"rank {k}") for k in range(n)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+
+    def work(rank: int) -> list[tuple[float, bool]]:
+        with group.guard(rank):
+            return _rank(group, rank, choice, devices[rank], counts)
+
+    with ThreadPoolExecutor(n, "rank") as pool:
+        ranks = [pool.submit(work, rank) for rank in range(n)]
     if group.failure:
         raise group.failure[1]
-    if errors:
-        raise errors[0]
+    times = [rank.result() for rank in ranks]
     found = []
     for count, *of_ranks in zip(counts, *times, strict=True):
         ms, captured = max(of_ranks)
@@ -216,18 +207,18 @@ def _time(
     """Return the milliseconds of one run, the median over windows, and True if it was captured."""
     runs = max(2, min(MOST_RUNS, ENOUGH // (count * 4)))
     work: Callable[[], None] = partial(synchronizer.reduce, count)
-    if synchronizer.capturable and isinstance(device, CudaDevice):
-        recording = device.capture(lambda: _repeat(work, CAPTURED))
-        captured, replay, replays = True, recording.replay, max(1, runs // CAPTURED)
+    if captured := synchronizer.capturable and isinstance(device, CudaDevice):
+        recording = device.capture(partial(_repeat, work, CAPTURED))
+        work, replays = recording.replay, max(1, runs // CAPTURED)
         runs = replays * CAPTURED
     else:
-        captured, replay, replays = False, work, runs
+        replays = runs
     times = []
     for _ in range(WINDOWS):
         device.synchronize()
         meet()
         begin = perf_counter()
-        _repeat(replay, replays)
+        _repeat(work, replays)
         device.synchronize()
         times.append((perf_counter() - begin) / runs * 1e3)
     meet()  # before the captured graph is freed

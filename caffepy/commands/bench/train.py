@@ -3,12 +3,11 @@
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 from caffepy import ops
 from caffepy.commands.devices import choose_device
@@ -20,7 +19,7 @@ from caffepy.device.gpus import gpu_memory, import_cupy
 from caffepy.models.synthetic import synthetic
 from caffepy.net import Net
 from caffepy.net.fusion import Step
-from caffepy.proto.caffe_pb2 import DataParameter, NetParameter, SolverParameter
+from caffepy.proto.caffe_pb2 import DataParameter, SolverParameter
 from caffepy.proto.text import read_solver
 from caffepy.solver import Action, Solver
 from caffepy.solver.nets import net_sources
@@ -137,13 +136,14 @@ class Trainer:
             no_images = "the train net has no data layer, so there are no images to count"
             raise ConfigError(no_images, solver)
         self._issued: list[float] = []
-        self.solver.action = self._note
+
+        def note() -> Action:
+            self._issued.append(perf_counter())
+            return Action.NONE
+
+        self.solver.action = note
         self.solver.step(WARM_UP[self.device.kind])
         self.device.synchronize()
-
-    def _note(self) -> Action:
-        self._issued.append(perf_counter())
-        return Action.NONE
 
     def _free_memory(self) -> int:
         """Return the free bytes of a GPU after the pool released its unused blocks."""
@@ -190,10 +190,23 @@ class Trainer:
             "backward": lambda: net.backward(steps=learning),
             "update": self.solver.apply_update,
         }
+        # the device is held back before each part, so that it does not wait for the host
+        holds, times = [0.0] * len(parts), []
         with self.device.scope(), net.ops.blas_scope():
             watch = net.ops.Stopwatch()
-            host = _timed(parts.values(), watch, [0.0] * len(parts))[0]
-            times = [_timed(parts.values(), watch, host)[1] for _ in range(PASSES)]
+            for i in range(1 + PASSES):
+                host = []
+                for part, hold in zip(parts.values(), holds, strict=True):
+                    watch.hold(hold)
+                    watch.mark()
+                    begin = perf_counter()
+                    part()
+                    host.append((perf_counter() - begin) * 1000)
+                    watch.mark()
+                times.append(watch.read()[::2])
+                if i == 0:
+                    holds = host
+        times = times[1:]
         sums = [sum(column) for column in zip(*times, strict=True)]
         return {name: part / sum(sums) for name, part in zip(parts, sums, strict=True)}
 
@@ -208,24 +221,6 @@ class Trainer:
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
         self.solver.close()
-
-
-def _timed(
-    parts: Iterable[Callable[[], object]], watch: Any, holds: Sequence[float]
-) -> tuple[list[float], list[float]]:
-    """Return the host's and the device's milliseconds of each part.
-
-    The device is held back before each part, so that it does not wait for the host.
-    """
-    host = []
-    for part, hold in zip(parts, holds, strict=True):
-        watch.hold(hold)
-        watch.mark()
-        begin = perf_counter()
-        part()
-        host.append((perf_counter() - begin) * 1000)
-        watch.mark()
-    return host, watch.read()[::2]
 
 
 def _definition(
@@ -245,31 +240,24 @@ def _definition(
     source, _ = net_sources(param, path)
     for field in ("net", "net_param", "train_net"):
         param.ClearField(field)
+    net = param.train_net_param
     if data == SYNTHETIC:
-        net = synthetic(source.param, batch, image)
-    else:
-        net = _fed(source.param, batch, data, source.path)
-    param.train_net_param.CopyFrom(net)
-    return param
-
-
-def _fed(net: NetParameter, batch: int | None, database: str, path: str | None) -> NetParameter:
-    """Return a copy of the net whose data layers read this database, as they transform it."""
-    copy = NetParameter()
-    copy.CopyFrom(net)
-    layers = [layer for layer in copy.layer if layer.type in ("Data", "ImageData")]
+        net.CopyFrom(synthetic(source.param, batch, image))
+        return param
+    net.CopyFrom(source.param)
+    layers = [layer for layer in net.layer if layer.type in ("Data", "ImageData")]
     if not layers:
-        raise ConfigError("the net has no Data layer that could read a database", path)
-    for layer in layers:
+        raise ConfigError("the net has no Data layer that could read a database", source.path)
+    for layer in layers:  # which keep their own transformations
         batch_size = layer.data_param.batch_size or layer.image_data_param.batch_size
         layer.type = "Data"
         layer.ClearField("image_data_param")
-        layer.data_param.source = os.path.abspath(database)
+        layer.data_param.source = os.path.abspath(data)
         layer.data_param.batch_size = batch or batch_size
         layer.data_param.backend = DataParameter.LMDB
         if mean := layer.transform_param.mean_file:
-            layer.transform_param.mean_file = os.path.abspath(locate(mean, path))
-    return copy
+            layer.transform_param.mean_file = os.path.abspath(locate(mean, source.path))
+    return param
 
 
 def bench_train(

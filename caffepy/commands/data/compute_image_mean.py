@@ -14,7 +14,7 @@ from caffepy.core.errors import DataError
 from caffepy.core.files import check_writable, written
 from caffepy.data.prefetch import mapped
 from caffepy.data.sources import open_source
-from caffepy.data.sources.base import RAW, Items, Source
+from caffepy.data.sources.base import RAW, Items
 from caffepy.device.blob import Array, shape_string
 from caffepy.proto import binary
 from caffepy.report import counting
@@ -66,7 +66,33 @@ def compute_image_mean(
         if source.stored(item, first) not in RAW:
             log.info("Decoding Datum")
         log.info("Starting iteration")
-        mean = _mean(source, shape, threads, progress)
+        total, count = np.zeros(shape, np.int64), 0
+
+        def add(items: Items) -> tuple[Array, int]:
+            part: Array = np.zeros(shape, np.uint32)
+            for item in items:
+                image, _ = source.decode(item)
+                if image.shape != shape:
+                    raise DataError(
+                        f"{source.name(item)} has shape {shape_string(image.shape)}, "
+                        f"the first one {shape_string(shape)}"
+                    )
+                if image.dtype != np.uint8:
+                    part = part.astype(np.float64, copy=False)
+                part += image
+            return part, len(items)
+
+        sums = mapped(add, source.once(CHUNK), threads)
+        with closing(sums), counting(source.length, "records", progress) as advance:
+            for part, added in sums:
+                before, count = count, count + added
+                total = total + part
+                if count // TELL_EVERY > before // TELL_EVERY:
+                    log.info("Processed %d files.", count // TELL_EVERY * TELL_EVERY)
+                advance(added)
+    if count % TELL_EVERY:
+        log.info("Processed %d files.", count)
+    mean = Mean(count, (total / count).astype(np.float32))
     if output:
         log.info("Write to %s", output)
         write_mean(output, mean.image)
@@ -84,35 +110,3 @@ def write_mean(path: str, image: Array) -> None:
     blob.num, blob.channels, blob.height, blob.width = 1, channels, height, width
     with written(path) as temporary, open(temporary, "wb") as file:
         file.write(blob.SerializeToString())
-
-
-def _mean(
-    source: Source, shape: tuple[int, ...], threads: int | None, progress: bool | None
-) -> Mean:
-    total, count = np.zeros(shape, np.int64), 0
-
-    def add(items: Items) -> tuple[Array, int]:
-        part: Array = np.zeros(shape, np.uint32)
-        for item in items:
-            image, _ = source.decode(item)
-            if image.shape != shape:
-                raise DataError(
-                    f"{source.name(item)} has shape {shape_string(image.shape)}, "
-                    f"the first one {shape_string(shape)}"
-                )
-            if image.dtype != np.uint8:
-                part = part.astype(np.float64, copy=False)
-            part += image
-        return part, len(items)
-
-    sums = mapped(add, source.once(CHUNK), threads)
-    with closing(sums), counting(source.length, "records", progress) as advance:
-        for part, added in sums:
-            before, count = count, count + added
-            total = total + part
-            if count // TELL_EVERY > before // TELL_EVERY:
-                log.info("Processed %d files.", count // TELL_EVERY * TELL_EVERY)
-            advance(added)
-    if count % TELL_EVERY:
-        log.info("Processed %d files.", count)
-    return Mean(count, (total / count).astype(np.float32))
