@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 
 from caffepy.core.errors import ConfigError
@@ -146,8 +147,7 @@ def inspect(
         if gpu:
             wanted = choose_precision(param, precision)
             device.math_mode.precision = checked(wanted or default().precision)
-        net = Net(param, device=device, path=origin)
-        try:
+        with closing(Net(param, device=device, path=origin)) as net:
             on_gpu = None
             if gpu:
                 # the bytes of blobs while the net runs, without those of its inputs and outputs
@@ -157,8 +157,6 @@ def inspect(
                 on_gpu = NetOnGpu(device.math_mode.precision, shared, obstacle)
             parameters = sum(blob.count for blob in net.learnable_params)
             infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))
-        finally:
-            net.close()
     return infos
 
 

@@ -155,24 +155,28 @@ def simulated(path: str) -> Pairing:
             raise ConfigError(
                 f'{path}: there is no "{name}"{nearest(name, FIELDS)} (known: {", ".join(FIELDS)})'
             )
-    devices = told["devices"]
-    if not all(map(_is_number, devices)):
-        raise ConfigError(f'{path}: "devices" must be whole numbers')
-    n = len(devices)
+    devices, n, joined = told["devices"], len(told["devices"]), told.get("links")
     boards, access = told.get("boards", [None] * n), told.get("access", 1)
     if isinstance(access, int):
         access = [[access] * n] * n
-    if not _is_list(boards, lambda board: board is None or _is_number(board)):
-        needed = "a list of whole numbers, null for a device that has one to itself"
-        raise ConfigError(f'{path}: "boards" must be {needed}')
-    if not _is_list(access, lambda row: _is_list(row, lambda cell: cell in (0, 1))):
-        raise ConfigError(f'{path}: "access" must be a list of rows of 0 and 1')
-    joined = told.get("links")
-    if joined is not None and not _is_list(
-        joined, lambda row: _is_list(row, lambda cell: cell is None or isinstance(cell, str), n), n
-    ):
-        needed = f"{n} rows of {n} texts, or null where there is none"
-        raise ConfigError(f'{path}: "links" must be {needed}')
+    checks = {
+        "devices": (_is_list(devices, _is_number), "whole numbers"),
+        "boards": (
+            _is_list(boards, lambda board: board is None or _is_number(board)),
+            "a list of whole numbers, null for a device that has one to itself",
+        ),
+        "access": (
+            _is_list(access, lambda row: _is_list(row, lambda cell: cell in (0, 1))),
+            "a list of rows of 0 and 1",
+        ),
+        "links": (
+            joined is None or _is_list(joined, lambda row: _is_list(row, _is_link, n), n),
+            f"{n} rows of {n} texts, or null where there is none",
+        ),
+    }
+    for name, (good, needed) in checks.items():
+        if not good:
+            raise ConfigError(f'{path}: "{name}" must be {needed}')
     try:
         rows = tuple(
             tuple(bool(cell) and a != b for b, cell in enumerate(row))
@@ -186,6 +190,10 @@ def simulated(path: str) -> Pairing:
 
 def _is_number(told: Any) -> bool:
     return isinstance(told, int) and not isinstance(told, bool)
+
+
+def _is_link(told: Any) -> bool:
+    return told is None or isinstance(told, str)
 
 
 def _is_list(told: Any, valid: Callable[[Any], bool], length: int | None = None) -> bool:

@@ -15,26 +15,12 @@ from numpy.typing import NDArray
 
 from caffepy import ops
 from caffepy.core.errors import DeviceError
+from caffepy.device import gpus
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
-from caffepy.device.gpus import (
-    INSTALL,
-    NO_DRIVER,
-    count_gpus,
-    cuda_of_cupy,
-    cuda_of_driver,
-    cuda_version,
-    driver_version,
-    gpu_memory,
-    gpu_properties,
-    import_cupy,
-    last_line,
-    nccl_version,
-    too_old,
-)
 
 OK, MISSING, WRONG = "ok", "missing", "wrong"
-FOR_GPUS = f"for GPUs: {INSTALL}"
+FOR_GPUS = f"for GPUs: {gpus.INSTALL}"
 TOLERANCE = 5e-3  # of the largest value: factors of products may be rounded to 10 bits
 
 
@@ -93,32 +79,34 @@ def _kernel_cache() -> Iterator[Finding]:
 
 
 def _driver() -> Iterator[Finding]:
-    cuda = cuda_of_driver()
+    cuda = gpus.cuda_of_driver()
     if cuda:
-        told = ", ".join(filter(None, (driver_version(), f"up to CUDA {cuda_version(cuda)}")))
+        told = ", ".join(
+            filter(None, (gpus.driver_version(), f"up to CUDA {gpus.cuda_version(cuda)}"))
+        )
         yield Finding("NVIDIA driver", OK, told)
     else:
-        yield Finding("NVIDIA driver", MISSING, NO_DRIVER, "nothing, to compute on the CPU")
+        yield Finding("NVIDIA driver", MISSING, gpus.NO_DRIVER, "nothing, to compute on the CPU")
 
 
 def _cupy() -> Iterator[Finding]:
     try:
-        yield Finding("CuPy", OK, str(import_cupy().__version__))
+        yield Finding("CuPy", OK, str(gpus.import_cupy().__version__))
     except DeviceError as error:
         yield _failed("CuPy", "cupy", error)
 
 
 def _cuda() -> Iterator[Finding]:
     try:
-        built = cuda_of_cupy()
+        built = gpus.cuda_of_cupy()
     except Exception:  # CuPy's own line says why
         yield Finding("CUDA runtime", MISSING, "comes with CuPy", FOR_GPUS)
         return
-    driver = cuda_of_driver()
+    driver = gpus.cuda_of_driver()
     if driver and driver // 1000 < built // 1000:
-        yield Finding("CUDA runtime", WRONG, cuda_version(built), too_old(driver, built))
+        yield Finding("CUDA runtime", WRONG, gpus.cuda_version(built), gpus.too_old(driver, built))
     else:
-        yield Finding("CUDA runtime", OK, cuda_version(built))
+        yield Finding("CUDA runtime", OK, gpus.cuda_version(built))
 
 
 def _cudnn() -> Iterator[Finding]:
@@ -145,11 +133,11 @@ def _nvmath() -> Iterator[Finding]:
 
 def _nccl() -> Iterator[Finding]:
     try:
-        yield Finding("NCCL", OK, _dotted(nccl_version()))
+        yield Finding("NCCL", OK, _dotted(gpus.nccl_version()))
     except DeviceError as error:
         yield _failed("NCCL", "cupy", error)
     except ImportError as error:
-        yield Finding("NCCL", MISSING, f"not found ({last_line(error)})", FOR_GPUS)
+        yield Finding("NCCL", MISSING, f"not found ({gpus.last_line(error)})", FOR_GPUS)
 
 
 def _dotted(number: int) -> str:
@@ -160,17 +148,19 @@ def _failed(name: str, module: str, error: BaseException) -> Finding:
     """Return a finding: missing if the module is not installed, else wrong."""
     if importlib.util.find_spec(module) is None:
         return Finding(name, MISSING, "not installed", FOR_GPUS)
-    return Finding(name, WRONG, last_line(error), INSTALL)
+    return Finding(name, WRONG, gpus.last_line(error), gpus.INSTALL)
 
 
 def _gpus() -> Iterator[Finding]:
     try:
-        count = count_gpus()
+        count = gpus.count_gpus()
     except Exception as error:
         if importlib.util.find_spec("cupy") is None:
             yield Finding("GPUs", MISSING, "not looked for: that needs CuPy")
         else:
-            yield Finding("GPUs", WRONG if cuda_of_driver() else MISSING, last_line(error))
+            yield Finding(
+                "GPUs", WRONG if gpus.cuda_of_driver() else MISSING, gpus.last_line(error)
+            )
         return
     if not count:
         yield Finding("GPUs", MISSING, "CUDA sees none")
@@ -180,12 +170,12 @@ def _gpus() -> Iterator[Finding]:
                 yield Finding(name, OK, look(index))
             except Exception as error:  # a broken installation fails in many ways
                 advice = "see what is missing or wrong above; is another program using it?"
-                yield Finding(name, WRONG, last_line(error), advice)
+                yield Finding(name, WRONG, gpus.last_line(error), advice)
 
 
 def _described(index: int) -> str:
-    properties = gpu_properties(index)
-    free, total = (size / (1 << 30) for size in gpu_memory(index))
+    properties = gpus.gpu_properties(index)
+    free, total = (size / (1 << 30) for size in gpus.gpu_memory(index))
     capability = f"compute capability {properties['major']}.{properties['minor']}"
     return f"{properties['name']}, {capability}, {free:.1f} of {total:.1f} GiB free"
 

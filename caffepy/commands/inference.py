@@ -1,7 +1,7 @@
 """Nets with trained weights in their TEST phase, for the commands that run them."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from caffepy import ops
 from caffepy.commands.devices import choose_device
@@ -54,12 +54,9 @@ def trained_net(
     """
     device = choose_device(gpu, threads)
     param = definition(model, device, precision=precision, level=level, stages=stages)
-    net = Net(param, device=device, path=model)
-    try:
+    with closing(Net(param, device=device, path=model)) as net:
         load_all(net, weights)
         yield net
-    finally:
-        net.close()
 
 
 def load_all(net: Net, weights: Iterable[str]) -> None:

@@ -41,19 +41,16 @@ class Preparation:
     raw_scale: float | None = 255.0
     channel_swap: Sequence[int] | None = None
 
-    def mean(self) -> Array | None:
-        """Return the mean, (C, H, W) or (C,); DataError for a file that cannot be read."""
-        if self.mean_values:
-            return np.array(self.mean_values, np.float32)
-        return read_mean(self.mean_file) if self.mean_file else None
-
     def transformer(self, name: str, shape: Sequence[int], by_channel: bool = False) -> Transformer:
         """Return the transformer for the input `name` of this shape (N, C, H, W).
 
         With `by_channel` a mean image is reduced to the mean of each channel. ConfigError if the
         settings do not fit the shape.
         """
-        transformer, mean, swap = Transformer({name: shape}), self.mean(), self.channel_swap
+        transformer, swap = Transformer({name: shape}), self.channel_swap
+        mean = np.array(self.mean_values, np.float32) if self.mean_values else None
+        if self.mean_file and mean is None:
+            mean = read_mean(self.mean_file)
         if swap is None and shape[1] == len(BGR):
             swap = BGR
         try:

@@ -4,6 +4,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 
 from caffepy.commands.check import LayerInfo, definitions, layers_of, mebibytes, si
@@ -182,12 +183,9 @@ def _summary(role: str, param: NetParameter, path: str | None) -> NetSummary:
     summary = NetSummary(role, param.name)
     built: Iterator[LayerInfo] = iter(())
     try:
-        net = Net(param, device=ShapesOnlyDevice(seed=0), path=path)
-        try:
+        with closing(Net(param, device=ShapesOnlyDevice(seed=0), path=path)) as net:
             summary.parameters = sum(blob.count for blob in net.learnable_params)
             built = iter(list(layers_of(net)))
-        finally:
-            net.close()
     except CaffeError as error:
         summary.problem = str(error)
         way_out = "; --synthetic goes without the data" if isinstance(error, DataError) else ""

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import Any
@@ -97,13 +98,11 @@ def time(
     param = read_net(model)
     param.state.phase, param.state.level = TEST if phase == "TEST" else TRAIN, level
     param.state.stage.extend(stages)
-    net = Net(without_data(param, image=image) if synthetic else param, device=device, path=model)
-    try:
+    param = without_data(param, image=image) if synthetic else param
+    with closing(Net(param, device=device, path=model)) as net:
         if not net.layers:
             raise ConfigError(f"the net has no layers in the {phase} phase", model)
         return _time(net, iterations)
-    finally:
-        net.close()
 
 
 def _time(net: Net, iterations: int) -> Timing:

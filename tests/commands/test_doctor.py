@@ -17,7 +17,7 @@ def test_a_machine_without_gpu_software_is_well(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "cudnn", None)
     monkeypatch.setitem(sys.modules, "nvmath", None)
     monkeypatch.setitem(sys.modules, "nvmath.bindings.cublas", None)
-    monkeypatch.setattr(doctor, "cuda_of_driver", lambda: 0)
+    monkeypatch.setattr(doctor.gpus, "cuda_of_driver", lambda: 0)
     found = findings()
     assert found.pop("CPU kernel cache").state in (OK, MISSING)
     assert {finding.state for finding in found.values()} == {MISSING}
