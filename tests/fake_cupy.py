@@ -70,6 +70,5 @@ def install(
     )
     monkeypatch.setitem(sys.modules, "cupy", fake)
     monkeypatch.setitem(sys.modules, "cupy.cuda", fake.cuda)
-    for module in ("device.gpus", "commands.doctor"):
-        monkeypatch.setattr(f"caffepy.{module}.cuda_of_driver", lambda: driver)
+    monkeypatch.setattr("caffepy.device.gpus.cuda_of_driver", lambda: driver)
     return fake

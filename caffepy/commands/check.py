@@ -31,9 +31,7 @@ TOKEN = re.compile(r"""#.*|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|[{<]|[}>]|\w+
 
 @dataclass(frozen=True)
 class LayerOnGpu:
-    """A layer on a GPU: `on_host` if the host computes it, the layers that are fused with it, the
-    formats of its tops, and of blobs that are converted for it.
-    """
+    """A layer on a GPU or the host, its fused group, formats of its tops and of converted blobs."""
 
     on_host: bool
     run: Sequence[str]
@@ -43,9 +41,7 @@ class LayerOnGpu:
 
 @dataclass(frozen=True)
 class NetOnGpu:
-    """A net on a GPU: its precision, the bytes that its blobs share, and the `obstacle`, if there
-    is one, to capturing a step as a graph.
-    """
+    """A net on a GPU: precision, bytes that blobs share, why no graph can be captured of a step."""
 
     precision: str
     memory: int
@@ -100,7 +96,6 @@ class NetInfo:
         return "\n".join([head, *columns(rows, left=3), *self._plan()])
 
     def _plan(self) -> Iterator[str]:
-        """Yield the lines about a GPU, if the net was built for one."""
         if not self.gpu:
             return
         rows = [("layer", "type", "computed", "top formats", "converted")]
@@ -161,9 +156,7 @@ def inspect(
 
 
 class ImaginedGpu(ShapesOnlyDevice):
-    """A GPU for nets that are not run: layers and blobs are as on a real one, their arrays are the
-    host's.
-    """
+    """A GPU for nets that are not run: all is as on a real one, but the arrays are the host's."""
 
     is_cuda = True
 

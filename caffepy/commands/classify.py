@@ -114,16 +114,11 @@ def classify(
 ) -> Classification:
     """Return the `top` best classes of images, by the deploy net of `model` with these weights.
 
-    `inputs` are image files, folders, of which files with these `extensions` are taken, and .npy
-    arrays (N, H, W, K) or (H, W, K) of values in 0 to 1. Images are resized to `images_dim`
-    (height, width; by default 256x256 for nets that take more than 128x128 of that, else the net's
-    input). With `oversample` a score is the mean over ten crops and mirror images, without it that
-    of the centre; by default images larger than the net's input are oversampled. `labels` is a file
-    with a line a class. `output` is a .npy file for all scores, (N, classes); an image that cannot
-    be read has NaN there. `batch` images are computed at once, by default the net's batch.
-
-    ConfigError, DataError and UsageError say what does not fit. Images that cannot be read are
-    listed in the result.
+    `inputs` are image files, folders, and .npy arrays (N, H, W, K) or (H, W, K) of values in 0 to
+    1. Images are resized to `images_dim` (height, width). With `oversample` a score is the mean
+    over ten crops and mirror images, without it that of the centre; None oversamples images larger
+    than the net's input. `output` is a .npy file for all scores, (N, classes), NaN for images that
+    cannot be read, which the result lists. Errors say what does not fit.
     """
     net = image_net(Classifier, model, weights, batch, gpu, precision, threads)
     input_name = net.inputs[0]

@@ -118,9 +118,7 @@ def detect(
 
     `source` is a CSV with the columns filename, xmin, ymin, xmax, ymax; or a text list of image
     files, whose windows are those of the CSV `windows`, or with `crop_mode` "selective_search" the
-    proposals of an external package. Each window is shown with `context_pad` pixels, of the net's
-    input, around it. `batch` windows are computed at once, by default the net's batch. ConfigError
-    and DataError say what does not fit or cannot be read.
+    proposals of an external package. ConfigError and DataError say what does not fit.
     """
     net = image_net(Detector, model, weights, batch, gpu, precision, threads)
     name = net.inputs[0]

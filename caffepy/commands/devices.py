@@ -79,7 +79,6 @@ def _several(gpu: str | None, cpu: int | None) -> list[Device]:
 
 
 def _logged(devices: list[Device]) -> list[Device]:
-    """Log the devices as Caffe's tool does when it trains."""
     gpus = [device for device in devices if isinstance(device, CudaDevice)]
     if not gpus:
         log.info("Use CPU.")

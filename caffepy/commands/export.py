@@ -34,8 +34,7 @@ PROBABILITIES = {"SoftmaxWithLoss": "Softmax", "SigmoidCrossEntropyLoss": "Sigmo
 
 @dataclass(frozen=True)
 class Exported:
-    """The written model: inputs and outputs with their shapes, number of nodes of each operator,
-    numbers of parameters and bytes.
+    """The written model: shapes of inputs and outputs, numbers of nodes by operator and so on.
 
     `dropped` are losses and other layers that only evaluate, `unused` the inputs that only they
     need, `notes` remarks for users of the model, `differences` (if checked) the largest difference
@@ -95,9 +94,8 @@ def export_onnx(
     """Write the net of the prototxt `model` with trained weights to the file `out`.
 
     `batch` is the batch size, "dynamic" for any, None for that of the net. `image` (C, H, W)
-    replaces data layers by images of this shape. `probabilities` replaces losses by the Softmax or
-    Sigmoid in them. `check` compares onnxruntime's outputs for random inputs with caffepy's.
-    ConfigError names all layers that cannot be expressed, or says what else is wrong.
+    replaces data layers by images of this shape. ConfigError names all layers that cannot be
+    expressed, or says what else is wrong.
     """
     from caffepy.export.model import to_model
 
@@ -175,9 +173,7 @@ def with_probabilities(net: NetParameter) -> NetParameter:
 
 
 def _compare(net: Net, found: Trace, content: bytes, dynamic: bool) -> dict[str, float]:
-    """Return the largest difference of each output, relative to its largest value, or raise
-    ConfigError if one exceeds TOLERANCE.
-    """
+    """Return outputs' largest differences, of their largest values, or raise ConfigError."""
     from caffepy.export.model import Runtime
 
     runtime = Runtime(content)

@@ -24,9 +24,7 @@ log = logging.getLogger(__name__)
 
 KINDS = ("lmdb", "leveldb", "hdf5", "npy")
 EXTENSIONS = {".h5": "hdf5", ".hdf5": "hdf5", ".npy": "npy"}
-FOREIGN = (".csv", ".json", ".mat", ".npz", ".pkl", ".txt")
-"""Extensions of formats that are not written; a path with one is a mistake, not a database's name.
-"""
+FOREIGN = (".csv", ".json", ".mat", ".npz", ".pkl", ".txt")  # a mistake, not a database's name
 TELL_EVERY = 1000
 TOLD = "Extracted features of %d query images for feature blob %s"
 FLOAT_TAG = 6 << 3 | 5  # of a Datum's field 6, float_data, as 32 bits
@@ -65,10 +63,8 @@ def features_of(
     for blob, path in zip(blobs, paths, strict=True):
         extension = os.path.splitext(path)[1].lower()
         if not kind and extension in FOREIGN:
-            raise UsageError(
-                f'"{path}": {extension} files are not written; name a .h5 or .npy file, or a '
-                f"database"
-            )
+            known = "name a .h5 or .npy file, or a database"
+            raise UsageError(f'"{path}": {extension} files are not written; {known}')
         own = kind or EXTENSIONS.get(extension, "lmdb")
         if any(path == other.path and (own != "hdf5" or blob == other.blob) for other in features):
             raise UsageError(
@@ -91,27 +87,17 @@ def extract_features(
     threads: int | None = None,
     progress: bool | None = None,
 ) -> list[int]:
-    """Run the net of `model` over its data and write the values of blobs; return the number of rows
-    of each.
+    """Run the net of `model` over its data, write the values of blobs, return the rows of each.
 
-    `batches` None runs over all data once. Databases are Caffe's: a record a row, with key `%010d`
-    of its number and a Datum of float_data without a label. An HDF5 file has a dataset (rows, ...)
-    for each of its blobs; a .npy file has the array alone. All of them appear when everything is
-    done, or not at all. ConfigError for blobs that the net does not have, DataError for targets
-    that exist or cannot be written.
+    `batches` None runs over all data once. A database has a record a row, with key `%010d` and a
+    Datum of float_data, an HDF5 file a dataset (rows, ...) for each blob. All files appear when
+    everything is done, or not at all. ConfigError for blobs that the net does not have, DataError
+    for targets that exist or cannot be written.
     """
     for feature in features:
         refuse_existing(feature.path)
     with (
-        trained_net(
-            model,
-            weights,
-            gpu=gpu,
-            precision=precision,
-            level=level,
-            stages=stages,
-            threads=threads,
-        ) as net,
+        trained_net(model, weights, gpu, precision, level, stages, threads) as net,
         ExitStack() as stack,
     ):
         for feature in features:

@@ -40,7 +40,6 @@ def definition(
 def trained_net(
     model: str,
     weights: Iterable[str],
-    *,
     gpu: str | None = None,
     precision: str | None = None,
     level: int = 0,

@@ -88,10 +88,9 @@ def time(
     """Time the net of the file `model`, after one pass to warm up; log Caffe's lines.
 
     `synthetic` replaces data by random images, of the shape `image` (C, H, W) if the net does not
-    state it. `gpu` is the number of a GPU, the first of several; its times are the device's: each
-    pass is enqueued as a whole, so that it waits neither for the host nor between layers.
-    `precision` is "fp32", "tf32", "bf16" or "fp16". ConfigError and DataError say what is wrong
-    with the net.
+    state it. Times of a GPU, the first of `gpu`, are the device's: each pass is enqueued as a
+    whole, so that it waits neither for the host nor between layers. `precision` is "fp32", "tf32",
+    "bf16" or "fp16". ConfigError and DataError say what is wrong with the net.
     """
     device = choose_device(gpu, threads)
     ops.set_precision(device, precision)

@@ -14,12 +14,10 @@ LATEST = "File already in latest proto format: %s"
 
 
 def upgrade_net(source: str, target: str, *, as_binary: bool | None = None) -> bool:
-    """Write the net of the text or binary file `source` to `target` (may be the same), by default
-    in its form.
+    """Write the net of the file `source` to `target` (may be the same), by default in its form.
 
-    NVCaffe's raw bytes become floats. Return False if settings have no place in today's format; the
-    log names them. ConfigError for a file that is not a net, UsageError for one that cannot be
-    written.
+    NVCaffe's raw bytes become floats. Return False if settings, which the log names, have no place
+    in today's format. ConfigError for no net, UsageError for a file that cannot be written.
     """
     is_text = binary.sniff(source) in ("text", "a pipe", "a device")
     net = text.read_message(source, NetParameter()) if is_text else binary.read_stored_net(source)

@@ -69,8 +69,7 @@ def show_blob(
     precision: str | None = None,
     threads: int | None = None,
 ) -> Picture:
-    """Draw a blob, by default of the first convolution, after a forward pass into the picture
-    `path`.
+    """Draw a blob after a forward pass, by default of the first convolution, into the file `path`.
 
     The net takes the prepared file `image`; without one, its own data, of whose first batch `item`
     is shown. ConfigError for a blob that does not exist.

@@ -146,7 +146,6 @@ class Trainer:
         self.device.synchronize()
 
     def _free_memory(self) -> int:
-        """Return the free bytes of a GPU after the pool released its unused blocks."""
         if self.device.kind == "cpu":
             return 0
         self.device.synchronize()
@@ -277,10 +276,8 @@ def bench_train(
     """Train the net of the solver file for some windows of `iterations` and return its speed.
 
     Without `iterations` a window takes 0.3 s. The data are random images, of the shape `image` (C,
-    H, W) if the net does not state it, and labels, made once, or those of the database `data`.
-    `batch` is the number of images, by default the net's. `gpu` is the number of a GPU, the first
-    of several, else the CPU; `precision` is the GPU's; `capture` replays the step as a graph;
-    `fuse` computes layers together where possible. The learning rate is at most 0.001.
+    H, W) if the net does not state it, or those of the database `data`. The first GPU of `gpu`
+    computes. The learning rate is at most 0.001.
     """
     device = choose_device(gpu, threads)
     ops.set_precision(device, precision)

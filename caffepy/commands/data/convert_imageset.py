@@ -118,12 +118,10 @@ def convert_imageset(
     """Write the images that `list_file` names, each name behind `root`, into the new `database`.
 
     A line is a path, a blank and a label. Keys are the line's number in eight digits, "_" and the
-    path; a blank line counts as an image that cannot be read. `shuffle` takes the lines in a random
-    order, that of `seed` if it is given. `check_size` wants equally many values in each image.
-    Images that cannot be read are left out, each with a message. An interrupted run leaves
-    `database`.partial, which `resume` completes. `check` then compares all records with the images;
-    of a database that is there already that is all that is done. `progress`: False draws no bar.
-    UsageError or DataError say what does not fit.
+    path; a blank line counts as an image that cannot be read. Such images are left out, each with a
+    message. An interrupted run leaves `database`.partial, which `resume` completes. `check` then
+    compares all records with the images; of a database that is there already that is all that is
+    done. UsageError or DataError say what does not fit.
     """
     if check_size and recipe.encode != "":
         raise UsageError("-check_size compares raw images; encoded ones differ in size by nature")
