@@ -98,7 +98,7 @@ def test_a_record_that_does_not_fit_is_named_and_nothing_written(case: str, tmp_
 def test_an_output_that_cannot_be_is_told_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(module, "_mean")
+    monkeypatch.delattr(module, "open_source")
     with pytest.raises(UsageError, match=r'cannot write ".*no/mean": no such file or directory'):
         compute_image_mean(
             write(tmp_path, [array_to_datum(np.zeros((1, 2, 2), np.uint8))]), f"{tmp_path}/no/mean"
