@@ -38,24 +38,17 @@ class Layer:
 
     bottoms: ClassVar[int | tuple[int, int | None]] = 1
     tops: ClassVar[int | tuple[int, int | None]] = 1
-    # As many tops as bottoms.
-    same_count: ClassVar[bool] = False
-    # Missing tops are created, up to the least number.
-    auto_top_blobs: ClassVar[bool] = False
-    # A top may be the bottom itself.
-    in_place: ClassVar[bool] = True
-    # The tops hold the bottom's values and share its memory.
-    is_view: ClassVar[bool] = False
-    # The tops are the net's inputs, filled by the user.
-    is_input: ClassVar[bool] = False
+    same_count: ClassVar[bool] = False  # as many tops as bottoms
+    auto_top_blobs: ClassVar[bool] = False  # missing tops are created, up to the least number
+    in_place: ClassVar[bool] = True  # a top may be the bottom itself
+    is_view: ClassVar[bool] = False  # the tops hold the bottom's values and share its memory
+    is_input: ClassVar[bool] = False  # the tops are the net's inputs, filled by the user
     # Feeds the net from outside; runs before the captured part of a step.
     is_data: ClassVar[bool] = False
-    # Reads its batches from files.
-    reads_files: ClassVar[bool] = False
+    reads_files: ClassVar[bool] = False  # reads its batches from files
     # The number of items is the same in every batch if that of the bottoms is.
     fixed_batch: ClassVar[bool] = True
-    # Workers use the root net's instance, under its forward_lock.
-    share_in_parallel: bool = False
+    share_in_parallel: bool = False  # workers use the root net's instance, under its forward_lock
     # Reshape before every forward, not only when bottom shapes change.
     always_reshape: ClassVar[bool] = False
     # The bottoms that can have no gradient, each with the error for asking for one.
@@ -74,14 +67,12 @@ class Layer:
     backward_reads_top: bool = True
     # In a fused group backward reads the top instead of a bottom that lies inside the group.
     fused_backward_reads_top: ClassVar[bool] = False
-    # The layer with its settings can belong to the fused groups of its type.
-    can_fuse: bool = False
+    can_fuse: bool = False  # the layer with its settings can belong to the fused groups of its type
     # Runs code of the user, which may change any gradient of the net.
     may_modify_gradients: ClassVar[bool] = False
     # The running statistics: blobs that forward computes, not the solver.
     statistics: Sequence[Blob] = ()
-    # Number of items in an epoch, None if it is not known.
-    length: int | None = None
+    length: int | None = None  # number of items in an epoch, None if it is not known
 
     def __init__(
         self,
@@ -115,9 +106,7 @@ class Layer:
         """Compute the tops' data from the bottoms'."""
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """Write the diff of each bottom with propagate_down, add to the diffs of the parameters
-        that want theirs.
-        """
+        """Write the diffs of bottoms with propagate_down, add to those of wanted parameters."""
         if any(propagate_down):
             raise ConfigError(
                 f"{self.type} layers cannot be differentiated; give their bottoms "
@@ -125,9 +114,7 @@ class Layer:
             )
 
     def side_stream(self, propagate_down: bool) -> AbstractContextManager[object]:
-        """A block for weight gradients: on the side stream if a bottom gradient follows, otherwise
-        inline.
-        """
+        """A block for weight gradients: on the side stream if a bottom gradient follows."""
         return self.device.side_stream() if propagate_down else nullcontext()
 
     def layout_for(self, preferred: Layout) -> Layout:
@@ -164,9 +151,7 @@ class Layer:
         """Prepare for calls of forward by nets on these devices, in turn: the layer is shared."""
 
     def state(self) -> dict[str, Any]:
-        """State beside the parameters that a resumed run needs: numbers, strings, lists, numpy
-        arrays.
-        """
+        """State beside the parameters that a resumed run needs: numbers, strings, lists, arrays."""
         return {}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -176,9 +161,7 @@ class Layer:
         """Stop threads and release files."""
 
     def buffer(self, shape: Sequence[int] = (0,), dtype: DTypeLike | None = None) -> Blob:
-        """Return a blob of the layer's own on its device, of `self.dtype` by default: memory that
-        forward writes and backward reads.
-        """
+        """Return a blob of the layer's own: memory that forward writes and backward reads."""
         return Blob(shape, dtype or self.dtype, self.device)
 
     def buffer_like(self, blob: Blob) -> Blob:
@@ -237,9 +220,7 @@ def create_layer(
     dtype: DTypeLike = np.float32,
     path: str | None = None,
 ) -> Layer:
-    """Return a layer of `param.type`; ConfigError for an unknown type, which names the fork that
-    has it, or the nearest known type.
-    """
+    """Return a layer of `param.type`; ConfigError for an unknown type, or one of a fork."""
     fork = fork_of_layer(param.type)
     if fork and param.type not in registry:
         raise ConfigError(
@@ -261,9 +242,7 @@ def check_counts(layer: Layer, bottoms: int, tops: int) -> None:
 
 
 class LossLayer(Layer):
-    """Base of the losses: two bottoms (predictions, labels), a scalar top, loss weight 1 by
-    default.
-    """
+    """Base of the losses: predictions and labels, a scalar top, loss weight 1 by default."""
 
     bottoms: ClassVar[int | tuple[int, int | None]] = 2
     tops: ClassVar[int | tuple[int, int | None]] = 1

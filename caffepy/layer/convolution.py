@@ -126,9 +126,7 @@ class _Filtering(Layer):
         return spatial
 
     def plan(self, images: int, channels: int, spatial: tuple[int, ...]) -> None:
-        """Plan the convolution of an input with this many channels; without spatial axes its images
-        are single points.
-        """
+        """Plan for an input of this many channels; without spatial axes images are points."""
         point = () if spatial else (1,)
         stride, pad, dilation = self.window[1:] if spatial else ((1,), (0,), (1,))
         x_shape, w_shape = (images, channels, *spatial, *point), (*self.weight_shape(), *point)
@@ -274,9 +272,7 @@ class Im2col(Layer):
         top[0].reshape((*outer, channels * prod(kernel), *self.out))
 
     def windows(self) -> Iterator[tuple[tuple[Any, ...], Array]]:
-        """Yield for each position in the kernel its index in the columns, and the elements of the
-        padded input to copy there.
-        """
+        """Yield the index in the columns of each kernel position, and its elements of the input."""
         _, stride, _, dilation = self.window
         for at in np.ndindex(*self.window.kernel):
             where: list[Any] = [

@@ -37,9 +37,7 @@ T = TypeVar("T")
 
 
 class Feed(Layer):
-    """Base of the layers without bottoms. `setup` shapes the tops, forward shapes them anew if the
-    data's shape changes.
-    """
+    """Base of the layers without bottoms; forward reshapes the tops if the data's shape changes."""
 
     bottoms = 0
     share_in_parallel = True
@@ -162,9 +160,7 @@ class Data(Prefetching):
 
 @layer("ImageData")
 class ImageData(Prefetching):
-    """-> (N, C, h, w) and labels (N,): image files of a list, in its order or shuffled,
-    transformed.
-    """
+    """-> (N, C, h, w) and labels (N,): image files of a list, in order or shuffled, transformed."""
 
     tops = (2, 2)
 
@@ -229,9 +225,7 @@ def _check_fields(
 
 @layer("HDF5Data")
 class HDF5Data(Feed):
-    """-> one top a dataset of the top's name: N rows of the HDF5 files that the source lists, as
-    they are.
-    """
+    """-> one top a dataset of the top's name: N rows of the HDF5 files that the source lists."""
 
     tops = (1, None)
     reads_files = True
@@ -317,9 +311,7 @@ class MemoryData(Feed):
         top[1].reshape((self.batch_size,))
 
     def reset(self, data: Array, labels: Array) -> None:
-        """Take arrays (n, C, H, W) and (n, ...) as they are; n must be a multiple of the batch
-        size.
-        """
+        """Take arrays (n, C, H, W) and (n, ...) as they are; the batch size must divide n."""
         n = len(data)
         if data.shape[1:] != self._shape:
             raise DataError(

@@ -65,9 +65,7 @@ class Eltwise(Layer):
                 self.ops.multiply(y, x, y)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        """SUM: dx_i = coeff_i * dy. PROD: dy times the other inputs. MAX: dy where bottom i won,
-        else 0.
-        """
+        """SUM: dx_i = coeff_i * dy. PROD: dy times the other x. MAX: dy where x_i won, else 0."""
         dy = top[0].diff
         for i in reversed(range(len(bottom))):
             if not propagate_down[i]:

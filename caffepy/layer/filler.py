@@ -18,9 +18,7 @@ fillers: Registry[Filler] = Registry("filler name")
 
 
 def fill(target: Blob | HostView | Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """Write the first values that `param` describes; ConfigError for an unknown name or impossible
-    values.
-    """
+    """Write the first values that `param` describes; ConfigError for impossible ones."""
     array = target.host_data if isinstance(target, Blob | HostView) else target
     filler = fillers[param.type]
     if array.size == 0:
@@ -48,9 +46,7 @@ def uniform(array: Array, param: FillerParameter, rng: np.random.Generator) -> N
 
 @fillers("gaussian", "gaussianstatic")
 def gaussian(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """N(mean, std); with `sparse` s each element is kept with probability s / shape(0), otherwise
-    0.
-    """
+    """N(mean, std); with `sparse` s an element is kept with probability s / shape(0), else 0."""
     if param.std < 0:
         raise ConfigError(f"a gaussian filler needs a std of 0 or more, not {param.std:g}")
     _gaussian(array, param.mean, param.std, rng)

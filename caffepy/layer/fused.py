@@ -23,9 +23,7 @@ from caffepy.proto.caffe_pb2 import PoolingParameter
 
 
 class Member(NamedTuple):
-    """A layer of a fused group, its blobs in the layout that it takes, and which of its bottoms get
-    a gradient.
-    """
+    """A layer of a fused group, its blobs in its layout, and which bottoms get a gradient."""
 
     layer: Layer
     bottoms: Sequence[Blob]
@@ -43,9 +41,7 @@ class FusedGroup(Protocol):
         """Write the data of the last member's tops."""
 
     def backward(self) -> None:
-        """Write the diffs of the bottoms that come from outside the group, add to the diffs of the
-        parameters.
-        """
+        """Write the diffs of bottoms from outside the group, add to those of the parameters."""
 
 
 class ConvolutionReLU:
@@ -113,9 +109,7 @@ class PoolingReLU:
 
 
 class InnerProductGroup:
-    """InnerProduct, then ReLU of slope 0, Dropout or both: one pass over memory after the product,
-    forward and backward.
-    """
+    """InnerProduct, then ReLU of slope 0, Dropout or both, in one pass over the product."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         first, *after = members
@@ -241,9 +235,7 @@ Types = tuple[type[Layer], ...]
 
 
 class Pattern(NamedTuple):
-    """A group begins with the types of `head`, one after the other; those of `tail` may follow, in
-    this order, each at most once.
-    """
+    """A group begins with all of `head`; each of `tail` may follow once, in this order."""
 
     head: Types
     tail: Types
@@ -268,9 +260,7 @@ GROUPS: dict[type[Layer], Callable[[Sequence[Member]], FusedGroup]] = {
 
 
 def make_group(members: Sequence[Member], learns: bool, has_gradient: Sequence[bool]) -> FusedGroup:
-    """Return the group of these layers; `learns` if it will run backward, `has_gradient` tells
-    which tops get a gradient then.
-    """
+    """Return the group; `learns` if it runs backward, then `has_gradient` of each top counts."""
     if any(isinstance(member.layer, BatchNorm) for member in members):
         return NormGroup(members, learns, has_gradient)
     return GROUPS[type(members[0].layer)](members)

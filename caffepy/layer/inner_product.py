@@ -13,9 +13,7 @@ class Factors(Protocol):
     """Computes the mean over several solvers of the gradient of a layer's weight."""
 
     def __call__(self, dy: Array, x: Array) -> None:
-        """Take the factors of this solver's gradient dy.T @ x: dy (M, O) and x (M, K), which may
-        be overwritten.
-        """
+        """Take this solver's factors of dy.T @ x: dy (M, O), x (M, K); may overwrite them."""
 
 
 @layer("InnerProduct")
@@ -100,9 +98,7 @@ class InnerProduct(Layer):
         self.gradients(dy, self.bias_diff, bottom[0], propagate_down[0])
 
     def gradients(self, dy: Array, db: Array | None, bottom: Blob, propagate_down: bool) -> None:
-        """dw += dy.T @ x, db += column sums of dy (M, O) unless db is None, dx = dy @ w with
-        `propagate_down`.
-        """
+        """dw += dy.T @ x, db += column sums of dy (M, O) unless None, dx = dy @ w if wanted."""
         x = bottom.data.reshape(self.rows, self.inputs)
         w = self.blobs[0].data
         if dy.dtype != x.dtype:

@@ -98,11 +98,9 @@ class Softmax(SameShape):
 
 @layer("SoftmaxWithLoss")
 class SoftmaxWithLoss(ClassLoss):
-    """-sum of log p(label) / divisor, p = softmax of the scores along `axis`; scores (N, C, ...),
-    labels (N, ...).
+    """-sum of log p(label) / divisor, p = softmax along `axis`; scores (N, C, ...) labels (N, ...).
 
-    p is taken as no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is
-    p.
+    p is no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p.
     """
 
     on_gpu = True
@@ -231,10 +229,9 @@ class EuclideanLoss(LossLayer):
 
 @layer("SigmoidCrossEntropyLoss")
 class SigmoidCrossEntropyLoss(ClassLoss):
-    """Sum of max(x, 0) - x*t + log(1 + exp(-|x|)) / divisor: -t log s(x) - (1-t) log(1 - s(x)), s
-    the sigmoid.
+    """Sum of max(x, 0) - x*t + log(1 + exp(-|x|)) / divisor: -t log s(x) - (1-t) log(1 - s(x)).
 
-    Scores x and targets t of one count; the divisor is the batch size unless loss_param says
+    s is the sigmoid, x and t have one count; the divisor is the batch size unless loss_param says
     otherwise.
     """
 
@@ -265,11 +262,9 @@ class SigmoidCrossEntropyLoss(ClassLoss):
 
 @layer("Accuracy")
 class Accuracy(Layer):
-    """The share of labels for which fewer than top_k other classes score as high; scores (N, C,
-    ...), labels (N, ...).
+    """The share of labels (N, ...) whose score of (N, C, ...) fewer than top_k other classes reach.
 
-    Ties therefore count against the label, and so does NaN. An optional second top (C) has the
-    share of each class.
+    Ties count against the label, and so does NaN. An optional second top (C): share of each class.
     """
 
     on_gpu = True
@@ -367,11 +362,10 @@ class HingeLoss(ItemLoss):
 
 @layer("ContrastiveLoss")
 class ContrastiveLoss(LossLayer):
-    """Sum of d^2 over similar pairs and max(margin - d, 0)^2 over the others / 2N, d = |a - b|
-    (Hadsell et al. 2006).
+    """Sum of d^2 over similar pairs and max(margin - d, 0)^2 over the others / 2N, d = |a - b|.
 
-    Bottoms a, b (N, C) and y (N), 1 for a similar pair. legacy_version takes max(margin - d^2, 0)
-    instead.
+    Bottoms a, b (N, C) and y (N), 1 for a similar pair (Hadsell et al. 2006). legacy_version takes
+    max(margin - d^2, 0) instead.
     """
 
     on_gpu = True

@@ -87,9 +87,7 @@ class ReLU(Elementwise):
 
 @layer("PReLU")
 class PReLU(Elementwise):
-    """y = x > 0 ? x : slope_c * x; the parameter is slope (C), or () with channel_shared (He et al.
-    2015).
-    """
+    """y = x > 0 ? x : slope_c * x; slope (C), or () with channel_shared (He et al. 2015)."""
 
     reads_input = True
 

@@ -124,9 +124,8 @@ class BatchNorm(SameShape):
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.batch_norm_param
         self.fraction, self.eps = param.moving_average_fraction, param.eps
-        self.is_global = (
-            param.use_global_stats if param.HasField("use_global_stats") else self.phase == TEST
-        )
+        given = param.HasField("use_global_stats")
+        self.is_global = param.use_global_stats if given else self.phase == TEST
         if len(bottom[0].shape) < 2:
             raise ConfigError(
                 f"BatchNorm needs a bottom of at least 2 axes, not {list(bottom[0].shape)}"
@@ -199,9 +198,8 @@ class BatchNorm(SameShape):
         for blob, value in zip(self.statistics, (mean, unbiased, 1), strict=True):
             blob.host_data[...] = blob.host_data * self.fraction + value
         device.flush()
-        device.upload(
-            np.stack([mean, 1 / np.sqrt(variance + self.eps)]).astype(self.dtype), numbers[:2]
-        )
+        computed = np.stack([mean, 1 / np.sqrt(variance + self.eps)])
+        device.upload(computed.astype(self.dtype), numbers[:2])
 
     def _backward_together(self, x: Array, dy: Array, dx: Array, together: Together) -> None:
         """The gradient of `_prepare_together`: the means over all batches of dy and of dy * y."""
@@ -242,11 +240,9 @@ class BatchNorm(SameShape):
         if self.scales:
             wanted = zip(self.blobs, self.param_propagate_down, strict=True)
             *_, dscale, dbias = (blob.diff if want else None for blob, want in wanted)
-            scale = self.blobs[3].data
-            normalized = self.normalized.data.reshape(self.view)
-            self.ops.scale_backward(
-                normalized, scale, dy, dx if propagate_down[0] else None, dscale, dbias
-            )
+            scale, y = self.blobs[3].data, self.normalized.data.reshape(self.view)
+            wanted_dx = dx if propagate_down[0] else None
+            self.ops.scale_backward(y, scale, dy, wanted_dx, dscale, dbias)
             dy = dx
         if not propagate_down[0]:
             return
@@ -344,23 +340,28 @@ class Broadcast(SameShape):
             )
         self.view = (prod(shape[:start]), operand.count, prod(shape[end:]))
 
-    def gradients(self, top: Blobs, bottom: Blobs, wanted: bool) -> tuple[Array, Array | None]:
-        """Return dy and dx as (outer, C, inner); dx is dy itself in place, None if not wanted."""
-        dy = top[0].diff.reshape(self.view)
-        if not wanted:
-            return dy, None
-        return dy, dy if top[0].diff is bottom[0].diff else bottom[0].diff.reshape(self.view)
+    def gradients(
+        self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs
+    ) -> tuple[Array, Array | None, Array | None]:
+        """Return dy and dx as (outer, C, inner), and the operand's diff (C), from zero if that is a
+        bottom's. dx is dy itself in place; None for what is not wanted.
+        """
+        dy, dx, doperand = top[0].diff.reshape(self.view), None, None
+        if propagate_down[0]:
+            in_place = top[0].diff is bottom[0].diff
+            dx = dy if in_place else bottom[0].diff.reshape(self.view)
+        if len(bottom) > 1 and propagate_down[1]:
+            bottom[1].diff.fill(0)
+            doperand = bottom[1].diff.reshape(-1)
+        elif len(bottom) == 1 and self.param_propagate_down[0]:
+            doperand = self.blobs[0].diff.reshape(-1)
+        return dy, dx, doperand
 
 
 def _from_one(param: BatchNormParameter | ScaleParameter, filler: str) -> FillerParameter:
     """Return this filler of the prototxt, by default one that fills with 1."""
     given: FillerParameter = getattr(param, filler)
     return given if param.HasField(filler) else FillerParameter(value=1)
-
-
-def _start_from_zero(blob: Blob) -> Array:
-    blob.diff.fill(0)
-    return blob.diff.reshape(-1)
 
 
 @layer("Scale")
@@ -400,12 +401,8 @@ class Scale(Broadcast):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy * scale; dscale is the sum of dy * x, dbias += the sum of dy."""
-        dy, dx = self.gradients(top, bottom, propagate_down[0])
-        dscale = dbias = None
-        if len(bottom) > 1:
-            dscale = _start_from_zero(bottom[1]) if propagate_down[1] else None
-        elif self.param_propagate_down[0]:
-            dscale = self.blobs[0].diff.reshape(-1)
+        dy, dx, dscale = self.gradients(top, propagate_down, bottom)
+        dbias = None
         if self.bias is not None and self.param_propagate_down[-1]:
             dbias = self.bias.diff.reshape(-1)
         x = self.kept.data.reshape(self.view)
@@ -414,9 +411,7 @@ class Scale(Broadcast):
 
 @layer("Bias")
 class Bias(Broadcast):
-    """y = x + bias, broadcast over the other axes; the bias is bottom 1 or a parameter (filled with
-    0).
-    """
+    """y = x + bias, broadcast over the other axes; bias is bottom 1 or a parameter (0 at first)."""
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.bias_param
@@ -434,10 +429,8 @@ class Bias(Broadcast):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx = dy; dbias is the sum of dy over the other axes."""
-        dy, dx = self.gradients(top, bottom, propagate_down[0])
-        if len(bottom) > 1 and propagate_down[1]:
-            self.ops.bias_gradient(dy, _start_from_zero(bottom[1]))
-        elif len(bottom) == 1 and self.param_propagate_down[0]:
-            self.ops.bias_gradient(dy, self.blobs[0].diff.reshape(-1))
+        dy, dx, dbias = self.gradients(top, propagate_down, bottom)
+        if dbias is not None:
+            self.ops.bias_gradient(dy, dbias)
         if dx is not None and dx is not dy:
             self.ops.copy(dy, dx)

@@ -20,9 +20,7 @@ def _legacy_size(axis: int) -> property:
 
 
 class Blob:
-    """A blob as scripts and Python layers see it: numpy arrays `data` and `diff` that may be read
-    and written.
-    """
+    """A blob as scripts and Python layers see it: writable numpy arrays `data` and `diff`."""
 
     __slots__ = ("_inner",)
 

@@ -183,9 +183,7 @@ class Recurrent(Layer):
         return {} if self.exposed else {"last": [blob.host_data.copy() for blob in self.last]}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Begin the next batch with these states; their number of streams may differ from that of
-        the present batch.
-        """
+        """Begin the next batch with these states, whatever their number of streams."""
         for blob, array in zip(self.last, state.get("last", ()), strict=True):
             shape = blob.shape
             blob.reshape(array.shape)

@@ -1,6 +1,4 @@
-"""Layers that select: places of the largest values, windows, items or rows by index or by a
-selector.
-"""
+"""Layers that select: places of the largest values, windows, items by index or by a selector."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -47,9 +45,7 @@ class ArgMax(Layer):
 
 @layer("Crop")
 class Crop(Layer):
-    """Cuts bottom 0, from the offsets on, to the size of bottom 1 in the axes from `axis` (2 unless
-    given).
-    """
+    """Cuts bottom 0, from the offsets on, to the size of bottom 1 in the axes from `axis` on."""
 
     on_gpu = True
     bottoms = 2

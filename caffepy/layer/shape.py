@@ -1,6 +1,4 @@
-"""Layers that change shapes: join, cut, share, repeat, reduce; and layers whose tops have a given
-shape.
-"""
+"""Layers that change shapes: join, cut, share, repeat, reduce; and layers of a given shape."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -16,9 +14,7 @@ from caffepy.proto.caffe_pb2 import ReductionParameter
 
 @layer("Concat")
 class Concat(Layer):
-    """Bottoms joined along `axis` (1 by default); all other axes agree. A single bottom is shared,
-    not copied.
-    """
+    """Bottoms joined along `axis` (by default 1); all other axes agree. One alone is shared."""
 
     on_gpu = True
     bottoms = (1, None)
@@ -60,9 +56,7 @@ class Concat(Layer):
 
 @layer("Slice")
 class Slice(Layer):
-    """The bottom cut along `axis` (1 by default) at the slice points, or into equal parts. One
-    top is shared.
-    """
+    """The bottom cut along `axis` (by default 1) at slice points or evenly. One top is shared."""
 
     on_gpu = True
     tops = (1, None)
@@ -172,9 +166,7 @@ class View(Layer):
 
 @layer("Flatten")
 class Flatten(View):
-    """Axes `axis` to `end_axis` (1 to the last by default) become one: for axes 1 to 2
-    (a, b, c, d) -> (a, b * c, d).
-    """
+    """Axes `axis` to `end_axis` become one: for axes 1 to 2 (a, b, c, d) -> (a, b * c, d)."""
 
     def shape(self, bottom: Blob) -> list[int]:
         param = self.param.flatten_param
@@ -243,9 +235,7 @@ class Silence(Layer):
 
 @layer("Input")
 class Input(Layer):
-    """The net's inputs: tops of the given shapes (none, one for all or one each), filled by the
-    user.
-    """
+    """The net's inputs, filled by the user: tops of given shapes (none, one for all, one each)."""
 
     on_gpu = True
     bottoms = 0
@@ -318,9 +308,7 @@ class Tile(Layer):
 
 @layer("Reduction")
 class Reduction(Layer):
-    """(a, b, c, ...) -> (a, b): the axes from `axis` on become coeff times their sum, mean, sum of
-    |x| or of x^2.
-    """
+    """(a, b, c, ...) -> (a, b): coeff times the sum of x, |x|, x^2 or the mean, from `axis` on."""
 
     on_gpu = True
     in_place = False

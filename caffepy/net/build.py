@@ -1,6 +1,4 @@
-"""Pure rewrites of a NetParameter on its way to a net: filter layers by state, divide batches,
-insert Split layers.
-"""
+"""Pure rewrites of a NetParameter: filter layers by state, divide batches, insert Split layers."""
 
 import logging
 from collections import defaultdict
@@ -25,9 +23,7 @@ def located(path: str | None, layer: LayerParameter) -> Iterator[None]:
 
 
 def filter_state(param: NetParameter, path: str | None = None) -> NetParameter:
-    """Return a copy with the layers whose include and exclude rules admit `param.state` (phase,
-    level, stages).
-    """
+    """Return a copy with the layers that `param.state` (phase, level, stages) admits."""
     kept = NetParameter()
     kept.CopyFrom(param)
     del kept.layer[:]
@@ -74,9 +70,7 @@ BATCHES = (
 
 
 def divide_batches(param: NetParameter, parts: int, path: str | None = None) -> NetParameter:
-    """Return a copy in which data layers have a `parts`-th of their batch_size; ConfigError if
-    `parts` does not divide it.
-    """
+    """Return a copy with batch sizes divided by `parts`; ConfigError if that leaves a rest."""
     divided = NetParameter()
     divided.CopyFrom(param)
     for layer in divided.layer:

@@ -39,8 +39,8 @@ def fused_steps(nodes: Sequence[Node]) -> list[Step]:
         if any(nodes[i].casts for i in group[1:]):
             continue
         members = [
-            Member(node.layer, node.layer_bottoms, node.layer_tops, node.propagate_down)
-            for node in (nodes[i] for i in group)
+            Member(n.layer, n.layer_bottoms, n.layer_tops, n.propagate_down)
+            for n in (nodes[i] for i in group)
         ]
         last = nodes[group[-1]]
         has_gradient = [id(top) in with_gradient for top in last.tops]
@@ -71,10 +71,9 @@ def find_groups(nodes: Sequence[Node]) -> list[list[int]]:
         group = _group_from(nodes, i)
         group = group[: next((k for k, j in enumerate(group) if j in taken), len(group))]
         # The diff of a top with a loss weight must stay; a group overwrites it.
-        weighs = any(nodes[group[-1]].layer.loss_weights)
-        if len(group) > 1 and not (
-            weighs or _overtaken(nodes, group) or _loses_mask(nodes, group) or _hides(nodes, group)
-        ):
+        if len(group) == 1 or any(nodes[group[-1]].layer.loss_weights):
+            continue
+        if not any(harm(nodes, group) for harm in (_overtaken, _loses_mask, _hides)):
             groups.append(group)
             taken |= set(group)
     return groups
@@ -87,13 +86,14 @@ def _overtaken(nodes: Sequence[Node], group: Sequence[int]) -> bool:
     inner = {id(t.data_memory) for i in group for t in nodes[i].tops}
     for i in group:
         reads = {id(b.data_memory) for b in nodes[i].bottoms} - inner
-        for j in set(range(i + 1, group[-1])) - set(group):
-            if any(
-                id(t.data_memory) in reads and any(t is b for b in nodes[j].bottoms)
-                for t in nodes[j].tops
-            ):
-                return True
+        if any(reads & _overwritten(nodes[j]) for j in set(range(i + 1, group[-1])) - set(group)):
+            return True
     return False
+
+
+def _overwritten(node: Node) -> set[int]:
+    """Return the ids of the memories in which a layer works in place."""
+    return {id(t.data_memory) for t in node.tops if any(t is b for b in node.bottoms)}
 
 
 def _loses_mask(nodes: Sequence[Node], group: Sequence[int]) -> bool:
@@ -109,13 +109,8 @@ def _loses_mask(nodes: Sequence[Node], group: Sequence[int]) -> bool:
     reads_top = Pooling not in kinds and (BatchNorm not in kinds or Eltwise in kinds)
     if reads_top and nodes[kinds[ReLU]].bottoms[0].data_memory is memory:
         return False
-    return any(
-        not isinstance(nodes[j].layer, Dropout)
-        and any(
-            t.data_memory is memory and any(t is b for b in nodes[j].bottoms) for t in nodes[j].tops
-        )
-        for j in range(group[-1] + 1, len(nodes))
-    )
+    later = [node for node in nodes[group[-1] + 1 :] if not isinstance(node.layer, Dropout)]
+    return any(id(memory) in _overwritten(node) for node in later)
 
 
 def _hides(nodes: Sequence[Node], group: Sequence[int]) -> bool:

@@ -9,9 +9,7 @@ LARGE = 8 << 20
 
 
 def adders(net: Net) -> list[frozenset[int]]:
-    """Return the layers that add to the gradient of each learnable parameter, including layers that
-    share it.
-    """
+    """Return the layers that add to each parameter gradient, including layers that share it."""
     return [
         frozenset(
             index
@@ -23,9 +21,7 @@ def adders(net: Net) -> list[frozenset[int]]:
 
 
 def large_products(net: Net) -> dict[int, InnerProduct]:
-    """Return the InnerProduct layers with a large weight that no other layer shares, by the number
-    of the learnable parameter.
-    """
+    """Return InnerProduct layers with a large weight of their own, by number of the parameter."""
     numbers = {param.diff_memory: number for number, param in enumerate(net.learnable_params)}
     memories = [behind(blob).diff_memory for layer in net.layers for blob in layer.blobs]
     found = {}

@@ -23,17 +23,13 @@ class Plan(NamedTuple):
 
 
 def set_layouts(nodes: Sequence[Node], preferred: Layout) -> None:
-    """Put activations into the device's preferred layout, and give layers that do not take it casts
-    of their bottoms.
-    """
+    """Put activations into the preferred layout; give layers that do not take it casts."""
     layouts = plan(nodes, preferred)
     for node, top_layouts in zip(nodes, layouts.tops, strict=True):
         for blob, layout in zip(node.tops, top_layouts, strict=True):
             # a view shares the memory of its bottom's cast from reshape on
-            is_view = any(
-                b.data_memory is blob.data_memory and b.layout != layout for b in node.bottoms
-            )
-            if layout != PLAIN and not is_view:
+            sharing = [b for b in node.bottoms if b.data_memory is blob.data_memory]
+            if layout != PLAIN and all(b.layout == layout for b in sharing):
                 blob.set_layout(layout)
     for node, bottom_layouts in zip(nodes, layouts.bottoms, strict=True):
         casts = LayoutCasts(node.bottoms, node.tops, bottom_layouts)
@@ -54,11 +50,8 @@ def plan(nodes: Sequence[Node], preferred: Layout) -> Plan:
     for node in nodes:
         layer, ins, outs = node.layer, node.bottoms, node.tops
         coming = [of[id(b)] for b in ins]
-        base = (
-            preferred
-            if layer.seeks_preferred_layout or layer.is_data or any(f != PLAIN for f in coming)
-            else PLAIN
-        )
+        seeks = layer.seeks_preferred_layout or layer.is_data or any(f != PLAIN for f in coming)
+        base = preferred if seeks else PLAIN
         if keeps_float32(layer.param) or any(id(t) in losses for t in outs):
             # a scaled loss weight may be large
             base = base._replace(dtype=PLAIN.dtype)
@@ -66,11 +59,8 @@ def plan(nodes: Sequence[Node], preferred: Layout) -> Plan:
         taken.append([_as_taken(layer, b, of[id(b)], wanted) for b in ins])
         for b, layout in zip(ins, taken[-1], strict=True):
             readers.setdefault(id(b), []).append(layout)
-        going = (
-            PLAIN
-            if wanted == PLAIN
-            else Layout(base.dtype, base.channels_last and wanted.channels_last)
-        )
+        going = Layout(base.dtype, base.channels_last and wanted.channels_last)
+        going = PLAIN if wanted == PLAIN else going
         for t in outs:
             if layer.is_data and len(t.shape) < 3:
                 of[id(t)] = PLAIN
@@ -96,17 +86,11 @@ def _as_taken(layer: Layer, blob: Blob, lies: Layout, wanted: Layout) -> Layout:
     """Return the layout in which a layer takes a bottom: that in which it lies if the blob of a
     matrix product has one position or one channel, hence one order.
     """
-    if (
-        layer.is_matrix_product
-        and wanted.dtype == lies.dtype
-        and (prod(blob.shape[2:]) == 1 or blob.shape[1:2] == (1,))
-    ):
-        return lies
-    return fit(wanted, blob)
+    one_order = prod(blob.shape[2:]) == 1 or blob.shape[1:2] == (1,)
+    as_is = layer.is_matrix_product and wanted.dtype == lies.dtype and one_order
+    return lies if as_is else fit(wanted, blob)
 
 
 def _is_plain_to(readers: dict[int, list[Layout]], tops: Sequence[Blob]) -> bool:
-    """True if all who read these tops take them plain, as losses do: matrix products of 16-bit
-    numbers then write float32.
-    """
+    """True if all readers take these tops plain: products of 16-bit numbers then write float32."""
     return all(layout == PLAIN for t in tops for layout in readers.get(id(t), []))

@@ -138,9 +138,7 @@ def _moments(usage: Usage) -> Iterator[list[tuple[Memory, bool]]]:
 
 
 class _Bottom(NamedTuple):
-    """A bottom of a step; `wanted`: backward writes its gradient, `read_back`: backward reads its
-    data.
-    """
+    """A bottom of a step: does backward write its gradient (`wanted`) or read its data?"""
 
     blob: Blob
     wanted: bool

@@ -137,9 +137,7 @@ class Net:
         return fused_steps(self.nodes)
 
     def set_forward_mutex(self, mutex: ForwardMutex | None) -> None:
-        """Run the forward pass of each layer that is shared in parallel inside `mutex(layer)`;
-        None: inside the layer's own lock.
-        """
+        """Run forward of shared layers inside `mutex(layer)`; None: inside the layer's own lock."""
         self._forward_mutex = mutex or _own_lock
 
     def forward(
@@ -222,9 +220,7 @@ class Net:
             self.device.wait_stream()
 
     def loss(self, start: int = 0, end: int | None = None) -> float:
-        """Return the loss of the last forward pass: the sum of data * diff over tops with a loss
-        weight.
-        """
+        """Return the loss of the last forward pass: the sum of data * diff over weighted tops."""
         last = len(self.layers) - 1 if end is None else end
         tops = [top for i, top in self._losses if start <= i <= last]
         return float(sum(np.dot(t.host_data.reshape(-1), t.host_diff.reshape(-1)) for t in tops))
@@ -244,9 +240,7 @@ class Net:
                 blob.diff.fill(0)
 
     def share_trained_layers_with(self, other: "Net") -> None:
-        """Use the parameter data (not the diffs) of the other net's layers of the same names;
-        shapes must be equal.
-        """
+        """Use the parameter data of the other net's layers of the same names and shapes."""
         targets = {name: i for i, name in reversed(list(enumerate(self.layer_names)))}
         for name, source in zip(other.layer_names, other.layers, strict=True):
             if name not in targets:
@@ -268,9 +262,7 @@ class Net:
                 behind(mine).share_data(behind(theirs))
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """Return the states of all layers that have one, by `index/name`, without those of the root
-        net's layers.
-        """
+        """Return the states of all layers but the root net's, by `index/name`."""
         states = {f"{i}/{node.name}": node.layer.state() for i, node in self.own_nodes}
         return {key: state for key, state in states.items() if state}
 

@@ -13,9 +13,7 @@ Convert = Callable[[Any, Any], None]
 
 
 class LayoutCasts:
-    """Copies, in the layout that a layer takes, of its blobs in another layout; converted before
-    and after its passes.
-    """
+    """Copies of blobs in the layout that a layer takes; converted before and after its passes."""
 
     def __init__(
         self, bottoms: Sequence[Blob], tops: Sequence[Blob], layouts: Sequence[Layout]

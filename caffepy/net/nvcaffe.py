@@ -58,9 +58,7 @@ def _in_order(layer: LayerParameter) -> list[BlobProto]:
 
 
 def _scale_after(net: Net, index: int) -> str | None:
-    """Return the name of the Scale layer with bias that reads the top of layer `index`, None if
-    there is none.
-    """
+    """Return the name of the Scale layer with bias that reads the top of layer `index`, if any."""
     (top,) = net.nodes[index].top_names
     for i in range(index + 1, len(net.layers)):
         if top in net.nodes[i].bottom_names:

@@ -37,9 +37,7 @@ def load_weights(net: Net, path: str) -> set[str]:
 
 
 def copy_trained(net: Net, source: NetParameter) -> set[str]:
-    """Copy blobs (and diffs, where stored) of each source layer to the first layer of that name;
-    returns the names.
-    """
+    """Copy blobs and stored diffs to the first layer of the same name; return the names."""
     targets = {name: i for i, name in reversed(list(enumerate(net.layer_names)))}
     filled = set()
     for layer in nvcaffe.adapt(source, net):
@@ -192,9 +190,7 @@ def write_hdf5(net: Net, path: str, diff: bool = False) -> None:
 
 
 def load_hdf5(net: Net, path: str) -> set[str]:
-    """Copy the weights of an HDF5 caffemodel into the layers of the same names, and return these;
-    shapes must be equal.
-    """
+    """Copy the weights of an HDF5 caffemodel, of equal shapes, by layer name; return the names."""
     owned = {(param.layer, param.index) for param in net.learnable}
     with open_hdf5(path) as file:
         if "data" not in file:

@@ -6,7 +6,7 @@ an output of the net.
 
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,30 +24,19 @@ log = logging.getLogger(__name__)
 AUTOMATIC = "(automatic)"
 
 
-class Wired(NamedTuple):
-    """Parts of a net: layers in order, all blobs by name, names of the blobs that come from outside
-    and of those that no layer takes.
-    """
-
-    nodes: list[Node]
-    blobs: dict[str, Blob]
-    inputs: list[str]
-    outputs: list[str]
-
-
 def wire(
     param: NetParameter,
     device: Device,
     dtype: np.dtype[Any],
     path: str | None,
     root: Sequence[Node] | None,
-) -> Wired:
+) -> "Wired":
     """Create, connect and set up the layers of a definition that has its splits.
 
     `root` has the nodes of a net of the same definition, whose layers are used where they are
     shared in parallel. ConfigError and DataError name file, line and layer.
     """
-    builder = _Builder(device, dtype)
+    wired = Wired(device, dtype)
     memory = 0
     for index, layer_param in enumerate(param.layer):
         with located(path, layer_param):
@@ -55,14 +44,14 @@ def wire(
                 layer_param.phase = param.state.phase
             of_root = root[index] if root and root[index].layer.share_in_parallel else None
             if of_root:
-                node = builder.add(layer_param, of_root.layer, True)
+                node = wired.add(layer_param, of_root.layer, True)
                 _take_tops(node, of_root)
             else:
                 own = LayerParameter()
                 own.CopyFrom(layer_param)
                 layer = create_layer(own, own.phase, device, dtype, path)
                 log.info("Creating Layer %s", layer_param.name)
-                node = builder.add(layer_param, layer, False)
+                node = wired.add(layer_param, layer, False)
                 log.info("Setting up %s", node.name)
                 if own.blobs and not layer.blobs:
                     for array in map(blob_to_array, own.blobs):
@@ -73,16 +62,16 @@ def wire(
             _set_loss_weights(node)
             memory += sum(top.count for top in node.tops) * dtype.itemsize
             log.info("Memory required for data: %d", memory)
-            builder.add_params(node)
-            builder.available.update((name, node.need_backward) for name in node.top_names)
-    outputs = sorted((n for n in builder.available if n != AUTOMATIC), key=str.encode)
-    prune_backward(builder.nodes)
+            wired.add_params(node)
+            wired.available.update((name, node.need_backward) for name in node.top_names)
+    wired.outputs = sorted((n for n in wired.available if n != AUTOMATIC), key=str.encode)
+    prune_backward(wired.nodes)
     if param.force_backward:
-        force_backward(builder.nodes)
-    for name in outputs:
+        force_backward(wired.nodes)
+    for name in wired.outputs:
         log.info("This network produces output %s", name)
     log.info("Network initialization done.")
-    return Wired(builder.nodes, builder.blobs, builder.inputs, outputs)
+    return wired
 
 
 def _take_tops(node: Node, root: Node) -> None:
@@ -110,8 +99,10 @@ def _set_loss_weights(node: Node) -> None:
             log.info("    with loss weight %g", weight)
 
 
-class _Builder:
-    """Nodes so far, and blobs that are available to further layers."""
+class Wired:
+    """Parts of a net: layers in order, all blobs by name, names of the blobs that come from outside
+    and of those that no layer takes; while it is made, the blobs available to further layers.
+    """
 
     def __init__(self, device: Device, dtype: np.dtype[Any]) -> None:
         self._device = device
@@ -119,6 +110,7 @@ class _Builder:
         self.nodes: list[Node] = []
         self.blobs: dict[str, Blob] = {}
         self.inputs: list[str] = []
+        self.outputs: list[str] = []
         self.available: dict[str, bool] = {}  # blob name -> needs backward
         self._owners: dict[str, Param] = {}  # of parameters that have a name
 
@@ -224,9 +216,7 @@ class _Builder:
 
 
 def prune_backward(nodes: Sequence[Node]) -> None:
-    """Walk from the last layer and clear the backward flags of layers that no loss depends on, and
-    of bottoms whose gradient nobody needs.
-    """
+    """Clear the backward flags of layers that no loss depends on, and of bottoms nobody needs."""
     under_loss: set[str] = set()
     skipped: set[str] = set()
     for node in reversed(nodes):
@@ -247,9 +237,7 @@ def prune_backward(nodes: Sequence[Node]) -> None:
 
 
 def force_backward(nodes: Sequence[Node]) -> None:
-    """Run every layer backward, to every bottom that allows it, with the gradient of every
-    parameter.
-    """
+    """Run every layer backward, to every bottom that allows it and to every parameter."""
     for node in nodes:
         node.need_backward = True
         node.propagate_down = [
