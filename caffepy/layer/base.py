@@ -200,6 +200,30 @@ class Layer:
                 )
 
 
+class Weighted(Layer):
+    """Base of layers that learn a weight and, with bias_term, a bias (O,)."""
+
+    def make_weight(self, shape: Sequence[int], param: Any) -> None:
+        """Create the weight of this shape, and the bias, as the layer's message `param` says."""
+        shapes = {"weight": shape} | ({"bias": (param.num_output,)} if param.bias_term else {})
+        self.make_params(shapes, (param.weight_filler, param.bias_filler))
+
+    @property
+    def bias(self) -> Array | None:
+        """b, None if there is none."""
+        return self.blobs[1].data if len(self.blobs) > 1 else None
+
+    @property
+    def weight_diff(self) -> Array | None:
+        """dw, None if it is not wanted."""
+        return self.blobs[0].diff if self.param_propagate_down[0] else None
+
+    @property
+    def bias_diff(self) -> Array | None:
+        """db, None if it is not wanted."""
+        return self.blobs[1].diff if len(self.blobs) > 1 and self.param_propagate_down[1] else None
+
+
 registry: Registry[Callable[..., Layer]] = Registry("layer type")
 
 

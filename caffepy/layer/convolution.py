@@ -8,7 +8,7 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array
-from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.base import Blobs, Layer, Weighted, layer
 from caffepy.proto.caffe_pb2 import ConvolutionParameter
 
 
@@ -74,7 +74,7 @@ def read_window(param: ConvolutionParameter, axes: int) -> Window:
     )
 
 
-class _Filtering(Layer):
+class _Filtering(Weighted):
     """Base of Convolution and its transpose: window, weight and bias, checks of shapes.
 
     Top i is computed from bottom i; all share the weights.
@@ -103,8 +103,7 @@ class _Filtering(Layer):
             what = f"{outputs} outputs" if outputs_fail else f"{channels} input channels"
             raise ConfigError(f"{what} cannot be split into {group} groups")
         self.channels, self.outputs, self.group = channels, outputs, group
-        shapes = {"weight": self.weight_shape()} | ({"bias": (outputs,)} if param.bias_term else {})
-        self.make_params(shapes, (param.weight_filler, param.bias_filler))
+        self.make_weight(self.weight_shape(), param)
 
     def check_bottoms(self, bottom: Blobs) -> tuple[int, ...]:
         """Check that all bottoms have the shape that the weights need; return the spatial sizes."""
@@ -134,18 +133,6 @@ class _Filtering(Layer):
             x_shape, w_shape, stride, pad, dilation, self.group, self.dtype
         )
 
-    @property
-    def bias(self) -> Array | None:
-        """b, None if there is none."""
-        return self.blobs[1].data if len(self.blobs) > 1 else None
-
-    def gradients(self) -> tuple[Array | None, Array | None]:
-        """Diffs of weight and bias, None for those that are not wanted."""
-        wanted = self.param_propagate_down
-        dw = self.blobs[0].diff if wanted[0] else None
-        db = self.blobs[1].diff if len(self.blobs) > 1 and wanted[1] else None
-        return dw, db
-
 
 @layer("Convolution")
 class Convolution(_Filtering):
@@ -174,7 +161,7 @@ class Convolution(_Filtering):
             self.conv.forward(x.data, self.blobs[0].data, self.bias, y.data)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        dw, db = self.gradients()
+        dw, db = self.weight_diff, self.bias_diff
         for y, down, x in zip(top, propagate_down, bottom, strict=True):
             if dw is not None or db is not None:
                 with self.side_stream(any(propagate_down)):
@@ -224,7 +211,7 @@ class Deconvolution(_Filtering):
                 self.ops.add_bias(y.data.reshape(self.rows), self.bias)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
-        dw, db = self.gradients()
+        dw, db = self.weight_diff, self.bias_diff
         for y, down, x in zip(top, propagate_down, bottom, strict=True):
             if db is not None:
                 self.ops.bias_gradient(y.diff.reshape(self.rows), db)

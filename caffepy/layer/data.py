@@ -1,6 +1,7 @@
 """Data layers, and HDF5Output, which writes data: nothing to differentiate."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
@@ -47,10 +48,7 @@ class Feed(Layer):
 
     def hand_over(self, top: Blobs, write: Callable[[list[Array]], object]) -> None:
         """Copy to the tops the host arrays that `write` fills; asynchronously on a GPU."""
-        place = top[0].gpu
-        if place not in self._stagings:
-            self._stagings[place] = self.ops.Staging()
-        staging = self._stagings[place]
+        staging = self._stagings[top[0].gpu]
         write(staging.room(tuple((t.shape, self.dtype) for t in top)))
         staging.send()
         for array, t in zip(staging.take(), top, strict=True):
@@ -58,9 +56,9 @@ class Feed(Layer):
         staging.done()
 
     @cached_property
-    def _stagings(self) -> dict[object, Staging]:
+    def _stagings(self) -> defaultdict[object, Staging]:
         """By the device on which the tops lie."""
-        return {}
+        return defaultdict(self.ops.Staging)
 
 
 class Prefetching(Feed):

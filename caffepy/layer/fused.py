@@ -64,7 +64,7 @@ class ConvolutionReLU:
 
     def backward(self) -> None:
         layer, dy = self.layer, self.top.diff
-        dw, db = layer.gradients()
+        dw, db = layer.weight_diff, layer.bias_diff
         rows = self.top.data, dy
         if layer.axis != 1:  # (N, O, ...), also where several axes stand for N
             rows = rows[0].reshape(layer.conv.y_shape), dy.reshape(layer.conv.y_shape)

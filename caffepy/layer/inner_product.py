@@ -6,7 +6,7 @@ from typing import Protocol
 
 from caffepy.core.errors import ConfigError
 from caffepy.device.blob import Array, Blob, Layout
-from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.base import Blobs, Weighted, layer
 
 
 class Factors(Protocol):
@@ -17,7 +17,7 @@ class Factors(Protocol):
 
 
 @layer("InnerProduct")
-class InnerProduct(Layer):
+class InnerProduct(Weighted):
     """(*outer, *inner) -> (*outer, O), the axes from `axis` on as one of size K; weight (O, K) or,
     transposed, (K, O).
 
@@ -43,8 +43,7 @@ class InnerProduct(Layer):
         if self.outputs < 1:
             raise ConfigError("num_output must be 1 or more")
         weight = (self.inputs, self.outputs) if self.transposed else (self.outputs, self.inputs)
-        shapes = {"weight": weight} | ({"bias": (self.outputs,)} if param.bias_term else {})
-        self.make_params(shapes, (param.weight_filler, param.bias_filler))
+        self.make_weight(weight, param)
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         shape = bottom[0].shape
@@ -67,16 +66,6 @@ class InnerProduct(Layer):
     def macs(self, bottoms: Sequence[int], tops: Sequence[int]) -> int:
         return self.inputs * tops[0]
 
-    @property
-    def bias(self) -> Array | None:
-        """b, None if there is none."""
-        return self.blobs[1].data if len(self.blobs) > 1 else None
-
-    @property
-    def bias_diff(self) -> Array | None:
-        """db, None if it is not wanted."""
-        return self.blobs[1].diff if len(self.blobs) > 1 and self.param_propagate_down[1] else None
-
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         y = self.product(bottom[0], top[0])
         if (b := self.bias) is not None:
@@ -97,8 +86,8 @@ class InnerProduct(Layer):
         dy = top[0].diff.reshape(self.rows, self.outputs)
         self.gradients(dy, self.bias_diff, bottom[0], propagate_down[0])
 
-    def gradients(self, dy: Array, db: Array | None, bottom: Blob, propagate_down: bool) -> None:
-        """dw += dy.T @ x, db += column sums of dy (M, O) unless None, dx = dy @ w if wanted."""
+    def gradients(self, dy: Array, db: Array | None, bottom: Blob, down: bool) -> None:
+        """dw += dy.T @ x, db += column sums of dy (M, O) unless None, dx = dy @ w with `down`."""
         x = bottom.data.reshape(self.rows, self.inputs)
         w = self.blobs[0].data
         if dy.dtype != x.dtype:
@@ -110,14 +99,14 @@ class InnerProduct(Layer):
             dy, db = narrow, None
         if x.dtype != w.dtype:
             w = self.narrow_weight.data
-        with self.side_stream(propagate_down):
+        with self.side_stream(down):
             if db is not None:
                 self.ops.bias_gradient(dy, db)
             if self.param_propagate_down[0] and self.factors is None:
                 self.weight_gradient(dy, x, not self.overwrites)
         if self.param_propagate_down[0] and self.factors is not None:
             self.factors(dy, x)
-        if propagate_down:
+        if down:
             dx = bottom.diff.reshape(self.rows, self.inputs)
             self.ops.matmul(dy, w.T if self.transposed else w, dx)  # (M, O) @ (O, K)
 

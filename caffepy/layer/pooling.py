@@ -92,7 +92,6 @@ class Pooling(Drawing):
 
     @property
     def draws(self) -> bool:
-        """STOCHASTIC does, in training."""
         return super().draws and self.method == PoolingParameter.STOCHASTIC
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -104,10 +103,8 @@ class Pooling(Drawing):
         if self.whole:
             self.kernel = size[0], size[1]
         up = self.param.pooling_param.round_mode == PoolingParameter.CEIL
-        out = [
-            pooled_size(*axis, any_pad=any(self.pad), up=up)
-            for axis in zip(size, self.kernel, self.stride, self.pad, strict=True)
-        ]
+        axes = zip(size, self.kernel, self.stride, self.pad, strict=True)
+        out = [pooled_size(*axis, any_pad=any(self.pad), up=up) for axis in axes]
         if min(out) < 1:
             raise ConfigError(
                 f"kernel {_by(self.kernel)} does not fit its {_by(size)} input "

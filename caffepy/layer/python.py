@@ -58,9 +58,8 @@ class Python(Layer):
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         if hasattr(self.instance, "backward"):
-            self._code.call(
-                self.instance.backward, wrap_all(top), list(propagate_down), wrap_all(bottom)
-            )
+            given = wrap_all(top), list(propagate_down), wrap_all(bottom)
+            self._code.call(self.instance.backward, *given)
         elif any(propagate_down) or any(self.param_propagate_down):
             raise ConfigError(
                 f'class "{self.param.python_param.layer}" ({self._code.file}) has no method '

@@ -6,7 +6,7 @@ from math import prod
 import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
-from caffepy.layer.base import Blobs, Layer, layer
+from caffepy.layer.base import Blobs, Layer, Weighted, layer
 
 
 @layer("ArgMax")
@@ -90,7 +90,7 @@ class Crop(Layer):
 
 
 @layer("Embed")
-class Embed(Layer):
+class Embed(Weighted):
     """(...) of whole numbers below K -> (..., O), y = w[x] + b; weight (K, O), bias (O)."""
 
     on_gpu = True
@@ -104,10 +104,7 @@ class Embed(Layer):
         self.inputs, self.outputs = param.input_dim, param.num_output
         if self.inputs < 1 or self.outputs < 1:
             raise ConfigError("embed_param: input_dim and num_output must be 1 or more")
-        shapes = {"weight": [self.inputs, self.outputs]}
-        if param.bias_term:
-            shapes["bias"] = [self.outputs]
-        self.make_params(shapes, (param.weight_filler, param.bias_filler))
+        self.make_weight((self.inputs, self.outputs), param)
         self.wrong = self.error_flag(
             lambda x: DataError(
                 f"input {x:g} is not one of the {self.inputs} rows 0 to {self.inputs - 1}"
@@ -122,17 +119,17 @@ class Embed(Layer):
         rows = bottom[0].data.reshape(-1)
         self.ops.take_rows(self.blobs[0].data, rows, True, y, self.wrong.found)
         self.wrong.check()
-        if len(self.blobs) > 1:
-            self.ops.add_bias(y, self.blobs[1].data)
+        if self.bias is not None:
+            self.ops.add_bias(y, self.bias)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dw[x] += dy, db += column sums of dy."""
         self.refuse_constants(propagate_down)
         dy = top[0].diff.reshape(-1, self.outputs)
-        if self.param_propagate_down[0]:
-            self.ops.add_rows(dy, bottom[0].data.reshape(-1), self.blobs[0].diff)
-        if len(self.blobs) > 1 and self.param_propagate_down[1]:
-            self.ops.bias_gradient(dy, self.blobs[1].diff)
+        if (dw := self.weight_diff) is not None:
+            self.ops.add_rows(dy, bottom[0].data.reshape(-1), dw)
+        if (db := self.bias_diff) is not None:
+            self.ops.bias_gradient(dy, db)
 
 
 @layer("BatchReindex")
