@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # what type checkers see of the tables below; a test compares
     from caffepy.pycaffe.layer import Layer as Layer
     from caffepy.pycaffe.log import init_log as init_log
     from caffepy.pycaffe.log import log as log
+    from caffepy.pycaffe.mode import Timer as Timer
     from caffepy.pycaffe.mode import set_device as set_device
     from caffepy.pycaffe.mode import set_mode_cpu as set_mode_cpu
     from caffepy.pycaffe.mode import set_mode_gpu as set_mode_gpu
@@ -67,7 +68,6 @@ if TYPE_CHECKING:  # what type checkers see of the tables below; a test compares
     from caffepy.pycaffe.solver import SGDSolver as SGDSolver
     from caffepy.pycaffe.solver import Solver as Solver
     from caffepy.pycaffe.solver import get_solver as get_solver
-    from caffepy.pycaffe.timer import Timer as Timer
 
 __version__ = "0.1.0"
 TRAIN = 0
@@ -86,7 +86,7 @@ _NAMES = {
     "caffepy.pycaffe.layer": "Layer",
     "caffepy.pycaffe.log": "init_log log",
     "caffepy.pycaffe.mode": (
-        "set_device set_mode_cpu set_mode_gpu set_multiprocess set_precision "
+        "Timer set_device set_mode_cpu set_mode_gpu set_multiprocess set_precision "
         "set_random_seed set_solver_count set_solver_rank solver_count solver_rank"
     ),
     "caffepy.pycaffe.nccl": "NCCL has_nccl",
@@ -96,20 +96,12 @@ _NAMES = {
         "AdaDeltaSolver AdaGradSolver AdamSolver NesterovSolver RMSPropSolver SGDSolver "
         "Solver get_solver"
     ),
-    "caffepy.pycaffe.timer": "Timer",
 }
 """The public names, by the modules that define them."""
 
-_MODULES = {
-    "classifier": "caffepy.pycaffe.classifier",
-    "coord_map": "caffepy.pycaffe.coord_map",
-    "detector": "caffepy.pycaffe.detector",
-    "draw": "caffepy.pycaffe.draw",
-    "io": "caffepy.pycaffe.io",
-    "net_spec": "caffepy.pycaffe.net_spec",
-    "proto": "caffepy.proto",
-    "pycaffe": "caffepy.pycaffe",
-}
+_PYCAFFE_MODULES = ("classifier", "coord_map", "detector", "draw", "io", "net_spec")
+_MODULES = {name: f"caffepy.pycaffe.{name}" for name in _PYCAFFE_MODULES}
+_MODULES |= {"proto": "caffepy.proto", "pycaffe": "caffepy.pycaffe"}
 """The public modules."""
 
 _homes = {name: home for home, names in _NAMES.items() for name in names.split()}

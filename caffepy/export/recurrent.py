@@ -4,33 +4,36 @@ ONNX's own LSTM and RNN cannot begin a sequence within a batch, as `cont` does.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from caffepy.export.graph import Body, Node, Shape, Site, writers
+from caffepy.export.graph import Body, Shape, Site, writers
 
 
 @writers("LSTM")
 def lstm(site: Site) -> None:
     """gates = sums_t + w_h (cont_t h); c = f cont_t c + i g; h = o tanh(c)."""
-    steps = _Steps(site, states=2)
-    h, c, sums, cont = steps.inputs
-    gates = steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1)
-    i, f, o, g = _gates(steps, gates, 1)
-    kept = steps.node("Mul", steps.node("Mul", f, cont), c)
-    c = steps.node("Add", kept, steps.node("Mul", i, g))
-    h = steps.node("Mul", o, steps.node("Tanh", c))
-    steps.run([h, c], steps.node("Identity", h), out=site.tops[0])
+    scan = _Scan(site, states=2)
+    step = scan.step
+    h, c, sums, cont = scan.inputs
+    gates = step.node("Gemm", step.node("Mul", cont, h), scan.weight, sums, transB=1)
+    i, f, o, g = _gates(step, gates, 1)
+    kept = step.node("Mul", step.node("Mul", f, cont), c)
+    c = step.node("Add", kept, step.node("Mul", i, g))
+    h = step.node("Mul", o, step.node("Tanh", c))
+    scan.run([h, c], step.node("Identity", h), out=site.tops[0])
 
 
 @writers("RNN")
 def rnn(site: Site) -> None:
     """h = tanh(sums_t + w_h (cont_t h)); the top is tanh(w_o h + b_o)."""
-    steps = _Steps(site, states=1)
-    h, sums, cont = steps.inputs
-    product = steps.node("Gemm", steps.node("Mul", cont, h), steps.weight, sums, transB=1)
-    h = steps.node("Tanh", product)
-    all_h = steps.run([h], steps.node("Identity", h))
+    scan = _Scan(site, states=1)
+    step = scan.step
+    h, sums, cont = scan.inputs
+    product = step.node("Gemm", step.node("Mul", cont, h), scan.weight, sums, transB=1)
+    h = step.node("Tanh", product)
+    all_h = scan.run([h], step.node("Identity", h))
     first = site.layer.state_weight + 1
     flat = site.node("Flatten", all_h, axis=2)  # (T N, H)
     product = site.node("Gemm", flat, site.param(first), site.param(first + 1), transB=1)
@@ -48,43 +51,34 @@ def lstm_unit(site: Site) -> None:
     site.node("Mul", o, site.node("Tanh", site.tops[0]), out=site.tops[1])
 
 
-def _gates(place: "Site | _Steps", gates: str, axis: int) -> list[str]:
+def _gates(site: Site, gates: str, axis: int) -> list[str]:
     """The activations i, f, o, g of the gates' sums."""
-    parts = [place.between(what) for what in ("i", "f", "o", "g")]
-    number = {"num_outputs": 4} if place.graph.opset >= 18 else {}
-    place.node("Split", gates, out=parts, axis=axis, **number)
+    parts = [site.between(what) for what in ("i", "f", "o", "g")]
+    number = {"num_outputs": 4} if site.graph.opset >= 18 else {}
+    site.node("Split", gates, out=parts, axis=axis, **number)
     ops = ("Sigmoid", "Sigmoid", "Sigmoid", "Tanh")
-    return [place.node(op, part) for op, part in zip(ops, parts, strict=True)]
+    return [site.node(op, part) for op, part in zip(ops, parts, strict=True)]
 
 
-class _Steps:
-    """The body of the Scan: `inputs` are the states, the inputs' sums and cont of one step."""
+class _Scan:
+    """A Scan: its body, `step`, takes `inputs`, the states, the inputs' sums and cont of a step."""
 
     def __init__(self, site: Site, states: int) -> None:
-        self.site, self.graph = site, site.graph
-        self.nodes: list[Node] = []
-        layer = site.layer
+        self.site, layer = site, site.layer
+        # operators of the body are apart, its names and constants are the graph's
+        self.step = replace(site, graph=replace(site.graph, nodes=[]))
         streams, size = layer.streams, layer.size
         self.state: Shape = (streams, size)
         self.weight = site.param(layer.state_weight)
-        self.inputs = [self.between(what) for what in [*("h", "c")[:states], "sums", "cont"]]
+        self.inputs = [site.between(what) for what in [*("h", "c")[:states], "sums", "cont"]]
         shapes: list[Shape] = [*[self.state] * states, (streams, layer.gates * size), (streams, 1)]
         self.typed = list(zip(self.inputs, shapes, strict=True))
-
-    def between(self, what: str) -> str:
-        return self.site.between(what)
-
-    def node(
-        self, op: str, *inputs: str, out: Sequence[str] | None = None, **attributes: object
-    ) -> str:
-        outputs = [self.between(op)] if out is None else list(out)
-        self.nodes.append(Node(op, list(inputs), outputs, attributes, self.site.name))
-        return outputs[0]
 
     def run(self, states: Sequence[str], given: str, out: str | None = None) -> str:
         """Close the body with these states and output, add the Scan, return all steps' outputs."""
         site, layer = self.site, self.site.layer
-        body = Body(self.nodes, self.typed, [(name, self.state) for name in (*states, given)])
+        outputs = [(name, self.state) for name in (*states, given)]
+        body = Body(self.step.graph.nodes, self.typed, outputs)
         exposed = layer.exposed
         if exposed:
             first = [site.reshape(x, self.state) for x in site.bottoms[-exposed:]]

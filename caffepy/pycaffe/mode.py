@@ -1,14 +1,14 @@
-"""The settings of `set_mode_gpu`, `set_device`, `set_random_seed`, `set_solver_rank`, ...: per
-thread, as in pycaffe.
-"""
+"""The thread's settings, `set_mode_gpu`, `set_device`, `set_random_seed`, ..., and the Timer."""
 
 import operator
 import threading
+import time
 
 from caffepy.core.errors import CaffeError
 from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
+from caffepy.device.gpus import synchronize_gpu
 
 
 class _Mode(threading.local):
@@ -90,11 +90,6 @@ def set_multiprocess(multiprocess: bool) -> None:
     _mode.multiprocess = multiprocess
 
 
-def gpu() -> int | None:
-    """Return the GPU on which this thread's nets are built, None for the CPU."""
-    return _mode.index if _mode.gpu else None
-
-
 def set_precision(name: str) -> None:
     """Set the precision of new nets on GPUs, from exact to fast: "fp32", "tf32" (at first), "bf16",
     "fp16".
@@ -103,3 +98,33 @@ def set_precision(name: str) -> None:
     in 16 bits. Call it before building nets.
     """
     math_mode.default().precision = math_mode.checked(name)
+
+
+class Timer:
+    """A stopwatch; in GPU mode, start and stop wait for the GPU."""
+
+    def __init__(self) -> None:
+        self._started: float | None = None
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Start the clock."""
+        self._started = self._now()
+
+    def stop(self) -> None:
+        """Stop the clock, if it runs."""
+        if self._started is not None:
+            self._seconds = self._now() - self._started
+            self._started = None
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds between the last start and stop; a running clock is stopped."""
+        self.stop()
+        return self._seconds * 1000
+
+    @staticmethod
+    def _now() -> float:
+        if _mode.gpu:
+            synchronize_gpu(_mode.index)
+        return time.perf_counter()

@@ -26,11 +26,9 @@ from caffepy.pycaffe.log import heed_environment
 
 
 class Averager(Protocol):
-    """An NCCL, in the place of a callback."""
+    """An NCCL, in the place of a callback: it has a collective that averages gradients."""
 
-    @property
-    def synchronizer(self) -> object:
-        """The collective that averages gradients."""
+    synchronizer: Any
 
 
 class Layer:

@@ -177,14 +177,10 @@ class NetSpec:
     def __delattr__(self, name: str) -> None:
         del self.tops[name]
 
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.tops[name] = value
+    __setitem__, __delitem__ = __setattr__, __delattr__
 
     def __getitem__(self, name: str) -> Any:
         return self.tops[name]
-
-    def __delitem__(self, name: str) -> None:
-        del self.tops[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self.tops

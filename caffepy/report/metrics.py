@@ -89,8 +89,7 @@ class Metrics(DisplayCollector):
         self.path = f"{prefix}_metrics.csv"
         self.curve_path = f"{prefix}_curve.png"
         self._columns = FIRST + LAST
-        self._file: TextIO | None = None
-        self._failed = False
+        self._file: TextIO | None = None  # None after a disk error
         self._start = time.monotonic()
 
     def solving(self, net_name: str, lr_policy: str) -> None:
@@ -107,7 +106,7 @@ class Metrics(DisplayCollector):
         self._rewrite(rows)
 
     def show(self, record: DisplayRecord) -> None:
-        if self._failed:
+        if self._file is None:
             return
         row = {"iteration": str(record.iteration), "time": f"{time.monotonic() - self._start:.3f}"}
         known = {"loss": record.loss, "lr": record.lr, "images/s": record.images_per_s}
@@ -120,7 +119,6 @@ class Metrics(DisplayCollector):
             self._rewrite([*read_rows(self.path)[1], row])
             return
         try:
-            assert self._file is not None
             csv.writer(self._file).writerow(row.get(name, "") for name in self._columns)
             self._file.flush()
         except OSError as error:
@@ -151,9 +149,8 @@ class Metrics(DisplayCollector):
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        self._failed = True
-        if self._file is not None:
+        file, self._file = self._file, None
+        if file is not None:
             with suppress(OSError):
-                self._file.close()
-            self._file = None
+                file.close()
         log.warning("cannot write %s (%s); the run continues without it", self.path, error.strerror)

@@ -87,7 +87,7 @@ def _slowest(solvers: Sequence[Seconds]) -> tuple[int, float]:
 
 
 def slowest(solvers: Sequence[Seconds]) -> str:
-    """Return a sentence about a solver that is clearly slower than the others, if there is one."""
+    """Return a clause about a solver that is clearly slower than the others, if there is one."""
     rank, by = _slowest(solvers)
     return f"solver {rank} computes {by:.0%} longer than the mean" if by > UNEVEN else ""
 
