@@ -31,10 +31,7 @@ def to_model(
     outputs: Sequence[str],
     shapes: Mapping[str, Sequence[Dim]],
 ) -> bytes:
-    """Return the content of the file, after onnx has checked it and inferred the same shapes.
-
-    ConfigError if it would reach 2 GB.
-    """
+    """Return the file's content, checked by onnx; ConfigError if it would reach 2 GB."""
     used = {name for node in graph.nodes for name in _reads(node)}
     values = {name: value for name, value in graph.values.items() if name in used}
     size = sum(value.nbytes for value in values.values())

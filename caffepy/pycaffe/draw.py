@@ -7,13 +7,8 @@ from typing import Any
 
 from caffepy.core.errors import UsageError
 from caffepy.core.files import written
+from caffepy.drawing import labels
 from caffepy.drawing.bitmap import encoded
-from caffepy.drawing.labels import (
-    has_windows,
-    is_convolution,
-    number,
-    window_size,
-)
 from caffepy.drawing.svg import Graph, Node, svg
 from caffepy.models.synthetic import synthetic as without_data
 from caffepy.net import Net
@@ -190,12 +185,11 @@ def _graph(
         graph.nodes[name] = Node(layer_label(layer, beside, display_lrm), *style)
         blobs.update((f"blob {blob}", Node(blob, *BLOB)) for blob in (*layer.bottom, *layer.top))
         graph.edges += [(f"blob {blob}", name, "") for blob in layer.bottom]
-        labels = [edge_label(layer) if label_edges else ""] * len(layer.top)
+        texts = [edge_label(layer) if label_edges else ""] * len(layer.top)
         if shapes and shapes[i]:
-            labels = [" ".join(map(str, shape)) or "()" for shape in shapes[i]]
-        graph.edges += [
-            (name, f"blob {blob}", label) for blob, label in zip(layer.top, labels, strict=True)
-        ]
+            texts = [" ".join(map(str, shape)) or "()" for shape in shapes[i]]
+        for blob, text in zip(layer.top, texts, strict=True):
+            graph.edges.append((name, f"blob {blob}", text))
     graph.nodes.update(blobs)
     return graph
 
@@ -220,15 +214,15 @@ def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool =
     elif layer.HasField("python_param"):
         kind = f"Python {layer.python_param.layer}"
     lines = [layer.name, f"({kind})"]
-    if has_windows(layer):
+    if labels.has_windows(layer):
         for name in ("kernel_size", "stride", "pad"):
-            lines.append(f"{name.replace('_', ' ')}: {window_size(layer, name)}")
+            lines.append(f"{name.replace('_', ' ')}: {labels.window_size(layer, name)}")
     elif layer.HasField("pooling_param"):
         lines.append("global")
-    if is_convolution(layer):
-        sizes = {name: window_size(layer, name) for name in ("dilation", "group")}
+    if labels.is_convolution(layer):
+        sizes = {name: labels.window_size(layer, name) for name in ("dilation", "group")}
         lines += [f"{name}: {size}" for name, size in sizes.items() if size != "1"]
-    outputs = number(layer, "num_output")
+    outputs = labels.number(layer, "num_output")
     if outputs is not None:
         lines.append(f"outputs: {outputs}")
     if display_lrm and layer.param:
@@ -238,7 +232,7 @@ def layer_label(layer: LayerParameter, beside: bool = False, display_lrm: bool =
 
 def edge_label(layer: LayerParameter) -> str:
     """Return the label of a layer's outgoing arrows: batch size of data, or number of outputs."""
-    size, outputs = number(layer, "batch_size"), number(layer, "num_output")
+    size, outputs = labels.number(layer, "batch_size"), labels.number(layer, "num_output")
     if size is not None:
         return f"Batch {size}"
     return "" if outputs is None else f"{outputs}"

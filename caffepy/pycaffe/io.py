@@ -232,17 +232,15 @@ class Transformer:
         image = np.array(data, np.float32)
         if image.shape[:2] != shape[2:]:
             image = resize_image(image, shape[2:])
-        order, swap, mean = self.transpose.get(in_), self.channel_swap.get(in_), self.mean.get(in_)
-        raw_scale, input_scale = self.raw_scale.get(in_), self.input_scale.get(in_)
-        if order is not None:
+        if (order := self.transpose.get(in_)) is not None:
             image = image.transpose(order)
-        if swap is not None:
+        if (swap := self.channel_swap.get(in_)) is not None:
             image = image[list(swap), :, :]
-        if raw_scale is not None:
+        if (raw_scale := self.raw_scale.get(in_)) is not None:
             image *= raw_scale
-        if mean is not None:
+        if (mean := self.mean.get(in_)) is not None:
             image -= mean
-        if input_scale is not None:
+        if (input_scale := self.input_scale.get(in_)) is not None:
             image *= input_scale
         return image
 
@@ -250,17 +248,15 @@ class Transformer:
         """Invert `preprocess`, but for the size; axes of size 1 are dropped first."""
         self._shape(in_)
         image = np.array(data).squeeze()
-        order, swap, mean = self.transpose.get(in_), self.channel_swap.get(in_), self.mean.get(in_)
-        raw_scale, input_scale = self.raw_scale.get(in_), self.input_scale.get(in_)
-        if input_scale is not None:
+        if (input_scale := self.input_scale.get(in_)) is not None:
             image /= input_scale
-        if mean is not None:
+        if (mean := self.mean.get(in_)) is not None:
             image += mean
-        if raw_scale is not None:
+        if (raw_scale := self.raw_scale.get(in_)) is not None:
             image /= raw_scale
-        if swap is not None:
+        if (swap := self.channel_swap.get(in_)) is not None:
             image = image[np.argsort(swap), :, :]
-        if order is not None:
+        if (order := self.transpose.get(in_)) is not None:
             image = image.transpose(np.argsort(order))
         return image
 

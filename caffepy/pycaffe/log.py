@@ -1,6 +1,4 @@
-"""pycaffe's log: Caffe's lines on stderr after `init_log`, or from the first net on if
-GLOG_minloglevel is set.
-"""
+"""pycaffe's log: Caffe's lines after `init_log`, or from the first net on by GLOG_minloglevel."""
 
 import logging
 import os
@@ -31,19 +29,13 @@ def init_log(level: int | None = None, to_stderr: bool = True) -> None:
             f"a log level is 0 (all), 1 (warnings and errors), 2 (errors) or 3 (none), not "
             f"{chosen!r}"
         )
-    folder = os.environ.get(FOLDER) or tempfile.gettempdir()
+    folder = None if to_stderr else os.environ.get(FOLDER) or tempfile.gettempdir()
     _shown.close()
-    _shown.enter_context(
-        logging_to(
-            stderr=to_stderr, log_dir=None if to_stderr else folder, level=LEVELS[int(chosen)]
-        )
-    )
+    _shown.enter_context(logging_to(stderr=to_stderr, log_dir=folder, level=LEVELS[int(chosen)]))
 
 
 def heed_environment() -> None:
-    """Show log lines if GLOG_minloglevel is set, or caffepy stands in for Caffe, and logging is not
-    set up yet.
-    """
+    """Show log lines if GLOG_minloglevel or CAFFEPY_AS_CAFFE ask for it, and none are shown yet."""
     chosen = logging.getLogger("caffepy")
     asked = VARIABLE in os.environ or os.environ.get("CAFFEPY_AS_CAFFE", "0") not in ("", "0")
     if asked and not chosen.handlers and chosen.level == logging.NOTSET:

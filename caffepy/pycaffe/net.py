@@ -257,9 +257,8 @@ class Net:
         """
         first = self._place(start) if start is not None else len(self._net.layers) - 1
         last = self._place(end) if end is not None else 0
-        wanted = _each(
-            self._net.nodes[last].bottom_names if end is not None else self.inputs, diffs
-        )
+        bottoms = self._net.nodes[last].bottom_names if end is not None else self.inputs
+        wanted = _each(bottoms, diffs)
         if tops:
             if set(tops) != set(self.outputs):
                 raise Exception("Top diff arguments do not match net outputs.")

@@ -1,6 +1,4 @@
-"""Everything that a person sees of a run: Caffe's log lines, progress bar, metrics, curve,
-TensorBoard.
-"""
+"""What a person sees of a run: Caffe's log lines, progress bar, metrics, curve, TensorBoard."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,4 @@
-"""Pictures of many small images side by side, as the filters of a layer or the channels of a
-blob."""
+"""Pictures of many small images side by side: filters of a layer, channels of a blob."""
 
 import logging
 from math import ceil, isqrt

@@ -87,9 +87,7 @@ def draw(
 
 
 def draw_chart(runs: Sequence[Run], number: int, path: str) -> None:
-    """Write the chart of this number of Caffe's plot_training_log; UsageError if a run lacks the
-    curve.
-    """
+    """Write a chart of Caffe's plot_training_log; UsageError if a run lacks its curve."""
     what, x = CHARTS[number]
     _check(runs, path, x)
     curves: list[Shown] = []

@@ -41,9 +41,7 @@ FLUSH_S = 5.0
 
 
 class Watch(Protocol):
-    """The source of histograms and filters, read right after an iteration and at the end of
-    training.
-    """
+    """The source of histograms and filters, read right after an iteration and at the end."""
 
     def parameters(self) -> Iterable[tuple[str, Array, Array | None]]:
         """Yield name, values and, if there is one, last gradient of each parameter."""
