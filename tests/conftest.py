@@ -1,6 +1,7 @@
 """Fixtures of all tests; GPU tests are skipped, with the reason, where there is no GPU."""
 
 import gc
+import os
 from functools import cache
 
 import pytest
@@ -10,6 +11,12 @@ from caffepy.device import math_mode
 from caffepy.device.gpus import count_gpus
 
 gc.disable()  # while modules are imported and tests collected, which make no garbage
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """One worker more than there are cores, since tests of what hangs sleep until a deadline."""
+    return len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_collection_finish() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from caffepy.cli import main
 from caffepy.device.blob import Array
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.proto.binary import blob_to_array, read_net
@@ -90,14 +91,15 @@ def weights(path: str) -> Array:
     )
 
 
-def goes_on_exactly(folder: Path, **arguments: Any) -> None:
-    """Assert that a run resumed from the snapshot ends like one without a fault."""
+def goes_on_exactly(folder: Path, on: str = "--cpu 3") -> None:
+    """Assert that a run resumed from the snapshot ends like one without a fault; both run here."""
     write(folder, NOTHING)
-    assert caffepy("--snapshot", "auto", **arguments).returncode == 0
+    command = ["train", "--solver", "solver.prototxt", *on.split()]
+    assert main.run([*command, "--snapshot", "auto"]) == 0
     resumed = weights("s_iter_8.caffemodel")
     for path in folder.glob("s_iter_*"):
         path.unlink()
-    assert caffepy(**arguments).returncode == 0
+    assert main.run(command) == 0
     np.testing.assert_array_equal(weights("s_iter_8.caffemodel"), resumed)
 
 
