@@ -14,19 +14,23 @@ from caffepy.commands.test import Score
 from caffepy.commands.test import test as score
 from caffepy.core.errors import ConfigError, DataError, SyncError, UsageError
 from caffepy.device.gpus import count_gpus
+from tests.nets import library
 from tests.solver.cases import ENVIRONMENT
 
 DIGITS = Path(__file__).parents[1] / "golden" / "digits"
 MODEL, WEIGHTS = str(DIGITS / "train_val.prototxt"), str(DIGITS / "digits_iter_500.caffemodel")
 DEADLINES = {"set-up": 60.0, "test": 60.0}
 NUMBER = re.compile(r"(?<== )[\d.e+-]+|(?<=Loss: )[\d.e+-]+|(?<=\* 1 = )[\d.e+-]+")
-FAULTY = f"""
-layer {{ name: "data" type: "Data" top: "data" top: "label"
-  data_param {{ source: "{DIGITS}/digits_test_lmdb" batch_size: 7 backend: LMDB }} }}
-layer {{ name: "faulty" type: "Python" bottom: "data" top: "faulty"
-  python_param {{ module: "tests.parallel.faulty" layer: "Faulty" param_str: 'ORDERS' }} }}
-layer {{ name: "mean" type: "Reduction" bottom: "faulty" top: "mean" reduction_param {{ operation: MEAN }} }}
-"""
+FAULTY = (
+    library.records(DIGITS / "digits_test_lmdb", 7)
+    + library.layer(
+        "Python",
+        "faulty",
+        "data",
+        """python_param { module: "tests.parallel.faulty" layer: "Faulty" param_str: 'ORDERS' }""",
+    )
+    + library.layer("Reduction", "mean", "faulty", "reduction_param { operation: MEAN }")
+)
 
 
 def test_caffes_weights_score_as_caffe_says(caplog: pytest.LogCaptureFixture) -> None:

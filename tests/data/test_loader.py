@@ -17,6 +17,7 @@ from caffepy.data.loader import BadRecords, tolerating
 from caffepy.data.write import write_database
 from caffepy.proto.caffe_pb2 import Datum
 from tests.layer.test_data import Feed
+from tests.nets import library
 
 pytestmark = pytest.mark.usefixtures("several")
 
@@ -182,12 +183,7 @@ def test_all_windows_of_a_kind_are_bad(tmp_path: Path) -> None:
     feed.layer.close()
 
 
-NET = """
-layer { name: "in" type: "Data" top: "data" top: "label" data_param { source: "db" backend: LMDB batch_size: 4 } }
-layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" inner_product_param { num_output: 3
-  weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
+NET = library.linear_classifier(library.records("db", 4), 3)
 
 
 def test_the_flag_and_what_is_said_without_it(

@@ -9,32 +9,23 @@ from caffepy.net import Net
 from caffepy.net.fusion import find_groups
 from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
+from tests.nets import library
 
-HEAD = """
-layer { name: "data" type: "DummyData" top: "data" top: "label"
-  dummy_data_param { shape { dim: 4 dim: 3 dim: 9 dim: 9 } shape { dim: 4 }
-    data_filler { type: "gaussian" std: 1 } data_filler { type: "constant" value: 1 } } }
-"""
-LOSS = """
-layer { name: "fc" type: "InnerProduct" bottom: "last" top: "fc" inner_product_param { num_output: 3
-  weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "loss" }
-"""
+HEAD = library.dummies(
+    "data", 'type: "gaussian" std: 1', 'type: "constant" value: 1', data=(4, 3, 9, 9), label=(4,)
+)
+LOSS = library.inner_product("fc", "last", 3) + library.softmax_loss("fc")
 CONV = 'convolution_param { num_output: 5 kernel_size: 3 pad: 1 weight_filler { type: "msra" } }'
 
 POOL = "pooling_param { kernel_size: 3 stride: 2 }"
 
 
 def conv(name: str, bottom: str) -> str:
-    return (
-        f'layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" {CONV} }}\n'
-    )
+    return library.layer("Convolution", name, bottom, CONV)
 
 
 def on(kind: str, name: str, blob: str, more: str = "", top: str = "") -> str:
-    return (
-        f'layer {{ name: "{name}" type: "{kind}" bottom: "{blob}" top: "{top or blob}" {more} }}\n'
-    )
+    return library.layer(kind, name, blob, more, top=top or blob)
 
 
 def norm(blob: str, in_place: bool = True) -> str:
@@ -97,18 +88,18 @@ NETS = {
         + on("ReLU", "ra", "a")
         + conv("b", "a")
         + norm("b")
-        + 'layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "s" }\n'
+        + library.layer("Eltwise", "sum", "a b", top="s")
         + on("ReLU", "rs", "s")
         + conv("d", "s")
         + norm("d")
-        + 'layer { name: "sum2" type: "Eltwise" bottom: "s" bottom: "d" top: "last" }\n'
+        + library.layer("Eltwise", "sum2", "s d", top="last")
     ),
     "projection": (
         conv("a", "data")
         + norm("a")
         + conv("b", "data")
         + norm("b")
-        + 'layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "last" }\n'
+        + library.layer("Eltwise", "sum", "a b", top="last")
         + on("ReLU", "rs", "last")
     ),
     "split without gradient": (

@@ -6,17 +6,16 @@ from caffepy.net import Net, gradients
 from caffepy.net.gradients import adders, large_products
 from caffepy.proto.caffe_pb2 import NetParameter
 from caffepy.proto.text import parse
+from tests.nets import library
 
 
 def test_layers_that_share_a_parameter_all_add_to_it() -> None:
-    text = """
-    layer { name: "data" type: "DummyData" top: "a" dummy_data_param { shape { dim: 2 dim: 3 } } }
-    layer { name: "one" type: "InnerProduct" bottom: "a" top: "b" param { name: "w" } inner_product_param
-            { num_output: 3 weight_filler { type: "xavier" } } }
-    layer { name: "two" type: "InnerProduct" bottom: "b" top: "c" param { name: "w" } inner_product_param
-            { num_output: 3 weight_filler { type: "xavier" } } }
-    layer { name: "loss" type: "EuclideanLoss" bottom: "c" bottom: "a" top: "loss" }
-    """
+    text = (
+        library.dummies(a=(2, 3))
+        + library.inner_product("one", "a", 3, more='param { name: "w" }', top="b")
+        + library.inner_product("two", "b", 3, more='param { name: "w" }', top="c")
+        + library.euclidean_loss("c", "a")
+    )
     net = Net(parse(text, NetParameter(), "net.prototxt"))
     try:
         index = {name: i for i, name in enumerate(net.layer_names)}
@@ -29,22 +28,18 @@ def test_layers_that_share_a_parameter_all_add_to_it() -> None:
 def test_large_products_are_those_that_add_to_a_weight_of_their_own_which_learns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    product = """
-    layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s" %s inner_product_param
-            { num_output: %d weight_filler { type: "xavier" } } }
-    """
+    still, shared = "param { lr_mult: 0 }", 'param { name: "w" }'
     layers = [
-        'layer { name: "data" type: "DummyData" top: "x" dummy_data_param { shape { dim: 2 '
-        "dim: 12 } } }",
-        product % ("first", "x", "a", "", 12),
-        product % ("small", "a", "b", "", 2),
-        product % ("still", "b", "c", "param { lr_mult: 0 }", 12),
-        product % ("one", "c", "d", 'param { name: "w" }', 12),
-        product % ("two", "d", "e", 'param { name: "w" }', 12),
-        product % ("last", "e", "f", "", 12),
-        product % ("unused", "e", "g", "", 12),
-        'layer { name: "loss" type: "EuclideanLoss" bottom: "f" bottom: "x" top: "loss" }',
-        'layer { name: "silence" type: "Silence" bottom: "g" }',
+        library.dummies(x=(2, 12)),
+        library.inner_product("first", "x", 12, top="a"),
+        library.inner_product("small", "a", 2, top="b"),
+        library.inner_product("still", "b", 12, more=still, top="c"),
+        library.inner_product("one", "c", 12, more=shared, top="d"),
+        library.inner_product("two", "d", 12, more=shared, top="e"),
+        library.inner_product("last", "e", 12, top="f"),
+        library.inner_product("unused", "e", 12, top="g"),
+        library.euclidean_loss("f", "x"),
+        library.layer("Silence", "silence", "g", top=""),
     ]
     net = Net(parse("\n".join(layers), NetParameter(), "net.prototxt"))
     assert large_products(net) == {}
@@ -58,13 +53,12 @@ def test_large_products_are_those_that_add_to_a_weight_of_their_own_which_learns
 
 def test_a_weight_that_is_the_bias_as_well_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradients, "LARGE", 0)
-    text = """
-    layer { name: "data" type: "DummyData" top: "x" top: "y" dummy_data_param
-            { shape { dim: 2 dim: 1 } shape { dim: 2 dim: 6 } } }
-    layer { name: "ip" type: "InnerProduct" bottom: "x" top: "a" inner_product_param { num_output: 6 }
-            param { name: "w" } param { name: "w" share_mode: PERMISSIVE } }
-    layer { name: "loss" type: "EuclideanLoss" bottom: "a" bottom: "y" top: "loss" }
-    """
+    shared = 'param { name: "w" } param { name: "w" share_mode: PERMISSIVE }'
+    text = (
+        library.dummies(x=(2, 1), y=(2, 6))
+        + library.inner_product("ip", "x", 6, filler="", more=shared, top="a")
+        + library.euclidean_loss("a", "y")
+    )
     net = Net(parse(text, NetParameter(), "net.prototxt"))
     assert len(net.learnable_params) == 1
     assert large_products(net) == {}

@@ -7,19 +7,16 @@ from caffepy.device.blob import PLAIN, Layout
 from caffepy.net import Net
 from caffepy.net.layouts import plan
 
+from ..nets import library
 from .nets import definition, net_of
 
 HALF = Layout(np.dtype(np.float16), True)
 WIDE = Layout(np.dtype(np.float32), True)
-DATA = (
-    'layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 2 dim: 3 dim: 4 '
-    "dim: 4 } } }\n"
-)
+DATA = library.inputs(data=(2, 3, 4, 4))
 
 
-def conv(name: str, bottom: str, extra: str = "") -> str:
-    return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" {extra}
-  convolution_param {{ num_output: 2 kernel_size: 1 }} }}\n"""
+def conv(name: str, bottom: str, more: str = "", filler: str = "") -> str:
+    return library.convolution(name, bottom, 2, 1, filler=filler, more=more)
 
 
 def test_a_layer_of_forward_type_float_keeps_to_float32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,11 +31,7 @@ def test_a_layer_of_forward_type_float_keeps_to_float32(monkeypatch: pytest.Monk
     assert in_float32.tops == [[PLAIN], [WIDE], [WIDE], [WIDE]]
 
 
-HEAD = 'layer { name: "y" type: "Input" top: "y" input_param { shape { dim: 2 } } }\n'
-IP = """layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s"
-  inner_product_param { num_output: 4 weight_filler { type: "xavier" } } }\n"""
-FLATTEN = 'layer { name: "%s" type: "Flatten" bottom: "%s" top: "%s" }\n'
-LOSS = 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "%s" bottom: "y" top: "loss" }\n'
+HEAD = library.inputs("y", y=(2,))
 NARROW = HALF._replace(channels_last=False)
 
 
@@ -47,9 +40,9 @@ def test_another_shape_keeps_the_type() -> None:
         DATA
         + HEAD
         + conv("a", "data")
-        + FLATTEN % ("f", "a", "f")
-        + IP % ("ip", "f", "ip")
-        + LOSS % "ip"
+        + library.layer("Flatten", "f", "a")
+        + library.inner_product("ip", "f", 4)
+        + library.softmax_loss("ip", "y")
     )
     layouts = plan(net.nodes, HALF)
     assert layouts.bottoms == [[], [], [HALF], [NARROW], [NARROW], [PLAIN, PLAIN]]
@@ -57,11 +50,23 @@ def test_another_shape_keeps_the_type() -> None:
 
 
 def test_another_shape_is_plain_before_a_loss_and_so_is_the_product_that_it_shows() -> None:
-    net = net_of(DATA + HEAD + IP % ("ip", "data", "ip") + FLATTEN % ("f", "ip", "f") + LOSS % "f")
+    net = net_of(
+        DATA
+        + HEAD
+        + library.inner_product("ip", "data", 4)
+        + library.layer("Flatten", "f", "ip")
+        + library.softmax_loss("f", "y")
+    )
     layouts = plan(net.nodes, HALF)
     assert layouts.bottoms == [[], [], [NARROW], [PLAIN], [PLAIN, PLAIN]]
     assert layouts.tops == [[PLAIN]] * 5
-    net = net_of(DATA + HEAD + conv("a", "data") + FLATTEN % ("f", "a", "f") + LOSS % "f")
+    net = net_of(
+        DATA
+        + HEAD
+        + conv("a", "data")
+        + library.layer("Flatten", "f", "a")
+        + library.softmax_loss("f", "y")
+    )
     layouts = plan(net.nodes, HALF)
     assert layouts.bottoms == [[], [], [HALF], [PLAIN], [PLAIN, PLAIN]]
     assert layouts.tops == [[PLAIN], [PLAIN], [HALF], [PLAIN], [PLAIN]]
@@ -90,15 +95,11 @@ def test_what_has_a_loss_weight_is_float32(monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_shape_on_gpu(view: str, kind: str) -> None:
     from caffepy.device.cuda import CudaDevice
 
-    text = (
-        DATA
-        + HEAD
-        + conv("a", "data").replace("num_output", 'weight_filler { type: "xavier" } num_output')
-    )
+    text = DATA + HEAD + conv("a", "data", filler=library.XAVIER)
     text += (
         f'layer {{ name: "f" {view} bottom: "a" top: "f" }}\n'
-        + IP % ("ip", "f", "ip")
-        + LOSS % "ip"
+        + library.inner_product("ip", "f", 4)
+        + library.softmax_loss("ip", "y")
     )
     nets = [
         net_of(text),
@@ -129,12 +130,8 @@ def test_a_copy_with_a_loss_weight_on_gpu() -> None:
     """The Split after "a" gets the weight and is of float32, its bottom is of float16."""
     from caffepy.device.cuda import CudaDevice
 
-    text = DATA + conv("a", "data", "loss_weight: 0.5").replace(
-        "num_output", 'weight_filler { type: "xavier" } num_output'
-    )
-    text += conv("b", "a", "loss_weight: 2").replace(
-        "num_output", 'weight_filler { type: "xavier" } num_output'
-    )
+    text = DATA + conv("a", "data", "loss_weight: 0.5", library.XAVIER)
+    text += conv("b", "a", "loss_weight: 2", library.XAVIER)
     nets = [net_of(text), Net(definition(text), device=CudaDevice(seed=1), layout=HALF)]
     for mine, theirs in zip(nets[1].params, nets[0].params, strict=True):
         mine.host_data[...] = theirs.data

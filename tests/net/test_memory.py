@@ -20,13 +20,14 @@ from caffepy.proto.caffe_pb2 import TRAIN
 from caffepy.proto.text import read_net
 
 from ..nets import (
+    library,
     test_autoencoder,
     test_depthwise_separable,
     test_siamese,
     test_squeezenet,
     test_tagger,
 )
-from ..nets.training import Batch, inputs
+from ..nets.training import Batch
 from .nets import definition, net_of
 
 BATCH = 4
@@ -34,33 +35,22 @@ Source = Callable[[np.random.Generator], Batch]
 
 
 def conv(name: str, bottom: str, relu: bool = True) -> str:
-    neuron = (
-        f'layer {{ name: "{name}_relu" type: "ReLU" bottom: "{name}" top: "{name}" }}\n'
-        if relu
-        else ""
-    )
-    return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" convolution_param {{
-  num_output: 6 kernel_size: 3 pad: 1 weight_filler {{ type: "xavier" }} }} }}
-{neuron}"""
+    text = library.convolution(name, bottom, 6, 3, "pad: 1")
+    return text + library.relu(f"{name}_relu", name) if relu else text
 
 
 def loss(name: str, bottom: str, weight: float = 1) -> str:
-    return f"""layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}"
-  inner_product_param {{ num_output: 5 weight_filler {{ type: "xavier" }} }} }}
-layer {{ name: "{name}_drop" type: "Dropout" bottom: "{name}" top: "{name}" dropout_param {{ dropout_ratio: 0.2 }} }}
-layer {{ name: "{name}_loss" type: "SoftmaxWithLoss" bottom: "{name}" bottom: "label" top: "{name}_loss"
-  loss_weight: {weight} }}
-layer {{ name: "{name}_accuracy" type: "Accuracy" bottom: "{name}" bottom: "label" top: "{name}_accuracy" }}
-"""
+    return (
+        library.inner_product(name, bottom, 5)
+        + library.in_place("Dropout", f"{name}_drop", name, "dropout_param { dropout_ratio: 0.2 }")
+        + library.layer(
+            "SoftmaxWithLoss", f"{name}_loss", f"{name} label", f"loss_weight: {weight}"
+        )
+        + library.layer("Accuracy", f"{name}_accuracy", f"{name} label")
+    )
 
 
-def norm(name: str, bottom: str, top: str) -> str:
-    return f"""layer {{ name: "{name}_bn" type: "BatchNorm" bottom: "{bottom}" top: "{top}" }}
-layer {{ name: "{name}_scale" type: "Scale" bottom: "{top}" top: "{top}" scale_param {{ bias_term: true }} }}
-"""
-
-
-DATA = inputs(data=(BATCH, 3, 8, 8), label=(BATCH,))
+DATA = library.inputs(data=(BATCH, 3, 8, 8), label=(BATCH,))
 INCEPTION = (
     DATA
     + conv("stem", "data")
@@ -81,10 +71,10 @@ RESIDUAL = (
     DATA
     + conv("stem", "data")
     + conv("a", "stem", relu=False)
-    + norm("a", "a", "a_normal")
+    + library.normalization("a", "a", "a_normal")
     + conv("b", "stem")
     + conv("c", "b", relu=False)
-    + norm("c", "c", "c")
+    + library.normalization("c", "c", "c")
     + 'layer { name: "sum" type: "Eltwise" bottom: "a_normal" bottom: "c" top: "sum" }\n'
     + 'layer { name: "sum_relu" type: "ReLU" bottom: "sum" top: "sum" }\n'
     + conv("d", "sum")

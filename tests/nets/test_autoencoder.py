@@ -9,36 +9,41 @@ import numpy as np
 
 from caffepy.device.blob import Array
 
-from .training import Training, fall, inputs
+from . import library
+from .training import Training, fall
 
 BATCH, SIDE = 50, 6
 
 
 def dense(name: str, bottom: str, outputs: int, sigmoid: bool = True) -> str:
-    layer = f"""layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}"
-  param {{ lr_mult: 1 decay_mult: 1 }} param {{ lr_mult: 1 decay_mult: 0 }}
-  inner_product_param {{ num_output: {outputs} weight_filler {{ type: "xavier" }} }} }}
-"""
-    activation = (
-        f'layer {{ name: "{name}neuron" type: "Sigmoid" bottom: "{name}" top: "{name}neuron" }}\n'
+    layer = library.inner_product(
+        name,
+        bottom,
+        outputs,
+        more="param { lr_mult: 1 decay_mult: 1 } param { lr_mult: 1 decay_mult: 0 }",
     )
-    return layer + activation if sigmoid else layer
+    return layer + library.layer("Sigmoid", f"{name}neuron", name) if sigmoid else layer
 
 
 NET = "".join(
     [
-        inputs(data=(BATCH, 1, SIDE, SIDE)),
-        'layer { name: "flatdata" type: "Flatten" bottom: "data" top: "flatdata" }\n',
+        library.inputs(data=(BATCH, 1, SIDE, SIDE)),
+        library.layer("Flatten", "flatdata", "data"),
         dense("encode1", "data", 24),
         dense("encode2", "encode1neuron", 6, sigmoid=False),
         dense("decode2", "encode2", 24),
         dense("decode1", "decode2neuron", SIDE * SIDE, sigmoid=False),
-        """
-layer { name: "loss" type: "SigmoidCrossEntropyLoss" bottom: "decode1" bottom: "flatdata"
-  top: "cross_entropy_loss" loss_weight: 1 }
-layer { name: "decode1neuron" type: "Sigmoid" bottom: "decode1" top: "decode1neuron" }
-layer { name: "error" type: "EuclideanLoss" bottom: "decode1neuron" bottom: "flatdata" top: "l2_error" loss_weight: 0 }
-""",
+        library.layer(
+            "SigmoidCrossEntropyLoss",
+            "loss",
+            "decode1 flatdata",
+            "loss_weight: 1",
+            top="cross_entropy_loss",
+        ),
+        library.layer("Sigmoid", "decode1neuron", "decode1"),
+        library.layer(
+            "EuclideanLoss", "error", "decode1neuron flatdata", "loss_weight: 0", top="l2_error"
+        ),
     ]
 )
 SETTINGS = 'type: "Nesterov" base_lr: 0.05 momentum: 0.9 lr_policy: "fixed" weight_decay: 0.0005'

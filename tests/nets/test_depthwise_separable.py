@@ -6,44 +6,51 @@ import numpy as np
 
 from caffepy.device.blob import Array
 
-from .training import Training, fall, gratings, inputs
+from . import library
+from .training import Training, fall, gratings
 
 BATCH, SIZE = 16, 20
 
 
-def conv(name: str, bottom: str, outputs: int, extra: str) -> str:
+def conv(name: str, bottom: str, outputs: int, kernel: int, settings: str = "") -> str:
     """A convolution without bias, BatchNorm, Scale with bias and ReLU, the last three in place."""
-    return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" convolution_param {{
-  num_output: {outputs} bias_term: false weight_filler {{ type: "msra" }} {extra} }} }}
-layer {{ name: "{name}/bn" type: "BatchNorm" bottom: "{name}" top: "{name}"
-  batch_norm_param {{ moving_average_fraction: 0.9 }} }}
-layer {{ name: "{name}/scale" type: "Scale" bottom: "{name}" top: "{name}"
-  scale_param {{ bias_term: true filler {{ value: 1 }} bias_filler {{ value: 0 }} }} }}
-layer {{ name: "{name}/relu" type: "ReLU" bottom: "{name}" top: "{name}" }}
-"""
+    return (
+        library.convolution(
+            name, bottom, outputs, kernel, f"bias_term: false {settings}", filler=library.MSRA
+        )
+        + library.in_place(
+            "BatchNorm",
+            f"{name}/bn",
+            name,
+            "batch_norm_param { moving_average_fraction: 0.9 }",
+        )
+        + library.in_place(
+            "Scale",
+            f"{name}/scale",
+            name,
+            "scale_param { bias_term: true filler { value: 1 } bias_filler { value: 0 } }",
+        )
+        + library.relu(f"{name}/relu", name)
+    )
 
 
 def separable(name: str, bottom: str, channels: int, outputs: int, stride: int) -> str:
-    depthwise = f"kernel_size: 3 pad: 1 stride: {stride} group: {channels}"
-    return conv(f"{name}/dw", bottom, channels, depthwise) + conv(
-        f"{name}/sep", f"{name}/dw", outputs, "kernel_size: 1"
+    depthwise = f"pad: 1 stride: {stride} group: {channels}"
+    return conv(f"{name}/dw", bottom, channels, 3, depthwise) + conv(
+        f"{name}/sep", f"{name}/dw", outputs, 1
     )
 
 
 NET = "".join(
     [
-        inputs(data=(BATCH, 1, SIZE, SIZE), label=(BATCH,)),
-        conv("conv1", "data", 8, "kernel_size: 3 pad: 1 stride: 2"),
+        library.inputs(data=(BATCH, 1, SIZE, SIZE), label=(BATCH,)),
+        conv("conv1", "data", 8, 3, "pad: 1 stride: 2"),
         separable("conv2_1", "conv1", 8, 16, stride=1),
         separable("conv2_2", "conv2_1/sep", 16, 32, stride=2),
-        """
-layer { name: "pool" type: "Pooling" bottom: "conv2_2/sep" top: "pool"
-  pooling_param { pool: AVE global_pooling: true } }
-layer { name: "fc" type: "Convolution" bottom: "pool" top: "fc" convolution_param {
-  num_output: 4 kernel_size: 1 weight_filler { type: "msra" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "fc" bottom: "label" top: "loss" }
-layer { name: "accuracy" type: "Accuracy" bottom: "fc" bottom: "label" top: "accuracy" include { phase: TEST } }
-""",
+        library.pooling("pool", "conv2_2/sep", "pool: AVE global_pooling: true"),
+        library.convolution("fc", "pool", 4, 1, filler=library.MSRA),
+        library.softmax_loss("fc"),
+        library.accuracy("fc", more=library.IN_TESTS),
     ]
 )
 SETTINGS = """

@@ -9,53 +9,56 @@ import numpy as np
 
 from caffepy.device.blob import Array
 
-from .training import Training, fall, inputs
+from . import library
+from .training import Training, fall
 
 SIZE, IGNORED = 20, 255
 
 
-def conv(name: str, bottom: str, top: str, outputs: int, kernel: int, pad: int = 0) -> str:
-    return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{top}" convolution_param {{
-  num_output: {outputs} kernel_size: {kernel} pad: {pad} weight_filler {{ type: "msra" }} }} }}
-"""
+def conv(name: str, bottom: str, outputs: int, kernel: int, pad: int = 0) -> str:
+    return library.convolution(name, bottom, outputs, kernel, f"pad: {pad}", filler=library.MSRA)
 
 
 def relu_pool(name: str, bottom: str) -> str:
-    return f"""layer {{ name: "relu_{name}" type: "ReLU" bottom: "{bottom}" top: "{bottom}" }}
-layer {{ name: "{name}" type: "Pooling" bottom: "{bottom}" top: "{name}" pooling_param {{ kernel_size: 2 stride: 2 }} }}
-"""
+    return library.relu(f"relu_{name}", bottom) + library.pooling(
+        name, bottom, "kernel_size: 2 stride: 2"
+    )
 
 
 def enlarge(name: str, bottom: str) -> str:
-    return f"""layer {{ name: "{name}" type: "Deconvolution" bottom: "{bottom}" top: "{name}" param {{ lr_mult: 0 }}
-  convolution_param {{ num_output: 2 group: 2 kernel_size: 4 stride: 2 bias_term: false
-    weight_filler {{ type: "bilinear" }} }} }}
-"""
+    return library.convolution(
+        name,
+        bottom,
+        2,
+        4,
+        "group: 2 stride: 2 bias_term: false",
+        filler='type: "bilinear"',
+        more="param { lr_mult: 0 }",
+        kind="Deconvolution",
+    )
 
 
 def crop(name: str, bottom: str, like: str, offset: int) -> str:
-    return f"""layer {{ name: "{name}" type: "Crop" bottom: "{bottom}" bottom: "{like}" top: "{name}"
-  crop_param {{ axis: 2 offset: {offset} }} }}
-"""
+    return library.layer(
+        "Crop", name, f"{bottom} {like}", f"crop_param {{ axis: 2 offset: {offset} }}"
+    )
 
 
 NET = "".join(
     [
-        inputs(data=(4, 1, SIZE, SIZE), label=(4, 1, SIZE, SIZE)),
-        conv("conv1", "data", "conv1", 8, kernel=3, pad=8),
+        library.inputs(data=(4, 1, SIZE, SIZE), label=(4, 1, SIZE, SIZE)),
+        conv("conv1", "data", 8, kernel=3, pad=8),
         relu_pool("pool1", "conv1"),
-        conv("conv2", "pool1", "conv2", 16, kernel=3, pad=1),
+        conv("conv2", "pool1", 16, kernel=3, pad=1),
         relu_pool("pool2", "conv2"),
-        conv("score", "pool2", "score", 2, kernel=1),
+        conv("score", "pool2", 2, kernel=1),
         enlarge("up2", "score"),
-        conv("score_pool1", "pool1", "score_pool1", 2, kernel=1),
+        conv("score_pool1", "pool1", 2, kernel=1),
         crop("up2c", "up2", "score_pool1", 1),
-        'layer { name: "fuse" type: "Eltwise" bottom: "up2c" bottom: "score_pool1" top: "fuse" }\n',
+        library.layer("Eltwise", "fuse", "up2c score_pool1"),
         enlarge("up4", "fuse"),
         crop("final", "up4", "data", 8),
-        f"""layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "final" bottom: "label" top: "loss"
-  loss_param {{ ignore_label: {IGNORED} }} }}
-""",
+        library.softmax_loss("final", more=f"loss_param {{ ignore_label: {IGNORED} }}"),
     ]
 )
 

@@ -6,38 +6,43 @@ import numpy as np
 
 from caffepy.device.blob import Array
 
-from .training import Training, fall, gratings, inputs
+from . import library
+from .training import Training, fall, gratings
 
 PAIRS, SIZE = 32, 10
 
 
 def tower(suffix: str, bottom: str) -> str:
     """Layers that share their parameters by name with the other tower."""
-    return f"""
-layer {{ name: "conv{suffix}" type: "Convolution" bottom: "{bottom}" top: "conv{suffix}"
-  param {{ name: "conv_w" }} param {{ name: "conv_b" lr_mult: 2 }}
-  convolution_param {{ num_output: 8 kernel_size: 3 weight_filler {{ type: "xavier" }} }} }}
-layer {{ name: "relu{suffix}" type: "ReLU" bottom: "conv{suffix}" top: "conv{suffix}" }}
-layer {{ name: "pool{suffix}" type: "Pooling" bottom: "conv{suffix}" top: "pool{suffix}"
-  pooling_param {{ kernel_size: 2 stride: 2 }} }}
-layer {{ name: "feat{suffix}" type: "InnerProduct" bottom: "pool{suffix}" top: "feat{suffix}"
-  param {{ name: "feat_w" }} param {{ name: "feat_b" lr_mult: 2 }}
-  inner_product_param {{ num_output: 2 weight_filler {{ type: "xavier" }} }} }}
-"""
+    return (
+        library.convolution(
+            f"conv{suffix}",
+            bottom,
+            8,
+            3,
+            more='param { name: "conv_w" } param { name: "conv_b" lr_mult: 2 }',
+        )
+        + library.relu(f"relu{suffix}", f"conv{suffix}")
+        + library.pooling(f"pool{suffix}", f"conv{suffix}", "kernel_size: 2 stride: 2")
+        + library.inner_product(
+            f"feat{suffix}",
+            f"pool{suffix}",
+            2,
+            more='param { name: "feat_w" } param { name: "feat_b" lr_mult: 2 }',
+        )
+    )
 
 
 NET = (
-    inputs(pair_data=(PAIRS, 2, SIZE, SIZE), sim=(PAIRS,))
-    + """
-layer { name: "slice" type: "Slice" bottom: "pair_data" top: "data" top: "data_p"
-  slice_param { axis: 1 slice_point: 1 } }
-"""
+    library.inputs(pair_data=(PAIRS, 2, SIZE, SIZE), sim=(PAIRS,))
+    + library.layer(
+        "Slice", "slice", "pair_data", "slice_param { axis: 1 slice_point: 1 }", top="data data_p"
+    )
     + tower("", "data")
     + tower("_p", "data_p")
-    + """
-layer { name: "loss" type: "ContrastiveLoss" bottom: "feat" bottom: "feat_p" bottom: "sim" top: "loss"
-  contrastive_loss_param { margin: 1 } }
-"""
+    + library.layer(
+        "ContrastiveLoss", "loss", "feat feat_p sim", "contrastive_loss_param { margin: 1 }"
+    )
 )
 
 

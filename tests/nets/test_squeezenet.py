@@ -6,7 +6,8 @@ import numpy as np
 
 from caffepy.device.blob import Array
 
-from .training import Training, fall, gratings, inputs
+from . import library
+from .training import Training, fall, gratings
 
 BATCH, SIZE = 16, 20
 
@@ -17,44 +18,39 @@ def conv(
     outputs: int,
     kernel: int = 1,
     pad: int = 0,
-    filler: str = 'type: "msra"',
+    filler: str = library.MSRA,
 ) -> str:
-    return f"""layer {{ name: "{name}" type: "Convolution" bottom: "{bottom}" top: "{name}" convolution_param {{
-  num_output: {outputs} kernel_size: {kernel} pad: {pad} weight_filler {{ {filler} }} }} }}
-layer {{ name: "relu_{name}" type: "ReLU" bottom: "{name}" top: "{name}" }}
-"""
+    return library.convolution(
+        name, bottom, outputs, kernel, f"pad: {pad}", filler=filler
+    ) + library.relu(f"relu_{name}", name)
 
 
 def fire(name: str, bottom: str, squeeze: int, expand: int) -> str:
     """Few 1x1 convolutions, then 1x1 and 3x3 ones side by side."""
-    return f"""{conv(f"{name}/squeeze1x1", bottom, squeeze)}
-{conv(f"{name}/expand1x1", f"{name}/squeeze1x1", expand)}
-{conv(f"{name}/expand3x3", f"{name}/squeeze1x1", expand, kernel=3, pad=1)}
-layer {{ name: "{name}/concat" type: "Concat" bottom: "{name}/expand1x1" bottom: "{name}/expand3x3"
-  top: "{name}/concat" }}
-"""
-
-
-def pool(name: str, bottom: str, how: str) -> str:
-    return f"""layer {{ name: "{name}" type: "Pooling" bottom: "{bottom}" top: "{name}" pooling_param {{ {how} }} }}
-"""
+    return (
+        conv(f"{name}/squeeze1x1", bottom, squeeze)
+        + conv(f"{name}/expand1x1", f"{name}/squeeze1x1", expand)
+        + conv(f"{name}/expand3x3", f"{name}/squeeze1x1", expand, kernel=3, pad=1)
+        + library.layer("Concat", f"{name}/concat", f"{name}/expand1x1 {name}/expand3x3")
+    )
 
 
 NET = "".join(
     [
-        inputs(data=(BATCH, 1, SIZE, SIZE), label=(BATCH,)),
+        library.inputs(data=(BATCH, 1, SIZE, SIZE), label=(BATCH,)),
         conv("conv1", "data", 16, kernel=3),
-        pool("pool1", "conv1", "pool: MAX kernel_size: 3 stride: 2"),
+        library.pooling("pool1", "conv1", "pool: MAX kernel_size: 3 stride: 2"),
         fire("fire2", "pool1", 8, 16),
         fire("fire3", "fire2/concat", 8, 16),
-        pool("pool3", "fire3/concat", "pool: MAX kernel_size: 3 stride: 2"),
+        library.pooling("pool3", "fire3/concat", "pool: MAX kernel_size: 3 stride: 2"),
         fire("fire4", "pool3", 12, 24),
-        'layer { name: "drop4" type: "Dropout" bottom: "fire4/concat" top: "fire4/concat" '
-        "dropout_param { dropout_ratio: 0.2 } }\n",
+        library.in_place(
+            "Dropout", "drop4", "fire4/concat", "dropout_param { dropout_ratio: 0.2 }"
+        ),
         conv("conv10", "fire4/concat", 4, filler='type: "gaussian" std: 0.1'),
-        pool("pool10", "conv10", "pool: AVE global_pooling: true"),
-        'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "pool10" bottom: "label" top: "loss" }\n',
-        'layer { name: "accuracy" type: "Accuracy" bottom: "pool10" bottom: "label" top: "accuracy" }\n',
+        library.pooling("pool10", "conv10", "pool: AVE global_pooling: true"),
+        library.softmax_loss("pool10"),
+        library.accuracy("pool10"),
     ]
 )
 

@@ -9,24 +9,32 @@ import numpy as np
 
 from caffepy.device.blob import Array
 
-from .training import Training, fall, inputs
+from . import library
+from .training import Training, fall
 
 STEPS, STREAMS, WORDS = 12, 16, 6
 
 NET = (
-    inputs(words=(STEPS, STREAMS), cont=(STEPS, STREAMS), tags=(STEPS, STREAMS))
-    + f"""
-layer {{ name: "embed" type: "Embed" bottom: "words" top: "embedded" propagate_down: false
-  embed_param {{ input_dim: {WORDS} num_output: 8 weight_filler {{ type: "uniform" min: -0.5 max: 0.5 }} }} }}
-layer {{ name: "lstm" type: "LSTM" bottom: "embedded" bottom: "cont" top: "hidden" recurrent_param {{
-  num_output: 16 weight_filler {{ type: "uniform" min: -0.3 max: 0.3 }} }} }}
-layer {{ name: "scores" type: "InnerProduct" bottom: "hidden" top: "scores" inner_product_param {{
-  num_output: 2 axis: 2 weight_filler {{ type: "xavier" }} }} }}
-layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "scores" bottom: "tags" top: "loss"
-  softmax_param {{ axis: 2 }} }}
-layer {{ name: "accuracy" type: "Accuracy" bottom: "scores" bottom: "tags" top: "accuracy"
-  accuracy_param {{ axis: 2 }} }}
-"""
+    library.inputs(words=(STEPS, STREAMS), cont=(STEPS, STREAMS), tags=(STEPS, STREAMS))
+    + library.layer(
+        "Embed",
+        "embed",
+        "words",
+        f"propagate_down: false embed_param {{ input_dim: {WORDS} num_output: 8 "
+        'weight_filler { type: "uniform" min: -0.5 max: 0.5 } }',
+        top="embedded",
+    )
+    + library.recurrent(
+        "LSTM",
+        "lstm",
+        "embedded cont",
+        16,
+        filler='type: "uniform" min: -0.3 max: 0.3',
+        top="hidden",
+    )
+    + library.inner_product("scores", "hidden", 2, "axis: 2")
+    + library.softmax_loss("scores", "tags", "softmax_param { axis: 2 }")
+    + library.accuracy("scores", "tags", "accuracy_param { axis: 2 }")
 )
 
 

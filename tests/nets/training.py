@@ -2,7 +2,7 @@
 anew, from a seed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import numpy as np
 from google.protobuf import text_format
@@ -15,15 +15,6 @@ from caffepy.solver import Solver
 
 Batch = Mapping[str, Array]
 Source = Callable[[np.random.Generator], Batch]
-
-
-def inputs(**shapes: Sequence[int]) -> str:
-    """An Input layer with a top of each name and shape."""
-    tops = "".join(f'top: "{name}" ' for name in shapes)
-    dims = "".join(
-        f"shape {{ {' '.join(f'dim: {d}' for d in shape)} }} " for shape in shapes.values()
-    )
-    return f'layer {{ name: "data" type: "Input" {tops} input_param {{ {dims} }} }}\n'
 
 
 class Training:

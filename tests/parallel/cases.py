@@ -10,24 +10,10 @@ from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.solver import Solver
-from tests.solver.cases import DIGITS, AskAt, Recorder, solver_of
+from tests.nets import library
+from tests.solver.cases import AskAt, Recorder, solver_of
 
-NET = f"""
-layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TRAIN }}
-  transform_param {{ scale: 0.004 }}
-  data_param {{ source: "{DIGITS}/digits_train_lmdb" batch_size: BATCH backend: LMDB }} }}
-layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TEST }}
-  transform_param {{ scale: 0.004 }}
-  data_param {{ source: "{DIGITS}/digits_test_lmdb" batch_size: 7 backend: LMDB }} }}
-layer {{ name: "conv" type: "Convolution" bottom: "data" top: "conv" param {{ lr_mult: 1 }} param {{ lr_mult: 2 }}
-  convolution_param {{ num_output: 4 kernel_size: 3 weight_filler {{ type: "xavier" }} }} }}
-layer {{ name: "relu" type: "ReLU" bottom: "conv" top: "conv" }}
-layer {{ name: "pool" type: "Pooling" bottom: "conv" top: "pool" pooling_param {{ kernel_size: 2 stride: 2 }} }}
-layer {{ name: "ip" type: "InnerProduct" bottom: "pool" top: "ip"
-  inner_product_param {{ num_output: 10 weight_filler {{ type: "xavier" }} }} }}
-layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }}
-layer {{ name: "accuracy" type: "Accuracy" bottom: "ip" bottom: "label" top: "accuracy" include {{ phase: TEST }} }}
-"""
+NET = library.small_convolution(library.digits("BATCH", 7))
 SETTINGS = (
     'base_lr: 0.05 lr_policy: "step" gamma: 0.5 stepsize: 20 momentum: 0.9 weight_decay: 0.001 clip_gradients: 2 '
     "iter_size: 2 display: 1 test_iter: 5 test_interval: 20 average_loss: 3 "
@@ -41,7 +27,7 @@ def net(batch: int, text: str = NET) -> str:
 
 LOSSY = net(3).replace(
     'layer { name: "ip"',
-    'layer { name: "drop" type: "Dropout" bottom: "pool" top: "pool" } layer { name: "ip"',
+    library.in_place("Dropout", "drop", "pool") + 'layer { name: "ip"',
 )
 LOSSY = LOSSY.replace("scale: 0.004", "scale: 0.004 mirror: true crop_size: 7")
 """A net that draws random numbers, for its data and its dropout."""

@@ -34,6 +34,8 @@ from caffepy.parallel import watchdog
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.parallel.worker import WorkerSolver
 from caffepy.solver import Solver
+from tests.nets import library
+from tests.nets.library import DIGITS
 from tests.parallel.cases import Run, net
 from tests.parallel.faults import (
     EVERY,
@@ -45,7 +47,7 @@ from tests.parallel.faults import (
     goes_on_exactly,
     write,
 )
-from tests.solver.cases import DIGITS, solver_of
+from tests.solver.cases import solver_of
 
 
 @pytest.fixture(scope="module")
@@ -337,10 +339,11 @@ def test_what_earlier_solvers_left_is_freed_before_a_team_begins() -> None:
 
 
 def test_a_root_none_of_whose_layers_are_shared_cannot_go_on_either() -> None:
-    text = """
-layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 2 dim: 3 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "x" top: "y" inner_product_param { num_output: 4 } }
-layer { name: "loss" type: "Reduction" bottom: "y" top: "l" loss_weight: 1 }"""
+    text = (
+        library.inputs("in", x=(2, 3))
+        + library.inner_product("ip", "x", 4, filler="", top="y")
+        + library.layer("Reduction", "loss", "y", "loss_weight: 1", top="l")
+    )
     devices = [Device(), Device()]
 
     def run(root: Solver) -> None:

@@ -27,8 +27,9 @@ from caffepy.net import gradients
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
 from caffepy.solver import Action, Solver
+from tests.nets.library import DIGITS
 from tests.parallel.cases import LOSSY, NET, SETTINGS, net
-from tests.solver.cases import DIGITS, AskAt, Recorder
+from tests.solver.cases import AskAt, Recorder
 
 pytestmark = pytest.mark.gpus(2)
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import caffepy as caffe
+from tests.nets import library
 from tests.solver.cases import NET, SETTINGS
 
 
@@ -159,12 +160,11 @@ def test_a_solver_that_is_not_the_root_follows(tmp_path: Path) -> None:
     assert list(tmp_path.glob("run_iter_1*"))
 
 
-ROWS = """
-layer { name: "rows" type: "HDF5Data" top: "x" top: "y" hdf5_data_param { source: "%s" batch_size: %d } }
-layer { name: "ip" type: "InnerProduct" bottom: "x" top: "o"
-  inner_product_param { num_output: 2 weight_filler { type: "gaussian" std: 0.3 } } }
-layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
-"""
+ROWS = library.regression(
+    library.layer(
+        "HDF5Data", "rows", "", 'hdf5_data_param { source: "%s" batch_size: %d }', top="x y"
+    )
+)
 
 
 @pytest.fixture

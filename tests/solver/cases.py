@@ -12,27 +12,16 @@ from caffepy.device.blob import Array
 from caffepy.device.device import Device
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Action, Solver
+from tests.nets import library
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-DIGITS = GOLDEN / "digits"
 ENVIRONMENT = os.environ | {  # for Python processes that tests start
     "PYTHONPATH": os.pathsep.join([str(GOLDEN.parent.parent), os.environ.get("PYTHONPATH", "")])
 }
 
 # x is random noise, y random zeros and ones
-NOISE = """
-layer { name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param {
-  shape { dim: 4 dim: 3 } shape { dim: 4 dim: 2 }
-  data_filler { type: "gaussian" } data_filler { type: "uniform" } } }
-"""
-NET = (
-    NOISE
-    + """
-layer { name: "ip" type: "InnerProduct" bottom: "x" top: "o"
-  inner_product_param { num_output: 2 weight_filler { type: "gaussian" std: 0.3 } } }
-layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
-"""
-)
+NOISE = library.dummies("in", 'type: "gaussian"', 'type: "uniform"', x=(4, 3), y=(4, 2))
+NET = library.regression(NOISE)
 SETTINGS = 'base_lr: 0.1 lr_policy: "fixed" momentum: 0.9 random_seed: 3 '
 
 

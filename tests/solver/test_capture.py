@@ -15,41 +15,20 @@ from caffepy.device.device import Device
 from caffepy.net import gradients
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
-from tests.solver.cases import DIGITS, NET, Recorder
+from tests.nets import library
+from tests.solver.cases import NET, Recorder
 
 pytestmark = pytest.mark.gpu
 
-DATA = f"""
-layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TRAIN }}
-  transform_param {{ scale: 0.004 }}
-  data_param {{ source: "{DIGITS}/digits_train_lmdb" batch_size: 7 backend: LMDB }} }}
-layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TEST }}
-  transform_param {{ scale: 0.004 }}
-  data_param {{ source: "{DIGITS}/digits_test_lmdb" batch_size: 11 backend: LMDB }} }}
-"""
-LAYERS = """
-layer { name: "ip1" type: "InnerProduct" bottom: "data" top: "ip1"
-  inner_product_param { num_output: 20 weight_filler { type: "xavier" } } }
-layer { name: "relu" type: "ReLU" bottom: "ip1" top: "ip1" }
-layer { name: "drop" type: "Dropout" bottom: "ip1" top: "ip1" }
-layer { name: "ip2" type: "InnerProduct" bottom: "ip1" top: "ip2"
-  inner_product_param { num_output: 10 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip2" bottom: "label" top: "loss" }
-layer { name: "accuracy" type: "Accuracy" bottom: "ip2" bottom: "label" top: "accuracy"
-  include { phase: TEST } }
-"""
+DATA = library.digits(7, 11)
+LAYERS = library.perceptron("") + library.accuracy("ip2", more=library.IN_TESTS)
 DIGITS_NET = DATA + LAYERS
-FED = """
-layer { name: "in" type: "Input" top: "data" top: "label"
-  input_param { shape { dim: 4 dim: 6 } shape { dim: 4 } } }
-"""
-CONVOLUTION = """
-layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
-  convolution_param { num_output: 6 kernel_size: 3 weight_filler { type: "xavier" } } }
-layer { name: "conv_relu" type: "ReLU" bottom: "conv" top: "conv" }
-layer { name: "pool" type: "Pooling" bottom: "conv" top: "pool"
-  pooling_param { kernel_size: 2 stride: 2 } }
-"""
+FED = library.inputs("in", data=(4, 6), label=(4,))
+CONVOLUTION = (
+    library.convolution("conv", "data", 6, 3)
+    + library.relu("conv_relu", "conv")
+    + library.pooling("pool", "conv", "kernel_size: 2 stride: 2")
+)
 SETTINGS = (
     'base_lr: 0.05 lr_policy: "step" gamma: 0.5 stepsize: 6 random_seed: 3 '
     "snapshot_after_train: false "
@@ -188,15 +167,12 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     assert [float(t["loss"]) for t in whole.tests] == [float(t["loss"]) for t in parts.tests]
 
 
-RECURRENT = """
-layer { name: "in" type: "DummyData" top: "data" top: "cont" top: "label" dummy_data_param {
-  shape { dim: 3 dim: 2 dim: 4 } shape { dim: 3 dim: 2 } shape { dim: 3 dim: 2 dim: 5 }
-  data_filler { type: "gaussian" } data_filler { type: "constant" value: 1 }
-  data_filler { type: "uniform" } } }
-layer { name: "lstm" type: "LSTM" bottom: "data" bottom: "cont" top: "lstm"
-  recurrent_param { num_output: 5 weight_filler { type: "gaussian" std: 0.3 } } }
-layer { name: "loss" type: "EuclideanLoss" bottom: "lstm" bottom: "label" top: "loss" }
-"""
+SEQUENCE = ('type: "gaussian"', 'type: "constant" value: 1', 'type: "uniform"')
+RECURRENT = (
+    library.dummies("in", *SEQUENCE, data=(3, 2, 4), cont=(3, 2), label=(3, 2, 5))
+    + library.recurrent("LSTM", "lstm", "data cont", 5, filler=library.NARROW)
+    + library.euclidean_loss("lstm", "label")
+)
 
 
 def test_masks_go_on_in_a_solver_that_recorded_others(tmp_path: Path) -> None:

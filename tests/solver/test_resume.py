@@ -6,28 +6,14 @@ import numpy as np
 import pytest
 
 from caffepy.solver import Action
-from tests.solver.cases import DIGITS, AskAt, Recorder, solver_of
+from tests.nets import library
+from tests.solver.cases import AskAt, Recorder, solver_of
 
-NET = f"""
-layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TRAIN }}
-  transform_param {{ scale: 0.004 crop_size: 7 mirror: true }}
-  data_param {{ source: "{DIGITS}/digits_train_lmdb" batch_size: 7 backend: LMDB }} }}
-layer {{ name: "data" type: "Data" top: "data" top: "label" include {{ phase: TEST }}
-  transform_param {{ scale: 0.004 crop_size: 7 mirror: true }}
-  data_param {{ source: "{DIGITS}/digits_test_lmdb" batch_size: 11 backend: LMDB }} }}
-layer {{ name: "ip1" type: "InnerProduct" bottom: "data" top: "ip1"
-  inner_product_param {{ num_output: 20 weight_filler {{ type: "xavier" }} }} }}
-layer {{ name: "relu" type: "ReLU" bottom: "ip1" top: "ip1" }}
-layer {{ name: "drop" type: "Dropout" bottom: "ip1" top: "ip1" }}
-layer {{ name: "noise" type: "DummyData" top: "noise"
-  dummy_data_param {{ shape {{ dim: 1 }} data_filler {{ type: "uniform" max: 0.01 }} }} }}
-layer {{ name: "bias" type: "Bias" bottom: "ip1" bottom: "noise" top: "noisy"
-  bias_param {{ axis: 0 num_axes: 0 }} }}
-layer {{ name: "ip2" type: "InnerProduct" bottom: "noisy" top: "ip2"
-  inner_product_param {{ num_output: 10 weight_filler {{ type: "xavier" }} }} }}
-layer {{ name: "loss" type: "SoftmaxWithLoss" bottom: "ip2" bottom: "label" top: "loss" }}
-"""
-NET = NET.replace("shape { dim: 1 }", "shape { }")
+NET = library.perceptron(
+    library.digits(7, 11, "scale: 0.004 crop_size: 7 mirror: true"),
+    library.dummies("noise", 'type: "uniform" max: 0.01', noise=())
+    + library.layer("Bias", "bias", "ip1 noise", "bias_param { axis: 0 num_axes: 0 }", top="noisy"),
+)
 SETTINGS = (
     "momentum: 0.9 average_loss: 3 display: 2 test_iter: 2 test_interval: 4 weight_decay: 0.001 "
     "iter_size: 2 "

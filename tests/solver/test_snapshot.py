@@ -17,6 +17,7 @@ from google.protobuf import text_format
 from caffepy.core.errors import CaffeError, ConfigError, DataError
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter, SolverState
 from caffepy.solver import Solver, check_folder, newest_good, sidecar, snapshot
+from tests.nets import library
 from tests.solver.cases import ENVIRONMENT, GOLDEN, NET, solver_of
 
 FORMATS = {"binary": "", "hdf5": "snapshot_format: HDF5 "}
@@ -380,13 +381,15 @@ def test_files_of_killed_runs_are_removed(tmp_path: Path, caplog: pytest.LogCapt
     assert f"Removed {stale}, which a killed run had left unfinished" in caplog.messages
 
 
-FED = """
-layer { name: "in" type: "HDF5Data" top: "x" top: "y"
-  hdf5_data_param { source: "SOURCE" batch_size: 2 shuffle: true } }
-layer { name: "ip" type: "InnerProduct" bottom: "x" top: "o" inner_product_param {
-  num_output: 2 weight_filler { type: "gaussian" std: 0.3 } } }
-layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
-"""
+FED = library.regression(
+    library.layer(
+        "HDF5Data",
+        "in",
+        "",
+        'hdf5_data_param { source: "SOURCE" batch_size: 2 shuffle: true }',
+        top="x y",
+    )
+)
 
 
 def fed(folder: Path, settings: str = "", net: str = FED) -> Solver:

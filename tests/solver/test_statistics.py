@@ -15,17 +15,16 @@ from caffepy.device.device import Device
 from caffepy.proto.binary import blob_to_array, read_net
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
+from tests.nets import library
 
 WRONG, BATCH = 61, 4
 
-NET = """
-layer { name: "data" type: "Data" top: "data" top: "label"
-  data_param { source: "db" batch_size: 4 backend: LMDB } transform_param { scale: 0.01 } }
-layer { name: "bn" type: "BatchNorm" bottom: "data" top: "normal" }
-layer { name: "ip" type: "InnerProduct" bottom: "normal" top: "ip"
-  inner_product_param { num_output: 5 weight_filler { type: "xavier" } } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "ip" bottom: "label" top: "loss" }
-"""
+NET = library.linear_classifier(
+    library.records("db", 4, "transform_param { scale: 0.01 }")
+    + library.layer("BatchNorm", "bn", "data", top="normal"),
+    5,
+    "normal",
+)
 
 
 def saved(folder: Path, device: Device, size: int, **how: bool) -> dict[str, list[Array]]:
