@@ -17,7 +17,7 @@ except ImportError as error:
     ) from error
 
 from caffepy.ops.cuda.bias_relu import add_bias, bias_gradient, relu_bias_backward
-from caffepy.ops.cuda.blas import matmul
+from caffepy.ops.cuda.blas import blas_scope, matmul, set_num_threads
 from caffepy.ops.cuda.convolution import Convolution
 from caffepy.ops.cuda.copies import convert, copy, cut, join
 from caffepy.ops.cuda.elementwise import (
@@ -95,7 +95,6 @@ from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_
 from caffepy.ops.cuda.selection import add_rows, take_rows, top_values
 from caffepy.ops.cuda.staging import Staging
 from caffepy.ops.cuda.stopwatch import Stopwatch
-from caffepy.ops.cuda.threads import blas_scope, set_num_threads
 from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import (
     adadelta_update,

@@ -1,6 +1,6 @@
 """Matrix products by cuBLAS; small ones by product.cu if it is faster; by cuDNN without nvmath."""
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -11,9 +11,7 @@ from caffepy.device import math_mode
 from caffepy.ops.cuda import autotune, plans
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.context import context
-from caffepy.ops.cuda.launch import BLOCKS, THREADS, c_type
-
-Array = Any  # cupy.ndarray
+from caffepy.ops.cuda.launch import BLOCKS, THREADS, Array, c_type, launch_blocks
 
 SMALL, TILE = 1 << 25, 16
 """Up to this many multiplications product.cu is tried; rows and columns of a product that one of
@@ -22,9 +20,6 @@ its blocks makes.
 
 _DATA_TYPES = {"float32": 0, "float64": 1, "float16": 2, "uint16": 14}  # cudaDataType_t
 _COMPUTE_32F, _COMPUTE_32F_FAST_TF32, _COMPUTE_64F = 68, 77, 70  # cublasComputeType_t
-# cuBLAS reads alpha and beta from host memory: 0 and 1 of either type.
-_FACTORS = {t: np.array([0, 1], t) for t in ("float32", "float64")}
-_ZERO = {t: factors.ctypes.data for t, factors in _FACTORS.items()}
 
 
 @cache
@@ -76,32 +71,16 @@ def _multiply(
         a, b, out = b.T, a.T, out.T
     (ta, lda), (tb, ldb) = _layout(a), _layout(b)
     (m, n), k = out.shape, a.shape[1]
-    kind, factors = _DATA_TYPES[a.dtype.name], "float64" if a.dtype == np.float64 else "float32"
-    zero = _ZERO[factors]
-    one = zero + _FACTORS[factors].itemsize
-    alpha = np.array(scale, factors)  # cuBLAS reads it before the call returns
+    kind = _DATA_TYPES[a.dtype.name]
+    # cuBLAS reads alpha and beta from host memory, before the call returns.
+    alpha = np.array([scale, accumulate], np.float64 if a.dtype == np.float64 else np.float32)
+    beta = alpha.ctypes.data + alpha.itemsize
     # cuBLAS is column-major: it sees each array transposed and computes out.T (N, M) = b.T @ a.T.
-    cublas.gemm_ex(
-        context().cublas(cublas),
-        int(tb),
-        int(ta),
-        n,
-        m,
-        k,
-        alpha.ctypes.data,
-        b.data.ptr,
-        kind,
-        ldb,
-        a.data.ptr,
-        kind,
-        lda,
-        one if accumulate else zero,
-        out.data.ptr,
-        _DATA_TYPES[out.dtype.name],
-        ldc,
-        _compute_type(a),
-        -1,
-    )
+    sizes = (int(tb), int(ta), n, m, k)
+    factors = (b.data.ptr, kind, ldb, a.data.ptr, kind, lda)
+    result = (out.data.ptr, _DATA_TYPES[out.dtype.name], ldc)
+    handle, how = context().cublas(cublas), _compute_type(a)
+    cublas.gemm_ex(handle, *sizes, alpha.ctypes.data, *factors, beta, *result, how, -1)
 
 
 def _compute_type(a: Array) -> int:
@@ -116,9 +95,7 @@ def _is_small(a: Array, b: Array, out: Array) -> bool:
     if a.dtype == np.float64 or out.size * a.shape[1] > SMALL or max(out.shape) >= 1 << 19:
         return False
     return all(
-        n * stride < 1 << 31
-        for x in (a, b, out)
-        for n, stride in zip(x.shape, x.strides, strict=True)
+        n * s < 1 << 31 for x in (a, b, out) for n, s in zip(x.shape, x.strides, strict=True)
     )
 
 
@@ -126,10 +103,7 @@ def _ours_is_faster(cublas: Any, a: Array, b: Array, out: Array, accumulate: boo
     factors = f"{a.shape} {a.strides} {b.shape} {b.strides}"
     name = f"product {factors} {out.strides} {out.dtype.name} {accumulate}"
     there = context().array("product", out.shape, out.dtype) if autotune.may_time() else out
-    candidates: list[Callable[[], autotune.Run]] = [
-        lambda: partial(_multiply, cublas),
-        lambda: _multiply_small,
-    ]
+    candidates: list[autotune.Make] = [lambda: partial(_multiply, cublas), lambda: _multiply_small]
     found = autotune.fastest(name, a.dtype, candidates, (a, b, there, accumulate))
     return found is not None and found[0] == 1
 
@@ -173,12 +147,15 @@ def _multiply_by_cudnn(a: Array, b: Array, out: Array, accumulate: bool, scale: 
         add_into(target, out, scale)
 
 
-def _grid(size: int) -> tuple[int]:
-    return (max(1, min(4 * BLOCKS, -(-size // (4 * THREADS)))),)
-
-
 def add_into(x: Array, out: Array, scale: float = 1.0) -> None:
     """out += scale * x; both contiguous and of one type."""
-    kernel("blas", f"accumulate<{c_type(out)}>")(
-        _grid(out.size), (THREADS,), (x, out, out.size, np.float64(scale))
-    )
+    blocks = max(1, min(4 * BLOCKS, -(-out.size // (4 * THREADS))))
+    launch_blocks("blas", "accumulate", out, blocks, x, out, out.size, float(scale))
+
+
+def set_num_threads(n: int) -> None:
+    assert n > 0
+
+
+def blas_scope() -> AbstractContextManager[None]:
+    return nullcontext()  # host threads change nothing on a GPU

@@ -4,6 +4,7 @@ Calls on one stream run one after the other, so they share memory for what does 
 Memory that a captured graph may have seen is never freed.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import prod
@@ -51,25 +52,22 @@ class Context:
 
     def __init__(self, stream: int) -> None:
         self.stream = stream
-        self._cublas_size = CUBLAS_SIDE if is_layer_stream(stream) else CUBLAS
         self.workspace = Workspace()
-        self._scratch: dict[str, Workspace] = {}
+        self._scratch: defaultdict[str, Workspace] = defaultdict(Workspace)
         self._cudnn: Any = None
         self._cublas = 0
 
     def array(self, purpose: str, shape: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Return an array in the memory of this purpose, valid until the next call with it."""
-        memory = self._scratch.get(purpose) or self._scratch.setdefault(purpose, Workspace())
+        memory = self._scratch[purpose]
         memory.reserve(prod(shape) * np.dtype(dtype).itemsize)
         return cupy.ndarray(shape, dtype, memory.kept[-1])
 
     def copy(self, source: Any, to: Any) -> None:
         """Copy a contiguous array to another one, unless they are the same object."""
         if source is not to:
-            runtime = cupy.cuda.runtime
-            runtime.memcpyAsync(
-                to.data.ptr, source.data.ptr, to.nbytes, runtime.memcpyDeviceToDevice, self.stream
-            )
+            runtime, pointers = cupy.cuda.runtime, (to.data.ptr, source.data.ptr)
+            runtime.memcpyAsync(*pointers, to.nbytes, runtime.memcpyDeviceToDevice, self.stream)
 
     @property
     def cudnn(self) -> Any:
@@ -92,7 +90,7 @@ class Context:
         if not self._cublas:
             handle = _handle("cublas", cublas.create)
             cublas.set_stream(handle, self.stream)
-            size = self._cublas_size
+            size = CUBLAS_SIDE if is_layer_stream(self.stream) else CUBLAS
             cublas.set_workspace(handle, self.array("cublas", (size,), np.uint8).data.ptr, size)
             self._cublas = handle
         return self._cublas
@@ -148,8 +146,6 @@ def import_cudnn() -> Any:
     try:
         import cudnn
     except Exception as error:  # it raises whatever its search for libcudnn ends with
-        raise DeviceError(
-            f"the cuDNN frontend cannot be used ({error}): "
-            "pip install 'caffepy[cuda13]' (or cuda12)"
-        ) from error
+        remedy = "pip install 'caffepy[cuda13]' (or cuda12)"
+        raise DeviceError(f"the cuDNN frontend cannot be used ({error}): {remedy}") from error
     return cudnn

@@ -11,9 +11,8 @@ import cupy
 import numpy as np
 from numpy.typing import DTypeLike
 
-from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.graphs import Geometry, Shape
-from caffepy.ops.cuda.launch import THREADS, Array, c_type, launch, packs
+from caffepy.ops.cuda.launch import Array, launch, launch_blocks, packs
 
 TILE = 4096
 """Floats of a tile, as in filters.cu."""
@@ -33,12 +32,7 @@ class Filters:
     """
 
     def __init__(
-        self,
-        geometry: Geometry,
-        dtype: DTypeLike,
-        row: Shape,
-        places: Sequence[int],
-        dense: bool = False,
+        self, geometry: Geometry, dtype: DTypeLike, row: Shape, places: Sequence[int], dense: bool
     ) -> None:
         outputs, channels, taps = geometry.w[0], geometry.w[1], prod(geometry.w[2:])
         self.dtype, self.outputs = np.dtype(dtype), outputs
@@ -67,11 +61,8 @@ class Filters:
         """Return weights and bias for cuDNN, zeros at first, and the places."""
         if self._memory is None:
             w = cupy.zeros(0 if self._as_they_are else self.shape, self.dtype)
-            self._memory = (
-                w,
-                cupy.zeros(self.outputs, self.dtype),
-                cupy.array(self._places, np.int32),
-            )
+            bias, places = cupy.zeros(self.outputs, self.dtype), cupy.array(self._places, np.int32)
+            self._memory = w, bias, places
         return self._memory
 
     def kept(self, w: Array) -> Array:
@@ -84,22 +75,21 @@ class Filters:
         if self._as_they_are:
             return w, bias if b is None else b
         narrow = b is not None and self.dtype != np.float32
-        arguments = (w, turned, b if narrow else 0, bias, self.outputs, places, *self._sizes)
-        kernel("filters", f"turn<{c_type(turned)}>")((self._blocks,), (THREADS,), arguments)
+        arrays = (w, turned, b if narrow else None, bias, self.outputs, places)
+        launch_blocks("filters", "turn", turned, self._blocks, *arrays, *self._sizes)
         return turned, bias if b is None or narrow else b
 
     def add(self, turned: Array, dw: Array) -> None:
         """dw += a gradient in the type and order of the weights for cuDNN."""
         arguments = (turned, dw, self._kept()[2], *self._sizes)
-        kernel("filters", f"add_turned<{c_type(turned)}>")((self._blocks,), (THREADS,), arguments)
+        launch_blocks("filters", "add_turned", turned, self._blocks, *arguments)
 
 
 def plain_filters(geometry: Geometry, dtype: DTypeLike) -> Filters:
     """Return the weights in the order (O, *kernel, C/g)."""
     channels, kernel = geometry.w[1], geometry.w[2:]
-    return Filters(
-        geometry, dtype, (*kernel, channels), range(0, prod(kernel) * channels, channels)
-    )
+    places = range(0, prod(kernel) * channels, channels)
+    return Filters(geometry, dtype, (*kernel, channels), places, False)
 
 
 def dense_filters(geometry: Geometry, dtype: DTypeLike) -> tuple[Geometry, Filters]:
@@ -107,7 +97,7 @@ def dense_filters(geometry: Geometry, dtype: DTypeLike) -> tuple[Geometry, Filte
     channels, kernel = geometry.x[1], geometry.w[2:]
     places = range(0, prod(kernel) * channels, channels)
     whole = geometry._replace(w=(geometry.w[0], channels, *kernel))
-    return whole, Filters(geometry, dtype, (*kernel, channels), places, dense=True)
+    return whole, Filters(geometry, dtype, (*kernel, channels), places, True)
 
 
 class Blocks:
@@ -129,21 +119,15 @@ class Blocks:
             taps = [-(-k // s) for k, s in zip(taps, stride, strict=True)]
             size = [o + k - 1 for o, k in zip(out, taps, strict=True)]
             padding = (0, 0)
-        self.geometry = Geometry(
-            (n, depth, *size),
-            (outputs, depth, *taps),
-            geometry.y,
-            (1, 1),
-            padding,
-            geometry.dilation,
-        )
+        x, w = (n, depth, *size), (outputs, depth, *taps)
+        self.geometry = Geometry(x, w, geometry.y, (1, 1), padding, geometry.dilation)
         kh, kw = geometry.w[2:]
         places = [
             (u // down * taps[1] + v // across) * depth + (u % down * across + v % across) * c
             for u in range(kh)
             for v in range(kw)
         ]
-        self.filters = Filters(geometry, dtype, (*taps, depth), places)
+        self.filters = Filters(geometry, dtype, (*taps, depth), places, False)
         pad, before = (p - q for p, q in zip(geometry.padding, padding, strict=True))
         line = geometry.x[3] * c
         self._sizes = (geometry.x[2], line, down, across * c, pad, before * c, *size, depth)
@@ -158,16 +142,8 @@ class Blocks:
         if self.kept is None:
             n, depth, *size = self.geometry.x
             self.kept = cupy.empty((n, *size, depth), self.dtype)
-        launch(
-            "filters",
-            "gather_blocks",
-            x,
-            packs(self.kept),
-            x,
-            self.kept,
-            self.kept.size,
-            *self._sizes,
-        )
+        arguments = (x, self.kept, self.kept.size, *self._sizes)
+        launch("filters", "gather_blocks", x, packs(self.kept), *arguments)
         return self.kept
 
 

@@ -3,14 +3,12 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import cupy
 import numpy as np
 
 from caffepy.ops.cuda.compiler import kernel
-
-Array = Any  # cupy.ndarray
+from caffepy.ops.cuda.launch import Array
 
 THREADS = 512
 BLOCKS, MOST_BLOCKS = 48, 256
@@ -68,19 +66,10 @@ class ScheduleRun:
         """Run on the first `count` floats of the buffers (`pointers`); complete sums are multiplied
         by `scale`.
         """
-        arguments = (
-            np.int32(self._rank),
-            buffers,
-            self._progress_of,
-            self._actions,
-            self._waits,
-            np.int32(self._blocks),
-            np.int32(self._levels),
-            np.int64(count),
-            np.int32(chunk_of(count, self._blocks)),
-            np.float32(scale),
-            self._abort_flag,
-        )
+        arrays = (buffers, self._progress_of, self._actions, self._waits)
+        sizes = (np.int32(self._blocks), np.int32(self._levels), np.int64(count))
+        chunk, factor = np.int32(chunk_of(count, self._blocks)), np.float32(scale)
+        arguments = (np.int32(self._rank), *arrays, *sizes, chunk, factor, self._abort_flag)
         self._kernel((self._grid,), (THREADS,), arguments)
 
 

@@ -9,6 +9,7 @@ The host waits in `room` alone, until pinned memory has been copied and may be f
 """
 
 from functools import cache
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -51,18 +52,16 @@ class Staging:
         return self._on_host
 
     def _allocate(self, layout: Specs) -> None:
-        starts, size = [], 0
-        for shape, dtype in layout:
-            starts.append(size)
-            size += -(-prod(shape) * np.dtype(dtype).itemsize // ALIGNED) * ALIGNED
+        sizes = [prod(shape) * np.dtype(dtype).itemsize for shape, dtype in layout]
+        *starts, size = accumulate((-(-n // ALIGNED) * ALIGNED for n in sizes), initial=0)
         self._host, self._memory = cupy.cuda.alloc_pinned_memory(size), cupy.cuda.alloc(size)
+        places = [(*spec, start) for spec, start in zip(layout, starts, strict=True)]
         self._on_host = [
             np.frombuffer(self._host, dtype, prod(shape), start).reshape(shape)
-            for start, (shape, dtype) in zip(starts, layout, strict=True)
+            for shape, dtype, start in places
         ]
         self._on_device: list[Array] = [
-            cupy.ndarray(shape, dtype, self._memory + start)
-            for start, (shape, dtype) in zip(starts, layout, strict=True)
+            cupy.ndarray(shape, dtype, self._memory + start) for shape, dtype, start in places
         ]
         self._layout, self._size = layout, size
 
@@ -70,13 +69,8 @@ class Staging:
         runtime = cupy.cuda.runtime
         with self._device:
             self._stream.wait_event(self._used)
-            runtime.memcpyAsync(
-                self._memory.ptr,
-                self._host.ptr,
-                self._size,
-                runtime.memcpyHostToDevice,
-                self._stream.ptr,
-            )
+            what = (self._memory.ptr, self._host.ptr, self._size, runtime.memcpyHostToDevice)
+            runtime.memcpyAsync(*what, self._stream.ptr)
             self._sent.record(self._stream)
 
     def take(self) -> list[Array]:
