@@ -20,8 +20,7 @@ __global__ void bias_relu(T* values, const Wide<T>* b, i64 outer, i64 outputs, i
 }
 
 // dy = 0 where y <= 0, unless there is no y, for packs of V elements that lie `step` apart, two at a time; their sums.
-template <int V, typename T>
-__device__ void mask(const T* y, T* dy, i64 first, i64 end, i64 step, Wide<T> (&sum)[V]) {
+template <int V, typename T> __device__ void mask(const T* y, T* dy, i64 first, i64 end, i64 step, Wide<T> (&sum)[V]) {
   using A = Wide<T>;
   constexpr int U = 2;
   for (i64 i = first; i < end; i += U * step) {
@@ -84,8 +83,7 @@ __device__ void mask_rows_by(i64 pack, const T* y, T* dy, Sums<Wide<T>> to, Wide
 
 // dy = 0 where y <= 0, unless there is no y; db_o += sum of dy, unless there is no db. `pack` divides O.
 // Grid (ceil(O / pack / 256), shares), 256 threads.
-template <typename T>
-__global__ void __launch_bounds__(256)
+template <typename T> __global__ void __launch_bounds__(256)
 relu_bias_rows(const T* y, T* dy, Wide<T>* db, Wide<T>* part, i64 rows, i64 outputs, i64 shares, i64 pack) {
   constexpr int V = PACK;
   __shared__ Wide<T> sums[256 * V];
@@ -94,8 +92,7 @@ relu_bias_rows(const T* y, T* dy, Wide<T>* db, Wide<T>* part, i64 rows, i64 outp
 
 // The same of planes: `lines` pieces of up to `length` elements make a plane; a warp takes every eighth of a share.
 // Grid (O, shares), 256 threads.
-template <typename T>
-__global__ void __launch_bounds__(256)
+template <typename T> __global__ void __launch_bounds__(256)
 relu_bias_planes(const T* y, T* dy, Wide<T>* db, Wide<T>* part, i64 images, i64 outputs, i64 positions, i64 shares,
                  i64 length) {
   using A = Wide<T>;
@@ -133,16 +130,14 @@ template <typename T> __global__ void add_shares(const Wide<T>* part, Wide<T>* d
 }
 
 // Column sums of dy (M, O), see columns.cuh.
-template <typename T>
-__global__ void __launch_bounds__(512)
+template <typename T> __global__ void __launch_bounds__(512)
 bias_gradient_rows(const T* dy, i64 rows, i64 columns, Wide<T>* db, Wide<T>* part, i64 shares) {
   const T* none = nullptr;
   over_columns(dy, none, nullptr, Wide<T>(1), (T*)nullptr, Sums<Wide<T>>{db, part, shares}, rows, columns);
 }
 
 // Likewise of float32 dy, and out = dy in another type
-template <typename T>
-__global__ void __launch_bounds__(512)
+template <typename T> __global__ void __launch_bounds__(512)
 bias_gradient_narrowing(const float* dy, T* out, i64 rows, i64 columns, float* db, float* part, i64 shares) {
   const float* none = nullptr;
   over_columns(dy, none, nullptr, 1.0f, out, Sums<float>{db, part, shares}, rows, columns);

@@ -48,9 +48,25 @@ template <typename T> __device__ void put_down(const Found& found, const T* labe
   wrong[0] = 1;
 }
 
+// Whether a label names a class; if not it is taken down, at place i.
+__device__ bool names_class(double label, i64 channels, i64 i, Found& found) {
+  if (label > -1 && label < channels) return true;
+  if (found.place == NONE) found.place = -double(i);
+  return false;
+}
+
 // The loss over the number of labels, or over the divisor unless that is below 0.
 template <typename T> __device__ void divide(const Found& found, double divisor, T* loss, double* norm) {
   const double by = divisor < 0 ? found.count : divisor;
   *norm = by > 1 ? by : 1;
   *loss = T(found.sum / *norm);
+}
+
+// The same, and the first invalid label, by the last block.
+template <typename T>
+__device__ void conclude(Found& found, double divisor, const T* label, T* loss, double* norm, double* wrong,
+                         double* partial, unsigned long long* arrived) {
+  if (!concludes(found, partial, arrived)) return;
+  divide(found, divisor, loss, norm);
+  put_down(found, label, wrong);
 }

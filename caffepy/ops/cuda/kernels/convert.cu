@@ -3,8 +3,7 @@
 #include "pack.cuh"
 
 // y = x
-template <typename S, typename T>
-__global__ void cast(const S* x, T* y, i64 n) {
+template <typename S, typename T> __global__ void cast(const S* x, T* y, i64 n) {
   each<16 / (sizeof(S) < sizeof(T) ? sizeof(S) : sizeof(T))>(n, [=](i64, S x, T& y) { y = T(x); }, in(x), out(y));
 }
 

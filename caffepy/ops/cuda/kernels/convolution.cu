@@ -10,8 +10,7 @@ struct Axis {
 #define AXIS_OF(a) {a##_size, a##_kernel, a##_stride, a##_pad, a##_dilation, a##_out}
 
 // col[c, tap, p] = x[c, p * stride - pad + tap * dilation], 0 outside
-template <typename T>
-__global__ void im2col(const T* x, T* col, int channels, AXIS(a), AXIS(b), AXIS(c)) {
+template <typename T> __global__ void im2col(const T* x, T* col, int channels, AXIS(a), AXIS(b), AXIS(c)) {
   const Axis a = AXIS_OF(a), b = AXIS_OF(b), c = AXIS_OF(c);
   const int positions = a.out * b.out * c.out, taps = a.kernel * b.kernel * c.kernel;
   const i64 size = i64(channels) * taps * positions;
@@ -35,8 +34,7 @@ __device__ inline int position(const Axis& a, int i, int tap) {
 }
 
 // x[c, i] = sum over the taps and positions that read it of col[c, tap, p]
-template <typename T>
-__global__ void col2im(const T* col, T* x, int channels, AXIS(a), AXIS(b), AXIS(c)) {
+template <typename T> __global__ void col2im(const T* col, T* x, int channels, AXIS(a), AXIS(b), AXIS(c)) {
   const Axis a = AXIS_OF(a), b = AXIS_OF(b), c = AXIS_OF(c);
   const int positions = a.out * b.out * c.out, taps = a.kernel * b.kernel * c.kernel;
   const i64 size = i64(channels) * a.size * b.size * c.size;

@@ -4,24 +4,21 @@
 #include "reduce.cuh"
 
 // y = alpha * x
-template <typename T>
-__global__ void scaled(const T* x, T* y, i64 n, NUMBER(alpha)) {
+template <typename T> __global__ void scaled(const T* x, T* y, i64 n, NUMBER(alpha)) {
   using A = Wide<T>;
   const A a = A(VALUE(alpha));
   each<PACK>(n, [=](i64, T x, T& y) { y = T(a * A(x)); }, in(x), out(y));
 }
 
 // y += alpha * x
-template <typename T>
-__global__ void axpy(const T* x, T* y, i64 n, NUMBER(alpha)) {
+template <typename T> __global__ void axpy(const T* x, T* y, i64 n, NUMBER(alpha)) {
   using A = Wide<T>;
   const A a = A(VALUE(alpha));
   each<PACK>(n, [=](i64, T x, T& y) { y = T(A(y) + a * A(x)); }, in(x), both(y));
 }
 
 // z = x * y
-template <typename T>
-__global__ void multiply(const T* x, const T* y, T* z, i64 n) {
+template <typename T> __global__ void multiply(const T* x, const T* y, T* z, i64 n) {
   using A = Wide<T>;
   each<PACK>(n, [=](i64, T x, T y, T& z) { z = T(A(x) * A(y)); }, in(x), in(y), out(z));
 }
@@ -65,8 +62,7 @@ __global__ void eltwise_sum(T* y, i64 n, const T* x0, const T* x1, const T* x2, 
 }
 
 // y = the larger of x0 and x1, index = which; x1 where neither is larger
-template <typename T>
-__global__ void first_max(const T* x0, const T* x1, T* y, i64 n, int* index) {
+template <typename T> __global__ void first_max(const T* x0, const T* x1, T* y, i64 n, int* index) {
   using A = Wide<T>;
   each<PACK>(
       n,
@@ -79,8 +75,7 @@ __global__ void first_max(const T* x0, const T* x1, T* y, i64 n, int* index) {
 }
 
 // y = x, index = rank where x is larger than y
-template <typename T>
-__global__ void next_max(const T* x, T* y, i64 n, int* index, i64 rank) {
+template <typename T> __global__ void next_max(const T* x, T* y, i64 n, int* index, i64 rank) {
   using A = Wide<T>;
   each<PACK>(
       n,
@@ -94,14 +89,12 @@ __global__ void next_max(const T* x, T* y, i64 n, int* index, i64 rank) {
 }
 
 // dx = index == rank ? dy : 0
-template <typename T>
-__global__ void select(const T* dy, T* dx, i64 n, const int* index, i64 rank) {
+template <typename T> __global__ void select(const T* dy, T* dx, i64 n, const int* index, i64 rank) {
   each<PACK>(n, [=](i64, int index, T dy, T& dx) { dx = index == int(rank) ? dy : T(0.0f); }, in(index), in(dy), out(dx));
 }
 
 // partial_b = sum over block b's share of x * y, in double precision
-template <typename T>
-__global__ void __launch_bounds__(256) dot(const T* x, const T* y, double* partial, i64 n) {
+template <typename T> __global__ void __launch_bounds__(256) dot(const T* x, const T* y, double* partial, i64 n) {
   double sum = 0;
   each<PACK>(n, [&sum](i64, T x, T y) { sum += double(x) * double(y); }, in(x), in(y));
   sum = block_sum(sum);
@@ -109,8 +102,7 @@ __global__ void __launch_bounds__(256) dot(const T* x, const T* y, double* parti
 }
 
 // sum = partial_0 + partial_1 + ..., by one block
-template <typename T>
-__global__ void dot_finish(const double* partial, double* sum, i64 n) {
+template <typename T> __global__ void dot_finish(const double* partial, double* sum, i64 n) {
   double part = 0;
   for (i64 i = threadIdx.x; i < n; i += blockDim.x) part += partial[i];
   part = block_sum(part);

@@ -28,8 +28,7 @@ struct Tile {
 };
 
 // turned = w; b_turned = b unless there is none
-template <typename T>
-__global__ void __launch_bounds__(256)
+template <typename T> __global__ void __launch_bounds__(256)
 turn(const float* w, T* turned, const float* b, T* b_turned, i64 biases, const int* place, i64 outputs, i64 channels,
      i64 taps, i64 row, i64 share, i64 shift, i64 tile_channels, i64 tile_taps) {
   __shared__ float tile[TILE];
@@ -50,8 +49,7 @@ turn(const float* w, T* turned, const float* b, T* b_turned, i64 biases, const i
 }
 
 // w += turned
-template <typename T>
-__global__ void __launch_bounds__(256)
+template <typename T> __global__ void __launch_bounds__(256)
 add_turned(const T* turned, float* w, const int* place, i64 outputs, i64 channels, i64 taps, i64 row, i64 share,
            i64 shift, i64 tile_channels, i64 tile_taps) {
   __shared__ float tile[TILE];

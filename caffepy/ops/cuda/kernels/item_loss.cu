@@ -9,13 +9,6 @@ constexpr double THRESHOLD = 1e-20;  // no likelihood counts as smaller
 
 template <typename T> __device__ T likelihood(T p) { return p < T(THRESHOLD) ? T(THRESHOLD) : p; }
 
-// Whether a label names a class; if not it is taken down, at place i.
-__device__ bool names_class(double label, i64 channels, i64 i, Found& found) {
-  if (label > -1 && label < channels) return true;
-  if (found.place == NONE) found.place = -double(i);
-  return false;
-}
-
 // loss = -sum over the classes of matrix[label] * log of the likelihood / norm; `threads` (1 or 32) of them a label
 template <typename T>
 __global__ void infogain_loss(const T* prob, const T* label, const T* matrix, i64 labels, i64 channels, i64 inner,
@@ -33,10 +26,7 @@ __global__ void infogain_loss(const T* prob, const T* label, const T* matrix, i6
       found.sum -= double(row[c]) * log(double(likelihood(p[c * inner])));
     if (lane_id == 0) found.count += 1;
   }
-  if (concludes(found, partial, arrived)) {
-    divide(found, divisor, loss, norm);
-    put_down(found, label, wrong);
-  }
+  conclude(found, divisor, label, loss, norm, wrong, partial, arrived);
 }
 
 // dx = weight / norm * (prob * sum of matrix[label] - matrix[label]), 0 where the label does not count

@@ -10,8 +10,7 @@ constexpr double SMALLEST = 1.17549435082228750797e-38;  // FLT_MIN: no loss of 
 template <typename A> __device__ A minus_infinity() { return A(-__int_as_float(0x7f800000)); }
 
 // y = exp(x - max) / sum of that; inner is 1, a block a row
-template <typename T>
-__global__ void softmax_rows(const T* x, T* y, i64 outer, i64 channels) {
+template <typename T> __global__ void softmax_rows(const T* x, T* y, i64 outer, i64 channels) {
   using A = Wide<T>;
   for (i64 n = blockIdx.x; n < outer; n += gridDim.x) {
     const T* u = x + n * channels;
@@ -26,8 +25,7 @@ __global__ void softmax_rows(const T* x, T* y, i64 outer, i64 channels) {
 }
 
 // The same with a thread for each pixel.
-template <typename T>
-__global__ void softmax_planes(const T* x, T* y, i64 outer, i64 channels, i64 inner) {
+template <typename T> __global__ void softmax_planes(const T* x, T* y, i64 outer, i64 channels, i64 inner) {
   using A = Wide<T>;
   FOR_EACH(i, outer * inner) {
     const i64 n = i / inner, start = (n * channels) * inner + (i - n * inner), end = start + channels * inner;
@@ -39,8 +37,7 @@ __global__ void softmax_planes(const T* x, T* y, i64 outer, i64 channels, i64 in
 }
 
 // dx = y * (dy - sum of dy * y); inner is 1, a block a row
-template <typename T>
-__global__ void softmax_gradient_rows(const T* y, const T* dy, T* dx, i64 outer, i64 channels) {
+template <typename T> __global__ void softmax_gradient_rows(const T* y, const T* dy, T* dx, i64 outer, i64 channels) {
   using A = Wide<T>;
   for (i64 n = blockIdx.x; n < outer; n += gridDim.x) {
     const i64 start = n * channels;
@@ -68,14 +65,10 @@ __global__ void softmax_gradient_planes(const T* y, const T* dy, T* dx, i64 oute
 struct Labels {
   i64 channels, skip, ignore;
   template <typename F> __device__ void add(Found& found, double value, i64 i, F likelihood) const {
-    if (skip && i64(value) == ignore) return;
-    if (value > -1 && value < channels) {
-      const double p = likelihood(i64(value));
-      found.sum -= log(p < SMALLEST ? SMALLEST : p);
-      found.count += 1;
-    } else if (found.place == NONE) {
-      found.place = -double(i);
-    }
+    if ((skip && i64(value) == ignore) || !names_class(value, channels, i, found)) return;
+    const double p = likelihood(i64(value));
+    found.sum -= log(p < SMALLEST ? SMALLEST : p);
+    found.count += 1;
   }
 };
 
@@ -106,20 +99,14 @@ __device__ void softmax_loss(const T* x, const T* label, T* prob, i64 outer, Lab
 template <typename T> __global__ void softmax_loss_rows(LOSS_ARGUMENTS) {
   Found found;
   softmax_loss<32>(x, label, prob, outer, Labels{channels, skip, ignore}, found);
-  if (concludes(found, partial, arrived)) {
-    divide(found, divisor, loss, norm);
-    put_down(found, label, wrong);
-  }
+  conclude(found, divisor, label, loss, norm, wrong, partial, arrived);
 }
 
 // The same with 256 threads, which must be the whole block, for each row.
 template <typename T> __global__ void softmax_loss_long_rows(LOSS_ARGUMENTS) {
   Found found;
   softmax_loss<256>(x, label, prob, outer, Labels{channels, skip, ignore}, found);
-  if (concludes(found, partial, arrived)) {
-    divide(found, divisor, loss, norm);
-    put_down(found, label, wrong);
-  }
+  conclude(found, divisor, label, loss, norm, wrong, partial, arrived);
 }
 
 // The same with a thread for each pixel.
@@ -135,10 +122,7 @@ template <typename T> __global__ void softmax_loss_planes(LOSS_ARGUMENTS) {
     const auto p = [=](i64 c) { return prob[start + c * inner]; };
     Labels{channels, skip, ignore}.add(found, double(label[i]), i, p);
   }
-  if (concludes(found, partial, arrived)) {
-    divide(found, divisor, loss, norm);
-    put_down(found, label, wrong);
-  }
+  conclude(found, divisor, label, loss, norm, wrong, partial, arrived);
 }
 
 // dx = weight / norm * (prob - 1 at the label), 0 where the label is to be ignored
@@ -224,10 +208,7 @@ __global__ void accuracy(const T* x, const T* label, i64 channels, i64 inner, i6
   for (i64 i = first; i < labels; i += step) {
     const double value = double(label[i]);
     if (skip && i64(value) == ignore) continue;
-    if (!(value > -1 && value < channels)) {
-      if (found.place == NONE) found.place = -double(i);
-      continue;
-    }
+    if (!names_class(value, channels, i, found)) continue;
     const i64 n = i / inner, t = i64(value);
     const T* scores = x + n * channels * inner + (i - n * inner);
     const A own = A(scores[t * inner]);

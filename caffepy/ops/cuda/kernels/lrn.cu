@@ -227,8 +227,7 @@ __global__ void lrn_backward_lines(const T* x, const T* dy, T* dx, i64 lines, i6
 }
 
 // The same for windows of any width, all of which is read for every element.
-template <typename A, typename T>
-__device__ A scale_at(const T* line, i64 c, i64 channels, i64 half, A alpha, A k) {
+template <typename A, typename T> __device__ A scale_at(const T* line, i64 c, i64 channels, i64 half, A alpha, A k) {
   A total = 0;
   for (i64 d = max(i64(0), c - half); d < min(channels, c + half + 1); ++d) total += A(line[d]) * A(line[d]);
   return k + alpha * total;

@@ -8,16 +8,14 @@
 #include "random.cuh"
 
 // y = x > 0 ? x : slope * x; a slope of 0 gives 0 for -inf too, NaN stays NaN
-template <typename T>
-__global__ void relu_forward(const T* x, T* y, i64 n, double slope) {
+template <typename T> __global__ void relu_forward(const T* x, T* y, i64 n, double slope) {
   using A = Wide<T>;
   const A s = A(slope);
   each<PACK>(n, [=](i64, T x, T& y) { y = A(x) <= 0 ? T(s == 0 ? A(0) : A(x) * s) : x; }, in(x), out(y));
 }
 
 // dx = dy * (x > 0 ? 1 : slope)
-template <typename T>
-__global__ void relu_backward(const T* x, const T* dy, T* dx, i64 n, double slope) {
+template <typename T> __global__ void relu_backward(const T* x, const T* dy, T* dx, i64 n, double slope) {
   using A = Wide<T>;
   const A s = A(slope);
   each<PACK>(n, [=](i64, T x, T dy, T& dx) { dx = T(A(dy) * (A(x) <= 0 ? s : A(1))); }, in(x), in(dy), out(dx));
@@ -38,8 +36,7 @@ __global__ void prelu_forward(const T* x, const Wide<T>* slope, T* y, i64 outer,
 }
 
 // dx = dy * (x > 0 ? 1 : slope_c), where there is a dx; sums of dy * x over x <= 0
-template <typename T>
-__global__ void __launch_bounds__(256)
+template <typename T> __global__ void __launch_bounds__(256)
 prelu_backward(const T* x, const T* dy, const Wide<T>* slope, T* dx, double* partial, i64 outer, i64 channels,
                i64 inner, i64 splits) {
   using A = Wide<T>;
@@ -54,35 +51,30 @@ prelu_backward(const T* x, const T* dy, const Wide<T>* slope, T* dx, double* par
 }
 
 // dslope_c += sum
-template <typename T>
-__global__ void prelu_finish(const double* partial, Wide<T>* dslope, i64 channels, i64 splits) {
+template <typename T> __global__ void prelu_finish(const double* partial, Wide<T>* dslope, i64 channels, i64 splits) {
   finish_channels(partial, channels, splits, [=](i64 c, double sum, double) { dslope[c] += sum; });
 }
 
 // y = 1 / (1 + exp(-x)) = tanh(x / 2) / 2 + 1 / 2
-template <typename T>
-__global__ void sigmoid_forward(const T* x, T* y, i64 n) {
+template <typename T> __global__ void sigmoid_forward(const T* x, T* y, i64 n) {
   using A = Wide<T>;
   each<PACK>(n, [=](i64, T x, T& y) { y = T(tanh(A(x) * A(0.5)) * A(0.5) + A(0.5)); }, in(x), out(y));
 }
 
 // dx = dy * y * (1 - y)
-template <typename T>
-__global__ void sigmoid_backward(const T* y, const T* dy, T* dx, i64 n) {
+template <typename T> __global__ void sigmoid_backward(const T* y, const T* dy, T* dx, i64 n) {
   using A = Wide<T>;
   each<PACK>(n, [=](i64, T y, T dy, T& dx) { dx = T(A(dy) * (A(y) * (1 - A(y)))); }, in(y), in(dy), out(dx));
 }
 
 // y = tanh(x)
-template <typename T>
-__global__ void tanh_forward(const T* x, T* y, i64 n) {
+template <typename T> __global__ void tanh_forward(const T* x, T* y, i64 n) {
   using A = Wide<T>;
   each<PACK>(n, [=](i64, T x, T& y) { y = T(tanh(A(x))); }, in(x), out(y));
 }
 
 // dx = dy * (1 - y^2)
-template <typename T>
-__global__ void tanh_backward(const T* y, const T* dy, T* dx, i64 n) {
+template <typename T> __global__ void tanh_backward(const T* y, const T* dy, T* dx, i64 n) {
   using A = Wide<T>;
   each<PACK>(n, [=](i64, T y, T dy, T& dx) { dx = T(A(dy) * (1 - A(y) * A(y))); }, in(y), in(dy), out(dx));
 }
@@ -95,8 +87,7 @@ template <typename A> __device__ A raised(A x, A power) {
 }
 
 // y = (shift + scale * x)^power
-template <typename T>
-__global__ void power_forward(const T* x, T* y, i64 n, double power, double scale, double shift) {
+template <typename T> __global__ void power_forward(const T* x, T* y, i64 n, double power, double scale, double shift) {
   using A = Wide<T>;
   const A p = A(power), s = A(scale), b = A(shift);
   each<PACK>(n, [=](i64, T x, T& y) { y = T(raised(A(x) * s + b, p)); }, in(x), out(y));
@@ -111,16 +102,14 @@ __global__ void power_backward(const T* x, const T* dy, T* dx, i64 n, double pow
 }
 
 // y = x > 0 ? x : alpha * (exp(x) - 1)
-template <typename T>
-__global__ void elu_forward(const T* x, T* y, i64 n, double alpha) {
+template <typename T> __global__ void elu_forward(const T* x, T* y, i64 n, double alpha) {
   using A = Wide<T>;
   const A a = A(alpha);
   each<PACK>(n, [=](i64, T x, T& y) { y = A(x) > 0 ? x : T(a * expm1(A(x))); }, in(x), out(y));
 }
 
 // dx = dy * (x > 0 ? 1 : alpha + y)
-template <typename T>
-__global__ void elu_backward(const T* x, const T* y, const T* dy, T* dx, i64 n, double alpha) {
+template <typename T> __global__ void elu_backward(const T* x, const T* y, const T* dy, T* dx, i64 n, double alpha) {
   using A = Wide<T>;
   const A a = A(alpha);
   each<PACK>(
@@ -128,8 +117,7 @@ __global__ void elu_backward(const T* x, const T* y, const T* dy, T* dx, i64 n, 
 }
 
 // sigmoid = 1 / (1 + exp(-beta * x)), y = x * sigmoid
-template <typename T>
-__global__ void swish_forward(const T* x, T* y, i64 n, double beta, Wide<T>* sigmoid) {
+template <typename T> __global__ void swish_forward(const T* x, T* y, i64 n, double beta, Wide<T>* sigmoid) {
   using A = Wide<T>;
   const A half = A(beta / 2);
   each<PACK>(
@@ -209,8 +197,7 @@ __global__ void bias_act_forward(T* y, const Wide<T>* b, unsigned char* mask, i6
 }
 
 // dy = dy * (mask ? scale : 0) * (y > 0) with the factors of which there is an array, and its column sums; columns.cuh
-template <typename T>
-__global__ void __launch_bounds__(512)
+template <typename T> __global__ void __launch_bounds__(512)
 bias_act_backward(const T* y, T* dy, const unsigned char* mask, double scale, i64 rows, i64 columns, Wide<T>* db,
                   Wide<T>* part, i64 shares) {
   over_columns<T, T>(dy, y, mask, Wide<T>(scale), dy, Sums<Wide<T>>{db, part, shares}, rows, columns);

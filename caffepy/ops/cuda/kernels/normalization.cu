@@ -27,8 +27,7 @@ template <typename T, int V> struct Moments {
   }
 };
 
-template <typename T>
-__global__ void __launch_bounds__(256, 3)
+template <typename T> __global__ void __launch_bounds__(256, 3)
 moments(const T* x, double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
   channel_sums_of<Moments, T, PACK, 4>(Shape{outer, channels, inner, splits}, partial, x, in(x));
 }
@@ -102,8 +101,7 @@ template <typename T, int V> struct Normalize {
   __device__ void operator()(int v, T x, T& y) const { y = T((A(x) - mean[v]) * inverse[v]); }
 };
 
-template <typename T>
-__global__ void __launch_bounds__(256, 4)
+template <typename T> __global__ void __launch_bounds__(256, 4)
 normalize(const T* x, const Wide<T>* mean, const Wide<T>* inverse, T* y, i64 outer, i64 channels, i64 inner,
           i64 splits) {
   channel_pass<Normalize, T, PACK, 4>(Shape{outer, channels, inner, splits}, Statistics<Wide<T>>{mean, inverse}, in(x),
@@ -129,8 +127,7 @@ template <int OTHER, int RELU> struct Forward {
   };
 };
 
-template <typename T, int OTHER, int RELU>
-__global__ void __launch_bounds__(256, 4)
+template <typename T, int OTHER, int RELU> __global__ void __launch_bounds__(256, 4)
 forward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const T* other, T* y, i64 outer, i64 channels,
         i64 inner, i64 splits) {
   channel_pass<Forward<OTHER, RELU>::template Op, T, PACK, OTHER ? 2 : 4>(
@@ -169,8 +166,7 @@ template <int MASK, int MORE, int MASKED, int DX> struct Summing {
   };
 };
 
-template <typename T, int MASK, int MORE, int MASKED, int DX>
-__global__ void __launch_bounds__(256, 3)
+template <typename T, int MASK, int MORE, int MASKED, int DX> __global__ void __launch_bounds__(256, 3)
 backward_sums(const T* x, const Wide<T>* mean, const Wide<T>* factor, const Wide<T>* shift, const T* dy, const T* more,
               const T* y, T* masked, T* dx, double* partial, i64 outer, i64 channels, i64 inner, i64 splits) {
   channel_sums_of<Summing<MASK, MORE, MASKED, DX>::template Op, T, PACK, 2>(
@@ -218,8 +214,7 @@ template <int MASK> struct Straight {
   };
 };
 
-template <typename T, int MASK>
-__global__ void __launch_bounds__(256, 3)
+template <typename T, int MASK> __global__ void __launch_bounds__(256, 3)
 backward(const T* x, const Wide<T>* factor, const Wide<T>* shift, const Wide<T>* line, const T* dy, T* dx, i64 outer,
          i64 channels, i64 inner, i64 splits) {
   channel_pass<Straight<MASK>::template Op, T, PACK, 2>(Shape{outer, channels, inner, splits},

@@ -295,8 +295,7 @@ __global__ void stochastic_pool_forward(const T* __restrict__ x, T* __restrict__
 }
 
 // y = what stochastic_pool_forward gives on average: sum of squares / sum, 0 if that is not above 0
-template <typename T, int V>
-__global__ void stochastic_pool_mean(const T* __restrict__ x, T* __restrict__ y, WINDOWS) {
+template <typename T, int V> __global__ void stochastic_pool_mean(const T* __restrict__ x, T* __restrict__ y, WINDOWS) {
   using A = Wide<T>;
   const Windows s = NUMBERS;
   FOR_EACH(e, images * s.small()) {

@@ -38,8 +38,7 @@ template <typename T> struct Piece {
 
 // out[r, c] = sum over k of a[r, k] * b[k, c], added to what is there if `adds`; `down` and `across` say how far apart
 // elements lie. A block of 256 threads makes 16 x 16 sums: a warp its share of each, a thread 2 x 4 of them.
-template <typename T, typename U>
-__global__ void __launch_bounds__(256)
+template <typename T, typename U> __global__ void __launch_bounds__(256)
 small_product(const T* a, const T* b, U* out, int rows, int columns, int depth, int adds, int a_down, int a_across,
               int b_down, int b_across, int out_down, int out_across) {
   __shared__ __align__(16) float tiles[WARPS][2][DEEP * LINE];

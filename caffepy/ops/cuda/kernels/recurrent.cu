@@ -5,8 +5,7 @@
 template <typename A> __device__ A sigmoid(A x) { return 1 / (1 + exp(-x)); }
 
 // kept = cont * h
-template <typename T>
-__global__ void keep(const T* h, const T* cont, T* kept, i64 streams, i64 size) {
+template <typename T> __global__ void keep(const T* h, const T* cont, T* kept, i64 streams, i64 size) {
   using A = Wide<T>;
   FOR_EACH(i, streams * size) kept[i] = T(A(h[i]) * A(cont[i / size]));
 }
@@ -53,8 +52,7 @@ __global__ void lstm_unit_gradient(const T* a, const T* c_before, const T* c, co
 }
 
 // h = tanh(h); where there is a next step, kept = next_cont * h
-template <typename T>
-__global__ void rnn_unit(T* h, const T* next_cont, T* kept, i64 streams, i64 size) {
+template <typename T> __global__ void rnn_unit(T* h, const T* next_cont, T* kept, i64 streams, i64 size) {
   using A = Wide<T>;
   FOR_EACH(k, streams * size) {
     const A y = tanh(A(h[k]));

@@ -20,8 +20,7 @@ __global__ void take_rows(const T* x, const T* index, T* y, i64 count, i64 rows,
 }
 
 // dx_index(m) += dy_m in the order of m, by the block of the first m with that index; indices without a row are skipped
-template <typename T>
-__global__ void add_rows(const T* dy, const T* index, T* dx, i64 count, i64 rows, i64 columns) {
+template <typename T> __global__ void add_rows(const T* dy, const T* index, T* dx, i64 count, i64 rows, i64 columns) {
   __shared__ unsigned hits[32];
   const double value = double(index[blockIdx.x]);
   if (!(value > -1 && value < rows)) return;

@@ -213,8 +213,7 @@ template <int M, int N> __device__ void put_aside(float* parts, const float (&su
 // A block makes 8 * N columns (outputs) of `lines` lines of `images` images, a warp 16 * M rows (positions) of them;
 // `split` warps share the depth. Grid (any number up to that of pieces, ceil(outputs / (8 * N))). Shared memory: offsets
 // of words of the depth, weights, and in one place the piece of x and then the sums of warps.
-template <typename T, int M, int N>
-__global__ void __launch_bounds__(MOST_THREADS)
+template <typename T, int M, int N> __global__ void __launch_bounds__(MOST_THREADS)
 small_convolution(const T* x, const float* w, const float* b, T* y, int number, int channels, int height, int width,
                   int outputs, int out_height, int out_width, int taps_h, int taps_w, int dilation_h, int dilation_w,
                   int step_h, int step_w, int spread_h, int spread_w, int top, int left, int turned, int relu,
@@ -309,8 +308,7 @@ small_convolution(const T* x, const float* w, const float* b, T* y, int number, 
 // 16 * M * groups * y on, of every gridDim.x-th piece; `split` warps share the depth. Part (gridDim.x, sums) gets
 // its sums as threads have them, those of db last. Shared memory: dy, offsets of positions, sums of db, the piece of x,
 // whose place and what follows then are the sums of warps'.
-template <typename T, int M, int N>
-__global__ void __launch_bounds__(MOST_THREADS)
+template <typename T, int M, int N> __global__ void __launch_bounds__(MOST_THREADS)
 small_gradient(const T* x, const T* dy, float* part, int number, int channels, int height, int width, int outputs,
                int out_height, int out_width, int taps_h, int taps_w, int dilation_h, int dilation_w, int step_h,
                int step_w, int top, int left, int images, int lines, int split, int most_channels, int with_bias,

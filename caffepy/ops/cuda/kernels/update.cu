@@ -70,8 +70,7 @@ __device__ void update(i64 n, Position<T> at, F step, T* w, T* g, H*... historie
 }
 
 // h = momentum*h + rate*r; w -= h
-template <typename T>
-__global__ void sgd(T* w, T* g, T* h, ARGUMENTS) {
+template <typename T> __global__ void sgd(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
   const A momentum = a_;
   const auto step = [=](A rate, A r, T& h) {
@@ -83,8 +82,7 @@ __global__ void sgd(T* w, T* g, T* h, ARGUMENTS) {
 }
 
 // h' = momentum*h + rate*r; w -= (1 + momentum)*h' - momentum*h; h = h'
-template <typename T>
-__global__ void nesterov(T* w, T* g, T* h, ARGUMENTS) {
+template <typename T> __global__ void nesterov(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
   const A momentum = a_;
   const auto step = [=](A rate, A r, T& h) {
@@ -96,8 +94,7 @@ __global__ void nesterov(T* w, T* g, T* h, ARGUMENTS) {
 }
 
 // RMSProp: h = rms_decay*h + take*r^2 with take = 1 - rms_decay; AdaGrad: both are 1. w -= rate*r/(sqrt(h) + delta)
-template <typename T>
-__global__ void rms(T* w, T* g, T* h, ARGUMENTS) {
+template <typename T> __global__ void rms(T* w, T* g, T* h, ARGUMENTS) {
   PREPARE
   const A rms_decay = a_, take = b_, delta = c_;
   const auto step = [=](A rate, A r, T& h) {
@@ -110,8 +107,7 @@ __global__ void rms(T* w, T* g, T* h, ARGUMENTS) {
 
 // h = momentum*h + (1 - momentum)*r^2; v = r*sqrt((u + delta)/(h + delta)); u = momentum*u + (1 - momentum)*v^2;
 // w -= rate*v
-template <typename T>
-__global__ void adadelta(T* w, T* g, T* h, T* u, ARGUMENTS) {
+template <typename T> __global__ void adadelta(T* w, T* g, T* h, T* u, ARGUMENTS) {
   PREPARE
   const A momentum = a_, delta = b_, take = 1 - momentum;
   const auto step = [=](A rate, A r, T& h, T& u) {
@@ -124,8 +120,7 @@ __global__ void adadelta(T* w, T* g, T* h, T* u, ARGUMENTS) {
 }
 
 // m = beta1*m + (1 - beta1)*r; v = beta2*v + (1 - beta2)*r^2; w -= rate*correction*m/(sqrt(v) + delta)
-template <typename T>
-__global__ void adam(T* w, T* g, T* m, T* v, ARGUMENTS) {
+template <typename T> __global__ void adam(T* w, T* g, T* m, T* v, ARGUMENTS) {
   PREPARE
   const A beta1 = a_, beta2 = b_, delta = c_, correction = d_;
   const auto step = [=](A rate, A r, T& m, T& v) {

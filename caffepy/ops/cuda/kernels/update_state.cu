@@ -34,6 +34,14 @@ __device__ void multiply(void* p, i64 i, i64 kind, double by) {
   }
 }
 
+// The losses' diffs *= by
+__device__ void rescale(const Place* losses, i64 count, double by) {
+  if (by == 1) return;
+  for (i64 k = 0; k < count; ++k)
+    for (i64 i = threadIdx.x; i < losses[k].count; i += blockDim.x)
+      multiply(losses[k].other, i, losses[k].kind, by);
+}
+
 __device__ bool is_finite(double x) { return x - x == 0; }
 
 // Loss of a pass: sum of data * diff over the losses / loss_scale; added to that of earlier passes if `add`.
@@ -76,15 +84,11 @@ __global__ void unpack_scale(const float* spare, Place* losses, i64 count, doubl
     numbers[LOSS_SCALE] = spare[0];
   }
   __syncthreads();
-  if (ratio == 1) return;
-  for (i64 k = 0; k < count; ++k)
-    for (i64 i = threadIdx.x; i < losses[k].count; i += blockDim.x)
-      multiply(losses[k].other, i, losses[k].kind, ratio);
+  rescale(losses, count, ratio);
 }
 
 // partial_b = sum over block b's share of g * g
-template <typename T>
-__global__ void __launch_bounds__(256) squares(const T* g, double* partial, i64 n) {
+template <typename T> __global__ void __launch_bounds__(256) squares(const T* g, double* partial, i64 n) {
   double sum = 0;
   each<PACK>(
       n, [&sum](i64, T g) { sum += double(g) * double(g); }, in(g));
@@ -136,10 +140,7 @@ __global__ void check_and_scale(const double* partial, i64 parts, double clip, i
     ratio = next / scale;
   }
   __syncthreads();
-  if (ratio == 1) return;
-  for (i64 k = 0; k < count; ++k)
-    for (i64 i = threadIdx.x; i < losses[k].count; i += blockDim.x)
-      multiply(losses[k].other, i, losses[k].kind, ratio);
+  rescale(losses, count, ratio);
 }
 
 // saved = data; data = saved if an iteration was STOPPED. One column of blocks a float32 blob
