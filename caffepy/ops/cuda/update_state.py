@@ -6,7 +6,8 @@ an iteration: the host writes hyperparameters before it enqueues the step, the k
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import cupy
@@ -29,20 +30,10 @@ from caffepy.ops.update_state import (
     StepStatus,
 )
 
-NUMBERS = (
-    "rate",
-    "decay",
-    "correction",
-    "scale",
-    "go",
-    "last",
-    "total",
-    "loss_scale",
-    "good",
-    "stopped",
-    "checked",
-)
-HYPERPARAMS, RESULTS = 3, 5
+HYPERPARAM_NAMES = ("rate", "decay", "correction")
+STATE_NAMES = ("scale", "go", "last", "total", "loss_scale", "good", "stopped", "checked")
+NUMBERS = (*HYPERPARAM_NAMES, *STATE_NAMES)
+HYPERPARAMS, RESULTS = len(HYPERPARAM_NAMES), 5
 """As in kernels/update_state.cu."""
 
 ROWS = 16
@@ -56,33 +47,40 @@ PENDING = -1.0
 KINDS = {"float32": 1, "float64": 2, "float16": 5, "uint16": 6}
 
 
-Row = tuple[int, int, int, int]
-
-
 class _Table:
-    """Addresses and sizes of arrays in device memory, for kernels that take any number of them."""
+    """Addresses and sizes of blobs in device memory, for kernels that take any number of them."""
 
-    def __init__(self) -> None:
-        self._rows: list[Row] = []
-        self._array: Array = 0
+    def __init__(self, blobs: Sequence[Blob]) -> None:
+        self.blobs = blobs
+        self._rows: list[tuple[int, int, int, int]] = []
+        self._array: Array = None
 
-    def of(self, rows: list[Row]) -> tuple[Array, int]:
-        """Return the table of these rows and their number."""
+    def of(self, others: Iterable[int]) -> tuple[Array, int]:
+        """Return the table of the blobs, each with another address, and their number."""
+        rows = []
+        for blob, other in zip(self.blobs, others, strict=True):
+            data: Array = blob.data
+            rows.append((data.data.ptr, other, blob.count, KINDS[data.dtype.name]))
         if rows != self._rows:
             if cupy.cuda.get_current_stream().is_capturing():
                 raise DeviceError("a blob got other memory")
             self._rows, self._array = rows, cupy.asarray(np.array(rows, np.int64))
         return self._array, len(rows)
 
+    def with_diffs(self) -> tuple[Array, int]:
+        """Return the table of the blobs' data and diffs."""
+        diffs: list[Array] = [blob.diff for blob in self.blobs]
+        return self.of(diff.data.ptr for diff in diffs)
 
-def _row(blob: Blob, other: int) -> Row:
-    data: Array = blob.data
-    return data.data.ptr, other, blob.count, KINDS[data.dtype.name]
+    def launch(self, name: str, others: Iterable[int], *arguments: Any) -> None:
+        """Launch a kernel with one column of blocks for each blob."""
+        across = max(1, min(-(-max(blob.count for blob in self.blobs) // THREADS), MOST))
+        table, count = self.of(others)
+        kernel("update_state", name)((across, count), (THREADS,), (table, *arguments))
 
 
-def _losses(blobs: Sequence[Blob]) -> list[Row]:
-    diffs: list[Array] = [blob.diff for blob in blobs]
-    return [_row(blob, diff.data.ptr) for blob, diff in zip(blobs, diffs, strict=True)]
+def _launch(name: str, *arguments: Any, threads: int = 1) -> None:
+    kernel("update_state", name)((1,), (threads,), arguments)
 
 
 class UpdateState:
@@ -91,21 +89,19 @@ class UpdateState:
     """
 
     def __init__(self, limits: Limits, losses: Sequence[Blob], device: CudaDevice) -> None:
-        self._limits = limits
-        self._losses = losses
+        self._limits, self._device = limits, device
+        self._losses = _Table(losses)
         self._weights = [blob.host_diff.copy() for blob in losses]
-        self._device = device
         self._step_counter, self._error_flags = device.step_counter, device.error_flags
-        self._table, self._saved_table = _Table(), _Table()
+        self._stats = _Table(())
         self._saved: list[Array] = []
         self._numbers = device.zeros(len(NUMBERS), np.dtype(np.float64))
         self._page = cupy.cuda.alloc_pinned_memory(8 * ROWS * (HYPERPARAMS + RESULTS))
         rows: HostArray = np.frombuffer(self._page, np.float64, ROWS * (HYPERPARAMS + RESULTS))
         self._hyperparams = rows[: ROWS * HYPERPARAMS].reshape(ROWS, HYPERPARAMS)
         self._results = rows[ROWS * HYPERPARAMS :].reshape(ROWS, RESULTS)
-        self._enqueued = self._finished = self._returned = (
-            0  # counts of iterations: enqueued, known to be finished, returned
-        )
+        # Counts of iterations: enqueued, known to be finished, returned.
+        self._enqueued = self._finished = self._returned = 0
         self._ends: deque[tuple[int, Any]] = deque()  # (number of iterations, event after them)
         self.rate: Number = self._number("rate")
         self.decay: Number = self._number("decay")
@@ -118,6 +114,9 @@ class UpdateState:
     def _number(self, name: str) -> Array:
         at = NUMBERS.index(name)
         return self._numbers[at : at + 1].reshape(())
+
+    def _read(self, name: str) -> float:
+        return float(self._device.on_host(self._number(name)))
 
     def _set(self, name: str, value: float) -> None:
         self._device.upload(np.array(value, np.float64), self._number(name))
@@ -138,12 +137,8 @@ class UpdateState:
             return
         if not self._saved:
             self._saved = [self._device.zeros(blob.count, np.dtype(np.float32)) for blob in blobs]
-        kept: list[Array] = self._saved
-        rows = [_row(blob, values.data.ptr) for blob, values in zip(blobs, kept, strict=True)]
-        across = max(1, min(-(-max(blob.count for blob in blobs) // THREADS), MOST))
-        kernel("update_state", "save_stats")(
-            (across, len(rows)), (THREADS,), (self._saved_table.of(rows)[0], self._numbers)
-        )
+        self._stats.blobs = blobs
+        self._stats.launch("save_stats", (kept.data.ptr for kept in self._saved), self._numbers)
 
     def restore_stats(self, blobs: Sequence[Blob]) -> None:
         with self._device.scope():
@@ -151,33 +146,30 @@ class UpdateState:
                 copy(kept, blob.data.reshape(-1))
 
     def accumulate_loss(self) -> None:
-        table, count = self._table.of(_losses(self._losses))
-        arguments = (table, count, int(self._limits.passes > 1), self._numbers, self._step_counter)
-        kernel("update_state", "accumulate_loss")((1,), (THREADS,), arguments)
+        arguments = (int(self._limits.passes > 1), self._numbers, self._step_counter)
+        _launch("accumulate_loss", *self._losses.with_diffs(), *arguments, threads=THREADS)
 
     def pack_metrics(self, metrics: Array) -> None:
-        arguments = (self._error_flags, self._device.error_flag_count, self._numbers, metrics)
-        kernel("update_state", "pack_metrics")((1,), (THREADS,), arguments)
+        flags = self._error_flags, self._device.error_flag_count
+        _launch("pack_metrics", *flags, self._numbers, metrics, threads=THREADS)
 
     def unpack_metrics(self, metrics: Array, abort_flag: int = 0) -> None:
-        kernel("update_state", "unpack_metrics")((1,), (1,), (metrics, abort_flag, self._numbers))
+        _launch("unpack_metrics", metrics, abort_flag, self._numbers)
 
     def pack_scale(self, spare: Array) -> None:
         if self._limits.loss_scale is not None:
-            kernel("update_state", "pack_scale")((1,), (1,), (self._numbers, spare))
+            _launch("pack_scale", self._numbers, spare)
 
     def unpack_scale(self, spare: Array) -> None:
         if self._limits.loss_scale is not None:
-            table, count = self._table.of(_losses(self._losses))
-            kernel("update_state", "unpack_scale")(
-                (1,), (THREADS,), (spare, table, count, self._numbers)
-            )
+            arguments = (spare, *self._losses.with_diffs(), self._numbers)
+            _launch("unpack_scale", *arguments, threads=THREADS)
 
     def loss(self) -> float:
-        return float(self._device.on_host(self._number("last")))
+        return self._read("last")
 
     def mean(self) -> float:
-        return float(self._device.on_host(self._number("total"))) / self._limits.passes
+        return self._read("total") / self._limits.passes
 
     @property
     def needs_norm(self) -> bool:
@@ -185,7 +177,7 @@ class UpdateState:
 
     def check_and_scale(self, diff: Array) -> None:
         clip, passes, loss_scale = self._limits
-        blocks, partial = 0, 0
+        blocks, partial = 0, None
         if self.needs_norm:
             blocks = max(1, min(-(-packs(diff) // (4 * THREADS)), BLOCKS))
             partial = scratch("squares", blocks)
@@ -193,10 +185,8 @@ class UpdateState:
         limits = float(clip), passes, int(loss_scale is not None), LEAST_SCALE, MOST_SCALE, PATIENCE
         flags = self._error_flags, self._device.error_flag_count
         page = self._page.ptr, self._page.ptr + self._hyperparams.nbytes, ROWS
-        table = self._table.of(_losses(self._losses))
-        kernel("update_state", "check_and_scale")(
-            (1,), (THREADS,), (partial, blocks, *limits, *flags, *table, self._numbers, *page)
-        )
+        state = (*flags, *self._losses.with_diffs(), self._numbers, *page)
+        _launch("check_and_scale", partial, blocks, *limits, *state, threads=THREADS)
 
     def mark_enqueued(self) -> None:
         self._device.add_enqueued_steps(self._limits.passes)
@@ -225,16 +215,14 @@ class UpdateState:
 
     @property
     def done(self) -> int:
-        first, given = self._returned, self._enqueued
-        return next(
-            (i for i in range(first, given) if self._results[i % ROWS, -1] == PENDING), given
-        )
+        for i in range(self._returned, self._enqueued):
+            if self._results[i % ROWS, -1] == PENDING:
+                return i
+        return self._enqueued
 
     def resync(self) -> None:
         self._device.synchronize()
-        self._enqueued = self._finished = self._returned = int(
-            self._device.on_host(self._number("checked"))
-        )
+        self._enqueued = self._finished = self._returned = int(self._read("checked"))
         self._ends.clear()
 
     def resume(self) -> None:
@@ -243,15 +231,13 @@ class UpdateState:
     def state(self) -> dict[str, float]:
         if self._limits.loss_scale is None:
             return {}
-        return {
-            name: float(self._device.on_host(self._number(name))) for name in ("loss_scale", "good")
-        }
+        return {name: self._read(name) for name in ("loss_scale", "good")}
 
     def set_state(self, state: dict[str, float]) -> None:
         scale = self._limits.loss_scale
         if scale is not None:
             scale = state.get("loss_scale", scale)
-            for blob, weight in zip(self._losses, self._weights, strict=True):
+            for blob, weight in zip(self._losses.blobs, self._weights, strict=True):
                 blob.host_diff[...] = scale * weight
         self._set("loss_scale", scale or 1.0)
         self._set("good", state.get("good", 0))
@@ -259,10 +245,8 @@ class UpdateState:
 
 class Sums:
     def __init__(self, blobs: Sequence[Blob], losses: Sequence[Blob], device: CudaDevice) -> None:
-        self._blobs = blobs
-        self._losses = losses
-        self._device = device
-        self._tables = _Table(), _Table()
+        self._blobs, self._device = blobs, device
+        self._table, self._losses = _Table(blobs), _Table(losses)
         self._shapes: list[tuple[int, ...]] | None = None
         self._sums: Array = None
         self._numbers = device.zeros(len(NUMBERS), np.dtype(np.float64))
@@ -276,34 +260,24 @@ class Sums:
                 self._sums.fill(0)
         else:
             self._shapes = shapes
-            self._sums = self._device.zeros(
-                sum(blob.count for blob in self._blobs), np.dtype(np.float64)
-            )
+            total = sum(blob.count for blob in self._blobs)
+            self._sums = self._device.zeros(total, np.dtype(np.float64))
             self._device.allocation_version += 1
-        self._device.upload(
-            np.array([name == "loss_scale" for name in NUMBERS], np.float64), self._numbers
-        )
+        first = np.array([name == "loss_scale" for name in NUMBERS], np.float64)
+        self._device.upload(first, self._numbers)
 
     def add(self) -> None:
-        rows: list[Row] = []
-        at = self._sums.data.ptr
-        for blob in self._blobs:
-            rows.append(_row(blob, at))
-            at += 8 * blob.count
-        sums, losses = self._tables
-        if rows:
-            across = max(1, min(-(-max(blob.count for blob in self._blobs) // THREADS), MOST))
-            kernel("update_state", "add_up")((across, len(rows)), (THREADS,), sums.of(rows)[:1])
-        if self._losses:
-            arguments = (*losses.of(_losses(self._losses)), 1, self._numbers, self._passes)
-            kernel("update_state", "accumulate_loss")((1,), (THREADS,), arguments)
+        if self._blobs:
+            counts = [blob.count for blob in self._blobs]
+            starts = accumulate((8 * count for count in counts[:-1]), initial=self._sums.data.ptr)
+            self._table.launch("add_up", starts)
+        if self._losses.blobs:
+            arguments = (*self._losses.with_diffs(), 1, self._numbers, self._passes)
+            _launch("accumulate_loss", *arguments, threads=THREADS)
 
     def read(self) -> tuple[list[HostArray], float]:
         flat = self._device.on_host(self._sums)
         ends = np.cumsum([blob.count for blob in self._blobs])
-        parts = np.split(flat, ends[:-1]) if self._blobs else []
-        sums = [
-            blob.layout.view(part, blob.shape)
-            for blob, part in zip(self._blobs, parts, strict=True)
-        ]
+        parts = zip(self._blobs, np.split(flat, ends[:-1]) if self._blobs else [], strict=True)
+        sums = [blob.layout.view(part, blob.shape) for blob, part in parts]
         return sums, float(self._device.on_host(self._numbers)[NUMBERS.index("total")])
