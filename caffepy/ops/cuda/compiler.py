@@ -49,18 +49,18 @@ def kernel(file: str, name: str) -> Kernel:
 def _load(device: int, file: str, name: str) -> Kernel:
     with _lock:
         try:
-            names, functions = _compile(file, expressions(file, name))
+            functions = _compile(file, expressions(file, name))
         except cupy.cuda.compiler.CompileException:
             # Another template of the file is not for this type.
-            names, functions = _compile(file, [name])
-        for each, function in zip(names, functions, strict=True):
+            functions = _compile(file, [name])
+        for each, function in functions.items():
             _kernels.setdefault((device, file, each), function)
         return _kernels[device, file, name]
 
 
-def _compile(file: str, names: list[str]) -> tuple[list[str], list[Kernel]]:
+def _compile(file: str, names: list[str]) -> dict[str, Kernel]:
     module = cupy.RawModule(code=source(file), options=OPTIONS, name_expressions=tuple(names))
-    return names, [module.get_function(name) for name in names]
+    return {name: module.get_function(name) for name in names}
 
 
 def expressions(file: str, name: str) -> list[str]:

@@ -51,25 +51,32 @@ def batch_norm_forward(x: Array, mean: Array, inverse: Array, y: Array) -> None:
 
 
 def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Array) -> None:
-    _backward(x, (mean, inverse, inverse, None), [dy], None, False, None, dx, None, None, False)
+    numbers = (mean, inverse, inverse, None)
+    norm_backward(x, numbers, [dy], None, False, None, dx, None, None, False)
 
 
 def scale_forward(x: Array, scale: Array, bias: Maybe, y: Array) -> None:
-    _forward(x, scale, bias, None, False, y)
+    norm_forward(x, (None, None, scale, bias), None, False, y)
 
 
 def scale_backward(
     x: Array, scale: Array, dy: Array, dx: Maybe, dscale: Maybe, dbias: Maybe
 ) -> None:
     if dscale is not None or dbias is not None:
-        _backward(x, (None, None, scale, None), [dy], None, False, None, dx, dscale, dbias, True)
+        numbers = (None, None, scale, None)
+        norm_backward(x, numbers, [dy], None, False, None, dx, dscale, dbias, True)
     elif dx is not None:
         scale_forward(dy, scale, None, dx)
 
 
+# Numbers may also be a tuple of the four, without those that are not needed.
+
+
 def norm_forward(x: Array, numbers: Array, other: Maybe, relu: bool, y: Array) -> None:
     _, _, factor, shift = numbers
-    _forward(x, factor, shift, other, relu, y)
+    shape = lying(x, y) if other is None else lying(x, other, y)
+    arrays, variant = (x, factor, shift, other, y), f", {int(other is not None)}, {int(relu)}"
+    channel_pass("normalization", "forward", x, shape, *arrays, variant=variant)
 
 
 def norm_backward(
@@ -84,32 +91,10 @@ def norm_backward(
     dbias: Maybe,
     frozen: bool,
 ) -> None:
-    _backward(x, tuple(numbers), dys, y, relu, masked, dx, dscale, dbias, frozen)
-
-
-def _forward(x: Array, factor: Array, shift: Maybe, other: Maybe, relu: bool, y: Array) -> None:
-    shape = lying(x, y) if other is None else lying(x, other, y)
-    arrays, variant = (x, factor, shift, other, y), f", {int(other is not None)}, {int(relu)}"
-    channel_pass("normalization", "forward", x, shape, *arrays, variant=variant)
-
-
-def _backward(
-    x: Array,
-    numbers: tuple[Maybe, ...],
-    dys: Sequence[Array],
-    y: Maybe,
-    relu: bool,
-    masked: Maybe,
-    dx: Maybe,
-    dscale: Maybe,
-    dbias: Maybe,
-    frozen: bool,
-) -> None:
     assert masked is not None or (y is None and len(dys) == 1)
     if not x.size:
         return
     mean, inverse, factor, shift = numbers
-    assert factor is not None
     mask = NO_MASK if not relu else BY_X if y is None else BY_Y
     dy, more = dys if len(dys) > 1 else (dys[0], None)
     shape = lying(x, *(a for a in (dy, more, y, masked, dx) if a is not None))
