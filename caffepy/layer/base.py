@@ -40,7 +40,7 @@ class Layer:
     tops: ClassVar[int | tuple[int, int | None]] = 1
     same_count: ClassVar[bool] = False  # as many tops as bottoms
     auto_top_blobs: ClassVar[bool] = False  # missing tops are created, up to the least number
-    in_place: ClassVar[bool] = True  # a top may be the bottom itself
+    in_place: ClassVar[bool] = False  # a top may be the bottom itself
     is_view: ClassVar[bool] = False  # the tops hold the bottom's values and share its memory
     is_input: ClassVar[bool] = False  # the tops are the net's inputs, filled by the user
     # Feeds the net from outside; runs before the captured part of a step.
@@ -271,7 +271,7 @@ class LossLayer(Layer):
     bottoms: ClassVar[int | tuple[int, int | None]] = 2
     tops: ClassVar[int | tuple[int, int | None]] = 1
     auto_top_blobs = True
-    in_place = False
+    on_gpu = True
     constant_bottoms: Mapping[int, str] = {
         1: "{type} cannot differentiate its labels; the layer that makes them needs no gradient"
     }

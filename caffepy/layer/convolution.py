@@ -84,7 +84,6 @@ class _Filtering(Weighted):
     bottoms = (1, None)
     tops = (1, None)
     same_count = True
-    in_place = False
     backward_reads_top = False
 
     def weight_shape(self) -> tuple[int, ...]:
@@ -235,7 +234,6 @@ class Im2col(Layer):
     """
 
     on_gpu = True
-    in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.convolution_param

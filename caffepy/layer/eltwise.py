@@ -21,6 +21,7 @@ class Eltwise(Layer):
     """
 
     on_gpu = True
+    in_place = True
     bottoms = (2, None)
     takes_preferred_layout = True
 

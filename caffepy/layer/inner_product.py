@@ -26,7 +26,6 @@ class InnerProduct(Weighted):
 
     on_gpu = True
     seeks_preferred_layout = True
-    in_place = False
     is_matrix_product = True
     can_fuse = True
     backward_reads_top = False

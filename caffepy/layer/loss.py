@@ -103,7 +103,6 @@ class SoftmaxWithLoss(ClassLoss):
     p is no less than FLT_MIN, hence a loss of 87.3365 at most. An optional second top is p.
     """
 
-    on_gpu = True
     tops = (1, 2)
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -201,7 +200,6 @@ class InfogainLoss(SoftmaxWithLoss):
 class EuclideanLoss(LossLayer):
     """Sum of (a - b)^2 / 2N over two bottoms of one count; both can be differentiated."""
 
-    on_gpu = True
     constant_bottoms: Mapping[int, str] = {}
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -235,7 +233,6 @@ class SigmoidCrossEntropyLoss(ClassLoss):
     otherwise.
     """
 
-    on_gpu = True
     normalization = LossParameter.BATCH_SIZE
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -270,7 +267,6 @@ class Accuracy(Layer):
     on_gpu = True
     bottoms = 2
     tops = (1, 2)
-    in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.wrong = bad_labels(self, lambda: self.view[1])
@@ -301,8 +297,6 @@ class Accuracy(Layer):
 
 class ItemLoss(LossLayer):
     """A loss over items (N, C) with one label each."""
-
-    on_gpu = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.wrong = bad_labels(self, lambda: self.view[1])
@@ -368,7 +362,6 @@ class ContrastiveLoss(LossLayer):
     max(margin - d^2, 0) instead.
     """
 
-    on_gpu = True
     bottoms = 3
     constant_bottoms: Mapping[int, str] = {
         2: "ContrastiveLoss cannot differentiate its labels; give them propagate_down: false"

@@ -23,6 +23,7 @@ class SameShape(Layer):
     """
 
     on_gpu = True
+    in_place = True
     reads_input = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:

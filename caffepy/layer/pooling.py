@@ -55,7 +55,6 @@ class Pooling(Drawing):
 
     on_gpu = True
     tops = (1, 2)
-    in_place = False
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -152,7 +151,6 @@ class SPP(Layer):
     """
 
     on_gpu = True
-    in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         self.height = self.param.spp_param.pyramid_height

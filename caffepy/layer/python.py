@@ -21,6 +21,7 @@ class Python(Layer):
 
     bottoms = (0, None)
     tops = (0, None)
+    in_place = True
     always_reshape = True
     may_modify_gradients = True
     instance: Any = None

@@ -24,13 +24,13 @@ class Recurrent(Layer):
 
     Tops (T, N, H) and with expose_hidden the states after the last step. Weights (G, D), bias (G)
     of the inputs, perhaps weights (G, D_static) of the static input, weights (G, H) of the state,
-    then what the type adds. States get and give no gradient.
+    then what the type adds. States get and give no gradient. `own` is LSTM's c or RNN's o of all
+    steps: a layer in place may overwrite the top.
     """
 
     on_gpu = True
     bottoms: ClassVar[int | tuple[int, int | None]] = (2, 5)
     tops: ClassVar[int | tuple[int, int | None]] = (1, 3)
-    in_place = False
     states: ClassVar[int] = 1
     gates: ClassVar[int] = 1  # G = gates * H
     input_name: ClassVar[str]
@@ -72,7 +72,7 @@ class Recurrent(Layer):
         self.state_weight = 2 + self.static  # its index in blobs
         blobs = [self.buffer((1, 0, self.size)) for _ in range(2 * self.states)]
         self.first, self.last = blobs[: self.states], blobs[self.states :]
-        self.sums, self.static_sums, self.kept = (self.buffer() for _ in range(3))
+        self.sums, self.static_sums, self.kept, self.own = (self.buffer() for _ in range(4))
 
     def check_axes(self, bottom: Blobs) -> None:
         """ConfigError if bottoms disagree in steps or streams."""
@@ -122,6 +122,7 @@ class Recurrent(Layer):
         self.sums.reshape((steps, self.streams, self.gates * self.size))
         self.static_sums.reshape((self.streams, self.gates * self.size))
         self.kept.reshape((steps, self.streams, self.size))
+        self.own.reshape((steps, self.streams, self.size))
 
     def begin(self, bottom: Blobs) -> list[Array]:
         """Return the states (N, H) that this batch begins with: those after the last batch."""
@@ -204,17 +205,12 @@ class LSTM(Recurrent):
     gates = 4
     input_name = "xc"
 
-    def setup(self, bottom: Blobs, top: Blobs) -> None:
-        super().setup(bottom, top)
-        self.c = self.buffer()
-
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
-        self.c.reshape(top[0].shape)
         self.loop = self.ops.LSTM(self.steps, self.streams, self.size, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
-        h, c, w = top[0].data, self.c.data, self.blobs[self.state_weight].data
+        h, c, w = top[0].data, self.own.data, self.blobs[self.state_weight].data
         h_first, c_first = self.begin(bottom)
         self.sum_inputs(bottom)
         self.loop.forward(self.sums.data, w, bottom[1].data, h_first, c_first, self.kept.data, h, c)
@@ -224,7 +220,7 @@ class LSTM(Recurrent):
         self.refuse_constants(propagate_down)
         w, (_, c_first) = self.blobs[self.state_weight].data, self.first_states(bottom)
         a, da = self.sums.data, self.sums.diff
-        self.loop.backward(a, w, bottom[1].data, c_first, self.c.data, top[0].diff, da)
+        self.loop.backward(a, w, bottom[1].data, c_first, self.own.data, top[0].diff, da)
         self.spread_gradient(propagate_down, bottom)
 
 
@@ -240,25 +236,20 @@ class RNN(Recurrent):
     input_name = "xh"
     added = ("W_ho", "b_o")
 
-    def setup(self, bottom: Blobs, top: Blobs) -> None:
-        super().setup(bottom, top)
-        self.o = self.buffer()  # o of all steps: a layer in place may overwrite the top
-
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         super().reshape(bottom, top)
-        self.o.reshape(top[0].shape)
         self.loop = self.ops.RNN(self.steps, self.streams, self.size, self.dtype)
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         w_h, w_o, b_o = (blob.data for blob in self.blobs[self.state_weight :])
         (h_first,) = self.begin(bottom)
         self.sum_inputs(bottom)
-        h, o = self.sums.data, self.o.data.reshape(-1, self.size)
+        h, o = self.sums.data, self.own.data.reshape(-1, self.size)
         self.loop.forward(h, w_h, bottom[1].data, h_first, self.kept.data)
         self.ops.matmul(h.reshape(-1, self.size), w_o.T, o)  # (T N, H) @ (H, H)
         self.ops.add_bias(o, b_o)
         self.ops.tanh_forward(o, o)
-        self.ops.copy(self.o.data, top[0].data)
+        self.ops.copy(self.own.data, top[0].data)
         self.end(top, h[-1])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
@@ -266,8 +257,8 @@ class RNN(Recurrent):
         w_h, w_o, b_o = self.blobs[self.state_weight :]
         wanted = self.param_propagate_down[self.state_weight :]
         h, dh = (a.reshape(-1, self.size) for a in (self.sums.data, self.sums.diff))
-        do = self.o.diff.reshape(-1, self.size)
-        self.ops.tanh_backward(self.o.data, top[0].diff, self.o.diff)
+        do = self.own.diff.reshape(-1, self.size)
+        self.ops.tanh_backward(self.own.data, top[0].diff, self.own.diff)
         if wanted[1]:
             self.ops.matmul(do.T, h, w_o.diff, accumulate=True)  # (H, T N) @ (T N, H)
         if wanted[2]:
@@ -288,7 +279,6 @@ class LSTMUnit(Layer):
     on_gpu = True
     bottoms = 3
     tops = 2
-    in_place = False
     constant_bottoms: Mapping[int, str] = {
         2: "Cannot backpropagate to sequence indicators (bottom 2); they need propagate_down: false"
     }

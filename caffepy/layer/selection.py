@@ -18,7 +18,6 @@ class ArgMax(Layer):
     """
 
     on_gpu = True
-    in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param, shape = self.param.argmax_param, bottom[0].shape
@@ -49,7 +48,6 @@ class Crop(Layer):
 
     on_gpu = True
     bottoms = 2
-    in_place = False
     takes_preferred_layout = True
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
@@ -94,7 +92,6 @@ class Embed(Weighted):
     """(...) of whole numbers below K -> (..., O), y = w[x] + b; weight (K, O), bias (O)."""
 
     on_gpu = True
-    in_place = False
     constant_bottoms: Mapping[int, str] = {
         0: "Embed cannot differentiate its input; give it propagate_down: false"
     }
@@ -138,7 +135,6 @@ class BatchReindex(Layer):
 
     on_gpu = True
     bottoms = 2
-    in_place = False
     constant_bottoms: Mapping[int, str] = {
         1: "BatchReindex cannot differentiate its indices; give them propagate_down: false"
     }
@@ -181,7 +177,6 @@ class Filter(Layer):
 
     bottoms = (2, None)
     tops = (1, None)
-    in_place = False
     always_reshape = True
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:

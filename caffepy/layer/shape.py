@@ -18,7 +18,6 @@ class Concat(Layer):
 
     on_gpu = True
     bottoms = (1, None)
-    in_place = False
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -60,7 +59,6 @@ class Slice(Layer):
 
     on_gpu = True
     tops = (1, None)
-    in_place = False
     backward_reads_bottom = backward_reads_top = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
@@ -111,7 +109,6 @@ class Split(Layer):
 
     on_gpu = True
     tops = (1, None)
-    in_place = False
     backward_reads_bottom = backward_reads_top = False
     can_fuse = True
     takes_preferred_layout = True
@@ -138,7 +135,6 @@ class View(Layer):
     """The bottom's values in another shape; data and diff are shared."""
 
     on_gpu = True
-    in_place = False
     is_view = True
     backward_reads_bottom = backward_reads_top = False
 
@@ -260,7 +256,6 @@ class Parameter(Layer):
 
     on_gpu = True
     bottoms = 0
-    in_place = False
 
     def setup(self, bottom: Blobs, top: Blobs) -> None:
         if not self.blobs:
@@ -285,7 +280,6 @@ class Tile(Layer):
     """The bottom `tiles` times in a row along `axis`: (..., c, ...) -> (..., tiles * c, ...)."""
 
     on_gpu = True
-    in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.tile_param
@@ -311,7 +305,6 @@ class Reduction(Layer):
     """(a, b, c, ...) -> (a, b): coeff times the sum of x, |x|, x^2 or the mean, from `axis` on."""
 
     on_gpu = True
-    in_place = False
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         param = self.param.reduction_param

@@ -126,21 +126,9 @@ class Wired:
         bottoms = [self.blobs[name] for name in names]
         for name in names:
             log.info("%s <- %s", param.name, name)
-        top_names, tops = self._make_tops(layer, param, names)
-        down = [bool(b) for b in given] or need
-        node = Node(param, layer, names, top_names, bottoms, tops, down, of_root, any(need))
-        self.nodes.append(node)
-        if layer.on_host and not layer.is_data:
-            log.info("%s (%s) computes on the host", layer.param.name, layer.type)
-        check_counts(layer, len(bottoms), len(tops))
-        return node
-
-    def _make_tops(
-        self, layer: Layer, param: LayerParameter, bottoms: Sequence[str]
-    ) -> tuple[list[str], list[Blob]]:
-        names, tops = list(param.top), []
-        for i, name in enumerate(names):
-            if i < len(bottoms) and name == bottoms[i]:
+        top_names, tops = list(param.top), []
+        for i, name in enumerate(top_names):
+            if i < len(names) and name == names[i]:
                 if not layer.in_place:
                     raise ConfigError(
                         f"{layer.type} cannot work in place; give its top another name than "
@@ -155,14 +143,19 @@ class Wired:
             tops.append(self.blobs[name])
             if layer.is_input:
                 self.inputs.append(name)
-        if layer.auto_top_blobs:
-            least = layer.tops if isinstance(layer.tops, int) else layer.tops[0]
-            while len(tops) < least:
-                log.info("%s -> %s", param.name, AUTOMATIC)
-                names.append(AUTOMATIC)
-                tops.append(Blob(dtype=self._dtype, device=self._device))
-                self.blobs.setdefault(AUTOMATIC, tops[-1])
-        return names, tops
+        least = layer.tops if isinstance(layer.tops, int) else layer.tops[0]
+        while layer.auto_top_blobs and len(tops) < least:
+            log.info("%s -> %s", param.name, AUTOMATIC)
+            top_names.append(AUTOMATIC)
+            tops.append(Blob(dtype=self._dtype, device=self._device))
+            self.blobs.setdefault(AUTOMATIC, tops[-1])
+        down = [bool(b) for b in given] or need
+        node = Node(param, layer, names, top_names, bottoms, tops, down, of_root, any(need))
+        self.nodes.append(node)
+        if layer.on_host and not layer.is_data:
+            log.info("%s (%s) computes on the host", layer.param.name, layer.type)
+        check_counts(layer, len(bottoms), len(tops))
+        return node
 
     def add_params(self, node: Node) -> None:
         """Append the parameters of a layer; those of a name that is known share the first one's."""
