@@ -209,9 +209,7 @@ def _check_fields(
     moved: Sequence[str] = (),
     unused: Sequence[str] = (),
 ) -> None:
-    """ConfigError without a batch size. Log fields that Caffe ignores: those that moved to
-    transform_param, and unused ones.
-    """
+    """ConfigError without a batch size; log fields that moved to transform_param or are unused."""
     if not param.batch_size:
         raise ConfigError(f"{name} needs a batch_size of 1 or more")
     moved = [n for n in moved if param.HasField(n)]
@@ -283,9 +281,7 @@ class HDF5Output(Layer):
 
 @layer("MemoryData")
 class MemoryData(Feed):
-    """-> (N, C, H, W) and labels (N, 1, 1, 1): the arrays of `reset`, endlessly, or the images of
-    `add`.
-    """
+    """-> (N, C, H, W), labels (N, 1, 1, 1): arrays of `reset`, endlessly, or images of `add`."""
 
     tops = 2
     fixed_batch = False

@@ -82,10 +82,9 @@ def msra(array: Array, param: FillerParameter, rng: np.random.Generator) -> None
 
 @fillers("bilinear", "bilinearstatic")
 def bilinear(array: Array, param: FillerParameter, rng: np.random.Generator) -> None:
-    """Bilinear interpolation kernels for a Deconvolution that enlarges: (1 - |x/f - c|) (1 - |y/f -
-    c|).
+    """Bilinear interpolation by Deconvolution with k x k kernels: (1 - |x/f - c|) (1 - |y/f - c|).
 
-    f = ceil(k/2), c = (k - 1) / (2f) for k x k kernels.
+    f = ceil(k/2), c = (k - 1) / (2f).
     """
     if array.ndim != 4 or array.shape[2] != array.shape[3]:
         raise ConfigError(

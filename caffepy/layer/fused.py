@@ -1,8 +1,6 @@
-"""Fused groups: layers that are computed together, in fewer passes over memory, with the same
-numbers.
+"""Fused groups: layers computed together, in fewer passes over memory, with the same numbers.
 
-FusedGroup is the contract, PATTERNS at the end the table of groups. `caffepy.net.fusion` finds the
-groups of a net.
+FusedGroup is the contract, PATTERNS the table of groups; `caffepy.net.fusion` finds those of a net.
 """
 
 from collections.abc import Callable, Sequence

@@ -25,8 +25,7 @@ Together = Callable[[Array], Array]
 
 @layer("LRN")
 class LRN(SameShape):
-    """Local response normalization, (N, C, H, W) -> the same (Krizhevsky et al. 2012); n =
-    local_size.
+    """Local response normalization of (N, C, H, W), n = local_size (Krizhevsky et al. 2012).
 
     ACROSS_CHANNELS: y = x * s^-beta, s = k + alpha/n * sum of x^2 over the n channels around.
     WITHIN_CHANNEL: s = 1 + alpha * mean of x^2 over the n x n pixels around, those outside being 0.

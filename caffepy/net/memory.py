@@ -65,9 +65,7 @@ def plan(intervals: Sequence[Interval]) -> tuple[list[int], int]:
 
 
 def _gap(size: int, taken: Sequence[tuple[int, int]]) -> int:
-    """Return the offset of the smallest gap of at least this size between sorted ranges, else the
-    end of the last range.
-    """
+    """Return the offset of the smallest gap that holds `size` between sorted ranges, or the end."""
     gaps, end = [], 0
     for start, stop in taken:
         if start - end >= size:
