@@ -90,9 +90,9 @@ class PoolingReLU:
         layer, x, y = self.layer, self.bottom.data, self.top.data
         window = layer.kernel, layer.stride, layer.pad
         if layer.method == PoolingParameter.MAX:
-            layer.ops.max_pool_forward(x, y, layer.index.data, *window, relu=True)
+            layer.ops.max_pool_forward(x, y, layer.index.data, window, relu=True)
         else:
-            layer.ops.ave_pool_forward(x, y, *window, relu=True)
+            layer.ops.ave_pool_forward(x, y, window, relu=True)
 
     def backward(self) -> None:
         """Write the bottom's diff; a maximum that is not above 0 has no index."""
@@ -101,9 +101,9 @@ class PoolingReLU:
         layer, dy, dx = self.layer, self.top.diff, self.bottom.diff
         window = layer.kernel, layer.stride, layer.pad
         if layer.method == PoolingParameter.MAX:
-            layer.ops.max_pool_backward(dy, layer.index.data, dx, *window)
+            layer.ops.max_pool_backward(dy, layer.index.data, dx, window)
         else:
-            layer.ops.ave_pool_backward(dy, dx, *window, y=self.top.data)
+            layer.ops.ave_pool_backward(dy, dx, window, y=self.top.data)
 
 
 class InnerProductGroup:

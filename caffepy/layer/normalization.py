@@ -70,7 +70,7 @@ class LRN(SameShape):
             return
         s = self.scale.data
         self.ops.multiply(x, x, self.product.data)
-        self.ops.ave_pool_forward(self.product.data, self.window.data, *self.pooling)
+        self.ops.ave_pool_forward(self.product.data, self.window.data, self.pooling)
         self.ops.power_forward(self.window.data, s, 1.0, self.alpha, 1.0)
         self.ops.power_forward(s, y, -self.beta, 1.0, 0.0)
         self.ops.multiply(x, y, y)
@@ -97,7 +97,7 @@ class LRN(SameShape):
         # dy * y, without y: a layer in place may have overwritten it
         self.ops.multiply(dx, x, product)
         np.divide(product, s, out=product)
-        self.ops.ave_pool_backward(product, window, *self.pooling)
+        self.ops.ave_pool_backward(product, window, self.pooling)
         self.ops.multiply(x, window, window)
         self.ops.axpy(-2 * self.alpha * self.beta, window, dx)
 

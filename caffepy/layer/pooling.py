@@ -119,15 +119,15 @@ class Pooling(Drawing):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         x, y, window = bottom[0].data, top[0].data, (self.kernel, self.stride, self.pad)
         if self.method == PoolingParameter.MAX:
-            self.ops.max_pool_forward(x, y, self.index.data, *window)
+            self.ops.max_pool_forward(x, y, self.index.data, window)
             if self.tells_where:
                 top[1].data[...] = self.index.data
         elif self.method == PoolingParameter.AVE:
-            self.ops.ave_pool_forward(x, y, *window)
+            self.ops.ave_pool_forward(x, y, window)
         elif self.draws:
-            self.ops.stochastic_pool_forward(x, y, self.index.data, *window, *self.draw())
+            self.ops.stochastic_pool_forward(x, y, self.index.data, window, *self.draw())
         else:
-            self.ops.stochastic_pool_mean(x, y, *window)
+            self.ops.stochastic_pool_mean(x, y, window)
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:
         """dx is dy at the element that forward took, or dy shared evenly."""
@@ -135,11 +135,11 @@ class Pooling(Drawing):
             return
         dy, dx, window = top[0].diff, bottom[0].diff, (self.kernel, self.stride, self.pad)
         if self.method == PoolingParameter.AVE:
-            self.ops.ave_pool_backward(dy, dx, *window)
+            self.ops.ave_pool_backward(dy, dx, window)
         elif self.method == PoolingParameter.STOCHASTIC and not self.draws:
             raise ConfigError("STOCHASTIC pooling has a gradient in the TRAIN phase only")
         else:
-            self.ops.max_pool_backward(dy, self.index.data, dx, *window)
+            self.ops.max_pool_backward(dy, self.index.data, dx, window)
 
 
 @layer("SPP")

@@ -20,7 +20,6 @@ What holds for all functions:
 - A loss is divided by `norm`, an array that the function writes: `divisor`, or where that is None
   the number of labels that count, at least 1. `weight` is an array whose first element is the loss
   weight.
-- kernel, stride and pad are (height, width).
 """
 
 from collections.abc import Sequence
@@ -37,6 +36,8 @@ from caffepy.ops.update_state import Limits
 
 Maybe = Array | None
 Pair = tuple[int, int]
+Window = tuple[Pair, Pair, Pair]
+"""kernel, stride and pad, each (height, width)."""
 Sizes = Sequence[int]
 
 
@@ -336,14 +337,7 @@ class Ops(Protocol):
         """Return the element type of an index: int32, on a GPU uint8 if windows are small."""
 
     def max_pool_forward(
-        self,
-        x: Array,
-        y: Array,
-        index: Array,
-        kernel: Pair,
-        stride: Pair,
-        pad: Pair,
-        relu: bool = False,
+        self, x: Array, y: Array, index: Array, window: Window, relu: bool = False
     ) -> None:
         """Write the maximum of each window, clipped to the plane, and the index of the first
         element that has it.
@@ -353,22 +347,16 @@ class Ops(Protocol):
         and its index -1 (255).
         """
 
-    def max_pool_backward(
-        self, dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
-    ) -> None:
+    def max_pool_backward(self, dy: Array, index: Array, dx: Array, window: Window) -> None:
         """dx = 0, then dx[index] += dy for every index but -1."""
 
-    def ave_pool_forward(
-        self, x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
-    ) -> None:
+    def ave_pool_forward(self, x: Array, y: Array, window: Window, relu: bool = False) -> None:
         """Write the mean of each window, at least 0 with `relu`.
 
         The divisor counts elements of the padding, but none beyond it.
         """
 
-    def ave_pool_backward(
-        self, dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Maybe = None
-    ) -> None:
+    def ave_pool_backward(self, dy: Array, dx: Array, window: Window, y: Maybe = None) -> None:
         """Write dx: each dy divided evenly over its window; with y, only dy whose y > 0."""
 
     def stochastic_pool_forward(
@@ -376,9 +364,7 @@ class Ops(Protocol):
         x: Array,
         y: Array,
         index: Array,
-        kernel: Pair,
-        stride: Pair,
-        pad: Pair,
+        window: Window,
         seed: int,
         step_counter: Maybe = None,
     ) -> None:
@@ -388,9 +374,7 @@ class Ops(Protocol):
         Its gradient is `max_pool_backward`. Seed and step_counter are those of `dropout_forward`.
         """
 
-    def stochastic_pool_mean(
-        self, x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair
-    ) -> None:
+    def stochastic_pool_mean(self, x: Array, y: Array, window: Window) -> None:
         """Write the mean of `stochastic_pool_forward`: sum of squares / sum, 0 if that is <= 0."""
 
     # Rows and the largest values

@@ -41,8 +41,8 @@ def test_max(case, dtype):
     x = rng.integers(-4, 4, shape).astype(dtype)  # many ties: the first maximum wins
     y, index = np.empty((*shape[:2], *out), dtype), np.empty((*shape[:2], *out), np.int32)
     dy, dx = rng.standard_normal(y.shape).astype(dtype), np.full(shape, np.nan, dtype)
-    cpu.max_pool_forward(x, y, index, kernel, stride, pad)
-    cpu.max_pool_backward(dy, index, dx, kernel, stride, pad)
+    cpu.max_pool_forward(x, y, index, (kernel, stride, pad))
+    cpu.max_pool_backward(dy, index, dx, (kernel, stride, pad))
     want = np.zeros(shape, dtype)
     for i, j, rows, columns, _ in windows(*shape[2:], kernel, stride, pad, out):
         for n, c in np.ndindex(shape[:2]):
@@ -60,7 +60,7 @@ def test_a_window_without_a_maximum_keeps_its_first_element(case, value):
     shape, kernel, stride, pad, out = CASES[case]
     x = np.full(shape, value, np.float32)
     y, index = np.empty((*shape[:2], *out), np.float32), np.empty((*shape[:2], *out), np.int32)
-    cpu.max_pool_forward(x, y, index, kernel, stride, pad)
+    cpu.max_pool_forward(x, y, index, (kernel, stride, pad))
     for i, j, rows, columns, _ in windows(*shape[2:], kernel, stride, pad, out):
         assert (index[:, :, i, j] == rows.start * shape[3] + columns.start).all()
     np.testing.assert_array_equal(y, np.full(y.shape, value, np.float32))
@@ -69,16 +69,16 @@ def test_a_window_without_a_maximum_keeps_its_first_element(case, value):
 def test_a_window_beyond_the_plane_takes_the_nearest_element():
     x = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
     y, index = np.empty((1, 1, 2, 3), np.float32), np.empty((1, 1, 2, 3), np.int32)
-    cpu.max_pool_forward(x, y, index, (1, 1), (3, 3), (0, 0))
+    cpu.max_pool_forward(x, y, index, ((1, 1), (3, 3), (0, 0)))
     assert index.ravel().tolist() == y.ravel().tolist() == [0, 3, 3, 12, 15, 15]
-    cpu.ave_pool_forward(x, y, (1, 1), (3, 3), (0, 0))
+    cpu.ave_pool_forward(x, y, ((1, 1), (3, 3), (0, 0)))
     assert y.ravel().tolist() == [0, 3, 0, 12, 15, 0]
 
 
 def test_nan_does_not_hide_the_maximum_after_it():
     x = np.array([[[[1, np.nan, 3, 2]]]], np.float32)
     y, index = np.empty((1, 1, 1, 1), np.float32), np.empty((1, 1, 1, 1), np.int32)
-    cpu.max_pool_forward(x, y, index, (1, 4), (1, 1), (0, 0))
+    cpu.max_pool_forward(x, y, index, ((1, 4), (1, 1), (0, 0)))
     assert (y.item(), index.item()) == (3, 2)
 
 
@@ -92,8 +92,8 @@ def test_average(case, dtype):
         rng.standard_normal((*shape[:2], *out)).astype(dtype),
     )
     y, dx = np.full(dy.shape, np.nan, dtype), np.full(shape, np.nan, dtype)
-    cpu.ave_pool_forward(x, y, kernel, stride, pad)
-    cpu.ave_pool_backward(dy, dx, kernel, stride, pad)
+    cpu.ave_pool_forward(x, y, (kernel, stride, pad))
+    cpu.ave_pool_backward(dy, dx, (kernel, stride, pad))
     want = np.zeros(shape)
     for i, j, rows, columns, area in windows(*shape[2:], kernel, stride, pad, out):
         np.testing.assert_allclose(
@@ -115,22 +115,22 @@ def test_relu_with_the_pooling_is_that_after_it(case, dtype):
     fused, where, dx_fused = np.empty_like(dy), np.empty_like(index), np.full_like(x, np.nan)
     masked = np.empty_like(dy)
 
-    cpu.max_pool_forward(x, y, index, *how)
+    cpu.max_pool_forward(x, y, index, how)
     cpu.relu_forward(y, y, 0)
     cpu.relu_backward(y, dy, masked, 0)
-    cpu.max_pool_backward(masked, index, dx, *how)
-    cpu.max_pool_forward(x, fused, where, *how, relu=True)
-    cpu.max_pool_backward(dy, where, dx_fused, *how)
+    cpu.max_pool_backward(masked, index, dx, how)
+    cpu.max_pool_forward(x, fused, where, how, relu=True)
+    cpu.max_pool_backward(dy, where, dx_fused, how)
     np.testing.assert_array_equal(fused, y)
     np.testing.assert_array_equal(where, np.where(y <= 0, -1, index))
     np.testing.assert_array_equal(dx_fused, dx)
 
-    cpu.ave_pool_forward(x, y, *how)
+    cpu.ave_pool_forward(x, y, how)
     cpu.relu_forward(y, y, 0)
     cpu.relu_backward(y, dy, masked, 0)
-    cpu.ave_pool_backward(masked, dx, *how)
-    cpu.ave_pool_forward(x, fused, *how, relu=True)
-    cpu.ave_pool_backward(dy, dx_fused, *how, y=fused)
+    cpu.ave_pool_backward(masked, dx, how)
+    cpu.ave_pool_forward(x, fused, how, relu=True)
+    cpu.ave_pool_backward(dy, dx_fused, how, y=fused)
     np.testing.assert_array_equal(fused, y)
     np.testing.assert_array_equal(dx_fused, dx)
 
@@ -141,7 +141,7 @@ def test_stochastic_takes_each_element_by_its_share():
     y, index = np.empty((2, 3, 3, 3), np.float32), np.empty((2, 3, 3, 3), np.int32)
     how, counts = ((3, 3), (2, 2), (0, 0)), np.zeros((2, 3, 3, 3, 49))
     for step_counter in range(2000):
-        cpu.stochastic_pool_forward(x, y, index, *how, 7, np.array(step_counter))
+        cpu.stochastic_pool_forward(x, y, index, how, 7, np.array(step_counter))
         taken = np.take_along_axis(x.reshape(2, 3, 49), index.reshape(2, 3, 9), 2)
         np.testing.assert_array_equal(taken.reshape(y.shape), y)
         np.add.at(counts, (*np.indices(y.shape), index), 1)
@@ -150,7 +150,7 @@ def test_stochastic_takes_each_element_by_its_share():
     np.testing.assert_allclose(seen, window / window.sum(), atol=0.04)
     assert (seen[window == 0] == 0).all()
     assert counts[0, 0, 0, 0, 0] == 2000  # all are 0: the first
-    cpu.stochastic_pool_mean(x, y, *how)
+    cpu.stochastic_pool_mean(x, y, how)
     assert y[1, 1, 1, 1] == pytest.approx((window**2).sum() / window.sum())
     assert y[0, 0, 0, 0] == 0
 
@@ -160,7 +160,7 @@ def test_stochastic_draws_anew_in_each_pass():
     y, index = np.empty((1, 4, 4, 4), np.float32), np.empty((1, 4, 4, 4), np.int32)
     draws = []
     for seed, step_counter in ((1, None), (1, None), (1, np.array(0)), (1, np.array(1)), (2, None)):
-        cpu.stochastic_pool_forward(x, y, index, (2, 2), (2, 2), (0, 0), seed, step_counter)
+        cpu.stochastic_pool_forward(x, y, index, ((2, 2), (2, 2), (0, 0)), seed, step_counter)
         draws.append(index.tobytes())
     assert draws[0] == draws[1]
     assert len(set(draws)) == 4

@@ -14,9 +14,7 @@ from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, kernel
 from caffepy.ops.cpu.random import mix, seed_of_pass
-
-Pair = tuple[int, int]
-Window = tuple[Pair, Pair, Pair]  # kernel, stride, pad
+from caffepy.ops.protocol import Pair, Window
 
 
 class _Layout(NamedTuple):
@@ -37,8 +35,8 @@ class _Layout(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _layout(plane: Pair, out: Pair, kernel: Pair, stride: Pair, pad: Pair) -> _Layout:
-    (h, w), (ho, wo), (kh, kw), (sh, sw), (ph, pw) = plane, out, kernel, stride, pad
+def _layout(plane: Pair, out: Pair, window: Window) -> _Layout:
+    (h, w), (ho, wo), ((kh, kw), (sh, sw), (ph, pw)) = plane, out, window
     rows = max(ho + (kh - 1) // sh + 1, (h + ph - 1) // sh + 1)
     columns = max(wo + (kw - 1) // sw, (w + pw - 1) // sw + 1)
 
@@ -197,48 +195,33 @@ def pool_index_type(kernel: Pair) -> "np.dtype[Any]":
     return np.dtype(np.int32)
 
 
-def max_pool_forward(
-    x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
-) -> None:
-    _share(_max_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), relu, x, y, index)
+def max_pool_forward(x: Array, y: Array, index: Array, window: Window, relu: bool = False) -> None:
+    _share(_max_forward, _layout(x.shape[2:], y.shape[2:], window), relu, x, y, index)
 
 
-def max_pool_backward(
-    dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
-) -> None:
+def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> None:
     planes = _planes(dy, index, dx)
     parallel(partial(_max_backward, *planes), len(planes[0]), 1 + 20_000 // prod(dx.shape[2:]))
 
 
-def ave_pool_forward(
-    x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
-) -> None:
-    _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], kernel, stride, pad), relu, x, y)
+def ave_pool_forward(x: Array, y: Array, window: Window, relu: bool = False) -> None:
+    _share(_ave_forward, _layout(x.shape[2:], y.shape[2:], window), relu, x, y)
 
 
-def ave_pool_backward(
-    dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None
-) -> None:
-    layout = _layout(dx.shape[2:], dy.shape[2:], kernel, stride, pad)
+def ave_pool_backward(dy: Array, dx: Array, window: Window, y: Array | None = None) -> None:
+    layout = _layout(dx.shape[2:], dy.shape[2:], window)
     _share(_ave_backward, layout, y is not None, dy, dx, dy if y is None else y)
 
 
 def stochastic_pool_forward(
-    x: Array,
-    y: Array,
-    index: Array,
-    kernel: Pair,
-    stride: Pair,
-    pad: Pair,
-    seed: int,
-    step_counter: Array | None = None,
+    x: Array, y: Array, index: Array, window: Window, seed: int, step_counter: Array | None = None
 ) -> None:
     if step_counter is not None:
         seed = int(seed_of_pass(seed, int(step_counter)))
     planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y, index)]
-    parallel(partial(_stochastic_forward, *planes, seed, (kernel, stride, pad)), len(planes[0]))
+    parallel(partial(_stochastic_forward, *planes, seed, window), len(planes[0]))
 
 
-def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
+def stochastic_pool_mean(x: Array, y: Array, window: Window) -> None:
     planes = [a.reshape(a.shape[0] * a.shape[1], *a.shape[2:]) for a in (x, y)]
-    parallel(partial(_stochastic_mean, *planes, (kernel, stride, pad)), len(planes[0]))
+    parallel(partial(_stochastic_mean, *planes, window), len(planes[0]))

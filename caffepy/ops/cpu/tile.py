@@ -14,7 +14,7 @@ output position and r a weight; for the gradient of the weights it is the other 
 
 For each r a tile needs rows + vectors loads for rows * vectors multiply-adds of `width` elements.
 Tiles nearly fill the registers (`shapes`). A Schedule says which rows share a tile and which r a
-tile needs: those that would only meet padding are left out. `reference` does the same plainly.
+tile needs: those that would only meet padding are left out.
 """
 
 from collections.abc import Callable, Iterable
@@ -198,20 +198,6 @@ def accumulate(x: Array, plan: Schedule, block: int, b: Array, c: Array, shape: 
         lo, hi, at = plan.span[t, 0], plan.span[t, 1], t * len(rows)
         if lo < hi:
             _tile(x, plan.place, plan.to, at, plan.steps, lo, hi, b, c, rows, vectors, width)
-
-
-def reference(x: Array, plan: Schedule, block: int, b: Array, c: Array, shape: Shape) -> None:
-    """Compute what `accumulate` does, one sum after the other."""
-    size, columns = len(shape.rows), shape.columns
-    for t in range(plan.first[block], plan.first[block + 1]):
-        rows = range(t * size, (t + 1) * size)
-        at = [slice(plan.to[i] * columns, (plan.to[i] + 1) * columns) for i in rows]
-        sums = [c[a].copy() for a in at]
-        for offset, row in plan.steps.reshape(-1, 2)[slice(*plan.span[t])]:
-            for i, total in zip(rows, sums, strict=True):
-                total += x[plan.place[i] + offset] * b[row : row + columns]
-        for a, total in zip(at, sums, strict=True):
-            c[a] = total
 
 
 _FIRST, _SECOND, _THIRD, _FOURTH = ((shape.rows, shape.vectors) for shape in shapes(4))

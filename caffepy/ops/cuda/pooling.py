@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 from caffepy.ops.cuda.launch import Array, c_type, channels_last, divisor, launch_expression
-
-Pair = tuple[int, int]
+from caffepy.ops.protocol import Pair, Window
 
 WIDE = 32
 """A warp sums a window of this many elements or more, if planes are contiguous."""
@@ -29,7 +28,7 @@ def _pool(
     large: Array,
     small: Array,
     arrays: tuple[Array, ...],
-    pairs: tuple[Pair, ...],
+    window: Window,
     *others: Any,
     relu: bool | None = None,
 ) -> None:
@@ -41,7 +40,7 @@ def _pool(
     if not over.size:
         return
     n, c = large.shape[:2]
-    kernel, stride, _ = pairs
+    kernel, stride, _ = window
     images, channels = (n, c) if channels_last(large, small) else (n * c, 1)
     v = 16 // large.itemsize
     while v > 1 and (
@@ -55,7 +54,7 @@ def _pool(
     elif not name.startswith("stochastic"):
         numbers.append(min(kernel[1] if over is small else -(-kernel[1] // stride[1]), AHEAD))
     planes = (*large.shape[2:], *small.shape[2:])
-    sizes = (images, channels // v, *planes, *(int(side) for pair in pairs for side in pair))
+    sizes = (images, channels // v, *planes, *(int(side) for pair in window for side in pair))
     divisors = (divisor(int(d)) for d in (channels // v, *over.shape[:1:-1], *stride))
     if relu is not None:
         numbers.append(int(relu))
@@ -63,46 +62,31 @@ def _pool(
     launch_expression("pooling", expression, threads, *arrays, *sizes, *divisors, *others)
 
 
-def max_pool_forward(
-    x: Array, y: Array, index: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
-) -> None:
-    _pool("max_pool_forward", y, x, y, (x, y, index), (kernel, stride, pad), relu=relu)
+def max_pool_forward(x: Array, y: Array, index: Array, window: Window, relu: bool = False) -> None:
+    _pool("max_pool_forward", y, x, y, (x, y, index), window, relu=relu)
 
 
-def max_pool_backward(
-    dy: Array, index: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair
-) -> None:
-    _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), (kernel, stride, pad))
+def max_pool_backward(dy: Array, index: Array, dx: Array, window: Window) -> None:
+    _pool("max_pool_backward", dx, dx, dy, (dy, index, dx), window)
 
 
-def ave_pool_forward(
-    x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair, relu: bool = False
-) -> None:
-    _pool("ave_pool_forward", y, x, y, (x, y), (kernel, stride, pad), relu=relu)
+def ave_pool_forward(x: Array, y: Array, window: Window, relu: bool = False) -> None:
+    _pool("ave_pool_forward", y, x, y, (x, y), window, relu=relu)
 
 
-def ave_pool_backward(
-    dy: Array, dx: Array, kernel: Pair, stride: Pair, pad: Pair, y: Array | None = None
-) -> None:
+def ave_pool_backward(dy: Array, dx: Array, window: Window, y: Array | None = None) -> None:
     if y is not None:
         channels_last(dy, y)  # raises if their layouts differ
     arrays = (dy, dx, dy if y is None else y)
-    _pool("ave_pool_backward", dx, dx, dy, arrays, (kernel, stride, pad), relu=y is not None)
+    _pool("ave_pool_backward", dx, dx, dy, arrays, window, relu=y is not None)
 
 
 def stochastic_pool_forward(
-    x: Array,
-    y: Array,
-    index: Array,
-    kernel: Pair,
-    stride: Pair,
-    pad: Pair,
-    seed: int,
-    step_counter: Array | None = None,
+    x: Array, y: Array, index: Array, window: Window, seed: int, step_counter: Array | None = None
 ) -> None:
-    pairs, numbers = (kernel, stride, pad), (seed, step_counter)
-    _pool("stochastic_pool_forward", y, x, y, (x, y, index), pairs, *numbers)
+    numbers = seed, step_counter
+    _pool("stochastic_pool_forward", y, x, y, (x, y, index), window, *numbers)
 
 
-def stochastic_pool_mean(x: Array, y: Array, kernel: Pair, stride: Pair, pad: Pair) -> None:
-    _pool("stochastic_pool_mean", y, x, y, (x, y), (kernel, stride, pad))
+def stochastic_pool_mean(x: Array, y: Array, window: Window) -> None:
+    _pool("stochastic_pool_mean", y, x, y, (x, y), window)

@@ -28,11 +28,8 @@ def top(size, kernel, stride, pad):
     return n - 1 if pad and (n - 1) * stride >= size + pad else n
 
 
-def top_shape(shape, kernel, stride, pad):
-    return (
-        *shape[:2],
-        *(top(*sizes) for sizes in zip(shape[2:], kernel, stride, pad, strict=True)),
-    )
+def top_shape(shape, window):
+    return (*shape[:2], *(top(*sizes) for sizes in zip(shape[2:], *window, strict=True)))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -40,15 +37,16 @@ def top_shape(shape, kernel, stride, pad):
 def test_max(case, dtype):
     from caffepy.ops import cpu
 
-    shape, *how = CASES[case]
+    shape, *window = CASES[case]
+    how = tuple(window)
     x = np.round(data(shape, dtype), 1)  # so that windows have several largest elements
-    y = np.empty(top_shape(shape, *how), dtype)
+    y = np.empty(top_shape(shape, how), dtype)
     index = np.empty(y.shape, np.int32)
-    agree("max_pool_forward", x, y, index, *how, tolerance=EXACT)
+    agree("max_pool_forward", x, y, index, how, tolerance=EXACT)
     if x.size:
-        cpu.max_pool_forward(x, y, index, *how)
+        cpu.max_pool_forward(x, y, index, how)
     agree(
-        "max_pool_backward", data(y.shape, dtype, 1), index, np.empty_like(x), *how, tolerance=EXACT
+        "max_pool_backward", data(y.shape, dtype, 1), index, np.empty_like(x), how, tolerance=EXACT
     )
 
 
@@ -62,9 +60,7 @@ def test_max_of_planes_without_numbers(value):
         x,
         y,
         np.empty(y.shape, np.int32),
-        (3, 3),
-        (2, 2),
-        (1, 1),
+        ((3, 3), (2, 2), (1, 1)),
         tolerance=EXACT,
     )
 
@@ -72,11 +68,12 @@ def test_max_of_planes_without_numbers(value):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_average(case, dtype):
-    shape, *how = CASES[case]
+    shape, *window = CASES[case]
+    how = tuple(window)
     x = data(shape, dtype)
-    y = np.empty(top_shape(shape, *how), dtype)
-    agree("ave_pool_forward", x, y, *how, tolerance=CLOSE)
-    agree("ave_pool_backward", data(y.shape, dtype, 1), np.empty_like(x), *how, tolerance=CLOSE)
+    y = np.empty(top_shape(shape, how), dtype)
+    agree("ave_pool_forward", x, y, how, tolerance=CLOSE)
+    agree("ave_pool_backward", data(y.shape, dtype, 1), np.empty_like(x), how, tolerance=CLOSE)
 
 
 WINDOWS = {  # kernel, stride, pad
@@ -120,31 +117,31 @@ def test_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
             x = rounded(
                 np.round(data((2, channels, 9, 11)), 1), kind
             )  # windows have several largest elements
-            dy = rounded(data(top_shape(x.shape, *how), seed=1), kind)
+            dy = rounded(data(top_shape(x.shape, how), seed=1), kind)
             y, dx, index = np.empty_like(dy), np.empty_like(x), np.empty(dy.shape, np.int32)
             u, du = stored(x, kind, last), stored(np.full(x.shape, 9), kind, last)
             v, dv = stored(np.full(dy.shape, 9), kind, last), stored(dy, kind, last)
 
-            cpu.max_pool_forward(x, y, index, *how)
-            cpu.max_pool_backward(dy, index, dx, *how)
+            cpu.max_pool_forward(x, y, index, how)
+            cpu.max_pool_backward(dy, index, dx, how)
             for which in (np.uint8, np.int32) if kind == "float16" else (np.uint8,):
                 where = cupy.empty(dy.shape, which)
-                twice(stream, cuda.max_pool_forward, u, v, where, *how)
-                twice(stream, cuda.max_pool_backward, dv, where, du, *how)
+                twice(stream, cuda.max_pool_forward, u, v, where, how)
+                twice(stream, cuda.max_pool_backward, dv, where, du, how)
                 np.testing.assert_array_equal(loaded(v), y)
                 np.testing.assert_array_equal(
                     loaded(du), dx if kind == "float64" else rounded(dx, kind)
                 )
 
-            cpu.ave_pool_forward(x, y, *how)
-            cpu.ave_pool_backward(dy, dx, *how)
-            twice(stream, cuda.ave_pool_forward, u, v, *how)
-            twice(stream, cuda.ave_pool_backward, dv, du, *how)
+            cpu.ave_pool_forward(x, y, how)
+            cpu.ave_pool_backward(dy, dx, how)
+            twice(stream, cuda.ave_pool_forward, u, v, how)
+            twice(stream, cuda.ave_pool_backward, dv, du, how)
             np.testing.assert_allclose(loaded(v), y, *TOLERANCE[kind])
             np.testing.assert_allclose(loaded(du), dx, *TOLERANCE[kind])
 
-            cpu.stochastic_pool_mean(np.abs(x), y, *how)
-            twice(stream, cuda.stochastic_pool_mean, stored(np.abs(x), kind, last), v, *how)
+            cpu.stochastic_pool_mean(np.abs(x), y, how)
+            twice(stream, cuda.stochastic_pool_mean, stored(np.abs(x), kind, last), v, how)
             np.testing.assert_allclose(loaded(v), y, *TOLERANCE[kind])
 
 
@@ -161,40 +158,41 @@ def test_relu_in_types_and_orders(case, kind, last, sizes, busy, monkeypatch):
         for channels in sizes:
             x = rounded(np.round(data((2, channels, 9, 11)), 1) - 1, kind)
             x[0, 0, :3, :3] = np.nan
-            dy = rounded(data(top_shape(x.shape, *how), seed=1), kind)
+            dy = rounded(data(top_shape(x.shape, how), seed=1), kind)
             y, dx, index = np.empty_like(dy), np.empty_like(x), np.empty(dy.shape, np.int32)
             u, du = stored(x, kind, last), stored(np.full(x.shape, 9), kind, last)
             v, dv = stored(np.full(dy.shape, 9), kind, last), stored(dy, kind, last)
 
-            cpu.max_pool_forward(x, y, index, *how, relu=True)
-            cpu.max_pool_backward(dy, index, dx, *how)
+            cpu.max_pool_forward(x, y, index, how, relu=True)
+            cpu.max_pool_backward(dy, index, dx, how)
             for which in (np.uint8, np.int32):
                 where = cupy.empty(dy.shape, which)
-                twice(stream, partial(cuda.max_pool_forward, relu=True), u, v, where, *how)
-                twice(stream, cuda.max_pool_backward, dv, where, du, *how)
+                twice(stream, partial(cuda.max_pool_forward, relu=True), u, v, where, how)
+                twice(stream, cuda.max_pool_backward, dv, where, du, how)
                 np.testing.assert_array_equal(loaded(v), y)
                 np.testing.assert_array_equal(
                     loaded(du), dx if kind == "float64" else rounded(dx, kind)
                 )
 
-            cpu.ave_pool_forward(x, y, *how, relu=True)
-            twice(stream, partial(cuda.ave_pool_forward, relu=True), u, v, *how)
+            cpu.ave_pool_forward(x, y, how, relu=True)
+            twice(stream, partial(cuda.ave_pool_forward, relu=True), u, v, how)
             np.testing.assert_allclose(loaded(v), y, *TOLERANCE[kind])
-            cpu.ave_pool_backward(dy, dx, *how, y=loaded(v).astype(dy.dtype))
-            twice(stream, partial(cuda.ave_pool_backward, y=v), dv, du, *how)
+            cpu.ave_pool_backward(dy, dx, how, y=loaded(v).astype(dy.dtype))
+            twice(stream, partial(cuda.ave_pool_backward, y=v), dv, du, how)
             np.testing.assert_allclose(loaded(du), dx, *TOLERANCE[kind])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_relu(case, dtype):
-    shape, *how = CASES[case]
+    shape, *window = CASES[case]
+    how = tuple(window)
     x = np.round(data(shape, dtype), 1) - dtype(1)
-    y = np.empty(top_shape(shape, *how), dtype)
-    agree("max_pool_forward", x, y, np.empty(y.shape, np.int32), *how, True, tolerance=EXACT)
-    agree("ave_pool_forward", x, y, *how, True, tolerance=CLOSE)
+    y = np.empty(top_shape(shape, how), dtype)
+    agree("max_pool_forward", x, y, np.empty(y.shape, np.int32), how, True, tolerance=EXACT)
+    agree("ave_pool_forward", x, y, how, True, tolerance=CLOSE)
     dy, y = data(y.shape, dtype, 1), data(y.shape, dtype, 2)
-    agree("ave_pool_backward", dy, np.empty_like(x), *how, y, tolerance=CLOSE)
+    agree("ave_pool_backward", dy, np.empty_like(x), how, y, tolerance=CLOSE)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
@@ -211,37 +209,38 @@ def test_max_without_numbers_with_the_channels_last(kind, value, monkeypatch):
     how = (3, 3), (2, 2), (1, 1)
     y, dx, dy = np.empty((1, 8, 4, 4), "f"), np.empty_like(x), rounded(data((1, 8, 4, 4)), kind)
     index = np.empty(y.shape, np.int32)
-    cpu.max_pool_forward(x, y, index, *how)
-    cpu.max_pool_backward(dy, index, dx, *how)
+    cpu.max_pool_forward(x, y, index, how)
+    cpu.max_pool_backward(dy, index, dx, how)
     with cupy.cuda.Stream(non_blocking=True):
         u, v, where = stored(x, kind, True), stored(y, kind, True), cupy.empty(y.shape, np.uint8)
-        cuda.max_pool_forward(u, v, where, *how)
+        cuda.max_pool_forward(u, v, where, how)
         np.testing.assert_array_equal(loaded(v), y)
-        cuda.max_pool_backward(stored(dy, kind, True), where, u, *how)
+        cuda.max_pool_backward(stored(dy, kind, True), where, u, how)
         np.testing.assert_array_equal(loaded(u), rounded(dx, kind))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("case", CASES)
 def test_stochastic(case, dtype):
-    shape, *how = CASES[case]
+    shape, *window = CASES[case]
+    how = tuple(window)
     x = np.maximum(np.round(data(shape, dtype), 1), 0)
-    y = np.empty(top_shape(shape, *how), dtype)
+    y = np.empty(top_shape(shape, how), dtype)
     step_counter = np.array(5, np.int64)
     agree(
         "stochastic_pool_forward",
         x,
         y,
         np.empty(y.shape, np.int32),
-        *how,
+        how,
         1 << 31,
         step_counter,
         tolerance=EXACT,
     )
     agree(
-        "stochastic_pool_forward", x, y, np.empty(y.shape, np.int32), *how, 3, None, tolerance=EXACT
+        "stochastic_pool_forward", x, y, np.empty(y.shape, np.int32), how, 3, None, tolerance=EXACT
     )
-    agree("stochastic_pool_mean", x, y, *how, tolerance=CLOSE)
+    agree("stochastic_pool_mean", x, y, how, tolerance=CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "uint16"])
@@ -268,9 +267,9 @@ def test_stochastic_with_the_channels_last(kind, monkeypatch):
         where, ones = cupy.empty(v.shape, np.uint8), stored(np.ones(v.shape), kind, True)
         for step_counter in range(200):
             cuda.stochastic_pool_forward(
-                u, v, where, *how, 11, cupy.full((), step_counter, np.int64)
+                u, v, where, how, 11, cupy.full((), step_counter, np.int64)
             )
-            cuda.max_pool_backward(ones, where, du, *how)
+            cuda.max_pool_backward(ones, where, du, how)
             chosen = loaded(du)
             np.testing.assert_array_equal(
                 (chosen * x).reshape(4, 24, 4, 3, 4, 3).sum((3, 5)), loaded(v)
