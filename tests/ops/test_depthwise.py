@@ -141,7 +141,7 @@ def test_padding_is_not_read_from_the_neighbour():
 
 
 def test_no_image():
-    conv = Depthwise((0, 3, 6, 6), (3, 1, 3, 3), (1, 1), (1, 1), (1, 1), np.float32)
+    conv = cpu.Convolution((0, 3, 6, 6), (3, 1, 3, 3), (1, 1), (1, 1), (1, 1), 3, np.float32)
     _, dx, dw, db = run(conv, *arrays((0, 3, 6, 6), (3, 1, 3, 3), conv.y_shape, np.float32))
     assert dx.size == 0
     assert (dw == 1).all()

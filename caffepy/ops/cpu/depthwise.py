@@ -313,19 +313,15 @@ class Depthwise:
 
     def forward(self, x: Array, w: Array, b: Array | None, y: Array) -> None:
         """Write y = w * x + b."""
-        if y.size:
-            b = np.zeros(self.y_shape[1], self.dtype) if b is None else b
-            self._share(_forward, *(a.reshape(-1) for a in (x, w, b, y)), self.tables)
+        b = np.zeros(self.y_shape[1], self.dtype) if b is None else b
+        self._share(_forward, *(a.reshape(-1) for a in (x, w, b, y)), self.tables)
 
     def backward_data(self, dy: Array, w: Array, dx: Array) -> None:
         """Write dx."""
-        if dx.size:
-            self._share(_backward_data, *(a.reshape(-1) for a in (dy, w, dx)), self.data_tables)
+        self._share(_backward_data, *(a.reshape(-1) for a in (dy, w, dx)), self.data_tables)
 
     def backward_weight(self, x: Array, dy: Array, dw: Array | None, db: Array | None) -> None:
         """Add to dw and db."""
-        if not dy.size:
-            return
         tables, sizes = self.weight_tables, self.tables.sizes
         shape = sizes.chunks, self.y_shape[1], tables.taps.size // TAPS, TAPS + 1
         parts = np.zeros((*shape, len(tables.vector)))

@@ -6,7 +6,7 @@ over slices: the compiler vectorizes only indices that cannot be negative.
 
 from functools import partial
 from math import sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
@@ -16,28 +16,16 @@ from caffepy.ops.segments import Number, Segments
 GRAIN = 1 << 16  # elements for which one more thread pays
 
 
-class Typed(NamedTuple):
-    """Segments with numbers in the type of the parameters."""
-
-    ends: Array
-    rates: Array
-    decays: Array
-    scale: Any
-    l1: bool
-    numbers: tuple[Any, ...]
-    """What else the rule needs."""
-
-
 @inlined
-def _regularized(w: Any, g: Any, decay: Any, segments: Any) -> Any:
+def _regularized(w: Any, g: Any, decay: Any, segments: Segments) -> Any:
     one, zero = type(w)(1), type(w)(0)
     sign = (one if w > 0 else zero) - (one if w < 0 else zero)
     return segments.scale * g + decay * (sign if segments.l1 else w)
 
 
 @kernel
-def _sgd(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -> None:
-    momentum = segments.numbers[0]
+def _sgd(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int) -> None:
+    momentum = numbers[0]
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
@@ -49,8 +37,10 @@ def _sgd(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -> Non
 
 
 @kernel
-def _nesterov(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -> None:
-    momentum, one = segments.numbers[0], w.dtype.type(1)
+def _nesterov(
+    w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int
+) -> None:
+    momentum, one = numbers[0], w.dtype.type(1)
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
@@ -63,8 +53,8 @@ def _nesterov(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -
 
 
 @kernel
-def _rms(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -> None:
-    keep, take, delta = segments.numbers
+def _rms(w: Array, g: Array, h: Array, segments: Segments, numbers: Any, lo: int, hi: int) -> None:
+    keep, take, delta = numbers
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
         w_, g_, h_ = w[lo:end], g[lo:end], h[lo:end]
@@ -77,8 +67,10 @@ def _rms(w: Array, g: Array, h: Array, segments: Typed, lo: int, hi: int) -> Non
 
 
 @kernel
-def _adadelta(w: Array, g: Array, h: Array, u: Array, segments: Typed, lo: int, hi: int) -> None:
-    momentum, delta = segments.numbers
+def _adadelta(
+    w: Array, g: Array, h: Array, u: Array, segments: Segments, numbers: Any, lo: int, hi: int
+) -> None:
+    momentum, delta = numbers
     take = w.dtype.type(1) - momentum
     for s in range(segments.ends.size):
         end, rate, decay = min(segments.ends[s], hi), segments.rates[s], segments.decays[s]
@@ -94,8 +86,10 @@ def _adadelta(w: Array, g: Array, h: Array, u: Array, segments: Typed, lo: int, 
 
 
 @kernel
-def _adam(w: Array, g: Array, m: Array, v: Array, segments: Typed, lo: int, hi: int) -> None:
-    beta1, beta2, delta, correction = segments.numbers
+def _adam(
+    w: Array, g: Array, m: Array, v: Array, segments: Segments, numbers: Any, lo: int, hi: int
+) -> None:
+    beta1, beta2, delta, correction = numbers
     one = w.dtype.type(1)
     for s in range(segments.ends.size):
         end, decay = min(segments.ends[s], hi), segments.decays[s]
@@ -114,15 +108,15 @@ def _run(function: Any, arrays: tuple[Array, ...], segments: Segments, *numbers:
     if not segments.go:
         return
     real = arrays[0].dtype.type
-    typed = Typed(
-        segments.ends,
-        real(segments.rate) * segments.rates,
-        real(segments.decay) * segments.decays,
-        real(segments.scale),
-        segments.l1,
-        tuple(map(real, numbers)),
+    typed = segments._replace(
+        rates=real(segments.rate) * segments.rates,
+        decays=real(segments.decay) * segments.decays,
+        scale=real(segments.scale),
+        rate=1.0,  # in `rates` by now, as the decay
+        decay=1.0,
+        go=1.0,
     )
-    parallel(partial(function, *arrays, typed), arrays[0].size, GRAIN)
+    parallel(partial(function, *arrays, typed, tuple(map(real, numbers))), arrays[0].size, GRAIN)
 
 
 def sgd_update(w: Array, g: Array, h: Array, segments: Segments, momentum: float) -> None:
