@@ -115,11 +115,12 @@ def _weighted_pair(x: Array, y: Array, out: Array, a: float, b: float) -> None:
 
 def eltwise_sum(xs: Sequence[Array], coefficients: Sequence[float], out: Array) -> None:
     flat = [a.reshape(-1) for a in (*xs, out)]
+    # By blocks, so that the sums are still in the cache for a third summand.
+    size = 2 * BLOCK if len(xs) > 2 else max(1, out.size)
 
     def piece(lo: int, hi: int) -> None:
-        # By blocks, so that the sums are still in the cache for the next summand.
-        for i in range(lo, hi, 2 * BLOCK):
-            x, y, *rest, to = [a[i : min(i + 2 * BLOCK, hi)] for a in flat]
+        for i in range(lo, hi, size):
+            x, y, *rest, to = [a[i : min(i + size, hi)] for a in flat]
             _weighted_pair(x, y, to, *coefficients[:2])
             for z, coefficient in zip(rest, coefficients[2:], strict=True):
                 _axpy(z, to, coefficient)
