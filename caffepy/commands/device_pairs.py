@@ -78,7 +78,21 @@ class Pairing:
         links = self.links
         if links:
             parts.append(f"Links ({LEGEND})\n" + self._matrix(lambda a, b: links[a][b] or "?"))
-        parts += [self._schedule(name, schedule) for name, schedule in self.schedules.items()]
+        names, signs = self.topology.devices, {Operation.ADD: "+=", Operation.COPY: "="}
+        for name, schedule in self.schedules.items():
+            if schedule is None:
+                none = f"no schedule for {self.topology.size} devices joined like this"
+                parts.append(f"{name}: {none}")
+                continue
+            lines = [f"{name}: {len(schedule)} levels"]
+            for level in schedule:
+                steps = [
+                    f"{names[step.destination]} {signs[step.operation]} "
+                    f"{names[step.source]}{' (host)' * step.staged}"
+                    for step in level
+                ]
+                lines.append(f"  {', '.join(steps)}")
+            parts.append("\n".join(lines))
         if self.speeds:
             of = {(speed.source, speed.destination): speed for speed in self.speeds}
             parts.append(
@@ -96,21 +110,6 @@ class Pairing:
             rows.append([name, *("." if a == b else cell(a, b) for b in range(len(names)))])
         width = max(len(text) for row in rows for text in row)
         return "\n".join(" ".join(text.rjust(width) for text in row) for row in rows)
-
-    def _schedule(self, name: str, schedule: Schedule | None) -> str:
-        if schedule is None:
-            return f"{name}: no schedule for {self.topology.size} devices joined like this"
-        names = self.topology.devices
-        signs = {Operation.ADD: "+=", Operation.COPY: "="}
-        lines = [f"{name}: {len(schedule)} levels"]
-        for level in schedule:
-            steps = [
-                f"{names[step.destination]} {signs[step.operation]} "
-                f"{names[step.source]}{' (host)' * step.staged}"
-                for step in level
-            ]
-            lines.append(f"  {', '.join(steps)}")
-        return "\n".join(lines)
 
 
 def _step(step: Any, names: tuple[int, ...]) -> list[Any]:

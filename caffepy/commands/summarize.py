@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from caffepy.commands.check import LayerInfo, definitions, layers_of, mebibytes, si
 from caffepy.core.errors import CaffeError, DataError
@@ -25,35 +26,21 @@ COLOURS = ("92", "93", "94", "95", "96", "32", "33", "34", "35", "36")
 UNKNOWN, UNCONSUMED, PLAIN = "41", "1;4", "\033[0m"
 MARKS = re.compile(r"\033\[[\d;]+m")
 HEAD = "layer", "type", "", "bottoms", "", "tops", "arguments", "top shapes"
+SPEC = "name", "lr_mult", "decay_mult"
 NUMBERS = "parameters", "MACs", "memory"
 """Columns at the end that are aligned to the right."""
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """The definition of one of a layer's parameters."""
-
-    name: str
-    lr_mult: float
-    decay_mult: float
-
-    def text(self) -> str:
-        """Return its name and multipliers, without defaults."""
-        rate = f"x{self.lr_mult:g}" if self.lr_mult != 1 else ""
-        decay = f"Dx{self.decay_mult:g}" if self.decay_mult != 1 else ""
-        return " ".join(filter(None, (self.name, rate, decay)))
 
 
 @dataclass(frozen=True)
 class LayerSummary:
     """A layer's definition, and its `shapes` and counts, None if it was not built.
 
-    `memory` is in bytes, `macs` are multiply-adds of a forward pass.
+    `params` have the SPEC of each parameter, `memory` is in bytes, `macs` are of a forward pass.
     """
 
     name: str
     type: str
-    params: Sequence[Parameter]
+    params: Sequence[dict[str, Any]]
     bottoms: Sequence[str]
     tops: Sequence[str]
     loss_weights: Sequence[float]
@@ -118,11 +105,15 @@ class NetSummary:
             weight = f"{layer.loss_weights[i]:g} * " if i < len(layer.loss_weights) else ""
             loose = f";{UNCONSUMED}" if name in self.unconsumed else ""
             tops.append(f"{weight}\033[{styles[name]}{loose}m{printable(name)}{PLAIN}")
-        params = ", ".join(param.text() for param in layer.params)
+        params = []
+        for param in layer.params:
+            rate = f"x{param['lr_mult']:g}" if param["lr_mult"] != 1 else ""
+            decay = f"Dx{param['decay_mult']:g}" if param["decay_mult"] != 1 else ""
+            params.append(" ".join(filter(None, (param["name"], rate, decay))))
         return [
             printable(layer.name),
             printable(layer.type),
-            printable(f"({params})") if params.strip(", ") else "",
+            printable(f"({', '.join(params)})") if any(params) else "",
             ", ".join(bottoms),
             "->",
             ", ".join(tops),
@@ -211,7 +202,7 @@ def _summary(role: str, param: NetParameter, path: str | None) -> NetSummary:
             LayerSummary(
                 layer.name,
                 f"{python.module}.{python.layer}" if layer.HasField("python_param") else layer.type,
-                [Parameter(spec.name, spec.lr_mult, spec.decay_mult) for spec in layer.param],
+                [{key: getattr(spec, key) for key in SPEC} for spec in layer.param],
                 list(layer.bottom),
                 list(layer.top),
                 list(layer.loss_weight),

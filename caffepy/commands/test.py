@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -111,11 +110,8 @@ def test(
             root.close()
 
 
-class Batch(NamedTuple):
-    """Loss and outputs of a net for a batch, in the order of `Net.outputs`."""
-
-    loss: float
-    outputs: list[Array]
+Batch = tuple[float, list[Array]]
+"""Loss and outputs of a net for a batch, in the order of `Net.outputs`."""
 
 
 class EvalWorker:
@@ -135,7 +131,7 @@ class EvalWorker:
             else:
                 net.forward(steps=self._run.eager_steps)
             net.device.check_errors()
-            return Batch(net.loss(), [net.blobs[name].host_data.copy() for name in net.outputs])
+            return net.loss(), [net.blobs[name].host_data.copy() for name in net.outputs]
 
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
@@ -172,9 +168,10 @@ class _Totals:
         with self._lock:
             self._waiting[index] = added
             while batch := self._waiting.pop(self._done, None):
-                self.outputs = self.outputs or [np.zeros(values.shape) for values in batch.outputs]
-                self.loss += batch.loss
-                for name, total, x in zip(self._names, self.outputs, batch.outputs, strict=True):
+                loss, outputs = batch
+                self.outputs = self.outputs or [np.zeros(values.shape) for values in outputs]
+                self.loss += loss
+                for name, total, x in zip(self._names, self.outputs, outputs, strict=True):
                     if x.shape != total.shape:
                         raise DataError(
                             f'output "{name}" changed its shape between batches, from '

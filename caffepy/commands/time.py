@@ -105,9 +105,7 @@ def time(
 
 
 def _time(net: Net, iterations: int) -> Timing:
-    layers = [
-        LayerTime(name, layer.type) for name, layer in zip(net.layer_names, net.layers, strict=True)
-    ]
+    layers = [LayerTime(node.name, node.layer.type) for node in net.nodes]
     for node in net.nodes:
         node.need_backward = type(node.layer).backward is not Layer.backward  # as in Caffe: all
     with net.device.scope(), net.ops.blas_scope():
@@ -133,14 +131,12 @@ def _time(net: Net, iterations: int) -> Timing:
                 layer.forward += f / iterations
                 layer.backward += b / iterations
             forward, backward = forward + sum(ahead), backward + sum(back)
-            log.info(
-                "Iteration: %d forward-backward time: %s ms.", j + 1, number(sum(ahead) + sum(back))
-            )
-    first = net.nodes[0].tops[0].shape if net.nodes and net.nodes[0].tops else ()
-    batch = first[0] if first else 0
-    timing = Timing(
-        layers, forward / iterations, backward / iterations, forward + backward, iterations, batch
-    )
+            both = number(sum(ahead) + sum(back))
+            log.info("Iteration: %d forward-backward time: %s ms.", j + 1, both)
+    tops = net.nodes[0].tops
+    batch = tops[0].shape[0] if tops and tops[0].shape else 0
+    each = forward / iterations, backward / iterations
+    timing = Timing(layers, *each, forward + backward, iterations, batch)
     log.info("Average time per layer: ")
     for layer in timing.layers:
         log.info("%10s\tforward: %s ms.", layer.name, number(layer.forward))

@@ -119,15 +119,13 @@ def train(options: TrainOptions) -> TrainResult:
         devices = choose_for_training(options.gpu, options.cpu, param, options.solver)
         _set_up(options, param, devices[0])
         snapshot = _starting_point(options, param)
-        boards = []
+        boards, prefix = [], param.snapshot_prefix or None
         if options.tensorboard:
             boards = [TensorBoard(options.tensorboard, options.tensorboard_histograms)]
         with (
             signals,
             tolerating(options.max_bad_records),
-            open_report(
-                param.snapshot_prefix or None, param.max_iter, options.progress, boards
-            ) as reporter,
+            open_report(prefix, param.max_iter, options.progress, boards) as reporter,
             closing(
                 Solver(
                     param,
@@ -169,7 +167,6 @@ def train(options: TrainOptions) -> TrainResult:
 
 
 def _set_up(options: TrainOptions, param: SolverParameter, device: Device) -> None:
-    """Apply the options that hold for all solvers to `param` and to the root's device."""
     if device.kind == "cuda":
         param.device_id = device.index
     if options.threads:

@@ -150,9 +150,10 @@ def _weights(file: h5py.File) -> h5py.Group:
 
 def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
     """Return the layers of an HDF5 file and their arrays by index; "a/b" is a group in a group."""
+    items: dict[str, h5py.HLObject] = {}
+    group.visititems(items.__setitem__)
     layers = []
-
-    def add(name: str, item: object) -> None:
+    for name, item in items.items():
         if isinstance(item, h5py.Group):
             arrays = {
                 int(key): x[()]
@@ -161,8 +162,6 @@ def _stored(group: h5py.Group) -> list[tuple[str, dict[int, Array]]]:
             }
             if arrays or not len(item):
                 layers.append((name, dict(sorted(arrays.items()))))
-
-    group.visititems(add)
     return layers
 
 
