@@ -23,9 +23,7 @@ from caffepy.report.text import as_json, columns, number
 
 PREPARATION = Preparation()
 EXTENSIONS = ("jpg", "jpeg", "png", "bmp", "ppm", "pgm", "tif", "tiff", "webp")
-USUAL_DIMS = 256, 256
-"""The size to which Caffe's script resizes images, for nets that take somewhat less."""
-
+USUAL_DIMS = 256, 256  # to which Caffe's script resizes images, for nets that take somewhat less
 READERS = 4  # threads that read image files
 
 
@@ -68,10 +66,7 @@ class Classification:
         return "\n".join(columns(rows, left=4))
 
     def json(self) -> str:
-        """Return a list of objects: image, and predictions (class, label, score) or error.
-
-        Scores that are not finite are null.
-        """
+        """Return a list of objects: image, predictions (class, label, score or null) or error."""
         objects: list[dict[str, Any]] = []
         for image in self.images:
             predictions = [

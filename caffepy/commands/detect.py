@@ -20,13 +20,10 @@ from caffepy.report import counting
 from caffepy.report.text import as_json, columns, number
 
 PREPARATION = Preparation()
-SIDES = ("ymin", "xmin", "ymax", "xmax")
-"""The sides of a window, in pycaffe's order."""
-
+SIDES = ("ymin", "xmin", "ymax", "xmax")  # of a window, in pycaffe's order
 OUTPUTS = (".csv", ".h5", ".hdf5", ".json")
 
-Windows = tuple[str, list[tuple[float, ...]]]
-"""An image file and its windows."""
+Windows = tuple[str, list[tuple[float, ...]]]  # of an image file
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -115,7 +116,7 @@ def export_onnx(
             net = Net(synthetic(param), device=Device(seed=0), path=model)
         except (ConfigError, DataError):
             raise error from None
-    try:
+    with closing(net):
         load_all(net, weights)
         if isinstance(batch, int):
             Batch(net).resize(batch)
@@ -152,8 +153,6 @@ def export_onnx(
             [f"{layer} {text}" for layer, text in graph.notes],
             differences,
         )
-    finally:
-        net.close()
 
 
 def with_probabilities(net: NetParameter) -> NetParameter:

@@ -67,9 +67,8 @@ def features_of(
             raise UsageError(f'"{path}": {extension} files are not written; {known}')
         own = kind or EXTENSIONS.get(extension, "lmdb")
         if any(path == other.path and (own != "hdf5" or blob == other.blob) for other in features):
-            raise UsageError(
-                f'"{path}" cannot take blob "{blob}", too; only an HDF5 file holds several'
-            )
+            several = "only an HDF5 file holds several"
+            raise UsageError(f'"{path}" cannot take blob "{blob}", too; {several}')
         features.append(Feature(blob, path, own))
     return features
 

@@ -20,15 +20,12 @@ from caffepy.report.text import printable
 
 log = logging.getLogger(__name__)
 
-COLOURS = ("92", "93", "94", "95", "96", "32", "33", "34", "35", "36")
-"""Colours of blobs, in turn."""
-
+COLOURS = ("92", "93", "94", "95", "96", "32", "33", "34", "35", "36")  # of blobs, in turn
 UNKNOWN, UNCONSUMED, PLAIN = "41", "1;4", "\033[0m"
 MARKS = re.compile(r"\033\[[\d;]+m")
 HEAD = "layer", "type", "", "bottoms", "", "tops", "arguments", "top shapes"
 SPEC = "name", "lr_mult", "decay_mult"
-NUMBERS = "parameters", "MACs", "memory"
-"""Columns at the end that are aligned to the right."""
+NUMBERS = "parameters", "MACs", "memory"  # columns at the end, aligned to the right
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ class Score:
         return "\n".join(scalars(self.outputs))
 
     def json(self) -> str:
-        """Return an object with iterations, loss, and outputs by name, lists for several scalars;
-        null stands for a value that is not finite.
-        """
+        """Return iterations, loss, and outputs by name as an object; values not finite are null."""
         outputs = {name: np.asarray(values).tolist() for name, values, _ in self.outputs}
         return as_json({"iterations": self.iterations, "loss": self.loss, "outputs": outputs})
 

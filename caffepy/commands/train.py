@@ -24,8 +24,7 @@ from caffepy.solver import Signals, Solver, Watch, newest_good
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-SEED = 1
-"""random_seed of a deterministic run whose solver has none."""
+SEED = 1  # of a deterministic run whose solver has none
 
 Effect = Literal["stop", "snapshot", "none"]
 

@@ -9,7 +9,6 @@ from caffepy.proto import binary, text, upgrade
 from caffepy.proto.caffe_pb2 import NetParameter, SolverParameter
 
 log = logging.getLogger(__name__)
-
 LATEST = "File already in latest proto format: %s"
 
 
