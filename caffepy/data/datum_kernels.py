@@ -41,30 +41,19 @@ def _copy(
             for k in range(len(head)):
                 if content[start + k] != head[k]:
                     done[i] = False
+        image = start + len(head)
+        at, end, label = image + size, start + length, np.int64(0)
+        # behind the image there may be the label and encoded = false, and nothing else
+        while done[i] and at < end:
+            tag = content[at]
+            value, at = _varint(content, at + 1, end)
+            if at >= 0 and tag == LABEL:
+                label = _int32(value)
+            elif at < 0 or tag != ENCODED or value:
+                done[i] = False
         if done[i]:
-            image = start + len(head)
-            label, done[i] = _label(content, image + size, start + length)
-            if done[i]:
-                labels[i] = label
-                _memcpy(images[i].ctypes.data, content[image:].ctypes.data, size)
-
-
-@kernel
-def _label(content: Array, at: int, end: int) -> tuple[Any, bool]:
-    """The label in the fields after the image; false if there is any field but the label and
-    encoded = false.
-    """
-    label = np.int64(0)
-    while at < end:
-        tag = content[at]
-        value, at = _varint(content, at + 1, end)
-        if at < 0:
-            return label, False
-        if tag == LABEL:
-            label = _int32(value)
-        elif tag != ENCODED or value:
-            return label, False
-    return label, True
+            labels[i] = label
+            _memcpy(images[i].ctypes.data, content[image:].ctypes.data, size)
 
 
 @kernel

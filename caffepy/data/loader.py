@@ -98,20 +98,13 @@ def tolerating(most: int) -> Iterator[None]:
         _most.reset(token)
 
 
-class BadRecords:
+class BadRecords(list[str]):
     """The names of a source's bad records; `most` may be skipped. Each counts once, however often
     it is met.
     """
 
     def __init__(self) -> None:
         self.most = _most.get()
-        self._names: list[str] = []
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
 
     def add(self, name: str, error: DataError) -> None:
         """Skip one more, whose error this is; RecordError if that is one too many."""
@@ -120,17 +113,17 @@ class BadRecords:
         if len(self) >= self.most:
             skipped = f"; {self.most} bad records were skipped before" if self.most else ""
             raise RecordError(f"{error.message}{skipped}", error.where)
-        self._names.append(name)
+        self.append(name)
         skipped = "Bad record %d of at most %d is skipped: %s"
         log.warning(skipped, len(self), self.most, error.message)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """The names; empty if there are none."""
-        return {"bad": list(self._names)} if self._names else {}
+        return {"bad": list(self)} if self else {}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: State) -> None:
         """Replace the names by those of `state`."""
-        self._names = list(map(str, state.get("bad", [])))
+        self[:] = map(str, state.get("bad", []))
 
 
 class Loader:
@@ -242,7 +235,7 @@ class SequentialLoader(Loader):
     def take(self, count: int) -> Items:
         """The next items that are not known to be bad."""
         items = self.source.take(count)
-        if not len(self.bad):
+        if not self.bad:
             return items
         good: Items = self._not_bad(items)
         taken = count

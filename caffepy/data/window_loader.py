@@ -153,7 +153,7 @@ class WindowLoader(Loader):
 
     def reserve(self, batch: Batch) -> Callable[[], bool] | None:
         """Draw windows; the callable returns false if one of them lies in a bad image."""
-        if len(self.bad):  # the next bad one is probably among them
+        if self.bad:  # the next bad one is probably among them
             return None
         places = list(range(self.batch_size))
         drawn, state = self._draw(places), self.state()

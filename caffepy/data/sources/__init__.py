@@ -47,11 +47,9 @@ def open_source(path: str, backend: str | None = None) -> Source:
     if not path:
         raise DataError("no source is given; name a database: data_param { source: ... }")
     cls = find(path, "Data")
-    if cls is None:
-        if not os.path.isfile(path):
-            raise _not_found(path)
-        cls = LMDB  # says what is wrong with the file
-    source = cls.open(path)
+    if cls is None and not os.path.isfile(path):
+        raise _not_found(path)
+    source = (cls or LMDB).open(path)  # LMDB says what is wrong with the file
     assert isinstance(source, Source)
     name = source.kind.upper()  # as DataParameter.DB has it
     if isinstance(source, Database) and backend not in (None, name):

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,15 +69,18 @@ class AnySource:
     kind: str  # its name in messages
     layer: ClassVar[str]  # the type of the data layer that reads it
 
+    def __init__(self, path: str) -> None:
+        self.path = path
+
     @classmethod
     def holds(cls, path: str, kind: str) -> bool:
         """True if `path` is such a source; `kind` is what `sniff` says of it."""
-        raise NotImplementedError
+        return kind == cls.kind
 
     @classmethod
-    def open(cls, path: str, root: str = "") -> "AnySource":
+    def open(cls, path: str, root: str = "") -> Self:
         """The source at `path`; `root` precedes the names of images in a list."""
-        raise NotImplementedError
+        return cls(path)
 
     def summarize(self, info: Summary, first: int | None, images: int) -> list[tuple[Array, str]]:
         """Fill in `info`, of the `first` records if that is given; return up to `images` images
@@ -95,7 +98,6 @@ class Source(AnySource):
     """Base of the sources of items. `item` stands for an element of what `take` returns."""
 
     state_keys: ClassVar[frozenset[str]]  # the keys of `state` without which it cannot be restored
-    path: str
     mode = NATIVE  # how OpenCV decodes image files
     take_is_cheap = True  # `take` reads nothing; the work is in `decode`
 

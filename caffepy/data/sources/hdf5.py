@@ -55,10 +55,6 @@ class HDF5Files(AnySource):
             return kind == "HDF5"
         return any(sniff(locate(name, path)) == "HDF5" for name in first_words(path, 1))
 
-    @classmethod
-    def open(cls, path: str, root: str = "") -> "HDF5Files":
-        return cls(path)
-
     def summarize(self, info: Summary, first: int | None, images: int) -> list[tuple[Array, str]]:
         """Describe the datasets, count the labels, return images of datasets that hold any."""
         found: list[tuple[Array, str]] = []
@@ -170,10 +166,8 @@ class HDF5Rows:
             for name, old, new in zip(self._names, self._arrays, datasets, strict=False):
                 if old.shape[1:] != new.shape[1:]:
                     shape, known = shape_string(new.shape[1:]), shape_string(old.shape[1:])
-                    raise DataError(
-                        f'{file}: rows of "{name}" have shape {shape}, '
-                        f"those of {self._file} {known}"
-                    )
+                    shapes = f"{shape}, those of {self._file} {known}"
+                    raise DataError(f'{file}: rows of "{name}" have shape {shapes}')
             last = self._arrays or [np.empty(0)] * len(datasets)
             return [self._array(data, old) for data, old in zip(datasets, last, strict=True)]
 
@@ -251,10 +245,8 @@ def new_file(path: str, name: str = "") -> None:
     """
     import h5py
 
-    try:
+    with _writing(name or path):
         h5py.File(path, "w").close()
-    except OSError as error:
-        raise _cannot_write(name or path, error) from None
 
 
 def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
@@ -265,7 +257,7 @@ def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
     """
     import h5py
 
-    try:
+    with _writing(name or path):
         # twice: the last chunk may be used in part
         chunks = sum(2 * a.nbytes + CHUNK for a in arrays.values())
         _reserve(path, chunks + OVERHEAD)
@@ -279,21 +271,20 @@ def append_rows(path: str, arrays: Mapping[str, Array], name: str = "") -> None:
                     continue
                 dataset = file[key]
                 if dataset.shape[1:] != row:
-                    known = f"{shape_string(dataset.shape[1:])}, those to be added"
-                    raise DataError(
-                        f"{name or path}: rows of {dataset.name} have shape {known} "
-                        f"{shape_string(row)}"
-                    )
+                    shapes = shape_string(dataset.shape[1:]), shape_string(row)
+                    said = "%s: rows of %s have shape %s, those to be added %s"
+                    raise DataError(said % (name or path, dataset.name, *shapes))
                 start = len(dataset)
                 dataset.resize(start + len(array), axis=0)
                 dataset[start:] = array
-    except OSError as error:
-        raise _cannot_write(name or path, error) from None
 
 
-def _cannot_write(path: str, error: OSError) -> DataError:
-    """h5py's own text names addresses of memory, and the file by its path."""
-    return DataError(f"{path} cannot be written: {reason(error)}")
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:  # h5py's own text names addresses of memory, and the file by its path
+        raise DataError(f"{path} cannot be written: {reason(error)}") from None
 
 
 def _reserve(path: str, count: int) -> None:

@@ -5,7 +5,7 @@ import re
 import shutil
 import tempfile
 from contextlib import closing
-from typing import Any, Self
+from typing import Any
 from weakref import finalize
 
 from caffepy.core.errors import DataError
@@ -22,14 +22,6 @@ class LevelDB(Database):
 
     kind = "LevelDB"
     take_is_cheap = False  # the cursor decompresses each record that it passes
-
-    @classmethod
-    def holds(cls, path: str, kind: str) -> bool:
-        return kind == "LevelDB"
-
-    @classmethod
-    def open(cls, path: str, root: str = "") -> Self:
-        return cls(path)
 
     def __init__(self, path: str) -> None:
         plyvel = import_plyvel(f"{path} is a LevelDB; reading one")

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import lmdb
 
@@ -17,21 +17,12 @@ READ_AHEAD = 1 << 27  # bytes of the file that the system is asked to read ahead
 
 
 class LMDB(Database):
-    """The unnamed database of an LMDB environment: read-only, without locks, hence also on
-    read-only media.
+    """The unnamed database of an LMDB, a folder or its data.mdb: read-only, without locks, hence
+    also on read-only media.
     """
 
     kind = "LMDB"
     errors = (lmdb.Error,)
-
-    @classmethod
-    def holds(cls, path: str, kind: str) -> bool:
-        """True for a folder with a data.mdb, or for a data.mdb."""
-        return kind == "LMDB"
-
-    @classmethod
-    def open(cls, path: str, root: str = "") -> Self:
-        return cls(path)
 
     def __init__(self, path: str) -> None:
         self._file = path if os.path.isfile(path) else os.path.join(path, "data.mdb")
