@@ -61,9 +61,7 @@ def read_blob(path: str) -> BlobProto:
 
 
 def read_array(path: str) -> Floats:
-    """The values of the blob of a .binaryproto, in its shape; DataError says what is wrong with the
-    file.
-    """
+    """The values of the blob of a .binaryproto, in its shape; DataError if it is damaged."""
     blob = read_blob(path)
     try:
         return blob_to_array(blob)
@@ -92,9 +90,7 @@ def _merge(message: Message, data: bytes, path: str, kind: str, error: type[Caff
 
 
 def _repair_strings(message: Message) -> None:
-    """Make every string text: C++ writes names and paths of any encoding, and Python shows those as
-    bytes.
-    """
+    """Make strings text: C++ writes them in any encoding, Python shows such ones as bytes."""
     for field, value in message.ListFields():
         repeated = field.default_value == []
         if field.message_type is BlobProto.DESCRIPTOR:
@@ -156,9 +152,7 @@ def drop_raw(net: NetParameter, path: str) -> bool:
 
 
 def _drop_raw(blob: BlobProto) -> bool:
-    """Only what is raw changes, so that legacy extents and values in double precision stay what
-    they are.
-    """
+    """Change only what is raw: legacy extents and values in double precision stay."""
     if not any(map(blob.HasField, _RAW_FIELDS)):
         return False
     if blob.HasField("raw_data") and not (blob.double_data or blob.data):
@@ -173,9 +167,7 @@ def _drop_raw(blob: BlobProto) -> bool:
 
 
 def _packed(tag: bytes, array: Array) -> bytes:
-    """A packed float field. Joining bytes takes no time; protobuf's own containers take values one
-    by one.
-    """
+    """A packed float field, by joining bytes: protobuf's containers take values one by one."""
     payload = np.ascontiguousarray(array, "<f4").tobytes()
     length, prefix = len(payload), bytearray(tag)
     while length >= 0x80:
@@ -203,9 +195,7 @@ def _values(blob: BlobProto, double: str, single: str, raw: str) -> Array:
 
 
 def _unpacked(blob: BlobProto, field: str) -> Array:
-    """A float field of the blob; where protobuf (before 7) would hand it over value by value, its
-    serialized form.
-    """
+    """A float field; where protobuf (before 7) gives it value by value, by its serialized form."""
     values = getattr(blob, field)
     if hasattr(values, "__array__") or len(values) < 1000:
         return np.array(values, np.float32)

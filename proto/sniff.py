@@ -152,9 +152,7 @@ def _sniff_message(file: BinaryIO) -> str | None:
 
 
 def _scan(file: BinaryIO, size: int) -> Iterator[tuple[tuple[int, int], int]]:
-    """Outermost fields of a protobuf file, without reading their contents: ((number, wire type),
-    end of the field).
-    """
+    """Outermost fields of a protobuf file: ((number, wire type), end of the field)."""
     position = 0
     for _ in range(_MOST_FIELDS):
         if position >= size:
@@ -172,9 +170,7 @@ def _scan(file: BinaryIO, size: int) -> Iterator[tuple[tuple[int, int], int]]:
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
-    """The varint at a position and the position behind it, which lies behind the data if the varint
-    is cut short.
-    """
+    """The varint at a position and the one behind it: behind the data if it is cut short."""
     value = shift = 0
     for byte in data[position : position + 10]:
         position += 1
@@ -186,9 +182,7 @@ def _varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def mismatch(path: str, wanted: str, error: type[CaffeError] = ConfigError) -> CaffeError:
-    """The error for a file that is no `wanted` ("a caffemodel"), or a damaged one: it names the
-    file's kind.
-    """
+    """The error for a file that is no `wanted` ("a caffemodel") but another kind, or damaged."""
     kind = sniff(path)
     if kind == "missing":
         return error(f'could not open "{path}": no such file{_neighbour(path)}')

@@ -102,9 +102,7 @@ def read_message(path: str, message: M, text: str | None = None) -> M:
 
 
 def read_net(path: str, text: str | None = None) -> NetParameter:
-    """The net of a prototxt file, upgraded; ConfigError if there is no such net. `text` as in
-    `read_message`.
-    """
+    """The net of a prototxt file, upgraded. `text` and errors as in `read_message`."""
     return upgrade.upgrade_net(read_message(path, NetParameter(), text), path)
 
 
@@ -302,9 +300,7 @@ class _Parser:
     # What may stand where.
 
     def block(self, message: Message, closer: str, opened: int, seen: dict[str, int]) -> None:
-        """Fields up to the closing brace, which is left for the caller; the end of the file closes
-        the outermost.
-        """
+        """Fields up to the closing brace, which is left for the caller, or the end of the file."""
         fields = _fields(message.DESCRIPTOR)
         while self.value != closer:
             if self.kind != "name":

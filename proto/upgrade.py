@@ -134,9 +134,7 @@ def misplaced_fields(net: NetParameter) -> list[str]:
 
 
 def upgrade_net(net: NetParameter, path: str | None) -> NetParameter:
-    """The net in today's format; `path` is the file it was read from, if any, for the log and for
-    errors.
-    """
+    """The net in today's format; `path` is its file, if any, for the log and for errors."""
     if not needs_upgrade(net):
         return net
     try:
@@ -197,9 +195,7 @@ def upgrade_solver(solver: SolverParameter, path: str) -> SolverParameter:
 
 
 def upgrade_solver_fields(solver: SolverParameter, path: str) -> SolverParameter:
-    """A copy of the solver with its type and the nets inside it in today's format, and nothing else
-    changed.
-    """
+    """A copy of the solver with its type and the nets inside it in today's format."""
     upgraded = SolverParameter()
     upgraded.CopyFrom(solver)
     if solver.HasField("solver_type"):
@@ -251,9 +247,7 @@ def _upgrade_v0(net: NetParameter) -> tuple[NetParameter, bool]:
 
 
 def _without_padding(net: NetParameter) -> list[V1LayerParameter]:
-    """The V0 layers, those of type "padding" folded into the convolution or pooling that reads
-    them.
-    """
+    """The V0 layers, those of type "padding" folded into the conv or pool that reads them."""
     kept: list[V1LayerParameter] = []
     source: dict[str, V1LayerParameter | None] = dict.fromkeys(net.input)
     for layer in net.layers:

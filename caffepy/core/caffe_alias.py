@@ -70,9 +70,7 @@ _finder = _Names()
 
 
 def add_names(homes: Mapping[str, str]) -> None:
-    """Make modules of caffepy importable by further names; `homes` maps these to the modules'
-    own.
-    """
+    """Make modules importable by further names; `homes` maps these to the modules' own."""
     _finder.homes.update((name, home) for name, home in homes.items() if name != home)
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)

@@ -19,9 +19,7 @@ class CaffeError(RuntimeError):
         self.where = where
 
     def at(self, where: str) -> "CaffeError":
-        """Prefix the message with the place, unless a deeper one named it already; returns the
-        error itself.
-        """
+        """Name the place, unless deeper code named one already; return the error itself."""
         self.where = self.where or where
         return self
 

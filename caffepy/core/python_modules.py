@@ -110,9 +110,7 @@ def _find(name: str) -> ModuleSpec | None:
 
 
 class _Beside(MetaPathFinder):
-    """Import hook for modules in the folders active in a thread; it keeps those of different
-    folders apart.
-    """
+    """Import hook: modules of the folders active in a thread, those of different folders apart."""
 
     def __init__(self) -> None:
         self.active = threading.local()
@@ -128,9 +126,7 @@ class _Beside(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a top-level module in an active folder; folders without `__init__.py`
-        do not count.
-        """
+        """The spec of a top-level module in an active folder; a package needs an `__init__.py`."""
         for folder in self.folders() if path is None else ():
             spec = PathFinder.find_spec(fullname, [folder])
             if spec and spec.origin:

@@ -17,9 +17,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 class Registry(dict[str, T]):
-    """Names to things of one kind, in alphabetical order; `kind` is the word used in messages
-    ("layer type").
-    """
+    """Names to things of one kind, the word for which in messages is `kind` ("layer type")."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -3,17 +3,14 @@ image file.
 """
 
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
-from numpy.typing import NDArray
 
 from caffepy.core.errors import DataError
-from caffepy.device.blob import shape_string
+from caffepy.device.blob import Array, shape_string
 from caffepy.proto.caffe_pb2 import Datum
 
-Array = NDArray[Any]
 Record = memoryview | bytes
 
 # how OpenCV decodes: three channels, one, one or three, as the file has them
@@ -39,11 +36,9 @@ def decode(record: Record, mode: int = NATIVE) -> tuple[Array, int, bool]:
     if datum.encoded:
         return decode_image(datum.data, mode), datum.label, True
     shape = datum.channels, datum.height, datum.width
-    values = (
-        np.frombuffer(datum.data, np.uint8)
-        if datum.data
-        else np.array(datum.float_data, np.float32)
-    )
+    values: Array = np.frombuffer(datum.data, np.uint8)
+    if not datum.data:
+        values = np.array(datum.float_data, np.float32)
     if min(shape) <= 0:
         raise DataError(f"not a Datum with an image: its shape is {shape_string(shape)}")
     if values.size != shape[0] * shape[1] * shape[2]:
@@ -64,19 +59,14 @@ def encoding_of(content: bytes) -> str:
 
 
 def decode_image(data: bytes, mode: int = NATIVE, size: tuple[int, int] | None = None) -> Array:
-    """(C, H, W) uint8, channels in OpenCV's order (BGR), of an image file's bytes, resized to
-    (width, height).
-    """
+    """An image file's bytes as (C, H, W) uint8, BGR as in OpenCV, resized to (width, height)."""
     image = read_image(data, mode)
     if image is None:
         raise DataError(f"its image cannot be decoded ({len(data)} bytes)")
     if image.dtype != np.uint8:
-        raise DataError(
-            f"its image has {image.dtype.itemsize * 8} bits a channel; only 8 are supported"
-        )
-    if size:
-        image = resized(image, *size)
-    return planes(image)
+        bits = image.dtype.itemsize * 8
+        raise DataError(f"its image has {bits} bits a channel; only 8 are supported")
+    return planes(resized(image, *size) if size else image)
 
 
 def planes(image: Array) -> Array:

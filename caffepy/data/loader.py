@@ -190,7 +190,6 @@ class SequentialLoader(Loader):
         self.mean, self.scale = transformer.mean, transformer.param.scale
 
     def shape(self) -> Shape:
-        """(C, h, w) that the next good image becomes; nothing is consumed."""
         return self.transformer.output_shape(self._peek().shape)
 
     def _peek(self) -> Array:
@@ -209,7 +208,6 @@ class SequentialLoader(Loader):
             raise RecordError(error.message) from None
 
     def load(self, batch: Batch) -> None:
-        """Fill the batch with the next images."""
         items, draws, state = self._next()
         while bad := self._fill(batch, items, draws, state):
             for i, error in sorted(bad.items()):
@@ -340,18 +338,14 @@ class SequentialLoader(Loader):
         return 0, 0, mirror
 
     def state(self) -> State:
-        """Position in the source, random stream, and the names of bad items."""
         return {**self.source.state(), **self.transformer.state(), **self.bad.state()}
 
     def seek(self, state: State) -> None:
-        """Go to the position in `state`."""
         self.source.set_state(state)
 
     def set_state(self, state: State) -> None:
-        """Go to where `state` was taken; stay if it is of another kind of source."""
         super().set_state(state)
         self.transformer.set_state(state)
 
     def close(self) -> None:
-        """Release the source."""
         self.source.close()

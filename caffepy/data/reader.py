@@ -36,32 +36,14 @@ MAX_BATCHES = 100
 WAITS_PER_LINE = 1000
 
 
-class _Queues:
-    """Free batches, by rank, for the reading thread; full ones, or its error, for the Reader."""
-
-    def __init__(self, batches: list[Batch]) -> None:
-        ranks = 1 + max(batch.rank for batch in batches)
-        self.free: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in range(ranks)]
-        self.full: SimpleQueue[Batch | BaseException] = SimpleQueue()
-        self.stopped = False
-        for batch in batches:
-            self.free[batch.rank].put(batch)
-
-    def stop(self) -> None:
-        """Ask the reading thread to end after its current batch."""
-        self.stopped = True
-        for queue in self.free:
-            queue.put(None)
-
-
-_threads: "weakref.WeakKeyDictionary[threading.Thread, _Queues]" = weakref.WeakKeyDictionary()
+_threads: "weakref.WeakKeyDictionary[threading.Thread, _Producer]" = weakref.WeakKeyDictionary()
 
 
 @atexit.register
 def _stop_all() -> None:
     threads = list(_threads.items())
-    for _, queues in threads:
-        queues.stop()
+    for _, producer in threads:
+        producer.stop()
     for thread, _ in threads:
         _join(thread, EXIT_WAIT)
 
@@ -79,14 +61,26 @@ class _Reserved(NamedTuple):
 
 
 class _Producer:
-    """The reading thread: reserves batches one after the other, lets filling threads fill them, and
-    hands them over in their order.
+    """The reading thread: reserves free batches one after the other, lets filling threads fill
+    them, and hands them over in their order, or its error, to the Reader.
     """
 
-    def __init__(self, loader: Loader, queues: _Queues) -> None:
-        self._loader, self._queues = loader, queues
+    def __init__(self, loader: Loader, batches: list[Batch]) -> None:
+        self._loader = loader
+        ranks = 1 + max(batch.rank for batch in batches)
+        self.free: list[SimpleQueue[Batch | None]] = [SimpleQueue() for _ in range(ranks)]
+        self.full: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        for batch in batches:
+            self.free[batch.rank].put(batch)
+        self._stopped = False
         self._reserved: deque[_Reserved] = deque()
         self._jobs: SimpleQueue[tuple[Future[bool], Callable[[], bool]] | None] = SimpleQueue()
+
+    def stop(self) -> None:
+        """Ask the thread to end after its current batch."""
+        self._stopped = True
+        for queue in self.free:
+            queue.put(None)
 
     def run(self) -> None:
         """Make batches until the Reader stops this thread or an error occurs."""
@@ -96,7 +90,7 @@ class _Producer:
             make = self._reserve if fill_threads else self._load
             for _ in range(fill_threads):
                 threading.Thread(target=self._fill, name="caffepy-fill", daemon=True).start()
-            for free in cycle(self._queues.free):
+            for free in cycle(self.free):
                 # a batch is full, or none can be reserved before one is handed over
                 while self._reserved and (
                     self._reserved[0].filled.done()
@@ -105,21 +99,21 @@ class _Producer:
                 ):
                     self._hand_over()
                 batch = free.get()
-                if batch is None or self._queues.stopped:
+                if batch is None or self._stopped:
                     return
                 make(batch)
         except BaseException as error:  # raised again by Reader.take
-            self._queues.full.put(error)
+            self.full.put(error)
         finally:
             wait([reserved.filled for reserved in self._reserved])
             for _ in range(fill_threads):
                 self._jobs.put(None)
-            # an error that nobody takes refers to its thread, which must not keep the queues alive
+            # an error that nobody takes refers to its thread, which must not keep the batches alive
             _threads.pop(threading.current_thread(), None)
 
     def _load(self, batch: Batch) -> None:
         self._loader.load(batch)
-        self._queues.full.put(batch)
+        self.full.put(batch)
 
     def _reserve(self, batch: Batch) -> None:
         before = self._loader.state()
@@ -153,7 +147,7 @@ class _Producer:
         batch, filled, before = self._reserved[0]
         if filled.exception() is None and filled.result():
             self._reserved.popleft()
-            self._queues.full.put(batch)
+            self.full.put(batch)
             return
         wait([reserved.filled for reserved in self._reserved])
         self._loader.set_state(before)
@@ -180,9 +174,7 @@ class Reader:
         self._thread: threading.Thread | None = None
 
     def serve(self, scopes: Sequence[Callable[[], AbstractContextManager[object]]]) -> None:
-        """Make batches for several devices in turn, `scopes[0]` first; their Stagings are made in
-        these scopes.
-        """
+        """Make batches for several devices in turn; their Stagings are made in these scopes."""
         self.stop()
         self._batches = []
         for rank, scope in enumerate(scopes):
@@ -192,14 +184,12 @@ class Reader:
                     self._batches.append(batch)
 
     def take(self) -> Batch:
-        """The next batch, to be returned by `give_back` after its use. Raises the error of making
-        it.
-        """
+        """The next batch, for `give_back` after its use, or the error of making it."""
         if self._thread is None:
             self._start()
-        elif self._queues.full.empty() and next(_waits) % WAITS_PER_LINE == 0:
+        elif self._producer.full.empty() and next(_waits) % WAITS_PER_LINE == 0:
             log.info("Waiting for data")
-        batch = self._queues.full.get()
+        batch = self._producer.full.get()
         if isinstance(batch, BaseException):
             self.stop()
             raise batch
@@ -208,7 +198,7 @@ class Reader:
 
     def give_back(self, batch: Batch) -> None:
         """Return a batch, which may be filled again."""
-        self._queues.free[batch.rank].put(batch)
+        self._producer.free[batch.rank].put(batch)
 
     def state(self) -> State:
         """The state after the last batch taken."""
@@ -238,21 +228,20 @@ class Reader:
         """Wait for the thread's end, up to `seconds`; false if there was no thread."""
         if self._thread is None:
             return False
-        self._queues.stop()
+        self._producer.stop()
         _join(self._thread, seconds)
         self._thread = None
         self._finalizer.detach()
         return True
 
     def _start(self) -> None:
-        self._queues = _Queues(self._batches)
-        self._finalizer = weakref.finalize(self, self._queues.stop)
+        self._producer = _Producer(self._loader, self._batches)
+        self._finalizer = weakref.finalize(self, self._producer.stop)
         self._finalizer.atexit = False
-        producer = _Producer(self._loader, self._queues)
-        thread = threading.Thread(target=producer.run, name="caffepy-data", daemon=True)
+        thread = threading.Thread(target=self._producer.run, name="caffepy-data", daemon=True)
         try:
             self._thread = thread
-            _threads[thread] = self._queues
+            _threads[thread] = self._producer
             thread.start()
         except BaseException:  # an interruption
             self.stop()

@@ -89,9 +89,7 @@ class Transformer:
         self.mean = read_mean(param, path)
 
     def output_shape(self, shape: Shape) -> Shape:
-        """The transformed shape of an image (C, H, W); ConfigError or DataError if the sizes do not
-        fit.
-        """
+        """The transformed shape of an image (C, H, W); ConfigError or DataError if unfit."""
         channels, height, width = shape
         param, mean, crop = self.param, self.mean, self.crop
         if param.mean_value and len(param.mean_value) not in (1, channels):
@@ -123,9 +121,7 @@ class Transformer:
         return h_off, w_off, mirror
 
     def apply(self, images: Array, out: Array, draws: Array) -> None:
-        """Write out (N, C, h, w) from images (N, C, H, W) of sizes that `output_shape` accepted, on
-        the host.
-        """
+        """Write out (N, C, h, w) from images (N, C, H, W), which must fit, on the host."""
         ops.backend(self._host).transform_batch(
             images, out, *self.place(draws, images.shape[2:]), self.mean, self.param.scale
         )

@@ -11,13 +11,13 @@ import numpy as np
 
 from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.paths import locate
-from caffepy.data.datum import COLOR, Array, decode_image
+from caffepy.data.datum import COLOR, decode_image
 from caffepy.data.loader import DECODERS, Batch, Loader, Shape
 from caffepy.data.sources.base import State
 from caffepy.data.sources.image_list import find_root, unreadable
 from caffepy.data.sources.windows import read_windows
 from caffepy.data.transformer import new_twister, read_mean
-from caffepy.device.blob import shape_string
+from caffepy.device.blob import Array, shape_string
 from caffepy.device.device import Device
 from caffepy.device.threads import parallel
 from caffepy.proto.caffe_pb2 import LayerParameter
@@ -118,9 +118,7 @@ class WindowLoader(Loader):
         self._kinds = [windows for windows, count in wanted for _ in range(count)]
 
     def _expand_mean(self, mean: Array | None) -> Array:
-        """The mean (3, crop, crop). Of a mean image it is the crop whose offset is centred along x
-        and the same along y.
-        """
+        """The mean (3, crop, crop): of an image, its crop at the middle's x offset along y, too."""
         if mean is None:
             mean = np.zeros((1, 1, 1), np.float32)
         crop = self._crop
@@ -133,7 +131,6 @@ class WindowLoader(Loader):
         return np.broadcast_to(mean, self.shape())
 
     def shape(self) -> Shape:
-        """(3, crop_size, crop_size)."""
         return CHANNELS, self._crop, self._crop
 
     def load(self, batch: Batch) -> None:
@@ -249,9 +246,7 @@ class WindowLoader(Loader):
         return f"{self._path}: {self._root}{name}"
 
     def state(self) -> State:
-        """Position of the random stream, and the names of bad images."""
         return {**self._twister.state(), **self.bad.state()}
 
     def seek(self, state: State) -> None:
-        """Restore the random stream."""
         self._twister.set_state(state)

@@ -15,9 +15,9 @@ import numpy as np
 
 from caffepy.core.errors import DataError
 from caffepy.core.files import remove_stale, replacing, temporary_name
-from caffepy.data.datum import Array
 from caffepy.data.sources.databases import printable, text_of
 from caffepy.data.sources.leveldb import import_plyvel
+from caffepy.device.blob import Array
 from caffepy.proto.caffe_pb2 import Datum
 
 COMMIT_EVERY = 1000
@@ -117,10 +117,9 @@ class LMDBWriter(Writer):
     def _write(self, records: Sequence[Record]) -> None:
         for key, _ in records:
             if not 0 < len(key) <= LONGEST_KEY:
-                raise DataError(
-                    f"{self.name} cannot be written: an LMDB's keys have 1 to {LONGEST_KEY} bytes, "
-                    f"but {printable(key)} {len(key)}"
-                )
+                rule = f"an LMDB's keys have 1 to {LONGEST_KEY} bytes, but"
+                sizes = f"{rule} {printable(key)} {len(key)}"
+                raise DataError(f"{self.name} cannot be written: {sizes}")
         while True:
             try:
                 with self._database.begin(write=True) as transaction:
@@ -229,29 +228,23 @@ class Partial:
         self._is_new = not os.path.lexists(self.folder)
         if not self._is_new:
             if not resume:
-                raise DataError(
-                    f"{self.folder} is there, which a run left that did not end; go on with "
-                    "--resume, or remove it"
-                )
+                left = f"{self.folder} is there, which a run left that did not end"
+                raise DataError(f"{left}; go on with --resume, or remove it")
             self._resume(recipe)
 
     def _resume(self, recipe: Mapping[str, Any]) -> None:
         try:
             if not [name for name in os.listdir(self.folder) if not name.startswith(".")]:
                 return  # it was killed before it wrote anything
-            with open(os.path.join(self.folder, NOTE), encoding="utf-8") as file:
-                note = json.load(file)
+            note = json.loads(Path(self.folder, NOTE).read_text(encoding="utf-8"))
             known, self.progress = dict(note["recipe"]), dict(note["progress"])
         except (OSError, ValueError, KeyError, TypeError):
-            raise DataError(
-                f"{self.folder} does not say how far it is (it has no good {NOTE}); remove it"
-            ) from None
+            unknown = f"does not say how far it is (it has no good {NOTE})"
+            raise DataError(f"{self.folder} {unknown}; remove it") from None
         other = [name for name, value in recipe.items() if known.get(name) != value]
         if other:
-            raise DataError(
-                f"{self.folder} was made with another {', '.join(other)}; give the same as "
-                "before, or remove it"
-            )
+            made = f"{self.folder} was made with another {', '.join(other)}"
+            raise DataError(f"{made}; give the same as before, or remove it")
         self.recipe.update(known)
 
     @contextmanager
@@ -311,11 +304,11 @@ class Partial:
 
 def unfinished(folder: str) -> str:
     """The progress of a `Partial` in this folder, in words; "" for a complete database."""
-    path = os.path.join(folder, NOTE)
-    if not os.path.exists(path):
+    path = Path(folder, NOTE)
+    if not path.exists():
         return ""
-    with suppress(OSError, ValueError, KeyError, TypeError), open(path, encoding="utf-8") as file:
-        note = json.load(file)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        note = json.loads(path.read_text(encoding="utf-8"))
         progress = () if note.get("whole") else note["progress"].items()
         return ", ".join(f"{name} {value}" for name, value in progress)
     return "it does not say how far"

@@ -32,9 +32,7 @@ def has_windows(layer: LayerParameter) -> bool:
 
 
 def number(layer: LayerParameter, name: str) -> int | None:
-    """The field `name`, such as num_output, of the `..._param` message of the definition that sets
-    it; None if none does.
-    """
+    """The field `name` of the `..._param` message of the definition that sets it, else None."""
     for field, param in layer.ListFields():
         has_name = field.name.endswith("_param") and name in param.DESCRIPTOR.fields_by_name
         if has_name and param.HasField(name):
@@ -44,9 +42,7 @@ def number(layer: LayerParameter, name: str) -> int | None:
 
 
 def arguments(layer: LayerParameter) -> str:
-    """Return the sizes in Caffe's short form, `kernel/stride+pad outputs/group`, with `*dilation`;
-    defaults are left out.
-    """
+    """Return `kernel/stride+pad*dilation outputs/group`, without defaults: Caffe's short form."""
     words = []
     if has_windows(layer):
         words.append(window_size(layer, "kernel_size"))

@@ -32,9 +32,7 @@ class Node(NamedTuple):
 
 @dataclass
 class Graph:
-    """Nodes by name, and edges (from, to, label); `rankdir` is the direction of arrows: LR, RL, TB
-    or BT.
-    """
+    """Nodes by name and edges (from, to, label), drawn from left to right (LR), RL, TB or BT."""
 
     name: str
     rankdir: str = "LR"
@@ -147,9 +145,7 @@ def _without_cycles(graph: Graph) -> list[int]:
 
 
 def _ranks(graph: Graph, forward: Sequence[int]) -> dict[str, int]:
-    """Return the length of the longest path to each node; sources lie just before their first
-    successor.
-    """
+    """Return the longest paths to the nodes; sources lie just before their first successor."""
     ends: dict[str, list[str]] = defaultdict(list)
     waits = dict.fromkeys(graph.nodes, 0)
     for i in forward:
@@ -220,9 +216,7 @@ def _across(rows: _Rows, chains: _Chains, sizes: _Sizes) -> dict[_Place, float]:
 
 
 def _apart(row: Sequence[_Place], wanted: Sequence[float], sizes: _Sizes) -> list[float]:
-    """Return positions near the wanted ones with room between the places: halfway between shifting
-    to either side.
-    """
+    """Return positions near the wanted ones, with room between the places."""
     halves = [_half(place, sizes) for place in row]
     rooms = [a + b + GAP for a, b in pairwise(halves)]
     right, left = list(wanted), list(wanted)

@@ -84,9 +84,7 @@ class AnySource:
 
     def summarize(self, info: Summary, first: int | None, images: int) -> list[tuple[Array, str]]:
         """Fill in `info`, of the `first` records if that is given; return up to `images` images
-        with captions.
-
-        Not needed of a Source, whose items are looked at one by one.
+        with captions. Not needed of a Source, whose items are looked at one by one.
         """
         raise NotImplementedError
 

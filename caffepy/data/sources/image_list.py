@@ -6,8 +6,8 @@ from typing import Self
 
 from caffepy.core.errors import DataError, reason
 from caffepy.core.paths import locate
-from caffepy.data.datum import COLOR, EITHER, LONGEST_SIGNATURE, Array, decode_image, encoding_of
-from caffepy.data.sources.base import Items, NumberedSource, lines_of
+from caffepy.data.datum import COLOR, EITHER, LONGEST_SIGNATURE, decode_image, encoding_of
+from caffepy.data.sources.base import Array, Items, NumberedSource, lines_of
 
 log = logging.getLogger(__name__)
 

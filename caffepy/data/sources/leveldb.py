@@ -16,9 +16,7 @@ OWN_FILES = ("LOCK", "LOG", "LOG.old")  # of a process that has a LevelDB open
 
 
 class LevelDB(Database):
-    """A LevelDB folder, which is only read: hence also on read-only media, and by several processes
-    at once.
-    """
+    """A LevelDB folder, read-only: also on read-only media, and by several processes at once."""
 
     kind = "LevelDB"
     take_is_cheap = False  # the cursor decompresses each record that it passes
@@ -68,9 +66,7 @@ class LevelDB(Database):
 
 
 class _Linked:
-    """A LevelDB opened through links in a temporary folder: LevelDB locks and rewrites the folder
-    that it opens.
-    """
+    """A LevelDB opened through links in a folder of its own, which LevelDB locks and rewrites."""
 
     def __init__(self, path: str) -> None:
         import plyvel

@@ -151,9 +151,7 @@ class Pages:
         return self._blocks[number]
 
     def _nodes(self, pages: Array, kind: int) -> tuple[Array, Array, Array, Array]:
-        """Place in the file, size or low part of the child, flags and key size of all nodes of
-        pages of one kind.
-        """
+        """Nodes of these pages: place in the file, size or child's low part, flags, key size."""
         page_size = self._meta.page_size
         start = pages * page_size
         header = self._at(start, HEADER)
@@ -177,9 +175,7 @@ class Pages:
         return self.bytes[places[:, None] + np.arange(size)]
 
     def _need(self, pages: Array, counts: Array | int) -> None:
-        """DataError unless `counts` pages from each of these on are pages of the file behind the
-        metas.
-        """
+        """DataError unless `counts` pages from each of these on are pages behind the metas."""
         self._refuse(pages[(pages < 2) | (pages > self._meta.last_page + 1 - counts)])
 
     def _refuse(self, pages: Array) -> None:

@@ -6,8 +6,7 @@ from itertools import islice
 import numpy as np
 
 from caffepy.core.errors import DataError
-from caffepy.data.datum import Array
-from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Summary, first_words, lines_of
+from caffepy.data.sources.base import SHOWN_NAMES, AnySource, Array, Summary, first_words, lines_of
 
 FIELDS = 6  # class, overlap, x1, y1, x2, y2
 THRESHOLD = 0.5  # window_data_param's default overlap of foreground and background
