@@ -14,8 +14,8 @@ import numpy as np
 from caffepy.commands.preprocess import Preparation, image_net, load, names_in, read_array
 from caffepy.core.errors import ConfigError, DataError, reason
 from caffepy.core.files import written
-from caffepy.data.npy import new_npy
 from caffepy.data.prefetch import mapped
+from caffepy.data.write import new_npy
 from caffepy.device.blob import Array, shape_string
 from caffepy.pycaffe.classifier import CROPS, Classifier
 from caffepy.report import counting

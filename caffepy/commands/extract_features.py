@@ -13,9 +13,8 @@ from caffepy.commands.inference import find_blob, trained_net
 from caffepy.core.errors import DataError, UsageError, reason
 from caffepy.core.files import replacing
 from caffepy.core.registry import nearest
-from caffepy.data.npy import new_npy
 from caffepy.data.sources.hdf5 import append_rows, new_file
-from caffepy.data.write import refuse_existing, write_database
+from caffepy.data.write import new_npy, refuse_existing, write_database
 from caffepy.device.blob import Array, shape_string
 from caffepy.proto.caffe_pb2 import Datum
 from caffepy.report import counting

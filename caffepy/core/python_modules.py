@@ -45,21 +45,18 @@ class UserCode:
         with _loading:
             _ensure_caffe()
             _beside.enter(self._folders)
-            self.module = self._load(module)
-
-    def _load(self, name: str) -> ModuleType:
-        if name not in sys.modules:
-            importlib.invalidate_caches()
-            spec = self.call(_find, name)
-            if spec is None:
-                known = {found.name for found in pkgutil.iter_modules([*self._folders, *sys.path])}
-                places = f"(looked on sys.path and in {' and '.join(self._folders)})"
-                raise ConfigError(f'no Python module "{name}"{nearest(name, known)} {places}')
-            self._home = os.path.dirname(spec.origin or "")
-        module = self.call(importlib.import_module, name)
-        self.file = getattr(module, "__file__", None) or name
-        self._home = os.path.dirname(self.file)
-        return module
+            if module not in sys.modules:
+                importlib.invalidate_caches()
+                spec = self.call(_find, module)
+                if spec is None:
+                    found = pkgutil.iter_modules([*self._folders, *sys.path])
+                    hint = nearest(module, {other.name for other in found})
+                    places = f"(looked on sys.path and in {' and '.join(self._folders)})"
+                    raise ConfigError(f'no Python module "{module}"{hint} {places}')
+                self._home = os.path.dirname(spec.origin or "")
+            self.module = self.call(importlib.import_module, module)
+            self.file = getattr(self.module, "__file__", None) or module
+            self._home = os.path.dirname(self.file)
 
     def find(self, name: str) -> Callable[..., Any]:
         """Return the class of this name; ConfigError names the nearest one."""

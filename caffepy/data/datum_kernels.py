@@ -23,16 +23,8 @@ _memcpy: Any = types.ExternalFunction(
 
 
 @kernel
-def _copy(
-    content: Array,
-    rows: Array,
-    head: Array,
-    images: Array,
-    labels: Array,
-    done: Array,
-    lo: int,
-    hi: int,
-) -> None:
+def _copy(content: Array, rows: Array, head: Array, outs: Any, lo: int, hi: int) -> None:
+    images, labels, done = outs
     size = images.shape[1]
     for i in range(lo, hi):
         start, length = rows[i, 2], rows[i, 3]
@@ -118,9 +110,6 @@ def copy_images(content: Array, rows: Array, head: bytes, images: Array, labels:
     """
     n, start = len(rows), np.frombuffer(head, np.uint8)
     flat, done = images.reshape(n, -1), np.empty(n, np.bool_)
-    parallel(
-        lambda lo, hi: _copy(content, rows, start, flat, labels, done, lo, hi),
-        n,
-        max(1, GRAIN // flat.shape[1]),
-    )
+    outs, grain = (flat, labels, done), max(1, GRAIN // flat.shape[1])
+    parallel(lambda lo, hi: _copy(content, rows, start, outs, lo, hi), n, grain)
     return done

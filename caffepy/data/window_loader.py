@@ -25,6 +25,7 @@ from caffepy.proto.caffe_pb2 import LayerParameter
 log = logging.getLogger(__name__)
 
 CHANNELS = 3
+Drawn = tuple[list[Array], list[bool]]  # windows, and which are mirrored
 Number = np.float32  # Caffe finds regions in float32; some halves round differently in float64
 
 
@@ -104,9 +105,8 @@ class WindowLoader(Loader):
         log.info("Amount of context padding: %d", param.context_pad)
         log.info("Crop mode: %s", param.crop_mode)
         if not 0 <= param.fg_fraction <= 1:
-            raise ConfigError(
-                f"window_data_param's fg_fraction must be 0 to 1, not {param.fg_fraction:g}"
-            )
+            rule = "window_data_param's fg_fraction must be 0 to 1"
+            raise ConfigError(f"{rule}, not {param.fg_fraction:g}")
         foreground = int(Number(self.batch_size) * Number(param.fg_fraction))
         wanted = ((file.background, self.batch_size - foreground), (file.foreground, foreground))
         for name, (windows, count) in zip(("background", "foreground"), wanted, strict=True):
@@ -138,10 +138,10 @@ class WindowLoader(Loader):
         images, labels = self._room(batch)
         missing = list(range(self.batch_size))
         while missing:
-            windows, mirrored = self._draw(missing)
-            bad = self._fill(missing, windows, mirrored, images, labels)
+            drawn = self._draw(missing)
+            bad = self._fill(missing, drawn, images, labels)
             for k, error in sorted(bad.items()):
-                self.bad.add(self._name(self._images[windows[k][0]]), error)
+                self.bad.add(self._name(self._images[drawn[0][k][0]]), error)
                 others = np.unique(self._kinds[missing[k]][:, 0])
                 if all(self._name(self._images[i]) in self.bad for i in others):
                     raise DataError(f"{error.message}; so are all others of its kind, bad")
@@ -157,7 +157,7 @@ class WindowLoader(Loader):
 
         def fill() -> bool:
             images, labels = self._room(batch)
-            if self._fill(places, *drawn, images, labels):
+            if self._fill(places, drawn, images, labels):
                 return False
             batch.finish(self.shape(), state, 0, 0, False, labels)
             return True
@@ -170,7 +170,7 @@ class WindowLoader(Loader):
         images.fill(0)
         return images, np.zeros(self.batch_size)
 
-    def _draw(self, places: list[int]) -> tuple[list[Array], list[bool]]:
+    def _draw(self, places: list[int]) -> Drawn:
         """Windows for these places of a batch, and which are mirrored."""
         draws = self._twister.draw(len(places) * (1 + self._mirror)).reshape(len(places), -1)
         kinds = [self._kinds[i] for i in places]
@@ -178,14 +178,10 @@ class WindowLoader(Loader):
         return windows, [self._mirror and bool(draw[1] % 2) for draw in draws]
 
     def _fill(
-        self,
-        places: list[int],
-        windows: list[Array],
-        mirrored: list[bool],
-        images: Array,
-        labels: Array,
+        self, places: list[int], drawn: Drawn, images: Array, labels: Array
     ) -> dict[int, DataError]:
         """Warp windows into these places of a batch; return the errors of bad images by number."""
+        windows, mirrored = drawn
         bad: dict[int, DataError] = {}
 
         def warp_some(lo: int, hi: int) -> None:

@@ -1,11 +1,13 @@
-"""Write databases as Caffe's tools do: whole or not at all, or in parts under the name .partial."""
+"""Write databases as Caffe's tools do: whole or not at all, or in parts under the name .partial.
+Write files of one array, row by row.
+"""
 
 import errno
 import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from caffepy.core.errors import DataError
 from caffepy.core.files import remove_stale, replacing, temporary_name
 from caffepy.data.sources.databases import printable, text_of
 from caffepy.data.sources.leveldb import import_plyvel
-from caffepy.device.blob import Array
+from caffepy.device.blob import Array, shape_string
 from caffepy.proto.caffe_pb2 import Datum
 
 COMMIT_EVERY = 1000
@@ -323,3 +325,35 @@ def array_to_datum(image: Array, label: int = 0) -> Datum:
     else:
         datum.float_data.extend(image.astype(np.float32).ravel())
     return datum
+
+
+@contextmanager
+def new_npy(path: str) -> Iterator[Callable[[Array], None]]:
+    """Write a .npy file of float32. The block receives a function that appends rows (N, ...); the
+    file is complete when the block ends.
+
+    DataError for rows of another shape than the first. No rows are kept in memory.
+    """
+    count, shape = 0, None
+    with open(path, "w+b") as file:
+
+        def head() -> None:
+            file.seek(0)
+            describes = {"descr": "<f4", "fortran_order": False, "shape": (count, *(shape or ()))}
+            # numpy pads the header, so that it has room for any number of rows
+            np.lib.format.write_array_header_1_0(file, describes)
+
+        def add(rows: Array) -> None:
+            nonlocal count, shape
+            if shape is None:
+                shape = rows.shape[1:]
+                head()
+            if rows.shape[1:] != shape:
+                raise DataError(
+                    f"rows of {shape_string(rows.shape[1:])} follow rows of {shape_string(shape)}"
+                )
+            file.write(np.ascontiguousarray(rows, "<f4").data)
+            count += len(rows)
+
+        yield add
+        head()

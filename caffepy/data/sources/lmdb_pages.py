@@ -45,21 +45,6 @@ class Meta(NamedTuple):
 def read_meta(path: str, file: str) -> Meta:
     """The meta of the last transaction; DataError unless the file is an LMDB with all its pages."""
     size = os.path.getsize(file)
-    metas = _metas(file)
-    if not metas and (kind := sniff(file)) != "LMDB":
-        verb = "is" if kind == "empty" else "looks like"
-        raise DataError(f"{path} is not an LMDB: {file} {verb} {kind}")
-    meta = max(metas, default=Meta(0, 4096, 1, 0, 0, 0))
-    if meta.page_size not in PAGE_SIZES:
-        raise DataError(f"{path} is damaged: {file} speaks of pages of {meta.page_size} bytes")
-    needed = (meta.last_page + 1) * meta.page_size
-    if len(metas) < 2 or size < needed:
-        sizes = f"{file} has {size} of at least {needed} bytes"
-        raise DataError(f"{path} is a truncated LMDB: {sizes}; copy or create it anew")
-    return meta
-
-
-def _metas(file: str) -> list[Meta]:
     metas: list[Meta] = []
     with open(file, "rb") as f:
         for _ in range(2):
@@ -71,7 +56,17 @@ def _metas(file: str) -> list[Meta]:
             flags, depth = struct.unpack_from("<HH", page, 92)
             root, last_page, transaction = struct.unpack_from("<QQQ", page, 128)
             metas.append(Meta(transaction, page_size, last_page, flags, depth, root))
-    return metas
+    if not metas and (kind := sniff(file)) != "LMDB":
+        verb = "is" if kind == "empty" else "looks like"
+        raise DataError(f"{path} is not an LMDB: {file} {verb} {kind}")
+    meta = max(metas, default=Meta(0, 4096, 1, 0, 0, 0))
+    if meta.page_size not in PAGE_SIZES:
+        raise DataError(f"{path} is damaged: {file} speaks of pages of {meta.page_size} bytes")
+    needed = (meta.last_page + 1) * meta.page_size
+    if len(metas) < 2 or size < needed:
+        sizes = f"{file} has {size} of at least {needed} bytes"
+        raise DataError(f"{path} is a truncated LMDB: {sizes}; copy or create it anew")
+    return meta
 
 
 class Pages:

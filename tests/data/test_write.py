@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from caffepy.core.errors import DataError
-from caffepy.data.npy import new_npy
+from caffepy.data.write import new_npy
 
 
 @pytest.mark.parametrize("counts", [[], [3], [1, 4, 0, 2], [1234567, 8000000]])
