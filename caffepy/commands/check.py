@@ -20,7 +20,7 @@ from caffepy.proto.caffe_pb2 import TEST, TRAIN, NetParameter, SolverParameter
 from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import read_net, read_solver, read_text
 from caffepy.report.text import columns
-from caffepy.solver.capture import reasons_not_capturable
+from caffepy.solver.capture import GraphRunner
 from caffepy.solver.check import check_param, check_prefix
 from caffepy.solver.nets import net_sources
 
@@ -148,7 +148,8 @@ def inspect(
                 # the bytes of blobs while the net runs, without those of its inputs and outputs
                 usage = Usage(net, net.steps, net.phase == TRAIN)
                 _, shared = plan(list(lifetimes(usage).values()))
-                obstacle = "; ".join(reasons_not_capturable(net)) or None
+                reasons = GraphRunner(net, False, "").reasons_not_capturable()
+                obstacle = "; ".join(reasons) or None
                 on_gpu = NetOnGpu(device.math_mode.precision, shared, obstacle)
             parameters = sum(blob.count for blob in net.learnable_params)
             infos.append(NetInfo(role, net.name, list(layers_of(net, gpu)), parameters, on_gpu))

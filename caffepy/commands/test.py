@@ -123,11 +123,7 @@ class EvalWorker:
         """Run the next batch; DataError for what a GPU found wrong with it."""
         net = self.net
         with net.device.scope(), net.ops.blas_scope():
-            if self._run.can_capture():
-                self._run.run_data_layers()
-                self._run.run("forward", lambda: net.forward(steps=self._run.computing))
-            else:
-                net.forward(steps=self._run.eager_steps)
+            self._run.forward()
             net.device.check_errors()
             return net.loss(), [net.blobs[name].host_data.copy() for name in net.outputs]
 

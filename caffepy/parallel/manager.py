@@ -33,7 +33,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from types import TracebackType
 from typing import Any, NoReturn
 
 from caffepy.collectives import peers
@@ -138,12 +137,7 @@ class P2PManager(WorkerGroup):
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(error)
         if isinstance(error, Exception) and not isinstance(error, LostDeviceError):
             cause = self.group.root_cause(error)

@@ -1,12 +1,13 @@
 """Captures the passes of a net as CUDA graphs and replays them, so that the host has little to do.
 
-`reasons_not_capturable` has every reason why that is not done. Then layers run one by one, each
-launched by the host.
+`GraphRunner.reasons_not_capturable` has every reason why that is not done. Then layers run one by
+one, each launched by the host.
 """
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from caffepy.core.errors import DeviceError
 from caffepy.device.cuda import CudaDevice, CudaGraph
@@ -20,30 +21,6 @@ MIN_REPLAYS = 4
 """After MAX_CAPTURES captures, capturing stops unless each graph was replayed MIN_REPLAYS times on
 average: shapes change too often.
 """
-
-
-def reasons_not_capturable(
-    net: Net,
-    callbacks: Sequence[object] = (),
-    *,
-    capture: bool = True,
-    of_layers: Sequence[str] | None = None,
-    failure: str | None = None,
-) -> list[str]:
-    """Return every reason why the passes of a net run layer by layer on a GPU; none: they are
-    captured.
-
-    `capture` is what the user chose (--no-capture; --bn-stats sync chooses it, too), `callbacks`
-    are called within a pass, beside those of the net. `of_layers`: the reasons of layers, if they
-    are known. `failure` is why an attempt was given up.
-    """
-    reasons = [] if capture else ["capture is off"]
-    if net.debug_info:
-        reasons.append("debug_info shows each layer")
-    reasons += layer_reasons(net) if of_layers is None else of_layers
-    if not all(map(is_capturable, (*net_callbacks(net), *callbacks))):
-        reasons.append("a callback does not say that it can be captured")
-    return [*reasons, failure] if failure else reasons
 
 
 def layer_reasons(net: Net) -> list[str]:
@@ -63,16 +40,9 @@ def is_capturable(callback: object) -> bool:
     return bool(getattr(callback, "capturable", False))
 
 
-def net_callbacks(net: Net) -> tuple[object, ...]:
-    """Return the callbacks of a net, which are called around its layers."""
-    return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
-
-
 @dataclass
 class _Part:
-    """A part of a pass: the conditions under which it last ran without changing them, and its
-    graph.
-    """
+    """A part of a pass: the conditions of its last run that changed none, and its graph."""
 
     steady: Hashable = None
     graph: CudaGraph | None = None
@@ -101,16 +71,20 @@ class GraphRunner:
         self._logged: set[str] = set()
         self._parts: dict[str, _Part] = {}
         self._captured = self._replayed = 0
+        self._gpu = cast(CudaDevice, net.device)  # as far as anything is captured
 
     def reasons_not_capturable(self, capture: bool = True) -> list[str]:
-        """Return every reason why this pass runs layer by layer on a GPU."""
-        return reasons_not_capturable(
-            self.net,
-            self._callbacks,
-            capture=capture,
-            of_layers=self._layer_reasons,
-            failure=self._failure,
-        )
+        """Return every reason why this pass runs layer by layer on a GPU; none: it is captured.
+
+        `capture` is what the user chose (--no-capture; --bn-stats sync chooses it, too).
+        """
+        reasons = [] if capture else ["capture is off"]
+        if self.net.debug_info:
+            reasons.append("debug_info shows each layer")
+        reasons += self._layer_reasons
+        if not all(map(is_capturable, (*self.net_callbacks, *self._callbacks))):
+            reasons.append("a callback does not say that it can be captured")
+        return [*reasons, self._failure] if self._failure else reasons
 
     def can_capture(self) -> bool:
         """True on a GPU if there is no reason against it; the log has each reason once."""
@@ -125,8 +99,9 @@ class GraphRunner:
 
     @property
     def net_callbacks(self) -> tuple[object, ...]:
-        """The callbacks of the net."""
-        return net_callbacks(self.net)
+        """The callbacks of the net, which are called around its layers."""
+        net = self.net
+        return (*net.before_forward, *net.after_forward, *net.before_backward, *net.after_backward)
 
     @property
     def eager_steps(self) -> Sequence[Step] | None:
@@ -147,11 +122,13 @@ class GraphRunner:
             self.net.forward(steps=self._feeding)
         self.net.device.flush()
 
-    @property
-    def _gpu(self) -> CudaDevice:
-        device = self.net.device
-        assert isinstance(device, CudaDevice)
-        return device
+    def forward(self, capture: bool = True) -> None:
+        """Run a forward pass, captured as the part "forward" if that is possible."""
+        if capture and self.can_capture():
+            self.run_data_layers()
+            self.run("forward", lambda: self.net.forward(steps=self.computing))
+        else:
+            self.net.forward(steps=self.eager_steps)
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         """Run a part, by replay if possible; needs the device's scope."""
@@ -172,12 +149,8 @@ class GraphRunner:
     def _conditions(self) -> Hashable:
         """Conditions that a graph depends on."""
         shapes = (top.shape for top in self._inputs)
-        return (
-            self._gpu.allocation_version,
-            *shapes,
-            *map(id, self.net_callbacks),
-            *map(id, self._callbacks),
-        )
+        callbacks = map(id, (*self.net_callbacks, *self._callbacks))
+        return (self._gpu.allocation_version, *shapes, *callbacks)
 
     def _capture(self, part: _Part, work: Callable[[], None], now: Hashable) -> bool:
         if self._captured > MAX_CAPTURES and self._replayed < MIN_REPLAYS * self._captured:

@@ -3,9 +3,7 @@
 import numpy as np
 
 from caffepy.core.errors import DivergenceError
-from caffepy.device.blob import Blob
 from caffepy.net import Net
-from caffepy.net.node import Node
 
 WHERE = "capture off (--no-capture) lets this message name the first blob that is not finite"
 HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
@@ -13,13 +11,9 @@ HINT = "lower base_lr, set clip_gradients, or look at the data that comes in"
 
 def diverged(net: Net, iteration: int, loss: float) -> DivergenceError:
     """Return the error for a loss that is not finite; names the first such blob and parameter."""
-    blob = _first_blob(net)
-    param = _first_param(net)
-    found = (
-        "; ".join(part for part in (blob, param) if part)
-        or "all blobs are finite, their weighted sum is not"
-    )
-    return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {found}; {HINT}")
+    found = [part for part in (_first_blob(net), _first_param(net)) if part]
+    where = "; ".join(found) or "all blobs are finite, their weighted sum is not"
+    return DivergenceError(f"iteration {iteration}: the loss is {loss:g}; {where}; {HINT}")
 
 
 def diverged_before(net: Net, iteration: int, loss: float) -> DivergenceError:
@@ -41,23 +35,16 @@ def check_params(net: Net, iteration: int) -> None:
 def _first_blob(net: Net) -> str | None:
     for node in net.nodes:
         for name, top in zip(node.top_names, node.tops, strict=True):
-            if not _finite(top):
-                return f'the first blob that is not finite is "{name}" of layer {_layer(node)}'
+            if not np.isfinite(top.host_data).all():
+                layer = f'"{node.name}" ({node.layer.type})'
+                return f'the first blob that is not finite is "{name}" of layer {layer}'
     return None
 
 
 def _first_param(net: Net) -> str | None:
     for param in net.learnable:
-        if not _finite(param.blob):
-            return (
-                f"parameter {param.index} of layer {_layer(net.nodes[param.layer])} is not finite"
-            )
+        if not np.isfinite(param.blob.host_data).all():
+            node = net.nodes[param.layer]
+            layer = f'"{node.name}" ({node.layer.type})'
+            return f"parameter {param.index} of layer {layer} is not finite"
     return None
-
-
-def _layer(node: Node) -> str:
-    return f'"{node.name}" ({node.layer.type})'
-
-
-def _finite(blob: Blob) -> bool:
-    return bool(np.isfinite(blob.host_data).all())

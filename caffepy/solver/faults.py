@@ -6,11 +6,10 @@ impossible, and the error says what is left.
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from caffepy.core.errors import CaffeError, DataError, DivergenceError, LostDeviceError
-from caffepy.device.device import Device
 from caffepy.solver.iteration import Iterations, State
 from caffepy.solver.resume_state import ResumeState
 
@@ -51,7 +50,15 @@ def saving_what_was_learned(resume_state: ResumeState) -> Iterator[None]:
             if together or isinstance(error, DataError):
                 save_before_failing(resume_state, error)
         if device.lost:
-            raise _lost_devices([device, *workers.devices], resume_state.last_file) from error
+            lost = [each for each in (device, *workers.devices) if each.lost]
+            names = " and ".join(f"GPU {each.index}" for each in lost)
+            left = "is lost; set snapshot in the solver to lose less the next time"
+            if last := resume_state.last_file:
+                left = f"after the last snapshot is lost; go on from that with --snapshot {last}"
+            raise LostDeviceError(
+                f"{names} failed ({device.lost}), and the memory cannot be read any more: what was "
+                f"learned {left}"
+            ) from error
         raise
 
 
@@ -68,34 +75,15 @@ def save_before_failing(resume_state: ResumeState, error: BaseException) -> None
     """Write the snapshot that the run owes, of its last complete iteration."""
     step, iteration = resume_state.iterations.step, resume_state.iterations.iter
     wanted = step.param.snapshot > 0 or step.param.snapshot_after_train
-    if (
-        not wanted
-        or resume_state.saved_now
-        or iteration == resume_state.started_at
-        or not step.whole
-    ):
+    learned_more = iteration != resume_state.started_at and not resume_state.saved_now
+    if not (wanted and learned_more and step.whole):
         return
     if step.begun:
         step.restore_stats()
     what = "The data" if isinstance(error, DataError) else "A solver"
-    log.warning(
-        "%s failed; what was learned up to iteration %d is saved before the run ends",
-        what,
-        iteration,
-    )
+    text = "%s failed; what was learned up to iteration %d is saved before the run ends"
+    log.warning(text, what, iteration)
     try:
         resume_state.save()
     except CaffeError as error:
         log.error("No snapshot of iteration %d: %s", iteration, error)
-
-
-def _lost_devices(devices: Sequence[Device], last: str | None) -> LostDeviceError:
-    lost = [device for device in devices if device.lost]
-    names = " and ".join(f"GPU {device.index}" for device in lost)
-    left = "is lost; set snapshot in the solver to lose less the next time"
-    if last:
-        left = f"after the last snapshot is lost; go on from that with --snapshot {last}"
-    return LostDeviceError(
-        f"{names} failed ({devices[0].lost}), and the memory cannot be read any more: what was "
-        f"learned {left}"
-    )

@@ -137,10 +137,6 @@ class Iterations:
         if not self._pending:
             self.state = State.IDLE
 
-    def reasons_not_capturable(self, capture: bool) -> list[str]:
-        """Return every reason why iterations run layer by layer on a GPU."""
-        return self.step.graphs.reasons_not_capturable(capture)
-
     def apply_update(self) -> float:
         """Update with the gradients at hand and count an iteration; return the learning rate."""
         step = self.step

@@ -71,12 +71,8 @@ def next_step(param: SolverParameter, iteration: int, step: int) -> int:
     """Return the step counter of this iteration; "multistep" moves by at most one, as in Caffe."""
     if param.lr_policy == "step":
         return iteration // param.stepsize
-    if (
-        param.lr_policy == "multistep"
-        and step < len(param.stepvalue)
-        and iteration >= param.stepvalue[step]
-    ):
-        return step + 1
+    if param.lr_policy == "multistep" and step < len(param.stepvalue):
+        return step + (iteration >= param.stepvalue[step])
     return step
 
 

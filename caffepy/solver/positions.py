@@ -16,8 +16,7 @@ log = logging.getLogger(__name__)
 
 def take_positions(nets: Sequence[Net], device: Device) -> dict[str, Any]:
     """Return the states of all layers, of the random numbers and of the step counter."""
-    train, *tests = (net.state() for net in nets)
-    return {"net": train, "test_nets": tests, **_random(device)}
+    return _positions([net.state() for net in nets], device)
 
 
 def data_layers(net: Net) -> dict[str, Layer]:
@@ -29,12 +28,13 @@ def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> di
     """Return likewise the states of the `data_layers` of each net alone: those of other layers are
     in the memory of a GPU.
     """
-    train, *tests = ({key: layer.state() for key, layer in feed.items()} for feed in feeds)
-    return {"net": train, "test_nets": tests, **_random(device)}
+    return _positions([{k: layer.state() for k, layer in feed.items()} for feed in feeds], device)
 
 
-def _random(device: Device) -> dict[str, Any]:
-    return {"rng": device.random.state, "tick": device.step_count}
+def _positions(states: Sequence[dict[str, Any]], device: Device) -> dict[str, Any]:
+    train, *tests = states
+    random, tick = device.random.state, device.step_count
+    return {"net": train, "test_nets": tests, "rng": random, "tick": tick}
 
 
 def completed(positions: dict[str, Any], nets: Sequence[Net]) -> dict[str, Any]:
@@ -54,13 +54,10 @@ def set_positions(positions: dict[str, Any], nets: Sequence[Net], device: Device
 def compare_layers(positions: dict[str, Any], nets: Sequence[Net], path: str) -> None:
     """Warn of layers that only the positions in the file `path`, or only the nets, have."""
     for net, state in _nets_and_states(positions, nets):
-        own = net.state().keys()
-        warn_of_layers(
-            f"{path} does not say where to go on with", own - state.keys(), "they start anew"
-        )
-        warn_of_layers(
-            f"{path} says where to go on with", state.keys() - own, "which this net does not have"
-        )
+        own, known = net.state().keys(), state.keys()
+        warn_of_layers(f"{path} does not say where to go on with", own - known, "they start anew")
+        there = f"{path} says where to go on with"
+        warn_of_layers(there, known - own, "which this net does not have")
 
 
 def warn_of_layers(what: str, names: Iterable[str], consequence: str) -> None:

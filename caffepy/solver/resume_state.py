@@ -83,8 +83,15 @@ class ResumeState:
             history = [part for flat in step.history for part in step.params.split(on_host(flat))]
             state = State(number, files.model, history, iterations.current_step)
             self._failed_at = number
-            sidecar, diff = self._sidecar(), param.snapshot_diff
-            write(files, step.net, state, sidecar, diff, reporter.snapshotted)
+            sidecar = {
+                "type": param.type,
+                "iteration": number,
+                "settings": format_text(param),
+                "positions": {**iterations.positions(), "workers": workers.positions()},
+                "control": step.update_state.state(),
+                **iterations.display.state(number),
+            }
+            write(files, step.net, state, sidecar, param.snapshot_diff, reporter.snapshotted)
             self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:
@@ -102,18 +109,6 @@ class ResumeState:
             number = self.iterations.iter
             log.error("No snapshot of iteration %d: %s; training goes on", number, error)
 
-    def _sidecar(self) -> dict[str, Any]:
-        iterations, step = self.iterations, self.iterations.step
-        workers = iterations.trainer.workers
-        return {
-            "type": step.param.type,
-            "iteration": iterations.iter,
-            "settings": format_text(step.param),
-            "positions": {**iterations.positions(), "workers": workers.positions()},
-            "control": step.update_state.state(),
-            **iterations.display.state(iterations.iter),
-        }
-
     def restore(self, path: str) -> None:
         """Continue from a snapshot; exactly, if its sidecar lies beside it."""
         with self.iterations.trainer.workers.restoring():
@@ -121,10 +116,17 @@ class ResumeState:
 
     def _restore(self, path: str) -> None:
         iterations, step = self.iterations, self.iterations.step
-        state = read_state(path)
-        content = read_sidecar(path)
+        state, content = read_state(path), read_sidecar(path)
         if content:
-            self._check_type(content, path)
+            with reading(sidecar_of(path)):
+                kind = str(content["type"])
+            if kind != step.param.type:
+                raise ConfigError(
+                    f"this state was written by a solver of type {kind}, but this one is "
+                    f'{step.param.type}; set type: "{kind}", or give the model as weights to start '
+                    "anew from it",
+                    path,
+                )
         own: list[Array] = [part for flat in step.history for part in step.params.split(flat)]
         iterations.recover()
         check_histories(state, own, step.param.type, path)
@@ -141,26 +143,13 @@ class ResumeState:
         iterations.move_to(state.iteration, state.current_step)
         self.started_at = state.iteration
         self._saved, self._restored_from = None, path
-        net = step.net
-        missing = dict.fromkeys(net.nodes[param.layer].name for param in net.learnable)
-        warn_of_layers(f"{model} has no weights for", missing.keys() - filled, "they start anew")
+        learning = {step.net.nodes[param.layer].name for param in step.net.learnable}
+        warn_of_layers(f"{model} has no weights for", learning - filled, "they start anew")
         if not content:
             iterations.display.reset()
             self.workers_positions = []
-            log.info(
-                "No sidecar lies beside %s: data and random numbers start anew, as in Caffe", path
-            )
-
-    def _check_type(self, content: dict[str, Any], path: str) -> None:
-        own = self.iterations.step.param.type
-        with reading(sidecar_of(path)):
-            kind = str(content["type"])
-        if kind != own:
-            raise ConfigError(
-                f"this state was written by a solver of type {kind}, but this one is {own}; set "
-                f'type: "{kind}", or give the model as weights to start anew from it',
-                path,
-            )
+            anew = "No sidecar lies beside %s: data and random numbers start anew, as in Caffe"
+            log.info(anew, path)
 
     def _restore_sidecar(self, content: dict[str, Any], path: str) -> None:
         """Restore positions and loss window; a sidecar that is damaged changes nothing."""

@@ -66,8 +66,7 @@ def reading(path: str) -> Iterator[None]:
     except Exception as error:  # zip, npy, json and the users of the content fail in many ways
         raise ConfigError(
             f"this sidecar of a snapshot is damaged ({type(error).__name__}: {str(error)[:200]}); "
-            "without it the run "
-            "resumes as Caffe does, with data and random numbers starting anew",
+            "without it the run resumes as Caffe does, with data and random numbers starting anew",
             path,
         ) from None
 

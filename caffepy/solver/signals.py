@@ -5,7 +5,7 @@ import signal
 import threading
 from collections.abc import Callable
 from enum import Flag
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from caffepy.core.errors import UsageError
@@ -97,15 +97,8 @@ class Signals:
     def __enter__(self) -> "Signals":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if (
-            self._terminated
-        ):  # the process is about to end; more of the same must not spoil its exit code
+    def __exit__(self, *_: object) -> None:
+        if self._terminated:  # the process ends; more of the same must not spoil its exit code
             del self._before[signal.SIGTERM]
         for number, handler in self._before.items():
             signal.signal(number, handler)

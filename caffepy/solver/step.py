@@ -42,17 +42,15 @@ class Callback(Protocol):
 
 
 class Synchronizer(Callback, Protocol):
-    """The callback that averages `Params.reduced_diff` over all solvers."""
+    """The callback that averages `Params.reduced_diff` over all solvers.
 
-    @property
-    def updates(self) -> bool:
-        """True if this solver updates its parameters; else it gets the root's in `on_start`."""
+    `updates` is True if this solver updates its parameters; else it gets the root's in `on_start`.
+    `abort_flag` is the host address of the abort flag, for a GPU; nonzero after the all-reduce
+    means that the averaged gradient is invalid.
+    """
 
-    @property
-    def abort_flag(self) -> int:
-        """Host address of the abort flag, for a GPU; nonzero after the all-reduce means that the
-        averaged gradient is invalid.
-        """
+    updates: bool
+    abort_flag: int
 
     def after_backward(self, layer: int) -> object:
         """Called after the backward pass of each layer with iter_size 1: gradients to which no
@@ -155,10 +153,8 @@ class Step:
     @property
     def gradients_untouched(self) -> bool:
         """True if no callback or Python layer can modify gradients during a step."""
-        called = [
-            *(callback for callback in self.callbacks if callback is not self.synchronizer),
-            *self.graphs.net_callbacks,
-        ]
+        others = [callback for callback in self.callbacks if callback is not self.synchronizer]
+        called = (*others, *self.graphs.net_callbacks)
         return not any(layer.may_modify_gradients for layer in self.net.layers) and all(
             getattr(callback, "adds_nothing", False) for callback in called
         )
@@ -173,8 +169,8 @@ class Step:
             yield
         except BaseException:
             with suppress(Exception):  # of a device that failed, say
-                if self._overwrites:  # diffs may hold an update, which nobody may take for one
-                    for layer in self._large.values():
+                for layer in self._large.values():
+                    if layer.overwrites:  # the diff may hold an update: no gradient
                         layer.blobs[0].diff.fill(0)
             raise
         finally:
@@ -244,10 +240,8 @@ class Step:
         segments = self._segments._replace(
             scale=state.scale, rate=state.rate, decay=state.decay, go=state.go
         )
-        params = self.params
-        update = Update(
-            self.param, params.data, params.diff, self.history, segments, state.correction
-        )
+        w, g = self.params.data, self.params.diff
+        update = Update(self.param, w, g, self.history, segments, state.correction)
         self.rule.apply(ops.backend(self.device), update)
 
     def restore_stats(self) -> None:

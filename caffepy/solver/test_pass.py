@@ -13,6 +13,8 @@ from caffepy.net import Net
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.step import losses
 
+Shape = tuple[int, ...]
+
 
 class Totals(NamedTuple):
     """Sums over a number of batches: of the outputs, in double precision, and of the loss."""
@@ -38,7 +40,7 @@ class TestPass:
         self._with_loss = with_loss
         self.last_outputs: list[Output] = []  # the means of the last test
         self._batches = 0
-        self._shapes: list[tuple[int, ...]] = []
+        self._shapes: list[Shape] = []
 
     def begin(self, train_net: Net) -> None:
         """Zero the totals and share the parameters of this train net."""
@@ -49,31 +51,22 @@ class TestPass:
         """Run a batch, with `replay` as a CUDA graph if possible; DataError if the shape of an
         output changes.
         """
-        if replay and self.graphs.can_capture():
-            self.graphs.run_data_layers()
-            self.graphs.run("forward", self._forward)
-        else:
-            self.net.forward(steps=self.graphs.eager_steps)
+        self.graphs.forward(replay)
+        shapes = [self.net.blobs[name].shape for name in self.net.outputs]
         if not self._batches:
-            self._shapes = [self.net.blobs[name].shape for name in self.net.outputs]
+            self._shapes = shapes
             self._sums.clear()
-        self._check_shapes()
+        self._compare(self._shapes, shapes)
         self._sums.add()
         self._batches += 1
 
-    def _forward(self) -> None:
-        self.net.forward(steps=self.graphs.computing)
-
-    def _check_shapes(self) -> None:
-        for name, shape in zip(self.net.outputs, self._shapes, strict=True):
-            self._compare(name, shape, self.net.blobs[name].shape)
-
-    def _compare(self, name: str, shape: tuple[int, ...], other: tuple[int, ...]) -> None:
-        if other != shape:
-            raise DataError(
-                f'output "{name}" of a test net changed its shape between batches, from '
-                f"{shape_string(shape)} to {shape_string(other)}, so there is no mean"
-            )
+    def _compare(self, shapes: Sequence[Shape], others: Sequence[Shape]) -> None:
+        for name, shape, other in zip(self.net.outputs, shapes, others, strict=True):
+            if other != shape:
+                raise DataError(
+                    f'output "{name}" of a test net changed its shape between batches, from '
+                    f"{shape_string(shape)} to {shape_string(other)}, so there is no mean"
+                )
 
     def totals(self) -> Totals:
         """Return the sums; DataError if a GPU found bad data."""
@@ -88,10 +81,11 @@ class TestPass:
         parts = [part for part in parts if part.batches]
         batches = sum(part.batches for part in parts)
         weights = self.net.blob_loss_weights
+        shapes = [[output.shape for output in part.outputs] for part in parts]
+        for others in shapes[1:]:
+            self._compare(shapes[0], others)
         self.last_outputs = []
         for name, *sums in zip(self.net.outputs, *(part.outputs for part in parts), strict=True):
-            for other in sums:
-                self._compare(name, sums[0].shape, other.shape)
             mean = (sum(sums) / batches).astype(np.float32)
             self.last_outputs.append((name, mean, weights[name]))
         return sum(part.loss for part in parts) / batches if self._with_loss else None

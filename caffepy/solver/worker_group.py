@@ -88,8 +88,7 @@ class EndedGroup(WorkerGroup):
         """Raise SyncError."""
         raise SyncError(
             "this solver trained together with others until an error ended that, so that it cannot "
-            "go on; a new one "
-            "can, from a snapshot"
+            "go on; a new one can, from a snapshot"
         )
 
     def during(self, phase: str) -> AbstractContextManager[object]:

@@ -142,13 +142,13 @@ def test_after_an_error_no_update_passes_for_a_gradient(monkeypatch: pytest.Monk
 
 def test_every_reason_why_a_step_is_not_captured_is_told() -> None:
     solver = solver_of("", DEEPER)
-    assert solver.iterations.reasons_not_capturable(capture=True) == []
+    assert solver._step.graphs.reasons_not_capturable(capture=True) == []
     solver.add_callback(Adds(solver))
     solver.net.debug_info = True
     layer = solver.net.layers[solver.net.layer_names.index("ip")]
     layer.on_host = True  # as layers are that compute in Python
     solver.fuse = False  # with new graphs, which look at the layers
-    assert solver.iterations.reasons_not_capturable(capture=False) == [
+    assert solver._step.graphs.reasons_not_capturable(capture=False) == [
         "capture is off",
         "debug_info shows each layer",
         'layer "ip" (InnerProduct) computes on the host',

@@ -297,7 +297,7 @@ def bench_train(
             data=data,
             batch=trainer.batch,
             captured=device.kind == "cuda"
-            and not trainer.solver.iterations.reasons_not_capturable(capture),
+            and not trainer.solver.iterations.step.graphs.reasons_not_capturable(capture),
             fused=fuse and device.kind == "cuda",
             iterations=count,
             windows=rates,
