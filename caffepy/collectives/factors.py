@@ -28,9 +28,7 @@ STREAM = "factors"
 
 
 def factored(net: Net, size: int, precision: str) -> dict[int, InnerProduct]:
-    """Return the layers of whose weight gradients `size` ranks should exchange factors, by number
-    of the learnable parameter.
-    """
+    """Return the layers whose factors `size` ranks should exchange, by learnable parameter."""
     batches = {node.tops[0].shape[:1] for node in net.nodes if node.layer.is_data and node.tops}
     if len(batches) != 1 or any(
         layer.always_reshape or not layer.fixed_batch for layer in net.layers

@@ -60,9 +60,7 @@ class ScheduleSync(Synchronizer):
             self._up = self._executors(self._diff, adding(schedule) if root_updates else schedule)
 
     def _executors(self, flat: Any, schedule: Schedule) -> "list[_Peers | _Staged]":
-        """This rank's part of a schedule on a flat array: an executor for consecutive levels that
-        go through the host, or do not.
-        """
+        """An executor for each run of levels that go through the host, or do not."""
         complete, first, found = totals(schedule, self.size), 0, []
         for staged, group in groupby(schedule, lambda level: any(step.staged for step in level)):
             levels = tuple(group)
@@ -82,9 +80,7 @@ class ScheduleSync(Synchronizer):
         self._run("up", self._up, count)
 
     def _run(self, direction: str, parts: "Sequence[_Peers | _Staged]", count: int) -> None:
-        """Run; the first call in each direction is bracketed by barriers, since loading a kernel
-        may block on a waiting GPU.
-        """
+        """Run, the first time between barriers: loading a kernel may block on a waiting GPU."""
         first = direction not in self._used
         self._used.add(direction)
         with (
@@ -97,9 +93,7 @@ class ScheduleSync(Synchronizer):
 
 
 class AbortFlag:
-    """An int in pinned host memory, at `address` for every device, that kernels poll while they
-    wait for other ranks.
-    """
+    """An int in pinned host memory, which kernels poll while they wait for other ranks."""
 
     def __init__(self) -> None:
         self._page = import_cupy().cuda.alloc_pinned_memory(np.dtype(np.int32).itemsize)

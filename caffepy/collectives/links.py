@@ -95,9 +95,7 @@ def _matrix(nvml: Any, ids: Sequence[str]) -> Links:
 
 
 def _ends(nvml: Any, handle: Any) -> list[tuple[int, int, int] | None]:
-    """Return the PCI address at which each active NVLink of a GPU ends; None where NVML does not
-    say.
-    """
+    """Return the PCI addresses at which a GPU's active NVLinks end; None where not known."""
     found: list[tuple[int, int, int] | None] = []
     for link in range(MOST_LINKS):
         with suppress(_UnknownError):

@@ -74,9 +74,7 @@ def enable(topology: Topology) -> None:
 
 
 def prepare(topology: Topology) -> Topology:
-    """Enable peer access and test it; return the topology without the access that does not work, of
-    which it warns.
-    """
+    """Enable and test peer access; warn of what does not work, return the topology without it."""
     enable(topology)
     access = [list(row) for row in topology.access]
     for a, b in _joined(topology):

@@ -96,9 +96,7 @@ class RankGroup:
     # failures
 
     def on_abort(self, callback: Callable[[], object]) -> None:
-        """Call this once when the group stops for an error: to end waits outside the group, such as
-        those of a communicator.
-        """
+        """Call this when the group stops for an error: to end waits outside it, as in NCCL."""
         self._on_abort.append(callback)
 
     def abort(self, rank: int, error: BaseException) -> None:
@@ -145,9 +143,7 @@ class RankGroup:
         return self._finding_hung or self.failure is not None
 
     def wait_failure(self) -> tuple[int, BaseException] | None:
-        """Return the failure, waiting for it while hung ranks are being found; None if there is
-        none.
-        """
+        """Return the failure, if any; wait for it while hung ranks are being found."""
         if self._finding_hung:
             self._failed.wait()
         return self.failure
@@ -180,9 +176,7 @@ class RankGroup:
             raise GroupStoppedError(f"rank {failed} failed: {error}") from error
 
     def root_cause(self, error: Exception) -> BaseException:
-        """Return the error that ended the run when the root met `error`: an earlier one of another
-        rank, or `error` itself.
-        """
+        """Return what ended the run when the root met `error`: that, or a rank's earlier one."""
         failure = self.wait_failure()
         if failure is None:
             return error

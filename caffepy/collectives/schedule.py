@@ -23,9 +23,7 @@ class Operation(Enum):
 
 
 class Step(NamedTuple):
-    """An operation from rank `source` to rank `destination`; `staged` through the host if they do
-    not reach each other's memory.
-    """
+    """An operation from rank `source` to `destination`; `staged` through the host or direct."""
 
     operation: Operation
     source: int
@@ -70,9 +68,7 @@ def tree(topology: Topology) -> Schedule:
 
 
 def flat(topology: Topology) -> Schedule:
-    """Add every other rank's buffer to the root's in turn, then copy the sum to each; needs no peer
-    access.
-    """
+    """Add every other rank's buffer to the root's, then copy the sum; needs no peer access."""
     others = range(1, topology.size)
     return _stage((*(_add((i, 0)) for i in others), *(_copy((0, i)) for i in others)), topology)
 

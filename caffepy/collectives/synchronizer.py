@@ -28,9 +28,7 @@ class FlatParams(NamedTuple):
 class Synchronizer:
     """One rank's side; all methods are called in the rank's thread, in its device's scope."""
 
-    updates = (
-        True  # this rank updates its parameters; else it gets the root's before each iteration
-    )
+    updates = True  # this rank updates its parameters; else it gets the root's before a pass
     capturable = False  # its calls only enqueue work on the current stream
     abort_flag = 0
     """Host address of the abort flag; nonzero after the all-reduce means that the averaged gradient
@@ -53,6 +51,4 @@ class Synchronizer:
         """Make the first `count` elements of the diff the mean of all ranks'."""
 
     def close(self, patience: float = PATIENCE) -> None:
-        """Destroy the communicator, if there is one, waiting up to `patience` seconds; captured
-        graphs that use it must be freed first.
-        """
+        """Release all within `patience` s; captured graphs that use it must be freed first."""

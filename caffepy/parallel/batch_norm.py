@@ -33,8 +33,6 @@ def average(nets: Sequence[Net]) -> None:
 
 
 def share_batches(net: Net, all_gather: Callable[[Array], Sequence[Array]] | None) -> None:
-    """Make the net normalize with the statistics of the batches of all ranks from now on; None:
-    with those of its own again.
-    """
+    """Normalize with the statistics of the batches of all ranks from now on; None: of its own."""
     for layer in normalizing(net):
         layer.meet(all_gather and (lambda values: np.stack(all_gather(values))))

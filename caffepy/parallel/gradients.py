@@ -21,12 +21,8 @@ def choose_factored(root: Solver, devices: Sequence[Device]) -> Collection[int]:
     and nothing may change or show gradients before that.
     """
     names = {device.name for device in devices if isinstance(device, CudaDevice)}
-    plain = (
-        root.param.iter_size == 1
-        and not root.param.debug_info
-        and root.iterations.step.gradients_untouched
-    )
-    if len(names) != 1 or not plain:
+    plain = root.param.iter_size == 1 and not root.param.debug_info
+    if len(names) != 1 or not plain or not root.iterations.step.gradients_untouched:
         return ()
     found = factors.factored(root.net, len(devices), root.device.math_mode.precision)
     if found:

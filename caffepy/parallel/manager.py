@@ -93,14 +93,8 @@ class P2PManager(WorkerGroup):
         self.size, self.devices = len(devices), devices[1:]
         self._baseline = baseline
         self._bn_stats = sync_options.bn_stats
-        self._ranks = Workers(
-            devices,
-            self._make,
-            sync_options.deadlines,
-            signals,
-            partial(rescue, root.resume_state),
-            last_resort,
-        )
+        save, deadlines = partial(rescue, root.resume_state), sync_options.deadlines
+        self._ranks = Workers(devices, self._make, deadlines, signals, save, last_resort)
         self.group, self._threads = self._ranks.group, self._ranks.threads
         self.watchdog = self._ranks.watchdog
         on_gpus = devices[0].kind == "cuda"
@@ -118,11 +112,8 @@ class P2PManager(WorkerGroup):
         self._next_ranks = [0] * len(root.test_nets)
         self._positions = root.resume_state.workers_positions
         if self._positions and len(self._positions) != self.size - 1:
-            log.warning(
-                "The snapshot is of %d solvers, not %d: random numbers of the workers start anew",
-                len(self._positions) + 1,
-                self.size,
-            )
+            anew = "The snapshot is of %d solvers, not %d: random numbers of the workers start anew"
+            log.warning(anew, len(self._positions) + 1, self.size)
             self._positions = []
 
     # begin and end
@@ -201,9 +192,7 @@ class P2PManager(WorkerGroup):
                 self._ranks.end(error is not None, self._release)
 
     def _release(self, until: float) -> None:
-        """After an error: close all synchronizers, which wait until no captured graph of any rank
-        uses them.
-        """
+        """After an error: close all synchronizers, after freeing the graphs that use them."""
         for solver in (self.root, *self._threads.members.values()):
             with suppress(Exception):  # the error that counts is an earlier one
                 _make_alone(solver)
@@ -344,9 +333,7 @@ def _leave(solver: Solver, synchronizer: Synchronizer) -> None:
 
 
 def _detach(root: Solver, failed: bool = False) -> None:
-    """Free the root to train alone; after an error it cannot, as its last iteration may have
-    ended on some ranks only.
-    """
+    """Free the root to train alone; after an error its last iteration may be half done."""
     root.leave(failed)
     for net in (root.net, *root.test_nets):
         net.set_forward_mutex(_refuse if failed else None)
@@ -372,10 +359,5 @@ def _log_batch(root: Solver, size: int) -> None:
         "An iteration takes %d solvers x %d images%s = %d%s", size, root.batch, times, whole, epoch
     )
     if root.batch_parts == 1:
-        log.info(
-            "base_lr is %g; if it is right for one solver, the linear rule gives %g for %d "
-            "(it is not changed)",
-            param.base_lr,
-            param.base_lr * size,
-            size,
-        )
+        rule = "base_lr is %g; if it is right for one solver, the linear rule gives %g for %d"
+        log.info(f"{rule} (it is not changed)", param.base_lr, param.base_lr * size, size)

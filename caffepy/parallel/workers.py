@@ -108,9 +108,7 @@ class Workers(Generic[Member]):
         return [rank for rank in self.threads.members if self.watchdog.is_idle(rank, until)]
 
     def abort(self, error: BaseException) -> None:
-        """Stop all ranks because of this error of the root, and wait until it is known which error
-        was first.
-        """
+        """Stop all ranks for this error of the root; wait until the first error is known."""
         self.group.abort(0, error)
         self.group.wait_failure()
 

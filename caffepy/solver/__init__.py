@@ -6,27 +6,15 @@ of an iteration), `runners.py` (layer by layer, or CUDA graphs) and `step.py` (w
 `worker_group.py` can be skipped at first: errors, and solvers that train together.
 """
 
-from caffepy.solver.check import check_folder
-from caffepy.solver.gradient_probe import Watch
-from caffepy.solver.params import Params
-from caffepy.solver.policy import policies
-from caffepy.solver.signals import Action, Signals
-from caffepy.solver.snapshot import newest_good
-from caffepy.solver.solver import Solver
-from caffepy.solver.step import Callback
-from caffepy.solver.update import Rule, Update, rules
-
-__all__ = [
-    "Action",
-    "Callback",
-    "Params",
-    "Rule",
-    "Signals",
-    "Solver",
-    "Update",
-    "Watch",
-    "check_folder",
-    "newest_good",
-    "policies",
-    "rules",
-]
+from caffepy.solver.check import check_folder as check_folder
+from caffepy.solver.gradient_probe import Watch as Watch
+from caffepy.solver.params import Params as Params
+from caffepy.solver.policy import policies as policies
+from caffepy.solver.signals import Action as Action
+from caffepy.solver.signals import Signals as Signals
+from caffepy.solver.snapshot import newest_good as newest_good
+from caffepy.solver.solver import Solver as Solver
+from caffepy.solver.step import Callback as Callback
+from caffepy.solver.update import Rule as Rule
+from caffepy.solver.update import Update as Update
+from caffepy.solver.update import rules as rules

@@ -63,9 +63,7 @@ def saving_what_was_learned(resume_state: ResumeState) -> Iterator[None]:
 
 
 def rescue(resume_state: ResumeState, error: BaseException) -> None:
-    """Write the snapshot that the run owes, from another thread than the one that hangs, if the
-    state is consistent.
-    """
+    """Write the snapshot that the run owes, if the state is consistent, from any thread."""
     with suppress(Exception), resume_state.iterations.step.device.scope():
         resume_state.iterations.collect(wait=True)
     save_before_failing(resume_state, error)

@@ -11,9 +11,7 @@ from caffepy.solver.solver import Solver
 
 
 class Seen(NamedTuple):
-    """A parameter, named LAYER/INDEX, as numpy arrays; `gradient` is None if it learns nothing or
-    gradients are not kept.
-    """
+    """A parameter, named LAYER/INDEX, as numpy arrays; `gradient` is None if it is not kept."""
 
     name: str
     values: Array

@@ -209,9 +209,7 @@ class Iterations:
     # positions of data layers and random numbers
 
     def hold_positions(self, anew: bool = True) -> None:
-        """Hold the positions of now for snapshots until `release_positions`; unless `anew`, those
-        that are held already stay.
-        """
+        """Hold the present positions for snapshots; unless `anew`, those already held stay."""
         if anew or self._held is None:
             self._held = take_positions(self.nets, self.step.device)
 

@@ -142,9 +142,7 @@ def _test_fields(param: SolverParameter, path: str | None) -> list[tuple[str, st
 
 
 def _in_state(net: NetParameter, phase: int, *more: NetState) -> NetParameter:
-    """Return a copy of the net with its state: the phase, then the net's own, then `more`; later
-    ones win.
-    """
+    """Return a copy with its state: the phase, the net's own, then `more`; later ones win."""
     state = NetState(phase=phase)  # type: ignore[arg-type]
     for given in (net.state, *more):
         state.MergeFrom(given)

@@ -25,9 +25,7 @@ def data_layers(net: Net) -> dict[str, Layer]:
 
 
 def take_data_positions(feeds: Sequence[dict[str, Layer]], device: Device) -> dict[str, Any]:
-    """Return likewise the states of the `data_layers` of each net alone: those of other layers are
-    in the memory of a GPU.
-    """
+    """Return the same of `data_layers` alone: other layers' states are in the memory of a GPU."""
     return _positions([{k: layer.state() for k, layer in feed.items()} for feed in feeds], device)
 
 

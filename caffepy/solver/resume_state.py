@@ -13,6 +13,7 @@ from caffepy.device.blob import Array
 from caffepy.net.weights import load_weights
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import format as format_text
+from caffepy.solver import snapshot
 from caffepy.solver.divergence import check_params
 from caffepy.solver.iteration import Iterations
 from caffepy.solver.positions import (
@@ -22,17 +23,6 @@ from caffepy.solver.positions import (
     warn_of_layers,
 )
 from caffepy.solver.sidecar import reading
-from caffepy.solver.snapshot import (
-    Files,
-    State,
-    check_histories,
-    find_model,
-    read_sidecar,
-    read_state,
-    sidecar_of,
-    verify,
-    write,
-)
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +68,10 @@ class ResumeState:
             number, param = iterations.iter, step.param
             check_params(step.net, number)
             hdf5 = param.snapshot_format == SolverParameter.HDF5
-            files = Files.of(param.snapshot_prefix, number, hdf5)
+            files = snapshot.Files.of(param.snapshot_prefix, number, hdf5)
             on_host = step.device.on_host
             history = [part for flat in step.history for part in step.params.split(on_host(flat))]
-            state = State(number, files.model, history, iterations.current_step)
+            state = snapshot.State(number, files.model, history, iterations.current_step)
             self._failed_at = number
             sidecar = {
                 "type": param.type,
@@ -91,7 +81,9 @@ class ResumeState:
                 "control": step.update_state.state(),
                 **iterations.display.state(number),
             }
-            write(files, step.net, state, sidecar, param.snapshot_diff, reporter.snapshotted)
+            snapshot.write(
+                files, step.net, state, sidecar, param.snapshot_diff, reporter.snapshotted
+            )
             self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:
@@ -116,9 +108,9 @@ class ResumeState:
 
     def _restore(self, path: str) -> None:
         iterations, step = self.iterations, self.iterations.step
-        state, content = read_state(path), read_sidecar(path)
+        state, content = snapshot.read_state(path), snapshot.read_sidecar(path)
         if content:
-            with reading(sidecar_of(path)):
+            with reading(snapshot.sidecar_of(path)):
                 kind = str(content["type"])
             if kind != step.param.type:
                 raise ConfigError(
@@ -129,11 +121,11 @@ class ResumeState:
                 )
         own: list[Array] = [part for flat in step.history for part in step.params.split(flat)]
         iterations.recover()
-        check_histories(state, own, step.param.type, path)
-        model = find_model(state.learned_net, path)
+        snapshot.check_histories(state, own, step.param.type, path)
+        model = snapshot.find_model(state.learned_net, path)
         if content:
-            verify(content, path, model)
-            self._restore_sidecar(content, sidecar_of(path))
+            snapshot.verify(content, path, model)
+            self._restore_sidecar(content, snapshot.sidecar_of(path))
         step.update_state.set_state((content or {}).get("control", {}))
         filled = load_weights(step.net, model)
         log.info("SGDSolver: restoring history")

@@ -94,9 +94,7 @@ class CapturedRunner:
         self._data_layers = [data_layers(net) for net in nets]
 
     def positions(self) -> dict[str, Any]:
-        """Return the positions of data layers and random numbers, for rollback; those of other
-        layers are on the device.
-        """
+        """Return positions for rollback, without those of other layers: they are on the device."""
         return take_data_positions(self._data_layers, self._step.device)
 
     def enqueue(self, iteration: int) -> None:

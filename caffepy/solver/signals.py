@@ -80,9 +80,7 @@ class Signals:
     check.adds_nothing = True  # type: ignore[attr-defined]
 
     def fail(self, error: BaseException, informed: Callable[[], object]) -> None:
-        """Raise this error in the main thread, wherever that is, after a call of `informed`; does
-        nothing if signals are not handled.
-        """
+        """Call `informed` and raise this error in the main thread, if signals are handled."""
         thread = threading.main_thread().ident
         if self._before and thread is not None and hasattr(signal, "pthread_kill"):
             self._failure = error, informed

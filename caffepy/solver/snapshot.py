@@ -35,9 +35,7 @@ STATE_NAME = re.compile(r"_iter_(\d+)\.solverstate(\.h5)?$")
 
 @dataclass
 class State:
-    """Content of a solverstate: number of updates, path of the model, history of all parameters,
-    step of the learning-rate policy.
-    """
+    """Content of a solverstate; `iteration` is the number of updates."""
 
     iteration: int
     learned_net: str
@@ -219,9 +217,7 @@ def _negative(history: Sequence[Array]) -> list[int]:
 
 
 def _kinds(count: int, negative: Sequence[int], blobs: int) -> str:
-    """List in words the solver types that keep `count` histories of `blobs` blobs, these with
-    negative values.
-    """
+    """List the solver types with `count` histories of `blobs` blobs, these being negative."""
     signed = {i // blobs for i in negative}
     kinds = [
         kind
@@ -243,9 +239,7 @@ def _same_shape(mine: Array, read: Array) -> bool:
 
 
 def find_model(learned_net: str, state_path: str) -> str:
-    """Return the path of the model that a state names: as named, else beside the state; ConfigError
-    if it is in neither place.
-    """
+    """Return the model that a state names: as named, else beside the state; ConfigError if gone."""
     if not learned_net:
         raise ConfigError(
             "this state names no model, so there are no weights to go on with", state_path

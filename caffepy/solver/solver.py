@@ -96,6 +96,7 @@ class Solver:
         self.params = self._step.params
         self.history = self._step.history
         self.update_state = self._step.update_state
+        self.phase_timer: PhaseTimer = self._step.phase_timer  # while there is a synchronizer
         nets = [self.net, *self.test_nets]
         self.iterations = Iterations(self._step, nets, self, is_worker=root is not None)
         self.resume_state = ResumeState(self.iterations)
@@ -117,11 +118,6 @@ class Solver:
             if node.tops and not node.bottoms:
                 return node.tops[0].shape[0] if node.tops[0].shape else 0
         return 0
-
-    @property
-    def phase_timer(self) -> PhaseTimer:
-        """The time of iterations by phase, measured while there is a synchronizer."""
-        return self._step.phase_timer
 
     @property
     def fuse(self) -> bool:
@@ -166,9 +162,7 @@ class Solver:
         self.capture = self.fuse = False
 
     def add_callback(self, callback: Callback) -> None:
-        """Call its `on_start` before, and its `on_gradients_ready` after, the passes of each
-        iteration.
-        """
+        """Call its `on_start` and `on_gradients_ready` around the passes of each iteration."""
         self._step.callbacks.append(callback)
 
     # other solvers
@@ -219,9 +213,8 @@ class Solver:
                 while self.iter < end and not self.stopped:
                     number = self.iter
                     self.device.flush()
-                    tests = due(number, param.test_interval) and (
-                        number > 0 or param.test_initialization
-                    )
+                    initial = number == 0 and not param.test_initialization
+                    tests = due(number, param.test_interval) and not initial
                     if tests:
                         iterations.collect(wait=True)
                         self.update_state.begin([self.params.diff])
@@ -250,9 +243,7 @@ class Solver:
         self.iterations.apply_update()
 
     def solve(self, state_file: str | None = None) -> None:
-        """Train up to max_iter, from a snapshot if one is given, with all tests and snapshots that
-        the parameters ask for.
-        """
+        """Train up to max_iter, from a snapshot if given, with all tests and snapshots due."""
         param, state = self.param, self.resume_state
         if param.snapshot > 0 or param.snapshot_after_train:
             model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
@@ -291,9 +282,7 @@ class Solver:
     # tests
 
     def test_all(self) -> None:
-        """Test all test nets, unless `action` asks to stop; a snapshot during a test continues
-        before it.
-        """
+        """Test all test nets, unless `action` asks to stop; a resumed run begins the test again."""
         self.workers.average_bn_stats()
         self.iterations.hold_positions()
         for k in range(len(self.test_nets)):
@@ -303,9 +292,7 @@ class Solver:
             self.iterations.release_positions()
 
     def test(self, k: int) -> None:
-        """Run test net k on its test_iter batches with the train net's weights and report the mean
-        outputs.
-        """
+        """Run test net k on test_iter batches with the train net's weights; report the means."""
         self.phase_timer.stop()
         test_pass, workers, batches = self._test_passes[k], self.workers, self.param.test_iter[k]
         self.reporter.test_started(self.iter, k)
@@ -331,7 +318,5 @@ class Solver:
         self.resume_state.save()
 
     def restore(self, path: str) -> None:
-        """Continue from a snapshot: weights, history, iteration; exactly, if its sidecar lies
-        beside it.
-        """
+        """Continue from a snapshot; exactly, if its sidecar lies beside it."""
         self.resume_state.restore(path)

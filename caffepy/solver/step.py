@@ -53,9 +53,7 @@ class Synchronizer(Callback, Protocol):
     abort_flag: int
 
     def after_backward(self, layer: int) -> object:
-        """Called after the backward pass of each layer with iter_size 1: gradients to which no
-        later layer adds can be averaged.
-        """
+        """Called after each layer's backward pass, with iter_size 1: reduce what is complete."""
 
 
 class _LayerHook:
@@ -81,9 +79,7 @@ def losses(net: Net) -> list[Blob]:
 
 
 def first_loss_scale(net: Net) -> float | None:
-    """Initial loss scale, which keeps small float16 gradients from underflowing; None in a net
-    without float16 blobs.
-    """
+    """Initial loss scale against underflow of float16 gradients; None in a net without float16."""
     if all(blob.layout.dtype != np.float16 for blob in net.blobs.values()):
         return None
     return net.param.global_grad_scale if net.param.HasField("global_grad_scale") else LOSS_SCALE
@@ -106,9 +102,8 @@ class Step:
         self.rule = rules[param.type]
         with device.scope():
             self.params = Params(net.learnable_params)
-            self.history: list[Array] = [
-                np.zeros_like(self.params.data) for _ in range(self.rule.histories)
-            ]
+            data = self.params.data
+            self.history: list[Array] = [np.zeros_like(data) for _ in range(self.rule.histories)]
             limits = Limits(param.clip_gradients, param.iter_size, first_loss_scale(net))
             self.update_state = ops.backend(device).UpdateState(limits, losses(net), device)
             self.phase_timer = ops.backend(device).PhaseTimer(device)
@@ -161,9 +156,7 @@ class Step:
 
     @contextmanager
     def overwrite_gradients(self) -> Iterator[None]:
-        """With iter_size 1, let layers overwrite (beta = 0) large weight gradients instead of
-        zeroing and accumulating them.
-        """
+        """With iter_size 1, let layers overwrite (beta = 0) large gradients instead of adding."""
         try:
             self._set_overwrites(self.param.iter_size == 1 and self.gradients_untouched)
             yield
@@ -186,9 +179,8 @@ class Step:
 
     def set_hyperparams(self, learning_rate: float, iteration: int) -> None:
         """Upload learning rate, weight decay and bias correction for the next update."""
-        self.update_state.set_hyperparams(
-            learning_rate, self.param.weight_decay, self.rule.correction(self.param, iteration)
-        )
+        correction = self.rule.correction(self.param, iteration)
+        self.update_state.set_hyperparams(learning_rate, self.param.weight_decay, correction)
 
     def begin(self) -> None:
         """Zero gradients and loss; save the layers' running statistics; call `on_start`."""

@@ -34,9 +34,8 @@ class TestPass:
         self.graphs = GraphRunner(net, fuse and net.device.is_cuda, what)
         with net.device.scope():
             outputs = [net.blobs[name] for name in net.outputs]
-            self._sums = ops.backend(net.device).Sums(
-                outputs, losses(net) if with_loss else [], net.device
-            )
+            weighted = losses(net) if with_loss else []
+            self._sums = ops.backend(net.device).Sums(outputs, weighted, net.device)
         self._with_loss = with_loss
         self.last_outputs: list[Output] = []  # the means of the last test
         self._batches = 0
@@ -48,9 +47,7 @@ class TestPass:
         self._batches = 0
 
     def batch(self, replay: bool) -> None:
-        """Run a batch, with `replay` as a CUDA graph if possible; DataError if the shape of an
-        output changes.
-        """
+        """Run a batch, captured if `replay`; DataError if the shape of an output changes."""
         self.graphs.forward(replay)
         shapes = [self.net.blobs[name].shape for name in self.net.outputs]
         if not self._batches:
@@ -75,9 +72,7 @@ class TestPass:
         return Totals(self._batches, sums, loss)
 
     def average(self, parts: Sequence[Totals]) -> float | None:
-        """Average the totals of all solvers into `last_outputs`; return the mean loss, if asked
-        for.
-        """
+        """Average the totals of all solvers into `last_outputs`; return the mean loss, if any."""
         parts = [part for part in parts if part.batches]
         batches = sum(part.batches for part in parts)
         weights = self.net.blob_loss_weights

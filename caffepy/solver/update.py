@@ -80,18 +80,8 @@ def _means_below_one(param: SolverParameter) -> Iterator[tuple[str, str]]:
 rules: Registry[Rule] = Registry("solver type")
 rules("SGD")(Rule("sgd_update", 1, ("momentum",)))
 rules("Nesterov")(Rule("nesterov_update", 1, ("momentum",)))
-rules("AdaGrad")(Rule("adagrad_update", 1, ("delta",), _without_momentum, never_negative=(0,)))
-rules("RMSProp")(
-    Rule("rmsprop_update", 1, ("rms_decay", "delta"), _without_momentum, never_negative=(0,))
-)
+rules("AdaGrad")(Rule("adagrad_update", 1, ("delta",), _without_momentum, (0,)))
+rules("RMSProp")(Rule("rmsprop_update", 1, ("rms_decay", "delta"), _without_momentum, (0,)))
 rules("AdaDelta")(Rule("adadelta_update", 2, ("momentum", "delta"), never_negative=(0, 1)))
-rules("Adam")(
-    Rule(
-        "adam_update",
-        2,
-        ("momentum", "momentum2", "delta"),
-        _means_below_one,
-        never_negative=(1,),
-        corrected=True,
-    )
-)
+adam = Rule("adam_update", 2, ("momentum", "momentum2", "delta"), _means_below_one, (1,), True)
+rules("Adam")(adam)

@@ -75,9 +75,7 @@ class WorkerGroup:
         """Wait for the workers' iterations; raise the error of one, if any."""
 
     def positions(self) -> list[dict[str, Any]]:
-        """Positions of each worker's layers and random numbers, now or before the test or iteration
-        in progress.
-        """
+        """Positions of each worker, now or before the test or iteration in progress."""
         return []
 
 

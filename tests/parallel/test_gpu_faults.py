@@ -237,7 +237,7 @@ PHASE = {
     "set-up": ("caffepy.parallel.worker:WorkerSolver.follow", 1, 1),
     "step": ("caffepy.solver.runners:CapturedRunner.enqueue", 5, 1),
     "test": ("caffepy.solver.test_pass:TestPass.batch", 3, 1),
-    "snapshot": ("caffepy.solver.resume_state:write", 1, 0),
+    "snapshot": ("caffepy.solver.snapshot:write", 1, 0),
 }
 
 
