@@ -359,5 +359,8 @@ def _log_batch(root: Solver, size: int) -> None:
         "An iteration takes %d solvers x %d images%s = %d%s", size, root.batch, times, whole, epoch
     )
     if root.batch_parts == 1:
-        rule = "base_lr is %g; if it is right for one solver, the linear rule gives %g for %d"
-        log.info(f"{rule} (it is not changed)", param.base_lr, param.base_lr * size, size)
+        log.info(
+            "base_lr is %g; if it is right for one solver, the linear rule gives %g for %d "
+            "(it is not changed)",
+            *(param.base_lr, param.base_lr * size, size),
+        )

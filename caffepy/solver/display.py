@@ -103,9 +103,11 @@ class Display:
     def log_clipping(self, result: StepResult) -> None:
         """Log Caffe's line if the gradients were clipped."""
         if result.factor != 1.0:
-            norms = f"(L2 norm {result.norm:.6g} > {self._param.clip_gradients:.6g})"
-            scaling = "Gradient clipping: scaling down gradients %s by scale factor %.6g"
-            log.info(scaling, norms, result.factor)
+            log.info(
+                "Gradient clipping: scaling down gradients (L2 norm %.6g > %.6g) by scale factor "
+                "%.6g",
+                *(result.norm, self._param.clip_gradients, result.factor),
+            )
 
     @staticmethod
     def log_overflow(iteration: int, result: StepResult) -> None:

@@ -101,7 +101,8 @@ class Iterations:
         self.collect(wait=runner.waits)
         pending = PendingStep(self.iter, self.current_step, runner.positions())
         self._held = pending.positions
-        learning_rate = self._set_rate()
+        learning_rate = self._next_rate()
+        step.set_hyperparams(learning_rate, self.iter)
         runner.enqueue(self.iter)
         step.update_state.mark_enqueued()
         self._pending.append(pending)
@@ -137,13 +138,14 @@ class Iterations:
         if not self._pending:
             self.state = State.IDLE
 
-    def apply_update(self) -> float:
-        """Update with the gradients at hand and count an iteration; return the learning rate."""
+    def apply_update(self) -> None:
+        """Update with the gradients at hand and count an iteration."""
         step = self.step
         with step.device.scope():
             self.recover()
             step.device.flush()
-            learning_rate = self._set_rate()
+            learning_rate = self._next_rate()
+            step.set_hyperparams(learning_rate, self.iter)
             step.update()
             step.update_state.mark_enqueued()
             (result,) = step.update_state.step_results(wait=True)
@@ -152,20 +154,16 @@ class Iterations:
         self.display.log_overflow(self.iter, result)
         self._result = result
         self._finish(learning_rate, log_clipping=True)
-        return learning_rate
 
-    def _set_rate(self) -> float:
+    def _next_rate(self) -> float:
         param = self.step.param
-        moved = next_step(param, self.iter, self.current_step)
-        learning_rate = rate(param, self.iter, moved)
-        self.step.set_hyperparams(learning_rate, self.iter)
-        return learning_rate
+        return rate(param, self.iter, next_step(param, self.iter, self.current_step))
 
     def rate(self) -> float:
         """Return the learning rate of the next iteration; moves the step of the policy."""
-        param = self.step.param
-        self.current_step = advance(param, self.iter, self.current_step)
-        return rate(param, self.iter, self.current_step)
+        learning_rate = self._next_rate()
+        self.current_step = advance(self.step.param, self.iter, self.current_step)
+        return learning_rate
 
     def _finish(self, learning_rate: float, log_clipping: bool) -> None:
         """Log rate and clipping as Caffe does, and count the iteration."""

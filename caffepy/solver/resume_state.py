@@ -81,9 +81,8 @@ class ResumeState:
                 "control": step.update_state.state(),
                 **iterations.display.state(number),
             }
-            snapshot.write(
-                files, step.net, state, sidecar, param.snapshot_diff, reporter.snapshotted
-            )
+            announce, diff = reporter.snapshotted, param.snapshot_diff
+            snapshot.write(files, step.net, state, sidecar, diff, announce)
             self._failed_at, self._saved = -1, (number, files.state)
 
     def try_to_save(self) -> None:
@@ -103,45 +102,42 @@ class ResumeState:
 
     def restore(self, path: str) -> None:
         """Continue from a snapshot; exactly, if its sidecar lies beside it."""
-        with self.iterations.trainer.workers.restoring():
-            self._restore(path)
-
-    def _restore(self, path: str) -> None:
         iterations, step = self.iterations, self.iterations.step
-        state, content = snapshot.read_state(path), snapshot.read_sidecar(path)
-        if content:
-            with reading(snapshot.sidecar_of(path)):
-                kind = str(content["type"])
-            if kind != step.param.type:
-                raise ConfigError(
-                    f"this state was written by a solver of type {kind}, but this one is "
-                    f'{step.param.type}; set type: "{kind}", or give the model as weights to start '
-                    "anew from it",
-                    path,
-                )
-        own: list[Array] = [part for flat in step.history for part in step.params.split(flat)]
-        iterations.recover()
-        snapshot.check_histories(state, own, step.param.type, path)
-        model = snapshot.find_model(state.learned_net, path)
-        if content:
-            snapshot.verify(content, path, model)
-            self._restore_sidecar(content, snapshot.sidecar_of(path))
-        step.update_state.set_state((content or {}).get("control", {}))
-        filled = load_weights(step.net, model)
-        log.info("SGDSolver: restoring history")
-        with step.device.scope():
-            for mine, read in zip(own, state.history, strict=True):
-                step.device.upload(np.asarray(read, mine.dtype).reshape(mine.shape), mine)
-        iterations.move_to(state.iteration, state.current_step)
-        self.started_at = state.iteration
-        self._saved, self._restored_from = None, path
-        learning = {step.net.nodes[param.layer].name for param in step.net.learnable}
-        warn_of_layers(f"{model} has no weights for", learning - filled, "they start anew")
-        if not content:
-            iterations.display.reset()
-            self.workers_positions = []
-            anew = "No sidecar lies beside %s: data and random numbers start anew, as in Caffe"
-            log.info(anew, path)
+        with iterations.trainer.workers.restoring():
+            state, content = snapshot.read_state(path), snapshot.read_sidecar(path)
+            if content:
+                with reading(snapshot.sidecar_of(path)):
+                    kind = str(content["type"])
+                if kind != step.param.type:
+                    raise ConfigError(
+                        f"this state was written by a solver of type {kind}, but this one is "
+                        f'{step.param.type}; set type: "{kind}", or give the model as weights to '
+                        "start anew from it",
+                        path,
+                    )
+            own: list[Array] = [part for flat in step.history for part in step.params.split(flat)]
+            iterations.recover()
+            snapshot.check_histories(state, own, step.param.type, path)
+            model = snapshot.find_model(state.learned_net, path)
+            if content:
+                snapshot.verify(content, path, model)
+                self._restore_sidecar(content, snapshot.sidecar_of(path))
+            step.update_state.set_state((content or {}).get("control", {}))
+            filled = load_weights(step.net, model)
+            log.info("SGDSolver: restoring history")
+            with step.device.scope():
+                for mine, read in zip(own, state.history, strict=True):
+                    step.device.upload(np.asarray(read, mine.dtype).reshape(mine.shape), mine)
+            iterations.move_to(state.iteration, state.current_step)
+            self.started_at = state.iteration
+            self._saved, self._restored_from = None, path
+            learning = {step.net.nodes[param.layer].name for param in step.net.learnable}
+            warn_of_layers(f"{model} has no weights for", learning - filled, "they start anew")
+            if not content:
+                iterations.display.reset()
+                self.workers_positions = []
+                anew = "No sidecar lies beside %s: data and random numbers start anew, as in Caffe"
+                log.info(anew, path)
 
     def _restore_sidecar(self, content: dict[str, Any], path: str) -> None:
         """Restore positions and loss window; a sidecar that is damaged changes nothing."""

@@ -3,6 +3,9 @@
     EagerRunner      the host calls each layer and reads the loss of each pass before it goes on
     CapturedRunner   the host runs the data layers and launches a graph; results come later
 
+`positions` returns those of data layers and random numbers, for rollback; `enqueue` runs an
+iteration up to its update. `waits`: its result is known when `enqueue` returns.
+
 With iter_size 1 a captured iteration is one graph; else there are three: `begin`, `pass` (launched
 iter_size times) and `close`.
 
@@ -16,24 +19,12 @@ iter_size times) and `close`.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from math import isfinite
-from typing import Any, Protocol
+from typing import Any
 
 from caffepy.net import Net
 from caffepy.solver.divergence import diverged, diverged_before
 from caffepy.solver.positions import data_layers, take_data_positions, take_positions
 from caffepy.solver.step import Step
-
-
-class Runner(Protocol):
-    """A way to run an iteration. `waits`: the result is known when `enqueue` returns."""
-
-    waits: bool
-
-    def positions(self) -> dict[str, Any]:
-        """Return the positions of data layers and random numbers, for rollback."""
-
-    def enqueue(self, iteration: int) -> None:
-        """Run an iteration up to its update, or enqueue that on the device."""
 
 
 class EagerRunner:
@@ -163,3 +154,6 @@ class CapturedRunner:
         step = self._step
         needs_norm = step.update_state.needs_norm
         return step.param.iter_size == 1 and not needs_norm and not step.callbacks
+
+
+Runner = EagerRunner | CapturedRunner

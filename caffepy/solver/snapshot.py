@@ -172,24 +172,30 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
     negative values tells the types apart, but for SGD from Nesterov and for states that lack a
     negative value by their type or chance.
     """
-    of_one = own[: len(own) // rules[kind].histories]
-    if len(state.history) != len(own):
+    history, blobs = state.history, len(own) // rules[kind].histories
+    negative = [i for i, array in enumerate(history) if (array < 0).any()]
+    if len(history) != len(own):
+        count, one = len(history) // max(blobs, 1), own[:blobs]
+        of_this_net = len(history) == count * blobs and all(map(_same_shape, cycle(one), history))
+        looks = "is it of another net or of another solver type?"
+        if of_this_net and (kinds := _kinds(count, negative, blobs)):
+            histories = "one history" if count == 1 else "two histories"
+            looks = f"it looks like a state with {histories}: {kinds}; {_way_out(kinds)}"
         raise ConfigError(
-            f"Incorrect length of history blobs: {len(state.history)} in the file, {len(own)} in "
-            f"this solver of type {kind}; {_what_count_tells(state.history, of_one)}",
+            f"Incorrect length of history blobs: {len(history)} in the file, {len(own)} in this "
+            f"solver of type {kind}; {looks}",
             path,
         )
-    for i, (mine, read) in enumerate(zip(own, state.history, strict=True)):
+    for i, (mine, read) in enumerate(zip(own, history, strict=True)):
         if not _same_shape(mine, read):
             raise ConfigError(
                 f"history blob {i} has shape {shape_string(read.shape)} in the file, "
                 f"{shape_string(mine.shape)} in this solver",
                 path,
             )
-    negative = _negative(state.history)
-    wrong = [i for i in negative if i // len(of_one) in rules[kind].never_negative]
+    wrong = [i for i in negative if i // blobs in rules[kind].never_negative]
     if wrong:
-        kinds = _kinds(rules[kind].histories, negative, len(of_one))
+        kinds = _kinds(rules[kind].histories, negative, blobs)
         looks = f"it looks like a state of {kinds}" if kinds else "no solver writes such a state"
         more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
         raise ConfigError(
@@ -197,23 +203,6 @@ def check_histories(state: State, own: Sequence[Array], kind: str, path: str) ->
             f"values in history blob {wrong[0]}{more}); {_way_out(kinds)}",
             path,
         )
-
-
-def _what_count_tells(history: Sequence[Array], of_one: Sequence[Array]) -> str:
-    """Describe a state whose number of arrays does not fit this solver."""
-    count = len(history) // max(len(of_one), 1)
-    of_this_net = len(history) == count * len(of_one) and all(
-        map(_same_shape, cycle(of_one), history)
-    )
-    kinds = _kinds(count, _negative(history), len(of_one)) if of_this_net else ""
-    if not kinds:
-        return "is it of another net or of another solver type?"
-    histories = "one history" if count == 1 else "two histories"
-    return f"it looks like a state with {histories}: {kinds}; {_way_out(kinds)}"
-
-
-def _negative(history: Sequence[Array]) -> list[int]:
-    return [i for i, array in enumerate(history) if (array < 0).any()]
 
 
 def _kinds(count: int, negative: Sequence[int], blobs: int) -> str:
