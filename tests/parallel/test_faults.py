@@ -124,12 +124,12 @@ def test_a_signal_stops_all_with_a_snapshot(phase: str, number: str, folder: Pat
 
 IN_SNAPSHOT = """
 import os, signal
-from caffepy.solver import resume_state
-write = resume_state.write
+from caffepy.solver import snapshot
+write = snapshot.write
 def interrupted(*arguments):
     os.kill(os.getpid(), signal.SIGTERM)
     write(*arguments)
-resume_state.write = interrupted
+snapshot.write = interrupted
 """
 
 
