@@ -13,6 +13,7 @@ from caffepy.commands.classify import EXTENSIONS, Classification
 from caffepy.commands.preprocess import Preparation
 from caffepy.data.datum import decode
 from caffepy.data.sources import open_database
+from tests.nets import library
 
 DIGITS = Path(__file__).parents[1] / "golden" / "digits"
 WEIGHTS = str(DIGITS / "digits_iter_500.caffemodel")
@@ -134,10 +135,8 @@ def test_what_cannot_be_done(line: str, message: str, capsys: Captured) -> None:
 
 
 def test_windows(capsys: Captured) -> None:
-    net = """
-    layer { name: "in" type: "Input" top: "in" input_param { shape { dim: 2 dim: 3 dim: 4 dim: 4 } } }
-    layer { name: "ip" type: "InnerProduct" bottom: "in" top: "ip" inner_product_param { num_output: 2 } }
-    """
+    net = library.inputs("in", **{"in": (2, 3, 4, 4)})
+    net += library.inner_product("ip", "in", 2, filler="")
     Path("net.prototxt").write_text(net)
     Path("w.csv").write_text("filename,xmin,ymin,xmax,ymax\nzero.png,0,0,7,7\nfour.png,1,1,6,6\n")
     line = [

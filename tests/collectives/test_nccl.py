@@ -21,22 +21,19 @@ from caffepy.net import gradients
 from caffepy.net.gradients import large_products
 from caffepy.parallel.gradients import flat_params
 from caffepy.solver import Solver
+from tests.nets import library
 from tests.solver.cases import solver_of
 
 SIZE = 3
-NET = """
-layer { name: "in" type: "DummyData" top: "x" top: "y" dummy_data_param {
-  shape { dim: 2 dim: 8 } shape { dim: 2 dim: 4 } data_filler { type: "gaussian" } data_filler { type: "uniform" } } }
-layer { name: "first" type: "InnerProduct" bottom: "x" top: "a"
-  inner_product_param { num_output: 12 weight_filler { type: "gaussian" std: 0.3 } } }
-layer { name: "second" type: "InnerProduct" bottom: "x" top: "b"
-  inner_product_param { num_output: 12 transpose: true weight_filler { type: "gaussian" std: 0.3 } } }
-layer { name: "relu" type: "ReLU" bottom: "a" top: "a" }
-layer { name: "sum" type: "Eltwise" bottom: "a" bottom: "b" top: "c" }
-layer { name: "last" type: "InnerProduct" bottom: "c" top: "o"
-  inner_product_param { num_output: 4 weight_filler { type: "gaussian" std: 0.3 } } }
-layer { name: "loss" type: "EuclideanLoss" bottom: "o" bottom: "y" top: "loss" }
-"""
+NET = (
+    library.dummies("in", 'type: "gaussian"', 'type: "uniform"', x=(2, 8), y=(2, 4))
+    + library.inner_product("first", "x", 12, filler=library.NARROW, top="a")
+    + library.inner_product("second", "x", 12, "transpose: true", filler=library.NARROW, top="b")
+    + library.relu("relu", "a")
+    + library.layer("Eltwise", "sum", "a b", top="c")
+    + library.inner_product("last", "c", 4, filler=library.NARROW, top="o")
+    + library.euclidean_loss("o", "y")
+)
 
 
 class Communicator:

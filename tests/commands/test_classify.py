@@ -18,6 +18,7 @@ from caffepy.data.sources import open_database
 from caffepy.net.weights import save_binary
 from caffepy.pycaffe import io
 from caffepy.pycaffe.classifier import Classifier
+from tests.nets import library
 
 MODEL = str(models.path("digits", "deploy"))
 DIGITS = Path(__file__).parents[1] / "golden" / "digits"
@@ -25,12 +26,11 @@ WEIGHTS = str(DIGITS / "digits_iter_500.caffemodel")
 SCALE = Preparation(input_scale=0.00416667)
 COUNT = 30
 
-COLOUR = """
-layer { name: "in" type: "Input" top: "in" input_param { shape { dim: 10 dim: 3 dim: 6 dim: 6 } } }
-layer { name: "conv" type: "Convolution" bottom: "in" top: "conv"
-  convolution_param { num_output: 4 kernel_size: 6 weight_filler { type: "gaussian" std: 0.01 } } }
-layer { name: "prob" type: "Softmax" bottom: "conv" top: "prob" }
-"""
+COLOUR = (
+    library.inputs("in", **{"in": (10, 3, 6, 6)})
+    + library.convolution("conv", "in", 4, 6, filler='type: "gaussian" std: 0.01')
+    + library.layer("Softmax", "prob", "conv")
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,12 @@
-"""Batches made ahead: always the same batches, exact states, errors at the consumer, threads that
-end.
+"""Batches made ahead, by one thread or several, are those that a loader makes alone.
+
+What is shown:
+
+- the same batches in the same order, whatever the speed of the threads and the size of the queue;
+- the state is that before the next batch that is taken, so a resumed run repeats none and skips none;
+- a bad record is named to who takes its batch, after the good batches before it;
+- threads start with the first batch; they end when the reader is closed, is no longer referred to,
+  or the process ends.
 """
 
 import gc

@@ -9,15 +9,21 @@ from caffepy.models.synthetic import image_shape, synthetic
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
 from caffepy.proto.text import parse
+from tests.nets import library
 
-NET = """
-layer { name: "d" type: "Data" top: "x" top: "y" include { phase: TRAIN }
-  transform_param { %s } data_param { source: "nowhere" batch_size: 4 } }
-layer { name: "c" type: "Convolution" bottom: "x" top: "c" convolution_param { num_output: 7 kernel_size: 1 } }
-layer { name: "r" type: "ReLU" bottom: "c" top: "c" }
-layer { name: "p" type: "Pooling" bottom: "c" top: "p" pooling_param { pool: AVE global_pooling: true } }
-layer { name: "loss" type: "SoftmaxWithLoss" bottom: "p" bottom: "y" top: "loss" }
-"""
+NET = (
+    library.layer(
+        "Data",
+        "d",
+        "",
+        'include { phase: TRAIN } transform_param { %s } data_param { source: "nowhere" batch_size: 4 }',
+        top="x y",
+    )
+    + library.convolution("c", "x", 7, 1, filler="")
+    + library.relu("r", "c")
+    + library.pooling("p", "c", "pool: AVE global_pooling: true")
+    + library.softmax_loss("p", "y")
+)
 SHAPES = {
     "alexnet": (3, 227, 227),
     "caffenet": (3, 227, 227),

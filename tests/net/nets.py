@@ -6,6 +6,7 @@ from google.protobuf import text_format
 from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.proto.caffe_pb2 import TRAIN, NetParameter
+from tests.nets import library
 
 
 def definition(text: str) -> NetParameter:
@@ -21,19 +22,12 @@ def net_of(text: str, dtype: type = np.float32, **kwargs: object) -> Net:
     return Net(definition(text), device=Device(seed=1), dtype=dtype, **kwargs)  # type: ignore[arg-type]
 
 
-INPUT = (
-    'layer { name: "in" type: "Input" top: "x" top: "y" input_param { shape { dim: 4 dim: 3 } '
-    "shape { dim: 4 } } } "
-)
-IP = """
-layer { name: "%s" type: "InnerProduct" bottom: "%s" top: "%s" %s
-  inner_product_param { num_output: 5 weight_filler { type: "gaussian" } } }
-"""
+INPUT = library.inputs("in", x=(4, 3), y=(4,)).rstrip() + " "  # what follows begins a line or not
 
 
 def ip(name: str, bottom: str, top: str, extra: str = "") -> str:
     """An InnerProduct layer with 5 outputs."""
-    return IP % (name, bottom, top, extra)
+    return library.inner_product(name, bottom, 5, filler='type: "gaussian"', more=extra, top=top)
 
 
 LOSS = 'layer { name: "loss" type: "SoftmaxWithLoss" bottom: "%s" bottom: "y" top: "loss" } '

@@ -54,15 +54,13 @@ DATA = library.inputs(data=(BATCH, 3, 8, 8), label=(BATCH,))
 INCEPTION = (
     DATA
     + conv("stem", "data")
-    + 'layer { name: "norm" type: "LRN" bottom: "stem" top: "norm" lrn_param { local_size: 3 '
-    "alpha: 0.1 } }\n"
+    + library.layer("LRN", "norm", "stem", "lrn_param { local_size: 3 alpha: 0.1 }")
     + conv("a", "norm")
     + conv("b1", "norm")
     + conv("b2", "b1")
-    + 'layer { name: "pool" type: "Pooling" bottom: "norm" top: "pool" '
-    + "pooling_param { kernel_size: 3 stride: 1 pad: 1 } }\n"
+    + library.pooling("pool", "norm", "kernel_size: 3 stride: 1 pad: 1")
     + conv("c", "pool")
-    + 'layer { name: "cat" type: "Concat" bottom: "a" bottom: "b2" bottom: "c" top: "cat" }\n'
+    + library.layer("Concat", "cat", "a b2 c")
     + loss("aux", "cat", 0.3)
     + conv("d", "cat")
     + loss("fc", "d")
@@ -75,61 +73,56 @@ RESIDUAL = (
     + conv("b", "stem")
     + conv("c", "b", relu=False)
     + library.normalization("c", "c", "c")
-    + 'layer { name: "sum" type: "Eltwise" bottom: "a_normal" bottom: "c" top: "sum" }\n'
-    + 'layer { name: "sum_relu" type: "ReLU" bottom: "sum" top: "sum" }\n'
+    + library.layer("Eltwise", "sum", "a_normal c")
+    + library.relu("sum_relu", "sum")
     + conv("d", "sum")
-    + 'layer { name: "out" type: "Eltwise" bottom: "sum" bottom: "d" top: "out" eltwise_param '
-    "{ operation: MAX } }\n"
-    + 'layer { name: "flat" type: "Flatten" bottom: "out" top: "flat" }\n'
+    + library.layer("Eltwise", "out", "sum d", "eltwise_param { operation: MAX }")
+    + library.layer("Flatten", "flat", "out")
     + loss("fc", "flat")
 )
 POOLED = (
     DATA
     + conv("stem", "data")
-    + 'layer { name: "max" type: "Pooling" bottom: "stem" top: "max" pooling_param { '
-    "kernel_size: 3 stride: 1 } }\n"
-    + 'layer { name: "max_relu" type: "ReLU" bottom: "max" top: "max" }\n'
+    + library.pooling("max", "stem", "kernel_size: 3 stride: 1")
+    + library.relu("max_relu", "max")
     + conv("a", "max", relu=False)
-    + 'layer { name: "mean" type: "Pooling" bottom: "a" top: "mean" pooling_param { pool: AVE '
-    "kernel_size: 2 } }\n"
-    + 'layer { name: "mean_relu" type: "ReLU" bottom: "mean" top: "positive" }\n'
-    + 'layer { name: "again" type: "Pooling" bottom: "positive" top: "again" '
-    + "pooling_param { pool: AVE kernel_size: 2 } }\n"
+    + library.pooling("mean", "a", "pool: AVE kernel_size: 2")
+    + library.layer("ReLU", "mean_relu", "mean", top="positive")
+    + library.pooling("again", "positive", "pool: AVE kernel_size: 2")
     + loss("fc", "again")
 )
 FORCED = (
     "force_backward: true "
     + DATA
     + conv("stem", "data", relu=False)
-    + 'layer { name: "cut" type: "Slice" bottom: "stem" top: "a" top: "b" }\n'
-    + 'layer { name: "a_flat" type: "Flatten" bottom: "a" top: "a_flat" }\n'
-    + 'layer { name: "b_flat" type: "Flatten" bottom: "b" top: "b_flat" }\n'
-    + 'layer { name: "b_relu" type: "ReLU" bottom: "b_flat" top: "b_flat" }\n'
-    + 'layer { name: "accuracy" type: "Accuracy" bottom: "b_flat" bottom: "label" top: '
-    '"accuracy" }\n' + loss("fc", "a_flat")
+    + library.layer("Slice", "cut", "stem", top="a b")
+    + library.layer("Flatten", "a_flat", "a")
+    + library.layer("Flatten", "b_flat", "b")
+    + library.relu("b_relu", "b_flat")
+    + library.layer("Accuracy", "accuracy", "b_flat label")
+    + loss("fc", "a_flat")
 )
 OTHERS = (
     DATA
     + conv("stem", "data", relu=False)
-    + 'layer { name: "relu" type: "ReLU" bottom: "stem" top: "relu" }\n'
+    + library.layer("ReLU", "relu", "stem")
     + conv("a", "relu", relu=False)
-    + 'layer { name: "a_scale" type: "Scale" bottom: "a" top: "a_scale" scale_param { '
-    "bias_term: true } }\n"
+    + library.layer("Scale", "a_scale", "a", "scale_param { bias_term: true }")
     + conv("b", "relu", relu=False)
-    + 'layer { name: "mean" type: "Pooling" bottom: "b" top: "mean" '
-    + "pooling_param { pool: AVE kernel_size: 2 stride: 2 } }\n"
-    + 'layer { name: "up" type: "Deconvolution" bottom: "mean" top: "up" convolution_param { '
-    + 'num_output: 6 kernel_size: 2 stride: 2 weight_filler { type: "xavier" } } }\n'
-    + 'layer { name: "by" type: "Eltwise" bottom: "a_scale" bottom: "up" top: "by" '
-    + "eltwise_param { operation: PROD } }\n"
-    + 'layer { name: "drop" type: "Dropout" bottom: "by" top: "drop" }\n'
-    + 'layer { name: "cut" type: "Slice" bottom: "drop" top: "c" top: "d" }\n'
-    + 'layer { name: "scaled" type: "Eltwise" bottom: "c" bottom: "d" top: "scaled" '
-    + "eltwise_param { coeff: 2 coeff: 3 } }\n"
-    + 'layer { name: "joined" type: "Concat" bottom: "scaled" bottom: "relu" top: "joined" }\n'
-    + 'layer { name: "rows" type: "Reshape" bottom: "joined" top: "rows" reshape_param { shape '
-    "{ dim: 0 dim: -1 } } }\n"
-    + 'layer { name: "tanh" type: "TanH" bottom: "rows" top: "tanh" }\n'
+    + library.pooling("mean", "b", "pool: AVE kernel_size: 2 stride: 2")
+    + library.layer(
+        "Deconvolution",
+        "up",
+        "mean",
+        'convolution_param { num_output: 6 kernel_size: 2 stride: 2 weight_filler { type: "xavier" } }',
+    )
+    + library.layer("Eltwise", "by", "a_scale up", "eltwise_param { operation: PROD }")
+    + library.layer("Dropout", "drop", "by")
+    + library.layer("Slice", "cut", "drop", top="c d")
+    + library.layer("Eltwise", "scaled", "c d", "eltwise_param { coeff: 2 coeff: 3 }")
+    + library.layer("Concat", "joined", "scaled relu")
+    + library.layer("Reshape", "rows", "joined", "reshape_param { shape { dim: 0 dim: -1 } }")
+    + library.layer("TanH", "tanh", "rows")
     + loss("fc", "tanh")
 )
 
@@ -301,14 +294,12 @@ def test_large_nets_take_little_more_than_the_data_alone(name: str) -> None:
 def test_what_lives_longer_than_a_pass_is_left_alone() -> None:
     net = net_of(
         DATA
-        + 'layer { name: "p" type: "Parameter" top: "p" parameter_param { shape { dim: 6 } } }\n'
+        + library.layer("Parameter", "p", "", "parameter_param { shape { dim: 6 } }")
         + conv("a", "data")
-        + 'layer { name: "plus" type: "Bias" bottom: "a" bottom: "p" top: "plus" bias_param { '
-        "axis: 1 } }\n"
-        + 'layer { name: "keep" type: "Filter" bottom: "plus" bottom: "label" top: "kept" }\n'
-        + 'layer { name: "mask" type: "Pooling" bottom: "kept" top: "max" top: "at" '
-        + "pooling_param { kernel_size: 2 } }\n"
-        + 'layer { name: "hush" type: "Silence" bottom: "at" }\n'
+        + library.layer("Bias", "plus", "a p", "bias_param { axis: 1 }")
+        + library.layer("Filter", "keep", "plus label", top="kept")
+        + library.layer("Pooling", "mask", "kept", "pooling_param { kernel_size: 2 }", top="max at")
+        + library.layer("Silence", "hush", "at", top="")
         + loss("fc", "max")
     )
     shared = lifetimes(Usage(net, plain(net), True))

@@ -2,13 +2,17 @@ import logging
 import os
 import subprocess
 import sys
-from pathlib import Path
+from importlib import import_module
+from pkgutil import iter_modules
 
 import numba
 import numpy as np
 import pytest
 from numba.core import caching
+from numba.core.dispatcher import Dispatcher
 
+import caffepy.data
+import caffepy.ops.cpu
 from caffepy.ops.cpu import compiler
 
 
@@ -75,9 +79,28 @@ def test_damaged_files_are_made_anew(kind, content, tmp_path, monkeypatch, caplo
     assert all(path.read_bytes() != content for path in tmp_path.rglob("*.nb*"))
 
 
-def test_every_kernel_is_compiled_in_one_place():
-    sources = Path(compiler.__file__).parent.glob("*.py")
-    assert [path.name for path in sources if "njit(" in path.read_text()] == ["compiler.py"]
+def compiled():
+    """Return what numba compiles of caffepy by name, parts of kernels too."""
+    packages = ((package, package.__name__) for package in (caffepy.ops.cpu, caffepy.data))
+    names = (
+        f"{name}.{m.name}" for package, name in packages for m in iter_modules(package.__path__)
+    )
+    return {
+        f"{module}.{name}": function
+        for module in names
+        for name, function in vars(import_module(module)).items()
+        if isinstance(function, Dispatcher)
+    }
+
+
+def test_all_functions_are_compiled_without_the_gil_and_each_kernel_is_kept_on_disk():
+    functions = compiled()
+    assert len(functions) > 50
+    for name, function in functions.items():
+        assert function.targetoptions["nogil"], name
+        assert function.targetoptions["error_model"] == "numpy", name
+        kept = function.stats.cache_path is not None
+        assert kept != function.targetoptions.get("forceinline", False), name
 
 
 def test_nan_is_seen():

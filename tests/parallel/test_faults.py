@@ -253,7 +253,9 @@ class Ends:
         self._then = then
 
     def __call__(self, patience: float = PATIENCE) -> None:
-        callbacks = [callback for solver in self.solvers for callback in solver._step.callbacks]
+        callbacks = [
+            callback for solver in self.solvers for callback in solver.iterations.step.callbacks
+        ]
         self.alone.append(not any(isinstance(callback, HostSync) for callback in callbacks))
         self.patience.append(patience)
         self._then(patience)

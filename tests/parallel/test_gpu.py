@@ -27,6 +27,7 @@ from caffepy.net import gradients
 from caffepy.parallel.manager import P2PManager, SyncOptions
 from caffepy.proto.caffe_pb2 import TEST, NetParameter, SolverParameter
 from caffepy.solver import Action, Solver
+from tests.nets import library
 from tests.nets.library import DIGITS
 from tests.parallel.cases import LOSSY, NET, SETTINGS, net
 from tests.solver.cases import AskAt, Recorder
@@ -274,18 +275,16 @@ def test_solvers_that_exchange_factors_follow_one(
     follow(name, size, ran, source)
 
 
-PRODUCTS = """layer { name: "%s" type: "InnerProduct" bottom: "pool" top: "%s"
-  inner_product_param { num_output: 24 weight_filler { type: "xavier" } } }
-"""
+IP = 'layer { name: "ip" type: "InnerProduct" bottom: '
 BRANCHES = NET.replace(
-    'layer { name: "ip" type: "InnerProduct" bottom: "pool"',
-    PRODUCTS % ("first", "first")
-    + PRODUCTS % ("second", "second")
-    + """
-layer { name: "second relu" type: "ReLU" bottom: "second" top: "second" }
-layer { name: "first relu" type: "ReLU" bottom: "first" top: "first" }
-layer { name: "sum" type: "Eltwise" bottom: "first" bottom: "second" top: "sum" }
-layer { name: "ip" type: "InnerProduct" bottom: "sum\"""",
+    IP + '"pool"',
+    library.inner_product("first", "pool", 24)
+    + library.inner_product("second", "pool", 24)
+    + library.relu("second relu", "second")
+    + library.relu("first relu", "first")
+    + library.layer("Eltwise", "sum", "first second")
+    + IP
+    + '"sum"',
 )
 
 

@@ -134,7 +134,7 @@ def kill(worker: WorkerSolver, place: str, iteration: int) -> None:
     elif place == "after replay":
         runner.enqueue = after(runner.enqueue, wrong)  # type: ignore[method-assign]
     elif place == "feeding":
-        graphs = worker._step.graphs
+        graphs = worker.iterations.step.graphs
         graphs.run_data_layers = before(graphs.run_data_layers, wrong)  # type: ignore[method-assign]
     elif place == "test":
         test_pass.batch = before(test_pass.batch, wrong)  # type: ignore[method-assign]

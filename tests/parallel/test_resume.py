@@ -1,5 +1,11 @@
-"""Solvers resume from a snapshot as if they had never stopped: to the last bit, workers' random
-numbers and all.
+"""Solvers that train as one resume from a snapshot as if they had never stopped, to the last bit.
+
+What is shown:
+
+- weights, losses and tests are the same, wherever all were stopped, also within a test;
+- workers restore with the root, their random numbers and positions too;
+- nothing can be restored within an iteration;
+- with another number of solvers the run goes on, with other random numbers.
 """
 
 import logging

@@ -5,15 +5,14 @@ import pytest
 
 import caffepy as caffe
 from caffepy.device.blob import Array
+from tests.nets import library
 
-DEPLOY = """
-layer { name: "data" type: "Input" top: "data" input_param { shape { dim: 4 dim: 3 dim: 8 dim: 6 } } }
-layer { name: "conv" type: "Convolution" bottom: "data" top: "conv"
-  convolution_param { num_output: 2 kernel_size: 3 stride: 2 weight_filler { type: "gaussian" std: 0.001 } } }
-layer { name: "ip" type: "InnerProduct" bottom: "conv" top: "ip"
-  inner_product_param { num_output: 5 weight_filler { type: "gaussian" } } }
-layer { name: "prob" type: "Softmax" bottom: "ip" top: "prob" }
-"""
+DEPLOY = (
+    library.inputs(data=(4, 3, 8, 6))
+    + library.convolution("conv", "data", 2, 3, "stride: 2", filler='type: "gaussian" std: 0.001')
+    + library.inner_product("ip", "conv", 5, filler='type: "gaussian"')
+    + library.layer("Softmax", "prob", "ip")
+)
 MEAN = np.array([104.0, 117.0, 123.0])
 SETTINGS = {"mean": MEAN, "raw_scale": 255, "channel_swap": (2, 1, 0), "input_scale": 0.5}
 

@@ -1,4 +1,15 @@
-"""A step that a GPU replays does what one that runs layer by layer does, to the last bit."""
+"""A step that a GPU replays as one CUDA graph does what one that runs layer by layer does, to the
+last bit.
+
+What is shown:
+
+- weights, losses and tests are the same, also where the learning rate, masks, recurrent states or
+  shapes change from step to step, and in a resumed run;
+- a loss that is not finite, or a wrong label, ends the run with the weights and at the iteration at
+  which it would end layer by layer;
+- what may not be captured (callbacks, layers on the host, debug_info) is not, and the log says why;
+- iterations are enqueued while others run, and none is pending when the solver returns.
+"""
 
 import logging
 from pathlib import Path
@@ -13,6 +24,7 @@ from caffepy.device import math_mode
 from caffepy.device.cuda import CudaDevice
 from caffepy.device.device import Device
 from caffepy.net import gradients
+from caffepy.net.gradients import large_products
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver import Solver
 from tests.nets import library
@@ -67,7 +79,7 @@ def numbers(solver: Solver) -> np.ndarray:
 
 
 def replays(solver: Solver) -> int:
-    return solver._step.graphs._replayed
+    return solver.iterations.step.graphs._replayed
 
 
 def same(settings: str, net: str = DIGITS_NET, steps: int = 12) -> tuple[Recorder, Recorder]:
@@ -231,7 +243,7 @@ def test_new_shapes_are_recorded_anew() -> None:
                 solver.net.blobs[name].reshape(shape)
             feed(solver, i / 8, i % 3)
             solver.step(1)
-        assert (solver._step.graphs._captured == 3) == capture
+        assert (solver.iterations.step.graphs._captured == 3) == capture
         ended.append(numbers(solver))
     np.testing.assert_array_equal(*ended)
 
@@ -483,7 +495,7 @@ def test_large_gradients_are_written(rule: str, monkeypatch: pytest.MonkeyPatch)
     without = solver_of(RULES[rule])
     monkeypatch.setattr(gradients, "LARGE", 0)
     solver = solver_of(RULES[rule])
-    assert [layer.param.name for layer in solver._step._large.values()] == ["ip1", "ip2"]
+    assert [layer.param.name for layer in large_products(solver.net).values()] == ["ip1", "ip2"]
     for one in (without, solver):
         one.step(4)
         with one.device.scope():

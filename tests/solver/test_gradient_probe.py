@@ -93,7 +93,7 @@ def test_watching_changes_nothing_and_never_means_no_gradients() -> None:
     watched.step(3)
     np.testing.assert_array_equal(plain.params.data, watched.params.data)
     assert [seen.gradient for seen in idle.parameters()] == [None, None]
-    assert plain._step.callbacks == []
+    assert plain.iterations.step.callbacks == []
     assert watch.filters() is None
 
 

@@ -28,7 +28,7 @@ def enqueued(monkeypatch: pytest.MonkeyPatch) -> Callable[[Solver], Solver]:
     monkeypatch.setattr(GraphRunner, "run", lambda runner, name, work: work())
 
     def enqueue(solver: Solver) -> Solver:
-        monkeypatch.setattr(solver._step.graphs, "can_capture", lambda: True)
+        monkeypatch.setattr(solver.iterations.step.graphs, "can_capture", lambda: True)
         state = solver.update_state
         read = state.step_results
 

@@ -1,4 +1,11 @@
-"""N + M iterations in one go are N, stop, a new process's solver, M: to the last bit."""
+"""N + M iterations in one go are N, a snapshot, a new solver, M: to the last bit.
+
+What is shown: weights, losses and tests are the same, wherever the run was stopped,
+
+- between iterations and within a test, whose batches are then taken anew;
+- with random numbers in the data (crops, mirrors), in fillers and in Dropout;
+- with histories of the update rule, averaged losses and several passes an iteration.
+"""
 
 from pathlib import Path
 

@@ -9,17 +9,19 @@ import pytest
 import caffepy as caffe
 from caffepy.layer.inner_product import InnerProduct
 from caffepy.net import gradients
+from caffepy.net.gradients import large_products
 from caffepy.solver import Signals, Solver
 from caffepy.solver.gradient_probe import Watch
+from tests.nets import library
 from tests.solver.cases import NET, solver_of
 
+IP = 'layer { name: "ip" type: "InnerProduct" bottom: '
 DEEPER = NET.replace(
-    'layer { name: "ip" type: "InnerProduct" bottom: "x"',
-    """layer { name: "first" type: "InnerProduct" bottom: "x" top: "h"
-  inner_product_param { num_output: 5 transpose: true
-  weight_filler { type: "gaussian" std: 0.3 } } }
-layer { name: "relu" type: "ReLU" bottom: "h" top: "h" }
-layer { name: "ip" type: "InnerProduct" bottom: "h\"""",
+    IP + '"x"',
+    library.inner_product("first", "x", 5, "transpose: true", filler=library.NARROW, top="h")
+    + library.relu("relu", "h")
+    + IP
+    + '"h"',
 )
 
 
@@ -33,8 +35,8 @@ def test_large_gradients_are_written_rather_than_added_to(
     straight.step(4)
     monkeypatch.setattr(gradients, "LARGE", least)
     solver = solver_of(settings, DEEPER)
-    step, net = solver._step, solver.net
-    assert [layer.param.name for layer in step._large.values()] == {
+    step, net = solver.iterations.step, solver.net
+    assert [layer.param.name for layer in large_products(net).values()] == {
         0: ["first", "ip"],
         41: ["first"],
         10**6: [],
@@ -92,11 +94,13 @@ def test_what_callbacks_add_to_large_gradients_stays(
     np.testing.assert_array_equal(*found)
 
 
-PYTHON = """
-layer { name: "python" type: "Python" bottom: "o" top: "p"
-  python_param { module: "tests.solver.test_step" layer: "Same" } }
-layer { name: "silence" type: "Silence" bottom: "p" }
-"""
+PYTHON = library.layer(
+    "Python",
+    "python",
+    "o",
+    'python_param { module: "tests.solver.test_step" layer: "Same" }',
+    top="p",
+) + library.layer("Silence", "silence", "p", top="")
 
 
 class Same(caffe.Layer):
@@ -114,13 +118,13 @@ def test_who_may_add_to_gradients_is_known() -> None:
     solver = solver_of("", DEEPER)
     Watch(solver, 1)
     solver.net.before_forward.append(signals.check)
-    assert solver._step.gradients_untouched
+    assert solver.iterations.step.gradients_untouched
     solver.net.before_backward.append(lambda index: None)
-    assert not solver._step.gradients_untouched
+    assert not solver.iterations.step.gradients_untouched
     other = solver_of("", DEEPER)
     other.add_callback(Adds(other))
-    assert not other._step.gradients_untouched
-    assert not solver_of("", DEEPER + PYTHON)._step.gradients_untouched
+    assert not other.iterations.step.gradients_untouched
+    assert not solver_of("", DEEPER + PYTHON).iterations.step.gradients_untouched
 
 
 def test_after_an_error_no_update_passes_for_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +141,7 @@ def test_after_an_error_no_update_passes_for_a_gradient(monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         solver.step(1)
     assert not solver.params.diff.any()
-    assert not any(layer.overwrites for layer in solver._step._large.values())
+    assert not any(layer.overwrites for layer in large_products(solver.net).values())
 
 
 def test_every_reason_why_a_step_is_not_captured_is_told() -> None:
