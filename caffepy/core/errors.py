@@ -39,6 +39,17 @@ class ConfigError(CaffeError):
     exit_code = 3
 
 
+class UserCodeError(ConfigError):
+    """An exception that the code of a Python layer raised: `original`, which pycaffe's nets and
+    solvers raise in turn.
+    """
+
+    def __init__(self, message: str, original: BaseException) -> None:
+        super().__init__(message)
+        self.args = message, original  # of which `copy` makes another
+        self.original = original
+
+
 class DataError(CaffeError):
     """Training data that is missing, damaged or of the wrong shape."""
 

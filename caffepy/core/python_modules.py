@@ -22,7 +22,7 @@ from types import FrameType, ModuleType
 from typing import Any, TypeVar
 
 from caffepy.core.caffe_alias import install_as_caffe
-from caffepy.core.errors import CaffeError, ConfigError
+from caffepy.core.errors import CaffeError, ConfigError, UserCodeError
 from caffepy.core.registry import nearest
 
 T = TypeVar("T")
@@ -76,9 +76,11 @@ class UserCode:
             raise
         except BaseException as error:
             log.info("%s", "".join(traceback.format_exception(error)).rstrip())
-            kind = type(error) if isinstance(error, CaffeError) else ConfigError
             said = f": {error}" if str(error) else ""
-            raise kind(f"{self._place(error)}{type(error).__name__}{said}") from error
+            message = f"{self._place(error)}{type(error).__name__}{said}"
+            if isinstance(error, CaffeError) and not isinstance(error, UserCodeError):
+                raise type(error)(message) from error
+            raise UserCodeError(message, error) from error
         finally:
             _beside.active.folders = before
 

@@ -3,12 +3,13 @@
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from itertools import zip_longest
-from typing import Any, NoReturn, Protocol, SupportsIndex
+from typing import Any, NoReturn, ParamSpec, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
 
-from caffepy.core.errors import CaffeError, UsageError
+from caffepy.core.errors import CaffeError, UsageError, UserCodeError
 from caffepy.core.paths import AnyPath
 from caffepy.core.registry import nearest
 from caffepy.device.blob import Array, on_host
@@ -23,6 +24,25 @@ from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import NetState, Phase
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.log import heed_environment
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def raising_originals(function: Callable[P, R]) -> Callable[P, R]:
+    """Raise what a Python layer raised itself, as Caffe does; a note of it names the layer."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except UserCodeError as error:
+            original, note = error.original, str(error)
+        if note not in getattr(original, "__notes__", ()):
+            original.add_note(note)
+        raise original  # out here, where it keeps its own context
+
+    return run
 
 
 class Averager(Protocol):
@@ -67,9 +87,11 @@ class Net:
     """A net in one phase: `Net("net.prototxt", caffe.TEST, weights="net.caffemodel")`.
 
     `level` and `stages` join the net's state; the older `Net("net.prototxt", "net.caffemodel",
-    caffe.TEST)` works too. RuntimeError (a CaffeError) for files that are missing or do not fit.
+    caffe.TEST)` works too. RuntimeError (a CaffeError) for files that are missing or do not fit;
+    what a Python layer raises comes as it is.
     """
 
+    @raising_originals
     def __init__(
         self,
         network_file: AnyPath,
@@ -207,6 +229,7 @@ class Net:
     def _blob_loss_weights(self) -> list[float]:
         return list(self._net.blob_loss_weights.values())
 
+    @raising_originals
     def _forward(self, start: int, end: int) -> float:
         """Run layers `start` to `end` by number and return their loss."""
         self._net.forward(start, end)
@@ -214,6 +237,7 @@ class Net:
         self._net.device.check_errors()
         return self._net.loss(start, end)
 
+    @raising_originals
     def _backward(self, start: int, end: int) -> None:
         """Run layers by number, from `start` down to `end`."""
         self._net.backward(start, end)
@@ -309,6 +333,7 @@ class Net:
                 batch[name] = array
             yield batch
 
+    @raising_originals
     def reshape(self) -> None:
         """Propagate the shapes of reshaped inputs through the net."""
         self._net.reshape()

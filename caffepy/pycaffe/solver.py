@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from operator import index
 from typing import ClassVar
 
-from caffepy.core.errors import ConfigError, UsageError
+from caffepy.core.errors import ConfigError, UsageError, UserCodeError
 from caffepy.core.events import Reporter
 from caffepy.core.paths import AnyPath
 from caffepy.device.cuda import CudaDevice
@@ -17,7 +17,7 @@ from caffepy.proto import text
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.pycaffe import mode
 from caffepy.pycaffe.log import heed_environment
-from caffepy.pycaffe.net import Averager, Net
+from caffepy.pycaffe.net import Averager, Net, raising_originals
 from caffepy.report import LogReporter
 from caffepy.solver import Solver as Inner
 
@@ -35,6 +35,7 @@ class Solver:
             param.type = type
         self._build(os.fsdecode(solver_file), param)
 
+    @raising_originals
     def _build(self, path: str, param: SolverParameter) -> None:
         rank = mode.solver_rank()
         if rank and param.random_seed >= 0:
@@ -91,6 +92,7 @@ class Solver:
     def fuse(self, fuse: bool) -> None:
         self._solver.fuse = fuse
 
+    @raising_originals
     def step(self, iterations: int) -> None:
         """Train for this many iterations."""
         iterations = index(iterations)
@@ -98,6 +100,7 @@ class Solver:
         self._solver.step(iterations)
         self._at_work = False
 
+    @raising_originals
     def solve(self, state_file: AnyPath | None = None) -> None:
         """Train to max_iter, from the state in `state_file` if given."""
         self._at_work = True
@@ -170,14 +173,17 @@ class Solver:
             )
         others: list[Device] = [CudaDevice(index) for index in gpus[1:]]
         others += [Device() for _ in range(cpus - 1)]
-        self._at_work, outside = False, None
-        with p2p_manager(self._solver, [own, *others], SyncOptions(sync=sync)):
-            try:
-                yield
-            except BaseException as error:
-                if self._at_work:
-                    raise
-                outside = error
+        self._at_work, outside = False, None  # an error that is raised behind the block
+        try:
+            with p2p_manager(self._solver, [own, *others], SyncOptions(sync=sync)):
+                try:
+                    yield
+                except BaseException as error:
+                    if self._at_work:
+                        raise
+                    outside = error
+        except UserCodeError as error:
+            outside = error.original
         if outside:
             raise outside
 

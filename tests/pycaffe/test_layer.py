@@ -1,7 +1,9 @@
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -167,3 +169,67 @@ def test_the_command_says_where_user_code_failed(folder: Path) -> None:
         f'caffepy: error: net.prototxt:2:1: layer "data" (Python): {file}:11: in setup: '
         "ZeroDivisionError: division by zero\n"
     )
+
+
+class Failing:
+    """A layer whose method named in param_str raises; "worker" is forward, in a worker only."""
+
+    error: BaseException
+    param_str: str
+
+    def setup(self, bottom: object, top: object) -> None:
+        self.fail("setup")
+
+    def reshape(self, bottom: object, top: Any) -> None:
+        self.fail("reshape")
+        top[0].reshape(1)
+
+    def forward(self, bottom: object, top: object) -> None:
+        self.fail("forward")
+        if threading.current_thread() is not threading.main_thread():
+            self.fail("worker")
+
+    def backward(self, top: object, propagate_down: object, bottom: object) -> None:
+        self.fail("backward")
+
+    def fail(self, method: str) -> None:
+        if method == self.param_str:
+            raise Failing.error
+
+
+FAILING = """
+layer { name: "in" type: "Input" top: "x" input_param { shape { dim: 1 dim: 1 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "ip" inner_product_param { num_output: 1 } }
+layer { name: "fail" type: "Python" bottom: "ip" top: "y" loss_weight: 1
+  python_param { module: "tests.pycaffe.test_layer" layer: "Failing" param_str: "%s" } }
+"""
+ERRORS = [KeyError("x"), ValueError("no"), StopIteration(), SystemExit(0)]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("method", ["setup", "reshape", "forward", "backward", "step", "worker"])
+def test_scripts_get_the_error_that_a_layer_raised(
+    method: str, error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Failing, "error", error, raising=False)
+    path, solver_path = tmp_path / "net.prototxt", tmp_path / "solver.prototxt"
+    path.write_text(FAILING % method.replace("step", "backward"))
+    solver_path.write_text(f'net: "{path}" base_lr: 0.1 lr_policy: "fixed" display: 0')
+    with pytest.raises(type(error)) as caught:
+        _run(method, path, solver_path)
+    assert caught.value is error
+    assert error.__cause__ is None
+    assert 'layer "fail" (Python): ' in error.__notes__[-1]
+    assert f"{type(error).__name__}" in error.__notes__[-1]
+
+
+def _run(method: str, path: Path, solver_path: Path) -> None:
+    if method in ("step", "worker"):
+        solver = caffepy.get_solver(solver_path)
+        if method == "step":
+            solver.step(1)
+        with solver.together(cpus=2):
+            solver.step(1)
+    net = caffepy.Net(path, caffepy.TRAIN)
+    net.forward()
+    net.backward()
