@@ -59,13 +59,22 @@ def ten(tmp_path):
     return write(tmp_path, [array_to_datum(image, i) for i, image in enumerate(images(10))])
 
 
+class ShownReader(Reader):
+    """A Reader of which tests see the loader."""
+
+    def __init__(self, loader, *how):
+        super().__init__(loader, *how)
+        self.loader = loader
+
+
 def reader(path, batch_size=3, depth=2, transform="", seed=5, phase=TRAIN):
     transformer = Transformer(
         text_format.Parse(transform, TransformationParameter()), phase, Device(seed=seed)
     )
     source = open_database(path)
     source.mode = transformer.decode_mode
-    return Reader(SequentialLoader(source, transformer, batch_size), depth, np.float32, cpu.Staging)
+    loader = SequentialLoader(source, transformer, batch_size)
+    return ShownReader(loader, depth, np.float32, cpu.Staging)
 
 
 def take(reader, count=1):
@@ -75,7 +84,7 @@ def take(reader, count=1):
         batch = reader.take()
         *images, labels = batch.staging.take()
         data = np.empty(batch.shape, np.float32)
-        cpu.transform_batch(images[0], data, *images[1:], reader._loader.mean, reader._loader.scale)
+        cpu.transform_batch(images[0], data, *images[1:], reader.loader.mean, reader.loader.scale)
         batches.append((data, labels.copy()))
         batch.staging.done()
         reader.give_back(batch)
@@ -95,14 +104,14 @@ def data_threads(name="caffepy-data"):
 
 def before_each_fill(monkeypatch, reader, do):
     """Call `do` on the threads before they fill a batch."""
-    reserve, load = reader._loader.reserve, reader._loader.load
+    reserve, load = reader.loader.reserve, reader.loader.load
 
     def reserve_late(batch):
         fill = reserve(batch)
         return lambda: (do(), fill())[1]
 
-    monkeypatch.setattr(reader._loader, "reserve", reserve_late)
-    monkeypatch.setattr(reader._loader, "load", lambda batch: (do(), load(batch)))
+    monkeypatch.setattr(reader.loader, "reserve", reserve_late)
+    monkeypatch.setattr(reader.loader, "load", lambda batch: (do(), load(batch)))
 
 
 def test_batches_in_order_and_around_again(ten):
@@ -182,7 +191,7 @@ def test_a_thread_that_cannot_begin_says_so(ten, monkeypatch):
 def test_an_error_that_nobody_takes_is_forgotten(tmp_path):
     made = reader(write(tmp_path, [datum(SHAPE), b"\xff\xff"]), 1)
     take(made)
-    loader = weakref.ref(made._loader)
+    loader = weakref.ref(made.loader)
     made.close()
     del made
     for thread in data_threads("caffepy-fill"):
@@ -244,7 +253,7 @@ def test_batches_are_those_of_a_loader_alone(tmp_path_factory, records, most, cr
     with tolerating(most):
         made, alone = (
             reader(path, batch_size, depth, crop),
-            reader(path, batch_size, transform=crop)._loader,
+            reader(path, batch_size, transform=crop).loader,
         )
     made.serve([nullcontext] * ranks)
     batch = Batch(batch_size, np.float32, cpu.Staging())
@@ -488,7 +497,7 @@ def test_close_does_not_wait_for_a_thread_that_hangs(ten, monkeypatch, caplog):
     assert "Reading data hangs" in caplog.messages
     go.set()
     thread.join()
-    r._loader.close()
+    r.loader.close()
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
