@@ -461,10 +461,10 @@ class Convolution:
             plan.forward(dy, w.transpose(0, 2, 1, 3)[..., ::-1], None, dx)
             return
         # By columns: dcol (g, K, P) = w.T @ dy of an image, then col2im.
-        n, c, *size = dx.shape
+        n, _, *out = self.y_shape  # where a layer's axis is not 1, x and y have more axes
         g, o, inputs, taps = w.shape
-        steps, positions = inputs * taps, prod(dy.shape[2:])
-        dx, dy = dx.reshape(n, c, prod(size)), dy.reshape(n, g, o, positions)
+        steps, positions = inputs * taps, prod(out)
+        dx, dy = dx.reshape(n, g * inputs, -1), dy.reshape(n, g, o, positions)
         turned = w.reshape(g, o, steps).transpose(0, 2, 1)
 
         def images(lo: int, hi: int) -> None:
