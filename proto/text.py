@@ -12,7 +12,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Final, NoReturn, TypeVar
 
-from google.protobuf import text_format
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto
 from google.protobuf.message import Message
@@ -67,8 +66,10 @@ def parse(text: str, message: M, path: str = "<text>") -> M:
 
 
 def format(message: Message) -> str:
-    """The message in text format, as Caffe logs it."""
-    return text_format.MessageToString(message)
+    """The message in text format, as Caffe logs it; `MessageToString` says 1.0 where Caffe says
+    1, and has shorter fractions.
+    """
+    return str(message)
 
 
 def read_text(path: str) -> str:

@@ -69,9 +69,9 @@ class Net:
         kept = filter_state(param, path)
         if batch_parts > 1:
             kept = divide_batches(kept, batch_parts, path)
-        self.param = param = insert_splits(kept, path, param)
         if log.isEnabledFor(logging.INFO):
-            log.info("Initializing net from parameters: \n%s", format_text(param).rstrip("\n"))
+            log.info("Initializing net from parameters: \n%s", format_text(kept).rstrip("\n"))
+        self.param = param = insert_splits(kept, path, param)
         self.name: str = param.name
         self.phase: int = param.state.phase
         self.debug_info: bool = param.debug_info

@@ -58,6 +58,7 @@ def test_digits_from_caffes_first_weights(digits: Path, caplog: pytest.LogCaptur
 
 
 def test_lines_stand_where_caffes_stand(digits: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """So do the definitions, to the letter."""
     shape = re.compile(r"\(.*(iter/s|loss).*\)|= -?[\d.e+-]+|digits_iter\S+")
     kept = re.compile(
         r"Use CPU|Creating t|Finetuning|scaffolding|Starting|Solving|Learning Rate|Iteration|net output|Snapshot|Done"
@@ -68,10 +69,13 @@ def test_lines_stand_where_caffes_stand(digits: Path, caplog: pytest.LogCaptureF
         return [shape.sub("", text) for text in texts if kept.search(text)]
 
     with caplog.at_level(logging.INFO, "caffepy"):
-        train(TrainOptions("solver.prototxt", weights=["init_iter_0.caffemodel"]))
-    assert skeleton(caplog.messages) == skeleton(
-        (digits / "caffe_train.log").read_text().splitlines()
-    )
+        train(TrainOptions("solver.prototxt", weights=["init_iter_0.caffemodel"], stages=[""]))
+    caffe = (digits / "caffe_train.log").read_text()
+    assert skeleton(caplog.messages) == skeleton(caffe.splitlines())
+    definitions = [text for text in caplog.messages if text.startswith("Initializing")]
+    printed = re.findall(r"\] (Initializing .*parameters: \n(?:(?![IWEF]\d{4}).*\n)*)", caffe)
+    assert definitions == [text.rstrip("\n") for text in printed]
+    assert len(definitions) == 3
 
 
 def test_resuming_says_so_and_drops_the_solvers_weights(

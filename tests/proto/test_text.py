@@ -155,6 +155,12 @@ def test_what_is_written_is_read_back(data: st.DataObject) -> None:
         assert text.parse(text.format(message), type(message)()) == message
 
 
+def test_numbers_are_written_as_caffe_writes_them() -> None:
+    blob = "data: 1 data: 0.1 data: 0.00392156839 data: 1e+20 double_data: 0.33333333333333331"
+    lines = blob.replace(" d", "\nd")
+    assert text.format(text.parse(blob, BlobProto())) == f"{lines}\n"
+
+
 # Errors: place, message, line, caret.
 
 ERRORS = {
