@@ -1,6 +1,5 @@
 """caffepy classify"""
 
-import os
 from typing import Any
 
 import click
@@ -77,7 +76,8 @@ def classify(
 
     The net is a deploy net. Images are prepared as by Caffe's classify.py: images in RGB and 0 to
     1 are resized, turned to BGR, multiplied by --raw-scale, less the mean, multiplied by
-    --input-scale. As there, scores go to a second argument that ends in .npy, unless it exists.
+    --input-scale. As there, scores go to a second argument that ends in .npy, and replace those of
+    an earlier run; a file of images stays an input.
     Images that cannot be read are named; the exit code is 4 then.
 
     \b
@@ -92,15 +92,11 @@ def classify(
     net = options.need_weights(model, weights)
     if images_dim and (len(images_dim) != 2 or min(images_dim) < 1):
         raise click.UsageError("--images-dim: give a height and a width, such as 256,256.")
-    if (
-        len(inputs) == 2
-        and inputs[1].endswith(".npy")
-        and not (output or os.path.exists(inputs[1]))
-    ):
-        output, inputs = inputs[1], inputs[:1]
-    from caffepy.commands.classify import EXTENSIONS
+    from caffepy.commands.classify import EXTENSIONS, holds_images
     from caffepy.commands.classify import classify as run
 
+    if len(inputs) == 2 and inputs[1].endswith(".npy") and not (output or holds_images(inputs[1])):
+        output, inputs = inputs[1], inputs[:1]
     result = run(
         inputs,
         net.path,

@@ -153,6 +153,14 @@ def classify(
     return Classification(found)
 
 
+def holds_images(path: str) -> bool:
+    """True if this is a .npy file of an image or of images, not of scores."""
+    try:
+        return os.path.exists(path) and read_array(path).ndim > 2
+    except DataError:
+        return False
+
+
 def usual_dims(crop: Sequence[int]) -> Sequence[int]:
     """Return the size to which images are resized for a net that takes this one."""
     between = all(usual // 2 < size <= usual for size, usual in zip(crop, USUAL_DIMS, strict=True))

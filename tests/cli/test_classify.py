@@ -55,8 +55,18 @@ def test_as_caffes_script_is_called(capsys: Captured) -> None:
     assert scores.shape == (1, 10)
     assert scores.argmax() == 0
     assert "zero.png" in capsys.readouterr().out
-    assert main.run(["classify", "zero.png", "scores.npy", *NET]) == 4
-    assert "scores.npy: an array (N, H, W, 1) or (H, W, 1) is needed" in capsys.readouterr().err
+
+
+def test_scores_of_an_earlier_run_are_replaced_and_images_are_read(capsys: Captured) -> None:
+    assert main.run(["classify", "zero.png", "scores.npy", *NET]) == 0
+    assert main.run(["classify", "four.png", "scores.npy", *NET]) == 0
+    assert np.load("scores.npy").argmax() == 4
+    np.save("images.npy", np.zeros((2, 8, 8, 1)))
+    before = Path("images.npy").read_bytes()
+    capsys.readouterr()
+    assert main.run(["classify", "four.png", "images.npy", *NET, "--top", "1"]) == 0
+    assert "images.npy[1]" in capsys.readouterr().out
+    assert Path("images.npy").read_bytes() == before
 
 
 def test_an_image_that_cannot_be_read(capsys: Captured) -> None:
