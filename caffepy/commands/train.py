@@ -20,6 +20,7 @@ from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import read_solver
 from caffepy.report import Reporters, TensorBoard, baseline, logging_to, open_report
 from caffepy.solver import Signals, Solver, Watch, newest_good
+from caffepy.solver.snapshot import check_models, under
 
 log = logging.getLogger(__name__)
 
@@ -145,6 +146,8 @@ def train(options: TrainOptions) -> TrainResult:
             for net in (solver.net, *solver.test_nets):
                 net.before_forward.append(signals.check)
                 net.before_backward.append(signals.check)
+            if snapshot == AUTO:
+                snapshot = newest_good(param.snapshot_prefix, solver.resume_state.run)
             if snapshot:
                 log.info("Resuming from %s", snapshot)
                 solver.restore(snapshot)
@@ -180,11 +183,14 @@ def _set_up(options: TrainOptions, param: SolverParameter, device: Device) -> No
 
 
 def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None:
-    """Return the state file to resume from, if any; put the weights to start from into `param`."""
+    """Return the state file to resume from, if any, or "auto" if there are some to choose from; put
+    the weights to start from into `param`.
+    """
     snapshot = options.snapshot
     if snapshot == AUTO:
-        snapshot = newest_good(param.snapshot_prefix)
-        if not snapshot:
+        if not under(param.snapshot_prefix):
+            check_models(param.snapshot_prefix, options.weights)
+            snapshot = None
             log.info("No snapshot under %s; starting from scratch", param.snapshot_prefix)
         elif options.weights:
             log.info("The snapshot replaces the weights %s", ", ".join(options.weights))
@@ -192,11 +198,12 @@ def _starting_point(options: TrainOptions, param: SolverParameter) -> str | None
         if options.weights:
             param.weights[:] = list(options.weights)
         return None
-    snapshot = locate(snapshot, options.solver)
-    if not os.path.exists(snapshot):
-        raise ConfigError(
-            f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})'
-        )
+    if snapshot != AUTO:
+        snapshot = locate(snapshot, options.solver)
+        if not os.path.exists(snapshot):
+            raise ConfigError(
+                f'snapshot "{snapshot}" does not exist (the working directory is {os.getcwd()})'
+            )
     del param.weights[:]  # the snapshot has its own
     return snapshot
 

@@ -4,6 +4,7 @@
 """
 
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,10 @@ log = logging.getLogger(__name__)
 class ResumeState:
     """The snapshots of a solver: saved, restored, owed."""
 
-    def __init__(self, iterations: Iterations) -> None:
+    def __init__(self, iterations: Iterations, run: dict[str, Any]) -> None:
         self.iterations = iterations
+        self.run = run  # the identity of the run
+        self._started = time.time()  # when this part of the run began, in its sidecars
         self.started_at = 0  # the iteration of the state that was restored
         self.workers_positions: list[dict[str, Any]] = []  # of the workers in that state
         self._restored_from: str | None = None
@@ -76,6 +79,8 @@ class ResumeState:
             sidecar = {
                 "type": param.type,
                 "iteration": number,
+                "run": self.run,
+                "started": self._started,
                 "settings": format_text(param),
                 "positions": {**iterations.positions(), "workers": workers.positions()},
                 "control": step.update_state.state(),
@@ -149,6 +154,8 @@ class ResumeState:
                 set_positions(content["positions"], nets, device)
                 self.iterations.display.restore(content)
                 self.workers_positions = content["positions"].get("workers", [])
+                # parts of a run follow each other even if the clock was set back
+                self._started = max(time.time(), float(content.get("started", 0)))
         except CaffeError:
             set_positions(before, nets, device)
             raise

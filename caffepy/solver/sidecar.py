@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -54,6 +54,13 @@ def read(path: str) -> dict[str, Any] | None:
     if version != FORMAT:
         raise ConfigError(f"this sidecar has format {version}; this version reads {FORMAT}", path)
     return content
+
+
+def head(path: str) -> dict[str, Any]:
+    """Return the entries without their arrays; none without such a file or if it is damaged."""
+    with suppress(Exception), open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
+        return dict(json.loads(file["json"].tobytes()))
+    return {}
 
 
 @contextmanager

@@ -8,7 +8,8 @@ order model, sidecar, state.
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from glob import escape as glob_escape
 from glob import glob
@@ -26,11 +27,13 @@ from caffepy.net.weights import check_hdf5, new_hdf5, write_binary, write_hdf5
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import SolverState
 from caffepy.solver import sidecar
+from caffepy.solver.identity import difference
 from caffepy.solver.update import rules
 
 log = logging.getLogger(__name__)
 
 STATE_NAME = re.compile(r"_iter_(\d+)\.solverstate(\.h5)?$")
+MODEL_NAME = re.compile(r"_iter_\d+\.caffemodel(\.h5)?$")
 
 
 @dataclass
@@ -280,18 +283,64 @@ def verify(content: dict[str, Any], state_path: str, model_path: str) -> None:
             )
 
 
-def newest_good(prefix: str) -> str | None:
-    """Return the state file of the newest snapshot under the prefix that is not damaged; None if
-    there is no snapshot.
+class Found(NamedTuple):
+    """A snapshot that lies under a prefix; in their order, the newest is the last.
 
-    Damaged ones are skipped, with a line in the log; ConfigError if all are.
+    `started` is when the part of a run that wrote it began; without a sidecar it is the time of the
+    file. `run` is the `identity` of its run, empty if that is not known.
     """
+
+    started: float
+    iteration: int
+    written: float
+    state: str
+    run: dict[str, Any]
+
+
+def under(prefix: str) -> list[Found]:
+    """Return the snapshots under a prefix, the newest first."""
     found = []
     for path in glob(f"{glob_escape(prefix)}_iter_*.solverstate*"):
         files = Files.of_state(path)
         if files and files.prefix == prefix:
-            found.append((files.iteration, os.path.getmtime(path), path))
-    for _, _, path in sorted(found, reverse=True):
+            written = os.lstat(path).st_mtime
+            content = sidecar.head(files.sidecar)
+            started, run = written, {}
+            with suppress(KeyError, TypeError, ValueError):
+                if content["state"]["name"] == os.path.basename(path):
+                    started, run = float(content["started"]), dict(content["run"])
+            found.append(Found(started, files.iteration, written, path, run))
+    return sorted(found, key=lambda snapshot: snapshot[:4], reverse=True)
+
+
+def check_models(prefix: str, weights: Sequence[str]) -> None:
+    """Raise ConfigError if a model lies under a prefix without states and is not among `weights`:
+    a run from scratch may overwrite it.
+    """
+    known = {os.path.realpath(path) for path in weights}
+    for path in sorted(glob(f"{glob_escape(prefix)}_iter_*.caffemodel*")):
+        match = MODEL_NAME.search(path)
+        if match and path[: match.start()] == prefix and os.path.realpath(path) not in known:
+            raise ConfigError(
+                f"no snapshot can be resumed: {path} is there, but not its .solverstate; bring "
+                "that back, or give the model as --weights, or move it away to start from scratch"
+            )
+
+
+def newest_good(prefix: str, run: Mapping[str, Any] | None = None) -> str | None:
+    """Return the state file of the newest snapshot under the prefix that is of this run, if given,
+    and not damaged; None if there is no snapshot.
+
+    Others are skipped, with a line in the log; ConfigError if there are only such.
+    """
+    found = under(prefix)
+    others = []
+    for snapshot in found:
+        if run and snapshot.run and (differs := difference(run, snapshot.run)):
+            others.append(f"{snapshot.state} is of another run, with {differs}")
+            log.warning("%s; it is skipped", others[-1])
+            continue
+        path = snapshot.state
         try:
             content, state = read_sidecar(path), read_state(path)
             model = find_model(state.learned_net, path)
@@ -305,9 +354,25 @@ def newest_good(prefix: str) -> str | None:
             log.warning("%s cannot be resumed from: %s", path, error)
         else:
             return path
+    if others:
+        raise ConfigError(
+            f"no snapshot under {prefix} is of this run: {others[0]}; give it as --snapshot to go "
+            "on from it all the same, or set another snapshot_prefix"
+        )
     if found:
         raise ConfigError(
             f"none of the {len(found)} snapshot(s) under {prefix} is whole; remove them to start "
             "from scratch"
         )
     return None
+
+
+def warn_of_earlier(prefix: str) -> None:
+    """Log a warning if snapshots lie under the prefix of a run that starts at iteration 0."""
+    if found := under(prefix):
+        log.warning(
+            "This run starts at iteration 0, but %d snapshot(s) of an earlier one lie under %s, "
+            "the newest is %s; those of equal iterations are overwritten. --snapshot auto goes on "
+            "from them; another snapshot_prefix keeps them",
+            *(len(found), prefix, found[0].state),
+        )

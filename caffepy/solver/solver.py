@@ -19,6 +19,7 @@ from caffepy.proto.nvcaffe import choose_precision
 from caffepy.proto.text import format as format_text
 from caffepy.solver.check import check_layers, check_param, check_prefix, check_snapshots
 from caffepy.solver.faults import saving_what_was_learned, stopping_workers
+from caffepy.solver.identity import identity
 from caffepy.solver.iteration import Iterations, due
 from caffepy.solver.nets import (
     build_test_net,
@@ -29,6 +30,7 @@ from caffepy.solver.nets import (
 )
 from caffepy.solver.resume_state import ResumeState
 from caffepy.solver.signals import Action
+from caffepy.solver.snapshot import warn_of_earlier
 from caffepy.solver.step import Callback, Step, Synchronizer
 from caffepy.solver.test_pass import TestPass
 from caffepy.solver.worker_group import EndedGroup, WorkerGroup
@@ -99,7 +101,7 @@ class Solver:
         self.phase_timer: PhaseTimer = self._step.phase_timer  # while there is a synchronizer
         nets = [self.net, *self.test_nets]
         self.iterations = Iterations(self._step, nets, self, is_worker=root is not None)
-        self.resume_state = ResumeState(self.iterations)
+        self.resume_state = ResumeState(self.iterations, identity(param, source.param))
         if param.snapshot > 0:
             check_layers(param, self.net)
         log.info("Solver scaffolding done.")
@@ -245,7 +247,8 @@ class Solver:
     def solve(self, state_file: str | None = None) -> None:
         """Train up to max_iter, from a snapshot if given, with all tests and snapshots due."""
         param, state = self.param, self.resume_state
-        if param.snapshot > 0 or param.snapshot_after_train:
+        writes = param.snapshot > 0 or param.snapshot_after_train
+        if writes:
             model = self.params.data.nbytes * (2 if param.snapshot_diff else 1)
             history = sum(flat.nbytes for flat in self.history)
             check_snapshots(param, self.path, self.net, model, history)
@@ -253,6 +256,8 @@ class Solver:
         if state_file is not None:
             log.info("Restoring previous solver status from %s", state_file)
             self.restore(state_file)
+        elif writes and not state.last_file:
+            warn_of_earlier(param.snapshot_prefix)
         with saving_what_was_learned(state):
             self.step(param.max_iter - self.iter)
         unsaved = param.snapshot_after_train and not due(self.iter, param.snapshot)

@@ -297,3 +297,75 @@ def test_events_for_tensorboard_go_on_in_a_resumed_run(digits: Path) -> None:
         for step, value in again[tag].items():
             assert value == whole[tag][step], f"{tag} at {step}"
     assert len(list((digits / "events").iterdir())) == 2
+
+
+QUICK = ("display: 0", "test_interval: 100", "test_initialization: false")
+
+
+def run_to(folder: Path, iterations: int, *settings: str, **options: object) -> str | None:
+    """Train up to this iteration, with a snapshot every 2; return the last snapshot."""
+    edit(folder / "solver.prototxt", f"max_iter: {iterations}", "snapshot: 2", *QUICK, *settings)
+    return train(TrainOptions("solver.prototxt", **options)).snapshot  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rate", ["base_lr: 0.01", "base_lr: 0.001"], ids=["equal", "other"])
+def test_auto_goes_on_with_the_newest_run_under_its_prefix(
+    rate: str, digits: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_to(digits, 8, "base_lr: 0.01")
+    run_to(digits, 4, rate)
+    assert (
+        "This run starts at iteration 0, but 4 snapshot(s) of an earlier one lie under digits, the "
+        "newest is digits_iter_8.solverstate; those of equal iterations are overwritten. "
+        "--snapshot auto goes on from them; another snapshot_prefix keeps them"
+    ) in caplog.messages
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        run_to(digits, 6, rate, snapshot="auto")
+        run_to(digits, 6, rate, snapshot="auto")
+    assert [m for m in caplog.messages if m.startswith("Resuming")] == [
+        "Resuming from digits_iter_4.solverstate",
+        "Resuming from digits_iter_6.solverstate",
+    ]
+
+
+def test_auto_skips_another_run_and_refuses_if_there_is_only_that(
+    digits: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = ("base_lr: 0.01", "random_seed: 5"), ("base_lr: 0.02", "random_seed: 6")
+    run_to(digits, 5, *first)
+    run_to(digits, 4, *second)
+    with caplog.at_level(logging.INFO):
+        run_to(digits, 6, *first, snapshot="auto")
+    other = "is of another run, with base_lr 0.02 instead of 0.01, random_seed 6 instead of 5"
+    assert f"digits_iter_4.solverstate {other}; it is skipped" in caplog.messages
+    assert "Resuming from digits_iter_5.solverstate" in caplog.messages
+    net = digits / "train_val.prototxt"
+    net.write_text(net.read_text().replace("num_output: 10", "num_output: 11"))
+    with pytest.raises(ConfigError) as caught:
+        run_to(digits, 6, *first, snapshot="auto")
+    assert str(caught.value) == (
+        "no snapshot under digits is of this run: digits_iter_6.solverstate is of another run, "
+        "with another net; give it as --snapshot to go on from it all the same, or set another "
+        "snapshot_prefix"
+    )
+
+
+def test_moved_data_and_more_iterations_are_the_same_run(digits: Path) -> None:
+    run_to(digits, 2)
+    net = digits / "train_val.prototxt"
+    net.write_text(re.sub(r"batch_size: \d+", "batch_size: 3", net.read_text()))
+    assert run_to(digits, 3, snapshot="auto") == "digits_iter_3.solverstate"
+
+
+def test_auto_does_not_overwrite_a_model_whose_state_is_lost(digits: Path) -> None:
+    run_to(digits, 2)
+    model = Path("digits_iter_2.caffemodel")
+    Path("digits_iter_2.solverstate").unlink()
+    content = model.read_bytes()
+    with pytest.raises(
+        ConfigError, match=r"digits_iter_2\.caffemodel is there, but not its \.solverstate; bring"
+    ):
+        run_to(digits, 2, "random_seed: 9", snapshot="auto")
+    assert model.read_bytes() == content
+    run_to(digits, 3, snapshot="auto", weights=["digits_iter_2.caffemodel"])
