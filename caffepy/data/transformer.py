@@ -122,9 +122,8 @@ class Transformer:
 
     def apply(self, images: Array, out: Array, draws: Array) -> None:
         """Write out (N, C, h, w) from images (N, C, H, W), which must fit, on the host."""
-        ops.backend(self._host).transform_batch(
-            images, out, *self.place(draws, images.shape[2:]), self.mean, self.param.scale
-        )
+        crops = self.place(draws, images.shape[2:])
+        ops.backend(self._host).transform_batch(images, out, crops, self.mean, self.param.scale)
 
     def state(self) -> dict[str, Any]:
         """Position of the random stream; empty if nothing is drawn."""

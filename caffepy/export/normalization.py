@@ -10,7 +10,8 @@ def lrn(site: Site) -> None:
     """LRN across channels, with Caffe's formula; within a channel several operators."""
     layer, (x,) = site.layer, site.bottoms
     if layer.across:
-        site.finish("LRN", x, size=layer.size, alpha=layer.alpha, beta=layer.beta, bias=layer.k)
+        size, alpha, beta, k = layer.terms
+        site.finish("LRN", x, size=size, alpha=alpha, beta=beta, bias=k)
         return
     kernel, stride, pad = layer.pooling
     window = {"kernel_shape": list(kernel), "strides": list(stride), "pads": list(pad * 2)}

@@ -108,14 +108,14 @@ class Prefetching(Feed):
         batch = self._reader.take()
         try:
             top[0].reshape(batch.shape)
-            images, h_off, w_off, mirror, labels = batch.staging.take()
+            images, *crops, labels = batch.staging.take()
             place, mean = top[0].gpu, None
             if self._mean is not None:
                 if place not in self._means:
                     self._means[place] = Blob(self._mean.shape, self.dtype, place)
                     self._means[place].host_data[...] = self._mean
                 mean = self._means[place].data
-            self.ops.transform_batch(images, top[0].data, h_off, w_off, mirror, mean, self._scale)
+            self.ops.transform_batch(images, top[0].data, crops, mean, self._scale)
             if len(top) > 1:
                 self.ops.copy(labels, top[1].data)
             batch.staging.done()

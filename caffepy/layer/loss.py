@@ -129,9 +129,10 @@ class SoftmaxWithLoss(ClassLoss):
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         outer, _, inner = self.view
         x, prob = bottom[0].data.reshape(self.view), self.prob.data
-        given = *self.given(bottom), self.divisor(outer, inner)
+        *given, ignore = self.given(bottom)
         compute, _ = self.passes()
-        compute(x, *given, prob, top[0].data, self.norm.data, self.wrong.found)
+        outcome = top[0].data, self.norm.data, self.wrong.found
+        compute(x, *given, (ignore, self.divisor(outer, inner)), prob, outcome)
         self.wrong.check()
         if len(top) > 1:
             self.ops.copy(prob, top[1].data.reshape(self.view))

@@ -37,16 +37,12 @@ class LRN(SameShape):
         param = self.param.lrn_param
         if param.local_size % 2 == 0:
             raise ConfigError(f"lrn_param: local_size must be odd, not {param.local_size}")
-        self.size, self.alpha, self.beta, self.k = (
-            param.local_size,
-            param.alpha,
-            param.beta,
-            param.k,
-        )
+        self.alpha, self.beta = param.alpha, param.beta
+        self.terms = param.local_size, param.alpha, param.beta, param.k
         self.across = param.norm_region == LRNParameter.ACROSS_CHANNELS
         self.takes_preferred_layout = self.across
         # Kernel, stride and padding of the window.
-        self.pooling = (self.size,) * 2, (1, 1), (self.size // 2,) * 2
+        self.pooling = (param.local_size,) * 2, (1, 1), (param.local_size // 2,) * 2
 
     def reshape(self, bottom: Blobs, top: Blobs) -> None:
         if len(bottom[0].shape) != 4:
@@ -66,7 +62,7 @@ class LRN(SameShape):
         """Write y, and s unless recomputing it is cheaper."""
         x, y = self.keep_input(bottom), top[0].data
         if self.across:
-            self.ops.lrn_forward(x, y, self._kept_scale, self.size, self.alpha, self.beta, self.k)
+            self.ops.lrn_forward(x, y, self._kept_scale, self.terms)
             return
         s = self.scale.data
         self.ops.multiply(x, x, self.product.data)
@@ -85,9 +81,7 @@ class LRN(SameShape):
         if self.across:
             # Neighbours read a channel's dy, so in place they must not find its dx there.
             out = self.product.data if dx is dy else dx
-            self.ops.lrn_backward(
-                x, top[0].data, self._kept_scale, dy, out, self.size, self.alpha, self.beta, self.k
-            )
+            self.ops.lrn_backward(x, top[0].data, self._kept_scale, dy, out, self.terms)
             if out is not dx:
                 self.ops.copy(out, dx)
             return
@@ -177,12 +171,13 @@ class BatchNorm(SameShape):
         y * scale + bias = x * factor + shift; x (N, C, P).
         """
         running, numbers = [b.data for b in self.blobs[:3]], self.numbers.data
+        affine = scale, bias
         if self.is_global:
-            self.ops.batch_norm_stored(running, self.eps, scale, bias, numbers)
+            self.ops.batch_norm_stored(running, self.eps, affine, numbers)
         elif self.together:
             self._prepare_together(x, self.together)
         else:
-            self.ops.batch_norm_prepare(x, running, self.fraction, self.eps, scale, bias, numbers)
+            self.ops.batch_norm_prepare(x, running, self.fraction, self.eps, affine, numbers)
         return numbers
 
     def _prepare_together(self, x: Array, together: Together) -> None:

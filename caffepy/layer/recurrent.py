@@ -211,9 +211,9 @@ class LSTM(Recurrent):
 
     def forward(self, bottom: Blobs, top: Blobs) -> None:
         h, c, w = top[0].data, self.own.data, self.blobs[self.state_weight].data
-        h_first, c_first = self.begin(bottom)
+        first = self.begin(bottom)
         self.sum_inputs(bottom)
-        self.loop.forward(self.sums.data, w, bottom[1].data, h_first, c_first, self.kept.data, h, c)
+        self.loop.forward(self.sums.data, w, bottom[1].data, first, self.kept.data, h, c)
         self.end(top, h[-1], c[-1])
 
     def backward(self, top: Blobs, propagate_down: Sequence[bool], bottom: Blobs) -> None:

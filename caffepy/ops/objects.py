@@ -17,6 +17,9 @@ from caffepy.ops.update_state import StepResult
 Specs = tuple[tuple[tuple[int, ...], DTypeLike], ...]
 """The shape and element type of each array."""
 
+States = Sequence[Array]
+"""h and c of an LSTM."""
+
 
 class Convolution(Protocol):
     """A convolution of fixed shapes: x (N, C, *spatial), w (O, C/g, *kernel), y (N, O, *out).
@@ -46,19 +49,11 @@ class LSTM(Protocol):
     """A layer of LSTM units: T steps, N streams, H units.
 
     a_t = input_t + (cont_t h_{t-1}) @ w.T, then the unit of `Ops.lstm_unit_forward`. Gates are in
-    the order i, f, o, g; w is (4H, H), cont (T, N), the initial states are (N, H).
+    the order i, f, o, g; w is (4H, H), cont (T, N), the first states h and c are (N, H).
     """
 
     def forward(
-        self,
-        a: Array,
-        w: Array,
-        cont: Array,
-        h_first: Array,
-        c_first: Array,
-        kept: Array,
-        h: Array,
-        c: Array,
+        self, a: Array, w: Array, cont: Array, first: States, kept: Array, h: Array, c: Array
     ) -> None:
         """Write h and c (T, N, H) of all steps.
 

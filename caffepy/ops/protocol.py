@@ -39,6 +39,16 @@ Pair = tuple[int, int]
 Window = tuple[Pair, Pair, Pair]
 """kernel, stride and pad, each (height, width)."""
 Sizes = Sequence[int]
+Counting = tuple[int | None, float | None]
+"""The label to ignore, and the divisor of a loss."""
+Outcome = tuple[Array, Array, Array]
+"""loss, norm and wrong."""
+Affine = Sequence[Maybe]
+"""scale and bias of each channel."""
+Crops = Sequence[Array]
+"""Start rows and columns of crops, and which are mirrored."""
+Terms = tuple[int, float, float, float]
+"""size, alpha, beta and k of a local response normalization."""
 
 
 class Ops(Protocol):
@@ -238,9 +248,7 @@ class Ops(Protocol):
 
     # Normalization: x, y, dy, dx (outer, C, inner), means, scales and the like (C)
 
-    def lrn_forward(
-        self, x: Array, y: Array, scale: Maybe, size: int, alpha: float, beta: float, k: float
-    ) -> None:
+    def lrn_forward(self, x: Array, y: Array, scale: Maybe, terms: Terms) -> None:
         """s_c = k + alpha/size * sum of x^2 over the `size` channels around c, y = x * s^-beta
         (Krizhevsky et al. 2012); x, y, scale (N, C, ...).
 
@@ -248,16 +256,7 @@ class Ops(Protocol):
         """
 
     def lrn_backward(
-        self,
-        x: Array,
-        y: Array,
-        scale: Maybe,
-        dy: Array,
-        dx: Array,
-        size: int,
-        alpha: float,
-        beta: float,
-        k: float,
+        self, x: Array, y: Array, scale: Maybe, dy: Array, dx: Array, terms: Terms
     ) -> None:
         """dx = dy * s^-beta - 2*alpha*beta/size * x * sum over the window of dy * y / s; no array
         may be another one's. s comes from `scale`, or if the channels lie last from x.
@@ -282,19 +281,19 @@ class Ops(Protocol):
         running: Sequence[Array],
         fraction: float,
         eps: float,
-        scale: Maybe,
-        bias: Maybe,
+        affine: Affine,
         numbers: Array,
     ) -> None:
         """Write the numbers (4, C) of a batch: mean, inverse = 1 / sqrt(variance + eps), and factor
-        and shift such that y = x * factor + shift = (x - mean) * inverse * scale + bias.
+        and shift such that y = x * factor + shift = (x - mean) * inverse * scale + bias, where
+        affine = scale, bias.
 
         Running sums of means (C) and variances (C) and their weight (1) become sum * fraction +
         mean, sum * fraction + unbiased variance, weight * fraction + 1. An empty x changes nothing.
         """
 
     def batch_norm_stored(
-        self, running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
+        self, running: Sequence[Array], eps: float, affine: Affine, numbers: Array
     ) -> None:
         """Write the same numbers from the running sums / their weight; 0 if the weight is."""
 
@@ -422,15 +421,7 @@ class Ops(Protocol):
         """dx = y * (dy - sum of dy * y over the channels); dx may be dy."""
 
     def softmax_loss_forward(
-        self,
-        x: Array,
-        label: Array,
-        ignore: int | None,
-        divisor: float | None,
-        prob: Array,
-        loss: Array,
-        norm: Array,
-        wrong: Array,
+        self, x: Array, label: Array, counting: Counting, prob: Array, outcome: Outcome
     ) -> None:
         """prob = softmax of x, loss = sum of -log(max(prob of the label, FLT_MIN)) / norm."""
 
@@ -444,12 +435,9 @@ class Ops(Protocol):
         x: Array,
         label: Array,
         matrix: Array,
-        ignore: int | None,
-        divisor: float | None,
+        counting: Counting,
         prob: Array,
-        loss: Array,
-        norm: Array,
-        wrong: Array,
+        outcome: Outcome,
     ) -> None:
         """prob = softmax of x, loss = -sum over classes of matrix[label] * log(max(prob, 1e-20)) /
         norm; matrix (C, C).
@@ -566,21 +554,14 @@ class Ops(Protocol):
     # Images
 
     def transform_batch(
-        self,
-        records: Array,
-        out: Array,
-        h_off: Array,
-        w_off: Array,
-        mirror: Array,
-        mean: Maybe,
-        scale: float,
+        self, records: Array, out: Array, crops: Crops, mean: Maybe, scale: float
     ) -> None:
         """out (N, C, h, w) = (records - mean) * scale, cropped at the offsets and mirrored; records
         (N, C, H, W) of uint8 or float32.
 
-        h_off, w_off and mirror have one value an image; mean is None or (C, H, W), where C as well
-        as H and W may be 1. On a GPU all but out may lie on the host; a mean is best kept on the
-        device.
+        crops are h_off, w_off and mirror, of one value an image; mean is None or (C, H, W), where C
+        as well as H and W may be 1. On a GPU all but out may lie on the host; a mean is best kept
+        on the device.
         """
 
     # Updates: w, g and the history flat, `segments` with the rate and decay of each parameter

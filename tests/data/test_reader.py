@@ -82,9 +82,9 @@ def take(reader, count=1):
     batches = []
     for _ in range(count):
         batch = reader.take()
-        *images, labels = batch.staging.take()
+        images, *crops, labels = batch.staging.take()
         data = np.empty(batch.shape, np.float32)
-        cpu.transform_batch(images[0], data, *images[1:], reader.loader.mean, reader.loader.scale)
+        cpu.transform_batch(images, data, crops, reader.loader.mean, reader.loader.scale)
         batches.append((data, labels.copy()))
         batch.staging.done()
         reader.give_back(batch)

@@ -48,7 +48,7 @@ def outcome(dtype=np.float64):
 def test_softmax_loss(shape, dtype, ignore, divisor):
     x, t = data(shape, dtype), labels((shape[0], shape[2]), shape[1], dtype)
     prob, (loss, norm, wrong) = np.empty_like(x), outcome(dtype)
-    cpu.softmax_loss_forward(x, t, ignore, divisor, prob, loss, norm, wrong)
+    cpu.softmax_loss_forward(x, t, (ignore, divisor), prob, (loss, norm, wrong))
     p = softmax(x)
     np.testing.assert_allclose(prob, p, rtol=1e-5, atol=1e-7)
     places = [(n, i) for n, i in np.ndindex(t.shape) if t[n, i] != ignore]
@@ -68,7 +68,7 @@ def test_softmax_loss(shape, dtype, ignore, divisor):
 def test_the_first_wrong_label_is_put_down(bad):
     x, t = np.full((2, 3, 2), 1 / 3), np.array([[0, 1], [bad, 7]])
     loss, norm, wrong = outcome()
-    cpu.softmax_loss_forward(x, t, None, None, np.empty_like(x), loss, norm, wrong)
+    cpu.softmax_loss_forward(x, t, (None, None), np.empty_like(x), (loss, norm, wrong))
     np.testing.assert_array_equal(wrong, [1, bad])
     assert norm == 2
     hits, counts = np.zeros((2, 3), np.int64)

@@ -34,7 +34,7 @@ def test_as_the_formula(case, dtype, tolerance):
     want = formula(x, dy, size, alpha, beta, k)
     x, dy = x.astype(dtype), dy.astype(dtype)
     y, s, dx = (np.full(shape, np.nan, dtype) for _ in range(3))
-    cpu.lrn_forward(x, y, s, size, alpha, beta, k)
-    cpu.lrn_backward(x, y, s, dy, dx, size, alpha, beta, k)
+    cpu.lrn_forward(x, y, s, (size, alpha, beta, k))
+    cpu.lrn_backward(x, y, s, dy, dx, (size, alpha, beta, k))
     for have, w in zip((y, s, dx), want, strict=True):
         np.testing.assert_allclose(have, w, rtol=tolerance, atol=tolerance * np.abs(w).max())

@@ -58,18 +58,18 @@ def test_numbers_of_a_batch_and_of_the_running_sums():
     )
     means, variances, weight = before = running(3)
     sums = [a.copy() for a in before]
-    cpu.batch_norm_prepare(x, sums, 0.9, 1e-3, scale, bias, numbers)
+    cpu.batch_norm_prepare(x, sums, 0.9, 1e-3, (scale, bias), numbers)
     mean, variance = x.mean((0, 2)), x.var((0, 2))
     factor = scale / np.sqrt(variance + 1e-3)
     np.testing.assert_allclose(numbers, [mean, factor / scale, factor, bias - mean * factor])
     for got, old, new in zip(sums, before, (mean, variance * 20 / 19, 1), strict=True):
         np.testing.assert_allclose(got, 0.9 * old + new)
-    cpu.batch_norm_stored(before, 1e-3, None, None, numbers)
+    cpu.batch_norm_stored(before, 1e-3, (None, None), numbers)
     inverse = 1 / np.sqrt(variances / weight + 1e-3)
     np.testing.assert_allclose(
         numbers, [means / weight, inverse, inverse, -means / weight * inverse]
     )
-    cpu.batch_norm_stored([means, variances, np.zeros(1)], 1e-3, scale, None, numbers)
+    cpu.batch_norm_stored([means, variances, np.zeros(1)], 1e-3, (scale, None), numbers)
     np.testing.assert_allclose(numbers[[0, 3]], 0)
     np.testing.assert_allclose(numbers[2], scale / np.sqrt(1e-3))
 
@@ -81,7 +81,7 @@ def test_norm_by_differences(addend, frozen, relu):
     x, other, dy, more = data((4, 3, 2, 5), np.float64, 0)
     scale, bias = data((2, 2), np.float64, 1)
     numbers, fixed = np.empty((4, 2)), np.empty((4, 2))
-    cpu.batch_norm_prepare(x, running(2), 0.9, 1e-3, scale, bias, fixed)
+    cpu.batch_norm_prepare(x, running(2), 0.9, 1e-3, (scale, bias), fixed)
 
     def forward():
         y, sums = np.empty_like(x), running(2)
@@ -90,7 +90,7 @@ def test_norm_by_differences(addend, frozen, relu):
             numbers[2] = scale * numbers[1]
             numbers[3] = bias - numbers[0] * numbers[2]
         else:
-            cpu.batch_norm_prepare(x, sums, 0.9, 1e-3, scale, bias, numbers)
+            cpu.batch_norm_prepare(x, sums, 0.9, 1e-3, (scale, bias), numbers)
         cpu.norm_forward(x, numbers, other if addend else None, relu, y)
         return y
 

@@ -37,7 +37,7 @@ def lstm(steps, streams, size, dtype):
     da = np.full(gates, np.nan, dtype)
     cont = flags(steps, streams, dtype)
     loop = cpu.LSTM(*state, dtype)
-    loop.forward(a, w, cont, h0, c0, kept, h, c)
+    loop.forward(a, w, cont, (h0, c0), kept, h, c)
     loop.backward(a, w, cont, c0, c, dy, da)
     return a, kept, h, c, da
 

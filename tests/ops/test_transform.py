@@ -32,7 +32,7 @@ def test_as_the_formula(mean, record, dtype):
     out = np.empty((5, 3, 6, 6), dtype)
     h_off, w_off = rng.integers(0, 4, 5), rng.integers(0, 6, 5)
     mirror = np.array([True, False, True, False, False])
-    cpu.transform_batch(records, out, h_off, w_off, mirror, mean, 0.5)
+    cpu.transform_batch(records, out, (h_off, w_off, mirror), mean, 0.5)
     expected = formula(records, h_off, w_off, mirror, mean, 0.5, out.shape)
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-5)
 
@@ -48,9 +48,8 @@ def test_any_number_of_threads_gives_the_same():
         for threads in (1, 3):
             cpu.set_num_threads(threads)
             out = np.empty((7, 3, 90, 90), np.float32)
-            cpu.transform_batch(
-                records, out, np.arange(7), np.arange(7)[::-1].copy(), mirror, mean, 0.1
-            )
+            crops = np.arange(7), np.arange(7)[::-1].copy(), mirror
+            cpu.transform_batch(records, out, crops, mean, 0.1)
             outs.append(out)
     finally:
         cpu.set_num_threads(before)

@@ -8,6 +8,7 @@ from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, dot, eltwise_sum, flatwise, scaled
+from caffepy.ops.protocol import Counting, Outcome
 
 # log(FLT_MIN) = -87.3365: no label can cost more than 87.3365, as in Caffe
 FLT_MIN = float(np.finfo(np.float32).tiny)
@@ -135,15 +136,10 @@ def _divided(total: float, count: int, divisor: float | None, loss: Array, norm:
 
 
 def softmax_loss_forward(
-    x: Array,
-    label: Array,
-    ignore: int | None,
-    divisor: float | None,
-    prob: Array,
-    loss: Array,
-    norm: Array,
-    wrong: Array,
+    x: Array, label: Array, counting: Counting, prob: Array, outcome: Outcome
 ) -> None:
+    ignore, divisor = counting
+    loss, norm, wrong = outcome
     softmax_forward(x, prob)
     total, count, place = _softmax_loss(prob, label, ignore is not None, ignore or 0)
     _put_down(label, place, wrong)
@@ -279,16 +275,10 @@ def _gains(label: Array, matrix: Array, ignore: int | None) -> tuple[Array, Arra
 
 
 def infogain_loss_forward(
-    x: Array,
-    label: Array,
-    matrix: Array,
-    ignore: int | None,
-    divisor: float | None,
-    prob: Array,
-    loss: Array,
-    norm: Array,
-    wrong: Array,
+    x: Array, label: Array, matrix: Array, counting: Counting, prob: Array, outcome: Outcome
 ) -> None:
+    ignore, divisor = counting
+    loss, norm, wrong = outcome
     softmax_forward(x, prob)
     rows, counts, bad = _gains(label, matrix, ignore)
     if bad.any():

@@ -14,8 +14,7 @@ import numpy as np
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
-
-Maybe = Array | None
+from caffepy.ops.protocol import Maybe, Terms
 
 PIXELS = 256  # computed at a time, for all channels, so that they stay in cache
 
@@ -90,9 +89,8 @@ def _backward(
                         w[p] = v[p] * s[p] ** -beta - factor * u[p] * total[p]
 
 
-def _run(
-    loop: Any, arrays: Sequence[Maybe], size: int, alpha: float, beta: float, k: float
-) -> None:
+def _run(loop: Any, arrays: Sequence[Maybe], terms: Terms) -> None:
+    size, alpha, beta, k = terms
     planes = [a.reshape(*a.shape[:2], prod(a.shape[2:])) for a in arrays if a is not None]
     assert len(planes) == len(arrays)
     t = planes[0].dtype.type
@@ -101,21 +99,9 @@ def _run(
     parallel(partial(loop, *planes, numbers), len(planes[0]))
 
 
-def lrn_forward(
-    x: Array, y: Array, scale: Maybe, size: int, alpha: float, beta: float, k: float
-) -> None:
-    _run(_forward, (x, y, scale), size, alpha, beta, k)
+def lrn_forward(x: Array, y: Array, scale: Maybe, terms: Terms) -> None:
+    _run(_forward, (x, y, scale), terms)
 
 
-def lrn_backward(
-    x: Array,
-    y: Array,
-    scale: Maybe,
-    dy: Array,
-    dx: Array,
-    size: int,
-    alpha: float,
-    beta: float,
-    k: float,
-) -> None:
-    _run(_backward, (x, y, scale, dy, dx), size, alpha, beta, k)
+def lrn_backward(x: Array, y: Array, scale: Maybe, dy: Array, dx: Array, terms: Terms) -> None:
+    _run(_backward, (x, y, scale, dy, dx), terms)

@@ -10,8 +10,7 @@ from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
 from caffepy.ops.cpu.elementwise import GRAIN, add, scale_backward, scale_forward
 from caffepy.ops.cpu.neuron import relu_backward, relu_forward
-
-Maybe = Array | None
+from caffepy.ops.protocol import Affine, Maybe
 
 
 def _grain(x: Array) -> int:
@@ -90,13 +89,7 @@ def batch_norm_backward(x: Array, mean: Array, inverse: Array, dy: Array, dx: Ar
 
 
 def batch_norm_prepare(
-    x: Array,
-    running: Sequence[Array],
-    fraction: float,
-    eps: float,
-    scale: Maybe,
-    bias: Maybe,
-    numbers: Array,
+    x: Array, running: Sequence[Array], fraction: float, eps: float, affine: Affine, numbers: Array
 ) -> None:
     count = x.shape[0] * x.shape[2]
     if not count:
@@ -107,20 +100,18 @@ def batch_norm_prepare(
     for total, value in zip(running, (mean, unbiased, 1), strict=True):
         np.multiply(total, fraction, out=total)
         np.add(total, value, out=total)
-    _complete(variance, eps, scale, bias, numbers)
+    _complete(variance, eps, affine, numbers)
 
 
-def batch_norm_stored(
-    running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
-) -> None:
+def batch_norm_stored(running: Sequence[Array], eps: float, affine: Affine, numbers: Array) -> None:
     means, variances, weight = running
     factor = 0 if weight[0] == 0 else 1 / weight[0]
     np.multiply(means, factor, out=numbers[0])
-    _complete(variances * factor, eps, scale, bias, numbers)
+    _complete(variances * factor, eps, affine, numbers)
 
 
-def _complete(variance: Array, eps: float, scale: Maybe, bias: Maybe, numbers: Array) -> None:
-    mean, inverse, factor, shift = numbers
+def _complete(variance: Array, eps: float, affine: Affine, numbers: Array) -> None:
+    (scale, bias), (mean, inverse, factor, shift) = affine, numbers
     np.divide(1, np.sqrt(variance + eps), out=inverse)
     np.multiply(inverse, 1 if scale is None else scale, out=factor)
     np.subtract(0 if bias is None else bias, mean * factor, out=shift)

@@ -20,6 +20,7 @@ from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import EXACT, inlined, kernel
 from caffepy.ops.cpu.vectors import Vectors, emitted
+from caffepy.ops.objects import States
 
 STREAMS = 4  # at least, for each thread
 PACKED = 16  # elements of a cache line, so that packing reads and writes whole ones
@@ -318,17 +319,9 @@ class LSTM:
         self._gradients = np.empty((2, streams, size), dtype)
 
     def forward(
-        self,
-        a: Array,
-        w: Array,
-        cont: Array,
-        h_first: Array,
-        c_first: Array,
-        kept: Array,
-        h: Array,
-        c: Array,
+        self, a: Array, w: Array, cont: Array, first: States, kept: Array, h: Array, c: Array
     ) -> None:
-        _run(_lstm, (a, cont, h_first, c_first, kept, h, c), w.T, self._packed, cont.shape[1])
+        _run(_lstm, (a, cont, *first, kept, h, c), w.T, self._packed, cont.shape[1])
 
     def backward(
         self, a: Array, w: Array, cont: Array, c_first: Array, c: Array, dy: Array, da: Array

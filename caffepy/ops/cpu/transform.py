@@ -8,15 +8,14 @@ import numpy as np
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import kernel
+from caffepy.ops.protocol import Crops
 
 GRAIN = 1 << 16  # values for which one more thread pays
 
 
 @kernel
-def _transform(
-    x: Array, y: Array, offsets: tuple[Array, ...], mean: Array, scale: Any, lo: int, hi: int
-) -> None:
-    h_off, w_off, mirror = offsets
+def _transform(x: Array, y: Array, crops: Crops, mean: Array, scale: Any, lo: int, hi: int) -> None:
+    h_off, w_off, mirror = crops
     channels, height, width = y.shape[1:]
     last = np.uint64(width - 1)  # unsigned indices cannot be negative: vector code
     for n in range(lo, hi):
@@ -36,19 +35,12 @@ def _transform(
 
 
 def transform_batch(
-    records: Array,
-    out: Array,
-    h_off: Array,
-    w_off: Array,
-    mirror: Array,
-    mean: Array | None,
-    scale: float,
+    records: Array, out: Array, crops: Crops, mean: Array | None, scale: float
 ) -> None:
     channels, width = records.shape[1], records.shape[3]
     mean = np.zeros((1, 1, 1), out.dtype) if mean is None else mean
     # A mean of one row serves every row of the image.
     mean = np.broadcast_to(mean, (channels, mean.shape[1], width))
     mean = np.ascontiguousarray(mean, out.dtype)
-    offsets = h_off, w_off, mirror
-    run = partial(_transform, records, out, offsets, mean, out.dtype.type(scale))
+    run = partial(_transform, records, out, tuple(crops), mean, out.dtype.type(scale))
     parallel(run, len(out), max(1, GRAIN // max(1, out[0].size)) if len(out) else 1)

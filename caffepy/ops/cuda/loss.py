@@ -12,6 +12,7 @@ from caffepy.ops.cuda.launch import (
     number,
     packs,
 )
+from caffepy.ops.protocol import Counting, Outcome
 
 LABELS = 2048
 """Labels for which one more block pays."""
@@ -48,17 +49,10 @@ def _threads_each(x: Array) -> int:
 
 
 def softmax_loss_forward(
-    x: Array,
-    label: Array,
-    ignore: int | None,
-    divisor: float | None,
-    prob: Array,
-    loss: Array,
-    norm: Array,
-    wrong: Array,
+    x: Array, label: Array, counting: Counting, prob: Array, outcome: Outcome
 ) -> None:
     outer, channels, inner = x.shape
-    arguments = (x, label, prob, *x.shape, *_counted(ignore, divisor), loss, norm, wrong)
+    arguments = (x, label, prob, *x.shape, *_counted(*counting), *outcome)
     if inner > 1:
         launch_reduce("loss", "softmax_loss_planes", x, -(-label.size // THREADS), *arguments)
     elif channels <= NARROW:
@@ -119,22 +113,14 @@ def accuracy(
 
 
 def infogain_loss_forward(
-    x: Array,
-    label: Array,
-    matrix: Array,
-    ignore: int | None,
-    divisor: float | None,
-    prob: Array,
-    loss: Array,
-    norm: Array,
-    wrong: Array,
+    x: Array, label: Array, matrix: Array, counting: Counting, prob: Array, outcome: Outcome
 ) -> None:
     softmax_forward(x, prob)
     threads = _threads_each(x)
-    *skip, by = _counted(ignore, divisor)
+    *skip, by = _counted(*counting)
     sizes = (label.size, *x.shape[1:], *skip, threads, by)
     worth, arguments = -(-label.size * threads // THREADS), (prob, label, matrix, *sizes)
-    launch_reduce("item_loss", "infogain_loss", x, worth, *arguments, loss, norm, wrong)
+    launch_reduce("item_loss", "infogain_loss", x, worth, *arguments, *outcome)
 
 
 def infogain_loss_backward(

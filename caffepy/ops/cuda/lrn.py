@@ -3,6 +3,7 @@
 from math import prod
 
 from caffepy.ops.cuda.launch import Array, c_type, channels_last, launch, launch_expression, packs
+from caffepy.ops.protocol import Terms
 
 RUN = 16
 """Channels of a thread, as in lrn.cu."""
@@ -11,9 +12,8 @@ WIDEST = 4
 """Most channels on each side in a window that has a kernel of its own with the channels last."""
 
 
-def lrn_forward(
-    x: Array, y: Array, scale: Array | None, size: int, alpha: float, beta: float, k: float
-) -> None:
+def lrn_forward(x: Array, y: Array, scale: Array | None, terms: Terms) -> None:
+    size, alpha, beta, k = terms
     numbers = float(alpha / size), float(beta), float(k)
     if scale is None:
         _lines("lrn_forward", (x, y), size // 2, *numbers)
@@ -22,16 +22,9 @@ def lrn_forward(
 
 
 def lrn_backward(
-    x: Array,
-    y: Array,
-    scale: Array | None,
-    dy: Array,
-    dx: Array,
-    size: int,
-    alpha: float,
-    beta: float,
-    k: float,
+    x: Array, y: Array, scale: Array | None, dy: Array, dx: Array, terms: Terms
 ) -> None:
+    size, alpha, beta, k = terms
     factor = float(2 * alpha * beta / size)
     if scale is None:
         numbers = float(alpha / size), factor, float(beta), float(k)

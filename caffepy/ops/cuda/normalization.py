@@ -6,11 +6,10 @@ from typing import Any
 from caffepy.ops.cuda.channels import channel_pass, finish, lying, sums
 from caffepy.ops.cuda.context import context
 from caffepy.ops.cuda.launch import Array, launch
+from caffepy.ops.protocol import Affine, Maybe
 
 NO_MASK, BY_X, BY_Y = range(3)
 """As in normalization.cu: what tells where the gradient of a ReLU is 0."""
-
-Maybe = Array | None
 
 
 def _moments(x: Array, finisher: str, *arguments: Any) -> None:
@@ -25,24 +24,16 @@ def batch_norm_statistics(x: Array, mean: Array, variance: Array) -> None:
 
 
 def batch_norm_prepare(
-    x: Array,
-    running: Sequence[Array],
-    fraction: float,
-    eps: float,
-    scale: Maybe,
-    bias: Maybe,
-    numbers: Array,
+    x: Array, running: Sequence[Array], fraction: float, eps: float, affine: Affine, numbers: Array
 ) -> None:
     if x.size:
-        arguments = (*running, scale, bias, numbers, float(fraction), float(eps))
+        arguments = (*running, *affine, numbers, float(fraction), float(eps))
         _moments(x, "prepare_finish", *arguments)
 
 
-def batch_norm_stored(
-    running: Sequence[Array], eps: float, scale: Maybe, bias: Maybe, numbers: Array
-) -> None:
+def batch_norm_stored(running: Sequence[Array], eps: float, affine: Affine, numbers: Array) -> None:
     channels = numbers.shape[1]
-    arguments = (*running, scale, bias, numbers, channels, float(eps))
+    arguments = (*running, *affine, numbers, channels, float(eps))
     launch("normalization", "stored", numbers, channels, *arguments)
 
 

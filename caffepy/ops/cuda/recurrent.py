@@ -10,6 +10,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.ops.cuda.blas import matmul
 from caffepy.ops.cuda.launch import Array, launch
+from caffepy.ops.objects import States
 
 
 def _unit(name: str, h: Array, *arrays: Array | None) -> None:
@@ -32,16 +33,9 @@ class LSTM:
         self._rest, self._dc = cupy.empty((2, streams, size), dtype)
 
     def forward(
-        self,
-        a: Array,
-        w: Array,
-        cont: Array,
-        h_first: Array,
-        c_first: Array,
-        kept: Array,
-        h: Array,
-        c: Array,
+        self, a: Array, w: Array, cont: Array, first: States, kept: Array, h: Array, c: Array
     ) -> None:
+        h_first, c_first = first
         steps = len(h)
         _unit("keep", h_first, h_first, cont, kept)
         for t in range(steps):

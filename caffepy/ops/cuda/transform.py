@@ -7,6 +7,7 @@ import numpy as np
 
 from caffepy.core.errors import DeviceError
 from caffepy.ops.cuda.launch import Array, c_type, channels_last, launch_expression, packs
+from caffepy.ops.protocol import Crops
 
 RECORDS = {"uint8": "unsigned char", "float32": "float", "float64": "double"}
 
@@ -19,13 +20,7 @@ def _on_device(a: Any, dtype: Any) -> Array:
 
 
 def transform_batch(
-    records: Array,
-    out: Array,
-    h_off: Array,
-    w_off: Array,
-    mirror: Array,
-    mean: Array | None,
-    scale: float,
+    records: Array, out: Array, crops: Crops, mean: Array | None, scale: float
 ) -> None:
     if not out.size:
         return
@@ -34,8 +29,8 @@ def transform_batch(
         what = f"records of type {records.dtype.name}"
         raise DeviceError(f"no GPU transformation of {what}; uint8 and float32 have one")
     last = channels_last(out)
-    places = (_on_device(offsets, np.int64) for offsets in (h_off, w_off))
-    flip, strides = _on_device(mirror, np.bool_), [0, 0, 0]
+    places = (_on_device(offsets, np.int64) for offsets in crops[:2])
+    flip, strides = _on_device(crops[2], np.bool_), [0, 0, 0]
     if mean is not None:
         steps = (mean.shape[1] * mean.shape[2], mean.shape[2], 1)
         strides = [step if n > 1 else 0 for n, step in zip(mean.shape, steps, strict=True)]

@@ -16,18 +16,18 @@ WEIGHT, NORM = np.array(0.3, np.float32), np.array(4.0)
 @pytest.mark.parametrize("shape", [(3, 4, 5), (6, 7, 1), (0, 3, 1), (300, 30, 1), (2, 21, 400)])
 def test_infogain_loss(shape, dtype, ignore, divisor):
     x, label = 5 * data(shape, dtype), labels((shape[0], shape[2]), shape[1], dtype)
-    given = label, data((shape[1], shape[1]), dtype, 1), ignore
+    given = label, data((shape[1], shape[1]), dtype, 1)
     agree(
         "infogain_loss_forward",
         x,
         *given,
-        divisor,
+        (ignore, divisor),
         np.empty_like(x),
-        *outcome(dtype),
+        outcome(dtype),
         tolerance=(1e-5, 1e-5),
     )
     p = probabilities(shape, dtype)
-    agree("infogain_loss_backward", p, *given, WEIGHT.astype(dtype), NORM, np.empty_like(x))
+    agree("infogain_loss_backward", p, *given, ignore, WEIGHT.astype(dtype), NORM, np.empty_like(x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,16 +78,22 @@ def test_the_first_wrong_label_is_put_down(items, bad):
         agree("hinge_loss_forward", p, label, squares, items, np.empty_like(p), loss, wrong)
     x, label, matrix = p[:, :, None], label[:, None], data((3, 3))
     agree(
-        "infogain_loss_forward", x, label, matrix, None, None, np.empty_like(x), loss, norm, wrong
+        "infogain_loss_forward",
+        x,
+        label,
+        matrix,
+        (None, None),
+        np.empty_like(x),
+        (loss, norm, wrong),
     )
     agree("infogain_loss_backward", x, label, matrix, None, WEIGHT, NORM, np.empty_like(x))
 
 
 def test_what_is_wrong_may_be_the_ignored_label():
     x, label = data((4, 3, 1)), np.array([0, 255, 2, 255], np.float32)[:, None]
-    given = label, data((3, 3)), 255
-    agree("infogain_loss_forward", x, *given, None, np.empty_like(x), *outcome(np.float32))
-    agree("infogain_loss_backward", x, *given, WEIGHT, NORM, np.empty_like(x))
+    given = label, data((3, 3))
+    agree("infogain_loss_forward", x, *given, (255, None), np.empty_like(x), outcome(np.float32))
+    agree("infogain_loss_backward", x, *given, 255, WEIGHT, NORM, np.empty_like(x))
 
 
 def test_a_captured_loss_weight_is_read_at_each_replay():

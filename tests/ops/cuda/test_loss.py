@@ -53,10 +53,9 @@ def test_softmax_loss(shape, dtype, ignore, divisor):
         "softmax_loss_forward",
         x,
         label,
-        ignore,
-        divisor,
+        (ignore, divisor),
         np.empty_like(x),
-        *outcome(dtype),
+        outcome(dtype),
         tolerance=CLOSE,
     )
     weight, norm = np.array(0.3, dtype), np.array(4.0)
@@ -78,7 +77,7 @@ def test_the_first_wrong_label_is_put_down(outer, inner, bad):
     x, label = np.full((outer, 3, inner), 1 / 3, np.float32), np.zeros((outer, inner), np.float32)
     label[outer - 2] = bad
     label[outer - 1] = 7
-    agree("softmax_loss_forward", x, label, None, None, np.empty_like(x), *outcome(np.float32))
+    agree("softmax_loss_forward", x, label, (None, None), np.empty_like(x), outcome(np.float32))
     hits, counts = np.zeros((2, 3), np.int64)
     share, _, wrong = outcome(np.float32)
     import cupy
@@ -97,10 +96,9 @@ def test_certain_mistakes_have_a_bound():
         "softmax_loss_forward",
         x,
         np.zeros((2, 1), np.float32),
-        None,
-        None,
+        (None, None),
         np.empty_like(x),
-        *outcome(np.float32),
+        outcome(np.float32),
     )
 
 

@@ -38,7 +38,7 @@ NEAR = {
 def test_planes(shape, size, dtype):
     for beta in (0.75, 0.6):
         x, dy, y, scale = (3 * data(shape), data(shape, seed=1), np.ones(shape), np.ones(shape))
-        agree("lrn_forward", dtype, x, y, scale, size, ALPHA, beta, K, tolerance=NEAR[dtype])
+        agree("lrn_forward", dtype, x, y, scale, (size, ALPHA, beta, K), tolerance=NEAR[dtype])
         y = x * (scale := _scale(x, size)) ** -beta
         agree(
             "lrn_backward",
@@ -48,10 +48,7 @@ def test_planes(shape, size, dtype):
             scale,
             dy,
             np.ones(shape),
-            size,
-            ALPHA,
-            beta,
-            K,
+            (size, ALPHA, beta, K),
             tolerance=NEAR[dtype],
         )
 
@@ -73,16 +70,16 @@ def test_channels_last(shape, kind, window):
     x, dy = (rounded(factor * data(shape, seed=seed), kind) for seed, factor in ((0, 3), (1, 1)))
     size, beta = window
     y, scale, dx = (np.empty_like(x) for _ in range(3))
-    cpu.lrn_forward(x, y, scale, size, ALPHA, beta, K)
-    cpu.lrn_backward(x, y, scale, dy, dx, size, ALPHA, beta, K)
+    cpu.lrn_forward(x, y, scale, (size, ALPHA, beta, K))
+    cpu.lrn_backward(x, y, scale, dy, dx, (size, ALPHA, beta, K))
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         arrays = [stored(values, kind, True) for values in (x, np.ones(shape), dy, np.ones(shape))]
         for replay in (False, True):
             if replay:
                 stream.begin_capture()
-            cuda.lrn_forward(arrays[0], arrays[1], None, size, ALPHA, beta, K)
-            cuda.lrn_backward(arrays[0], arrays[1], None, *arrays[2:], size, ALPHA, beta, K)
+            cuda.lrn_forward(arrays[0], arrays[1], None, (size, ALPHA, beta, K))
+            cuda.lrn_backward(arrays[0], arrays[1], None, *arrays[2:], (size, ALPHA, beta, K))
             if replay:
                 stream.end_capture().launch(stream)
             stream.synchronize()
@@ -94,5 +91,5 @@ def test_of_nothing():
     from caffepy.ops import cuda
 
     x = stored(np.ones((0, 8, 4, 4)), "float32", True)
-    cuda.lrn_forward(x, x, None, 5, ALPHA, 0.75, K)
-    cuda.lrn_backward(x, x, None, x, x, 5, ALPHA, 0.75, K)
+    cuda.lrn_forward(x, x, None, (5, ALPHA, 0.75, K))
+    cuda.lrn_backward(x, x, None, x, x, (5, ALPHA, 0.75, K))

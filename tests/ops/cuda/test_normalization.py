@@ -97,8 +97,8 @@ def test_prepare(layout, kind):
     shape, last = LAYOUTS[layout]
     c = shape[1]
     x, scale, bias = Activation(2 * data(shape) + 3), data(c, seed=1), data(c, seed=2)
-    for given in ((scale, bias), (scale, None), (None, None)):
-        arguments = (x, running(c), 0.9, 1e-3, *given, np.ones((4, c)))
+    for given in ([scale, bias], [scale, None], [None, None]):
+        arguments = (x, running(c), 0.9, 1e-3, given, np.ones((4, c)))
         agree("batch_norm_prepare", kind, *arguments, last=last, tolerance=(1e-4, 1e-4))
 
 
@@ -110,8 +110,7 @@ def test_prepare_for_no_values():
         running(3),
         0.9,
         1e-3,
-        None,
-        None,
+        [None, None],
         np.ones((4, 3)),
     )
 
@@ -121,8 +120,8 @@ def test_prepare_for_no_values():
 def test_stored(weight, c):
     sums = running(c)
     sums[2][:] = weight
-    for given in ((data(c, seed=1), data(c, seed=2)), (None, None)):
-        agree("batch_norm_stored", "float32", sums, 1e-3, *given, np.ones((4, c)))
+    for given in ([data(c, seed=1), data(c, seed=2)], [None, None]):
+        agree("batch_norm_stored", "float32", sums, 1e-3, given, np.ones((4, c)))
 
 
 def numbers(c):

@@ -76,7 +76,10 @@ def test_lstm(sizes, dtype):
     h_first, c_first = data((n, h), dtype, 2), data((n, h), dtype, 3)
     kept, y, c = (np.empty((t, n, h), dtype) for _ in range(3))
     dy, da = data((t, n, h), dtype, 4), np.empty_like(a)
-    forward, backward = (a, w, cont, h_first, c_first, kept, y, c), (a, w, cont, c_first, c, dy, da)
+    forward, backward = (
+        (a, w, cont, (h_first, c_first), kept, y, c),
+        (a, w, cont, c_first, c, dy, da),
+    )
     run_both("LSTM", sizes, dtype, [("forward", forward), ("backward", backward)])
 
 

@@ -32,7 +32,7 @@ def test_as_on_the_cpu(crop, mean, record, dtype):
         "transform_batch",
         records,
         np.empty((5, 3, *CROPS[crop]), dtype),
-        *how,
+        how,
         mean,
         0.5,
         tolerance=(1e-6, 1e-5),
@@ -58,13 +58,13 @@ def test_formats(crop, mean, channels_last, storage):
         else (np.random.default_rng(1).random(MEANS[mean]) * 255).astype(np.float32)
     )
     plain = np.empty((5, 3, *CROPS[crop]), np.float32)
-    cpu.transform_batch(records, plain, *how, mean, 0.5)
+    cpu.transform_batch(records, plain, how, mean, 0.5)
     layout = Layout(np.dtype(storage), channels_last)
     expected = np.empty(plain.size, storage)
     layout.write(plain, expected)
     with cupy.cuda.Stream(non_blocking=True):
         flat = cupy.zeros(plain.size, storage)
-        cuda.transform_batch(records, layout.view(flat, plain.shape), *how, mean, 0.5)
+        cuda.transform_batch(records, layout.view(flat, plain.shape), how, mean, 0.5)
         np.testing.assert_array_equal(flat.get(), expected)
 
 
@@ -74,9 +74,7 @@ def test_empty_batch():
         "transform_batch",
         np.zeros((0, 3, 4, 4), np.uint8),
         np.zeros((0, 3, 2, 2), "f"),
-        none,
-        none,
-        none > 0,
+        (none, none, none > 0),
         None,
         1.0,
     )
@@ -89,8 +87,8 @@ def test_inputs_of_the_host():
 
     records, *how = batch(np.uint8, (27, 27))
     mean, expected = np.full((3, 37, 41), 100, np.float32), np.empty((5, 3, 27, 27), np.float32)
-    cpu.transform_batch(records, expected, *how, mean, 0.1)
+    cpu.transform_batch(records, expected, how, mean, 0.1)
     with cupy.cuda.Stream(non_blocking=True):
         out = cupy.empty((5, 3, 27, 27), np.float32)
-        cuda.transform_batch(records, out, *how, mean, 0.1)
+        cuda.transform_batch(records, out, how, mean, 0.1)
         np.testing.assert_allclose(out.get(), expected, rtol=1e-6, atol=1e-5)
