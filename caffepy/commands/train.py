@@ -18,7 +18,8 @@ from caffepy.device.device import Device
 from caffepy.parallel.manager import SyncOptions, p2p_manager
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.proto.text import read_solver
-from caffepy.report import Reporters, TensorBoard, baseline, logging_to, open_report
+from caffepy.report import Reporters, TensorBoard, logging_to, open_report
+from caffepy.report.speed import BaselineRecorder, baseline_key, known_baseline
 from caffepy.solver import Signals, Solver, Watch, newest_good
 from caffepy.solver.snapshot import check_models, under
 
@@ -213,7 +214,7 @@ def _baseline(solver: Solver, solvers: int) -> float | None:
     device = solver.device
     if not isinstance(device, CudaDevice):
         return None
-    run = baseline.key(
+    run = baseline_key(
         {
             "device": device.name,
             "net": solver.net.param.SerializeToString(deterministic=True).hex(),
@@ -225,5 +226,5 @@ def _baseline(solver: Solver, solvers: int) -> float | None:
         }
     )
     if solvers == 1:
-        solver.reporter = Reporters(solver.reporter, baseline.BaselineRecorder(run))
-    return baseline.known(run)
+        solver.reporter = Reporters(solver.reporter, BaselineRecorder(run))
+    return known_baseline(run)

@@ -3,21 +3,24 @@
 `protocol.py` is the contract and the place to start reading: every function with its shapes and
 formula. The packages `cpu` (numba and BLAS) and `cuda` (cuDNN, cuBLAS and kernels) both fulfil it;
 `backend(device)` returns the one for a device. `shapes_only.py` serves nets that are never run.
-`objects.py` describes the classes in the contract; `segments.py`, `update_state.py`,
-`phase_timer.py` and `precisions.py` hold the terms that both share.
+`objects.py` describes the classes in the contract, `update_state.py` the terms of an update.
 """
 
 import logging
 from typing import cast
 
+import numpy as np
+
 from caffepy.core.errors import DeviceError
-from caffepy.device.blob import Layout
+from caffepy.device.blob import PLAIN, Layout
 from caffepy.device.device import Device
 from caffepy.device.math_mode import checked
-from caffepy.ops import precisions
 from caffepy.ops.protocol import Ops
 
 log = logging.getLogger(__name__)
+
+STORAGE = {"tf32": "float32", "bf16": "uint16", "fp16": "float16"}
+"""The element type of activations and gradients; uint16 stands for bfloat16, which numpy lacks."""
 
 
 def backend(device: Device) -> Ops:
@@ -38,8 +41,11 @@ def backend(device: Device) -> Ops:
 
 
 def preferred_layout(device: Device) -> Layout:
-    """Return the preferred layout of activations on the device, in its precision."""
-    return precisions.preferred_layout(device.math_mode.precision)
+    """Return the preferred layout on the device: Caffe's in fp32, for comparisons, else channels
+    last.
+    """
+    precision = device.math_mode.precision
+    return PLAIN if precision == "fp32" else Layout(np.dtype(STORAGE[precision]), True)
 
 
 def set_precision(device: Device, precision: str | None) -> None:

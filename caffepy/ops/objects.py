@@ -11,11 +11,16 @@ from typing import Any, Protocol
 from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array, Blob
-from caffepy.ops.segments import Number
-from caffepy.ops.update_state import StepResult
+from caffepy.ops.update_state import Number, StepResult
 
 Specs = tuple[tuple[tuple[int, ...], DTypeLike], ...]
 """The shape and element type of each array."""
+
+PARTS = ("data", "forward", "backward", "synchronization", "update")
+"""The phases of an iteration, in their order."""
+
+HOST = "host"
+"""A phase of GPUs only: idle, since the host has not enqueued work yet."""
 
 States = Sequence[Array]
 """h and c of an LSTM."""
@@ -177,7 +182,7 @@ class Sums(Protocol):
 
 
 class PhaseTimer(Protocol):
-    """Seconds by phase of an iteration (`phase_timer.PARTS`); nothing is measured unless `running`.
+    """Seconds by phase of an iteration (PARTS); nothing is measured unless `running`.
 
     Between `stop` and `start` no time is counted. An iteration is `begin`, then a `mark` at the end
     of each phase.

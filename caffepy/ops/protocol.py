@@ -31,8 +31,7 @@ from numpy.typing import DTypeLike
 
 from caffepy.device.blob import Array, Blob
 from caffepy.ops import objects
-from caffepy.ops.segments import Number, Segments
-from caffepy.ops.update_state import Limits
+from caffepy.ops.update_state import Limits, Number, Segments
 
 Maybe = Array | None
 Pair = tuple[int, int]

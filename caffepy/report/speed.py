@@ -1,9 +1,17 @@
-"""Images a second."""
+"""Images a second; that of a single device is kept from run to run, to compare several with."""
 
+import hashlib
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from caffepy.core import cache
 from caffepy.core.events import Output, Reporter
+
+FILE = "alone.json"
+FIRST, LEAST = 20, 2.0
+"""Iterations at the beginning that do not count; seconds of training that a measurement needs."""
 
 
 class Speed:
@@ -67,3 +75,38 @@ class Timed(Reporter):
 
     def finished(self, iteration: int, loss: float | None) -> None:
         self.pause()
+
+
+def baseline_key(what: Mapping[str, Any]) -> str:
+    """Return the key of a run; runs with equal settings have the same key."""
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def known_baseline(run: str) -> float | None:
+    """Return the images a second of one solver in such a run, None if it was never measured."""
+    kept = cache.read(cache.cache_file(FILE)).get(run)
+    return float(kept) if isinstance(kept, (int, float)) else None
+
+
+class BaselineRecorder(Timed):
+    """Measures the speed of a run of one solver and keeps it when the run ends."""
+
+    def __init__(self, run: str) -> None:
+        self._run = run
+        self._speed = Speed()
+        self._iterations = 0
+        super().__init__(self._speed)
+
+    def iterated(self, iteration: int, loss: float | None, rate: float, images: int) -> None:
+        """Count its images, unless it is one of the first."""
+        super().iterated(iteration, loss, rate, images)
+        self._iterations += 1
+        if self._iterations == FIRST:
+            self._speed.read()
+
+    def done(self, stopped_early: bool) -> None:
+        """Keep the speed, if the run was long enough to measure it."""
+        self.pause()
+        seconds, rate = self._speed.seconds, self._speed.read()
+        if rate and self._iterations > FIRST and seconds >= LEAST:
+            cache.keep(cache.cache_file(FILE), {self._run: round(rate, 1)})

@@ -15,8 +15,7 @@ from caffepy.device.blob import Array, Blob
 from caffepy.device.device import Device
 from caffepy.net import Net
 from caffepy.net.gradients import large_products
-from caffepy.ops.segments import Segments
-from caffepy.ops.update_state import Limits
+from caffepy.ops.update_state import Limits, Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.capture import GraphRunner
 from caffepy.solver.params import Params

@@ -12,7 +12,7 @@ from math import sqrt
 from caffepy.core.registry import Registry
 from caffepy.device.blob import Array
 from caffepy.ops.protocol import Ops
-from caffepy.ops.segments import Number, Segments
+from caffepy.ops.update_state import Number, Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from caffepy.collectives.host import HostSync
 from caffepy.collectives.rank_group import GroupStoppedError, RankGroup
 from caffepy.collectives.schedule import flat, muji, tree
+from caffepy.collectives.sync import HostSync
 from caffepy.core.errors import DataError, SyncError
 from tests.collectives.test_topology import topology
 

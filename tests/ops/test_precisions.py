@@ -6,8 +6,13 @@ import pytest
 from caffepy import ops
 from caffepy.device.blob import PLAIN, Layout
 from caffepy.device.device import Device
-from caffepy.device.math_mode import PRECISIONS, checked
-from caffepy.ops.precisions import preferred_layout
+from caffepy.device.math_mode import PRECISIONS, MathMode, checked
+
+
+def preferred_layout(precision: str) -> Layout:
+    device = Device()
+    device.math_mode = MathMode(precision)
+    return ops.preferred_layout(device)
 
 
 def test_activations_lie_as_caffe_has_them_in_fp32_only() -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from caffepy.collectives.host import HostSync
 from caffepy.collectives.rank_group import PATIENCE
+from caffepy.collectives.sync import HostSync
 from caffepy.collectives.topology import all_joined
 from caffepy.core.errors import ConfigError, DataError, DeviceError, SyncError
 from caffepy.data.sources import open_database

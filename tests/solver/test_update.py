@@ -9,7 +9,7 @@ import pytest
 
 from caffepy.device.blob import Array
 from caffepy.ops import cpu
-from caffepy.ops.segments import Segments
+from caffepy.ops.update_state import Segments
 from caffepy.proto.caffe_pb2 import SolverParameter
 from caffepy.solver.update import Update, rules
 

@@ -17,7 +17,6 @@ from caffepy.data.write import unfinished
 from caffepy.device.blob import Array, shape_string
 from caffepy.proto.sniff import sniff
 from caffepy.report import counting, grid
-from caffepy.report.contact_sheet import sheet, thumbnail
 from caffepy.report.text import as_json, columns, extension_of, number
 from caffepy.report.text import printable as on_one_line
 
@@ -112,12 +111,12 @@ def show(
                 pictures = _show_items(info, source, first, wanted, threads, progress)
             else:
                 images = source.summarize(info, first, wanted)
-                pictures = [(thumbnail(image), caption) for image, caption in images]
+                pictures = [(grid.thumbnail(image), caption) for image, caption in images]
     if sheet_path:
         if not pictures:
             because = f": {info.bad[0]}" if info.bad else ""
             raise DataError(f"{path} has no images for a contact sheet{because}")
-        grid.save(sheet(pictures), sheet_path)
+        grid.save(grid.sheet(pictures), sheet_path)
     return info
 
 
@@ -140,7 +139,7 @@ def _show_mean(info: DataInfo) -> list[Picture]:
         "values": f"{number(image.min())} to {number(image.max())}",
     }
     info.shapes[shape_string(image.shape)] = info.stored["float"] = 1
-    return [(thumbnail(image), "0")]
+    return [(grid.thumbnail(image), "0")]
 
 
 def _show_items(
@@ -193,7 +192,9 @@ def _look(source: Source, item: Any, wants_picture: bool) -> Look:
         stored = source.stored(item, image)
     except DataError as error:
         return Look(name, error=error.message.removeprefix(f"{source.path}: "))
-    return Look(name, image.shape, stored, label, "", thumbnail(image) if wants_picture else None)
+    return Look(
+        name, image.shape, stored, label, "", grid.thumbnail(image) if wants_picture else None
+    )
 
 
 def _size(path: str) -> int:

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from caffepy.device.device import Device
 from caffepy.ops import objects
-from caffepy.ops.phase_timer import PARTS
+from caffepy.ops.objects import PARTS
 
 
 class PhaseTimer:

@@ -11,7 +11,7 @@ from typing import Any
 from caffepy.device.blob import Array
 from caffepy.device.threads import parallel
 from caffepy.ops.cpu.compiler import inlined, kernel
-from caffepy.ops.segments import Number, Segments
+from caffepy.ops.update_state import Number, Segments
 
 GRAIN = 1 << 16  # elements for which one more thread pays
 

@@ -81,7 +81,6 @@ from caffepy.ops.cuda.normalization import (
     scale_backward,
     scale_forward,
 )
-from caffepy.ops.cuda.phase_timer import PhaseTimer
 from caffepy.ops.cuda.pooling import (
     ave_pool_backward,
     ave_pool_forward,
@@ -94,7 +93,7 @@ from caffepy.ops.cuda.pooling import (
 from caffepy.ops.cuda.recurrent import LSTM, RNN, lstm_unit_backward, lstm_unit_forward
 from caffepy.ops.cuda.selection import add_rows, take_rows, top_values
 from caffepy.ops.cuda.staging import Staging
-from caffepy.ops.cuda.stopwatch import Stopwatch
+from caffepy.ops.cuda.timers import PhaseTimer, Stopwatch
 from caffepy.ops.cuda.transform import transform_batch
 from caffepy.ops.cuda.update import (
     adadelta_update,

@@ -11,7 +11,7 @@ import cupy
 import numpy as np
 
 from caffepy.ops.cuda.launch import Array, launch, number, packs
-from caffepy.ops.segments import Number, Segments
+from caffepy.ops.update_state import Number, Segments
 
 
 def _on_device(a: Any, dtype: Any) -> Array:

@@ -20,12 +20,12 @@ from caffepy.device.cuda import CudaDevice
 from caffepy.ops.cuda.compiler import kernel
 from caffepy.ops.cuda.copies import copy
 from caffepy.ops.cuda.launch import BLOCKS, MOST, THREADS, Array, launch_blocks, packs, scratch
-from caffepy.ops.segments import Number
 from caffepy.ops.update_state import (
     LEAST_SCALE,
     MOST_SCALE,
     PATIENCE,
     Limits,
+    Number,
     StepResult,
     StepStatus,
 )

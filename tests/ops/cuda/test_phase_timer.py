@@ -5,7 +5,7 @@ import time
 import pytest
 
 from caffepy.device.cuda import CudaDevice
-from caffepy.ops.phase_timer import HOST, PARTS
+from caffepy.ops.objects import HOST, PARTS
 
 pytestmark = pytest.mark.gpu
 
@@ -17,7 +17,7 @@ def device() -> CudaDevice:
 
 @pytest.fixture
 def phase_timer(device: CudaDevice):
-    from caffepy.ops.cuda.phase_timer import PhaseTimer
+    from caffepy.ops.cuda.timers import PhaseTimer
 
     with device.scope():
         phase_timer = PhaseTimer(device)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from caffepy.ops.segments import Segments
+from caffepy.ops.update_state import Segments
 from tests.ops.cuda.compare import agree, data
 
 pytestmark = pytest.mark.gpu

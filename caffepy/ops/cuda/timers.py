@@ -1,5 +1,6 @@
-"""The phase timer, by the clock of the GPU."""
+"""The phase timer, by the clock of the GPU, and the stopwatch, by CUDA events."""
 
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -9,13 +10,16 @@ import numpy as np
 from caffepy.device.blob import Array as HostArray
 from caffepy.device.cuda import CudaDevice
 from caffepy.ops.cuda.compiler import kernel
-from caffepy.ops.phase_timer import HOST, PARTS
+from caffepy.ops.objects import HOST, PARTS
 
 BETWEEN = len(PARTS)
 """The index of the time between iterations, which is the data's or the host's."""
 
 STREAM = "phase timer"
 """The side stream of the marks, so that no other work waits for them."""
+
+TICKS = 2_000_000
+"""About this many ticks of a device's clock make a millisecond."""
 
 
 class _HostTime:
@@ -103,3 +107,24 @@ class PhaseTimer:
         found = dict(zip(PARTS, seconds, strict=True)) | {HOST: self._split[HOST]}
         found["data"] += self._split["data"]
         return found
+
+
+class Stopwatch:
+    def __init__(self) -> None:
+        self._events: list[Any] = []
+        self._count = 0
+
+    def hold(self, milliseconds: float) -> None:
+        kernel("spin", "spin")((1,), (1,), (np.int64(milliseconds * TICKS),))
+
+    def mark(self) -> None:
+        if self._count == len(self._events):
+            self._events.append(cupy.cuda.Event())
+        self._events[self._count].record(cupy.cuda.get_current_stream())
+        self._count += 1
+
+    def read(self) -> list[float]:
+        marks, self._count = self._events[: self._count], 0
+        if marks:
+            marks[-1].synchronize()
+        return [float(cupy.cuda.get_elapsed_time(*pair)) for pair in pairwise(marks)]
