@@ -12,7 +12,7 @@ from caffepy.core.errors import ConfigError, DataError
 from caffepy.core.paths import locate
 from caffepy.data.datum import COLOR, GRAY, NATIVE
 from caffepy.device.blob import Array, shape_string
-from caffepy.device.device import Device
+from caffepy.device.device import Device, set_twister
 from caffepy.proto import binary
 from caffepy.proto.caffe_pb2 import TRAIN, TransformationParameter
 
@@ -52,7 +52,7 @@ class Twister:
         if "twister" in state:
             key = np.asarray(state["twister"], np.uint32)
             words: Any = {"key": key, "pos": int(state["twister_position"])}
-            self._generator.state = {"bit_generator": "MT19937", "state": words}
+            set_twister(self._generator, {"bit_generator": "MT19937", "state": words})
 
 
 def new_twister(param: TransformationParameter, device: Device) -> Twister:

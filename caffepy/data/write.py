@@ -114,7 +114,8 @@ class LMDBWriter(Writer):
         super().__init__(name)
         data = os.path.join(folder, "data.mdb")
         size = max(FIRST_MAP_SIZE, os.path.getsize(data) if os.path.exists(data) else 0)
-        self._database = lmdb.open(folder, map_size=size, mode=0o664, lock=False, sync=sync)
+        folder_name = os.fsencode(folder)  # a text could have bytes that lmdb cannot encode
+        self._database = lmdb.open(folder_name, map_size=size, mode=0o664, lock=False, sync=sync)
 
     def _write(self, records: Sequence[Record]) -> None:
         for key, _ in records:

@@ -11,6 +11,16 @@ from caffepy.core.errors import CaffeError
 from caffepy.device.math_mode import MathMode
 
 
+def set_twister(twister: np.random.BitGenerator, state: dict[str, Any]) -> None:
+    """Restore the state of a Mersenne Twister; ValueError for a position outside of its words,
+    from which numpy would draw what lies behind them in memory.
+    """
+    position, words = int(state["state"]["pos"]), len(state["state"]["key"])
+    if not 0 <= position <= words:
+        raise ValueError(f"position {position} among {words} random words")
+    twister.state = state
+
+
 class RandomNumbers:
     """A Mersenne Twister, as in Caffe; reading `state` is free unless numbers were drawn since."""
 
@@ -33,7 +43,7 @@ class RandomNumbers:
 
     @state.setter
     def state(self, state: dict[str, Any]) -> None:
-        self.generator.bit_generator.state = state
+        set_twister(self.generator.bit_generator, state)
 
 
 class ErrorFlag:

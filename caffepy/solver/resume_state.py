@@ -151,9 +151,12 @@ class ResumeState:
         try:
             with reading(path):
                 compare_layers(content["positions"], nets, path)
-                set_positions(content["positions"], nets, device)
+                workers = list(content["positions"].get("workers", []))
+                # those of workers here, too: their threads must meet no damage
+                for positions in (*filter(None, workers), content["positions"]):
+                    set_positions(positions, nets, device)
                 self.iterations.display.restore(content)
-                self.workers_positions = content["positions"].get("workers", [])
+                self.workers_positions = workers
                 # parts of a run follow each other even if the clock was set back
                 self._started = max(time.time(), float(content.get("started", 0)))
         except CaffeError:

@@ -85,6 +85,12 @@ def test_the_same_seed_gives_the_same_and_state_goes_on():
     assert not np.array_equal(apply(first), apply(second))
 
 
+def test_a_position_outside_of_the_twisters_words_is_refused():
+    twister = Twister(5)
+    with pytest.raises(ValueError, match="position 700 among 624 random words"):
+        twister.set_state({**twister.state(), "twister_position": 700})
+
+
 def test_the_state_is_that_of_numpys_twister():
     twister = Twister(5)
     for count in (0, 1, 700, 10_000):

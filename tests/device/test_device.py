@@ -22,6 +22,16 @@ def test_where_random_numbers_stand_is_taken_up_again() -> None:
     assert [device.draw_seed(), device.rng.random()] == drawn
 
 
+@pytest.mark.parametrize("position", [-1, 625, 10**9])
+def test_random_numbers_come_from_the_generators_words_only(position: int) -> None:
+    device = Device(3)
+    state = dict(device.random.state)
+    state["state"] = {**state["state"], "pos": position}
+    with pytest.raises(ValueError, match=f"position {position} among 624 random words"):
+        device.random.state = state
+    assert device.draw_seed() == Device(3).draw_seed()
+
+
 def test_seeds_fix_the_numbers() -> None:
     device = Device()
     device.seed(5)

@@ -489,6 +489,21 @@ def test_sidecars_of_wrong_content_are_named_and_change_nothing(tmp_path: Path) 
         solver.step(1)
 
 
+@pytest.mark.parametrize("workers", [1, [1], [{"net": {}}], ["x"]])
+def test_workers_positions_are_checked_before_any_worker_takes_them(
+    workers: Any, tmp_path: Path
+) -> None:
+    trained(tmp_path)
+    path, state = str(tmp_path / "s_iter_3.caffepystate"), state_of(tmp_path, 3)
+    content = sidecar.read(path)
+    assert content
+    content["positions"]["workers"] = workers
+    del content["format"]
+    sidecar.write(path, content)
+    with pytest.raises(ConfigError, match="this sidecar of a snapshot is damaged"):
+        solver_of("max_iter: 100 ").restore(state)
+
+
 def _entries(tree: Any, keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     items = (
         tree.items()

@@ -49,6 +49,7 @@ class LMDB(Database):
 
     def take(self, count: int) -> Records:
         """The next `count` records, in the file where that has no other kind of nodes."""
+        self._pages.check_unchanged()
         parts: list[Records] = []
         missing = count
         while missing:
@@ -102,7 +103,7 @@ class LMDB(Database):
 
 
 def _open(file: str) -> Any:
-    return lmdb.open(file, subdir=False, readonly=True, lock=False, create=False)
+    return lmdb.open(os.fsencode(file), subdir=False, readonly=True, lock=False, create=False)
 
 
 def _cursor(database: Any) -> Any:

@@ -12,6 +12,7 @@ import mmap
 import os
 import struct
 from bisect import bisect_right
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +25,10 @@ MAGIC = 0xBEEFC0DE
 META_SIZE = 152
 PAGE_SIZES = [1 << n for n in range(9, 17)]
 HEADER, NODE = 16, 8
-BRANCH, LEAF = 0x01, 0x02  # page flags
-BIG = 0x01  # node flag: the value lies in overflow pages
-DUPLICATES = 0x04  # database flag: several values a key
+BRANCH, LEAF, KINDS = 0x01, 0x02, 0x6F  # page flags: two of all kinds
+BIG, DUPLICATES = 0x01, 0x04  # node flags: the value lies in overflow pages; is a page of values
+SEVERAL = 0x04  # database flag (DUPSORT): a key may have several values
+NO_PAGE = (1 << 64) - 1  # the root of a tree without records
 BLOCK = 64  # leaf pages that are checked together
 KEPT = 1 << 20  # records whose places are remembered
 
@@ -59,21 +61,33 @@ def read_meta(path: str, file: str) -> Meta:
     if not metas and (kind := sniff(file)) != "LMDB":
         verb = "is" if kind == "empty" else "looks like"
         raise DataError(f"{path} is not an LMDB: {file} {verb} {kind}")
-    meta = max(metas, default=Meta(0, 4096, 1, 0, 0, 0))
-    if meta.page_size not in PAGE_SIZES:
+    # of equal ones LMDB, too, takes the first
+    meta = max(metas, default=Meta(0, 4096, 1, 0, 0, 0), key=lambda meta: meta.transaction)
+    if meta.page_size not in PAGE_SIZES or any(m.page_size != meta.page_size for m in metas):
         raise DataError(f"{path} is damaged: {file} speaks of pages of {meta.page_size} bytes")
     needed = (meta.last_page + 1) * meta.page_size
     if len(metas) < 2 or size < needed:
         sizes = f"{file} has {size} of at least {needed} bytes"
         raise DataError(f"{path} is a truncated LMDB: {sizes}; copy or create it anew")
+    if meta.flags & SEVERAL:
+        raise DataError(f"{path} may have several values a key (DUPSORT); create it anew without")
     return meta
+
+
+def _status(file: str) -> tuple[int, ...]:
+    """Identity of the file at a path, then its size and the time of its last change; () if gone."""
+    with suppress(OSError):
+        status = os.stat(file)
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+    return ()
 
 
 class Pages:
     """The checked tree of an LMDB: branches are checked at once, leaves before they are read."""
 
     def __init__(self, path: str, file: str) -> None:
-        self._path = path
+        self._path, self._file = path, file
+        self._status = _status(file)
         self._meta = meta = read_meta(path, file)
         self._leaves: Array = np.empty(0, np.int64)
         # number of records up to the end of each checked block of leaves
@@ -81,13 +95,13 @@ class Pages:
         self._blocks: dict[int, Array] = {}
         self._plain = True  # no node is anything but a record
         self.bytes: Array = np.empty(0, np.uint8)  # the file, if it has records
-        if meta.flags & DUPLICATES or not meta.depth:
+        if meta.root == NO_PAGE:
             return
         size = (meta.last_page + 1) * meta.page_size
         with open(file, "rb") as f:
             mapped = mmap.mmap(f.fileno(), size, access=mmap.ACCESS_READ)
             self.bytes = np.frombuffer(mapped, np.uint8)
-        level = np.array([meta.root & 0x7FFFFFFFFFFFFFFF], np.int64)
+        level = np.array([min(meta.root, meta.last_page + 1)], np.int64)
         self._need(level, 1)
         for _ in range(meta.depth - 1):
             _, sizes, flags, _ = self._nodes(level, BRANCH)
@@ -95,6 +109,20 @@ class Pages:
             self._need(level, 1)
             self._refuse(level[meta.last_page :])  # more pages than there are: some are named twice
         self._leaves = level
+
+    def check_unchanged(self) -> None:
+        """DataError if another process writes into the file: pages that were checked change, and
+        the system ends a process that reads behind the end of a file that became shorter.
+        """
+        status = _status(self._file)
+        # another file under this name does no harm: this one stays as it is until it is closed
+        if status != self._status and status[:2] == self._status[:2]:
+            with suppress(DataError, OSError):
+                if read_meta(self._path, self._file) == self._meta:
+                    self._status = status
+                    return
+            remedy = "write another file, and rename it to this one's name"
+            raise DataError(f"{self._path} was written to while it was read; {remedy}")
 
     @property
     def records(self) -> int:
@@ -130,7 +158,7 @@ class Pages:
             nodes, sizes, flags, keys = self._nodes(leaves, LEAF)
             big = flags & BIG != 0
             ends = nodes % page_size + NODE + keys + np.where(big, 8, sizes)
-            self._refuse(nodes[ends > page_size] // page_size)
+            self._refuse(nodes[(ends > page_size) | (flags & DUPLICATES != 0)] // page_size)
             self._plain &= not (flags & ~BIG).any()
             values = nodes + NODE + keys
             pages = self._at(values[big], 8).view("<i8").ravel()
@@ -152,7 +180,7 @@ class Pages:
         header = self._at(start, HEADER)
         number = header[:, :8].copy().view("<i8").ravel()
         flags, lower, upper = header[:, 10:].copy().view("<u2").astype(np.int64).T
-        good = (number == pages) & (flags & (BRANCH | LEAF) == kind)
+        good = (number == pages) & (flags & KINDS == kind)
         good &= (lower > HEADER) & (lower <= upper) & (upper <= page_size) & (lower % 2 == 0)
         self._refuse(pages[~good])
         counts = (lower - HEADER) // 2

@@ -390,6 +390,73 @@ for i in range(200):
     assert lines.count("refused") > 20
 
 
+def test_an_lmdb_of_several_values_a_key_is_refused(tmp_path):
+    """LMDB crashes on damaged pages of values, which nothing checks."""
+    make(tmp_path / "db", 3)
+    content = bytearray((tmp_path / "db" / "data.mdb").read_bytes())
+    for page in range(2):  # the flags of the main database
+        content[page * 4096 + 92] |= 0x04
+    with pytest.raises(DataError, match=r"may have several values a key \(DUPSORT\)"):
+        open_database(damaged(tmp_path / "copy", content))
+
+
+# what a damaged byte of both meta pages, of the root or of its first node makes LMDB believe
+UNCHECKED = {
+    "depth 0": [(94, b"\0\0")],
+    "another page size in the later transaction": [(4096 + 40, b"\0\0\1\0")],
+    "equal transactions": [(144, bytes(8)), (128, (1 << 60).to_bytes(8, "little"))],
+    "a root behind the end": [(128, (1 << 63).to_bytes(8, "little"))],
+}
+
+
+@pytest.mark.parametrize("case", UNCHECKED)
+def test_a_damaged_meta_page_is_no_way_around_the_checks(case, tmp_path):
+    make(tmp_path / "db", 3)
+    content = bytearray((tmp_path / "db" / "data.mdb").read_bytes())
+    for place, value in UNCHECKED[case]:
+        for start in (0, 4096) if place < 4096 else (0,):
+            content[start + place : start + place + len(value)] = value
+    content[2 * 4096 :] = b"\xff" * len(content[2 * 4096 :])  # so that nothing is read in peace
+    with pytest.raises(DataError, match=r"is damaged(: .* pages of| at page)|cannot be read as"):
+        keys(open_database(damaged(tmp_path / "copy", content)), 3)
+
+
+@pytest.mark.parametrize("flags", [0x04, 0x06])
+def test_a_node_that_claims_to_be_a_page_of_values_is_damage(flags, tmp_path):
+    make(tmp_path / "db", 3)
+    content = bytearray((tmp_path / "db" / "data.mdb").read_bytes())
+    root = int.from_bytes(content[4096 + 128 :][:8], "little")
+    node = 4096 * root + int.from_bytes(content[4096 * root + 16 :][:2], "little")
+    content[node + 4] = flags
+    with pytest.raises(DataError, match=f"is damaged at page {root}"):
+        open_database(damaged(tmp_path / "copy", content))
+
+
+def test_a_database_that_is_written_to_while_it_is_read(tmp_path):
+    path = Path(make(tmp_path / "db", 500)) / "data.mdb"
+    content = path.read_bytes()
+    source = open_database(str(tmp_path / "db"))
+    source.take(3)
+    path.touch()
+    assert len(source.take(3)) == 3
+    path.write_bytes(Path(make(tmp_path / "other", 20), "data.mdb").read_bytes())
+    with pytest.raises(DataError, match="was written to while it was read; write another file"):
+        source.take(3)
+    path.write_bytes(content)
+    assert len(source.take(3)) == 3
+    path.rename(tmp_path / "old")
+    path.write_bytes(b"")
+    assert len(source.take(3)) == 3
+    source.close()
+
+
+def test_an_lmdb_whose_path_is_not_utf_8(tmp_path):
+    folder = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    source = open_database(make(folder, 2))
+    assert keys(source, 2) == [b"00000000", b"00000001"]
+    source.close()
+
+
 def test_missing_and_foreign_paths(tmp_path):
     with pytest.raises(
         DataError, match=r'source "nowhere_lmdb" does not exist \(the working directory is /'
