@@ -234,6 +234,7 @@ class P2PManager(WorkerGroup):
         self._threads.give(WorkerSolver.iterate)
 
     def forward(self) -> None:
+        self._bring_params()
         self._threads.give(WorkerSolver.forward)
 
     def losses(self) -> list[float]:
@@ -248,12 +249,18 @@ class P2PManager(WorkerGroup):
             batch_norm.average([self.root.net, *(worker.net for worker in self.workers)])
 
     def begin_test(self, k: int) -> None:
-        def begin(worker: WorkerSolver) -> None:
-            worker.begin_test(k)
+        self._threads.give(partial(WorkerSolver.begin_test, k=k))
+        self._bring_params()
+
+    def _bring_params(self) -> None:
+        """Let workers that do not update their parameters get those of the last update."""
+
+        def bring(worker: WorkerSolver) -> None:
+            worker.wait_idle()
             with worker.device.scope():
                 self._synchronizers[worker.rank].on_start()
 
-        self._threads.give(begin)
+        self._threads.give(bring)
         self._synchronizers[0].on_start()
 
     def test(self, k: int, batches: int) -> bool:

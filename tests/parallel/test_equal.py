@@ -53,6 +53,24 @@ def test_solvers_follow_one_with_their_batches_together(size: int, sync: str) ->
             np.testing.assert_array_equal(data, run.data[0])
 
 
+class LastLoss(Recorder):
+    """Keeps the loss that is displayed after the last update."""
+
+    def finished(self, iteration: int, loss: float | None) -> None:
+        self.last = loss
+
+
+@pytest.mark.parametrize("sync", ["tree", "muji", "flat"])
+def test_the_last_loss_is_that_of_the_last_weights(sync: str) -> None:
+    settings = "base_lr: 0.1 display: 1 max_iter: 3 snapshot_after_train: false "
+    one, both = LastLoss(), LastLoss()
+    solver_of(settings, net(6), reporter=one).solve()
+    root = solver_of(settings, net(3), reporter=both)
+    with P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions(sync)):
+        root.solve()
+    assert both.last == pytest.approx(one.last, rel=1e-5)
+
+
 @pytest.mark.parametrize("sync", ["tree", "flat"])
 def test_runs_repeat_bit_for_bit(sync: str) -> None:
     first, again = Run(3, net(3), sync, until=15), Run(3, net(3), sync, until=15)
