@@ -32,6 +32,13 @@ def average(nets: Sequence[Net]) -> None:
             blob.host_data[...] = mean
 
 
+def copy(nets: Sequence[Net]) -> None:
+    """Give these nets, which must be idle, the statistics of the first."""
+    for first, *others in zip(*map(statistics, nets), strict=True):
+        for blob in others:
+            blob.host_data[...] = first.host_data
+
+
 def share_batches(net: Net, all_gather: Callable[[Array], Sequence[Array]] | None) -> None:
     """Normalize with the statistics of the batches of all ranks from now on; None: of its own."""
     for layer in normalizing(net):

@@ -249,18 +249,16 @@ class P2PManager(WorkerGroup):
             batch_norm.average([self.root.net, *(worker.net for worker in self.workers)])
 
     def begin_test(self, k: int) -> None:
+        if self._bn_stats == "root" and batch_norm.statistics(self.root.net):
+            self.raise_worker_error()
+            batch_norm.copy([self.root.net, *(worker.net for worker in self.workers)])
         self._threads.give(partial(WorkerSolver.begin_test, k=k))
         self._bring_params()
 
     def _bring_params(self) -> None:
         """Let workers that do not update their parameters get those of the last update."""
 
-        def bring(worker: WorkerSolver) -> None:
-            worker.wait_idle()
-            with worker.device.scope():
-                self._synchronizers[worker.rank].on_start()
-
-        self._threads.give(bring)
+        self._threads.give(WorkerSolver.pull)
         self._synchronizers[0].on_start()
 
     def test(self, k: int, batches: int) -> bool:

@@ -56,6 +56,12 @@ class WorkerSolver(Solver):
         with self.device.scope(), self.net.ops.blas_scope():
             self.iterations.run(self.capture, show=False)
 
+    def pull(self) -> None:
+        """Take the root's parameters, if only that updates them."""
+        self.wait_idle()
+        with self.device.scope():
+            self._step.pull()
+
     def forward(self) -> None:
         """Run a forward pass of the train net; `loss` is its loss."""
         with self.device.scope(), self.net.ops.blas_scope():

@@ -195,7 +195,16 @@ class Step:
         if self._pulls:
             if not self._updates:
                 self.update_state.unpack_scale(self.params.scale_slot)
+                # The root's came with its parameters.
+                self.update_state.restore_stats(self._statistics)
             self.phase_timer.mark("synchronization")
+
+    def pull(self) -> None:
+        """Let the synchronizer bring parameters; the running statistics stay this solver's own."""
+        if self.synchronizer:
+            self.update_state.save_stats(self._statistics)
+            self.synchronizer.on_start()
+            self.update_state.restore_stats(self._statistics)
 
     def accumulate_loss(self) -> None:
         """Add the loss of a forward pass."""

@@ -149,6 +149,33 @@ def test_solvers_normalize_their_batches_as_one(size: int, sync: str, text: str)
     )
 
 
+@pytest.mark.parametrize("sync", ["tree", "flat"])
+def test_all_solvers_test_with_the_statistics_of_the_root(sync: str) -> None:
+    root = solver_of("base_lr: 0.01 test_iter: 3 test_interval: 100 ", net(3, NORMALIZED))
+    options = SyncOptions(sync, "root")
+    with P2PManager(root, [Device() for _ in range(3)], all_joined(3), options) as manager:
+        root.step(4)
+        root.test_all()
+        first, *others = (statistics(solver) for solver in (root, *manager.workers))
+    for other in others:
+        for own, same in zip(first, other, strict=True):
+            np.testing.assert_array_equal(same, own)
+
+
+def test_statistics_stay_each_solvers_own_where_only_the_root_updates() -> None:
+    settings = "base_lr: 0.01 display: 1 max_iter: 4 snapshot_after_train: false "
+    found = []
+    for sync in ("tree", "flat"):
+        root = solver_of(settings, net(3, NORMALIZED))
+        manager = P2PManager(root, [Device() for _ in range(3)], all_joined(3), SyncOptions(sync))
+        with manager:
+            root.solve()
+            found.append([statistics(solver) for solver in (root, *manager.workers)])
+    for own, other in zip(*found, strict=True):
+        for a, b in zip(own, other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 def test_statistics_in_tests_are_those_of_all(tmp_path: Path) -> None:
     settings = "base_lr: 0.01 test_iter: 4 test_interval: 100 test_initialization: false "
     recorders = Recorder(), Recorder()
