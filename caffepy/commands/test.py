@@ -16,7 +16,6 @@ from caffepy.core.errors import DataError
 from caffepy.core.events import Output
 from caffepy.data.loader import tolerating
 from caffepy.device.blob import Array, shape_string
-from caffepy.layer.python import Python
 from caffepy.net import Net
 from caffepy.parallel.workers import Workers
 from caffepy.report.text import as_json, number, scalars
@@ -91,8 +90,6 @@ def test(
         try:
             load_all(root.net, weights)
             root.net.device.flush()
-            if len(devices) > 1:
-                _warn_of_unshared(root.net)
             with workers.cpu_share(0):
                 with workers.starting():
                     pass
@@ -130,17 +127,6 @@ class EvalWorker:
     def close(self) -> None:
         """Stop the threads of data layers and release files."""
         self.net.close()
-
-
-def _warn_of_unshared(net: Net) -> None:
-    for node in net.nodes:
-        layer = node.layer
-        if isinstance(layer, Python) and not node.bottoms and not layer.share_in_parallel:
-            log.warning(
-                'Each device has its own layer "%s", so that batches may be tested several times; '
-                "with share_in_parallel: true in its python_param they share one",
-                layer.param.name,
-            )
 
 
 class _Totals:

@@ -16,6 +16,7 @@ from caffepy.core.abandoned import abandon
 from caffepy.device.device import Device
 from caffepy.device.threads import share
 from caffepy.layer import Layer
+from caffepy.layer.python import Python
 from caffepy.net import Net
 from caffepy.parallel import watchdog
 from caffepy.parallel.watchdog import Rescue, Watchdog
@@ -100,6 +101,7 @@ class Workers(Generic[Member]):
         if rank == 0 and self.group.size > 1:
             for layer in net.shared_layers:
                 layer.serve(self.devices)
+            _warn_of_unshared(net)
 
     def wait_until_idle(self) -> list[int]:
         """After a failure: end the threads; return the ranks whose device is idle, too."""
@@ -137,6 +139,18 @@ class Workers(Generic[Member]):
                 # After a failure the first error counts; closing may fail with the device.
                 with suppress(Exception) if failed else nullcontext():
                     worker.close()
+
+
+def _warn_of_unshared(net: Net) -> None:
+    """Warn of user-written layers that make data on each device by themselves."""
+    for node in net.nodes:
+        layer = node.layer
+        if isinstance(layer, Python) and not node.bottoms and not layer.share_in_parallel:
+            log.warning(
+                'Each device has its own layer "%s", so that all may take the same batches; '
+                "with share_in_parallel: true in its python_param they share one",
+                layer.param.name,
+            )
 
 
 def _is_of_root(record: logging.LogRecord) -> bool:

@@ -158,6 +158,22 @@ def test_constants_and_what_is_drawn_once_reach_every_solver(folder: Path) -> No
             assert drawn.any()
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_data_layer_that_is_not_shared_is_told_of(
+    shared: bool, folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not shared:
+        own = LAYERS["Python"].replace("share_in_parallel: true ", "")
+        monkeypatch.setitem(LAYERS, "Python", own)
+    batches_of(1, "Python", folder, 1)
+    assert "Each device" not in caplog.text
+    train, _ = batches_of(2, "Python", folder, 1)
+    labels = [int(labels[0]) for _, labels in train]
+    assert labels == ([0, 2, 4, 6] if shared else [0, 0, 2, 2])
+    told = [record for record in caplog.records if "Each device" in record.getMessage()]
+    assert len(told) == (0 if shared else 2)  # for the train net and the test net
+
+
 def test_batches_lie_where_they_are_taken_after_a_restore_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
