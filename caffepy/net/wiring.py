@@ -68,6 +68,10 @@ def wire(
     prune_backward(wired.nodes)
     if param.force_backward:
         force_backward(wired.nodes)
+    for node in wired.nodes:
+        if node.bottoms and node.need_backward and node.layer.may_modify_gradients:
+            # What a user's layer keeps from forward for backward is of one solver's batch.
+            node.layer.share_in_parallel = False
     for name in wired.outputs:
         log.info("This network produces output %s", name)
     log.info("Network initialization done.")

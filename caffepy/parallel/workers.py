@@ -142,15 +142,20 @@ class Workers(Generic[Member]):
 
 
 def _warn_of_unshared(net: Net) -> None:
-    """Warn of user-written layers that make data on each device by themselves."""
+    """Warn of user-written layers of each device's own that make data, or that ask to be shared."""
     for node in net.nodes:
-        layer = node.layer
-        if isinstance(layer, Python) and not node.bottoms and not layer.share_in_parallel:
-            log.warning(
-                'Each device has its own layer "%s", so that all may take the same batches; '
-                "with share_in_parallel: true in its python_param they share one",
-                layer.param.name,
+        layer, why = node.layer, ""
+        if not isinstance(layer, Python) or layer.share_in_parallel:
+            continue
+        if layer.param.python_param.share_in_parallel:
+            why = ", whatever its share_in_parallel: layers with a backward pass are not shared"
+        elif not node.bottoms:
+            why = (
+                ", so that all may take the same batches; with share_in_parallel: true in its "
+                "python_param they share one"
             )
+        if why:
+            log.warning('Each device has its own layer "%s"%s', layer.param.name, why)
 
 
 def _is_of_root(record: logging.LogRecord) -> bool:

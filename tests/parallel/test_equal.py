@@ -210,7 +210,7 @@ def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.Mo
             """
         )
     )
-    mine = 'layer { name: "mine" type: "Python" bottom: "x" top: "z" python_param { module: "mine" layer: "Mine" '
+    mine = 'layer { name: "mine" type: "Python" bottom: "x" top: "z" param { lr_mult: 0 } python_param { module: "mine" layer: "Mine" '
     text = SMALL.replace('bottom: "x" top: "o"', 'bottom: "z" top: "o"').replace(
         'layer { name: "ip"', mine + 'share_in_parallel: true } } layer { name: "ip"'
     )
@@ -219,6 +219,42 @@ def test_a_shared_layer_has_no_parameters(tmp_path: Path, monkeypatch: pytest.Mo
         ConfigError, match=r'rank 1.*layer "mine" \(Python\) has parameters, so that solvers cannot'
     ):
         P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()).__enter__()
+
+
+PYLOSS = """
+class Loss:
+    def reshape(self, bottom, top):
+        top[0].reshape(1)
+    def forward(self, bottom, top):
+        self.diff = bottom[0].data - bottom[1].data
+        top[0].data[...] = (self.diff ** 2).sum() / bottom[0].num / 2
+    def backward(self, top, propagate_down, bottom):
+        time.sleep(0.01)  # for another solver's forward
+        bottom[0].diff[...] = self.diff / bottom[0].num
+"""
+
+
+def test_a_layer_with_a_backward_pass_is_each_solvers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_loss.py").write_text("import time\n" + PYLOSS)
+    found = []
+    for shared in ("false", "true"):
+        text = SMALL.replace(
+            'type: "EuclideanLoss"',
+            'type: "Python" loss_weight: 1 python_param { module: "own_loss" layer: "Loss" '
+            f"share_in_parallel: {shared} }}",
+        )
+        root = solver_of("", text)
+        with P2PManager(root, [Device(), Device()], all_joined(2), SyncOptions()) as manager:
+            (worker,) = manager.workers
+            assert worker.net.layers[-1] is not root.net.layers[-1]
+            root.step(5)
+        found.append(root.params.data.copy())
+    np.testing.assert_array_equal(*found)
+    told = [message for message in caplog.messages if "layers with a backward pass" in message]
+    assert len(told) == 1
 
 
 def test_workers_save_restore_and_solve_nothing() -> None:
